@@ -1,0 +1,53 @@
+# Everything a person or CI does with Treadle. `make demo` and `make test` set up whatever is missing.
+PYTHON ?= python3
+VENV := .venv
+ENGINE_VENV := .venv-engine
+BIN := $(VENV)/bin
+MESH_READY := $(VENV)/.treadle-mesh-ready
+ENGINE_READY := $(ENGINE_VENV)/.treadle-engine-ready
+RUFF_PATHS := clients core runtime services cli tests
+
+.PHONY: help setup demo test check lint types manifests verify protos clean
+
+help:            ## what there is
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
+
+setup:           ## both venvs: the mesh (.venv) and the SGLang engine (.venv-engine)
+	@scripts/check-system.sh
+	@$(MAKE) --no-print-directory -j2 $(MESH_READY) $(ENGINE_READY)
+
+$(MESH_READY): pyproject.toml clients/python/pyproject.toml requirements-mesh.txt
+	@echo "mesh: installing into $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --disable-pip-version-check -q install -c requirements-mesh.txt -e clients/python -e '.[dev]'
+	@touch $@
+
+$(ENGINE_READY): services/sidecar/engine/install.sh services/sidecar/engine/requirements.txt
+	@PYTHON=$(PYTHON) services/sidecar/engine/install.sh $(ENGINE_VENV)
+
+demo: setup      ## 32 real trajectories, twice: pinned FCFS, then Treadle; writes runs/<id>/report.html
+	@$(BIN)/treadle demo $(ARGS)
+
+test: setup      ## the whole test suite, real engines included
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: setup lint types manifests   ## everything that needs no run
+
+lint:            ## ruff: style and format
+	@$(BIN)/ruff check $(RUFF_PATHS)
+	@$(BIN)/ruff format --check $(RUFF_PATHS)
+
+types:           ## mypy, strict
+	@$(BIN)/mypy
+
+manifests:       ## compose and Kubernetes files against their schemas
+	@scripts/check-manifests.sh $(BIN)
+
+protos:          ## regenerate the stubs under clients/python
+	@scripts/generate-protos.sh
+
+verify: check test   ## what must be green before every commit
+	@test -z "$$(git status --porcelain)" || { echo "verify: the tree is not clean:"; git status --short; exit 1; }
+
+clean:           ## remove what setup made
+	rm -rf $(VENV) $(ENGINE_VENV) .venv-codegen build

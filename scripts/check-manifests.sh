@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Compose files against the compose-spec schema, Kubernetes manifests against the API schemas. check-manifests.sh BIN
+set -euo pipefail
+bin=${1:?usage: check-manifests.sh BIN}
+cd "$(dirname "$0")/.."
+"$bin/check-jsonschema" --builtin-schema vendor.compose-spec docker-compose.yml
+rendered=$(mktemp)
+trap 'rm -f "$rendered"' EXIT
+for folder in k8s/base $(find k8s/components k8s/overlays -mindepth 1 -maxdepth 1 -type d 2>/dev/null | grep overlays || true); do
+  "$bin/kubectl" kustomize "$folder" >"$rendered"
+  "$bin/kubernetes-validate" --strict --quiet "$rendered"
+  echo "ok -- $folder renders and validates"
+done

@@ -1,0 +1,120 @@
+"""Who may import whom (docs/architecture.md). Reads the source; runs nothing."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVICES = ("predictor", "scheduler", "placement", "migrator", "tools", "rollout", "sidecar")
+OURS = {"treadle", "treadle_core", "treadle_runtime", "treadle_cli"} | {f"treadle_{name}" for name in SERVICES}
+
+PACKAGES = {
+    "treadle": ROOT / "clients/python/treadle",
+    "treadle_core": ROOT / "core/treadle_core",
+    "treadle_runtime": ROOT / "runtime/treadle_runtime",
+    "treadle_cli": ROOT / "cli/treadle_cli",
+    **{f"treadle_{name}": ROOT / f"services/{name}/treadle_{name}" for name in SERVICES},
+}
+# Of our own packages, what each may import beside itself. The CLI starts services as child processes; of the sidecar it takes the
+# engine's launch command, which is where the knowledge of SGLang's flags lives.
+ALLOWED_OURS = {
+    "treadle": set(),
+    "treadle_core": set(),
+    "treadle_runtime": {"treadle"},
+    "treadle_cli": {"treadle", "treadle_runtime", "treadle_core", "treadle_sidecar"},
+    **{f"treadle_{name}": {"treadle", "treadle_runtime", "treadle_core"} for name in SERVICES},
+}
+ALLOWED_THIRD_PARTIES = {"treadle": {"grpc", "google"}, "treadle_core": {"numpy", "numba"}}
+# The core takes time and randomness as arguments; these modules would let it take them, or the world, by itself.
+IMPURE = {"asyncio", "time", "datetime", "random", "secrets", "os", "socket", "subprocess", "threading", "uuid", "io", "pathlib"}
+
+
+def sources(package: str) -> list[Path]:
+    return [path for path in sorted(PACKAGES[package].rglob("*.py")) if "_pb2" not in path.name]
+
+
+def imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            yield node.module
+
+
+def top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_a_package_imports_only_the_packages_below_it(package: str) -> None:
+    allowed = ALLOWED_OURS[package] | {package}
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in sources(package)
+        for module in imported(path)
+        if top(module) in OURS and top(module) not in allowed
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", sorted(ALLOWED_THIRD_PARTIES))
+def test_the_client_and_the_core_stay_light(package: str) -> None:
+    allowed = ALLOWED_THIRD_PARTIES[package] | {package} | set(sys.stdlib_module_names)
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in sources(package)
+        for module in imported(path)
+        if top(module) not in allowed
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_core_has_no_clock_no_io_and_no_randomness_of_its_own() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in sources("treadle_core")
+        for module in imported(path)
+        if top(module) in IMPURE or module == "numpy.random"
+    ]
+    wrong += [
+        f"{path.relative_to(ROOT)}:{node.lineno} awaits"
+        for path in sources("treadle_core")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Await | ast.AsyncFunctionDef | ast.AsyncFor | ast.AsyncWith)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_convert_touches_protobuf_messages_and_core_dataclasses() -> None:
+    wrong = []
+    for name in SERVICES:
+        for path in sources(f"treadle_{name}"):
+            modules = set(imported(path))
+            protobuf = {module for module in modules if module.startswith("treadle.") and module.endswith("_pb2")}
+            core = {module for module in modules if top(module) == "treadle_core"}
+            builds_both = protobuf and core and path.name not in {"convert.py", "servicer.py"}
+            if builds_both:
+                wrong.append(f"{path.relative_to(ROOT)}: {sorted(protobuf)} and {sorted(core)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_module_is_a_drawer_for_everything() -> None:
+    named = [path for package in PACKAGES for path in sources(package) if path.stem in {"utils", "helpers", "misc", "common"}]
+    assert not named
+
+
+def test_modules_stay_small() -> None:
+    """About 70 lines, seldom over 300; a module over the limit is split by noun."""
+    limit_lines = 330
+    large = {
+        str(path.relative_to(ROOT)): lines
+        for package in PACKAGES
+        for path in sources(package)
+        if (lines := len(path.read_text().splitlines())) > limit_lines
+    }
+    assert not large
