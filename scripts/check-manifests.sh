@@ -3,7 +3,7 @@
 set -euo pipefail
 bin=${1:?usage: check-manifests.sh BIN}
 cd "$(dirname "$0")/.."
-"$bin/check-jsonschema" --builtin-schema vendor.compose-spec docker-compose.yml
+"$bin/check-jsonschema" --builtin-schema vendor.compose-spec docker-compose.yml compose.*.yml
 rendered=$(mktemp)
 trap 'rm -f "$rendered"' EXIT
 for folder in k8s/base $(find k8s/components k8s/overlays -mindepth 1 -maxdepth 1 -type d 2>/dev/null | grep overlays || true); do
