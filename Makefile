@@ -22,7 +22,7 @@ $(MESH_READY): pyproject.toml clients/python/pyproject.toml requirements-mesh.tx
 	@$(BIN)/python -m pip --disable-pip-version-check -q install -c requirements-mesh.txt -e clients/python -e '.[dev]'
 	@touch $@
 
-$(ENGINE_READY): services/sidecar/engine/install.sh services/sidecar/engine/requirements.txt
+$(ENGINE_READY): services/sidecar/engine/install.sh services/sidecar/engine/requirements.txt services/sidecar/engine/constraints.txt
 	@PYTHON=$(PYTHON) services/sidecar/engine/install.sh $(ENGINE_VENV)
 
 demo: setup      ## 32 real trajectories, twice: pinned FCFS, then Treadle; writes runs/<id>/report.html

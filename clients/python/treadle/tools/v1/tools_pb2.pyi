@@ -104,11 +104,14 @@ class Tool(google.protobuf.message.Message):
     DESCRIPTION_FIELD_NUMBER: builtins.int
     ARGUMENTS_SCHEMA_JSON_FIELD_NUMBER: builtins.int
     LIMITS_FIELD_NUMBER: builtins.int
+    OPEN_ARGUMENTS_SCHEMA_JSON_FIELD_NUMBER: builtins.int
     name: builtins.str
     kind: Global___ToolKind.ValueType
     description: builtins.str
     arguments_schema_json: builtins.str
-    """JSON Schema of arguments_json"""
+    """JSON Schema of InvokeRequest.arguments_json"""
+    open_arguments_schema_json: builtins.str
+    """environments: JSON Schema of OpenSessionRequest.arguments_json"""
     @property
     def limits(self) -> Global___Limits:
         """defaults, and the most a caller may ask for"""
@@ -121,9 +124,10 @@ class Tool(google.protobuf.message.Message):
         description: builtins.str = ...,
         arguments_schema_json: builtins.str = ...,
         limits: Global___Limits | None = ...,
+        open_arguments_schema_json: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arguments_schema_json", b"arguments_schema_json", "description", b"description", "kind", b"kind", "limits", b"limits", "name", b"name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arguments_schema_json", b"arguments_schema_json", "description", b"description", "kind", b"kind", "limits", b"limits", "name", b"name", "open_arguments_schema_json", b"open_arguments_schema_json"]) -> None: ...
 
 Global___Tool: typing_extensions.TypeAlias = Tool
 

@@ -1,0 +1,155 @@
+"""The errors a servicer may raise, and how each looks on the wire.
+
+Owns: the exception classes, the one table from class to gRPC code, and the google.rpc details. A servicer raises
+these, or core exceptions that its `ErrorTable` maps to these; only the interceptor (`interceptor.py`) turns them into
+a status. The details are `treadle.common.v1.Status`, wire-equal to google.rpc.Status, so that any google.rpc parser
+reads them.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+from treadle.common.v1 import status_pb2
+
+DETAILS_KEY = "grpc-status-details-bin"
+TYPE_URL_PREFIX = "type.googleapis.com/google.rpc."
+
+# A status travels in HTTP/2 trailers, whose default limit is 8 KiB for everything; the message goes twice, once
+# percent-encoded. An error that quotes a huge value must not become another error.
+LONGEST_MESSAGE_CHARS = 800
+LONGEST_METADATA_CHARS = 200
+MOST_METADATA_ENTRIES = 8
+
+
+class StartError(Exception):
+    """The service cannot start. The message is the one line that is printed: what is missing and what to do about it.
+
+    A service's `wire` may raise it.
+    """
+
+
+class TreadleError(Exception):
+    """Base of all errors that reach a caller.
+
+    reason: UPPER_SNAKE, stable, what a program reads. message: for a person, what is wrong and what to do.
+    metadata: ids the reason speaks of. retry_after_s: wait at least this long before the next try; None says nothing.
+    """
+
+    retry_after_s: float | None = None
+
+    def __init__(self, reason: str, message: str, **metadata: object) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.metadata = {key: str(value) for key, value in metadata.items()}
+
+
+class InvalidArgument(TreadleError):  # noqa: N818 - named as the gRPC code
+    """A field of the request is wrong by itself, whatever the state of the service."""
+
+    def __init__(self, field: str, description: str, reason: str = "INVALID_ARGUMENT", **metadata: object) -> None:
+        super().__init__(reason, f"{field}: {description}" if field else description, **metadata)
+        self.field = field
+        self.description = description
+
+
+class NotFound(TreadleError):  # noqa: N818
+    """The named resource is not here."""
+
+
+class AlreadyExists(TreadleError):  # noqa: N818
+    """The resource to create is there already, made by another request."""
+
+
+class FailedPrecondition(TreadleError):  # noqa: N818
+    """The state of the service does not allow the call; the same call again will not help."""
+
+
+class Aborted(TreadleError):  # noqa: N818
+    """Lost against a concurrent change: read again and retry at a higher level."""
+
+
+class DeadlineExceeded(TreadleError):  # noqa: N818
+    """The caller's time ran out here."""
+
+
+class Unimplemented(TreadleError):  # noqa: N818
+    """This service does not answer that RPC."""
+
+
+class Internal(TreadleError):  # noqa: N818
+    """A fault of the service."""
+
+
+class _RetryableError(TreadleError):
+    def __init__(self, reason: str, message: str, *, retry_after_s: float, **metadata: object) -> None:
+        super().__init__(reason, message, **metadata)
+        self.retry_after_s = retry_after_s
+
+
+class ResourceExhausted(_RetryableError):  # noqa: N818
+    """A queue or quota is full."""
+
+
+class Unavailable(_RetryableError):  # noqa: N818
+    """Not possible at the moment; the same call later may be."""
+
+
+# A service's own mapping of core exceptions, looked up along the exception's bases.
+ErrorTable = Mapping[type[Exception], Callable[[Any], TreadleError]]
+
+CODES: Mapping[type[TreadleError], grpc.StatusCode] = {
+    InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
+    NotFound: grpc.StatusCode.NOT_FOUND,
+    AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
+    FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
+    Aborted: grpc.StatusCode.ABORTED,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Unavailable: grpc.StatusCode.UNAVAILABLE,
+    Unimplemented: grpc.StatusCode.UNIMPLEMENTED,
+    Internal: grpc.StatusCode.INTERNAL,
+}
+
+
+def code_of(error: TreadleError) -> grpc.StatusCode:
+    """The gRPC code of an error; a subclass has its base's."""
+    return next((CODES[base] for base in type(error).__mro__ if base in CODES), grpc.StatusCode.INTERNAL)
+
+
+def message_of(error: TreadleError) -> str:
+    """The error's message, short enough for trailers."""
+    return _shortened(error.message, LONGEST_MESSAGE_CHARS)
+
+
+def status_of(error: TreadleError, domain: str) -> status_pb2.Status:
+    """The google.rpc.Status of an error: ErrorInfo, then BadRequest or RetryInfo where they apply.
+
+    domain: the service that says so, e.g. `scheduler.treadle`.
+    """
+    status = status_pb2.Status(code=code_of(error).value[0], message=message_of(error))
+    info = status_pb2.ErrorInfo(reason=error.reason, domain=domain)
+    for key, value in list(error.metadata.items())[:MOST_METADATA_ENTRIES]:
+        info.metadata[key] = _shortened(value, LONGEST_METADATA_CHARS)
+    _attach(status, "ErrorInfo", info)
+    if isinstance(error, InvalidArgument):
+        field = _shortened(error.field, LONGEST_METADATA_CHARS)
+        violation = status_pb2.BadRequest.FieldViolation(
+            field=field, description=_shortened(error.description, LONGEST_MESSAGE_CHARS)
+        )
+        _attach(status, "BadRequest", status_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after_s is not None:
+        retry = status_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(max(0, round(error.retry_after_s * 1e9)))
+        _attach(status, "RetryInfo", retry)
+    return status
+
+
+def _attach(status: status_pb2.Status, name: str, detail: Message) -> None:
+    status.details.add(type_url=TYPE_URL_PREFIX + name, value=detail.SerializeToString())
+
+
+def _shortened(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[:longest]}… ({len(text)} characters)"

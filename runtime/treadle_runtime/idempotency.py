@@ -1,0 +1,190 @@
+"""Records of mutations by request_id: a repeat is answered from the record.
+
+Invariants: a record is made of an answer, never of an error, so a call that failed may be tried again with the same
+id. The first record of an id wins. Owns: a bucket `treadle_requests_<service>` (kept 1 h) and a cache in front of it.
+The hot path is one write: ids of an earlier life of this service are known from the bucket's keys, read once at
+start, so a fresh id costs no read. One process serves a service's mutations at a time.
+"""
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import nats.errors
+import nats.js.errors
+import structlog
+from google.protobuf.message import Message
+from nats.js.kv import KeyValue
+
+from treadle_runtime.buckets import entries_of
+from treadle_runtime.bus import Bus, kv_key
+from treadle_runtime.errors import InvalidArgument
+from treadle_runtime.fields import identifier
+
+log = structlog.get_logger()
+
+R = TypeVar("R", bound=Message)
+
+RECORDS_KEPT_S = 3600.0  # far beyond any client's retries
+CACHED_RECORDS = 16_384
+CACHED_BYTES = 64 * 1024 * 1024
+PART_BYTES = 512 * 1024  # NATS takes 1 MiB a message by default; longer answers are recorded in parts
+FINGERPRINT_BYTES = 16
+_PARTS_BYTES = 4  # count of parts that follow the first, big-endian
+
+
+@dataclass(frozen=True)
+class _Record:
+    fingerprint: bytes
+    response: bytes
+
+
+@dataclass
+class _Running:
+    fingerprint: bytes
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    error: Exception | None = None
+
+
+class RequestRecords:
+    """See the module. Made by `RequestRecords.open`."""
+
+    def __init__(self, bus: Bus, service: str) -> None:
+        self._bus = bus
+        self._service = service
+        # Keys that are in the bucket and not in the cache, oldest first, each with the loop time at which it may go.
+        self._elsewhere: OrderedDict[str, float] = OrderedDict()
+        self._cache: OrderedDict[str, _Record] = OrderedDict()
+        self._cached_bytes = 0
+        self._unsaved: set[str] = set()
+        self._running: dict[str, _Running] = {}
+
+    @classmethod
+    async def open(cls, bus: Bus, service: str) -> "RequestRecords":
+        """The records of `service`, with those of its earlier lives."""
+        records = cls(bus, service)
+        await records._open_bucket()
+        expires_at = asyncio.get_running_loop().time() + RECORDS_KEPT_S
+        for entry in await entries_of(records._bucket, keys_only=True):
+            records._elsewhere[entry.key] = expires_at
+        return records
+
+    async def _open_bucket(self) -> None:
+        self._bucket: KeyValue = await self._bus.key_value(f"treadle_requests_{self._service}", ttl_s=RECORDS_KEPT_S)
+
+    async def once(self, method: str, request: Message, response_type: type[R], call: Callable[[], Awaitable[R]]) -> R:
+        """The answer to `request`: of `call` the first time, of the record afterwards.
+
+        Concurrent repeats wait for the first. Raises InvalidArgument for an empty request_id and for one that was
+        used with another request, whatever `call` raises, and nats.errors.Error (UNAVAILABLE to the caller) where the
+        answer cannot be recorded; the answer is then kept, and a repeat tries to record it again.
+        """
+        request_id: str = identifier("request_id", request.request_id)  # type: ignore[attr-defined]
+        key = kv_key(method, request_id)
+        fingerprint = _fingerprint(request)
+        while True:
+            record = self._cache.get(key) or await self._recall(key)
+            if record is not None:
+                _require_same(record.fingerprint, fingerprint, request_id)
+                if key in self._unsaved:
+                    await self._save(key, record)
+                self._cache.move_to_end(key)
+                return response_type.FromString(record.response)
+            first = self._running.get(key)
+            if first is None:
+                return await self._first(key, fingerprint, call)
+            _require_same(first.fingerprint, fingerprint, request_id)
+            await first.ended.wait()
+            if first.error is not None:
+                raise first.error
+            # Either the record is there now, or the first was cancelled and this one takes its turn.
+
+    async def _first(self, key: str, fingerprint: bytes, call: Callable[[], Awaitable[R]]) -> R:
+        running = self._running[key] = _Running(fingerprint)
+        try:
+            response = await call()
+            record = _Record(fingerprint, response.SerializeToString())
+            self._remember(key, record)
+            self._unsaved.add(key)
+            await self._save(key, record)
+            return response
+        except Exception as error:
+            running.error = error
+            raise
+        finally:
+            del self._running[key]
+            running.ended.set()
+
+    async def _save(self, key: str, record: _Record) -> None:
+        body = record.response
+        parts = [body[start : start + PART_BYTES] for start in range(PART_BYTES, len(body), PART_BYTES)]
+        for index, part in enumerate(parts):
+            await self._bucket.put(_part_key(key, index), part)
+        head = record.fingerprint + len(parts).to_bytes(_PARTS_BYTES, "big") + body[:PART_BYTES]
+        try:
+            await self._bucket.create(key, head)
+        except nats.js.errors.KeyWrongLastSequenceError:
+            # An earlier try arrived although its acknowledgement did not: the same record is there.
+            present = await self._load(key)
+            if present is None or present.fingerprint != record.fingerprint:
+                raise
+        except nats.js.errors.NoStreamResponseError:  # a NATS server that lost its store
+            await self._open_bucket()
+            raise
+        self._unsaved.discard(key)
+
+    async def _recall(self, key: str) -> _Record | None:
+        if key not in self._elsewhere:
+            return None
+        record = await self._load(key)
+        self._elsewhere.pop(key, None)
+        if record is not None:
+            self._remember(key, record)
+        return record
+
+    async def _load(self, key: str) -> _Record | None:
+        try:
+            head = (await self._bucket.get(key)).value or b""
+            parts = int.from_bytes(head[FINGERPRINT_BYTES : FINGERPRINT_BYTES + _PARTS_BYTES], "big")
+            body = head[FINGERPRINT_BYTES + _PARTS_BYTES :]
+            for index in range(parts):
+                body += (await self._bucket.get(_part_key(key, index))).value or b""
+        except nats.js.errors.KeyNotFoundError:  # its hour is over
+            return None
+        return _Record(head[:FINGERPRINT_BYTES], body)
+
+    def _remember(self, key: str, record: _Record) -> None:
+        self._cache[key] = record
+        self._cached_bytes += len(record.response)
+        while len(self._cache) > CACHED_RECORDS or (self._cached_bytes > CACHED_BYTES and len(self._cache) > 1):
+            oldest, dropped = self._cache.popitem(last=False)
+            self._cached_bytes -= len(dropped.response)
+            self._elsewhere[oldest] = asyncio.get_running_loop().time() + RECORDS_KEPT_S
+        self._forget_expired()
+
+    def _forget_expired(self) -> None:
+        now = asyncio.get_running_loop().time()
+        while self._elsewhere and next(iter(self._elsewhere.values())) <= now:
+            self._elsewhere.popitem(last=False)
+
+
+def _part_key(key: str, index: int) -> str:
+    return f"{key}.part/{index}"
+
+
+def _fingerprint(request: Message) -> bytes:
+    content = request.SerializeToString(deterministic=True)
+    return hashlib.blake2b(content, digest_size=FINGERPRINT_BYTES).digest()
+
+
+def _require_same(recorded: bytes, given: bytes, request_id: str) -> None:
+    if recorded != given:
+        raise InvalidArgument(
+            "request_id",
+            f"{request_id!r} was used with a different request; mint a new id for each logical call",
+            "REQUEST_ID_REUSED",
+            request_id=request_id,
+        )

@@ -1,0 +1,162 @@
+"""The life of a server: start, serve, drain.
+
+Owns: the gRPC server, its port, health and reflection, the background tasks. A service's `wire` gets a Runtime and
+returns what is to be served. Order at drain: health NOT_SERVING, calls in flight finish (drain_grace_s at most),
+background tasks end, accepted facts reach NATS, `close`, channels close, spans are flushed.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc.aio
+import nats.errors
+import structlog
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from treadle_runtime.background import beside
+from treadle_runtime.bus import BusStartError, open_bus
+from treadle_runtime.channels import KEEPALIVE_MS, Channels
+from treadle_runtime.config import Settings
+from treadle_runtime.errors import StartError
+from treadle_runtime.idempotency import RequestRecords
+from treadle_runtime.interceptor import Interceptor
+from treadle_runtime.runtime import Runtime, Serving, Wire, Wiring
+from treadle_runtime.telemetry import Tracing, configure_tracing
+
+log = structlog.get_logger()
+
+# gRPC itself refuses a message longer than its receive limit without naming field or limit. Its limit stands this much
+# higher, so that the interceptor can say it clearly; only beyond does gRPC answer RESOURCE_EXHAUSTED by itself.
+RECEIVE_LIMIT_FACTOR = 4
+LOWEST_RECEIVE_LIMIT_BYTES = 64 * 1024 * 1024
+LAST_WORDS_S = 0.2  # once our calls are done only watches of health are left, and they never end by themselves
+_SERVING = health._health_pb2.HealthCheckResponse.SERVING
+
+
+class ServerStartError(StartError):
+    """The address could not be listened on; the message says which."""
+
+
+@asynccontextmanager
+async def serving(settings: Settings, wire: Wire, *, tracing: Tracing | None = None) -> AsyncIterator[Serving]:
+    """Serve for the time of the block, then drain; what `run` does, without signals and process, e.g. for tests.
+
+    Raises BusStartError, ServerStartError, and whatever a background task raises (in an ExceptionGroup).
+    """
+    tracing = tracing or configure_tracing(settings)
+    stopping = asyncio.Event()
+    name = f"treadle-{settings.service}"
+    channels = Channels(receive_limit_bytes(settings), tracing.client_interceptors())
+    try:
+        async with open_bus(
+            settings.nats_url, name, timeout_s=settings.startup_timeout_s, tracer=tracing.tracer
+        ) as bus:
+            try:
+                records = await RequestRecords.open(bus, settings.service)
+            except nats.errors.Error as error:
+                raise BusStartError(f"JetStream at {settings.nats_url} does not hold records: {error!r}") from error
+            listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            runtime = Runtime(settings, bus, records, stopping, channels, tracing, listening)
+            wiring = await wire(runtime)
+            try:
+                async with (
+                    beside(wiring.tasks),
+                    _listening(settings, wiring, stopping, tracing) as address,
+                ):
+                    listening.set_result(address)
+                    yield Serving(address, runtime)
+            finally:
+                stopping.set()
+                await bus.drain(settings.drain_grace_s)
+                if wiring.close is not None:
+                    await wiring.close()
+    finally:
+        await channels.close()
+        await tracing.shutdown()
+
+
+@asynccontextmanager
+async def _listening(
+    settings: Settings, wiring: Wiring, stopping: asyncio.Event, tracing: Tracing
+) -> AsyncIterator[str]:
+    interceptor = Interceptor(
+        domain=f"{settings.service}.treadle",
+        errors=wiring.errors,
+        max_message_bytes=settings.max_message_bytes,
+        stopping=stopping,
+        tracing=tracing.server_interceptor(),
+    )
+    server = grpc.aio.server(
+        interceptors=[interceptor],
+        options=[
+            ("grpc.max_receive_message_length", receive_limit_bytes(settings)),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),  # else pings are punished
+            ("grpc.so_reuseport", 0),  # else a second server on the same port takes half of the calls, silently
+        ],
+    )
+    for add in wiring.services.values():
+        add(server)
+    healthy = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    reflection.enable_server_reflection([*wiring.services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    address = _bound(server, settings.listen)
+    await server.start()
+    for service in ("", *wiring.services):
+        await healthy.set(service, _SERVING)
+    _write_ready_file(settings, address)
+    log.info("serving", address=address)
+    try:
+        yield address
+    finally:
+        log.info("draining", grace_s=settings.drain_grace_s)
+        await healthy.enter_graceful_shutdown()
+        stopping.set()
+        await _stop(server, interceptor, settings.drain_grace_s)
+        _remove_ready_file(settings)
+
+
+async def _stop(server: grpc.aio.Server, interceptor: Interceptor, grace_s: float) -> None:
+    """Refuse new calls, let those in flight finish. Watches of health are not waited for."""
+    async with asyncio.TaskGroup() as group:
+        stop = group.create_task(server.stop(grace_s))
+        idle = group.create_task(interceptor.idle())
+        await asyncio.wait((stop, idle), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((stop,), timeout=LAST_WORDS_S)
+        if not stop.done():
+            await server.stop(0)
+        # A call cut at the end of the grace still runs its `finally` blocks.
+        await idle
+
+
+def receive_limit_bytes(settings: Settings) -> int:
+    """gRPC's own limit for a message in either direction."""
+    return max(RECEIVE_LIMIT_FACTOR * settings.max_message_bytes, LOWEST_RECEIVE_LIMIT_BYTES)
+
+
+def _bound(server: grpc.aio.Server, listen: str) -> str:
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise ServerStartError(f"cannot listen on {listen}: {error}") from None
+    if port == 0:
+        raise ServerStartError(f"cannot listen on {listen}: is the port taken?")
+    return f"{listen.rpartition(':')[0]}:{port}"
+
+
+def _write_ready_file(settings: Settings, address: str) -> None:
+    if not settings.ready_file:
+        return
+    path = Path(settings.ready_file)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps({"address": address, "pid": os.getpid()}) + "\n")
+    unfinished.replace(path)
+
+
+def _remove_ready_file(settings: Settings) -> None:
+    if settings.ready_file:
+        Path(settings.ready_file).unlink(missing_ok=True)

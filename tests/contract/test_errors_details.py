@@ -1,0 +1,181 @@
+"""Errors on the wire: what a client reads from a failed call, with our parser and with google.rpc's own."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from support.nats_server import NatsServer
+from support.probe_service import ProbeSettings, wire
+from support.rpc import error_of, status_of
+from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
+from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
+from treadle_runtime.server import serving
+
+PLAN = "/treadle.placement.v1.PlacementService/PlanPlacement"
+
+
+@asynccontextmanager
+async def probe_channel(nats_url: str, max_message_bytes: int = 65_536) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a probe service in this process."""
+    settings = ProbeSettings(nats_url=nats_url, max_message_bytes=max_message_bytes)
+    async with serving(settings, wire) as server, grpc.aio.insecure_channel(server.address) as channel:
+        yield channel
+
+
+def plan(what: str) -> placement_pb2.PlanPlacementRequest:
+    """A request that makes the probe do `what`."""
+    return placement_pb2.PlanPlacementRequest(trajectories=[placement_pb2.PlacedTrajectory(trajectory_id=what)])
+
+
+async def failure(channel: grpc.aio.Channel, what: str) -> grpc.aio.AioRpcError:
+    """How the call fails."""
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(plan(what), timeout=10)
+    return failed.value
+
+
+async def test_a_google_rpc_parser_reads_our_errors(nats_url: str) -> None:
+    async with probe_channel(nats_url) as channel:
+        invalid = rpc_status.from_call(await failure(channel, "invalid"))
+        full = rpc_status.from_call(await failure(channel, "full"))
+
+    assert invalid is not None
+    assert invalid.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert invalid.message == "engines[0].slot_limit: must be >= 1, is 0"
+    info, bad_request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    assert invalid.details[0].Unpack(info)
+    assert (info.reason, info.domain, dict(info.metadata)) == (
+        "INVALID_ARGUMENT",
+        "probe.treadle",
+        {"engine_id": "e0"},
+    )
+    assert invalid.details[1].Unpack(bad_request)
+    violation = bad_request.field_violations[0]
+    assert (violation.field, violation.description) == ("engines[0].slot_limit", "must be >= 1, is 0")
+
+    assert full is not None
+    assert full.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+    retry = error_details_pb2.RetryInfo()
+    assert full.details[1].Unpack(retry)
+    assert retry.retry_delay.ToMilliseconds() == 1500
+
+
+async def test_core_exceptions_become_what_the_service_s_table_says_also_out_of_a_task_group(nats_url: str) -> None:
+    async with probe_channel(nats_url) as channel:
+        core = await failure(channel, "core")
+        group = await failure(channel, "group")
+    assert error_of(core) == (grpc.StatusCode.FAILED_PRECONDITION, "CORE_SAYS_NO", (), None)
+    assert error_of(group) == (grpc.StatusCode.FAILED_PRECONDITION, "NOT_NOW", (), None)
+
+
+async def test_a_bug_is_internal_and_does_not_leak_its_text(nats_url: str) -> None:
+    async with probe_channel(nats_url) as channel:
+        error = await failure(channel, "bug")
+    assert error_of(error)[:2] == (grpc.StatusCode.INTERNAL, "INTERNAL")
+    assert "a bug" not in (error.details() or "")
+    assert "ZeroDivisionError" in (error.details() or "")
+
+
+async def test_an_error_that_quotes_something_huge_still_arrives(nats_url: str) -> None:
+    async with probe_channel(nats_url) as channel:
+        error = await failure(channel, "long")
+    assert error_of(error)[:2] == (grpc.StatusCode.NOT_FOUND, "THING_NOT_FOUND")
+    assert "100000 characters" in status_of(error).message
+
+
+async def test_a_call_without_deadline_is_refused(nats_url: str) -> None:
+    async with probe_channel(nats_url) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(plan(""))
+    assert error_of(failed.value)[:3] == (grpc.StatusCode.INVALID_ARGUMENT, "DEADLINE_REQUIRED", ("(deadline)",))
+
+
+async def test_an_oversize_message_is_refused_with_its_size_and_the_limit(nats_url: str) -> None:
+    async with probe_channel(nats_url, max_message_bytes=10_000) as channel:
+        error = await failure(channel, "x" * 20_000)
+        await placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(plan("x" * 9_000), timeout=10)
+    assert error_of(error)[:3] == (grpc.StatusCode.INVALID_ARGUMENT, "MESSAGE_TOO_LARGE", ("(message)",))
+    assert "20" in (error.details() or "")
+    assert "the limit is 10000" in (error.details() or "")
+
+
+async def test_a_malformed_message_is_refused_by_unary_and_streaming_calls(nats_url: str) -> None:
+    async with probe_channel(nats_url) as channel:
+        plain: Any = channel  # the stubs type methods by their messages; these are bytes
+        with pytest.raises(grpc.aio.AioRpcError) as unary:
+            await plain.unary_unary(PLAN)(b"\x0a\xff\xff", timeout=10)
+        with pytest.raises(grpc.aio.AioRpcError) as stream:
+            watch = plain.unary_stream("/treadle.migrator.v1.MigratorService/WatchMigration")
+            await watch(b"\x0a\xff\xff", timeout=10).read()
+    for failed in (unary, stream):
+        assert error_of(failed.value)[:3] == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "MESSAGE_MALFORMED",
+            ("(message)",),
+        )
+
+
+async def test_an_rpc_without_code_behind_it_is_unimplemented(nats_url: str) -> None:
+    async with probe_channel(nats_url) as channel:
+        stub = migrator_pb2_grpc.MigratorServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await stub.GetMigration(migrator_pb2.GetMigrationRequest(), timeout=10)
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            plain: Any = channel
+            await plain.unary_unary("/treadle.loom.v1.LoomService/Weave")(b"", timeout=10)
+    assert error_of(failed.value)[:2] == (grpc.StatusCode.UNIMPLEMENTED, "UNIMPLEMENTED")
+    assert unknown.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_stream_may_fail_after_its_first_message(nats_url: str) -> None:
+    async with probe_channel(nats_url) as channel:
+        watch = migrator_pb2_grpc.MigratorServiceStub(channel).WatchMigration(
+            migrator_pb2.WatchMigrationRequest(migration_id="refuse")
+        )
+        received = []
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            async for response in watch:
+                received.append(response)  # noqa: PERF401 - what came before the failure counts
+    assert len(received) == 1
+    assert error_of(failed.value)[:2] == (grpc.StatusCode.NOT_FOUND, "MIGRATION_NOT_FOUND")
+
+
+async def test_a_failure_of_an_asked_service_is_told_from_one_s_own(nats_url: str) -> None:
+    """A probe asks one that refuses, then one that is not there.
+
+    Result: a refusal is this service's fault (INTERNAL), an absence is UNAVAILABLE with RetryInfo.
+    """
+    async with serving(ProbeSettings(nats_url=nats_url), wire) as upstream:
+        settings = ProbeSettings(nats_url=nats_url, upstream=upstream.address)
+        async with serving(settings, wire) as server, grpc.aio.insecure_channel(server.address) as channel:
+            refused = await failure(channel, "upstream:invalid")
+    async with serving(settings, wire) as server, grpc.aio.insecure_channel(server.address) as channel:
+        absent = await failure(channel, "upstream:")
+    assert error_of(refused)[:2] == (grpc.StatusCode.INTERNAL, "UPSTREAM_ERROR")
+    code, reason, _, retry_after_s = error_of(absent)
+    assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "UPSTREAM_UNAVAILABLE")
+    assert retry_after_s
+
+
+async def test_while_nats_is_away_a_recorded_mutation_is_unavailable_with_retry(nats_server: NatsServer) -> None:
+    """The probe's CancelMigration records its answer; NATS is killed before the call and back after it.
+
+    Result: UNAVAILABLE with RetryInfo; the repeat afterwards gets the answer of the one execution.
+    """
+    async with probe_channel(nats_server.url) as channel:
+        stub = migrator_pb2_grpc.MigratorServiceStub(channel)
+        request = migrator_pb2.CancelMigrationRequest(request_id="r-1")
+        nats_server.kill()
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await stub.CancelMigration(request, timeout=30)
+        nats_server.start()
+        code, reason, _, retry_after_s = error_of(failed.value)
+        assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "BUS_UNAVAILABLE")
+        assert retry_after_s
+        response = await stub.CancelMigration(request, timeout=30)
+        assert response.migration.revision == 1

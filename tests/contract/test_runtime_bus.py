@@ -1,0 +1,202 @@
+"""The bus against a real nats-server: nothing accepted is lost, nothing is handled twice."""
+
+import asyncio
+
+import pytest
+from support.conditions import until
+from support.nats_server import NatsServer
+from treadle.telemetry.v1.facts_pb2 import EngineLost, Fact, StepFinished, StepRef
+from treadle_runtime.bus import Bus, BusStartError, make_fact, open_bus
+
+
+def lost(engine_id: str) -> Fact:
+    """A small fact."""
+    return make_fact("test", engine_lost=EngineLost(engine_id=engine_id))
+
+
+class Ear:
+    """A handler that remembers; it fails as often as told for an engine_id."""
+
+    def __init__(self, failures: dict[str, int] | None = None) -> None:
+        self.heard: list[str] = []
+        self.tries: list[str] = []
+        self._failures = dict(failures or {})
+
+    async def __call__(self, fact: Fact) -> None:
+        engine_id = fact.engine_lost.engine_id
+        self.tries.append(engine_id)
+        if self._failures.get(engine_id, 0) > 0:
+            self._failures[engine_id] -= 1
+            raise RuntimeError("not this time")
+        self.heard.append(engine_id)
+
+
+async def test_facts_arrive_in_order_at_who_asked_for_their_kind(nats_url: str) -> None:
+    ear, others = Ear(), Ear()
+    async with open_bus(nats_url, "test") as bus:
+        await bus.subscribe(["engine_lost"], ear)
+        await bus.subscribe(["step_queued", "step_started"], others)
+        for index in range(200):
+            await bus.publish(lost(str(index)))
+        step = StepFinished(step=StepRef(trajectory_id="t"))
+        await bus.publish(make_fact("test", step_finished=step))
+        await until(lambda: len(ear.heard) == 200)
+    assert ear.heard == [str(index) for index in range(200)]
+    assert others.heard == []
+
+
+async def test_a_fact_published_twice_is_handled_once(nats_url: str) -> None:
+    ear = Ear()
+    fact = lost("once")
+    async with open_bus(nats_url, "a") as bus, open_bus(nats_url, "b") as other:
+        await bus.subscribe([], ear)
+        await bus.publish(fact)
+        await bus.publish(fact)
+        await other.publish(fact)
+        await bus.flush()
+        await other.flush()
+        await bus.publish(lost("last"))
+        await until(lambda: "last" in ear.heard)
+    assert ear.heard == ["once", "last"]
+
+
+async def test_without_replay_a_subscriber_hears_what_comes_with_it_what_came(nats_url: str) -> None:
+    late, historian = Ear(), Ear()
+    async with open_bus(nats_url, "test") as bus:
+        await bus.publish(lost("before"))
+        await bus.flush()
+        await bus.subscribe(["engine_lost"], late)
+        await bus.subscribe(["engine_lost"], historian, replay=True)
+        await bus.publish(lost("after"))
+        await until(lambda: late.heard and len(historian.heard) == 2)
+    assert late.heard == ["after"]
+    assert historian.heard == ["before", "after"]
+
+
+async def test_a_durable_subscriber_goes_on_where_it_left(nats_url: str) -> None:
+    first, second = Ear(), Ear()
+    async with open_bus(nats_url, "test") as bus:
+        await bus.subscribe(["engine_lost"], first, durable="loom")
+        await bus.publish(lost("heard"))
+        await until(lambda: first.heard == ["heard"])
+    async with open_bus(nats_url, "other") as bus:
+        await bus.publish(lost("meanwhile"))
+    async with open_bus(nats_url, "test") as bus:
+        await bus.subscribe(["engine_lost", "engine_joined"], second, durable="loom")
+        await bus.publish(lost("afterwards"))
+        await until(lambda: len(second.heard) == 2)
+    assert second.heard == ["meanwhile", "afterwards"]
+
+
+async def test_facts_that_a_dead_subscriber_had_not_acknowledged_come_at_once_to_its_successor(nats_url: str) -> None:
+    """The first life hangs in its first fact and ends; the others were sent to it and are not acknowledged.
+
+    Result: the second life hears all of them long before the 30 s after which the server would send them again.
+    """
+    hanging = asyncio.Event()
+
+    async def hang(fact: Fact) -> None:
+        hanging.set()
+        await asyncio.Event().wait()
+
+    second = Ear()
+    async with open_bus(nats_url, "test") as bus:
+        await bus.subscribe(["engine_lost"], hang, durable="loom")
+        for index in range(5):
+            await bus.publish(lost(str(index)))
+        await hanging.wait()
+    async with open_bus(nats_url, "test") as bus:
+        await bus.subscribe(["engine_lost"], second, durable="loom")
+        await until(lambda: len(second.heard) == 5, within_s=10)
+    assert second.heard == [str(index) for index in range(5)]
+
+
+async def test_a_handler_that_fails_gets_the_fact_again_a_bounded_number_of_times(nats_url: str) -> None:
+    ear = Ear(failures={"shaky": 2, "hopeless": 1000})
+    async with open_bus(nats_url, "test") as bus:
+        await bus.subscribe(["engine_lost"], ear)
+        for name in ("shaky", "hopeless", "fine"):
+            await bus.publish(lost(name))
+        await until(lambda: set(ear.heard) == {"shaky", "fine"} and ear.tries.count("hopeless") == 5)
+        await bus.publish(lost("later"))
+        await until(lambda: "later" in ear.heard)
+    assert ear.tries.count("shaky") == 3
+    assert ear.tries.count("hopeless") == 5
+    assert ear.heard.count("fine") == 1
+
+
+@pytest.mark.parametrize("durable", [None, "loom"])
+async def test_a_killed_nats_server_that_comes_back_costs_no_fact(nats_server: NatsServer, durable: str | None) -> None:
+    """Facts are published before, during and after the server's death by SIGKILL.
+
+    Result: each is handled exactly once, in order; publishing never waited for the server.
+    """
+    ear = Ear()
+    async with open_bus(nats_server.url, "test") as bus:
+        await bus.subscribe(["engine_lost"], ear, durable=durable)
+        for index in range(50):
+            await bus.publish(lost(str(index)))
+        await until(lambda: ear.heard)
+        nats_server.kill()
+        for index in range(50, 100):
+            async with asyncio.timeout(5):
+                await bus.publish(lost(str(index)))
+        nats_server.start()
+        for index in range(100, 150):
+            await bus.publish(lost(str(index)))
+        await bus.flush()
+        await until(lambda: len(ear.heard) >= 150)
+    assert ear.heard == [str(index) for index in range(150)]
+
+
+async def test_a_nats_server_that_lost_its_store_is_given_the_stream_again(
+    nats_server: NatsServer,
+) -> None:
+    ear = Ear()
+    async with open_bus(nats_server.url, "test") as bus:
+        await bus.subscribe(["engine_lost"], ear)
+        await bus.publish(lost("before"))
+        await until(lambda: ear.heard == ["before"])
+        nats_server.kill()
+        nats_server.forget()
+        await bus.publish(lost("after"))
+        nats_server.start()
+        await until(lambda: ear.heard == ["before", "after"])
+
+
+async def test_leaving_the_bus_sends_what_was_accepted(nats_url: str) -> None:
+    ear = Ear()
+    async with open_bus(nats_url, "first") as bus:
+        for index in range(500):
+            await bus.publish(lost(str(index)))
+    async with open_bus(nats_url, "second") as bus:
+        await bus.subscribe([], ear, replay=True)
+        await until(lambda: len(ear.heard) == 500)
+
+
+async def test_a_fact_that_cannot_be_sent_is_refused_when_it_is_published(nats_url: str) -> None:
+    async with open_bus(nats_url, "test") as bus:
+        with pytest.raises(ValueError, match="bytes"):
+            await bus.publish(lost("x" * (bus.max_payload_bytes + 1)))
+        with pytest.raises(ValueError, match="fact_id"):
+            await bus.publish(Fact(engine_lost=EngineLost()))
+        with pytest.raises(ValueError, match="no such kind"):
+            await bus.subscribe(["engine_eaten"], Ear())
+
+
+async def test_a_bucket_is_made_once_and_shared(nats_url: str) -> None:
+    async def opened(bus: Bus) -> None:
+        await bus.key_value("shared", ttl_s=60)
+
+    async with open_bus(nats_url, "a") as a, open_bus(nats_url, "b") as b:
+        await asyncio.gather(*(opened(bus) for bus in (a, b, a, b)))
+        await (await a.key_value("shared", ttl_s=60)).put("k", b"v")
+        entry = await (await b.key_value("shared", ttl_s=120)).get("k")
+    assert entry.value == b"v"
+
+
+async def test_no_nats_is_a_start_error_that_says_where(nats_server: NatsServer) -> None:
+    nats_server.kill()
+    with pytest.raises(BusStartError, match=nats_server.url):
+        async with open_bus(nats_server.url, "test", timeout_s=0.3):
+            raise AssertionError("not reached")

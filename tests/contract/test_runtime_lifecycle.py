@@ -1,0 +1,258 @@
+"""The life of a service as a real process: it starts, or says why not; SIGTERM drains it."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from support.conditions import until
+from support.nats_server import NatsServer
+from support.probe_service import Probe, ProbeSettings, wire
+from support.processes import StartService, start_process
+from support.rpc import error_of
+from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
+from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
+from treadle.telemetry.v1.facts_pb2 import Fact
+from treadle_runtime.bus import open_bus
+from treadle_runtime.server import Runtime, Wiring, serving
+
+PROBE = str(Path(__file__).parent.parent / "support" / "probe_service.py")
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def slow_request() -> placement_pb2.PlanPlacementRequest:
+    """Keeps the probe busy for its slow_s."""
+    return placement_pb2.PlanPlacementRequest(trajectories=[placement_pb2.PlacedTrajectory(trajectory_id="slow")])
+
+
+async def test_sigterm_lets_a_call_in_flight_finish_and_turns_health_to_not_serving(
+    start_service: StartService, nats_url: str
+) -> None:
+    """A call of 1 s is under way and a health watch is open when SIGTERM comes.
+
+    Result: the watch sees NOT_SERVING, the call gets its answer, the fact it published at its very end is in the
+    stream, new calls are refused, the exit code is 0.
+    """
+    process = await start_service(PROBE, {"TREADLE_PROBE_SLOW_S": "1"}, service="probe")
+    async with grpc.aio.insecure_channel(process.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "treadle.placement.v1.PlacementService", "treadle.migrator.v1.MigratorService"):
+            check = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+            assert check.status == SERVING
+        watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=30)
+        assert (await watch.read()).status == SERVING
+        stub = placement_pb2_grpc.PlacementServiceStub(channel)
+        slow = stub.PlanPlacement(slow_request(), timeout=30)
+        answer = asyncio.ensure_future(slow)
+        await until(lambda: "slow call begins" in process.stderr_text())
+
+        process.terminate()
+
+        assert (await watch.read()).status == NOT_SERVING
+        assert not answer.done()
+        await answer
+        assert await slow.code() is grpc.StatusCode.OK
+        assert await process.wait() == 0
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.PlanPlacement(slow_request(), timeout=5)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    heard: list[str] = []
+
+    async def hear(fact: Fact) -> None:
+        heard.append(fact.engine_lost.engine_id)
+
+    async with open_bus(nats_url, "test") as bus:
+        await bus.subscribe(["engine_lost"], hear, replay=True)
+        await until(lambda: heard == ["slow"])
+
+
+async def test_a_call_that_outlasts_the_grace_is_cut_and_the_process_ends_all_the_same(
+    start_service: StartService,
+) -> None:
+    env = {"TREADLE_PROBE_SLOW_S": "600", "TREADLE_PROBE_DRAIN_GRACE_S": "0.2"}
+    process = await start_service(PROBE, env, service="probe")
+    async with grpc.aio.insecure_channel(process.address) as channel:
+        slow = placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(slow_request(), timeout=60)
+        await until(lambda: "slow call begins" in process.stderr_text())
+        process.terminate()
+        assert await slow.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        assert await process.wait() == 0
+
+
+async def test_a_second_signal_ends_the_process_at_once(start_service: StartService) -> None:
+    env = {"TREADLE_PROBE_SLOW_S": "600", "TREADLE_PROBE_DRAIN_GRACE_S": "600"}
+    process = await start_service(PROBE, env, service="probe")
+    async with grpc.aio.insecure_channel(process.address) as channel:
+        slow = placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(slow_request(), timeout=60)
+        await until(lambda: "slow call begins" in process.stderr_text())
+        os.kill(process.pid, signal.SIGINT)
+        await until(lambda: "draining" in process.stderr_text())
+        process.terminate()
+        assert await process.wait() == 128 + signal.SIGTERM
+        assert await slow.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_watch_is_sent_away_at_drain_rather_than_waited_for(nats_url: str) -> None:
+    settings = ProbeSettings(nats_url=nats_url, drain_grace_s=600)
+    async with serving(settings, wire) as server:
+        channel = grpc.aio.insecure_channel(server.address)
+        watch = migrator_pb2_grpc.MigratorServiceStub(channel).WatchMigration(
+            migrator_pb2.WatchMigrationRequest(migration_id="endless")
+        )
+        await watch.read()
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await watch.read()
+    assert error_of(ended.value)[:2] == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+    await channel.close()
+
+
+async def test_reflection_names_the_services_and_the_ready_file_the_address(
+    start_service: StartService, tmp_path: Path
+) -> None:
+    process = await start_service(PROBE, service="probe")
+    ready = tmp_path / "probe-0" / "ready.json"
+    assert json.loads(ready.read_text()) == {"address": process.address, "pid": process.pid}
+    async with grpc.aio.insecure_channel(process.address) as channel:
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=10
+        )
+        names = {service.name for service in (await call.read()).list_services_response.service}
+    assert {"treadle.placement.v1.PlacementService", "grpc.health.v1.Health"} <= names
+    process.terminate()
+    assert await process.wait() == 0
+    assert not ready.exists()
+
+
+async def test_a_service_waits_for_nats_and_starts_when_it_comes(nats_server: NatsServer, tmp_path: Path) -> None:
+    nats_server.kill()
+    process = start_process(PROBE, "probe", {"TREADLE_NATS_URL": nats_server.url}, tmp_path / "probe")
+    try:
+        await until(lambda: "NATS error" in process.stderr_text())
+        nats_server.start()
+        await process.ready(30)
+    finally:
+        await process.end()
+    assert process.returncode == 0
+
+
+async def test_without_nats_a_service_ends_with_one_clear_line(nats_server: NatsServer, tmp_path: Path) -> None:
+    nats_server.kill()
+    env = {"TREADLE_NATS_URL": nats_server.url, "TREADLE_PROBE_STARTUP_TIMEOUT_S": "0.5"}
+    process = start_process(PROBE, "probe", env, tmp_path / "probe")
+    assert await process.wait() == 1
+    last = process.stderr_text().splitlines()[-1]
+    assert last.startswith(f"treadle_probe: NATS at {nats_server.url} did not answer within 0.5 s")
+    assert "Traceback" not in process.stderr_text()
+
+
+async def test_sigterm_ends_a_service_that_still_waits_for_nats(nats_server: NatsServer, tmp_path: Path) -> None:
+    nats_server.kill()
+    process = start_process(PROBE, "probe", {"TREADLE_NATS_URL": nats_server.url}, tmp_path / "probe")
+    await until(lambda: "NATS error" in process.stderr_text())
+    process.terminate()
+    assert await process.wait() == 0
+    assert "Traceback" not in process.stderr_text()
+
+
+async def test_a_taken_port_is_refused_with_one_clear_line(nats_url: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        env = {"TREADLE_NATS_URL": nats_url, "TREADLE_PROBE_LISTEN": listen}
+        process = start_process(PROBE, "probe", env, tmp_path / "probe")
+        assert await process.wait() == 1
+    assert f"treadle_probe: cannot listen on {listen}" in process.stderr_text().splitlines()[-1]
+    assert "Traceback" not in process.stderr_text()
+
+
+async def test_a_bad_setting_ends_the_process_with_exit_code_2(tmp_path: Path) -> None:
+    process = start_process(PROBE, "probe", {"TREADLE_PROBE_SLOW_S": "soon"}, tmp_path / "probe")
+    assert await process.wait() == 2
+    lines = process.stderr_text().splitlines()
+    assert len(lines) == 1
+    assert "TREADLE_PROBE_SLOW_S='soon'" in lines[0]
+
+
+async def test_a_service_that_cannot_start_says_why_in_one_line(nats_url: str, tmp_path: Path) -> None:
+    process = start_process(PROBE, "probe", {"TREADLE_NATS_URL": nats_url, "TREADLE_PROBE_BROKEN": "start"}, tmp_path)
+    assert await process.wait() == 1
+    assert process.stderr_text().splitlines()[-1] == "treadle_probe: the loom is missing: install a loom"
+    assert "Traceback" not in process.stderr_text()
+
+
+async def test_a_background_task_that_fails_ends_the_process_with_its_traceback_in_the_log(
+    nats_url: str, tmp_path: Path
+) -> None:
+    process = start_process(PROBE, "probe", {"TREADLE_NATS_URL": nats_url, "TREADLE_PROBE_BROKEN": "task"}, tmp_path)
+    assert await process.wait() == 3
+    logged = [json.loads(line) for line in process.stderr_text().splitlines() if line.startswith("{")]
+    assert [line["event"] for line in logged if line["level"] == "info"][-1] == "closed"
+    assert "the disk is gone" in logged[-1]["exception"]
+
+
+async def test_facts_that_nats_never_took_are_named_as_lost_at_the_end(
+    start_service: StartService, nats_server: NatsServer
+) -> None:
+    process = await start_service(PROBE, {"TREADLE_PROBE_DRAIN_GRACE_S": "0.3"}, service="probe")
+    nats_server.kill()
+    async with grpc.aio.insecure_channel(process.address) as channel:
+        request = slow_request()
+        request.trajectories[0].trajectory_id = "fact"
+        await placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(request, timeout=10)
+    process.terminate()
+    assert await process.wait() == 0
+    (line,) = [json.loads(line) for line in process.stderr_text().splitlines() if "facts are lost" in line]
+    assert (line["level"], line["facts"]) == ("error", 1)
+
+
+async def test_background_tasks_run_until_the_drain_and_one_that_fails_ends_the_service(nats_url: str) -> None:
+    happened: list[str] = []
+
+    async def patient() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            happened.append("cancelled")
+
+    async def failing() -> None:
+        await until(lambda: "serving" in happened)
+        raise OSError("the disk is gone")
+
+    async def close() -> None:
+        happened.append("closed")
+
+    def wire_with(*tasks: object) -> object:
+        async def wired(runtime: Runtime) -> Wiring:
+            services = {"treadle.placement.v1.PlacementService": add_probe(runtime)}
+            return Wiring(services, tasks=tasks, close=close)  # type: ignore[arg-type]
+
+        return wired
+
+    settings = ProbeSettings(nats_url=nats_url)
+    async with serving(settings, wire_with(patient)):  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+    assert happened == ["cancelled", "closed"]
+
+    happened.clear()
+    with pytest.raises(ExceptionGroup) as failed:
+        async with serving(settings, wire_with(patient, failing)):  # type: ignore[arg-type]
+            happened.append("serving")
+            await asyncio.Event().wait()
+    assert failed.group_contains(OSError, match="the disk is gone")
+    assert happened == ["serving", "cancelled", "closed"]
+
+
+def add_probe(runtime: Runtime) -> object:
+    """Adds a probe to a server."""
+    settings = runtime.settings
+    assert isinstance(settings, ProbeSettings)
+    probe = Probe(settings, runtime)
+    return lambda server: placement_pb2_grpc.add_PlacementServiceServicer_to_server(probe, server)

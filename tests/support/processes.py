@@ -1,0 +1,114 @@
+"""A Treadle service as a real child process."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+POLL_S = 0.01
+END_DEADLINE_S = 20.0
+SUPPORT = Path(__file__).parent
+
+
+class ServiceProcess:
+    """A started service. `address` is known once `ready` has returned."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
+        self._process = process
+        self._folder = folder
+        self.address = ""
+
+    @property
+    def pid(self) -> int:
+        """Of the process, running or not."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self._process.poll()
+
+    async def ready(self, within_s: float) -> None:
+        """Returns once the service listens. Raises AssertionError with its stderr if it ends or takes too long."""
+        ready = self._folder / "ready.json"
+        ends_at = asyncio.get_running_loop().time() + within_s
+        while not ready.exists():
+            if self.returncode is not None:
+                raise AssertionError(f"the service ended with {self.returncode}:\n{self.stderr_text()}")
+            if asyncio.get_running_loop().time() > ends_at:
+                raise AssertionError(f"the service was not ready within {within_s} s:\n{self.stderr_text()}")
+            await asyncio.sleep(POLL_S)
+        self.address = json.loads(ready.read_text())["address"]
+
+    def terminate(self) -> None:
+        """SIGTERM: drain."""
+        self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, and reap."""
+        self._process.kill()
+        self._process.wait()
+
+    async def wait(self, within_s: float = END_DEADLINE_S) -> int:
+        """The exit code, once there is one. Raises AssertionError with stderr if it takes too long."""
+        ends_at = asyncio.get_running_loop().time() + within_s
+        while (code := self.returncode) is None:
+            if asyncio.get_running_loop().time() > ends_at:
+                raise AssertionError(f"the service did not end within {within_s} s:\n{self.stderr_text()}")
+            await asyncio.sleep(POLL_S)
+        return code
+
+    def stderr_text(self) -> str:
+        """All that the service has written to stderr."""
+        return (self._folder / "stderr").read_text()
+
+    async def end(self) -> None:
+        """Make sure that it is gone: SIGTERM, and SIGKILL where that does not help."""
+        if self.returncode is not None:
+            return
+        self.terminate()
+        try:
+            await self.wait()
+        except AssertionError:
+            self.kill()
+
+
+class StartService(Protocol):
+    """The type of the fixture `start_service`."""
+
+    async def __call__(
+        self,
+        module: str,
+        env: dict[str, str] | None = None,
+        *,
+        service: str | None = None,
+        ready_within_s: float = 60.0,
+    ) -> ServiceProcess: ...
+
+
+def clean_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment without any TREADLE_ variable, and `extra`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TREADLE_")}
+    return {**kept, **extra}
+
+
+def start_process(module: str, service: str, env: Mapping[str, str], folder: Path) -> ServiceProcess:
+    """Start `python -m module` (or a script path) on a free port; its ready file and stderr go to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    prefix = f"TREADLE_{service.upper()}_"
+    own = {
+        f"{prefix}LISTEN": "127.0.0.1:0",
+        f"{prefix}READY_FILE": str(folder / "ready.json"),
+        "PYTHONPATH": str(SUPPORT.parent),
+    }
+    program = [module] if module.endswith(".py") else ["-m", module]
+    with (folder / "stderr").open("ab") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, *program], env=clean_environment({**own, **env}), stdout=stderr, stderr=stderr
+        )
+    return ServiceProcess(process, folder)

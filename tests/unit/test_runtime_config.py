@@ -1,0 +1,124 @@
+"""Settings: where they are read, and how a bad one is refused."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import pytest
+from pydantic import SecretStr, ValidationError
+from treadle_runtime.config import Settings, read_settings
+
+
+class LoomSettings(Settings):
+    """A service of these tests."""
+
+    service: ClassVar[str] = "loom"
+    listen: str = "127.0.0.1:7499"
+    heddles: int = 4
+    ratio: float = 0.5
+    names: tuple[str, ...] = ()
+    token: SecretStr = SecretStr("")
+
+
+def refusal(capsys: pytest.CaptureFixture[str], environ: Mapping[str, str]) -> str:
+    """The one line with which `environ` is refused."""
+    with pytest.raises(SystemExit) as exit_info:
+        read_settings(LoomSettings, environ)
+    assert exit_info.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.endswith("\n")
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+def test_without_variables_the_defaults_stand() -> None:
+    settings = read_settings(LoomSettings, {"PATH": "/bin"})
+    assert settings == LoomSettings()
+    assert settings.listen == "127.0.0.1:7499"
+
+
+def test_a_service_variable_wins_over_the_common_one() -> None:
+    environ = {"TREADLE_NATS_URL": "nats://common:1", "TREADLE_LOOM_NATS_URL": "nats://own:2"}
+    assert read_settings(LoomSettings, environ).nats_url == "nats://own:2"
+    del environ["TREADLE_LOOM_NATS_URL"]
+    assert read_settings(LoomSettings, environ).nats_url == "nats://common:1"
+
+
+def test_a_setting_of_one_service_is_not_read_from_the_common_prefix() -> None:
+    assert read_settings(LoomSettings, {"TREADLE_HEDDLES": "9"}).heddles == 4
+
+
+def test_values_are_converted_and_lists_are_json() -> None:
+    environ = {"TREADLE_LOOM_HEDDLES": "9", "TREADLE_LOOM_NAMES": '["a", "b"]', "TREADLE_LOOM_LOG_LEVEL": "DEBUG"}
+    settings = read_settings(LoomSettings, environ)
+    assert (settings.heddles, settings.names, settings.log_level) == (9, ("a", "b"), "debug")
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        LoomSettings().heddles = 5
+
+
+def test_building_settings_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TREADLE_LOOM_HEDDLES", "9")
+    monkeypatch.setenv("HEDDLES", "9")
+    assert LoomSettings().heddles == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "right"),
+    [
+        ("TREADLE_LOOM_HEDDLES", "many", "valid integer"),
+        ("TREADLE_LOOM_HEDDLES", "", "valid integer"),
+        ("TREADLE_LOOM_RATIO", "nan", "finite number"),
+        ("TREADLE_LOOM_NAMES", "a,b", "JSON"),
+        ("TREADLE_LOOM_LISTEN", "7401", "host:port"),
+        ("TREADLE_LOOM_LISTEN", "localhost:99999", "0..65535"),
+        ("TREADLE_LOOM_NATS_URL", "localhost:4222", "nats://127.0.0.1:4222"),
+        ("TREADLE_NATS_URL", "http://localhost", "nats://127.0.0.1:4222"),
+        ("TREADLE_LOOM_OTLP_ENDPOINT", "collector:4317", "http://127.0.0.1:4317"),
+        ("TREADLE_LOOM_LOG_LEVEL", "loud", "'debug', 'info', 'warning' or 'error'"),
+        ("TREADLE_LOOM_DRAIN_GRACE_S", "-1", ">= 0"),
+        ("TREADLE_LOOM_STARTUP_TIMEOUT_S", "0", "> 0"),
+        ("TREADLE_LOOM_MAX_MESSAGE_BYTES", "10", ">= 1024"),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_name_value_and_what_would_be_right(
+    name: str, value: str, right: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refusal(capsys, {name: value})
+    assert line.startswith("treadle_loom: ")
+    assert f"{name}={value!r}" in line
+    assert right in line
+
+
+def test_all_bad_values_are_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capsys, {"TREADLE_LOOM_HEDDLES": "x\ny", "TREADLE_LOOM_RATIO": "z"})
+    assert "TREADLE_LOOM_HEDDLES" in line
+    assert "TREADLE_LOOM_RATIO" in line
+
+
+def test_an_unknown_variable_is_refused_with_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capsys, {"TREADLE_LOOM_HEDLES": "9"})
+    assert line == "treadle_loom: TREADLE_LOOM_HEDLES is no setting of loom: did you mean TREADLE_LOOM_HEDDLES?\n"
+
+
+def test_variables_of_other_services_are_left_alone() -> None:
+    assert read_settings(LoomSettings, {"TREADLE_SHUTTLE_SPEED": "9", "TREADLE_WHATEVER": "9"}) == LoomSettings()
+
+
+def test_the_links_that_kubernetes_adds_are_not_taken_for_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    links = {"TREADLE_LOOM_SERVICE_HOST": "10.0.0.1", "TREADLE_LOOM_PORT_7401_TCP_ADDR": "10.0.0.1"}
+    assert read_settings(LoomSettings, {**links, "KUBERNETES_SERVICE_HOST": "10.0.0.2"}) == LoomSettings()
+    assert "TREADLE_LOOM_PORT_7401_TCP_ADDR" in refusal(capsys, links)
+
+
+def test_a_secret_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    class Strict(LoomSettings):
+        pin: SecretStr = SecretStr("0000")
+
+        def model_post_init(self, _: object) -> None:
+            """Nothing."""
+
+    assert "hunter2" not in repr(read_settings(Strict, {"TREADLE_LOOM_PIN": "hunter2"}))
+    assert "did you mean" in refusal(capsys, {"TREADLE_LOOM_TOKE": "hunter2"})
