@@ -1,0 +1,33 @@
+"""Compilation of the solvers' inner loops: numba where it is installed, the same plain Python where it is not.
+
+Purpose: a kernel is written once, in the part of Python that numba compiles; both give the same floats (no fastmath).
+Invariant: compiled code is cached on disk, so that only the first process on a machine pays for the compilation.
+Where no folder can be written (a read-only container without NUMBA_CACHE_DIR) each process compiles for itself
+instead of failing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast
+
+numba: Any
+try:
+    import numba
+except ImportError:  # the `placement` extra is not installed: slower, equal
+    numba = None
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+HAVE_NUMBA = numba is not None
+
+
+def compiled(function: Callable[Params, Result]) -> Callable[Params, Result]:
+    """Compiles a kernel to machine code that runs without the interpreter's lock; unchanged without numba."""
+    if numba is None:
+        return function
+    try:
+        return cast("Callable[Params, Result]", numba.njit(cache=True, nogil=True)(function))
+    except RuntimeError:  # numba found no folder to cache in
+        return cast("Callable[Params, Result]", numba.njit(nogil=True)(function))

@@ -1,0 +1,101 @@
+"""A time that no placement beats under a cost model, contiguous or not: what a plan's makespan is measured against.
+
+Purpose: the denominator of every claim about a plan. Invariant: `lower_bound(costs)` <= the makespan of every
+assignment of the trajectories to the engines, to rounding; for GROUP_SIZE on engines that are alike it is tight to
+the pigeonhole. Bounds, of which the largest counts:
+- the costliest trajectory alone on the engine that is best for it;
+- GROUP_SIZE: of the q longest, the engines must hold q; in time T they hold as many as their sizes allow at length L_q;
+- LINEAR_INTEGRAL: the sum of all work over the summed speed of the engines, once with slots as the limit of what
+  runs at once and once with KV.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from treadle_core.compiled import compiled
+from treadle_core.costs import CostModel, Costs, Floats, Indexes, Table
+
+# The q longest are tried for these many q, evenly in log q: each gives a valid bound, and neighbours nearly the same
+# one.
+PIGEONHOLES = 64
+
+
+def lower_bound(costs: Costs) -> float:
+    """Seconds; 0 where there is nothing to run."""
+    table = costs.table
+    n = len(table.lengths)
+    if n == 0:
+        return 0.0
+    alone_s = costliest_alone(table)
+    if table.model == CostModel.GROUP_SIZE:
+        counts = np.unique(np.geomspace(1, n, PIGEONHOLES).round().astype(np.int64))
+        return max(alone_s, float(pigeonhole(table.engines, table.lengths, counts)))
+    return max(alone_s, shared_work(table))
+
+
+def costliest_alone(table: Table) -> float:
+    """Every trajectory runs somewhere, at the soonest alone on the engine that is best for it."""
+    lengths = table.lengths
+    kinds = np.unique(table.engines, axis=0)
+    if table.model == CostModel.GROUP_SIZE:
+        return float(lengths[0] * (kinds[:, 0] + kinds[:, 1]).min())
+    kv_work = np.diff(table.sum_kv)
+    prefill = np.diff(table.sum_prefill)
+    best = np.full(len(lengths), np.inf)
+    for base_s, sequence_s, kv_s, _, capacity, prefill_s in kinds:
+        steps = np.maximum(lengths, kv_work / capacity)
+        np.minimum(best, base_s * steps + sequence_s * lengths + kv_s * kv_work + prefill_s * prefill, out=best)
+    return float(best.max())
+
+
+@compiled
+def pigeonhole(engines: Floats, lengths: Floats, counts: Indexes) -> float:
+    """Largest over q in `counts` of the least T at which the engines' sizes for length L_q add up to q."""
+    bound = 0.0
+    for q in counts:
+        # Seconds a token within which the engines hold q together: bisect to a relative 1e-12, from below.
+        low = 0.0
+        high = np.inf
+        for row in engines:
+            high = min(high, (row[0] + row[1] * min(float(q), row[3])) * max(1.0, q / row[3]))
+        while high - low > 1e-12 * high:
+            step = 0.5 * (low + high)
+            held = 0.0
+            for row in engines:
+                full_s = row[0] + row[1] * row[3]
+                if step >= full_s:
+                    held += np.floor(row[3] * step / full_s * (1.0 + 1e-12))
+                elif step >= row[0] + row[1]:
+                    held += np.floor((step - row[0]) / row[1] * (1.0 + 1e-12)) if row[1] > 0.0 else row[3]
+            if held >= q:
+                high = step
+            else:
+                low = step
+        bound = max(bound, low * lengths[q - 1])
+    return bound
+
+
+def shared_work(table: Table) -> float:
+    """All work over the engines' summed speed, by the engine to which the others compare worst being the yardstick.
+
+    An engine's time is at least sum L * (a / slots + b) + sum Q * k + sum P / rate, and at least the same with a taken
+    from KV (sum Q * (a / capacity + k) + sum L * b). With r_e the least ratio of an engine's three weights to the
+    yardstick's, its time is at least r_e times the work by the yardstick, and the works add up.
+    """
+    amounts = np.array([table.sum_lengths[-1], table.sum_kv[-1], table.sum_prefill[-1]])
+    base_s, sequence_s, kv_s, slots, capacity, prefill_s = table.engines.T
+    bound = 0.0
+    for weights in (
+        np.stack([base_s / slots + sequence_s, kv_s, prefill_s], axis=1),
+        np.stack([sequence_s, base_s / capacity + kv_s, prefill_s], axis=1),
+    ):
+        for yardstick in np.unique(weights, axis=0):
+            used = (yardstick > 0.0) & (amounts > 0.0)
+            if not used.any():
+                continue
+            ratios = (weights[:, used] / yardstick[used]).min(axis=1)
+            if (ratios > 0.0).all():
+                work_s = float((yardstick[used] * amounts[used]).sum())
+                bound = max(bound, work_s / float((1.0 / ratios).sum()))
+    return bound * (1.0 - 1e-12)  # rounding must not lift it over the makespan

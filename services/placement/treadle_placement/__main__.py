@@ -1,0 +1,10 @@
+"""`python -m treadle_placement`: serve until SIGTERM."""
+
+from treadle_runtime.config import read_settings
+from treadle_runtime.server import run
+
+from treadle_placement.config import PlacementSettings
+from treadle_placement.wire import wire
+
+if __name__ == "__main__":
+    run(read_settings(PlacementSettings), wire)

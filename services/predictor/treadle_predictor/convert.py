@@ -1,0 +1,95 @@
+"""Between messages and the core: questions in, forecasts out, facts into evidence."""
+
+from treadle.common.v1.estimate_pb2 import Quantiles
+from treadle.predictor.v1 import predictor_pb2
+from treadle.scheduler.v1 import scheduler_pb2
+from treadle.telemetry.v1.facts_pb2 import Fact
+from treadle_core.estimator import Forecast, Progress, Source
+from treadle_core.evidence import Ended, Evidence
+from treadle_core.model import Estimate
+from treadle_runtime.fields import identifier, non_empty, non_negative, require
+
+LONGEST_PROMPT_ID_CHARS = 256
+TOKEN_ID_BYTES = 4  # int32
+
+# The facts that are learned from.
+FACT_KINDS = ("trajectory_opened", "step_finished", "trajectory_closed")
+
+ESTIMATORS = {
+    Source.PRIOR: predictor_pb2.ESTIMATOR_PRIOR,
+    Source.HISTORY: predictor_pb2.ESTIMATOR_HISTORY,
+    Source.SIBLINGS: predictor_pb2.ESTIMATOR_SIBLINGS,
+    Source.MODEL: predictor_pb2.ESTIMATOR_MODEL,
+}
+
+
+def progress_of(query: predictor_pb2.Query, at: str) -> Progress:
+    """The question in a query; `at` is its path in the request. Raises InvalidArgument naming the field."""
+    identifier(f"{at}.trajectory_id", query.trajectory_id)
+    non_empty(f"{at}.prompt_id", query.prompt_id)
+    require(
+        len(query.prompt_id) <= LONGEST_PROMPT_ID_CHARS,
+        f"{at}.prompt_id",
+        f"must be at most {LONGEST_PROMPT_ID_CHARS} characters, is {len(query.prompt_id)}",
+    )
+    for name in ("sample", "turn", "gen_tokens", "context_tokens", "prompt_tokens", "max_total_tokens"):
+        non_negative(f"{at}.{name}", getattr(query, name))
+    require(
+        len(query.context.int32_le) % TOKEN_ID_BYTES == 0,
+        f"{at}.context.int32_le",
+        f"must be whole int32 ids, {TOKEN_ID_BYTES} bytes each, is {len(query.context.int32_le)} bytes",
+    )
+    return Progress(
+        trajectory_id=query.trajectory_id,
+        prompt_id=query.prompt_id,
+        turn=query.turn,
+        gen_tokens=query.gen_tokens,
+        context_tokens=query.context_tokens,
+        prompt_tokens=query.prompt_tokens,
+        max_total_tokens=query.max_total_tokens,
+    )
+
+
+def prediction_of(trajectory_id: str, forecast: Forecast) -> predictor_pb2.Prediction:
+    """The answer to a query."""
+    return predictor_pb2.Prediction(
+        trajectory_id=trajectory_id,
+        remaining_tokens=quantiles_of(forecast.remaining_tokens),
+        remaining_turns=quantiles_of(forecast.remaining_turns),
+        estimator=ESTIMATORS[forecast.source],
+        model_version=forecast.model_version,
+    )
+
+
+def quantiles_of(estimate: Estimate) -> Quantiles:
+    return Quantiles(p10=estimate.p10, p50=estimate.p50, p90=estimate.p90)
+
+
+def learn(evidence: Evidence, fact: Fact) -> Ended | None:
+    """Folds a fact in; told again it changes nothing. The trajectory that ended, where one newly did.
+
+    Facts that say nothing of use (no trajectory, no prompt, a negative count) are left out: they came from elsewhere
+    and there is nobody to refuse them to.
+    """
+    match fact.WhichOneof("fact"):
+        case "trajectory_opened":
+            opened = fact.trajectory_opened
+            if opened.trajectory_id and opened.prompt_id:
+                evidence.opened(opened.trajectory_id, opened.rollout_id, opened.prompt_id)
+        case "step_finished":
+            step = fact.step_finished
+            if step.step.turn >= 0 and step.output_tokens >= 0:
+                evidence.stepped(step.step.trajectory_id, step.step.turn, step.output_tokens)
+        case "trajectory_closed":
+            closed = fact.trajectory_closed
+            if closed.trajectory_id and closed.prompt_id and closed.gen_tokens >= 0 and closed.turns >= 0:
+                ended = Ended(
+                    trajectory_id=closed.trajectory_id,
+                    rollout_id=closed.rollout_id,
+                    prompt_id=closed.prompt_id,
+                    gen_tokens=closed.gen_tokens,
+                    turns=closed.turns,
+                    own_end=closed.outcome == scheduler_pb2.OUTCOME_FINISHED,
+                )
+                return ended if evidence.closed(ended) else None
+    return None

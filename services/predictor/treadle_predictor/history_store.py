@@ -1,0 +1,84 @@
+"""The histories of prompts in a JetStream bucket, so that they outlive the facts they came from (one hour).
+
+Purpose: a restarted predictor loads them, then hears the facts that are still kept; what is in both counts once.
+Invariants: writing never delays a fact or a prediction; what was not yet written when the process died is learned
+again from the facts. Owner: this process writes; several predictors of one mesh write the same.
+"""
+
+import asyncio
+import json
+
+import nats.errors
+import structlog
+from nats.js.kv import KeyValue
+from treadle_core.evidence import Ended, Evidence
+from treadle_runtime.bus import Bus, kv_key
+
+log = structlog.get_logger()
+
+BUCKET = "TREADLE_PREDICTOR_HISTORY"
+KEPT_S = 30 * 86_400.0  # a month; a prompt that was not sampled for longer says little about today's policy
+RETRY_S = 1.0  # NATS is away; what waits is bounded by the number of prompts
+
+
+class HistoryStore:
+    """See the module."""
+
+    def __init__(self, bucket: KeyValue, evidence: Evidence) -> None:
+        self._bucket = bucket
+        self.evidence = evidence
+        self._unwritten: dict[str, None] = {}  # prompt ids, oldest first
+        self._more = asyncio.Event()
+
+    @classmethod
+    async def open(cls, bus: Bus, evidence: Evidence) -> "HistoryStore":
+        """The store with all that it holds folded into `evidence`. Raises nats.errors.Error."""
+        store = cls(await bus.key_value(BUCKET, ttl_s=KEPT_S), evidence)
+        found: list[tuple[int, bytes]] = []
+        watcher = await store._bucket.watchall(ignore_deletes=True)
+        async for entry in watcher:
+            if entry is None:  # all that was there
+                break
+            found.append((entry.revision or 0, entry.value or b""))
+        await watcher.stop()  # type: ignore[no-untyped-call]
+        for _, value in sorted(found):  # oldest first, as they were learned
+            prompt_id, ended = decoded(value)
+            for each in ended:
+                evidence.closed(each)
+            log.debug("history loaded", prompt_id=prompt_id, trajectories=len(ended))
+        return store
+
+    def changed(self, prompt_id: str) -> None:
+        """The prompt's history is to be written."""
+        self._unwritten[prompt_id] = None
+        self._more.set()
+
+    async def run(self) -> None:
+        """Writes what changed, for ever."""
+        while True:
+            await self._more.wait()
+            self._more.clear()
+            while self._unwritten:
+                prompt_id = next(iter(self._unwritten))
+                value = encoded(prompt_id, list(self.evidence.ended_of_prompt(prompt_id)))
+                del self._unwritten[prompt_id]
+                try:
+                    await self._bucket.put(kv_key(prompt_id), value)
+                except nats.errors.Error as error:
+                    log.warning("history not written, trying again", error=repr(error))
+                    self._unwritten[prompt_id] = None
+                    await asyncio.sleep(RETRY_S)
+
+
+def encoded(prompt_id: str, ended: list[Ended]) -> bytes:
+    rows = [[each.trajectory_id, each.rollout_id, each.gen_tokens, each.turns, each.own_end] for each in ended]
+    return json.dumps({"prompt_id": prompt_id, "ended": rows}).encode()
+
+
+def decoded(value: bytes) -> tuple[str, list[Ended]]:
+    found = json.loads(value)
+    prompt_id = str(found["prompt_id"])
+    return prompt_id, [
+        Ended(trajectory_id, rollout_id, prompt_id, gen_tokens, turns, own_end)
+        for trajectory_id, rollout_id, gen_tokens, turns, own_end in found["ended"]
+    ]

@@ -1,0 +1,128 @@
+"""PlacementService as its callers meet it: bad input names the field, good input is answered from the request alone."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import grpc.aio
+import pytest
+from support.rpc import error_of
+from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
+from treadle_placement.config import PlacementSettings
+from treadle_placement.wire import wire
+from treadle_runtime.server import serving
+
+CALL_S = 30.0
+CURVE = {"base_s": 0.01, "per_sequence_s": 0.001, "per_kv_token_s": 1e-8, "prefill_tokens_per_s": 1e4}
+
+
+@asynccontextmanager
+async def placement(nats_url: str) -> "AsyncIterator[placement_pb2_grpc.PlacementServiceAsyncStub]":
+    settings = PlacementSettings(listen="127.0.0.1:0", nats_url=nats_url)
+    async with serving(settings, wire) as served, grpc.aio.insecure_channel(served.address) as channel:
+        yield placement_pb2_grpc.PlacementServiceStub(channel)
+
+
+def trajectory(number: int, **changed: object) -> placement_pb2.PlacedTrajectory:
+    given: dict[str, object] = {"trajectory_id": f"t{number}", "remaining_tokens": 100.0 * number, **changed}
+    return placement_pb2.PlacedTrajectory(**given)  # type: ignore[arg-type]
+
+
+def engine(number: int, **changed: object) -> placement_pb2.PlacementEngine:
+    given: dict[str, object] = {"engine_id": f"e{number}", "slot_limit": 8, "decode_curve": CURVE, **changed}
+    return placement_pb2.PlacementEngine(**given)  # type: ignore[arg-type]
+
+
+async def test_plan_placement_names_the_bad_field(nats_url: str) -> None:
+    bad: list[tuple[dict[str, object], dict[str, object], str]] = [
+        ({"remaining_tokens": math.nan}, {}, "trajectories[1].remaining_tokens"),
+        ({"remaining_tokens": math.inf}, {}, "trajectories[1].remaining_tokens"),
+        ({"remaining_tokens": -0.5}, {}, "trajectories[1].remaining_tokens"),
+        ({"context_tokens": -1}, {}, "trajectories[1].context_tokens"),
+        ({"trajectory_id": "t0"}, {}, "trajectories[1].trajectory_id"),
+        ({"trajectory_id": ""}, {}, "trajectories[1].trajectory_id"),
+        ({}, {"slot_limit": 0}, "engines[1].slot_limit"),
+        ({}, {"kv_tokens_capacity": -1}, "engines[1].kv_tokens_capacity"),
+        ({}, {"tensor_parallel": -1}, "engines[1].tensor_parallel"),
+        ({}, {"engine_id": "e0"}, "engines[1].engine_id"),
+        ({}, {"decode_curve": {"base_s": math.nan}}, "engines[1].decode_curve.base_s"),
+        ({}, {"decode_curve": {**CURVE, "per_sequence_s": -1.0}}, "engines[1].decode_curve.per_sequence_s"),
+        ({}, {"decode_curve": {"prefill_tokens_per_s": 5.0}}, "engines[1].decode_curve"),
+    ]
+    async with placement(nats_url) as stub:
+        for of_trajectory, of_engine, field in bad:
+            request = placement_pb2.PlanPlacementRequest(
+                trajectories=[trajectory(0), trajectory(1, **of_trajectory)],
+                engines=[engine(0), engine(1, **of_engine)],
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.PlanPlacement(request, timeout=CALL_S)
+            error = error_of(refused.value)
+            assert (error.code, error.fields) == (grpc.StatusCode.INVALID_ARGUMENT, (field,))
+        for request, field in (
+            (placement_pb2.PlanPlacementRequest(trajectories=[trajectory(0)]), "engines"),
+            (placement_pb2.PlanPlacementRequest(engines=[engine(0)], cost_model=99), "cost_model"),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.PlanPlacement(request, timeout=CALL_S)
+            assert error_of(refused.value).fields == (field,)
+
+
+@pytest.mark.parametrize("cost_model", placement_pb2.CostModel.values())
+async def test_a_plan_has_one_group_for_each_engine_in_the_order_of_the_request(nats_url: str, cost_model: int) -> None:
+    slow = {"base_s": 0.02, "per_sequence_s": 0.002}
+    request = placement_pb2.PlanPlacementRequest(
+        trajectories=[trajectory(number) for number in range(20)],
+        engines=[engine(0, decode_curve=slow), engine(1), engine(2, decode_curve=slow)],
+        cost_model=cost_model,  # type: ignore[arg-type]
+    )
+    async with placement(nats_url) as stub:
+        plan = await stub.PlanPlacement(request, timeout=CALL_S)
+        again = await stub.PlanPlacement(request, timeout=CALL_S)
+    assert [group.engine_id for group in plan.groups] == ["e0", "e1", "e2"]
+    assert sorted(each for group in plan.groups for each in group.trajectory_ids) == sorted(
+        f"t{number}" for number in range(20)
+    )
+    assert plan.groups[1].trajectory_ids[0] == "t19"  # the longest, on the fastest
+    assert plan.predicted_makespan.ToNanoseconds() >= plan.lower_bound.ToNanoseconds() > 0
+    assert plan.predicted_makespan == max(
+        (each.predicted_time for each in plan.groups), key=lambda d: d.ToNanoseconds()
+    )
+    again.solve_time.CopyFrom(plan.solve_time)
+    assert again == plan
+
+
+async def test_an_engine_without_a_curve_is_taken_for_the_slowest_that_has_one(nats_url: str) -> None:
+    async with placement(nats_url) as stub:
+        plan = await stub.PlanPlacement(
+            placement_pb2.PlanPlacementRequest(
+                trajectories=[trajectory(number + 1) for number in range(8)],
+                engines=[placement_pb2.PlacementEngine(engine_id="unknown", slot_limit=8), engine(1)],
+            ),
+            timeout=CALL_S,
+        )
+    assert all(group.trajectory_ids for group in plan.groups)
+
+
+async def test_no_trajectories_make_an_empty_plan(nats_url: str) -> None:
+    async with placement(nats_url) as stub:
+        plan = await stub.PlanPlacement(placement_pb2.PlanPlacementRequest(engines=[engine(0)]), timeout=CALL_S)
+    assert [list(group.trajectory_ids) for group in plan.groups] == [[]]
+    assert plan.predicted_makespan.ToNanoseconds() == 0
+
+
+async def test_a_plan_of_the_papers_size_is_made_beside_small_ones(nats_url: str) -> None:
+    large = placement_pb2.PlanPlacementRequest(
+        trajectories=[trajectory(number) for number in range(6_400)], engines=[engine(number) for number in range(16)]
+    )
+    small = placement_pb2.PlanPlacementRequest(trajectories=[trajectory(1)], engines=[engine(0)])
+    async with placement(nats_url) as stub:
+        plan, *others = await asyncio.gather(
+            stub.PlanPlacement(large, timeout=CALL_S),
+            *[stub.PlanPlacement(small, timeout=CALL_S) for _ in range(10)],
+        )
+    assert sum(len(group.trajectory_ids) for group in plan.groups) == 6_400
+    assert all(group.trajectory_ids for group in plan.groups)
+    assert all(other.groups[0].trajectory_ids == ["t1"] for other in others)

@@ -1,0 +1,93 @@
+"""Bad input to every RPC of PredictorService: the right code, naming the field."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import grpc.aio
+import pytest
+from support.rpc import error_of
+from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
+from treadle_predictor.config import PredictorSettings
+from treadle_predictor.wire import wire
+from treadle_runtime.server import serving
+
+CALL_S = 10.0
+GOOD: dict[str, object] = {"trajectory_id": "t", "prompt_id": "p"}
+BAD_QUERIES: list[tuple[dict[str, object], str]] = [
+    ({"trajectory_id": ""}, "trajectory_id"),
+    ({"trajectory_id": "t/1"}, "trajectory_id"),
+    ({"prompt_id": ""}, "prompt_id"),
+    ({"prompt_id": "p" * 257}, "prompt_id"),
+    ({"sample": -1}, "sample"),
+    ({"turn": -1}, "turn"),
+    ({"gen_tokens": -1}, "gen_tokens"),
+    ({"context_tokens": -1}, "context_tokens"),
+    ({"prompt_tokens": -1}, "prompt_tokens"),
+    ({"max_total_tokens": -1}, "max_total_tokens"),
+    ({"context": {"int32_le": b"abc"}}, "context.int32_le"),
+]
+
+
+@asynccontextmanager
+async def predictor(nats_url: str) -> "AsyncIterator[predictor_pb2_grpc.PredictorServiceAsyncStub]":
+    settings = PredictorSettings(listen="127.0.0.1:0", nats_url=nats_url)
+    async with serving(settings, wire) as served, grpc.aio.insecure_channel(served.address) as channel:
+        yield predictor_pb2_grpc.PredictorServiceStub(channel)
+
+
+def query(**changed: object) -> predictor_pb2.Query:
+    return predictor_pb2.Query(**{**GOOD, **changed})  # type: ignore[arg-type]
+
+
+async def test_predict_remaining_names_the_bad_field(nats_url: str) -> None:
+    async with predictor(nats_url) as stub:
+        for bad, field in BAD_QUERIES:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.PredictRemaining(predictor_pb2.PredictRemainingRequest(query=query(**bad)), timeout=CALL_S)
+            error = error_of(refused.value)
+            assert (error.code, error.fields) == (grpc.StatusCode.INVALID_ARGUMENT, (f"query.{field}",))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.PredictRemaining(predictor_pb2.PredictRemainingRequest(), timeout=CALL_S)
+        assert error_of(refused.value).fields == ("query",)
+
+
+async def test_batch_predict_remaining_names_the_bad_query_and_refuses_none_and_too_many(nats_url: str) -> None:
+    async with predictor(nats_url) as stub:
+        for bad, field in BAD_QUERIES:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.BatchPredictRemaining(
+                    predictor_pb2.BatchPredictRemainingRequest(queries=[query(), query(**bad)]), timeout=CALL_S
+                )
+            error = error_of(refused.value)
+            assert (error.code, error.fields) == (grpc.StatusCode.INVALID_ARGUMENT, (f"queries[1].{field}",))
+        for count in (0, 4_097):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.BatchPredictRemaining(
+                    predictor_pb2.BatchPredictRemainingRequest(queries=[query()] * count), timeout=CALL_S
+                )
+            assert error_of(refused.value)[::2] == (grpc.StatusCode.INVALID_ARGUMENT, ("queries",))
+
+
+async def test_get_model_info_has_nothing_to_refuse_but_a_call_without_a_deadline(nats_url: str) -> None:
+    async with predictor(nats_url) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.GetModelInfo(predictor_pb2.GetModelInfoRequest())
+        assert error_of(refused.value)[:2] == (grpc.StatusCode.INVALID_ARGUMENT, "DEADLINE_REQUIRED")
+        info = await stub.GetModelInfo(predictor_pb2.GetModelInfoRequest(), timeout=CALL_S)
+    assert info == predictor_pb2.GetModelInfoResponse(
+        model_version="prior-0", best_estimator=predictor_pb2.ESTIMATOR_PRIOR
+    )
+
+
+async def test_the_largest_batch_is_answered_in_the_order_of_its_queries_beside_other_calls(nats_url: str) -> None:
+    queries = [query(trajectory_id=f"t{index}", gen_tokens=index) for index in range(4_096)]
+    async with predictor(nats_url) as stub:
+        large = stub.BatchPredictRemaining(predictor_pb2.BatchPredictRemainingRequest(queries=queries), timeout=CALL_S)
+        single = stub.PredictRemaining(predictor_pb2.PredictRemainingRequest(query=query()), timeout=CALL_S)
+        response, _ = await asyncio.gather(large, single)
+    assert [each.trajectory_id for each in response.predictions] == [each.trajectory_id for each in queries]
+    for each in response.predictions:
+        assert each.estimator == predictor_pb2.ESTIMATOR_PRIOR
+        assert 0 < each.remaining_tokens.p10 < each.remaining_tokens.p50 < each.remaining_tokens.p90

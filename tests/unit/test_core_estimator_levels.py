@@ -1,0 +1,150 @@
+"""Estimates as the scheduler gets them: which level answers, within which cap, and what each new fact does to them."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from treadle_core.estimator import Forecast, InvalidProgressError, Prior, Progress, Source, learned_from
+from treadle_core.evidence import Ended, Evidence
+
+PRIOR = Prior()
+
+
+def ended(trajectory_id: str, tokens: int, *, prompt: str = "p", rollout: str = "r0", own_end: bool = True) -> Ended:
+    return Ended(trajectory_id, rollout, prompt, tokens, max(1, tokens // 100), own_end)
+
+
+def ask(evidence: Evidence, gen_tokens: int = 0, *, prompt: str = "p", trajectory: str = "t", cap: int = 0) -> Forecast:
+    progress = Progress(trajectory, prompt, gen_tokens=gen_tokens, max_total_tokens=cap)
+    return learned_from(evidence, PRIOR).estimate(progress)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 50_000), st.integers(0, 2), st.booleans()), max_size=20),
+    st.integers(0, 60_000),
+    st.integers(0, 40),
+    st.integers(0, 70_000),
+)
+def test_quantiles_are_in_order_and_within_the_cap_whatever_was_seen(
+    told: list[tuple[int, int, bool]], gen_tokens: int, turn: int, cap: int
+) -> None:
+    evidence = Evidence()
+    for index, (tokens, prompt, own_end) in enumerate(told):
+        evidence.opened(f"run{index}", "r1", f"p{prompt}")
+        evidence.stepped(f"run{index}", 0, tokens)
+        evidence.closed(ended(f"t{index}", tokens, prompt=f"p{prompt}", rollout=f"r{index % 2}", own_end=own_end))
+    progress = Progress("t", "p0", turn=turn, gen_tokens=gen_tokens, max_total_tokens=cap)
+    forecast = learned_from(evidence, PRIOR).estimate(progress)
+    tokens_left, turns_left = forecast.remaining_tokens, forecast.remaining_turns
+    assert 0 <= tokens_left.p10 <= tokens_left.p50 <= tokens_left.p90
+    assert 0 <= turns_left.p10 <= turns_left.p50 <= turns_left.p90
+    if cap:
+        assert tokens_left.p90 <= max(0, cap - gen_tokens)
+
+
+def test_before_anything_was_seen_the_stated_prior_answers() -> None:
+    forecast = ask(Evidence())
+    assert (forecast.source, forecast.model_version) == (Source.PRIOR, "prior-1")
+    assert forecast.remaining_tokens.p50 == pytest.approx(1_000, rel=0.02)
+    assert forecast.remaining_turns.p50 == pytest.approx(4, rel=0.02)
+
+
+def test_another_prompts_end_makes_history_answer_and_the_prompts_own_end_goes_before_it() -> None:
+    evidence = Evidence()
+    for index in range(20):
+        evidence.closed(ended(f"a{index}", 10_000 + index, prompt="other"))
+    of_all = ask(evidence)
+    assert (of_all.source, of_all.model_version) == (Source.HISTORY, "history-all-20")
+    evidence.closed(ended("b0", 100, rollout="r0"))
+    evidence.opened("t", "r1", "p")
+    own = ask(evidence)
+    assert (own.source, own.model_version) == (Source.HISTORY, "history-prompt-1")
+    assert own.remaining_tokens.p10 < of_all.remaining_tokens.p10
+
+
+def test_one_ended_sibling_makes_the_group_answer_and_more_of_them_converge() -> None:
+    evidence = Evidence()
+    for index in range(40):
+        evidence.closed(ended(f"old{index}", 500, rollout="earlier"))
+    for index in range(32):
+        evidence.opened(f"s{index}", "now", "p")
+    errors = []
+    for index in range(31):
+        evidence.closed(ended(f"s{index}", 8_000 + 10 * index, rollout="now"))
+        forecast = ask(evidence, trajectory="s31")
+        assert forecast.source is Source.SIBLINGS
+        assert forecast.model_version == f"siblings-{index + 1}"
+        errors.append(abs(forecast.remaining_tokens.p50 - 8_100))
+    assert errors[-1] < 300
+    assert errors[-1] < errors[0]
+
+
+def test_the_further_a_trajectory_is_the_more_only_the_long_siblings_count() -> None:
+    evidence = Evidence()
+    evidence.opened("t", "r0", "p")
+    for index, tokens in enumerate([1_000] * 12 + [20_000] * 4):
+        evidence.closed(ended(f"s{index}", tokens))
+    early, late = ask(evidence, 500), ask(evidence, 3_000)
+    assert early.remaining_tokens.p50 < 2_000
+    assert late.remaining_tokens.p50 > 12_000
+
+
+def test_running_siblings_that_are_far_lift_the_estimate_although_none_of_them_ended() -> None:
+    evidence = Evidence()
+    for index in range(8):
+        evidence.opened(f"s{index}", "r0", "p")
+    evidence.closed(ended("s0", 400))
+    before = ask(evidence, trajectory="s7")
+    for index in range(1, 7):
+        evidence.stepped(f"s{index}", 0, 9_000)
+    after = ask(evidence, trajectory="s7")
+    assert after.remaining_tokens.p50 > 2 * before.remaining_tokens.p50
+
+
+def test_truncated_siblings_count_as_longer_than_their_cut() -> None:
+    whole, cut = Evidence(), Evidence()
+    for index in range(10):
+        whole.closed(ended(f"s{index}", 2_000))
+        cut.closed(ended(f"s{index}", 2_000, own_end=False))
+    assert ask(cut).remaining_tokens.p50 > 1.3 * ask(whole).remaining_tokens.p50
+
+
+def test_those_that_run_elsewhere_say_nothing_about_a_prompt_of_its_own() -> None:
+    """Only siblings that run are counted: see `Evidence`."""
+    evidence = Evidence()
+    for index in range(10):
+        evidence.closed(ended(f"t{index}", 200 + index, prompt=f"p{index}"))
+    before = ask(evidence, prompt="unseen")
+    for index in range(10, 100):
+        evidence.opened(f"t{index}", "r0", f"p{index}")
+        evidence.stepped(f"t{index}", 0, 3_000)
+    assert ask(evidence, prompt="unseen") == before
+
+
+def test_the_cap_leaves_nothing_where_it_is_reached() -> None:
+    forecast = ask(Evidence(), gen_tokens=600, cap=500)
+    assert forecast.remaining_tokens.p90 == 0
+    assert ask(Evidence(), gen_tokens=100, cap=150).remaining_tokens.p90 == 50
+
+
+def test_the_same_evidence_gives_the_same_estimate_however_often_it_was_asked_on_the_way() -> None:
+    asked, silent = Evidence(), Evidence()
+    often = learned_from(asked, PRIOR)
+    for evidence in (asked, silent):
+        for index in range(30):
+            evidence.opened(f"t{index}", "r0", f"p{index % 4}")
+            evidence.stepped(f"t{index}", 0, 37 * index)
+            if index % 2:
+                evidence.closed(ended(f"t{index}", 50 * index, prompt=f"p{index % 4}"))
+            if evidence is asked:
+                often.estimate(Progress(f"t{index}", f"p{index % 4}"))
+    for number in range(4):
+        progress = Progress("new", f"p{number}", gen_tokens=70)
+        assert often.estimate(progress) == learned_from(silent, PRIOR).estimate(progress)
+
+
+@pytest.mark.parametrize("field", ["turn", "gen_tokens", "context_tokens", "prompt_tokens", "max_total_tokens"])
+def test_a_negative_count_is_refused_by_name(field: str) -> None:
+    with pytest.raises(InvalidProgressError) as caught:
+        Progress("t", "p", **{field: -1})
+    assert caught.value.field == field
