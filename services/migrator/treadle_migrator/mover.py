@@ -1,0 +1,201 @@
+"""Performs one move (Heddle §5.3): prepare, verify, switch owner by compare-and-swap, release.
+
+Invariants: the owner changes by the scheduler's SwitchEngine alone, and only after the target has reported as many
+tokens as the source holds; before that, any failure ends the move with the source as owner; once SwitchEngine has
+been sent, what the scheduler says is the outcome, however long it takes to hear it. Releasing is best effort: a
+sidecar forgets by itself what is not used.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import nats.errors
+import structlog
+from treadle.errors import TreadleError, error_from
+
+from treadle_migrator.book import MigrationBook
+from treadle_migrator.migration import Migration, Prefix, State
+from treadle_migrator.peers import Peers
+
+RETRY_S = 0.2  # a peer or NATS that restarts is back about then
+ASK_TIMEOUT_S = 5.0  # of a question to the scheduler, which answers from memory
+RELEASE_TIMEOUT_S = 2.0  # an engine that is slower than this gets the next move, and forgets later by itself
+
+GAVE_UP = "GAVE_UP"  # the move took longer than it saves
+NOT_SWITCHED = frozenset({State.PENDING, State.PREPARING, State.SWITCHING})
+# Codes that say that the switch was refused; after any other the switch may or may not have happened.
+REFUSALS = frozenset(
+    {
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.ALREADY_EXISTS,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+
+log = structlog.get_logger()
+
+
+class MoveFailedError(Exception):
+    """The move ends before its switch; `reason` is UPPER_SNAKE."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Mover:
+    """Works on one migration per call; `announce` publishes the end of one and returns once that is safe."""
+
+    def __init__(self, book: MigrationBook, peers: Peers, announce: Callable[[Migration], Awaitable[None]]) -> None:
+        self._book = book
+        self._peers = peers
+        self._announce = announce
+
+    async def move(self, migration: Migration) -> None:
+        """From pending to its end, announced."""
+        ready, reason = False, ""
+        try:
+            if (left_s := _left_s(migration)) <= 0:
+                raise MoveFailedError(GAVE_UP)
+            async with asyncio.timeout(left_s):
+                ready = await self._make_ready(migration)
+        except nats.errors.Error as error:  # first: its timeout is a TimeoutError too
+            log.warning("state not stored", migration_id=migration.migration_id, error=repr(error))
+            reason = "STATE_NOT_STORED"
+        except TimeoutError:
+            reason = GAVE_UP
+        except MoveFailedError as failure:
+            reason = failure.reason
+        if ready:
+            await self._switch(migration)
+        elif reason:
+            await self._end(migration, State.FAILED, reason)
+        await self.conclude(migration)
+
+    async def settle(self, migration: Migration, reason: str) -> None:
+        """Ends a migration whose switch may have happened as the scheduler says.
+
+        `reason` where it did not. Waits for its answer.
+        """
+        move = migration.move
+        while True:
+            try:
+                owner = await self._peers.owner(move.trajectory_id, timeout_s=ASK_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.NOT_FOUND:
+                    await self._end(migration, State.FAILED, error_from(error).reason or "TRAJECTORY_NOT_FOUND")
+                    return
+                log.warning("scheduler does not answer", migration_id=migration.migration_id, code=error.code().name)
+                await asyncio.sleep(RETRY_S)
+                continue
+            moved = owner.engine_id == move.target.engine_id and owner.revision > move.expected_revision
+            await self._end(migration, State.DONE if moved else State.FAILED, "" if moved else reason)
+            return
+
+    async def conclude(self, migration: Migration) -> None:
+        """What follows an end: the fact, then the engine that is not the owner forgets."""
+        ended = self._book.get(migration.migration_id)
+        if not ended.ended or ended.announced:
+            return
+        await self._stored(lambda: self._announce(ended))
+        endpoint = ended.move.source if ended.state is State.DONE else ended.move.target
+        # After a lost compare-and-swap the trajectory may be anywhere, at the target too.
+        if ended.started_at_s is not None and ended.failure_reason != "REVISION_MISMATCH":
+            try:
+                await self._peers.release(ended, endpoint, timeout_s=RELEASE_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                log.warning(
+                    "prefix not released",
+                    migration_id=ended.migration_id,
+                    engine_id=endpoint.engine_id,
+                    code=error.code().name,
+                )
+        await self._stored(lambda: self._book.mark_announced(migration.migration_id))
+
+    async def _make_ready(self, migration: Migration) -> bool:
+        """True where the switch may be sent now; False where somebody cancelled. Raises MoveFailedError."""
+        migration_id = migration.migration_id
+        if await self._book.change(migration_id, State.PREPARING, out_of={State.PENDING}) is None:
+            return False
+        prefix = await self._prepare(migration)
+        following = await self._book.change(migration_id, State.SWITCHING, out_of={State.PREPARING}, prefix=prefix)
+        return following is not None
+
+    async def _prepare(self, migration: Migration) -> Prefix:
+        """Storage first, prefill where that is allowed, then the comparison with what the source holds."""
+        try:
+            prefix = await self._prefetch(migration, storage_only=True)
+        except MoveFailedError as failure:
+            if failure.reason != "PREFIX_NOT_STORED" or not migration.move.allow_prefill:
+                raise
+            prefix = await self._prefetch(migration, storage_only=False)
+        try:
+            exported = await self._peers.exported(migration, timeout_s=_left_s(migration))
+        except grpc.aio.AioRpcError as error:
+            raise MoveFailedError(_reason_of(error_from(error), "SOURCE")) from error
+        if exported.cache_salt != migration.move.cache_salt:
+            raise MoveFailedError("WEIGHT_VERSION_MISMATCH")
+        if prefix.tokens != exported.tokens or prefix.tokens == 0:
+            raise MoveFailedError("PREFIX_MISMATCH")
+        return prefix
+
+    async def _prefetch(self, migration: Migration, *, storage_only: bool) -> Prefix:
+        try:
+            return await self._peers.prefetch(migration, storage_only=storage_only, timeout_s=_left_s(migration))
+        except grpc.aio.AioRpcError as error:
+            raise MoveFailedError(_reason_of(error_from(error), "TARGET")) from error
+
+    async def _switch(self, migration: Migration) -> None:
+        """Sends the compare-and-swap until it is answered.
+
+        What cannot be heard in time, the scheduler is asked for afterwards.
+        """
+        while (left_s := _left_s(migration)) > 0:
+            try:
+                await self._peers.switch(migration, timeout_s=left_s)
+            except grpc.aio.AioRpcError as error:
+                if error.code() in REFUSALS:
+                    await self._end(migration, State.FAILED, _reason_of(error_from(error), "SCHEDULER"))
+                    return
+                log.warning("switch not answered", migration_id=migration.migration_id, code=error.code().name)
+                await asyncio.sleep(min(RETRY_S, max(0.0, _left_s(migration))))
+            else:
+                await self._end(migration, State.DONE, "")
+                return
+        await self.settle(migration, GAVE_UP)
+
+    async def _end(self, migration: Migration, state: State, reason: str) -> None:
+        await self._stored(
+            lambda: self._book.change(migration.migration_id, state, out_of=NOT_SWITCHED, failure_reason=reason)
+        )
+
+    async def _stored(self, write: Callable[[], Awaitable[Any]]) -> None:
+        """An end must be stored, however long NATS is away."""
+        while True:
+            try:
+                await write()
+            except nats.errors.Error as error:
+                log.warning("state not stored, trying again", error=repr(error))
+                await asyncio.sleep(RETRY_S)
+            else:
+                return
+
+
+def _left_s(migration: Migration) -> float:
+    return migration.give_up_at_s - time.time()
+
+
+def _reason_of(error: TreadleError, peer: str) -> str:
+    """The peer's own reason where it gave one; a deadline that passes is ours: the move gave up."""
+    if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return GAVE_UP
+    if error.code is grpc.StatusCode.UNAVAILABLE:
+        return f"{peer}_UNAVAILABLE"
+    return error.reason or f"{peer}_{error.code.name}"

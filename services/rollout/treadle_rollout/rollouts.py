@@ -1,0 +1,266 @@
+"""Rollouts as this process holds them: a pure buffer each, folded from a log that every change enters first.
+
+Invariants: what a caller was told stands in the log; memory is never ahead of it. After a write whose outcome is
+unknown (NATS gone, RPC cancelled) and after losing a position to another process, the log is read again before the
+next decision. Owner: the servicer and the janitor; each rollout serialises its own changes.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import nats.errors
+import structlog
+from treadle_core.buffer import Arrived, Batch, Event, SampleBuffer
+from treadle_core.groups import RolloutSpec, Sample, Verdict
+
+from treadle_rollout.records import Created, Record, decode, encode
+from treadle_rollout.storage import PayloadLostError, PayloadStore, RolloutLog
+
+# A waiting batch reads the log again that often: an entry may be there that this process never saw acknowledged, or
+# that the process it is about to replace has written. One read costs about 0.2 ms.
+RECHECK_S = 1.0
+
+log = structlog.get_logger()
+
+
+class UnknownRolloutError(Exception):
+    """No rollout has this id."""
+
+
+class RolloutExistsError(Exception):
+    """A rollout of this id was created by another request."""
+
+
+class DrainingError(Exception):
+    """This process is shutting down: ask again, of the one that comes after it."""
+
+
+class BatchReusedError(Exception):
+    """The request_id named a batch before, with other parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """What GetBatch asks. `fingerprint` tells a repeat from another request under the same id."""
+
+    request_id: str
+    fingerprint: str
+    max_groups: int
+    weight_version: int
+    wait: bool
+
+
+class Rollout:
+    """One rollout. `buffer` is read by anybody and changed here only."""
+
+    def __init__(self, created: Created, created_at_s: float, log: RolloutLog, payloads: PayloadStore) -> None:
+        self.rollout_id = created.rollout_id
+        self.created = created
+        self.created_at_s = created_at_s
+        self.touched_at_s = created_at_s
+        self.buffer = SampleBuffer(created.spec)
+        self.payload_names: dict[str, str] = {}  # by trajectory, of those whose tokens are stored
+        self.batch_times_s: dict[str, float] = {}
+        self.changed = asyncio.Event()  # replaced at each change: take it, look, then wait on it
+        self._fingerprints: dict[str, str] = {}
+        self._log = log
+        self._payloads = payloads
+        self._lock = asyncio.Lock()
+        self._position = 1  # of the next entry; the first is the creation
+        self._unsure = True  # another process may have written since the log was read
+        self._forgotten = False
+        self._ended: Exception | None = None  # what to tell those who wait for a change
+
+    def fold(self, record: Record) -> None:
+        """Take one entry of the log into memory."""
+        body = record.body
+        if isinstance(body, Created):
+            raise ValueError(f"rollout {self.rollout_id} is created twice in its log")
+        self.buffer.apply(body)
+        self._position += 1
+        self.touched_at_s = record.at_s
+        if isinstance(body, Arrived) and record.payload:
+            self.payload_names[body.sample.trajectory_id] = record.payload
+        elif isinstance(body, Batch):
+            self.batch_times_s[body.batch_id] = record.at_s
+            self._fingerprints[body.batch_id] = record.request
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    async def submit(self, sample: Sample, payload: bytes) -> Verdict:
+        """Take a sample in; its tokens are stored before its verdict is. Raises SampleTakenError."""
+        name = ""
+        if sample.trajectory_id not in self.buffer.samples and self.buffer.decide_arrival(sample).verdict.kept:
+            name = await self._payloads.put(self.rollout_id, sample.trajectory_id, payload)
+
+        def decide() -> Event | None:
+            known = sample.trajectory_id in self.buffer.samples
+            return None if known else self.buffer.decide_arrival(sample)
+
+        async with self._lock:
+            await self._commit(decide, payload=name)
+            verdict = self.buffer.groups[self.buffer.samples[sample.trajectory_id].prompt_id].verdicts[
+                sample.trajectory_id
+            ]
+        if name and not verdict.kept:
+            await self._payloads.release(self.rollout_id, sample.trajectory_id)
+        return verdict
+
+    async def take(self, request: BatchRequest, max_bytes: int) -> Batch:
+        """The batch of a request, now or, where it waits, as soon as it is full or the rollout is over.
+
+        While NATS is away a request that waits goes on waiting; another raises nats.errors.Error.
+        """
+        while True:
+            changed = self.changed
+            try:
+                async with self._lock:
+                    await self._decide(request, max_bytes)
+            except nats.errors.Error as error:
+                if not request.wait:
+                    raise
+                log.warning("batch not decided, trying again", rollout_id=self.rollout_id, error=repr(error))
+            if self._is_repeat(request):
+                return self.buffer.batches[request.request_id]
+            await self._wait_or_recheck(changed)
+
+    async def _decide(self, request: BatchRequest, max_bytes: int) -> None:
+        if self._is_repeat(request):
+            return
+        await self._commit(lambda: self.buffer.decide_version(request.weight_version))
+        await self._commit(lambda: self._decide_batch(request, max_bytes), request=request.fingerprint)
+
+    async def _wait_or_recheck(self, changed: asyncio.Event) -> None:
+        try:
+            async with asyncio.timeout(RECHECK_S):
+                await self.wait(changed)
+        except TimeoutError:
+            self._unsure = True
+
+    async def cancel(self) -> None:
+        """Cancel; cancelling what is over changes nothing."""
+        async with self._lock:
+            await self._commit(self.buffer.decide_cancel)
+
+    async def payloads_of(self, batch: Batch) -> dict[str, bytes]:
+        """The tokens of a batch's trajectories, by trajectory. Raises PayloadLostError (in a group)."""
+        members = [trajectory_id for _, trajectory_ids in batch.groups for trajectory_id in trajectory_ids]
+        async with asyncio.TaskGroup() as group:
+            reads = {trajectory_id: group.create_task(self._payload(trajectory_id)) for trajectory_id in members}
+        return {trajectory_id: read.result() for trajectory_id, read in reads.items()}
+
+    async def _payload(self, trajectory_id: str) -> bytes:
+        name = self.payload_names.get(trajectory_id)
+        if name is None:
+            raise PayloadLostError(trajectory_id)
+        return await self._payloads.get(self.rollout_id, trajectory_id, name)
+
+    async def forget(self) -> None:
+        """Remove everything stored of this rollout and end those who wait on it.
+
+        Tokens go first: a log without them is found and removed again by a later process, tokens without a log are not.
+        """
+        async with self._lock:
+            self._forgotten = True
+            self.end(UnknownRolloutError(self.rollout_id))
+            await self._payloads.forget(self.rollout_id)
+            await self._log.forget(self.rollout_id)
+
+    def end(self, reason: Exception) -> None:
+        """Send those away who wait here now or later, with `reason`; changes that are under way go on."""
+        self._ended = reason
+        self.changed.set()
+
+    async def wait(self, changed: asyncio.Event) -> None:
+        """Return at the change after `changed` was taken. Raises what the rollout ended with."""
+        if self._ended is None:
+            await changed.wait()
+        if self._ended is not None:
+            raise self._ended
+
+    def _is_repeat(self, request: BatchRequest) -> bool:
+        if request.request_id not in self.buffer.batches:
+            return False
+        if self._fingerprints[request.request_id] != request.fingerprint:
+            raise BatchReusedError(request.request_id)
+        return True
+
+    def _decide_batch(self, request: BatchRequest, max_bytes: int) -> Event | None:
+        if request.request_id in self.buffer.batches:  # written by a request before this one, read back just now
+            return None
+        return self.buffer.decide_batch(request.request_id, request.max_groups, request.wait, max_bytes)
+
+    async def _commit(self, decide: Callable[[], Event | None], *, request: str = "", payload: str = "") -> None:
+        """Decide on the newest state, write, then fold. Deciding None writes nothing."""
+        while True:
+            if self._forgotten:
+                raise UnknownRolloutError(self.rollout_id)
+            if self._unsure:
+                for data in await self._log.read_from(self.rollout_id, self._position):
+                    self.fold(decode(data))
+                self._unsure = False
+            event = decide()
+            if event is None:
+                return
+            record = Record(time.time(), event, request, payload)
+            self._unsure = True
+            if await self._log.append(self.rollout_id, self._position, encode(record)):
+                self._unsure = False
+                self.fold(record)
+                return
+
+
+class Rollouts:
+    """All rollouts of this process."""
+
+    def __init__(self, log: RolloutLog, payloads: PayloadStore) -> None:
+        self._log = log
+        self._payloads = payloads
+        self._by_id: dict[str, Rollout] = {}
+
+    def __iter__(self) -> Iterator[Rollout]:
+        return iter(list(self._by_id.values()))
+
+    async def load(self) -> None:
+        """Fold all stored logs."""
+        async for rollout_id, position, data in self._log.everything():
+            record = decode(data)
+            if isinstance(record.body, Created):
+                self._by_id[rollout_id] = Rollout(record.body, record.at_s, self._log, self._payloads)
+            elif rollout_id in self._by_id:
+                self._by_id[rollout_id].fold(record)
+            else:
+                log.warning("log entry without its rollout", rollout_id=rollout_id, position=position)
+
+    async def find(self, rollout_id: str) -> Rollout:
+        """A rollout by id, created here or by another process. Raises UnknownRolloutError."""
+        if rollout_id not in self._by_id:
+            entries = [decode(data) for data in await self._log.read_from(rollout_id, 0)]
+            if not entries or not isinstance(entries[0].body, Created):
+                raise UnknownRolloutError(rollout_id)
+            rollout = Rollout(entries[0].body, entries[0].at_s, self._log, self._payloads)
+            for record in entries[1:]:
+                rollout.fold(record)
+            self._by_id.setdefault(rollout_id, rollout)
+        return self._by_id[rollout_id]
+
+    async def create(self, rollout_id: str, spec: RolloutSpec, request_id: str) -> Rollout:
+        """Create one, or find what the same request created. Raises RolloutExistsError."""
+        created = Created(rollout_id, spec, request_id)
+        await self._log.append(rollout_id, 0, encode(Record(time.time(), created)))
+        rollout = await self.find(rollout_id)
+        if rollout.created.request_id != request_id:
+            raise RolloutExistsError(rollout_id)
+        return rollout
+
+    async def forget(self, rollout: Rollout) -> None:
+        """Remove a rollout and everything stored of it."""
+        await rollout.forget()
+        del self._by_id[rollout.rollout_id]
+
+    def close(self) -> None:
+        """Send away everybody who waits: this process is shutting down."""
+        for rollout in self:
+            rollout.end(DrainingError())

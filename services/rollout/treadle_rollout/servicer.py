@@ -1,0 +1,133 @@
+"""The RPCs of RolloutService: validate, convert, ask the rollout, convert back."""
+
+import uuid
+from collections.abc import AsyncIterator
+
+import grpc.aio
+from treadle.rollout.v1 import rollout_pb2 as pb
+from treadle.rollout.v1 import rollout_pb2_grpc
+from treadle_core.buffer import SampleBuffer
+from treadle_core.groups import DropReason
+from treadle_runtime.errors import FailedPrecondition
+from treadle_runtime.fields import identifier, non_negative, positive
+from treadle_runtime.idempotency import RequestRecords
+
+from treadle_rollout import convert
+from treadle_rollout.checks import check_spec, check_trajectory
+from treadle_rollout.rollouts import Rollout, Rollouts
+
+Context = grpc.aio.ServicerContext[object, object]
+
+# What a batch needs beside its trajectories: prompt ids, lengths, flags. 64 KiB are 400 groups of 128-character ids.
+BATCH_FRAME_BYTES = 64 * 1024
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+    """Owns nothing: state is in `rollouts`."""
+
+    def __init__(self, rollouts: Rollouts, records: RequestRecords, *, max_message_bytes: int) -> None:
+        self._rollouts = rollouts
+        self._records = records
+        self._batch_bytes = max(1, max_message_bytes - BATCH_FRAME_BYTES)
+
+    async def CreateRollout(self, request: pb.CreateRolloutRequest, context: Context) -> pb.CreateRolloutResponse:
+        """A new rollout, or the one this request created before."""
+        if request.rollout_id:
+            identifier("rollout_id", request.rollout_id)
+        check_spec(request.spec)
+
+        async def create() -> pb.CreateRolloutResponse:
+            # Derived, not drawn: a repeat of a request whose answer was not recorded must find what it created.
+            rollout_id = request.rollout_id or f"r-{uuid.uuid5(uuid.NAMESPACE_OID, request.request_id).hex}"
+            rollout = await self._rollouts.create(rollout_id, convert.spec_from(request.spec), request.request_id)
+            return pb.CreateRolloutResponse(rollout=convert.rollout_to(rollout))
+
+        return await self._records.once("CreateRollout", request, pb.CreateRolloutResponse, create)
+
+    async def GetRollout(self, request: pb.GetRolloutRequest, context: Context) -> pb.GetRolloutResponse:
+        """A rollout as it stands."""
+        return pb.GetRolloutResponse(rollout=convert.rollout_to(await self._find(request.rollout_id)))
+
+    async def WatchRollout(
+        self, request: pb.WatchRolloutRequest, context: Context
+    ) -> AsyncIterator[pb.WatchRolloutResponse]:
+        """The present state, then each settled group, batch and end of the rollout.
+
+        A slow reader sees the newest only.
+        """
+        rollout = await self._find(request.rollout_id)
+        seen: object = None
+        while True:
+            changed = rollout.changed
+            news, over = _news(rollout.buffer), rollout.buffer.over  # of one moment: the state moves on while we send
+            if news != seen:
+                seen = news
+                yield pb.WatchRolloutResponse(rollout=convert.rollout_to(rollout))
+            if over:
+                return
+            await rollout.wait(changed)
+
+    async def CancelRollout(self, request: pb.CancelRolloutRequest, context: Context) -> pb.CancelRolloutResponse:
+        """Ends a rollout; one that is over stays as it is."""
+        rollout = await self._find(request.rollout_id)
+
+        async def cancel() -> pb.CancelRolloutResponse:
+            await rollout.cancel()
+            return pb.CancelRolloutResponse(rollout=convert.rollout_to(rollout))
+
+        return await self._records.once("CancelRollout", request, pb.CancelRolloutResponse, cancel)
+
+    async def SubmitTrajectory(
+        self, request: pb.SubmitTrajectoryRequest, context: Context
+    ) -> pb.SubmitTrajectoryResponse:
+        """The verdict on a finished trajectory."""
+        rollout = await self._find(request.rollout_id)
+        spec = rollout.buffer.spec
+        oldest_version = check_trajectory(
+            request.trajectory,
+            prompt_ids=rollout.buffer.groups,
+            samples_per_prompt=spec.samples_per_prompt,
+            token_cap=spec.max_total_tokens,
+            bounded=spec.max_staleness is not None,
+        )
+        sample = convert.sample_from(request.trajectory, oldest_version)
+        self._check_room(rollout, sample.prompt_id, sample.trajectory_id, sample.payload_bytes)
+
+        async def submit() -> pb.SubmitTrajectoryResponse:
+            return convert.verdict_to(await rollout.submit(sample, convert.payload_from(request.trajectory)))
+
+        return await self._records.once("SubmitTrajectory", request, pb.SubmitTrajectoryResponse, submit)
+
+    async def GetBatch(self, request: pb.GetBatchRequest, context: Context) -> pb.GetBatchResponse:
+        """Whole groups for training.
+
+        Its record is the rollout's own log: a batch can be larger than a request record may be.
+        """
+        identifier("request_id", request.request_id)
+        rollout = await self._find(request.rollout_id)
+        positive("max_groups", request.max_groups)
+        non_negative("weight_version", request.weight_version)
+        batch = await rollout.take(convert.batch_request_from(request), self._batch_bytes)
+        return convert.batch_to(batch, await rollout.payloads_of(batch))
+
+    async def _find(self, rollout_id: str) -> Rollout:
+        return await self._rollouts.find(identifier("rollout_id", rollout_id))
+
+    def _check_room(self, rollout: Rollout, prompt_id: str, trajectory_id: str, payload_bytes: int) -> None:
+        """A group must fit into one answer of GetBatch.
+
+        Refused here, where the sender can still do something about it.
+        """
+        group = rollout.buffer.groups[prompt_id]
+        needed = group.payload_bytes + payload_bytes
+        if trajectory_id not in rollout.buffer.samples and not group.settled and needed > self._batch_bytes:
+            raise FailedPrecondition(
+                "GROUP_TOO_LARGE",
+                f"with this trajectory the group of prompt {prompt_id} has {needed} bytes and does not fit into a "
+                f"batch of {self._batch_bytes}; raise max_message_bytes of the rollout service",
+                prompt_id=prompt_id,
+            )
+
+
+def _news(buffer: SampleBuffer) -> tuple[object, ...]:
+    return buffer.state, buffer.settled_total, buffer.taken_total, buffer.drops[DropReason.STALE]

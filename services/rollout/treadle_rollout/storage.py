@@ -1,0 +1,125 @@
+"""The two JetStream buckets behind the service: logs of rollouts and tokens of trajectories.
+
+A log entry is a key of its own, `<rollout>.<position>`, created and never changed: creating it is a compare-and-swap,
+so that two processes cannot both write one position. Payloads are cut into chunks below NATS's message limit and
+named by their digest, so that a trajectory handed in twice with other tokens cannot overwrite the first. Ids are hex
+in keys, because an id may hold dots and colons.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+
+from nats.js import JetStreamContext
+from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
+from nats.js.kv import KeyValue
+from treadle_runtime.buckets import entries_of
+
+LOG_BUCKET = "treadle-rollout-log"
+PAYLOAD_BUCKET = "treadle-rollout-payload"
+CHUNK_BYTES = 512 * 1024  # half of NATS's default max_payload (1 MiB), which headers and subject count against
+READS_AT_ONCE = (
+    16  # chunks in flight to NATS for one batch: enough to hide the round trip, few enough to share the connection
+)
+POSITION_DIGITS = 9
+
+
+class PayloadLostError(Exception):
+    """A stored payload is no longer there: it was released after its batch could no longer be repeated."""
+
+
+class RolloutLog:
+    """Append-only logs, one a rollout."""
+
+    def __init__(self, bucket: KeyValue, jetstream: JetStreamContext) -> None:
+        self._bucket = bucket
+        self._jetstream = jetstream
+
+    async def append(self, rollout_id: str, position: int, data: bytes) -> bool:
+        """Write the entry at `position`; False where another writer was first."""
+        try:
+            await self._bucket.create(_log_key(rollout_id, position), data)
+        except KeyWrongLastSequenceError:
+            return False
+        return True
+
+    async def read_from(self, rollout_id: str, position: int) -> list[bytes]:
+        """The entries at `position` and after it."""
+        entries: list[bytes] = []
+        while True:
+            try:
+                entry = await self._bucket.get(_log_key(rollout_id, position + len(entries)))
+            except KeyNotFoundError:
+                return entries
+            entries.append(entry.value or b"")
+
+    async def everything(self) -> AsyncIterator[tuple[str, int, bytes]]:
+        """All entries of all rollouts as (rollout, position, data); each rollout's own in their order."""
+        for entry in await entries_of(self._bucket):
+            rollout, _, position = entry.key.partition(".")
+            yield bytes.fromhex(rollout).decode(), int(position), entry.value or b""
+
+    async def forget(self, rollout_id: str) -> None:
+        """Remove a rollout's log."""
+        await _remove(self._jetstream, LOG_BUCKET, f"{_hex(rollout_id)}.*")
+
+
+class PayloadStore:
+    """Serialised trajectories, by rollout, trajectory and digest."""
+
+    def __init__(self, bucket: KeyValue, jetstream: JetStreamContext, max_payload_bytes: int) -> None:
+        self._bucket = bucket
+        self._jetstream = jetstream
+        self._chunk_bytes = max(1, min(CHUNK_BYTES, max_payload_bytes // 2))
+        self._reads = asyncio.Semaphore(READS_AT_ONCE)
+
+    async def put(self, rollout_id: str, trajectory_id: str, data: bytes) -> str:
+        """Store a payload and return its name: digest and number of chunks. Storing the same again changes nothing."""
+        chunks = [data[start : start + self._chunk_bytes] for start in range(0, len(data), self._chunk_bytes)]
+        digest = hashlib.sha256(data).hexdigest()[:32]
+        prefix = _payload_prefix(rollout_id, trajectory_id)
+        for index, chunk in enumerate(chunks):
+            await self._bucket.put(f"{prefix}.{digest}.{index}", chunk)
+        return f"{digest}.{len(chunks)}"
+
+    async def get(self, rollout_id: str, trajectory_id: str, name: str) -> bytes:
+        """A payload by its name. Raises PayloadLostError."""
+        digest, _, count = name.partition(".")
+        prefix = _payload_prefix(rollout_id, trajectory_id)
+        chunks: list[bytes] = []
+        for index in range(int(count)):
+            try:
+                async with self._reads:
+                    entry = await self._bucket.get(f"{prefix}.{digest}.{index}")
+            except KeyNotFoundError as error:
+                raise PayloadLostError(trajectory_id) from error
+            chunks.append(entry.value or b"")
+        data = b"".join(chunks)
+        if hashlib.sha256(data).hexdigest()[:32] != digest:
+            raise PayloadLostError(trajectory_id)
+        return data
+
+    async def release(self, rollout_id: str, trajectory_id: str) -> None:
+        """Remove all payloads of a trajectory; removing none is not an error."""
+        await _remove(self._jetstream, PAYLOAD_BUCKET, f"{_payload_prefix(rollout_id, trajectory_id)}.>")
+
+    async def forget(self, rollout_id: str) -> None:
+        """Remove all payloads of a rollout."""
+        await _remove(self._jetstream, PAYLOAD_BUCKET, f"{_hex(rollout_id)}.>")
+
+
+def _hex(identifier: str) -> str:
+    return identifier.encode().hex()
+
+
+def _log_key(rollout_id: str, position: int) -> str:
+    return f"{_hex(rollout_id)}.{position:0{POSITION_DIGITS}d}"
+
+
+def _payload_prefix(rollout_id: str, trajectory_id: str) -> str:
+    return f"{_hex(rollout_id)}.{_hex(trajectory_id)}"
+
+
+async def _remove(jetstream: JetStreamContext, bucket: str, keys: str) -> None:
+    """Purge the subjects themselves: deleting by key would leave a marker behind each."""
+    await jetstream.purge_stream(f"KV_{bucket}", subject=f"$KV.{bucket}.{keys}")

@@ -1,0 +1,149 @@
+"""Killing the migrator in the middle of a move: the next process ends it as the scheduler says."""
+
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import grpc.aio
+import pytest
+from support.conditions import until
+from support.fake_migration_peers import FakeScheduler, Mesh, MigratorCalls, fake_mesh
+from support.processes import ServiceProcess, StartService
+from treadle.migrator.v1 import migrator_pb2 as pb
+from treadle.scheduler.v1 import scheduler_pb2_grpc
+from treadle.telemetry.v1.facts_pb2 import Fact
+from treadle_runtime.bus import open_bus
+
+Kill = Callable[[Mesh, MigratorCalls, ServiceProcess], Awaitable[str]]
+
+
+@asynccontextmanager
+async def a_port_without_a_scheduler() -> AsyncIterator[tuple[str, Callable[[FakeScheduler], Awaitable[None]]]]:
+    """An address at which nothing listens until the second value is called with the scheduler that is to."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    server = grpc.aio.server()
+
+    async def come_back(scheduler: FakeScheduler) -> None:
+        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(scheduler, server)
+        assert server.add_insecure_port(address)
+        await server.start()
+
+    try:
+        yield address, come_back
+    finally:
+        await server.stop(None)
+
+
+async def while_waiting(mesh: Mesh, calls: MigratorCalls, service: ServiceProcess) -> str:
+    """Another move holds the engines."""
+    mesh.place("other", "e0")
+    mesh.sidecars["e1"].gate.close()
+    await calls.start(mesh.request("other", "e0", "e1"))
+    await until(lambda: mesh.sidecars["e1"].gate.waiting)
+    started = await calls.start(mesh.request("t", "e0", "e1"))
+    service.kill()
+    mesh.sidecars["e1"].gate.open()
+    return started.migration_id
+
+
+async def while_preparing(mesh: Mesh, calls: MigratorCalls, service: ServiceProcess) -> str:
+    """The target is fetching."""
+    mesh.sidecars["e1"].gate.close()
+    started = await calls.start(mesh.request("t", "e0", "e1"))
+    await until(lambda: mesh.sidecars["e1"].gate.waiting)
+    service.kill()
+    mesh.sidecars["e1"].gate.open()
+    return started.migration_id
+
+
+async def before_the_swap(mesh: Mesh, calls: MigratorCalls, service: ServiceProcess) -> str:
+    """The switch is on its way; the call ends with its caller and changes nothing."""
+    mesh.scheduler.gate.close()
+    started = await calls.start(mesh.request("t", "e0", "e1"))
+    await until(lambda: mesh.scheduler.gate.waiting)
+    service.kill()
+    await until(lambda: not mesh.scheduler.gate.waiting)
+    mesh.scheduler.gate.open()
+    return started.migration_id
+
+
+async def after_the_swap(mesh: Mesh, calls: MigratorCalls, service: ServiceProcess) -> str:
+    """The owner has changed; nobody heard the answer."""
+    mesh.scheduler.gate_after.close()
+    started = await calls.start(mesh.request("t", "e0", "e1"))
+    await until(lambda: mesh.scheduler.gate_after.waiting)
+    service.kill()
+    mesh.scheduler.gate_after.open()
+    return started.migration_id
+
+
+@pytest.mark.parametrize(
+    ("kill", "state", "reason", "owner"),
+    [
+        (while_waiting, pb.MIGRATION_STATE_FAILED, "INTERRUPTED", ("e0", 1)),
+        (while_preparing, pb.MIGRATION_STATE_FAILED, "INTERRUPTED", ("e0", 1)),
+        (before_the_swap, pb.MIGRATION_STATE_FAILED, "INTERRUPTED", ("e0", 1)),
+        (after_the_swap, pb.MIGRATION_STATE_DONE, "", ("e1", 2)),
+    ],
+)
+async def test_a_move_that_was_cut_off_is_ended_by_the_next_process(
+    start_service: StartService,
+    nats_url: str,
+    kill: Kill,
+    state: "pb.MigrationState.ValueType",
+    reason: str,
+    owner: tuple[str, int],
+) -> None:
+    """SIGKILL at one point of a move, then a new process over the same NATS.
+
+    Result: the migration ends, a fact says so once, the resource agrees with the scheduler, and the trajectory can
+    move again.
+    """
+    facts: list[Fact] = []
+
+    async def hear(fact: Fact) -> None:
+        if fact.migration_ended.trajectory_id == "t":
+            facts.append(fact)
+
+    async with fake_mesh() as mesh, open_bus(nats_url, "test") as bus:
+        await bus.subscribe(["migration_ended"], hear, replay=True)
+        mesh.place("t", "e0")
+        environment = {"TREADLE_MIGRATOR_SCHEDULER": mesh.scheduler.address}
+        service = await start_service("treadle_migrator", environment)
+        async with grpc.aio.insecure_channel(service.address) as channel:
+            migration_id = await kill(mesh, MigratorCalls(channel), service)
+        service = await start_service("treadle_migrator", environment)
+        async with grpc.aio.insecure_channel(service.address) as channel:
+            calls = MigratorCalls(channel)
+            ended = await calls.ended(migration_id)
+            await until(lambda: facts)
+            assert (ended.state, ended.failure_reason) == (state, reason)
+            assert mesh.scheduler.owners["t"] == owner
+            back = mesh.request("t", *sorted(mesh.sidecars, key=lambda engine: engine != owner[0]), request_id="back")
+            back.expected_revision = owner[1]
+            mesh.sidecars[owner[0]].prefixes["t"] = 100
+            assert (await calls.moved(back)).state == pb.MIGRATION_STATE_DONE
+            await until(lambda: len(facts) == 2)
+    assert [fact.migration_ended.moved for fact in facts] == [state == pb.MIGRATION_STATE_DONE, True]
+
+
+async def test_a_switch_stays_undecided_until_the_scheduler_answers(start_service: StartService) -> None:
+    """SIGKILL after the swap, and the scheduler is away when the next process starts.
+
+    Result: the migration is SWITCHING until the scheduler is back, then done.
+    """
+    async with fake_mesh() as mesh:
+        mesh.place("t", "e0")
+        service = await start_service("treadle_migrator", {"TREADLE_MIGRATOR_SCHEDULER": mesh.scheduler.address})
+        async with grpc.aio.insecure_channel(service.address) as channel:
+            migration_id = await after_the_swap(mesh, MigratorCalls(channel), service)
+        async with a_port_without_a_scheduler() as (address, come_back):
+            service = await start_service("treadle_migrator", {"TREADLE_MIGRATOR_SCHEDULER": address})
+            async with grpc.aio.insecure_channel(service.address) as channel:
+                calls = MigratorCalls(channel)
+                await until(lambda: "scheduler does not answer" in service.stderr_text())
+                assert (await calls.get(migration_id)).state == pb.MIGRATION_STATE_SWITCHING
+                await come_back(mesh.scheduler)
+                assert (await calls.ended(migration_id)).state == pb.MIGRATION_STATE_DONE

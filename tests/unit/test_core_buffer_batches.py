@@ -1,0 +1,210 @@
+"""The sample buffer: whole groups out, oldest first, within the bound, each trajectory once."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from treadle_core.buffer import Advanced, Batch, Event, GroupTooLargeError, RolloutState, SampleBuffer
+from treadle_core.groups import DropReason, RolloutSpec, Sample, Verdict
+
+ROOMY = 1 << 30
+
+
+def buffer_of(prompts: int, samples: int = 1, keep: int = 1, bound: int | None = None) -> SampleBuffer:
+    return SampleBuffer(RolloutSpec(tuple(f"p{i}" for i in range(prompts)), samples, keep, bound))
+
+
+def hand_in(buffer: SampleBuffer, sample: Sample) -> Verdict:
+    arrived = buffer.decide_arrival(sample)
+    if sample.trajectory_id not in buffer.samples:
+        buffer.apply(arrived)
+    return arrived.verdict
+
+
+def take(
+    buffer: SampleBuffer, batch_id: str, max_groups: int, wait: bool = False, max_bytes: int = ROOMY
+) -> Batch | None:
+    batch = buffer.decide_batch(batch_id, max_groups, wait, max_bytes)
+    if batch is not None and batch_id not in buffer.batches:
+        buffer.apply(batch)
+    return batch
+
+
+def advance(buffer: SampleBuffer, version: int) -> Advanced | None:
+    advanced = buffer.decide_version(version)
+    if advanced is not None:
+        buffer.apply(advanced)
+    return advanced
+
+
+def test_groups_go_out_whole_and_only_once_settled() -> None:
+    buffer = buffer_of(2, samples=2, keep=2)
+    hand_in(buffer, Sample("a0", "p0", 0))
+    assert take(buffer, "b0", 2) == Batch("b0", (), exhausted=False)
+    hand_in(buffer, Sample("a1", "p0", 1))
+    assert take(buffer, "b1", 2) == Batch("b1", (("p0", ("a0", "a1")),), exhausted=False)
+    assert take(buffer, "b2", 2) == Batch("b2", (), exhausted=False)
+    assert (buffer.buffered, buffer.taken_total) == (0, 2)
+
+
+def test_groups_with_the_oldest_tokens_go_first_then_those_that_settled_first() -> None:
+    """p0 settles first but p2 carries the oldest tokens; p1 has none to be old.
+
+    Result: p2, p0, then p1.
+    """
+    buffer = buffer_of(3, bound=5)
+    hand_in(buffer, Sample("a", "p0", 0, oldest_version=4))
+    hand_in(buffer, Sample("b", "p1", 0))
+    hand_in(buffer, Sample("c", "p2", 0, oldest_version=1))
+    batch = take(buffer, "b", 3)
+    assert batch is not None
+    assert [prompt for prompt, _ in batch.groups] == ["p2", "p0", "p1"]
+    assert batch.exhausted
+
+
+def test_the_bound_is_measured_from_the_oldest_token_and_drops_are_counted() -> None:
+    buffer = buffer_of(2, samples=2, keep=2, bound=1)
+    hand_in(buffer, Sample("old", "p0", 0, oldest_version=3))
+    hand_in(buffer, Sample("new", "p0", 1, oldest_version=5))
+    assert advance(buffer, 5) == Advanced(5, ("old",))
+    batch = take(buffer, "b", 2)
+    assert batch is not None and batch.groups == (("p0", ("new",)),)
+    assert buffer.drops == {DropReason.STALE: 1}
+    assert buffer.kept_fraction == 0.5
+
+
+def test_an_unsettled_group_that_loses_a_stale_sample_takes_another_one() -> None:
+    buffer = buffer_of(1, samples=3, keep=2, bound=0)
+    hand_in(buffer, Sample("old", "p0", 0, oldest_version=1))
+    advance(buffer, 2)
+    assert hand_in(buffer, Sample("x", "p0", 1, oldest_version=2)).group_settled is False
+    assert hand_in(buffer, Sample("y", "p0", 2, oldest_version=2)).group_settled is True
+    batch = take(buffer, "b", 1)
+    assert batch is not None and batch.groups == (("p0", ("x", "y")),)
+
+
+def test_a_version_that_is_no_news_drops_nothing() -> None:
+    buffer = buffer_of(1, bound=0)
+    advance(buffer, 7)
+    assert buffer.decide_version(7) is None
+    assert buffer.decide_version(3) is None
+
+
+def test_what_was_taken_does_not_grow_stale() -> None:
+    buffer = buffer_of(1, bound=0)
+    hand_in(buffer, Sample("a", "p0", 0, oldest_version=0))
+    take(buffer, "b", 1)
+    assert advance(buffer, 9) == Advanced(9, ())
+    assert buffer.taken_total == 1 and not buffer.drops
+
+
+def test_a_batch_id_gives_the_same_batch_for_ever() -> None:
+    buffer = buffer_of(2)
+    hand_in(buffer, Sample("a", "p0", 0))
+    first = take(buffer, "b", 1)
+    hand_in(buffer, Sample("c", "p1", 0))
+    assert take(buffer, "b", 2) == first
+
+
+def test_a_waiting_batch_comes_when_full_or_when_nothing_more_can_come() -> None:
+    buffer = buffer_of(2, samples=2, keep=1)
+    hand_in(buffer, Sample("a", "p0", 0))
+    assert take(buffer, "b", 2, wait=True) is None
+    hand_in(buffer, Sample("c", "p1", 0, failed=True))
+    assert take(buffer, "b", 2, wait=True) is None
+    hand_in(buffer, Sample("d", "p1", 1, failed=True))
+    assert buffer.state is RolloutState.FINISHED
+    assert take(buffer, "b", 2, wait=True) == Batch("b", (("p0", ("a",)),), exhausted=True)
+
+
+def test_a_batch_is_full_at_its_byte_limit_and_a_group_beyond_it_is_an_error() -> None:
+    buffer = buffer_of(3)
+    hand_in(buffer, Sample("a", "p0", 0, payload_bytes=60))
+    hand_in(buffer, Sample("b", "p1", 0, payload_bytes=60))
+    hand_in(buffer, Sample("c", "p2", 0, payload_bytes=30))
+    assert take(buffer, "b0", 3, wait=True, max_bytes=100) == Batch("b0", (("p0", ("a",)),), exhausted=False)
+    assert take(buffer, "b1", 3, wait=True, max_bytes=100) == Batch(
+        "b1", (("p1", ("b",)), ("p2", ("c",))), exhausted=True
+    )
+    small = buffer_of(1)
+    hand_in(small, Sample("a", "p0", 0, payload_bytes=60))
+    with pytest.raises(GroupTooLargeError):
+        take(small, "b", 1, max_bytes=50)
+    assert small.buffered == 1
+
+
+def test_cancelling_drops_partial_groups_and_leaves_settled_ones_to_be_taken() -> None:
+    buffer = buffer_of(2, samples=2, keep=2)
+    for index in range(2):
+        hand_in(buffer, Sample(f"a{index}", "p0", index))
+    hand_in(buffer, Sample("c", "p1", 0))
+    cancelled = buffer.decide_cancel()
+    assert cancelled is not None
+    buffer.apply(cancelled)
+    assert buffer.state is RolloutState.CANCELLED
+    assert buffer.drops == {DropReason.CANCELLED: 1}
+    late = hand_in(buffer, Sample("d", "p1", 1))
+    assert late.drop_reason is DropReason.CANCELLED and late.group_settled
+    assert take(buffer, "b", 5, wait=True) == Batch("b", (("p0", ("a0", "a1")),), exhausted=True)
+    assert buffer.decide_cancel() is None
+
+
+def test_a_foreign_prompt_is_a_key_error() -> None:
+    with pytest.raises(KeyError):
+        buffer_of(1).decide_arrival(Sample("a", "elsewhere", 0))
+
+
+COMMANDS = st.lists(
+    st.one_of(
+        st.tuples(st.just("in"), st.integers(0, 3), st.integers(0, 3), st.booleans(), st.integers(0, 6)),
+        st.tuples(st.just("take"), st.integers(1, 3), st.integers(0, 6), st.booleans()),
+        st.tuples(st.just("cancel")),
+    ),
+    max_size=40,
+)
+
+
+@settings(deadline=None)
+@given(commands=COMMANDS, keep=st.integers(1, 4), bound=st.one_of(st.none(), st.integers(0, 3)))
+def test_every_kept_trajectory_leaves_once_within_the_bound_and_a_replay_gives_the_same_buffer(
+    commands: list[tuple[object, ...]], keep: int, bound: int | None
+) -> None:
+    buffer = buffer_of(4, samples=4, keep=keep, bound=bound)
+    replay = buffer_of(4, samples=4, keep=keep, bound=bound)
+    taken: list[str] = []
+    ids = itertools.count()
+
+    def happen(event: Event | None) -> None:
+        if event is not None:
+            buffer.apply(event)
+            replay.apply(event)
+
+    for command in commands:
+        match command:
+            case ("in", int(prompt), int(index), bool(failed), int(version)):
+                trajectory = f"p{prompt}-{index}"
+                sample = Sample(trajectory, f"p{prompt}", index, failed, version)
+                arrived = buffer.decide_arrival(sample)
+                if trajectory in buffer.samples:
+                    assert arrived.verdict == buffer.groups[f"p{prompt}"].verdicts[trajectory]
+                else:
+                    happen(arrived)
+            case ("take", int(max_groups), int(version), bool(wait)):
+                happen(buffer.decide_version(version))
+                batch = buffer.decide_batch(f"b{next(ids)}", max_groups, wait, ROOMY)
+                happen(batch)
+                for prompt_id, trajectory_ids in batch.groups if batch is not None else ():
+                    assert trajectory_ids == tuple(s.trajectory_id for s in buffer.groups[prompt_id].kept)
+                    assert 1 <= len(trajectory_ids) <= keep
+                    newest = buffer.newest_version
+                    oldest = [buffer.samples[t].oldest_version for t in trajectory_ids]
+                    assert bound is None or newest is None or all(newest - o <= bound for o in oldest if o is not None)
+                    taken.extend(trajectory_ids)
+            case _:
+                happen(buffer.decide_cancel())
+        assert len(taken) == len(set(taken)) == buffer.taken_total
+        assert buffer.taken_total + buffer.buffered + sum(buffer.drops.values()) == len(buffer.samples)
+        waiting = sum(len(group.kept) for group in buffer.groups.values() if not group.taken)
+        assert waiting == buffer.buffered
+    assert vars(replay) == vars(buffer)

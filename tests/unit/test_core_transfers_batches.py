@@ -1,0 +1,64 @@
+"""Heddle's transmission scheduler (section 5.3)."""
+
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from treadle_core.transfers import Transfer, next_transfers
+
+
+def move(name: str, source: str, target: str, remaining: float, asked_at_s: float = 0.0) -> Transfer:
+    return Transfer(name, source, target, remaining, asked_at_s)
+
+
+def test_the_longest_goes_first_and_a_short_move_between_free_engines_does_not_wait() -> None:
+    """The longest move holds e0 and e1; the second shares e1 and waits; the shortest runs beside it.
+
+    Result: long and short start, middle waits.
+    """
+    waiting = [move("short", "e2", "e3", 10), move("middle", "e1", "e2", 50), move("long", "e0", "e1", 90)]
+    assert [t.transfer_id for t in next_transfers(waiting, ())] == ["long", "short"]
+
+
+def test_an_engine_that_is_busy_takes_part_in_nothing_else() -> None:
+    waiting = [move("a", "e0", "e1", 90), move("b", "e2", "e0", 80), move("c", "e2", "e3", 1)]
+    assert [t.transfer_id for t in next_transfers(waiting, {"e0"})] == ["c"]
+
+
+def test_equal_lengths_go_in_the_order_asked() -> None:
+    waiting = [move("later", "e0", "e1", 5, asked_at_s=2.0), move("sooner", "e0", "e1", 5, asked_at_s=1.0)]
+    assert [t.transfer_id for t in next_transfers(waiting, ())] == ["sooner"]
+
+
+ENGINES = st.sampled_from([f"e{i}" for i in range(6)])
+MOVES = st.lists(
+    st.tuples(ENGINES, ENGINES, st.floats(0, 1e6)).filter(lambda move: move[0] != move[1]), max_size=20
+).map(lambda rows: [move(f"m{i}", s, t, r, float(i)) for i, (s, t, r) in enumerate(rows)])
+
+
+@settings(deadline=None)
+@given(waiting=MOVES, busy=st.sets(ENGINES))
+def test_a_batch_is_strictly_parallel_and_leaves_out_only_what_collides_with_something_longer(
+    waiting: list[Transfer], busy: set[str]
+) -> None:
+    chosen = next_transfers(waiting, busy)
+    ends = [end for t in chosen for end in (t.source, t.target)]
+    assert len(ends) == len(set(ends)) and not busy & set(ends)
+    lengths = [t.remaining_tokens for t in chosen]
+    assert lengths == sorted(lengths, reverse=True)
+    for left in set(waiting) - set(chosen):
+        rivals = [t.remaining_tokens for t in chosen if {left.source, left.target} & {t.source, t.target}]
+        blocked = [math.inf] if {left.source, left.target} & busy else []
+        assert max(rivals + blocked) >= left.remaining_tokens
+
+
+@settings(deadline=None)
+@given(waiting=MOVES)
+def test_epochs_finish_every_move_exactly_once(waiting: list[Transfer]) -> None:
+    left, done = list(waiting), []
+    while left:
+        batch = next_transfers(left, ())
+        assert batch
+        done.extend(batch)
+        left = [t for t in left if t not in batch]
+    assert sorted(t.transfer_id for t in done) == sorted(t.transfer_id for t in waiting)

@@ -1,0 +1,37 @@
+"""Stored records of a rollout: what goes in comes out."""
+
+import pytest
+from treadle_core.buffer import Advanced, Arrived, Batch, Cancelled, Event
+from treadle_core.groups import DropReason, RolloutSpec, Sample, Verdict
+from treadle_rollout.records import COMPRESS_FROM_BYTES, Created, Record, decode, encode
+
+SPEC = RolloutSpec(("p.0", "p:1"), 4, 2, max_staleness=1, max_total_tokens=100)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        Created("r", SPEC, "req"),
+        Arrived(Sample("t", "p.0", 3, failed=True), Verdict(DropReason.FAILED, group_settled=True)),
+        Arrived(Sample("t", "p.0", 3, oldest_version=7, payload_bytes=9), Verdict(None, group_settled=False)),
+        Advanced(3, ("a", "b")),
+        Batch("b", (("p.0", ("a", "b")), ("p:1", ("c",))), exhausted=True),
+        Cancelled(("a",)),
+    ],
+)
+def test_a_record_comes_out_as_it_went_in(body: Created | Event) -> None:
+    record = Record(12.5, body, request="f", payload="d.2")
+    assert decode(encode(record)) == record
+
+
+def test_a_rollout_of_ten_thousand_prompts_fits_into_one_nats_message() -> None:
+    spec = RolloutSpec(tuple(f"dataset-with-a-long-name/prompt-number-{i:09d}" * 2 for i in range(10_000)), 8, 8)
+    record = Record(0.0, Created("r", spec, "req"))
+    data = encode(record)
+    assert len(data) * 20 > COMPRESS_FROM_BYTES and len(data) < 512 * 1024
+    assert decode(data) == record
+
+
+def test_a_record_of_no_known_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="no such record"):
+        decode(b'{"kind":"renamed","at_s":1}')
