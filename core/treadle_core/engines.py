@@ -1,0 +1,117 @@
+"""The registry of engines and the leases that hold them.
+
+Owns every EngineRecord. Invariants: an engine is here exactly while its lease runs; one lease an engine; a lease is
+renewed only by its own id. Time is handed in; whoever owns the registry calls `expired` now and then and removes what
+it names.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from treadle_core.events import EngineDeregistered, EngineRegistered, LeaseRenewed
+from treadle_core.model import EngineRecord, EngineSpec
+from treadle_core.refusals import LeaseNotFound, RequestIdReused
+
+
+class EngineRegistry:
+    """Engines by id, in the order of their ids."""
+
+    def __init__(self, lease_ttl_s: float) -> None:
+        self._lease_ttl_s = lease_ttl_s
+        self._engines: dict[str, EngineRecord] = {}
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def __iter__(self) -> Iterator[EngineRecord]:
+        return iter([self._engines[engine_id] for engine_id in sorted(self._engines)])
+
+    def __contains__(self, engine_id: str) -> bool:
+        return engine_id in self._engines
+
+    def get(self, engine_id: str) -> EngineRecord | None:
+        """The engine, or None where none of that id holds a lease."""
+        return self._engines.get(engine_id)
+
+    def spec(self, engine_id: str) -> EngineSpec | None:
+        """What the engine is, or None."""
+        record = self._engines.get(engine_id)
+        return record.spec if record is not None else None
+
+    def restore(self, records: Iterable[EngineRecord], now: float) -> None:
+        """Takes over stored engines. Nobody could renew while the scheduler was away, so each gets a whole lease."""
+        for record in records:
+            self._engines[record.spec.engine_id] = replace(record, lease_expires_s=now + self._lease_ttl_s)
+
+    def known(self, event: EngineRegistered) -> EngineRecord | None:
+        """The record of the same request made before. Raises RequestIdReused where the request says something else
+        now."""
+        record = self._engines.get(event.spec.engine_id)
+        if record is None or record.register_request_id != event.request_id:
+            return None
+        declared = replace(event.spec, weight_version=record.spec.weight_version)  # which may have moved since
+        if declared != record.spec:
+            raise RequestIdReused(
+                "request_id", f"{event.request_id} has registered {event.spec.engine_id} with another description"
+            )
+        return record
+
+    def register(self, event: EngineRegistered, now: float) -> EngineRecord:
+        """Takes an engine in, in place of an older one of that id."""
+        record = EngineRecord(
+            spec=event.spec,
+            lease_id=event.lease_id,
+            lease_expires_s=now + self._lease_ttl_s,
+            register_request_id=event.request_id,
+        )
+        self._engines[event.spec.engine_id] = record
+        return record
+
+    def renew(self, event: LeaseRenewed, now: float) -> EngineRecord:
+        """Extends a lease and takes the load over. A renewal shows that the sidecar is alive. Raises LeaseNotFound."""
+        record = self._held(event.lease_id, event.engine_id)
+        spec, load = record.spec, record.load
+        if event.load is not None:
+            load = event.load
+            if load.weight_version and load.weight_version != spec.weight_version:
+                spec = replace(spec, weight_version=load.weight_version)
+        renewed = replace(record, spec=spec, load=load, lease_expires_s=now + self._lease_ttl_s, suspect_s=None)
+        self._engines[event.engine_id] = renewed
+        return renewed
+
+    def check_deregistration(self, event: EngineDeregistered) -> EngineRecord:
+        """The engine to take away. Raises LeaseNotFound."""
+        return self._held(event.lease_id, event.engine_id)
+
+    def suspect(self, engine_id: str, now: float) -> None:
+        """A client lost a stream there: no new steps until the next renewal."""
+        record = self._engines.get(engine_id)
+        if record is not None:
+            self._engines[engine_id] = replace(record, suspect_s=now)
+
+    def set_weight_version(self, engine_id: str, weight_version: str) -> EngineRecord | None:
+        """The engine with its new weights, or None where it is not here or had them."""
+        record = self._engines.get(engine_id)
+        if record is None or record.spec.weight_version == weight_version:
+            return None
+        updated = replace(record, spec=replace(record.spec, weight_version=weight_version))
+        self._engines[engine_id] = updated
+        return updated
+
+    def remove(self, engine_id: str) -> None:
+        """Forgets an engine."""
+        self._engines.pop(engine_id, None)
+
+    def expired(self, now: float) -> list[str]:
+        """Engines whose lease has run out."""
+        return [record.spec.engine_id for record in self if record.lease_expires_s <= now]
+
+    def _held(self, lease_id: str, engine_id: str) -> EngineRecord:
+        record = self._engines.get(engine_id)
+        if record is None or record.lease_id != lease_id:
+            raise LeaseNotFound(
+                f"no lease {lease_id} on engine {engine_id}: it ran out or was replaced; register again",
+                lease_id=lease_id,
+                engine_id=engine_id,
+            )
+        return record

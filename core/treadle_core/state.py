@@ -1,0 +1,48 @@
+"""What the controller holds, as one bundle that its handlers share. Each part owns its own invariants; this file adds
+none."""
+
+from dataclasses import dataclass, field
+
+from treadle_core.engines import EngineRegistry
+from treadle_core.model import Policy, TrajectoryRecord
+from treadle_core.planning import Planner
+from treadle_core.remaining import token_s
+from treadle_core.scheduling import Orderings
+from treadle_core.siting import Siting
+from treadle_core.trajectories import TrajectoryTable
+from treadle_core.tuning import Tuning
+
+
+@dataclass
+class State:
+    """The parts. `unannounced`: closed trajectories whose closing is to be published, and from when on. `mean_tool_s`:
+    over all calls."""
+
+    tuning: Tuning
+    policy: Policy
+    engines: EngineRegistry
+    table: TrajectoryTable
+    siting: Siting
+    planner: Planner
+    orderings: Orderings
+    unannounced: dict[str, float] = field(default_factory=dict)
+    mean_tool_s: float = 0.0
+
+    @classmethod
+    def new(cls, policy: Policy, tuning: Tuning, epoch_s: float) -> "State":
+        """An empty one."""
+        engines = EngineRegistry(tuning.lease_ttl_s)
+        table = TrajectoryTable(tuning)
+        return cls(
+            tuning=tuning,
+            policy=policy,
+            engines=engines,
+            table=table,
+            siting=Siting(engines, table, tuning),
+            planner=Planner(engines, table, tuning),
+            orderings=Orderings(tuning, epoch_s),
+        )
+
+    def priority(self, record: TrajectoryRecord) -> float:
+        """The priority of a trajectory's step on the engine where it is."""
+        return self.orderings.priority(record, token_s(self.engines.spec(record.engine_id)))

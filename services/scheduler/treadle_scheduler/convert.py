@@ -1,0 +1,319 @@
+"""Messages of clients and sidecars to core values and back. Requests are checked before they come here
+(`checks.py`)."""
+
+import hashlib
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+from treadle.common.v1.estimate_pb2 import Quantiles
+from treadle.common.v1.ticket_pb2 import Ticket
+from treadle.engine.v1 import engine_pb2
+from treadle.scheduler.v1 import scheduler_pb2 as pb
+from treadle_core.events import (
+    EngineRegistered,
+    LeaseRenewed,
+    StepRequested,
+    SwitchRequested,
+    TrajectoryClosed,
+    TrajectoryOpened,
+)
+from treadle_core.model import (
+    DEFAULT_PREFILL_TOKENS_PER_S,
+    DecodeCurve,
+    EngineLoad,
+    EngineRecord,
+    EngineSpec,
+    Estimate,
+    KvTransfer,
+    Objective,
+    Ordering,
+    Outcome,
+    PlacementRule,
+    Policy,
+    TicketRecord,
+    TrajectoryRecord,
+    TrajectoryState,
+)
+
+NANOSECONDS = 1e9
+
+STATES = {
+    TrajectoryState.IDLE: pb.TRAJECTORY_STATE_IDLE,
+    TrajectoryState.STEPPING: pb.TRAJECTORY_STATE_STEPPING,
+    TrajectoryState.FINISHED: pb.TRAJECTORY_STATE_FINISHED,
+    TrajectoryState.FAILED: pb.TRAJECTORY_STATE_FAILED,
+    TrajectoryState.CANCELLED: pb.TRAJECTORY_STATE_CANCELLED,
+}
+OUTCOMES = {
+    pb.OUTCOME_FINISHED: Outcome.FINISHED,
+    pb.OUTCOME_TRUNCATED: Outcome.TRUNCATED,
+    pb.OUTCOME_FAILED: Outcome.FAILED,
+    pb.OUTCOME_CANCELLED: Outcome.CANCELLED,
+}
+OUTCOME_NUMBERS = {outcome: number for number, outcome in OUTCOMES.items()}
+ORDERINGS = {
+    pb.ORDERING_PROGRESSIVE: Ordering.PROGRESSIVE,
+    pb.ORDERING_FCFS: Ordering.FCFS,
+    pb.ORDERING_ROUND_ROBIN: Ordering.ROUND_ROBIN,
+    pb.ORDERING_SHORTEST_FIRST: Ordering.SHORTEST_FIRST,
+    pb.ORDERING_LEAST_ATTAINED: Ordering.LEAST_ATTAINED,
+}
+ORDERING_NUMBERS = {ordering: number for number, ordering in ORDERINGS.items()}
+OBJECTIVES = {
+    pb.OBJECTIVE_UNSPECIFIED: Objective.MAKESPAN,
+    pb.OBJECTIVE_MAKESPAN: Objective.MAKESPAN,
+    pb.OBJECTIVE_MEAN: Objective.MEAN,
+    pb.OBJECTIVE_DEADLINE: Objective.DEADLINE,
+}
+OBJECTIVE_NUMBERS = {objective: number for number, objective in OBJECTIVES.items()}
+PLACEMENTS = {
+    pb.PLACEMENT_RULE_PLANNED: PlacementRule.PLANNED,
+    pb.PLACEMENT_RULE_PINNED: PlacementRule.PINNED,
+    pb.PLACEMENT_RULE_LEAST_LOAD: PlacementRule.LEAST_LOAD,
+}
+PLACEMENT_NUMBERS = {rule: number for number, rule in PLACEMENTS.items()}
+KV_TRANSFERS = {KvTransfer.PREFILL: engine_pb2.KV_TRANSFER_PREFILL, KvTransfer.STORAGE: engine_pb2.KV_TRANSFER_STORAGE}
+
+
+def timestamp(seconds: float) -> Timestamp:
+    """Unix seconds as a message."""
+    message = Timestamp()
+    message.FromNanoseconds(round(seconds * NANOSECONDS))
+    return message
+
+
+def duration(seconds: float) -> Duration:
+    """Seconds as a message."""
+    message = Duration()
+    message.FromNanoseconds(round(seconds * NANOSECONDS))
+    return message
+
+
+def seconds(message: Timestamp | Duration) -> float:
+    """A message as (Unix) seconds."""
+    return message.seconds + message.nanos / NANOSECONDS
+
+
+def quantiles(estimate: Estimate) -> Quantiles:
+    """Percentiles as a message."""
+    return Quantiles(p10=estimate.p10, p50=estimate.p50, p90=estimate.p90)
+
+
+def minted_trajectory_id(request_id: str) -> str:
+    """The id of a trajectory that its client left unnamed: the same for each repeat of the request."""
+    return f"t-{hashlib.sha256(request_id.encode()).hexdigest()[:20]}"
+
+
+def opened(request: pb.OpenTrajectoryRequest) -> TrajectoryOpened:
+    """The event of a checked request."""
+    return TrajectoryOpened(
+        request_id=request.request_id,
+        trajectory_id=request.trajectory_id or minted_trajectory_id(request.request_id),
+        prompt_id=request.prompt_id,
+        rollout_id=request.rollout_id,
+        sample=request.sample,
+        prompt_tokens=request.prompt_tokens,
+        max_total_tokens=request.max_total_tokens,
+        deadline_s=seconds(request.deadline) if request.HasField("deadline") else None,
+        hardware_tags=tuple(request.hardware_tags),
+        pinned_engine_id=request.pinned_engine_id,
+    )
+
+
+def step_requested(request: pb.ScheduleStepRequest) -> StepRequested:
+    """The event of a checked request."""
+    return StepRequested(
+        request_id=request.request_id,
+        trajectory_id=request.trajectory_id,
+        turn=request.turn,
+        context_tokens=request.context_tokens,
+        max_new_tokens=request.max_new_tokens,
+        replaces_ticket_id=request.replaces_ticket_id,
+        resumed_tokens=request.resumed_tokens,
+        tool_s=seconds(request.tool_time),
+    )
+
+
+def closed(request: pb.CloseTrajectoryRequest) -> TrajectoryClosed:
+    """The event of a checked request."""
+    reward = request.reward if request.HasField("reward") else None
+    return TrajectoryClosed(request.request_id, request.trajectory_id, OUTCOMES[request.outcome], reward)
+
+
+def switch_requested(request: pb.SwitchEngineRequest) -> SwitchRequested:
+    """The event of a checked request."""
+    return SwitchRequested(
+        request.request_id, request.trajectory_id, request.expected_revision, request.target_engine_id
+    )
+
+
+def engine_registered(request: pb.RegisterEngineRequest, lease_id: str) -> EngineRegistered:
+    """The event of a checked request; the lease is the caller's to mint."""
+    return EngineRegistered(request.request_id, lease_id, engine_spec(request.info))
+
+
+def lease_renewed(request: pb.RenewEngineLeaseRequest) -> LeaseRenewed:
+    """The event of a checked request."""
+    load = engine_load(request.load) if request.HasField("load") else None
+    return LeaseRenewed(request.lease_id, request.engine_id, load)
+
+
+def policy(message: pb.Policy) -> Policy:
+    """A checked policy."""
+    return Policy(
+        ordering=ORDERINGS[message.ordering],
+        objective=OBJECTIVES[message.objective],
+        placement=PLACEMENTS[message.placement],
+        migrate=message.migrate,
+        preempt=message.preempt,
+    )
+
+
+def policy_message(value: Policy) -> pb.Policy:
+    """A policy as a message."""
+    return pb.Policy(
+        ordering=ORDERING_NUMBERS[value.ordering],
+        objective=OBJECTIVE_NUMBERS[value.objective],
+        placement=PLACEMENT_NUMBERS[value.placement],
+        migrate=value.migrate,
+        preempt=value.preempt,
+    )
+
+
+def ticket_message(ticket: TicketRecord) -> Ticket:
+    """A ticket as a message. The cache salt is the weight version: KV of other weights is never hit."""
+    return Ticket(
+        ticket_id=ticket.ticket_id,
+        trajectory_id=ticket.trajectory_id,
+        turn=ticket.turn,
+        engine_id=ticket.engine_id,
+        engine_address=ticket.engine_address,
+        priority=ticket.priority,
+        cache_salt=ticket.weight_version,
+        weight_version=ticket.weight_version,
+        revision=ticket.revision,
+        expires_at=timestamp(ticket.expires_s),
+    )
+
+
+def trajectory_message(record: TrajectoryRecord) -> pb.Trajectory:
+    """A trajectory as a message."""
+    message = pb.Trajectory(
+        trajectory_id=record.trajectory_id,
+        rollout_id=record.rollout_id,
+        prompt_id=record.prompt_id,
+        sample=record.sample,
+        state=STATES[record.state],
+        engine_id=record.engine_id,
+        revision=record.revision,
+        next_turn=record.next_turn,
+        prompt_tokens=record.prompt_tokens,
+        context_tokens=record.context_tokens,
+        gen_tokens=record.gen_tokens,
+        priority=record.priority,
+        opened_at=timestamp(record.opened_s),
+        migrations=record.migrations,
+    )
+    if record.prediction is not None:
+        message.predicted_remaining_tokens.CopyFrom(quantiles(record.prediction.remaining_tokens))
+        message.prediction_model_version = record.prediction.model_version
+    if record.closed_s is not None:
+        message.closed_at.CopyFrom(timestamp(record.closed_s))
+    return message
+
+
+def engine_spec(info: engine_pb2.EngineInfo) -> EngineSpec:
+    """What a sidecar declares. A curve without speeds takes the default ones."""
+    curve = info.decode_curve
+    declared = curve.base_s + curve.per_sequence_s > 0
+    prefill = curve.prefill_tokens_per_s or DEFAULT_PREFILL_TOKENS_PER_S
+    return EngineSpec(
+        engine_id=info.engine_id,
+        address=info.address,
+        model=info.model,
+        weight_version=info.weight_version,
+        slot_limit=info.slot_limit,
+        kv_tokens_capacity=info.kv_tokens_capacity,
+        max_context_tokens=info.max_context_tokens,
+        tensor_parallel=max(1, info.tensor_parallel),
+        kv_transfer=KvTransfer.STORAGE if info.kv_transfer == engine_pb2.KV_TRANSFER_STORAGE else KvTransfer.PREFILL,
+        kv_bytes_per_token=info.kv_bytes_per_token,
+        hardware_tags=tuple(info.hardware_tags),
+        decode_curve=DecodeCurve(curve.base_s, curve.per_sequence_s, curve.per_kv_token_s, prefill)
+        if declared
+        else DecodeCurve(prefill_tokens_per_s=prefill),
+    )
+
+
+def curve_message(curve: DecodeCurve) -> engine_pb2.DecodeCurve:
+    """A curve as a message."""
+    return engine_pb2.DecodeCurve(
+        base_s=curve.base_s,
+        per_sequence_s=curve.per_sequence_s,
+        per_kv_token_s=curve.per_kv_token_s,
+        prefill_tokens_per_s=curve.prefill_tokens_per_s,
+    )
+
+
+def engine_info(spec: EngineSpec) -> engine_pb2.EngineInfo:
+    """What an engine is, as a message."""
+    return engine_pb2.EngineInfo(
+        engine_id=spec.engine_id,
+        address=spec.address,
+        model=spec.model,
+        weight_version=spec.weight_version,
+        slot_limit=spec.slot_limit,
+        kv_tokens_capacity=spec.kv_tokens_capacity,
+        max_context_tokens=spec.max_context_tokens,
+        tensor_parallel=spec.tensor_parallel,
+        kv_transfer=KV_TRANSFERS[spec.kv_transfer],
+        kv_bytes_per_token=spec.kv_bytes_per_token,
+        hardware_tags=spec.hardware_tags,
+        decode_curve=curve_message(spec.decode_curve),
+    )
+
+
+def engine_load(load: engine_pb2.Load) -> EngineLoad:
+    """What a sidecar measured."""
+    return EngineLoad(
+        running_steps=load.running_steps,
+        waiting_steps=load.waiting_steps,
+        slot_limit=load.slot_limit,
+        kv_tokens_used=load.kv_tokens_used,
+        kv_tokens_capacity=load.kv_tokens_capacity,
+        decode_tokens_per_s=load.decode_tokens_per_s,
+        paused=load.paused,
+        weight_version=load.weight_version,
+        oldest_wait_s=load.oldest_wait_s,
+        measured_s=seconds(load.measured_at),
+        engine_healthy=load.engine_healthy,
+    )
+
+
+def load_message(load: EngineLoad) -> engine_pb2.Load:
+    """A load as a message."""
+    return engine_pb2.Load(
+        running_steps=load.running_steps,
+        waiting_steps=load.waiting_steps,
+        slot_limit=load.slot_limit,
+        kv_tokens_used=load.kv_tokens_used,
+        kv_tokens_capacity=load.kv_tokens_capacity,
+        decode_tokens_per_s=load.decode_tokens_per_s,
+        paused=load.paused,
+        weight_version=load.weight_version,
+        oldest_wait_s=load.oldest_wait_s,
+        measured_at=timestamp(load.measured_s),
+        engine_healthy=load.engine_healthy,
+    )
+
+
+def registered_engine(record: EngineRecord, trajectories: int) -> pb.RegisteredEngine:
+    """An engine of the registry as a message; `trajectories` are the open ones on it."""
+    message = pb.RegisteredEngine(
+        info=engine_info(record.spec),
+        lease_expires_at=timestamp(record.lease_expires_s),
+        trajectories=trajectories,
+    )
+    if record.load is not None:
+        message.load.CopyFrom(load_message(record.load))
+    return message

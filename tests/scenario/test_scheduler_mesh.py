@@ -1,0 +1,216 @@
+"""The scheduler among others: facts in and out, predictions, priorities, leases, an outage of NATS."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from support.conditions import until
+from support.fake_sidecar import FakeSidecar, sidecars
+from support.nats_server import NatsServer
+from support.rpc import error_of
+from support.scheduler import SchedulerClient, scheduler, until_answered
+from treadle.common.v1 import tokens_pb2
+from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
+from treadle.scheduler.v1 import scheduler_pb2 as pb
+from treadle.telemetry.v1.facts_pb2 import Fact
+from treadle_predictor.config import PredictorSettings
+from treadle_predictor.wire import wire as predictor_wire
+from treadle_runtime.bus import Bus, open_bus
+from treadle_runtime.server import serving
+
+WAIT_S = 30.0
+
+
+class Heard:
+    """All facts of the bus, by kind."""
+
+    def __init__(self) -> None:
+        self.facts: list[Fact] = []
+
+    async def hear(self, fact: Fact) -> None:
+        self.facts.append(fact)
+
+    def of(self, kind: str) -> list[Any]:
+        return [getattr(fact, kind) for fact in self.facts if fact.WhichOneof("fact") == kind]
+
+
+class Mesh:
+    """A scheduler with two fake sidecars, and ears on the bus."""
+
+    def __init__(self, client: SchedulerClient, engines: list[FakeSidecar], bus: Bus, heard: Heard) -> None:
+        self.client, self.bus, self.heard = client, bus, heard
+        self.engines = {engine.engine_id: engine for engine in engines}
+
+    async def generate(self, ticket: Any, tokens: int) -> None:
+        """Runs a step to its end."""
+        async with grpc.aio.insecure_channel(ticket.engine_address) as channel:
+            request = engine_pb2.GenerateRequest(
+                ticket=ticket,
+                prompt=tokens_pb2.TokenIds(int32_le=bytes(40)),
+                sampling=tokens_pb2.SamplingParams(max_new_tokens=tokens),
+            )
+            stub = engine_pb2_grpc.EngineServiceStub(channel)
+            assert [event async for event in stub.Generate(request, timeout=WAIT_S)]
+
+    async def trajectory(self, name: str) -> pb.Trajectory:
+        """As the scheduler knows it."""
+        response = await self.client.call("GetTrajectory", pb.GetTrajectoryRequest(trajectory_id=name))
+        assert isinstance(response, pb.GetTrajectoryResponse)
+        return response.trajectory
+
+    async def trajectory_until(self, name: str, condition: Callable[[pb.Trajectory], bool]) -> pb.Trajectory:
+        """Once the condition holds."""
+
+        async def holds() -> bool:
+            return condition(await self.trajectory(name))
+
+        await until_answered(holds)
+        return await self.trajectory(name)
+
+
+@asynccontextmanager
+async def mesh(nats_url: str, **settings: Any) -> AsyncIterator[Mesh]:
+    """Up for the time of the block, both engines registered."""
+    heard = Heard()
+    async with open_bus(nats_url, "test") as bus:
+        await bus.subscribe([], heard.hear)
+        async with scheduler(nats_url, **settings) as client, sidecars(bus, client.address, ["e0", "e1"]) as engines:
+            await until(lambda: len(heard.of("engine_joined")) == 2, what="both engines joined")
+            yield Mesh(client, engines, bus, heard)
+
+
+async def test_a_trajectory_is_told_to_the_world_from_opening_to_closing(nats_url: str) -> None:
+    async with mesh(nats_url) as world:
+        await world.client.open("t", rollout_id="r", prompt_id="p1", sample=3, prompt_tokens=10)
+        for turn in range(2):
+            await world.generate(await world.client.step("t", turn), tokens=5)
+        await world.client.call(
+            "CloseTrajectory",
+            pb.CloseTrajectoryRequest(request_id="c", trajectory_id="t", outcome=pb.OUTCOME_TRUNCATED, reward=0.5),
+        )
+        await until(lambda: world.heard.of("trajectory_closed"), what="the closing is told")
+        (closed,) = world.heard.of("trajectory_closed")
+        (opened,) = world.heard.of("trajectory_opened")
+        assert (opened.trajectory_id, opened.rollout_id, opened.prompt_id, opened.sample) == ("t", "r", "p1", 3)
+        assert (closed.outcome, closed.gen_tokens, closed.turns, closed.prompt_tokens) == (
+            pb.OUTCOME_TRUNCATED,
+            10,
+            2,
+            10,
+        )
+        engine = world.engines[(await world.trajectory("t")).engine_id]
+        await until(lambda: engine.commands, what="the engine may forget the context")
+        assert isinstance(engine.commands[0], engine_pb2.ReleasePrefixRequest)
+
+
+async def test_predictions_come_after_each_step_and_are_published(nats_url: str) -> None:
+    async with (
+        serving(PredictorSettings(nats_url=nats_url, listen="127.0.0.1:0"), predictor_wire) as predictor,
+        mesh(nats_url, predictor=predictor.address) as world,
+    ):
+        await world.client.open("t", prompt_id="p", max_total_tokens=400)
+        first = await world.trajectory_until("t", lambda t: t.HasField("predicted_remaining_tokens"))
+        assert first.predicted_remaining_tokens.p50 <= 400
+        await world.generate(await world.client.step("t", 0), tokens=6)
+        await until(lambda: [f for f in world.heard.of("trajectory_predicted") if f.turn == 1], what="asked again")
+        later = await world.trajectory("t")
+        assert later.predicted_remaining_tokens.p50 <= 394
+        assert later.prediction_model_version
+        directory = await world.client.call("GetDirectory", pb.GetDirectoryRequest())
+        assert directory == pb.GetDirectoryResponse(predictor_address=predictor.address)
+
+
+async def test_a_started_step_is_lifted_at_its_engine_where_the_policy_does_not_preempt(nats_url: str) -> None:
+    async with mesh(nats_url) as world:
+        policy = pb.Policy(ordering=pb.ORDERING_PROGRESSIVE, placement=pb.PLACEMENT_RULE_PLANNED, preempt=False)
+        await world.client.call("SetPolicy", pb.SetPolicyRequest(request_id="p", policy=policy))
+        await world.client.open("t")
+        ticket = await world.client.step("t", 0)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(world.generate(ticket, tokens=20))
+            engine = world.engines[ticket.engine_id]
+            await until(lambda: engine.commands, what="the step is lifted")
+        (command,) = engine.commands[:1]
+        (change,) = command.changes
+        assert change.ticket_id == ticket.ticket_id
+        assert change.priority > ticket.priority
+
+
+async def test_an_engine_that_falls_silent_is_lost_and_its_trajectories_go_on_elsewhere(nats_url: str) -> None:
+    async with mesh(nats_url, lease_ttl_s=2.0) as world:
+        for number in range(4):
+            await world.client.open(f"t{number}")
+        tickets = [await world.client.step(f"t{number}", 0) for number in range(4)]
+        silent = world.engines["e0"]
+        silent.silent = True
+        await until(lambda: world.heard.of("engine_lost"), what="the lease runs out")
+        (lost,) = world.heard.of("engine_lost")
+        assert (lost.engine_id, lost.reason) == ("e0", "LEASE_EXPIRED")
+        for number, ticket in enumerate(tickets):
+            if ticket.engine_id == "e0":
+                again = await world.client.step(f"t{number}", 0, replaces_ticket_id=ticket.ticket_id, resumed_tokens=2)
+                assert (again.engine_id, again.revision) == ("e1", ticket.revision + 1)
+        silent.silent = False
+        await until(lambda: len(world.heard.of("engine_joined")) == 3, what="it registers again by itself")
+
+
+async def test_a_sidecar_takes_its_engine_away(nats_url: str) -> None:
+    async with scheduler(nats_url) as client:
+        lease = await client.register("e0")
+        listed = await client.call("ListEngines", pb.ListEnginesRequest())
+        assert [engine.info.engine_id for engine in listed.engines] == ["e0"]
+        request = pb.DeregisterEngineRequest(request_id="d", lease_id=lease.lease_id, engine_id="e0")
+        for _ in range(2):  # a repeat is answered from the record
+            await client.call("DeregisterEngine", request)
+        assert not (await client.call("ListEngines", pb.ListEnginesRequest())).engines
+
+
+async def test_the_switch_is_a_compare_and_swap(nats_url: str) -> None:
+    """Of two migrators with the same revision in hand one wins; its repeat gets the same answer."""
+    async with scheduler(nats_url) as client:
+        for engine_id in ("e0", "e1", "e2"):
+            await client.register(engine_id)
+        before = await client.open("t")
+        switches = [
+            pb.SwitchEngineRequest(
+                request_id=f"s-{target}", trajectory_id="t", expected_revision=before.revision, target_engine_id=target
+            )
+            for target in ("e1", "e2")
+        ]
+        answers = await asyncio.gather(*[client.call("SwitchEngine", s) for s in switches], return_exceptions=True)
+        won = [answer for answer in answers if isinstance(answer, pb.SwitchEngineResponse)]
+        (lost,) = [answer for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
+        assert [answer.revision for answer in won] == [before.revision + 1]
+        assert error_of(lost).reason == "REVISION_MISMATCH"
+        winner = switches[0] if isinstance(answers[0], pb.SwitchEngineResponse) else switches[1]
+        assert (await client.call("SwitchEngine", winner)).revision == before.revision + 1
+        assert (await client.step("t", 0)).engine_id == winner.target_engine_id
+
+
+async def test_while_nats_is_away_no_ticket_is_given_that_a_restart_could_forget(
+    nats_server: NatsServer,
+) -> None:
+    """Result: UNAVAILABLE during the outage, and afterwards one ticket for the same request."""
+    async with scheduler(nats_server.url) as client:
+        await client.register("e0")
+        await client.open("t")
+        nats_server.kill()
+        for _ in range(2):
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await client.step("t", 0, request_id="s")
+            assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+        nats_server.start()
+        ticket = None
+        async with asyncio.timeout(WAIT_S):
+            while ticket is None:
+                try:
+                    ticket = await client.step("t", 0, request_id="s")
+                except grpc.aio.AioRpcError as error:
+                    assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert ticket.turn == 0
+    async with scheduler(nats_server.url) as restarted:
+        assert await restarted.step("t", 0, request_id="s") == ticket

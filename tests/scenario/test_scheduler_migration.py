@@ -1,0 +1,152 @@
+"""Scheduler, predictor, placement and migrator together: a trajectory moves to a new engine while its tool runs."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc.aio
+from google.protobuf.duration_pb2 import Duration
+from support.conditions import until
+from support.fake_sidecar import FakeSidecar, sidecars
+from support.scheduler import SchedulerClient, scheduler, until_answered
+from treadle.common.v1 import tokens_pb2
+from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
+from treadle.scheduler.v1 import scheduler_pb2 as pb
+from treadle.telemetry.v1.facts_pb2 import Fact
+from treadle_migrator.config import MigratorSettings
+from treadle_migrator.wire import wire as migrator_wire
+from treadle_placement.config import PlacementSettings
+from treadle_placement.wire import wire as placement_wire
+from treadle_predictor.config import PredictorSettings
+from treadle_predictor.wire import wire as predictor_wire
+from treadle_runtime.bus import open_bus
+from treadle_runtime.server import serving
+
+NAMES = [f"t{number}" for number in range(6)]
+TOKENS = 4
+TOOL = Duration(seconds=1)
+WAIT_S = 30.0
+
+
+def free_port() -> int:
+    """A port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert isinstance(port, int)
+    return port
+
+
+@asynccontextmanager
+async def control_plane(nats_url: str) -> AsyncIterator[SchedulerClient]:
+    """All four services, each on its own port, as settings wire them together."""
+    listen, migrator_listen = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    async with AsyncExitStack() as stack:
+        common: dict[str, Any] = {"nats_url": nats_url}
+        predictor = await stack.enter_async_context(
+            serving(PredictorSettings(**common, listen="127.0.0.1:0", prior_median_tokens=4_000), predictor_wire)
+        )
+        placement = await stack.enter_async_context(
+            serving(PlacementSettings(**common, listen="127.0.0.1:0"), placement_wire)
+        )
+        client = await stack.enter_async_context(
+            scheduler(
+                nats_url,
+                listen=listen,
+                predictor=predictor.address,
+                placement=placement.address,
+                migrator=migrator_listen,
+                plan_every_events=2,
+            )
+        )
+        settings = MigratorSettings(**common, listen=migrator_listen, scheduler=listen)
+        await stack.enter_async_context(serving(settings, migrator_wire))
+        yield client
+
+
+async def run_step(client: SchedulerClient, name: str, turn: int) -> str:
+    """One step to its end; the engine it ran on."""
+    ticket = await client.step(name, turn, tool_time=TOOL if turn else None)
+    async with grpc.aio.insecure_channel(ticket.engine_address) as channel:
+        request = engine_pb2.GenerateRequest(
+            ticket=ticket,
+            prompt=tokens_pb2.TokenIds(int32_le=bytes(4 * 10)),
+            sampling=tokens_pb2.SamplingParams(max_new_tokens=TOKENS),
+        )
+        stub = engine_pb2_grpc.EngineServiceStub(channel)
+        assert [event async for event in stub.Generate(request, timeout=WAIT_S)]
+    return str(ticket.engine_id)
+
+
+async def trajectories(client: SchedulerClient) -> dict[str, pb.Trajectory]:
+    """All, by id."""
+    response = await client.call("ListTrajectories", pb.ListTrajectoriesRequest())
+    return {trajectory.trajectory_id: trajectory for trajectory in response.trajectories}
+
+
+async def test_trajectories_move_to_a_new_engine_while_their_tools_run(nats_url: str) -> None:
+    """Six trajectories in tool calls on the only engine; a second engine comes.
+
+    Result: some of them move, each by one migration that the bus tells of, with their whole context; their next steps
+    run at the new engine under the new revision, and the old one forgets them.
+    """
+    ended: list[Fact] = []
+
+    async def hear(fact: Fact) -> None:
+        ended.append(fact)
+
+    async with open_bus(nats_url, "test") as bus:
+        await bus.subscribe(["migration_ended"], hear)
+        async with control_plane(nats_url) as client, sidecars(bus, client.address, ["e0"], slots=1) as first:
+            await until_registered(client, 1)
+            await open_and_step(client)
+            async with sidecars(bus, client.address, ["e1"], slots=1) as second:
+                await until_registered(client, 2)
+                await until(lambda: any(fact.migration_ended.moved for fact in ended), what="a trajectory moves")
+                moved = [fact.migration_ended for fact in ended if fact.migration_ended.moved]
+                after = await trajectories(client)
+                for fact in moved:
+                    trajectory = after[fact.trajectory_id]
+                    assert (fact.source_engine_id, fact.target_engine_id) == ("e0", "e1")
+                    assert fact.prefix_tokens == 10 + TOKENS
+                    assert (trajectory.engine_id, trajectory.revision, trajectory.migrations) == ("e1", 2, 1)
+                    assert await run_step(client, fact.trajectory_id, 2) == "e1"
+                await until(lambda: released(first[0]) >= {fact.trajectory_id for fact in moved}, what="released")
+                assert len(moved) < len(NAMES), "both engines have work"
+                assert second[0].ran
+
+
+async def until_registered(client: SchedulerClient, count: int) -> None:
+    """So many engines hold leases."""
+
+    async def registered() -> bool:
+        return len((await client.call("ListEngines", pb.ListEnginesRequest())).engines) == count
+
+    await until_answered(registered)
+
+
+async def open_and_step(client: SchedulerClient) -> None:
+    """Two turns of each, all accounted for and predicted."""
+    for name in NAMES:
+        await client.open(name)
+    for turn in range(2):
+        async with asyncio.TaskGroup() as group:
+            for name in NAMES:
+                group.create_task(run_step(client, name, turn))
+
+    async def accounted_for() -> bool:
+        return all(
+            trajectory.next_turn == 2 and trajectory.HasField("predicted_remaining_tokens")
+            for trajectory in (await trajectories(client)).values()
+        )
+
+    await until_answered(accounted_for)
+
+
+def released(engine: FakeSidecar) -> set[str]:
+    """Trajectories that the engine was told to forget."""
+    return {
+        command.trajectory_id for command in engine.commands if isinstance(command, engine_pb2.ReleasePrefixRequest)
+    }

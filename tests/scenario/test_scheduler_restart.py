@@ -1,0 +1,235 @@
+"""The scheduler is killed in the middle of many trajectories, and comes back: nothing is lost, nothing runs twice."""
+
+import asyncio
+import socket
+import uuid
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from support.conditions import until
+from support.fake_sidecar import FakeSidecar, sidecars
+from support.processes import ServiceProcess, StartService
+from support.rpc import error_of
+from support.scheduler import until_answered
+from treadle.common.v1 import tokens_pb2
+from treadle.common.v1.ticket_pb2 import Ticket
+from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
+from treadle.scheduler.v1 import scheduler_pb2 as pb
+from treadle.scheduler.v1 import scheduler_pb2_grpc
+from treadle_runtime.bus import open_bus
+
+TRAJECTORIES = 24
+TURNS = 6
+TOKENS = 4
+CALL_TIMEOUT_S = 2.0
+RETRY_S = 0.05
+ALL_DONE_S = 90.0
+TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+RECONNECTS = (("grpc.max_reconnect_backoff_ms", 200), ("grpc.min_reconnect_backoff_ms", 100))
+
+
+def free_port() -> int:
+    """A port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert isinstance(port, int)
+    return port
+
+
+class Loop:
+    """A client as simple as it may be: each call is repeated with the same request_id until it is answered."""
+
+    def __init__(self, scheduler: grpc.aio.Channel) -> None:
+        self.scheduler = scheduler_pb2_grpc.SchedulerServiceStub(scheduler)
+        self.channels: dict[str, grpc.aio.Channel] = {}
+        self.tickets: Counter[str] = Counter()
+        self.retries = 0
+        self.steps = 0
+
+    def has_run(self, steps: int) -> bool:
+        """Whether so many steps are over."""
+        return self.steps >= steps
+
+    async def call(self, rpc: str, request: object) -> object:
+        """Answered, after as many tries as it takes."""
+        while True:
+            try:
+                return await getattr(self.scheduler, rpc)(request, timeout=CALL_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                if error.code() not in TRANSIENT:
+                    raise
+                self.retries += 1
+            await asyncio.sleep(RETRY_S)
+
+    async def run(self, number: int) -> None:
+        """One trajectory from opening to closing."""
+        request = pb.OpenTrajectoryRequest(request_id=uuid.uuid4().hex, prompt_id=f"p{number % 4}", prompt_tokens=10)
+        opened = await self.call("OpenTrajectory", request)
+        assert isinstance(opened, pb.OpenTrajectoryResponse)
+        name = opened.trajectory.trajectory_id
+        for turn in range(TURNS):
+            step = pb.ScheduleStepRequest(
+                request_id=uuid.uuid4().hex,
+                trajectory_id=name,
+                turn=turn,
+                context_tokens=10 + turn * TOKENS,
+                max_new_tokens=TOKENS,
+            )
+            scheduled = await self.call("ScheduleStep", step)
+            assert isinstance(scheduled, pb.ScheduleStepResponse)
+            self.tickets[scheduled.ticket.ticket_id] += 1
+            await self.generate(scheduled.ticket)
+            self.steps += 1
+            await asyncio.sleep(0.01)
+        await self.call(
+            "CloseTrajectory",
+            pb.CloseTrajectoryRequest(request_id=uuid.uuid4().hex, trajectory_id=name, outcome=pb.OUTCOME_FINISHED),
+        )
+
+    async def generate(self, ticket: Ticket) -> None:
+        """Reads the step's stream to its end."""
+        if ticket.engine_address not in self.channels:
+            self.channels[ticket.engine_address] = grpc.aio.insecure_channel(ticket.engine_address)
+        engine = engine_pb2_grpc.EngineServiceStub(self.channels[ticket.engine_address])
+        request = engine_pb2.GenerateRequest(
+            ticket=ticket,
+            prompt=tokens_pb2.TokenIds(int32_le=bytes(40)),
+            sampling=tokens_pb2.SamplingParams(max_new_tokens=TOKENS),
+        )
+        received = [event.WhichOneof("event") async for event in engine.Generate(request, timeout=ALL_DONE_S)]
+        assert received == ["started", *["tokens"] * TOKENS, "finished"]
+
+    async def close(self) -> None:
+        """Of the channels to sidecars."""
+        for channel in self.channels.values():
+            await channel.close()
+
+
+@pytest.mark.timeout(180)
+async def test_a_killed_scheduler_comes_back_and_every_trajectory_finishes_with_no_step_run_twice(
+    nats_url: str, start_service: StartService
+) -> None:
+    """Result: each (trajectory, turn) ran once, each ticket was issued for one step, all closings are known with all
+    tokens."""
+    port = {"TREADLE_SCHEDULER_LISTEN": f"127.0.0.1:{free_port()}", "TREADLE_SCHEDULER_LEASE_TTL_S": "5"}
+    process: ServiceProcess = await start_service("treadle_scheduler", port)
+    async with (
+        open_bus(nats_url, "test") as bus,
+        grpc.aio.insecure_channel(process.address, options=RECONNECTS) as channel,
+        sidecars(bus, process.address, ["e0", "e1"]) as engines,
+    ):
+        loop = Loop(channel)
+        async with asyncio.timeout(ALL_DONE_S), asyncio.TaskGroup() as group:
+            for number in range(TRAJECTORIES):
+                group.create_task(loop.run(number))
+            for kill_after in (TRAJECTORIES, 3 * TRAJECTORIES):  # in the first turns, and half through
+                await until(partial(loop.has_run, kill_after), ALL_DONE_S)
+                process.kill()
+                process = await start_service("treadle_scheduler", port)
+        await loop.close()
+        assert loop.retries > 0, "the clients felt the outage"
+        check_each_step_ran_once(loop, engines)
+        await check_every_trajectory_is_finished(channel)
+
+
+def check_each_step_ran_once(loop: Loop, engines: list[FakeSidecar]) -> None:
+    """By the engines' own count, and by the tickets."""
+    ran = sum((engine.ran for engine in engines), Counter[tuple[str, int]]())
+    assert len(ran) == TRAJECTORIES * TURNS
+    assert set(ran.values()) == {1}
+    assert len(loop.tickets) == TRAJECTORIES * TURNS
+    assert set(loop.tickets.values()) == {1}
+    assert not [refused for engine in engines for refused in engine.refused]
+    assert all(engine.ran for engine in engines), "both engines had work"
+
+
+async def check_every_trajectory_is_finished(channel: grpc.aio.Channel) -> None:
+    """All tokens are counted once the last facts are heard; pages show each trajectory once."""
+    scheduler = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+
+    async def listed() -> dict[str, pb.Trajectory]:
+        found, token = dict[str, pb.Trajectory](), ""
+        while True:
+            request = pb.ListTrajectoriesRequest(page_size=7, page_token=token)
+            page = await scheduler.ListTrajectories(request, timeout=CALL_TIMEOUT_S)
+            for trajectory in page.trajectories:
+                assert trajectory.trajectory_id not in found
+                found[trajectory.trajectory_id] = trajectory
+            token = page.next_page_token
+            if not token:
+                return found
+
+    async def counted() -> bool:
+        return all(trajectory.gen_tokens == TURNS * TOKENS for trajectory in (await listed()).values())
+
+    await until_answered(counted)
+    trajectories = await listed()
+    assert len(trajectories) == TRAJECTORIES
+    for trajectory in trajectories.values():
+        assert (trajectory.state, trajectory.next_turn) == (pb.TRAJECTORY_STATE_FINISHED, TURNS)
+
+
+async def test_a_request_made_before_the_kill_gets_the_same_answer_after_it(
+    start_service: StartService,
+) -> None:
+    """OpenTrajectory, ScheduleStep, CloseTrajectory, SetPolicy and RegisterEngine, each repeated after a SIGKILL."""
+    env = {"TREADLE_SCHEDULER_LISTEN": f"127.0.0.1:{free_port()}"}
+    process = await start_service("treadle_scheduler", env)
+    engine = engine_pb2.EngineInfo(engine_id="e0", address="127.0.0.1:1", slot_limit=2, weight_version="v0")
+    policy = pb.Policy(ordering=pb.ORDERING_FCFS, placement=pb.PLACEMENT_RULE_PINNED)
+    requests = [
+        ("SetPolicy", pb.SetPolicyRequest(request_id="p", policy=policy)),
+        ("RegisterEngine", pb.RegisterEngineRequest(request_id="e", info=engine)),
+        ("OpenTrajectory", pb.OpenTrajectoryRequest(request_id="o1", prompt_id="p", prompt_tokens=5)),
+        ("OpenTrajectory", pb.OpenTrajectoryRequest(request_id="o", trajectory_id="t", prompt_id="p", prompt_tokens=5)),
+        (
+            "ScheduleStep",
+            pb.ScheduleStepRequest(request_id="s", trajectory_id="t", turn=0, context_tokens=5, max_new_tokens=3),
+        ),
+    ]
+    async with grpc.aio.insecure_channel(process.address, options=RECONNECTS) as channel:
+        loop = Loop(channel)
+        before = [await loop.call(rpc, request) for rpc, request in requests]
+        process.kill()
+        await start_service("treadle_scheduler", env)
+        after = [await loop.call(rpc, request) for rpc, request in requests]
+        assert after[:2] == before[:2]
+        assert after[4] == before[4], "the same ticket"
+        for one, other in zip(before[2:4], after[2:4], strict=True):
+            assert isinstance(one, pb.OpenTrajectoryResponse)
+            assert isinstance(other, pb.OpenTrajectoryResponse)
+            assert one.trajectory.trajectory_id == other.trajectory.trajectory_id
+        current = await loop.call("GetPolicy", pb.GetPolicyRequest())
+        assert current == pb.GetPolicyResponse(
+            policy=pb.Policy(**{**_fields(policy), "objective": pb.OBJECTIVE_MAKESPAN})
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await loop.call(
+                "ScheduleStep", pb.ScheduleStepRequest(**{**_fields(requests[4][1]), "request_id": "other"})
+            )
+        assert error_of(refused.value).reason == "STEP_IN_FLIGHT"
+
+
+def _fields(message: Any) -> dict[str, Any]:
+    return {field.name: value for field, value in message.ListFields()}
+
+
+async def test_what_was_heard_just_before_a_drain_is_stored(start_service: StartService) -> None:
+    """SIGTERM, not SIGKILL: the process ends with 0, and the next one knows the same."""
+    env = {"TREADLE_SCHEDULER_LISTEN": f"127.0.0.1:{free_port()}"}
+    process = await start_service("treadle_scheduler", env)
+    async with grpc.aio.insecure_channel(process.address, options=RECONNECTS) as channel:
+        loop = Loop(channel)
+        for number in range(5):
+            request = pb.OpenTrajectoryRequest(request_id=f"o{number}", prompt_id="p", prompt_tokens=5)
+            await loop.call("OpenTrajectory", request)
+        before = await loop.call("ListTrajectories", pb.ListTrajectoriesRequest())
+        process.terminate()
+        assert await process.wait() == 0
+        await start_service("treadle_scheduler", env)
+        assert await loop.call("ListTrajectories", pb.ListTrajectoriesRequest()) == before

@@ -1,0 +1,121 @@
+"""Scenarios on the pure controller: a fake clock, short words for events, and a store as a driver would keep it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from treadle_core import actions as act
+from treadle_core import events as ev
+from treadle_core.controller import Controller
+from treadle_core.model import (
+    DecodeCurve,
+    EngineLoad,
+    EngineRecord,
+    EngineSpec,
+    Estimate,
+    Outcome,
+    Policy,
+    TicketRecord,
+    TrajectoryRecord,
+)
+from treadle_core.tuning import Tuning
+
+A = TypeVar("A")
+
+CURVE = DecodeCurve(base_s=0.01, per_sequence_s=0.001, per_kv_token_s=0.0, prefill_tokens_per_s=10_000.0)
+
+
+class Scenario:
+    """Drives a controller. `stored` is what a driver would have written; `heard` all actions, in order."""
+
+    def __init__(self, policy: Policy | None = None, tuning: Tuning | None = None) -> None:
+        self.policy = policy or Policy()
+        self.tuning = tuning or Tuning()
+        self.controller = Controller(self.policy, self.tuning, epoch_s=0.0)
+        self.now = 0.0
+        self.requests = 0
+        self.trajectories: dict[str, TrajectoryRecord] = {}
+        self.engines: dict[str, EngineRecord] = {}
+        self.heard: list[act.Action] = []
+
+    def send(self, event: ev.Event) -> list[act.Action]:
+        """One event at the present time; its actions, stored as a driver does."""
+        actions = self.controller.on_event(event, self.now)
+        for action in actions:
+            match action:
+                case act.SaveTrajectory(record):
+                    self.trajectories[record.trajectory_id] = record
+                case act.ForgetTrajectory(trajectory_id):
+                    self.trajectories.pop(trajectory_id)
+                case act.SaveEngine(engine):
+                    self.engines[engine.spec.engine_id] = engine
+                case act.RemoveEngine(engine_id):
+                    self.engines.pop(engine_id, None)
+        self.heard += actions
+        return actions
+
+    def restart(self) -> None:
+        """A new controller with what is stored, as after a SIGKILL."""
+        self.controller = Controller(self.policy, self.tuning, epoch_s=0.0)
+        self.controller.restore(self.trajectories.values(), self.engines.values(), self.now)
+
+    def advance(self, seconds: float) -> list[act.Action]:
+        """Time passes; one tick."""
+        self.now += seconds
+        return self.send(ev.Tick())
+
+    def request_id(self) -> str:
+        """A fresh one."""
+        self.requests += 1
+        return f"request-{self.requests}"
+
+    def engine(self, engine_id: str, *, slots: int = 4, **fields: object) -> list[act.Action]:
+        """Registers an engine; its lease is called `lease-<engine_id>`."""
+        spec = EngineSpec(engine_id, f"{engine_id}:7410", slot_limit=slots, weight_version="v0", decode_curve=CURVE)
+        spec = replace(spec, **fields)  # type: ignore[arg-type]
+        return self.send(ev.EngineRegistered(self.request_id(), f"lease-{engine_id}", spec))
+
+    def renew(self, engine_id: str, load: EngineLoad | None = None) -> list[act.Action]:
+        """Renews the lease of `engine`."""
+        return self.send(ev.LeaseRenewed(f"lease-{engine_id}", engine_id, load))
+
+    def open(self, trajectory_id: str, *, prompt_id: str = "p", **fields: object) -> TrajectoryRecord:
+        """Opens a trajectory."""
+        event = ev.TrajectoryOpened(self.request_id(), trajectory_id, prompt_id, prompt_tokens=100)
+        self.send(replace(event, **fields))  # type: ignore[arg-type]
+        return self.controller.trajectory(trajectory_id)
+
+    def step(self, trajectory_id: str, turn: int, **fields: object) -> TicketRecord:
+        """Asks for a ticket."""
+        event = ev.StepRequested(self.request_id(), trajectory_id, turn, context_tokens=100, max_new_tokens=64)
+        actions = self.send(replace(event, **fields))  # type: ignore[arg-type]
+        return one(actions, act.IssueTicket).ticket
+
+    def finish(self, ticket: TicketRecord, tokens: int = 10) -> list[act.Action]:
+        """The engine's account of a step."""
+        return self.send(
+            ev.StepFinished(ticket.trajectory_id, ticket.ticket_id, ticket.turn, ticket.context_tokens, tokens)
+        )
+
+    def predict(self, trajectory_id: str, tokens: float, **fields: object) -> list[act.Action]:
+        """A prediction of what is left now."""
+        record = self.controller.trajectory(trajectory_id)
+        event = ev.PredictionArrived(
+            trajectory_id, record.next_turn, record.gen_tokens, Estimate(tokens / 2, tokens, tokens * 2)
+        )
+        return self.send(replace(event, **fields))  # type: ignore[arg-type]
+
+    def close(self, trajectory_id: str, outcome: Outcome = Outcome.FINISHED) -> list[act.Action]:
+        """Ends a trajectory."""
+        return self.send(ev.TrajectoryClosed(self.request_id(), trajectory_id, outcome))
+
+
+def all_of(actions: Sequence[act.Action], kind: type[A]) -> list[A]:
+    """The actions of a kind."""
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def one(actions: Sequence[act.Action], kind: type[A]) -> A:
+    """The only action of a kind."""
+    (found,) = all_of(actions, kind)
+    return found

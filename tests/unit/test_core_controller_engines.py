@@ -1,0 +1,204 @@
+"""Engines and leases: what happens to trajectories when engines come, fall silent and go."""
+
+from dataclasses import replace
+
+import pytest
+from support.control import Scenario, all_of, one
+from treadle_core import actions as act
+from treadle_core import events as ev
+from treadle_core import refusals
+from treadle_core.model import EngineLoad, EngineSpec, PlacementRule, Policy, TicketStatus
+
+PINNED = Policy(placement=PlacementRule.PINNED, migrate=False)
+
+
+def test_a_lease_that_is_renewed_holds_and_one_that_is_not_runs_out() -> None:
+    scenario = Scenario()
+    scenario.engine("held")
+    scenario.engine("silent")
+    for _ in range(3):
+        scenario.now += scenario.tuning.lease_ttl_s / 3
+        scenario.renew("held")
+    actions = scenario.send(ev.Tick())
+    assert one(actions, act.AnnounceEngineLost) == act.AnnounceEngineLost("silent", "LEASE_EXPIRED")
+    assert [engine.spec.engine_id for engine in scenario.controller.engines()] == ["held"]
+    with pytest.raises(refusals.LeaseNotFound):
+        scenario.renew("silent")
+
+
+@pytest.mark.parametrize("rule", list(PlacementRule))
+def test_the_trajectories_of_a_lost_engine_go_on_elsewhere(rule: PlacementRule) -> None:
+    """Result: revision moves by one, the ticket is lost, and the same turn is ticketed anew at the other engine."""
+    scenario = Scenario(replace(PINNED, placement=rule))
+    scenario.engine("e0")
+    scenario.engine("e1")
+    for number in range(4):
+        scenario.open(f"t{number}")
+    tickets = {f"t{number}": scenario.step(f"t{number}", 0) for number in range(4)}
+    lost = {name: ticket for name, ticket in tickets.items() if ticket.engine_id == "e0"}
+    assert lost, "both engines have work"
+    scenario.send(ev.EngineDeregistered("lease-e0", "e0"))
+    for name, ticket in lost.items():
+        record = scenario.controller.trajectory(name)
+        assert (record.engine_id, record.revision) == ("e1", ticket.revision + 1)
+        assert record.ticket is not None
+        assert record.ticket.status is TicketStatus.LOST
+        with pytest.raises(refusals.StepInFlight):
+            scenario.step(name, 0)
+        again = scenario.step(name, 0, replaces_ticket_id=ticket.ticket_id, resumed_tokens=2)
+        assert (again.engine_id, again.revision) == ("e1", record.revision)
+    assert scenario.controller.open_on("e0") == 0
+    assert scenario.controller.open_on("e1") == 4
+
+
+def test_when_the_last_engine_is_lost_trajectories_wait_for_the_next() -> None:
+    scenario = Scenario()
+    scenario.engine("e0")
+    scenario.open("t")
+    ticket = scenario.step("t", 0)
+    scenario.advance(scenario.tuning.lease_ttl_s)
+    assert scenario.controller.trajectory("t").engine_id == ""
+    with pytest.raises(refusals.NoEngine):
+        scenario.step("t", 0, replaces_ticket_id=ticket.ticket_id)
+    scenario.engine("e1")
+    assert scenario.step("t", 0, replaces_ticket_id=ticket.ticket_id).engine_id == "e1"
+
+
+def test_a_pinned_engine_always_wins_and_is_waited_for() -> None:
+    scenario = Scenario(Policy(placement=PlacementRule.LEAST_LOAD))
+    scenario.engine("e0")
+    scenario.engine("e1")
+    for number in range(3):
+        scenario.open(f"t{number}", pinned_engine_id="e1")
+        assert scenario.step(f"t{number}", 0).engine_id == "e1"
+    ticket = scenario.controller.trajectory("t0").ticket
+    assert ticket is not None
+    scenario.send(ev.EngineDeregistered("lease-e1", "e1"))
+    with pytest.raises(refusals.NoEngine):
+        scenario.step("t0", 0, replaces_ticket_id=ticket.ticket_id)
+    scenario.engine("e1")
+    assert scenario.step("t0", 0, replaces_ticket_id=ticket.ticket_id).engine_id == "e1"
+    with pytest.raises(refusals.EngineNotFound):
+        scenario.open("t9", pinned_engine_id="e9")
+
+
+def test_only_engines_with_the_asked_hardware_are_chosen() -> None:
+    scenario = Scenario()
+    scenario.engine("plain")
+    scenario.engine("fast", hardware_tags=("h200", "bandwidth-bound"))
+    for number in range(3):
+        assert scenario.open(f"t{number}", hardware_tags=("h200",)).engine_id == "fast"
+    assert scenario.open("nowhere", hardware_tags=("b300",)).engine_id == ""
+    with pytest.raises(refusals.NoEngine):
+        scenario.step("nowhere", 0)
+
+
+def test_an_unhealthy_engine_gets_no_steps_and_its_trajectories_leave_it() -> None:
+    scenario = Scenario()
+    scenario.engine("e0")
+    scenario.engine("e1")
+    assert scenario.open("t").engine_id == "e0"
+    scenario.renew("e0", EngineLoad(engine_healthy=False))
+    assert scenario.step("t", 0).engine_id == "e1"
+    scenario.renew("e1", EngineLoad(engine_healthy=False))
+    scenario.open("u")
+    with pytest.raises(refusals.NoEngine):
+        scenario.step("u", 0)
+
+
+def test_registering_again_with_the_same_request_changes_nothing() -> None:
+    scenario = Scenario()
+    spec = EngineSpec("e0", "e0:1")
+    first = scenario.send(ev.EngineRegistered("r", "lease-1", spec))
+    assert one(first, act.SaveEngine).record.lease_id == "lease-1"
+    assert scenario.send(ev.EngineRegistered("r", "lease-2", spec)) == []
+    record = scenario.controller.engine("e0")
+    assert record is not None
+    assert record.lease_id == "lease-1"
+    with pytest.raises(refusals.RequestIdReused):
+        scenario.send(ev.EngineRegistered("r", "lease-3", replace(spec, slot_limit=9)))
+
+
+def test_a_restarted_sidecar_takes_its_engine_over_and_what_ran_there_is_lost() -> None:
+    scenario = Scenario()
+    scenario.engine("e0")
+    scenario.open("t")
+    ticket = scenario.step("t", 0)
+    actions = scenario.send(ev.EngineRegistered("again", "new-lease", EngineSpec("e0", "e0:2")))
+    assert one(actions, act.AnnounceEngineLost).reason == "REPLACED"
+    assert one(actions, act.AnnounceEngineJoined).spec.address == "e0:2"
+    with pytest.raises(refusals.LeaseNotFound):
+        scenario.renew("e0")
+    again = scenario.step("t", 0, replaces_ticket_id=ticket.ticket_id)
+    assert again.engine_address == "e0:2"
+
+
+def test_a_restarted_scheduler_gives_every_engine_time_to_renew() -> None:
+    """Nobody could renew while it was away; stored tickets stay live."""
+    scenario = Scenario()
+    scenario.engine("e0")
+    scenario.open("t")
+    scenario.step("t", 0)
+    scenario.now += 10 * scenario.tuning.lease_ttl_s
+    scenario.restart()
+    assert all_of(scenario.advance(0.0), act.AnnounceEngineLost) == []
+    assert scenario.controller.trajectory("t").live_ticket is not None
+    assert all_of(scenario.advance(scenario.tuning.lease_ttl_s), act.AnnounceEngineLost)
+
+
+def test_tickets_carry_the_weights_that_the_engine_serves_now() -> None:
+    scenario = Scenario()
+    scenario.engine("e0")
+    scenario.open("t")
+    scenario.finish(scenario.step("t", 0))
+    scenario.send(ev.WeightsUpdated("e0", "v1"))
+    ticket = scenario.step("t", 1)
+    assert ticket.weight_version == "v1"
+    scenario.finish(ticket)
+    scenario.renew("e0", EngineLoad(weight_version="v2"))
+    assert scenario.step("t", 2).weight_version == "v2"
+
+
+def test_pinned_placement_takes_engines_in_turn_and_never_moves() -> None:
+    scenario = Scenario(PINNED)
+    scenario.engine("e0")
+    scenario.engine("e1")
+    assert [scenario.open(f"t{number}").engine_id for number in range(4)] == ["e0", "e1", "e0", "e1"]
+    for turn in range(3):
+        for number in range(4):
+            ticket = scenario.step(f"t{number}", turn)
+            assert ticket.engine_id == f"e{number % 2}"
+            assert ticket.revision == 1
+            scenario.finish(ticket)
+    with pytest.raises(refusals.TrajectoryPinned):
+        scenario.send(ev.SwitchRequested("s", "t0", 1, "e1"))
+
+
+def test_least_load_chooses_afresh_at_each_step() -> None:
+    scenario = Scenario(Policy(placement=PlacementRule.LEAST_LOAD))
+    scenario.engine("e0", slots=1)
+    scenario.engine("e1", slots=4)
+    for number in range(5):
+        scenario.open(f"t{number}")
+    engines = [scenario.step(f"t{number}", 0).engine_id for number in range(5)]
+    assert engines.count("e0") == 1
+    assert engines.count("e1") == 4
+
+
+def test_planned_placement_opens_where_least_predicted_work_is() -> None:
+    scenario = Scenario()
+    scenario.engine("e0")
+    scenario.engine("e1")
+    scenario.open("long")
+    scenario.predict("long", 5_000)
+    assert [scenario.open(f"t{number}").engine_id for number in range(5)] == ["e1"] * 5
+
+
+def test_a_policy_holds_for_trajectories_opened_under_it() -> None:
+    scenario = Scenario(PINNED)
+    scenario.engine("e0")
+    scenario.open("before")
+    scenario.send(ev.PolicySet(Policy(placement=PlacementRule.LEAST_LOAD)))
+    scenario.open("after")
+    assert scenario.controller.trajectory("before").policy.placement is PlacementRule.PINNED
+    assert scenario.controller.trajectory("after").policy.placement is PlacementRule.LEAST_LOAD

@@ -1,0 +1,313 @@
+"""Plans and migrations: what moves, what does not, and who owns a trajectory meanwhile."""
+
+from dataclasses import replace
+
+import pytest
+from support.control import Scenario, all_of, one
+from treadle_core import actions as act
+from treadle_core import events as ev
+from treadle_core import refusals
+from treadle_core.model import Estimate, KvTransfer, PlacementRule, Policy
+from treadle_core.tuning import Tuning
+
+# Plans after each change, so that a scenario says itself when one comes.
+EAGER = Tuning(plan_every_events=1, plan_interval_s=0.0, move_rest_turns=2)
+
+Groups = dict[str, list[str]]
+
+
+def plan(scenario: Scenario, groups: Groups) -> list[act.Action]:
+    """Asks for a plan by letting something happen, and answers it."""
+    scenario.now += scenario.tuning.plan_timeout_s  # whatever was asked before is void
+    scenario.open(f"trigger-{scenario.requests}", prompt_id="trigger")
+    trigger = f"trigger-{scenario.requests - 1}"
+    asked = [action for action in scenario.heard if isinstance(action, act.AskPlan)][-1]
+    scenario.close(trigger)
+    return scenario.send(
+        ev.PlanArrived(asked.plan_id, tuple((engine, tuple(names)) for engine, names in groups.items()))
+    )
+
+
+def unbalanced(tuning: Tuning = EAGER, policy: Policy | None = None, **engine: object) -> Scenario:
+    """Four trajectories on e0, in tool calls of 10 s, long ones; then e1 comes. Nothing has moved."""
+    scenario = Scenario(policy, tuning)
+    scenario.engine("e0", **engine)  # type: ignore[arg-type]
+    for number in range(4):
+        name = f"t{number}"
+        scenario.open(name)
+        scenario.finish(scenario.step(name, 0))
+        scenario.finish(scenario.step(name, 1, tool_s=10.0))
+        scenario.predict(name, 2_000.0)
+    scenario.engine("e1", **engine)  # type: ignore[arg-type]
+    return scenario
+
+
+def test_trajectories_in_a_tool_call_move_to_an_idle_engine() -> None:
+    scenario = unbalanced()
+    moves = all_of(plan(scenario, {"e0": ["t0", "t1"], "e1": ["t2", "t3"]}), act.StartMigration)
+    assert moves
+    for move in moves:
+        assert (move.source.engine_id, move.target.engine_id, move.expected_revision) == ("e0", "e1", 1)
+        assert move.give_up_after_s > 0
+        assert move.cache_salt == "v0"
+
+
+def test_without_a_placement_service_the_present_placement_is_still_rebalanced() -> None:
+    assert all_of(plan(unbalanced(), {}), act.StartMigration)
+
+
+def test_a_plan_that_is_no_better_than_what_we_have_moves_nothing() -> None:
+    """Two small engines in balance: the plan only swaps names, or is worse."""
+    scenario = Scenario(None, EAGER)
+    scenario.engine("e0", slots=2)
+    scenario.engine("e1", slots=2)
+    names = [f"t{number}" for number in range(8)]
+    for name in names:
+        scenario.open(name)
+        scenario.finish(scenario.step(name, 0))
+        scenario.finish(scenario.step(name, 1, tool_s=10.0))
+        scenario.predict(name, 500.0)
+    there = {name: scenario.controller.trajectory(name).engine_id for name in names}
+    swapped: Groups = {"e0": [n for n in names if there[n] == "e1"], "e1": [n for n in names if there[n] == "e0"]}
+    lopsided: Groups = {"e0": names[:1], "e1": names[1:]}
+    for groups in (swapped, lopsided, {}):
+        assert all_of(plan(scenario, groups), act.StartMigration) == []
+
+
+def test_an_unexpected_plan_is_ignored() -> None:
+    scenario = unbalanced()
+    assert scenario.send(ev.PlanArrived(999, (("e1", ("t0", "t1")),))) == []
+    assert plan(scenario, {"e0": ["t0"], "e1": ["unknown", "t3"], "e9": ["t2"]}) is not None
+
+
+def test_a_trajectory_whose_step_is_out_moves_after_the_step() -> None:
+    scenario = unbalanced()
+    tickets = [scenario.step(f"t{number}", 2, tool_s=10.0) for number in range(4)]
+    assert all_of(plan(scenario, {"e0": ["t0", "t1"], "e1": ["t2", "t3"]}), act.StartMigration) == []
+    moves = [move for ticket in tickets for move in all_of(scenario.finish(ticket), act.StartMigration)]
+    assert {move.target.engine_id for move in moves} == {"e1"}
+
+
+def test_a_move_that_costs_more_than_it_saves_does_not_start() -> None:
+    """A context of a million tokens, to be computed again, for two thousand tokens that are left."""
+    scenario = unbalanced()
+    for number in range(4):
+        scenario.finish(scenario.step(f"t{number}", 2, context_tokens=1_000_000, tool_s=10.0))
+        scenario.predict(f"t{number}", 2_000.0)
+    assert all_of(plan(scenario, {"e0": ["t0", "t1"], "e1": ["t2", "t3"]}), act.StartMigration) == []
+
+
+def test_shared_storage_lets_a_long_context_move_where_computing_it_again_would_not_pay() -> None:
+    scenario = unbalanced(kv_transfer=KvTransfer.STORAGE, kv_bytes_per_token=1_000)
+    for number in range(4):
+        scenario.finish(scenario.step(f"t{number}", 2, context_tokens=1_000_000, tool_s=10.0))
+        scenario.predict(f"t{number}", 2_000.0)
+    assert all_of(plan(scenario, {"e0": ["t0", "t1"], "e1": ["t2", "t3"]}), act.StartMigration)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Policy(migrate=False), Policy(placement=PlacementRule.PINNED), Policy(placement=PlacementRule.LEAST_LOAD)],
+)
+def test_only_planned_trajectories_that_may_migrate_do(policy: Policy) -> None:
+    scenario = unbalanced(policy=policy)
+    scenario.now += 100
+    scenario.open("t9")
+    scenario.advance(1.0)
+    assert all_of(scenario.heard, act.StartMigration) == []
+
+
+def test_a_trajectory_that_has_not_run_yet_moves_for_nothing() -> None:
+    scenario = Scenario(None, EAGER)
+    scenario.engine("e0")
+    for number in range(8):
+        scenario.open(f"t{number}")
+    scenario.engine("e1")
+    plan(scenario, {})
+    tickets = [scenario.step(f"t{number}", 0) for number in range(8)]
+    assert {ticket.engine_id for ticket in tickets} == {"e0", "e1"}
+    assert {ticket.revision for ticket in tickets if ticket.engine_id == "e1"} == {2}
+
+
+def moving() -> tuple[Scenario, act.StartMigration]:
+    """A scenario with a move under way, accepted as `m`."""
+    scenario = unbalanced()
+    move = all_of(plan(scenario, {"e0": ["t0", "t1"], "e1": ["t2", "t3"]}), act.StartMigration)[0]
+    scenario.send(ev.MoveAccepted(move.trajectory_id, move.move_id, "m"))
+    return scenario, move
+
+
+def test_the_switch_makes_the_target_the_owner_and_the_next_step_runs_there() -> None:
+    scenario, move = moving()
+    switch = ev.SwitchRequested("s", move.trajectory_id, move.expected_revision, "e1")
+    scenario.send(switch)
+    scenario.send(switch)  # a repeat
+    scenario.send(ev.MoveEnded(move.trajectory_id, "m", moved=True))
+    record = scenario.controller.trajectory(move.trajectory_id)
+    assert (record.engine_id, record.revision, record.migrations, record.move) == ("e1", 2, 1, None)
+    ticket = scenario.step(move.trajectory_id, 2)
+    assert (ticket.engine_id, ticket.revision) == ("e1", 2)
+
+
+def test_a_repeated_switch_gets_its_answer_also_after_the_trajectory_has_gone_on() -> None:
+    scenario, move = moving()
+    switch = ev.SwitchRequested("s", move.trajectory_id, move.expected_revision, "e1")
+    scenario.send(switch)
+    scenario.send(ev.EngineDeregistered("lease-e1", "e1"))
+    assert scenario.send(switch) == []
+    assert scenario.controller.trajectory(move.trajectory_id).revision == 3
+    with pytest.raises(refusals.RequestIdReused):
+        scenario.send(replace(switch, target_engine_id="e0"))
+
+
+def test_no_prefix_moves_to_an_engine_with_other_weights() -> None:
+    scenario = unbalanced()
+    scenario.send(ev.WeightsUpdated("e1", "v1"))
+    assert all_of(plan(scenario, {"e0": ["t0", "t1"], "e1": ["t2", "t3"]}), act.StartMigration) == []
+
+
+def test_when_the_tool_comes_back_first_the_source_stays_the_owner() -> None:
+    """Result: the step runs at the source at once, the move is called off, a switch that comes late is refused."""
+    scenario, move = moving()
+    actions = scenario.send(ev.StepRequested("r", move.trajectory_id, 2, 100, 64))
+    assert one(actions, act.IssueTicket).ticket.engine_id == "e0"
+    assert one(actions, act.CancelMigration).migration_id == "m"
+    with pytest.raises(refusals.StepInFlight):
+        scenario.send(ev.SwitchRequested("s", move.trajectory_id, move.expected_revision, "e1"))
+    assert scenario.controller.trajectory(move.trajectory_id).engine_id == "e0"
+
+
+def test_a_move_accepted_too_late_is_called_off() -> None:
+    scenario = unbalanced()
+    move = all_of(plan(scenario, {"e0": ["t0", "t1"], "e1": ["t2", "t3"]}), act.StartMigration)[0]
+    scenario.step(move.trajectory_id, 2)
+    late = scenario.send(ev.MoveAccepted(move.trajectory_id, move.move_id, "m"))
+    assert one(late, act.CancelMigration).migration_id == "m"
+
+
+def test_a_switch_with_an_old_revision_or_to_nowhere_is_refused() -> None:
+    scenario, move = moving()
+    name = move.trajectory_id
+    with pytest.raises(refusals.RevisionMismatch):
+        scenario.send(ev.SwitchRequested("s1", name, 7, "e1"))
+    with pytest.raises(refusals.EngineNotFound):
+        scenario.send(ev.SwitchRequested("s2", name, 1, "e9"))
+    with pytest.raises(refusals.BadField, match="already"):
+        scenario.send(ev.SwitchRequested("s3", name, 1, "e0"))
+    with pytest.raises(refusals.TrajectoryNotFound):
+        scenario.send(ev.SwitchRequested("s4", "unknown", 1, "e1"))
+    assert scenario.controller.trajectory(name).revision == 1
+
+
+def test_one_move_at_a_time_and_a_rest_after_it() -> None:
+    scenario, move = moving()
+    name = move.trajectory_id
+    again = plan(scenario, {"e0": ["t0", "t1"], "e1": ["t2", "t3"]})
+    assert name not in {started.trajectory_id for started in all_of(again, act.StartMigration)}
+    scenario.send(ev.SwitchRequested("s", name, 1, "e1"))
+    scenario.send(ev.MoveEnded(name, "m", moved=True))
+    scenario.finish(scenario.step(name, 2, tool_s=10.0))
+    for other in ("t0", "t1", "t2", "t3"):  # now e0 is the better place for it, but it has only just come
+        if other != name and scenario.controller.trajectory(other).engine_id == "e0":
+            scenario.close(other)
+    back = all_of(plan(scenario, {"e0": [name]}), act.StartMigration)
+    assert name not in {started.trajectory_id for started in back}
+
+
+def test_a_failed_move_leaves_the_trajectory_where_it_is_until_the_next_plan() -> None:
+    scenario, move = moving()
+    scenario.send(ev.MoveEnded(move.trajectory_id, "m", moved=False, reason="PREFIX_NOT_STORED"))
+    record = scenario.controller.trajectory(move.trajectory_id)
+    assert (record.engine_id, record.move) == ("e0", None)
+    scenario.step(move.trajectory_id, 2)
+
+
+def test_a_move_of_which_nothing_is_heard_is_forgotten() -> None:
+    scenario, move = moving()
+    for _ in range(30):
+        scenario.renew("e0")
+        scenario.renew("e1")
+        scenario.advance(scenario.tuning.move_timeout_s / 30)
+    assert scenario.controller.trajectory(move.trajectory_id).move is None
+    assert act.CancelMigration(move.trajectory_id, "m") in scenario.heard
+
+
+def test_a_move_to_an_engine_that_is_lost_is_called_off() -> None:
+    scenario, move = moving()
+    actions = scenario.send(ev.EngineDeregistered("lease-e1", "e1"))
+    assert act.CancelMigration(move.trajectory_id, "m") in actions
+    record = scenario.controller.trajectory(move.trajectory_id)
+    assert (record.engine_id, record.move, record.revision) == ("e0", None, 1)
+
+
+def test_no_move_starts_once_the_tool_is_done() -> None:
+    scenario = unbalanced()
+    for number in range(4):
+        scenario.send(ev.ToolFinished(f"t{number}"))
+    assert all_of(plan(scenario, {"e0": ["t0", "t1"], "e1": ["t2", "t3"]}), act.StartMigration) == []
+
+
+def test_a_long_tool_call_hides_a_move_that_a_short_one_would_not() -> None:
+    """1.2 s of work to be saved against 1.05 s of moving by shared storage."""
+    outcomes = []
+    for expected_s in (0.1, 30.0):
+        scenario = Scenario(None, EAGER)
+        storage = {"kv_transfer": KvTransfer.STORAGE, "kv_bytes_per_token": 1_000_000}
+        scenario.engine("e0", slots=1, **storage)
+        for number in range(2):
+            scenario.open(f"t{number}")
+            scenario.finish(scenario.step(f"t{number}", 0, context_tokens=990))
+            scenario.predict(f"t{number}", 110.0)
+        scenario.engine("e1", slots=1, **storage)
+        scenario.now += EAGER.plan_timeout_s
+        for number in range(2):
+            scenario.finish(scenario.step(f"t{number}", 1, context_tokens=990), 1)
+            scenario.send(ev.ToolStarted(f"t{number}", expected_s))
+        asked = all_of(scenario.heard, act.AskPlan)[-1]
+        outcomes.append(bool(all_of(scenario.send(ev.PlanArrived(asked.plan_id)), act.StartMigration)))
+    assert outcomes == [False, True]
+
+
+def test_pinned_trajectories_are_neither_planned_for_nor_switched() -> None:
+    scenario = Scenario(None, EAGER)
+    scenario.engine("e0")
+    scenario.engine("e1")
+    for number in range(6):
+        scenario.open(f"t{number}", pinned_engine_id="e0")
+    assert all_of(scenario.heard, act.AskPlan) == []
+    with pytest.raises(refusals.TrajectoryPinned):
+        scenario.send(ev.SwitchRequested("s", "t0", 1, "e1"))
+
+
+def test_plans_are_asked_for_every_so_many_events_and_one_at_a_time() -> None:
+    tuning = replace(EAGER, plan_every_events=10, plan_interval_s=1.0, plan_timeout_s=5.0)
+    scenario = Scenario(None, tuning)
+    scenario.engine("e0")
+    scenario.engine("e1")
+    scenario.now += 1
+    scenario.open("a0")
+    assert len(all_of(scenario.heard, act.AskPlan)) == 1, "of few trajectories each event changes much"
+    for number in range(1, 10):
+        scenario.open(f"a{number}")
+    for number in range(30):
+        scenario.open(f"b{number}")
+    assert len(all_of(scenario.heard, act.AskPlan)) == 1, "the first is not answered yet"
+    scenario.now += 5.0
+    scenario.predict("a0", 10)
+    asked = all_of(scenario.heard, act.AskPlan)
+    assert len(asked) == 2, "the first will never be answered"
+    assert len(asked[-1].trajectories) == 40
+    assert {trajectory.current_engine_id for trajectory in asked[-1].trajectories} == {"e0", "e1"}
+
+
+def test_predictions_are_capped_in_what_placement_is_asked() -> None:
+    scenario = Scenario(None, EAGER)
+    scenario.engine("e0")
+    scenario.engine("e1")
+    scenario.open("capped", max_total_tokens=64)
+    scenario.predict("capped", 1e6, remaining_turns=Estimate(1, 2, 3))
+    scenario.now += EAGER.plan_timeout_s
+    scenario.open("other")
+    asked = all_of(scenario.heard, act.AskPlan)[-1]
+    (capped,) = [trajectory for trajectory in asked.trajectories if trajectory.trajectory_id == "capped"]
+    assert capped.remaining_tokens == 64

@@ -1,0 +1,175 @@
+"""Which step ranks higher, under each ordering."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.control import Scenario, all_of, one
+from treadle_core import actions as act
+from treadle_core import events as ev
+from treadle_core.model import Estimate, Objective, Ordering, Policy
+from treadle_core.scheduling import RUNNING_LIFT
+from treadle_core.tuning import Tuning
+
+TUNING = Tuning()
+SECONDS = st.floats(0.0, 30.0)
+TOKENS = st.integers(1, 32_768)
+
+
+def ranked(policy: Policy) -> Scenario:
+    """One engine, the policy in force."""
+    scenario = Scenario(policy)
+    scenario.engine("e0")
+    return scenario
+
+
+def two_steps(policy: Policy, first: int, second: int, gap_s: float) -> tuple[float, float]:
+    """Priorities of two steps, predicted to leave `first` and `second` tokens, asked for `gap_s` apart."""
+    scenario = ranked(policy)
+    scenario.open("first")
+    scenario.open("second")
+    scenario.predict("first", first)
+    scenario.predict("second", second)
+    one_priority = scenario.step("first", 0).priority
+    scenario.now += gap_s
+    return one_priority, scenario.step("second", 0).priority
+
+
+@given(TOKENS, TOKENS, SECONDS)
+def test_progressive_runs_the_longest_first_whatever_ordinary_waits_there_are(a: int, b: int, gap_s: float) -> None:
+    first, second = two_steps(Policy(), a, b, gap_s)
+    if a >= 1.2 * b:
+        assert first > second
+    if b >= 1.2 * a:
+        assert second > first
+
+
+@given(TOKENS, TOKENS, SECONDS)
+def test_the_mean_objective_and_shortest_first_run_the_shortest_first(a: int, b: int, gap_s: float) -> None:
+    for policy in (Policy(objective=Objective.MEAN), Policy(ordering=Ordering.SHORTEST_FIRST)):
+        first, second = two_steps(policy, a, b, gap_s)
+        if b >= 1.2 * a and a >= TUNING.least_remaining_tokens:
+            assert first > second
+
+
+@given(TOKENS, TOKENS)
+def test_no_step_starves(a: int, b: int) -> None:
+    """Whatever is asked for later than a bounded time after it ranks below it."""
+    doublings = 16  # 32,768 tokens against least_remaining_tokens span 11, and a factor 2 for tool time either way
+    for ordering in (Ordering.PROGRESSIVE, Ordering.SHORTEST_FIRST, Ordering.LEAST_ATTAINED):
+        first, second = two_steps(Policy(ordering=ordering), a, b, doublings * TUNING.aging_doubling_s)
+        assert first > second
+
+
+def test_first_come_first_served_keeps_a_trajectorys_place() -> None:
+    scenario = ranked(Policy(ordering=Ordering.FCFS))
+    scenario.open("early")
+    scenario.now += 1
+    scenario.open("late")
+    late = scenario.step("late", 0)
+    scenario.now += 1
+    early = scenario.step("early", 0)
+    assert early.priority > late.priority
+
+
+def test_round_robin_sends_a_returning_step_to_the_tail() -> None:
+    scenario = ranked(Policy(ordering=Ordering.ROUND_ROBIN))
+    for name in ("a", "b"):
+        scenario.open(name)
+        scenario.now += 1
+    order = []
+    for turn in range(2):
+        for name in ("a", "b"):
+            ticket = scenario.step(name, turn)
+            order.append(ticket.priority)
+            scenario.finish(ticket)
+            scenario.now += 1
+    assert order == sorted(order, reverse=True)
+
+
+def test_least_attained_ranks_who_has_sampled_least_first() -> None:
+    scenario = ranked(Policy(ordering=Ordering.LEAST_ATTAINED))
+    scenario.open("much")
+    scenario.open("little")
+    scenario.finish(scenario.step("much", 0), 400)
+    scenario.finish(scenario.step("little", 0), 4)
+    assert scenario.step("little", 1).priority > scenario.step("much", 1).priority
+
+
+def test_the_deadline_objective_runs_least_slack_first() -> None:
+    scenario = ranked(Policy(objective=Objective.DEADLINE))
+    scenario.open("soon", deadline_s=60.0)
+    scenario.open("later", deadline_s=600.0)
+    scenario.open("none")
+    scenario.open("later but long", deadline_s=600.0)
+    scenario.predict("later but long", 40_000)  # 600 s at the curve's 14 ms a token
+    ranks = {name: scenario.step(name, 0).priority for name in ("none", "later", "soon", "later but long")}
+    assert sorted(ranks, key=lambda name: ranks[name], reverse=True) == ["later but long", "soon", "later", "none"]
+
+
+def test_tools_count_as_time_left() -> None:
+    """Two trajectories with as many tokens left; the one with slow tools and turns to come is the longer."""
+    scenario = ranked(Policy())
+    for name, tool_s in (("slow tools", 30.0), ("quick tools", 0.1)):
+        scenario.open(name)
+        scenario.finish(scenario.step(name, 0))
+        scenario.finish(scenario.step(name, 1, tool_s=tool_s))
+        scenario.predict(name, 500, remaining_turns=Estimate(3, 5, 8))
+    assert scenario.step("slow tools", 2).priority > scenario.step("quick tools", 2).priority
+
+
+def test_a_late_prediction_reorders_a_step_that_waits_and_a_small_change_does_not() -> None:
+    scenario = ranked(Policy())
+    scenario.open("t")
+    scenario.predict("t", 1_000)
+    ticket = scenario.step("t", 0)
+    assert all_of(scenario.predict("t", 1_050), act.Reprioritize) == []
+    changed = one(scenario.predict("t", 8_000), act.Reprioritize)
+    ((ticket_id, priority),) = changed.changes
+    assert ticket_id == ticket.ticket_id
+    assert priority == pytest.approx(ticket.priority + 3)
+    record = scenario.controller.trajectory("t")
+    assert record.live_ticket is not None
+    assert record.live_ticket.priority == record.priority == priority
+
+
+def test_an_older_prediction_does_not_replace_a_newer_one() -> None:
+    scenario = ranked(Policy())
+    scenario.open("t")
+    scenario.finish(scenario.step("t", 0), 50)
+    scenario.predict("t", 700)
+    assert scenario.predict("t", 9_000, turn=0, gen_tokens=0) == []
+    record = scenario.controller.trajectory("t")
+    assert record.prediction is not None
+    assert record.prediction.remaining_tokens.p50 == 700
+
+
+def test_predictions_never_exceed_what_the_cap_leaves() -> None:
+    scenario = ranked(Policy())
+    scenario.open("capped", max_total_tokens=100)
+    scenario.open("free")
+    scenario.predict("capped", 100_000)
+    scenario.predict("free", 200)
+    assert scenario.step("free", 0).priority > scenario.step("capped", 0).priority
+
+
+def test_without_preemption_a_started_step_stands_above_all_that_wait() -> None:
+    scenario = ranked(replace(Policy(), preempt=False))
+    scenario.open("running")
+    running = scenario.step("running", 0)
+    started = ev.StepStarted("running", running.ticket_id)
+    ((_, priority),) = one(scenario.send(started), act.Reprioritize).changes
+    assert priority > RUNNING_LIFT / 2
+    assert all_of(scenario.send(started), act.Reprioritize) == [], "heard twice"
+    assert all_of(scenario.predict("running", 9_000), act.Reprioritize) == []
+    back = one(scenario.send(ev.StepPreempted("running", running.ticket_id, 3)), act.Reprioritize)
+    assert back.changes[0][1] == scenario.controller.trajectory("running").priority
+
+
+@pytest.mark.parametrize("policy", [Policy(), Policy(ordering=Ordering.ROUND_ROBIN, preempt=False)])
+def test_no_message_is_spent_on_steps_that_need_no_lift(policy: Policy) -> None:
+    scenario = ranked(policy)
+    scenario.open("t")
+    ticket = scenario.step("t", 0)
+    assert scenario.send(ev.StepStarted("t", ticket.ticket_id)) == []
