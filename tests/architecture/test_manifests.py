@@ -1,0 +1,71 @@
+"""Compose and Kubernetes speak of settings that exist: a renamed setting must not wait for an operator to find it."""
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from treadle_runtime.config import Settings, prefix_of
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVICES = ("predictor", "scheduler", "placement", "migrator", "tools", "rollout", "sidecar")
+
+
+def settings_of(service: str) -> type[Settings]:
+    module = importlib.import_module(f"treadle_{service}.config")
+    [found] = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Settings) and value.service == service
+    ]
+    return found
+
+
+def variables_in_compose() -> set[str]:
+    document = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    return {name for service in document["services"].values() for name in service.get("environment", {})}
+
+
+def variables_in_kubernetes() -> set[str]:
+    names: set[str] = set()
+    for path in (ROOT / "k8s/base").glob("*.yaml"):
+        for document in yaml.safe_load_all(path.read_text()):
+            names |= set(_environment(document))
+    return names
+
+
+def _environment(node: Any) -> list[str]:
+    if isinstance(node, list):
+        return [name for item in node for name in _environment(item)]
+    if not isinstance(node, dict):
+        return []
+    here = [item["name"] for item in node.get("env", [])]
+    if node.get("kind") == "ConfigMap":
+        here += list(node["data"])
+    return here + [name for value in node.values() for name in _environment(value)]
+
+
+@pytest.mark.parametrize("variables", [variables_in_compose, variables_in_kubernetes])
+def test_every_treadle_variable_in_a_manifest_is_a_setting(variables: Any) -> None:
+    known = {f"TREADLE_{field.upper()}" for field in Settings.model_fields}
+    for service in SERVICES:
+        cls = settings_of(service)
+        known |= {f"{prefix_of(cls)}{field.upper()}" for field in cls.model_fields}
+    named = {name for name in variables() if name.startswith("TREADLE_")}
+    assert len(named) > len(SERVICES)
+    assert named <= known, f"no such setting: {sorted(named - known)}"
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_compose_and_kubernetes_give_every_service_an_address_of_its_own(service: str) -> None:
+    variable = f"TREADLE_{service.upper()}_LISTEN"
+    assert variable in variables_in_compose()
+    assert variable in variables_in_kubernetes()
+
+
+def test_the_dockerfile_installs_an_extra_that_exists_for_every_service() -> None:
+    extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    assert set(SERVICES) <= set(extras)
