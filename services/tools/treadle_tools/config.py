@@ -1,0 +1,69 @@
+"""Settings of the tools service: TREADLE_TOOLS_*."""
+
+import os
+from typing import ClassVar, Literal
+
+from pydantic import Field, field_validator
+from treadle_runtime.config import Settings
+
+from treadle_tools.builtin import TOOLS
+from treadle_tools.tool import Tool
+
+
+class ToolsSettings(Settings):
+    """Seconds, counts and bytes are in the names."""
+
+    service: ClassVar[str] = "tools"
+
+    listen: str = "127.0.0.1:7405"
+    bwrap: str = "bwrap"  # a path, or a name that is looked up on PATH
+    builtin: str = ",".join(tool.name for tool in TOOLS)  # which of the tools that come with the service are on
+    modules: str = ""  # Python modules with a list TOOLS, separated by commas
+    cores: int = Field(default=0, ge=0)  # that actions may use at a time; 0: all this process may run on
+    max_waiting: int = Field(default=1024, ge=0)  # actions that may wait for cores
+    max_sessions: int = Field(default=256, ge=1)  # open at a time
+    session_idle_s: float = Field(default=1800.0, gt=0)  # until an unused session is closed
+    warm_cells: int = Field(default=2, ge=1)  # that stand ready per tool
+    cgroups: Literal["auto", "off"] = "auto"  # off: memory is watched from outside
+
+    @field_validator("bwrap")
+    @classmethod
+    def _bwrap_is_named(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError("a program's path, or a name that is looked up on PATH")
+        return value
+
+    @field_validator("modules")
+    @classmethod
+    def _modules_are_names(cls, value: str) -> str:
+        for name in _names(value):
+            if not all(part.isidentifier() for part in name.split(".")):
+                raise ValueError("Python module names separated by commas, e.g. my_tools,other.tools")
+        return value
+
+    @field_validator("builtin")
+    @classmethod
+    def _builtin_are_tools(cls, value: str) -> str:
+        known = [tool.name for tool in TOOLS]
+        if not set(_names(value)) <= set(known):
+            raise ValueError(f"names out of {','.join(known)} separated by commas")
+        return value
+
+    @property
+    def builtin_tools(self) -> tuple[Tool, ...]:
+        """`builtin`, one by one."""
+        return tuple(tool for tool in TOOLS if tool.name in _names(self.builtin))
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        """`modules`, one by one."""
+        return _names(self.modules)
+
+    @property
+    def usable_cores(self) -> int:
+        """`cores`, or all that this process may run on."""
+        return self.cores or len(os.sched_getaffinity(0))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, map(str.strip, text.split(","))))

@@ -1,0 +1,74 @@
+"""Frames between the service and its workers: 4 bytes of big-endian length, then JSON. Read on both sides of the wall.
+
+Invariant: a frame longer than MAX_FRAME_BYTES is refused on both sides, so that neither can be made to hold more.
+"""
+
+import json
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+HEADER = struct.Struct(">I")
+MAX_FRAME_BYTES = 16 * 1024 * 1024  # the largest arguments or output that pass; gRPC messages end at the same size
+
+
+class FrameError(Exception):
+    """The other side ended in the middle of a frame, or sent what is no frame."""
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """One frame. Raises FrameError where it would be too long."""
+    # ASCII JSON: a lone surrogate in a tool's output stays legal on the wire.
+    body = json.dumps(message, separators=(",", ":")).encode("ascii")
+    if len(body) > MAX_FRAME_BYTES:
+        raise FrameError(f"a frame of {len(body)} bytes; {MAX_FRAME_BYTES} are the most")
+    return HEADER.pack(len(body)) + body
+
+
+def length_of(header: bytes) -> int:
+    """The length a header announces. Raises FrameError where it is too long."""
+    (length,) = HEADER.unpack(header)
+    if length > MAX_FRAME_BYTES:
+        raise FrameError(f"a frame of {length} bytes; {MAX_FRAME_BYTES} are the most")
+    return int(length)
+
+
+def decode(body: bytes) -> dict[str, Any]:
+    """The message of a frame's body. Raises FrameError unless it is a JSON object."""
+    try:
+        message = json.loads(body)
+    except ValueError as error:
+        raise FrameError(f"a frame that is no JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise FrameError("a frame that is no JSON object")
+    return message
+
+
+def send(link: socket.socket, message: Mapping[str, Any]) -> None:
+    """Send one frame over a blocking socket."""
+    link.sendall(encode(message))
+
+
+def receive(link: socket.socket) -> dict[str, Any] | None:
+    """The next message of a blocking socket; None where the other side has closed it between frames."""
+    header = _exactly(link, HEADER.size)
+    if not header:
+        return None
+    if len(header) < HEADER.size:
+        raise FrameError("the other side ended in a header")
+    length = length_of(header)
+    body = _exactly(link, length)
+    if len(body) < length:
+        raise FrameError("the other side ended in a frame")
+    return decode(body)
+
+
+def _exactly(link: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        piece = link.recv(min(count - len(parts), 1024 * 1024))
+        if not piece:
+            break
+        parts += piece
+    return bytes(parts)

@@ -1,0 +1,226 @@
+"""Process 1 of a cell: takes the service's requests, runs the tool in processes of its own, says how each ended.
+
+Owns: the cell's children and their deadlines. Invariant: foreign code never runs in this process, so nothing in the
+cell can speak to the service in its place; the kernel lets nobody inside the cell kill or stop process 1.
+"""
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from treadle_tools.inside import frames, kernel, snippet
+from treadle_tools.inside.child import Budget, Captured, Child, Exited, TimedOut
+from treadle_tools.tool import Environment, InvalidArguments, Outcome, Status
+
+ENVIRONMENT_GRACE_S = 1.0  # for an environment to answer after code that it ran has used up the time
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a zygote knows of its tool. program: what the tool's `entry` names."""
+
+    program: Callable[..., Any]
+    environment: bool
+    work_bytes: int
+    processes: int
+    baseline_bytes: int
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """The limits of one request, as they arrive."""
+
+    memory_bytes: int
+    wall_s: float
+    output_bytes: int
+    cpu_cores: int
+
+    @classmethod
+    def of(cls, request: Mapping[str, Any]) -> "Allowance":
+        """The `limits` of a request."""
+        return cls(**request["limits"])
+
+
+class Supervisor:
+    """Answers requests one at a time: `call` (stateless), `open` and `step` (environment)."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._environment: Child | None = None
+        self._spare: Child | None = None
+        self._has_run_python = False
+
+    def serve(self, service: socket.socket) -> None:
+        """Answer until the service closes the link."""
+        self._prepare()
+        frames.send(service, {"hello": os.getpid()})
+        while (request := frames.receive(service)) is not None:
+            started = time.monotonic()
+            reply = self._answer(request, Allowance.of(request))
+            reply["execution_s"] = time.monotonic() - started
+            reply["alive"] = self._environment is not None
+            frames.send(service, reply)
+            if self._has_run_python:
+                self._prepare()
+
+    def _prepare(self) -> None:
+        """Have a process ready for the next order: forking one of a worker with large libraries takes milliseconds."""
+        if self._spare is None:
+            self._spare = Child(lambda link: labour(self._worker, link))
+
+    def _ordered(self, op: str, arguments: Any, allowed: Allowance) -> Child:
+        """A process that has been told what to do. An environment's CPU seconds add up over its steps: no limit
+        there.
+        """
+        self._prepare()
+        child, self._spare = self._spare, None
+        assert child is not None
+        budget = Budget(
+            memory_bytes=allowed.memory_bytes,
+            baseline_bytes=self._worker.baseline_bytes,
+            file_bytes=self._worker.work_bytes,
+            processes=self._worker.processes,
+            cpu_s=None if op == "open" else allowed.wall_s * allowed.cpu_cores,
+        )
+        child.send({"op": op, "arguments": arguments, "budget": asdict(budget)})
+        return child
+
+    def _answer(self, request: Mapping[str, Any], allowed: Allowance) -> dict[str, Any]:
+        op, arguments = str(request["op"]), request["arguments"]
+        if op == "call":
+            return self._finish(self._ordered(op, arguments, allowed), allowed)
+        if op == "open":
+            self._environment = self._ordered(op, arguments, allowed)
+        elif self._environment is not None:
+            self._environment.send({"step": arguments})
+        return self._environment_answer(allowed)
+
+    def _finish(self, child: Child, allowed: Allowance) -> dict[str, Any]:
+        """The one answer of a child, which is gone afterwards."""
+        captured = Captured(allowed.output_bytes)
+        try:
+            event = child.next_event(time.monotonic() + allowed.wall_s, captured)
+        except frames.FrameError as error:
+            return _reply(Status.CRASHED, captured, error=str(error))
+        finally:
+            child.kill()
+        return _told(event, captured, allowed)
+
+    def _environment_answer(self, allowed: Allowance) -> dict[str, Any]:
+        """The environment's next answer; on the way there it may ask for Python to be run."""
+        environment = self._environment
+        if environment is None:
+            return _reply(Status.CRASHED, Captured(0), error="the environment has ended")
+        deadline = time.monotonic() + allowed.wall_s
+        unread = Captured(0)  # an environment's prints are nobody's observation
+        try:
+            while True:
+                event = environment.next_event(deadline, unread)
+                if not isinstance(event, dict) or "python" not in event:
+                    break
+                self._has_run_python = True
+                environment.send(self._finish(self._ordered("python", {"code": event["python"]}, allowed), allowed))
+                deadline = max(deadline, time.monotonic() + ENVIRONMENT_GRACE_S)
+        except (frames.FrameError, OSError) as error:
+            event = {"status": Status.CRASHED, "error": str(error), "fatal": True}
+        captured = Captured(allowed.output_bytes)
+        if not isinstance(event, dict) or event.pop("fatal", False):
+            environment.kill()
+            self._environment = None
+        return _told(event, captured, allowed)
+
+
+def _told(event: dict[str, Any] | Exited | TimedOut, captured: Captured, allowed: Allowance) -> dict[str, Any]:
+    if isinstance(event, TimedOut):
+        return _reply(Status.TIMED_OUT, captured, error=f"stopped after {allowed.wall_s:g} s")
+    if isinstance(event, Exited):
+        return _ended(event.wait_status, captured, allowed)
+    captured.add(str(event.pop("output", "")).encode("utf-8", "backslashreplace"))
+    reply = _reply(Status(str(event.pop("status", Status.CRASHED))), captured)
+    return {**event, **reply, "error": str(event.get("error", ""))}
+
+
+def _ended(wait_status: int, captured: Captured, allowed: Allowance) -> dict[str, Any]:
+    """A process that ended without an answer."""
+    if not os.WIFSIGNALED(wait_status):
+        code = os.waitstatus_to_exitcode(wait_status)
+        return _reply(Status.CRASHED, captured, error=f"ended without an answer, exit code {code}")
+    number = os.WTERMSIG(wait_status)
+    if number == signal.SIGXCPU:
+        seconds = allowed.wall_s * allowed.cpu_cores
+        return _reply(Status.TIMED_OUT, captured, error=f"stopped after more than {seconds:g} CPU seconds")
+    return _reply(Status.CRASHED, captured, error=f"killed by {signal.Signals(number).name}")
+
+
+def _reply(status: Status, captured: Captured, *, error: str = "") -> dict[str, Any]:
+    return {"status": status, "output": captured.text(), "truncated": captured.cut, "error": error}
+
+
+def _message(outcome: Outcome) -> dict[str, Any]:
+    message = asdict(outcome)
+    data = message.pop("data")
+    return {**message, "data_json": "" if data is None else json.dumps(data)}
+
+
+def labour(worker: Worker, link: socket.socket) -> None:
+    """The main of a child: waits for its one order and does it, within the order's budget."""
+    order = frames.receive(link)
+    if order is None:
+        return
+    Budget(**order["budget"]).enforce()
+    arguments = order["arguments"]
+    if order["op"] == "open":
+        _live(worker.program, arguments, link)
+        return
+    kernel.set_dumpable(True)  # nothing to hide, and some programs read their own /proc
+    program = snippet.run_tool if order["op"] == "python" else worker.program
+    _answer_with(link, lambda: program(arguments))
+
+
+def _live(program: Callable[..., Environment], arguments: Any, link: socket.socket) -> None:
+    """One environment, from its first observation on. It hides its memory: the answer may be in there."""
+    made: list[Environment] = []
+
+    def first() -> Outcome:
+        made.append(program(arguments, _LinkedSandbox(link)))
+        return made[0].first()
+
+    if not _answer_with(link, first, fatal=True):
+        return
+    while (request := frames.receive(link)) is not None:
+        step = request["step"]
+        _answer_with(link, lambda step=step: made[0].step(step))  # type: ignore[misc]
+
+
+def _answer_with(link: socket.socket, program: Callable[[], Outcome], *, fatal: bool = False) -> bool:
+    """Run foreign code and send its outcome. fatal: a failure ends the environment. Whether it did not fail so."""
+    try:
+        message = _message(program())
+    except InvalidArguments as refusal:
+        message = {"status": Status.TOOL_ERROR, "invalid": [refusal.name, refusal.description], "fatal": fatal}
+    except MemoryError:
+        message = {"status": Status.OUT_OF_MEMORY, "error": "MemoryError", "fatal": fatal}
+    except BaseException as error:  # noqa: BLE001 - foreign code may raise anything; it is the answer
+        message = {**_message(snippet.failed(error)), "fatal": fatal}
+    frames.send(link, message)
+    return not message.get("fatal", False)
+
+
+class _LinkedSandbox:
+    """The environment's side of `Sandbox`: asks the supervisor, which forks from a process that knows no answer."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+
+    def python(self, code: str) -> Outcome:
+        """Run Python beside the environment."""
+        frames.send(self._link, {"python": code})
+        reply = frames.receive(self._link)
+        if reply is None:
+            raise frames.FrameError("the supervisor is gone")
+        return Outcome(output=str(reply["output"]), status=Status(reply["status"]), error=str(reply["error"]))

@@ -1,0 +1,105 @@
+"""Which tools there are: the built-in ones and those of the modules named in the settings.
+
+Invariants: names are unique and identifiers, schemas are valid JSON Schema, limits are positive. A module that breaks
+one, or cannot be imported, is refused at start.
+"""
+
+import importlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jsonschema
+from jsonschema.protocols import Validator
+from treadle_runtime.errors import InvalidArgument, NotFound
+from treadle_runtime.fields import identifier
+
+from treadle_tools.arguments import Checked, checked
+from treadle_tools.tool import Kind, Tool
+
+
+class RegistrationError(Exception):
+    """A tool or a module of tools is not usable; the message says which and why."""
+
+
+class Registry:
+    """Tools by name. Raises RegistrationError."""
+
+    def __init__(self, tools: Iterable[Tool]) -> None:
+        self._tools: dict[str, Tool] = {}
+        self._arguments: dict[str, Validator] = {}
+        self._opening: dict[str, Validator] = {}
+        for tool in tools:
+            self._add(tool)
+
+    def _add(self, tool: Tool) -> None:
+        if tool.name in self._tools:
+            raise RegistrationError(f"two tools are called {tool.name!r}")
+        try:
+            identifier("name", tool.name)
+        except InvalidArgument as error:
+            raise RegistrationError(f"a tool's {error.message}") from error
+        if ":" not in tool.entry:
+            raise RegistrationError(f"tool {tool.name!r}: entry must be module:callable, is {tool.entry!r}")
+        limits = tool.limits
+        amounts = (limits.cpu_cores, limits.memory_bytes, limits.wall_s, limits.output_bytes, tool.work_bytes)
+        if min(amounts) <= 0 or tool.processes <= 0:
+            raise RegistrationError(f"tool {tool.name!r}: every limit must be > 0")
+        self._arguments[tool.name] = _validator(tool, tool.arguments_schema)
+        self._opening[tool.name] = _validator(tool, tool.open_schema)
+        self._tools[tool.name] = tool
+
+    def __iter__(self) -> Iterator[Tool]:
+        return iter(self._tools.values())
+
+    def stateless(self, name: str) -> Tool:
+        """A tool to invoke without a session."""
+        tool = self._named(name)
+        if tool.kind is not Kind.STATELESS:
+            raise InvalidArgument("session_id", f"tool {name!r} is an environment: open a session and name it here")
+        return tool
+
+    def environment(self, name: str) -> Tool:
+        """A tool to open a session of."""
+        tool = self._named(name)
+        if tool.kind is not Kind.ENVIRONMENT:
+            raise InvalidArgument("tool", f"{name!r} is stateless: it has no sessions; use Invoke")
+        return tool
+
+    def _named(self, name: str) -> Tool:
+        if not name:
+            raise InvalidArgument("tool", "must not be empty")
+        if name not in self._tools:
+            known = ", ".join(sorted(self._tools))
+            raise NotFound("TOOL_NOT_FOUND", f"tool: there is no tool {name[:64]!r}; there are {known}", tool=name)
+        return self._tools[name]
+
+    def step_arguments(self, tool: Tool, text: str) -> Checked:
+        """Arguments of one call or step. Raises InvalidArgument naming what is wrong."""
+        return checked(text, self._arguments[tool.name])
+
+    def open_arguments(self, tool: Tool, text: str) -> Checked:
+        """Arguments that open a session. Raises InvalidArgument naming what is wrong."""
+        return checked(text, self._opening[tool.name])
+
+
+def load(builtin: Iterable[Tool], modules: Iterable[str]) -> Registry:
+    """The tools of `builtin` and the `TOOLS` of each module. Raises RegistrationError."""
+    tools = list(builtin)
+    for name in modules:
+        try:
+            module = importlib.import_module(name)
+        except ImportError as error:
+            raise RegistrationError(f"module {name!r} cannot be imported: {error}") from error
+        found = getattr(module, "TOOLS", None)
+        if not isinstance(found, list | tuple) or not all(isinstance(tool, Tool) for tool in found):
+            raise RegistrationError(f"module {name!r} has no TOOLS: a list of treadle_tools.tool.Tool")
+        tools += found
+    return Registry(tools)
+
+
+def _validator(tool: Tool, schema: Mapping[str, Any]) -> Validator:
+    try:
+        jsonschema.Draft202012Validator.check_schema(dict(schema))
+    except jsonschema.SchemaError as error:
+        raise RegistrationError(f"tool {tool.name!r}: its schema is no JSON Schema: {error.message}") from error
+    return jsonschema.Draft202012Validator(dict(schema))

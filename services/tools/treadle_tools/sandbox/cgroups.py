@@ -1,0 +1,264 @@
+"""Control groups: memory, cores and processes of a whole cell, its children included.
+
+Owns: one group `treadle-tools-<pid>` below the service's own, and a slot in it per door (`sandbox/door.py`); it
+joins once, because that waits some 10 ms for the kernel. Version 1 and 2 have the same nouns with other file names.
+Where the service may not write them, `find_cgroups` returns None and memory is watched from outside instead
+(`sandbox/memory.py`).
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+log = structlog.get_logger()
+
+CONTROLLERS = ("memory", "cpu", "pids")
+PERIOD_US = 100_000  # the kernel's own default: quotas count per this
+PREFIX = "treadle-tools-"
+SERVICE_GROUP = "treadle-service"
+REMOVAL_TRIES, REMOVAL_WAIT_S = 50, 0.02  # a killed cell's processes leave their group a little later
+
+
+@dataclass(frozen=True)
+class Names:
+    """How a version of cgroups calls its files."""
+
+    memory_most: str
+    swap_most: str
+    oom_events: str
+    processes_most: str
+
+
+V1 = Names("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.oom_control", "pids.max")
+V2 = Names("memory.max", "memory.swap.max", "memory.events", "pids.max")
+
+
+@dataclass(frozen=True)
+class Root:
+    """Where slots are made. folders: per controller; in version 2 all the same."""
+
+    version: int
+    folders: Mapping[str, Path]
+
+    @property
+    def names(self) -> Names:
+        """Of this version's files."""
+        return V1 if self.version == 1 else V2
+
+
+class Slot:
+    """The group of a door and its cells. Blocking calls, each well under a millisecond but `join`."""
+
+    def __init__(self, root: Root, name: str) -> None:
+        self._root = root
+        self._folders = {controller: folder / name for controller, folder in root.folders.items()}
+        self._written: dict[str, str] = {}
+        for folder in set(self._folders.values()):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def limit(self, *, memory_bytes: int | None, cpu_cores: int, processes: int) -> None:
+        """Set what the slot's cell may use from now on. memory_bytes: None leaves it as it is."""
+        names = self._root.names
+        quota = cpu_cores * PERIOD_US
+        if memory_bytes is not None:
+            self._limit_memory(memory_bytes)
+        if self._root.version == 1:
+            self._write("cpu", "cpu.cfs_quota_us", str(quota))
+        else:
+            self._write("cpu", "cpu.max", f"{quota} {PERIOD_US}")
+        self._write("pids", names.processes_most, str(processes))
+
+    def _limit_memory(self, memory_bytes: int) -> None:
+        if self._root.version == 2:
+            self._write("memory", V2.memory_most, str(memory_bytes))
+            self._write("memory", V2.swap_most, "0", optional=True)
+            return
+        if self._written.get(V1.memory_most) == str(memory_bytes):
+            return
+        # Memory with swap may never be the smaller of the two: lift it out of the way first.
+        self._write("memory", V1.swap_most, "-1", optional=True)
+        self._write("memory", V1.memory_most, str(memory_bytes))
+        self._write("memory", V1.swap_most, str(memory_bytes), optional=True)
+
+    def join(self, pid: int) -> None:
+        """Put a process into the group; its later children follow it."""
+        for folder in set(self._folders.values()):
+            (folder / "cgroup.procs").write_text(str(pid))
+
+    def oom_kills(self) -> int:
+        """How many processes the kernel has killed in this group for its memory, over its life."""
+        text = (self._folders["memory"] / self._root.names.oom_events).read_text()
+        return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
+
+    def remove(self) -> None:
+        """Remove the group, once its processes are gone. Raises OSError where they stay."""
+        for folder in set(self._folders.values()):
+            _remove(folder)
+
+    def _write(self, controller: str, file: str, value: str, *, optional: bool = False) -> None:
+        if self._written.get(file) == value:
+            return
+        path = self._folders[controller] / file
+        if optional and not path.exists():
+            return
+        path.write_text(value)
+        self._written[file] = value
+
+
+class Cgroups:
+    """The service's slots."""
+
+    def __init__(self, root: Root) -> None:
+        self.version = root.version
+        self._root = root
+        self._free: list[Slot] = []
+        self._made: list[Slot] = []
+
+    def take(self) -> Slot:
+        """A slot with no process in it."""
+        if self._free:
+            return self._free.pop()
+        slot = Slot(self._root, f"slot-{len(self._made)}")
+        self._made.append(slot)
+        return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """The slot's processes are dead."""
+        self._free.append(slot)
+
+    def close(self) -> None:
+        """Remove every slot and the service's group."""
+        for slot in self._made:
+            with contextlib.suppress(OSError):
+                slot.remove()
+        for folder in set(self._root.folders.values()):
+            try:
+                _remove(folder)
+            except OSError as error:
+                log.warning("a control group is left behind", folder=str(folder), error=str(error))
+
+
+def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
+    """Slots below this process's own groups, where it may make them; also removes what dead services have left."""
+    for version, parents in ((2, _own_v2(proc)), (1, _own_v1(proc))):
+        if set(parents) != set(CONTROLLERS):
+            continue
+        folders = {controller: parent / f"{PREFIX}{os.getpid()}" for controller, parent in parents.items()}
+        try:
+            if version == 2:
+                _delegate(parents["memory"])
+            for parent in set(parents.values()):
+                _sweep(parent)
+            for folder in set(folders.values()):
+                folder.mkdir(exist_ok=True)
+            if version == 2:
+                _enable(folders["memory"])
+            cgroups = Cgroups(Root(version, folders))
+            slot = cgroups.take()
+            slot.limit(memory_bytes=1 << 30, cpu_cores=1, processes=64)
+            slot.oom_kills()
+            cgroups.give_back(slot)
+        except OSError as error:
+            log.info("control groups cannot be written", version=version, error=str(error))
+            for folder in set(folders.values()):
+                _clear(folder)
+            continue
+        return cgroups
+    return None
+
+
+def _mounts(proc: Path, kind: str) -> list[tuple[str, Path, set[str]]]:
+    """(root, mount point, options) of every mount of a file system `kind`."""
+    found = []
+    for line in (proc / "mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        if after.split()[0] == kind:
+            fields = before.split()
+            found.append((fields[3], Path(fields[4]), set(after.split()[2].split(","))))
+    return found
+
+
+def _memberships(proc: Path) -> list[tuple[set[str], str]]:
+    """(controllers, path) of every hierarchy this process is in; version 2 has no controllers here."""
+    lines = (proc / "cgroup").read_text().splitlines()
+    fields = [line.split(":", 2) for line in lines]
+    return [(set(controllers.split(",")) - {""}, path) for _, controllers, path in fields]
+
+
+def _own_v1(proc: Path) -> dict[str, Path]:
+    own = {}
+    for controllers, path in _memberships(proc):
+        for root, point, options in _mounts(proc, "cgroup"):
+            for controller in controllers & options & set(CONTROLLERS):
+                own[controller] = _below(point, root, path)
+    return own
+
+
+def _own_v2(proc: Path) -> dict[str, Path]:
+    path = next((path for controllers, path in _memberships(proc) if not controllers), None)
+    for root, point, _ in _mounts(proc, "cgroup2"):
+        if path is not None:
+            folder = _below(point, root, path)
+            if folder.name == SERVICE_GROUP:
+                folder = folder.parent
+            try:
+                present = (folder / "cgroup.controllers").read_text().split()
+            except OSError:
+                continue
+            if set(CONTROLLERS) <= set(present):
+                return dict.fromkeys(CONTROLLERS, folder)
+    return {}
+
+
+def _below(point: Path, root: str, path: str) -> Path:
+    """The folder of a group `path`, seen through a mount of `root` at `point`."""
+    inner = path.removeprefix(root) if root != "/" else path
+    return point / inner.lstrip("/")
+
+
+def _delegate(own: Path) -> None:
+    """Version 2 gives controllers to children only of a group without processes: move this one process down."""
+    try:
+        _enable(own)
+    except OSError:
+        if (own / "cgroup.procs").read_text().split() != [str(os.getpid())]:
+            raise  # the group is not ours alone: it is not for us to move others
+        leaf = own / SERVICE_GROUP
+        leaf.mkdir(exist_ok=True)
+        (leaf / "cgroup.procs").write_text(str(os.getpid()))
+        _enable(own)
+
+
+def _enable(folder: Path) -> None:
+    (folder / "cgroup.subtree_control").write_text(" ".join(f"+{controller}" for controller in CONTROLLERS))
+
+
+def _sweep(parent: Path) -> None:
+    """Remove the groups of services that were killed."""
+    for group in parent.glob(f"{PREFIX}*"):
+        pid = group.name.removeprefix(PREFIX)
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            _clear(group)
+
+
+def _clear(group: Path) -> None:
+    for folder in (*group.glob("slot-*"), group):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def _remove(folder: Path) -> None:
+    for _ in range(REMOVAL_TRIES):
+        try:
+            folder.rmdir()
+            return
+        except FileNotFoundError:
+            return
+        except OSError:
+            time.sleep(REMOVAL_WAIT_S)
+    folder.rmdir()

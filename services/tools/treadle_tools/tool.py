@@ -1,0 +1,129 @@
+"""The nouns of the service: a tool, its limits, what one action asks for and what comes of it.
+
+Invariant: standard library only, because this module is read on both sides of the sandbox's wall. A tool's code is
+named by `entry` and imported inside the sandbox; the service itself never imports it.
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+MIB = 1024 * 1024
+
+
+class Kind(enum.StrEnum):
+    """How a tool is used: one call and gone, or a session of steps."""
+
+    STATELESS = "stateless"
+    ENVIRONMENT = "environment"
+
+
+class Status(enum.StrEnum):
+    """How an action ended. Only OK is what the agent wanted; none of them is a fault of the service."""
+
+    OK = "ok"
+    TOOL_ERROR = "tool_error"
+    TIMED_OUT = "timed_out"
+    OUT_OF_MEMORY = "out_of_memory"
+    CRASHED = "crashed"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one action may use. memory_bytes counts what the action adds to its preloaded worker, children included."""
+
+    cpu_cores: int = 1
+    memory_bytes: int = 512 * MIB
+    wall_s: float = 10.0
+    output_bytes: int = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One registered tool.
+
+    entry: "package.module:callable", imported in the sandbox. A stateless tool is `f(arguments) -> Outcome`; an
+    environment is `f(arguments, sandbox) -> Environment`, called once a session.
+    arguments_schema: JSON Schema of one call's or step's arguments; open_schema: of an environment's opening arguments.
+    preload: modules imported once, before any action: what is slow to import belongs here.
+    work_bytes: size of the private /tmp, and the largest file. processes: processes and threads at a time.
+    """
+
+    name: str
+    kind: Kind
+    description: str
+    entry: str
+    arguments_schema: Mapping[str, Any]
+    open_schema: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "additionalProperties": False})
+    limits: Limits = Limits()
+    preload: tuple[str, ...] = ()
+    work_bytes: int = 64 * MIB
+    processes: int = 64
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a tool answers. output is what the agent reads; reward and done are for environments and scorers."""
+
+    output: str = ""
+    reward: float | None = None
+    done: bool = False
+    data: Mapping[str, Any] | None = None
+    status: Status = Status.OK
+    error: str = ""
+
+
+class InvalidArguments(Exception):  # noqa: N818 - named as the gRPC code it becomes
+    """Raised by a tool: an argument passes the schema but is wrong all the same. The caller gets INVALID_ARGUMENT."""
+
+    def __init__(self, name: str, description: str) -> None:
+        super().__init__(f"{name}: {description}")
+        self.name = name
+        self.description = description
+
+
+class Sandbox(Protocol):
+    """What an environment can ask of the sandbox it lives in."""
+
+    def python(self, code: str) -> Outcome:
+        """Run Python in a process of its own that sees the session's /tmp, but not the environment's memory."""
+        ...
+
+
+class Environment(Protocol):
+    """A stateful tool: one object a session, in one process, called from one thread."""
+
+    def first(self) -> Outcome:
+        """The first observation."""
+        ...
+
+    def step(self, arguments: Mapping[str, Any]) -> Outcome:
+        """One action of the agent. An exception is answered as TOOL_ERROR, and the session goes on."""
+        ...
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of an action, as the service sees it. Times in seconds.
+
+    alive: the session's process can take another step. invalid: (argument, description) where the tool refused an
+    argument.
+    """
+
+    status: Status
+    output: str = ""
+    truncated: bool = False
+    error: str = ""
+    reward: float | None = None
+    done: bool = False
+    data_json: str = ""
+    alive: bool = True
+    invalid: tuple[str, str] | None = None
+    queue_s: float = 0.0
+    overhead_s: float = 0.0
+    execution_s: float = 0.0
+
+    def timed(self, *, queue_s: float, total_s: float) -> "Result":
+        """The same with queue and overhead filled in: overhead is what is neither queue nor execution."""
+        return replace(self, queue_s=queue_s, overhead_s=max(0.0, total_s - queue_s - self.execution_s))

@@ -1,0 +1,74 @@
+"""Puts the service together."""
+
+import asyncio
+import socket
+
+import structlog
+from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
+from treadle_runtime.lifecycle import ServerStartError
+from treadle_runtime.server import Runtime, Wiring
+
+from treadle_tools.actions import Actions
+from treadle_tools.background import Background
+from treadle_tools.config import ToolsSettings
+from treadle_tools.convert import BusFacts
+from treadle_tools.cores import Cores
+from treadle_tools.gateway import Gateway, Pools
+from treadle_tools.registry import RegistrationError, Registry, load
+from treadle_tools.sandbox.bubblewrap import SandboxMissing, find_sandbox
+from treadle_tools.sandbox.cgroups import Cgroups, find_cgroups
+from treadle_tools.sandbox.pool import Pool
+from treadle_tools.servicer import ToolsServicer
+from treadle_tools.sessions import Sessions
+
+log = structlog.get_logger()
+
+SERVICE = tools_pb2.DESCRIPTOR.services_by_name["ToolsService"].full_name
+
+
+async def wire(runtime: Runtime) -> Wiring:
+    """The service on `runtime`. Raises ServerStartError for a module of tools that is not usable."""
+    settings = runtime.settings
+    assert isinstance(settings, ToolsSettings)
+    try:
+        registry = load(settings.builtin_tools, settings.module_names)
+    except RegistrationError as error:
+        raise ServerStartError(f"TREADLE_TOOLS_MODULES={settings.modules!r} is refused: {error}") from error
+    cgroups = find_cgroups() if settings.cgroups == "auto" else None
+    pools = await _pools(settings, registry, cgroups)
+    background = Background()
+    actions = Actions(
+        Cores(settings.usable_cores, settings.max_waiting), BusFacts(runtime.bus, f"tools/{socket.gethostname()}")
+    )
+    sessions = Sessions(
+        actions,
+        pools.take,
+        most=settings.max_sessions,
+        idle_s=settings.session_idle_s,
+        release=lambda tool, cell: background.spawn(pools.put_away(tool, cell)),
+    )
+    servicer = ToolsServicer(Gateway(registry, pools, actions, sessions, background), runtime.records, background)
+
+    async def close() -> None:
+        if cgroups is not None:
+            await asyncio.to_thread(cgroups.close)
+
+    return Wiring(
+        services={SERVICE: lambda server: tools_pb2_grpc.add_ToolsServiceServicer_to_server(servicer, server)},
+        tasks=(background.run, sessions.reap, *(pool.keep for pool in pools.pools.values())),
+        close=close,
+    )
+
+
+async def _pools(settings: ToolsSettings, registry: Registry, cgroups: Cgroups | None) -> Pools:
+    try:
+        sandbox = await find_sandbox(settings.bwrap)
+    except SandboxMissing as missing:
+        log.error("no sandbox: every tool call will be refused", why=str(missing))
+        return Pools({}, version="", missing=str(missing))
+    log.info(
+        "sandbox", bubblewrap=sandbox.version, as_user=sandbox.user, drop_root=sandbox.drop_root,
+        cgroups=cgroups.version if cgroups is not None else None,
+    )  # fmt: skip
+    pools = {tool.name: Pool(tool, sandbox, cgroups, settings.warm_cells) for tool in registry}
+    return Pools(pools, version=f"bubblewrap {sandbox.version}", missing="")

@@ -1,0 +1,193 @@
+"""Bad input to every RPC of ToolsService: the right code, naming the field or the reason."""
+
+import json
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from support.processes import StartService
+from support.rpc import error_of
+from support.tools import CALL_S, ToolsCalls, limits, tools
+from treadle.tools.v1 import tools_pb2 as pb
+
+CODE = json.dumps({"code": "1"})
+ALL = ("python", "frozen_lake", "reasoning_gym")
+
+
+def invoke_request(**fields: Any) -> pb.InvokeRequest:
+    return pb.InvokeRequest(**{"request_id": "r", "tool": "python", "arguments_json": CODE, **fields})
+
+
+def open_request(**fields: Any) -> pb.OpenSessionRequest:
+    return pb.OpenSessionRequest(**{"request_id": "r", "tool": "frozen_lake", "arguments_json": "{}", **fields})
+
+
+INVOKES = [
+    (invoke_request(request_id=""), "request_id"),
+    (invoke_request(tool=""), "tool"),
+    (invoke_request(tool="frozen_lake", arguments_json='{"action": "up"}'), "session_id"),
+    (invoke_request(session_id="not an id"), "session_id"),
+    (invoke_request(trajectory_id="t 1"), "trajectory_id"),
+    (invoke_request(arguments_json="{"), "arguments_json"),
+    (invoke_request(arguments_json="[1]"), "arguments_json"),
+    (invoke_request(arguments_json='{"code": NaN}'), "arguments_json"),
+    (invoke_request(arguments_json="[" * 100_000), "arguments_json"),
+    (invoke_request(arguments_json=json.dumps({"code": "x" * 1024 * 1024})), "arguments_json"),
+    (invoke_request(arguments_json=""), "arguments_json.code"),
+    (invoke_request(arguments_json='{"code": 1}'), "arguments_json.code"),
+    (invoke_request(arguments_json='{"code": "1", "cwd": "/"}'), "arguments_json.cwd"),
+    (invoke_request(limits=pb.Limits(cpu_cores=-1)), "limits.cpu_cores"),
+    (invoke_request(limits=pb.Limits(cpu_cores=65)), "limits.cpu_cores"),
+    (invoke_request(limits=pb.Limits(memory_bytes=-1)), "limits.memory_bytes"),
+    (invoke_request(limits=pb.Limits(memory_bytes=1 << 50)), "limits.memory_bytes"),
+    (invoke_request(limits=limits(-1.0)), "limits.wall_time"),
+    (invoke_request(limits=limits(3600.0)), "limits.wall_time"),
+    (invoke_request(limits=pb.Limits(output_bytes=-5)), "limits.output_bytes"),
+]
+OPENS = [
+    (open_request(request_id=""), "request_id"),
+    (open_request(tool=""), "tool"),
+    (open_request(tool="python"), "tool"),
+    (open_request(trajectory_id="/"), "trajectory_id"),
+    (open_request(arguments_json="nope"), "arguments_json"),
+    (open_request(arguments_json='{"size": 5}'), "arguments_json.size"),
+    (open_request(arguments_json='{"seed": -1}'), "arguments_json.seed"),
+    (open_request(arguments_json='{"slippery": "yes"}'), "arguments_json.slippery"),
+    (open_request(arguments_json='{"lake": 1}'), "arguments_json.lake"),
+    (open_request(tool="reasoning_gym"), "arguments_json.task"),
+    (open_request(tool="reasoning_gym", arguments_json='{"task": "no_such_task"}'), "arguments_json.task"),
+    (open_request(limits=pb.Limits(memory_bytes=-1)), "limits.memory_bytes"),
+]
+
+
+async def refused_field(call: Any) -> tuple[str, ...]:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call
+    error = error_of(refused.value)
+    assert error.code is grpc.StatusCode.INVALID_ARGUMENT, refused.value.details()
+    return error.fields
+
+
+async def test_invoke_and_open_session_name_the_bad_field(start_service: StartService) -> None:
+    """One service for the whole table: what is refused leaves no trace, also not under its request_id."""
+    async with tools(start_service, *ALL) as calls:
+        for invoke, field in INVOKES:
+            assert await refused_field(calls.stub.Invoke(invoke, timeout=CALL_S)) == (field,), invoke
+        for opening, field in OPENS:
+            assert await refused_field(calls.stub.OpenSession(opening, timeout=CALL_S)) == (field,), opening
+        good = await calls.stub.Invoke(invoke_request(), timeout=CALL_S)
+        assert good.result.output == "1\n"
+
+
+async def test_a_step_names_the_bad_field_and_takes_no_step(start_service: StartService) -> None:
+    async with tools(start_service, "frozen_lake") as calls:
+        session = (await calls.open("frozen_lake", trajectory_id="t")).session
+        step = {"session_id": session.session_id, "tool": ""}
+        bad: list[tuple[dict[str, Any], str]] = [
+            ({**step, "tool": "python"}, "tool"),
+            ({**step, "trajectory_id": "u"}, "trajectory_id"),
+            ({**step, "arguments_json": '{"action": "jump"}'}, "arguments_json.action"),
+            ({**step, "arguments_json": "{}"}, "arguments_json.action"),
+            ({**step, "arguments_json": '{"action": "up"}', "limits": limits(60.0)}, "limits.wall_time"),
+        ]
+        for fields, field in bad:
+            request = invoke_request(**fields)
+            assert await refused_field(calls.stub.Invoke(request, timeout=CALL_S)) == (field,), request
+        assert (await calls.session(session.session_id)).steps == 0
+
+
+async def reason_of(call: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call
+    error = error_of(refused.value)
+    return error.code, error.reason
+
+
+async def test_unknown_tools_and_sessions_are_not_found(start_service: StartService) -> None:
+    async with tools(start_service, "frozen_lake") as calls:
+        no_tool = (grpc.StatusCode.NOT_FOUND, "TOOL_NOT_FOUND")
+        no_session = (grpc.StatusCode.NOT_FOUND, "SESSION_NOT_FOUND")
+        assert await reason_of(calls.invoke({}, tool="oracle")) == no_tool
+        assert await reason_of(calls.open("oracle")) == no_tool
+        assert await reason_of(calls.step("s-none", {"action": "up"})) == no_session
+        assert await reason_of(calls.close("s-none")) == no_session
+        assert await reason_of(calls.session("s-none")) == no_session
+
+
+async def test_close_and_get_session_name_the_bad_field(start_service: StartService) -> None:
+    async with tools(start_service, "frozen_lake") as calls:
+        stub = calls.stub
+        for field, close in (
+            ("request_id", pb.CloseSessionRequest(session_id="s")),
+            ("session_id", pb.CloseSessionRequest(request_id="r")),
+        ):
+            assert await refused_field(stub.CloseSession(close, timeout=CALL_S)) == (field,)
+        assert await refused_field(stub.GetSession(pb.GetSessionRequest(), timeout=CALL_S)) == ("session_id",)
+
+
+async def test_every_rpc_needs_a_deadline(start_service: StartService) -> None:
+    async with tools(start_service, "frozen_lake") as calls:
+        assert await reason_of(calls.stub.ListTools(pb.ListToolsRequest())) == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "DEADLINE_REQUIRED",
+        )
+
+
+async def test_a_request_id_with_another_request_is_refused(start_service: StartService) -> None:
+    async with tools(start_service, "python", "frozen_lake") as calls:
+        await calls.python("1", id="same")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await calls.python("2", id="same")
+        assert error_of(refused.value).fields == ("request_id",)
+
+
+async def test_an_ended_session_takes_no_more_steps(start_service: StartService) -> None:
+    async with tools(start_service, "frozen_lake") as calls:
+        session_id = await fall_into_a_hole(calls)
+        assert await reason_of(calls.step(session_id, {"action": "up"})) == (
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "SESSION_ENDED",
+        )
+
+
+async def fall_into_a_hole(calls: ToolsCalls) -> str:
+    """A session that is done. With seed 7 the first row is `SHFF`: one step to the right of the start is a hole."""
+    opened = await calls.open("frozen_lake", {"seed": 7})
+    assert "AHFF" in opened.first.output
+    result = await calls.step(opened.session.session_id, {"action": "right"})
+    assert result.done
+    assert result.reward == 0.0
+    return opened.session.session_id
+
+
+async def test_too_many_sessions_are_refused_with_a_time_to_retry(start_service: StartService) -> None:
+    async with tools(start_service, "frozen_lake", MAX_SESSIONS="1") as calls:
+        first = await calls.open("frozen_lake")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await calls.open("frozen_lake")
+        error = error_of(refused.value)
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SESSIONS_FULL")
+        assert error.retry_after_s is not None
+        assert error.retry_after_s > 0
+        await calls.close(first.session.session_id)
+        assert (await calls.open("frozen_lake")).session.session_id
+
+
+@pytest.mark.parametrize("bwrap", ["/nowhere/bwrap", "no-such-bwrap", "/usr/bin/false"])
+async def test_without_a_sandbox_nothing_runs(start_service: StartService, bwrap: str) -> None:
+    """
+    GIVEN   a machine without a bubblewrap that works
+    WHEN    the service starts and is asked to run something
+    Result: it starts, lists its tools and no sandbox, and refuses with the command that installs bubblewrap
+    """
+    async with tools(start_service, *ALL, BWRAP=bwrap) as calls:
+        listed = await calls.stub.ListTools(pb.ListToolsRequest(), timeout=CALL_S)
+        assert listed.sandbox == ""
+        assert {tool.name for tool in listed.tools} == set(ALL)
+        for call in (calls.python("1"), calls.open("frozen_lake")):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call
+            error = error_of(refused.value)
+            assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "SANDBOX_UNAVAILABLE")
+            assert "apt-get install bubblewrap" in str(refused.value.details())

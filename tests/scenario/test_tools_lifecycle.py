@@ -1,0 +1,200 @@
+"""The service's own life: it leaves no process behind, recovers from a lost worker, and takes tools from a module."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import psutil
+import pytest
+from support.processes import SUPPORT, StartService
+from support.rpc import error_of
+from support.tools import CALL_S, ToolsCalls, tools
+from treadle.tools.v1 import tools_pb2 as pb
+
+GONE_WITHIN_S = 20.0
+
+
+async def sandboxed(calls: ToolsCalls) -> list[psutil.Process]:
+    """Every process below the service, once there is a snippet and a session to be killed with it."""
+    await calls.open("frozen_lake")
+    await calls.python("1")
+    running = psutil.Process(calls.process.pid).children(recursive=True)
+    assert any(process.name() == "bwrap" for process in running)
+    assert len(running) > 6
+    return running
+
+
+async def gone(processes: list[psutil.Process]) -> None:
+    """Returns once none of them runs."""
+    ends_at = time.monotonic() + GONE_WITHIN_S
+    while left := [process for process in processes if process.is_running()]:
+        assert time.monotonic() < ends_at, left
+        await asyncio.sleep(0.02)
+
+
+def groups_of(pid: int) -> list[Path]:
+    return list(Path("/sys/fs/cgroup").glob(f"**/treadle-tools-{pid}"))
+
+
+async def test_sigterm_leaves_no_process_behind(start_service: StartService) -> None:
+    async with tools(start_service, "python", "frozen_lake") as calls:
+        running = await sandboxed(calls)
+        calls.process.terminate()
+        assert await calls.process.wait() == 0
+        await gone(running)
+        assert groups_of(calls.process.pid) == []
+
+
+async def test_sigterm_lets_the_call_in_flight_finish(start_service: StartService) -> None:
+    async with tools(start_service, "python") as calls:
+        await calls.python("1")
+        running = asyncio.create_task(calls.python("import time; time.sleep(1); print('done')"))
+        await asyncio.sleep(0.3)
+        calls.process.terminate()
+        assert (await running).output == "done\n"
+        assert await calls.process.wait() == 0
+
+
+async def test_sigkill_leaves_no_process_behind(start_service: StartService) -> None:
+    """
+    WHEN    the service is killed with a snippet running and a session open
+    Result: the sandbox dies with it, and the next service removes the control groups that are left
+    """
+    async with tools(start_service, "python", "frozen_lake") as calls:
+        running = await sandboxed(calls)
+        busy = asyncio.create_task(calls.python("while True: pass"))
+        await asyncio.sleep(0.3)
+        running += psutil.Process(calls.process.pid).children(recursive=True)
+        calls.process.kill()
+        await gone(running)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await busy
+    async with tools(start_service, "python") as next_calls:
+        assert (await next_calls.python("1 + 1")).output == "2\n"
+        assert groups_of(calls.process.pid) == []
+
+
+async def test_a_lost_worker_is_replaced(start_service: StartService) -> None:
+    """
+    WHEN    bubblewrap is killed from outside
+    Result: the sessions in it have crashed; snippets run again in a new one
+    """
+    async with tools(start_service, "python") as calls:
+        await calls.python("1")
+        for process in psutil.Process(calls.process.pid).children():
+            process.kill()
+        ends_at = time.monotonic() + GONE_WITHIN_S
+        while True:
+            try:
+                if (await calls.python("1 + 1")).output == "2\n":
+                    return
+            except grpc.aio.AioRpcError as error:
+                assert error_of(error)[:2] == (grpc.StatusCode.UNAVAILABLE, "TOOL_NOT_READY")
+            assert time.monotonic() < ends_at
+            await asyncio.sleep(0.05)
+
+
+async def test_a_session_of_a_lost_worker_has_crashed(start_service: StartService) -> None:
+    async with tools(start_service, "frozen_lake") as calls:
+        session_id = (await calls.open("frozen_lake")).session.session_id
+        service = psutil.Process(calls.process.pid)
+        running = service.children(recursive=True)
+        for process in service.children():
+            process.kill()
+        await gone(running)
+        result = await calls.step(session_id, {"action": "left"})
+        assert result.status == pb.RESULT_STATUS_CRASHED
+        assert (await calls.session(session_id)).done
+
+
+OWN_TOOLS = """
+from treadle_tools.tool import Kind, Limits, Tool
+
+TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+TOOLS = [
+    Tool(name="shout", kind=Kind.STATELESS, description="louder", entry="own_code:shout", arguments_schema=TEXT),
+    Tool(name="count", kind=Kind.ENVIRONMENT, description="counts", entry="own_code:Counter", arguments_schema=TEXT,
+         limits=Limits(wall_s=2.0)),
+    Tool(name="broken", kind=Kind.STATELESS, description="", entry="own_code:nothing", arguments_schema=TEXT),
+]
+"""
+OWN_CODE = """
+import time
+from treadle_tools.tool import InvalidArguments, Outcome
+
+def shout(arguments):
+    print("heard", arguments["text"])
+    if arguments["text"] == "LOUD":
+        raise InvalidArguments("text", "is loud already")
+    return Outcome(output=arguments["text"].upper(), reward=0.5, data={"length": len(arguments["text"])})
+
+class Counter:
+    def __init__(self, arguments, sandbox):
+        self.count = 0
+    def first(self):
+        return Outcome(output="0")
+    def step(self, arguments):
+        if arguments["text"] == "hang":
+            time.sleep(60)
+        if arguments["text"] == "raise":
+            raise RuntimeError("as asked")
+        self.count += 1
+        return Outcome(output=str(self.count))
+"""
+
+
+async def test_own_tools_come_from_a_module(start_service: StartService, tmp_path: Path) -> None:
+    """
+    GIVEN   a module with TOOLS beside the code that they name
+    Result: a stateless tool and an environment run, fail and time out like the built-in ones; one that cannot be
+            imported is unavailable and says why, without harm to the others
+    """
+    (tmp_path / "own_tools.py").write_text(OWN_TOOLS)
+    (tmp_path / "own_code.py").write_text(OWN_CODE)
+    path = f"{SUPPORT.parent}:{tmp_path}"
+    process = await start_service("treadle_tools", {
+        "TREADLE_TOOLS_MODULES": "own_tools", "TREADLE_TOOLS_BUILTIN": "", "PYTHONPATH": path,
+    })  # fmt: skip
+    async with grpc.aio.insecure_channel(process.address) as channel:
+        calls = ToolsCalls(channel, process)
+        listed = await calls.stub.ListTools(pb.ListToolsRequest(), timeout=CALL_S)
+        assert [tool.name for tool in listed.tools] == ["shout", "count", "broken"]
+        shouted = await calls.invoke({"text": "hey"}, tool="shout")
+        assert (shouted.output, shouted.reward, shouted.data_json) == ("heard hey\nHEY", 0.5, '{"length": 3}')
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await calls.invoke({"text": "LOUD"}, tool="shout")
+        assert error_of(refused.value).fields == ("arguments_json.text",)
+        session_id = (await calls.open("count")).session.session_id
+        failed = await calls.step(session_id, {"text": "raise"})
+        assert (failed.status, failed.error) == (pb.RESULT_STATUS_TOOL_ERROR, "RuntimeError: as asked")
+        assert (await calls.step(session_id, {"text": "go on"})).output == "1"
+        hung = await calls.step(session_id, {"text": "hang"})
+        assert hung.status == pb.RESULT_STATUS_TIMED_OUT
+        assert (await calls.session(session_id)).done
+        with pytest.raises(grpc.aio.AioRpcError) as broken:
+            await calls.invoke({"text": "x"}, tool="broken")
+        assert error_of(broken.value)[:2] == (grpc.StatusCode.UNAVAILABLE, "TOOL_NOT_READY")
+        assert "nothing" in str(broken.value.details())
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("MODULES", "no_such_module", "no_such_module"),
+        ("MODULES", "not a name", "Python module names"),
+        ("CORES", "-1", "greater than or equal to 0"),
+        ("BUILTIN", "python,oracle", "python,frozen_lake,reasoning_gym"),
+        ("CGROUPS", "maybe", "'auto' or 'off'"),
+        ("BWARP", "x", "TREADLE_TOOLS_BWRAP"),
+    ],
+)
+async def test_a_bad_setting_ends_the_start_with_one_line(
+    start_service: StartService, variable: str, value: str, says: str
+) -> None:
+    with pytest.raises(AssertionError, match=r"the service ended with [12]") as ended:
+        await start_service("treadle_tools", {f"TREADLE_TOOLS_{variable}": value})
+    line = str(ended.value).splitlines()[-1]
+    assert f"TREADLE_TOOLS_{variable}" in line
+    assert says in line

@@ -1,0 +1,390 @@
+"""What code in the sandbox cannot do, tried for real: each attempt is contained and the service goes on."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support.processes import ServiceProcess
+from support.tools import ToolsCalls, calls_to, limits, shared_tools
+from treadle.tools.v1 import tools_pb2 as pb
+
+SPARE_PROCESSES = 12  # doors and spare cells come and go
+MIB = 1024 * 1024
+TROUBLE = (pb.RESULT_STATUS_TOOL_ERROR, pb.RESULT_STATUS_CRASHED, pb.RESULT_STATUS_OUT_OF_MEMORY)
+
+
+@pytest.fixture(scope="module")
+def with_cgroups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    with shared_tools(tmp_path_factory.mktemp("with"), "python") as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def without_cgroups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    with shared_tools(tmp_path_factory.mktemp("without"), "python", CGROUPS="off") as process:
+        yield process
+
+
+@pytest.fixture
+async def plain_calls(with_cgroups: ServiceProcess) -> AsyncIterator[ToolsCalls]:
+    async with calls_to(with_cgroups) as made:
+        yield made
+
+
+@pytest.fixture(params=["with_cgroups", "without_cgroups"])
+def counted(request: pytest.FixtureRequest) -> ServiceProcess:
+    """One after the other: what holds where memory is counted by control groups holds where it is watched."""
+    process: ServiceProcess = request.getfixturevalue(request.param)
+    return process
+
+
+@pytest.fixture
+async def calls(counted: ServiceProcess) -> AsyncIterator[ToolsCalls]:
+    async with calls_to(counted) as made:
+        yield made
+
+
+# Each prints `contained` and nothing else, or raises.
+ATTEMPTS = {
+    "the network by address": """
+import socket
+for address in (("169.254.169.254", 80), ("1.1.1.1", 53), ("127.0.0.1", PORT)):
+    try:
+        socket.create_connection(address, timeout=2)
+        print("connected to", address)
+    except OSError:
+        pass
+print("contained")
+""",
+    "the network by name": """
+import socket
+try:
+    print(socket.getaddrinfo("example.com", 80))
+except OSError:
+    print("contained")
+""",
+    "the host's files": """
+import os
+paths = ("/etc", "/var", "/home", "/sys", "/run", "/mnt", "/root/.ssh", SECRET)
+print([path for path in paths if os.path.exists(path)] or "contained")
+""",
+    "a link out of the work folder": """
+import os
+os.symlink(SECRET, "/tmp/link")
+try:
+    print(open("/tmp/link").read())
+except FileNotFoundError:
+    print("contained")
+""",
+    "writing anywhere else": """
+import os, sys
+folders = ["/", "/usr", "/usr/bin", "/dev", "/proc", sys.prefix, os.path.dirname(os.__file__), *sys.path]
+written = []
+for folder in folders:
+    try:
+        open(os.path.join(folder, "x"), "w")
+        written.append(folder)
+    except OSError:
+        pass
+print(written or "contained")
+""",
+    "the kernel's switches": """
+import os
+paths = ("/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger", "/proc/sys/vm/drop_caches")
+written = []
+for path in paths:
+    try:
+        open(path, "w")
+        written.append(path)
+    except OSError:
+        pass
+print(written or "contained")
+""",
+    "other processes": """
+import os
+others = [name for name in os.listdir("/proc") if name.isdigit() and int(name) > 10]
+print(others or "contained")
+""",
+    "a signal to the service": """
+import os
+for pid in (SERVICE, SERVICE + 1, 4194304):
+    try:
+        os.kill(pid, 9)
+        print("killed", pid)
+    except ProcessLookupError:
+        pass
+os.kill(1, 9)
+os.kill(1, 19)
+print("contained")
+""",
+    "root": """
+import os
+tried = []
+for call, *arguments in ((os.setuid, 0), (os.setgid, 0), (os.chroot, "/tmp"), (os.mknod, "/tmp/d", 0o60600, 1)):
+    try:
+        call(*arguments)
+        tried.append("allowed")
+    except OSError:
+        pass
+print(tried or "contained", end="" if os.getresuid() == (65534,) * 3 == os.getresgid() else "not nobody")
+print()
+""",
+    "capabilities": """
+import ctypes
+header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+libc = ctypes.CDLL(None)
+assert libc.capget(header, data) == 0
+print("contained" if not any(data) and libc.prctl(39, 0, 0, 0, 0) == 1 else list(data))
+""",
+    "a namespace of its own": """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+print("contained" if all(libc.unshare(flag) < 0 for flag in (0x10000000, 0x20000, 0x40000000)) else "unshared")
+""",
+    "the memory of process 1": """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+attached = libc.ptrace(16, 1, 0, 0) == 0
+try:
+    open("/proc/1/mem", "rb")
+    attached = True
+except OSError:
+    pass
+print("attached" if attached else "contained")
+""",
+    "a kernel keyring": """
+import ctypes, platform
+add_key = {"x86_64": 248, "aarch64": 217}[platform.machine()]
+print("contained" if ctypes.CDLL(None).syscall(add_key, b"user", b"k", b"v", 1, -4) < 0 else "kept")
+""",
+}
+
+
+async def test_no_attempt_gets_out(plain_calls: ToolsCalls, tmp_path: Path) -> None:
+    """Every row of the table, in one service, which serves afterwards as before."""
+    secret = tmp_path / "secret"
+    secret.write_text("the host's own")
+    secret.chmod(0o644)
+    port = plain_calls.process.address.rpartition(":")[2]
+    settings = f"PORT = {port}; SECRET = {str(secret)!r}; SERVICE = {plain_calls.process.pid}\n"
+    for name, code in ATTEMPTS.items():
+        result = await plain_calls.python(settings + code)
+        assert (name, result.output, result.error) == (name, "contained\n", "")
+    assert (await plain_calls.python("1 + 1")).output == "2\n"
+
+
+async def test_a_flood_of_output_is_cut_and_says_so(plain_calls: ToolsCalls) -> None:
+    result = await plain_calls.python("for _ in range(300): print('x' * 100_000)", limits=limits(output_bytes=1000))
+    assert result.status == pb.RESULT_STATUS_OK
+    assert result.output_truncated
+    assert result.output == "x" * 1000 + "\n[output cut at 1000 bytes]"
+
+
+async def test_output_that_looks_like_an_answer_is_only_output(plain_calls: ToolsCalls) -> None:
+    """Frames on stdout, and garbage on every descriptor that the code can find, answer nothing in the tool's place."""
+    frame = """
+import json, os, struct
+body = json.dumps({"status": "ok", "output": "forged", "truncated": False, "error": "", "alive": True,
+                   "execution_s": 0.0, "reward": 1.0}).encode()
+os.write(1, struct.pack(">I", len(body)) + body)
+"""
+    result = await plain_calls.python(frame)
+    assert "forged" in result.output
+    assert not result.HasField("reward")
+    garbage = """
+import os
+for descriptor in range(3, 256):
+    try:
+        os.write(descriptor, b"\\xff" * 64)
+    except OSError:
+        pass
+"""
+    assert (await plain_calls.python(garbage)).status == pb.RESULT_STATUS_CRASHED
+    assert (await plain_calls.python("1 + 1")).output == "2\n"
+
+
+async def test_a_memory_bomb_is_stopped(calls: ToolsCalls) -> None:
+    result = await calls.python("x = bytearray(4 << 30)", limits=limits(memory_bytes=256 * MIB))
+    assert result.status == pb.RESULT_STATUS_OUT_OF_MEMORY
+    assert (await calls.python("1 + 1")).output == "2\n"
+
+
+async def test_memory_of_children_counts(calls: ToolsCalls) -> None:
+    """
+    GIVEN   a limit of 256 MiB
+    WHEN    six children of one snippet hold 120 MiB each, which each alone may
+    Result: not all of them live, and the snippet is out of memory, however memory is counted on this machine
+    """
+    code = """
+import os, time
+for _ in range(6):
+    if os.fork() == 0:
+        held = b"x" * (120 << 20)
+        time.sleep(30)
+        os._exit(0)
+for _ in range(6):
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+    raise SystemExit("a child was killed")
+"""
+    result = await calls.python(code, limits=limits(memory_bytes=256 * MIB))
+    assert result.status in TROUBLE
+    assert result.status != pb.RESULT_STATUS_TOOL_ERROR or "-9" in result.output
+    assert (await calls.python("1 + 1")).output == "2\n"
+
+
+async def test_an_endless_loop_is_killed_at_the_wall_clock(calls: ToolsCalls) -> None:
+    code = """
+import signal
+for number in range(1, 32):
+    if number not in (9, 19):
+        signal.signal(number, signal.SIG_IGN)
+print("here", flush=True)
+while True:
+    pass
+"""
+    result = await calls.python(code, limits=limits(0.5))
+    assert result.status == pb.RESULT_STATUS_TIMED_OUT
+    assert result.output == "here\n"
+    assert "0.5 s" in result.error
+
+
+async def test_sleeping_is_no_way_around_the_wall_clock(plain_calls: ToolsCalls) -> None:
+    result = await plain_calls.python("import time; time.sleep(1000)", limits=limits(0.3))
+    assert result.status == pb.RESULT_STATUS_TIMED_OUT
+
+
+async def test_a_fork_bomb_is_contained(calls: ToolsCalls) -> None:
+    """
+    WHEN    a snippet forks without end, ignoring every failure to
+    Result: its processes never exceed the tool's limit by much, other snippets run meanwhile, and nothing is left of it
+    """
+    bomb = """
+import os
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass
+"""
+    await calls.python("1")
+    service = psutil.Process(calls.process.pid)
+    before = len(service.children(recursive=True))
+    exploding = asyncio.create_task(calls.python(bomb, limits=limits(2.0)))
+    most = 0
+    while not exploding.done():
+        most = max(most, len(service.children(recursive=True)))
+        await asyncio.sleep(0.05)
+    result = await exploding
+    assert result.status != pb.RESULT_STATUS_OK
+    assert before + 20 < most < before + 64 + 40  # it did explode, and 64 processes are the tool's limit
+    assert (await calls.python("1 + 1")).output == "2\n"
+    await no_more_than(service, before + SPARE_PROCESSES)
+
+
+async def test_a_full_disk_is_only_the_snippets_own(plain_calls: ToolsCalls) -> None:
+    code = """
+import errno
+failed = set()
+for number in range(3):
+    try:
+        with open(f"/tmp/{number}", "wb") as file:
+            for _ in range(100):
+                file.write(bytes(1 << 20))
+    except OSError as error:
+        failed.add(errno.errorcode[error.errno])
+print(sorted(failed))
+"""
+    result = await plain_calls.python(code)
+    assert result.status != pb.RESULT_STATUS_OK or result.output in ("['EFBIG', 'ENOSPC']\n", "['ENOSPC']\n")
+    assert (await plain_calls.python("open('/tmp/a', 'wb').write(bytes(1 << 20))")).output == f"{1 << 20}\n"
+
+
+async def test_snippets_see_nothing_of_each_other(plain_calls: ToolsCalls) -> None:
+    """Neither one after the other nor at the same time: no files, no processes, no loopback in common."""
+    holder = """
+import os, socket, time
+for folder in ("/tmp", "/dev/shm"):
+    open(f"{folder}/mine", "w").write("mine")
+server = socket.socket(socket.AF_UNIX)
+server.bind("\\0meeting")
+server.listen()
+time.sleep(1.5)
+print("held")
+"""
+    looker = """
+import os, socket
+print(os.listdir("/tmp"), os.listdir("/dev/shm"))
+try:
+    socket.socket(socket.AF_UNIX).connect("\\0meeting")
+    print("met")
+except ConnectionRefusedError:
+    print("alone")
+"""
+    holding = asyncio.create_task(plain_calls.python(holder))
+    while not holding.done():
+        assert (await plain_calls.python(looker)).output == "[] []\nalone\n"
+    assert (await holding).output == "held\n"
+    assert (await plain_calls.python(looker)).output == "[] []\nalone\n"
+
+
+async def test_what_a_snippet_leaves_running_dies_with_it(plain_calls: ToolsCalls) -> None:
+    service = psutil.Process(plain_calls.process.pid)
+    await plain_calls.python("1")
+    code = """
+import subprocess
+subprocess.Popen(["sleep", "123456"], start_new_session=True)
+print("left")
+"""
+    started = time.monotonic()
+    result = await plain_calls.python(code, limits=limits(9.0))
+    assert (result.output, result.status) == ("left\n", pb.RESULT_STATUS_OK)
+    assert time.monotonic() - started < 9.0  # it does not wait for the one left behind
+    ends_at = time.monotonic() + 10
+    while any("123456" in " ".join(child.cmdline()) for child in children(service)):
+        assert time.monotonic() < ends_at
+        await asyncio.sleep(0.02)
+
+
+async def test_random_numbers_differ_between_snippets(plain_calls: ToolsCalls) -> None:
+    seen = {(await plain_calls.python("import random; random.random()")).output for _ in range(4)}
+    assert len(seen) == 4
+
+
+OK, TOOL_ERROR, CRASHED = pb.RESULT_STATUS_OK, pb.RESULT_STATUS_TOOL_ERROR, pb.RESULT_STATUS_CRASHED
+ZERO = "ZeroDivisionError: division by zero"
+UNCLOSED = "SyntaxError: '(' was never closed"
+ENDINGS = [  # code, status, end of the output, begin of the error
+    ("1/0", TOOL_ERROR, f"{ZERO}\n", ZERO),
+    ("print(", TOOL_ERROR, f"{UNCLOSED}\n", UNCLOSED),
+    ("raise SystemExit(3)", TOOL_ERROR, "", "SystemExit: 3"),
+    ("raise SystemExit", OK, "", ""),
+    ("import os; os._exit(7)", CRASHED, "", "ended without an answer, exit code 7"),
+    ("import os; os.kill(os.getpid(), 11)", CRASHED, "", "killed by SIGSEGV"),
+    ("print('\\ud800'); '\\U0001f600'", OK, "\\ud800\n'\U0001f600'\n", ""),
+    ("import sys; print('out'); print('err', file=sys.stderr); None", OK, "out\nerr\n", ""),
+    ("def f(n):\n  return n and f(n - 1)\nf(10**6)", TOOL_ERROR, "exceeded\n", "RecursionError"),
+    ("input()", TOOL_ERROR, "EOFError: EOF when reading a line\n", "EOFError"),
+    ("", OK, "", ""),
+]
+
+
+async def test_code_that_ends_badly_is_an_answer(plain_calls: ToolsCalls) -> None:
+    for code, status, output, error in ENDINGS:
+        result = await plain_calls.python(code)
+        assert (code, result.status) == (code, status), result
+        assert result.output.endswith(output), result
+        assert result.error.startswith(error), result
+
+
+def children(service: psutil.Process) -> list[psutil.Process]:
+    return [child for child in service.children(recursive=True) if child.is_running()]
+
+
+async def no_more_than(service: psutil.Process, most: int) -> None:
+    ends_at = time.monotonic() + 20
+    while len(service.children(recursive=True)) > most:
+        assert time.monotonic() < ends_at
+        await asyncio.sleep(0.05)

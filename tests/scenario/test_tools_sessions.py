@@ -1,0 +1,246 @@
+"""Stateful environments over RPC: steps, repeats, concurrency, what one session sees of another, how each ends."""
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator, Iterator
+
+import grpc
+import grpc.aio
+import pytest
+from support.processes import ServiceProcess, StartService
+from support.rpc import error_of
+from support.tools import CALL_S, ToolsCalls, calls_to, limits, shared_tools, tools
+from treadle.telemetry.v1.facts_pb2 import Fact
+from treadle.tools.v1 import tools_pb2 as pb
+from treadle_runtime.bus import open_bus
+
+LEGS = {"task": "leg_counting", "seed": 3, "index": 2}
+OK = pb.RESULT_STATUS_OK
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    with shared_tools(tmp_path_factory.mktemp("tools"), "frozen_lake", "reasoning_gym") as process:
+        yield process
+
+
+@pytest.fixture
+async def lake(served: ServiceProcess) -> AsyncIterator[ToolsCalls]:
+    async with calls_to(served) as calls:
+        yield calls
+
+
+@pytest.fixture
+async def riddles(served: ServiceProcess) -> AsyncIterator[ToolsCalls]:
+    async with calls_to(served) as calls:
+        yield calls
+
+
+async def test_a_lake_is_crossed(lake: ToolsCalls) -> None:
+    """The map depends on seed and size alone; the way through it leads to reward 1 and the end."""
+    opened = await lake.open("frozen_lake", {"seed": 7, "size": 4}, trajectory_id="t-1")
+    again = await lake.open("frozen_lake", {"seed": 7, "size": 4})
+    large = await lake.open("frozen_lake", {"seed": 7, "size": 8, "slippery": True})
+    assert opened.first.output == again.first.output
+    assert opened.first.output.endswith("\n\nAHFF\nFHFH\nFFFF\nFFFG")
+    assert len(large.first.output.splitlines()[-1]) == 8
+    assert "slippery" in large.first.output
+    session_id = opened.session.session_id
+    for count, action in enumerate(("down", "down", "right", "right", "right", "down"), start=1):
+        result = await lake.step(session_id, {"action": action})
+        assert result.status == OK
+        assert result.done == (count == 6)
+        assert result.reward == (1.0 if count == 6 else 0.0)
+    assert result.output.endswith("You reached the goal.")
+    session = await lake.session(session_id)
+    assert (session.steps, session.done, session.tool, session.trajectory_id) == (6, True, "frozen_lake", "t-1")
+    await lake.close(session_id)
+    with pytest.raises(grpc.aio.AioRpcError) as gone:
+        await lake.session(session_id)
+    assert gone.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_session_survives_many_steps(lake: ToolsCalls) -> None:
+    """Walking into the wall moves nobody; gymnasium ends the game after its 100 moves."""
+    session_id = (await lake.open("frozen_lake", {"seed": 7})).session.session_id
+    for count in range(1, 101):
+        result = await lake.step(session_id, {"action": "left"})
+        assert (result.status, result.done) == (OK, count == 100)
+    assert "No moves are left" in result.output
+
+
+async def test_a_repeated_request_takes_one_step(lake: ToolsCalls) -> None:
+    """
+    WHEN    the same step arrives again, later and at the same time
+    Result: the same answer, and the agent has moved once
+    """
+    opened = await lake.open("frozen_lake", {"seed": 7}, id="lake-open")
+    assert (await lake.open("frozen_lake", {"seed": 7}, id="lake-open")) == opened
+    session_id = opened.session.session_id
+    first = await lake.step(session_id, {"action": "down"}, id="step-1")
+    assert await lake.step(session_id, {"action": "down"}, id="step-1") == first
+    both = await asyncio.gather(*(lake.step(session_id, {"action": "down"}, id="step-2") for _ in range(4)))
+    assert all(answer == both[0] for answer in both)
+    assert json.loads(both[0].data_json) == {"row": 2, "column": 0}
+    assert (await lake.session(session_id)).steps == 2
+    await lake.close(session_id, id="close")
+    await lake.close(session_id, id="close")
+
+
+async def test_steps_of_one_session_wait_for_each_other(lake: ToolsCalls) -> None:
+    session_id = (await lake.open("frozen_lake", {"seed": 7})).session.session_id
+    moves = await asyncio.gather(*(lake.step(session_id, {"action": a}) for a in ("down", "up", "down", "up")))
+    assert all(move.status == OK for move in moves)
+    assert (await lake.session(session_id)).steps == 4
+
+
+async def test_many_sessions_run_side_by_side(lake: ToolsCalls) -> None:
+    async def play(seed: int) -> str:
+        session_id = (await lake.open("frozen_lake", {"seed": seed})).session.session_id
+        result = await lake.step(session_id, {"action": "left"})
+        await lake.close(session_id)
+        return result.output
+
+    boards = await asyncio.gather(*(play(seed) for seed in range(24)))
+    assert len(set(boards)) > 12
+
+
+async def test_a_task_is_solved_with_python(riddles: ToolsCalls) -> None:
+    opened = await riddles.open("reasoning_gym", LEGS)
+    assert "how many legs" in opened.first.output
+    session_id = opened.session.session_id
+    noted = await riddles.step(session_id, {"code": "open('/tmp/sum', 'w').write(str(3*6 + 2*10 + 8*6 + 14*4 + 7*6))"})
+    assert (noted.status, noted.done) == (OK, False)
+    read = await riddles.step(session_id, {"code": "open('/tmp/sum').read()"})
+    assert read.output == "'184'\n"
+    answered = await riddles.step(session_id, {"answer": "184"})
+    assert (answered.reward, answered.done) == (1.0, True)
+    wrong = (await riddles.open("reasoning_gym", LEGS)).session.session_id
+    assert (await riddles.step(wrong, {"answer": "5"})).reward < 1.0
+
+
+async def test_code_in_a_session_fails_without_ending_it(riddles: ToolsCalls) -> None:
+    session_id = (await riddles.open("reasoning_gym", LEGS)).session.session_id
+    looped = await riddles.step(session_id, {"code": "print('on'); 1\nwhile True: pass"}, limits=limits(1.0))
+    assert (looped.status, looped.output) == (pb.RESULT_STATUS_TIMED_OUT, "on\n")
+    raised = await riddles.step(session_id, {"code": "1/0"})
+    assert (raised.status, raised.error) == (pb.RESULT_STATUS_TOOL_ERROR, "ZeroDivisionError: division by zero")
+    flooded = await riddles.step(session_id, {"code": "print('x' * 10**7)"}, limits=limits(output_bytes=100))
+    assert flooded.output_truncated
+    assert (await riddles.step(session_id, {"answer": "184"})).reward == 1.0
+
+
+async def test_code_in_a_session_does_not_see_the_answer(riddles: ToolsCalls) -> None:
+    """Neither in its own memory, which is not a copy of the environment's, nor in the environment's."""
+    session_id = (await riddles.open("reasoning_gym", LEGS)).session.session_id
+    look = """
+import gc, os
+kinds = {type(thing).__name__ for thing in gc.get_objects()}
+readable = []
+for pid in range(1, 64):
+    try:
+        open(f"/proc/{pid}/mem", "rb")
+        readable.append(pid)
+    except OSError:
+        pass
+print("ReasoningTask" in kinds, "LegCountingDataset" in kinds, [pid for pid in readable if pid != os.getpid()])
+"""
+    assert (await riddles.step(session_id, {"code": look})).output == "False False []\n"
+
+
+async def test_sessions_see_nothing_of_each_other(riddles: ToolsCalls) -> None:
+    ours = (await riddles.open("reasoning_gym", LEGS)).session.session_id
+    theirs = (await riddles.open("reasoning_gym", LEGS)).session.session_id
+    await riddles.step(ours, {"code": "open('/tmp/ours', 'w').write('x')"})
+    seen = await riddles.step(theirs, {"code": "import os; os.listdir('/tmp'), os.listdir('/dev/shm')"})
+    assert seen.output == "([], [])\n"
+
+
+async def test_a_killed_environment_ends_its_session_only(riddles: ToolsCalls) -> None:
+    killed = (await riddles.open("reasoning_gym", LEGS)).session.session_id
+    other = (await riddles.open("reasoning_gym", LEGS)).session.session_id
+    result = await riddles.step(killed, {"code": "import os; os.kill(-1, 9)"})
+    assert result.status == pb.RESULT_STATUS_CRASHED
+    session = await riddles.session(killed)
+    if session.done:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await riddles.step(killed, {"answer": "1"})
+        assert error_of(refused.value)[:2] == (grpc.StatusCode.FAILED_PRECONDITION, "SESSION_ENDED")
+    assert (await riddles.step(other, {"answer": "184"})).reward == 1.0
+
+
+async def test_a_step_is_finished_although_its_caller_gives_up(riddles: ToolsCalls) -> None:
+    """
+    WHEN    the caller's deadline passes in the middle of a step, and it asks again with the same request_id
+    Result: the step has run once, and its answer is there
+    """
+    session_id = (await riddles.open("reasoning_gym", LEGS)).session.session_id
+    code = "import time; time.sleep(1); open('/tmp/log', 'a').write('x'); open('/tmp/log').read()"
+    request = pb.InvokeRequest(request_id="slow", session_id=session_id, arguments_json=json.dumps({"code": code}))
+    with pytest.raises(grpc.aio.AioRpcError) as gave_up:
+        await riddles.stub.Invoke(request, timeout=0.3)
+    assert gave_up.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert (await riddles.stub.Invoke(request, timeout=CALL_S)).result.output == "'x'\n"
+    assert (await riddles.session(session_id)).steps == 1
+
+
+async def test_an_idle_session_is_closed(start_service: StartService) -> None:
+    async with tools(start_service, "frozen_lake", SESSION_IDLE_S="0.4") as calls:
+        session_id = (await calls.open("frozen_lake")).session.session_id
+        for _ in range(6):
+            assert (await calls.step(session_id, {"action": "left"})).status == OK
+            await asyncio.sleep(0.1)
+        ends_at = asyncio.get_running_loop().time() + 20
+        while True:
+            try:
+                await calls.session(session_id)
+            except grpc.aio.AioRpcError as error:
+                assert error_of(error)[:2] == (grpc.StatusCode.NOT_FOUND, "SESSION_NOT_FOUND")
+                return
+            assert asyncio.get_running_loop().time() < ends_at
+            await asyncio.sleep(0.05)
+
+
+async def test_actions_are_told_on_the_bus_with_their_times(start_service: StartService, nats_url: str) -> None:
+    """
+    GIVEN   one core
+    WHEN    two snippets of 0.3 s run at the same time
+    Result: each is told as started and finished; queue, overhead and execution are told apart, and one waited
+    """
+    trajectory_id = f"t-{uuid.uuid4().hex}"
+    async with tools(start_service, "python", CORES="1") as calls:
+        await calls.python("1", trajectory_id=trajectory_id)
+        code = "import time; time.sleep(0.3)"
+        results = await asyncio.gather(*(calls.python(code, trajectory_id=trajectory_id) for _ in range(2)))
+    told: list[Fact] = []
+
+    async def hear(fact: Fact) -> None:
+        told.append(fact)
+
+    async with open_bus(nats_url, "test") as bus:
+        await bus.subscribe(["tool_started", "tool_finished"], hear, replay=True)
+        ends_at = asyncio.get_running_loop().time() + 20
+        while len(told) < 6:
+            assert asyncio.get_running_loop().time() < ends_at
+            await asyncio.sleep(0.02)
+    started = [fact.tool_started for fact in told if fact.HasField("tool_started")]
+    finished = [fact.tool_finished for fact in told if fact.HasField("tool_finished")]
+    assert [fact.trajectory_id for fact in started] == [trajectory_id] * 3
+    assert [fact.status for fact in finished] == [OK] * 3
+    assert started[0].expected_time.ToNanoseconds() == 0
+    assert started[1].expected_time.ToNanoseconds() > 0
+    queued = sorted(result.timing.queue.ToTimedelta().total_seconds() for result in results)
+    assert queued[0] < 0.29 < queued[1]
+    assert all(result.timing.execution.ToTimedelta().total_seconds() >= 0.3 for result in results)
+    assert finished[-1].timing in [result.timing for result in results]
+
+
+async def test_a_full_queue_is_refused_with_a_time_to_retry(start_service: StartService) -> None:
+    async with tools(start_service, "python", CORES="1", MAX_WAITING="1") as calls:
+        await calls.python("1")
+        code = "import time; time.sleep(1)"
+        answers = await asyncio.gather(*(calls.python(code) for _ in range(4)), return_exceptions=True)
+        refused = [error_of(answer) for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
+        assert [error[:2] for error in refused] == [(grpc.StatusCode.RESOURCE_EXHAUSTED, "ACTIONS_WAITING")] * 2
+        assert all(error.retry_after_s for error in refused)

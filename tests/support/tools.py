@@ -1,0 +1,97 @@
+"""A tools service as a real process, and short ways to call it."""
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+from google.protobuf.duration_pb2 import Duration
+from support.nats_server import NatsServer
+from support.processes import ServiceProcess, StartService, start_process
+from treadle.tools.v1 import tools_pb2 as pb
+from treadle.tools.v1 import tools_pb2_grpc
+
+CALL_S = 60.0
+
+
+def limits(wall_s: float = 0.0, **fields: int) -> pb.Limits:
+    """Limits of a request."""
+    wall = Duration()
+    wall.FromNanoseconds(round(wall_s * 1e9))
+    return pb.Limits(wall_time=wall, **fields)
+
+
+class ToolsCalls:
+    """The RPCs with a fresh request_id and a deadline, arguments as a mapping."""
+
+    def __init__(self, channel: grpc.aio.Channel, process: ServiceProcess) -> None:
+        self.stub = tools_pb2_grpc.ToolsServiceStub(channel)
+        self.process = process
+
+    async def invoke(self, arguments: dict[str, Any] | None = None, *, id: str = "", **fields: Any) -> pb.ToolResult:
+        """One action."""
+        request = pb.InvokeRequest(
+            request_id=id or uuid.uuid4().hex, arguments_json=json.dumps(arguments or {}), **fields
+        )
+        return (await self.stub.Invoke(request, timeout=CALL_S)).result
+
+    async def python(self, code: str, **fields: Any) -> pb.ToolResult:
+        """The `python` tool."""
+        return await self.invoke({"code": code}, tool="python", **fields)
+
+    async def open(
+        self, tool: str, arguments: dict[str, Any] | None = None, *, id: str = "", **fields: Any
+    ) -> pb.OpenSessionResponse:
+        """A new session."""
+        request = pb.OpenSessionRequest(
+            request_id=id or uuid.uuid4().hex, tool=tool, arguments_json=json.dumps(arguments or {}), **fields
+        )
+        return await self.stub.OpenSession(request, timeout=CALL_S)
+
+    async def step(self, session_id: str, arguments: dict[str, Any], *, id: str = "", **fields: Any) -> pb.ToolResult:
+        """One action of a session."""
+        return await self.invoke(arguments, id=id, session_id=session_id, **fields)
+
+    async def close(self, session_id: str, *, id: str = "") -> None:
+        """End a session."""
+        request = pb.CloseSessionRequest(request_id=id or uuid.uuid4().hex, session_id=session_id)
+        await self.stub.CloseSession(request, timeout=CALL_S)
+
+    async def session(self, session_id: str) -> pb.Session:
+        """Of GetSession."""
+        return (await self.stub.GetSession(pb.GetSessionRequest(session_id=session_id), timeout=CALL_S)).session
+
+
+@asynccontextmanager
+async def tools(start_service: StartService, *builtin: str, **settings: str) -> AsyncIterator[ToolsCalls]:
+    """A tools service with the built-in tools named (each costs the start of a worker); settings in upper case."""
+    env = {f"TREADLE_TOOLS_{name}": value for name, value in settings.items()}
+    process = await start_service("treadle_tools", {"TREADLE_TOOLS_BUILTIN": ",".join(builtin), **env})
+    async with calls_to(process) as calls:
+        yield calls
+
+
+@contextmanager
+def shared_tools(folder: Path, *builtin: str, **settings: str) -> Iterator[ServiceProcess]:
+    """A tools service with a nats-server of its own, for the tests of a whole module: they leave nothing in it."""
+    nats = NatsServer(folder / "nats")
+    nats.start()
+    env = {f"TREADLE_TOOLS_{name}": value for name, value in {"BUILTIN": ",".join(builtin), **settings}.items()}
+    process = start_process("treadle_tools", "tools", {"TREADLE_NATS_URL": nats.url, **env}, folder / "tools")
+    try:
+        asyncio.run(process.ready(60.0))
+        yield process
+    finally:
+        asyncio.run(process.end())
+        nats.kill()
+
+
+@asynccontextmanager
+async def calls_to(process: ServiceProcess) -> AsyncIterator[ToolsCalls]:
+    """Calls to a service that runs."""
+    async with grpc.aio.insecure_channel(process.address) as channel:
+        yield ToolsCalls(channel, process)

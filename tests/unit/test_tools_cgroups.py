@@ -1,0 +1,119 @@
+"""Control groups of both versions, on a folder that looks like the kernel's (version 1 is tried for real elsewhere)."""
+
+import os
+from pathlib import Path
+
+import pytest
+from treadle_tools.sandbox.cgroups import V1, V2, Cgroups, Root, Slot, find_cgroups
+from treadle_tools.sandbox.memory import PAGE_BYTES, private_bytes
+
+
+def slot_of(version: int, folder: Path) -> tuple[Slot, dict[str, Path]]:
+    if version == 2:
+        folders = dict.fromkeys(("memory", "cpu", "pids"), folder)
+    else:
+        folders = {name: folder / name for name in ("memory", "cpu", "pids")}
+        for path in folders.values():
+            path.mkdir()
+    slot = Slot(Root(version, folders), "slot-0")
+    return slot, {name: path / "slot-0" for name, path in folders.items()}
+
+
+def test_version_1_writes_limits_per_controller(tmp_path: Path) -> None:
+    slot, folders = slot_of(1, tmp_path)
+    (folders["memory"] / V1.swap_most).write_text("")
+    slot.limit(memory_bytes=1 << 20, cpu_cores=2, processes=7)
+    slot.join(4711)
+    assert (folders["memory"] / "memory.limit_in_bytes").read_text() == "1048576"
+    assert (folders["memory"] / "memory.memsw.limit_in_bytes").read_text() == "1048576"
+    assert (folders["cpu"] / "cpu.cfs_quota_us").read_text() == "200000"
+    assert (folders["pids"] / "pids.max").read_text() == "7"
+    assert {(folder / "cgroup.procs").read_text() for folder in folders.values()} == {"4711"}
+
+
+def test_version_2_writes_limits_to_one_group(tmp_path: Path) -> None:
+    slot, folders = slot_of(2, tmp_path)
+    group = folders["memory"]
+    (group / V2.swap_most).write_text("max")
+    slot.limit(memory_bytes=1 << 20, cpu_cores=2, processes=7)
+    slot.join(4711)
+    written = {path.name: path.read_text() for path in group.iterdir()}
+    assert written == {
+        "memory.max": "1048576",
+        "memory.swap.max": "0",
+        "cpu.max": "200000 100000",
+        "pids.max": "7",
+        "cgroup.procs": "4711",
+    }
+
+
+@pytest.mark.parametrize(("version", "file"), [(1, V1.oom_events), (2, V2.oom_events)])
+def test_kills_for_memory_are_counted(tmp_path: Path, version: int, file: str) -> None:
+    slot, folders = slot_of(version, tmp_path)
+    (folders["memory"] / file).write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    assert slot.oom_kills() == 3
+
+
+def test_a_step_leaves_the_memory_limit_as_it_is(tmp_path: Path) -> None:
+    slot, folders = slot_of(2, tmp_path)
+    slot.limit(memory_bytes=1 << 20, cpu_cores=2, processes=7)
+    slot.limit(memory_bytes=None, cpu_cores=1, processes=7)
+    assert (folders["memory"] / "memory.max").read_text() == "1048576"
+    assert (folders["memory"] / "cpu.max").read_text() == "100000 100000"
+
+
+def test_slots_are_used_again(tmp_path: Path) -> None:
+    cgroups = Cgroups(Root(2, dict.fromkeys(("memory", "cpu", "pids"), tmp_path)))
+    first, second = cgroups.take(), cgroups.take()
+    cgroups.give_back(first)
+    assert cgroups.take() is first
+    assert second is not first
+
+
+def fake_kernel(tmp_path: Path, *, delegated: bool) -> tuple[Path, Path]:
+    """A version 2 hierarchy, as a container sees it: its own group is the mount's root."""
+    root, proc = tmp_path / "cgroup", tmp_path / "proc"
+    own = root / "service"
+    own.mkdir(parents=True)
+    proc.mkdir()
+    (proc / "cgroup").write_text("0::/pod/service\n")
+    (proc / "mountinfo").write_text(f"30 24 0:26 /pod {root} rw,nosuid - cgroup2 cgroup2 rw\n")
+    (own / "cgroup.controllers").write_text("cpuset cpu io memory pids\n" if delegated else "hugetlb\n")
+    return own, proc
+
+
+def test_version_2_is_found_where_its_controllers_are_ours(tmp_path: Path) -> None:
+    """
+    GIVEN   a service whose own group has the three controllers
+    Result: it gives them to its children and makes its slots there; what dead services have left is removed
+    """
+    own, proc = fake_kernel(tmp_path, delegated=True)
+    (own / "treadle-tools-4194304" / "slot-0").mkdir(parents=True)
+    assert find_cgroups(proc) is None  # at the very end: no kernel fills in memory.events here
+    ours = own / f"treadle-tools-{os.getpid()}"
+    assert (own / "cgroup.subtree_control").read_text() == "+memory +cpu +pids"
+    assert (ours / "cgroup.subtree_control").read_text() == "+memory +cpu +pids"
+    assert (ours / "slot-0" / "memory.max").exists()
+    assert not (own / "treadle-tools-4194304").exists()
+
+
+def test_without_controllers_there_are_no_slots(tmp_path: Path) -> None:
+    _, proc = fake_kernel(tmp_path, delegated=False)
+    assert find_cgroups(proc) is None
+
+
+def fake_process(proc: Path, pid: int, pages: int, shared: int, children: str) -> None:
+    thread = proc / str(pid) / "task" / str(pid)
+    thread.mkdir(parents=True)
+    (proc / str(pid) / "statm").write_text(f"9999 {pages} {shared} 1 0 1 0\n")
+    (thread / "children").write_text(children)
+
+
+def test_memory_is_summed_over_descendants(tmp_path: Path) -> None:
+    fake_process(tmp_path, 1, 100, 40, "2 3 ")
+    fake_process(tmp_path, 2, 200, 40, "4 ")
+    fake_process(tmp_path, 3, 50, 50, "5 ")  # 5 has just ended
+    fake_process(tmp_path, 4, 70, 0, "")
+    assert private_bytes(1, proc=tmp_path) == (60 + 160 + 0 + 70) * PAGE_BYTES
+    assert private_bytes(1, 60 * PAGE_BYTES, proc=tmp_path) == (0 + 100 + 0 + 10) * PAGE_BYTES
+    assert private_bytes(99, proc=tmp_path) == 0

@@ -1,0 +1,96 @@
+"""The sandbox's command line and the frames that cross its wall."""
+
+import json
+import socket
+import sys
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from treadle_tools.builtin import FROZEN_LAKE, PYTHON, TOOLS
+from treadle_tools.inside import frames
+from treadle_tools.inside.child import Captured
+from treadle_tools.sandbox.bubblewrap import Bubblewrap, SandboxMissing, find_sandbox, program_of
+
+SITE = Path(sysconfig.get_path("purelib"))
+
+
+def binds(command: list[str]) -> set[str]:
+    return {command[index + 1] for index, word in enumerate(command) if word in ("--ro-bind", "--bind", "--dev-bind")}
+
+
+@pytest.mark.parametrize("drop_root", [False, True])
+def test_the_sandbox_sees_python_and_nothing_else_of_the_host(drop_root: bool) -> None:
+    for tool in TOOLS:
+        program = program_of(tool)
+        sandbox = Bubblewrap("/usr/bin/bwrap", "0.8.0", user=None, drop_root=drop_root)
+        command = sandbox.command(readable=program.readable, work_bytes=1, argv=program.argv(tool, drop_root=drop_root))
+        package = Path(sys.modules["treadle_tools"].__path__[0])
+        allowed = [Path("/usr"), Path("/lib"), Path("/lib64"), Path(sys.base_prefix), SITE, package]
+        for bind in map(Path, binds(command)):
+            assert any(bind.is_relative_to(folder) for folder in allowed), bind
+        assert "--bind" not in command
+        for flag in (
+            "--unshare-net",
+            "--unshare-pid",
+            "--unshare-ipc",
+            "--die-with-parent",
+            "--new-session",
+            "--clearenv",
+        ):
+            assert flag in command
+        assert ("--unshare-user" in command) is not drop_root
+        assert command[command.index("--cap-drop") + 1] == "ALL"
+
+
+def test_a_tool_of_a_module_brings_its_package_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "__init__.py").write_text("")
+    (tmp_path / "my_module.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    tool = replace(PYTHON, name="mine", entry="my_package.code:run", preload=("my_module", "json"))
+    program = program_of(tool)
+    assert tmp_path / "my_package" in program.readable
+    assert tmp_path / "my_module.py" in program.readable
+    assert tmp_path not in program.readable
+    assert tmp_path in program.paths
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        program_of(replace(FROZEN_LAKE, entry="no_such_package:x"))
+
+
+@pytest.mark.parametrize("name", ["/nowhere/bwrap", "no-such-bwrap", "/usr/bin/false"])
+async def test_a_missing_bubblewrap_names_the_command_that_installs_it(name: str) -> None:
+    with pytest.raises(SandboxMissing, match="apt-get install bubblewrap"):
+        await find_sandbox(name)
+
+
+def test_frames_pass_and_bad_ones_are_refused() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        frames.send(ours, {"text": "\ud800 é", "number": 1})
+        assert frames.receive(theirs) == {"text": "\ud800 é", "number": 1}
+        ours.sendall(frames.HEADER.pack(3) + b"[1]")
+        with pytest.raises(frames.FrameError, match="no JSON object"):
+            frames.receive(theirs)
+        ours.sendall(frames.HEADER.pack(frames.MAX_FRAME_BYTES + 1))
+        with pytest.raises(frames.FrameError, match="are the most"):
+            frames.receive(theirs)
+        ours.sendall(frames.HEADER.pack(9) + json.dumps({}).encode())
+        ours.close()
+        with pytest.raises(frames.FrameError, match="ended in a frame"):
+            frames.receive(theirs)
+        assert frames.receive(theirs) is None
+    with pytest.raises(frames.FrameError, match="are the most"):
+        frames.encode({"text": "x" * frames.MAX_FRAME_BYTES})
+
+
+def test_output_is_cut_at_a_character_and_says_so() -> None:
+    captured = Captured(5)
+    captured.add(b"abc")
+    captured.add("éé".encode())
+    assert captured.cut
+    assert captured.text() == "abcé\n[output cut at 5 bytes]"
+    whole = Captured(8)
+    whole.add(b"ok \xff")
+    assert (whole.text(), whole.cut) == ("ok \\xff", False)
