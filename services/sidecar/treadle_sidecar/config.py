@@ -1,0 +1,107 @@
+"""Settings of the sidecar, read from TREADLE_SIDECAR_*."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import field_validator, model_validator
+from treadle_core.step_queue import DEFAULT_HYSTERESIS, DEFAULT_MIN_RUN_TOKENS
+from treadle_runtime.config import Settings, address, url
+from treadle_runtime.errors import InvalidArgument
+from treadle_runtime.fields import identifier
+
+WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
+
+
+class SidecarSettings(Settings):
+    """One engine and how to queue in front of it."""
+
+    service: ClassVar[str] = "sidecar"
+
+    listen: str = "127.0.0.1:7410"
+    engine_id: str  # name of the engine in this mesh
+    engine_url: str = "http://127.0.0.1:30000"  # SGLang's HTTP server
+    advertise: str = ""  # host:port that others reach this sidecar at; empty: the address it listens at
+    scheduler: str = ""  # host:port of the scheduler; empty: stand alone
+    slots: int = 0  # steps that decode at once; 0: what the engine was started for
+    queue_limit: int = 4096  # steps that may wait
+    preempt: bool = True
+    hysteresis: float = (
+        DEFAULT_HYSTERESIS  # priority units by which a waiting step must outrank a running one to evict it
+    )
+    min_run_tokens: int = DEFAULT_MIN_RUN_TOKENS  # tokens that a step makes before it may be evicted
+    kv_storage_dir: str = ""  # folder of HiCache's file storage, to see what is stored; empty: not known
+    export_wait_s: float = 2.0  # how long ExportPrefix waits for the engine's asynchronous backup
+    engine_stall_s: float = 120.0  # a running step without a token for so long counts as an engine that is lost
+    hardware_tags: tuple[str, ...] = ()  # JSON list, e.g. ["h200", "compute-bound"]
+    decode_base_s: float = 0.0  # declared decode curve (treadle.engine.v1.DecodeCurve); all 0: not known
+    decode_per_sequence_s: float = 0.0
+    decode_per_kv_token_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+
+    @field_validator("engine_id")
+    @classmethod
+    def _engine_id_is_an_identifier(cls, value: str) -> str:
+        try:
+            return identifier("engine_id", value)
+        except InvalidArgument as error:
+            raise ValueError(error.description) from None
+
+    @field_validator("engine_url")
+    @classmethod
+    def _engine_url_is_a_url(cls, value: str) -> str:
+        return url(value, ("http", "https"), "http://127.0.0.1:30000").rstrip("/")
+
+    @field_validator("advertise", "scheduler")
+    @classmethod
+    def _is_an_address(cls, value: str) -> str:
+        return address(value) if value else value
+
+    @field_validator("slots", "min_run_tokens")
+    @classmethod
+    def _not_negative(cls, value: int) -> int:
+        if value < 0:
+            raise ValueError("a number >= 0")
+        return value
+
+    @field_validator("queue_limit")
+    @classmethod
+    def _positive_count(cls, value: int) -> int:
+        if value < 1:
+            raise ValueError("a number >= 1")
+        return value
+
+    @field_validator(
+        "hysteresis",
+        "export_wait_s",
+        "decode_base_s",
+        "decode_per_sequence_s",
+        "decode_per_kv_token_s",
+        "prefill_tokens_per_s",
+    )
+    @classmethod
+    def _not_negative_float(cls, value: float) -> float:
+        if value < 0:
+            raise ValueError("a number >= 0")
+        return value
+
+    @field_validator("engine_stall_s")
+    @classmethod
+    def _positive_seconds(cls, value: float) -> float:
+        if value <= 0:
+            raise ValueError("a number of seconds > 0")
+        return value
+
+    @field_validator("kv_storage_dir")
+    @classmethod
+    def _absolute_folder(cls, value: str) -> str:
+        if value and not Path(value).is_absolute():
+            raise ValueError("an absolute path")
+        return value
+
+    @model_validator(mode="after")
+    def _others_can_reach_it(self) -> "SidecarSettings":
+        if self.scheduler and not self.advertise and self.listen.rpartition(":")[0] in WILDCARD_HOSTS:
+            raise ValueError(
+                "TREADLE_SIDECAR_ADVERTISE is needed (host:port) where LISTEN is a wildcard and a scheduler is given"
+            )
+        return self

@@ -1,0 +1,58 @@
+"""What the sidecar tells the mesh: step.queued, step.started, step.preempted, step.finished, weights.updated."""
+
+from treadle.telemetry.v1 import facts_pb2
+from treadle_runtime.bus import Bus, make_fact
+
+from treadle_sidecar import convert
+from treadle_sidecar.step import Finished, Preempted, Started, StepOrder
+
+
+class StepFacts:
+    """Publishes for one engine. The bus accepts a fact at once and sends it in the background."""
+
+    def __init__(self, bus: Bus, engine_id: str) -> None:
+        self._bus = bus
+        self._engine_id = engine_id
+        self._source = f"sidecar/{engine_id}"
+
+    async def queued(self, order: StepOrder) -> None:
+        """The step was accepted."""
+        fact = facts_pb2.StepQueued(
+            step=self._step(order), priority=order.priority, context_tokens=len(order.prompt) + len(order.resumed)
+        )
+        await self._bus.publish(make_fact(self._source, step_queued=fact))
+
+    async def started(self, order: StepOrder, event: Started) -> None:
+        """The step got a slot."""
+        fact = facts_pb2.StepStarted(
+            step=self._step(order), queue_time=convert.duration(event.queue_s), attempt=event.attempt
+        )
+        await self._bus.publish(make_fact(self._source, step_started=fact))
+
+    async def preempted(self, order: StepOrder, event: Preempted) -> None:
+        """The step gave its slot up."""
+        fact = facts_pb2.StepPreempted(step=self._step(order), output_tokens=event.output_tokens, by_ticket_id=event.by)
+        await self._bus.publish(make_fact(self._source, step_preempted=fact))
+
+    async def finished(self, order: StepOrder, event: Finished) -> None:
+        """The step is over, for whatever reason but the loss of the engine."""
+        fact = facts_pb2.StepFinished(
+            step=self._step(order),
+            reason=convert.finish_reason(event.reason),
+            context_tokens=len(order.prompt),
+            output_tokens=event.output_tokens,
+            cached_tokens=event.cached_tokens,
+            timing=convert.timing(event.timing),
+            preemptions=event.preemptions,
+        )
+        await self._bus.publish(make_fact(self._source, step_finished=fact))
+
+    async def weights_updated(self, weight_version: str) -> None:
+        """The engine serves other weights."""
+        fact = facts_pb2.WeightsUpdated(engine_id=self._engine_id, weight_version=weight_version)
+        await self._bus.publish(make_fact(self._source, weights_updated=fact))
+
+    def _step(self, order: StepOrder) -> facts_pb2.StepRef:
+        return facts_pb2.StepRef(
+            ticket_id=order.ticket_id, trajectory_id=order.trajectory_id, turn=order.turn, engine_id=self._engine_id
+        )

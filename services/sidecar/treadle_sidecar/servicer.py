@@ -1,0 +1,209 @@
+"""EngineService: validate, convert, ask the sidecar's parts, convert back."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc.aio
+from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
+from treadle_runtime.config import address
+from treadle_runtime.deadlines import remaining_s
+from treadle_runtime.errors import InvalidArgument, NotFound, Unavailable
+from treadle_runtime.fields import finite, identifier, non_empty, require
+from treadle_runtime.idempotency import RequestRecords
+
+from treadle_sidecar import convert
+from treadle_sidecar.contexts import Contexts
+from treadle_sidecar.prefixes import Export, Prefixes
+from treadle_sidecar.step import Failed
+from treadle_sidecar.step_runner import StepRunner
+from treadle_sidecar.tickets import TicketBook
+from treadle_sidecar.weights import Weights
+
+SHORTEST_WATCH_S = 0.05
+DEFAULT_WATCH_S = 1.0
+ASK_TIMEOUT_S = 30.0  # for another sidecar's ExportPrefix, where the caller's own deadline is further away
+RETRY_S = 2.0
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
+    """One engine's RPCs."""
+
+    def __init__(
+        self,
+        *,
+        runner: StepRunner,
+        tickets: TicketBook,
+        contexts: Contexts,
+        prefixes: Prefixes,
+        weights: Weights,
+        records: RequestRecords,
+        load: Callable[[], engine_pb2.Load],
+        info: Callable[[], Awaitable[engine_pb2.EngineInfo]],
+        channel: Callable[[str], grpc.aio.Channel],
+    ) -> None:
+        self._runner = runner
+        self._tickets = tickets
+        self._contexts = contexts
+        self._prefixes = prefixes
+        self._weights = weights
+        self._records = records
+        self._load = load
+        self._info = info
+        self._channel = channel
+
+    async def Generate(
+        self, request: engine_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[engine_pb2.GenerateResponse]:
+        order = convert.step_order(request)
+        expires_at, now = convert.ticket_expiry(request.ticket), time.time()
+        self._tickets.check(order.ticket_id, request.ticket.engine_id, expires_at, now)
+        step = self._runner.submit(order)
+        self._tickets.use(order.ticket_id, expires_at, now)
+        try:
+            async for event in step.events():
+                if isinstance(event, Failed):
+                    raise event.error
+                yield convert.generate_response(event)
+        finally:
+            self._runner.abandon(step)
+
+    async def Abort(self, request: engine_pb2.AbortRequest, context: Context) -> engine_pb2.AbortResponse:
+        ticket_id = identifier("ticket_id", request.ticket_id)
+
+        async def abort() -> engine_pb2.AbortResponse:
+            return engine_pb2.AbortResponse(output_tokens=await self._runner.abort(ticket_id))
+
+        return await self._records.once("Abort", request, engine_pb2.AbortResponse, abort)
+
+    async def Reprioritize(
+        self, request: engine_pb2.ReprioritizeRequest, context: Context
+    ) -> engine_pb2.ReprioritizeResponse:
+        require(request.changes, "changes", "must have at least one change")
+        for index, change in enumerate(request.changes):
+            identifier(f"changes[{index}].ticket_id", change.ticket_id)
+            finite(f"changes[{index}].priority", change.priority)
+
+        async def reprioritize() -> engine_pb2.ReprioritizeResponse:
+            unknown = [c.ticket_id for c in request.changes if not self._runner.reprioritize(c.ticket_id, c.priority)]
+            self._runner.decide()
+            return engine_pb2.ReprioritizeResponse(unknown_ticket_ids=unknown)
+
+        return await self._records.once("Reprioritize", request, engine_pb2.ReprioritizeResponse, reprioritize)
+
+    async def GetLoad(self, request: engine_pb2.GetLoadRequest, context: Context) -> engine_pb2.GetLoadResponse:
+        return engine_pb2.GetLoadResponse(load=self._load())
+
+    async def WatchLoad(
+        self, request: engine_pb2.WatchLoadRequest, context: Context
+    ) -> AsyncIterator[engine_pb2.WatchLoadResponse]:
+        interval_s = DEFAULT_WATCH_S
+        if request.HasField("interval"):
+            interval_s = request.interval.ToNanoseconds() / 1e9
+        require(
+            interval_s >= SHORTEST_WATCH_S, "interval", f"must be at least {SHORTEST_WATCH_S} s, is {interval_s:g} s"
+        )
+        while True:
+            yield engine_pb2.WatchLoadResponse(load=self._load())
+            await asyncio.sleep(interval_s)
+
+    async def Pause(self, request: engine_pb2.PauseRequest, context: Context) -> engine_pb2.PauseResponse:
+        mode = convert.pause_mode(request.mode)
+
+        async def pause() -> engine_pb2.PauseResponse:
+            aborted, kept = await self._weights.pause(mode)
+            return engine_pb2.PauseResponse(aborted_steps=aborted, kept_steps=kept)
+
+        return await self._records.once("Pause", request, engine_pb2.PauseResponse, pause)
+
+    async def Resume(self, request: engine_pb2.ResumeRequest, context: Context) -> engine_pb2.ResumeResponse:
+        async def resume() -> engine_pb2.ResumeResponse:
+            await self._weights.resume()
+            return engine_pb2.ResumeResponse()
+
+        return await self._records.once("Resume", request, engine_pb2.ResumeResponse, resume)
+
+    async def UpdateWeights(
+        self, request: engine_pb2.UpdateWeightsRequest, context: Context
+    ) -> engine_pb2.UpdateWeightsResponse:
+        version = identifier("weight_version", request.weight_version)
+        model_path = non_empty("model_path", request.model_path)
+
+        async def update() -> engine_pb2.UpdateWeightsResponse:
+            load_s, previous = await self._weights.update(model_path, version)
+            return engine_pb2.UpdateWeightsResponse(
+                load_time=convert.duration(load_s), previous_weight_version=previous
+            )
+
+        return await self._records.once("UpdateWeights", request, engine_pb2.UpdateWeightsResponse, update)
+
+    async def PrefetchPrefix(
+        self, request: engine_pb2.PrefetchPrefixRequest, context: Context
+    ) -> engine_pb2.PrefetchPrefixResponse:
+        trajectory_id = identifier("trajectory_id", request.trajectory_id)
+        kind = request.WhichOneof("prefix")
+        require(kind, "prefix", "must be set: token_ids or from")
+        if kind == "token_ids":
+            prefix = convert.token_ids("token_ids", request.token_ids)
+            require(prefix, "token_ids", "must have at least one token")
+
+            async def source() -> Export:
+                return Export(prefix, "", 0)
+        else:
+            reference: engine_pb2.PrefixRef = getattr(request, "from")
+            identifier("from.trajectory_id", reference.trajectory_id)
+            _address("from.engine_address", reference.engine_address)
+
+            async def source() -> Export:
+                return await self._ask(reference)
+
+        async def prefetch() -> engine_pb2.PrefetchPrefixResponse:
+            done = await self._prefixes.prefetch(trajectory_id, source, request.cache_salt, request.storage_only)
+            return convert.prefetch_response(done)
+
+        return await self._records.once("PrefetchPrefix", request, engine_pb2.PrefetchPrefixResponse, prefetch)
+
+    async def ExportPrefix(
+        self, request: engine_pb2.ExportPrefixRequest, context: Context
+    ) -> engine_pb2.ExportPrefixResponse:
+        trajectory_id = identifier("trajectory_id", request.trajectory_id)
+        export = await self._prefixes.export(trajectory_id, wait=not request.counts_only)
+        return convert.export_response(export, counts_only=request.counts_only)
+
+    async def ReleasePrefix(
+        self, request: engine_pb2.ReleasePrefixRequest, context: Context
+    ) -> engine_pb2.ReleasePrefixResponse:
+        trajectory_id = identifier("trajectory_id", request.trajectory_id)
+
+        async def release() -> engine_pb2.ReleasePrefixResponse:
+            self._contexts.forget(trajectory_id)
+            return engine_pb2.ReleasePrefixResponse()
+
+        return await self._records.once("ReleasePrefix", request, engine_pb2.ReleasePrefixResponse, release)
+
+    async def GetEngineInfo(
+        self, request: engine_pb2.GetEngineInfoRequest, context: Context
+    ) -> engine_pb2.GetEngineInfoResponse:
+        return engine_pb2.GetEngineInfoResponse(info=await self._info())
+
+    async def _ask(self, reference: engine_pb2.PrefixRef) -> Export:
+        stub = engine_pb2_grpc.EngineServiceStub(self._channel(reference.engine_address))
+        request = engine_pb2.ExportPrefixRequest(trajectory_id=reference.trajectory_id)
+        try:
+            response = await stub.ExportPrefix(request, timeout=min(remaining_s() or ASK_TIMEOUT_S, ASK_TIMEOUT_S))
+        except grpc.aio.AioRpcError as error:
+            what = f"{reference.engine_address} does not export {reference.trajectory_id!r}: {error.details()}"
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                raise NotFound("PREFIX_NOT_FOUND", what, trajectory_id=reference.trajectory_id) from error
+            raise Unavailable("SOURCE_UNAVAILABLE", what, retry_after_s=RETRY_S) from error
+        return Export(convert.token_ids("token_ids", response.token_ids), response.cache_salt, response.stored_tokens)
+
+
+def _address(field: str, value: str) -> None:
+    try:
+        address(value)
+    except ValueError as error:
+        raise InvalidArgument(field, f"must be {error}") from None

@@ -1,0 +1,219 @@
+"""Pauses, weight updates and moves of KV at a real sidecar before fake engines."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from support.conditions import until
+from support.engine_steps import StepResult, int32s, packed, run_step, step_request, ticket
+from support.fake_sglang import FakeSglang, expected, fake_sglang
+from support.rpc import error_of
+from support.sidecar_in_process import Sidecar, sidecar
+from treadle.common.v1.tokens_pb2 import SamplingParams
+from treadle.engine.v1 import engine_pb2
+from treadle.telemetry.v1.facts_pb2 import Fact
+
+PROMPT = list(range(10, 74))
+T = 20.0
+
+
+class Steps:
+    """Some steps in flight, and what they have said so far."""
+
+    def __init__(self, side: Sidecar, count: int, tokens: int) -> None:
+        self.results = [StepResult() for _ in range(count)]
+        self.tasks = [asyncio.create_task(self._run(side, index, tokens)) for index in range(count)]
+
+    async def _run(self, side: Sidecar, index: int, tokens: int) -> StepResult:
+        def note(result: StepResult) -> None:
+            self.results[index] = result
+
+        sampling = SamplingParams(max_new_tokens=tokens, temperature=0.0)
+        return await run_step(side.stub, step_request(ticket("e0"), [*PROMPT, index], sampling), note)
+
+    async def until_under_way(self, running: int) -> None:
+        await until(lambda: sum(1 for result in self.results if len(result.tokens) > 5) >= running)
+
+    async def ended(self) -> list[StepResult]:
+        return [await task for task in self.tasks]
+
+
+async def pause(side: Sidecar, mode: engine_pb2.PauseMode.ValueType) -> engine_pb2.PauseResponse:
+    return await side.stub.Pause(engine_pb2.PauseRequest(request_id="pause", mode=mode), timeout=T)
+
+
+async def update(side: Sidecar, version: str = "v2") -> engine_pb2.UpdateWeightsResponse:
+    request = engine_pb2.UpdateWeightsRequest(request_id=f"to-{version}", weight_version=version, model_path="/m/v2")
+    return await side.stub.UpdateWeights(request, timeout=T)
+
+
+async def test_a_pause_that_keeps_holds_the_streams_and_they_go_on_after_resume(nats_url: str) -> None:
+    async with fake_sglang() as engine, sidecar(nats_url, engine.url, slots=2) as side:
+        steps = Steps(side, count=3, tokens=150)
+        await steps.until_under_way(2)
+        answer = await pause(side, engine_pb2.PAUSE_MODE_KEEP)
+        load = await side.load()
+
+        assert (answer.aborted_steps, answer.kept_steps) == (0, 3)
+        assert (load.paused, load.running_steps, load.waiting_steps) == (True, 0, 3)
+        held = [len(result.tokens) for result in steps.results]
+        await asyncio.sleep(0.1)
+        assert [len(result.tokens) for result in steps.results] == held
+
+        await side.stub.Resume(engine_pb2.ResumeRequest(request_id="resume"), timeout=T)
+        for index, result in enumerate(await steps.ended()):
+            finished = result.require_whole()
+            assert finished.reason == engine_pb2.FINISH_REASON_LENGTH
+            assert result.tokens.tolist() == expected([*PROMPT, index], 150)
+            assert all(event.by_ticket_id == "" for event in result.preempted)
+
+
+async def test_a_pause_that_aborts_ends_running_and_waiting_steps(nats_url: str) -> None:
+    async with fake_sglang() as engine, sidecar(nats_url, engine.url, slots=2) as side:
+        steps = Steps(side, count=3, tokens=1000)
+        await steps.until_under_way(2)
+        answer = await pause(side, engine_pb2.PAUSE_MODE_ABORT)
+
+        assert (answer.aborted_steps, answer.kept_steps) == (3, 0)
+        for index, result in enumerate(await steps.ended()):
+            finished = result.require_whole()
+            assert finished.reason == engine_pb2.FINISH_REASON_ABORTED
+            assert result.tokens.tolist() == expected([*PROMPT, index], finished.output_tokens)
+
+
+async def test_a_step_that_lives_through_an_update_has_two_spans(nats_url: str) -> None:
+    """New weights while steps run. Result: nobody notices but by the version of their tokens, and no KV of the old
+    weights is hit.
+    """
+    async with fake_sglang() as engine, sidecar(nats_url, engine.url, slots=2) as side:
+        facts: list[Fact] = []
+
+        async def hear(fact: Fact) -> None:
+            facts.append(fact)
+
+        await side.runtime.bus.subscribe(["weights_updated"], hear)
+        steps = Steps(side, count=2, tokens=150)
+        await steps.until_under_way(2)
+        answer = await update(side)
+        assert answer.previous_weight_version == "default"
+        assert (await update(side)) == answer, "a repeat is answered from the record"
+
+        for index, result in enumerate(await steps.ended()):
+            finished = result.require_whole()
+            assert [span.weight_version for span in finished.version_spans] == ["default", "v2"]
+            assert result.tokens.tolist() == expected([*PROMPT, index], 150)
+            assert finished.resumed_cached_tokens == 0
+        load = await side.load()
+        assert (load.weight_version, load.paused) == ("v2", False)
+        assert [request["cache_salt"] for request in engine.requests if request.get("stream")][-2:] == ["v2", "v2"]
+        await until(lambda: [fact.weights_updated.weight_version for fact in facts] == ["v2"])
+
+
+async def test_an_update_in_a_pause_leaves_the_pause_to_its_owner(nats_url: str) -> None:
+    async with fake_sglang() as engine, sidecar(nats_url, engine.url) as side:
+        await pause(side, engine_pb2.PAUSE_MODE_KEEP)
+        await update(side)
+        assert (await side.load()).paused
+        await side.stub.Resume(engine_pb2.ResumeRequest(request_id="resume"), timeout=T)
+        assert not (await side.load()).paused
+
+
+async def test_a_paused_engine_computes_no_prefix(nats_url: str) -> None:
+    """Its device may be a trainer's. Result: refused, and taken after Resume."""
+    async with fake_sglang() as engine, sidecar(nats_url, engine.url) as side:
+        await pause(side, engine_pb2.PAUSE_MODE_KEEP)
+        request = engine_pb2.PrefetchPrefixRequest(request_id="p", trajectory_id="t", token_ids=packed(PROMPT))
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await side.stub.PrefetchPrefix(request, timeout=T)
+        assert error_of(raised.value).reason == "ENGINE_PAUSED"
+        await side.stub.Resume(engine_pb2.ResumeRequest(request_id="resume"), timeout=T)
+        taken = await side.stub.PrefetchPrefix(request, timeout=T)
+        assert taken.tokens_prefilled == len(PROMPT)
+
+
+async def test_weights_that_do_not_load_leave_the_steps_running_on_the_old_ones(nats_url: str) -> None:
+    async with fake_sglang() as engine, sidecar(nats_url, engine.url, slots=2) as side:
+        engine.refuse_weights = True
+        steps = Steps(side, count=2, tokens=100)
+        await steps.until_under_way(2)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await update(side)
+        code, reason, _, _ = error_of(raised.value)
+        assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "WEIGHTS_NOT_LOADED")
+        for result in await steps.ended():
+            assert [span.weight_version for span in result.require_whole().version_spans] == ["default"]
+
+
+async def test_a_trajectory_moves_from_sidecar_to_sidecar_through_storage(nats_url: str) -> None:
+    """A step on e0; e1 asks e0 for the context and takes its pages from storage. Result: the next step on e1 finds
+    them, and the tokens went past the caller.
+    """
+    stored: dict[str, list[list[int]]] = {}
+    async with (
+        fake_sglang(stored=stored) as first,
+        fake_sglang(stored=stored) as second,
+        sidecar(nats_url, first.url) as source,
+        sidecar(nats_url, second.url, "e1") as target,
+    ):
+        mine = ticket("e0", trajectory_id="t7")
+        sampling = SamplingParams(max_new_tokens=40, temperature=0.0)
+        result = await run_step(source.stub, step_request(mine, PROMPT, sampling))
+        context = PROMPT + result.tokens.tolist()
+
+        export = await source.stub.ExportPrefix(engine_pb2.ExportPrefixRequest(trajectory_id="t7"), timeout=T)
+        assert (int32s(export.token_ids.int32_le).tolist(), export.cache_salt) == (context, "default")
+
+        moved = await move(target, source.address, "t7", "m1")
+        assert (moved.prefix_tokens, moved.tokens_from_cache) == (104, 0)
+        assert (moved.tokens_from_storage, moved.tokens_prefilled) == (96, 8)
+        again = await move(target, source.address, "t7", "m2")
+        assert (again.tokens_from_cache, again.tokens_from_storage) == (96, 0)
+
+        there = await run_step(target.stub, step_request(ticket("e1", trajectory_id="t7"), context, sampling))
+        assert there.require_whole().cached_tokens == 96
+        await source.stub.ReleasePrefix(
+            engine_pb2.ReleasePrefixRequest(request_id="release", trajectory_id="t7"), timeout=T
+        )
+        with pytest.raises(grpc.aio.AioRpcError):
+            await source.stub.ExportPrefix(engine_pb2.ExportPrefixRequest(trajectory_id="t7"), timeout=T)
+
+
+async def test_a_prefix_of_other_weights_is_not_taken(nats_url: str) -> None:
+    """KV computed under one version must not be stored under another's name."""
+    async with fake_sglang() as engine, sidecar(nats_url, engine.url) as side:
+        request = engine_pb2.PrefetchPrefixRequest(
+            request_id="p", trajectory_id="t", token_ids=packed(PROMPT), cache_salt="v9"
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await side.stub.PrefetchPrefix(request, timeout=T)
+        code, reason, _, _ = error_of(raised.value)
+        assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "WEIGHT_VERSION_MISMATCH")
+
+
+async def test_storage_only_prefills_nothing_that_is_not_stored(nats_url: str, tmp_path: Path) -> None:
+    fake = FakeSglang(stored={})
+    await fake.start()
+    try:
+        async with sidecar(nats_url, fake.url, kv_storage_dir=str(tmp_path)) as side:
+            request = engine_pb2.PrefetchPrefixRequest(
+                request_id="p", trajectory_id="t", token_ids=packed(PROMPT), storage_only=True
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await side.stub.PrefetchPrefix(request, timeout=T)
+            code, reason, _, _ = error_of(raised.value)
+            assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "PREFIX_NOT_STORED")
+    finally:
+        await fake.stop()
+
+
+async def move(
+    target: Sidecar, source_address: str, trajectory_id: str, request_id: str
+) -> engine_pb2.PrefetchPrefixResponse:
+    request = engine_pb2.PrefetchPrefixRequest(request_id=request_id, trajectory_id=trajectory_id)
+    reference = getattr(request, "from")
+    reference.engine_address, reference.trajectory_id = source_address, trajectory_id
+    return await target.stub.PrefetchPrefix(request, timeout=T)

@@ -1,0 +1,37 @@
+"""Engines for all tests of a run: started once, since a start takes half a minute; stopped by process group at the
+end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from support.real_engines import RealEngine
+
+
+@pytest.fixture(scope="session")
+def _engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealEngine]]:
+    folder = tmp_path_factory.mktemp("engines")
+    engines = [RealEngine(0, folder), RealEngine(1, folder)]
+    yield engines
+    for engine in engines:
+        engine.stop()
+
+
+@pytest.fixture
+def engine(_engines: list[RealEngine]) -> RealEngine:
+    """One running engine."""
+    _engines[0].start()
+    _engines[0].wait_ready()
+    return _engines[0]
+
+
+@pytest.fixture
+def two_engines(_engines: list[RealEngine]) -> tuple[RealEngine, RealEngine]:
+    """Two running engines that share a KV folder; one that an earlier test killed is started again."""
+    for one in _engines:
+        one.start()
+    for one in _engines:
+        one.wait_ready()
+    return _engines[0], _engines[1]

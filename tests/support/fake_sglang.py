@@ -1,0 +1,263 @@
+"""FakeSglang: an HTTP server with the endpoints of SGLang that the sidecar uses, and tokens that follow from the
+context alone.
+
+It is honest where the sidecar depends on it: streams are incremental, an abort ends a stream with a token or two more
+and a finish reason of type abort, an abort of an unknown request is ignored, the KV of a context is cached by salt in
+pages, only `max_running` requests run. What it leaves out: text models. A token's text is one letter; the next token
+is a hash of position and predecessor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+VOCAB = 1000
+END_TOKEN = 2
+PAGE = 16
+CONTEXT = 4096
+
+
+def next_token(context: Sequence[int]) -> int:
+    """Never a special one: 3..VOCAB-1."""
+    return 3 + (context[-1] * 31 + len(context) * 7) % (VOCAB - 3)
+
+
+def expected(prompt: Sequence[int], count: int) -> list[int]:
+    """What an uninterrupted step would sample."""
+    context = list(prompt)
+    for _ in range(count):
+        context.append(next_token(context))
+    return context[len(prompt) :]
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """One letter a token."""
+    return "".join(chr(ord("a") + token % 26) for token in tokens)
+
+
+class FakeSglang:
+    """`token_s`: time a token takes; `after_abort`: tokens that are sampled between an abort and its effect."""
+
+    def __init__(
+        self, token_s: float = 0.002, after_abort: int = 1, stored: dict[str, list[list[int]]] | None = None
+    ) -> None:
+        self.token_s = token_s
+        self.after_abort = after_abort
+        self.weight_version = "default"
+        self.model_path = "fake/model"
+        self.storage = stored is not None
+        self.end_at: int | None = None  # length of output at which the fake samples the end token
+        self.refuse_weights = False
+        self.aborts: list[str] = []
+        self.requests: list[dict[str, Any]] = []
+        self.most_running = 0
+        self._stored = stored if stored is not None else {}
+        self._cached: dict[str, list[list[int]]] = {}
+        self._running: dict[str, asyncio.Event] = {}
+        self._transports: set[asyncio.WriteTransport] = set()
+        self._runner: web.AppRunner | None = None
+        self._site: web.TCPSite | None = None
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        """http://127.0.0.1:<port>"""
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        """Listens; again on the same port after `stop`."""
+        app = web.Application(client_max_size=64 * 1024 * 1024)
+        app.add_routes(
+            [
+                web.post("/generate", self._generate),
+                web.post("/abort_request", self._abort),
+                web.get("/server_info", self._server_info),
+                web.get("/model_info", self._model_info),
+                web.get("/v1/loads", self._loads),
+                web.post("/update_weights_from_disk", self._update_weights),
+                web.post("/flush_cache", self._flush),
+                web.post("/detokenize", self._detokenize),
+            ]
+        )
+        self._runner = web.AppRunner(app, shutdown_timeout=0.0)
+        await self._runner.setup()
+        self._site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await self._site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        """As a killed process: connections break, KV and weights are gone."""
+        for transport in self._transports:
+            transport.abort()
+        self._transports.clear()
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+        self._cached.clear()
+        self._running.clear()
+        self.weight_version = "default"
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.requests.append(body)
+        if body.get("token_ids_logprob") == [-1]:
+            message = f"token_ids_logprob contains out-of-vocabulary token id -1; valid range is [0, {VOCAB})."
+            return web.json_response({"error": {"message": message}}, status=400)
+        ids, params, salt = list(body["input_ids"]), body["sampling_params"], body.get("cache_salt", "")
+        cached, storage = self._hit(ids, salt)
+        if not body.get("stream"):
+            self._keep(ids, salt)
+            return web.json_response(self._answer(body["rid"], [], 0, "", cached, storage, {"type": "length"}))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        if isinstance(request.transport, asyncio.WriteTransport):
+            self._transports.add(request.transport)
+        aborted = self._running[body["rid"]] = asyncio.Event()
+        self.most_running = max(self.most_running, len(self._running))
+        try:
+            await self._stream(response, body["rid"], ids, params, aborted, (cached, storage))
+            self._keep(ids, salt)
+        except ConnectionError:  # the caller went away, which ends a request as in SGLang
+            self._keep(ids, salt)
+        finally:
+            self._running.pop(body["rid"], None)
+        return response
+
+    async def _stream(
+        self,
+        response: web.StreamResponse,
+        rid: str,
+        ids: list[int],
+        params: dict[str, Any],
+        aborted: asyncio.Event,
+        hit: tuple[int, int],
+    ) -> None:
+        limit, output, late = params["max_new_tokens"], list[int](), 0
+        while True:
+            await asyncio.sleep(self.token_s)
+            ending: dict[str, Any] | None = None
+            if aborted.is_set() and late == self.after_abort:
+                ending, fresh = {"type": "abort", "message": "Aborted"}, list[int]()
+            else:
+                late += aborted.is_set()
+                token = END_TOKEN if self.end_at is not None and len(ids) >= self.end_at else next_token(ids)
+                fresh = [token]
+                ids.append(token)
+                output.append(token)
+                ending = self._ending(token, output, params, limit)
+            answer = self._answer(rid, fresh, len(output), text_of(fresh), *hit, ending)
+            await response.write(b"data: " + json.dumps(answer).encode() + b"\n\n")
+            if ending is not None:
+                await response.write(b"data: [DONE]\n\n")
+                return
+
+    def _ending(self, token: int, output: list[int], params: dict[str, Any], limit: int) -> dict[str, Any] | None:
+        ends = {END_TOKEN, *params.get("stop_token_ids", ())}
+        if not params.get("ignore_eos") and token in ends:
+            return {"type": "stop", "matched": token}
+        text = text_of(output)
+        for stop in params.get("stop", ()):
+            if stop in text:
+                return {"type": "stop", "matched": stop}
+        return {"type": "length", "length": limit} if len(output) >= limit else None
+
+    def _answer(
+        self, rid: str, fresh: list[int], count: int, text: str, cached: int, storage: int, ending: object
+    ) -> dict[str, Any]:
+        meta = {
+            "id": rid,
+            "finish_reason": ending,
+            "weight_version": self.weight_version,
+            "completion_tokens": count,
+            "cached_tokens": cached + storage,
+            "cached_tokens_details": {"device": cached, "host": 0, "storage": storage},
+            "output_token_logprobs": [[-1.0 / (1 + token), token, None] for token in fresh],
+        }
+        if ending is not None:
+            meta["weight_versions"] = [{"version": self.weight_version, "start": 0, "end": count}]
+        return {"text": text, "output_ids": fresh, "meta_info": meta}
+
+    def _hit(self, ids: list[int], salt: str) -> tuple[int, int]:
+        cached = max((_shared(ids, known) for known in self._cached.get(salt, ())), default=0)
+        stored = max((_shared(ids, known) for known in self._stored.get(salt, ())), default=0)
+        return cached, max(stored - cached, 0)
+
+    def _keep(self, ids: list[int], salt: str) -> None:
+        self._cached.setdefault(salt, []).append(list(ids))
+        if self.storage:
+            self._stored.setdefault(salt, []).append(list(ids))
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        rid = (await request.json())["rid"]
+        self.aborts.append(rid)
+        for running, event in self._running.items():
+            if running.startswith(rid):
+                event.set()
+        return web.Response()
+
+    async def _server_info(self, _: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "max_req_input_len": CONTEXT - 6,
+                "page_size": PAGE,
+                "tp_size": 1,
+                "hicache_storage_backend": "file" if self.storage else None,
+                "enable_deterministic_inference": True,
+                "internal_states": [
+                    {
+                        "memory_usage": {"token_capacity": 50_000, "kvcache": 1.0},
+                        "effective_max_running_requests_per_dp": 6,
+                    }
+                ],
+            }
+        )
+
+    async def _model_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"model_path": self.model_path, "weight_version": self.weight_version})
+
+    async def _loads(self, _: web.Request) -> web.Response:
+        return web.json_response({"loads": [{"num_used_tokens": 16 * len(self._running)}]})
+
+    async def _update_weights(self, request: web.Request) -> web.Response:
+        if self.refuse_weights:
+            return web.json_response({"success": False, "message": "no such file"}, status=400)
+        assert not self._running, "the engine is not idle"
+        body = await request.json()
+        self.weight_version = body["weight_version"]
+        return web.json_response({"success": True, "message": "ok"})
+
+    async def _flush(self, _: web.Request) -> web.Response:
+        if self._running:
+            return web.Response(status=400, text="busy")
+        self._cached.clear()
+        return web.Response(text="Cache flushed.")
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        return web.json_response({"text": text_of((await request.json())["tokens"])})
+
+
+def _shared(ids: Sequence[int], known: Sequence[int]) -> int:
+    """Whole pages that both begin with, the last token of `ids` aside."""
+    count = 0
+    for mine, theirs in zip(ids[:-1], known, strict=False):
+        if mine != theirs:
+            break
+        count += 1
+    return count // PAGE * PAGE
+
+
+@asynccontextmanager
+async def fake_sglang(**options: Any) -> AsyncIterator[FakeSglang]:
+    """A running one for the time of the block."""
+    fake = FakeSglang(**options)
+    await fake.start()
+    try:
+        yield fake
+    finally:
+        await fake.stop()

@@ -1,0 +1,108 @@
+"""Real SGLang engines on the CPU as child processes: one thread and one core each, KV through one shared folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from treadle_sidecar.engine_process import EngineSpec, start_engine, stop_engine
+
+START_DEADLINE_S = 240.0  # two engines that start together on a busy machine
+POLL_S = 0.25
+SLOTS = 2
+KV_TOKENS = 16_000
+ROOT = Path(__file__).parents[2]
+
+
+def engine_python() -> Path:
+    """The python of the engine's venv. Raises AssertionError saying how to get it."""
+    venv = Path(os.environ.get("TREADLE_ENGINE_VENV", ROOT / ".venv-engine"))
+    assert (venv / "bin" / "python").exists(), f"no engine venv at {venv}: make setup"
+    return venv / "bin" / "python"
+
+
+def model_folder() -> str:
+    """The converted model, made at the first use."""
+    command = [str(engine_python()), "-m", "treadle_sidecar.sglang_cpu.model"]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip().splitlines()[-1]
+
+
+class RealEngine:
+    """One engine; `start` may be called again after `kill`."""
+
+    def __init__(self, index: int, folder: Path, extra_args: tuple[str, ...] = ()) -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        self.log = folder / f"engine-{index}.log"
+        self.kv = folder / "kv"
+        self.spec = EngineSpec(
+            engine_id=f"e{index}",
+            port=_free_port(),
+            cpu=True,
+            model_path=model_folder(),
+            venv_python=engine_python(),
+            cores=(cores[index % len(cores)],),
+            slots=SLOTS,
+            kv_tokens=KV_TOKENS,
+            hicache_dir=self.kv,
+            extra_args=extra_args,
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """http://127.0.0.1:<port>"""
+        return f"http://127.0.0.1:{self.spec.port}"
+
+    def start(self) -> None:
+        """Begins to start, unless it runs."""
+        if self._process is None or self._process.poll() is not None:
+            self._process = start_engine(self.spec, self.log)
+
+    def wait_ready(self) -> None:
+        """Returns once the engine answers. Raises AssertionError with its log."""
+        ends_at = time.monotonic() + START_DEADLINE_S
+        while not self._answers():
+            assert self._process is not None
+            ended = self._process.poll() is not None
+            assert not ended and time.monotonic() < ends_at, f"{self.spec.engine_id}:\n{self.log.read_text()[-4000:]}"
+            time.sleep(POLL_S)
+
+    def kill(self) -> None:
+        """At once, with all its processes, as by the kernel's memory killer."""
+        if self._process is not None:
+            stop_engine(self._process, grace_s=0.0)
+            self._process = None
+
+    def stop(self) -> None:
+        """Ends it. Fine where it does not run."""
+        if self._process is not None:
+            stop_engine(self._process)
+            self._process = None
+
+    def ask(self, path: str, body: dict[str, Any]) -> Any:
+        """Past the sidecar: POST, JSON both ways."""
+        request = urllib.request.Request(
+            f"{self.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60.0) as response:
+            return json.loads(response.read())
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/model_info", timeout=5.0) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

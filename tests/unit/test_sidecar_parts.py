@@ -1,0 +1,153 @@
+"""The sidecar's smaller parts: tickets, contexts, load, storage keys, the engine's command line, what is learned of
+an engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from pathlib import Path
+
+import pytest
+from treadle_runtime.errors import FailedPrecondition
+from treadle_sidecar.contexts import Contexts
+from treadle_sidecar.engine_process import EngineSpec, engine_command
+from treadle_sidecar.engine_profile import read_profile
+from treadle_sidecar.load_meter import WINDOW_S, LoadMeter
+from treadle_sidecar.storage_keys import StoredPages, page_keys
+from treadle_sidecar.tickets import TicketBook
+
+
+def test_a_used_ticket_is_remembered_until_its_date_refuses_it() -> None:
+    book = TicketBook("e0")
+    book.check("k1", "e0", 100.0, 50.0)
+    book.use("k1", 100.0, 50.0)
+    with pytest.raises(FailedPrecondition, match="before"):
+        book.check("k1", "e0", 100.0, 60.0)
+    book.use("k2", 300.0, 150.0)
+    with pytest.raises(FailedPrecondition, match="expired"):
+        book.check("k1", "e0", 100.0, 150.0)
+    assert book._used == {"k2"}
+
+
+def test_contexts_beyond_the_limit_go_least_recently_used_first() -> None:
+    contexts = Contexts(limit_tokens=10)
+    contexts.remember("a", array("i", range(4)))
+    contexts.remember("b", array("i", range(4)))
+    assert contexts.of("a") is not None
+    contexts.remember("c", array("i", range(4)))
+    assert contexts.of("b") is None
+    contexts.remember("a", array("i", range(6)))
+    assert (contexts.of("a"), contexts.of("c")) == (array("i", range(6)), array("i", range(4)))
+    contexts.forget("a")
+    contexts.forget("a")
+    contexts.remember("huge", array("i", range(50)))
+    assert contexts.of("huge") is not None, "the newest stays, whatever its length"
+
+
+def test_the_load_meter_counts_the_last_seconds_only() -> None:
+    meter = LoadMeter()
+    assert meter.tokens_per_s(0.0) == 0.0
+    for step in range(100):
+        meter.sampled(1, step * 0.1)
+    assert meter.tokens_per_s(9.9) == pytest.approx(10.0, rel=0.1)
+    assert meter.tokens_per_s(9.9 + WINDOW_S + 1) == 0.0
+
+
+def test_storage_keys_are_a_chain_of_pages_seeded_by_the_salt() -> None:
+    ids = list(range(40))
+    keys = list(page_keys(ids, 16, None))
+    first = hashlib.sha256(array("I", ids[:16]).tobytes())
+    assert keys[0] == first.hexdigest()
+    assert keys[1] == hashlib.sha256(first.digest() + array("I", ids[16:32]).tobytes()).hexdigest()
+    assert len(keys) == 2, "the last page is not whole"
+    assert set(page_keys(ids, 16, "v1")).isdisjoint(keys)
+    assert set(page_keys(ids, 16, "v1")).isdisjoint(page_keys(ids, 16, "v2"))
+
+
+def test_storage_keys_are_those_of_a_stock_engine() -> None:
+    """The name of a file that SGLang 0.5.23 wrote with its own compiled hash: page 12 of these ids, this salt."""
+    keys = list(page_keys(list(range(1000, 1200)), 16, "default"))
+    assert keys[11] == "19c6c886cc9b47c01b20c874ab87b446ac9246fb288461418208100c67213edc"
+
+
+def test_stored_pages_count_up_to_the_first_that_is_missing(tmp_path: Path) -> None:
+    ids, suffix = list(range(64)), "_model_0_1.bin"
+    keys = list(page_keys(ids, 16, "v1"))
+    pages = StoredPages(tmp_path, [suffix], ids, 16, "v1")
+    for key in (keys[0], keys[2]):
+        (tmp_path / f"{key}{suffix}").touch()
+    pages.look()
+    assert pages.tokens == 16
+    (tmp_path / f"{keys[1]}{suffix}").touch()
+    pages.look()
+    assert pages.tokens == 48
+    unknown = StoredPages(None, [suffix], ids, 16, "v1")
+    unknown.look()
+    assert unknown.tokens == 0
+
+
+def spec(**options: object) -> EngineSpec:
+    defaults = {"engine_id": "e0", "port": 31000, "cpu": True, "model_path": "/m", "venv_python": Path("/v/bin/python")}
+    return EngineSpec(**{**defaults, **options})  # type: ignore[arg-type]
+
+
+def test_a_cpu_engine_is_pinned_has_one_thread_a_core_and_chooses_the_platform() -> None:
+    command = engine_command(
+        spec(cores=(1,), slots=3, kv_tokens=9000, hicache_dir=Path("/kv"), extra_args=("--dtype", "float32")),
+        {"PATH": "/bin", "PYTHONPATH": "/elsewhere", "SGLANG_USE_CPU_ENGINE": "1"},
+    )
+    line = " ".join(command.argv)
+    assert command.argv[:3][1:] == ("--cpu-list", "1")
+    assert "/v/bin/python -m sglang.launch_server --model-path /m --host 127.0.0.1 --port 31000" in line
+    assert "--max-running-requests 5" in line, "two above the slots, for prefetches"
+    assert "--device cpu" in line
+    assert "--hicache-io-backend direct" in line
+    assert line.endswith("--dtype float32")
+    assert command.env["OMP_NUM_THREADS"] == command.env["TREADLE_SGLANG_CPU"] == "1"
+    assert command.env["SGLANG_PLATFORM"] == "treadle_cpu"
+    assert command.env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == "/kv"
+    assert command.env["PATH"] == "/bin"
+    assert not {"PYTHONPATH", "SGLANG_USE_CPU_ENGINE"} & set(command.env)
+
+
+def test_a_gpu_engine_gets_a_model_name_and_sglangs_own_flags() -> None:
+    command = engine_command(
+        spec(cpu=False, model_path="Qwen/Qwen3-8B", extra_args=("--tp-size", "2")), {"CUDA_VISIBLE_DEVICES": "0,1"}
+    )
+    line = " ".join(command.argv)
+    assert line.startswith("/v/bin/python -m sglang.launch_server --model-path Qwen/Qwen3-8B")
+    assert line.endswith("--tp-size 2")
+    assert "cpu" not in line
+    assert "hicache" not in line
+    assert command.env["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert "TREADLE_SGLANG_CPU" not in command.env
+
+
+@pytest.mark.parametrize("options", [{"port": 0}, {"slots": 0}])
+def test_a_spec_that_cannot_run_is_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        engine_command(spec(**options), {})
+
+
+def test_a_profile_takes_the_end_tokens_from_the_models_own_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    server = {
+        "max_req_input_len": 8186,
+        "page_size": 16,
+        "tp_size": 1,
+        "hicache_storage_backend": "file",
+        "internal_states": [
+            {
+                "memory_usage": {"token_capacity": 20000, "kvcache": 0.429},
+                "effective_max_running_requests_per_dp": 4,
+            }
+        ],
+    }
+    profile = read_profile(server, {"model_path": str(tmp_path), "weight_version": "default"}, 49152)
+    assert profile.end_token_ids == {2, 7}
+    assert (profile.slots, profile.max_sequence_tokens, profile.storage) == (2, 8190, True)
+    assert profile.kv_bytes_per_token == pytest.approx(23_040, rel=0.01)
+    assert profile.storage_suffixes[0] == f"_{str(tmp_path).replace('/', '-')}_0_1.bin"

@@ -1,0 +1,202 @@
+"""The step queue: who runs, who waits, who gives way."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from treadle_core.step_queue import Admit, Evict, QueueFull, QueuePolicy, StepQueue
+
+
+def queue(slots: int = 1, capacity: int = 100, **options: object) -> StepQueue:
+    policy = QueuePolicy(slots=slots, capacity=capacity, **{"min_run_tokens": 4, **options})  # type: ignore[arg-type]
+    return StepQueue(policy)
+
+
+def test_the_highest_priority_is_admitted_first_and_ties_go_by_arrival() -> None:
+    q = queue(slots=2)
+    for step, priority in (("a", 1.0), ("b", 2.0), ("c", 2.0), ("d", 3.0)):
+        q.add(step, priority)
+
+    assert q.decide() == [Admit("d"), Admit("b")]
+    q.remove("d")
+    assert q.decide() == [Admit("c")]
+    assert (q.running, q.waiting) == (2, 1)
+
+
+def test_a_waiting_step_that_outranks_the_lowest_running_one_evicts_it() -> None:
+    q = queue(slots=2)
+    q.add("low", 1.0)
+    q.add("mid", 2.0)
+    q.decide()
+    for step in ("low", "mid"):
+        q.progress(step, 4)
+    q.add("high", 3.0)
+
+    assert q.decide() == [Evict("low", "high")]
+    assert q.decide() == [], "an eviction is decided once"
+    q.evicted("low")
+    assert q.decide() == [Admit("high")]
+
+
+def test_an_equal_priority_evicts_nobody() -> None:
+    q = queue()
+    q.add("first", 1.0)
+    q.decide()
+    q.progress("first", 10)
+    q.add("second", 1.0)
+    assert q.decide() == []
+
+
+def test_a_step_is_not_evicted_before_it_has_made_its_tokens_since_its_admission() -> None:
+    """Two steps whose priorities leapfrog would else trade one slot without getting on. Result: each turn makes
+    tokens.
+    """
+    q = queue()
+    q.add("low", 1.0)
+    q.decide()
+    q.add("high", 9.0)
+    assert not q.progress("low", 3)
+    assert q.decide() == []
+    assert q.progress("low", 4), "now it is worth asking again"
+    assert not q.progress("low", 5)
+    assert q.decide() == [Evict("low", "high")]
+    q.evicted("low")
+    assert q.decide() == [Admit("high")]
+    q.reprioritize("low", 99.0)
+    assert q.decide() == [], "the new one has made none yet"
+
+
+def test_the_hysteresis_keeps_a_small_lead_from_evicting() -> None:
+    q = queue(hysteresis=2.0)
+    q.add("low", 1.0)
+    q.decide()
+    q.progress("low", 4)
+    q.add("near", 3.0)
+    assert q.decide() == []
+    q.reprioritize("near", 3.1)
+    assert q.decide() == [Evict("low", "near")]
+
+
+def test_an_evicted_step_waits_with_its_original_arrival() -> None:
+    q = queue()
+    q.add("early", 1.0)
+    q.decide()
+    q.progress("early", 4)
+    q.add("late", 1.0)
+    q.add("high", 2.0)
+    q.decide()
+    q.evicted("early")
+    q.decide()
+    q.remove("high")
+    assert q.decide() == [Admit("early")]
+
+
+def test_a_free_slot_is_used_before_anybody_is_evicted() -> None:
+    q = queue(slots=2)
+    q.add("low", 1.0)
+    q.decide()
+    q.progress("low", 4)
+    q.add("high", 5.0)
+    assert q.decide() == [Admit("high")]
+
+
+def test_without_preemption_the_running_step_stays() -> None:
+    q = queue(preempt=False)
+    q.add("low", 1.0)
+    q.decide()
+    q.progress("low", 100)
+    q.add("high", 5.0)
+    assert q.decide() == []
+
+
+def test_a_pause_evicts_all_and_admits_nobody_until_it_ends() -> None:
+    q = queue(slots=2)
+    for step in ("a", "b", "c"):
+        q.add(step, 1.0)
+    q.decide()
+    q.paused = True
+    assert q.decide() == [Evict("a", ""), Evict("b", "")]
+    q.evicted("a")
+    q.evicted("b")
+    assert q.decide() == []
+    q.paused = False
+    assert q.decide() == [Admit("a"), Admit("b")]
+
+
+def test_a_full_line_refuses_and_takes_again_once_there_is_room() -> None:
+    q = queue(capacity=1)
+    q.add("runs", 1.0)
+    q.decide()
+    q.add("waits", 1.0)
+    with pytest.raises(QueueFull):
+        q.add("refused", 9.0)
+    assert "refused" not in q
+    q.remove("runs")
+    q.decide()
+    q.add("taken", 1.0)
+
+
+def test_what_is_not_here_is_told() -> None:
+    q = queue()
+    assert not q.reprioritize("nobody", 1.0)
+    q.remove("nobody")
+    q.add("a", 1.0)
+    with pytest.raises(ValueError, match="already"):
+        q.add("a", 1.0)
+
+
+Event = tuple[str, int, float]
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "progress", "finish", "reprioritize", "acknowledge"]),
+        st.integers(0, 9),
+        st.floats(0, 5),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 3), st.floats(0, 1), EVENTS)
+def test_the_invariants_hold_after_any_reports(slots: int, hysteresis: float, events: list[Event]) -> None:
+    """Against a second account kept here: slots are never exceeded, and every eviction is one that the rules allow."""
+    q = queue(slots=slots, hysteresis=hysteresis)
+    priorities: dict[str, float] = {}
+    holding: dict[str, int] = {}  # tokens since admission
+    evicting: set[str] = set()
+    for kind, number, value in events:
+        step = f"s{number}"
+        if kind == "add" and step not in priorities:
+            q.add(step, value)
+            priorities[step] = value
+        elif kind == "progress" and step in holding:
+            holding[step] += 3
+            q.progress(step, holding[step])
+        elif kind == "finish" and step in priorities:
+            q.remove(step)
+            del priorities[step]
+            holding.pop(step, None)
+            evicting.discard(step)
+        elif kind == "reprioritize" and step in priorities:
+            q.reprioritize(step, value)
+            priorities[step] = value
+        elif kind == "acknowledge" and step in evicting:
+            q.evicted(step)
+            evicting.discard(step)
+            del holding[step]
+        for action in q.decide():
+            if isinstance(action, Admit):
+                assert action.step_id not in holding
+                holding[action.step_id] = 0
+            else:
+                victim, by = action.step_id, action.by
+                assert by not in holding
+                assert priorities[by] > priorities[victim] + hysteresis
+                assert holding[victim] >= 4
+                assert all(priorities[victim] <= priorities[other] for other in holding if other not in evicting)
+                evicting.add(victim)
+        assert len(holding) <= slots
+        waiting = set(priorities) - set(holding)
+        assert not waiting or len(holding) == slots, "no slot is idle while somebody waits"
+        assert (q.running, q.waiting) == (len(holding), len(waiting))

@@ -1,0 +1,94 @@
+"""What a step gathers: tokens, version spans, phases; and stop strings around a cut."""
+
+from __future__ import annotations
+
+from array import array
+
+from hypothesis import given
+from hypothesis import strategies as st
+from treadle_sidecar.step import Reason, Sampling, Span, StepOrder
+from treadle_sidecar.step_record import StepRecord
+from treadle_sidecar.stop_strings import SplitStops
+
+
+def order(prompt: int = 10, resumed: int = 0) -> StepOrder:
+    ids = array("i", range(prompt))
+    return StepOrder("k", "t", 0, 0.0, ids, array("i", range(resumed)), Sampling(max_new_tokens=100))
+
+
+def test_phases_follow_each_other_and_add_up_to_the_steps_time() -> None:
+    record = StepRecord(order(), now=100.0, wall=5000.0)
+    assert record.admitted(101.0).queue_s == 1.0
+    record.sampled([1], [-0.1], "v1", 0, 103.0)
+    record.sampled([2, 3], [-0.1, -0.2], "v1", 0, 104.0)
+    record.attempt_over([("v1", 0, 3)])
+    record.preempted("other", 105.0)
+    assert record.admitted(109.0).attempt == 1
+    record.sampled([4], [-0.3], "v1", 8, 109.5)
+    finished = record.finished(Reason.LENGTH, 110.0)
+
+    timing = finished.timing
+    assert (timing.queue_s, timing.prefill_s, timing.decode_s) == (5.0, 2.5, 2.5)
+    assert (timing.accepted_at, timing.finished_at) == (5000.0, 5010.0)
+    assert (finished.preemptions, finished.resumed_prompt_tokens, finished.resumed_cached_tokens) == (1, 13, 8)
+    assert finished.spans == (Span("v1", 0, 4),)
+
+
+def test_the_engines_own_spans_replace_what_the_chunks_said() -> None:
+    """A trainer updates the engine in place: a chunk may still carry the old version, the engine's account is exact."""
+    record = StepRecord(order(resumed=5), now=0.0, wall=0.0)
+    record.admitted(0.0)
+    record.sampled([1, 2], [0.0, 0.0], "v1", 0, 1.0)
+    record.attempt_over([("v1", 0, 2)])
+    record.preempted("", 2.0)
+    record.admitted(3.0)
+    record.sampled([3, 4, 5], [0.0] * 3, "v1", 0, 4.0)
+    record.sampled([6], [0.0], "v2", 0, 5.0)
+    record.attempt_over([("v1", 0, 1), ("v2", 1, 4)])
+    assert record.finished(Reason.STOP, 6.0).spans == (Span("v1", 5, 8), Span("v2", 8, 11))
+
+
+def test_an_account_that_does_not_cover_the_attempt_is_left_aside() -> None:
+    record = StepRecord(order(), now=0.0, wall=0.0)
+    record.admitted(0.0)
+    record.sampled([1, 2, 3], [0.0] * 3, "v1", 0, 1.0)
+    record.attempt_over([("v2", 0, 2)])
+    assert record.finished(Reason.STOP, 2.0).spans == (Span("v1", 0, 3),)
+
+
+@given(
+    st.text("ab", max_size=30),
+    st.lists(st.integers(1, 3), max_size=30),
+    st.integers(0, 30),
+    st.text("ab", min_size=1, max_size=5),
+)
+def test_a_split_stop_string_is_found_where_the_whole_text_has_it(
+    text: str, chunks: list[int], cut_at: int, stop: str
+) -> None:
+    """Against a search of the whole text: only a match that spans the cut is this code's to find."""
+    cut_at = min(cut_at, len(text))
+    before, after = text[:cut_at], text[cut_at:]
+    if stop in before:
+        return  # the engine has ended the step then
+    stops = SplitStops([stop], before)
+    begins = text.find(stop)
+    spans = 0 <= begins < cut_at
+    found_after = None
+    position = 0
+    for size in [*chunks, len(text)]:
+        piece = after[position : position + size]
+        position += len(piece)
+        if piece and found_after is None and stops.completes(piece):
+            found_after = position
+    assert (found_after is not None) == spans
+    if found_after is not None:
+        assert cut_at + found_after >= begins + len(stop)
+
+
+def test_before_any_cut_nothing_is_found() -> None:
+    stops = SplitStops(["stop"])
+    assert not stops.completes("st")
+    assert not stops.completes("op"), "the engine sees this one itself"
+    assert not stops.completes(" st")
+    stops.cut()
+    assert stops.completes("op")
