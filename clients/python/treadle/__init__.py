@@ -1,0 +1,51 @@
+"""Treadle's client: agentic-RL rollouts that do not wait for their longest trajectory.
+
+The public names are the ones below; `treadle.<area>.v1` are the generated messages and stubs of the contract in
+protos/.
+"""
+
+from treadle.client import Client
+from treadle.errors import FieldViolation, StreamBroken, TokensSpent, TreadleError
+from treadle.retry import RetryPolicy, Timeouts
+from treadle.session import Session
+from treadle.trajectory import Trajectory
+from treadle.types import (
+    Batch,
+    Chunk,
+    Group,
+    Prompt,
+    RolloutEvent,
+    RolloutResult,
+    Sampling,
+    Span,
+    Step,
+    ToolResult,
+    TrainingTrajectory,
+    TrajectoryResult,
+    VersionSpan,
+)
+
+__all__ = [
+    "Batch",
+    "Chunk",
+    "Client",
+    "FieldViolation",
+    "Group",
+    "Prompt",
+    "RetryPolicy",
+    "RolloutEvent",
+    "RolloutResult",
+    "Sampling",
+    "Session",
+    "Span",
+    "Step",
+    "StreamBroken",
+    "Timeouts",
+    "TokensSpent",
+    "ToolResult",
+    "TrainingTrajectory",
+    "Trajectory",
+    "TrajectoryResult",
+    "TreadleError",
+    "VersionSpan",
+]

@@ -1,0 +1,156 @@
+"""Puts one step together from the events of one or several streams.
+
+Purpose: the step's output, version spans and time spans, however many engines it took. Pure: the caller passes the
+time in. Invariants: offsets are contiguous, every token has a logprob, the engine's final word (count, version spans)
+agrees with what arrived; anything else raises StreamBroken. Spans follow one another without overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from treadle.engine.v1 import engine_pb2
+from treadle.errors import StreamBroken
+from treadle.tokens import unpack_ids, unpack_logprobs
+from treadle.types import Chunk, FinishReason, Span, SpanKind, Step, VersionSpan
+
+_REASONS: dict[int, FinishReason] = {
+    engine_pb2.FINISH_REASON_STOP: "stop",
+    engine_pb2.FINISH_REASON_LENGTH: "length",
+    engine_pb2.FINISH_REASON_ABORTED: "aborted",
+}
+
+
+class StepAssembly:
+    """The step in the making. Owns its lists; nobody else writes them."""
+
+    def __init__(self, turn: int, now: float) -> None:
+        self.turn = turn
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.preemptions = 0
+        self._spans: list[Span] = []
+        self._versions: list[VersionSpan] = []
+        self._engine_ids: list[str] = []
+        self._engine_id = ""
+        self._kind: SpanKind | None = "queue"
+        self._since = now
+        self._cached_tokens = 0
+        self._resumed = 0  # tokens that came from engines before the present one
+
+    def engine(self, engine_id: str) -> None:
+        """A ticket for engine_id was issued; its stream begins at the present count of tokens."""
+        self._engine_id = engine_id
+        self._resumed = len(self.token_ids)
+        if not self._engine_ids or self._engine_ids[-1] != engine_id:
+            self._engine_ids.append(engine_id)
+
+    def started(self, now: float) -> None:
+        """The engine admitted the step."""
+        self._enter("prefill", now)
+
+    def chunk(self, message: engine_pb2.TokenChunk, now: float) -> Chunk:
+        """Appends the tokens of one message."""
+        offset = message.offset
+        if offset != len(self.token_ids):
+            count = len(self.token_ids)
+            kind = "gap" if offset > count else "repeat"
+            raise StreamBroken(
+                f"a {kind} in turn {self.turn}: offset {offset} after {count} tokens from {self._engine_id}"
+            )
+        ids, logprobs = unpack_ids(message.token_ids.int32_le), unpack_logprobs(message.logprobs.float32_le)
+        if len(ids) != len(logprobs):
+            raise StreamBroken(
+                f"{len(ids)} tokens with {len(logprobs)} logprobs at offset {offset} of turn {self.turn}"
+            )
+        if ids and self._kind != "decode":
+            self._enter("decode", now)
+        self.token_ids += ids
+        self.logprobs += logprobs
+        _append(self._versions, message.weight_version, offset, offset + len(ids))
+        return Chunk(offset, ids, logprobs, message.weight_version)
+
+    def preempted(self, message: engine_pb2.StepPreempted, now: float) -> None:
+        """The engine put the step back into its queue."""
+        if message.output_tokens != len(self.token_ids):
+            raise StreamBroken(
+                f"preempted after {message.output_tokens} tokens, of which {len(self.token_ids)} arrived"
+            )
+        self.preemptions += 1
+        self._enter("queue", now)
+
+    def lost(self, now: float) -> None:
+        """The stream ended without the engine's word: the step waits for another engine."""
+        self._enter("queue", now)
+
+    def finished(self, message: engine_pb2.StepFinished, now: float) -> Step:
+        """The step, checked against the engine's final word."""
+        count = len(self.token_ids)
+        if message.output_tokens != count:
+            raise StreamBroken(
+                f"the engine counts {message.output_tokens} output tokens in turn {self.turn}, {count} arrived"
+            )
+        # The engine's own account of which weights sampled what replaces the one of the chunks, as far as it reaches.
+        self._versions = _head(self._versions, self._resumed)
+        covered = self._resumed
+        for span in message.version_spans:
+            if span.start_token != covered or span.end_token <= covered:
+                raise StreamBroken(f"version spans of turn {self.turn} leave a gap or overlap at token {covered}")
+            covered = span.end_token
+            _append(self._versions, span.weight_version, span.start_token, span.end_token)
+        if covered != count:
+            raise StreamBroken(f"version spans of turn {self.turn} cover {covered} of {count} tokens")
+        reason = _REASONS.get(message.reason)
+        if reason is None:
+            raise StreamBroken(f"finish reason {message.reason} of turn {self.turn} is unknown")
+        self._cached_tokens = message.cached_tokens
+        return self.ended(reason, now)
+
+    def ended(self, reason: FinishReason, now: float) -> Step:
+        """The step with what has arrived, without an engine's final word."""
+        self._enter(None, now)
+        spent = {
+            kind: sum(s.end_s - s.start_s for s in self._spans if s.kind == kind)
+            for kind in ("queue", "prefill", "decode")
+        }
+        return Step(
+            turn=self.turn,
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            version_spans=tuple(self._versions),
+            finish_reason=reason,
+            queue_s=spent["queue"],
+            prefill_s=spent["prefill"],
+            decode_s=spent["decode"],
+            preemptions=self.preemptions,
+            cached_tokens=self._cached_tokens,
+            engine_ids=tuple(self._engine_ids),
+            spans=tuple(self._spans),
+        )
+
+    def _enter(self, kind: SpanKind | None, now: float) -> None:
+        if kind == self._kind:
+            return
+        if self._kind is not None:
+            self._spans.append(Span(self._kind, self._since, now, self._engine_id, self.turn))
+        self._kind, self._since = kind, now
+
+
+def shifted(spans: Iterable[VersionSpan], by_tokens: int) -> list[VersionSpan]:
+    """The same spans with other indexes: from a step's output to the trajectory's tokens."""
+    return [VersionSpan(s.weight_version, s.start_token + by_tokens, s.end_token + by_tokens) for s in spans]
+
+
+def _append(spans: list[VersionSpan], weight_version: str, start: int, end: int) -> None:
+    """Adds [start, end), joined to the last span where they touch under one version; an empty one adds nothing."""
+    if start == end:
+        return
+    last = spans[-1] if spans else None
+    if last and last.weight_version == weight_version and last.end_token == start:
+        spans[-1] = VersionSpan(weight_version, last.start_token, end)
+    else:
+        spans.append(VersionSpan(weight_version, start, end))
+
+
+def _head(spans: list[VersionSpan], end: int) -> list[VersionSpan]:
+    return [VersionSpan(s.weight_version, s.start_token, min(s.end_token, end)) for s in spans if s.start_token < end]

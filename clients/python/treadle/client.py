@@ -1,0 +1,200 @@
+"""treadle.Client: the door to a mesh.
+
+Purpose: opens trajectories, runs rollouts, takes batches. Invariants: one address is enough; leaving the `async with`
+block leaves no trajectory open and no channel behind. Made for one event loop and any number of tasks on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Literal
+
+import grpc
+
+from treadle.channels import Channels
+from treadle.clock import Clock
+from treadle.errors import TreadleError
+from treadle.handover import batch_of
+from treadle.mesh import Mesh, request_id
+from treadle.retry import Calls, RetryPolicy, Timeouts
+from treadle.rollout.v1 import rollout_pb2
+from treadle.rollouts import Agent, RolloutRun
+from treadle.scheduler.v1 import scheduler_pb2
+from treadle.tasks import to_the_end
+from treadle.trajectory import Trajectory
+from treadle.types import Batch, Prompt, RolloutEvent, RolloutResult
+
+
+class Client:
+    """A client of the mesh whose scheduler listens at `address` (host:port).
+
+    timeouts: deadlines of logical calls. retry: how attempts are spaced. credentials: for TLS; none means plain text.
+    interceptors: of grpc.aio, e.g. OpenTelemetry's, which adds the trace context. seed: of the jitter.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeouts: Timeouts | None = None,
+        retry: RetryPolicy | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
+        seed: int | None = None,
+    ) -> None:
+        self._address = address
+        self._timeouts = timeouts or Timeouts()
+        self._calls = Calls(retry or RetryPolicy(), random.Random(seed))
+        self._channels = Channels(credentials, interceptors)
+        self._mesh: Mesh | None = None
+        self._open: set[Trajectory] = set()
+
+    async def __aenter__(self) -> Client:
+        self._mesh = Mesh(self._address, self._channels, self._calls, self._timeouts, Clock())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Literal[False]:
+        await to_the_end(self._close())
+        return False
+
+    async def open(
+        self,
+        *,
+        prompt_id: str,
+        sample: int,
+        prompt: Sequence[int],
+        rollout_id: str = "",
+        max_total_tokens: int = 0,
+        hardware_tags: Sequence[str] = (),
+        pinned_engine_id: str = "",
+        on_change: Callable[[Trajectory, Literal["step", "tool"]], None] | None = None,
+    ) -> Trajectory:
+        """Admits a trajectory.
+
+        prompt: token ids, at least one. max_total_tokens: cap on generated tokens of all turns, 0 for none.
+        hardware_tags: only engines that carry all of them. pinned_engine_id: run there and never migrate. on_change:
+        called after each step and tool call. Errors: TreadleError INVALID_ARGUMENT with field_violations.
+        """
+        mesh = self._connected()
+        request = scheduler_pb2.OpenTrajectoryRequest(
+            request_id=request_id(),
+            rollout_id=rollout_id,
+            prompt_id=prompt_id,
+            sample=sample,
+            prompt_tokens=len(prompt),
+            max_total_tokens=max_total_tokens,
+            hardware_tags=hardware_tags,
+            pinned_engine_id=pinned_engine_id,
+        )
+        admission = asyncio.get_running_loop().create_task(self._admit(mesh, request, prompt, on_change))
+        try:
+            await asyncio.wait({admission})
+        except asyncio.CancelledError:
+            # An answer that nobody waits for would leave a trajectory open that nobody knows.
+            await to_the_end(_undo(admission, mesh.timeouts.cleanup_s))
+            raise
+        return admission.result()
+
+    async def rollout(
+        self,
+        prompts: Sequence[Prompt],
+        agent: Agent,
+        samples_per_prompt: int = 4,
+        keep_per_prompt: int = 0,
+        max_staleness: int = -1,
+        concurrency: int | None = None,
+        on_event: Callable[[RolloutEvent], None] | None = None,
+        max_total_tokens: int = 0,
+        pin: Callable[[Prompt, int], str] | None = None,
+    ) -> RolloutResult:
+        """Runs `agent(trajectory, prompt)` on samples_per_prompt samples of each prompt and hands each finished one in.
+
+        agent: returns the reward or None; may close the trajectory itself to say another outcome. One that raises
+        fails its trajectory alone. keep_per_prompt: a group settles once that many are in, and its unfinished
+        siblings are cancelled; 0 keeps all. max_staleness: weight versions that a kept token may lag behind at
+        get_batch, -1 for no bound. concurrency: trajectories open at once, None for all. on_event: called from the
+        event loop, must not block. max_total_tokens: cap a trajectory, 0 for none. pin: (prompt, sample) -> engine_id
+        to run on without migration. Cancelling the caller aborts every step, closes every trajectory as "cancelled"
+        and cancels the rollout.
+        """
+        run = RolloutRun(self._connected(), self.open, agent, on_event, pin)
+        spec = rollout_pb2.RolloutSpec(
+            samples_per_prompt=samples_per_prompt,
+            keep_per_prompt=keep_per_prompt,
+            max_staleness=max_staleness,
+            prompt_ids=[prompt.id for prompt in prompts],
+            max_total_tokens=max_total_tokens,
+        )
+        return await run.run(prompts, spec, concurrency)
+
+    async def get_batch(
+        self,
+        rollout_id: str,
+        max_groups: int = 2,
+        weight_version: int = 0,
+        wait: bool = True,
+        timeout_s: float | None = None,
+    ) -> Batch:
+        """Takes up to max_groups settled groups for training, oldest first, none staler than the rollout's bound.
+
+        weight_version: the trainer's present one. wait: for max_groups rather than answer with fewer, up to timeout_s
+        (default timeouts.batch_s). Errors: TreadleError NOT_FOUND ROLLOUT_NOT_FOUND, DEADLINE_EXCEEDED.
+        """
+        mesh = self._connected()
+        request = rollout_pb2.GetBatchRequest(
+            request_id=request_id(),
+            rollout_id=rollout_id,
+            max_groups=max_groups,
+            weight_version=weight_version,
+            wait=wait,
+        )
+        service = await mesh.rollout()
+        return batch_of(await mesh.calls.unary(service.GetBatch, request, timeout_s or mesh.timeouts.batch_s))
+
+    async def _admit(
+        self,
+        mesh: Mesh,
+        request: scheduler_pb2.OpenTrajectoryRequest,
+        prompt: Sequence[int],
+        on_change: Callable[[Trajectory, Literal["step", "tool"]], None] | None,
+    ) -> Trajectory:
+        answer = await mesh.calls.unary(mesh.scheduler.OpenTrajectory, request, mesh.timeouts.control_s)
+        trajectory = Trajectory(
+            mesh, answer.trajectory, prompt, request.max_total_tokens, on_change=on_change, on_close=self._open.discard
+        )
+        self._open.add(trajectory)
+        return trajectory
+
+    async def _close(self) -> None:
+        """Closes what is left open, all at once, then the channels.
+
+        A scheduler out of reach forgets it by its own timeout.
+        """
+        closing: list[Awaitable[None]] = [trajectory.close(outcome="cancelled") for trajectory in list(self._open)]
+        results = await asyncio.gather(*closing, return_exceptions=True)
+        await self._channels.close()
+        for failure in results:
+            if isinstance(failure, BaseException) and not (
+                isinstance(failure, TreadleError) and failure.lost_connection
+            ):
+                raise failure
+
+    def _connected(self) -> Mesh:
+        if self._mesh is None:
+            raise RuntimeError("use treadle.Client as `async with treadle.Client(address) as client:`")
+        return self._mesh
+
+
+async def _undo(admission: asyncio.Task[Trajectory], timeout_s: float) -> None:
+    """Closes the trajectory that `admission` still opens, if it does so in time."""
+    await asyncio.wait({admission}, timeout=timeout_s)
+    if not admission.done():
+        admission.cancel()
+        await asyncio.wait({admission})
+    if not admission.cancelled() and admission.exception() is None:
+        await admission.result().close(outcome="cancelled")

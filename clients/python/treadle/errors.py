@@ -1,0 +1,130 @@
+"""Errors of the client: a gRPC status read back into typed fields.
+
+Purpose: every failed call raises TreadleError, whose `reason` a program can act on and whose text a person can read.
+Invariants: the details come from `grpc-status-details-bin` (wire-equal to google.rpc.Status) and are read with
+Treadle's own messages, so that googleapis is not needed; a status without details still gives a code and a message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from treadle.common.v1 import status_pb2
+
+_DETAILS_KEY = "grpc-status-details-bin"
+# What grpc itself says when a connection or a stream dies under a call; a servicer's own INTERNAL or UNKNOWN says
+# none of these.
+_TRANSPORT_WORDS = ("RST_STREAM", "Stream removed", "GOAWAY", "Connection reset", "Socket closed", "recvmsg")
+
+
+@dataclass(frozen=True)
+class FieldViolation:
+    """One field of a request that the server refused: its path, and what would be right."""
+
+    field: str
+    description: str
+
+
+@dataclass(frozen=True)
+class ErrorDetails:
+    """The machine-readable part of an error; empty where the server sent none."""
+
+    reason: str = ""
+    domain: str = ""
+    metadata: dict[str, str] = field(default_factory=dict)
+    field_violations: tuple[FieldViolation, ...] = ()
+    retry_after_s: float | None = None
+
+
+class TreadleError(Exception):
+    """A call to the mesh failed.
+
+    code: the gRPC status code. reason: stable UPPER_SNAKE word, e.g. TRAJECTORY_NOT_FOUND, empty where the server
+    gave none. domain: who says so. metadata: the ids that the reason speaks of. field_violations: the fields that
+    were refused. retry_after_s: the server's own wish, None where it has none.
+    """
+
+    def __init__(self, code: grpc.StatusCode, message: str, details: ErrorDetails | None = None) -> None:
+        details = details or ErrorDetails()
+        self.code = code
+        self.message = message
+        self.reason = details.reason
+        self.domain = details.domain
+        self.metadata = details.metadata
+        self.field_violations = details.field_violations
+        self.retry_after_s = details.retry_after_s
+        fields = "; ".join(f"{v.field}: {v.description}" for v in details.field_violations)
+        super().__init__(
+            " ".join(part for part in (code.name, details.reason, message, fields and f"({fields})") if part)
+        )
+
+    @property
+    def lost_connection(self) -> bool:
+        """Whether the peer or the way to it went away, so that the call says nothing about the request itself."""
+        if self.code is grpc.StatusCode.UNAVAILABLE:
+            return True
+        if self.reason:
+            return False
+        if (
+            self.code is grpc.StatusCode.CANCELLED
+        ):  # the caller's own cancellation never comes here: it raises CancelledError
+            return True
+        transport = self.code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+        return transport and any(word in self.message for word in _TRANSPORT_WORDS)
+
+
+class StreamBroken(TreadleError):  # noqa: N818 - said as what happened
+    """A token stream broke its contract: a gap, a repeated token, counts or version spans that do not agree.
+
+    Never repaired.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(grpc.StatusCode.DATA_LOSS, message, ErrorDetails("STREAM_BROKEN", "client.treadle"))
+
+
+class TokensSpent(TreadleError):  # noqa: N818
+    """The trajectory's max_total_tokens is used up: nothing more may be generated. A rollout counts it as truncated."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(grpc.StatusCode.FAILED_PRECONDITION, message, ErrorDetails("TOKENS_SPENT", "client.treadle"))
+
+
+def refused(reason: str, message: str) -> TreadleError:
+    """A FAILED_PRECONDITION that the client itself raises before any call."""
+    return TreadleError(grpc.StatusCode.FAILED_PRECONDITION, message, ErrorDetails(reason, "client.treadle"))
+
+
+def error_from(error: grpc.aio.AioRpcError) -> TreadleError:
+    """Reads a failed call's status and details. Details that do not parse are left out, never guessed."""
+    raw: bytes | None = None
+    for key, value in error.trailing_metadata() or ():
+        if key == _DETAILS_KEY and isinstance(value, bytes):
+            raw = value
+    return TreadleError(error.code(), error.details() or "", _details(raw) if raw else None)
+
+
+def _details(raw: bytes) -> ErrorDetails:
+    status = status_pb2.Status()
+    info, retry, bad = status_pb2.ErrorInfo(), status_pb2.RetryInfo(), status_pb2.BadRequest()
+    retry_after_s: float | None = None
+    wanted: dict[str, Message] = {
+        "google.rpc.ErrorInfo": info,
+        "google.rpc.RetryInfo": retry,
+        "google.rpc.BadRequest": bad,
+    }
+    try:
+        status.ParseFromString(raw)
+        for detail in status.details:
+            name = detail.type_url.rpartition("/")[2]
+            if name in wanted:
+                wanted[name].ParseFromString(detail.value)
+                if name == "google.rpc.RetryInfo":
+                    retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+    except DecodeError:
+        return ErrorDetails()
+    violations = tuple(FieldViolation(v.field, v.description) for v in bad.field_violations)
+    return ErrorDetails(info.reason, info.domain, dict(info.metadata), violations, retry_after_s)

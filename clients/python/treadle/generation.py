@@ -1,0 +1,288 @@
+"""One step from ticket to last token, over as many engines as it takes.
+
+Purpose: StepRun.chunks() is the iterator behind Trajectory.generate. Invariants: the tokens form one sequence without
+gap or repeat, whatever engines are lost on the way; a step that is left early is aborted on its engine, so that it
+burns no slot; a step that raises commits nothing, and the trajectory stays as it was before it. Owned by its
+trajectory, which has at most one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from treadle.assembly import StepAssembly
+from treadle.common.v1 import ticket_pb2, tokens_pb2
+from treadle.durations import duration
+from treadle.engine.v1 import engine_pb2
+from treadle.errors import StreamBroken, TreadleError, error_from
+from treadle.mesh import Mesh, request_id
+from treadle.retry import Backoff, retryable
+from treadle.scheduler.v1 import scheduler_pb2
+from treadle.tasks import to_the_end
+from treadle.tokens import pack_ids
+from treadle.types import Chunk, FinishReason, Sampling, Step
+
+if TYPE_CHECKING:
+    GenerateCall = grpc.aio.UnaryStreamCall[engine_pb2.GenerateRequest, engine_pb2.GenerateResponse]
+
+# A prompt that brings down every engine it meets must not take the whole mesh with it: after this many engines were
+# lost in a row without one new token, the step fails.
+MAX_FRUITLESS_LOSSES = 5
+# The engine refuses the ticket, not the request: it restarted under another id, or the wait was longer than the
+# ticket's life.
+_STALE_TICKET = frozenset({"TICKET_EXPIRED", "TICKET_WRONG_ENGINE"})
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a step runs with.
+
+    tool_s: the time since the turn before. lost_ticket_id: of this turn, its stream never ended. unanswered: a
+    ScheduleStep of this turn that was cancelled before its answer, so that a ticket may be out that nobody has seen.
+    """
+
+    trajectory_id: str
+    turn: int
+    prompt: list[int]
+    sampling: Sampling
+    tool_s: float
+    lost_ticket_id: str
+    unanswered: scheduler_pb2.ScheduleStepRequest | None
+
+
+class StepRun:
+    """A step in flight.
+
+    begin() is awaited when the first token is asked for; commit() takes the step, finished or left early.
+    """
+
+    def __init__(
+        self, mesh: Mesh, begin: Callable[[StepRun], Awaitable[StepPlan]], commit: Callable[[Step], None]
+    ) -> None:
+        self._mesh, self._begin, self._commit = mesh, begin, commit
+        self._assembly: StepAssembly | None = None
+        self._ticket: ticket_pb2.Ticket | None = None
+        self._call: GenerateCall | None = None  # set while the engine may be generating for it
+        self._step: Step | None = None
+        self._held = False  # the caller has a chunk in hand, so nobody reads the stream
+        self._opening: asyncio.Task[GenerateCall] | None = None
+        self._stopping = False
+        self._committed = False
+        self._ended = asyncio.Event()
+        self._aborting = asyncio.Lock()
+        self.turn = -1  # until begun
+        self.unanswered: scheduler_pb2.ScheduleStepRequest | None = None
+        self.lost_ticket_id = ""  # of this turn; the next ScheduleStep of the turn must name it
+
+    async def chunks(self) -> AsyncGenerator[Chunk, None]:
+        """Tokens as they come; StreamBroken, or TreadleError when the step cannot go on before its deadline."""
+        try:
+            plan = await self._begin(self)
+            self._assembly = assembly = StepAssembly(plan.turn, self._mesh.clock())
+            self.turn = plan.turn
+            self.lost_ticket_id, self.unanswered = plan.lost_ticket_id, plan.unanswered
+            prompt = tokens_pb2.TokenIds(int32_le=pack_ids(plan.prompt))
+            backoff = self._mesh.calls.backoff(self._mesh.timeouts.step_s)
+            fruitless = 0
+            error: TreadleError | None = None
+            while not self._stopping:
+                known, heard = len(assembly.token_ids), False
+                opening = self._open(plan, prompt, assembly, backoff, error)
+                if (call := await self._unless_stopped(opening)) is None:
+                    break
+                error = None
+                try:
+                    async for event in call:
+                        heard = True
+                        chunk = self._take(event, assembly)
+                        if chunk is None:
+                            continue
+                        backoff.restart()
+                        self._held = True
+                        yield chunk
+                        self._held = False
+                        if self._ended.is_set():  # left while held
+                            await to_the_end(self._abort())
+                            return
+                except grpc.aio.AioRpcError as failure:
+                    error = error_from(failure)
+                self._call = None
+                if self._step is not None:
+                    self._commit_once(self._step)
+                    return
+                if error is None:
+                    raise StreamBroken(f"the stream of turn {plan.turn} ended without StepFinished")
+                assembly.lost(self._mesh.clock())
+                fruitless = fruitless + heard if len(assembly.token_ids) == known else 0
+                if fruitless >= MAX_FRUITLESS_LOSSES or not _elsewhere(error):
+                    raise error
+                if (reason := _complete(assembly.token_ids, plan.sampling)) is not None:
+                    self._commit_once(assembly.ended(reason, self._mesh.clock()))
+                    return
+            self._left()
+        except (GeneratorExit, asyncio.CancelledError):
+            self._left()
+            await to_the_end(self._abort())
+            raise
+        except TreadleError:
+            await to_the_end(self._abort())
+            raise
+        finally:
+            self._ended.set()
+
+    def leave(self) -> bool:
+        """Commits what the caller has seen, while nobody reads on; stop() or the iterator's end aborts the rest.
+
+        False where another task is reading the stream at this moment.
+        """
+        if self._ended.is_set() or self._assembly is None:
+            return True
+        if not self._held:
+            return False
+        self._ended.set()
+        self._left()
+        return True
+
+    async def stop(self) -> None:
+        """Leaves the step: aborts it on its engine and commits the tokens that the caller has seen.
+
+        Once over: does nothing.
+        """
+        if self.leave():
+            await to_the_end(self._abort())
+            return
+        self._stopping = True  # another task is reading
+        if self._opening is not None:
+            self._opening.cancel()
+        await self._abort(keep_stream=True)  # its stream ends in order, with the tokens sampled until then
+        await self._ended.wait()
+
+    def _left(self) -> None:
+        """Without any token there was no step: its turn is still to come."""
+        if self._assembly is not None and self._assembly.token_ids:
+            self._commit_once(self._assembly.ended("aborted", self._mesh.clock()))
+
+    def _commit_once(self, step: Step) -> None:
+        if not self._committed:
+            self._committed = True
+            self._commit(step)
+
+    async def _unless_stopped(self, opening: Coroutine[Any, Any, GenerateCall]) -> GenerateCall | None:
+        """The opened stream; None where stop() came first."""
+        self._opening = asyncio.get_running_loop().create_task(opening)
+        try:
+            return await self._opening
+        except asyncio.CancelledError:
+            if self._stopping:
+                return None
+            raise
+
+    async def _open(
+        self,
+        plan: StepPlan,
+        prompt: tokens_pb2.TokenIds,
+        assembly: StepAssembly,
+        backoff: Backoff,
+        lost: TreadleError | None,
+    ) -> GenerateCall:
+        """A ticket and the stream that it opens; after a stream that was lost, following a wait."""
+        if lost is not None:
+            # A lost engine's RetryInfo speaks of that engine, and the next ticket is for another; a full queue's is
+            # for us.
+            full = lost.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            await backoff.wait(lost, lost.retry_after_s if full else None)
+        mesh, output = self._mesh, assembly.token_ids
+        timeout_s = min(mesh.timeouts.schedule_s, backoff.remaining_s)
+        if self.unanswered is not None:  # the scheduler answers a repeat from its record
+            self.lost_ticket_id = (await self._schedule(self.unanswered, timeout_s)).ticket_id
+        request = scheduler_pb2.ScheduleStepRequest(
+            request_id=request_id(),
+            trajectory_id=plan.trajectory_id,
+            turn=plan.turn,
+            context_tokens=len(plan.prompt),
+            max_new_tokens=plan.sampling.max_new_tokens,
+            replaces_ticket_id=self.lost_ticket_id,
+            resumed_tokens=len(output),
+            tool_time=duration(plan.tool_s),
+        )
+        self._ticket = ticket = await self._schedule(request, timeout_s)
+        self.lost_ticket_id = ticket.ticket_id
+        assembly.engine(ticket.engine_id)
+        generate = engine_pb2.GenerateRequest(ticket=ticket, prompt=prompt, sampling=_sampling_message(plan.sampling))
+        if output:
+            generate.resumed_output.int32_le = pack_ids(output)
+        engine = mesh.channels.engine(ticket.engine_address)
+        self._call = engine.Generate(generate, timeout=backoff.remaining_s)
+        return self._call
+
+    async def _schedule(self, request: scheduler_pb2.ScheduleStepRequest, timeout_s: float) -> ticket_pb2.Ticket:
+        self.unanswered = request
+        answer = await self._mesh.calls.unary(self._mesh.scheduler.ScheduleStep, request, timeout_s)
+        self.unanswered = None
+        return answer.ticket
+
+    def _take(self, event: engine_pb2.GenerateResponse, assembly: StepAssembly) -> Chunk | None:
+        """Adds one event; the chunk to hand on, where it brought tokens."""
+        now, kind = self._mesh.clock(), event.WhichOneof("event")
+        if self._step is not None:
+            raise StreamBroken(f"{kind} after StepFinished in turn {assembly.turn}")
+        if kind == "tokens":
+            chunk = assembly.chunk(event.tokens, now)
+            return chunk if chunk.token_ids else None
+        if kind == "started":
+            assembly.started(now)
+        elif kind == "preempted":
+            assembly.preempted(event.preempted, now)
+        elif kind == "finished":
+            self._step = assembly.finished(event.finished, now)
+            self.lost_ticket_id = ""
+        return None
+
+    async def _abort(self, *, keep_stream: bool = False) -> None:
+        """Tells the engine to stop. An engine that is gone, or knows nothing of the step, has stopped already."""
+        async with self._aborting:  # the iterator's end and the trajectory's next operation may both come here
+            call, ticket = self._call, self._ticket
+            if call is None or ticket is None or self._step is not None:
+                return
+            engine = self._mesh.channels.engine(ticket.engine_address)
+            request = engine_pb2.AbortRequest(request_id=request_id(), ticket_id=ticket.ticket_id)
+            try:
+                await engine.Abort(request, timeout=self._mesh.timeouts.cleanup_s)
+            except grpc.aio.AioRpcError:
+                keep_stream = False  # the cancelled stream below is the second way to say it
+            if not keep_stream:
+                self._call = None
+                call.cancel()
+
+
+def _elsewhere(error: TreadleError) -> bool:
+    """Whether a new ticket may help where this one did not."""
+    if error.code is grpc.StatusCode.FAILED_PRECONDITION:
+        return error.reason in _STALE_TICKET
+    return retryable(error)
+
+
+def _complete(output: list[int], sampling: Sampling) -> FinishReason | None:
+    """Why the step was over although its last event was lost with the engine; None where more tokens are due."""
+    if output and output[-1] in sampling.stop_token_ids:
+        return "stop"
+    return "length" if len(output) >= sampling.max_new_tokens else None
+
+
+def _sampling_message(sampling: Sampling) -> tokens_pb2.SamplingParams:
+    return tokens_pb2.SamplingParams(
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+    )

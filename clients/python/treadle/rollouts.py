@@ -1,0 +1,213 @@
+"""A rollout: one agent over prompts × samples, each trajectory handed to the rollout service as it ends.
+
+Purpose: RolloutRun behind Client.rollout. Invariants: every sample ends in exactly one TrajectoryResult; an agent
+that raises harms its own trajectory only; when the run ends, however it ends, no trajectory of it is open and no task
+of it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from treadle.errors import TokensSpent, TreadleError
+from treadle.handover import drop_reason_of, finished_message, never_opened_message
+from treadle.mesh import Mesh, request_id
+from treadle.rollout.v1 import rollout_pb2
+from treadle.tasks import Tasks, outcome_of, to_the_end
+from treadle.trajectory import Trajectory
+from treadle.types import Outcome, Prompt, RolloutEvent, RolloutResult, TrajectoryResult
+
+Agent = Callable[[Trajectory, Prompt], Coroutine[Any, Any, float | None]]
+
+
+class RolloutRun:
+    """One call of Client.rollout. open_trajectory: Client.open. pin: see Client.rollout."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        open_trajectory: Callable[..., Awaitable[Trajectory]],
+        agent: Agent,
+        on_event: Callable[[RolloutEvent], None] | None,
+        pin: Callable[[Prompt, int], str] | None,
+    ) -> None:
+        self._mesh, self._open, self._agent, self._on_event, self._pin = mesh, open_trajectory, agent, on_event, pin
+        self._rollout_id = ""
+        self._max_total_tokens = 0
+        # Samples whose agent has not ended, by prompt and sample: a settled group cancels its own.
+        self._unfinished: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._results: dict[tuple[str, int], TrajectoryResult] = {}
+
+    async def run(
+        self, prompts: Sequence[Prompt], spec: rollout_pb2.RolloutSpec, concurrency: int | None
+    ) -> RolloutResult:
+        """All samples of all prompts; results in that order. TreadleError where the rollout cannot be created."""
+        mesh, started_s = self._mesh, self._mesh.clock()
+        service = await mesh.rollout()
+        request = rollout_pb2.CreateRolloutRequest(request_id=request_id(), spec=spec)
+        self._rollout_id = (
+            await mesh.calls.unary(service.CreateRollout, request, mesh.timeouts.control_s)
+        ).rollout.rollout_id
+        self._max_total_tokens = spec.max_total_tokens
+        order = [(prompt, sample) for prompt in prompts for sample in range(spec.samples_per_prompt)]
+        slots = asyncio.Semaphore(concurrency or len(order))
+        whole = False
+        try:
+            async with Tasks() as tasks:
+                for prompt, sample in order:
+                    self._results[prompt.id, sample] = _never_opened(prompt.id, sample)
+                    self._unfinished[prompt.id, sample] = tasks.start(self._sample(prompt, sample, slots))
+            whole = True
+        finally:
+            if not whole:
+                await to_the_end(self._cancel())
+        results = tuple(self._results[prompt.id, sample] for prompt, sample in order)
+        return RolloutResult(self._rollout_id, results, mesh.clock() - started_s)
+
+    async def _sample(self, prompt: Prompt, sample: int, slots: asyncio.Semaphore) -> None:
+        """One sample from open to hand-in."""
+        key = (prompt.id, sample)
+        async with slots:
+            try:
+                trajectory = await self._open_one(prompt, sample)
+            except TreadleError as error:
+                self._results[key] = _never_opened(prompt.id, sample, "failed", f"open: {error}")
+                message = never_opened_message(prompt.id, sample)
+            else:
+                self._results[key] = await self._play(trajectory, prompt)
+                message = finished_message(trajectory)
+            self._unfinished.pop(key, None)
+        await self._hand_in(message, key)
+
+    async def _open_one(self, prompt: Prompt, sample: int) -> Trajectory:
+        trajectory = await self._open(
+            prompt_id=prompt.id,
+            sample=sample,
+            prompt=prompt.tokens,
+            rollout_id=self._rollout_id,
+            max_total_tokens=self._max_total_tokens,
+            pinned_engine_id=self._pin(prompt, sample) if self._pin else "",
+            on_change=self._tell,
+        )
+        self._tell(trajectory, "opened")
+        return trajectory
+
+    async def _play(self, trajectory: Trajectory, prompt: Prompt) -> TrajectoryResult:
+        """Runs the agent and closes its trajectory, whichever way the agent ends."""
+        try:
+            played = await outcome_of(self._agent(trajectory, prompt))
+        except asyncio.CancelledError:
+            error_line = await to_the_end(self._end(trajectory, "cancelled"))
+            self._results[trajectory.prompt_id, trajectory.sample] = _result(trajectory, error_line)
+            raise
+        self._unfinished.pop(
+            (trajectory.prompt_id, trajectory.sample), None
+        )  # its end is no longer anybody's to cancel
+        reward, outcome, error_line = _judge(trajectory, played)
+        if trajectory.outcome is not None and trajectory.reward is None:
+            trajectory.reward = reward  # the agent closed it, and said the reward by returning it
+        close_error = await to_the_end(self._end(trajectory, outcome, reward))
+        return _result(trajectory, error_line or close_error)
+
+    async def _hand_in(self, message: rollout_pb2.FinishedTrajectory, key: tuple[str, int]) -> None:
+        """Submits; when the verdict settles the group, its unfinished siblings are cancelled."""
+        mesh, result = self._mesh, self._results[key]
+        request = rollout_pb2.SubmitTrajectoryRequest(
+            request_id=request_id(), rollout_id=self._rollout_id, trajectory=message
+        )
+        try:
+            service = await mesh.rollout()
+            verdict = await mesh.calls.unary(service.SubmitTrajectory, request, mesh.timeouts.control_s)
+        except TreadleError as error:
+            self._results[key] = replace(result, error=result.error or f"submit: {error}")
+            return
+        self._results[key] = replace(result, kept=verdict.kept, drop_reason=drop_reason_of(verdict.drop_reason))
+        if verdict.group_settled:
+            self._settle(message.prompt_id)
+
+    def _settle(self, prompt_id: str) -> None:
+        siblings = [key for key in self._unfinished if key[0] == prompt_id]
+        for key in siblings:
+            self._unfinished.pop(key).cancel()
+        if self._on_event is not None:
+            self._on_event(RolloutEvent("settled", self._mesh.clock(), prompt_id))
+
+    async def _end(self, trajectory: Trajectory, outcome: Outcome, reward: float | None = None) -> str:
+        """Closes; the error line where that fails. The scheduler forgets by itself what it was not told of."""
+        try:
+            await trajectory.close(reward, outcome)
+        except TreadleError as error:
+            return f"close: {error}"
+        finally:
+            self._tell(trajectory, "closed")
+        return ""
+
+    async def _cancel(self) -> None:
+        mesh = self._mesh
+        request = rollout_pb2.CancelRolloutRequest(request_id=request_id(), rollout_id=self._rollout_id)
+        service = await mesh.rollout()
+        try:
+            await mesh.calls.unary(service.CancelRollout, request, mesh.timeouts.cleanup_s)
+        except TreadleError as error:
+            if not error.lost_connection:
+                raise
+
+    def _tell(self, trajectory: Trajectory, kind: Literal["opened", "step", "tool", "closed"]) -> None:
+        if self._on_event is None:
+            return
+        self._on_event(
+            RolloutEvent(
+                kind,
+                self._mesh.clock(),
+                trajectory.prompt_id,
+                trajectory.sample,
+                trajectory.trajectory_id,
+                trajectory.gen_tokens,
+                len(trajectory.steps),
+                trajectory.outcome,
+            )
+        )
+
+
+def _judge(trajectory: Trajectory, played: asyncio.Task[Any]) -> tuple[float | None, Outcome, str]:
+    """Reward, outcome and error line of an agent that has ended."""
+    if played.cancelled():
+        return None, "cancelled", ""
+    error = played.exception()
+    if isinstance(error, TokensSpent):
+        return None, "truncated", ""
+    if error is not None:
+        return None, "failed", " ".join(f"{type(error).__name__}: {error}".split())
+    reward = played.result()
+    if reward is not None and not isinstance(reward, (int, float)):
+        return None, "failed", f"TypeError: the agent returned {type(reward).__name__}, not a reward"
+    return reward, "truncated" if trajectory.tokens_left == 0 else "finished", ""
+
+
+def _result(trajectory: Trajectory, error: str) -> TrajectoryResult:
+    """As it stands before its verdict."""
+    closed_s = trajectory.closed_s if trajectory.closed_s is not None else trajectory.opened_s
+    return TrajectoryResult(
+        trajectory_id=trajectory.trajectory_id,
+        prompt_id=trajectory.prompt_id,
+        sample=trajectory.sample,
+        tokens=trajectory.tokens,
+        loss_mask=trajectory.loss_mask,
+        logprobs=trajectory.logprobs,
+        version_spans=tuple(trajectory.version_spans),
+        steps=tuple(trajectory.steps),
+        spans=tuple(trajectory.spans),
+        reward=trajectory.reward,
+        outcome=trajectory.outcome or "failed",
+        kept=False,
+        drop_reason="",
+        error=error,
+        elapsed_s=closed_s - trajectory.opened_s,
+    )
+
+
+def _never_opened(prompt_id: str, sample: int, outcome: Outcome = "cancelled", error: str = "") -> TrajectoryResult:
+    return TrajectoryResult("", prompt_id, sample, [], [], [], (), (), (), None, outcome, False, "", error, 0.0)

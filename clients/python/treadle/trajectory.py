@@ -1,0 +1,222 @@
+"""One trajectory: its tokens, its steps, its tools, and its end.
+
+Purpose: what an agent's loop holds. Invariants: tokens, loss_mask and logprobs are equally long at every moment;
+loss_mask is 1 exactly where the policy sampled; a step is in flight at most once, and whatever is done next leaves it
+first; close happens once. Opened by Client.open; the client closes what its user left open.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+from treadle.assembly import shifted
+from treadle.errors import TokensSpent, TreadleError, refused
+from treadle.generation import StepPlan, StepRun
+from treadle.mesh import Mesh, request_id
+from treadle.scheduler.v1 import scheduler_pb2
+from treadle.session import Session, invoke, open_session
+from treadle.tools.v1 import tools_pb2
+from treadle.types import Chunk, Outcome, Sampling, Span, Step, ToolResult, VersionSpan
+
+_OUTCOMES: dict[Outcome, scheduler_pb2.Outcome.ValueType] = {
+    "finished": scheduler_pb2.OUTCOME_FINISHED,
+    "truncated": scheduler_pb2.OUTCOME_TRUNCATED,
+    "failed": scheduler_pb2.OUTCOME_FAILED,
+    "cancelled": scheduler_pb2.OUTCOME_CANCELLED,
+}
+
+
+class Trajectory:
+    """An open trajectory.
+
+    tokens: prompt, outputs and observations in order. loss_mask, logprobs: one a token; 0 and 0.0 where the policy
+    did not sample. version_spans: over indexes of `tokens`. steps: finished generations. spans: where the time went,
+    in order of their ends.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        opened: scheduler_pb2.Trajectory,
+        prompt: Sequence[int],
+        max_total_tokens: int,
+        *,
+        on_change: Callable[[Trajectory, Literal["step", "tool"]], None] | None = None,
+        on_close: Callable[[Trajectory], None] | None = None,
+    ) -> None:
+        self.trajectory_id = opened.trajectory_id
+        self.rollout_id = opened.rollout_id
+        self.prompt_id = opened.prompt_id
+        self.sample = opened.sample
+        self.max_total_tokens = max_total_tokens
+        self.tokens: list[int] = list(prompt)
+        self.loss_mask: list[int] = [0] * len(self.tokens)
+        self.logprobs: list[float] = [0.0] * len(self.tokens)
+        self.version_spans: list[VersionSpan] = []
+        self.steps: list[Step] = []
+        self.spans: list[Span] = []
+        self.gen_tokens = 0
+        self.reward: float | None = None
+        self.outcome: Outcome | None = None  # None while open
+        self.opened_s = mesh.clock()
+        self.closed_s: float | None = None
+        self._mesh = mesh
+        self._on_change, self._on_close = on_change, on_close
+        self._run: StepRun | None = None
+        self._close_id = request_id()
+        self._turn_ended_s = self.opened_s
+        self._sessions: list[Session] = []
+
+    @property
+    def tokens_left(self) -> int | None:
+        """How many more tokens may be generated; None where max_total_tokens sets no cap."""
+        return max(self.max_total_tokens - self.gen_tokens, 0) if self.max_total_tokens else None
+
+    def generate(self, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        """Generates the next turn from `tokens` and yields its chunks; afterwards the step is steps[-1] and its
+        tokens are in `tokens`.
+
+        Leaving early (aclose, break, cancellation, or any other operation of this trajectory) aborts the step on its
+        engine and keeps the tokens yielded until then, as a step with finish_reason "aborted"; after a bare break it
+        is in `steps` as soon as the trajectory is used again. A step that raises keeps nothing: generating again runs
+        the same turn anew. Errors: StreamBroken, TokensSpent, TreadleError (INVALID_ARGUMENT with field_violations;
+        deadline timeouts.step_s).
+        """
+
+        async def begin(run: StepRun) -> StepPlan:
+            return await self._begin(run, sampling)
+
+        return StepRun(self._mesh, begin, self._commit).chunks()
+
+    def observe(self, token_ids: Sequence[int]) -> None:
+        """Appends tokens that the policy did not sample: a tool's output, a chat template."""
+        self._require_open()
+        if self._run is not None and not self._run.leave():
+            raise refused("STEP_IN_FLIGHT", "another task is reading generate(): finish or close it before observe()")
+        self.tokens += token_ids
+        self.loss_mask += [0] * len(token_ids)
+        self.logprobs += [0.0] * len(token_ids)
+
+    async def tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Runs a stateless tool in the mesh's sandbox.
+
+        A tool that fails is a result; TreadleError: TOOL_NOT_FOUND and the like.
+        """
+        call = tools_pb2.InvokeRequest(tool=name, trajectory_id=self.trajectory_id)
+        return await self._timed(lambda: invoke(self._mesh, call, arguments))
+
+    async def open_session(self, name: str, arguments: Mapping[str, Any]) -> Session:
+        """Starts a stateful environment; it ends with the trajectory at the latest."""
+        call = tools_pb2.OpenSessionRequest(tool=name, trajectory_id=self.trajectory_id)
+        session = await open_session(self._mesh, call, arguments, self._timed)
+        self._sessions.append(session)
+        return session
+
+    async def close(self, reward: float | None = None, outcome: Outcome = "finished") -> None:
+        """Ends the trajectory here and at the scheduler, its step and its sessions first. Once closed: does nothing.
+
+        After a TreadleError (the scheduler was out of reach) it may be called again and says the same as the first
+        time.
+        """
+        if self.outcome is None:
+            self.reward, self.outcome = reward, outcome
+        if self.closed_s is not None:
+            return
+        if self._run is not None:
+            await self._run.stop()
+        try:
+            for session in self._sessions:
+                await session.close()
+        except TreadleError as error:
+            if not error.lost_connection:  # a tools service that is gone holds no session
+                raise
+        finally:
+            await self._tell_scheduler()
+
+    async def __aenter__(self) -> Trajectory:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Literal[False]:
+        if error is None:
+            await self.close()
+        else:
+            await self.close(outcome="failed" if isinstance(error, Exception) else "cancelled")
+        return False
+
+    async def _tell_scheduler(self) -> None:
+        assert self.outcome is not None
+        request = scheduler_pb2.CloseTrajectoryRequest(
+            request_id=self._close_id,
+            trajectory_id=self.trajectory_id,
+            outcome=_OUTCOMES[self.outcome],
+            reward=self.reward,
+        )
+        timeouts = self._mesh.timeouts
+        timeout_s = timeouts.cleanup_s if self.outcome == "cancelled" else timeouts.control_s
+        await self._mesh.calls.unary(self._mesh.scheduler.CloseTrajectory, request, timeout_s)
+        self.closed_s = self._mesh.clock()
+        if self._on_close is not None:
+            self._on_close(self)
+
+    async def _begin(self, run: StepRun, sampling: Sampling) -> StepPlan:
+        self._require_open()
+        await self._leave_step()
+        left = self.tokens_left
+        if left == 0:
+            raise TokensSpent(f"trajectory {self.trajectory_id} has generated its {self.max_total_tokens} tokens")
+        if left is not None and sampling.max_new_tokens > left:
+            sampling = dataclasses.replace(sampling, max_new_tokens=left)
+        turn = len(self.steps)
+        before, self._run = self._run, run
+        again = (
+            before if before is not None and before.turn == turn else None
+        )  # this turn was begun and came to nothing
+        return StepPlan(
+            trajectory_id=self.trajectory_id,
+            turn=turn,
+            prompt=list(self.tokens),
+            sampling=sampling,
+            tool_s=self._mesh.clock() - self._turn_ended_s if self.steps else 0.0,
+            lost_ticket_id=again.lost_ticket_id if again else "",
+            unanswered=again.unanswered if again else None,
+        )
+
+    async def _leave_step(self) -> None:
+        self._require_open()
+        if self._run is not None:
+            await self._run.stop()
+
+    def _commit(self, step: Step) -> None:
+        start = len(self.tokens)
+        self.tokens += step.token_ids
+        self.loss_mask += [1] * len(step.token_ids)
+        self.logprobs += step.logprobs
+        self.version_spans += shifted(step.version_spans, start)
+        self.spans += step.spans
+        self.steps.append(step)
+        self.gen_tokens += len(step.token_ids)
+        self._turn_ended_s = self._mesh.clock()
+        self._changed("step")
+
+    async def _timed(self, work: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
+        """Runs a tool call, after leaving a step in flight, and records its span, also when it fails."""
+        await self._leave_step()
+        start_s = self._mesh.clock()
+        try:
+            return await work()
+        finally:
+            self.spans.append(Span("tool", start_s, self._mesh.clock(), "", max(len(self.steps) - 1, 0)))
+            self._changed("tool")
+
+    def _changed(self, what: Literal["step", "tool"]) -> None:
+        if self._on_change is not None:
+            self._on_change(self, what)
+
+    def _require_open(self) -> None:
+        if self.outcome is not None:
+            raise refused("TRAJECTORY_CLOSED", f"trajectory {self.trajectory_id} was closed as {self.outcome}")

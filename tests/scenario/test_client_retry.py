@@ -1,0 +1,120 @@
+"""Scenarios of calls that fail and are tried again, against fakes behind real servers."""
+
+import asyncio
+
+import grpc
+import pytest
+import treadle
+from support.fake_servicer import Refusal
+from support.mesh_in_process import WAIT_S, fake_mesh, until
+
+PROMPT = [1, 2, 3]
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+
+
+async def test_the_scheduler_goes_away_for_two_seconds_and_the_client_goes_on() -> None:
+    """The scheduler's server stops in the middle of a trajectory and comes back at the same address after 2 s.
+
+    Result: the calls made meanwhile wait and succeed; the trajectory is opened once and closed once.
+    """
+    async with fake_mesh() as mesh, treadle.Client(mesh.address) as client:
+        t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
+        async for _ in t.generate(treadle.Sampling(max_new_tokens=4)):
+            pass
+        await mesh.scheduler_port.stop()
+
+        async def back() -> None:
+            await asyncio.sleep(2.0)
+            await mesh.scheduler_port.start()
+
+        async def go_on() -> None:
+            async for _ in t.generate(treadle.Sampling(max_new_tokens=4)):
+                pass
+            await t.close()
+
+        async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+            group.create_task(back())
+            group.create_task(go_on())
+        assert [len(step.token_ids) for step in t.steps] == [4, 4]
+        assert len(mesh.scheduler.requests("OpenTrajectory")) == 1
+        assert not mesh.scheduler.open_trajectories
+
+
+async def test_an_answer_lost_on_the_way_back_is_asked_for_again_under_the_same_request_id() -> None:
+    """Each mutation is done, and then its answer is lost.
+
+    Result: the repeat carries the same request_id and nothing is done twice.
+    """
+    async with fake_mesh("e0") as mesh, mesh.client() as client:
+        lost = Refusal(UNAVAILABLE, "AWAY", after=True)
+        for method in ("OpenTrajectory", "ScheduleStep", "CloseTrajectory"):
+            mesh.scheduler.refuse_next(method, lost, lost)
+        mesh.tools.refuse_next("OpenSession", lost)
+        mesh.tools.refuse_next("Invoke", lost)
+        t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
+        async for _ in t.generate(treadle.Sampling(max_new_tokens=4)):
+            pass
+        session = await t.open_session("count", {})
+        assert (await session.step({"action": 1})).output == "1"
+        await t.close(reward=0.5)
+        for method in ("OpenTrajectory", "ScheduleStep", "CloseTrajectory"):
+            ids = [request.request_id for request in mesh.scheduler.requests(method)]
+            assert len(ids) == 3
+            assert len(set(ids)) == 1
+        assert len(mesh.scheduler.trajectories) == 1
+        assert len({request.request_id for request in mesh.tools.requests("OpenSession")}) == 1
+        assert len(mesh.engines["e0"].requests("Generate")) == 1
+
+
+async def test_a_retry_waits_as_long_as_retry_info_asks() -> None:
+    async with fake_mesh() as mesh, mesh.client() as client:
+        busy = Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY", retry_after_s=0.4)
+        mesh.scheduler.refuse_next("OpenTrajectory", busy)
+        await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
+        first, second = (c.time_s for c in mesh.scheduler.calls if c.method == "OpenTrajectory")
+        assert second - first >= 0.4
+
+
+async def test_no_engine_yet_is_waited_for() -> None:
+    async with fake_mesh("e0") as mesh, mesh.client() as client:
+        engines, mesh.scheduler.engines = mesh.scheduler.engines, {}
+        t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
+        stream = t.generate(treadle.Sampling(max_new_tokens=2))
+        first = asyncio.ensure_future(anext(stream))
+        await until(lambda: len(mesh.scheduler.requests("ScheduleStep")) >= 3)
+        mesh.scheduler.engines = engines
+        assert (await first).offset == 0
+        await stream.aclose()
+
+
+async def test_exhausted_without_retry_info_is_the_answer() -> None:
+    async with fake_mesh() as mesh, mesh.client() as client:
+        mesh.scheduler.refuse_next("OpenTrajectory", Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE"))
+        with pytest.raises(treadle.TreadleError) as refused:
+            await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
+        assert (refused.value.reason, refused.value.retry_after_s) == ("MESSAGE_TOO_LARGE", None)
+        assert len(mesh.scheduler.requests("OpenTrajectory")) == 1
+
+
+async def test_a_wait_that_would_pass_the_deadline_is_not_begun() -> None:
+    async with fake_mesh() as mesh, mesh.client(timeouts=treadle.Timeouts(control_s=20.0)) as client:
+        mesh.scheduler.refuse_next("OpenTrajectory", Refusal(UNAVAILABLE, "AWAY", retry_after_s=21.0))
+        with pytest.raises(treadle.TreadleError) as away:
+            await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
+        assert (away.value.reason, away.value.retry_after_s, away.value.domain) == ("AWAY", 21.0, "fake.treadle")
+        assert len(mesh.scheduler.requests("OpenTrajectory")) == 1
+
+
+async def test_every_call_carries_a_deadline() -> None:
+    async with fake_mesh("e0") as mesh, mesh.client() as client:
+        t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
+        async for _ in t.generate(treadle.Sampling(max_new_tokens=4)):
+            break
+        await t.tool("echo", {})
+        await t.close()
+        servicers = (mesh.scheduler, mesh.tools, mesh.engines["e0"])
+        calls = [call for servicer in servicers for call in servicer.calls]
+        assert {"OpenTrajectory", "ScheduleStep", "Generate", "Abort", "Invoke", "CloseTrajectory"} <= {
+            c.method for c in calls
+        }
+        assert all(call.deadline_s is not None for call in calls)

@@ -1,0 +1,120 @@
+"""Scenarios of one trajectory through treadle.Client, against fakes behind real servers."""
+
+import pytest
+import treadle
+from support.fake_engine import Script, logprob_at, token_at
+from support.mesh_in_process import fake_mesh
+from treadle.scheduler.v1 import scheduler_pb2
+
+PROMPT = [11, 12, 13]
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    return [token_at(prompt, index) for index in range(count)]
+
+
+async def test_a_trajectory_of_two_turns_with_a_tool_and_an_environment_comes_out_whole() -> None:
+    """Two generations with a tool, an environment and an observation between them.
+
+    Result: tokens, mask, logprobs and spans line up, and the scheduler hears of the end and the reward.
+    """
+    async with fake_mesh("e0") as mesh, mesh.client() as client:
+        t = await client.open(prompt_id="p0", sample=2, prompt=PROMPT)
+        chunks = [chunk async for chunk in t.generate(treadle.Sampling(max_new_tokens=5))]
+        first = expected(PROMPT, 5)
+        assert [c.offset for c in chunks] == [0, 2, 4]
+        assert [i for c in chunks for i in c.token_ids] == first
+        result = await t.tool("echo", {"x": [1, 2]})
+        assert (result.ok, result.data, result.queue_s, result.execution_s) == (True, {"x": [1, 2]}, 0.25, 1.0)
+        async with await t.open_session("count", {"seed": 3}) as environment:
+            assert environment.first.output == '{"seed": 3}'
+            answers = [await environment.step({"action": n}) for n in range(3)]
+            assert [(a.output, a.reward, a.done) for a in answers] == [
+                ("1", 0.5, False),
+                ("2", 0.5, False),
+                ("3", 0.5, True),
+            ]
+        assert not mesh.tools.sessions
+        t.observe([7, 8])
+        context = list(t.tokens)
+        async for _ in t.generate(treadle.Sampling(max_new_tokens=4)):
+            pass
+        await t.close(reward=1.0)
+        second = expected(context, 4)
+
+        assert t.tokens == [*PROMPT, *first, 7, 8, *second]
+        assert t.loss_mask == [0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1]
+        assert t.logprobs == [0.0] * 3 + [logprob_at(i) for i in range(5)] + [0.0] * 2 + [
+            logprob_at(i) for i in range(4)
+        ]
+        assert t.version_spans == [treadle.VersionSpan("0", 3, 8), treadle.VersionSpan("0", 10, 14)]
+        assert [step.turn for step in t.steps] == [0, 1]
+        assert [step.finish_reason for step in t.steps] == ["length", "length"]
+        kinds = [span.kind for span in t.spans]
+        assert kinds == ["queue", "prefill", "decode", *["tool"] * 5, "queue", "prefill", "decode"]
+        assert all(span.start_s <= span.end_s for span in t.spans)
+        assert all(a.end_s <= b.start_s for a, b in zip(t.spans, t.spans[1:], strict=False))
+        assert mesh.scheduler.outcomes == {t.trajectory_id: scheduler_pb2.OUTCOME_FINISHED}
+        [close] = mesh.scheduler.requests("CloseTrajectory")
+        assert close.reward == 1.0
+        steps = mesh.scheduler.requests("ScheduleStep")
+        assert [(s.turn, s.context_tokens) for s in steps] == [(0, 3), (1, 10)]
+        assert steps[0].tool_time.ToNanoseconds() == 0
+        assert steps[1].tool_time.ToNanoseconds() > 0
+
+
+async def test_a_failing_tool_is_a_result_and_an_unknown_tool_is_an_error_with_its_field() -> None:
+    async with fake_mesh() as mesh, mesh.client() as client:
+        t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
+        result = await t.tool("echo", {"fail": 1})
+        assert (result.status, result.error, result.ok) == ("tool_error", "ValueError: no", False)
+        with pytest.raises(treadle.TreadleError) as refused:
+            await t.tool("nothing", {})
+        assert refused.value.reason == "TOOL_NOT_FOUND"
+        assert [v.field for v in refused.value.field_violations] == ["tool"]
+
+
+async def test_a_preempted_step_shows_its_waits_and_counts_its_preemptions() -> None:
+    async with fake_mesh("e0") as mesh, mesh.client() as client:
+        mesh.engines["e0"].script = Script(preempt_at=4)
+        t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
+        chunks = [chunk async for chunk in t.generate(treadle.Sampling(max_new_tokens=8))]
+        step = t.steps[-1]
+        assert [i for c in chunks for i in c.token_ids] == expected(PROMPT, 8)
+        assert step.preemptions == 1
+        assert [span.kind for span in step.spans] == ["queue", "prefill", "decode", "queue", "prefill", "decode"]
+        total = step.spans[-1].end_s - step.spans[0].start_s
+        assert step.queue_s + step.prefill_s + step.decode_s == pytest.approx(total)
+
+
+async def test_a_change_of_weights_within_a_step_gives_two_version_spans() -> None:
+    async with fake_mesh("e0") as mesh, mesh.client() as client:
+        mesh.engines["e0"].script = Script(version_from={0: "6", 4: "7"})
+        t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
+        async for _ in t.generate(treadle.Sampling(max_new_tokens=6)):
+            pass
+        assert t.steps[0].version_spans == (treadle.VersionSpan("6", 0, 4), treadle.VersionSpan("7", 4, 6))
+        assert t.version_spans == [treadle.VersionSpan("6", 3, 7), treadle.VersionSpan("7", 7, 9)]
+
+
+async def test_the_cap_of_a_trajectory_cuts_a_step_and_then_refuses_the_next() -> None:
+    async with fake_mesh() as mesh, mesh.client() as client:
+        t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT, max_total_tokens=5)
+        async for _ in t.generate(treadle.Sampling(max_new_tokens=64)):
+            pass
+        assert (len(t.steps[0].token_ids), t.tokens_left) == (5, 0)
+        with pytest.raises(treadle.TokensSpent):
+            async for _ in t.generate(treadle.Sampling(max_new_tokens=64)):
+                pass
+        assert len(mesh.scheduler.requests("ScheduleStep")) == 1
+
+
+async def test_leaving_the_client_closes_what_is_left_open() -> None:
+    async with fake_mesh() as mesh:
+        async with mesh.client() as client:
+            t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
+            await t.open_session("count", {})
+        assert mesh.scheduler.outcomes == {t.trajectory_id: scheduler_pb2.OUTCOME_CANCELLED}
+        assert not mesh.tools.sessions
+        with pytest.raises(treadle.TreadleError, match="TRAJECTORY_CLOSED"):
+            t.observe([1])

@@ -1,0 +1,112 @@
+"""FakeRollout and FakeTools: the contracts of RolloutService and ToolsService as the client sees them, in memory."""
+
+import json
+from typing import Any
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from support.fake_servicer import FakeServicer, Refusal
+from treadle.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
+
+_OK = tools_pb2.RESULT_STATUS_OK
+ENVIRONMENTS = ("count", "frozen_lake")
+
+
+class FakeRollout(FakeServicer, rollout_pb2_grpc.RolloutServiceServicer):
+    """Keeps the first K of each group and settles it then; failed trajectories are not kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.specs: dict[str, rollout_pb2.RolloutSpec] = {}
+        self.cancelled: set[str] = set()
+        self.kept: dict[str, list[rollout_pb2.FinishedTrajectory]] = {}
+
+    async def CreateRollout(self, request: rollout_pb2.CreateRolloutRequest, context: Any) -> Any:
+        return await self.once("CreateRollout", request, context, self._create)
+
+    async def CancelRollout(self, request: rollout_pb2.CancelRolloutRequest, context: Any) -> Any:
+        return await self.once("CancelRollout", request, context, self._cancel)
+
+    async def SubmitTrajectory(self, request: rollout_pb2.SubmitTrajectoryRequest, context: Any) -> Any:
+        return await self.once("SubmitTrajectory", request, context, self._submit)
+
+    async def GetBatch(self, request: rollout_pb2.GetBatchRequest, context: Any) -> Any:
+        return await self.once("GetBatch", request, context, self._batch)
+
+    def _create(self, request: rollout_pb2.CreateRolloutRequest) -> rollout_pb2.CreateRolloutResponse:
+        rollout_id = f"r-{len(self.specs)}"
+        self.specs[rollout_id] = request.spec
+        return rollout_pb2.CreateRolloutResponse(rollout=rollout_pb2.Rollout(rollout_id=rollout_id, spec=request.spec))
+
+    def _cancel(self, request: rollout_pb2.CancelRolloutRequest) -> rollout_pb2.CancelRolloutResponse:
+        self.cancelled.add(request.rollout_id)
+        return rollout_pb2.CancelRolloutResponse()
+
+    def _submit(self, request: rollout_pb2.SubmitTrajectoryRequest) -> rollout_pb2.SubmitTrajectoryResponse:
+        spec, trajectory = self.specs[request.rollout_id], request.trajectory
+        if trajectory.failed:
+            return rollout_pb2.SubmitTrajectoryResponse(drop_reason=rollout_pb2.DROP_REASON_FAILED)
+        group = self.kept.setdefault(trajectory.prompt_id, [])
+        keep = spec.keep_per_prompt or spec.samples_per_prompt
+        if len(group) >= keep:
+            return rollout_pb2.SubmitTrajectoryResponse(
+                drop_reason=rollout_pb2.DROP_REASON_GROUP_SETTLED, group_settled=True
+            )
+        group.append(trajectory)
+        return rollout_pb2.SubmitTrajectoryResponse(kept=True, group_settled=len(group) >= keep)
+
+    def _batch(self, request: rollout_pb2.GetBatchRequest) -> rollout_pb2.GetBatchResponse:
+        taken = [self.kept.pop(prompt_id) for prompt_id in list(self.kept)[: request.max_groups]]
+        groups = [rollout_pb2.TrajectoryGroup(prompt_id=g[0].prompt_id, trajectories=g) for g in taken]
+        return rollout_pb2.GetBatchResponse(groups=groups, exhausted=not self.kept)
+
+
+class FakeTools(FakeServicer, tools_pb2_grpc.ToolsServiceServicer):
+    """The tool `echo` gives its arguments back; its environments count steps and are done at 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sessions: dict[str, int] = {}
+
+    async def Invoke(self, request: tools_pb2.InvokeRequest, context: Any) -> Any:
+        return await self.once("Invoke", request, context, self._invoke)
+
+    async def OpenSession(self, request: tools_pb2.OpenSessionRequest, context: Any) -> Any:
+        return await self.once("OpenSession", request, context, self._open)
+
+    async def CloseSession(self, request: tools_pb2.CloseSessionRequest, context: Any) -> Any:
+        return await self.once("CloseSession", request, context, self._close)
+
+    def _invoke(self, request: tools_pb2.InvokeRequest) -> tools_pb2.InvokeResponse | Refusal:
+        timing = tools_pb2.ActionTiming(queue=Duration(nanos=250_000_000), execution=Duration(seconds=1))
+        if request.session_id:
+            if request.session_id not in self.sessions:
+                return Refusal(grpc.StatusCode.NOT_FOUND, "SESSION_NOT_FOUND")
+            self.sessions[request.session_id] += 1
+            steps = self.sessions[request.session_id]
+            result = tools_pb2.ToolResult(status=_OK, output=str(steps), reward=0.5, done=steps == 3, timing=timing)
+            return tools_pb2.InvokeResponse(result=result)
+        if request.tool != "echo":
+            return Refusal(grpc.StatusCode.NOT_FOUND, "TOOL_NOT_FOUND", fields=("tool",))
+        arguments = json.loads(request.arguments_json)
+        if "fail" in arguments:
+            result = tools_pb2.ToolResult(status=tools_pb2.RESULT_STATUS_TOOL_ERROR, error="ValueError: no")
+        else:
+            data = request.arguments_json
+            result = tools_pb2.ToolResult(status=_OK, output=data, data_json=data, timing=timing)
+        return tools_pb2.InvokeResponse(result=result)
+
+    def _open(self, request: tools_pb2.OpenSessionRequest) -> tools_pb2.OpenSessionResponse | Refusal:
+        if request.tool not in ENVIRONMENTS:
+            return Refusal(grpc.StatusCode.NOT_FOUND, "TOOL_NOT_FOUND", fields=("tool",))
+        session = tools_pb2.Session(session_id=f"s-{len(self.calls)}", tool=request.tool)
+        self.sessions[session.session_id] = 0
+        return tools_pb2.OpenSessionResponse(
+            session=session, first=tools_pb2.ToolResult(status=_OK, output=request.arguments_json)
+        )
+
+    def _close(self, request: tools_pb2.CloseSessionRequest) -> tools_pb2.CloseSessionResponse | Refusal:
+        if self.sessions.pop(request.session_id, None) is None:
+            return Refusal(grpc.StatusCode.NOT_FOUND, "SESSION_NOT_FOUND")
+        return tools_pb2.CloseSessionResponse()

@@ -1,0 +1,99 @@
+"""FakeScheduler: the contract of SchedulerService as the client sees it, in memory. Engines take turns."""
+
+from typing import Any
+
+import grpc
+from support.fake_servicer import FakeServicer, Refusal
+from treadle.common.v1 import ticket_pb2
+from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+_FAILED = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
+    """engines: id → address; the fake mesh fills it.
+
+    Holds trajectories to the order of turns that the contract asks for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engines: dict[str, str] = {}
+        self.directory = scheduler_pb2.GetDirectoryResponse()
+        self.trajectories: dict[str, scheduler_pb2.Trajectory] = {}
+        self.outcomes: dict[str, scheduler_pb2.Outcome.ValueType] = {}
+        self.tickets: dict[str, str] = {}  # trajectory → the ticket that is out
+        self._issued = 0
+
+    @property
+    def open_trajectories(self) -> set[str]:
+        """Opened and not closed."""
+        return set(self.trajectories) - set(self.outcomes)
+
+    def finished(self, ticket_id: str) -> None:
+        """What the fact step_finished tells a real scheduler."""
+        for trajectory_id, out in list(self.tickets.items()):
+            if out == ticket_id:
+                del self.tickets[trajectory_id]
+                self.trajectories[trajectory_id].next_turn += 1
+
+    async def OpenTrajectory(self, request: scheduler_pb2.OpenTrajectoryRequest, context: Any) -> Any:
+        return await self.once("OpenTrajectory", request, context, self._open)
+
+    async def ScheduleStep(self, request: scheduler_pb2.ScheduleStepRequest, context: Any) -> Any:
+        return await self.once("ScheduleStep", request, context, self._schedule)
+
+    async def CloseTrajectory(self, request: scheduler_pb2.CloseTrajectoryRequest, context: Any) -> Any:
+        return await self.once("CloseTrajectory", request, context, self._close)
+
+    async def GetDirectory(self, request: scheduler_pb2.GetDirectoryRequest, context: Any) -> Any:
+        self.log("GetDirectory", request, context)
+        return self.directory
+
+    def _open(self, request: scheduler_pb2.OpenTrajectoryRequest) -> scheduler_pb2.OpenTrajectoryResponse | Refusal:
+        if request.prompt_tokens < 1:
+            return Refusal(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", fields=("prompt_tokens",))
+        trajectory = scheduler_pb2.Trajectory(
+            trajectory_id=request.trajectory_id or f"t-{len(self.trajectories)}",
+            rollout_id=request.rollout_id,
+            prompt_id=request.prompt_id,
+            sample=request.sample,
+            prompt_tokens=request.prompt_tokens,
+        )
+        self.trajectories[trajectory.trajectory_id] = trajectory
+        return scheduler_pb2.OpenTrajectoryResponse(trajectory=trajectory)
+
+    def _schedule(self, request: scheduler_pb2.ScheduleStepRequest) -> scheduler_pb2.ScheduleStepResponse | Refusal:
+        trajectory = self.trajectories.get(request.trajectory_id)
+        if trajectory is None:
+            return Refusal(grpc.StatusCode.NOT_FOUND, "TRAJECTORY_NOT_FOUND")
+        if request.trajectory_id in self.outcomes:
+            return Refusal(_FAILED, "TRAJECTORY_CLOSED")
+        if request.turn != trajectory.next_turn:
+            return Refusal(_FAILED, "TURN_OUT_OF_ORDER")
+        out = self.tickets.get(request.trajectory_id, "")
+        if out != request.replaces_ticket_id:
+            return Refusal(_FAILED, "STEP_IN_FLIGHT", f"{out!r} is out, {request.replaces_ticket_id!r} was named")
+        if not self.engines:
+            return Refusal(grpc.StatusCode.UNAVAILABLE, "NO_ENGINE", retry_after_s=0.05)
+        engine_id = list(self.engines)[self._issued % len(self.engines)]
+        self._issued += 1
+        ticket = ticket_pb2.Ticket(
+            ticket_id=f"k-{self._issued}",
+            trajectory_id=request.trajectory_id,
+            turn=request.turn,
+            engine_id=engine_id,
+            engine_address=self.engines[engine_id],
+            weight_version="0",
+            cache_salt="0",
+        )
+        self.tickets[request.trajectory_id] = ticket.ticket_id
+        return scheduler_pb2.ScheduleStepResponse(ticket=ticket)
+
+    def _close(self, request: scheduler_pb2.CloseTrajectoryRequest) -> scheduler_pb2.CloseTrajectoryResponse | Refusal:
+        if request.trajectory_id not in self.trajectories:
+            return Refusal(grpc.StatusCode.NOT_FOUND, "TRAJECTORY_NOT_FOUND")
+        if request.trajectory_id in self.outcomes:
+            return Refusal(_FAILED, "TRAJECTORY_CLOSED")
+        self.outcomes[request.trajectory_id] = request.outcome
+        return scheduler_pb2.CloseTrajectoryResponse(trajectory=self.trajectories[request.trajectory_id])

@@ -1,0 +1,103 @@
+"""What the fakes of the client's tests share: refusals in google.rpc's own messages, scripted failures, a log of
+calls.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+from treadle.durations import duration
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An error as a Treadle service would send it."""
+
+    code: grpc.StatusCode
+    reason: str
+    message: str = "refused by a test"
+    retry_after_s: float | None = None
+    fields: tuple[str, ...] = ()
+    after: bool = False  # the work is done and recorded, and then the answer is lost
+
+
+async def refuse(context: grpc.aio.ServicerContext[Any, Any], refusal: Refusal) -> NoReturn:
+    """Ends the call with the refusal."""
+    details: list[Message] = [
+        error_details_pb2.ErrorInfo(reason=refusal.reason, domain="fake.treadle", metadata={"by": "test"})
+    ]
+    if refusal.retry_after_s is not None:
+        details.append(error_details_pb2.RetryInfo(retry_delay=duration(refusal.retry_after_s)))
+    if refusal.fields:
+        violation = error_details_pb2.BadRequest.FieldViolation
+        violations = [violation(field=field, description="is wrong") for field in refusal.fields]
+        details.append(error_details_pb2.BadRequest(field_violations=violations))
+    status = status_pb2.Status(code=refusal.code.value[0], message=refusal.message)
+    for detail in details:
+        packed = AnyMessage()
+        packed.Pack(detail)
+        status.details.append(packed)
+    wire = rpc_status.to_status(status)
+    await context.abort(wire.code, wire.details, wire.trailing_metadata)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attempt as it arrived."""
+
+    method: str
+    request: Any
+    time_s: float  # of the event loop
+    deadline_s: float | None  # that was left
+
+
+class FakeServicer:
+    """Logs each attempt; refuses as scripted; answers a repeated request_id from its record."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._refusals: dict[str, list[Refusal]] = {}
+        self._records: dict[str, tuple[Any, Any]] = {}
+
+    def refuse_next(self, method: str, *refusals: Refusal) -> None:
+        """The next attempts of the method are refused, one each."""
+        self._refusals.setdefault(method, []).extend(refusals)
+
+    def requests(self, method: str) -> list[Any]:
+        """Requests of that method, attempts included, in the order of arrival."""
+        return [call.request for call in self.calls if call.method == method]
+
+    async def once(self, method: str, request: Any, context: grpc.aio.ServicerContext[Any, Any], work: Any) -> Any:
+        """The answer of `work(request)`, made once a request_id; scripted refusals come before or after it."""
+        self.log(method, request, context)
+        refusal = self.next_refusal(method)
+        if refusal is not None and not refusal.after:
+            await refuse(context, refusal)
+        recorded, answer = self._records.get(request.request_id, (None, None))
+        if recorded is None:
+            answer = work(request)
+            if isinstance(answer, Refusal):
+                await refuse(context, answer)
+            self._records[request.request_id] = (request, answer)
+        elif recorded != request:
+            invalid = Refusal(grpc.StatusCode.INVALID_ARGUMENT, "REQUEST_ID_REUSED", fields=("request_id",))
+            await refuse(context, invalid)
+        if refusal is not None:
+            await refuse(context, refusal)
+        return answer
+
+    def log(self, method: str, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Writes an attempt down."""
+        now_s = asyncio.get_running_loop().time()
+        self.calls.append(Call(method, request, now_s, context.time_remaining()))
+
+    def next_refusal(self, method: str) -> Refusal | None:
+        """The scripted refusal of this attempt, taken from the script."""
+        scripted = self._refusals.get(method)
+        return scripted.pop(0) if scripted else None

@@ -1,0 +1,49 @@
+"""What is tried again, and when."""
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from treadle.errors import ErrorDetails, TreadleError
+from treadle.retry import RetryPolicy, retryable
+
+CODE = grpc.StatusCode
+
+
+@given(st.integers(0, 10_000), st.floats(0, 1, exclude_max=True))
+def test_a_wait_lies_between_half_and_the_whole_of_its_step_and_never_above_the_longest(
+    attempt: int, draw: float
+) -> None:
+    policy = RetryPolicy(first_delay_s=0.05, growth=2.0, max_delay_s=2.0)
+    delay_s = policy.delay_s(attempt, draw, None)
+    whole = min(0.05 * 2.0 ** min(attempt, 32), 2.0)
+    assert whole / 2 <= delay_s <= whole
+
+
+def test_the_servers_wish_is_a_lower_bound_of_the_wait() -> None:
+    assert RetryPolicy().delay_s(0, 0.0, 7.0) == 7.0
+    assert RetryPolicy(first_delay_s=1.0).delay_s(0, 0.0, 0.1) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "details", "again"),
+    [
+        (CODE.UNAVAILABLE, "connection refused", None, True),
+        (CODE.UNAVAILABLE, "", ErrorDetails("NO_ENGINE", "scheduler.treadle"), True),
+        (CODE.RESOURCE_EXHAUSTED, "", ErrorDetails("QUEUE_FULL", retry_after_s=0.1), True),
+        (CODE.RESOURCE_EXHAUSTED, "Received message larger than max", None, False),
+        (CODE.INTERNAL, "Received RST_STREAM with error code 2", None, True),
+        (CODE.INTERNAL, "RST_STREAM", ErrorDetails("INTERNAL", "scheduler.treadle"), False),
+        (CODE.INTERNAL, "Exception deserializing response!", None, False),
+        (CODE.UNKNOWN, "Stream removed", None, True),
+        (CODE.UNKNOWN, "Unexpected <class 'KeyError'>", None, False),
+        (CODE.CANCELLED, "", None, True),
+        (CODE.DEADLINE_EXCEEDED, "Deadline Exceeded", None, False),
+        (CODE.INVALID_ARGUMENT, "", None, False),
+        (CODE.FAILED_PRECONDITION, "", None, False),
+        (CODE.NOT_FOUND, "", None, False),
+        (CODE.ABORTED, "", None, False),
+    ],
+)
+def test_what_is_tried_again(code: grpc.StatusCode, message: str, details: ErrorDetails | None, again: bool) -> None:
+    assert retryable(TreadleError(code, message, details)) is again
