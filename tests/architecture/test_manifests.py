@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import yaml
-
 from treadle_runtime.config import Settings, prefix_of
 
 ROOT = Path(__file__).resolve().parents[2]

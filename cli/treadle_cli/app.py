@@ -1,0 +1,209 @@
+"""The command line: options in, exit codes out.
+
+Exit codes: 0 done, 1 something failed while it ran, 2 the user can put it right, 130 interrupted.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from treadle import TreadleError
+
+from treadle_cli import checks
+from treadle_cli.engines import DEFAULT_MODEL, EnginePlan, default_model_folder
+from treadle_cli.interrupts import run_interruptible
+from treadle_cli.problems import UsageProblem
+from treadle_cli.processes import ProcessError
+from treadle_cli.records import RecordError
+
+FAILED, USER_CAN_HELP = 1, 2
+DEFAULT_SLOTS = 5  # steps that decode at once: 16 trajectories an engine then queue, as they do where GPUs are scarce
+DEFAULT_TOOL_LATENCY_S = 1.0  # a remote sandbox or a small test run; coding agents' tools take 4 s on average
+DEFAULT_PORT = 7401  # of the scheduler, as in the services' own defaults
+DEFAULT_OUT = Path("runs")
+BENCH_ENGINES = 1  # so that a machine of one core can measure too
+PASS_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": False}
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+out = Console()
+err = Console(stderr=True, soft_wrap=True)
+
+Engines = Annotated[int, typer.Option(min=0, help="Engines to start. On a CPU each needs a core of its own.")]
+Model = Annotated[
+    str, typer.Option(help="A model folder, or a name that SGLang can fetch. The default comes with the engine's venv.")
+]
+Slots = Annotated[int, typer.Option(min=1, help="Steps that decode at once on an engine.")]
+ToolLatency = Annotated[float, typer.Option(min=0, help="Seconds that each tool call takes beside its own work.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of prompts, environments and sampling.")]
+Prompts = Annotated[int, typer.Option(min=1, help="Prompts: half FrozenLake, half puzzles.")]
+Samples = Annotated[int, typer.Option(min=1, help="Trajectories of each prompt.")]
+Out = Annotated[Path, typer.Option("--out", help="Folder that runs are written to.")]
+
+
+@app.command(context_settings=PASS_FLAGS)
+def demo(
+    ctx: typer.Context,
+    prompts: Prompts = 8,
+    samples: Samples = 4,
+    seed: Seed = 0,
+    tool_latency: ToolLatency = DEFAULT_TOOL_LATENCY_S,
+    engines: Engines = 2,
+    slots: Slots = DEFAULT_SLOTS,
+    model: Model = DEFAULT_MODEL,
+    out_folder: Out = DEFAULT_OUT,
+    keep_logs: Annotated[
+        bool, typer.Option("--keep-logs", help="Keep the processes' logs also when all went well.")
+    ] = False,
+) -> None:
+    """Run the same agentic work twice, pinned first come first served and with Treadle, and draw where the time went.
+
+    What stands after -- is passed to SGLang.
+    """
+    from treadle_cli.demo.run import DemoPlan, new_run_folder, run_demo
+
+    def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
+        plan = engine_plan(max(engines, 1), slots, model, seed, ctx.args)
+        checks.require_bubblewrap()
+        checks.nats_server()
+        return run_demo(
+            DemoPlan(plan, new_run_folder(out_folder), prompts, samples, seed, tool_latency, keep_logs), out, hurry
+        )
+
+    _run(begin)
+
+
+@app.command(context_settings=PASS_FLAGS)
+def up(
+    ctx: typer.Context,
+    engines: Engines = 2,
+    slots: Slots = DEFAULT_SLOTS,
+    model: Model = DEFAULT_MODEL,
+    seed: Seed = 0,
+    port: Annotated[int, typer.Option(help="Port of the scheduler; the others follow. 0: free ports.")] = DEFAULT_PORT,
+    out_folder: Out = DEFAULT_OUT,
+) -> None:
+    """Run a whole mesh on this machine until Ctrl-C: NATS, the services, engines and their sidecars.
+
+    What stands after -- is passed to SGLang.
+    """
+    from treadle_cli.demo.run import new_run_folder
+    from treadle_cli.mesh import MeshPlan
+    from treadle_cli.up import run_up
+
+    def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
+        plan = engine_plan(engines, slots, model, seed, ctx.args)
+        checks.require_bubblewrap()
+        checks.nats_server()
+        folder = new_run_folder(out_folder)
+        return run_up(MeshPlan(plan, folder / "state", port), folder / "logs", out, hurry)
+
+    _run(begin)
+
+
+@app.command()
+def rollout(
+    scheduler: Annotated[str, typer.Option(help="host:port of the mesh's scheduler.")] = f"127.0.0.1:{DEFAULT_PORT}",
+    nats_url: Annotated[str, typer.Option(help="The mesh's NATS; without it migrations do not show.")] = "",
+    model: Annotated[
+        str, typer.Option(help="Folder with the tokenizer.json of the model that the mesh serves.")
+    ] = DEFAULT_MODEL,
+    prompts: Prompts = 8,
+    samples: Samples = 4,
+    seed: Seed = 0,
+    tool_latency: ToolLatency = DEFAULT_TOOL_LATENCY_S,
+    out_folder: Out = DEFAULT_OUT,
+) -> None:
+    """Run the demo's work once on a mesh that is running, under the policy that it has."""
+    from treadle_cli.demo.attach import AttachPlan, run_attached
+    from treadle_cli.demo.run import new_run_folder
+
+    def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
+        folder = new_run_folder(out_folder)
+        tokenizer = str(default_model_folder()) if model == DEFAULT_MODEL else model
+        return run_attached(
+            AttachPlan(scheduler, nats_url, tokenizer, folder, prompts, samples, seed, tool_latency), out, hurry
+        )
+
+    _run(begin)
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="Which figure; without it the names are listed.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    seed: Seed = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Times that each measurement is made.")] = 5,
+    slots: Slots = DEFAULT_SLOTS,
+    model: Model = DEFAULT_MODEL,
+) -> None:
+    """Measure a figure on this machine."""
+    from treadle_cli.bench import BENCHES, BenchOptions
+
+    if name not in BENCHES:
+        known = "\n".join(f"  {bench.name}: {bench.summary}" for bench in BENCHES.values())
+        _end(UsageProblem(f"{f'there is no bench {name!r}; ' if name else ''}the benches are\n{known}"), USER_CAN_HELP)
+    chosen = BENCHES[name]
+    figures: dict[str, float] = {}
+
+    async def measure(hurry: asyncio.Event) -> int:
+        plan = engine_plan(BENCH_ENGINES, slots, model, seed, [])
+        figures.update(await chosen.run(BenchOptions(plan, seed=seed, repeats=repeats, hurry=hurry)))
+        if as_json:
+            typer.echo(json.dumps(figures))
+        else:
+            for key, value in figures.items():
+                out.print(f"{key:<32} {value:,.3f}", highlight=False)
+        return 0
+
+    _run(measure)
+
+
+@app.command()
+def trace(run: Annotated[Path, typer.Argument(help="Folder of a finished run, runs/<id>.")]) -> None:
+    """Draw the report of a finished run again, from its trajectories.jsonl and summary.json."""
+    from treadle_cli.report.render import render
+
+    try:
+        render(run, out)
+    except RecordError as error:
+        _end(error, USER_CAN_HELP)
+
+
+def engine_plan(count: int, slots: int, model: str, seed: int, flags: list[str]) -> EnginePlan:
+    """Engines as asked for, after the checks that they need. Raises UsageProblem."""
+    python = checks.engine_python() if count else Path()
+    cores = () if checks.has_gpu() else tuple(checks.pinned_cores(count))
+    return EnginePlan(count, slots, model, python, cores, seed, tuple(flags))
+
+
+def _run(begin: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> None:
+    """Runs an async command under signals, and turns what it raises into a line and an exit code."""
+
+    async def main(hurry: asyncio.Event) -> int:
+        return await begin(hurry)
+
+    try:
+        code = run_interruptible(main)
+    except (UsageProblem, ProcessError, TreadleError, BaseExceptionGroup) as raised:
+        known = _known(raised)
+        if known is None:
+            raise
+        _end(known, USER_CAN_HELP if isinstance(known, UsageProblem) else FAILED)
+    raise typer.Exit(code)
+
+
+def _known(raised: BaseException) -> BaseException | None:
+    """The error to show, of a group the first; None where the group holds one that is a fault of ours."""
+    if not isinstance(raised, BaseExceptionGroup):
+        return raised if isinstance(raised, UsageProblem | ProcessError | TreadleError) else None
+    known = [_known(error) for error in raised.exceptions]
+    return None if None in known else known[0]
+
+
+def _end(error: BaseException, code: int) -> NoReturn:
+    err.print(f"treadle: {error}", style="red", highlight=False, markup=False)
+    raise typer.Exit(code)

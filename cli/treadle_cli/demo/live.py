@@ -1,0 +1,131 @@
+"""The live display of an arm: trajectories done, each engine's running and waiting steps, tokens a second, time left.
+
+With a terminal it redraws in place; without one it prints a line every few seconds. It only looks: nothing waits for
+it.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+import grpc
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+from treadle import RolloutEvent
+from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
+
+LOOK_S = 1.0  # between looks at the engines' load
+LOOK_TIMEOUT_S = 2.0
+PLAIN_LINE_S = 10.0  # between lines where there is no terminal
+
+
+class LiveBoard:
+    """One arm's display. Use as an async context manager around the rollout; feed it `on_event`."""
+
+    def __init__(self, console: Console, title: str, total: int, sidecars: Mapping[str, str]) -> None:
+        self._console, self._title, self._total, self._sidecars = console, title, total, sidecars
+        columns = (
+            TextColumn("[bold]{task.description}[/bold]"),
+            BarColumn(bar_width=32),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("about"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+        )
+        self._progress = Progress(*columns, console=console, auto_refresh=False)
+        self._bar = self._progress.add_task(title, total=total)
+        self._loads: dict[str, engine_pb2.Load | None] = {}
+        self._tokens: dict[str, int] = {}
+        self._done = 0
+        self._news: list[str] = []
+        self._live: Live | None = None
+        self._started_s = time.monotonic()
+
+    async def __aenter__(self) -> Self:
+        self._started_s = time.monotonic()
+        if self._console.is_terminal:
+            self._live = Live(get_renderable=self._picture, console=self._console, refresh_per_second=4)
+            self._live.start()
+        self._looking = asyncio.create_task(self._look())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._looking.cancel()
+        await asyncio.wait([self._looking])
+        if self._live is not None:
+            self._live.stop()
+        elif error is None:
+            self._console.print(self._plain_line(), highlight=False, soft_wrap=True)
+
+    def on_event(self, event: RolloutEvent) -> None:
+        """Takes the client's progress."""
+        if event.trajectory_id:
+            self._tokens[event.trajectory_id] = event.gen_tokens
+        if event.kind == "closed":
+            self._done += 1
+            self._progress.update(self._bar, completed=self._done)
+
+    def note(self, text: str) -> None:
+        """A line of news above the bars."""
+        self._console.print(text, style="yellow", highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Something starts beside the arm: no line of its own."""
+        yield
+
+    def _picture(self) -> Group:
+        return Group(self._progress, Text.from_markup(self._engines(), style="dim"))
+
+    def _engines(self) -> str:
+        elapsed_s = max(time.monotonic() - self._started_s, 1e-3)
+        tokens = sum(self._tokens.values())
+        parts = [f"{tokens} tokens, {tokens / elapsed_s:.0f} tok/s"]
+        for engine_id, load in self._loads.items():
+            if load is None:
+                parts.append(f"{engine_id} [red]lost[/red]")
+            else:
+                parts.append(
+                    f"{engine_id} {load.running_steps}/{load.slot_limit} running, {load.waiting_steps} waiting"
+                )
+        return "  " + " · ".join(parts)
+
+    def _plain_line(self) -> str:
+        elapsed_s = time.monotonic() - self._started_s
+        engines = Text.from_markup(self._engines()).plain.strip()
+        return f"{self._title}: {self._done}/{self._total} trajectories after {elapsed_s:.0f} s; {engines}"
+
+    async def _look(self) -> None:
+        """Asks the sidecars for their load until cancelled."""
+        printed_s = time.monotonic()
+        channels = {engine_id: grpc.aio.insecure_channel(address) for engine_id, address in self._sidecars.items()}
+        try:
+            while True:
+                for engine_id, channel in channels.items():
+                    self._loads[engine_id] = await _load(channel)
+                if self._live is None and time.monotonic() - printed_s >= PLAIN_LINE_S:
+                    printed_s = time.monotonic()
+                    self._console.print(self._plain_line(), highlight=False, soft_wrap=True)
+                await asyncio.sleep(LOOK_S)
+        finally:
+            for channel in channels.values():
+                await channel.close()
+
+
+async def _load(channel: grpc.aio.Channel) -> engine_pb2.Load | None:
+    """None where the engine or its sidecar is gone."""
+    stub = engine_pb2_grpc.EngineServiceStub(channel)
+    try:
+        answer = await stub.GetLoad(engine_pb2.GetLoadRequest(), timeout=LOOK_TIMEOUT_S)
+    except grpc.aio.AioRpcError:
+        return None
+    load: engine_pb2.Load = answer.load
+    return load if load.engine_healthy else None

@@ -1,0 +1,161 @@
+"""The demo from start to report: one mesh, the arms one after the other on the same work, the run's folder.
+
+Invariants, for a fair comparison: both arms run on the same engines, get the same prompts, sampling seeds and
+environment seeds, and start from the same state: a control plane that was just started with an empty store, so that
+no predictor knows the other arm's outcomes, and engines whose KV was flushed. Whatever ends the demo, no process is
+left (processes.py), and what was finished is on disk.
+"""
+
+import asyncio
+import os
+import shutil
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psutil
+from rich.console import Console
+from treadle import Prompt
+from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+from treadle_cli.demo.arms import ARMS, Arm
+from treadle_cli.demo.chatml import ChatML
+from treadle_cli.demo.collect import failed_migrations
+from treadle_cli.demo.facts import listening
+from treadle_cli.demo.live import LiveBoard
+from treadle_cli.demo.play import Work, play
+from treadle_cli.demo.tasks import make_prompts
+from treadle_cli.demo.warmup import warm_engines, warm_tools
+from treadle_cli.engines import EnginePlan
+from treadle_cli.machine_share import OtherPrograms
+from treadle_cli.mesh import Mesh, MeshPlan
+from treadle_cli.processes import ProcessTree
+from treadle_cli.records import ArmRecord, RunRecord, TrajectoryRecord, write_summary, write_trajectories
+from treadle_cli.report.render import render
+from treadle_cli.startboard import StartBoard
+
+POLICY_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class DemoPlan:
+    """What to run. folder: of this run, runs/<id>."""
+
+    engines: EnginePlan
+    folder: Path
+    prompts: int
+    samples: int
+    seed: int
+    tool_latency_s: float
+    keep_logs: bool
+
+
+def new_run_folder(out: Path) -> Path:
+    """runs/<time>-<four letters>: sorts by time, and two runs of one second differ. Created."""
+    folder = out / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+    folder.mkdir(parents=True)
+    return folder
+
+
+async def run_demo(plan: DemoPlan, console: Console, hurry: asyncio.Event) -> int:
+    """Runs all arms and draws the report; the exit code: 1 where a trajectory failed."""
+    logs = plan.folder / "logs"
+    state = plan.folder / "state"
+    started_at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    arms: list[ArmRecord] = []
+    records: list[TrajectoryRecord] = []
+    try:
+        async with ProcessTree(logs, hurry=hurry) as tree:
+            with StartBoard(console) as board:
+                mesh = await Mesh.start(MeshPlan(plan.engines, state), tree, board)
+                chat = ChatML.of_model(mesh.model_path)
+                prompts = make_prompts(chat, plan.prompts, plan.seed)
+                with board.part("warm-up"):
+                    await warm_engines(mesh.engines, prompts[0].tokens)
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(mesh.until_broken())
+                for arm in ARMS:
+                    arm_record, arm_records = await _run_arm(mesh, arm, plan, chat, prompts, console)
+                    arms.append(arm_record)
+                    records += arm_records
+                    write_trajectories(plan.folder, records)
+                watch.cancel()
+    finally:
+        shutil.rmtree(state, ignore_errors=True)
+    write_summary(plan.folder, _run_record(plan, mesh, started_at, arms), [])
+    render(plan.folder, console)
+    if not plan.keep_logs:
+        shutil.rmtree(logs, ignore_errors=True)
+    return 1 if any(record.outcome == "failed" for record in records) else 0
+
+
+async def _run_arm(
+    mesh: Mesh, arm: Arm, plan: DemoPlan, chat: ChatML, prompts: list[Prompt], console: Console
+) -> tuple[ArmRecord, list[TrajectoryRecord]]:
+    with StartBoard(console) as board:
+        mesh.board = board
+        await mesh.renew_control_plane(preempt=arm.preempt)
+        with board.part("tools' sandboxes"):
+            await warm_tools(mesh.where.services["tools"], prompts)
+    await _set_policy(mesh.where.scheduler, arm)
+    display = LiveBoard(console, arm.title, len(prompts) * plan.samples, mesh.where.sidecars)
+    mesh.board = display
+    work = Work(arm.name, prompts, plan.samples, chat, plan.tool_latency_s)
+    others = OtherPrograms()
+    async with listening(mesh.nats_url, display.note) as heard:
+        played = await play(mesh.where.scheduler, work, display)
+    others_share = others.share()
+    records = played.records(heard.migrations)
+    record = ArmRecord(
+        arm=arm.name,
+        title=arm.title,
+        policy=arm.policy_text,
+        makespan_s=max(record.finished_s for record in records),
+        other_programs_share=others_share,
+        engine_losses=tuple(
+            f"{death.engine_id} {death.how} at {death.time_s - played.started_s:.1f} s; "
+            "its trajectories went on elsewhere"
+            for death in mesh.engine_deaths
+            if death.time_s >= played.started_s
+        ),
+        failed_migrations=failed_migrations(heard.migrations),
+    )
+    return record, records
+
+
+async def _set_policy(scheduler: str, arm: Arm) -> None:
+    async with grpc.aio.insecure_channel(scheduler) as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        request = scheduler_pb2.SetPolicyRequest(request_id=uuid.uuid4().hex, policy=arm.policy())
+        await stub.SetPolicy(request, timeout=POLICY_TIMEOUT_S)
+
+
+def _run_record(plan: DemoPlan, mesh: Mesh, started_at: str, arms: list[ArmRecord]) -> RunRecord:
+    engines = plan.engines
+    memory_gib = psutil.virtual_memory().total / 2**30
+    where = (
+        "each pinned to a core of its own with one thread, so that an idle engine helps nobody"
+        if engines.on_cpu
+        else "on GPUs"
+    )
+    return RunRecord(
+        run_id=plan.folder.name,
+        started_at=started_at,
+        seed=plan.seed,
+        model=engines.model,
+        engines=tuple(engine.engine_id for engine in mesh.engines),
+        slots=engines.slots,
+        machine=f"{len(os.sched_getaffinity(0))} cores, {memory_gib:.0f} GiB",
+        conditions=(
+            f"Same engines for both arms, {where}.",
+            "Same prompts, sampling seeds and environment seeds; the arms ran one after the other, in the order shown.",
+            "Each arm began with a control plane started afresh on an empty store, so that no predictor knew the "
+            "other arm's outcomes, and with flushed KV caches, in the engines and in shared storage.",
+            f"Each tool call takes {plan.tool_latency_s:g} s (--tool-latency) beside its own work, as one over a "
+            "network does: FrozenLake answers in milliseconds, and nothing can move behind that.",
+            "The services and the agents' own code share the cores with the engines, in both arms alike.",
+        ),
+        arms=tuple(arms),
+    )

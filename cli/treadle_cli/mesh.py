@@ -1,0 +1,211 @@
+"""One mesh on this machine: NATS, the services, the engines and their sidecars, in one process tree.
+
+Purpose: what `treadle up` keeps running and `treadle demo` runs its arms on. Engines take most of a minute to start
+and live as long as the mesh; the control plane takes seconds, and `renew_control_plane` gives a fresh one (new store,
+no history) on the same engines. Invariants: checks come before the first process; an engine that dies is noted and
+its sidecar goes on telling the scheduler; any other child that dies ends the mesh with its name and last words.
+"""
+
+import asyncio
+import os
+import sys
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import grpc
+from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+from treadle_cli import embedded_nats, engines, services
+from treadle_cli.checks import require_bubblewrap
+from treadle_cli.engines import Engine, EnginePlan
+from treadle_cli.ports import free_ports, is_free
+from treadle_cli.problems import UsageProblem
+from treadle_cli.processes import Child, ChildDiedError, ProcessTree, describe_exit
+from treadle_cli.services import Addresses, Services
+
+ASK_TIMEOUT_S = 10.0
+REGISTRATION_TIMEOUT_S = 60.0  # a sidecar registers as soon as its engine has answered it
+
+
+class Board(Protocol):
+    """Where progress and news go."""
+
+    def note(self, text: str) -> None:
+        """A line of news."""
+        ...
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """Something that starts while the block runs."""
+        ...
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """What to start. folder: for state that ends with the mesh. base_port: of the scheduler, 0 for free ones."""
+
+    engines: EnginePlan
+    folder: Path
+    base_port: int = 0
+
+    @property
+    def engine_ids(self) -> list[str]:
+        """Names of the engines, in order."""
+        return [f"engine-{index}" for index in range(self.engines.count)]
+
+
+@dataclass(frozen=True)
+class EngineDeath:
+    """An engine's process ended unasked, at `time_s` of unix time."""
+
+    engine_id: str
+    time_s: float
+    how: str
+
+
+class Mesh:
+    """A mesh in `tree`. Made by `Mesh.start`; the tree ends it."""
+
+    def __init__(self, plan: MeshPlan, tree: ProcessTree, board: Board) -> None:
+        self.plan = plan
+        self.engines: list[Engine] = []
+        self.engine_deaths: list[EngineDeath] = []
+        self.model_path = ""
+        self.where = _addresses(plan)
+        self.nats_url = ""
+        self.board: Board = board  # who is told of news now
+        self._tree = tree
+        self._environ = dict(os.environ)
+        self._control: list[Child] = []
+        self._generation = 0
+        self._preempt = True
+        self._serving = False
+        self._broken: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
+
+    @classmethod
+    async def start(cls, plan: MeshPlan, tree: ProcessTree, board: Board) -> "Mesh":
+        """Starts everything and returns when every engine answers and is registered with the scheduler."""
+        require_bubblewrap()
+        mesh = cls(plan, tree, board)
+        tree.on_death = mesh.on_death
+        async with asyncio.TaskGroup() as group:
+            group.create_task(mesh._start_engines())
+            group.create_task(mesh._start_control())
+        await mesh._start_sidecars()
+        mesh._serving = True
+        return mesh
+
+    @property
+    def hicache_folder(self) -> Path:
+        """The shared folder of KV pages."""
+        return self.plan.folder / "kv"
+
+    def on_death(self, child: Child) -> None:
+        """An engine's death is news, any other child's is the end of the mesh."""
+        if child.name in self.plan.engine_ids:
+            if not self._serving:
+                return  # whoever waits for its first answer is told
+            death = EngineDeath(child.name, time.time(), describe_exit(child.returncode))
+            self.engine_deaths.append(death)
+            self.board.note(f"{death.engine_id} {death.how}; its trajectories go on elsewhere")
+        elif not self._broken.done():
+            self._broken.set_result(child)
+
+    async def until_broken(self) -> None:
+        """Waits for the death of a child that the mesh cannot do without, and raises ChildDiedError."""
+        raise ChildDiedError(await asyncio.shield(self._broken))
+
+    async def renew_control_plane(self, *, preempt: bool) -> None:
+        """Stops NATS, the services and the sidecars, empties all KV caches, and starts them again with an empty store.
+
+        preempt: whether the sidecars may evict a running step for a waiting one.
+        """
+        self._preempt = preempt
+        await self._tree.stop([child for child in self._control if child.stage == services.STAGE])
+        await self._tree.stop(self._control)
+        self._control = []
+        await engines.forget_caches(self.engines, self.hicache_folder, self.board.note)
+        self._generation += 1
+        self.where = _addresses(self.plan)
+        await self._start_control()
+        await self._start_sidecars()
+
+    async def _start_engines(self) -> None:
+        plan = self.plan.engines
+        if plan.count == 0:
+            return
+        with self.board.part("model"):
+            self.model_path = await engines.prepare_model(self._tree, plan, self._environ)
+        self.hicache_folder.mkdir(parents=True, exist_ok=True)
+        ports = free_ports(plan.count)
+        self.engines = engines.start_engines(
+            self._tree, plan, self.model_path, ports, self.hicache_folder, self._environ
+        )
+        async with asyncio.TaskGroup() as group:
+            for engine in self.engines:
+                group.create_task(self._until_healthy(engine))
+
+    async def _until_healthy(self, engine: Engine) -> None:
+        pinned = f" (core {', '.join(map(str, engine.cores))}, one thread)" if engine.cores else ""
+        with self.board.part(f"{engine.engine_id}{pinned}"):
+            await engines.until_healthy(engine)
+
+    async def _start_control(self) -> None:
+        folder = self.plan.folder / f"control-{self._generation}"
+        (folder / "nats").mkdir(parents=True, exist_ok=True)
+        with self.board.part("NATS and services"):
+            nats, self.nats_url = await embedded_nats.start_nats(self._tree, folder / "nats", self._environ)
+            self._control.append(nats)
+            self._services = Services(self._tree, self.where, self.nats_url, folder, self._environ)
+            self._control += await self._services.start_control(sys.executable)
+
+    async def _start_sidecars(self) -> None:
+        alive = [engine for engine in self.engines if not engine.child.exited.is_set()]
+        if not alive:
+            return
+        with self.board.part("sidecars"):
+            for engine in alive:
+                settings = self._sidecar_settings(engine)
+                self._control.append(await self._services.start_sidecar(sys.executable, engine.engine_id, settings))
+            await self._until_registered({engine.engine_id for engine in alive})
+
+    async def _until_registered(self, engine_ids: set[str]) -> None:
+        """Returns once the scheduler holds a lease of each engine."""
+        sidecars = [child for child in self._control if child.name.startswith("sidecar-")]
+        async with grpc.aio.insecure_channel(self.where.scheduler) as channel:
+            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+
+            async def registered() -> bool | None:
+                answer = await stub.ListEngines(scheduler_pb2.ListEnginesRequest(), timeout=ASK_TIMEOUT_S)
+                return engine_ids <= {engine.info.engine_id for engine in answer.engines} or None
+
+            for sidecar in sidecars:
+                await sidecar.until(registered, "registration with the scheduler", REGISTRATION_TIMEOUT_S)
+
+    def _sidecar_settings(self, engine: Engine) -> dict[str, str]:
+        settings = {
+            "TREADLE_SIDECAR_ENGINE_URL": engine.url,
+            "TREADLE_SIDECAR_SLOTS": str(self.plan.engines.slots),
+            "TREADLE_SIDECAR_KV_STORAGE_DIR": str(self.hicache_folder.absolute()),
+            "TREADLE_SIDECAR_PREEMPT": "true" if self._preempt else "false",
+        }
+        return settings | engines.CPU_CURVE_SETTINGS if self.plan.engines.on_cpu else settings
+
+
+def _addresses(plan: MeshPlan) -> Addresses:
+    names = list(services.PORT_OFFSETS)
+    if plan.base_port == 0:
+        ports = free_ports(len(names) + plan.engines.count)
+    else:
+        ports = [plan.base_port + services.PORT_OFFSETS[name] for name in names]
+        ports += [plan.base_port + services.SIDECAR_PORT_OFFSET + index for index in range(plan.engines.count)]
+        taken = [str(port) for port in ports if not is_free(port)]
+        if taken:
+            raise UsageProblem(
+                f"port {', '.join(taken)} is taken: another mesh runs? Pass --port 0 for free ones, or another --port."
+            )
+    return services.addresses(
+        dict(zip(names, ports, strict=False)), dict(zip(plan.engine_ids, ports[len(names) :], strict=True))
+    )

@@ -1,0 +1,228 @@
+"""A tree of child processes that leaves nothing behind.
+
+Purpose: `treadle up` and `treadle demo` run NATS, services and engines as children; this owns them: start, readiness,
+logs, death notices, stop. Children run in sessions of their own, so that a terminal's Ctrl-C reaches only us and we
+stop them in order. Invariants: a child is on the books from the instant that it exists (starting is synchronous, so
+no cancellation falls between); when the tree closes, in whatever way, every process of every session that it started
+is gone; when this process is killed outright, the parent-death signal (launcher.py) and the guardian (guardian.py)
+see to the same. Owned by one asyncio loop; Linux.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from treadle_cli import guardian
+
+T = TypeVar("T")
+STOP_GRACE_S = 5.0  # SIGTERM to SIGKILL: a drained service ends in under one second, an engine in about two
+POLL_S = 0.05  # between looks at a readiness condition; a service is up in about half a second
+TAIL_LINES = 12  # of a dead child's log: enough for the last line of a traceback and its frames
+_HERE = Path(__file__).parent
+_PLAIN_PYTHON = (sys.executable, "-I", "-S")  # without site-packages: 15 ms to start
+
+
+class Child:
+    """One child process. `exited` is set once it has ended and `returncode` is known."""
+
+    def __init__(self, name: str, process: "subprocess.Popen[bytes]", log_path: Path, stage: int) -> None:
+        self.name = name
+        self.log_path = log_path
+        self.stage = stage
+        self.exited = asyncio.Event()
+        self.stopping = False  # asked to end: its end is no death
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        """Also the id of its session and process group."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; minus the signal's number where a signal ended it."""
+        return self._process.returncode
+
+    def poll(self) -> int | None:
+        """Collects the exit code if the process has ended."""
+        return self._process.poll()
+
+    def tail(self, lines: int = TAIL_LINES) -> str:
+        """The last lines of its log."""
+        try:
+            text = self.log_path.read_text(errors="replace")
+        except FileNotFoundError:
+            return ""
+        return "\n".join(text.rstrip().splitlines()[-lines:])
+
+    async def until(self, ready: Callable[[], Awaitable[T | None]], what: str, timeout_s: float) -> T:
+        """Asks `ready` until it gives something. Raises ChildDiedError when the child ends first, NotReadyError after
+        `timeout_s`.
+        """
+        give_up_at = time.monotonic() + timeout_s
+        while True:
+            if self.exited.is_set():
+                raise ChildDiedError(self)
+            result = await ready()
+            if result is not None:
+                return result
+            if time.monotonic() > give_up_at:
+                raise NotReadyError(self, what, timeout_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.exited.wait(), POLL_S)
+
+
+class ProcessError(Exception):
+    """A child did not do what the tree needs. The message names it and shows the end of its log."""
+
+    def __init__(self, child: Child, problem: str) -> None:
+        self.child = child
+        tail = child.tail()
+        shown = "\n".join(f"    {line}" for line in tail.splitlines())
+        super().__init__(f"{child.name} {problem} (log: {child.log_path})" + (f"\n{shown}" if shown else ""))
+
+
+class ChildDiedError(ProcessError):
+    """A child ended although nobody asked it to."""
+
+    def __init__(self, child: Child) -> None:
+        super().__init__(child, describe_exit(child.returncode))
+
+
+class NotReadyError(ProcessError):
+    """A child lives and is not ready in time."""
+
+    def __init__(self, child: Child, what: str, timeout_s: float) -> None:
+        super().__init__(child, f"gave no {what} within {timeout_s:.0f} s")
+
+
+def describe_exit(returncode: int | None) -> str:
+    """ "ended with exit code 2", "was killed by SIGKILL"."""
+    if returncode is not None and returncode < 0:
+        return f"was killed by {signal.Signals(-returncode).name}"
+    return f"ended with exit code {returncode}"
+
+
+def _start_guardian() -> "subprocess.Popen[bytes]":
+    return subprocess.Popen([*_PLAIN_PYTHON, str(_HERE / "guardian.py")], stdin=subprocess.PIPE, start_new_session=True)
+
+
+class ProcessTree:
+    """Starts children and stops them all when the `async with` block ends.
+
+    log_folder: a child's output goes to NAME.log there. hurry: once set, stopping kills without grace. on_death:
+    called on the loop with each child that ended unasked; the default does nothing.
+    """
+
+    def __init__(
+        self, log_folder: Path, *, hurry: asyncio.Event | None = None, on_death: Callable[[Child], None] | None = None
+    ) -> None:
+        self._log_folder = log_folder
+        self._hurry = hurry or asyncio.Event()
+        self.on_death = on_death or (lambda child: None)
+        self._children: list[Child] = []
+        self._guardian: subprocess.Popen[bytes] | None = None
+
+    @property
+    def children(self) -> Sequence[Child]:
+        """Those that run, in the order of their start."""
+        return [child for child in self._children if not child.exited.is_set()]
+
+    async def __aenter__(self) -> Self:
+        self._log_folder.mkdir(parents=True, exist_ok=True)
+        self._guardian = _start_guardian()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # A cancellation that comes now (Ctrl-C during the stop) must not end the stopping: it makes it hurry, and is
+        # passed on after.
+        async with asyncio.TaskGroup() as group:
+            closing = group.create_task(self._close())
+            cancelled = False
+            while not closing.done():
+                try:
+                    await asyncio.shield(closing)
+                except asyncio.CancelledError:
+                    self._hurry.set()
+                    cancelled = True
+        if cancelled:
+            raise asyncio.CancelledError
+
+    def start(
+        self, name: str, argv: Sequence[str], *, env: Mapping[str, str], cores: Sequence[int] = (), stage: int = 0
+    ) -> Child:
+        """Starts `argv` with exactly `env`; pinned to `cores` where given. Higher stages are stopped first."""
+        pinned = ",".join(str(core) for core in cores)
+        launcher = [*_PLAIN_PYTHON, str(_HERE / "launcher.py"), str(os.getpid()), pinned]
+        log_path = self._log_folder / f"{name}.log"
+        with log_path.open("ab") as log_file:
+            process = subprocess.Popen(
+                [*launcher, *argv],
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        child = Child(name, process, log_path, stage)
+        self._children.append(child)
+        self._tell_guardian(f"+{child.pid}")
+        exit_fd = os.pidfd_open(process.pid)
+        asyncio.get_running_loop().add_reader(exit_fd, self._on_exit, child, exit_fd)
+        return child
+
+    async def stop(self, children: Sequence[Child], grace_s: float = STOP_GRACE_S) -> None:
+        """SIGTERM, then SIGKILL to what is left after `grace_s` (at once under `hurry`). Returns when all ended."""
+        waiting = [child for child in children if not child.exited.is_set()]
+        for child in waiting:
+            child.stopping = True
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGTERM)
+        give_up_at = time.monotonic() + grace_s
+        while any(not child.exited.is_set() for child in waiting):
+            if self._hurry.is_set() or time.monotonic() > give_up_at:
+                await asyncio.to_thread(guardian.kill_sessions, {child.pid for child in waiting})
+            await asyncio.sleep(POLL_S)
+
+    async def _close(self) -> None:
+        for stage in sorted({child.stage for child in self._children}, reverse=True):
+            await self.stop([child for child in self._children if child.stage == stage])
+        await asyncio.to_thread(guardian.kill_sessions, {child.pid for child in self._children})
+        if self._guardian is not None and self._guardian.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._guardian.stdin.close()
+            await asyncio.to_thread(self._guardian.wait)
+
+    def _on_exit(self, child: Child, exit_fd: int) -> None:
+        asyncio.get_running_loop().remove_reader(exit_fd)
+        os.close(exit_fd)
+        child.poll()
+        left = guardian.session_members(child.pid)  # an engine's workers outlive a killed engine by a moment
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not left:
+            self._children.remove(child)
+            self._tell_guardian(f"-{child.pid}")
+        child.exited.set()
+        if not child.stopping:
+            self.on_death(child)
+
+    def _tell_guardian(self, line: str) -> None:
+        if self._guardian is None or self._guardian.stdin is None:
+            raise RuntimeError("the process tree is not open")
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # somebody killed the guardian: closing the tree still stops everything
+            self._guardian.stdin.write(f"{line}\n".encode())
+            self._guardian.stdin.flush()

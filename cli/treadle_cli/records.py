@@ -1,0 +1,175 @@
+"""What a run leaves in its folder: the nouns of trajectories.jsonl and summary.json, and their reading and writing.
+
+Invariants: times are seconds from the start of the arm, so that two arms lie on one axis; token_ids, logprobs and
+loss_mask of a trajectory are equally long; reading what was written gives the same again. The report is drawn from
+these files alone.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+TRAJECTORIES_FILE = "trajectories.jsonl"
+SUMMARY_FILE = "summary.json"
+FORMAT_VERSION = 1
+
+
+class RecordError(Exception):
+    """A file of a run is missing or is not what a run writes; the message names file and line."""
+
+
+@dataclass(frozen=True)
+class SpanRecord:
+    """Where wall time went. kind: queue, prefill, decode, tool or migration."""
+
+    kind: str
+    start_s: float
+    end_s: float
+    engine_id: str
+    turn: int
+
+
+@dataclass(frozen=True)
+class VersionSpanRecord:
+    """Tokens [start_token, end_token) of the trajectory were sampled under weight_version."""
+
+    weight_version: str
+    start_token: int
+    end_token: int
+
+
+@dataclass(frozen=True)
+class TrajectoryRecord:
+    """One trajectory of one arm. loss_mask is 1 where the policy sampled, and logprobs are 0.0 where it did not."""
+
+    arm: str
+    trajectory_id: str
+    prompt_id: str
+    sample: int
+    task: str
+    opened_s: float
+    finished_s: float
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    loss_mask: tuple[int, ...]
+    version_spans: tuple[VersionSpanRecord, ...]
+    reward: float | None
+    outcome: str
+    error: str
+    turns: int
+    gen_tokens: int
+    preemptions: int
+    migrations: int
+    lost_engines: int  # steps that went on elsewhere because their engine was lost
+    spans: tuple[SpanRecord, ...]
+
+
+@dataclass(frozen=True)
+class ArmRecord:
+    """One arm: its name, what it was, and when it ran within the run. engine_losses: "engine-1 was killed by SIGKILL
+    at 12.3 s".
+    """
+
+    arm: str
+    title: str
+    policy: str
+    makespan_s: float
+    other_programs_share: float = 0.0  # of all cores' time while the arm ran
+    engine_losses: tuple[str, ...] = ()
+    failed_migrations: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The run around its trajectories. conditions: short sentences on what was held equal, for the report's reader."""
+
+    run_id: str
+    started_at: str
+    seed: int
+    model: str
+    engines: tuple[str, ...]
+    slots: int
+    machine: str
+    conditions: tuple[str, ...]
+    arms: tuple[ArmRecord, ...]
+    format_version: int = FORMAT_VERSION
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as it lies on disk."""
+
+    record: RunRecord
+    trajectories: tuple[TrajectoryRecord, ...]
+
+    def of_arm(self, arm: str) -> list[TrajectoryRecord]:
+        """The arm's trajectories, first finished first."""
+        return sorted((t for t in self.trajectories if t.arm == arm), key=lambda t: t.finished_s)
+
+
+def write_trajectories(folder: Path, trajectories: Iterable[TrajectoryRecord]) -> None:
+    """One JSON object a line."""
+    with (folder / TRAJECTORIES_FILE).open("w") as lines:
+        for trajectory in trajectories:
+            lines.write(json.dumps(asdict(trajectory), separators=(",", ":")) + "\n")
+
+
+def write_summary(folder: Path, record: RunRecord, figures: Sequence[dict[str, Any]]) -> None:
+    """`figures` are derived (report/accounting.py) and written for other programs to read; reading a run does not
+    need them.
+    """
+    content = {"run": asdict(record), "figures": list(figures)}
+    (folder / SUMMARY_FILE).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def read_run(folder: Path) -> Run:
+    """Raises RecordError where a file is missing, from another format, or broken."""
+    path = folder / SUMMARY_FILE
+    try:
+        record = _run_from(json.loads(path.read_text())["run"])
+    except FileNotFoundError as error:
+        raise RecordError(f"{path} is not there: {folder} is not the folder of a finished run") from error
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise RecordError(f"{path} is not a summary that this version writes: {error!r}") from error
+    if record.format_version != FORMAT_VERSION:
+        raise RecordError(f"{path} has format {record.format_version}; this version reads {FORMAT_VERSION}")
+    return Run(record, tuple(_read_trajectories(folder / TRAJECTORIES_FILE)))
+
+
+def _read_trajectories(path: Path) -> Iterable[TrajectoryRecord]:
+    try:
+        lines = path.read_text().splitlines()
+    except FileNotFoundError as error:
+        raise RecordError(f"{path} is not there") from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield _trajectory_from(json.loads(line))
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise RecordError(f"{path}, line {number}, is not a trajectory: {error!r}") from error
+
+
+def _run_from(fields: dict[str, Any]) -> RunRecord:
+    arms = tuple(
+        ArmRecord(
+            **{
+                **arm,
+                "engine_losses": tuple(arm["engine_losses"]),
+                "failed_migrations": tuple(arm["failed_migrations"]),
+            }
+        )
+        for arm in fields["arms"]
+    )
+    lists = {name: tuple(fields[name]) for name in ("engines", "conditions")}
+    return RunRecord(**{**fields, **lists, "arms": arms})
+
+
+def _trajectory_from(fields: dict[str, Any]) -> TrajectoryRecord:
+    lists = {name: tuple(fields[name]) for name in ("token_ids", "logprobs", "loss_mask")}
+    spans = tuple(SpanRecord(**span) for span in fields["spans"])
+    versions = tuple(VersionSpanRecord(**span) for span in fields["version_spans"])
+    trajectory = TrajectoryRecord(**{**fields, **lists, "spans": spans, "version_spans": versions})
+    if not len(trajectory.token_ids) == len(trajectory.logprobs) == len(trajectory.loss_mask):
+        raise TypeError("token_ids, logprobs and loss_mask differ in length")
+    return trajectory

@@ -1,0 +1,121 @@
+"""Where the time went: turns spans into figures that add up.
+
+Purpose: one definition of "queue seconds", "queue share of the longest tenth" and their like for every face of the
+report. Invariant: a trajectory's seconds by kind, `other` included, add up to its wall time exactly: where spans
+overlap (a migration runs behind a tool call) the moment counts once, for the kind that stands first in PRECEDENCE.
+Migration time that was hidden so is given apart. Pure functions.
+"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from treadle_cli.records import ArmRecord, SpanRecord, TrajectoryRecord
+
+PRECEDENCE = ("decode", "prefill", "queue", "tool", "migration")
+OTHER = "other"  # control-plane calls, transfer, and the agent's own code
+KINDS = (*PRECEDENCE, OTHER)
+TAIL_SHARE = 0.1  # "the longest tenth": what a synchronous rollout waits for
+
+
+@dataclass(frozen=True)
+class ArmFigures:
+    """One arm in numbers. Seconds are wall seconds; `time_s` sums over trajectories, so it is many times the makespan.
+
+    tail_queue_share: of the wall time of the tenth with the most generated tokens, the part spent queueing (Heddle,
+    fig. 4). hidden_migration_s: migration time during which the trajectory's tool ran anyway. engine_last_token_s:
+    when each engine did its last work, the makespan's other side: an engine that ends early stood idle.
+    """
+
+    arm: str
+    makespan_s: float
+    trajectories: int
+    finished: int
+    failed: int
+    gen_tokens: int
+    tokens_per_s: float
+    median_finish_s: float
+    mean_finish_s: float
+    tail_queue_share: float
+    mean_reward: float
+    preemptions: int
+    migrations: int
+    failed_migrations: int
+    lost_engines: int
+    time_s: dict[str, float]
+    hidden_migration_s: float
+    engine_last_token_s: dict[str, float]
+    other_programs_share: float
+
+    def as_json(self) -> dict[str, Any]:
+        """For summary.json."""
+        return asdict(self)
+
+
+def time_by_kind(trajectory: TrajectoryRecord) -> dict[str, float]:
+    """Seconds of each of KINDS between the trajectory's opening and its end; their sum is its wall time."""
+    seconds = dict.fromkeys(KINDS, 0.0)
+    start_s, end_s = trajectory.opened_s, trajectory.finished_s
+    clipped = [(max(s.start_s, start_s), min(s.end_s, end_s), s.kind) for s in trajectory.spans]
+    spans = [span for span in clipped if span[0] < span[1] and span[2] in PRECEDENCE]
+    cuts = sorted({start_s, end_s, *(span[0] for span in spans), *(span[1] for span in spans)})
+    for left, right in itertools.pairwise(cuts):
+        active = {kind for begin, end, kind in spans if begin <= left and end >= right}
+        seconds[next((kind for kind in PRECEDENCE if kind in active), OTHER)] += right - left
+    return seconds
+
+
+def arm_figures(arm: ArmRecord, trajectories: Sequence[TrajectoryRecord]) -> ArmFigures:
+    """Figures of one arm; `trajectories` are its own, at least one."""
+    times = [time_by_kind(trajectory) for trajectory in trajectories]
+    total = {kind: sum(seconds[kind] for seconds in times) for kind in KINDS}
+    gen_tokens = sum(trajectory.gen_tokens for trajectory in trajectories)
+    finishes = [trajectory.finished_s for trajectory in trajectories]
+    migration_s = sum(_length(span) for t in trajectories for span in t.spans if span.kind == "migration")
+    return ArmFigures(
+        arm=arm.arm,
+        makespan_s=arm.makespan_s,
+        trajectories=len(trajectories),
+        finished=sum(t.outcome in ("finished", "truncated") for t in trajectories),
+        failed=sum(t.outcome == "failed" for t in trajectories),
+        gen_tokens=gen_tokens,
+        tokens_per_s=gen_tokens / arm.makespan_s if arm.makespan_s > 0 else 0.0,
+        median_finish_s=statistics.median(finishes),
+        mean_finish_s=statistics.fmean(finishes),
+        tail_queue_share=tail_queue_share(trajectories),
+        mean_reward=statistics.fmean(t.reward or 0.0 for t in trajectories),
+        preemptions=sum(t.preemptions for t in trajectories),
+        migrations=sum(t.migrations for t in trajectories),
+        failed_migrations=len(arm.failed_migrations),
+        lost_engines=sum(t.lost_engines for t in trajectories),
+        time_s=total,
+        hidden_migration_s=max(0.0, migration_s - total["migration"]),
+        engine_last_token_s=_engine_ends(trajectories),
+        other_programs_share=arm.other_programs_share,
+    )
+
+
+def tail_queue_share(trajectories: Sequence[TrajectoryRecord]) -> float:
+    """Queue seconds over wall seconds of the tenth (rounded up) with the most generated tokens; 0 where they took no
+    time.
+    """
+    count = math.ceil(len(trajectories) * TAIL_SHARE)
+    longest = sorted(trajectories, key=lambda t: t.gen_tokens, reverse=True)[:count]
+    wall_s = sum(t.finished_s - t.opened_s for t in longest)
+    return sum(time_by_kind(t)["queue"] for t in longest) / wall_s if wall_s > 0 else 0.0
+
+
+def _engine_ends(trajectories: Sequence[TrajectoryRecord]) -> dict[str, float]:
+    ends: dict[str, float] = {}
+    for trajectory in trajectories:
+        for span in trajectory.spans:
+            if span.kind in ("prefill", "decode"):
+                ends[span.engine_id] = max(ends.get(span.engine_id, 0.0), span.end_s)
+    return dict(sorted(ends.items()))
+
+
+def _length(span: SpanRecord) -> float:
+    return max(0.0, span.end_s - span.start_s)

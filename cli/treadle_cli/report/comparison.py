@@ -1,0 +1,114 @@
+"""The comparison of arms as rows of a table, and what they say in words, losses included.
+
+Purpose: the page and the terminal show the same rows. Invariant: a row says which way is better, and every row in
+which the last arm (Treadle) did worse than the first (the baseline) is named in `losses`; nothing is left out because
+it does not flatter. Pure.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from treadle_cli.report.accounting import KINDS, ArmFigures
+
+NOTABLE = 0.02  # relative difference below which two figures of one run count as equal
+
+FLOORS = {"s": 0.5, "%": 0.02}  # differences that no reader cares about: half a second, two points
+
+Better = Literal["lower", "higher", ""]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of every arm, in their order. better: which way is better, empty where neither is."""
+
+    label: str
+    values: tuple[float, ...]
+    unit: str
+    better: Better
+
+    def shown(self, value: float) -> str:
+        """The value with its unit."""
+        if self.unit == "%":
+            return f"{100 * value:.0f} %"
+        if self.unit == "":
+            return f"{value:,.0f}" if value == round(value) else f"{value:.2f}"
+        return f"{value:,.1f} {self.unit}"
+
+    def change(self) -> str:
+        """Last arm against the first: "-12 %", "+3"; empty where there is nothing to compare."""
+        if len(self.values) < 2:
+            return ""
+        first, last = self.values[0], self.values[-1]
+        if self.unit == "%":
+            return f"{100 * (last - first):+.0f} points"
+        if first == 0:
+            return "" if last == 0 else f"{last - first:+.3g}"
+        return f"{100 * (last - first) / first:+.0f} %"
+
+    def verdict(self) -> Literal["better", "worse", "even"]:
+        """How the last arm did against the first; "even" below NOTABLE or where neither way is better."""
+        if len(self.values) < 2 or not self.better:
+            return "even"
+        first, last = self.values[0], self.values[-1]
+        if abs(last - first) <= max(NOTABLE * max(abs(first), abs(last)), FLOORS.get(self.unit, 0.0)):
+            return "even"
+        return "better" if (last < first) == (self.better == "lower") else "worse"
+
+
+def rows(figures: Sequence[ArmFigures]) -> list[Row]:
+    """The comparison, most important first."""
+
+    def row(label: str, pick: Callable[[ArmFigures], float], unit: str, better: Better) -> Row:
+        return Row(label, tuple(float(pick(arm)) for arm in figures), unit, better)
+
+    return [
+        row("makespan", lambda a: a.makespan_s, "s", "lower"),
+        row("median trajectory ends at", lambda a: a.median_finish_s, "s", "lower"),
+        row("mean trajectory ends at", lambda a: a.mean_finish_s, "s", "lower"),
+        row("queue share of the longest 10 %", lambda a: a.tail_queue_share, "%", "lower"),
+        row("generated tokens", lambda a: a.gen_tokens, "", ""),
+        row("tokens per second", lambda a: a.tokens_per_s, "tok/s", "higher"),
+        row("engine time lost to the earlier end", _idle_s, "s", "lower"),
+        row("mean reward", lambda a: a.mean_reward, "", ""),
+        row("trajectories that failed", lambda a: a.failed, "", "lower"),
+        row("preemptions", lambda a: a.preemptions, "", ""),
+        row("migrations", lambda a: a.migrations, "", ""),
+        row("migrations called off or failed", lambda a: a.failed_migrations, "", "lower"),
+        row("cores taken by other programs", lambda a: a.other_programs_share, "%", ""),
+        row("steps that went on after an engine was lost", lambda a: a.lost_engines, "", ""),
+    ]
+
+
+def time_rows(figures: Sequence[ArmFigures]) -> list[Row]:
+    """Where the time went, all trajectories added up; the kinds sum to the last row."""
+    better: dict[str, Better] = {"queue": "lower", "prefill": "lower", "other": "lower"}
+    kinds = [Row(kind, tuple(arm.time_s[kind] for arm in figures), "s", better.get(kind, "")) for kind in KINDS]
+    total = Row("together", tuple(sum(arm.time_s.values()) for arm in figures), "s", "lower")
+    return [*kinds, total]
+
+
+def losses(figures: Sequence[ArmFigures]) -> list[str]:
+    """One sentence for each figure in which the last arm did worse than the first."""
+    found = []
+    for row in (*rows(figures), *time_rows(figures)):
+        if row.verdict() == "worse":
+            first, last = row.shown(row.values[0]), row.shown(row.values[-1])
+            found.append(f"{row.label}: {last} against {first} ({row.change()})")
+    return found
+
+
+def headline(figures: Sequence[ArmFigures], titles: Sequence[str]) -> str:
+    """The result in one sentence."""
+    if len(figures) < 2:
+        return f"{titles[0]} took {figures[0].makespan_s:.1f} s."
+    first, last = figures[0].makespan_s, figures[-1].makespan_s
+    if abs(first - last) <= NOTABLE * first:
+        even = f"took the same time within {100 * NOTABLE:.0f} %"
+        return f"{titles[-1]} and {titles[0]} {even}: {last:.1f} s and {first:.1f} s."
+    change = f"{100 * abs(first - last) / first:.0f} % {'sooner' if last < first else 'later'}"
+    return f"{titles[-1]} finished {change} than {titles[0]}: {last:.1f} s against {first:.1f} s."
+
+
+def _idle_s(arm: ArmFigures) -> float:
+    return sum(arm.makespan_s - end_s for end_s in arm.engine_last_token_s.values())

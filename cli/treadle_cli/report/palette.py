@@ -1,0 +1,32 @@
+"""Colours and words of a report, the same in every face of it.
+
+The colours are Okabe and Ito's, which people with the common kinds of colour blindness can tell apart; waiting is
+warm, work is cold.
+"""
+
+from treadle_cli.records import TrajectoryRecord
+
+COLOURS = {
+    "queue": "#E69F00",
+    "prefill": "#56B4E9",
+    "decode": "#0072B2",
+    "tool": "#009E73",
+    "migration": "#CC3D8F",
+    "other": "#C9CDD2",
+}
+MEANINGS = {
+    "queue": "waiting for a slot on its engine",
+    "prefill": "admitted, before the first token",
+    "decode": "generating",
+    "tool": "its tool or environment runs",
+    "migration": "its KV moves to the other engine",
+    "other": "control plane, transfer, the agent's own code",
+}
+INK = "#1B1F24"
+FAINT = "#6B7280"
+GRID = "#E5E7EB"
+
+
+def row_label(trajectory: TrajectoryRecord) -> str:
+    """Names a trajectory in a picture: "lake-3 #1 · 412 tokens"."""
+    return f"{trajectory.prompt_id} #{trajectory.sample} · {trajectory.gen_tokens} tok"

@@ -1,0 +1,159 @@
+"""The Gantt picture as PNG: one panel an arm on one time axis, a row a trajectory, and below where the time went.
+
+Rows are sorted by finish, so the upper edge of a panel is its completion curve. A migration or a tool call lasts
+milliseconds on an axis of minutes: migrations carry a diamond so that they can be seen.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from treadle_cli.records import ArmRecord, Run, TrajectoryRecord
+from treadle_cli.report.accounting import KINDS, ArmFigures
+from treadle_cli.report.palette import COLOURS, FAINT, GRID, INK, row_label
+
+WIDTH_IN = 13.0
+ROW_IN = 0.145  # height of a trajectory's row: a label of 6.5 points fits
+MOST_LABELLED_ROWS = 64  # beyond it row labels would overlap, and are left out
+DPI = 150
+PANEL_KINDS = ("queue", "prefill", "decode", "tool", "migration")
+
+
+def draw_picture(run: Run, figures: Sequence[ArmFigures], path: Path) -> None:
+    """Writes the PNG."""
+    arms = [(arm, run.of_arm(arm.arm)) for arm in run.record.arms]
+    rows = [max(4, len(trajectories)) * ROW_IN + 0.55 for _, trajectories in arms]
+    share_in = 0.42 * len(arms) + 0.75
+    height = sum(rows) + share_in + 1.95
+    with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "axes.labelcolor": INK}):
+        figure = Figure(figsize=(WIDTH_IN, height), dpi=DPI, facecolor="white")
+        grid = figure.add_gridspec(
+            len(arms) + 1,
+            1,
+            height_ratios=[*rows, share_in],
+            left=0.135,
+            right=0.975,
+            top=1 - 1.22 / height,
+            bottom=0.42 / height,
+            hspace=0.74 / (height / (len(arms) + 1)),
+        )
+        longest_s = max([arm.makespan_s for arm, _ in arms] + [t.finished_s for t in run.trajectories]) * 1.06
+        for index, (arm, trajectories) in enumerate(arms):
+            axes = figure.add_subplot(grid[index])
+            _draw_arm(axes, arm, trajectories, longest_s, last=index == len(arms) - 1)
+        _draw_shares(figure.add_subplot(grid[len(arms)]), run, figures)
+        _draw_heading(figure, run, figures, height)
+        figure.savefig(path)
+
+
+def _draw_heading(figure: Figure, run: Run, figures: Sequence[ArmFigures], height: float) -> None:
+    record = run.record
+    spans = " → ".join(
+        f"{arm.title} {figure.makespan_s:.1f} s" for arm, figure in zip(record.arms, figures, strict=True)
+    )
+    figure.text(0.015, 1 - 0.30 / height, f"Makespan: {spans}", size=15, weight="bold")
+    count = figures[0].trajectories if figures else 0
+    figure.text(
+        0.015,
+        1 - 0.54 / height,
+        f"{count} trajectories an arm on {len(record.engines)} engines of {record.slots} slots · {record.model} · "
+        f"seed {record.seed} · {record.machine}",
+        size=9,
+        color=FAINT,
+    )
+    handles: list[Patch | Line2D] = [Patch(color=COLOURS[kind], label=kind) for kind in (*PANEL_KINDS[:-1], "other")]
+    handles.append(
+        Line2D([], [], marker="D", color=COLOURS["migration"], linestyle="", markersize=5, label="migration")
+    )
+    handles.append(Line2D([], [], color=INK, linestyle="--", linewidth=1, label="makespan"))
+    figure.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(0.006, 1 - 0.56 / height),
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9,
+    )
+
+
+def _draw_arm(
+    axes: Axes, arm: ArmRecord, trajectories: list[TrajectoryRecord], longest_s: float, *, last: bool
+) -> None:
+    for row, trajectory in enumerate(trajectories):
+        axes.broken_barh(
+            [(trajectory.opened_s, trajectory.finished_s - trajectory.opened_s)],
+            (row - 0.41, 0.82),
+            color=COLOURS["other"],
+        )
+        for kind in PANEL_KINDS:
+            bars = [(s.start_s, s.end_s - s.start_s) for s in trajectory.spans if s.kind == kind]
+            if bars:
+                axes.broken_barh(bars, (row - 0.41, 0.82), color=COLOURS[kind], linewidth=0)
+        moves = [s.start_s for s in trajectory.spans if s.kind == "migration"]
+        axes.plot(
+            moves,
+            [row] * len(moves),
+            "D",
+            color=COLOURS["migration"],
+            markersize=4,
+            markeredgecolor="white",
+            markeredgewidth=0.6,
+        )
+    axes.axvline(arm.makespan_s, color=INK, linestyle="--", linewidth=1)
+    axes.annotate(
+        f"{arm.makespan_s:.1f} s",
+        (arm.makespan_s, 0.5),
+        xytext=(4, 0),
+        textcoords="offset points",
+        size=9,
+        weight="bold",
+    )
+    axes.set_title(f"{arm.title}   ·   {arm.policy}", loc="left", size=11, weight="bold")
+    axes.set_xlim(0, longest_s)
+    axes.set_ylim(-0.8, len(trajectories) - 0.2)
+    labelled = len(trajectories) <= MOST_LABELLED_ROWS
+    axes.set_yticks(range(len(trajectories)) if labelled else [])
+    if labelled:
+        axes.set_yticklabels([row_label(trajectory) for trajectory in trajectories], size=6.5)
+    if last:
+        axes.set_xlabel("seconds from the start of the arm", loc="right", size=8, color=FAINT)
+    _tidy(axes)
+
+
+def _draw_shares(axes: Axes, run: Run, figures: Sequence[ArmFigures]) -> None:
+    for row, arm in enumerate(reversed(figures)):
+        left = 0.0
+        for kind in KINDS:
+            seconds = arm.time_s[kind]
+            axes.barh(row, seconds, left=left, height=0.62, color=COLOURS[kind])
+            if seconds > 0.06 * sum(arm.time_s.values()):
+                light = kind in ("decode", "tool", "migration")
+                axes.text(
+                    left + seconds / 2,
+                    row,
+                    f"{kind} {seconds:.0f} s",
+                    ha="center",
+                    va="center",
+                    size=8,
+                    color="white" if light else INK,
+                )
+            left += seconds
+    axes.set_yticks(range(len(figures)))
+    axes.set_yticklabels([arm.title for arm in reversed(run.record.arms)], size=9)
+    axes.set_ylim(-0.6, len(figures) - 0.4)
+    axes.set_title("Where the time went: all trajectories added up, seconds", loc="left", size=11, weight="bold")
+    _tidy(axes)
+
+
+def _tidy(axes: Axes) -> None:
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(GRID)
+    axes.tick_params(length=0, colors=FAINT)
+    axes.grid(axis="x", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)

@@ -1,0 +1,103 @@
+"""The seven services of a mesh as child processes: what each is started with.
+
+Invariants: every address is decided before the first service starts, because the scheduler and the migrator name each
+other; a service counts as started once it has written its ready file. Which variable tells a service what stands here
+and in the service's own config.py; a wrong one ends the service with a line that the caller sees.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from treadle_cli.ports import HOST
+from treadle_cli.processes import Child, ProcessTree
+
+START_TIMEOUT_S = 90.0  # about 2 s on an idle machine; engines that load beside it take both cores
+DRAIN_GRACE_S = 1.0  # on this machine nobody else waits for a call in flight when the tree stops
+LEASE_TTL_S = 4.0  # on one machine a sidecar that is silent for so long is gone; the default is made for networks
+STAGE = 2  # stopped first
+CONTROL_SERVICES = ("predictor", "placement", "migrator", "tools", "rollout", "scheduler")
+PORT_OFFSETS = {"scheduler": 0, "predictor": 1, "placement": 2, "migrator": 3, "tools": 4, "rollout": 5}
+SIDECAR_PORT_OFFSET = 9  # the first sidecar's; one more for each further engine
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """host:port of each service of one mesh, by name; sidecars by engine id."""
+
+    services: Mapping[str, str]
+    sidecars: Mapping[str, str]
+
+    @property
+    def scheduler(self) -> str:
+        """The one address that a client needs."""
+        return self.services["scheduler"]
+
+
+def addresses(ports: Mapping[str, int], sidecar_ports: Mapping[str, int]) -> Addresses:
+    """Of ports by name."""
+    return Addresses(
+        {name: f"{HOST}:{ports[name]}" for name in CONTROL_SERVICES},
+        {engine_id: f"{HOST}:{port}" for engine_id, port in sidecar_ports.items()},
+    )
+
+
+class Services:
+    """Starts services in a tree, with NATS at `nats_url`; ready files go to `folder`, which is there."""
+
+    def __init__(
+        self, tree: ProcessTree, where: Addresses, nats_url: str, folder: Path, environ: Mapping[str, str]
+    ) -> None:
+        self._tree, self._where, self._folder = tree, where, folder
+        self._environ = {**environ, "TREADLE_NATS_URL": nats_url, "TREADLE_DRAIN_GRACE_S": str(DRAIN_GRACE_S)}
+
+    async def start_control(self, python: str) -> list[Child]:
+        """All but the sidecars, at once; returns when all are ready."""
+        peers = {f"TREADLE_SCHEDULER_{name.upper()}": address for name, address in self._where.services.items()}
+        peers.pop("TREADLE_SCHEDULER_SCHEDULER")
+        extra = {
+            "scheduler": {**peers, "TREADLE_SCHEDULER_LEASE_TTL_S": str(LEASE_TTL_S)},
+            "migrator": {"TREADLE_MIGRATOR_SCHEDULER": self._where.scheduler},
+        }
+        children = [
+            self._start(python, name, f"treadle_{name}", name, self._where.services[name], extra.get(name, {}))
+            for name in CONTROL_SERVICES
+        ]
+        await self._ready(children)
+        return children
+
+    async def start_sidecar(self, python: str, engine_id: str, settings: Mapping[str, str]) -> Child:
+        """One engine's sidecar; `settings` are its own variables."""
+        extra = {"TREADLE_SIDECAR_SCHEDULER": self._where.scheduler, "TREADLE_SIDECAR_ENGINE_ID": engine_id, **settings}
+        name = f"sidecar-{engine_id}"
+        child = self._start(python, name, "treadle_sidecar", "sidecar", self._where.sidecars[engine_id], extra)
+        await self._ready([child])
+        return child
+
+    def _start(
+        self, python: str, name: str, module: str, service: str, address: str, extra: Mapping[str, str]
+    ) -> Child:
+        ready_file = self._ready_file(name)
+        ready_file.unlink(missing_ok=True)
+        prefix = f"TREADLE_{service.upper()}_"
+        own = {f"{prefix}LISTEN": address, f"{prefix}READY_FILE": str(ready_file)}
+        return self._tree.start(name, [python, "-m", module], env={**self._environ, **own, **extra}, stage=STAGE)
+
+    async def _ready(self, children: list[Child]) -> None:
+        async with asyncio.TaskGroup() as group:
+            for child in children:
+                group.create_task(self._one_ready(child))
+
+    async def _one_ready(self, child: Child) -> str:
+        async def address() -> str | None:
+            try:
+                return str(json.loads(self._ready_file(child.name).read_text())["address"])
+            except FileNotFoundError:
+                return None
+
+        return await child.until(address, "ready file", START_TIMEOUT_S)
+
+    def _ready_file(self, name: str) -> Path:
+        return self._folder / f"{name}.ready.json"

@@ -1,0 +1,60 @@
+"""`treadle demo` itself, small, on two real engines: to its end, and interrupted in the middle of an arm."""
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.cli import TreadleProcess
+from treadle_cli.records import read_run
+from treadle_cli.report.accounting import time_by_kind
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+SMALL = ("demo", "--prompts", "2", "--samples", "2", "--slots", "1", "--tool-latency", "0.2")
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Iterator[TreadleProcess]:
+    process = TreadleProcess([*SMALL, "--out", str(tmp_path / "runs")], tmp_path, patience_s=600.0)
+    yield process
+    process.end()
+
+
+def test_a_small_demo_writes_the_whole_report(demo: TreadleProcess, tmp_path: Path) -> None:
+    demo.until(lambda: "Pinned FCFS:" in demo.text())
+    assert demo.wait() == 0, demo.text()
+    assert demo.left_over() == []
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert {entry.name for entry in folder.iterdir()} == {
+        "trajectories.jsonl",
+        "summary.json",
+        "report.html",
+        "report.png",
+    }
+    run = read_run(folder)
+    assert [arm.arm for arm in run.record.arms] == ["pinned-fcfs", "treadle"]
+    for arm in ("pinned-fcfs", "treadle"):
+        trajectories = run.of_arm(arm)
+        assert {(t.prompt_id, t.sample) for t in trajectories} == {
+            (prompt, sample) for prompt in ("lake-0", "chain_sum-0") for sample in (0, 1)
+        }
+        for trajectory in trajectories:
+            assert trajectory.outcome == "finished" and trajectory.turns >= 1
+            assert sum(trajectory.loss_mask) == trajectory.gen_tokens > 0
+            seconds = time_by_kind(trajectory)
+            assert sum(seconds.values()) == pytest.approx(trajectory.finished_s - trajectory.opened_s)
+            assert seconds["decode"] > 0 and seconds["tool"] > 0
+            assert seconds["other"] < 0.2 * sum(seconds.values()) + 1.0  # nearly all of it has a name
+    figures = json.loads((folder / "summary.json").read_text())["figures"]
+    assert all(arm["trajectories"] == 4 and arm["failed"] == 0 for arm in figures)
+
+
+def test_ctrl_c_in_the_middle_of_an_arm_leaves_no_process(demo: TreadleProcess, tmp_path: Path) -> None:
+    demo.until(lambda: "Pinned FCFS:" in demo.text())  # the first line of progress: steps are decoding
+    demo.send(signal.SIGINT)
+    assert demo.wait() == 130
+    assert demo.left_over() == []
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert [entry.name for entry in folder.iterdir()] == ["logs"]

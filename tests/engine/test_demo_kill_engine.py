@@ -1,0 +1,85 @@
+"""Killing an engine in the middle of the demo's kind of work loses no trajectory: real engines, real services.
+
+Two engines on a core each, six trajectories of two turns. One engine's process gets SIGKILL while its steps are
+decoding. Result: every trajectory finishes, with as many tokens as it asked for and a logprob for each, and steps
+that began on the killed engine end on the other one.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from treadle import Client, Prompt, Sampling, Trajectory
+from treadle_cli.checks import engine_python, pinned_cores
+from treadle_cli.demo.chatml import ChatML
+from treadle_cli.engines import DEFAULT_MODEL, EnginePlan
+from treadle_cli.mesh import Mesh, MeshPlan
+from treadle_cli.processes import ProcessTree
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+STEP_TOKENS = 40
+TURNS = 2
+KILL_AFTER_TOKENS = 24  # received by all trajectories together: both engines decode then
+
+
+class QuietBoard:
+    """Where a test's mesh tells its news."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        yield
+
+
+async def test_a_killed_engine_loses_no_trajectory_and_no_token(tmp_path: Path) -> None:
+    cores = tuple(pinned_cores(2))
+    plan = EnginePlan(2, 2, DEFAULT_MODEL, engine_python(), cores, seed=0, flags=())
+    board = QuietBoard()
+    async with ProcessTree(tmp_path / "logs") as tree:
+        mesh = await Mesh.start(MeshPlan(plan, tmp_path / "state"), tree, board)
+        chat = ChatML.of_model(mesh.model_path)
+        received = 0
+
+        async def agent(trajectory: Trajectory, prompt: Prompt) -> float:
+            nonlocal received
+            for turn in range(TURNS):
+                async for chunk in trajectory.generate(
+                    Sampling(STEP_TOKENS, temperature=1.0, seed=turn, ignore_eos=True)
+                ):
+                    before, received = received, received + len(chunk.token_ids)
+                    if before < KILL_AFTER_TOKENS <= received:
+                        os.kill(mesh.engines[0].child.pid, signal.SIGKILL)
+                if turn < TURNS - 1:
+                    trajectory.observe(chat.after_turn(trajectory.steps[-1].token_ids, "Go on."))
+            return 1.0
+
+        prompts = [Prompt(f"story-{i}", chat.system("Be brief.") + chat.user(f"Story number {i}?")) for i in range(3)]
+        async with Client(mesh.where.scheduler) as client:
+            result = await client.rollout(prompts, agent, samples_per_prompt=2)
+
+        assert "sidecar-engine-0" in [child.name for child in tree.children]  # it outlives its engine and says so
+
+    assert [death.how for death in mesh.engine_deaths] == ["was killed by SIGKILL"]
+    assert any("engine-0 was killed by SIGKILL" in note for note in board.notes)
+    assert len(result.trajectories) == 6
+    for trajectory in result.trajectories:
+        assert (trajectory.outcome, trajectory.error) == ("finished", "")
+        assert sum(trajectory.loss_mask) == TURNS * STEP_TOKENS
+        assert len(trajectory.tokens) == len(trajectory.logprobs) == len(trajectory.loss_mask)
+        for step in trajectory.steps:
+            assert len(step.token_ids) == len(step.logprobs) == STEP_TOKENS
+            assert all(logprob <= 0.0 for logprob in step.logprobs)
+            covered = [index for span in step.version_spans for index in range(span.start_token, span.end_token)]
+            assert covered == list(range(STEP_TOKENS))
+    moved = [step.engine_ids for t in result.trajectories for step in t.steps if len(step.engine_ids) > 1]
+    assert moved and all(engine_ids == ("engine-0", "engine-1") for engine_ids in moved)
+    assert {t.steps[-1].engine_ids[-1] for t in result.trajectories} == {"engine-1"}
