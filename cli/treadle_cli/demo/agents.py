@@ -27,7 +27,7 @@ RETRY_HINT = "That printed no result. Try again with one line of Python."
 
 @dataclass(frozen=True)
 class Turn:
-    """How the next turn is asked for: what the user says, the assistant's first words, most new tokens, what ends it."""
+    """How the next turn is asked for: the user's words, the assistant's first ones, most new tokens, what ends it."""
 
     said: str
     lead: str

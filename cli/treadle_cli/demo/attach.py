@@ -46,7 +46,7 @@ async def run_attached(plan: AttachPlan, console: Console, hurry: asyncio.Event)
         raise UsageProblem(f"the scheduler at {plan.scheduler} knows no engine: start a sidecar that names it")
     prompts = make_prompts(chat, plan.prompts, plan.seed)
     sidecars = {engine.info.engine_id: engine.info.address for engine in engines}
-    display = LiveBoard(console, ARM, len(prompts) * plan.samples, sidecars)
+    display = LiveBoard(console, ARM, prompts, plan.samples, sidecars)
     started_at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     hearing = listening(plan.nats_url, display.note) if plan.nats_url else contextlib.nullcontext(Heard())
     async with hearing as heard:

@@ -6,7 +6,7 @@ it.
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
@@ -14,34 +14,38 @@ from typing import Self
 import grpc
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
-from treadle import RolloutEvent
+from treadle import Prompt, RolloutEvent
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 
 LOOK_S = 1.0  # between looks at the engines' load
 LOOK_TIMEOUT_S = 2.0
+LEAST_PART_FOR_ESTIMATE = 0.1  # of the turns: before that an estimate of the time left is a guess
 PLAIN_LINE_S = 10.0  # between lines where there is no terminal
 
 
 class LiveBoard:
     """One arm's display. Use as an async context manager around the rollout; feed it `on_event`."""
 
-    def __init__(self, console: Console, title: str, total: int, sidecars: Mapping[str, str]) -> None:
+    def __init__(
+        self, console: Console, title: str, prompts: Sequence[Prompt], samples: int, sidecars: Mapping[str, str]
+    ) -> None:
+        total = len(prompts) * samples
         self._console, self._title, self._total, self._sidecars = console, title, total, sidecars
+        self._turn_limits = {prompt.id: prompt.data.turns for prompt in prompts}
         columns = (
             TextColumn("[bold]{task.description}[/bold]"),
             BarColumn(bar_width=32),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("about"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
+            TextColumn("{task.fields[left]}"),
         )
         self._progress = Progress(*columns, console=console, auto_refresh=False)
-        self._bar = self._progress.add_task(title, total=total)
+        self._bar = self._progress.add_task(title, total=total, left="")
         self._loads: dict[str, engine_pb2.Load | None] = {}
         self._tokens: dict[str, int] = {}
+        self._progress_of: dict[tuple[str, int], float] = {}
         self._done = 0
         self._news: list[str] = []
         self._live: Live | None = None
@@ -69,13 +73,24 @@ class LiveBoard:
         """Takes the client's progress."""
         if event.trajectory_id:
             self._tokens[event.trajectory_id] = event.gen_tokens
-        if event.kind == "closed":
-            self._done += 1
-            self._progress.update(self._bar, completed=self._done)
+        if event.kind == "settled":
+            return
+        turns_done = event.turns / self._turn_limits[event.prompt_id]
+        self._progress_of[event.prompt_id, event.sample] = 1.0 if event.kind == "closed" else min(turns_done, 0.99)
+        self._done += event.kind == "closed"
+        self._progress.update(self._bar, completed=self._done, left=self._left())
 
     def note(self, text: str) -> None:
         """A line of news above the bars."""
         self._console.print(text, style="yellow", highlight=False, soft_wrap=True)
+
+    def _left(self) -> str:
+        """The time left in words, as if every trajectory used all its turns: an upper bound, more or less."""
+        part = sum(self._progress_of.values()) / self._total
+        if part < LEAST_PART_FOR_ESTIMATE:
+            return ""
+        left_s = (time.monotonic() - self._started_s) * (1 - part) / part
+        return f"about {left_s:.0f} s left"
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -83,9 +98,10 @@ class LiveBoard:
         yield
 
     def _picture(self) -> Group:
-        return Group(self._progress, Text.from_markup(self._engines(), style="dim"))
+        lines = [Text.from_markup(f"  {part}", style="dim") for part in self._parts()]
+        return Group(self._progress, *lines)
 
-    def _engines(self) -> str:
+    def _parts(self) -> list[str]:
         elapsed_s = max(time.monotonic() - self._started_s, 1e-3)
         tokens = sum(self._tokens.values())
         parts = [f"{tokens} tokens, {tokens / elapsed_s:.0f} tok/s"]
@@ -96,11 +112,11 @@ class LiveBoard:
                 parts.append(
                     f"{engine_id} {load.running_steps}/{load.slot_limit} running, {load.waiting_steps} waiting"
                 )
-        return "  " + " · ".join(parts)
+        return parts
 
     def _plain_line(self) -> str:
         elapsed_s = time.monotonic() - self._started_s
-        engines = Text.from_markup(self._engines()).plain.strip()
+        engines = Text.from_markup(" · ".join(self._parts())).plain
         return f"{self._title}: {self._done}/{self._total} trajectories after {elapsed_s:.0f} s; {engines}"
 
     async def _look(self) -> None:

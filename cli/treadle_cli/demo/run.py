@@ -100,7 +100,7 @@ async def _run_arm(
         with board.part("tools' sandboxes"):
             await warm_tools(mesh.where.services["tools"], prompts)
     await _set_policy(mesh.where.scheduler, arm)
-    display = LiveBoard(console, arm.title, len(prompts) * plan.samples, mesh.where.sidecars)
+    display = LiveBoard(console, arm.title, prompts, plan.samples, mesh.where.sidecars)
     mesh.board = display
     work = Work(arm.name, prompts, plan.samples, chat, plan.tool_latency_s)
     others = OtherPrograms()

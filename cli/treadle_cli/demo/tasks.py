@@ -19,7 +19,7 @@ PUZZLE_SYSTEM = "You solve puzzles with short Python programs that print the res
 # Prompts differ in how much they let the model say, as real tasks do: that, walks that end early and programs that need
 # another try make the lengths uneven.
 LAKE_SIZES = (4, 4, 8, 4)
-LAKE_TURN_TOKENS = (48, 12, 24, 12)
+LAKE_TURN_TOKENS = (40, 12, 20, 12)
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ def make_prompts(chat: ChatML, count: int, seed: int) -> list[Prompt]:
 def _lake(chat: ChatML, index: int, seed: int) -> Prompt:
     kind = index % len(LAKE_SIZES)
     arguments = {"seed": 1000 * seed + index, "size": LAKE_SIZES[kind], "slippery": index % 2 == 1}
-    task = Task("lake", "frozen_lake", arguments, turn_tokens=LAKE_TURN_TOKENS[kind], turns=8, base_seed=seed)
+    task = Task("lake", "frozen_lake", arguments, turn_tokens=LAKE_TURN_TOKENS[kind], turns=7, base_seed=seed)
     return Prompt(f"lake-{index}", chat.system(LAKE_SYSTEM), task)
 
 
 def _puzzle(chat: ChatML, index: int, seed: int) -> Prompt:
     arguments = {"task": PUZZLES[index % len(PUZZLES)], "seed": 1000 * seed + index}
-    task = Task("puzzle", "reasoning_gym", arguments, turn_tokens=80, turns=8, base_seed=seed)
+    task = Task("puzzle", "reasoning_gym", arguments, turn_tokens=64, turns=6, base_seed=seed)
     return Prompt(f"{arguments['task']}-{index}", chat.system(PUZZLE_SYSTEM), task)

@@ -43,7 +43,7 @@ class Row:
         if self.unit == "%":
             return f"{100 * (last - first):+.0f} points"
         if first == 0:
-            return "" if last == 0 else f"{last - first:+.3g}"
+            return "" if last < FLOORS.get(self.unit, 1.0) else f"{last:+.3g}"
         return f"{100 * (last - first) / first:+.0f} %"
 
     def verdict(self) -> Literal["better", "worse", "even"]:

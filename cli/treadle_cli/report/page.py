@@ -19,6 +19,7 @@ from treadle_cli.report.palette import COLOURS, GRID, INK, MEANINGS, row_label
 from treadle_cli.report.style import STYLE
 
 CALLED_OFF = "CANCELLED"  # the tool came back before the KV had moved: no fault, the source goes on
+BAR_ROWS = 0.82  # height of a bar in rows; plotly would choose one from how far apart the bars lie
 ROW_PX = 15  # height of a trajectory's row; its label is 10 px
 PANEL_PX = 60  # title and margin of a panel
 DRAWN_KINDS = ("queue", "prefill", "decode", "tool", "migration")
@@ -110,6 +111,7 @@ def _gantt(run: Run) -> go.Figure:
                 go.Bar(
                     **bars,
                     orientation="h",
+                    width=BAR_ROWS,
                     name=kind,
                     legendgroup=kind,
                     showlegend=panel == 1 and kind != "migration",
@@ -119,7 +121,7 @@ def _gantt(run: Run) -> go.Figure:
                 row=panel,
                 col=1,
             )
-        figure.add_trace(_moves(trajectories, legend=panel == 1), row=panel, col=1)
+        figure.add_trace(_moves(trajectories, legend=panel == len(arms)), row=panel, col=1)
         figure.add_vline(x=arm.makespan_s, line={"color": INK, "width": 1, "dash": "dash"}, row=panel, col=1)
         labels = [row_label(trajectory) for trajectory in trajectories]
         figure.update_yaxes(
@@ -133,7 +135,6 @@ def _gantt(run: Run) -> go.Figure:
     figure.update_xaxes(gridcolor=GRID, zeroline=False, ticksuffix=" s", showticklabels=True, rangemode="tozero")
     figure.update_layout(
         barmode="overlay",
-        bargap=0.15,
         height=sum(heights) + 90,
         plot_bgcolor="white",
         paper_bgcolor="white",

@@ -149,6 +149,7 @@ class EngineServiceServicer(object):
 
     def UpdateWeights(self, request, context):
         """Loads weights and makes `weight_version` current. KV of older versions is never hit afterwards (cache_salt).
+        Steps here wait meanwhile and go on under the new version. FAILED_PRECONDITION WEIGHTS_NOT_LOADED leaves the old weights.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,6 +157,8 @@ class EngineServiceServicer(object):
 
     def PrefetchPrefix(self, request, context):
         """Brings a prefix's KV to this engine without generating: from shared storage where it is there, else by prefilling.
+        Errors: FAILED_PRECONDITION PREFIX_NOT_STORED | WEIGHT_VERSION_MISMATCH | ENGINE_PAUSED, NOT_FOUND PREFIX_NOT_FOUND at the source,
+        UNAVAILABLE SOURCE_UNAVAILABLE | ENGINE_LOST.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

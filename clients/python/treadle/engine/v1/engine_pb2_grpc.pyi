@@ -344,10 +344,15 @@ class EngineServiceStub(typing.Generic[_EngineServiceGenerateType, _EngineServic
     Resume: _EngineServiceResumeType
 
     UpdateWeights: _EngineServiceUpdateWeightsType
-    """Loads weights and makes `weight_version` current. KV of older versions is never hit afterwards (cache_salt)."""
+    """Loads weights and makes `weight_version` current. KV of older versions is never hit afterwards (cache_salt).
+    Steps here wait meanwhile and go on under the new version. FAILED_PRECONDITION WEIGHTS_NOT_LOADED leaves the old weights.
+    """
 
     PrefetchPrefix: _EngineServicePrefetchPrefixType
-    """Brings a prefix's KV to this engine without generating: from shared storage where it is there, else by prefilling."""
+    """Brings a prefix's KV to this engine without generating: from shared storage where it is there, else by prefilling.
+    Errors: FAILED_PRECONDITION PREFIX_NOT_STORED | WEIGHT_VERSION_MISMATCH | ENGINE_PAUSED, NOT_FOUND PREFIX_NOT_FOUND at the source,
+    UNAVAILABLE SOURCE_UNAVAILABLE | ENGINE_LOST.
+    """
 
     ExportPrefix: _EngineServiceExportPrefixType
     """The context that this sidecar last saw of a trajectory; asked by the sidecar that takes it over."""
@@ -471,7 +476,9 @@ class EngineServiceServicer(metaclass=abc.ABCMeta):
         request: treadle.engine.v1.engine_pb2.UpdateWeightsRequest,
         context: _ServicerContext,
     ) -> typing.Union[treadle.engine.v1.engine_pb2.UpdateWeightsResponse, collections.abc.Awaitable[treadle.engine.v1.engine_pb2.UpdateWeightsResponse]]:
-        """Loads weights and makes `weight_version` current. KV of older versions is never hit afterwards (cache_salt)."""
+        """Loads weights and makes `weight_version` current. KV of older versions is never hit afterwards (cache_salt).
+        Steps here wait meanwhile and go on under the new version. FAILED_PRECONDITION WEIGHTS_NOT_LOADED leaves the old weights.
+        """
 
     @abc.abstractmethod
     def PrefetchPrefix(
@@ -479,7 +486,10 @@ class EngineServiceServicer(metaclass=abc.ABCMeta):
         request: treadle.engine.v1.engine_pb2.PrefetchPrefixRequest,
         context: _ServicerContext,
     ) -> typing.Union[treadle.engine.v1.engine_pb2.PrefetchPrefixResponse, collections.abc.Awaitable[treadle.engine.v1.engine_pb2.PrefetchPrefixResponse]]:
-        """Brings a prefix's KV to this engine without generating: from shared storage where it is there, else by prefilling."""
+        """Brings a prefix's KV to this engine without generating: from shared storage where it is there, else by prefilling.
+        Errors: FAILED_PRECONDITION PREFIX_NOT_STORED | WEIGHT_VERSION_MISMATCH | ENGINE_PAUSED, NOT_FOUND PREFIX_NOT_FOUND at the source,
+        UNAVAILABLE SOURCE_UNAVAILABLE | ENGINE_LOST.
+        """
 
     @abc.abstractmethod
     def ExportPrefix(
