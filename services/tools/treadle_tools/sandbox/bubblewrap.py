@@ -22,6 +22,8 @@ from treadle_tools.tool import Tool
 INSTALL = "apt-get install bubblewrap"
 PROBE_TIMEOUT_S = 10.0  # the probe takes 50 ms on an idle machine
 NOBODY = 65534
+PRIVATE = Path("/tmp")  # each cell has its own
+MOVED = Path("/moved")  # where the sandbox shows what lies under PRIVATE on the host
 LIBRARY_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # links into /usr on a merged system
 
 ENVIRONMENT = {
@@ -62,12 +64,12 @@ class Bubblewrap:
         command = [self.path, *_system_folders()]
         command += ["--perms", "1777", "--size", str(work_bytes), "--tmpfs", "/tmp"]
         # bubblewrap makes missing parents for root alone to enter; the worker is nobody.
-        there = (Path("/"), Path("/tmp"))
-        parents = {parent for folder in readable for parent in folder.parents if parent not in there}
+        shown = {folder: inside(folder) for folder in readable}
+        parents = {parent for folder in shown.values() for parent in folder.parents if parent != Path("/")}
         for folder in sorted(parents):
             command += ["--perms", "0755", "--dir", str(folder)]
-        for folder in readable:
-            command += ["--ro-bind", str(folder), str(folder)]
+        for folder, place in shown.items():
+            command += ["--ro-bind", str(folder), str(place)]
         command += ["--proc", "/proc", "--dev", "/dev"]
         command += ["--remount-ro", "/", "--remount-ro", "/dev", "--chdir", "/tmp"]
         command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
@@ -80,6 +82,13 @@ class Bubblewrap:
         for name, value in ENVIRONMENT.items():
             command += ["--setenv", name, value]
         return [*command, *argv]
+
+
+def inside(path: Path) -> Path:
+    """Where the sandbox shows `path` of the host: the same path, but for a checkout under /tmp, which a cell's own /tmp
+    would cover.
+    """
+    return MOVED / path.relative_to(PRIVATE) if path.is_relative_to(PRIVATE) else path
 
 
 def _system_folders() -> list[str]:
@@ -103,7 +112,7 @@ class Program:
     def argv(self, tool: Tool, *, drop_root: bool) -> list[str]:
         """The command of the zygote of `tool`."""
         config: Mapping[str, Any] = {
-            "paths": [str(path) for path in self.paths],
+            "paths": [str(inside(path)) for path in self.paths],
             "tool": tool.name,
             "entry": tool.entry,
             "environment": tool.kind == "environment",
@@ -117,7 +126,7 @@ class Program:
 
 def interpreter() -> list[str]:
     """Python without the user's environment, site folders or bytecode writing."""
-    return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8"]
+    return [str(inside(Path(sys.executable).resolve())), "-I", "-S", "-B", "-X", "utf8"]
 
 
 def program_of(tool: Tool) -> Program:
