@@ -7,10 +7,10 @@ MESH_READY := $(VENV)/.treadle-mesh-ready
 ENGINE_READY := $(ENGINE_VENV)/.treadle-engine-ready
 RUFF_PATHS := clients core runtime services cli bench examples tests
 
-.PHONY: help setup demo test check lint types manifests verify protos clean
+.PHONY: help setup demo test test-quick test-engine check lint types manifests verify protos clean
 
 help:            ## what there is
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
 
 setup:           ## both venvs: the mesh (.venv) and the SGLang engine (.venv-engine)
 	@scripts/check-system.sh
@@ -29,7 +29,15 @@ demo: setup      ## 32 real trajectories, twice: pinned FCFS, then Treadle; writ
 	@$(BIN)/treadle demo $(ARGS)
 
 test: setup      ## the whole test suite, real engines included
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(MAKE) --no-print-directory test-quick
+	@$(MAKE) --no-print-directory test-engine
+
+# These wait more than they compute: three at a time on two cores. A file's tests stay together, since they share fixtures.
+test-quick: setup ## everything that needs no engine
+	@$(BIN)/python -m pytest -m "not engine" -n 3 --dist loadfile $(ARGS)
+
+test-engine: setup ## what only a real SGLang engine can show
+	@$(BIN)/python -m pytest -m engine $(ARGS)
 
 check: setup lint types manifests   ## everything that needs no run
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
+import aiohttp
 
 from treadle_cli.ports import HOST
 from treadle_cli.problems import UsageProblem
@@ -157,12 +157,13 @@ def _devices(index: int, flags: Sequence[str], visible: str) -> str:
 
 async def until_healthy(engine: Engine) -> None:
     """Returns once the engine's /health answers 200. Raises ChildDiedError, NotReadyError."""
-    async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S) as http:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(HEALTH_TIMEOUT_S)) as http:
 
         async def healthy() -> bool | None:
             try:
-                return (await http.get(f"{engine.url}/health")).status_code == httpx.codes.OK or None
-            except httpx.TransportError:
+                async with http.get(f"{engine.url}/health") as answer:
+                    return answer.ok or None
+            except (aiohttp.ClientError, TimeoutError):
                 return None
 
         await engine.child.until(healthy, "healthy answer", START_TIMEOUT_S)
@@ -170,13 +171,13 @@ async def until_healthy(engine: Engine) -> None:
 
 async def forget_caches(engines: Sequence[Engine], hicache_folder: Path, note: Callable[[str], None]) -> None:
     """Empties the KV of all engines, in their pools and in shared storage, so that what comes next starts cold."""
-    async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S) as http:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(HEALTH_TIMEOUT_S)) as http:
         for engine in engines:
             if engine.child.exited.is_set():
                 continue
-            answer = await http.post(f"{engine.url}/flush_cache")
-            if answer.status_code != httpx.codes.OK:
-                note(f"{engine.engine_id} did not flush its cache: {answer.text.strip()}")
+            async with http.post(f"{engine.url}/flush_cache") as answer:
+                if not answer.ok:
+                    note(f"{engine.engine_id} did not flush its cache: {(await answer.text()).strip()}")
     await asyncio.to_thread(_empty, hicache_folder)
 
 

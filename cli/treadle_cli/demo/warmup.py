@@ -9,9 +9,10 @@ import asyncio
 import json
 import uuid
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+import aiohttp
 import grpc
-import httpx
 from treadle import Prompt
 from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
 
@@ -26,15 +27,18 @@ TOOLS_TIMEOUT_S = 120.0  # bounded by the imports of gymnasium and reasoning-gym
 
 async def warm_engines(engines: Sequence[Engine], token_ids: list[int]) -> None:
     """Generates WARM_TOKENS on each engine, alone and as a batch."""
-    async with httpx.AsyncClient(timeout=ENGINE_TIMEOUT_S) as http:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(ENGINE_TIMEOUT_S), raise_for_status=True) as http:
+
+        async def generate(engine: Engine, body: dict[str, Any]) -> None:
+            async with http.post(f"{engine.url}/generate", json=body) as answer:
+                await answer.read()
+
         for batch in WARM_BATCHES:
             body = {
                 "input_ids": [token_ids] * batch,
                 "sampling_params": {"max_new_tokens": WARM_TOKENS, "ignore_eos": True},
             }
-            answers = await asyncio.gather(*[http.post(f"{engine.url}/generate", json=body) for engine in engines])
-            for answer in answers:
-                answer.raise_for_status()
+            await asyncio.gather(*[generate(engine, body) for engine in engines])
 
 
 async def warm_tools(address: str, prompts: Iterable[Prompt]) -> None:
