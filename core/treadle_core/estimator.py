@@ -25,8 +25,9 @@ from treadle_core.evidence import Ended, Evidence, GroupKey, Running
 from treadle_core.model import Estimate
 from treadle_core.survival import TOKEN_KNOTS, TURN_KNOTS, Floats, Observed, lognormal, observed, posterior, remaining
 
-# How many observations the level below counts as. On 11,322 tool-using runs (74 tasks, 39 models) 1 to 4 for siblings
-# and 8 to 20 for all change the pinball loss by 1%; they hold no prompt twice, so the one for prompts is a choice.
+# How many observations the level below counts as. Chosen on 11,322 tool-using runs (74 tasks, 39 models) and not tried
+# on others: there 1 to 4 for siblings and 8 to 20 for all change the pinball loss by about 1%, and 2 for all costs 2%
+# while little is known. The runs hold no prompt twice, so the weight for prompts is a choice.
 SIBLINGS_WEIGHT = 4.0  # a prompt's history against its group, which shares the policy too
 PROMPT_WEIGHT = 4.0  # all prompts against one, whose share of the variance of lengths is from a tenth to three quarters
 ALL_WEIGHT = 8.0  # the prior against everything: gone after a handful of groups
