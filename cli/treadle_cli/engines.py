@@ -27,6 +27,7 @@ MODEL_TIMEOUT_S = 600.0  # conversion takes 20 s on an idle core
 START_TIMEOUT_S = 1800.0  # 25-50 s for the small model on a CPU; a large one on GPUs loads for minutes
 CPU_KV_TOKENS = 20000  # pool of an engine on a CPU: 32 trajectories of 600 tokens, in 0.9 GB
 HEALTH_TIMEOUT_S = 5.0  # one look; a server that warms up answers late
+FLUSH_WAIT_S = 3.0  # less than HEALTH_TIMEOUT_S, which ends the call
 # Decode curve of SmolLM2-135M on one core with one thread, as bench/ measured it; the planner needs no better than
 # its shape.
 CPU_CURVE_SETTINGS = {
@@ -175,7 +176,8 @@ async def forget_caches(engines: Sequence[Engine], hicache_folder: Path, note: C
         for engine in engines:
             if engine.child.exited.is_set():
                 continue
-            async with http.post(f"{engine.url}/flush_cache") as answer:
+            # A step whose last token has been read may still be in the engine's hands: it waits for that.
+            async with http.post(f"{engine.url}/flush_cache", params={"timeout": FLUSH_WAIT_S}) as answer:
                 if not answer.ok:
                     note(f"{engine.engine_id} did not flush its cache: {(await answer.text()).strip()}")
     await asyncio.to_thread(_empty, hicache_folder)
