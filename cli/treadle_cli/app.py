@@ -137,6 +137,9 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     seed: Seed = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Times that each measurement is made.")] = 5,
+    traces: Annotated[Path | None, typer.Option(help="Trace file to run on, see docs/traces.md.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of public traces and engine measurements.")] = None,
+    pictures: Annotated[Path | None, typer.Option(help="Folder to draw into.")] = None,
     slots: Slots = DEFAULT_SLOTS,
     model: Model = DEFAULT_MODEL,
 ) -> None:
@@ -147,16 +150,17 @@ def bench(
         known = "\n".join(f"  {bench.name}: {bench.summary}" for bench in BENCHES.values())
         _end(UsageProblem(f"{f'there is no bench {name!r}; ' if name else ''}the benches are\n{known}"), USER_CAN_HELP)
     chosen = BENCHES[name]
-    figures: dict[str, float] = {}
+    figures: dict[str, Any] = {}
 
     async def measure(hurry: asyncio.Event) -> int:
-        plan = engine_plan(BENCH_ENGINES, slots, model, seed, [])
-        figures.update(await chosen.run(BenchOptions(plan, seed=seed, repeats=repeats, hurry=hurry)))
+        plan = engine_plan(BENCH_ENGINES, slots, model, seed, []) if chosen.engines else None
+        options = BenchOptions(plan, seed, repeats, traces, data, pictures, hurry=hurry)
+        figures.update(await chosen.run(options))
         if as_json:
             typer.echo(json.dumps(figures))
         else:
             for key, value in figures.items():
-                out.print(f"{key:<32} {value:,.3f}", highlight=False)
+                out.print(f"{key:<32} {_figure(value)}", highlight=False)
         return 0
 
     _run(measure)
@@ -171,6 +175,12 @@ def trace(run: Annotated[Path, typer.Argument(help="Folder of a finished run, ru
         render(run, out)
     except RecordError as error:
         _end(error, USER_CAN_HELP)
+
+
+def _figure(value: object) -> str:
+    if isinstance(value, list):
+        return "".join(f"\n  {row}" for row in value)
+    return f"{value:,.3f}" if isinstance(value, float) else str(value)
 
 
 def engine_plan(count: int, slots: int, model: str, seed: int, flags: list[str]) -> EnginePlan:
