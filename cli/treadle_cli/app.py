@@ -25,7 +25,6 @@ DEFAULT_SLOTS = 5  # steps that decode at once: 16 trajectories an engine then q
 DEFAULT_TOOL_LATENCY_S = 1.0  # a remote sandbox or a small test run; coding agents' tools take 4 s on average
 DEFAULT_PORT = 7401  # of the scheduler, as in the services' own defaults
 DEFAULT_OUT = Path("runs")
-BENCH_ENGINES = 1  # so that a machine of one core can measure too
 PASS_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": False}
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -140,6 +139,12 @@ def bench(
     traces: Annotated[Path | None, typer.Option(help="Trace file to run on, see docs/traces.md.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of public traces and engine measurements.")] = None,
     pictures: Annotated[Path | None, typer.Option(help="Folder to draw into.")] = None,
+    scale: Annotated[
+        float | None, typer.Option(min=0.01, max=1.0, help="Part of a simulated figure's GPUs and trajectories.")
+    ] = None,
+    redraw: Annotated[
+        Path | None, typer.Option(help="JSON of an earlier run, to draw into --pictures again without measuring.")
+    ] = None,
     slots: Slots = DEFAULT_SLOTS,
     model: Model = DEFAULT_MODEL,
 ) -> None:
@@ -151,10 +156,18 @@ def bench(
         _end(UsageProblem(f"{f'there is no bench {name!r}; ' if name else ''}the benches are\n{known}"), USER_CAN_HELP)
     chosen = BENCHES[name]
     figures: dict[str, Any] = {}
+    if redraw is not None:
+        if chosen.redraw is None or pictures is None:
+            _end(UsageProblem("--redraw needs --pictures, and a bench that can draw again"), USER_CAN_HELP)
+        try:
+            chosen.redraw(json.loads(redraw.read_text()), pictures)
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            _end(UsageProblem(f"--redraw {redraw}: {error}"), USER_CAN_HELP)
+        return
 
     async def measure(hurry: asyncio.Event) -> int:
-        plan = engine_plan(BENCH_ENGINES, slots, model, seed, []) if chosen.engines else None
-        options = BenchOptions(plan, seed, repeats, traces, data, pictures, hurry=hurry)
+        plan = engine_plan(chosen.engines, slots, model, seed, []) if chosen.engines else None
+        options = BenchOptions(plan, seed, repeats, traces, data, pictures, hurry=hurry, scale=scale)
         figures.update(await chosen.run(options))
         if as_json:
             typer.echo(json.dumps(figures))
@@ -164,6 +177,73 @@ def bench(
         return 0
 
     _run(measure)
+
+
+@app.command()
+def simulate(
+    workload: Annotated[str, typer.Argument(help="coding, search, math, or a trace file (docs/traces.md).")] = "coding",
+    llm: Annotated[str, typer.Option(help="Model whose engines are simulated.")] = "Qwen3-14B",
+    accelerator: Annotated[str, typer.Option(help="A100, H100, H200, H800 or H20.")] = "H200",
+    gpus: Annotated[int, typer.Option(min=1, help="Accelerators of each system.")] = 8,
+    slots: Annotated[int, typer.Option(min=1, help="Steps that decode at once on an engine.")] = 100,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="50 of a named workload; a trace file is resampled where this is given.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Trajectories of each prompt; 16.")] = None,
+    systems: Annotated[
+        str | None,
+        typer.Option(
+            help="With commas between: verl, verl*, slime, affinity-las, pausing, heddle, treadle, oracle (these all "
+            "by default), treadle-homogeneous."
+        ),
+    ] = None,
+    degrees: Annotated[str, typer.Option(help="GPUs an engine: best of each system, or 1, 2, 4, 8 of all.")] = "best",
+    predictor: Annotated[
+        str, typer.Option(help="Of Heddle and Treadle: noisy, siblings, prompt-mean, oracle or blind.")
+    ] = "noisy",
+    seed: Seed = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Seeds, from --seed on; figures are medians.")] = 1,
+    profile: Annotated[
+        Path | None, typer.Option(help="Engine measured live (sim/README.md) instead of --llm, --accelerator, --slots.")
+    ] = None,
+    out_folder: Out = DEFAULT_OUT,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Compare systems on simulated engines: no engine, no GPU, seconds to an answer.
+
+    Prints a table against every baseline and the lower bound, and writes a picture of it to a folder under --out.
+    """
+    from treadle_cli.simulate.request import Request
+    from treadle_cli.simulate.run import run_simulate
+
+    asked = Request(
+        workload, llm, accelerator, gpus, slots, prompts, samples, systems, degrees, predictor, seed, repeats, profile
+    )
+    _run(lambda _hurry: run_simulate(asked, out_folder, as_json, out, err))
+
+
+@app.command()
+def fit(
+    data: Annotated[Path | None, typer.Option(help="Folder of public engine measurements, see sim/README.md.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="Profile that was measured on a live engine.")] = None,
+    out_folder: Annotated[Path | None, typer.Option("--out", help="Folder for figures, page and picture.")] = None,
+    profiles: Annotated[Path | None, typer.Option(help="With --data: folder to write the shipped profiles to.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Fit the simulator's engine curves to measurements, and say how far off they are."""
+    from treadle_cli.fit import fit_data, fit_profile, measured_figures, print_measured, print_public, public_figures
+
+    try:
+        if data is not None and profile is None:
+            report = fit_data(data, out_folder, profiles, err)
+            typer.echo(json.dumps(public_figures(report))) if as_json else print_public(report, out)
+        elif profile is not None and data is None:
+            measured = fit_profile(profile, out_folder)
+            typer.echo(json.dumps(measured_figures(measured))) if as_json else print_measured(measured, out)
+        else:
+            raise UsageProblem("fit takes either --data DIR or --profile FILE")
+    except UsageProblem as error:
+        _end(error, USER_CAN_HELP)
 
 
 @app.command()

@@ -8,9 +8,16 @@ The contract of a driver:
   way.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from treadle_core.model import DecodeCurve, EngineRecord, EngineSpec, Outcome, Policy, TicketRecord, TrajectoryRecord
+
+if TYPE_CHECKING:  # `costs` reads PlanEngine
+    from treadle_core.costs import CostModel
+    from treadle_core.plan_work import PlanWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,13 @@ class IssueTicket:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldStep:
+    """No ticket yet: StepRequested is answered by a later IssueTicket, or asked again."""
+
+    trajectory_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class AskPrediction:
     """Ask the predictor; answer with PredictionArrived carrying the same turn and gen_tokens."""
 
@@ -92,11 +106,28 @@ class PlanEngine:
 
 @dataclass(frozen=True, slots=True)
 class AskPlan:
-    """Ask the placement; answer with PlanArrived carrying the same plan_id."""
+    """Ask the placement; answer with PlanArrived carrying the same plan_id. A new question makes an older one void."""
 
     plan_id: int
-    trajectories: tuple[PlanTrajectory, ...]
+    work: PlanWork
     engines: tuple[PlanEngine, ...]
+    cost_model: CostModel
+
+    @property
+    def trajectories(self) -> tuple[PlanTrajectory, ...]:
+        """The work as one value a trajectory, made anew at each call; who plans for thousands reads `work`."""
+        engine_ids = [*(engine.engine_id for engine in self.engines), ""]  # -1 is the last: on none of them
+        work = self.work
+        return tuple(
+            PlanTrajectory(trajectory_id, tokens, context_tokens, engine_ids[current])
+            for trajectory_id, tokens, context_tokens, current in zip(
+                work.trajectory_ids,
+                work.remaining_tokens.tolist(),
+                work.context_tokens.astype(int).tolist(),
+                work.current.tolist(),
+                strict=True,
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +222,7 @@ Action = (
     | RemoveEngine
     | SavePolicy
     | IssueTicket
+    | HoldStep
     | AskPrediction
     | AskPlan
     | Reprioritize

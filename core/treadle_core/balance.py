@@ -1,192 +1,276 @@
 """When would each engine finish? And is a plan better than what we have?
 
 One cost function judges every candidate placement (the present one, the placement service's plan, a rebalance of the
-present one), so that a plan is never adopted on its own word. It is the linear-integral cost of reference point 4 in
-plain floats: `a * max(L_max, sum L / slots) + b * sum L + k * sum L * context`, exact for a linear engine that is never
-idle. Pure functions over values; nothing is kept.
+present one), so that a plan is never adopted on its own word. It is the linear-integral cost (`costs.py`) without
+prefill: `a * max(L_max, sum L / slots, sum Q / kv_capacity) + b * sum L + k * sum Q`, exact for a linear engine that is
+never idle, and never less than its longest trajectory takes there alone, tool calls included: tools can be the bound.
+Pure functions over arrays; nothing is kept. A placement is one engine's index a trajectory, -1 for none.
 """
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from treadle_core.compiled import compiled
 from treadle_core.model import EngineSpec
+from treadle_core.worksheet import Flags, Floats, Indexes
 
 # Moves that one rebalance proposes at most; the next one, a few dozen events later, goes on from there.
 REBALANCE_MOVES = 32
 
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What is left of one trajectory: tokens to sample, on what context, and the seconds it takes alone, its tool calls
-    included."""
-
-    trajectory_id: str
-    tokens: float
-    context_tokens: int
-    alone_s: float = 0.0
-
-
-@dataclass(slots=True)
-class EngineSums:
-    """Sums over the trajectories of one engine; all that its finish time needs."""
-
-    longest_tokens: float = 0.0
-    longest_alone_s: float = 0.0
-    tokens: float = 0.0
-    kv_tokens: float = 0.0
-
-
-def kv_tokens(work: Work) -> float:
-    """KV tokens read over the rest of a trajectory, whose context grows by one a step."""
-    return work.tokens * (work.context_tokens + 0.5 * work.tokens)
-
-
 # Sums of floats in another order differ by less than this fraction.
 ROUNDING = 1e-9
 
-Placement = Mapping[str, str]  # trajectory_id -> engine_id
+# Columns of EngineTable.rows.
+BASE_S, PER_SEQUENCE_S, PER_KV_TOKEN_S, SLOTS, KV_TOKENS = range(5)
+# Columns of works: tokens left, KV tokens read over the rest, seconds of tool calls left.
+TOKENS, KV, TOOL_S = range(3)
 
 
-def finish_s(spec: EngineSpec, sums: EngineSums) -> float:
-    """Seconds until an engine has done all of it; 0 for nothing. Never less than the longest takes alone: tools can be
-    the bound."""
+@dataclass(frozen=True)
+class EngineTable:
+    """Engines as the kernels read them: one row an engine, and a number that only engines with equal rows share."""
+
+    rows: Floats
+    kinds: Indexes
+
+
+def engine_table(specs: Sequence[EngineSpec]) -> EngineTable:
+    """The engines in the caller's order."""
+    rows = np.array([_row(spec) for spec in specs]).reshape(len(specs), KV_TOKENS + 1)
+    kinds: dict[tuple[object, ...], int] = {}
+    of = [kinds.setdefault((*_row(spec), spec.tensor_parallel, spec.decode_curve), len(kinds)) for spec in specs]
+    return EngineTable(rows, np.array(of, np.int64))
+
+
+def _row(spec: EngineSpec) -> tuple[float, ...]:
     curve = spec.decode_curve
-    steps = max(sums.longest_tokens, sums.tokens / max(1, spec.slot_limit))
-    decode_s = curve.base_s * steps + curve.per_sequence_s * sums.tokens + curve.per_kv_token_s * sums.kv_tokens
-    return max(decode_s, sums.longest_alone_s)
+    kv_tokens = float(spec.kv_tokens_capacity) if spec.kv_tokens_capacity else np.inf
+    return (curve.base_s, curve.per_sequence_s, curve.per_kv_token_s, float(max(1, spec.slot_limit)), kv_tokens)
 
 
-def total(works: Iterable[Work]) -> EngineSums:
-    """Sums of several."""
-    longest_tokens = longest_alone_s = tokens = all_kv_tokens = 0.0
-    for work in works:
-        longest_tokens = max(longest_tokens, work.tokens)
-        longest_alone_s = max(longest_alone_s, work.alone_s)
-        tokens += work.tokens
-        all_kv_tokens += kv_tokens(work)
-    return EngineSums(longest_tokens, longest_alone_s, tokens, all_kv_tokens)
+def works(tokens: Floats, context_tokens: Floats, tool_s: Floats) -> Floats:
+    """What the kernels read of each trajectory. A context grows by one token a step."""
+    return np.column_stack((tokens, tokens * (context_tokens + 0.5 * tokens), tool_s))
 
 
-def finish_times(placement: Placement, works: Mapping[str, Work], specs: Mapping[str, EngineSpec]) -> dict[str, float]:
+@compiled
+def finish_s(engine: Floats, longest_tokens: float, longest_alone_s: float, tokens: float, kv_tokens: float) -> float:
+    """Seconds until one engine has done all of it; 0 for nothing."""
+    steps = max(longest_tokens, tokens / engine[3], kv_tokens / engine[4])
+    return float(max(engine[0] * steps + engine[1] * tokens + engine[2] * kv_tokens, longest_alone_s))
+
+
+@compiled
+def finish_times(engines: Floats, work: Floats, placement: Indexes) -> Floats:
     """When each engine finishes under a placement."""
-    groups = _groups(placement, works, specs)
-    return {engine_id: finish_s(specs[engine_id], total(group.values())) for engine_id, group in groups.items()}
+    sums = np.zeros((len(engines), 4))
+    for index in range(len(work)):
+        at = placement[index]
+        if at >= 0:
+            row = sums[at]
+            row[0] = max(row[0], work[index, 0])
+            row[1] = max(row[1], work[index, 0] * engines[at, 0] + work[index, 2])
+            row[2] += work[index, 0]
+            row[3] += work[index, 1]
+    times = np.zeros(len(engines))
+    for at in range(len(engines)):
+        times[at] = finish_s(engines[at], sums[at, 0], sums[at, 1], sums[at, 2], sums[at, 3])
+    return times
 
 
-def better(candidate: Mapping[str, float], present: Mapping[str, float], margin: float) -> bool:
+def better(candidate: Floats, present: Floats, margin: float) -> bool:
     """Whether a candidate's finish times beat the present ones by a fraction `margin`: the last engine first, and where
     that one is bound either way (one trajectory that nothing shortens), the next to last, and so on. One that makes a
     later engine even a little later does not.
     """
-    for new_s, old_s in zip(
-        sorted(candidate.values(), reverse=True), sorted(present.values(), reverse=True), strict=True
-    ):
-        if new_s < old_s * (1.0 - margin):
-            return True
-        if new_s > old_s * (1.0 + ROUNDING):
-            return False
-    return False
+    new, old = np.sort(candidate)[::-1], np.sort(present)[::-1]
+    decisive = np.flatnonzero((new < old * (1.0 - margin)) | (new > old * (1.0 + ROUNDING)))
+    return bool(len(decisive) and new[decisive[0]] < old[decisive[0]])
 
 
-def rebalanced(
-    placement: Placement, works: Mapping[str, Work], specs: Mapping[str, EngineSpec], margin: float, movable: Set[str]
-) -> dict[str, str]:
+@compiled
+def best_move(
+    engines: Floats, work: Floats, source: int, target: int, head: Indexes, following: Indexes, movable: Flags
+) -> tuple[float, int]:
+    """The move that leaves the two engines soonest done: (seconds, trajectory). (inf, -1) where there is none."""
+    here, there = engines[source], engines[target]
+    there_longest = there_alone = there_tokens = there_kv = 0.0
+    index = head[target]
+    while index >= 0:
+        there_longest = max(there_longest, work[index, 0])
+        there_alone = max(there_alone, work[index, 0] * there[0] + work[index, 2])
+        there_tokens += work[index, 0]
+        there_kv += work[index, 1]
+        index = following[index]
+    # The longest and the next: what is the longest without one of them.
+    longest = second = alone = second_alone = tokens = kv = 0.0
+    index = head[source]
+    while index >= 0:
+        length = work[index, 0]
+        alone_s = length * here[0] + work[index, 2]
+        second = max(second, min(length, longest))
+        longest = max(longest, length)
+        second_alone = max(second_alone, min(alone_s, alone))
+        alone = max(alone, alone_s)
+        tokens += length
+        kv += work[index, 1]
+        index = following[index]
+    least_s, best = np.inf, -1
+    index = head[source]
+    while index >= 0:
+        if movable[index]:
+            length, kv_work = work[index, 0], work[index, 1]
+            alone_s = length * here[0] + work[index, 2]
+            rest_s = finish_s(
+                here,
+                second if length >= longest else longest,
+                second_alone if alone_s >= alone else alone,
+                tokens - length,
+                kv - kv_work,
+            )
+            joined_s = finish_s(
+                there,
+                max(there_longest, length),
+                max(there_alone, length * there[0] + work[index, 2]),
+                there_tokens + length,
+                there_kv + kv_work,
+            )
+            after_s = max(rest_s, joined_s)
+            if after_s < least_s or (after_s == least_s and index < best):
+                least_s, best = after_s, index
+        index = following[index]
+    return least_s, best
+
+
+@compiled
+def group_finish_s(engine: Floats, work: Floats, head: int, following: Indexes) -> float:
+    """When an engine finishes the trajectories of a linked list."""
+    longest = alone = tokens = kv = 0.0
+    index = head
+    while index >= 0:
+        longest = max(longest, work[index, 0])
+        alone = max(alone, work[index, 0] * engine[0] + work[index, 2])
+        tokens += work[index, 0]
+        kv += work[index, 1]
+        index = following[index]
+    return finish_s(engine, longest, alone, tokens, kv)
+
+
+@compiled
+def rebalanced(engines: Floats, work: Floats, placement: Indexes, margin: float, movable: Flags) -> Indexes:
     """The placement after moving trajectories one by one from the engine that finishes last to the one that finishes
     first, while that helps and they differ by more than `margin`.
 
     Moves few: it starts from what is. An engine that no move relieves is left as it is, and the others are balanced
-    among themselves. Ties go to the smaller id, so that the result is determined.
+    among themselves. Ties go to the smaller index, so that the result is determined.
     """
-    groups = _groups(placement, works, specs)
-    times = {engine_id: finish_s(specs[engine_id], total(group.values())) for engine_id, group in groups.items()}
-    result = dict(placement)
+    m = len(engines)
+    result = placement.copy()
+    head = np.full(m, -1, np.int64)
+    following = np.full(len(work), -1, np.int64)
+    for index in range(len(work) - 1, -1, -1):
+        at = result[index]
+        if at >= 0:
+            following[index] = head[at]
+            head[at] = index
+    times = finish_times(engines, work, result)
+    active = np.ones(m, np.bool_)
+    left = m
     moves = 0
-    while len(times) > 1 and moves < REBALANCE_MOVES:
-        last = max(times, key=lambda engine_id: (times[engine_id], engine_id))
-        target = min(times, key=lambda engine_id: (times[engine_id], engine_id))
+    while left > 1 and moves < REBALANCE_MOVES:
+        last = target = -1
+        for at in range(m):
+            if active[at]:
+                if last < 0 or times[at] >= times[last]:
+                    last = at
+                if target < 0 or times[at] < times[target]:
+                    target = at
         if times[target] >= times[last] * (1.0 - margin):
             break
-        best = _best_move(specs[last], groups[last], specs[target], groups[target], movable)
-        if best is None or best[0] >= times[last]:
-            del times[last]
+        after_s, index = best_move(engines, work, last, target, head, following, movable)
+        if index < 0 or after_s >= times[last]:
+            active[last] = False
+            left -= 1
             continue
-        trajectory_id = best[1]
-        groups[target][trajectory_id] = groups[last].pop(trajectory_id)
-        result[trajectory_id] = target
+        if head[last] == index:
+            head[last] = following[index]
+        else:
+            before = head[last]
+            while following[before] != index:
+                before = following[before]
+            following[before] = following[index]
+        following[index] = head[target]
+        head[target] = index
+        result[index] = target
         moves += 1
-        for engine_id in (last, target):
-            times[engine_id] = finish_s(specs[engine_id], total(groups[engine_id].values()))
+        times[last] = group_finish_s(engines[last], work, head[last], following)
+        times[target] = group_finish_s(engines[target], work, head[target], following)
     return result
 
 
-def relabelled(
-    planned: Placement, present: Placement, works: Mapping[str, Work], specs: Mapping[str, EngineSpec]
-) -> dict[str, str]:
-    """The same partition with the groups of equal engines renamed so that the most context stays where it is."""
-    overlap: dict[tuple[str, str], int] = {}
-    for trajectory_id, engine_id in planned.items():
-        here = present.get(trajectory_id, "")
-        if here in specs and engine_id in specs and _alike(specs[here], specs[engine_id]):
-            weight = 1 + works[trajectory_id].context_tokens if trajectory_id in works else 1
-            overlap[(engine_id, here)] = overlap.get((engine_id, here), 0) + weight
-    renamed: dict[str, str] = {}
-    taken: set[str] = set()
-    for (engine_id, here), _ in sorted(overlap.items(), key=lambda pair: (-pair[1], pair[0])):
-        if engine_id not in renamed and here not in taken:
-            renamed[engine_id] = here
-            taken.add(here)
-    for engine_id in sorted(specs):  # groups that overlap nothing take what is left, among their equals
-        if engine_id not in renamed:
-            free = [other for other in sorted(specs) if other not in taken and _alike(specs[other], specs[engine_id])]
-            renamed[engine_id] = free[0]
-            taken.add(free[0])
-    return {trajectory_id: renamed.get(engine_id, engine_id) for trajectory_id, engine_id in planned.items()}
+@compiled
+def relabelled(planned: Indexes, present: Indexes, context_tokens: Floats, movable: Flags, kinds: Indexes) -> Indexes:
+    """The same partition of what may move, with the groups of equal engines renamed so that the most context stays
+    where it is; greedy, most kept context first."""
+    m = len(kinds)
+    overlap = np.zeros(m * m)
+    for index in range(len(planned)):
+        here, there = present[index], planned[index]
+        if movable[index] and here >= 0 and there >= 0 and kinds[here] == kinds[there]:
+            overlap[there * m + here] += 1.0 + context_tokens[index]
+    pairs = np.flatnonzero(overlap)
+    order = np.argsort(-overlap[pairs], kind="mergesort")
+    renamed = np.full(m, -1, np.int64)
+    taken = np.zeros(m, np.bool_)
+    for at in order:
+        group, here = pairs[at] // m, pairs[at] % m
+        if renamed[group] < 0 and not taken[here]:
+            renamed[group] = here
+            taken[here] = True
+    for group in range(m):  # groups that overlap nothing take what is left, among their equals
+        if renamed[group] < 0:
+            for other in range(m):
+                if not taken[other] and kinds[other] == kinds[group]:
+                    renamed[group] = other
+                    taken[other] = True
+                    break
+    result = planned.copy()
+    for index in range(len(planned)):
+        if movable[index] and planned[index] >= 0:
+            result[index] = renamed[planned[index]]
+    return result
 
 
-def _alike(one: EngineSpec, other: EngineSpec) -> bool:
-    return (one.slot_limit, one.tensor_parallel, one.kv_tokens_capacity, one.decode_curve) == (
-        other.slot_limit,
-        other.tensor_parallel,
-        other.kv_tokens_capacity,
-        other.decode_curve,
-    )
-
-
-def _groups(
-    placement: Placement, works: Mapping[str, Work], specs: Mapping[str, EngineSpec]
-) -> dict[str, dict[str, Work]]:
-    groups: dict[str, dict[str, Work]] = {engine_id: {} for engine_id in specs}
-    for trajectory_id, engine_id in placement.items():
-        if engine_id in groups and trajectory_id in works:
-            groups[engine_id][trajectory_id] = works[trajectory_id]
-    return groups
-
-
-def _best_move(
-    source: EngineSpec, leaving: Mapping[str, Work], target: EngineSpec, there: Mapping[str, Work], movable: Set[str]
-) -> tuple[float, str] | None:
-    """The move that leaves the two engines soonest done: (seconds, trajectory). None where there is nothing to move."""
-    there_sums, all_sums = total(there.values()), total(leaving.values())
-    longest = sorted((work.tokens for work in leaving.values()), reverse=True)[1:2] or [0.0]
-    longest_alone = sorted((work.alone_s for work in leaving.values()), reverse=True)[1:2] or [0.0]
-    best: tuple[float, str] | None = None
-    for trajectory_id, work in leaving.items():
-        if trajectory_id not in movable:
+@compiled
+def saved_s(engines: Floats, cells: Floats, source: int, target: int, moving: int) -> float:
+    """Seconds by which the later of two engines finishes earlier once row `moving` of the worksheet has gone from
+    `source` to `target`, numbers of the worksheet; `engines` has their two rows."""
+    sums = np.zeros((4, 4))  # source before, target before, source after, target after
+    for row in range(len(cells)):
+        if cells[row, 4] < 0.0 or (cells[row, 3] != source and cells[row, 3] != target):
             continue
-        work_kv_tokens = kv_tokens(work)
-        rest = EngineSums(
-            longest[0] if work.tokens >= all_sums.longest_tokens else all_sums.longest_tokens,
-            longest_alone[0] if work.alone_s >= all_sums.longest_alone_s else all_sums.longest_alone_s,
-            all_sums.tokens - work.tokens,
-            all_sums.kv_tokens - work_kv_tokens,
-        )
-        joined = EngineSums(
-            max(there_sums.longest_tokens, work.tokens),
-            max(there_sums.longest_alone_s, work.alone_s),
-            there_sums.tokens + work.tokens,
-            there_sums.kv_tokens + work_kv_tokens,
-        )
-        after_s = max(finish_s(source, rest), finish_s(target, joined))
-        if best is None or (after_s, trajectory_id) < best:
-            best = (after_s, trajectory_id)
-    return best
+        tokens, tool_s = cells[row, 0], cells[row, 2]
+        kv_tokens = tokens * (cells[row, 1] + 0.5 * tokens)
+        before = 0 if cells[row, 3] == source else 1
+        after = 3 if row == moving else before + 2
+        for at in (before, after):
+            sums[at, 0] = max(sums[at, 0], tokens)
+            sums[at, 1] = max(sums[at, 1], tokens * engines[at % 2, 0] + tool_s)
+            sums[at, 2] += tokens
+            sums[at, 3] += kv_tokens
+    times = np.zeros(4)
+    for at in range(4):
+        times[at] = finish_s(engines[at % 2], sums[at, 0], sums[at, 1], sums[at, 2], sums[at, 3])
+    return float(max(times[0], times[1]) - max(times[2], times[3]))
+
+
+def warm_up() -> None:
+    """Compiles all kernels, or loads them: the first plan must not wait for a compiler."""
+    table = engine_table([EngineSpec("a", ""), EngineSpec("b", "")])
+    work = works(np.ones(2), np.ones(2), np.zeros(2))
+    placement, movable = np.zeros(2, np.int64), np.ones(2, np.bool_)
+    finish_times(table.rows, work, rebalanced(table.rows, work, placement, 0.0, movable))
+    relabelled(placement, placement, np.ones(2), movable, table.kinds)
+    saved_s(table.rows, np.zeros((1, 6)), 0, 1, 0)

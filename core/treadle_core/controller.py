@@ -12,7 +12,7 @@ migrations), `leases.py` (engines). What they share is `state.py`.
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from treadle_core import leases, lifecycle, moves, stepping
+from treadle_core import holding, leases, lifecycle, moves, stepping
 from treadle_core.actions import Action, SavePolicy
 from treadle_core.events import (
     ClosedAnnounced,
@@ -99,6 +99,8 @@ class Controller:
             state.table.put(record)
             if not record.is_open and not record.announced:
                 state.unannounced[record.trajectory_id] = now
+            state.sweeps.set(record.trajectory_id, lifecycle.sweep_s(state, record))
+        state.planner.restore(state.table.open_records())
         for record in state.table.open_records():
             if record.engine_id and record.engine_id not in state.engines:
                 actions += leases.placed_again(state, record)
@@ -110,8 +112,11 @@ class Controller:
         """Takes one event at `now` (seconds, never going back) and says what is to be done, in order. Raises Refusal
         for a request that cannot be granted, which then has changed nothing."""
         state = self._state
-        actions = HANDLERS[type(event)](state, event, now)
-        ask = state.planner.ask(now)
+        kind = type(event)
+        actions = HANDLERS[kind](state, event, now)
+        if state.held:
+            actions = [*actions, *holding.answered(state, event, now)]
+        ask = state.planner.ask(now, ticked=kind is Tick)
         return [*actions, ask] if ask is not None else actions
 
     @property

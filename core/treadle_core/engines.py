@@ -1,8 +1,9 @@
 """The registry of engines and the leases that hold them.
 
 Owns every EngineRecord. Invariants: an engine is here exactly while its lease runs; one lease an engine; a lease is
-renewed only by its own id. Time is handed in; whoever owns the registry calls `expired` now and then and removes what
-it names.
+renewed only by its own id; `revision` moves with each change and `membership` with those of what the engines are or
+whether they are usable, so that others may keep what they derive from them until it does. Time is handed in; whoever
+owns the registry calls `expired` now and then and removes what it names.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,12 +20,17 @@ class EngineRegistry:
     def __init__(self, lease_ttl_s: float) -> None:
         self._lease_ttl_s = lease_ttl_s
         self._engines: dict[str, EngineRecord] = {}
+        self._sorted: tuple[EngineRecord, ...] | None = ()
+        self.revision = 0
+        self.membership = 0
 
     def __len__(self) -> int:
         return len(self._engines)
 
     def __iter__(self) -> Iterator[EngineRecord]:
-        return iter([self._engines[engine_id] for engine_id in sorted(self._engines)])
+        if self._sorted is None:
+            self._sorted = tuple(self._engines[engine_id] for engine_id in sorted(self._engines))
+        return iter(self._sorted)
 
     def __contains__(self, engine_id: str) -> bool:
         return engine_id in self._engines
@@ -41,7 +47,7 @@ class EngineRegistry:
     def restore(self, records: Iterable[EngineRecord], now: float) -> None:
         """Takes over stored engines. Nobody could renew while the scheduler was away, so each gets a whole lease."""
         for record in records:
-            self._engines[record.spec.engine_id] = replace(record, lease_expires_s=now + self._lease_ttl_s)
+            self._put(replace(record, lease_expires_s=now + self._lease_ttl_s))
 
     def known(self, event: EngineRegistered) -> EngineRecord | None:
         """The record of the same request made before. Raises RequestIdReused where the request says something else
@@ -64,7 +70,7 @@ class EngineRegistry:
             lease_expires_s=now + self._lease_ttl_s,
             register_request_id=event.request_id,
         )
-        self._engines[event.spec.engine_id] = record
+        self._put(record)
         return record
 
     def renew(self, event: LeaseRenewed, now: float) -> EngineRecord:
@@ -76,7 +82,7 @@ class EngineRegistry:
             if load.weight_version and load.weight_version != spec.weight_version:
                 spec = replace(spec, weight_version=load.weight_version)
         renewed = replace(record, spec=spec, load=load, lease_expires_s=now + self._lease_ttl_s, suspect_s=None)
-        self._engines[event.engine_id] = renewed
+        self._put(renewed)
         return renewed
 
     def check_deregistration(self, event: EngineDeregistered) -> EngineRecord:
@@ -87,7 +93,7 @@ class EngineRegistry:
         """A client lost a stream there: no new steps until the next renewal."""
         record = self._engines.get(engine_id)
         if record is not None:
-            self._engines[engine_id] = replace(record, suspect_s=now)
+            self._put(replace(record, suspect_s=now))
 
     def set_weight_version(self, engine_id: str, weight_version: str) -> EngineRecord | None:
         """The engine with its new weights, or None where it is not here or had them."""
@@ -95,12 +101,14 @@ class EngineRegistry:
         if record is None or record.spec.weight_version == weight_version:
             return None
         updated = replace(record, spec=replace(record.spec, weight_version=weight_version))
-        self._engines[engine_id] = updated
+        self._put(updated)
         return updated
 
     def remove(self, engine_id: str) -> None:
         """Forgets an engine."""
-        self._engines.pop(engine_id, None)
+        if self._engines.pop(engine_id, None) is not None:
+            self.membership += 1
+            self._changed()
 
     def expired(self, now: float) -> list[str]:
         """Engines whose lease has run out."""
@@ -115,3 +123,14 @@ class EngineRegistry:
                 engine_id=engine_id,
             )
         return record
+
+    def _put(self, record: EngineRecord) -> None:
+        old = self._engines.get(record.spec.engine_id)
+        if old is None or old.spec is not record.spec or old.usable is not record.usable:
+            self.membership += 1
+        self._engines[record.spec.engine_id] = record
+        self._changed()
+
+    def _changed(self) -> None:
+        self._sorted = None
+        self.revision += 1

@@ -9,6 +9,7 @@ facts: they are never refused, may come twice, late or out of order, and what th
 from dataclasses import dataclass
 
 from treadle_core.model import EngineLoad, EngineSpec, Estimate, Outcome, Policy
+from treadle_core.plan_work import EngineOf
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +153,12 @@ class PredictionArrived:
 
 @dataclass(frozen=True, slots=True)
 class PlanArrived:
-    """The placement's answer to AskPlan `plan_id`: the trajectories of each engine. Empty groups mean that none could
-    be had."""
+    """The placement's answer to AskPlan `plan_id`: the trajectories of each engine, or, shorter to say and to read, the
+    engine of each trajectory. Neither means that none could be had."""
 
     plan_id: int
     groups: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    engine_of: EngineOf | None = None
 
 
 @dataclass(frozen=True, slots=True)

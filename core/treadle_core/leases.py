@@ -4,8 +4,6 @@ Invariant: when an engine is dropped no live ticket for it remains, and each of 
 again, or waits unplaced for an engine.
 """
 
-from dataclasses import replace
-
 from treadle_core import moves
 from treadle_core.actions import (
     Action,
@@ -17,6 +15,7 @@ from treadle_core.actions import (
 )
 from treadle_core.events import EngineDeregistered, EngineRegistered, LeaseRenewed, WeightsUpdated
 from treadle_core.model import TicketStatus, TrajectoryRecord
+from treadle_core.records import changed
 from treadle_core.state import State
 
 # Reasons of engine_lost.
@@ -71,12 +70,9 @@ def dropped(state: State, engine_id: str, reason: str) -> list[Action]:
     actions: list[Action] = [RemoveEngine(engine_id), AnnounceEngineLost(engine_id, reason)]
     for record in state.table.on(engine_id):
         actions += placed_again(state, record)
-    for record in state.table.open_records():
+    for record in state.table.moving():
         if record.move is not None and record.move.target_engine_id == engine_id:
-            actions += moves.withdrawn(record)
-            record = replace(record, move=None)
-            state.table.put(record)
-            actions.append(SaveTrajectory(record))
+            actions += moves.called_off(state, record)
     return actions
 
 
@@ -84,12 +80,12 @@ def placed_again(state: State, record: TrajectoryRecord) -> list[Action]:
     """Gives a trajectory whose engine is gone another one, or none yet; its ticket is lost."""
     actions = moves.withdrawn(record)
     ticket = record.live_ticket
-    record = replace(record, move=None, engine_id="")
+    record = changed(record, move=None, engine_id="")
     if ticket is not None:
-        record = replace(record, ticket=replace(ticket, status=TicketStatus.LOST))
+        record = changed(record, ticket=changed(ticket, status=TicketStatus.LOST))
     state.table.put(record)  # before choosing, so that the choice does not count it where it was
     engine = state.siting.choose(record)
-    record = replace(
+    record = changed(
         record, engine_id=engine.spec.engine_id if engine is not None else "", revision=record.revision + 1
     )
     state.table.put(record)

@@ -1,7 +1,5 @@
 """Trajectories come and go: opening, closing, announcing, forgetting."""
 
-from dataclasses import replace
-
 from treadle_core import steps
 from treadle_core.actions import (
     AbortStep,
@@ -16,6 +14,7 @@ from treadle_core.actions import (
 )
 from treadle_core.events import ClosedAnnounced, TrajectoryClosed, TrajectoryOpened
 from treadle_core.model import Outcome, TrajectoryRecord, TrajectoryState
+from treadle_core.records import changed
 from treadle_core.refusals import EngineNotFound, RequestIdReused, TrajectoryExists, TrajectoryIsClosed
 from treadle_core.state import State
 
@@ -67,10 +66,11 @@ def opened(state: State, event: TrajectoryOpened, now: float) -> list[Action]:
     )
     engine = state.siting.choose(record)
     if engine is not None:
-        record = replace(record, engine_id=engine.spec.engine_id, revision=1)
-    record = replace(record, priority=state.priority(record))
+        record = changed(record, engine_id=engine.spec.engine_id, revision=1)
+    record = changed(record, priority=state.priority(record))
     state.table.put(record)
-    state.planner.note()
+    state.planner.opened(record)
+    state.sweeps.set(record.trajectory_id, now + state.tuning.abandon_after_s)
     return [SaveTrajectory(record), AnnounceOpened(record), asked_prediction(record)]
 
 
@@ -110,7 +110,7 @@ def announced(state: State, event: ClosedAnnounced, _now: float) -> list[Action]
     record = state.table.get(event.trajectory_id)
     if record is None or record.announced:
         return []
-    record = replace(record, announced=True)
+    record = changed(record, announced=True)
     state.table.put(record)
     return [SaveTrajectory(record)]
 
@@ -137,14 +137,28 @@ def announce_due(state: State, now: float) -> list[Action]:
 def swept(state: State, now: float) -> list[Action]:
     """Closes what nobody touches any more, and forgets what closed long ago."""
     actions: list[Action] = []
-    for record in state.table:
-        if record.is_open:
-            if now - record.touched_s >= state.tuning.abandon_after_s:
-                actions += _close(state, record, ABANDONED, Outcome.FAILED, None, now)
-        elif record.announced and record.closed_s is not None and now - record.closed_s >= state.tuning.keep_closed_s:
-            state.table.forget(record.trajectory_id)
-            actions.append(ForgetTrajectory(record.trajectory_id))
+    for trajectory_id in state.sweeps.due(now):
+        record = state.table.get(trajectory_id)
+        if record is None:
+            continue
+        due_s = sweep_s(state, record)
+        if due_s > now:  # touched since
+            state.sweeps.set(trajectory_id, due_s)
+        elif record.is_open:
+            actions += _close(state, record, ABANDONED, Outcome.FAILED, None, now)
+        elif not record.announced:
+            state.sweeps.set(trajectory_id, now + state.tuning.announce_again_s)
+        else:
+            state.table.forget(trajectory_id)
+            actions.append(ForgetTrajectory(trajectory_id))
     return actions
+
+
+def sweep_s(state: State, record: TrajectoryRecord) -> float:
+    """When a trajectory is to be closed as abandoned, or, if it is closed, to be forgotten."""
+    if record.closed_s is None:
+        return record.touched_s + state.tuning.abandon_after_s
+    return record.closed_s + state.tuning.keep_closed_s
 
 
 def _close(
@@ -159,7 +173,7 @@ def _close(
         actions.append(CancelMigration(record.trajectory_id, move.migration_id))
     if engine is not None and record.ticket is not None:
         actions.append(ReleasePrefix(engine.address, record.trajectory_id))
-    record = replace(
+    record = changed(
         steps.left_behind(record),
         state=CLOSED_STATES[outcome],
         outcome=outcome,
@@ -170,8 +184,8 @@ def _close(
         touched_s=now,
     )
     state.table.put(record)
-    state.planner.settle(record.trajectory_id)
-    state.planner.note()
+    state.planner.closed(record)
+    state.sweeps.set(record.trajectory_id, now + state.tuning.keep_closed_s)
     state.unannounced[record.trajectory_id] = now + state.tuning.close_settle_s
     return [SaveTrajectory(record), *actions, *announce_if_settled(state, record, now)]
 

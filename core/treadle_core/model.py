@@ -1,8 +1,9 @@
 """The shared nouns of the control plane: trajectories, tickets, engines, estimates, policies.
 
-Everything here is a frozen value: whoever changes one makes a new one with `dataclasses.replace` and hands it to the
-table that owns it (`trajectories.py`, `engines.py`). Times are seconds of one clock that the caller chooses (the
-service: Unix time; a simulator: its own). Token counts are whole tokens; predicted ones are floats.
+Everything here is a frozen value: whoever changes one makes a new one with `dataclasses.replace` (or, for the two that
+change at each event, `records.changed`) and hands it to the table that owns it (`trajectories.py`, `engines.py`). Times
+are seconds of one clock that the caller chooses (the service: Unix time; a simulator: its own). Token counts are whole
+tokens; predicted ones are floats.
 """
 
 import enum
@@ -60,6 +61,16 @@ class PlacementRule(enum.Enum):
     PLANNED = "planned"
     PINNED = "pinned"
     LEAST_LOAD = "least_load"
+    CACHE_AWARE = "cache_aware"
+
+
+class Replanning(enum.Enum):
+    """How the engine of a PLANNED trajectory is chosen again while it runs. RESOLVE (`resolving.py`): the partition is
+    solved again on remaining work, judged, and followed behind a cost gate. RANK_SCALING (`rank_scaling.py`): Heddle
+    5.3 as printed."""
+
+    RESOLVE = "resolve"
+    RANK_SCALING = "rank_scaling"
 
 
 class KvTransfer(enum.Enum):
@@ -79,13 +90,18 @@ class TicketStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How trajectories are ranked and placed. A trajectory keeps the policy it was opened under."""
+    """How trajectories are ranked and placed. A trajectory keeps the policy it was opened under.
+
+    reserve: an engine holds room for all the KV that a trajectory which has begun is expected to grow to.
+    """
 
     ordering: Ordering = Ordering.PROGRESSIVE
     objective: Objective = Objective.MAKESPAN
     placement: PlacementRule = PlacementRule.PLANNED
     migrate: bool = True
     preempt: bool = True
+    replanning: Replanning = Replanning.RESOLVE
+    reserve: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +192,7 @@ class EngineRecord:
         return self.suspect_s is None and (self.load is None or self.load.engine_healthy)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: see records.py
 class TicketRecord:
     """The right to run one step once, and the request that made it (so that a repeat of the request gets the same
     ticket)."""
@@ -197,6 +213,7 @@ class TicketRecord:
     max_new_tokens: int
     replaces_ticket_id: str = ""
     resumed_tokens: int = 0
+    kv_reserve_tokens: int = 0
     status: TicketStatus = TicketStatus.LIVE
     output_tokens: int = 0
 
@@ -213,7 +230,7 @@ class MoveRecord:
     migration_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: see records.py
 class TrajectoryRecord:
     """A trajectory as the scheduler knows it; all that a restart needs.
 
@@ -265,7 +282,7 @@ class TrajectoryRecord:
     @property
     def is_open(self) -> bool:
         """Whether more steps may come."""
-        return self.state in (TrajectoryState.IDLE, TrajectoryState.STEPPING)
+        return self.state is TrajectoryState.IDLE or self.state is TrajectoryState.STEPPING
 
     @property
     def live_ticket(self) -> TicketRecord | None:

@@ -10,7 +10,9 @@ from dataclasses import replace
 from treadle_core import cost_gate
 from treadle_core.actions import Action, CancelMigration, SaveTrajectory, StartMigration
 from treadle_core.events import MoveAccepted, MoveEnded, PlanArrived, SwitchRequested
-from treadle_core.model import MoveRecord, PlacementRule, TicketStatus, TrajectoryRecord
+from treadle_core.model import EngineSpec, MoveRecord, PlacementRule, TicketStatus, TrajectoryRecord
+from treadle_core.planning import gated
+from treadle_core.records import changed
 from treadle_core.refusals import (
     BadField,
     EngineNotFound,
@@ -29,43 +31,46 @@ def plan_arrived(state: State, event: PlanArrived, now: float) -> list[Action]:
     step."""
     actions: list[Action] = []
     for trajectory_id in state.planner.arrived(event):
-        actions += considered(state, trajectory_id, now)
+        actions += considered(state, state.table.require(trajectory_id), now)
     return actions
 
 
-def considered(state: State, trajectory_id: str, now: float) -> list[Action]:
+def considered(state: State, record: TrajectoryRecord, now: float) -> list[Action]:
     """Starts the move that the plan wants of a trajectory in a tool call, if the gate passes."""
-    record = state.table.get(trajectory_id)
-    target = state.engines.get(state.planner.target(trajectory_id))
+    wanted = state.planner.target(record)
+    if not wanted or wanted == record.engine_id or not _may_move(state, record):
+        return []
+    source, target = state.engines.get(record.engine_id), state.engines.get(wanted)
     if (
-        record is None
+        source is None
         or target is None
         or not target.usable
-        or target.spec.engine_id == record.engine_id
-        or not _may_move(state, record)
+        or source.spec.weight_version != target.spec.weight_version
     ):
-        return []
-    source = state.engines.get(record.engine_id)
-    if source is None or source.spec.weight_version != target.spec.weight_version:
         return []  # KV of other weights is of no use there
-    verdict = cost_gate.judge(
-        context_tokens=record.context_tokens,
-        tool_left_s=_tool_left_s(state, record, now),
-        saving_s=state.planner.saving_s(record, target.spec),
-        source=source.spec,
-        target=target.spec,
-        tuning=state.tuning,
-    )
-    if not verdict.passes:
+    if record.policy.reserve and not _has_room(state, record, target.spec):
         return []
+    give_up_after_s = state.tuning.move_timeout_s
+    if gated(record):
+        verdict = cost_gate.judge(
+            context_tokens=record.context_tokens,
+            tool_left_s=_tool_left_s(state, record, now),
+            saving_s=state.planner.saving_s(record, target.spec),
+            source=source.spec,
+            target=target.spec,
+            tuning=state.tuning,
+        )
+        if not verdict.passes:
+            return []
+        give_up_after_s = max(verdict.give_up_after_s, state.tuning.move_fixed_s)
     move = MoveRecord(
         move_id=f"{record.trajectory_id}.move.{record.moves_asked}",
         source_engine_id=record.engine_id,
         target_engine_id=target.spec.engine_id,
         asked_s=now,
-        give_up_s=now + max(verdict.give_up_after_s, state.tuning.move_fixed_s),
+        give_up_s=now + give_up_after_s,
     )
-    record = replace(record, move=move, moves_asked=record.moves_asked + 1)
+    record = changed(record, move=move, moves_asked=record.moves_asked + 1)
     state.table.put(record)
     start = StartMigration(
         move_id=move.move_id,
@@ -81,6 +86,17 @@ def considered(state: State, trajectory_id: str, now: float) -> list[Action]:
     return [SaveTrajectory(record), start]
 
 
+def _has_room(state: State, record: TrajectoryRecord, target: EngineSpec) -> bool:
+    """Whether the target can hold all that the trajectory may grow to, beside what has begun there."""
+    tally = state.table.tally(target.engine_id)
+    reserve = record.ticket.kv_reserve_tokens if record.ticket is not None else 0
+    return (
+        not target.kv_tokens_capacity
+        or not tally.begun
+        or tally.kv_reserve_tokens + reserve <= target.kv_tokens_capacity
+    )
+
+
 def _may_move(state: State, record: TrajectoryRecord) -> bool:
     ticket = record.ticket
     return (
@@ -93,7 +109,11 @@ def _may_move(state: State, record: TrajectoryRecord) -> bool:
         and record.finished_step_s is not None
         and not record.tool_over
         and record.move is None
-        and (record.moved_at_turn < 0 or record.next_turn - record.moved_at_turn >= state.tuning.move_rest_turns)
+        and (
+            record.moved_at_turn < 0
+            or record.next_turn - record.moved_at_turn >= state.tuning.move_rest_turns
+            or not gated(record)
+        )
     )
 
 
@@ -116,7 +136,7 @@ def accepted(state: State, event: MoveAccepted, _now: float) -> list[Action]:
     record = state.table.get(event.trajectory_id)
     if record is None or record.move is None or record.move.move_id != event.move_id:
         return [CancelMigration(event.trajectory_id, event.migration_id)]
-    record = replace(record, move=replace(record.move, migration_id=event.migration_id))
+    record = changed(record, move=replace(record.move, migration_id=event.migration_id))
     state.table.put(record)
     return [SaveTrajectory(record)]
 
@@ -131,8 +151,8 @@ def ended(state: State, event: MoveEnded, _now: float) -> list[Action]:
     if event.move_id != move.move_id and (not event.migration_id or move.migration_id not in ("", event.migration_id)):
         return []
     if not event.moved:
-        state.planner.settle(event.trajectory_id)
-    record = replace(record, move=None)
+        state.planner.settle(record)
+    record = changed(record, move=None)
     state.table.put(record)
     return [SaveTrajectory(record)]
 
@@ -140,13 +160,18 @@ def ended(state: State, event: MoveEnded, _now: float) -> list[Action]:
 def timed_out(state: State, now: float) -> list[Action]:
     """Forgets moves of which nothing was heard."""
     actions: list[Action] = []
-    for record in state.table.open_records():
+    for record in state.table.moving():
         if record.move is not None and now - record.move.asked_s >= state.tuning.move_timeout_s:
-            actions += withdrawn(record)
-            record = replace(record, move=None)
-            state.table.put(record)
-            actions.append(SaveTrajectory(record))
+            actions += called_off(state, record)
     return actions
+
+
+def called_off(state: State, record: TrajectoryRecord) -> list[Action]:
+    """Takes a move back; the source stays the owner."""
+    actions = withdrawn(record)
+    record = changed(record, move=None)
+    state.table.put(record)
+    return [*actions, SaveTrajectory(record)]
 
 
 def switched(state: State, event: SwitchRequested, now: float) -> list[Action]:
@@ -181,7 +206,7 @@ def switched(state: State, event: SwitchRequested, now: float) -> list[Action]:
         raise EngineNotFound(f"no engine {event.target_engine_id} holds a lease", engine_id=event.target_engine_id)
     if event.target_engine_id == record.engine_id:
         raise BadField("target_engine_id", f"{event.trajectory_id} is on {record.engine_id} already")
-    record = replace(
+    record = changed(
         record,
         engine_id=event.target_engine_id,
         revision=record.revision + 1,
@@ -190,7 +215,7 @@ def switched(state: State, event: SwitchRequested, now: float) -> list[Action]:
         switch_request=request,
         touched_s=now,
     )
-    record = replace(record, priority=state.priority(record))
+    record = changed(record, priority=state.priority(record))
     state.table.put(record)
-    state.planner.settle(record.trajectory_id)
+    state.planner.settle(record)
     return [SaveTrajectory(record)]

@@ -6,6 +6,15 @@ order of engines, each longest first; the makespan is the least that any contigu
 has under the cost model, and the bound is a time that no partition whatever beats under it.
 Among engines that are alike the groups are dealt so that the most context stays where it is: that costs nothing and
 saves moves. Re-planning is calling `plan` again with the REMAINING work.
+
+Arrays in, arrays out, for a caller that plans often (no object a trajectory):
+
+    plan_arrays(lengths: float64[n], contexts: float64[n], current: int64[n], engines: Sequence[PlanEngine],
+                model=CostModel.LINEAR_INTEGRAL, *, curves=None, bound=False, workspace=None)
+        -> ArrayPlan(engine_of: int64[n], finish_s: float64[m], makespan_s: float, lower_bound_s: float | None)
+
+`lengths` is remaining tokens, `contexts` tokens in KV now, `current` the index of the engine that holds that KV or -1;
+`engine_of` and `finish_s` are by the caller's order of trajectories and engines.
 """
 
 from __future__ import annotations
@@ -16,18 +25,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from treadle_core.actions import PlanEngine, PlanTrajectory
-from treadle_core.costs import (
-    CostModel,
-    Costs,
-    Floats,
-    Indexes,
-    InvalidEngineError,
-    InvalidTrajectoryError,
-    group_cost,
-    tabulate,
-)
+from treadle_core.compiled import lean
+from treadle_core.costs import CostModel, Costs, Floats, Indexes, tabulate
+from treadle_core.dealing import deal
+from treadle_core.piecewise import BatchCurve
 from treadle_core.placement_bound import lower_bound
-from treadle_core.placement_solver import partition
+from treadle_core.placement_solver import group_costs, partition
+from treadle_core.plan_input import InvalidEngineError, InvalidTrajectoryError, check_current
+from treadle_core.ranking import Workspace
+
+__all__ = ["ArrayPlan", "BatchCurve", "Group", "Plan", "Workspace", "plan", "plan_arrays"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +55,54 @@ class Plan:
     lower_bound_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class ArrayPlan:
+    """engine_of[i] is the engine's index for trajectory i; finish_s[e] what engine e needs by the cost model."""
+
+    engine_of: Indexes
+    finish_s: Floats
+    makespan_s: float
+    lower_bound_s: float | None
+
+
+def plan_arrays(
+    lengths: Floats,
+    contexts: Floats,
+    current: Indexes,
+    engines: Sequence[PlanEngine],
+    model: CostModel = CostModel.LINEAR_INTEGRAL,
+    *,
+    curves: Sequence[BatchCurve | None] | None = None,
+    bound: bool = False,
+    workspace: Workspace | None = None,
+) -> ArrayPlan:
+    """The plan of least makespan, balanced beyond the bottleneck; see the module for the arguments.
+
+    `curves` (one an engine, or None for its own linear one) are read under PIECEWISE_INTEGRAL. `bound` asks for the
+    lower bound too. `workspace` spares a caller who plans again and again the cost of fresh memory; the plan itself
+    does not refer to it. Raises NoEnginesError, InvalidEngineError, InvalidCurveError, InvalidTrajectoryError (of
+    which NothingFitsError: a context that no engine's KV holds), naming the field as `plan` does.
+    """
+    lengths = np.ascontiguousarray(lengths, np.float64)
+    contexts = np.ascontiguousarray(contexts, np.float64)
+    current = np.ascontiguousarray(current, np.int64)
+    check_current(current, len(lengths), len(engines))
+    costs = tabulate(model, lengths, contexts, current >= 0, engines, curves=curves, workspace=workspace)
+    found, _, _ = cut(costs, current, contexts, bound)
+    return found
+
+
 def plan(
     trajectories: Sequence[PlanTrajectory],
     engines: Sequence[PlanEngine],
     model: CostModel = CostModel.LINEAR_INTEGRAL,
+    *,
+    curves: Sequence[BatchCurve | None] | None = None,
 ) -> Plan:
     """The plan of least makespan; balanced beyond the bottleneck, so that no engine stands empty for nothing.
 
     More engines than trajectories leave some groups empty; no trajectories leave all empty. Trajectories of equal
-    length keep the caller's order. Raises NoEnginesError, InvalidEngineError, InvalidTrajectoryError naming the field.
+    length keep the caller's order. Raises what `plan_arrays` raises.
     """
     check_ids(trajectories, engines)
     n = len(trajectories)
@@ -64,49 +110,44 @@ def plan(
     contexts = np.fromiter((trajectory.context_tokens for trajectory in trajectories), np.float64, n)
     index_of = {engine.engine_id: index for index, engine in enumerate(engines)}
     current = np.fromiter((index_of.get(trajectory.current_engine_id, -1) for trajectory in trajectories), np.int64, n)
-    costs = tabulate(model, lengths, contexts, current >= 0, engines)
-    bounds, makespan_s = partition(costs)
-    engine_of_group = deal(costs, bounds, current[costs.order], contexts[costs.order])
+    costs = tabulate(model, lengths, contexts, current >= 0, engines, curves=curves)
+    found, bounds, engine_of_group = cut(costs, current, contexts, True)
     groups: list[Group | None] = [None] * len(engines)
+    order, ends = costs.order.tolist(), bounds.tolist()
     for at, engine in enumerate(engine_of_group.tolist()):
-        first, end = int(bounds[at]), int(bounds[at + 1])
-        ids = tuple(trajectories[index].trajectory_id for index in costs.order[first:end].tolist())
-        groups[engine] = Group(engines[engine].engine_id, ids, float(group_cost(costs.table, at, first, end)))
-    return Plan(tuple(group for group in groups if group is not None), makespan_s, min(lower_bound(costs), makespan_s))
+        ids = tuple(trajectories[index].trajectory_id for index in order[ends[at] : ends[at + 1]])
+        groups[engine] = Group(engines[engine].engine_id, ids, float(found.finish_s[engine]))
+    return Plan(tuple(group for group in groups if group is not None), found.makespan_s, found.lower_bound_s or 0.0)
 
 
-def deal(costs: Costs, bounds: Indexes, current: Indexes, contexts: Floats) -> Indexes:
-    """Which of the caller's engines takes each group: among engines with equal figures, the one that holds most of it.
+def cut(costs: Costs, current: Indexes, contexts: Floats, bound: bool) -> tuple[ArrayPlan, Indexes, Indexes]:
+    """The plan of a table, with the bounds of its groups and the engine (the caller's index) of each."""
+    bounds, makespan_s = partition(costs)
+    group_of = np.empty(len(costs.order), np.int64)
+    spread(costs.order, bounds, group_of)
+    engine_of_group = deal(costs, group_of, current, contexts)
+    cost_s = np.zeros(len(engine_of_group))
+    group_costs(costs.table, bounds, cost_s)
+    finish_s = np.empty(len(cost_s))
+    finish_s[engine_of_group] = cost_s
+    translate(group_of, engine_of_group)
+    lower_bound_s = min(lower_bound(costs), makespan_s) if bound else None
+    return ArrayPlan(group_of, finish_s, makespan_s, lower_bound_s), bounds, engine_of_group
 
-    `current` (caller's engine index, -1 for none) and `contexts` (tokens) are by rank. Greedy, most kept context
-    first; at least half of the best possible.
-    """
-    engine_of_group = costs.engine_order.copy()
-    placed = current >= 0
-    rows = costs.table.engines
-    alike = np.zeros(len(rows), np.int64)
-    alike[1:] = np.cumsum((rows[1:] != rows[:-1]).any(axis=1))
-    if not placed.any() or alike[-1] == len(rows) - 1:
-        return engine_of_group
-    m = len(rows)
-    at_of_engine = np.empty(m, np.int64)
-    at_of_engine[costs.engine_order] = np.arange(m)
-    group_of_rank = np.repeat(np.arange(m), np.diff(bounds))
-    # One token more than the context, so that a trajectory that has none counts too.
-    pairs = group_of_rank[placed] * m + at_of_engine[current[placed]]
-    kept_pairs, inverse = np.unique(pairs, return_inverse=True)
-    kept = np.bincount(inverse, weights=contexts[placed] + 1.0)
-    groups, holders = kept_pairs // m, kept_pairs % m
-    dealt = np.full(m, -1, np.int64)
-    taken = np.zeros(m, np.bool_)
-    for pair in np.lexsort((kept_pairs, -kept)).tolist():
-        group, holder = int(groups[pair]), int(holders[pair])
-        if alike[group] == alike[holder] and dealt[group] < 0 and not taken[holder]:
-            dealt[group] = holder
-            taken[holder] = True
-    for kind in np.unique(alike[dealt < 0]).tolist():
-        dealt[(alike == kind) & (dealt < 0)] = np.flatnonzero((alike == kind) & ~taken)
-    return costs.engine_order[dealt]
+
+@lean
+def spread(order: Indexes, bounds: Indexes, group_of: Indexes) -> None:
+    """Writes each trajectory's group."""
+    for group in range(len(bounds) - 1):
+        for rank in range(bounds[group], bounds[group + 1]):
+            group_of[order[rank]] = group
+
+
+@lean
+def translate(values: Indexes, by: Indexes) -> None:
+    """In place, which saves fresh memory."""
+    for index in range(len(values)):
+        values[index] = by[values[index]]
 
 
 def check_ids(trajectories: Sequence[PlanTrajectory], engines: Sequence[PlanEngine]) -> None:

@@ -1,12 +1,13 @@
 """A time that no placement beats under a cost model, contiguous or not: what a plan's makespan is measured against.
 
 Purpose: the denominator of every claim about a plan. Invariant: `lower_bound(costs)` <= the makespan of every
-assignment of the trajectories to the engines, to rounding; for GROUP_SIZE on engines that are alike it is tight to
-the pigeonhole. Bounds, of which the largest counts:
+assignment of the trajectories to the engines, to rounding. Bounds, of which the largest counts:
 - the costliest trajectory alone on the engine that is best for it;
-- GROUP_SIZE: of the q longest, the engines must hold q; in time T they hold as many as their sizes allow at length L_q;
-- LINEAR_INTEGRAL: the sum of all work over the summed speed of the engines, once with slots as the limit of what
-  runs at once and once with KV.
+- GROUP_SIZE, engines that are alike: the optimum itself, since some optimum is contiguous (Heddle's Lemma 5.1);
+- GROUP_SIZE, others: of the q longest, the engines must hold q; in time T they hold as many as their sizes allow at
+  length L_q;
+- the integrals: the sum of all work over the summed speed of the engines, once with slots as the limit of what runs
+  at once and once with KV. With a curve that bends, at the batch of the least seconds a token.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ import numpy as np
 
 from treadle_core.compiled import compiled
 from treadle_core.costs import CostModel, Costs, Floats, Indexes, Table
+from treadle_core.piecewise import FROM_LANE, LANE_S
+from treadle_core.placement_solver import partition
 
 # The q longest are tried for these many q, evenly in log q: each gives a valid bound, and neighbours nearly the same
 # one.
 PIGEONHOLES = 64
+# Rounding must not lift a bound over a makespan.
+ROUNDING = 1e-12
 
 
 def lower_bound(costs: Costs) -> float:
@@ -29,6 +34,8 @@ def lower_bound(costs: Costs) -> float:
         return 0.0
     alone_s = costliest_alone(table)
     if table.model == CostModel.GROUP_SIZE:
+        if (table.engines == table.engines[0]).all():
+            return partition(costs, 0)[1] * (1.0 - ROUNDING)
         counts = np.unique(np.geomspace(1, n, PIGEONHOLES).round().astype(np.int64))
         return max(alone_s, float(pigeonhole(table.engines, table.lengths, counts)))
     return max(alone_s, shared_work(table))
@@ -37,15 +44,18 @@ def lower_bound(costs: Costs) -> float:
 def costliest_alone(table: Table) -> float:
     """Every trajectory runs somewhere, at the soonest alone on the engine that is best for it."""
     lengths = table.lengths
-    kinds = np.unique(table.engines, axis=0)
+    alone_s = table.engines[:, 0] + table.engines[:, 1]
     if table.model == CostModel.GROUP_SIZE:
-        return float(lengths[0] * (kinds[:, 0] + kinds[:, 1]).min())
+        return float(lengths[0] * alone_s.min())
+    if table.model == CostModel.PIECEWISE_INTEGRAL:
+        alone_s = table.pieces[:, 0, LANE_S]
+    kinds = np.unique(np.column_stack([table.engines, alone_s]), axis=0)
     kv_work = np.diff(table.sum_kv)
     prefill = np.diff(table.sum_prefill)
     best = np.full(len(lengths), np.inf)
-    for base_s, sequence_s, kv_s, _, capacity, prefill_s in kinds:
-        steps = np.maximum(lengths, kv_work / capacity)
-        np.minimum(best, base_s * steps + sequence_s * lengths + kv_s * kv_work + prefill_s * prefill, out=best)
+    for base_s, _, kv_s, _, capacity, prefill_s, step_s in kinds:
+        waits = np.maximum(0.0, kv_work / capacity - lengths)
+        np.minimum(best, step_s * lengths + base_s * waits + kv_s * kv_work + prefill_s * prefill, out=best)
     return float(best.max())
 
 
@@ -80,15 +90,17 @@ def shared_work(table: Table) -> float:
     """All work over the engines' summed speed, by the engine to which the others compare worst being the yardstick.
 
     An engine's time is at least sum L * (a / slots + b) + sum Q * k + sum P / rate, and at least the same with a taken
-    from KV (sum Q * (a / capacity + k) + sum L * b). With r_e the least ratio of an engine's three weights to the
-    yardstick's, its time is at least r_e times the work by the yardstick, and the works add up.
+    from KV (sum Q * (a / capacity + k) + sum L * b); for a curve that bends a / slots + b is the least PTL(batch) /
+    batch up to the slots, and b the least (PTL(batch) - a) / batch. With r_e the least ratio of an engine's three
+    weights to the yardstick's, its time is at least r_e times the work by the yardstick, and the works add up.
     """
     amounts = np.array([table.sum_lengths[-1], table.sum_kv[-1], table.sum_prefill[-1]])
-    base_s, sequence_s, kv_s, slots, capacity, prefill_s = table.engines.T
+    base_s, _, kv_s, _, capacity, prefill_s = table.engines.T
+    by_slots, by_kv = token_s(table)
     bound = 0.0
     for weights in (
-        np.stack([base_s / slots + sequence_s, kv_s, prefill_s], axis=1),
-        np.stack([sequence_s, base_s / capacity + kv_s, prefill_s], axis=1),
+        np.stack([by_slots, kv_s, prefill_s], axis=1),
+        np.stack([by_kv, base_s / capacity + kv_s, prefill_s], axis=1),
     ):
         for yardstick in np.unique(weights, axis=0):
             used = (yardstick > 0.0) & (amounts > 0.0)
@@ -98,4 +110,23 @@ def shared_work(table: Table) -> float:
             if (ratios > 0.0).all():
                 work_s = float((yardstick[used] * amounts[used]).sum())
                 bound = max(bound, work_s / float((1.0 / ratios).sum()))
-    return bound * (1.0 - 1e-12)  # rounding must not lift it over the makespan
+    return bound * (1.0 - ROUNDING)
+
+
+def token_s(table: Table) -> tuple[Floats, Floats]:
+    """Least seconds that a token takes of each engine, with and without the step at no sequence (a)."""
+    base_s, sequence_s, _, slots, _, _ = table.engines.T
+    if table.model != CostModel.PIECEWISE_INTEGRAL:
+        return base_s / slots + sequence_s, sequence_s
+    pieces = table.pieces
+    step_s = pieces[:, 0, LANE_S].copy()  # at the batch that the pieces before have reached
+    batch = np.ones(len(pieces))
+    with_base, without = step_s.copy(), step_s - base_s
+    for piece in range(1, pieces.shape[1]):  # the least is at a knot or at the slots
+        last = pieces[:, piece + 1, FROM_LANE] if piece + 1 < pieces.shape[1] else np.full(len(pieces), np.inf)
+        end = np.maximum(np.minimum(last, slots), batch)
+        step_s += pieces[:, piece, LANE_S] * (end - batch)
+        batch = end
+        np.minimum(with_base, step_s / batch, out=with_base)
+        np.minimum(without, (step_s - base_s) / batch, out=without)
+    return with_base, without

@@ -11,21 +11,54 @@ groups.
 Why balance: with one over-long trajectory every fill of the rest is "optimal", and a greedy one leaves engines
 empty. So the bottleneck's group is fixed, as small as it can be, and the engines before and after it are solved for
 what is left to them, and so on: the least largest cost, then the least second largest.
+Invariant: `bounds` holds a whole partition at all times; only a better one is copied over it.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from treadle_core.compiled import compiled
-from treadle_core.costs import Costs, Indexes, Table, group_cost
+from treadle_core.compiled import compiled, lean
+from treadle_core.costs import Costs, Floats, Indexes, Table, group_cost
 
-# Groups filled for the sake of balance before the rest is left as the last bisection put it: some 50 ms of compiled
-# code, reached only with many hundreds of engines.
-BALANCE_FILLS = 1_000_000
+# Groups filled for the sake of balance before the rest is left as the last bisection put it: about 0.1 s of compiled
+# code. A guard: of 1,024 engines the longest tails take 1,600,000, each engine in turn being the bottleneck.
+BALANCE_FILLS = 4_000_000
+# The first probe is this part above what the engines could do if work were a fluid, the next twice as far above, ...
+GUESS_SLACK = 1.0 / 128.0
+# A better limit is looked for this part below the one known, then eight times as far below, until one is not met.
+FIRST_DROP = 1.0 / 4096.0
+DROP_GROWTH = 8.0
 
 
-@compiled
+@lean
+def furthest(table: Table, engine: int, at: int, end: int, hint: int, limit_s: float) -> tuple[int, float, float]:
+    """The largest rank up to which an engine runs [at, rank) within the limit, looked for from `hint` outwards.
+
+    Returns with it the cost of that group and the cost with one rank more, infinite where there is none. at < end.
+    """
+    low, low_s = at, 0.0
+    high, high_s = end + 1, np.inf  # `low` fits, `high` does not
+    probe = min(max(hint, at + 1), end)
+    step = 1
+    while high - low > 1:
+        cost = group_cost(table, engine, at, probe)
+        if cost <= limit_s:
+            low, low_s = probe, cost
+        else:
+            high, high_s = probe, cost
+        if high > end:
+            probe = min(low + step, end)
+            step *= 2
+        elif low == at:
+            probe = max(high - step, at + 1)
+            step *= 2
+        else:
+            probe = (low + high) // 2
+    return low, low_s, high_s
+
+
+@lean
 def fill(
     table: Table,
     bounds: Indexes,
@@ -37,70 +70,71 @@ def fill(
 ) -> tuple[bool, float, float]:
     """Gives each engine in turn all that it finishes within `limit_s`; writes bounds[engine + 1], the end of its group.
 
-    Returns whether [first, end) was placed, the largest cost of a group, and the least cost above the limit that a
-    group would have with one more. O(engines * log n).
+    What `bounds` held before tells where to look. Returns whether [first, end) was placed, the largest cost of a group,
+    and the least cost above the limit that a group would have with one more. O(engines * log n).
     """
     largest = 0.0
     extension = np.inf
     at = first
+    before = bounds[first_engine]
+    size = 0
     bounds[first_engine] = first
     for engine in range(first_engine, end_engine):
-        # Gallop, then bisect: `low` fits, `high` does not.
-        low = at
-        step = 1
-        while low + step <= end and (group_cost(table, engine, at, low + step) <= limit_s):
-            low += step
-            step *= 2
-        high = min(low + step, end + 1)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if group_cost(table, engine, at, middle) <= limit_s:
-                low = middle
-            else:
-                high = middle
-        largest = max(largest, group_cost(table, engine, at, low))
-        if low < end:
-            extension = min(extension, group_cost(table, engine, at, low + 1))
-        at = low
+        size = max(bounds[engine + 1] - before, 0) or size
+        before = bounds[engine + 1]
+        if at < end:
+            at, cost, more = furthest(table, engine, at, end, at + size, limit_s)
+            largest = max(largest, cost)
+            extension = min(extension, more)
         bounds[engine + 1] = at
     return at == end, largest, extension
 
 
-@compiled
-def bottleneck(
-    table: Table,
-    bounds: Indexes,
-    first_engine: int,
-    end_engine: int,
-    first: int,
-    end: int,
-    known_s: float,
-) -> tuple[float, int]:
-    """Least largest cost of [first, end) over the engines; leaves the greedy fill that has it in `bounds`.
+@lean
+def keep(scratch: Indexes, bounds: Indexes, first_engine: int, end_engine: int) -> None:
+    for at in range(first_engine + 1, end_engine):  # the ends of the range stay
+        bounds[at] = scratch[at]
 
-    `known_s` is a cost that is known to be enough. Returns the cost and the number of fills it took.
+
+@lean
+def narrow(
+    table: Table, bounds: Indexes, scratch: Indexes, first_engine: int, end_engine: int, low: float, high: float
+) -> tuple[float, int]:
+    """Least largest cost of the engines' ranks, between `low` and `high`, the largest cost in `bounds`.
+
+    Leaves the greedy fill that has it in `bounds`. Returns the cost and the number of fills it took.
     """
-    low = np.inf  # the longest runs somewhere
-    for engine in range(first_engine, end_engine):
-        low = min(low, group_cost(table, engine, first, first + 1))
-    high = known_s
+    first, end = bounds[first_engine], bounds[end_engine]
     fills = 0
+    drop = high * FIRST_DROP
     while low < high:
-        # Far apart, halve the ratio; near, halve the distance.
-        limit = np.sqrt(low) * np.sqrt(high) if 0.0 < 4.0 * low < high else low + 0.5 * (high - low)
+        if drop > 0.0:
+            limit = max(high - drop, low)
+        else:  # far apart, halve the ratio; near, halve the distance
+            limit = np.sqrt(low) * np.sqrt(high) if 0.0 < 4.0 * low < high else low + 0.5 * (high - low)
         if limit >= high:  # low and high are neighbours and the middle was rounded up
             limit = low
-        met, largest, extension = fill(table, bounds, first_engine, end_engine, first, end, limit)
+        met, largest, extension = fill(table, scratch, first_engine, end_engine, first, end, limit)
         fills += 1
         if met:
+            keep(scratch, bounds, first_engine, end_engine)
             high = largest
+            drop *= DROP_GROWTH
         else:
             low = extension
-    fill(table, bounds, first_engine, end_engine, first, end, high)
-    return high, fills + 1
+            drop = 0.0
+    return high, fills
 
 
-@compiled
+@lean
+def cheapest_alone(table: Table, first_engine: int, end_engine: int, rank: int) -> float:
+    least = np.inf
+    for engine in range(first_engine, end_engine):
+        least = min(least, group_cost(table, engine, rank, rank + 1))
+    return least
+
+
+@lean
 def largest_cost(table: Table, bounds: Indexes, first_engine: int, end_engine: int) -> float:
     largest = 0.0
     for engine in range(first_engine, end_engine):
@@ -108,34 +142,70 @@ def largest_cost(table: Table, bounds: Indexes, first_engine: int, end_engine: i
     return largest
 
 
-@compiled
+@lean
+def bottleneck(table: Table, bounds: Indexes, scratch: Indexes) -> float:
+    """Seconds of the least largest cost of all ranks over all engines; `bounds` comes with a partition of any cost."""
+    n = len(table.lengths)
+    m = len(table.engines)
+    fluid = 0.0  # the engines' summed speed, by what each takes for all
+    for engine in range(m):
+        fluid += 1.0 / max(group_cost(table, engine, 0, n), 1e-300)
+    low = cheapest_alone(table, 0, m, 0)  # the longest runs somewhere
+    high = largest_cost(table, bounds, 0, m)
+    slack = GUESS_SLACK
+    limit = max(low, 1.0 / fluid)
+    while low < high:
+        limit *= 1.0 + slack
+        if limit >= high:
+            break
+        met, largest, extension = fill(table, scratch, 0, m, 0, n, limit)
+        if met:
+            keep(scratch, bounds, 0, m)
+            high = largest
+            break
+        low = extension
+        limit = max(limit, low)
+        slack *= 2.0
+    makespan, _ = narrow(table, bounds, scratch, 0, m, low, high)
+    return makespan
+
+
+@lean
 def tighten(
     table: Table, bounds: Indexes, scratch: Indexes, tight: int, end_engine: int, end: int, limit_s: float
-) -> tuple[int, int]:
-    """The least end of the bottleneck's group with which the engines behind it still meet the limit, and the fills.
+) -> int:
+    """Makes the bottleneck's group the least with which the engines behind it still meet the limit; counts the fills.
 
     Only where cost does not grow with the group (a flat decode curve) is it less than what the greedy fill gave.
     """
     first = bounds[tight]
     high = bounds[tight + 1]
     low = min(first + 1, high)
+    while low < high:  # the least group that costs as much
+        middle = (low + high) // 2
+        if group_cost(table, tight, first, middle) >= limit_s:
+            high = middle
+        else:
+            low = middle + 1
+    high = bounds[tight + 1]
     fills = 0
     while low < high:
         middle = (low + high) // 2
         met, _, _ = fill(table, scratch, tight + 1, end_engine, middle, end, limit_s)
         fills += 1
-        if met and group_cost(table, tight, first, middle) >= limit_s:
+        if met:
             high = middle
+            keep(scratch, bounds, tight + 1, end_engine)
+            bounds[tight + 1] = high
         else:
             low = middle + 1
-    return high, fills
+    return fills
 
 
 @compiled
-def balance(table: Table, bounds: Indexes, makespan_s: float, fill_budget: int) -> None:
+def balance(table: Table, bounds: Indexes, scratch: Indexes, makespan_s: float, fill_budget: int) -> None:
     """Fixes the bottleneck's group and solves again for the engines before and behind it, until all are fixed."""
     m = len(table.engines)
-    scratch = np.zeros(m + 1, np.int64)
     # Ranges of engines whose ranks are fixed and whose least largest cost is known.
     ranges = np.zeros((2 * m + 2, 2), np.int64)
     limits = np.zeros(2 * m + 2)
@@ -153,22 +223,17 @@ def balance(table: Table, bounds: Indexes, makespan_s: float, fill_budget: int) 
         tight = first_engine
         while tight < end_engine - 1 and group_cost(table, tight, bounds[tight], bounds[tight + 1]) < limit:
             tight += 1
-        first = bounds[tight]
         if tight + 1 < end_engine:
-            group_end, fills = tighten(table, bounds, scratch, tight, end_engine, end, limit)
-            used += fills * (end_engine - tight)
-            bounds[tight + 1] = group_end
-            if group_end < end:
-                rest, fills = bottleneck(table, bounds, tight + 1, end_engine, group_end, end, limit)
-                used += fills * (end_engine - tight)
-                ranges[depth, 0], ranges[depth, 1], limits[depth] = tight + 1, end_engine, rest
+            used += tighten(table, bounds, scratch, tight, end_engine, end, limit) * (end_engine - tight)
+        for side in range(2):
+            one, other = (tight + 1, end_engine) if side == 0 else (first_engine, tight)
+            if one < other and bounds[one] < bounds[other]:
+                low = cheapest_alone(table, one, other, bounds[one])
+                high = largest_cost(table, bounds, one, other)
+                rest, fills = narrow(table, bounds, scratch, one, other, low, high)
+                used += fills * (other - one)
+                ranges[depth, 0], ranges[depth, 1], limits[depth] = one, other, rest
                 depth += 1
-        if tight > first_engine and begin < first:
-            known = largest_cost(table, bounds, first_engine, tight)
-            rest, fills = bottleneck(table, bounds, first_engine, tight, begin, first, known)
-            used += fills * (tight - first_engine)
-            ranges[depth, 0], ranges[depth, 1], limits[depth] = first_engine, tight, rest
-            depth += 1
 
 
 @compiled
@@ -181,12 +246,23 @@ def solve(table: Table, fill_budget: int, bounds: Indexes) -> float:
             bounds[engine] = n * engine // m
         if largest_cost(table, bounds, 0, m) <= 0.0:
             return 0.0
-    known = np.inf  # the best engine alone can take all
-    for engine in range(m):
-        known = min(known, group_cost(table, engine, 0, n))
-    makespan, _ = bottleneck(table, bounds, 0, m, 0, n, known)
-    balance(table, bounds, makespan, fill_budget)
+    best = 0  # the best engine alone can take all
+    for engine in range(1, m):
+        if group_cost(table, engine, 0, n) < group_cost(table, best, 0, n):
+            best = engine
+    for engine in range(m + 1):
+        bounds[engine] = n if engine > best else 0
+    scratch = bounds.copy()
+    makespan = bottleneck(table, bounds, scratch)
+    balance(table, bounds, scratch, makespan, fill_budget)
     return makespan
+
+
+@lean
+def group_costs(table: Table, bounds: Indexes, costs_s: Floats) -> None:
+    """Writes what each engine of the table needs for its group."""
+    for engine in range(len(costs_s)):
+        costs_s[engine] = group_cost(table, engine, bounds[engine], bounds[engine + 1])
 
 
 def partition(costs: Costs, fill_budget: int = BALANCE_FILLS) -> tuple[Indexes, float]:

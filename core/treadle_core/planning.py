@@ -1,23 +1,53 @@
-"""Plans: when to ask for one, and whether to follow it.
+"""Plans: when to ask for one, and where each trajectory should be according to the one in force.
 
-Owns the plan in force: the engine that each trajectory should be on, and what each of the moves still to be made is
-worth. The plan is re-solved on REMAINING work (reference: 15-20% better than scaling ranks), never trusted on its own
-word: it is followed only where the core's own cost model says that it beats both the present placement and a plain
-rebalance of it by a margin. With few engines and few slots that is seldom so, and then nothing moves.
+Owns the plan in force of each replanning rule. A trajectory is replanned by the rule of the policy it was opened under
+(`model.Replanning`): `resolving.py` or `rank_scaling.py`. Everything that speaks of all trajectories works on the
+columns of the worksheet: a question, its answer and the judgement of it take about as long as sorting the trajectories
+does.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from treadle_core import balance
-from treadle_core.actions import AskPlan, PlanEngine, PlanTrajectory
-from treadle_core.balance import Work
+import numpy as np
+
+from treadle_core import balance, rank_scaling, resolving
+from treadle_core.actions import AskPlan
+from treadle_core.costs import CostModel
 from treadle_core.engines import EngineRegistry
 from treadle_core.events import PlanArrived
-from treadle_core.model import EngineSpec, PlacementRule, TrajectoryRecord
-from treadle_core.remaining import remaining_s, remaining_tokens
+from treadle_core.model import EngineSpec, PlacementRule, Replanning, TrajectoryRecord
+from treadle_core.picture import Picture, Pictures
+from treadle_core.plan_timing import PlanTiming
+from treadle_core.plan_work import PlanWork
+from treadle_core.rank_scaling import Ranks, Scaled
+from treadle_core.remaining import remaining_tokens
 from treadle_core.siting import carries_tags
-from treadle_core.trajectories import TrajectoryTable
+from treadle_core.trajectories import RULE_NUMBERS, TrajectoryTable
 from treadle_core.tuning import Tuning
+from treadle_core.worksheet import Flags, Indexes
+
+# The cost model that each rule's plans are made by, unless the tuning names one.
+COST_MODELS = {Replanning.RESOLVE: CostModel.LINEAR_INTEGRAL, Replanning.RANK_SCALING: CostModel.GROUP_SIZE}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A plan that was asked for, its rows numbered in this layout of the worksheet."""
+
+    ask: AskPlan
+    layout: int
+
+
+@dataclass
+class Course:
+    """One rule's plan: the question that is out, and the engines that trajectories should go to."""
+
+    rule: Replanning
+    timing: PlanTiming
+    question: Question | None = None
+    targets: dict[str, str] = field(default_factory=dict)
+    share_s: float = 0.0
 
 
 class Planner:
@@ -27,89 +57,93 @@ class Planner:
         self._engines = engines
         self._table = table
         self._tuning = tuning
-        self._changes = 0
+        self._pictures = Pictures(engines, table.worksheet)
         self._plan_id = 0
-        self._asked_s: float | None = None
-        self._last_asked_s = float("-inf")
-        self._targets: dict[str, str] = {}
-        self._share_s = 0.0
+        self._resolved = Course(Replanning.RESOLVE, PlanTiming(tuning, follows_work=True))
+        self._scaled = Course(Replanning.RANK_SCALING, PlanTiming(tuning, follows_work=False))
+        self._ranks = Ranks()
+        self._groups = Scaled((), ())
 
-    def target(self, trajectory_id: str) -> str:
-        """Where the plan in force wants a trajectory; empty where it says nothing."""
-        return self._targets.get(trajectory_id, "")
+    # What happens to trajectories and engines.
 
-    def settle(self, trajectory_id: str) -> None:
-        """The trajectory has moved, or closed: the plan has no wish for it any more."""
-        self._targets.pop(trajectory_id, None)
+    def opened(self, record: TrajectoryRecord) -> None:
+        """A trajectory has come."""
+        self._course(record).timing.note_news()
+        if _ranked(record):
+            self._ranks.put(record.trajectory_id, remaining_tokens(record, self._tuning))
 
-    def note(self, changes: int = 1) -> None:
-        """The remaining work has changed."""
-        self._changes += changes
+    def stepped(self, record: TrajectoryRecord) -> None:
+        """A step of it is done."""
+        self._course(record).timing.note_work()
+
+    def predicted(self, record: TrajectoryRecord, first: bool) -> None:
+        """Its prediction is updated; `first`: it had none."""
+        course = self._course(record)
+        if first:
+            course.timing.note_news()
+        if not _ranked(record):
+            return
+        self._ranks.put(record.trajectory_id, remaining_tokens(record, self._tuning))
+        rank = self._ranks.rank(record.trajectory_id)
+        target = self._engines.get(self._groups.engine(rank, len(self._ranks)))
+        if target is None or target.spec.engine_id == record.engine_id or not carries_tags(target, record):
+            course.targets.pop(record.trajectory_id, None)
+        else:
+            course.targets[record.trajectory_id] = target.spec.engine_id
+
+    def closed(self, record: TrajectoryRecord) -> None:
+        """It has left."""
+        self.settle(record)
+        self._ranks.drop(record.trajectory_id)
+        self._course(record).timing.note_work()
+
+    def settle(self, record: TrajectoryRecord) -> None:
+        """It has moved, or failed to: the plan has no wish for it any more."""
+        self._course(record).targets.pop(record.trajectory_id, None)
+
+    def restore(self, records: Iterable[TrajectoryRecord]) -> None:
+        """These are open, from an earlier run."""
+        for record in records:
+            self.opened(record)
 
     def note_engines(self) -> None:
-        """The engines have changed: the plan in force is void and a new one due."""
-        self._targets.clear()
-        self._changes += max(self._tuning.plan_every_events, self._table.open_count())
+        """The engines have changed: the plans in force are void and new ones due."""
+        self._groups = Scaled((), ())
+        for course in (self._resolved, self._scaled):
+            course.targets.clear()
+            course.timing.note_news(max(self._tuning.plan_every_events, self._table.open_count()))
 
-    def ask(self, now: float) -> AskPlan | None:
-        """The question, where one is due: enough has changed, none is under way, and there is a choice to make."""
-        tuning = self._tuning
-        # Of few trajectories each event changes much, and at the tail engines fall idle; of many it changes little.
-        count = self._table.open_count()
-        enough = max(min(tuning.plan_every_events, count // 2), count // tuning.plan_trajectories_per_event, 1)
-        if self._changes < enough or now - self._last_asked_s < tuning.plan_interval_s:
-            return None
-        if self._asked_s is not None and now - self._asked_s < tuning.plan_timeout_s:
-            return None
-        specs = self._specs()
-        movable = [record for record in self._table.open_records() if self._movable(record)] if len(specs) > 1 else []
-        self._changes = 0
-        if not movable:
-            return None
-        self._plan_id += 1
-        self._asked_s = self._last_asked_s = now
-        return AskPlan(
-            self._plan_id,
-            tuple(
-                PlanTrajectory(
-                    record.trajectory_id,
-                    remaining_tokens(record, tuning),
-                    record.context_tokens or record.prompt_tokens,
-                    record.engine_id,
-                )
-                for record in movable
-            ),
-            tuple(
-                PlanEngine(
-                    spec.engine_id, spec.slot_limit, spec.kv_tokens_capacity, spec.tensor_parallel, spec.decode_curve
-                )
-                for spec in specs.values()
-            ),
-        )
+    # Plans.
+
+    def target(self, record: TrajectoryRecord) -> str:
+        """Where the plan in force wants a trajectory; empty where it says nothing."""
+        return self._course(record).targets.get(record.trajectory_id, "")
+
+    def ask(self, now: float, *, ticked: bool = False) -> AskPlan | None:
+        """The question, where one is due and there is a choice to make."""
+        for course in (self._resolved, self._scaled):
+            if course.timing.noted and course.timing.due(now, self._table.open_count(), ticked):
+                question = self._question(course.rule)
+                if question is None:
+                    course.timing.nothing_to_ask()
+                else:
+                    course.timing.asked(now)
+                    course.question = question
+                    return question.ask
+        return None
 
     def arrived(self, event: PlanArrived) -> list[str]:
-        """Takes the best of the present placement, a rebalance of it and the plan; names the trajectories that should
-        move.
+        """Takes a plan over, as far as its rule does; names the trajectories that should move.
 
         A plan that is not the last one asked for is ignored: its engines or lengths may be gone.
         """
-        if event.plan_id != self._plan_id or self._asked_s is None:
-            return []
-        self._asked_s = None
-        specs = self._specs()
-        records = [record for record in self._table.open_records() if record.engine_id in specs]
-        works = {record.trajectory_id: self._work(record, specs) for record in records}
-        present = {record.trajectory_id: record.engine_id for record in records}
-        movable = frozenset(record.trajectory_id for record in records if self._movable(record))
-        chosen = self._best(event, present, works, specs, movable)
-        self._targets = {
-            trajectory_id: engine_id
-            for trajectory_id, engine_id in chosen.items()
-            if engine_id != present[trajectory_id]
-        }
-        saved_s = _last(balance.finish_times(present, works, specs)) - _last(balance.finish_times(chosen, works, specs))
-        self._share_s = max(0.0, saved_s) / len(self._targets) if self._targets else 0.0
-        return list(self._targets)
+        for course in (self._resolved, self._scaled):
+            question = course.question
+            if question is not None and question.ask.plan_id == event.plan_id:
+                course.question = None
+                course.timing.answered()
+                return self._follow(course, question, event)
+        return []
 
     def saving_s(self, record: TrajectoryRecord, target: EngineSpec) -> float:
         """Seconds that one move of the plan is worth: its share of what the plan saves, or what it saves the two
@@ -117,60 +151,95 @@ class Planner:
         source = self._engines.spec(record.engine_id)
         if source is None:
             return 0.0
-        pair = {source.engine_id: source, target.engine_id: target}
-        records = [other for engine_id in pair for other in self._table.on(engine_id)]
-        works = {other.trajectory_id: self._work(other, pair) for other in records}
-        placement = {other.trajectory_id: other.engine_id for other in records}
-        before_s = _last(balance.finish_times(placement, works, pair))
-        placement[record.trajectory_id] = target.engine_id
-        after_s = _last(balance.finish_times(placement, works, pair))
-        return max(self._share_s, before_s - after_s)
+        worksheet = self._table.worksheet
+        engines = balance.engine_table((source, target)).rows
+        numbers = (worksheet.engines.of(source.engine_id), worksheet.engines.of(target.engine_id))
+        row = worksheet.row(record.trajectory_id)
+        return max(self._course(record).share_s, balance.saved_s(engines, worksheet.cells, numbers[0], numbers[1], row))
 
-    def _best(
-        self,
-        event: PlanArrived,
-        present: Mapping[str, str],
-        works: Mapping[str, Work],
-        specs: Mapping[str, EngineSpec],
-        movable: frozenset[str],
-    ) -> Mapping[str, str]:
-        margin = self._tuning.plan_margin
-        best: Mapping[str, str] = present
-        times = balance.finish_times(present, works, specs)
-        planned = dict(present)
-        for engine_id, trajectory_ids in event.groups:
-            if engine_id in specs:
-                planned.update(
-                    (trajectory_id, engine_id) for trajectory_id in trajectory_ids if trajectory_id in movable
-                )
-        moved = {trajectory_id: planned[trajectory_id] for trajectory_id in movable}
-        relabelled = {**present, **balance.relabelled(moved, present, works, specs)}
-        for candidate in (balance.rebalanced(present, works, specs, margin, movable), planned, relabelled):
-            candidate_times = balance.finish_times(candidate, works, specs)
-            if balance.better(candidate_times, times, margin):
-                best, times = candidate, candidate_times
-        if best is planned and not balance.better(times, balance.finish_times(relabelled, works, specs), 0.0):
-            return relabelled  # as good, and less to move
-        return best
+    def _course(self, record: TrajectoryRecord) -> Course:
+        return self._resolved if record.policy.replanning is Replanning.RESOLVE else self._scaled
 
-    def _work(self, record: TrajectoryRecord, specs: Mapping[str, EngineSpec]) -> Work:
-        spec = specs[record.engine_id]
-        context_tokens = record.context_tokens or record.prompt_tokens
-        alone_s = remaining_s(record, spec.decode_curve.base_s, self._tuning)
-        return Work(record.trajectory_id, remaining_tokens(record, self._tuning), context_tokens, alone_s)
-
-    def _specs(self) -> dict[str, EngineSpec]:
-        return {engine.spec.engine_id: engine.spec for engine in self._engines if engine.usable}
-
-    def _movable(self, record: TrajectoryRecord) -> bool:
-        return (
-            record.policy.placement is PlacementRule.PLANNED
-            and not record.pinned_engine_id
-            and (record.policy.migrate or record.ticket is None)
-            and record.engine_id in self._engines
-            and (not record.hardware_tags or all(carries_tags(engine, record) for engine in self._engines))
+    def _question(self, replanning: Replanning) -> Question | None:
+        picture = self._pictures.now()
+        if len(picture.roster.specs) < 2:
+            return None
+        chosen = np.flatnonzero(picture.movable(RULE_NUMBERS[replanning]))
+        if not len(chosen):
+            return None
+        live, worksheet = picture.live, self._table.worksheet
+        work = PlanWork(
+            names=worksheet.names,
+            rows=live.rows[chosen],
+            remaining_tokens=live.tokens[chosen],
+            context_tokens=live.context_tokens[chosen],
+            current=picture.placement[chosen],
         )
+        self._plan_id += 1
+        cost_model = self._tuning.plan_cost_model or COST_MODELS[replanning]
+        ask = AskPlan(self._plan_id, work, picture.roster.plan_engines, cost_model)
+        return Question(ask, worksheet.layout)
+
+    def _follow(self, course: Course, question: Question, event: PlanArrived) -> list[str]:
+        picture = self._pictures.now()
+        movable = picture.movable(RULE_NUMBERS[course.rule])
+        engine_of = self._engine_of(question, event)
+        planned = self._planned(picture, question, engine_of, movable)
+        if course.rule is Replanning.RANK_SCALING:
+            engine_ids = [engine.engine_id for engine in question.ask.engines]
+            self._groups = rank_scaling.scaled(question.ask.work, engine_ids, engine_of)
+        else:
+            verdict = resolving.judged(picture, planned, movable, self._tuning)
+            planned, course.share_s = verdict.placement, verdict.share_s
+        moved = np.flatnonzero((planned != picture.placement) & (planned >= 0))
+        specs = picture.roster.specs
+        course.targets = {
+            trajectory_id: specs[index].engine_id
+            for trajectory_id, index in zip(
+                self._table.worksheet.names[picture.live.rows[moved]].tolist(), planned[moved].tolist(), strict=True
+            )
+        }
+        return list(course.targets)
+
+    def _engine_of(self, question: Question, event: PlanArrived) -> Indexes:
+        """For each trajectory of the question the index of its engine there; -1 where the answer says nothing of it."""
+        ask = question.ask
+        engine_of = np.full(len(ask.work), -1, np.int64)
+        if event.engine_of is not None:
+            if len(event.engine_of) == len(ask.work):
+                engine_of[:] = event.engine_of.indexes
+                engine_of[engine_of >= len(ask.engines)] = -1
+        elif event.groups:
+            place = {trajectory_id: at for at, trajectory_id in enumerate(ask.work.trajectory_ids)}
+            index_of = {engine.engine_id: index for index, engine in enumerate(ask.engines)}
+            for engine_id, trajectory_ids in event.groups:
+                at = [place[trajectory_id] for trajectory_id in trajectory_ids if trajectory_id in place]
+                engine_of[np.array(at, np.int64)] = index_of.get(engine_id, -1)
+        return engine_of
+
+    def _planned(self, picture: Picture, question: Question, engine_of: Indexes, movable: Flags) -> Indexes:
+        """The plan as a placement of the trajectories and engines that are here now."""
+        worksheet, roster = self._table.worksheet, picture.roster
+        rows = question.ask.work.rows
+        if worksheet.layout != question.layout:
+            rows = np.array([worksheet.row(name) for name in question.ask.work.trajectory_ids], np.int64)
+        here = np.array([roster.index_of.get(engine.engine_id, -1) for engine in question.ask.engines], np.int64)
+        wanted = np.full(worksheet.used, -1, np.int64)
+        known = (rows >= 0) & (engine_of >= 0)
+        wanted[rows[known]] = here[engine_of[known]]
+        wanted = wanted[picture.live.rows]
+        return np.where(movable & (wanted >= 0), wanted, picture.placement)
 
 
-def _last(times: Mapping[str, float]) -> float:
-    return max(times.values(), default=0.0)
+def gated(record: TrajectoryRecord) -> bool:
+    """Whether a move of the trajectory must be worth its cost, and it rests between moves."""
+    return record.policy.replanning is not Replanning.RANK_SCALING
+
+
+def _ranked(record: TrajectoryRecord) -> bool:
+    policy = record.policy
+    return (
+        policy.replanning is Replanning.RANK_SCALING
+        and policy.placement is PlacementRule.PLANNED
+        and not record.pinned_engine_id
+    )

@@ -4,6 +4,8 @@ Invariant: never negative, never more than the trajectory's cap leaves (one over
 set every bound).
 """
 
+import math
+
 from treadle_core.model import DEFAULT_BASE_S, EngineSpec, TrajectoryRecord
 from treadle_core.tuning import Tuning
 
@@ -18,6 +20,18 @@ def remaining_tokens(record: TrajectoryRecord, tuning: Tuning) -> float:
     if record.max_total_tokens:
         left = min(left, float(max(0, record.max_total_tokens - record.gen_tokens)))
     return left
+
+
+def reserve_tokens(record: TrajectoryRecord, mean_observed_tokens: float, tuning: Tuning) -> int:
+    """KV tokens that an engine holds room for: the context that is here and a share of its growth to the end, which is
+    what is left to sample and what the tools of the turns left will say, as much a turn as they said so far (before any
+    did: `mean_observed_tokens`, of all)."""
+    context_tokens = record.context_tokens or record.prompt_tokens
+    turns = record.prediction.remaining_turns.p50 if record.prediction and record.prediction.remaining_turns else 0.0
+    observed = context_tokens - record.prompt_tokens - record.gen_tokens
+    a_turn = observed / record.next_turn if record.next_turn > 0 and observed > 0 else mean_observed_tokens
+    growth = remaining_tokens(record, tuning) + max(0.0, turns - 1.0) * a_turn
+    return context_tokens + math.ceil(tuning.reserve_share * growth)
 
 
 def remaining_s(record: TrajectoryRecord, token_s: float, tuning: Tuning) -> float:

@@ -6,8 +6,18 @@ needs no messages, because every step ages at the same rate, so that `work - (no
 as `work + asked * rate` does at any time. The time stands in the float relative to `epoch_s` (the controller's first
 start), which keeps it short.
 
-Progressive (Heddle 4.2): predicted remaining TIME, tokens and tool calls together (tools can be the bound), on a log2
+PROGRESSIVE (Heddle 4.2): predicted remaining TIME, tokens and tool calls together (tools can be the bound), on a log2
 scale, so that hysteresis and aging are ratios and fit a toy model and a large one alike.
+
+The baselines, and whose they are:
+- ROUND_ROBIN: steps in the order of asking, which is what verl's and slime's engines do with a returning step.
+- FCFS: trajectories in the order of opening; a returning step keeps its trajectory's place.
+- LEAST_ATTAINED: what Autellix calls program-level attained service (PLAS): whose program has been served least so far,
+  its earlier calls together, runs first. Nothing is predicted. Where it differs: Autellix counts seconds of service in
+  a few queue levels and demotes a call while it runs; here sampled tokens on a log2 scale stand for the levels and a
+  call keeps what it started with. Autellix lifts a call by its ratio of waiting to service; here all age alike.
+- SHORTEST_FIRST: shortest predicted remaining tokens first (SRPT), the shortest-job-first policy that Heddle's text
+  compares itself with under Autellix's name; it needs the predictor, which Autellix does not have.
 """
 
 import math

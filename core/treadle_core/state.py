@@ -3,7 +3,9 @@ none."""
 
 from dataclasses import dataclass, field
 
+from treadle_core.deadlines import Deadlines
 from treadle_core.engines import EngineRegistry
+from treadle_core.events import StepRequested
 from treadle_core.model import Policy, TrajectoryRecord
 from treadle_core.planning import Planner
 from treadle_core.remaining import token_s
@@ -15,8 +17,9 @@ from treadle_core.tuning import Tuning
 
 @dataclass
 class State:
-    """The parts. `unannounced`: closed trajectories whose closing is to be published, and from when on. `mean_tool_s`:
-    over all calls."""
+    """The parts. `unannounced`: closed trajectories whose closing is to be published, and from when on. `sweeps`: when
+    each trajectory might be abandoned, or be forgotten. `mean_tool_s`: over all calls; `mean_observed_tokens`: of the
+    context, a turn, that tools brought. `held`: requests for tickets that are not answered yet (`holding.py`)."""
 
     tuning: Tuning
     policy: Policy
@@ -26,7 +29,10 @@ class State:
     planner: Planner
     orderings: Orderings
     unannounced: dict[str, float] = field(default_factory=dict)
+    sweeps: Deadlines = field(default_factory=Deadlines)
     mean_tool_s: float = 0.0
+    mean_observed_tokens: float = 0.0
+    held: dict[str, StepRequested] = field(default_factory=dict)
 
     @classmethod
     def new(cls, policy: Policy, tuning: Tuning, epoch_s: float) -> "State":
@@ -41,6 +47,7 @@ class State:
             siting=Siting(engines, table, tuning),
             planner=Planner(engines, table, tuning),
             orderings=Orderings(tuning, epoch_s),
+            mean_observed_tokens=tuning.expected_observed_tokens,
         )
 
     def priority(self, record: TrajectoryRecord) -> float:

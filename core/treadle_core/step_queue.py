@@ -12,6 +12,7 @@ two steps never take turns without getting on.
 """
 
 import enum
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -63,7 +64,7 @@ class _State(enum.Enum):
     EVICTING = enum.auto()
 
 
-@dataclass
+@dataclass(slots=True)
 class _Entry:
     step_id: str
     priority: float
@@ -77,6 +78,10 @@ class _Entry:
         return (-self.priority, self.arrival)
 
 
+def _rank(entry: _Entry) -> tuple[float, int]:
+    return entry.rank
+
+
 class StepQueue:
     """See the module. Step ids are the caller's; unknown ones raise KeyError except where said otherwise."""
 
@@ -85,6 +90,9 @@ class StepQueue:
         self.paused = False
         self._entries: dict[str, _Entry] = {}
         self._arrivals = 0
+        # Those that wait, best ranked first, and those that run; the rest are being evicted.
+        self._waiting: list[_Entry] = []
+        self._running: dict[str, _Entry] = {}
 
     def add(self, step_id: str, priority: float) -> None:
         """A step arrived. Raises QueueFull, ValueError for an id that is here already."""
@@ -93,8 +101,9 @@ class StepQueue:
         free = 0 if self.paused else self.policy.slots - self._held()
         if self.waiting - free >= self.policy.capacity:
             raise QueueFull(self.policy.capacity)
-        self._entries[step_id] = _Entry(step_id, priority, self._arrivals)
+        entry = self._entries[step_id] = _Entry(step_id, priority, self._arrivals)
         self._arrivals += 1
+        insort(self._waiting, entry, key=_rank)
 
     def progress(self, step_id: str, tokens: int) -> bool:
         """The step has made `tokens` tokens since its admission; True when that makes it evictable while others wait:
@@ -109,53 +118,70 @@ class StepQueue:
         entry = self._entries.get(step_id)
         if entry is None:
             return False
+        waits = entry.state is _State.WAITING
+        if waits:
+            self._take(entry)
         entry.priority = priority
+        if waits:
+            insort(self._waiting, entry, key=_rank)
         return True
 
     def evicted(self, step_id: str) -> None:
         """The engine has let the step go; it waits again, in its old place."""
         entry = self._entries[step_id]
+        if entry.state is _State.WAITING:
+            return
+        self._running.pop(step_id, None)
         entry.state, entry.tokens = _State.WAITING, 0
+        insort(self._waiting, entry, key=_rank)
 
     def remove(self, step_id: str) -> None:
         """The step is over, whatever it was doing. Unknown ids are fine."""
-        self._entries.pop(step_id, None)
+        entry = self._entries.pop(step_id, None)
+        if entry is None:
+            return
+        if entry.state is _State.WAITING:
+            self._take(entry)
+        self._running.pop(step_id, None)
 
     def decide(self) -> list[Admit | Evict]:
         """What to do now, best ranked first. The states change as if it were done; call it after every report."""
         return list(self._evictions_for_pause() if self.paused else self._decisions())
 
     def _decisions(self) -> Iterator[Admit | Evict]:
-        waiting = sorted((e for e in self._entries.values() if e.state is _State.WAITING), key=lambda e: e.rank)
         free = self.policy.slots - self._held()
-        for entry in waiting[:free]:
+        for _ in range(min(free, len(self._waiting))):
+            entry = self._waiting.pop(0)
             entry.state, entry.tokens = _State.RUNNING, 0
+            self._running[entry.step_id] = entry
             yield Admit(entry.step_id)
         if not self.policy.preempt:
             return
         # Slots that are being given up already are spoken for by the best of those that still wait.
-        for candidate in waiting[free + self._count(_State.EVICTING) :]:
-            running = [e for e in self._entries.values() if e.state is _State.RUNNING]
-            if not running:
+        for candidate in self._waiting[self._held() - len(self._running) :]:
+            if not self._running:
                 return
-            lowest = max(running, key=lambda e: e.rank)
+            lowest = max(self._running.values(), key=_rank)
             outranked = candidate.priority > lowest.priority + self.policy.hysteresis
             if not outranked or lowest.tokens < self.policy.min_run_tokens:
                 return  # those that follow rank below this candidate, so they evict nobody either
-            lowest.state = _State.EVICTING
-            yield Evict(lowest.step_id, candidate.step_id)
+            yield self._evict(lowest, candidate.step_id)
 
     def _evictions_for_pause(self) -> Iterator[Evict]:
-        for entry in sorted(self._entries.values(), key=lambda e: e.rank):
-            if entry.state is _State.RUNNING:
-                entry.state = _State.EVICTING
-                yield Evict(entry.step_id, "")
+        for entry in sorted(self._running.values(), key=_rank):
+            yield self._evict(entry, "")
+
+    def _evict(self, entry: _Entry, by: str) -> Evict:
+        entry.state = _State.EVICTING
+        del self._running[entry.step_id]
+        return Evict(entry.step_id, by)
+
+    def _take(self, entry: _Entry) -> None:
+        """Out of the waiting line. Ranks differ, since arrivals do."""
+        del self._waiting[bisect_left(self._waiting, entry.rank, key=_rank)]
 
     def _held(self) -> int:
-        return len(self._entries) - self._count(_State.WAITING)
-
-    def _count(self, state: _State) -> int:
-        return sum(1 for entry in self._entries.values() if entry.state is state)
+        return len(self._entries) - len(self._waiting)
 
     @property
     def running(self) -> int:
@@ -165,7 +191,7 @@ class StepQueue:
     @property
     def waiting(self) -> int:
         """Steps that hold none."""
-        return self._count(_State.WAITING)
+        return len(self._waiting)
 
     def __contains__(self, step_id: str) -> bool:
         return step_id in self._entries

@@ -8,10 +8,10 @@ asks for the next) is taken before the engine's own account arrives: the account
 
 import enum
 import hashlib
-from dataclasses import replace
 
 from treadle_core.events import StepFinished, StepRequested
 from treadle_core.model import TicketStatus, TrajectoryRecord, TrajectoryState
+from treadle_core.records import changed
 from treadle_core.refusals import BadField, RequestIdReused, StepInFlight, TrajectoryIsClosed, TurnOutOfOrder
 
 # 48 bits in front of every ticket id. The engine matches request ids by prefix when it aborts, so no ticket id may be a
@@ -110,9 +110,9 @@ def left_behind(record: TrajectoryRecord) -> TrajectoryRecord:
     ticket = record.ticket
     if ticket is None or ticket.status is TicketStatus.DONE:
         return record
-    return replace(
+    return changed(
         record,
-        ticket=replace(ticket, status=TicketStatus.DONE),
+        ticket=changed(ticket, status=TicketStatus.DONE),
         uncounted=(*record.uncounted, ticket.ticket_id)[-UNCOUNTED_KEPT:],
         next_turn=ticket.turn + 1,
         state=TrajectoryState.IDLE,
@@ -125,10 +125,10 @@ def taken_back(record: TrajectoryRecord) -> TrajectoryRecord:
     ticket = record.ticket
     if ticket is None or ticket.status is not TicketStatus.DONE:
         return record
-    return replace(
+    return changed(
         record,
         gen_tokens=record.gen_tokens - ticket.output_tokens,
-        ticket=replace(ticket, output_tokens=0),
+        ticket=changed(ticket, output_tokens=0),
         uncounted=tuple(other for other in record.uncounted if other != ticket.ticket_id),
         next_turn=ticket.turn,
     )
@@ -139,13 +139,13 @@ def finished(record: TrajectoryRecord, event: StepFinished, now: float) -> Traje
     ticket)."""
     ticket = record.ticket
     if event.ticket_id in record.uncounted:
-        counted = replace(
+        counted = changed(
             record,
             gen_tokens=record.gen_tokens + event.output_tokens,
             uncounted=tuple(other for other in record.uncounted if other != event.ticket_id),
         )
         if ticket is not None and ticket.ticket_id == event.ticket_id:
-            counted = replace(counted, ticket=replace(ticket, output_tokens=event.output_tokens))
+            counted = changed(counted, ticket=changed(ticket, output_tokens=event.output_tokens))
         return counted
     if (
         not record.is_open
@@ -154,9 +154,9 @@ def finished(record: TrajectoryRecord, event: StepFinished, now: float) -> Traje
         or ticket.status is TicketStatus.DONE
     ):
         return None
-    return replace(
+    return changed(
         record,
-        ticket=replace(ticket, status=TicketStatus.DONE, output_tokens=event.output_tokens),
+        ticket=changed(ticket, status=TicketStatus.DONE, output_tokens=event.output_tokens),
         gen_tokens=record.gen_tokens + event.output_tokens,
         context_tokens=event.context_tokens + event.output_tokens,
         next_turn=ticket.turn + 1,

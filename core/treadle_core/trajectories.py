@@ -1,37 +1,62 @@
 """The table of trajectories, with the sums over each engine that placement asks for all the time.
 
-Owns every TrajectoryRecord. Invariant: the tallies equal what a walk over the open records would give; only `put` and
-`forget` write.
+Owns every TrajectoryRecord, the tallies and the worksheet. Invariant: tallies and worksheet equal what a walk over the
+open records would give; only `put` and `forget` write.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from treadle_core.model import TrajectoryRecord
+from treadle_core.model import PlacementRule, Replanning, TicketStatus, TrajectoryRecord
 from treadle_core.refusals import TrajectoryNotFound
-from treadle_core.remaining import remaining_tokens
+from treadle_core.remaining import remaining_tokens, remaining_tool_s
 from treadle_core.tuning import Tuning
+from treadle_core.worksheet import NOT_PLANNED, Worksheet
+
+# Numbers of the replanning rules in the worksheet.
+RESOLVED, SCALED = 1.0, 2.0
+RULE_NUMBERS = {Replanning.RESOLVE: RESOLVED, Replanning.RANK_SCALING: SCALED}
 
 
 @dataclass(slots=True)
 class Tally:
-    """Of one engine: open trajectories, live tickets, predicted tokens left."""
+    """Of one engine: open trajectories, live tickets, predicted tokens left, those of them that have begun, and the KV
+    tokens that these may grow to."""
 
     trajectories: int = 0
+    begun: int = 0
+    kv_reserve_tokens: int = 0
     live_tickets: int = 0
     tokens: float = 0.0
+
+
+NOTHING = Tally()  # of an engine that has none; nobody writes it
+
+
+@dataclass(slots=True)
+class _Counted:
+    """What an open trajectory stands for in the sums: on which engine, which tokens, whether its ticket is live,
+    whether it has begun, the KV tokens that it may grow to."""
+
+    engine_id: str
+    tally: Tally
+    tokens: float
+    live: bool
+    begun: bool
+    reserve: int
 
 
 class TrajectoryTable:
     """Trajectories by id, in the order of opening."""
 
     def __init__(self, tuning: Tuning) -> None:
+        self.worksheet = Worksheet()
         self._tuning = tuning
         self._records: dict[str, TrajectoryRecord] = {}
-        self._open: dict[str, None] = {}
+        self._counted: dict[str, _Counted] = {}  # of each open trajectory, in the order of opening
         self._on: dict[str, dict[str, None]] = {}
         self._tallies: dict[str, Tally] = {}
-        self._counted: dict[str, float] = {}  # the tokens that each open trajectory stands for in its engine's tally
+        self._moving: dict[str, None] = {}
 
     def __len__(self) -> int:
         return len(self._records)
@@ -54,59 +79,109 @@ class TrajectoryTable:
 
     def open_records(self) -> list[TrajectoryRecord]:
         """Those that are open, in the order of opening."""
-        return [self._records[trajectory_id] for trajectory_id in self._open]
+        return [self._records[trajectory_id] for trajectory_id in self._counted]
 
     def on(self, engine_id: str) -> list[TrajectoryRecord]:
         """The open ones whose engine this is."""
         return [self._records[trajectory_id] for trajectory_id in self._on.get(engine_id, ())]
 
+    def moving(self) -> list[TrajectoryRecord]:
+        """Those with a move under way."""
+        return [self._records[trajectory_id] for trajectory_id in self._moving]
+
     def open_count(self) -> int:
         """How many are open."""
-        return len(self._open)
+        return len(self._counted)
 
     def tally(self, engine_id: str) -> Tally:
-        """The sums of an engine; zeros where it has none."""
-        return self._tallies.get(engine_id, Tally())
+        """The sums of an engine, to be read only; zeros where it has none."""
+        return self._tallies.get(engine_id, NOTHING)
 
     def put(self, record: TrajectoryRecord) -> None:
         """Makes this the record of its trajectory."""
-        old = self._records.get(record.trajectory_id)
-        if old is not None:
-            self._discount(old)
-        self._records[record.trajectory_id] = record
+        trajectory_id = record.trajectory_id
+        self._records[trajectory_id] = record
+        if record.move is not None:
+            self._moving[trajectory_id] = None
+        elif trajectory_id in self._moving:
+            del self._moving[trajectory_id]
         if record.is_open:
-            self._open[record.trajectory_id] = None
             self._count(record)
         else:
-            self._open.pop(record.trajectory_id, None)
+            self._discount(trajectory_id)
 
     def forget(self, trajectory_id: str) -> None:
         """Removes a trajectory."""
-        record = self._records.pop(trajectory_id, None)
-        if record is not None:
-            self._discount(record)
-            self._open.pop(trajectory_id, None)
+        if self._records.pop(trajectory_id, None) is not None:
+            self._moving.pop(trajectory_id, None)
+            self._discount(trajectory_id)
 
     def _count(self, record: TrajectoryRecord) -> None:
-        tally = self._tallies.setdefault(record.engine_id, Tally())
+        trajectory_id, engine_id = record.trajectory_id, record.engine_id
         tokens = remaining_tokens(record, self._tuning)
-        self._counted[record.trajectory_id] = tokens
-        self._on.setdefault(record.engine_id, {})[record.trajectory_id] = None
-        tally.trajectories += 1
-        tally.tokens += tokens
-        if record.live_ticket is not None:
-            tally.live_tickets += 1
+        ticket = record.ticket
+        begun = ticket is not None
+        live = ticket is not None and ticket.status is TicketStatus.LIVE
+        reserve = ticket.kv_reserve_tokens if ticket is not None else 0
+        counted = self._counted.get(trajectory_id)
+        if counted is not None and counted.engine_id == engine_id:
+            tally = counted.tally
+            tally.tokens += tokens - counted.tokens
+            tally.live_tickets += live - counted.live
+            tally.begun += begun - counted.begun
+            tally.kv_reserve_tokens += reserve - counted.reserve
+            counted.tokens, counted.live, counted.begun, counted.reserve = tokens, live, begun, reserve
+        else:
+            if counted is not None:
+                self._leave(trajectory_id, counted)
+            tally = self._tallies.get(engine_id) or self._tallies.setdefault(engine_id, Tally())
+            tally.trajectories += 1
+            tally.tokens += tokens
+            tally.live_tickets += live
+            tally.begun += begun
+            tally.kv_reserve_tokens += reserve
+            self._counted[trajectory_id] = _Counted(engine_id, tally, tokens, live, begun, reserve)
+            self._on.setdefault(engine_id, {})[trajectory_id] = None
+        worksheet = self.worksheet
+        worksheet.put(
+            trajectory_id,
+            (
+                tokens,
+                record.context_tokens or record.prompt_tokens,
+                remaining_tool_s(record),
+                worksheet.engines.of(engine_id),
+                _rule(record),
+                worksheet.tags.of(record.hardware_tags),
+                float(begun),
+            ),
+        )
 
-    def _discount(self, record: TrajectoryRecord) -> None:
-        tokens = self._counted.pop(record.trajectory_id, None)
-        if tokens is None:
-            return
-        del self._on[record.engine_id][record.trajectory_id]
-        tally = self._tallies[record.engine_id]
+    def _discount(self, trajectory_id: str) -> None:
+        counted = self._counted.pop(trajectory_id, None)
+        if counted is not None:
+            self._leave(trajectory_id, counted)
+            self.worksheet.drop(trajectory_id)
+
+    def _leave(self, trajectory_id: str, counted: _Counted) -> None:
+        tally = counted.tally
+        del self._on[counted.engine_id][trajectory_id]
         tally.trajectories -= 1
-        tally.tokens -= tokens
-        if record.live_ticket is not None:
-            tally.live_tickets -= 1
+        tally.tokens -= counted.tokens
+        tally.live_tickets -= counted.live
+        tally.begun -= counted.begun
+        tally.kv_reserve_tokens -= counted.reserve
         if tally.trajectories == 0:
-            del self._tallies[record.engine_id]  # and with it the rounding of its sums
-            del self._on[record.engine_id]
+            del self._tallies[counted.engine_id]  # and with it the rounding of its sums
+            del self._on[counted.engine_id]
+
+
+def _rule(record: TrajectoryRecord) -> float:
+    """The number of the rule that may move a trajectory, as far as its record says."""
+    policy = record.policy
+    if (
+        policy.placement is PlacementRule.PLANNED
+        and not record.pinned_engine_id
+        and (policy.migrate or record.ticket is None)
+    ):
+        return RESOLVED if policy.replanning is Replanning.RESOLVE else SCALED
+    return NOT_PLANNED

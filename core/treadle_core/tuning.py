@@ -3,6 +3,8 @@ others."""
 
 from dataclasses import dataclass
 
+from treadle_core.costs import CostModel
+
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
@@ -53,6 +55,21 @@ class Tuning:
     # A plan, or a rebalance, must beat the placement we have by this fraction of its makespan: cost models are right to
     # about 10%.
     plan_margin: float = 0.10
+    # The cost model that plans are made by; None: each replanning rule's own (LINEAR_INTEGRAL where the partition is
+    # solved again, GROUP_SIZE where Heddle's ranks are scaled).
+    plan_cost_model: CostModel | None = None
+    # CACHE_AWARE leaves the engine that holds a prefix where the most loaded engine has more than this many steps more
+    # than the least loaded, ...
+    skew_steps: int = 32
+    # ... and more than this many times as many: both defaults of the SGLang router's cache-aware policy.
+    skew_ratio: float = 1.1
+
+    # Of a trajectory's predicted growth, the share that its engine holds room for. Less than all would trust that not
+    # all are at their longest at once; between 0.7 and 1 it made no difference that stands out from seed to seed.
+    reserve_share: float = 1.0
+    # An engine belongs to the pool that trajectories which have not begun are dealt over where its longest could be
+    # this many times as long as predicted and not be the last: a first prediction is off by so much once in ten times.
+    pool_slack: float = 2.0
 
     # Bytes a second that one prefix moves through shared storage: a local SSD or 10 GbE; RDMA is faster, then a move is
     # only cheaper.
@@ -69,3 +86,7 @@ class Tuning:
     unknown_tool_s: float = 0.0
     # Weight of the newest tool call in a trajectory's running mean of tool times.
     tool_mean_weight: float = 0.5
+    # Tokens that a tool's answer adds to a context where none was seen yet, as after a restart: a line or two.
+    expected_observed_tokens: float = 100.0
+    # Weight of one trajectory's observed tokens a turn in the running mean over all: of the last hundred or so.
+    observed_mean_weight: float = 0.01

@@ -24,7 +24,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryWork:
-    """One sample of a prompt. `censored`: cut by a limit, so its length is a lower bound of what it would have been."""
+    """One sample of a prompt. `censored`: cut by a limit, so its length is a lower bound of what it would have been.
+
+    hardware_tags: that its engines must carry; none: any engine does.
+    """
 
     prompt_id: str
     sample: int
@@ -32,6 +35,7 @@ class TrajectoryWork:
     steps: tuple[Step, ...]
     reward: float | None = None
     censored: bool = False
+    hardware_tags: tuple[str, ...] = ()
 
     @property
     def gen_tokens(self) -> int:

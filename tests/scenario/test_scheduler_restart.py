@@ -206,7 +206,9 @@ async def test_a_request_made_before_the_kill_gets_the_same_answer_after_it(
             assert one.trajectory.trajectory_id == other.trajectory.trajectory_id
         current = await loop.call("GetPolicy", pb.GetPolicyRequest())
         assert current == pb.GetPolicyResponse(
-            policy=pb.Policy(**{**_fields(policy), "objective": pb.OBJECTIVE_MAKESPAN})
+            policy=pb.Policy(
+                **{**_fields(policy), "objective": pb.OBJECTIVE_MAKESPAN, "replanning": pb.REPLANNING_RESOLVE}
+            )
         )
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await loop.call(

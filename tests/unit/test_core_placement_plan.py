@@ -153,7 +153,7 @@ def test_without_engines_there_is_no_plan() -> None:
 
 def test_the_largest_figures_that_are_let_in_overflow_nothing() -> None:
     huge = DecodeCurve(1e12, 1e12, 1e12, 1e-6)
-    engines = [PlanEngine(f"e{index}", 1, 1, 1, huge) for index in range(3)]
+    engines = [PlanEngine(f"e{index}", 1, 10**15, 1, huge) for index in range(3)]
     for model in CostModel:
         found = plan([trajectory(f"t{index}", 1e15, 10**15) for index in range(10)], engines, model)
         assert math.isfinite(found.makespan_s)

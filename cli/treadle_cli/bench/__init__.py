@@ -6,23 +6,44 @@ its own and is named in BENCHES; what was measured with them stands in the folde
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from treadle_cli.bench import control_plane
+from treadle_cli.bench import (
+    affinity,
+    completion,
+    control_plane,
+    controller,
+    fidelity,
+    heddle12,
+    long_tail,
+    overheads,
+    parallelism,
+    placement,
+    placement_rules,
+    replan,
+    resources,
+    scheduling,
+    simulator,
+    workloads,
+)
 from treadle_cli.bench.options import BenchOptions
 
 Run = Callable[[BenchOptions], Awaitable[dict[str, Any]]]
+Redraw = Callable[[Mapping[str, Any], Path], None]
 
 
 @dataclass(frozen=True)
 class Bench:
-    """One figure. summary: one line of help. run: measures, and gives the keys and their values. engines: whether it
-    starts engines."""
+    """One figure. summary: one line of help. run: measures, and gives the keys and their values. engines: how many it
+    starts, each of which takes a core where there is no GPU. redraw: writes page and picture of what `run` gave into a
+    folder, where the bench can."""
 
     name: str
     summary: str
     run: Run
-    engines: bool = False
+    engines: int = 0
+    redraw: Redraw | None = None
 
 
 BENCHES: Mapping[str, Bench] = {
@@ -33,7 +54,97 @@ BENCHES: Mapping[str, Bench] = {
             "What the control plane costs: ScheduleStep alone and 32 in flight, and a step through the sidecar against "
             "the engine's HTTP alone. Takes about 4 minutes on 2 cores.",
             control_plane.run,
-            engines=True,
+            engines=1,
+        ),
+        Bench(
+            "fidelity",
+            "The same rollout on two live engines and in the simulator, on the profile measured on them. --repeats: "
+            "live plays of each policy. Takes 3 minutes, and 2 a repeat, on 2 cores.",
+            fidelity.run,
+            engines=fidelity.ENGINES,
+        ),
+        Bench(
+            "controller",
+            "Events a second of the scheduler's controller, on the events of 6,400 trajectories on 64 engines. Takes "
+            "about 4 minutes.",
+            controller.run,
+        ),
+        Bench(
+            "replan",
+            "Milliseconds of one plan for 6,400 live trajectories: asking, solving, judging. Takes about a minute.",
+            replan.run,
+        ),
+        Bench(
+            "long-tail",
+            "The longest of K log-normal lengths: a formula that is taught, against drawing. Takes seconds.",
+            long_tail.run,
+        ),
+        Bench(
+            "placement",
+            "The exact placement of up to 1,000,000 trajectories on 1,024 engines, against the dynamic program. Takes "
+            "about a minute.",
+            placement.run,
+        ),
+        Bench(
+            "resources",
+            "The exact resource plan for 64 and 1,024 GPUs, against annealing and the best single degree. Takes about "
+            "2 minutes.",
+            resources.run,
+        ),
+        Bench(
+            "workloads",
+            "Lengths, steps and tool times of the simulator's workloads and of public traces (--data), and what each "
+            "predictor finds of the longest. Takes about 2 minutes.",
+            workloads.run,
+        ),
+        Bench(
+            heddle12.NAME,
+            "Heddle's Figure 12: coding, search and math on three models and 64 GPUs, every system and the bound; "
+            "--scale for a part of it. Takes about an hour on 2 cores.",
+            heddle12.run,
+            redraw=heddle12.redraw,
+        ),
+        Bench(
+            completion.NAME,
+            "Heddle's Figure 4: when trajectories end under verl. Takes about a minute.",
+            completion.run,
+            redraw=completion.redraw,
+        ),
+        Bench(
+            scheduling.NAME,
+            "Heddle's Figure 14: which step runs first. Takes about 20 minutes, a few with --scale 0.25.",
+            scheduling.run,
+            redraw=scheduling.redraw,
+        ),
+        Bench(
+            placement_rules.NAME,
+            "Heddle's Figure 15: which engine runs a step. Takes about 10 minutes, a few with --scale 0.25.",
+            placement_rules.run,
+            redraw=placement_rules.redraw,
+        ),
+        Bench(
+            parallelism.NAME,
+            "Heddle's Figure 16: engines of one degree and of mixed degrees. Takes about 10 minutes.",
+            parallelism.run,
+            redraw=parallelism.redraw,
+        ),
+        Bench(
+            overheads.NAME,
+            "Heddle's Tables 1 and 2: what prediction, moves, placement and resource plans add. Takes about 2 minutes.",
+            overheads.run,
+            redraw=overheads.redraw,
+        ),
+        Bench(
+            affinity.NAME,
+            "RollArt's Figure 4: work on H20 against work on H800, and routing between them. Takes about 2 minutes.",
+            affinity.run,
+            redraw=affinity.redraw,
+        ),
+        Bench(
+            simulator.NAME,
+            "Wall seconds of one simulated rollout of 6,400 trajectories on 64 GPUs. Takes about 5 minutes.",
+            simulator.run,
+            redraw=simulator.redraw,
         ),
     )
 }

@@ -16,7 +16,8 @@ class BenchOptions:
 
     plan: the engines to start, None where the bench needs none. traces: a trace file (docs/traces.md) to run on instead
     of the bench's own workload. data: a folder of public traces and engine measurements. pictures: a folder to draw
-    into, None for no pictures. progress: where what happens is told, never stdout. hurry: see ProcessTree.
+    into, None for no pictures. progress: where what happens is told, never stdout. hurry: see ProcessTree. scale: of a
+    simulated figure's GPUs and trajectories, None for the bench's own choice. workers: processes that simulate at once.
     """
 
     plan: EnginePlan | None = None
@@ -27,6 +28,8 @@ class BenchOptions:
     pictures: Path | None = None
     progress: Console = field(default_factory=lambda: Console(stderr=True))
     hurry: asyncio.Event | None = None
+    scale: float | None = None
+    workers: int = 2
 
     @property
     def engines(self) -> EnginePlan:

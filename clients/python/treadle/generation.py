@@ -37,6 +37,8 @@ MAX_FRUITLESS_LOSSES = 5
 # ticket's life.
 _STALE_TICKET = frozenset({"TICKET_EXPIRED", "TICKET_WRONG_ENGINE"})
 
+STEP_HELD = "STEP_HELD"  # ErrorInfo.reason of a ticket that waits for room on an engine
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -222,9 +224,15 @@ class StepRun:
 
     async def _schedule(self, request: scheduler_pb2.ScheduleStepRequest, timeout_s: float) -> ticket_pb2.Ticket:
         self.unanswered = request
-        answer = await self._mesh.calls.unary(self._mesh.scheduler.ScheduleStep, request, timeout_s)
-        self.unanswered = None
-        return answer.ticket
+        while True:
+            try:
+                answer = await self._mesh.calls.unary(self._mesh.scheduler.ScheduleStep, request, timeout_s)
+            except TreadleError as error:
+                if error.reason != STEP_HELD:
+                    raise
+                continue  # the scheduler has it in its line, and answers when there is room: no fault to time out on
+            self.unanswered = None
+            return answer.ticket
 
     def _take(self, event: engine_pb2.GenerateResponse, assembly: StepAssembly) -> Chunk | None:
         """Adds one event; the chunk to hand on, where it brought tokens."""

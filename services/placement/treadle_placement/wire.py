@@ -40,6 +40,7 @@ async def wire(runtime: Runtime) -> Wiring:
 
 
 def warm_up(curve: DecodeCurve) -> None:
-    """One small plan under each cost model."""
+    """One small plan under each cost model, for unlike engines of which one holds the trajectory: all kernels run."""
+    engines = [PlanEngine("warm-up", 1, 0, 1, curve), PlanEngine("warm-up-too", 2, 0, 1, curve)]
     for model in CostModel:
-        plan([PlanTrajectory("warm-up", 1.0, 1, "")], [PlanEngine("warm-up", 1, 0, 1, curve)], model)
+        plan([PlanTrajectory("warm-up", 1.0, 1, "warm-up")], engines, model)

@@ -131,13 +131,15 @@ def deregister_engine(request: pb.DeregisterEngineRequest) -> None:
 
 
 def set_policy(request: pb.SetPolicyRequest) -> None:
-    """SetPolicy. The objective may stay unspecified: makespan."""
+    """SetPolicy. Two may stay unspecified: the objective is makespan then, replanning resolves."""
     identifier("request_id", request.request_id)
     require(request.HasField("policy"), "policy", "must be set")
     _enum("policy.ordering", request.policy, request.policy.ordering)
     _enum("policy.placement", request.policy, request.policy.placement)
     if request.policy.objective:
         _enum("policy.objective", request.policy, request.policy.objective)
+    if request.policy.replanning:
+        _enum("policy.replanning", request.policy, request.policy.replanning)
 
 
 def _load(load: engine_pb2.Load) -> None:

@@ -1,5 +1,4 @@
-"""Messages of clients and sidecars to core values and back. Requests are checked before they come here
-(`checks.py`)."""
+"""Messages of clients and sidecars to core values and back. Requests were checked before (`checks.py`)."""
 
 import hashlib
 
@@ -30,6 +29,7 @@ from treadle_core.model import (
     Outcome,
     PlacementRule,
     Policy,
+    Replanning,
     TicketRecord,
     TrajectoryRecord,
     TrajectoryState,
@@ -70,8 +70,15 @@ PLACEMENTS = {
     pb.PLACEMENT_RULE_PLANNED: PlacementRule.PLANNED,
     pb.PLACEMENT_RULE_PINNED: PlacementRule.PINNED,
     pb.PLACEMENT_RULE_LEAST_LOAD: PlacementRule.LEAST_LOAD,
+    pb.PLACEMENT_RULE_CACHE_AWARE: PlacementRule.CACHE_AWARE,
 }
 PLACEMENT_NUMBERS = {rule: number for number, rule in PLACEMENTS.items()}
+REPLANNINGS = {
+    pb.REPLANNING_UNSPECIFIED: Replanning.RESOLVE,
+    pb.REPLANNING_RESOLVE: Replanning.RESOLVE,
+    pb.REPLANNING_RANK_SCALING: Replanning.RANK_SCALING,
+}
+REPLANNING_NUMBERS = {replanning: number for number, replanning in REPLANNINGS.items()}
 KV_TRANSFERS = {KvTransfer.PREFILL: engine_pb2.KV_TRANSFER_PREFILL, KvTransfer.STORAGE: engine_pb2.KV_TRANSFER_STORAGE}
 
 
@@ -166,6 +173,8 @@ def policy(message: pb.Policy) -> Policy:
         placement=PLACEMENTS[message.placement],
         migrate=message.migrate,
         preempt=message.preempt,
+        replanning=REPLANNINGS[message.replanning],
+        reserve=message.reserve,
     )
 
 
@@ -177,6 +186,8 @@ def policy_message(value: Policy) -> pb.Policy:
         placement=PLACEMENT_NUMBERS[value.placement],
         migrate=value.migrate,
         preempt=value.preempt,
+        replanning=REPLANNING_NUMBERS[value.replanning],
+        reserve=value.reserve,
     )
 
 

@@ -8,10 +8,16 @@ from treadle.migrator.v1 import migrator_pb2
 from treadle.placement.v1 import placement_pb2
 from treadle.predictor.v1 import predictor_pb2
 from treadle_core.actions import AbortStep, AskPlan, AskPrediction, ReleasePrefix, StartMigration
+from treadle_core.costs import CostModel
 from treadle_core.events import MoveAccepted, PlanArrived, PredictionArrived
 from treadle_core.model import EngineSpec, Estimate
 
 from treadle_scheduler.convert import curve_message, duration
+
+COST_MODELS = {
+    CostModel.GROUP_SIZE: placement_pb2.COST_MODEL_GROUP_SIZE,
+    CostModel.LINEAR_INTEGRAL: placement_pb2.COST_MODEL_LINEAR_INTEGRAL,
+}
 
 
 def predictions_request(asks: Iterable[AskPrediction]) -> predictor_pb2.BatchPredictRemainingRequest:
@@ -52,16 +58,21 @@ def predictions_arrived(
 
 
 def plan_request(ask: AskPlan) -> placement_pb2.PlanPlacementRequest:
-    """The question where everything should be, under the cost model that the core judges plans by."""
+    """The question where everything should be, under the cost model that the core asks for."""
+    engine_ids = [*(engine.engine_id for engine in ask.engines), ""]  # -1 is the last: on none of them
+    work = ask.work
+    columns = (work.remaining_tokens.tolist(), work.context_tokens.tolist(), work.current.tolist())
     return placement_pb2.PlanPlacementRequest(
         trajectories=[
             placement_pb2.PlacedTrajectory(
-                trajectory_id=trajectory.trajectory_id,
-                remaining_tokens=trajectory.remaining_tokens,
-                context_tokens=trajectory.context_tokens,
-                current_engine_id=trajectory.current_engine_id,
+                trajectory_id=trajectory_id,
+                remaining_tokens=remaining_tokens,
+                context_tokens=int(context_tokens),
+                current_engine_id=engine_ids[current],
             )
-            for trajectory in ask.trajectories
+            for trajectory_id, remaining_tokens, context_tokens, current in zip(
+                work.trajectory_ids, *columns, strict=True
+            )
         ],
         engines=[
             placement_pb2.PlacementEngine(
@@ -73,7 +84,7 @@ def plan_request(ask: AskPlan) -> placement_pb2.PlanPlacementRequest:
             )
             for engine in ask.engines
         ],
-        cost_model=placement_pb2.COST_MODEL_LINEAR_INTEGRAL,
+        cost_model=COST_MODELS[ask.cost_model],
     )
 
 

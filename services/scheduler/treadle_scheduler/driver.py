@@ -14,6 +14,7 @@ import structlog
 from treadle_core.actions import (
     Action,
     ForgetTrajectory,
+    HoldStep,
     IssueTicket,
     RemoveEngine,
     SaveEngine,
@@ -24,13 +25,16 @@ from treadle_core.controller import Controller
 from treadle_core.events import Event, Tick
 from treadle_core.model import TicketRecord
 
+from treadle_scheduler.held import StepHeld
 from treadle_scheduler.store import POLICY_KEY, MeshRecord, Store, engine_key, trajectory_key
 
 log = structlog.get_logger()
 
-# Leases are noticed to have run out at most this much late; a tick walks over all trajectories, in about 1 ms for each
-# thousand.
+# Leases are noticed to have run out at most this much late; a tick looks at what is due and at the engines, no more.
 TICK_S = 0.5
+# A request for a ticket that the controller holds is answered "ask again" after this long: nobody's call hangs for a
+# whole rollout, and a client that went away is noticed.
+HOLD_S = 20.0
 # At the end of the process: predictions and the like that were not stored yet. Losing them costs a repeated question.
 LAST_SETTLE_S = 2.0
 # Markers of removed keys are swept now and then; nothing depends on it.
@@ -54,6 +58,7 @@ class Driver:
         self._epoch_s = epoch_s
         self._clock = clock
         self._send = send
+        self._askers: dict[str, asyncio.Future[TicketRecord]] = {}
 
     async def request(self, event: Event, *keys: str) -> None:
         """Handles a request, or a fact of the bus, and returns once its state is stored; `keys` are settled too, so
@@ -62,13 +67,28 @@ class Driver:
         actions = self.controller.on_event(event, self._clock())
         await self._store.settle({*self._carry_out(actions), *keys})
 
-    async def step(self, event: Event, trajectory_id: str) -> TicketRecord:
-        """Handles a StepRequested: the ticket, once it is stored. Raises Refusal and nats.errors.Error."""
-        actions = self.controller.on_event(event, self._clock())
-        touched = self._carry_out(actions)
-        ticket = next(action.ticket for action in actions if isinstance(action, IssueTicket))
+    async def step(self, event: Event, trajectory_id: str, most_s: float | None) -> TicketRecord:
+        """Handles a StepRequested: the ticket, once it is stored. Where the controller holds it, waits for at most
+        `most_s` seconds (None: HOLD_S). Raises Refusal, StepHeld and nats.errors.Error."""
+        issued: asyncio.Future[TicketRecord] = asyncio.get_running_loop().create_future()
+        self._askers[trajectory_id] = issued  # a repeat of the request takes the place of the first
+        try:
+            touched = self._carry_out(self.controller.on_event(event, self._clock()))
+            async with asyncio.timeout(HOLD_S if most_s is None else min(HOLD_S, most_s)):
+                ticket = await issued
+        except TimeoutError as error:
+            raise StepHeld(trajectory_id) from error
+        finally:
+            if self._askers.get(trajectory_id) is issued:
+                del self._askers[trajectory_id]
         await self._store.settle({*touched, trajectory_key(trajectory_id)})
         return ticket
+
+    def _issued(self, ticket: TicketRecord) -> None:
+        """Answers who waits for it; who asks later gets it as a repeat."""
+        asker = self._askers.get(ticket.trajectory_id)
+        if asker is not None and not asker.done():
+            asker.set_result(ticket)
 
     def tell(self, event: Event) -> None:
         """Handles an answer of another service; what it changes is stored by the next tick."""
@@ -126,7 +146,9 @@ class Driver:
                 case SavePolicy(policy):
                     keys.add(POLICY_KEY)
                     self._store.put(POLICY_KEY, MeshRecord(policy, self._epoch_s))
-                case IssueTicket():
+                case IssueTicket(ticket):
+                    self._issued(ticket)
+                case HoldStep():
                     pass
                 case _:
                     self._send(action)

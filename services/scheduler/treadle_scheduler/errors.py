@@ -10,12 +10,17 @@ from treadle_runtime.errors import (
     FailedPrecondition,
     InvalidArgument,
     NotFound,
+    ResourceExhausted,
     TreadleError,
     Unavailable,
 )
 
+from treadle_scheduler.held import StepHeld
+
 # A sidecar registers within a second of its engine's start, and an engine takes many seconds to start.
 RETRY_NO_ENGINE_S = 0.5
+# Who asks again is held again: the pause is only the client's politeness.
+RETRY_HELD_S = 0.01
 
 
 def _bad_field(refusal: refusals.BadField) -> TreadleError:
@@ -31,6 +36,9 @@ def _as(kind: type[NotFound] | type[AlreadyExists] | type[FailedPrecondition]) -
 
 
 ERRORS: ErrorTable = {
+    StepHeld: lambda held: ResourceExhausted(
+        "STEP_HELD", str(held), retry_after_s=RETRY_HELD_S, trajectory_id=held.trajectory_id
+    ),
     refusals.BadField: _bad_field,
     refusals.NoEngine: _no_engine,
     refusals.TrajectoryNotFound: _as(NotFound),

@@ -143,7 +143,7 @@ class Outbound:
                     response = await stub.PlanPlacement(convert_calls.plan_request(ask), timeout=PLAN_TIMEOUT_S)
                     event = convert_calls.plan_arrived(ask, response)
                 except grpc.aio.AioRpcError as error:
-                    log.warning("no plan", trajectories=len(ask.trajectories), error=_brief(error))
+                    log.warning("no plan", trajectories=len(ask.work), error=_brief(error))
             self._tell(event)
 
     async def _prioritize(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle_core.events import EngineDeregistered, PolicySet
+from treadle_runtime.deadlines import remaining_s
 from treadle_runtime.fields import identifier
 from treadle_runtime.idempotency import RequestRecords
 
@@ -13,6 +14,8 @@ from treadle_scheduler import checks, convert, pages
 from treadle_scheduler.config import SchedulerSettings
 from treadle_scheduler.driver import Driver
 from treadle_scheduler.store import engine_key, trajectory_key
+
+ANSWER_S = 0.2  # of a call's time, kept to tell the client that its step is held
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -35,7 +38,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def ScheduleStep(self, request: pb.ScheduleStepRequest, context: Any) -> pb.ScheduleStepResponse:
         """Answers with a ticket."""
         checks.schedule_step(request)
-        ticket = await self._driver.step(convert.step_requested(request), request.trajectory_id)
+        ticket = await self._driver.step(convert.step_requested(request), request.trajectory_id, _held_at_most_s())
         return pb.ScheduleStepResponse(ticket=convert.ticket_message(ticket))
 
     async def CloseTrajectory(self, request: pb.CloseTrajectoryRequest, context: Any) -> pb.CloseTrajectoryResponse:
@@ -132,3 +135,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             placement_address=settings.public_placement or settings.placement,
             migrator_address=settings.public_migrator or settings.migrator,
         )
+
+
+def _held_at_most_s() -> float | None:
+    left_s = remaining_s()
+    return None if left_s is None else max(0.0, left_s - ANSWER_S)

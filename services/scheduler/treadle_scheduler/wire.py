@@ -1,9 +1,11 @@
 """Puts the scheduler together: state from the bucket, controller, driver, workers, servicer."""
 
+import asyncio
 from typing import Any
 
 import structlog
 from treadle.scheduler.v1 import scheduler_pb2_grpc
+from treadle_core import balance
 from treadle_core.controller import Controller
 from treadle_core.model import Policy
 from treadle_core.tuning import Tuning
@@ -54,9 +56,15 @@ async def wire(runtime: Runtime) -> Wiring:
     servicer = SchedulerServicer(driver, runtime.records, settings)
     return Wiring(
         services={SERVICE: lambda server: scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, server)},
-        tasks=[driver.tick, driver.sweep, *outbound.tasks],
+        tasks=[driver.tick, driver.sweep, warm_up, *outbound.tasks],
         errors=ERRORS,
     )
+
+
+async def warm_up() -> None:
+    """Background task: the judge of plans is compiled, or loaded, beside the first requests, not within the first
+    plan."""
+    await asyncio.to_thread(balance.warm_up)
 
 
 def tuning_of(settings: SchedulerSettings) -> Tuning:

@@ -139,6 +139,8 @@ class _PlacementRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     """round-robin at open, then never moved (verl)"""
     PLACEMENT_RULE_LEAST_LOAD: _PlacementRule.ValueType  # 3
     """chosen afresh each step (slime)"""
+    PLACEMENT_RULE_CACHE_AWARE: _PlacementRule.ValueType  # 4
+    """where the prefix is, least load while loads are skewed (the SGLang router)"""
 
 class PlacementRule(_PlacementRule, metaclass=_PlacementRuleEnumTypeWrapper): ...
 
@@ -149,7 +151,33 @@ PLACEMENT_RULE_PINNED: PlacementRule.ValueType  # 2
 """round-robin at open, then never moved (verl)"""
 PLACEMENT_RULE_LEAST_LOAD: PlacementRule.ValueType  # 3
 """chosen afresh each step (slime)"""
+PLACEMENT_RULE_CACHE_AWARE: PlacementRule.ValueType  # 4
+"""where the prefix is, least load while loads are skewed (the SGLang router)"""
 Global___PlacementRule: typing_extensions.TypeAlias = PlacementRule
+
+class _Replanning:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ReplanningEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Replanning.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    REPLANNING_UNSPECIFIED: _Replanning.ValueType  # 0
+    """RESOLVE"""
+    REPLANNING_RESOLVE: _Replanning.ValueType  # 1
+    """the partition solved again on remaining work, judged, behind a cost gate"""
+    REPLANNING_RANK_SCALING: _Replanning.ValueType  # 2
+    """the first plan's group sizes scaled to who is left (Heddle 5.3)"""
+
+class Replanning(_Replanning, metaclass=_ReplanningEnumTypeWrapper):
+    """How the engine of a planned trajectory is chosen again while it runs."""
+
+REPLANNING_UNSPECIFIED: Replanning.ValueType  # 0
+"""RESOLVE"""
+REPLANNING_RESOLVE: Replanning.ValueType  # 1
+"""the partition solved again on remaining work, judged, behind a cost gate"""
+REPLANNING_RANK_SCALING: Replanning.ValueType  # 2
+"""the first plan's group sizes scaled to who is left (Heddle 5.3)"""
+Global___Replanning: typing_extensions.TypeAlias = Replanning
 
 @typing.final
 class Trajectory(google.protobuf.message.Message):
@@ -693,12 +721,18 @@ class Policy(google.protobuf.message.Message):
     PLACEMENT_FIELD_NUMBER: builtins.int
     MIGRATE_FIELD_NUMBER: builtins.int
     PREEMPT_FIELD_NUMBER: builtins.int
+    REPLANNING_FIELD_NUMBER: builtins.int
+    RESERVE_FIELD_NUMBER: builtins.int
     ordering: Global___Ordering.ValueType
     objective: Global___Objective.ValueType
     """of ORDERING_PROGRESSIVE"""
     placement: Global___PlacementRule.ValueType
     migrate: builtins.bool
     preempt: builtins.bool
+    replanning: Global___Replanning.ValueType
+    """of PLACEMENT_RULE_PLANNED"""
+    reserve: builtins.bool
+    """a trajectory begins when its engine has room for all the KV it may grow to; until"""
     def __init__(
         self,
         *,
@@ -707,8 +741,10 @@ class Policy(google.protobuf.message.Message):
         placement: Global___PlacementRule.ValueType = ...,
         migrate: builtins.bool = ...,
         preempt: builtins.bool = ...,
+        replanning: Global___Replanning.ValueType = ...,
+        reserve: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["migrate", b"migrate", "objective", b"objective", "ordering", b"ordering", "placement", b"placement", "preempt", b"preempt"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["migrate", b"migrate", "objective", b"objective", "ordering", b"ordering", "placement", b"placement", "preempt", b"preempt", "replanning", b"replanning", "reserve", b"reserve"]) -> None: ...
 
 Global___Policy: typing_extensions.TypeAlias = Policy
 

@@ -1,0 +1,194 @@
+"""The events of a rollout as a driver would send them, without an engine: what `bench controller` and `bench replan`
+feed the controller with.
+
+A world with no queues: a step takes what its tokens take, a tool call what it takes, answers of the predictor, the
+placement and the migrator come after fixed latencies. Only the order and the mix of events matter here, not how long
+the rollout takes. Owner of the virtual time; everything is drawn from one seed.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from treadle_core.actions import Action, AnnounceClosed, AskPlan, AskPrediction, IssueTicket, StartMigration
+from treadle_core.controller import Controller
+from treadle_core.events import (
+    ClosedAnnounced,
+    EngineRegistered,
+    Event,
+    LeaseRenewed,
+    MoveAccepted,
+    MoveEnded,
+    PlanArrived,
+    PredictionArrived,
+    StepFinished,
+    StepRequested,
+    StepStarted,
+    SwitchRequested,
+    Tick,
+    ToolFinished,
+    ToolStarted,
+    TrajectoryClosed,
+    TrajectoryOpened,
+)
+from treadle_core.model import DecodeCurve, EngineLoad, EngineSpec, Estimate, Outcome, Policy, TicketRecord
+from treadle_core.placement import plan_arrays
+from treadle_core.plan_work import EngineOf
+from treadle_core.refusals import Refusal
+from treadle_core.tuning import Tuning
+
+GROUP = 16  # samples of a prompt
+SLOTS = 100  # of an engine
+KV_TOKENS = 1_500_000
+MEAN_STEPS = 10
+MEDIAN_STEP_TOKENS = 400.0
+SIGMA = 0.9  # of the natural log of a trajectory's tokens a step
+PROMPT_TOKENS = 1_000
+OBSERVATION_TOKENS = 200
+MEAN_TOOL_S = 1.4
+TOKEN_S = 0.02
+PREDICTOR_S = 0.1
+PLACEMENT_S = 0.02
+MOVE_S = 0.3
+TICK_S = 0.5  # as the scheduler service ticks
+RENEWAL_S = 10.0 / 3
+PREDICTION_SIGMA = 0.5
+
+CURVE = DecodeCurve(base_s=0.008, per_sequence_s=0.00012, per_kv_token_s=6e-9, prefill_tokens_per_s=20_000.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One event and its time."""
+
+    now: float
+    event: Event
+
+
+class World:
+    """Plays a rollout of `trajectories` on `engines` against a controller; `told` is all that the controller heard."""
+
+    def __init__(self, trajectories: int, engines: int, seed: int, policy: Policy, tuning: Tuning) -> None:
+        self.controller = Controller(policy, tuning)
+        self.told: list[Told] = []
+        self.now = 0.0
+        self.open = 0
+        self._rng = np.random.default_rng(seed)
+        self._steps = 1 + self._rng.geometric(1.0 / (MEAN_STEPS - 1), trajectories)
+        self._step_tokens = np.exp(self._rng.normal(np.log(MEDIAN_STEP_TOKENS), SIGMA, trajectories)).astype(int) + 1
+        self._context = np.full(trajectories, PROMPT_TOKENS)
+        self._turn = np.zeros(trajectories, int)
+        self._waiting: list[tuple[float, int, Callable[[], None]]] = []
+        self._came = 0
+        for number in range(engines):
+            name = f"e{number:03}"
+            spec = EngineSpec(name, f"{name}:7410", slot_limit=SLOTS, kv_tokens_capacity=KV_TOKENS, decode_curve=CURVE)
+            self._tell(EngineRegistered(f"r{number}", f"l{number}", spec))
+            self._after(RENEWAL_S * (1 + number / engines), partial(self._renew, number))
+        self._after(TICK_S, self._tick)
+        for number in range(trajectories):
+            self._tell(TrajectoryOpened(f"o{number}", f"t{number}", f"p{number // GROUP}", sample=number % GROUP))
+            self.open += 1
+            self._after(2 * PREDICTOR_S, partial(self._request, number, 0.0))
+
+    def run(self, until: Callable[["World"], bool] | None = None) -> None:
+        """Plays until all are closed, or until somebody says so."""
+        while self.open and not (until is not None and until(self)):
+            self.now, _, happens = heapq.heappop(self._waiting)
+            happens()
+
+    def handled(self, event: Event) -> Sequence[Action]:
+        """What the controller wants done."""
+        return self.controller.on_event(event, self.now)
+
+    def solved(self, ask: AskPlan) -> PlanArrived:
+        """What the placement answers."""
+        work = ask.work
+        plan = plan_arrays(work.remaining_tokens, work.context_tokens, work.current, ask.engines, ask.cost_model)
+        return PlanArrived(ask.plan_id, engine_of=EngineOf(plan.engine_of))
+
+    def _after(self, seconds: float, happens: Callable[[], None]) -> None:
+        self._came += 1
+        heapq.heappush(self._waiting, (self.now + seconds, self._came, happens))
+
+    def _tell(self, event: Event) -> None:
+        self.told.append(Told(self.now, event))
+        for action in self.handled(event):
+            match action:
+                case IssueTicket(ticket):
+                    self._step(ticket)
+                case AskPrediction():
+                    self._after(PREDICTOR_S, partial(self._predicted, action))
+                case AskPlan():
+                    self._after(PLACEMENT_S, partial(self._tell, self.solved(action)))
+                case StartMigration():
+                    self._move(action)
+                case AnnounceClosed(record):
+                    self._after(0.0, partial(self._tell, ClosedAnnounced(record.trajectory_id)))
+
+    def _tick(self) -> None:
+        self._tell(Tick())
+        self._after(TICK_S, self._tick)
+
+    def _renew(self, number: int) -> None:
+        self._tell(LeaseRenewed(f"l{number}", f"e{number:03}", EngineLoad(running_steps=SLOTS, slot_limit=SLOTS)))
+        self._after(RENEWAL_S, partial(self._renew, number))
+
+    def _request(self, number: int, tool_s: float) -> None:
+        turn = int(self._turn[number])
+        context = int(self._context[number])
+        self._tell(StepRequested(f"s{number}.{turn}", f"t{number}", turn, context, 8_192, tool_s=tool_s))
+
+    def _step(self, ticket: TicketRecord) -> None:
+        number = int(ticket.trajectory_id[1:])
+        tokens = int(self._step_tokens[number])
+        self._after(0.001, partial(self._tell, StepStarted(ticket.trajectory_id, ticket.ticket_id)))
+        self._after(tokens * TOKEN_S, partial(self._finished, number, ticket, tokens))
+
+    def _finished(self, number: int, ticket: TicketRecord, tokens: int) -> None:
+        self._turn[number] += 1
+        self._context[number] += tokens + OBSERVATION_TOKENS
+        name = ticket.trajectory_id
+        self._tell(StepFinished(name, ticket.ticket_id, ticket.turn, ticket.context_tokens, tokens))
+        if self._turn[number] == self._steps[number]:
+            self._tell(TrajectoryClosed(f"c{number}", name, Outcome.FINISHED, 1.0))
+            self.open -= 1
+            return
+        tool_s = float(self._rng.exponential(MEAN_TOOL_S))
+        self._tell(ToolStarted(name, MEAN_TOOL_S))
+        self._after(tool_s, partial(self._tool_over, number, tool_s))
+
+    def _tool_over(self, number: int, tool_s: float) -> None:
+        self._tell(ToolFinished(f"t{number}"))
+        self._request(number, tool_s)
+
+    def _predicted(self, ask: AskPrediction) -> None:
+        number = int(ask.trajectory_id[1:])
+        turns = float(self._steps[number] - ask.turn)
+        error = float(np.exp(self._rng.normal(0.0, PREDICTION_SIGMA / (1 + ask.turn))))
+        tokens = turns * float(self._step_tokens[number]) * error
+        self._tell(
+            PredictionArrived(
+                ask.trajectory_id,
+                ask.turn,
+                ask.gen_tokens,
+                Estimate(tokens / 2, tokens, tokens * 2),
+                Estimate(turns, turns, turns),
+            )
+        )
+
+    def _move(self, move: StartMigration) -> None:
+        migration_id = f"m.{move.move_id}"
+        self._tell(MoveAccepted(move.trajectory_id, move.move_id, migration_id))
+        self._after(MOVE_S, partial(self._moved, move, migration_id))
+
+    def _moved(self, move: StartMigration, migration_id: str) -> None:
+        try:
+            self._tell(SwitchRequested(migration_id, move.trajectory_id, move.expected_revision, move.target.engine_id))
+        except Refusal:  # the tool came back first
+            self.told.pop()
+            self._tell(MoveEnded(move.trajectory_id, migration_id, move.move_id))
+            return
+        self._tell(MoveEnded(move.trajectory_id, migration_id, move.move_id, moved=True))

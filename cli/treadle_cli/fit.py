@@ -1,0 +1,196 @@
+"""`treadle fit`: engine curves from public measurements, or from a profile measured on a live engine, with their error.
+
+The fitting is `treadle_sim.fit` and `treadle_sim.measured_profile`; here are tables, files and pictures of it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from treadle_sim.engine_tables import FitDataError
+from treadle_sim.fit import FitReport, FittedEngine, fit_public
+from treadle_sim.fit_error import FitError
+from treadle_sim.measured_profile import MeasuredEngine, MeasuredProfileError, fit_measured
+from treadle_sim.profiles import render_profiles
+
+from treadle_cli.fit_page import page
+from treadle_cli.fit_picture import draw_measured, draw_public
+from treadle_cli.problems import UsageProblem
+
+SHOWN_BATCH = 100  # slots of an engine in the papers
+SHOWN_CONTEXT = 8_192  # tokens of each sequence in the table's larger step
+
+
+def fit_data(data: Path, out_folder: Path | None, profiles_folder: Path | None, progress: Console) -> FitReport:
+    """Fits all public measurements under `data`; writes fit.json, fit.md and fit.png, and the profiles, where asked.
+
+    Raises UsageProblem for tables that are missing or no such tables.
+    """
+    try:
+        with progress.status("fitting curves"):
+            report = fit_public(data)
+    except FitDataError as error:
+        raise UsageProblem(str(error)) from error
+    if out_folder is not None:
+        out_folder.mkdir(parents=True, exist_ok=True)
+        _write_json(out_folder / "fit.json", public_figures(report))
+        (out_folder / "fit.md").write_text(page(report))
+        with progress.status("drawing"):
+            draw_public(report, out_folder / "fit.png")
+    if profiles_folder is not None:
+        profiles_folder.mkdir(parents=True, exist_ok=True)
+        for accelerator in sorted({profile.accelerator for profile in report.shipped}):
+            mine = [profile for profile in report.shipped if profile.accelerator == accelerator]
+            _write_json(profiles_folder / f"{accelerator.lower()}.json", render_profiles(accelerator, mine))
+    return report
+
+
+def fit_profile(file: Path, out_folder: Path | None) -> MeasuredEngine:
+    """Fits one measured profile; draws NAME.png and writes NAME.json where asked. Raises UsageProblem."""
+    try:
+        document = json.loads(file.read_text())
+        if not isinstance(document, dict):
+            raise MeasuredProfileError("the file holds no JSON object")
+        measured = fit_measured(document)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, MeasuredProfileError) as error:
+        raise UsageProblem(f"{file}: {error}") from error
+    if out_folder is not None:
+        out_folder.mkdir(parents=True, exist_ok=True)
+        _write_json(out_folder / f"{file.stem}-fit.json", measured_figures(measured))
+        draw_measured(measured, out_folder / f"{file.stem}-fit.png")
+    return measured
+
+
+def public_figures(report: FitReport) -> dict[str, Any]:
+    """One JSON object: levels of whole engines with their errors, curves with theirs, and checks on unseen data."""
+    return {
+        "served": [
+            {
+                "engine": served.engine,
+                "llm": served.llm,
+                "accelerator": served.accelerator,
+                "rows": len(served.rows),
+                "rows_left_out": served.left_out,
+                "level": asdict(served.level),
+                "request_error_unseen_gpus": asdict(served.unseen_gpus),
+                "request_error_unseen_batch": asdict(served.unseen_batch),
+                "request_error_unseen_prompt": asdict(served.unseen_prompt),
+                "step_error_unseen_gpus": asdict(served.steps),
+            }
+            for served in report.served
+        ],
+        "checks": [
+            {
+                "label": check.label,
+                "rows": check.rows,
+                "median": check.median,
+                "p90": check.p90,
+                "bias": check.bias,
+            }
+            for check in report.checks
+        ],
+        "skipped": list(report.skipped),
+        "engines": [_engine_figures(fitted) for fitted in report.engines],
+    }
+
+
+def measured_figures(measured: MeasuredEngine) -> dict[str, Any]:
+    """One JSON object: the engine with its curve, and the errors against what was measured."""
+    return {
+        "engine": asdict(measured.engine),
+        "decode_error": asdict(measured.decode_error),
+        "prefill_error": asdict(measured.prefill_error) if measured.prefill_error else None,
+    }
+
+
+def print_public(report: FitReport, out: Console) -> None:
+    """Tables for a terminal of 80 columns."""
+    served = _table("requests", "rows", "left out", "med", "p90", "unseen degree", "unseen batch", "step alone")
+    for fit in report.served:
+        held = (_held_out(error) for error in (fit.unseen_gpus, fit.unseen_batch, fit.steps))
+        seen = fit.unseen_gpus
+        served.add_row(
+            fit.engine, str(len(fit.rows)), str(fit.left_out), f"{seen.median:.1%}", f"{seen.p90:.1%}", *held
+        )
+    out.print(f"{report.served[0].llm} on {report.served[0].accelerator}, measured whole; error of", highlight=False)
+    out.print(served)
+    out.print("\nData that no fit saw", highlight=False)
+    for check in report.checks:
+        out.print(f"  {check.label}:\n  {check.rows} rows, {check.median:.1%}, p90 {check.p90:.1%}", highlight=False)
+    for engine in sorted({fitted.engine for fitted in report.engines}):
+        out.print(f"\n{engine}: decode curves; ms of a step of 1, and of {SHOWN_BATCH} of 8K each", highlight=False)
+        table = _table("engine", "origin", "points", "med", "p90", "held out", "1", str(SHOWN_BATCH))
+        for fitted in report.engines:
+            if fitted.engine == engine:
+                table.add_row(*_engine_row(fitted))
+        out.print(table)
+    for skipped in report.skipped:
+        out.print(f"not fitted: {skipped}", highlight=False)
+
+
+def print_measured(measured: MeasuredEngine, out: Console) -> None:
+    """The fit of one live engine for a terminal."""
+    engine, curve = measured.engine, measured.engine.curve
+    steps = ", ".join(f"{size:g}: {step * 1e3:.2f}" for size, step in zip(curve.batch_sizes, curve.step_s, strict=True))
+    line = curve.linear(engine.slots)
+    out.print(f"{engine.name}, {engine.slots} slots, {engine.kv_tokens:,} KV tokens", highlight=False)
+    out.print(f"step, ms by batch  {steps}; {curve.per_kv_token_s * 1e9:.1f} ns a KV token", highlight=False)
+    out.print(
+        f"as planners see it {line.base_s * 1e3:.2f} ms + {line.per_sequence_s * 1e3:.3f} a sequence", highlight=False
+    )
+    out.print(f"decode error       {_error(measured.decode_error)}", highlight=False)
+    if measured.prefill_error:
+        out.print(
+            f"prefill            {curve.prefill_fixed_s * 1e3:.2f} ms + {curve.prefill_token_s * 1e6:.1f} µs a token",
+            highlight=False,
+        )
+        out.print(f"prefill error      {_error(measured.prefill_error)}", highlight=False)
+
+
+def _engine_figures(fitted: FittedEngine) -> dict[str, Any]:
+    return {
+        "engine": fitted.engine,
+        **asdict(fitted.profile),
+        "decode_error": asdict(fitted.decode_error) if fitted.decode_error else None,
+        "prefill_error": asdict(fitted.prefill_error) if fitted.prefill_error else None,
+    }
+
+
+def _engine_row(fitted: FittedEngine) -> tuple[str, ...]:
+    profile, curve, error = fitted.profile, fitted.profile.curve, fitted.decode_error
+    large = curve.decode_s(SHOWN_BATCH) + curve.per_kv_token_s * SHOWN_BATCH * SHOWN_CONTEXT
+    fits = profile.kv_tokens >= SHOWN_BATCH * SHOWN_CONTEXT
+    return (
+        f"{profile.llm} {profile.accelerator} x{profile.gpus}",
+        profile.origin,
+        *((str(error.points), f"{error.median:.1%}", f"{error.p90:.1%}", _held_out(error)) if error else ("",) * 4),
+        f"{curve.decode_s(1) * 1e3:.2f}",
+        f"{large * 1e3:.1f}" if fits else "no room",
+    )
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def _held_out(error: FitError) -> str:
+    return f"{error.held_out_median:.1%}, {error.held_out_p90:.1%}"
+
+
+def _error(error: FitError) -> str:
+    return (
+        f"median {error.median:.1%}, p90 {error.p90:.1%}; held out median {error.held_out_median:.1%}, "
+        f"p90 {error.held_out_p90:.1%} ({error.points} points)"
+    )
+
+
+def _write_json(path: Path, document: dict[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=1) + "\n")

@@ -1,0 +1,142 @@
+"""Draws fits against what they were fitted to. Writes PNG files; knows no figures of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import wrap
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
+from treadle_sim.decode_fit import DecodePoint
+from treadle_sim.engine_model import StepCurve
+from treadle_sim.fit import SHIPPED_ENGINE, Check, FitReport, FittedEngine
+from treadle_sim.measured_profile import MeasuredEngine
+from treadle_sim.serving_fit import ServingFit
+
+COLUMNS = 8  # two models of four degrees a row
+PANEL_INCHES = (1.9, 1.75)
+DPI = 100
+TITLE_CHARACTERS = 45
+LEAST_SPAN = 1.3  # of the time axis beyond the points, so that noise of a per cent does not look like a trend
+PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
+COLOURS = colormaps["viridis"]
+CONTEXTS = LogNorm(256, 32_768)
+DEGREE_COLOURS = {1: "#777777", 2: "#4477aa", 4: "#228833", 8: "#ee6677"}
+
+
+def draw_public(report: FitReport, path: Path) -> None:
+    """Requests predicted against measured, then a panel for each decode curve that stands on measurements."""
+    curves = [fitted for fitted in report.engines if fitted.points and fitted.engine in (SHIPPED_ENGINE, "splitwise")]
+    rows = -(-len(curves) // COLUMNS)
+    size = (PANEL_INCHES[0] * COLUMNS, PANEL_INCHES[1] * (rows + 2))
+    figure = plt.figure(figsize=size, layout="constrained")
+    grid = figure.add_gridspec(rows + 2, COLUMNS)
+    scatters: list[ServingFit | Check] = [*report.served, *report.checks]
+    width = COLUMNS // len(scatters)
+    for index, scatter in enumerate(scatters):
+        axes = figure.add_subplot(grid[0:2, index * width : (index + 1) * width])
+        _requests(axes, scatter) if isinstance(scatter, ServingFit) else _check(axes, scatter)
+    for index, fitted in enumerate(curves):
+        axes = figure.add_subplot(grid[2 + index // COLUMNS, index % COLUMNS])
+        _steps(axes, fitted.points, fitted.profile.curve)
+        axes.set_title(_title(fitted), fontsize=7)
+    figure.suptitle(
+        "Lines: the fit; points: measured. Small panels: ms of a decode step by batch, a line for each context length "
+        "(dark 256, light 32K tokens); the share is the held-out 90th percentile of the error",
+        fontsize=9,
+    )
+    figure.savefig(path, dpi=DPI)
+    plt.close(figure)
+
+
+def draw_measured(measured: MeasuredEngine, path: Path) -> None:
+    """Decode steps and prefills of one live engine, with their fit."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    curve = measured.engine.curve
+    _steps(left, measured.decode, curve)
+    left.set_title(f"{measured.engine.name}: ms of a decode step by batch", fontsize=9)
+    figure.colorbar(ScalarMappable(CONTEXTS, COLOURS), ax=left, label="tokens of context a sequence")
+    if measured.prefill:
+        seen = np.array([point.seconds for point in measured.prefill])
+        predicted = np.array([curve.prefill_s(point.new_tokens, point.cached_tokens) for point in measured.prefill])
+        _diagonal(right, seen * 1e3, predicted * 1e3)
+    right.set_title("a prefill, ms", fontsize=9)
+    figure.savefig(path, dpi=DPI)
+    plt.close(figure)
+
+
+def _requests(axes: Axes, served: ServingFit) -> None:
+    measured = np.array([row.request_s for row in served.rows])
+    error = served.unseen_gpus
+    _diagonal(axes, measured, np.array(served.predicted_s), np.array([row.gpus for row in served.rows]))
+    axes.set_title(
+        f"{served.engine}, {served.llm} on {served.accelerator},\nseconds of a request: {len(measured)} rows\n"
+        f"off {error.median:.1%}, degree unseen {error.held_out_median:.1%}",
+        fontsize=8,
+    )
+
+
+def _check(axes: Axes, check: Check) -> None:
+    measured, predicted = np.array(check.measured), np.array(check.predicted)
+    _diagonal(axes, measured, predicted, np.array(check.gpus))
+    label = "\n".join(wrap(check.label, TITLE_CHARACTERS))
+    axes.set_title(f"{label}:\noff {check.median:.1%}, {check.rows} rows, none seen", fontsize=8)
+
+
+def _diagonal(axes: Axes, measured: np.ndarray, predicted: np.ndarray, gpus: np.ndarray | None = None) -> None:
+    degrees = gpus if gpus is not None else np.ones(measured.size, dtype=int)
+    for degree in np.unique(degrees):
+        at = degrees == degree
+        axes.plot(measured[at], predicted[at], "o", ms=3, color=DEGREE_COLOURS[int(degree)], label=f"x{degree}")
+    ends = [float(min(measured.min(), predicted.min())), float(max(measured.max(), predicted.max()))]
+    axes.plot(ends, ends, color="black", lw=0.8)
+    axes.set_xlabel("measured", fontsize=8)
+    axes.set_ylabel("predicted", fontsize=8)
+    if gpus is not None:
+        axes.legend(fontsize=7)
+    if ends[1] > 2.0 * ends[0]:
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+    _plain(axes)
+
+
+def _steps(axes: Axes, points: tuple[DecodePoint, ...], curve: StepCurve) -> None:
+    contexts = [point.kv_tokens / point.batch for point in points]
+    for context in sorted(set(contexts)):
+        colour = COLOURS(float(CONTEXTS(max(context, 1.0))))
+        mine = sorted(
+            (point.batch, point.step_s) for point, own in zip(points, contexts, strict=True) if own == context
+        )
+        axes.plot([batch for batch, _ in mine], [step * 1e3 for _, step in mine], "o", ms=2.2, color=colour)
+        sizes = np.geomspace(mine[0][0], mine[-1][0], 40)
+        steps = [curve.decode_s(float(size)) + curve.per_kv_token_s * context * float(size) for size in sizes]
+        axes.plot(sizes, np.array(steps) * 1e3, color=colour, lw=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    times = [point.step_s * 1e3 for point in points]
+    axes.set_ylim(min(times) / LEAST_SPAN, max(times) * LEAST_SPAN)
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    _plain(axes)
+
+
+def _plain(axes: Axes) -> None:
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(PLAIN)
+        axis.set_minor_formatter(NullFormatter())
+        axis.set_minor_locator(NullLocator())
+    axes.tick_params(labelsize=6)
+
+
+def _title(fitted: FittedEngine) -> str:
+    profile = fitted.profile
+    share = f"  {fitted.decode_error.held_out_p90:.0%}" if fitted.decode_error else ""
+    return f"{profile.llm} {profile.accelerator} x{profile.gpus}{share}"

@@ -1,0 +1,1 @@
+"""`treadle simulate`: systems compared on simulated engines, as a table, sentences and a picture."""

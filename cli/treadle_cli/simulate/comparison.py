@@ -1,0 +1,192 @@
+"""What the simulated rollouts come to, side by side: one definition of every figure for all that shows it.
+
+Invariants: a ratio is the other's makespan over the system's own, so above 1 is faster, whatever it is taken to; the
+best baseline is the fastest of those simulated, seed by seed; over several seeds every figure is the median.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from treadle_sim.bound import alone_s, longest_alone_s, work_s
+from treadle_sim.rollout import Run, Setting
+from treadle_sim.systems import BASELINES, ORACLE, VERL, System
+from treadle_sim.workload import TrajectoryWork, Workload
+
+TAIL = 0.1  # of the trajectories, by tokens: those that a rollout waits for
+MOST = 0.9  # of the trajectories
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One rollout. queue_share_longest: of the wall time of the longest tenth, what is neither prefill nor decode nor
+    tool: at an engine, or before a ticket for one. recomputed_tokens: prefilled beyond once."""
+
+    makespan_s: float
+    tokens_per_s: float
+    half_ended_s: float
+    most_ended_s: float
+    queue_share_longest: float
+    migrations: float
+    preemptions: float
+    prefilled_tokens: float
+    recomputed_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A system. engines: of the first seed. Ratios are None where what they are taken to was not simulated."""
+
+    system: System
+    engines: str
+    median: Figures
+    makespans_s: tuple[float, ...]
+    to_best_baseline: float | None
+    to_verl: float | None
+    to_oracle: float | None
+    to_bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Medians over seeds. longest_alone_s: of the slowest trajectory on an engine of `longest_gpus`, longest_tools_s of
+    which are tools; work_s: all work spread evenly."""
+
+    lower_s: float
+    longest_alone_s: float
+    longest_tools_s: float
+    longest_gpus: int
+    work_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All systems on one workload. best_baseline: its name, empty without any."""
+
+    bound: Bound
+    rows: tuple[Row, ...]
+    best_baseline: str
+
+    def row(self, name: str) -> Row | None:
+        """That of a system."""
+        return next((row for row in self.rows if row.system.name == name), None)
+
+    def as_json(self) -> dict[str, Any]:
+        """See cli/README.md."""
+        return {
+            "bound": asdict(self.bound),
+            "best_baseline": self.best_baseline or None,
+            "systems": [
+                {
+                    "system": row.system.name,
+                    "title": row.system.title,
+                    "engines": row.engines,
+                    **asdict(row.median),
+                    "makespans_s": list(row.makespans_s),
+                    "ratio_to_best_baseline": row.to_best_baseline,
+                    "ratio_to_verl": row.to_verl,
+                    "ratio_to_oracle": row.to_oracle,
+                    "ratio_to_bound": row.to_bound,
+                }
+                for row in self.rows
+            ],
+        }
+
+
+def compare(systems: Sequence[System], settings: Sequence[Setting], runs: Mapping[str, Sequence[Run]]) -> Comparison:
+    """runs: of each system's name one a setting, in the settings' order."""
+    makespans = {name: [run.outcome.makespan_s for run in each] for name, each in runs.items()}
+    bounds = [_bound(setting) for setting in settings]
+    baselines = [system.name for system in BASELINES if system.name in runs]
+    best_s = [min(makespans[name][at] for name in baselines) for at in range(len(settings))] if baselines else None
+    rows = [
+        Row(
+            system=system,
+            engines=runs[system.name][0].cluster.describe(),
+            median=_median(
+                [figures(run, setting.workload) for run, setting in zip(runs[system.name], settings, strict=True)]
+            ),
+            makespans_s=tuple(makespans[system.name]),
+            to_best_baseline=_ratio(best_s, makespans[system.name]),
+            to_verl=_ratio(makespans.get(VERL.name), makespans[system.name]),
+            to_oracle=_ratio(makespans.get(ORACLE.name), makespans[system.name]),
+            to_bound=_ratio([bound.lower_s for bound in bounds], makespans[system.name]) or 0.0,
+        )
+        for system in systems
+    ]
+    return Comparison(
+        bound=Bound(*(statistics.median(values) for values in zip(*(_values(bound) for bound in bounds), strict=True))),
+        rows=tuple(rows),
+        best_baseline=min(baselines, key=lambda name: statistics.median(makespans[name]), default=""),
+    )
+
+
+def figures(run: Run, workload: Workload) -> Figures:
+    """Of one rollout."""
+    outcome = run.outcome
+    longest = [outcome.times[index] for index in longest_first(workload)[: tail_count(workload)]]
+    wall_s = sum(times.finished_s for times in longest)
+    queue_s = wall_s - sum(times.prefill_s + times.decode_s + times.tool_s for times in longest)
+    prefilled = sum(times.prefilled_tokens for times in outcome.times)
+    return Figures(
+        makespan_s=outcome.makespan_s,
+        tokens_per_s=outcome.tokens_per_s,
+        half_ended_s=outcome.finish_quantile_s(0.5),
+        most_ended_s=outcome.finish_quantile_s(MOST),
+        queue_share_longest=queue_s / wall_s if wall_s > 0.0 else 0.0,
+        migrations=outcome.migrations,
+        preemptions=outcome.preemptions,
+        prefilled_tokens=prefilled,
+        recomputed_tokens=max(0, prefilled - once_tokens(workload)),
+    )
+
+
+def longest_first(workload: Workload) -> list[int]:
+    """Indices of the trajectories, the one with the most tokens first."""
+    tokens = [work.gen_tokens for work in workload.trajectories]
+    return [int(index) for index in np.argsort(np.negative(tokens), kind="stable")]
+
+
+def tail_count(workload: Workload) -> int:
+    """How many the longest tenth are, at least one."""
+    return max(1, round(TAIL * len(workload.trajectories)))
+
+
+def once_tokens(workload: Workload) -> int:
+    """Tokens that any schedule prefills: each prompt once, and what tools answered before a further step.
+
+    A step whose context is all cached computes one token; those count as computed once too.
+    """
+    works = workload.trajectories
+    prompts = {work.prompt_id: work.prompt_tokens for work in works}
+    answers = sum(max(1, step.obs_tokens) for work in works for step in work.steps[:-1])
+    return sum(prompts.values()) + answers + len(works) - len(prompts)
+
+
+def _bound(setting: Setting) -> Bound:
+    usable = [model for model in setting.models if model.kv_tokens > 0 and model.gpus <= setting.gpus]
+    longest_s, work_all_s = longest_alone_s(setting.workload, usable), work_s(setting.workload, usable, setting.gpus)
+
+    def fastest(work: TrajectoryWork) -> tuple[float, int]:
+        return min((alone_s(work, model), model.gpus) for model in usable)
+
+    slowest = max(setting.workload.trajectories, key=fastest)
+    return Bound(max(longest_s, work_all_s), longest_s, slowest.tool_s, fastest(slowest)[1], work_all_s)
+
+
+def _values(figures_or_bound: Figures | Bound) -> tuple[float, ...]:
+    return tuple(asdict(figures_or_bound).values())
+
+
+def _median(each: Sequence[Figures]) -> Figures:
+    return Figures(*(statistics.median(values) for values in zip(*map(_values, each), strict=True)))
+
+
+def _ratio(others_s: Sequence[float] | None, own_s: Sequence[float]) -> float | None:
+    if others_s is None:
+        return None
+    return statistics.median(other / own for other, own in zip(others_s, own_s, strict=True))

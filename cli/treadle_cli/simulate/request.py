@@ -1,0 +1,233 @@
+"""What the user asked of `treadle simulate`, checked: options in, a plan out.
+
+Invariant: whatever can be known to be wrong before anything is simulated is a UsageProblem here, in one line that names
+the option and says what would be right.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from treadle_sim.engine_model import EngineModel
+from treadle_sim.measured_profile import MeasuredProfileError, fit_measured
+from treadle_sim.parametric import MODELS, WORKLOADS, make
+from treadle_sim.predictors import NAMES
+from treadle_sim.profiles import profiles
+from treadle_sim.resample import resample
+from treadle_sim.rollout import Setting, final_context
+from treadle_sim.systems import BASELINES, HEDDLE, ORACLE, SYSTEMS, TREADLE, System
+from treadle_sim.trace_file import TraceFileError, read_traces
+from treadle_sim.workload import TrajectoryWork, Workload
+
+from treadle_cli.problems import UsageProblem
+
+DEFAULT_SYSTEMS = ",".join(system.name for system in (*BASELINES, HEDDLE, TREADLE, ORACLE))
+BEST = "best"
+DEFAULT_PROMPTS = 50  # with 8 GPUs: the papers' hundred trajectories a GPU, and an answer in seconds
+DEFAULT_SAMPLES = 16
+# Whose tool times a named workload takes where it has none of the model asked for; they differ by a tenth.
+OTHER_TOOL_TIMES = "qwen3-14b"
+# Sixteen times the papers' batch and cluster: beyond, an answer takes longer than anyone waits, and then the memory.
+MOST = {"--gpus": 1_024, "--slots": 4_096}
+MOST_TRAJECTORIES = 102_400
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The options as they were typed. prompts, samples None: not given, so a trace file runs as it is. systems None:
+    all but Treadle on engines of one degree."""
+
+    workload: str
+    llm: str
+    accelerator: str
+    gpus: int
+    slots: int
+    prompts: int | None
+    samples: int | None
+    systems: str | None
+    degrees: str
+    predictor: str
+    seed: int
+    repeats: int
+    profile: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationPlan:
+    """What is simulated. settings: one a seed, from `seed` on. degree: of every system's engines, 0 for the best or an
+    allocation of their own. origin: where the engines' curves come from (sim/README.md)."""
+
+    workload: str
+    settings: tuple[Setting, ...]
+    systems: tuple[System, ...]
+    degree: int
+    seed: int
+    llm: str
+    accelerator: str
+    origin: str
+    from_file: bool
+
+
+def plan(asked: Request) -> SimulationPlan:
+    """Checks every option and reads the files. Raises UsageProblem."""
+    systems = _systems(DEFAULT_SYSTEMS if asked.systems is None else asked.systems)
+    if asked.predictor not in NAMES:
+        raise UsageProblem(f"--predictor: there is no {asked.predictor!r}; take one of {', '.join(NAMES)}")
+    degree = _degree(asked.degrees)
+    _check_sizes(asked)
+    models, origin = _models(asked)
+    settings = _settings(asked, models)
+    for setting in settings:
+        _check_fit(setting, degree)
+    return SimulationPlan(
+        workload=asked.workload if asked.workload in WORKLOADS else Path(asked.workload).name,
+        settings=settings,
+        systems=systems,
+        degree=degree,
+        seed=asked.seed,
+        llm=models[0].llm,
+        accelerator=models[0].accelerator,
+        origin=origin,
+        from_file=asked.workload not in WORKLOADS,
+    )
+
+
+def _systems(names: str) -> tuple[System, ...]:
+    chosen = [name.strip() for name in names.split(",") if name.strip()]
+    known = ", ".join(SYSTEMS)
+    if not chosen:
+        raise UsageProblem(f"--systems: name at least one of {known}, with commas between")
+    for name in chosen:
+        if name not in SYSTEMS:
+            raise UsageProblem(f"--systems: there is no {name!r}; the systems are {known}")
+    return tuple(SYSTEMS[name] for name in dict.fromkeys(chosen))
+
+
+def _degree(text: str) -> int:
+    if text == BEST:
+        return 0
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageProblem(f"--degrees: must be {BEST} or a number of GPUs an engine, is {text!r}")
+    return int(text)
+
+
+def _check_sizes(asked: Request) -> None:
+    for option, value in (("--gpus", asked.gpus), ("--slots", asked.slots)):
+        if value > MOST[option]:
+            raise UsageProblem(f"{option}: at most {MOST[option]:,} are simulated, is {value:,}")
+    count = (asked.prompts or DEFAULT_PROMPTS) * (asked.samples or DEFAULT_SAMPLES)
+    if count > MOST_TRAJECTORIES:
+        raise UsageProblem(
+            f"--prompts: at most {MOST_TRAJECTORIES:,} trajectories are simulated, with --samples these are {count:,}"
+        )
+
+
+def _models(asked: Request) -> tuple[tuple[EngineModel, ...], str]:
+    """The engines that there could be, and where their curves come from."""
+    if asked.profile is not None:
+        return (_measured(asked.profile),), "measured on a live engine"
+    shipped = [profile for profile in profiles() if profile.kv_tokens > 0]
+    kinds = [profile for profile in shipped if profile.accelerator.lower() == asked.accelerator.lower()]
+    if not kinds:
+        known = ", ".join(sorted({profile.accelerator for profile in shipped}))
+        raise UsageProblem(f"--accelerator: no engine was fitted on {asked.accelerator!r}; there are {known}")
+    found = [profile for profile in kinds if profile.llm.lower() == asked.llm.lower()]
+    if not found:
+        known = ", ".join(sorted({profile.llm for profile in kinds}))
+        raise UsageProblem(f"--llm: no engine of {asked.llm!r} was fitted on {kinds[0].accelerator}; there are {known}")
+    origins = " and ".join(sorted({profile.origin for profile in found}))
+    return tuple(profile.engine(asked.slots) for profile in found), origins
+
+
+def _measured(file: Path) -> EngineModel:
+    try:
+        document = json.loads(file.read_text())
+        if not isinstance(document, dict):
+            raise MeasuredProfileError("the file holds no JSON object")
+        engine = fit_measured(document).engine
+        if not engine.kv_tokens:
+            raise MeasuredProfileError("kv_tokens is 0, and must be what the engine holds")
+    except OSError as error:
+        raise UsageProblem(f"--profile: {file}: {error.strerror}") from error
+    except (UnicodeDecodeError, json.JSONDecodeError, MeasuredProfileError) as error:
+        raise UsageProblem(f"--profile: {file}: {error} (format: sim/README.md)") from error
+    return engine
+
+
+def _settings(asked: Request, models: tuple[EngineModel, ...]) -> tuple[Setting, ...]:
+    named = asked.workload in WORKLOADS
+    traces = () if named else _traces(asked.workload)
+    as_it_is = not named and asked.prompts is None and asked.samples is None
+    if asked.predictor == "prompt-mean" and as_it_is:
+        raise UsageProblem(
+            "--predictor: prompt-mean knows an earlier epoch, and a trace file that runs as it is has none; "
+            "give --prompts, which draws a batch and an earlier epoch from it"
+        )
+    settings = []
+    for seed in range(asked.seed, asked.seed + asked.repeats):
+        if named:
+            llm = models[0].llm.lower() if models[0].llm.lower() in MODELS else OTHER_TOOL_TIMES
+            prompts, samples = asked.prompts or DEFAULT_PROMPTS, asked.samples or DEFAULT_SAMPLES
+            draw = partial(make, asked.workload, prompts, samples, seed, llm=llm)
+        else:
+            draw = partial(_resampled, asked, traces, seed)
+        if as_it_is:
+            batch, earlier = Workload(Path(asked.workload).name, traces), None
+        else:
+            batch, earlier = draw(epoch=0), draw(epoch=1)
+        heard = earlier.trajectories if earlier else ()
+        settings.append(Setting(batch, asked.gpus, models, heard, asked.predictor, seed=seed))
+    return tuple(settings)
+
+
+def _traces(name: str) -> tuple[TrajectoryWork, ...]:
+    path = Path(name)
+    try:
+        return read_traces(path)
+    except FileNotFoundError:
+        raise UsageProblem(
+            f"WORKLOAD: there is no workload and no file {name!r}; take {', '.join(WORKLOADS)} or a trace file "
+            "(docs/traces.md)"
+        ) from None
+    except OSError as error:
+        raise UsageProblem(f"WORKLOAD: {name}: {error.strerror}") from error
+    except TraceFileError as error:
+        raise UsageProblem(f"WORKLOAD: {error} (format: docs/traces.md)") from error
+
+
+def _resampled(asked: Request, traces: tuple[TrajectoryWork, ...], seed: int, *, epoch: int) -> Workload:
+    prompts = asked.prompts or len({work.prompt_id for work in traces})
+    name = Path(asked.workload).name
+    return resample(traces, prompts, asked.samples or DEFAULT_SAMPLES, seed, epoch=epoch, name=name)
+
+
+def _check_fit(setting: Setting, degree: int) -> None:
+    """That some engine holds the longest trajectory, and that the budget divides into engines of `degree`."""
+    longest = max(final_context(work) for work in setting.workload.trajectories)
+    engines = f"{setting.models[0].llm} on {setting.models[0].accelerator}"
+    known = ", ".join(str(model.gpus) for model in setting.models)
+    if degree:
+        if all(model.gpus != degree for model in setting.models):
+            raise UsageProblem(f"--degrees: there is no engine of {engines} on {degree} GPUs; there are {known}")
+        if setting.gpus % degree:
+            raise UsageProblem(f"--degrees: {setting.gpus} GPUs do not divide into engines of {degree}; change --gpus")
+        holds = setting.model(degree).kv_tokens
+        if holds < longest:
+            raise UsageProblem(
+                f"--degrees: the longest trajectory ends at {longest:,} tokens, and an engine of {degree} GPUs holds "
+                f"{holds:,}; take a larger degree, or {BEST}"
+            )
+    elif not setting.degrees():
+        holds = max(model.kv_tokens for model in setting.models)
+        if holds < longest:
+            raise UsageProblem(
+                f"WORKLOAD: the longest trajectory ends at {longest:,} tokens, and no engine of {engines} holds more "
+                f"than {holds:,}; take another --llm or --accelerator"
+            )
+        fitting = ", ".join(str(model.gpus) for model in setting.models if model.kv_tokens >= longest)
+        raise UsageProblem(
+            f"--gpus: {setting.gpus} do not divide into engines that hold this workload, which take {fitting} GPUs each"
+        )

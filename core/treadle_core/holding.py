@@ -1,0 +1,140 @@
+"""Requests for tickets that are not answered at once (beyond Heddle, which starts all trajectories and evicts).
+
+A first step waits until its engine has room for all the KV that the trajectory is expected to grow to, beside what
+those that have begun there may grow to, and a slot; so a trajectory is bound to an engine when it begins and not when
+it opens, and until then goes where the newest plan wants it, at no cost. Those that wait for one engine begin in the
+order of their priority, and none overtakes one that does not fit. Without this, an engine with more trajectories than
+its KV holds lets all begin, each returns from its tool to find its context evicted, and the engine prefills the same
+tokens over and over.
+
+A later step waits while the trajectory's KV is on its way to another engine, for as long as the move is worth.
+
+Owner of `State.held`. Nothing of it is stored: after a restart the clients ask again.
+"""
+
+from collections.abc import Iterable
+
+from treadle_core import ticketing
+from treadle_core.actions import Action, HoldStep, SaveTrajectory
+from treadle_core.events import (
+    EngineRegistered,
+    Event,
+    MoveEnded,
+    PlanArrived,
+    StepFinished,
+    StepRequested,
+    Tick,
+    TrajectoryClosed,
+)
+from treadle_core.model import EngineSpec, PlacementRule, TrajectoryRecord
+from treadle_core.records import changed
+from treadle_core.refusals import ContextTooLong, NoEngine
+from treadle_core.state import State
+from treadle_core.steps import StepKind, left_behind
+
+
+def must_wait(state: State, record: TrajectoryRecord) -> bool:
+    """Whether a trajectory's next step is held: for its KV, or, the first, until the engines have been looked over."""
+    if record.ticket is not None:
+        return record.policy.reserve and record.move is not None
+    if not record.policy.reserve or record.pinned_engine_id:
+        return False
+    spec = state.engines.spec(record.engine_id)
+    if spec is None:
+        return False  # the placement rule finds another engine, or refuses
+    if record.prediction is None or state.held:
+        return True
+    # Alone, and known: it begins where there is plenty of room, without a word of the plan.
+    return 2 * state.table.tally(record.engine_id).begun >= spec.slot_limit or not _fits(state, record, spec)
+
+
+def held(state: State, event: StepRequested) -> list[Action]:
+    """Keeps the request; a repeat takes its place."""
+    state.held[event.trajectory_id] = event
+    return [HoldStep(event.trajectory_id)]
+
+
+def answered(state: State, event: Event, now: float) -> list[Action]:
+    """Tickets for those that this event lets go on."""
+    match event:
+        case StepFinished() | TrajectoryClosed():
+            record = state.table.get(event.trajectory_id)
+            return begun(state, record.engine_id, now) if record is not None else []
+        case MoveEnded():
+            return _moved(state, [event.trajectory_id], now)
+        case PlanArrived() | EngineRegistered() | Tick():
+            actions = [*_moved(state, list(state.held), now), *_follow_plan(state)]
+            for engine_id in sorted({state.table.require(trajectory_id).engine_id for trajectory_id in state.held}):
+                actions += begun(state, engine_id, now)
+            return actions
+        case _:
+            return []
+
+
+def begun(state: State, engine_id: str, now: float) -> list[Action]:
+    """Lets trajectories begin on an engine while it has room, best ranked first."""
+    spec = state.engines.spec(engine_id)
+    if spec is None:
+        return []
+    actions: list[Action] = []
+    if state.table.tally(engine_id).live_tickets >= spec.slot_limit:
+        return []
+    for record in _line(state, engine_id):
+        if not _fits(state, record, spec):
+            break
+        actions += _granted(state, record, now)
+    return actions
+
+
+def _line(state: State, engine_id: str) -> list[TrajectoryRecord]:
+    """Those that wait to begin on an engine, best ranked first."""
+    waiting = [
+        record for record in state.table.on(engine_id) if record.ticket is None and record.trajectory_id in state.held
+    ]
+    return sorted(waiting, key=lambda record: -record.priority)
+
+
+def _fits(state: State, record: TrajectoryRecord, spec: EngineSpec) -> bool:
+    tally = state.table.tally(spec.engine_id)
+    if tally.live_tickets >= spec.slot_limit:
+        return False
+    if not spec.kv_tokens_capacity or tally.begun == 0:
+        return True
+    return tally.kv_reserve_tokens + ticketing.reserve_tokens(state, record) <= spec.kv_tokens_capacity
+
+
+def _moved(state: State, trajectory_ids: Iterable[str], now: float) -> list[Action]:
+    """Tickets for those whose KV is where it should be, or stays where it is."""
+    actions: list[Action] = []
+    for trajectory_id in trajectory_ids:
+        record = state.table.get(trajectory_id)
+        if record is None or not record.is_open:
+            state.held.pop(trajectory_id, None)
+        elif trajectory_id in state.held and record.ticket is not None and record.move is None:
+            actions += _granted(state, record, now)
+    return actions
+
+
+def _follow_plan(state: State) -> list[Action]:
+    """Those that wait to begin stand where the newest plan wants them."""
+    actions: list[Action] = []
+    for trajectory_id in state.held:
+        record = state.table.require(trajectory_id)
+        if record.ticket is None and record.policy.placement is PlacementRule.PLANNED:
+            target = state.engines.get(state.planner.target(record))
+            if target is not None and target.usable and target.spec.engine_id != record.engine_id:
+                record = changed(record, engine_id=target.spec.engine_id, revision=record.revision + 1)
+                record = changed(record, priority=state.priority(record))
+                state.table.put(record)
+                state.planner.settle(record)
+                actions.append(SaveTrajectory(record))
+    return actions
+
+
+def _granted(state: State, record: TrajectoryRecord, now: float) -> list[Action]:
+    event = state.held.pop(record.trajectory_id)
+    try:
+        return ticketing.granted(state, left_behind(record), event, StepKind.NEXT, now)
+    except (NoEngine, ContextTooLong):  # it is asked for again, and refused to the client's face
+        state.held[record.trajectory_id] = event
+        return []

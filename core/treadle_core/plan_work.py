@@ -1,0 +1,59 @@
+"""A placement question and its answer as columns, without an object for each trajectory.
+
+Invariants: all columns of one value are of one length; nobody writes to them. Two values are equal where their columns
+are.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from treadle_core.worksheet import Floats, Indexes, Names
+
+
+@dataclass(frozen=True, eq=False)
+class PlanWork:
+    """Column i speaks of one trajectory: its row among the names, tokens left to sample, tokens of context now, index
+    (in the question) of the engine that holds the context, -1 where none does."""
+
+    names: Names
+    rows: Indexes
+    remaining_tokens: Floats
+    context_tokens: Floats
+    current: Indexes
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def trajectory_ids(self) -> tuple[str, ...]:
+        """The ids, made when they are asked for: who answers by `EngineOf` needs none."""
+        return tuple(self.names[self.rows].tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlanWork) and (
+            self.trajectory_ids == other.trajectory_ids
+            and np.array_equal(self.remaining_tokens, other.remaining_tokens)
+            and np.array_equal(self.context_tokens, other.context_tokens)
+            and np.array_equal(self.current, other.current)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.remaining_tokens.tobytes(), self.current.tobytes()))
+
+
+@dataclass(frozen=True, eq=False)
+class EngineOf:
+    """For each trajectory of a question, in its order, the index of its engine there."""
+
+    indexes: Indexes
+
+    def __len__(self) -> int:
+        return len(self.indexes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EngineOf) and np.array_equal(self.indexes, other.indexes)
+
+    def __hash__(self) -> int:
+        return hash(self.indexes.tobytes())

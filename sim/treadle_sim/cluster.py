@@ -1,0 +1,99 @@
+"""What a simulated mesh consists of: engines, the link between them, the control plane's latencies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from treadle_core.model import EngineSpec, KvTransfer
+
+from treadle_sim.engine_model import EngineModel
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Between any two engines; an engine takes part in one transfer at a time. fixed_s: of each transfer, beside its
+    bytes."""
+
+    bytes_per_s: float = 25e9  # half of a 400 Gb/s port: what RDMA of scattered KV pages reaches
+    fixed_s: float = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """Seconds that the control plane's answers take. predict_s: Heddle Table 1. rpc_s: of a ticket and of a stream's
+    first message."""
+
+    predict_s: float = 0.15
+    plan_s: float = 0.02
+    rpc_s: float = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An engine that dies and does not come back before `back_s`."""
+
+    engine: int
+    at_s: float
+    back_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """All engines stand still for `pause_s` and then hold other weights: no KV outlives it."""
+
+    at_s: float
+    pause_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Engines in the order of their ids, and what happens to them."""
+
+    engines: tuple[EngineModel, ...]
+    link: Link = Link()
+    latencies: Latencies = Latencies()
+    failures: tuple[Failure, ...] = ()
+    weight_updates: tuple[WeightUpdate, ...] = ()
+
+    @property
+    def gpus(self) -> int:
+        """Accelerators of all engines."""
+        return sum(engine.gpus for engine in self.engines)
+
+    def describe(self) -> str:
+        """As in "32x1 + 4x8 H200"."""
+        counts: dict[tuple[int, str], int] = {}
+        for engine in self.engines:
+            key = (engine.gpus, engine.accelerator)
+            counts[key] = counts.get(key, 0) + 1
+        return " + ".join(f"{count}x{gpus} {kind}" for (gpus, kind), count in sorted(counts.items()))
+
+
+def homogeneous(model: EngineModel, gpus: int) -> Cluster:
+    """As many engines of one kind as `gpus` accelerators give."""
+    return Cluster((model,) * (gpus // model.gpus))
+
+
+def engine_id(index: int) -> str:
+    return f"e{index:04d}"
+
+
+def specs(models: Sequence[EngineModel]) -> list[EngineSpec]:
+    """The engines as their sidecars would declare them: a straight line for a curve."""
+    return [
+        EngineSpec(
+            engine_id=engine_id(index),
+            address=engine_id(index),
+            model=model.llm,
+            weight_version="0",
+            slot_limit=model.slots,
+            kv_tokens_capacity=model.kv_tokens,
+            tensor_parallel=model.gpus,
+            kv_transfer=KvTransfer.STORAGE,
+            kv_bytes_per_token=model.kv_bytes_per_token,
+            hardware_tags=model.hardware_tags,
+            decode_curve=model.curve.linear(model.slots),
+        )
+        for index, model in enumerate(models)
+    ]

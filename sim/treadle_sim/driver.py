@@ -1,0 +1,341 @@
+"""Drives the scheduler's controller through a rollout under the virtual clock.
+
+The controller is the one that the scheduler service drives (`treadle_core.controller`): the driver makes the events
+that clients, sidecars, the predictor, the placement and the migrator would send, and carries its actions out on
+simulated engines. It decides nothing. Owner of the trajectories' progress and of all times that are reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from treadle_core import placement
+from treadle_core.actions import (
+    Action,
+    AnnounceClosed,
+    AskPlan,
+    AskPrediction,
+    CancelMigration,
+    IssueTicket,
+    Reprioritize,
+    StartMigration,
+)
+from treadle_core.controller import Controller
+from treadle_core.events import (
+    ClosedAnnounced,
+    Event,
+    MoveAccepted,
+    MoveEnded,
+    PlanArrived,
+    PredictionArrived,
+    StepFinished,
+    StepPreempted,
+    StepRequested,
+    StepStarted,
+    SwitchRequested,
+    Tick,
+    ToolFinished,
+    ToolStarted,
+    TrajectoryClosed,
+    TrajectoryOpened,
+)
+from treadle_core.model import Outcome as Ending
+from treadle_core.model import Policy, TicketRecord
+from treadle_core.plan_work import EngineOf
+from treadle_core.refusals import NoEngine, Refusal
+from treadle_core.tuning import Tuning
+
+from treadle_sim.cluster import Cluster, engine_id
+from treadle_sim.engine import SimEngine
+from treadle_sim.engine_step import EngineStep
+from treadle_sim.events import Timeline
+from treadle_sim.mishaps import Mishaps
+from treadle_sim.outcome import Outcome, Span, Times
+from treadle_sim.predictors import Predictor
+from treadle_sim.progress import Progress
+from treadle_sim.transfers import Transfers
+from treadle_sim.workload import Workload
+
+TICK_S = 0.5  # as the scheduler service ticks
+RETRY_S = 0.1  # a client's pause before it asks again where it was refused
+STUCK_S = 300.0  # nothing but ticks for so long, beyond every timeout of the controller: nothing will ever happen
+
+
+class Driver:
+    """One rollout. chunk_tokens: most tokens of one call, longer turns take several; 0 for no limit. `log`, where
+    given, gets every (time, event, actions) of the controller."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        policy: Policy,
+        tuning: Tuning,
+        predictor: Predictor | None,
+        *,
+        chunk_tokens: int = 0,
+        record: bool = False,
+        log: Callable[[float, Event, Sequence[Action]], None] | None = None,
+    ) -> None:
+        self._workload = workload
+        self._cluster = cluster
+        self._predictor = predictor
+        self._workspace = placement.Workspace()
+        self._chunk_tokens = chunk_tokens
+        self._record = record
+        self._log = log
+        self._preempt = policy.preempt
+        self._timeline = Timeline()
+        # No lease runs out by itself here: a failure deregisters its engine after the time that a lease takes.
+        self._controller = Controller(policy, replace(tuning, lease_ttl_s=float("inf")))
+        self._engines = [
+            SimEngine(engine_id(index), model, self._timeline, self, preempt=policy.preempt)
+            for index, model in enumerate(cluster.engines)
+        ]
+        self._engine_index = {engine.engine_id: index for index, engine in enumerate(self._engines)}
+        self._transfers = Transfers(cluster.link, self._timeline, self._kv_bytes, self._arrived, self._gave_up)
+        self._all = [
+            Progress(work, f"t{index}", Times(), context_tokens=work.prompt_tokens)
+            for index, work in enumerate(workload.trajectories)
+        ]
+        self._index = {progress.trajectory_id: index for index, progress in enumerate(self._all)}
+        self._mishaps = Mishaps(cluster, self._engines, self._timeline, tuning.lease_ttl_s, self._tell, self._lost)
+        self._left = len(self._all)
+        self._events = 0
+        self._idle_s = 0.0
+        self._carriers: Mapping[type, Callable[..., None]] = {
+            IssueTicket: self._issued,
+            AskPrediction: self._asked_prediction,
+            AskPlan: self._asked_plan,
+            Reprioritize: self._reprioritized,
+            StartMigration: self._asked_move,
+            CancelMigration: self._cancelled_move,
+            AnnounceClosed: self._announced,
+        }
+        if record:
+            for engine in self._engines:
+                engine.spans = []
+
+    def run(self) -> Outcome:
+        """Plays the rollout to its end."""
+        self._mishaps.begin()
+        for index, progress in enumerate(self._all):
+            self._open(index, progress)
+        self._timeline.after(TICK_S, self._tick)
+        # Clients ask for their first steps once their trajectories are open; where lengths are predicted they wait for
+        # the first plan, which is asked for at the first tick.
+        latencies = self._cluster.latencies
+        first_s = max(TICK_S, latencies.predict_s) + latencies.plan_s if self._predictor is not None else 0.0
+        for index in range(len(self._all)):
+            self._timeline.after(first_s + latencies.rpc_s, self._request, index)
+        self._timeline.run(lambda: self._left > 0)
+        if self._left:
+            raise RuntimeError(f"{self._left} trajectories never ended: no engine takes them")
+        return Outcome(
+            times=tuple(progress.times for progress in self._all),
+            engine_busy_s=tuple(engine.busy_s for engine in self._engines),
+            gpus=self._cluster.gpus,
+            events=self._events,
+            engine_spans=tuple(tuple(engine.spans or ()) for engine in self._engines),
+        )
+
+    # The controller.
+
+    def _tell(self, event: Event) -> None:
+        self._events += 1
+        now = self._timeline.now
+        actions = self._controller.on_event(event, now)
+        if self._log is not None:
+            self._log(now, event, actions)
+        carriers = self._carriers
+        for action in actions:
+            carrier = carriers.get(type(action))
+            if carrier is not None:
+                carrier(action)
+
+    def _tick(self) -> None:
+        self._tell(Tick())
+        self._idle_s = self._idle_s + TICK_S if self._timeline.idle else 0.0
+        if self._idle_s < STUCK_S:
+            self._timeline.after(TICK_S, self._tick)
+
+    def _announced(self, action: AnnounceClosed) -> None:
+        """NATS has it."""
+        self._timeline.after(0.0, self._tell, ClosedAnnounced(action.record.trajectory_id))
+
+    def _asked_prediction(self, ask: AskPrediction) -> None:
+        if self._predictor is None:
+            return
+        index = self._index[ask.trajectory_id]
+        tokens, turns = self._predictor.predict(index, self._all[index].turn, ask.gen_tokens)
+        answer = PredictionArrived(ask.trajectory_id, ask.turn, ask.gen_tokens, tokens, turns, "sim")
+        self._timeline.after(self._cluster.latencies.predict_s, self._tell, answer)
+
+    def _asked_plan(self, ask: AskPlan) -> None:
+        work = ask.work
+        plan = placement.plan_arrays(
+            work.remaining_tokens,
+            work.context_tokens,
+            work.current,
+            ask.engines,
+            ask.cost_model,
+            workspace=self._workspace,
+        )
+        answer = PlanArrived(ask.plan_id, engine_of=EngineOf(plan.engine_of))
+        self._timeline.after(self._cluster.latencies.plan_s, self._tell, answer)
+
+    def _reprioritized(self, action: Reprioritize) -> None:
+        engine = self._engines[self._engine_index[action.engine_id]]
+        for ticket_id, priority in action.changes:
+            engine.reprioritize(ticket_id, priority)
+
+    # Trajectories.
+
+    def _open(self, index: int, progress: Progress) -> None:
+        work = progress.work
+        self._tell(
+            TrajectoryOpened(
+                request_id=f"o{index}",
+                trajectory_id=progress.trajectory_id,
+                prompt_id=work.prompt_id,
+                rollout_id=self._workload.name,
+                sample=work.sample,
+                prompt_tokens=work.prompt_tokens,
+                max_total_tokens=self._workload.max_total_tokens,
+                hardware_tags=work.hardware_tags,
+            )
+        )
+
+    def _request(self, index: int, replaces: str = "", resumed_tokens: int = 0) -> None:
+        progress = self._all[index]
+        progress.requests += 1
+        progress.resumed_tokens = resumed_tokens
+        progress.asked_s = self._timeline.now
+        request = StepRequested(
+            request_id=f"s{index}.{progress.requests}",
+            trajectory_id=progress.trajectory_id,
+            turn=progress.calls,
+            context_tokens=progress.context_tokens,
+            max_new_tokens=progress.call_tokens(self._chunk_tokens),
+            replaces_ticket_id=replaces,
+            resumed_tokens=resumed_tokens,
+            tool_s=progress.tool_s,
+        )
+        try:
+            self._tell(request)
+        except NoEngine:
+            self._timeline.after(RETRY_S, self._request, index, replaces, resumed_tokens)
+
+    def _issued(self, action: IssueTicket) -> None:
+        ticket = action.ticket
+        index = self._index[ticket.trajectory_id]
+        self._all[index].engine = engine = self._engine_index[ticket.engine_id]
+        self._all[index].waited(self._timeline.now, self._record)
+        self._timeline.after(self._cluster.latencies.rpc_s, self._submit, index, engine, ticket)
+
+    def _submit(self, index: int, engine: int, ticket: TicketRecord) -> None:
+        if self._mishaps.dead(engine):  # the connection is refused
+            self._timeline.after(RETRY_S, self._request, index, ticket.ticket_id, self._all[index].resumed_tokens)
+            return
+        progress = self._all[index]
+        work = progress.work
+        step = EngineStep(
+            ticket.ticket_id,
+            index,
+            work.prompt_id,
+            work.prompt_tokens,
+            progress.context_tokens,
+            progress.call_tokens(self._chunk_tokens),
+            self._timeline.now,
+            done=float(progress.resumed_tokens),
+            spans=[] if self._record else None,
+        )
+        self._engines[engine].submit(step, ticket.priority)
+
+    def step_started(self, step: EngineStep) -> None:
+        """See engine_step.StepListener."""
+        if not self._preempt:  # a policy that never evicts is told, so that it can lift what runs
+            self._timeline.after(0.0, self._tell, StepStarted(self._all[step.index].trajectory_id, step.step_id))
+
+    def step_preempted(self, step: EngineStep) -> None:
+        """See engine_step.StepListener."""
+        trajectory_id = self._all[step.index].trajectory_id
+        self._timeline.after(0.0, self._tell, StepPreempted(trajectory_id, step.step_id, int(step.done)))
+
+    def step_finished(self, step: EngineStep) -> None:
+        """See engine_step.StepListener."""
+        self._timeline.after(0.0, self._finished, step)
+
+    def _finished(self, step: EngineStep) -> None:
+        progress = self._all[step.index]
+        progress.book(step)
+        call, context_tokens = progress.calls, progress.context_tokens
+        turn_over = progress.called(step.gen_tokens)
+        self._tell(StepFinished(progress.trajectory_id, step.step_id, call, context_tokens, step.gen_tokens))
+        if not turn_over:  # the next chunk of the same turn: no tool in between
+            self._timeline.after(self._cluster.latencies.rpc_s, self._request, step.index)
+            return
+        if self._record and progress.tool_s > 0.0:
+            now = self._timeline.now
+            progress.times.spans.append(Span("tool", now, now + progress.tool_s, progress.engine))
+        if not progress.over:
+            self._tell(ToolStarted(progress.trajectory_id))
+        self._timeline.after(progress.tool_s, self._close if progress.over else self._tool_over, step.index)
+
+    def _tool_over(self, index: int) -> None:
+        self._tell(ToolFinished(self._all[index].trajectory_id))
+        self._request(index)
+
+    def _close(self, index: int) -> None:
+        progress = self._all[index]
+        progress.done = True
+        progress.times.finished_s = self._timeline.now
+        self._left -= 1
+        if self._predictor is not None:
+            self._predictor.finished(index)
+        self._tell(TrajectoryClosed(f"c{index}", progress.trajectory_id, Ending.FINISHED, progress.work.reward))
+
+    def _lost(self, steps: Sequence[EngineStep]) -> None:
+        for step in steps:
+            self._all[step.index].book(step)
+            # The client's stream breaks; it goes on from the tokens that it has.
+            self._timeline.after(self._cluster.latencies.rpc_s, self._request, step.index, step.step_id, int(step.done))
+
+    # Moves.
+
+    def _kv_bytes(self, move: StartMigration) -> float:
+        progress = self._all[self._index[move.trajectory_id]]
+        source = self._engines[self._engine_index[move.source.engine_id]]
+        return float(source.cache.peek(self._index[move.trajectory_id]) or progress.context_tokens) * (
+            move.source.kv_bytes_per_token
+        )
+
+    def _asked_move(self, move: StartMigration) -> None:
+        migration_id = self._transfers.start(move)
+        self._timeline.after(0.0, self._tell, MoveAccepted(move.trajectory_id, move.move_id, migration_id))
+
+    def _cancelled_move(self, action: CancelMigration) -> None:
+        self._transfers.cancel(action.migration_id)
+        self._timeline.after(0.0, self._tell, MoveEnded(action.trajectory_id, action.migration_id, reason="cancelled"))
+
+    def _gave_up(self, move: StartMigration, migration_id: str) -> None:
+        self._tell(MoveEnded(move.trajectory_id, migration_id, move.move_id, reason="took too long"))
+
+    def _arrived(self, move: StartMigration, migration_id: str) -> None:
+        index = self._index[move.trajectory_id]
+        ends = (self._engine_index[move.source.engine_id], self._engine_index[move.target.engine_id])
+        if any(self._mishaps.dead(engine) for engine in ends):
+            self._tell(MoveEnded(move.trajectory_id, migration_id, move.move_id, reason="an engine is gone"))
+            return
+        try:
+            self._tell(SwitchRequested(migration_id, move.trajectory_id, move.expected_revision, move.target.engine_id))
+        except Refusal as refusal:
+            self._tell(MoveEnded(move.trajectory_id, migration_id, move.move_id, reason=refusal.reason))
+            return
+        kept = self._engines[self._engine_index[move.source.engine_id]].cache.take(index)
+        target = self._engine_index[move.target.engine_id]
+        self._engines[target].receive(index, kept)
+        self._all[index].times.migrations += 1
+        self._all[index].engine = target
+        self._tell(MoveEnded(move.trajectory_id, migration_id, move.move_id, moved=True))

@@ -1,0 +1,37 @@
+"""The virtual clock: what happens when, in the order of time and, at one time, of asking."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+
+class Timeline:
+    """A queue of calls to be made at virtual times. `now` is the time of the call being made; it never goes back."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+        self._count = 0
+
+    def at(self, time_s: float, call: Callable[..., object], *arguments: object) -> None:
+        """Makes the call at `time_s`, or now where that has passed."""
+        self._count += 1
+        heapq.heappush(self._heap, (max(time_s, self.now), self._count, call, arguments))
+
+    def after(self, delay_s: float, call: Callable[..., object], *arguments: object) -> None:
+        """Makes the call after `delay_s` seconds."""
+        self.at(self.now + delay_s, call, *arguments)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call waits."""
+        return not self._heap
+
+    def run(self, while_true: Callable[[], bool]) -> None:
+        """Makes calls in order until none is left or `while_true` says no."""
+        heap = self._heap
+        while heap and while_true():
+            self.now, _, call, arguments = heapq.heappop(heap)
+            call(*arguments)

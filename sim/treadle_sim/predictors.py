@@ -1,0 +1,263 @@
+"""What a simulated control plane is told of how much is left: from the whole truth to nothing at all.
+
+Purpose: the same plan under predictions of every quality, and under the product's own estimator.
+Invariants: answers are quantiles in order, never negative, never beyond what the workload's cap leaves; every
+predictor but `Siblings` answers the same question the same whatever was asked before, so that two policies are told
+the same lies; `Siblings` sees only what a predictor service would have heard by then.
+A trajectory is named by its index in `workload.trajectories`; `turn` counts its finished steps, `gen_tokens` all that
+it has sampled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from treadle_core.estimator import Prior, Progress, learned_from
+from treadle_core.evidence import Ended, Evidence
+from treadle_core.model import Estimate
+from treadle_core.tuning import Tuning
+
+from treadle_sim.workload import TrajectoryWork, Workload, groups
+
+Answer = tuple[Estimate, Estimate | None]
+
+P90_Z = 1.2815515655446004  # standard deviations from the median to the 90th percentile of a normal distribution
+
+# Noisy's defaults, chosen so that before the first step it ranks trajectories about as well as someone who knows the
+# mean length of each prompt (`PromptMean`), and better with each step, as Heddle §7.2 and Figure 13 have it. What
+# that gives in recall and correlation: bench/results/workloads.md.
+SIGMA0 = 0.60  # of ln(predicted / true remaining tokens) before the first step
+DECAY = 0.85  # what each finished step leaves of it
+FRESH_SIGMA = 0.10  # more, drawn anew for each answer
+SHARED = 0.5  # of the variance of the lasting error, common to all samples of a prompt
+
+# A trajectory that has outlived its prompt's mean is taken to go on for this much of what it has done: nothing at all
+# would rank every straggler last.
+OVERRUN = 0.25
+# Of ln tokens, around a prompt's mean, where its own earlier samples do not say (a third of 0.65² is 0.38²).
+SPREAD_SIGMA = 0.4
+
+BEFORE, NOW = "before", "now"  # rollouts of the estimator's evidence
+
+
+class Predictor(Protocol):
+    """Asked when a trajectory opens (turn 0) and after each of its steps."""
+
+    def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
+        """Remaining tokens, and remaining turns where it says."""
+
+    def finished(self, index: int) -> None:
+        """The trajectory has come to its end."""
+
+
+class Oracle:
+    """The truth: what is left of the workload's own steps."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._totals = Totals(workload)
+
+    def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
+        return exactly(self._totals.left(index, gen_tokens)), exactly(self._totals.turns_left(index, turn))
+
+    def finished(self, index: int) -> None:
+        """Knew it before."""
+
+
+class Blind:
+    """Says of every trajectory what the controller assumes of one that nobody predicts."""
+
+    def __init__(self, workload: Workload, assumed_tokens: float = Tuning().default_remaining_tokens) -> None:
+        self._totals = Totals(workload)
+        self._assumed_tokens = assumed_tokens
+
+    def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
+        return exactly(min(self._assumed_tokens, self._totals.room(gen_tokens))), None
+
+    def finished(self, index: int) -> None:
+        """Learns nothing."""
+
+
+class Noisy:
+    """The truth times a log-normal error on what remains.
+
+    ln error = lasting[index] * sigma0 * decay**turn + fresh_sigma * z(index, turn). `shared` of the variance of
+    `lasting` is common to the samples of a prompt. Turns err by the same factor: who is thought long is thought to
+    take more turns. p10 and p90 are as far away as the error's spread says. Raises ValueError for parameters out of
+    range.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        seed: int = 0,
+        *,
+        sigma0: float = SIGMA0,
+        decay: float = DECAY,
+        fresh_sigma: float = FRESH_SIGMA,
+        shared: float = SHARED,
+    ) -> None:
+        for name, value, most in (
+            ("sigma0", sigma0, math.inf),
+            ("decay", decay, 1.0),
+            ("fresh_sigma", fresh_sigma, math.inf),
+            ("shared", shared, 1.0),
+        ):
+            if not 0.0 <= value <= most:
+                raise ValueError(f"{name} must be from 0 to {most}, is {value}")
+        self._totals = Totals(workload)
+        self._sigma0, self._decay, self._fresh_sigma = sigma0, decay, fresh_sigma
+        rng = np.random.default_rng([seed, 1])
+        prompts = {prompt_id: at for at, prompt_id in enumerate(groups(workload.trajectories))}
+        of_prompts = rng.standard_normal(len(prompts))
+        at = [prompts[work.prompt_id] for work in workload.trajectories]
+        own = rng.standard_normal(len(at))
+        self._lasting = (math.sqrt(shared) * of_prompts[at] + math.sqrt(1.0 - shared) * own).tolist()
+        asked = [len(work.steps) + 1 for work in workload.trajectories]  # opening, and after each step
+        self._first = (np.cumsum(asked) - asked).tolist()
+        self._fresh = rng.standard_normal(sum(asked)).tolist()
+
+    def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
+        lasting_sigma = self._sigma0 * self._decay**turn
+        error = math.exp(
+            self._lasting[index] * lasting_sigma + self._fresh_sigma * self._fresh[self._first[index] + turn]
+        )
+        spread = math.exp(P90_Z * math.hypot(lasting_sigma, self._fresh_sigma))
+        tokens = self._totals.left(index, gen_tokens) * error
+        turns = self._totals.turns_left(index, turn) * error
+        return (
+            spread_around(tokens, spread, self._totals.room(gen_tokens)),
+            spread_around(turns, spread, math.inf),
+        )
+
+    def finished(self, index: int) -> None:
+        """Learns nothing."""
+
+
+class PromptMean:
+    """History-based prediction, which Heddle §4.1 calls static: each prompt's mean tokens and turns in `earlier`.
+
+    A prompt that is not among `earlier` gets the mean over all. What came of this run teaches it nothing. Raises
+    ValueError without earlier trajectories.
+    """
+
+    def __init__(self, workload: Workload, earlier: Sequence[TrajectoryWork]) -> None:
+        if not earlier:
+            raise ValueError("earlier must hold at least one trajectory")
+        self._totals = Totals(workload)
+        means = {prompt_id: _means(works) for prompt_id, works in groups(earlier).items()}
+        others = _means(earlier)
+        self._means = [means.get(work.prompt_id, others) for work in workload.trajectories]
+
+    def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
+        mean_tokens, mean_turns = self._means[index]
+        tokens = max(mean_tokens - gen_tokens, OVERRUN * gen_tokens)
+        turns = max(mean_turns - turn, OVERRUN * turn)
+        spread = math.exp(P90_Z * SPREAD_SIGMA)
+        return (
+            spread_around(tokens, spread, self._totals.room(gen_tokens)),
+            spread_around(turns, spread, math.inf),
+        )
+
+    def finished(self, index: int) -> None:
+        """Learns nothing of this epoch."""
+
+
+class Siblings:
+    """The product's own estimator (treadle_core.estimator), told what its service would have heard: what ran how far,
+    what ended. `earlier`: trajectories of earlier epochs, heard before the first opening."""
+
+    def __init__(self, workload: Workload, earlier: Sequence[TrajectoryWork] = ()) -> None:
+        self._workload = workload
+        self._evidence = Evidence()
+        self._estimator = learned_from(self._evidence, Prior())
+        self._seen: dict[int, tuple[int, int]] = {}  # turns and tokens that the evidence has of an open trajectory
+        for number, work in enumerate(earlier):
+            self._evidence.closed(_ended(f"{BEFORE}-{number}", BEFORE, work))
+
+    def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
+        work = self._workload.trajectories[index]
+        name = f"{NOW}-{index}"
+        if index not in self._seen:
+            self._evidence.opened(name, NOW, work.prompt_id)
+        turns, tokens = self._seen.get(index, (0, 0))
+        if turn > turns:
+            self._evidence.stepped(name, turn - 1, gen_tokens - tokens)
+        self._seen[index] = (turn, gen_tokens)
+        forecast = self._estimator.estimate(
+            Progress(
+                name,
+                work.prompt_id,
+                turn,
+                gen_tokens,
+                prompt_tokens=work.prompt_tokens,
+                max_total_tokens=self._workload.max_total_tokens,
+            )
+        )
+        return forecast.remaining_tokens, forecast.remaining_turns
+
+    def finished(self, index: int) -> None:
+        self._evidence.closed(_ended(f"{NOW}-{index}", NOW, self._workload.trajectories[index]))
+        self._seen.pop(index, None)
+
+
+NAMES = ("oracle", "noisy", "prompt-mean", "siblings", "blind")
+
+
+def named(name: str, workload: Workload, seed: int = 0, earlier: Sequence[TrajectoryWork] = ()) -> Predictor:
+    """The predictor of a name, with its defaults. `earlier`: samples of the same prompts from another epoch, which
+    "prompt-mean" needs and "siblings" can use. Raises ValueError for another name."""
+    match name:
+        case "oracle":
+            return Oracle(workload)
+        case "noisy":
+            return Noisy(workload, seed)
+        case "prompt-mean":
+            return PromptMean(workload, earlier)
+        case "siblings":
+            return Siblings(workload, earlier)
+        case "blind":
+            return Blind(workload)
+    raise ValueError(f"no predictor {name!r}, only {', '.join(NAMES)}")
+
+
+class Totals:
+    """What a workload's trajectories come to in the end, and what its cap leaves."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._tokens = [work.gen_tokens for work in workload.trajectories]
+        self._turns = [len(work.steps) for work in workload.trajectories]
+        self._cap = workload.max_total_tokens
+
+    def left(self, index: int, gen_tokens: int) -> float:
+        """Tokens that trajectory will still sample."""
+        return float(max(0, self._tokens[index] - gen_tokens))
+
+    def turns_left(self, index: int, turn: int) -> float:
+        """Steps that trajectory will still take."""
+        return float(max(0, self._turns[index] - turn))
+
+    def room(self, gen_tokens: int) -> float:
+        """Tokens that the cap leaves; infinite without one."""
+        return float(max(0, self._cap - gen_tokens)) if self._cap else math.inf
+
+
+def exactly(value: float) -> Estimate:
+    """An estimate without doubt."""
+    return Estimate(value, value, value)
+
+
+def spread_around(median: float, spread: float, most: float) -> Estimate:
+    """p10 and p90 a factor of `spread` >= 1 from the median, nothing above `most`."""
+    return Estimate(min(median / spread, most), min(median, most), min(median * spread, most))
+
+
+def _means(works: Sequence[TrajectoryWork]) -> tuple[float, float]:
+    tokens = sum(work.gen_tokens for work in works) / len(works)
+    return tokens, sum(len(work.steps) for work in works) / len(works)
+
+
+def _ended(name: str, rollout_id: str, work: TrajectoryWork) -> Ended:
+    return Ended(name, rollout_id, work.prompt_id, work.gen_tokens, len(work.steps), own_end=not work.censored)

@@ -1,0 +1,88 @@
+"""The systems that are compared: each a policy of the one controller, a predictor and a way to choose engines.
+
+Baselines are as strong as their authors make them and run under the same controller, engines and workload; where a
+parallelism is theirs to choose, callers try every degree and take the best. Sources: Heddle §7 (verl, verl*, slime),
+Autellix (least attained service), ThunderAgent-like tool-boundary pausing as trajectory-level FCFS with room held for
+whoever has begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from treadle_core.costs import CostModel
+from treadle_core.model import Ordering, PlacementRule, Policy, Replanning
+from treadle_core.tuning import Tuning
+
+# A turn longer than this is generated in several calls, so that the trajectory can move, and be ranked anew, in the
+# middle of it: some 10 to 20 seconds of decoding, against a ticket and the prefill of one token.
+CHUNK_TOKENS = 1_024
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """predictor: a name of predictors.named, "none", or "" for the rollout's own choice. allocated: engines of mixed
+    parallelism, planned by `cost_model`; else all of one degree. chunk_tokens: of one call, 0 for whole turns."""
+
+    name: str
+    title: str
+    policy: Policy
+    predictor: str = "none"
+    allocated: bool = False
+    cost_model: CostModel = CostModel.LINEAR_INTEGRAL
+    chunk_tokens: int = 0
+    tuning: Tuning = field(default_factory=Tuning)
+
+
+def _stepwise(placement: PlacementRule, ordering: Ordering = Ordering.ROUND_ROBIN, *, preempt: bool = False) -> Policy:
+    """As a framework without trajectories in its mind does it: no plan, no moves."""
+    return Policy(ordering=ordering, placement=placement, migrate=False, preempt=preempt)
+
+
+VERL = System("verl", "verl: pinned to an engine, steps in the order they arrive", _stepwise(PlacementRule.PINNED))
+VERL_STAR = System("verl*", "verl*: cache-aware, least load beyond a skew of 32", _stepwise(PlacementRule.CACHE_AWARE))
+SLIME = System("slime", "slime: least loaded engine at each step", _stepwise(PlacementRule.LEAST_LOAD))
+LEAST_ATTAINED = System(
+    "affinity-las",
+    "session affinity with least attained service",
+    _stepwise(PlacementRule.PINNED, Ordering.LEAST_ATTAINED, preempt=True),
+)
+PAUSING = System(
+    "pausing",
+    "tool-boundary pausing: trajectories in order of arrival, room held for whoever has begun",
+    Policy(ordering=Ordering.FCFS, placement=PlacementRule.PINNED, migrate=False, preempt=True, reserve=True),
+)
+HEDDLE = System(
+    "heddle",
+    "Heddle as printed: longest first, presorted partition by group size, ranks scaled, mixed parallelism",
+    Policy(replanning=Replanning.RANK_SCALING),
+    predictor="",
+    allocated=True,
+    cost_model=CostModel.GROUP_SIZE,
+)
+TREADLE = System("treadle", "Treadle", Policy(reserve=True), predictor="", allocated=True)
+TREADLE_HOMOGENEOUS = System(
+    "treadle-homogeneous", "Treadle on engines of one degree", Policy(reserve=True), predictor=""
+)
+TREADLE_CHUNKS = System(
+    "treadle-chunks",
+    "Treadle, long turns generated in chunks (no client does that yet)",
+    Policy(reserve=True),
+    predictor="",
+    allocated=True,
+    chunk_tokens=CHUNK_TOKENS,
+)
+ORACLE = System(
+    "oracle",
+    "Treadle told every length, long turns in chunks",
+    Policy(reserve=True),
+    predictor="oracle",
+    allocated=True,
+    chunk_tokens=CHUNK_TOKENS,
+)
+
+BASELINES = (VERL, VERL_STAR, SLIME, LEAST_ATTAINED, PAUSING)
+SYSTEMS: Mapping[str, System] = {
+    system.name: system for system in (*BASELINES, HEDDLE, TREADLE_HOMOGENEOUS, TREADLE, TREADLE_CHUNKS, ORACLE)
+}

@@ -1,0 +1,230 @@
+"""One recorded event stream through the simulator's controller and through the scheduler service's own path: the same
+actions, in the same order, and the same state in JetStream. What a restart in the middle changes is held too.
+
+The service's path is `treadle_scheduler.driver.Driver` around a controller started as `wire.py` starts it, on a real
+nats-server; only the clock is the recording's, and what would go to other services is noted instead.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+from support.scheduler_replay import NO_LEASE_ENDS_S, SENT, Service, as_done, service_tuning
+from treadle_core.actions import (
+    Action,
+    AnnounceClosed,
+    AskPlan,
+    HoldStep,
+    IssueTicket,
+    StartMigration,
+)
+from treadle_core.controller import Controller
+from treadle_core.events import (
+    EngineDeregistered,
+    Event,
+    PlanArrived,
+    PolicySet,
+    PredictionArrived,
+    StepPreempted,
+    StepStarted,
+    SwitchRequested,
+    WeightsUpdated,
+)
+from treadle_core.model import TrajectoryRecord
+from treadle_core.records import changed
+from treadle_runtime.bus import open_bus
+from treadle_scheduler.store import engine_key, trajectory_key
+from treadle_sim.cluster import Cluster, Failure, WeightUpdate
+from treadle_sim.driver import Driver as SimDriver
+from treadle_sim.engine_model import EngineModel, StepCurve
+from treadle_sim.parametric import make
+from treadle_sim.predictors import named
+from treadle_sim.systems import SYSTEMS
+from treadle_sim.workload import Workload
+
+# Two degrees, so that plans differ from the first placement and trajectories move.
+SLOW = EngineModel(
+    "x1", "toy", "toy", 1, 4, 60_000, 100_000, StepCurve((1.0, 8.0), (0.010, 0.014), 1e-7, 0.005, 2e-5, 1e-9)
+)
+FAST = EngineModel(
+    "x4", "toy", "toy", 4, 4, 240_000, 100_000, StepCurve((1.0, 8.0), (0.005, 0.007), 5e-8, 0.005, 5e-6, 3e-10)
+)
+# Systems that decide by what is stored alone; see the last two tests.
+WITHOUT_PLANS = ("verl", "verl*", "slime", "affinity-las")
+# Before the engine dies, and after it is back. Not while it is dead and its lease runs: that clients lost
+# streams there is not stored, so a restarted scheduler sends some there once more.
+RESTARTS_AT_S = (10.0, 60.0)
+
+
+@dataclass(frozen=True)
+class Heard:
+    """One event of the recording, and what the simulator's controller wanted done."""
+
+    now_s: float
+    event: Event
+    actions: Sequence[Action]
+
+
+def workload() -> Workload:
+    """24 coding trajectories; their tools take long enough for moves."""
+    made = make("coding", prompts=6, samples=4, seed=5, max_gen_tokens=12_000)
+    slower = [
+        replace(work, steps=tuple(replace(step, tool_s=4.0 * step.tool_s) for step in work.steps))
+        for work in made.trajectories
+    ]
+    return replace(made, trajectories=tuple(slower))
+
+
+@cache
+def recorded(name: str) -> Sequence[Heard]:
+    """A system's rollout in which an engine dies and comes back, and the weights change."""
+    system = SYSTEMS[name]
+    work = workload()
+    heard: list[Heard] = []
+    cluster = Cluster(
+        (FAST, SLOW, SLOW, SLOW),
+        failures=(Failure(engine=1, at_s=30.0, back_s=50.0),),
+        weight_updates=(WeightUpdate(at_s=70.0, pause_s=2.0),),
+    )
+    predictor = None if system.predictor == "none" else named(system.predictor or "noisy", work, 5)
+
+    def log(now_s: float, event: Event, actions: Sequence[Action]) -> None:
+        heard.append(Heard(now_s, event, tuple(actions)))
+
+    SimDriver(work, cluster, system.policy, system.tuning, predictor, chunk_tokens=system.chunk_tokens, log=log).run()
+    return heard
+
+
+async def check_same(service: Service, stream: Sequence[Heard], *, aside: type[Action] | None = None) -> None:
+    """Feeds a stream to the service and holds each event's actions, one kind `aside`, against the recorded ones."""
+    waiting: set[str] = set()
+    for number, heard in enumerate(stream):
+        what = f"event {number} at {heard.now_s} s: {heard.event}"
+        done, wanted = await service.hear(heard.now_s, heard.event), as_done(heard.actions)
+        if aside is not None:
+            done, wanted = without(aside, done), without(aside, wanted)
+        assert done == wanted, what
+        for action in heard.actions:
+            if isinstance(action, HoldStep):
+                waiting.add(action.trajectory_id)
+            elif isinstance(action, IssueTicket):
+                waiting.discard(action.ticket.trajectory_id)
+                assert await service.ticket(action.ticket.trajectory_id) == action.ticket, what
+        assert service.unanswered == sorted(waiting), what
+
+
+def events_before(stream: Sequence[Heard], at_s: float) -> int:
+    """How many, some but not all."""
+    count = sum(heard.now_s <= at_s for heard in stream)
+    assert 0 < count < len(stream)
+    return count
+
+
+def without(kind: type[Action], done: list[tuple[str, object]]) -> list[tuple[str, object]]:
+    """All but the actions of a kind."""
+    return [(key, value) for key, value in done if not isinstance(value, kind)]
+
+
+async def check_stored(service: Service, stream: Sequence[Heard]) -> None:
+    """JetStream holds what the recorded actions came to."""
+    wanted: dict[str, object] = {}
+    for heard in stream:
+        wanted |= {key: value for key, value in as_done(heard.actions) if key != SENT}
+    await service.store.settle_all()
+    stored = await service.store.load()
+    held: dict[str, object] = {trajectory_key(record.trajectory_id): record for record in stored.trajectories}
+    held |= {engine_key(record.spec.engine_id): record for record in stored.engines}
+    assert held == {key: value for key, value in wanted.items() if value is not None}
+
+
+def known(controller: Controller) -> dict[str, TrajectoryRecord]:
+    """The records by id, but for what is not worth a write: whether a tool runs, what it is expected to take, and where
+    a trajectory stands that has not begun (each plan says so anew)."""
+    records: dict[str, TrajectoryRecord] = {}
+    for record in controller.trajectories():
+        record = changed(record, tool_over=False, tool_expected_s=0.0)
+        if record.ticket is None:
+            record = changed(record, engine_id="", revision=0, priority=0.0)
+        records[record.trajectory_id] = record
+    return records
+
+
+def test_the_simulators_thresholds_are_those_that_the_service_starts_with() -> None:
+    for system in SYSTEMS.values():
+        assert replace(system.tuning, lease_ttl_s=NO_LEASE_ENDS_S) == service_tuning(), system.name
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+async def test_the_service_does_what_the_simulators_controller_does(nats_url: str, name: str) -> None:
+    """A whole rollout of each system, an engine's death and an update of the weights in it."""
+    system = SYSTEMS[name]
+    stream = recorded(name)
+    async with open_bus(nats_url, "test") as bus:
+        service = await Service.start(bus, 0.0)
+        await service.hear(0.0, PolicySet(system.policy))
+
+        await check_same(service, stream)
+        await check_stored(service, stream)
+
+
+def test_the_recordings_hold_what_matters() -> None:
+    """Else the comparison would prove nothing."""
+    events = {type(heard.event) for name in SYSTEMS for heard in recorded(name)}
+    actions = {type(action) for heard in recorded("treadle") for action in heard.actions}
+
+    assert {
+        EngineDeregistered,
+        WeightsUpdated,
+        PlanArrived,
+        PredictionArrived,
+        StepPreempted,
+        StepStarted,
+        SwitchRequested,
+    } <= events
+    assert {AskPlan, HoldStep, StartMigration} <= actions
+
+
+@pytest.mark.parametrize("at_s", RESTARTS_AT_S)
+@pytest.mark.parametrize("name", WITHOUT_PLANS)
+async def test_after_a_restart_a_scheduler_without_plans_goes_on_as_if_nothing_had_happened(
+    nats_url: str, name: str, at_s: float
+) -> None:
+    """All that these systems decide by is stored: tickets, places, lengths, loads. Closings alone are announced again,
+    since nobody knows which announcements went out."""
+    system = SYSTEMS[name]
+    stream = recorded(name)
+    cut = events_before(stream, at_s)
+    async with open_bus(nats_url, "test") as bus:
+        first = await Service.start(bus, 0.0)
+        await first.hear(0.0, PolicySet(system.policy))
+        await check_same(first, stream[:cut])
+        await first.store.settle_all()
+
+        second = await Service.start(bus, at_s)
+
+        assert second.controller.policy == system.policy
+        await check_same(second, stream[cut:], aside=AnnounceClosed)
+        await check_stored(second, stream)
+
+
+@pytest.mark.parametrize("at_s", RESTARTS_AT_S)
+async def test_after_a_restart_the_planning_scheduler_knows_every_trajectory_and_engine_as_before(
+    nats_url: str, at_s: float
+) -> None:
+    """Later actions may differ: the plan in force, running means over all trajectories and held requests are not
+    stored. A new plan is asked for at once, means are learned again, and clients whose requests were held ask again."""
+    system = SYSTEMS["treadle"]
+    stream = recorded(system.name)
+    cut = events_before(stream, at_s)
+    async with open_bus(nats_url, "test") as bus:
+        first = await Service.start(bus, 0.0)
+        await first.hear(0.0, PolicySet(system.policy))
+        await check_same(first, stream[:cut])
+        await first.store.settle_all()
+
+        second = await Service.start(bus, at_s)
+
+        assert second.controller.policy == system.policy
+        assert second.controller.engines() == first.controller.engines()
+        assert known(second.controller) == known(first.controller)

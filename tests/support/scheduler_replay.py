@@ -1,0 +1,152 @@
+"""The scheduler service's own path without its RPCs: driver, controller and store as `wire.py` puts them together.
+
+The clock is the test's, and what would go to other services is noted instead of sent.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from treadle_core.actions import (
+    Action,
+    ForgetTrajectory,
+    HoldStep,
+    IssueTicket,
+    RemoveEngine,
+    SaveEngine,
+    SavePolicy,
+    SaveTrajectory,
+)
+from treadle_core.controller import Controller
+from treadle_core.events import (
+    ClosedAnnounced,
+    Event,
+    MoveAccepted,
+    PlanArrived,
+    PredictionArrived,
+    StepRequested,
+    Tick,
+)
+from treadle_core.model import EngineRecord, Policy, TicketRecord, TrajectoryRecord
+from treadle_core.tuning import Tuning
+from treadle_runtime.bus import Bus
+from treadle_scheduler.config import SchedulerSettings
+from treadle_scheduler.driver import Driver
+from treadle_scheduler.store import POLICY_KEY, MeshRecord, Store, engine_key, trajectory_key
+from treadle_scheduler.wire import tuning_of
+
+# The one threshold that the simulator sets itself: its leases never run out, it takes dead engines away by an event.
+NO_LEASE_ENDS_S = float("inf")
+# What the service's own workers tell the driver: answers of other services, and time. The rest are RPCs and facts.
+TOLD = (PredictionArrived, PlanArrived, MoveAccepted, ClosedAnnounced, Tick)
+SENT = ""  # in place of a key, of what goes to another service
+ANSWER_S = 10.0  # a ticket is on its way already when it is waited for
+
+
+def service_tuning() -> Tuning:
+    """What the service starts its controller with, by its defaults."""
+    return replace(tuning_of(SchedulerSettings(nats_url="nats://unused")), lease_ttl_s=NO_LEASE_ENDS_S)
+
+
+class NotedStore(Store):
+    """The service's own store, which also notes what it is told to hold."""
+
+    def __init__(self, bucket: Any) -> None:
+        super().__init__(bucket)
+        self.log: list[tuple[str, object]] = []
+
+    def put(self, key: str, record: TrajectoryRecord | EngineRecord | MeshRecord) -> None:
+        self.log.append((key, record))
+        super().put(key, record)
+
+    def remove(self, key: str) -> None:
+        self.log.append((key, None))
+        super().remove(key)
+
+
+@dataclass
+class Clock:
+    """Says what time it was in the recording."""
+
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Service:
+    """The scheduler's driver, controller and store, put together as `wire.py` does."""
+
+    def __init__(self, store: NotedStore, mesh: MeshRecord, controller: Controller) -> None:
+        self.store = store
+        self.controller = controller
+        self._clock = Clock()
+        self._steps: dict[str, asyncio.Task[TicketRecord]] = {}
+        self._driver = Driver(controller, store, mesh.epoch_s, self._clock, self._sent)
+
+    @classmethod
+    async def start(cls, bus: Bus, now_s: float) -> "Service":
+        """Goes on from what an earlier one stored."""
+        store = await NotedStore.open(bus)
+        assert isinstance(store, NotedStore)
+        stored = await store.load()
+        mesh = stored.mesh
+        if mesh is None:
+            mesh = MeshRecord(Policy(), epoch_s=now_s)
+            store.put(POLICY_KEY, mesh)
+            await store.settle([POLICY_KEY])
+        controller = Controller(mesh.policy, service_tuning(), mesh.epoch_s)
+        restored = controller.restore(stored.trajectories, stored.engines, now_s)
+        service = cls(store, mesh, controller)
+        service._driver.start(restored)
+        return service
+
+    async def hear(self, now_s: float, event: Event) -> list[tuple[str, object]]:
+        """Takes an event on the way that the service takes it; what was done, but for tickets (`ticket`)."""
+        self._clock.now_s = now_s
+        self.store.log.clear()
+        if isinstance(event, StepRequested):
+            step = self._driver.step(event, event.trajectory_id, None)
+            self._steps[event.trajectory_id] = asyncio.create_task(step)
+            await asyncio.sleep(0)  # as far as the controller's answer; the ticket may come much later
+        elif isinstance(event, TOLD):
+            self._driver.tell(event)
+        else:
+            await self._driver.request(event)
+        return list(self.store.log)
+
+    async def ticket(self, trajectory_id: str) -> TicketRecord:
+        """What the client that asks for a step is answered now."""
+        async with asyncio.timeout(ANSWER_S):
+            return await self._steps.pop(trajectory_id)
+
+    @property
+    def unanswered(self) -> list[str]:
+        """Trajectories whose clients wait for a ticket."""
+        return sorted(name for name, step in self._steps.items() if not step.done())
+
+    def _sent(self, action: Action) -> None:
+        self.store.log.append((SENT, action))
+
+
+def as_done(actions: Iterable[Action]) -> list[tuple[str, object]]:
+    """The simulator's actions as a service does them: records under their keys, the rest sent; tickets are answers."""
+    done: list[tuple[str, object]] = []
+    for action in actions:
+        match action:
+            case SaveTrajectory(record):
+                done.append((trajectory_key(record.trajectory_id), record))
+            case ForgetTrajectory(trajectory_id):
+                done.append((trajectory_key(trajectory_id), None))
+            case SaveEngine(record):
+                done.append((engine_key(record.spec.engine_id), record))
+            case RemoveEngine(engine_id):
+                done.append((engine_key(engine_id), None))
+            case SavePolicy(policy):
+                done.append((POLICY_KEY, MeshRecord(policy, 0.0)))
+            case IssueTicket() | HoldStep():
+                pass
+            case _:
+                done.append((SENT, action))
+    return done

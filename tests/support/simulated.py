@@ -1,0 +1,91 @@
+"""Toy engines and workloads for tests of the simulator, and a rollout with everything that was heard in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from treadle_core.actions import Action
+from treadle_core.events import Event
+from treadle_sim.cluster import Cluster
+from treadle_sim.driver import Driver
+from treadle_sim.engine_model import EngineModel, StepCurve
+from treadle_sim.outcome import Outcome
+from treadle_sim.predictors import named
+from treadle_sim.systems import SYSTEMS
+from treadle_sim.workload import Step, TrajectoryWork, Workload
+
+Kind = TypeVar("Kind")
+
+SLOW = StepCurve((1.0, 8.0, 64.0), (0.010, 0.012, 0.030), 2e-7, 0.005, 2e-5, 1e-9)
+FAST = StepCurve((1.0, 8.0, 64.0), (0.006, 0.007, 0.018), 1e-7, 0.005, 6e-6, 3e-10)
+KV_BYTES_PER_TOKEN = 100_000
+
+
+def engine(gpus: int = 1, slots: int = 64, kv_tokens: int = 1_000_000) -> EngineModel:
+    """SLOW on one GPU, FAST on more."""
+    curve = SLOW if gpus == 1 else FAST
+    return EngineModel(f"toy-x{gpus}", "toy", "toy", gpus, slots, kv_tokens, KV_BYTES_PER_TOKEN, curve)
+
+
+def trajectory(prompt: int, steps: Sequence[tuple[int, int, float]], *, prompt_tokens: int = 200) -> TrajectoryWork:
+    """Of a prompt's number and (gen_tokens, obs_tokens, tool_s) a step."""
+    return TrajectoryWork(f"p{prompt}", 0, prompt_tokens, tuple(Step(*step) for step in steps))
+
+
+@dataclass(frozen=True)
+class Heard:
+    """One event at the controller, and what it wanted done."""
+
+    now_s: float
+    event: Event
+    actions: tuple[Action, ...]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What came of it, and how."""
+
+    outcome: Outcome
+    heard: tuple[Heard, ...]
+
+    def events(self, kind: type[Kind]) -> list[tuple[float, Kind]]:
+        """(when, event) of one kind."""
+        return [(heard.now_s, heard.event) for heard in self.heard if isinstance(heard.event, kind)]
+
+    def actions(self, kind: type[Kind]) -> list[tuple[float, Kind]]:
+        """(when, action) of one kind."""
+        return [(heard.now_s, action) for heard in self.heard for action in heard.actions if isinstance(action, kind)]
+
+
+def play(
+    works: Sequence[TrajectoryWork],
+    cluster: Cluster,
+    system: str = "verl",
+    *,
+    predictor: str = "noisy",
+    seed: int = 0,
+    record: bool = False,
+) -> Rollout:
+    """A system's rollout. predictor: of the systems that leave the choice."""
+    chosen = SYSTEMS[system]
+    workload = Workload("test", tuple(works))
+    heard: list[Heard] = []
+
+    def log(now_s: float, event: Event, actions: Sequence[Action]) -> None:
+        heard.append(Heard(now_s, event, tuple(actions)))
+
+    name = chosen.predictor or predictor
+    told = None if name == "none" else named(name, workload, seed)
+    driver = Driver(
+        workload,
+        cluster,
+        chosen.policy,
+        chosen.tuning,
+        told,
+        chunk_tokens=chosen.chunk_tokens,
+        record=record,
+        log=log,
+    )
+    return Rollout(driver.run(), tuple(heard))

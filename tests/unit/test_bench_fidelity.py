@@ -1,0 +1,160 @@
+"""The fidelity bench without engines: its work, its rows of a profile, its simulated side and its figures."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from treadle import Span
+from treadle.engine.v1.engine_pb2 import DecodeCurve as DeclaredMessage
+from treadle.engine.v1.engine_pb2 import EngineInfo
+from treadle.scheduler.v1.scheduler_pb2 import Ordering, PlacementRule, RegisteredEngine
+from treadle_cli.bench import BENCHES, fidelity_picture
+from treadle_cli.bench.fidelity import ENGINES, POLICIES, Pair, policy_message
+from treadle_cli.bench.fidelity_control import Control
+from treadle_cli.bench.fidelity_figures import between, figures
+from treadle_cli.bench.fidelity_live import Play, Played
+from treadle_cli.bench.fidelity_profile import decode_rows
+from treadle_cli.bench.fidelity_simulated import engine_models, fitted, simulate
+from treadle_cli.bench.fidelity_trace import GEN_TOKENS, OBS_TOKENS, STEPS, TOOL_S, token_ids, workload
+from treadle_core.model import DecodeCurve
+from treadle_sim.cluster import Latencies, Link
+from treadle_sim.systems import SYSTEMS
+
+SLOTS = 3
+BASE_S, SEQUENCE_S, TOKEN_S = 0.05, 0.01, 2e-5
+
+
+def played(finished_s: float, *spans: tuple[str, float, float, str]) -> Played:
+    turn, made = 0, []
+    for kind, start_s, end_s, engine_id in spans:
+        made.append(Span(kind, start_s, end_s, engine_id, turn))  # type: ignore[arg-type]
+        turn += kind == "tool"
+    return Played(finished_s, tuple(made), preemptions=0, cached_tokens=0)
+
+
+def registered(engine_id: str) -> RegisteredEngine:
+    curve = DeclaredMessage(base_s=1.0, per_sequence_s=0.5, prefill_tokens_per_s=100.0)
+    info = EngineInfo(engine_id=engine_id, slot_limit=SLOTS, kv_tokens_capacity=20_000, decode_curve=curve)
+    return RegisteredEngine(info=info)
+
+
+def profile() -> dict[str, object]:
+    steps = [
+        {"batch": n, "kv_tokens": n * c, "step_s": BASE_S + SEQUENCE_S * n + TOKEN_S * n * c}
+        for n in range(1, SLOTS + 1)
+        for c in (80, 320)
+    ]
+    prefills = [{"new_tokens": p, "cached_tokens": 0, "seconds": 0.06 + 0.002 * p} for p in (16, 64, 256)]
+    kind = {"accelerator": "core", "llm": "small", "gpus": 1, "slots": SLOTS, "kv_tokens": 20_000}
+    return {**kind, "decode": steps, "prefill": prefills}
+
+
+def test_the_work_is_the_seeds_alone_keeps_its_bounds_and_has_a_tail() -> None:
+    assert workload(3) == workload(3) != workload(4)
+    for seed in range(5):
+        works = workload(seed).trajectories
+        assert all(STEPS[0] <= len(work.steps) <= STEPS[1] for work in works)
+        for step in (step for work in works for step in work.steps):
+            assert GEN_TOKENS[0] <= step.gen_tokens <= GEN_TOKENS[1]
+            assert OBS_TOKENS[0] <= step.obs_tokens <= OBS_TOKENS[1]
+            assert TOOL_S[0] <= step.tool_s <= TOOL_S[1]
+        lengths = sorted(work.gen_tokens for work in works)
+        assert lengths[-1] > 2 * lengths[len(lengths) // 2]
+
+
+def test_samples_share_their_prompts_tokens_and_nothing_else_and_another_salt_shares_nothing() -> None:
+    one, other = (token_ids(work, "a") for work in workload(0).trajectories[:2])
+    assert one[0] == other[0]
+    assert one[1] != other[1]
+    assert [len(said) for said in one[1]] == [step.obs_tokens for step in workload(0).trajectories[0].steps]
+    assert token_ids(workload(0).trajectories[0], "b")[0] != one[0]
+
+
+def test_only_tokens_of_a_whole_batch_count_as_its_steps() -> None:
+    """The second sequence begins late and the first ends early: steps alone were faster."""
+    first = [0.0, 0.1, 0.2, 0.4, 0.6, 0.8]
+    second = [0.2, 0.4, 0.6, 0.8, 0.9, 1.0]
+    rows = decode_rows([first, second], context=100)
+    assert [row["step_s"] for row in rows] == [pytest.approx(0.2), pytest.approx(0.2)]
+    assert [row["batch"] for row in rows] == [2, 2]
+    assert rows[0]["kv_tokens"] == pytest.approx(2 * (100 + (2 + 5) / 2))
+
+
+def test_sequences_that_never_ran_together_give_no_row() -> None:
+    assert decode_rows([[0.0, 0.1], [0.5, 0.6]], context=10) == []
+
+
+def test_the_simulator_steps_at_the_measured_curve_while_its_planner_sees_the_declared_one() -> None:
+    ids = ["engine-0", "engine-1"]
+    models = engine_models([registered(one) for one in ids], fitted(dict.fromkeys(ids, profile())))
+    for model in models:
+        assert model.curve.linear(SLOTS) == DecodeCurve(1.0, 0.5, 0.0, 100.0)
+        assert model.curve.decode_s(2) == pytest.approx(BASE_S + 2 * SEQUENCE_S, rel=0.01)
+        assert model.curve.prefill_s(100, 0) == pytest.approx(0.06 + 0.002 * 100, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["verl", "treadle"])
+def test_a_simulated_play_has_every_step_on_an_engine_and_all_of_its_time_in_parts(name: str) -> None:
+    models = engine_models([registered("engine-0")], fitted({"engine-0": profile()}))
+    control = Control(Latencies(predict_s=0.005, plan_s=0.002, rpc_s=0.0), Link())
+    work = workload(1)
+    play = simulate(work, models * ENGINES, SYSTEMS[name], control)
+    for one, made in zip(work.trajectories, play.trajectories, strict=True):
+        assert len(made.engines) == len(one.steps)
+        assert set(made.engines) <= {"engine-0", "engine-1"}
+        assert made.part_s("tool") == pytest.approx(one.tool_s)
+        spent_s = sum(made.part_s(kind) for kind in ("queue", "prefill", "decode", "tool"))
+        assert spent_s <= made.finished_s + 1e-9
+    assert play.makespan_s > max(one.tool_s for one in work.trajectories)
+
+
+def test_a_play_is_like_itself() -> None:
+    models = engine_models([registered("engine-0")], fitted({"engine-0": profile()}))
+    play = simulate(workload(0), models * ENGINES, SYSTEMS["verl"], Control(Latencies(), Link()))
+    found = figures(play, play)
+    assert (found["makespan_rel_err"], found["time_corr"], found["same_engine"]) == (0.0, 1.0, 1.0)
+    assert found["parts_live_s"] == found["parts_simulated_s"]
+    assert between([play]) == {}
+    assert between([play, play])["time_corr"] == 1.0
+
+
+def test_figures_tell_how_far_apart_two_plays_are() -> None:
+    """Twice as slow throughout: an error of 1 and a correlation of 1; one of two steps elsewhere: half the same."""
+    spans = (("queue", 0.0, 1.0, "engine-0"), ("decode", 1.0, 3.0, "engine-0"), ("tool", 3.0, 4.0, ""))
+    live = Play((played(4.0, *spans), played(8.0, ("decode", 0.0, 8.0, "engine-1"))), migrations=1)
+    slower = tuple((kind, 2 * start_s, 2 * end_s, engine_id) for kind, start_s, end_s, engine_id in spans)
+    simulated = Play((played(8.0, *slower), played(16.0, ("decode", 0.0, 16.0, "engine-0"))), migrations=0)
+    found = figures(live, simulated)
+    assert found["makespan_rel_err"] == 1.0
+    assert found["time_abs_err_median"] == 1.0
+    assert found["time_corr"] == pytest.approx(1.0)
+    assert found["same_engine"] == 0.5
+    assert found["parts_live_s"] == {"queue": 0.5, "prefill": 0.0, "decode": 5.0, "tool": 0.5, "other": 0.0}
+    assert found["migrations"] == [1, 0]
+    json.dumps(found)
+
+
+def test_a_policy_reaches_the_live_scheduler_as_the_simulator_has_it() -> None:
+    for system in SYSTEMS.values():
+        message, policy = policy_message(system.policy), system.policy
+        assert Ordering.Name(message.ordering) == f"ORDERING_{policy.ordering.name}"
+        assert PlacementRule.Name(message.placement) == f"PLACEMENT_RULE_{policy.placement.name}"
+        assert (message.migrate, message.preempt, message.reserve) == (policy.migrate, policy.preempt, policy.reserve)
+
+
+def test_the_picture_is_drawn_and_the_bench_names_its_engines(tmp_path: Path) -> None:
+    models = engine_models([registered("engine-0")], fitted({"engine-0": profile()})) * ENGINES
+    control = Control(Latencies(), Link())
+    pairs = []
+    for name in POLICIES:
+        one = simulate(workload(0), models, SYSTEMS[name], control)
+        other = simulate(workload(0), [replace(model, slots=2) for model in models], SYSTEMS[name], control)
+        assert np.isfinite(figures(one, other)["time_corr"])
+        pairs.append(Pair(name, workload(0), one, other, 0.0))
+    fidelity_picture.draw(pairs, tmp_path)
+    assert (tmp_path / "fidelity.png").stat().st_size > 10_000
+    assert BENCHES["fidelity"].engines == ENGINES
+    assert BENCHES["control-plane"].engines == 1
+    assert BENCHES["placement"].engines == 0

@@ -1,0 +1,143 @@
+"""The simulated figures that exchange one part, and RollArt's affinity: their arithmetic, and that they run."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from treadle_cli.bench import BENCHES, BenchOptions
+from treadle_cli.bench.affinity import (
+    BLOCK,
+    COMPUTE,
+    DECODE_HEAVY,
+    LLM,
+    PREFILL_HEAVY,
+    interleaved,
+    prefill_over_decode,
+    routed,
+    tagged,
+    work_s,
+    works_of,
+)
+from treadle_cli.bench.overheads import MoveLog
+from treadle_cli.bench.placement_rules import VARIANTS as PLACEMENTS
+from treadle_cli.bench.scheduling import VARIANTS as ORDERINGS
+from treadle_core.actions import StartMigration
+from treadle_core.events import MoveEnded, ToolFinished
+from treadle_core.model import EngineSpec
+from treadle_sim.cluster import Cluster
+from treadle_sim.driver import Driver
+from treadle_sim.profiles import engine_model
+from treadle_sim.systems import VERL
+from treadle_sim.trace_file import write_traces
+from treadle_sim.workload import Step, TrajectoryWork, Workload
+
+ONE_GPU = 1 / 64
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> BenchOptions:
+    file = tmp_path / "tiny.jsonl"
+    write_traces(
+        file,
+        [
+            TrajectoryWork(f"p{index // 2}", index % 2, 50, (Step(10 + 7 * index, 20, 0.1), Step(5, 0, 0.1)))
+            for index in range(8)
+        ],
+    )
+    return BenchOptions(repeats=2, traces=file, scale=ONE_GPU, workers=1, pictures=tmp_path / "drawn")
+
+
+@pytest.mark.parametrize("name", ["heddle4", "heddle14", "heddle15", "heddle16"])
+async def test_a_figure_writes_what_it_needs_to_be_drawn_again(name: str, tiny: BenchOptions, tmp_path: Path) -> None:
+    found = await BENCHES[name].run(tiny)
+    assert tiny.pictures is not None
+    assert json.loads((tiny.pictures / f"{name}.json").read_text()) == json.loads(json.dumps(found))
+    for row in found["rows"]:
+        for value in row.get("ratio_to", {}).values():
+            assert value > 0.0
+    redraw = BENCHES[name].redraw
+    assert redraw is not None
+    redraw(found, tmp_path / "again")
+    assert (tmp_path / "again" / f"{name}.md").read_bytes() == (tiny.pictures / f"{name}.md").read_bytes()
+    assert (tmp_path / "again" / f"{name}.png").stat().st_size > 0
+
+
+async def test_the_simulator_is_timed_on_the_batch_that_it_names(tiny: BenchOptions) -> None:
+    found = await BENCHES["simulator"].run(replace(tiny, repeats=1))
+    assert (found["gpus"], found["trajectories"]) == (1, 96)
+    assert found["s"] == max(row["s"] for row in found["rows"] if row["system"] == "treadle") > 0.0
+
+
+async def test_the_tables_measure_every_cell(tiny: BenchOptions) -> None:
+    found = await BENCHES["heddle-tables"].run(replace(tiny, repeats=1))
+    assert [row["model"] for row in found["rows"]] == ["Qwen3-8B", "Qwen3-14B", "Qwen3-32B"]
+    for row in found["rows"]:
+        assert row["tool_s"] == pytest.approx(0.1)
+        assert min(row["placement_ms"], row["resources_ms"], row["predict_s"]) > 0.0
+
+
+def test_the_ablations_exchange_the_part_that_they_name_and_no_other() -> None:
+    ours = ORDERINGS[0].system
+    for variant in ORDERINGS:
+        same = replace(
+            variant.system.policy,
+            ordering=ours.policy.ordering,
+            preempt=ours.policy.preempt,
+            reserve=ours.policy.reserve,
+        )
+        assert (same, variant.system.allocated, variant.degree) == (ours.policy, ours.allocated, 0)
+    planned = PLACEMENTS[0].system
+    for variant in PLACEMENTS:
+        assert variant.system.policy.ordering is planned.policy.ordering
+        assert (variant.system.predictor, variant.degree) == (planned.predictor, 1)
+
+
+def test_a_move_is_masked_where_it_ends_before_its_tool_call() -> None:
+    log = MoveLog()
+    engine = EngineSpec("e0", "e0")
+    for name in ("early", "late", "lost"):
+        log(1.0, ToolFinished("another"), [StartMigration(name, name, engine, engine, 0, 1.0, "", True, 9.0)])
+    log(1.5, MoveEnded("early", "m1", moved=True), [])
+    log(2.0, ToolFinished("late"), [])
+    log(3.0, MoveEnded("late", "m2", moved=True), [])
+    log(3.0, MoveEnded("lost", "m3", reason="took too long"), [])
+    assert (log.asked, log.seconds, log.early) == (3, [0.5, 2.0], 1)
+
+
+def test_work_that_reads_goes_to_the_compute_bound_pool() -> None:
+    tasks = {"reads": PREFILL_HEAVY, "writes": DECODE_HEAVY}
+    now, before = ({name: works_of(kind, 6, 0, name, epoch=epoch) for name, kind in tasks.items()} for epoch in (0, 1))
+    assert prefill_over_decode(now["reads"]) > 10.0 > 1.0 > prefill_over_decode(now["writes"])
+    split = routed([*now["reads"], *now["writes"]], [*before["reads"], *before["writes"]])
+    on_compute = [work.prompt_id for work in split if work.hardware_tags == (COMPUTE,)]
+    reads = sum(prompt.startswith("reads") for prompt in on_compute)
+    writes = len(on_compute) - reads
+    assert reads > 0
+    assert reads == len(now["reads"]) or writes == 0  # the better suited first
+
+
+def test_work_costs_what_the_curve_says_of_a_full_batch() -> None:
+    model = engine_model(LLM, COMPUTE, 1, 4)
+    work = TrajectoryWork("p", 0, 100, (Step(10, 50, 0.0), Step(20, 0, 0.0)))
+    curve = model.curve
+    decode = 10 * (curve.decode_s(4.0) / 4.0 + curve.per_kv_token_s * 100)
+    decode += 20 * (curve.decode_s(4.0) / 4.0 + curve.per_kv_token_s * 160)
+    assert work_s(work, model) == pytest.approx(curve.prefill_s(100, 0) + curve.prefill_s(50, 110) + decode)
+
+
+def test_tasks_by_turns_lose_no_trajectory() -> None:
+    works = [works_of(kind, 5, 0, name) for name, kind in (("a", PREFILL_HEAVY), ("b", DECODE_HEAVY))]
+    mixed = interleaved(works)
+    assert sorted(map(id, mixed)) == sorted(id(work) for each in works for work in each)
+    assert {work.prompt_id[0] for work in mixed[:BLOCK]} == {"a"}
+    assert mixed[BLOCK].prompt_id[0] == "b"
+
+
+def test_tagged_trajectories_run_on_engines_that_carry_their_tag() -> None:
+    works = works_of(DECODE_HEAVY, 2, 0, "b")[:6]
+    engines = (engine_model(LLM, "H20", 1, 8), engine_model(LLM, COMPUTE, 1, 8))
+    outcome = Driver(
+        Workload("x", tuple(tagged(works, COMPUTE))), Cluster(engines), VERL.policy, VERL.tuning, None
+    ).run()
+    assert outcome.engine_busy_s[0] == 0.0 < outcome.engine_busy_s[1]

@@ -1,0 +1,133 @@
+"""Heddle's Figure 12 as a bench: what a cell holds, what its page says, and that a picture needs the JSON alone."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from treadle_cli.bench import BENCHES, BenchOptions
+from treadle_cli.bench.heddle12 import merged
+from treadle_cli.bench.heddle12_page import where_it_loses
+from treadle_cli.bench.rollouts import Job, batch_for, floor, play_all
+from treadle_sim.systems import BASELINES, TREADLE, VERL
+from treadle_sim.trace_file import write_traces
+from treadle_sim.workload import Step, TrajectoryWork
+
+ONE_GPU = 1 / 64
+CELL_KEYS = {
+    "workload",
+    "model",
+    "policy",
+    "ratio_to_best_baseline",
+    "ratio_to_verl",
+    "ratio_to_slime",
+    "ratio_to_oracle",
+    "ratio_to_bound",
+    "ratio_to_heddle",
+    "bound_by",
+    "spread",
+}
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Path:
+    file = tmp_path / "short.jsonl"
+    steps = [(Step(20 + 9 * index, 30, 0.2), Step(10 * (1 + index % 5), 0, 0.1)) for index in range(12)]
+    write_traces(file, [TrajectoryWork(f"p{index // 3}", index % 3, 100, each) for index, each in enumerate(steps)])
+    return file
+
+
+async def test_a_cell_holds_every_ratio_and_no_policy_beats_the_bound(traces: Path, tmp_path: Path) -> None:
+    drawn = tmp_path / "drawn"
+    options = BenchOptions(repeats=2, traces=traces, scale=ONE_GPU, workers=1, pictures=drawn)
+    found = await BENCHES["heddle12"].run(options)
+    assert [cell["model"] for cell in found["cells"]] == ["Qwen3-8B", "Qwen3-14B", "Qwen3-32B"]
+    for cell in [*found["cells"], *found["dense_cells"]]:
+        assert cell.keys() >= CELL_KEYS
+        assert set(cell["policy"]) == {system.name for system in BASELINES} | {"heddle", "treadle", "oracle"}
+        assert cell["ratio_to_bound"] <= 1.0
+        assert cell["spread"]["ratio_to_verl"][0] <= cell["ratio_to_verl"] <= cell["spread"]["ratio_to_verl"][1]
+        assert cell["ratio_to_best_baseline"] <= min(cell["ratio_to_verl"], cell["ratio_to_slime"])
+    assert json.loads((drawn / "heddle12.json").read_text()) == json.loads(json.dumps(found))
+
+    redraw = BENCHES["heddle12"].redraw
+    assert redraw is not None
+    redraw(json.loads((drawn / "heddle12.json").read_text()), tmp_path / "again")
+    for file in ("heddle12.md", "heddle12.png"):
+        assert (tmp_path / "again" / file).read_bytes() == (drawn / file).read_bytes()
+
+
+async def test_processes_of_their_own_give_what_this_one_gives() -> None:
+    batch = batch_for("coding", "Qwen3-8B", ONE_GPU, 0, BenchOptions())
+    jobs = [Job(batch, TREADLE), Job(batch, VERL, 1)]
+    here = await play_all(jobs, BenchOptions(workers=1), "here")
+    there = await play_all(jobs, BenchOptions(workers=2), "there")
+    assert [(one.makespan_s, one.last) for one in here] == [(one.makespan_s, one.last) for one in there]
+
+
+def test_tools_bind_where_most_of_the_longest_trajectory_is_tools(tmp_path: Path) -> None:
+    for name, tool_s, expected in (("slow", 100.0, "tools"), ("fast", 0.0, "tail")):
+        file = tmp_path / f"{name}.jsonl"
+        tokens = {f"p{index}": 3_000 if index == 0 else 5 for index in range(6)}
+        works = [
+            TrajectoryWork(prompt, sample, 10, (Step(each, 0, tool_s),))
+            for prompt, each in tokens.items()
+            for sample in range(2)
+        ]
+        write_traces(file, works)
+        batch = batch_for("traces", "Qwen3-8B", ONE_GPU, 0, BenchOptions(traces=file))
+        here = floor(batch)
+        assert here.bound_by == expected
+        assert here.bound_s == here.alone_s > here.work_s
+
+
+def test_seeds_are_merged_to_medians_with_the_range_of_the_ratios() -> None:
+    cells = [
+        {"model": "m", "ratio_to_verl": value, "policy": {"verl": 10.0 * value}, "degree": {"verl": degree}}
+        for value, degree in ((1.0, 1), (3.0, 4), (2.0, 4))
+    ]
+    assert merged(cells) == {
+        "model": "m",
+        "ratio_to_verl": 2.0,
+        "policy": {"verl": 20.0},
+        "degree": {"verl": 4},
+        "spread": {"ratio_to_verl": [1.0, 3.0]},
+    }
+    assert merged(cells[:1])["spread"] is None
+
+
+def _cell(treadle: float, best: float, oracle: float, bound: float) -> dict[str, Any]:
+    return {
+        "policy": {"verl": best, "slime": best + 50.0, "heddle": 400.0, "treadle": treadle, "oracle": oracle},
+        "ratio_to": {"verl": best / treadle, "slime": (best + 50.0) / treadle},
+        "bound_s": bound,
+        "last": {"queue_s": 1.0, "decode_s": 2.0, "tool_s": 3.0},
+    }
+
+
+@pytest.mark.parametrize(
+    ("cell", "says"),
+    [
+        (_cell(treadle=100.0, best=150.0, oracle=90.0, bound=80.0), "to nobody"),
+        (_cell(treadle=105.0, best=102.0, oracle=104.0, bound=100.0), "nothing to win"),
+        (_cell(treadle=200.0, best=150.0, oracle=100.0, bound=80.0), "by the predictor's error"),
+        (_cell(treadle=200.0, best=150.0, oracle=199.0, bound=80.0), "by the plan itself"),
+        (_cell(treadle=200.0, best=150.0, oracle=170.0, bound=80.0), "both"),
+    ],
+)
+def test_the_page_says_who_is_faster_and_why(cell: dict[str, Any], says: str) -> None:
+    line = where_it_loses(cell)
+    assert says in line
+    assert ("verl by" in line) == (cell["policy"]["verl"] < cell["policy"]["treadle"])
+
+
+def test_a_cancelled_figure_stops_its_processes() -> None:
+    async def cancelled() -> None:
+        batch = batch_for("coding", "Qwen3-8B", ONE_GPU, 0, BenchOptions())
+        jobs = [Job(batch, VERL, 1)] * 40
+        async with asyncio.timeout(0.2):
+            await play_all(jobs, BenchOptions(workers=2), "cancelled")
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(cancelled())

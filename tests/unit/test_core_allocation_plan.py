@@ -1,0 +1,158 @@
+"""What a resource plan refuses, and what it does at its edges."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from treadle_core.allocation import (
+    PLANNED_MODELS,
+    EngineKind,
+    InvalidBudgetError,
+    InvalidModelError,
+    NoKindFitsError,
+    allocate,
+    homogeneous,
+    prepare,
+    spend_rest,
+)
+from treadle_core.annealing import InvalidCoolingError, anneal
+from treadle_core.costs import CostModel
+from treadle_core.errors import CoreError
+from treadle_core.model import DecodeCurve
+from treadle_core.plan_input import InvalidEngineError, InvalidTrajectoryError, NoEnginesError
+
+LENGTHS = [4000.0, 300.0, 200.0, 100.0]
+CONTEXTS = [10.0, 10.0, 10.0, 10.0]
+
+
+def kind(gpus: int, capacity: int | None = 100_000, slots: int = 8, base_s: float = 0.01) -> EngineKind:
+    return EngineKind(gpus, slots, capacity, DecodeCurve(base_s / gpus**0.6, 1e-4, 1e-8, 1e4))
+
+
+KINDS = [kind(1), kind(2), kind(4)]
+
+
+@pytest.mark.parametrize("planner", [allocate, homogeneous])
+@pytest.mark.parametrize(
+    ("changed", "error", "field"),
+    [
+        ({"lengths": [1.0, math.nan], "contexts": [0, 0]}, InvalidTrajectoryError, "trajectories[1].remaining_tokens"),
+        ({"lengths": [1.0, -1.0], "contexts": [0, 0]}, InvalidTrajectoryError, "trajectories[1].remaining_tokens"),
+        ({"lengths": [math.inf], "contexts": [0]}, InvalidTrajectoryError, "trajectories[0].remaining_tokens"),
+        ({"lengths": [1.0], "contexts": [math.nan]}, InvalidTrajectoryError, "trajectories[0].context_tokens"),
+        ({"lengths": [1.0], "contexts": [0, 0]}, InvalidTrajectoryError, "trajectories"),
+        ({"lengths": [], "contexts": []}, InvalidTrajectoryError, "trajectories"),
+        ({"lengths": [[1.0]], "contexts": [0]}, InvalidTrajectoryError, "trajectories.remaining_tokens"),
+        ({"lengths": ["long"], "contexts": [0]}, InvalidTrajectoryError, "trajectories.remaining_tokens"),
+        ({"gpus": 0}, InvalidBudgetError, "gpus"),
+        ({"gpus": -8}, InvalidBudgetError, "gpus"),
+        ({"gpus": 2.5}, InvalidBudgetError, "gpus"),
+        ({"gpus": True}, InvalidBudgetError, "gpus"),
+        ({"gpus": 10**9}, InvalidBudgetError, "gpus"),
+        ({"kinds": []}, NoEnginesError, "kinds"),
+        ({"kinds": [kind(1), kind(1)]}, InvalidEngineError, "kinds[1].gpus"),
+        ({"kinds": [EngineKind(0, 8, None, DecodeCurve())]}, InvalidEngineError, "kinds[0].gpus"),
+        ({"kinds": [kind(1), kind(2, slots=0)]}, InvalidEngineError, "kinds[1].slot_limit"),
+        ({"kinds": [kind(1, capacity=-1)]}, InvalidEngineError, "kinds[0].kv_tokens_capacity"),
+        ({"kinds": [kind(1, base_s=math.nan)]}, InvalidEngineError, "kinds[0].decode_curve.base_s"),
+        ({"kinds": [kind(1, base_s=-1.0)]}, InvalidEngineError, "kinds[0].decode_curve.base_s"),
+        ({"kinds": [kind(16)]}, NoKindFitsError, "kinds"),
+        ({"kinds": [kind(1, capacity=0), kind(2, capacity=4009)]}, NoKindFitsError, "kinds"),
+        ({"gpus": 7, "kinds": [kind(2), kind(4)]}, InvalidBudgetError, "gpus"),
+        ({"gpus": 7, "kinds": [kind(1, capacity=0), kind(2), kind(4)]}, InvalidBudgetError, "gpus"),
+    ],
+)
+def test_bad_input_is_refused_by_name(
+    planner: Any, changed: dict[str, Any], error: type[CoreError], field: str
+) -> None:
+    given: dict[str, Any] = {"lengths": LENGTHS, "contexts": CONTEXTS, "gpus": 8, "kinds": KINDS} | changed
+    with pytest.raises(error) as refused:
+        planner(given["lengths"], given["contexts"], given["gpus"], given["kinds"])
+    assert refused.value.field == field
+
+
+def test_a_cost_model_without_a_bound_is_refused() -> None:
+    with pytest.raises(InvalidModelError, match="model: must be one of GROUP_SIZE, LINEAR_INTEGRAL"):
+        allocate(LENGTHS, CONTEXTS, 8, KINDS, CostModel.PIECEWISE_INTEGRAL)
+
+
+def test_a_budget_that_the_degrees_do_not_add_up_to_is_told_the_next_below() -> None:
+    with pytest.raises(InvalidBudgetError, match="no engines of 2, 4 GPUs add up to 7; 6 is the next below"):
+        allocate(LENGTHS, CONTEXTS, 7, [kind(4), kind(2)])
+
+
+@pytest.mark.parametrize("capacity", [0, 4009])
+def test_a_degree_that_cannot_hold_its_weights_or_the_longest_trajectory_is_left_out(capacity: int) -> None:
+    """4,000 tokens to come behind 10: 4,010 must fit."""
+    found = allocate(LENGTHS, CONTEXTS, 8, [kind(1, capacity=capacity), kind(2, capacity=4010), kind(4)])
+    assert found.left_out == (1,)
+    assert set(found.degrees) <= {2, 4}
+    assert sum(found.degrees) == 8
+
+
+def test_a_capacity_that_nobody_knows_is_taken_as_enough() -> None:
+    found = allocate(LENGTHS, CONTEXTS, 3, [kind(1, capacity=None)])
+    assert found.left_out == ()
+    assert found.degrees == (1, 1, 1)
+
+
+def test_a_degree_beyond_the_budget_is_left_out() -> None:
+    found = allocate(LENGTHS, CONTEXTS, 3, KINDS)
+    assert found.left_out == (4,)
+    assert sum(found.degrees) == 3
+
+
+def test_gpus_are_left_idle_only_where_the_degrees_do_not_add_up_and_that_is_better() -> None:
+    """One trajectory, engines of 3 or 4 on 6 GPUs: the engine of 4 alone beats two of 3."""
+    found = allocate([1000.0], [0.0], 6, [kind(3), kind(4)])
+    assert found.degrees == (4,)
+    assert found.gpus_idle == 2
+
+
+def test_more_gpus_than_trajectories_still_become_engines() -> None:
+    found = allocate([1000.0], [0.0], 15, KINDS)
+    assert found.degrees == (4, 4, 4, 2, 1)
+    assert [engine.trajectories for engine in found.engines] == [1, 0, 0, 0, 0]
+
+
+def test_a_rest_is_dealt_out_whole_where_the_degrees_allow_it() -> None:
+    """6 GPUs left, engines of 4 and 3: 4 first would strand 2."""
+    problem = prepare(LENGTHS, CONTEXTS, 6, [kind(3), kind(4)], CostModel.GROUP_SIZE)
+    counts = np.zeros(2, np.int64)
+    spend_rest(problem, counts, 6)
+    assert dict(zip(problem.gpus.tolist(), counts.tolist(), strict=True)) == {4: 0, 3: 2}
+
+
+@pytest.mark.parametrize("model", list(PLANNED_MODELS))
+def test_work_of_no_tokens_takes_no_time(model: CostModel) -> None:
+    found = allocate([0.0, 0.0, 0.0], [0.0, 0.0, 0.0], 8, KINDS, model)
+    assert (found.makespan_s, found.lower_bound_s, found.gap) == (0.0, 0.0, 0.0)
+    assert sum(found.degrees) == 8
+
+
+def test_contexts_alone_are_prefilled_and_that_is_all_the_plan_costs() -> None:
+    """One prompt of 1,000 tokens at 10,000 tokens a second; the other engines prefill the rest meanwhile."""
+    found = allocate([0.0, 0.0, 0.0], [1000.0, 10.0, 10.0], 8, KINDS)
+    assert found.makespan_s >= found.lower_bound_s == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("model", list(PLANNED_MODELS))
+def test_a_plan_does_not_depend_on_the_order_in_which_kinds_or_trajectories_are_named(model: CostModel) -> None:
+    rng = np.random.default_rng(4)
+    lengths, contexts = rng.lognormal(6, 1, 200), np.full(200, 40.0)
+    found = allocate(lengths, contexts, 16, KINDS, model)
+    again = allocate(rng.permutation(lengths), contexts, 16, KINDS[::-1], model)
+    assert again.degrees == found.degrees
+    assert again.makespan_s == pytest.approx(found.makespan_s, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("cooling", "epsilon_s", "field"),
+    [(1.0, 0.5, "cooling"), (0.0, 0.5, "cooling"), (math.nan, 0.5, "cooling"), (0.9, 0.0, "epsilon_s")],
+)
+def test_annealing_that_would_never_end_is_refused(cooling: float, epsilon_s: float, field: str) -> None:
+    rng = np.random.default_rng(0)
+    with pytest.raises(InvalidCoolingError) as refused:
+        anneal(LENGTHS, CONTEXTS, 8, KINDS, rng, cooling=cooling, epsilon_s=epsilon_s)
+    assert refused.value.field == field

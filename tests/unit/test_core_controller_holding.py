@@ -1,0 +1,168 @@
+"""Policy.reserve: who may begin where, in which order, and what a step waits for."""
+
+from support.control import Scenario, all_of, one
+from treadle_core import actions as act
+from treadle_core import events as ev
+from treadle_core.model import KvTransfer, Policy
+from treadle_core.tuning import Tuning
+
+RESERVE = Policy(reserve=True)
+NEVER = Tuning(plan_every_events=1, plan_interval_s=0.0)
+
+
+def ask(scenario: Scenario, trajectory_id: str, turn: int = 0, **fields: object) -> list[act.Action]:
+    return scenario.send(
+        ev.StepRequested(
+            scenario.request_id(),
+            trajectory_id,
+            turn,
+            context_tokens=100,
+            max_new_tokens=64,
+            **fields,  # type: ignore[arg-type]
+        )
+    )
+
+
+def opened(scenario: Scenario, lengths: dict[str, float]) -> None:
+    for name, tokens in lengths.items():
+        scenario.open(name)
+        scenario.predict(name, tokens)
+
+
+def waiting(scenario: Scenario, lengths: dict[str, float]) -> list[str]:
+    """Opens them, asks for their first tickets, and predicts; those that are held."""
+    held: list[str] = []
+    for name in lengths:
+        scenario.open(name)
+        held += [action.trajectory_id for action in all_of(ask(scenario, name), act.HoldStep)]
+    for name, tokens in lengths.items():
+        scenario.predict(name, tokens)
+    return held
+
+
+def tickets(actions: list[act.Action]) -> list[str]:
+    return [action.ticket.trajectory_id for action in all_of(actions, act.IssueTicket)]
+
+
+def test_an_engine_lets_begin_what_its_kv_holds_longest_first() -> None:
+    scenario = Scenario(RESERVE)
+    scenario.engine("e0", slots=2, kv_tokens_capacity=2_000)
+    held = waiting(scenario, {"short": 200.0, "long": 1_500.0, "middle": 600.0})
+
+    begun = tickets(scenario.advance(1.0))
+
+    assert held == ["short", "long", "middle"]
+    assert begun == ["long"], "the middle one does not fit beside it, and the short one does not overtake it"
+
+
+def test_a_ticket_carries_what_the_context_is_expected_to_grow_to() -> None:
+    scenario = Scenario(RESERVE)
+    scenario.engine("e0", kv_tokens_capacity=10_000)
+    opened(scenario, {"t": 700.0})
+
+    ticket = one(ask(scenario, "t") + scenario.advance(1.0), act.IssueTicket).ticket
+
+    assert ticket.kv_reserve_tokens == 100 + 700
+
+
+def test_the_next_one_begins_when_a_trajectory_closes_and_frees_its_room() -> None:
+    scenario = Scenario(RESERVE)
+    scenario.engine("e0", kv_tokens_capacity=2_000)
+    waiting(scenario, {"first": 1_500.0, "second": 1_400.0})
+    assert tickets(scenario.advance(1.0)) == ["first"]
+
+    assert tickets(scenario.close("first")) == ["second"]
+
+
+def test_more_than_the_slots_do_not_begin_at_once_where_kv_is_unknown() -> None:
+    scenario = Scenario(RESERVE)
+    scenario.engine("e0", slots=2)
+    waiting(scenario, {"a": 400.0, "b": 300.0, "c": 200.0})
+    assert tickets(scenario.advance(1.0)) == ["a", "b"]
+
+    ticket = scenario.controller.trajectory("a").ticket
+    assert ticket is not None
+    assert tickets(scenario.finish(ticket)) == ["c"]
+
+
+def test_an_empty_engine_takes_even_what_does_not_fit() -> None:
+    scenario = Scenario(RESERVE)
+    scenario.engine("e0", kv_tokens_capacity=500)
+    opened(scenario, {"huge": 50_000.0})
+
+    assert tickets(ask(scenario, "huge") + scenario.advance(1.0)) == ["huge"]
+
+
+def test_a_later_step_never_waits_for_room() -> None:
+    scenario = Scenario(RESERVE)
+    scenario.engine("e0", kv_tokens_capacity=500)
+    waiting(scenario, {"t": 5_000.0})
+    scenario.finish(one(scenario.advance(1.0), act.IssueTicket).ticket)
+
+    assert tickets(ask(scenario, "t", 1)) == ["t"]
+
+
+def test_a_repeated_request_gets_the_ticket_that_was_issued_meanwhile() -> None:
+    scenario = Scenario(RESERVE)
+    scenario.engine("e0")
+    opened(scenario, {"t": 500.0})
+    request = ev.StepRequested("the-request", "t", 0, context_tokens=100, max_new_tokens=64)
+    scenario.open("other")  # unpredicted, so that the mesh is not taken for idle
+    ask(scenario, "other")
+    assert one(scenario.send(request), act.HoldStep)
+    issued = [action.ticket for action in all_of(scenario.advance(1.0), act.IssueTicket)]
+
+    again = one(scenario.send(request), act.IssueTicket).ticket
+
+    assert again in issued
+
+
+def test_after_a_restart_those_that_waited_ask_again_and_begin() -> None:
+    scenario = Scenario(RESERVE)
+    scenario.engine("e0", kv_tokens_capacity=2_000)
+    waiting(scenario, {"first": 1_500.0, "second": 1_400.0})
+    scenario.advance(1.0)
+    scenario.restart()
+    assert one(ask(scenario, "second"), act.HoldStep)
+
+    assert tickets(scenario.close("first")) == ["second"]
+
+
+def test_a_step_waits_for_its_kv_on_the_way_and_runs_at_the_source_where_the_move_fails() -> None:
+    for moved in (True, False):
+        scenario = Scenario(RESERVE, NEVER)
+        scenario.engine("e0", kv_transfer=KvTransfer.STORAGE)
+        opened(scenario, {f"t{number}": 2_000.0 for number in range(4)})
+        for number in range(4):
+            ask(scenario, f"t{number}")
+        scenario.advance(1.0)
+        for number in range(4):
+            ticket = scenario.controller.trajectory(f"t{number}").ticket
+            assert ticket is not None
+            scenario.finish(ticket)
+        scenario.engine("e1", kv_transfer=KvTransfer.STORAGE)
+        plan = next(action for action in reversed(scenario.heard) if isinstance(action, act.AskPlan))
+        scenario.send(ev.ToolStarted("t0", 10.0))
+        started = all_of(
+            scenario.send(ev.PlanArrived(plan.plan_id, (("e0", ("t0", "t1")), ("e1", ("t2", "t3"))))),
+            act.StartMigration,
+        )
+        move = started[0]
+        scenario.send(ev.MoveAccepted(move.trajectory_id, move.move_id, "m"))
+
+        assert one(ask(scenario, move.trajectory_id, 1), act.HoldStep)
+        if moved:
+            scenario.send(ev.SwitchRequested("s", move.trajectory_id, move.expected_revision, "e1"))
+        ended = scenario.send(ev.MoveEnded(move.trajectory_id, "m", move.move_id, moved=moved))
+
+        assert one(ended, act.IssueTicket).ticket.engine_id == ("e1" if moved else "e0")
+
+
+def test_without_the_policy_nothing_is_held_and_nothing_reserved() -> None:
+    scenario = Scenario(Policy())
+    scenario.engine("e0", kv_tokens_capacity=500)
+    opened(scenario, {"a": 5_000.0, "b": 5_000.0})
+
+    issued = [one(ask(scenario, name), act.IssueTicket).ticket for name in "ab"]
+
+    assert [ticket.kv_reserve_tokens for ticket in issued] == [0, 0]

@@ -1,0 +1,178 @@
+"""The columns that plans are made from, when a plan is due, and what its answer may look like."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.control import Scenario, all_of
+from treadle_core import actions as act
+from treadle_core import balance
+from treadle_core import events as ev
+from treadle_core.deadlines import Deadlines
+from treadle_core.model import Policy, TrajectoryRecord
+from treadle_core.plan_work import EngineOf
+from treadle_core.records import changed
+from treadle_core.remaining import remaining_tokens
+from treadle_core.trajectories import TrajectoryTable
+from treadle_core.tuning import Tuning
+from treadle_core.worksheet import FIRST_ROWS
+
+EAGER = Tuning(plan_every_events=1, plan_interval_s=0.0)
+NAMES = st.integers(0, 3 * FIRST_ROWS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled() -> None:
+    """Before hypothesis looks at its watch."""
+    balance.warm_up()
+
+
+@given(st.lists(st.tuples(NAMES, st.integers(0, 9), st.booleans()), max_size=40), st.integers(0, 2 * FIRST_ROWS))
+def test_the_worksheet_says_what_a_walk_over_the_open_records_would(
+    changes: list[tuple[int, int, bool]], opened: int
+) -> None:
+    """Many open, some change, some leave and make room, some come back."""
+    tuning = Tuning()
+    table = TrajectoryTable(tuning)
+    for number in range(opened):
+        table.put(TrajectoryRecord(f"t{number}", "p", Policy(), 0.0, "r", prompt_tokens=1 + number))
+    for number, tokens, leaves in changes:
+        record = TrajectoryRecord(
+            f"t{number}", "p", Policy(), 0.0, "r", context_tokens=tokens, engine_id=f"e{tokens % 3}"
+        )
+        table.put(record)
+        if leaves:
+            table.forget(f"t{number}")
+    live, sheet = table.worksheet.live(), table.worksheet
+    walked = table.open_records()
+    assert len(live) == len(sheet) == len(walked)
+    assert set(sheet.names[live.rows]) == {record.trajectory_id for record in walked}
+    by_name = {record.trajectory_id: record for record in walked}
+    engines = sheet.engines.values()
+    for at, name in enumerate(sheet.names[live.rows]):
+        record = by_name[name]
+        assert live.tokens[at] == remaining_tokens(record, tuning)
+        assert live.context_tokens[at] == (record.context_tokens or record.prompt_tokens)
+        assert engines[live.engine_number[at]] == record.engine_id
+        assert sheet.row(name) == live.rows[at]
+    for engine_id in ("", "e0", "e1", "e2"):
+        there = [record for record in walked if record.engine_id == engine_id]
+        assert table.tally(engine_id).trajectories == len(there)
+        assert table.tally(engine_id).tokens == pytest.approx(sum(remaining_tokens(each, tuning) for each in there))
+
+
+def test_a_changed_record_is_another_one() -> None:
+    record = TrajectoryRecord("t", "p", Policy(), 0.0, "r")
+    other = changed(record, gen_tokens=5)
+    assert (record.gen_tokens, other.gen_tokens) == (0, 5)
+    assert other == TrajectoryRecord("t", "p", Policy(), 0.0, "r", gen_tokens=5)
+    assert changed(other, gen_tokens=0) == record
+    with pytest.raises(AttributeError):
+        other.gen_tokens = 6  # type: ignore[misc]
+
+
+def test_what_is_due_comes_once_and_by_its_last_time() -> None:
+    deadlines = Deadlines()
+    deadlines.set("a", 5.0)
+    deadlines.set("b", 3.0)
+    deadlines.set("a", 4.0)
+    assert deadlines.due(2.0) == []
+    assert deadlines.due(9.0) == ["b", "a"]
+    assert deadlines.due(9.0) == []
+
+
+def heaped() -> Scenario:
+    """Eight long trajectories on e0, none has run; then e1 comes, and a plan is asked for."""
+    scenario = Scenario(None, EAGER)
+    scenario.engine("e0")
+    for number in range(8):
+        scenario.open(f"t{number}")
+        scenario.predict(f"t{number}", 2_000.0)
+    scenario.engine("e1")
+    return scenario
+
+
+def test_the_two_forms_of_an_answer_do_the_same() -> None:
+    places = []
+    for as_columns in (False, True):
+        scenario = heaped()
+        ask = all_of(scenario.heard, act.AskPlan)[-1]
+        ids = ask.work.trajectory_ids
+        answer = (
+            ev.PlanArrived(ask.plan_id, engine_of=EngineOf(np.array([0, 1] * 4)))
+            if as_columns
+            else ev.PlanArrived(ask.plan_id, (("e0", ids[::2]), ("e1", ids[1::2])))
+        )
+        scenario.send(answer)
+        places.append([scenario.step(name, 0).engine_id for name in ids])
+    assert places[0] == places[1]
+    assert set(places[0]) == {"e0", "e1"}
+
+
+@pytest.mark.parametrize("indexes", [[0], [7] * 8, [-5] * 8])
+def test_an_answer_that_does_not_fit_the_question_is_as_none(indexes: list[int]) -> None:
+    """Wrong length, engines that were not in the question: the present placement is rebalanced, as without a plan."""
+    scenario = heaped()
+    ask = all_of(scenario.heard, act.AskPlan)[-1]
+    scenario.send(ev.PlanArrived(ask.plan_id, engine_of=EngineOf(np.array(indexes))))
+    assert {scenario.step(f"t{number}", 0).engine_id for number in range(8)} == {"e0", "e1"}
+
+
+def test_a_trajectory_that_left_since_the_question_is_passed_over() -> None:
+    scenario = heaped()
+    ask = all_of(scenario.heard, act.AskPlan)[-1]
+    scenario.close("t1")
+    for number in range(3 * FIRST_ROWS):  # rows are numbered anew
+        scenario.open(f"x{number}")
+    scenario.send(ev.PlanArrived(ask.plan_id, engine_of=EngineOf(np.array([0, 1] * 4))))
+    assert {scenario.step(f"t{number}", 0).engine_id for number in (0, 2, 3)} <= {"e0", "e1"}
+
+
+def test_questions_are_equal_where_their_columns_are() -> None:
+    one, other = (all_of(heaped().heard, act.AskPlan)[-1] for _ in range(2))
+    assert one == other
+    assert hash(one.work) == hash(other.work)
+    assert one.trajectories == other.trajectories
+    assert [each.current_engine_id for each in one.trajectories] == ["e0"] * 8
+    assert EngineOf(np.array([1])) != EngineOf(np.array([2]))
+
+
+def test_first_predictions_make_a_plan_due_at_once_and_a_tick_asks_for_what_is_left() -> None:
+    """A rollout opens and is predicted in one instant: the plan that counts is the one with all predictions."""
+    tuning = Tuning(plan_timeout_s=5.0)
+    scenario = Scenario(None, tuning)
+    scenario.engine("e0")
+    scenario.engine("e1")
+    for number in range(40):
+        scenario.open(f"t{number}")
+    asked = all_of(scenario.heard, act.AskPlan)
+    assert len(asked[-1].work) < 40
+    for number in range(40):
+        scenario.predict(f"t{number}", 1_000.0 + number)
+    assert all_of(scenario.heard, act.AskPlan) == asked, "one question at a time"
+    scenario.send(ev.Tick())
+    last = all_of(scenario.heard, act.AskPlan)[-1]
+    assert last.work.remaining_tokens.tolist() == [1_000.0 + number for number in range(40)]
+    assert scenario.send(ev.PlanArrived(asked[-1].plan_id)) == [], "the older question is void"
+    for _ in range(5):
+        assert all_of(scenario.send(ev.Tick()), act.AskPlan) == [], "nothing is new"
+
+
+def test_nobody_is_asked_again_about_what_is_done_before_the_interval_is_over() -> None:
+    scenario = Scenario(None, Tuning(plan_every_events=2, plan_interval_s=10.0, lease_ttl_s=1e6))
+    scenario.engine("e0")
+    scenario.engine("e1")
+    for number in range(4):
+        scenario.open(f"t{number}")
+        scenario.predict(f"t{number}", 500.0)
+    scenario.now += 20.0
+    scenario.send(ev.Tick())
+    ask = all_of(scenario.heard, act.AskPlan)[-1]
+    scenario.send(ev.PlanArrived(ask.plan_id))
+    before = len(all_of(scenario.heard, act.AskPlan))
+    for number in range(4):
+        scenario.finish(scenario.step(f"t{number}", 0))
+    assert len(all_of(scenario.heard, act.AskPlan)) == before
+    scenario.now += 10.0
+    scenario.finish(scenario.step("t0", 1))
+    assert len(all_of(scenario.heard, act.AskPlan)) == before + 1

@@ -1,0 +1,166 @@
+"""Predictors of the simulator: what each knows, and that it says no more than it may."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from treadle_core.model import Estimate
+from treadle_core.tuning import Tuning
+from treadle_sim.accuracy import accuracy
+from treadle_sim.parametric import make
+from treadle_sim.predictors import NAMES, Blind, Noisy, Oracle, PromptMean, Siblings, named
+from treadle_sim.workload import Step, TrajectoryWork, Workload
+
+CODING = make("coding", 100, 16, seed=1)
+BEFORE = make("coding", 100, 16, seed=1, epoch=1).trajectories
+
+
+def work(prompt_id: str, sample: int, *gen_tokens: int, censored: bool = False) -> TrajectoryWork:
+    return TrajectoryWork(prompt_id, sample, 100, tuple(Step(each, 10, 0.5) for each in gen_tokens), None, censored)
+
+
+SMALL = Workload("small", (work("p", 0, 100, 200), work("p", 1, 50), work("q", 0, 900)), 1_000)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_lie_between_nothing_and_what_the_cap_leaves(name: str) -> None:
+    workload = make("math", 6, 8, seed=2, max_gen_tokens=6_000)
+    predictor = named(name, workload, 3, make("math", 6, 8, seed=2, epoch=1).trajectories)
+    for index, each in enumerate(workload.trajectories):
+        done = 0
+        for turn, step in enumerate([*each.steps]):
+            tokens, turns = predictor.predict(index, turn, done)
+            assert tokens.p90 <= 6_000 - done
+            assert turns is None or turns.p10 >= 0.0
+            done += step.gen_tokens
+        predictor.finished(index)
+
+
+def test_the_oracle_knows_what_is_left() -> None:
+    oracle = Oracle(SMALL)
+    assert oracle.predict(0, 0, 0) == (Estimate(300.0, 300.0, 300.0), Estimate(2.0, 2.0, 2.0))
+    assert oracle.predict(0, 1, 100) == (Estimate(200.0, 200.0, 200.0), Estimate(1.0, 1.0, 1.0))
+    assert oracle.predict(0, 1, 130)[0].p50 == 170.0  # in the middle of a step
+
+
+def test_without_error_noise_is_the_truth() -> None:
+    noisy = Noisy(SMALL, 1, sigma0=0.0, fresh_sigma=0.0)
+    assert noisy.predict(0, 1, 100) == Oracle(SMALL).predict(0, 1, 100)
+
+
+@given(st.integers(0, 1599), st.integers(0, 2**31))
+def test_noise_answers_the_same_question_the_same_whenever_it_is_asked(index: int, seed: int) -> None:
+    one, other = Noisy(SMALL, seed), Noisy(SMALL, seed)
+    asked = index % 3
+    other.predict((asked + 1) % 3, 0, 0)
+    other.finished((asked + 1) % 3)
+    assert one.predict(asked, 0, 0) == other.predict(asked, 0, 0)
+
+
+def test_the_lasting_error_shrinks_as_stated_and_its_quantiles_say_so() -> None:
+    workload = Workload("long", tuple(work(f"p{at}", 0, *[100] * 5) for at in range(2_000)))
+    noisy = Noisy(workload, 0, sigma0=0.8, decay=0.5, fresh_sigma=0.0)
+    errors = []
+    for turn in range(4):
+        answers = [noisy.predict(index, turn, 100 * turn)[0] for index in range(2_000)]
+        left = 500 - 100 * turn
+        errors.append(np.log([each.p50 / left for each in answers]))
+        assert errors[-1].std() == pytest.approx(0.8 * 0.5**turn, rel=0.06)
+        within = np.mean([each.p10 <= left <= each.p90 for each in answers])
+        assert within == pytest.approx(0.8, abs=0.03)
+    assert np.corrcoef(errors[0], errors[3])[0, 1] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.5, 1.0])
+def test_samples_of_a_prompt_share_the_stated_part_of_the_error(shared: float) -> None:
+    workload = Workload("pairs", tuple(work(f"p{at}", sample, 100) for at in range(3_000) for sample in range(2)))
+    noisy = Noisy(workload, 0, sigma0=0.5, fresh_sigma=0.0, shared=shared)
+    errors = np.log([noisy.predict(index, 0, 0)[0].p50 / 100 for index in range(6_000)]).reshape(-1, 2)
+    assert np.corrcoef(errors[:, 0], errors[:, 1])[0, 1] == pytest.approx(shared, abs=0.05)
+
+
+def test_noise_finds_the_longest_better_with_each_step_and_starts_no_better_than_history() -> None:
+    history = accuracy(CODING, PromptMean(CODING, BEFORE))
+    noisy = accuracy(CODING, Noisy(CODING, 1))
+    assert noisy[0].recall < noisy[1].recall < noisy[2].recall
+    assert noisy[0].pearson < noisy[1].pearson < noisy[2].pearson
+    assert noisy[0].recall == pytest.approx(history[0].recall, abs=0.12)
+    assert noisy[0].pearson_log == pytest.approx(history[0].pearson_log, abs=0.1)
+
+
+@pytest.mark.parametrize("change", [{"sigma0": -0.1}, {"decay": 1.1}, {"shared": 2.0}, {"fresh_sigma": float("nan")}])
+def test_parameters_out_of_range_are_refused(change: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(change))):
+        Noisy(SMALL, 0, **change)
+
+
+def test_history_knows_each_prompts_mean_and_nothing_of_the_sample() -> None:
+    earlier = [work("p", 0, 100), work("p", 1, 200, 300), work("r", 0, 900)]
+    history = PromptMean(SMALL, earlier)
+    assert history.predict(0, 0, 0)[0].p50 == history.predict(1, 0, 0)[0].p50 == 300.0
+    assert history.predict(0, 1, 100)[0].p50 == 200.0
+    assert history.predict(2, 0, 0)[0].p50 == 500.0  # a prompt never seen: the mean over all
+    assert history.predict(2, 1, 800)[0].p50 == 200.0  # outlived: a quarter of what it did, within the cap
+    history.finished(0)
+    assert history.predict(1, 0, 0)[0].p50 == 300.0
+    with pytest.raises(ValueError, match="earlier"):
+        PromptMean(SMALL, [])
+
+
+def test_blind_says_what_the_controller_assumes_anyway() -> None:
+    blind = Blind(SMALL)
+    assert blind.predict(0, 0, 0)[0].p50 == blind.predict(2, 0, 0)[0].p50 == Tuning().default_remaining_tokens
+    assert blind.predict(2, 1, 700) == (Estimate(300.0, 300.0, 300.0), None)
+
+
+def test_siblings_learn_from_what_ended_and_nothing_before() -> None:
+    workload = Workload("w", tuple(work("p", sample, 4_000, 4_000) for sample in range(8)))
+    siblings = Siblings(workload)
+    first = siblings.predict(0, 0, 0)[0].p50
+    assert first == Siblings(replace(workload, name="other")).predict(0, 0, 0)[0].p50
+    for index in range(1, 8):
+        siblings.predict(index, 0, 0)
+        siblings.predict(index, 1, 4_000)
+        siblings.finished(index)
+    later = siblings.predict(0, 0, 0)[0].p50
+    assert abs(later - 8_000) < abs(first - 8_000)
+    assert later == pytest.approx(8_000, rel=0.1)
+    assert siblings.predict(0, 1, 4_000)[1] == siblings.predict(0, 1, 4_000)[1]
+
+
+def test_a_sibling_that_was_cut_counts_as_longer_than_it_was() -> None:
+    def after(censored: bool) -> float:
+        workload = Workload("w", tuple(work("p", at, 500, censored=censored and at > 0) for at in range(6)))
+        siblings = Siblings(workload)
+        for index in range(6):
+            siblings.predict(index, 0, 0)
+        for index in range(1, 6):
+            siblings.finished(index)
+        return siblings.predict(0, 0, 0)[0].p50
+
+    assert after(censored=True) > 1.5 * after(censored=False)
+
+
+def test_an_earlier_epoch_makes_siblings_better_from_the_start() -> None:
+    workload, earlier = make("coding", 30, 16, seed=1), make("coding", 30, 16, seed=1, epoch=1).trajectories
+    without, with_it = accuracy(workload, Siblings(workload)), accuracy(workload, Siblings(workload, earlier))
+    assert with_it[0].pearson_log > without[0].pearson_log + 0.3
+    assert with_it[2].pearson_log > without[2].pearson_log
+
+
+def test_the_oracle_finds_all_and_the_blind_what_chance_finds() -> None:
+    assert [each.recall for each in accuracy(CODING, Oracle(CODING))] == [1.0, 1.0, 1.0]
+    assert accuracy(CODING, Oracle(CODING))[0].pearson == pytest.approx(1.0)
+    assert accuracy(CODING, Blind(CODING))[0].recall == pytest.approx(0.1, abs=0.01)
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="no predictor 'crystal-ball', only oracle"):
+        named("crystal-ball", SMALL)
+
+
+def test_accuracy_needs_trajectories_that_go_on() -> None:
+    with pytest.raises(ValueError, match="more than 2 steps"):
+        accuracy(SMALL, Oracle(SMALL))

@@ -1,0 +1,102 @@
+"""A second simulator, written from docs/simulator.md, that goes token by token: it and the fluid one agree.
+
+It knows trajectories that are pinned to engines in turn, FCFS queues, slots, prefill before decode, cached contexts and
+tools; no KV limit, no plans.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from support.simulated import SLOW, engine, play, trajectory
+from treadle_sim.cluster import Cluster, Latencies
+from treadle_sim.engine import MOST_PREFILL_TOKENS
+from treadle_sim.workload import TrajectoryWork
+
+RPC_S = Latencies().rpc_s
+SLOTS = 3
+
+
+@dataclass
+class Going:
+    """A trajectory: its next step, the context before it, how much of that is cached, tokens of the step sampled."""
+
+    work: TrajectoryWork
+    turn: int = 0
+    context: int = 0
+    cached: int = 0
+    done: int = 0
+
+
+def by_tokens(works: list[TrajectoryWork], slots: int) -> list[float]:
+    """When each of one engine's trajectories ends."""
+    going = [Going(work, context=work.prompt_tokens) for work in works]
+    arrivals = [(2 * RPC_S, index) for index in range(len(works))]
+    waiting: list[int] = []
+    running: list[int] = []
+    ended = [0.0] * len(works)
+    now = 0.0
+    while arrivals or waiting or running:
+        while arrivals and arrivals[0][0] <= now:
+            waiting.append(heapq.heappop(arrivals)[1])
+        if waiting and len(running) < slots:
+            now += prefill_s(going, waiting, running, slots)
+        elif running:
+            kv = sum(going[index].context + going[index].done for index in running)
+            now += SLOW.decode_s(len(running)) + SLOW.per_kv_token_s * kv
+            for index in list(running):
+                one = going[index]
+                one.done += 1
+                step = one.work.steps[one.turn]
+                if one.done == step.gen_tokens:
+                    running.remove(index)
+                    one.cached = one.context + step.gen_tokens
+                    one.context, one.done, one.turn = one.cached + step.obs_tokens, 0, one.turn + 1
+                    if one.turn == len(one.work.steps):
+                        ended[index] = now + step.tool_s
+                    else:
+                        heapq.heappush(arrivals, (now + step.tool_s + RPC_S, index))
+        else:
+            now = arrivals[0][0]
+    return ended
+
+
+def prefill_s(going: list[Going], waiting: list[int], running: list[int], slots: int) -> float:
+    """Moves those that fit from the line into the batch; the seconds of their prefill, which is one."""
+    seconds, tokens = SLOW.prefill_fixed_s, 0
+    while waiting and len(running) < slots and tokens < MOST_PREFILL_TOKENS:
+        one = going[waiting[0]]
+        new = max(1, one.context - one.cached)
+        seconds += SLOW.prefill_token_s * new + SLOW.prefill_pair_s * new * (one.cached + new / 2)
+        tokens += new
+        running.append(waiting.pop(0))
+    return seconds
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pinned_trajectories_on_engines_with_few_slots_end_when_they_do_token_by_token(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    works = [
+        trajectory(
+            index,
+            [
+                (int(rng.integers(20, 900)), int(rng.integers(0, 600)), float(rng.uniform(0.0, 4.0)))
+                for _ in range(int(rng.integers(1, 5)))
+            ],
+            prompt_tokens=int(rng.integers(50, 6_000)),
+        )
+        for index in range(14)
+    ]
+
+    outcome = play(works, Cluster((engine(slots=SLOTS), engine(slots=SLOTS))), "verl").outcome
+
+    exact = np.zeros(len(works))
+    for first in (0, 1):  # verl deals trajectories out in turn
+        exact[first::2] = by_tokens(works[first::2], SLOTS)
+    fluid = np.array([times.finished_s for times in outcome.times])
+    # A batch changes between tokens there, anywhere here: a token's time for each event before, which may add up.
+    assert outcome.makespan_s == pytest.approx(exact.max(), rel=0.005)
+    assert np.abs(fluid - exact).max() <= 0.01 * exact.max()
