@@ -185,7 +185,7 @@ def simulate(
     llm: Annotated[str, typer.Option(help="Model whose engines are simulated.")] = "Qwen3-14B",
     accelerator: Annotated[str, typer.Option(help="A100, H100, H200, H800 or H20.")] = "H200",
     gpus: Annotated[int, typer.Option(min=1, help="Accelerators of each system.")] = 8,
-    slots: Annotated[int, typer.Option(min=1, help="Steps that decode at once on an engine.")] = 100,
+    slots: Annotated[int, typer.Option(min=1, help="Steps that decode at once for each GPU of an engine.")] = 100,
     prompts: Annotated[
         int | None, typer.Option(min=1, help="50 of a named workload; a trace file is resampled where this is given.")
     ] = None,

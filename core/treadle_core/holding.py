@@ -63,10 +63,12 @@ def answered(state: State, event: Event, now: float) -> list[Action]:
         case MoveEnded():
             return _moved(state, [event.trajectory_id], now)
         case PlanArrived() | EngineRegistered() | Tick():
-            actions = [*_moved(state, list(state.held), now), *_follow_plan(state)]
+            actions = _moved(state, list(state.held), now)
+            followed = _follow_plan(state)
             for engine_id in sorted({state.table.require(trajectory_id).engine_id for trajectory_id in state.held}):
                 actions += begun(state, engine_id, now)
-            return actions
+            # Those that begin now were saved with their tickets.
+            return actions + [SaveTrajectory(state.table.require(each)) for each in followed if each in state.held]
         case _:
             return []
 
@@ -115,9 +117,9 @@ def _moved(state: State, trajectory_ids: Iterable[str], now: float) -> list[Acti
     return actions
 
 
-def _follow_plan(state: State) -> list[Action]:
-    """Those that wait to begin stand where the newest plan wants them."""
-    actions: list[Action] = []
+def _follow_plan(state: State) -> list[str]:
+    """Those that wait to begin stand where the newest plan wants them; names those for which that is elsewhere."""
+    followed: list[str] = []
     for trajectory_id in state.held:
         record = state.table.require(trajectory_id)
         if record.ticket is None and record.policy.placement is PlacementRule.PLANNED:
@@ -127,8 +129,8 @@ def _follow_plan(state: State) -> list[Action]:
                 record = changed(record, priority=state.priority(record))
                 state.table.put(record)
                 state.planner.settle(record)
-                actions.append(SaveTrajectory(record))
-    return actions
+                followed.append(trajectory_id)
+    return followed
 
 
 def _granted(state: State, record: TrajectoryRecord, now: float) -> list[Action]:

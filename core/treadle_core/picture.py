@@ -50,7 +50,14 @@ class Picture:
     @cached_property
     def work(self) -> Floats:
         """What is left of each, as `balance` reads it."""
-        return balance.works(self.live.tokens, self.live.context_tokens, self.live.tool_s)
+        return balance.works(self.lengths, self.live.context_tokens, self.live.tool_s)
+
+    @cached_property
+    def lengths(self) -> Floats:
+        """What is left of each in tokens, its tool calls as the tokens that an engine samples meanwhile: who is in a
+        tool takes no engine's time, but as long to end."""
+        base_s = float(self.roster.table.rows[:, balance.BASE_S].mean()) if len(self.roster.specs) else 0.0
+        return self.live.tokens + self.live.tool_s / base_s if base_s > 0.0 else self.live.tokens
 
     def movable(self, rule: float) -> Flags:
         """Those that a rule may place elsewhere: any engine may run them, and they have one."""

@@ -171,7 +171,7 @@ class Planner:
         work = PlanWork(
             names=worksheet.names,
             rows=live.rows[chosen],
-            remaining_tokens=live.tokens[chosen],
+            remaining_tokens=picture.lengths[chosen],
             context_tokens=live.context_tokens[chosen],
             current=picture.placement[chosen],
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from treadle_core import placement
 from treadle_core.actions import (
     Action,
     AnnounceClosed,
@@ -27,7 +26,6 @@ from treadle_core.events import (
     Event,
     MoveAccepted,
     MoveEnded,
-    PlanArrived,
     PredictionArrived,
     StepFinished,
     StepPreempted,
@@ -42,7 +40,6 @@ from treadle_core.events import (
 )
 from treadle_core.model import Outcome as Ending
 from treadle_core.model import Policy, TicketRecord
-from treadle_core.plan_work import EngineOf
 from treadle_core.refusals import NoEngine, Refusal
 from treadle_core.tuning import Tuning
 
@@ -52,6 +49,7 @@ from treadle_sim.engine_step import EngineStep
 from treadle_sim.events import Timeline
 from treadle_sim.mishaps import Mishaps
 from treadle_sim.outcome import Outcome, Span, Times
+from treadle_sim.placement import PlacementStandIn
 from treadle_sim.predictors import Predictor
 from treadle_sim.progress import Progress
 from treadle_sim.transfers import Transfers
@@ -81,7 +79,7 @@ class Driver:
         self._workload = workload
         self._cluster = cluster
         self._predictor = predictor
-        self._workspace = placement.Workspace()
+        self._placement = PlacementStandIn()
         self._chunk_tokens = chunk_tokens
         self._record = record
         self._log = log
@@ -173,17 +171,7 @@ class Driver:
         self._timeline.after(self._cluster.latencies.predict_s, self._tell, answer)
 
     def _asked_plan(self, ask: AskPlan) -> None:
-        work = ask.work
-        plan = placement.plan_arrays(
-            work.remaining_tokens,
-            work.context_tokens,
-            work.current,
-            ask.engines,
-            ask.cost_model,
-            workspace=self._workspace,
-        )
-        answer = PlanArrived(ask.plan_id, engine_of=EngineOf(plan.engine_of))
-        self._timeline.after(self._cluster.latencies.plan_s, self._tell, answer)
+        self._timeline.after(self._cluster.latencies.plan_s, self._tell, self._placement.answer(ask))
 
     def _reprioritized(self, action: Reprioritize) -> None:
         engine = self._engines[self._engine_index[action.engine_id]]

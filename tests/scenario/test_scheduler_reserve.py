@@ -39,10 +39,10 @@ async def close(client: SchedulerClient, trajectory_id: str) -> None:
 
 
 async def test_a_second_trajectory_waits_for_room_and_begins_when_the_first_has_ended(nats_url: str) -> None:
-    """The engine holds 600 tokens of KV; unpredicted trajectories are expected to grow by 512.
+    """The engine holds 400 tokens of KV; an unpredicted trajectory is expected to grow by 512, of which 0.7 count.
     Result: one ticket, one call that hangs, and its ticket once the first trajectory is closed."""
     async with scheduler(nats_url) as client:
-        await client.register("e0", kv_tokens_capacity=600)
+        await client.register("e0", kv_tokens_capacity=400)
         await reserve(client)
         first, second = await client.open("first"), await client.open("second")
 
@@ -59,7 +59,7 @@ async def test_a_second_trajectory_waits_for_room_and_begins_when_the_first_has_
 
 async def test_who_waits_too_long_is_told_to_ask_again_and_gets_the_ticket_issued_meanwhile(nats_url: str) -> None:
     async with scheduler(nats_url) as client:
-        await client.register("e0", kv_tokens_capacity=600)
+        await client.register("e0", kv_tokens_capacity=400)
         await reserve(client)
         await client.open("first")
         await client.open("second")
@@ -78,7 +78,7 @@ async def test_who_waits_too_long_is_told_to_ask_again_and_gets_the_ticket_issue
 
 async def test_closing_a_trajectory_that_waits_forgets_its_request(nats_url: str) -> None:
     async with scheduler(nats_url) as client:
-        await client.register("e0", kv_tokens_capacity=600)
+        await client.register("e0", kv_tokens_capacity=400)
         await reserve(client)
         for name in ("first", "second", "third"):
             await client.open(name)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from treadle_cli.bench import BENCHES, BenchOptions
-from treadle_cli.bench.affinity import (
+from treadle_cli.bench.affinity_tasks import (
     BLOCK,
     COMPUTE,
     DECODE_HEAVY,
@@ -141,3 +141,15 @@ def test_tagged_trajectories_run_on_engines_that_carry_their_tag() -> None:
         Workload("x", tuple(tagged(works, COMPUTE))), Cluster(engines), VERL.policy, VERL.tuning, None
     ).run()
     assert outcome.engine_busy_s[0] == 0.0 < outcome.engine_busy_s[1]
+
+
+async def test_affinity_compares_every_system_under_every_routing(tmp_path: Path) -> None:
+    options = BenchOptions(repeats=1, scale=0.01, workers=1, pictures=tmp_path)
+    found = await BENCHES["affinity"].run(options)
+    assert {row["task"]: row["suited"] for row in found["alone"]} == {"prefill-heavy": "H800", "decode-heavy": "H20"}
+    ratios = {(row["system"], row["routing"]): row["ratio"] for row in found["mixed"]}
+    assert len(ratios) == 3 * 3
+    assert {ratio for (_, routing), ratio in ratios.items() if routing == "unrouted"} == {1.0}
+    read = [row["read_per_written"] for row in found["sweep"]]
+    assert read == sorted(read)
+    assert (tmp_path / "affinity.png").stat().st_size > 0

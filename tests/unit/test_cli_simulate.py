@@ -61,7 +61,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_json_holds_every_system_with_its_ratios_and_the_bound(small: dict[str, Any]) -> None:
     assert small["workload"] == "coding"
-    assert (small["trajectories"], small["gpus"], small["slots"]) == (9, 2, 4)
+    assert (small["trajectories"], small["gpus"], small["slots_per_gpu"]) == (9, 2, 4)
     names = [row["system"] for row in small["systems"]]
     assert names == ["verl", "verl*", "slime", "affinity-las", "pausing", "heddle", "treadle", "oracle"]
     for row in small["systems"]:

@@ -7,7 +7,8 @@ from treadle_core.model import KvTransfer, Policy
 from treadle_core.tuning import Tuning
 
 RESERVE = Policy(reserve=True)
-NEVER = Tuning(plan_every_events=1, plan_interval_s=0.0)
+WHOLE = Tuning(reserve_share=1.0)  # so that the figures in the scenarios are round
+EAGER = Tuning(plan_every_events=1, plan_interval_s=0.0)
 
 
 def ask(scenario: Scenario, trajectory_id: str, turn: int = 0, **fields: object) -> list[act.Action]:
@@ -45,7 +46,7 @@ def tickets(actions: list[act.Action]) -> list[str]:
 
 
 def test_an_engine_lets_begin_what_its_kv_holds_longest_first() -> None:
-    scenario = Scenario(RESERVE)
+    scenario = Scenario(RESERVE, WHOLE)
     scenario.engine("e0", slots=2, kv_tokens_capacity=2_000)
     held = waiting(scenario, {"short": 200.0, "long": 1_500.0, "middle": 600.0})
 
@@ -56,7 +57,7 @@ def test_an_engine_lets_begin_what_its_kv_holds_longest_first() -> None:
 
 
 def test_a_ticket_carries_what_the_context_is_expected_to_grow_to() -> None:
-    scenario = Scenario(RESERVE)
+    scenario = Scenario(RESERVE, WHOLE)
     scenario.engine("e0", kv_tokens_capacity=10_000)
     opened(scenario, {"t": 700.0})
 
@@ -66,7 +67,7 @@ def test_a_ticket_carries_what_the_context_is_expected_to_grow_to() -> None:
 
 
 def test_the_next_one_begins_when_a_trajectory_closes_and_frees_its_room() -> None:
-    scenario = Scenario(RESERVE)
+    scenario = Scenario(RESERVE, WHOLE)
     scenario.engine("e0", kv_tokens_capacity=2_000)
     waiting(scenario, {"first": 1_500.0, "second": 1_400.0})
     assert tickets(scenario.advance(1.0)) == ["first"]
@@ -75,7 +76,7 @@ def test_the_next_one_begins_when_a_trajectory_closes_and_frees_its_room() -> No
 
 
 def test_more_than_the_slots_do_not_begin_at_once_where_kv_is_unknown() -> None:
-    scenario = Scenario(RESERVE)
+    scenario = Scenario(RESERVE, WHOLE)
     scenario.engine("e0", slots=2)
     waiting(scenario, {"a": 400.0, "b": 300.0, "c": 200.0})
     assert tickets(scenario.advance(1.0)) == ["a", "b"]
@@ -86,7 +87,7 @@ def test_more_than_the_slots_do_not_begin_at_once_where_kv_is_unknown() -> None:
 
 
 def test_an_empty_engine_takes_even_what_does_not_fit() -> None:
-    scenario = Scenario(RESERVE)
+    scenario = Scenario(RESERVE, WHOLE)
     scenario.engine("e0", kv_tokens_capacity=500)
     opened(scenario, {"huge": 50_000.0})
 
@@ -94,7 +95,7 @@ def test_an_empty_engine_takes_even_what_does_not_fit() -> None:
 
 
 def test_a_later_step_never_waits_for_room() -> None:
-    scenario = Scenario(RESERVE)
+    scenario = Scenario(RESERVE, WHOLE)
     scenario.engine("e0", kv_tokens_capacity=500)
     waiting(scenario, {"t": 5_000.0})
     scenario.finish(one(scenario.advance(1.0), act.IssueTicket).ticket)
@@ -103,7 +104,7 @@ def test_a_later_step_never_waits_for_room() -> None:
 
 
 def test_a_repeated_request_gets_the_ticket_that_was_issued_meanwhile() -> None:
-    scenario = Scenario(RESERVE)
+    scenario = Scenario(RESERVE, WHOLE)
     scenario.engine("e0")
     opened(scenario, {"t": 500.0})
     request = ev.StepRequested("the-request", "t", 0, context_tokens=100, max_new_tokens=64)
@@ -118,7 +119,7 @@ def test_a_repeated_request_gets_the_ticket_that_was_issued_meanwhile() -> None:
 
 
 def test_after_a_restart_those_that_waited_ask_again_and_begin() -> None:
-    scenario = Scenario(RESERVE)
+    scenario = Scenario(RESERVE, WHOLE)
     scenario.engine("e0", kv_tokens_capacity=2_000)
     waiting(scenario, {"first": 1_500.0, "second": 1_400.0})
     scenario.advance(1.0)
@@ -130,7 +131,7 @@ def test_after_a_restart_those_that_waited_ask_again_and_begin() -> None:
 
 def test_a_step_waits_for_its_kv_on_the_way_and_runs_at_the_source_where_the_move_fails() -> None:
     for moved in (True, False):
-        scenario = Scenario(RESERVE, NEVER)
+        scenario = Scenario(RESERVE, EAGER)
         scenario.engine("e0", kv_transfer=KvTransfer.STORAGE)
         opened(scenario, {f"t{number}": 2_000.0 for number in range(4)})
         for number in range(4):

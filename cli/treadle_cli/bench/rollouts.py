@@ -133,7 +133,7 @@ def _alone_s(work: TrajectoryWork, models: Sequence[EngineModel]) -> float:
 def setting(batch: Batch) -> Setting:
     """The batch as the simulator takes it, with one earlier epoch of the same prompts to plan engines from. Raises
     TraceFileError, OSError, UnknownWorkloadError and UnknownEngineError."""
-    models = tuple(engine_model(batch.llm, batch.accelerator, degree, batch.slots) for degree in DEGREES)
+    models = tuple(engine_model(batch.llm, batch.accelerator, degree, batch.slots * degree) for degree in DEGREES)
     if batch.traces is not None:
         works = read_traces(batch.traces)
         caps = {"max_gen_tokens": parametric.MAX_GEN_TOKENS, "max_context_tokens": parametric.MAX_CONTEXT_TOKENS}

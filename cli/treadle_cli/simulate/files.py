@@ -45,7 +45,7 @@ def document(plan: SimulationPlan, comparison: Comparison, told: Told, folder: P
         "accelerator": plan.accelerator,
         "curve": plan.origin,
         "gpus": setting.gpus,
-        "slots": setting.models[0].slots,
+        "slots_per_gpu": setting.models[0].slots // setting.models[0].gpus,
         "degree": plan.degree or None,
         "predictor": setting.predictor,
         "seeds": [each.seed for each in plan.settings],

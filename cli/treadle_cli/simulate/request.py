@@ -139,7 +139,7 @@ def _models(asked: Request) -> tuple[tuple[EngineModel, ...], str]:
         known = ", ".join(sorted({profile.llm for profile in kinds}))
         raise UsageProblem(f"--llm: no engine of {asked.llm!r} was fitted on {kinds[0].accelerator}; there are {known}")
     origins = " and ".join(sorted({profile.origin for profile in found}))
-    return tuple(profile.engine(asked.slots) for profile in found), origins
+    return tuple(profile.engine(asked.slots * profile.gpus) for profile in found), origins
 
 
 def _measured(file: Path) -> EngineModel:
