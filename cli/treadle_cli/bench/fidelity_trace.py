@@ -12,12 +12,12 @@ import random
 import numpy as np
 from treadle_sim.workload import Step, TrajectoryWork, Workload
 
-PROMPTS, SAMPLES = 8, 4
+PROMPTS, SAMPLES = 7, 4
 PROMPT_TOKENS = (64, 160)
 STEPS = (2, 6)
 STEPS_MEAN = 3.4
 GEN_TOKENS = (8, 120)  # of a step
-GEN_MEDIAN = 30.0
+GEN_MEDIAN = 24.0
 PROMPT_SIGMA, SAMPLE_SIGMA, STEP_SIGMA = 0.5, 0.35, 0.5  # of ln tokens: of a prompt, of a sample, of a step
 OBS_TOKENS = (10, 60)  # of a tool's answer
 TOOL_S = (0.3, 3.0)
