@@ -59,7 +59,7 @@ BENCHES: Mapping[str, Bench] = {
         Bench(
             "fidelity",
             "The same rollout on two live engines and in the simulator, on the profile measured on them. --repeats: "
-            "live plays of each policy. Takes 3 minutes, and 2 a repeat, on 2 cores.",
+            "live plays of each policy. Takes 2 minutes, and 2 a repeat, on 2 cores.",
             fidelity.run,
             engines=fidelity.ENGINES,
         ),

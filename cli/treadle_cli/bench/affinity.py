@@ -49,9 +49,10 @@ from treadle_cli.bench.page import MACHINE, command, paragraph, point, put_down,
 NAME = "affinity"
 PAPER = {"prefill-heavy": (0.53, 0.53), "decode-heavy": (0.49, 0.79)}
 DIGITS = 4
-# Tokens to read after each step of the sweep; what is written stays 1,000 tokens in 8 steps.
-SWEEP_OBS = (10, 60, 250, 600, 1_250, 2_500, 5_000)
-SWEEP_STEPS, SWEEP_TOKENS = 8, 1_000.0
+# Tokens read for one written. Their sum stays, so that memory binds nowhere; the first prompt is read too.
+SWEEP = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
+SWEEP_STEPS, SWEEP_TOKENS = 8, 7_000.0
+SWEEP_SIGMA = 0.2  # of the log of what is written: work shows, not the longest trajectory
 UNROUTED, BY_TAG, BY_RATIO = "unrouted", "by the task's tag", "by measured ratio"
 SYSTEMS = (VERL, PAUSING, TREADLE)
 ALONE = PAUSING  # holds room for whoever has begun: memory is not what is compared
@@ -62,7 +63,7 @@ async def run(options: BenchOptions) -> dict[str, Any]:
     seeds = [options.seed + repeat for repeat in range(options.repeats)]
     prompts = max(2, round(PROMPTS * (options.scale or 1.0)))
     with Progress(console=options.progress, transient=True) as progress:
-        total = len(seeds) * (2 * len(TASKS) + 3 * len(SYSTEMS)) + 2 * len(SWEEP_OBS)
+        total = len(seeds) * (2 * len(TASKS) + 3 * len(SYSTEMS)) + 2 * len(SWEEP)
         task = progress.add_task(NAME, total=total)
 
         def played(
@@ -73,7 +74,7 @@ async def run(options: BenchOptions) -> dict[str, Any]:
             return _play(workload, pools, system, seed), workload
 
         alone = [_alone(name, seeds, prompts, played) for name in TASKS]
-        sweep = [_swept(obs, options.seed, prompts, played) for obs in SWEEP_OBS]
+        sweep = [_swept(read, options.seed, prompts, played) for read in SWEEP]
         mixed = [row for system in SYSTEMS for row in _mixed(system, seeds, prompts, played)]
     found = {
         "model": LLM,
@@ -124,14 +125,18 @@ def _alone(name: str, seeds: Sequence[int], prompts: int, played: Any) -> dict[s
     }
 
 
-def _swept(obs: int, seed: int, prompts: int, played: Any) -> dict[str, Any]:
+def _swept(read: float, seed: int, prompts: int, played: Any) -> dict[str, Any]:
+    written = SWEEP_TOKENS / (1.0 + read)
+    obs = read * written / (SWEEP_STEPS - 1)  # what the last step's tool answers is never read
     kind = replace(
         DECODE_HEAVY,
-        tokens_median=SWEEP_TOKENS,
+        tokens_median=written,
+        tokens_sigma=SWEEP_SIGMA,
         steps_median=float(SWEEP_STEPS),
-        steps_elasticity=1.0,
+        steps_elasticity=0.0,
         steps_sigma=0.0,
-        obs_tokens=LogNormal(float(obs), 0.2, 4.0 * obs),
+        prompt_tokens=LogNormal(100.0, 0.0, 100.0),
+        obs_tokens=LogNormal(obs, 0.2, 4.0 * obs),
     )
     works = works_of(kind, prompts, seed, "sweep")
     taken = {pool: played(works, [pool], ALONE, seed)[0].makespan_s for pool in POOLS}

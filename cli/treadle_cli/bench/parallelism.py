@@ -64,7 +64,7 @@ def _page(found: Mapping[str, Any]) -> Iterator[str]:
         f"`{command(NAME, found)}`, on {MACHINE}. {LLM}, {found['trajectories']:,} trajectories on {found['gpus']}",
         f"{found['accelerator']} GPUs. Fix-N: engines of N GPUs each; allocated: what the resource manager plans from",
         "another epoch of the same prompts. Placement, order and predictions are Treadle's in every column; an engine",
-        f"has {found['slots']} slots whatever its degree.",
+        f"has {found['slots']} slots for each of its GPUs.",
     )
     yield "![rollout time, and trajectories that have not ended](heddle16.png)"
     yield ""

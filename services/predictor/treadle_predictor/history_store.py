@@ -12,12 +12,14 @@ import nats.errors
 import structlog
 from nats.js.kv import KeyValue
 from treadle_core.evidence import Ended, Evidence
+from treadle_runtime.buckets import entries_of
 from treadle_runtime.bus import Bus, kv_key
 
 log = structlog.get_logger()
 
 BUCKET = "TREADLE_PREDICTOR_HISTORY"
 KEPT_S = 30 * 86_400.0  # a month; a prompt that was not sampled for longer says little about today's policy
+LAST_WRITE_S = 2.0  # at the end of the process, within its drain
 RETRY_S = 1.0  # NATS is away; what waits is bounded by the number of prompts
 
 
@@ -34,15 +36,8 @@ class HistoryStore:
     async def open(cls, bus: Bus, evidence: Evidence) -> "HistoryStore":
         """The store with all that it holds folded into `evidence`. Raises nats.errors.Error."""
         store = cls(await bus.key_value(BUCKET, ttl_s=KEPT_S), evidence)
-        found: list[tuple[int, bytes]] = []
-        watcher = await store._bucket.watchall(ignore_deletes=True)
-        async for entry in watcher:
-            if entry is None:  # all that was there
-                break
-            found.append((entry.revision or 0, entry.value or b""))
-        await watcher.stop()  # type: ignore[no-untyped-call]
-        for _, value in sorted(found):  # oldest first, as they were learned
-            prompt_id, ended = decoded(value)
+        for entry in await entries_of(store._bucket):  # oldest first, as they were learned
+            prompt_id, ended = decoded(entry.value or b"")
             for each in ended:
                 evidence.closed(each)
             log.debug("history loaded", prompt_id=prompt_id, trajectories=len(ended))
@@ -54,20 +49,31 @@ class HistoryStore:
         self._more.set()
 
     async def run(self) -> None:
-        """Writes what changed, for ever."""
-        while True:
-            await self._more.wait()
-            self._more.clear()
-            while self._unwritten:
-                prompt_id = next(iter(self._unwritten))
-                value = encoded(prompt_id, list(self.evidence.ended_of_prompt(prompt_id)))
-                del self._unwritten[prompt_id]
-                try:
-                    await self._bucket.put(kv_key(prompt_id), value)
-                except nats.errors.Error as error:
-                    log.warning("history not written, trying again", error=repr(error))
-                    self._unwritten[prompt_id] = None
-                    await asyncio.sleep(RETRY_S)
+        """Writes what changed, for ever; at the end of the process what is left, for a moment."""
+        try:
+            while True:
+                await self._more.wait()
+                self._more.clear()
+                await self._write_all()
+        finally:
+            try:
+                async with asyncio.timeout(LAST_WRITE_S):
+                    await self._write_all()
+            except TimeoutError:
+                log.warning("NATS is away: histories not yet written are learned again from the facts")
+
+    async def _write_all(self) -> None:
+        while self._unwritten:
+            prompt_id = next(iter(self._unwritten))
+            value = encoded(prompt_id, list(self.evidence.ended_of_prompt(prompt_id)))
+            try:
+                await self._bucket.put(kv_key(prompt_id), value)
+            except nats.errors.Error as error:
+                log.warning("history not written, trying again", error=repr(error))
+                await asyncio.sleep(RETRY_S)
+            else:
+                if value == encoded(prompt_id, list(self.evidence.ended_of_prompt(prompt_id))):
+                    self._unwritten.pop(prompt_id, None)
 
 
 def encoded(prompt_id: str, ended: list[Ended]) -> bytes:
