@@ -44,7 +44,8 @@ def page(found: Mapping[str, Any]) -> Iterator[str]:
     yield from paragraph(
         f"`{command('heddle12', shown)}`, on {MACHINE}. `heddle12.json` holds all figures. Heddle's Figure 12: agents",
         f"for coding, search and math on Qwen3-8B, 14B and 32B; {found['gpus']} {found['accelerator']} GPUs, 16",
-        "samples a prompt, at most 40,000 tokens, engines of 100 slots a GPU. As many trajectories as the paper's baselines",
+        "samples a prompt, at most 40,000 tokens, engines of 100 slots a GPU. As many trajectories as the paper's",
+        "baselines",
         "have slots: 100 for each engine of 1, 1 and 2 GPUs.",
     )
     yield from paragraph(
