@@ -11,15 +11,17 @@ from treadle.engine.v1.engine_pb2 import DecodeCurve as DeclaredMessage
 from treadle.engine.v1.engine_pb2 import EngineInfo
 from treadle.scheduler.v1.scheduler_pb2 import Ordering, PlacementRule, RegisteredEngine
 from treadle_cli.bench import BENCHES, fidelity_picture
-from treadle_cli.bench.fidelity import ENGINES, POLICIES, Pair, policy_message
+from treadle_cli.bench.fidelity import ENGINES, POLICIES
 from treadle_cli.bench.fidelity_control import Control
 from treadle_cli.bench.fidelity_figures import between, figures
 from treadle_cli.bench.fidelity_live import Play, Played
 from treadle_cli.bench.fidelity_profile import decode_rows
-from treadle_cli.bench.fidelity_simulated import engine_models, fitted, simulate
+from treadle_cli.bench.fidelity_simulated import engine_models, simulate, slowed, slowness
+from treadle_cli.bench.fidelity_stage import Pair, policy_message
 from treadle_cli.bench.fidelity_trace import GEN_TOKENS, OBS_TOKENS, STEPS, TOOL_S, token_ids, workload
 from treadle_core.model import DecodeCurve
 from treadle_sim.cluster import Latencies, Link
+from treadle_sim.measured_profile import fit_measured
 from treadle_sim.systems import SYSTEMS
 
 SLOTS = 3
@@ -88,16 +90,27 @@ def test_sequences_that_never_ran_together_give_no_row() -> None:
 
 def test_the_simulator_steps_at_the_measured_curve_while_its_planner_sees_the_declared_one() -> None:
     ids = ["engine-0", "engine-1"]
-    models = engine_models([registered(one) for one in ids], fitted(dict.fromkeys(ids, profile())))
-    for model in models:
+    for model in engine_models([registered(one) for one in ids], [fit_measured(profile())] * ENGINES):
         assert model.curve.linear(SLOTS) == DecodeCurve(1.0, 0.5, 0.0, 100.0)
         assert model.curve.decode_s(2) == pytest.approx(BASE_S + 2 * SEQUENCE_S, rel=0.01)
         assert model.curve.prefill_s(100, 0) == pytest.approx(0.06 + 0.002 * 100, rel=0.01)
 
 
+def test_a_pulse_that_takes_half_as_long_again_makes_the_engine_as_much_slower() -> None:
+    measured = fit_measured(profile())
+    rows = [{"batch": 3, "kv_tokens": 600, "step_s": 1.5 * (BASE_S + 3 * SEQUENCE_S + 600 * TOKEN_S)}]
+    factor = slowness(measured, rows)
+    assert factor == pytest.approx(1.5, rel=0.01)
+    (model,) = engine_models([registered("engine-0")], [measured])
+    slow = slowed(model, factor)
+    assert slow.curve.decode_s(2) == pytest.approx(factor * model.curve.decode_s(2))
+    assert slow.curve.prefill_s(50, 100) == pytest.approx(factor * model.curve.prefill_s(50, 100))
+    assert slow.curve.linear(SLOTS) == model.curve.linear(SLOTS)
+
+
 @pytest.mark.parametrize("name", ["verl", "treadle"])
 def test_a_simulated_play_has_every_step_on_an_engine_and_all_of_its_time_in_parts(name: str) -> None:
-    models = engine_models([registered("engine-0")], fitted({"engine-0": profile()}))
+    models = engine_models([registered("engine-0")], [fit_measured(profile())])
     control = Control(Latencies(predict_s=0.005, plan_s=0.002, rpc_s=0.0), Link())
     work = workload(1)
     play = simulate(work, models * ENGINES, SYSTEMS[name], control)
@@ -111,7 +124,7 @@ def test_a_simulated_play_has_every_step_on_an_engine_and_all_of_its_time_in_par
 
 
 def test_a_play_is_like_itself() -> None:
-    models = engine_models([registered("engine-0")], fitted({"engine-0": profile()}))
+    models = engine_models([registered("engine-0")], [fit_measured(profile())])
     play = simulate(workload(0), models * ENGINES, SYSTEMS["verl"], Control(Latencies(), Link()))
     found = figures(play, play)
     assert (found["makespan_rel_err"], found["time_corr"], found["same_engine"]) == (0.0, 1.0, 1.0)
@@ -145,14 +158,14 @@ def test_a_policy_reaches_the_live_scheduler_as_the_simulator_has_it() -> None:
 
 
 def test_the_picture_is_drawn_and_the_bench_names_its_engines(tmp_path: Path) -> None:
-    models = engine_models([registered("engine-0")], fitted({"engine-0": profile()})) * ENGINES
+    models = engine_models([registered("engine-0")], [fit_measured(profile())]) * ENGINES
     control = Control(Latencies(), Link())
     pairs = []
     for name in POLICIES:
         one = simulate(workload(0), models, SYSTEMS[name], control)
         other = simulate(workload(0), [replace(model, slots=2) for model in models], SYSTEMS[name], control)
         assert np.isfinite(figures(one, other)["time_corr"])
-        pairs.append(Pair(name, workload(0), one, other, 0.0))
+        pairs.append(Pair(name, workload(0), one, other, 0.0, (1.0, 1.0)))
     fidelity_picture.draw(pairs, tmp_path)
     assert (tmp_path / "fidelity.png").stat().st_size > 10_000
     assert BENCHES["fidelity"].engines == ENGINES

@@ -21,6 +21,7 @@ from treadle_cli.bench.affinity_tasks import (
 )
 from treadle_cli.bench.overheads import MoveLog
 from treadle_cli.bench.placement_rules import VARIANTS as PLACEMENTS
+from treadle_cli.bench.scheduling import UNHELD
 from treadle_cli.bench.scheduling import VARIANTS as ORDERINGS
 from treadle_core.actions import StartMigration
 from treadle_core.events import MoveEnded, ToolFinished
@@ -84,9 +85,9 @@ def test_the_ablations_exchange_the_part_that_they_name_and_no_other() -> None:
             variant.system.policy,
             ordering=ours.policy.ordering,
             preempt=ours.policy.preempt,
-            reserve=ours.policy.reserve,
         )
-        assert (same, variant.system.allocated, variant.degree) == (ours.policy, ours.allocated, 0)
+        assert (same == ours.policy) == (variant.name != UNHELD)  # that one holds no room either, and says so
+        assert (variant.system.allocated, variant.degree) == (ours.allocated, 0)
     planned = PLACEMENTS[0].system
     for variant in PLACEMENTS:
         assert variant.system.policy.ordering is planned.policy.ordering

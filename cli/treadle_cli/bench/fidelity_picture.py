@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import matplotlib as mpl
 import numpy as np
@@ -18,6 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from treadle_cli.bench.fidelity_live import Play
+from treadle_cli.bench.fidelity_stage import Pair
 from treadle_cli.report.palette import COLOURS, FAINT, GRID, INK
 
 WIDTH_IN, HEIGHT_IN, DPI = 11.0, 8.4, 150
@@ -27,18 +27,7 @@ TITLES = {"verl": "pinned, in order of arrival", "treadle": "Treadle"}
 WITHIN = 0.10  # the band around equality
 
 
-class PlayedPair(Protocol):
-    """What is drawn of a pair."""
-
-    @property
-    def policy(self) -> str: ...
-    @property
-    def live(self) -> Play: ...
-    @property
-    def simulated(self) -> Play: ...
-
-
-def draw(pairs: Sequence[PlayedPair], folder: Path) -> None:
+def draw(pairs: Sequence[Pair], folder: Path) -> None:
     """Writes fidelity.png into `folder`."""
     with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "axes.labelcolor": INK}):
         figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), dpi=DPI, facecolor="white")
@@ -59,7 +48,7 @@ def draw(pairs: Sequence[PlayedPair], folder: Path) -> None:
         figure.savefig(folder / "fidelity.png")
 
 
-def _ends(axes: Axes, pairs: Sequence[PlayedPair], colours: dict[str, str]) -> None:
+def _ends(axes: Axes, pairs: Sequence[Pair], colours: dict[str, str]) -> None:
     most_s = 1.05 * max(max(pair.live.makespan_s, pair.simulated.makespan_s) for pair in pairs)
     line = np.array([0.0, most_s])
     axes.fill_between(line, line * (1 - WITHIN), line * (1 + WITHIN), color=GRID, linewidth=0)
@@ -88,7 +77,7 @@ def _ends(axes: Axes, pairs: Sequence[PlayedPair], colours: dict[str, str]) -> N
     _plain(axes)
 
 
-def _running(axes: Axes, pairs: Sequence[PlayedPair], colours: dict[str, str]) -> None:
+def _running(axes: Axes, pairs: Sequence[Pair], colours: dict[str, str]) -> None:
     for pair in pairs:
         for play, style in ((pair.live, "-"), (pair.simulated, "--")):
             ends = np.sort([played.finished_s for played in play.trajectories])

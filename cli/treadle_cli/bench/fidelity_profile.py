@@ -3,6 +3,7 @@
 All engines are measured at the same time and by the same client as in the plays, because they share their cores with
 the services and the client. Steps: batches of 1 to `slots` at each of DECODE_CONTEXTS, while the batch is whole.
 Prefills: alone on the engine, first a prompt that nobody has seen, then the same context with something new behind it.
+A pulse is one full batch: a shared machine is not always as fast as while its profile was taken.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from treadle_cli.bench.samples import Samples
 
 DECODE_CONTEXTS = (80, 320)  # tokens: a young trajectory of the trace, and an old one
 DECODE_TOKENS = 20
+PULSE_CONTEXT = 160
 PREFILL_CONTEXTS = (64, 128, 256)
 PREFILL_OBSERVED = (12, 30, 56)  # tokens put behind the context, one after the other
 PREFILL_TOKENS = 4  # sampled after each
 PREFILL_ROUNDS = 2
 REST_S = 0.2  # between prefills, so that what the engine writes to storage is written
+
+Rows = list[dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +47,13 @@ async def measure(client: Client, engines: Sequence[RegisteredEngine], seed: int
     """About a minute for five slots. Raises TreadleError, ValueError."""
     rng = random.Random(f"profile {seed}")
     ids = [engine.info.engine_id for engine in engines]
-    decode: dict[str, list[dict[str, float]]] = {engine_id: [] for engine_id in ids}
-    prefill: dict[str, list[dict[str, float]]] = {engine_id: [] for engine_id in ids}
+    decode: dict[str, Rows] = {engine_id: [] for engine_id in ids}
+    prefill: dict[str, Rows] = {engine_id: [] for engine_id in ids}
     queue_s = Samples()
     slots = min(engine.info.slot_limit for engine in engines)
     for context, batch in itertools.product(DECODE_CONTEXTS, range(1, slots + 1)):
-        async with asyncio.TaskGroup() as group:
-            batches = [group.create_task(_batch(client, rng, engine_id, batch, context)) for engine_id in ids]
-        for engine_id, task in zip(ids, batches, strict=True):
-            decode[engine_id] += decode_rows(task.result(), context)
+        for engine_id, rows in (await _batches(client, rng, ids, batch, context)).items():
+            decode[engine_id] += rows
     for _, context in itertools.product(range(PREFILL_ROUNDS), PREFILL_CONTEXTS):
         async with asyncio.TaskGroup() as group:
             growing = [group.create_task(_growing(client, rng, engine_id, context)) for engine_id in ids]
@@ -65,7 +67,14 @@ async def measure(client: Client, engines: Sequence[RegisteredEngine], seed: int
     return Measured(profiles, queue_s)
 
 
-def decode_rows(came_s: Sequence[Sequence[float]], context: int) -> list[dict[str, float]]:
+async def pulse(client: Client, engines: Sequence[RegisteredEngine], seed: str) -> dict[str, Rows]:
+    """Decode rows of one full batch on each engine, in some 4 s. Raises TreadleError, ValueError."""
+    slots = min(engine.info.slot_limit for engine in engines)
+    ids = [engine.info.engine_id for engine in engines]
+    return await _batches(client, random.Random(f"pulse {seed}"), ids, slots, PULSE_CONTEXT)
+
+
+def decode_rows(came_s: Sequence[Sequence[float]], context: int) -> Rows:
     """A row of the profile for each sequence of a batch: seconds a token while all of them decode. came_s: when each
     token of each sequence came, the first after its prefill; context: tokens of each at its start."""
     whole_s, broken_s = max(times[0] for times in came_s), min(times[-1] for times in came_s)
@@ -84,6 +93,17 @@ def decode_rows(came_s: Sequence[Sequence[float]], context: int) -> list[dict[st
     return rows
 
 
+async def _batches(
+    client: Client, rng: random.Random, engine_ids: Sequence[str], batch: int, context: int
+) -> dict[str, Rows]:
+    """The same batch on all engines at once."""
+    async with asyncio.TaskGroup() as group:
+        tasks = {
+            engine_id: group.create_task(_batch(client, rng, engine_id, batch, context)) for engine_id in engine_ids
+        }
+    return {engine_id: decode_rows(task.result(), context) for engine_id, task in tasks.items()}
+
+
 async def _batch(client: Client, rng: random.Random, engine_id: str, batch: int, context: int) -> list[list[float]]:
     """When each token of each sequence of a batch came."""
     async with asyncio.TaskGroup() as group:
@@ -98,9 +118,7 @@ async def _alone(client: Client, engine_id: str, prompt: list[int]) -> list[floa
         return await generate(trajectory, DECODE_TOKENS)
 
 
-async def _growing(
-    client: Client, rng: random.Random, engine_id: str, context: int
-) -> tuple[list[dict[str, float]], list[float]]:
+async def _growing(client: Client, rng: random.Random, engine_id: str, context: int) -> tuple[Rows, list[float]]:
     """Prefills of one growing context, and what each of its steps waited."""
     rows, queue_s = [], []
     async with await client.open(
@@ -127,9 +145,7 @@ def _tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(HIGHEST_TOKEN_ID) for _ in range(count)]
 
 
-def _document(
-    engine: RegisteredEngine, decode: list[dict[str, float]], prefill: list[dict[str, float]]
-) -> dict[str, Any]:
+def _document(engine: RegisteredEngine, decode: Rows, prefill: Rows) -> dict[str, Any]:
     info = engine.info
     return {
         "accelerator": "core",

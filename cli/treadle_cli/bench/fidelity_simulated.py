@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from statistics import fmean
 
 from treadle import Span
 from treadle.scheduler.v1.scheduler_pb2 import RegisteredEngine
@@ -16,7 +16,7 @@ from treadle_core.model import DecodeCurve
 from treadle_sim.cluster import Cluster
 from treadle_sim.driver import Driver
 from treadle_sim.engine_model import EngineModel, StepCurve
-from treadle_sim.measured_profile import MeasuredEngine, fit_measured
+from treadle_sim.measured_profile import MeasuredEngine
 from treadle_sim.outcome import Times
 from treadle_sim.predictors import Siblings
 from treadle_sim.systems import System
@@ -37,20 +37,39 @@ class DeclaredCurve(StepCurve):
         return self.declared
 
 
-def fitted(profiles: Mapping[str, dict[str, Any]]) -> dict[str, MeasuredEngine]:
-    """By engine id. Raises MeasuredProfileError."""
-    return {engine_id: fit_measured(document) for engine_id, document in profiles.items()}
-
-
-def engine_models(engines: Sequence[RegisteredEngine], measured: Mapping[str, MeasuredEngine]) -> list[EngineModel]:
-    """The engines for the simulator, in the order given."""
+def engine_models(engines: Sequence[RegisteredEngine], measured: Sequence[MeasuredEngine]) -> list[EngineModel]:
+    """The engines for the simulator; `measured` in the order of `engines`."""
     models = []
-    for engine in engines:
+    for engine, fitted in zip(engines, measured, strict=True):
         said = engine.info.decode_curve
         declared = DecodeCurve(said.base_s, said.per_sequence_s, said.per_kv_token_s, said.prefill_tokens_per_s)
-        model = measured[engine.info.engine_id].engine
+        model = fitted.engine
         models.append(replace(model, curve=DeclaredCurve(**asdict(model.curve), declared=declared)))
     return models
+
+
+def slowness(measured: MeasuredEngine, rows: Sequence[Mapping[str, float]]) -> float:
+    """How much longer the steps of `rows` took than the profile has it, as a factor. Raises ValueError without rows."""
+    curve = measured.engine.curve
+    return fmean(
+        row["step_s"] / (curve.decode_s(row["batch"]) + curve.per_kv_token_s * row["kv_tokens"]) for row in rows
+    )
+
+
+def slowed(model: EngineModel, factor: float) -> EngineModel:
+    """The same engine when everything on it takes `factor` times as long; what it declares stays."""
+    curve = model.curve
+    return replace(
+        model,
+        curve=replace(
+            curve,
+            step_s=tuple(factor * step_s for step_s in curve.step_s),
+            per_kv_token_s=factor * curve.per_kv_token_s,
+            prefill_fixed_s=factor * curve.prefill_fixed_s,
+            prefill_token_s=factor * curve.prefill_token_s,
+            prefill_pair_s=factor * curve.prefill_pair_s,
+        ),
+    )
 
 
 def simulate(workload: Workload, models: Sequence[EngineModel], system: System, control: Control) -> Play:

@@ -12,17 +12,17 @@ import random
 import numpy as np
 from treadle_sim.workload import Step, TrajectoryWork, Workload
 
-PROMPTS, SAMPLES = 7, 4
+PROMPTS, SAMPLES = 8, 3
 PROMPT_TOKENS = (64, 160)
 STEPS = (2, 6)
 STEPS_MEAN = 3.4
 GEN_TOKENS = (8, 120)  # of a step
 GEN_MEDIAN = 24.0
-PROMPT_SIGMA, SAMPLE_SIGMA, STEP_SIGMA = 0.4, 0.35, 0.5  # of ln tokens: of a prompt, of a sample, of a step
+PROMPT_SIGMA, SAMPLE_SIGMA, STEP_SIGMA = 0.7, 0.3, 0.5  # of ln tokens: of a prompt, of a sample, of a step
 OBS_TOKENS = (10, 60)  # of a tool's answer
 TOOL_S = (0.3, 3.0)
 TOOL_MEDIAN_S, TOOL_SIGMA = 0.8, 0.7
-STREAM = 11  # of the seeds' streams the one whose first traces all take about 50 s on two cores
+STREAM = 1  # of the seeds' streams the one whose first traces all take about 50 s on two cores
 HIGHEST_TOKEN_ID = 40_000  # below the vocabulary of any model that runs on a CPU here
 
 
