@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.cli import TreadleProcess
+from support.command_lines import command_line
 
 Start = Callable[..., TreadleProcess]
 SERVICES = ("scheduler", "predictor", "placement", "migrator", "tools", "rollout")
@@ -42,7 +43,7 @@ def services_up(process: TreadleProcess) -> None:
 def test_ctrl_c_stops_nats_and_all_services(treadle: Start, tmp_path: Path) -> None:
     mesh = treadle("up", "--engines", "0", "--port", "0")
     services_up(mesh)
-    running = {" ".join(process.cmdline()) for process in mesh.look()}
+    running = {command_line(process) for process in mesh.look()}
     assert all(any(f"treadle_{name}" in command for command in running) for name in SERVICES)
     mesh.send(signal.SIGINT)
     assert mesh.wait() == 130
@@ -67,7 +68,7 @@ def test_an_end_while_engines_start_leaves_no_engine_and_no_worker(
     fake.write_text(FAKE_ENGINE_PYTHON)
     fake.chmod(0o755)
     mesh = treadle("up", "--engines", "1", "--port", "0", TREADLE_ENGINE_PYTHON=str(fake))
-    mesh.until(lambda: sum("sleep 1000" in " ".join(p.cmdline()) for p in mesh.look()) >= 2)
+    mesh.until(lambda: sum("sleep 1000" in command_line(p) for p in mesh.look()) >= 2)
     mesh.send(number)
     assert mesh.wait() == (130 if number == signal.SIGINT else -signal.SIGKILL)
     assert mesh.left_over() == []

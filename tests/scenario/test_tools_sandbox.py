@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.command_lines import command_line
 from support.processes import ServiceProcess
 from support.tools import ToolsCalls, calls_to, limits, shared_tools
 from treadle.tools.v1 import tools_pb2 as pb
@@ -343,7 +344,7 @@ print("left")
     assert (result.output, result.status) == ("left\n", pb.RESULT_STATUS_OK)
     assert time.monotonic() - started < 9.0  # it does not wait for the one left behind
     ends_at = time.monotonic() + 10
-    while any("123456" in " ".join(child.cmdline()) for child in children(service)):
+    while any("123456" in command_line(child) for child in children(service)):
         assert time.monotonic() < ends_at
         await asyncio.sleep(0.02)
 

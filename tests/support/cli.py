@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
+from support.command_lines import command_line
 
 PATIENCE_S = 90.0  # services start beside whatever else this machine does
 
@@ -58,7 +59,7 @@ class TreadleProcess:
 
     def named(self, words: str) -> psutil.Process:
         """The one process below it whose command line holds `words`."""
-        (found,) = [process for process in self.look() if words in " ".join(process.cmdline())]
+        (found,) = [process for process in self.look() if words in command_line(process)]
         return found
 
     def send(self, number: signal.Signals) -> None:
@@ -73,7 +74,7 @@ class TreadleProcess:
     def left_over(self) -> list[str]:
         """Command lines of processes seen below it that still run, after a moment for the kernel to clear up."""
         _, alive = psutil.wait_procs(list(self._tree.values()), timeout=10.0)
-        return [" ".join(process.cmdline()) for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        return [line for line in map(command_line, alive) if line]
 
     def end(self) -> None:
         """Makes sure that nothing stays, also after a failed test."""
