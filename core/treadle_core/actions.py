@@ -10,6 +10,7 @@ The contract of a driver:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -85,12 +86,15 @@ class AskPrediction:
 
 @dataclass(frozen=True, slots=True)
 class PlanTrajectory:
-    """A trajectory as the placement sees it."""
+    """A trajectory as the placement sees it. log_sigma: standard deviation of ln(remaining_tokens), 0 for certain;
+    room_tokens: what its cap leaves."""
 
     trajectory_id: str
     remaining_tokens: float
     context_tokens: int
     current_engine_id: str
+    log_sigma: float = 0.0
+    room_tokens: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,8 @@ class Table(NamedTuple):
     seconds a prefilled token. `lengths` has n entries; the sums have n + 1, the first of them 0; all four are views of
     `ranks` (`ranking`), which has them side by side. `pieces` are the engines' decode curves (`piecewise`), without
     entries under the other models. reach[reach_of[e], r] is the first rank from r on whose context engine e cannot
-    hold, n + 1 where there is none; `reach` has no rows where everything fits everywhere.
+    hold, n + 1 where there is none; `reach` has no rows where everything fits everywhere. Under LINEAR_INTEGRAL no
+    group counts as having a longest trajectory below `least_longest` tokens (`hedging`); 0 but there.
     """
 
     model: int
@@ -92,6 +93,7 @@ class Table(NamedTuple):
     pieces: Floats
     reach: Indexes
     reach_of: Indexes
+    least_longest: float
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def group_cost(table: Table, engine: int, first: int, end: int) -> float:
     prefill = table.ranks[end, SUM_PREFILL] - table.ranks[first, SUM_PREFILL]
     if table.model == 2:  # CostModel.LINEAR_INTEGRAL
         work = table.ranks[end, SUM_LENGTHS] - table.ranks[first, SUM_LENGTHS]
-        steps = max(longest, work / slots, kv_work / table.engines[engine, 4])
+        steps = max(longest, table.least_longest, work / slots, kv_work / table.engines[engine, 4])
         decode_s = table.engines[engine, 0] * steps + table.engines[engine, 1] * work
     else:
         decode_s, lane = lanes_s(table.ranks, table.pieces, engine, int(slots), first, end)
@@ -174,6 +176,7 @@ def tabulate(
         pieces=np.ascontiguousarray(pieces[engine_order] if pieces.size else pieces),
         reach=reach,
         reach_of=reach_of,
+        least_longest=0.0,
     )
     return Costs(table, order, engine_order)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from treadle_core.compiled import compiled
+from treadle_core.compiled import compiled, lean
 from treadle_core.costs import Costs, Floats, Indexes
 
 
@@ -72,3 +72,11 @@ def most_kept(
                     dealt[group] = engine
                     taken[engine] = True
                     break
+
+
+@lean
+def spread(order: Indexes, bounds: Indexes, group_of: Indexes) -> None:
+    """Writes each trajectory's group."""
+    for group in range(len(bounds) - 1):
+        for rank in range(bounds[group], bounds[group + 1]):
+            group_of[order[rank]] = group

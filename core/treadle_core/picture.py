@@ -15,6 +15,7 @@ from treadle_core.actions import PlanEngine
 from treadle_core.balance import EngineTable
 from treadle_core.engines import EngineRegistry
 from treadle_core.model import EngineSpec
+from treadle_core.scenarios import Samples, sampled
 from treadle_core.worksheet import Flags, Floats, Indexes, Live, Worksheet
 
 
@@ -58,6 +59,17 @@ class Picture:
         tool takes no engine's time, but as long to end."""
         base_s = float(self.roster.table.rows[:, balance.BASE_S].mean()) if len(self.roster.specs) else 0.0
         return self.live.tokens + self.live.tool_s / base_s if base_s > 0.0 else self.live.tokens
+
+    @cached_property
+    def room_tokens(self) -> Floats:
+        """What each cap leaves, counted as `lengths` is."""
+        return self.live.room_tokens + (self.lengths - self.live.tokens)
+
+    @cached_property
+    def samples(self) -> Samples:
+        """What could come of the predictions, tool calls apart."""
+        live = self.live
+        return sampled(live.rows, live.tokens, live.context_tokens, live.tool_s, live.log_sigma, live.room_tokens)
 
     def movable(self, rule: float) -> Flags:
         """Those that a rule may place elsewhere: any engine may run them, and they have one."""

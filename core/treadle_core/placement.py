@@ -6,12 +6,15 @@ order of engines, each longest first; the makespan is the least that any contigu
 has under the cost model, and the bound is a time that no partition whatever beats under it.
 Among engines that are alike the groups are dealt so that the most context stays where it is: that costs nothing and
 saves moves. Re-planning is calling `plan` again with the REMAINING work.
+Lengths that come with a standard deviation are planned for by `hedging`: the plan is then the best of a few exact ones
+by its mean makespan over samples, and its own makespan, of the medians, may be more than the least.
 
 Arrays in, arrays out, for a caller that plans often (no object a trajectory):
 
     plan_arrays(lengths: float64[n], contexts: float64[n], current: int64[n], engines: Sequence[PlanEngine],
                 model=CostModel.LINEAR_INTEGRAL, *, curves=None, bound=False, workspace=None)
         -> ArrayPlan(engine_of: int64[n], finish_s: float64[m], makespan_s: float, lower_bound_s: float | None)
+    with log_sigma=None, room_tokens=None: float64[n] of lengths that are not certain
 
 `lengths` is remaining tokens, `contexts` tokens in KV now, `current` the index of the engine that holds that KV or -1;
 `engine_of` and `finish_s` are by the caller's order of trajectories and engines.
@@ -27,12 +30,14 @@ import numpy as np
 from treadle_core.actions import PlanEngine, PlanTrajectory
 from treadle_core.compiled import lean
 from treadle_core.costs import CostModel, Costs, Floats, Indexes, tabulate
-from treadle_core.dealing import deal
+from treadle_core.dealing import deal, spread
+from treadle_core.hedging import best_partition, hedgeable
 from treadle_core.piecewise import BatchCurve
 from treadle_core.placement_bound import lower_bound
 from treadle_core.placement_solver import group_costs, partition
-from treadle_core.plan_input import InvalidEngineError, InvalidTrajectoryError, check_current
+from treadle_core.plan_input import InvalidEngineError, InvalidTrajectoryError, check_current, check_doubt
 from treadle_core.ranking import Workspace
+from treadle_core.scenarios import Samples, sampled
 
 __all__ = ["ArrayPlan", "BatchCurve", "Group", "Plan", "Workspace", "plan", "plan_arrays"]
 
@@ -75,20 +80,25 @@ def plan_arrays(
     curves: Sequence[BatchCurve | None] | None = None,
     bound: bool = False,
     workspace: Workspace | None = None,
+    log_sigma: Floats | None = None,
+    room_tokens: Floats | None = None,
 ) -> ArrayPlan:
     """The plan of least makespan, balanced beyond the bottleneck; see the module for the arguments.
 
     `curves` (one an engine, or None for its own linear one) are read under PIECEWISE_INTEGRAL. `bound` asks for the
     lower bound too. `workspace` spares a caller who plans again and again the cost of fresh memory; the plan itself
-    does not refer to it. Raises NoEnginesError, InvalidEngineError, InvalidCurveError, InvalidTrajectoryError (of
-    which NothingFitsError: a context that no engine's KV holds), naming the field as `plan` does.
+    does not refer to it. `log_sigma` is the standard deviation of ln(length), `room_tokens` what the trajectory's cap
+    leaves (inf without one); without `log_sigma` the lengths are certain. Raises NoEnginesError, InvalidEngineError,
+    InvalidCurveError, InvalidTrajectoryError (of which NothingFitsError: a context that no engine's KV holds), naming
+    the field as `plan` does.
     """
     lengths = np.ascontiguousarray(lengths, np.float64)
     contexts = np.ascontiguousarray(contexts, np.float64)
     current = np.ascontiguousarray(current, np.int64)
     check_current(current, len(lengths), len(engines))
     costs = tabulate(model, lengths, contexts, current >= 0, engines, curves=curves, workspace=workspace)
-    found, _, _ = cut(costs, current, contexts, bound)
+    samples = uncertain(lengths, contexts, log_sigma, room_tokens)
+    found, _, _ = cut(costs, current, contexts, bound, samples)
     return found
 
 
@@ -111,7 +121,10 @@ def plan(
     index_of = {engine.engine_id: index for index, engine in enumerate(engines)}
     current = np.fromiter((index_of.get(trajectory.current_engine_id, -1) for trajectory in trajectories), np.int64, n)
     costs = tabulate(model, lengths, contexts, current >= 0, engines, curves=curves)
-    found, bounds, engine_of_group = cut(costs, current, contexts, True)
+    log_sigma = np.fromiter((trajectory.log_sigma for trajectory in trajectories), np.float64, n)
+    room_tokens = np.fromiter((trajectory.room_tokens for trajectory in trajectories), np.float64, n)
+    samples = uncertain(lengths, contexts, log_sigma, room_tokens)
+    found, bounds, engine_of_group = cut(costs, current, contexts, True, samples)
     groups: list[Group | None] = [None] * len(engines)
     order, ends = costs.order.tolist(), bounds.tolist()
     for at, engine in enumerate(engine_of_group.tolist()):
@@ -120,9 +133,27 @@ def plan(
     return Plan(tuple(group for group in groups if group is not None), found.makespan_s, found.lower_bound_s or 0.0)
 
 
-def cut(costs: Costs, current: Indexes, contexts: Floats, bound: bool) -> tuple[ArrayPlan, Indexes, Indexes]:
+def uncertain(
+    lengths: Floats, contexts: Floats, log_sigma: Floats | None, room_tokens: Floats | None
+) -> Samples | None:
+    """What could come of the lengths; None where they are certain. Raises InvalidTrajectoryError."""
+    if log_sigma is None:
+        return None
+    room_tokens = np.full(len(lengths), np.inf) if room_tokens is None else room_tokens
+    check_doubt(log_sigma, room_tokens, len(lengths))
+    if not log_sigma.any():
+        return None
+    return sampled(np.arange(len(lengths)), lengths, contexts, np.zeros(len(lengths)), log_sigma, room_tokens)
+
+
+def cut(
+    costs: Costs, current: Indexes, contexts: Floats, bound: bool, samples: Samples | None
+) -> tuple[ArrayPlan, Indexes, Indexes]:
     """The plan of a table, with the bounds of its groups and the engine (the caller's index) of each."""
-    bounds, makespan_s = partition(costs)
+    if samples is not None and hedgeable(costs, samples):
+        bounds, _ = best_partition(costs, samples)
+    else:
+        bounds, _ = partition(costs)
     group_of = np.empty(len(costs.order), np.int64)
     spread(costs.order, bounds, group_of)
     engine_of_group = deal(costs, group_of, current, contexts)
@@ -131,16 +162,9 @@ def cut(costs: Costs, current: Indexes, contexts: Floats, bound: bool) -> tuple[
     finish_s = np.empty(len(cost_s))
     finish_s[engine_of_group] = cost_s
     translate(group_of, engine_of_group)
+    makespan_s = float(cost_s.max())
     lower_bound_s = min(lower_bound(costs), makespan_s) if bound else None
     return ArrayPlan(group_of, finish_s, makespan_s, lower_bound_s), bounds, engine_of_group
-
-
-@lean
-def spread(order: Indexes, bounds: Indexes, group_of: Indexes) -> None:
-    """Writes each trajectory's group."""
-    for group in range(len(bounds) - 1):
-        for rank in range(bounds[group], bounds[group + 1]):
-            group_of[order[rank]] = group
 
 
 @lean

@@ -22,6 +22,7 @@ Indexes = npt.NDArray[np.int64]
 MOST_SECONDS = 1e12
 LEAST_SECONDS = 1e-18  # or 0
 MOST_TOKENS = 1e15
+MOST_LOG_SIGMA = 10.0  # a factor of 20,000 either way
 LEAST_PREFILL_TOKENS_PER_S = 1e-6
 
 
@@ -52,6 +53,19 @@ def check_workload(lengths: Floats, contexts: Floats) -> None:
         raise InvalidTrajectoryError(
             f"trajectories[{index}].{name}",
             f"must be a number from 0 to {MOST_TOKENS:g}, is {float(values[index])}",
+        )
+
+
+def check_doubt(log_sigma: Floats, room_tokens: Floats, count: int) -> None:
+    """Raises InvalidTrajectoryError for a deviation that is no finite number >= 0 or a cap that is no number >= 0."""
+    for name, values, most in (("log_sigma", log_sigma, MOST_LOG_SIGMA), ("room_tokens", room_tokens, np.inf)):
+        if values.shape != (count,):
+            raise InvalidTrajectoryError("trajectories", f"{count} lengths but {name} {values.shape}")
+        if count == 0 or (values.min() >= 0.0 and values.max() <= most):  # NaN fails both
+            continue
+        index = int(np.argmax(~((values >= 0.0) & (values <= most))))
+        raise InvalidTrajectoryError(
+            f"trajectories[{index}].{name}", f"must be a number from 0 to {most:g}, is {float(values[index])}"
         )
 
 

@@ -15,13 +15,16 @@ from treadle_core.worksheet import Floats, Indexes, Names
 @dataclass(frozen=True, eq=False)
 class PlanWork:
     """Column i speaks of one trajectory: its row among the names, tokens left to sample, tokens of context now, index
-    (in the question) of the engine that holds the context, -1 where none does."""
+    (in the question) of the engine that holds the context, -1 where none does, standard deviation of
+    ln(remaining_tokens), tokens that the cap leaves (inf without one)."""
 
     names: Names
     rows: Indexes
     remaining_tokens: Floats
     context_tokens: Floats
     current: Indexes
+    log_sigma: Floats
+    room_tokens: Floats
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -37,6 +40,8 @@ class PlanWork:
             and np.array_equal(self.remaining_tokens, other.remaining_tokens)
             and np.array_equal(self.context_tokens, other.context_tokens)
             and np.array_equal(self.current, other.current)
+            and np.array_equal(self.log_sigma, other.log_sigma)
+            and np.array_equal(self.room_tokens, other.room_tokens)
         )
 
     def __hash__(self) -> int:

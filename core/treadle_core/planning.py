@@ -174,6 +174,8 @@ class Planner:
             remaining_tokens=picture.lengths[chosen],
             context_tokens=live.context_tokens[chosen],
             current=picture.placement[chosen],
+            log_sigma=live.log_sigma[chosen],
+            room_tokens=picture.room_tokens[chosen],
         )
         self._plan_id += 1
         cost_model = self._tuning.plan_cost_model or COST_MODELS[replanning]

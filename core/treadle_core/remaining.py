@@ -6,8 +6,10 @@ set every bound).
 
 import math
 
-from treadle_core.model import DEFAULT_BASE_S, EngineSpec, TrajectoryRecord
+from treadle_core.model import DEFAULT_BASE_S, EngineSpec, Estimate, TrajectoryRecord
 from treadle_core.tuning import Tuning
+
+P90_Z = 1.2815515655446004  # standard deviations from the median to the 90th percentile of a normal distribution
 
 
 def remaining_tokens(record: TrajectoryRecord, tuning: Tuning) -> float:
@@ -17,9 +19,22 @@ def remaining_tokens(record: TrajectoryRecord, tuning: Tuning) -> float:
     else:
         sampled_since = max(0, record.gen_tokens - record.prediction.gen_tokens)
         left = max(record.prediction.remaining_tokens.p50 - sampled_since, tuning.least_remaining_tokens)
-    if record.max_total_tokens:
-        left = min(left, float(max(0, record.max_total_tokens - record.gen_tokens)))
-    return left
+    return min(left, room_tokens(record))
+
+
+def room_tokens(record: TrajectoryRecord) -> float:
+    """Tokens that the trajectory's cap leaves; infinite without one."""
+    return float(max(0, record.max_total_tokens - record.gen_tokens)) if record.max_total_tokens else math.inf
+
+
+def log_sigma(record: TrajectoryRecord) -> float:
+    """Standard deviation of ln(tokens left), by the prediction's median and upper quantile; 0 where nobody predicts."""
+    return log_deviation(record.prediction.remaining_tokens) if record.prediction is not None else 0.0
+
+
+def log_deviation(estimate: Estimate) -> float:
+    """Standard deviation of the logarithm that an estimate's median and upper quantile stand for."""
+    return math.log(estimate.p90 / estimate.p50) / P90_Z if estimate.p90 > estimate.p50 > 0.0 else 0.0
 
 
 def reserve_tokens(record: TrajectoryRecord, mean_observed_tokens: float, tuning: Tuning) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 
 from treadle_core import balance, pooling
 from treadle_core.picture import Picture
+from treadle_core.scenarios import mean_makespan
 from treadle_core.tuning import Tuning
 from treadle_core.worksheet import Flags, Indexes
 
@@ -23,35 +24,37 @@ class Judged:
 
 
 def judged(picture: Picture, planned: Indexes, movable: Flags, tuning: Tuning) -> Judged:
-    """Where each trajectory should be.
+    """Where each trajectory should be: of some placements the one with the least mean makespan over samples.
 
-    Those that have not begun follow the plan, pooled (`pooling.py`): they have no KV to move. For the others it is the
-    best of where they are, a rebalance of that, and the plan, by `balance`; what beats must beat by
-    `tuning.plan_margin`. Trajectories whose engine is not usable stay out of it.
+    They are: where all are; the same with those that have not begun where the plan wants them, as they have no KV to
+    move; a rebalance of that; and the plan itself, its groups renamed so that most stays. Where some have not begun,
+    each also with those pooled (`pooling.py`). What moves KV must beat what does not by `tuning.plan_margin`.
+    Trajectories whose engine is not usable stay out of it.
     """
-    engines, work = picture.roster.table.rows, picture.work
-    movable = movable & (picture.placement >= 0)
+    engines, work, staying = picture.roster.table.rows, picture.work, picture.placement
+    movable = movable & (staying >= 0)
     free = movable & ~picture.live.begun
-    present = np.where(free & (planned >= 0), planned, picture.placement)
+    present = np.where(free & (planned >= 0), planned, staying)
     planned = np.where(movable & (planned >= 0), planned, present)
-    before = balance.finish_times(engines, work, present)
-    best, times = present, before
-    for candidate in (balance.rebalanced(engines, work, present, tuning.plan_margin, movable), planned):
-        candidate_times = balance.finish_times(engines, work, candidate)
-        if balance.better(candidate_times, times, tuning.plan_margin):
-            best, times = candidate, candidate_times
-    if best is planned:
-        kinds = picture.roster.table.kinds
-        same = balance.relabelled(planned, present, picture.live.context_tokens, movable, kinds)
-        same_times = balance.finish_times(engines, work, same)
-        if not balance.better(times, same_times, 0.0):
-            best, times = same, same_times  # as good, and less to move
-    moves = int(np.count_nonzero((best != present) & ~free))
-    saved_s = float(before.max() - times.max()) if len(before) else 0.0
-    if free.any():
-        order = np.argsort(-work[:, balance.TOKENS], kind="stable")
-        best = pooling.dealt(engines, work, best, free, order, float(times.max()), tuning.pool_slack)
-        staying = balance.finish_times(engines, work, picture.placement)
-        if balance.better(staying, balance.finish_times(engines, work, best), 0.0):
-            return Judged(picture.placement, 0.0)
-    return Judged(best, max(0.0, saved_s) / moves if moves else 0.0)
+    kinds = picture.roster.table.kinds
+    renamed = balance.relabelled(planned, present, picture.live.context_tokens, movable, kinds)
+    rebalanced = balance.rebalanced(engines, work, present, tuning.rebalance_margin, movable)
+    best, before_s = staying, mean_makespan(engines, picture.samples, staying)
+    best_s = before_s
+    for placement, margin in ((present, 0.0), (rebalanced, tuning.plan_margin), (renamed, tuning.plan_margin)):
+        for candidate in _with_pooled(picture, placement, free, tuning):
+            candidate_s = mean_makespan(engines, picture.samples, candidate)
+            if candidate_s < best_s * (1.0 - margin):
+                best, best_s = candidate, candidate_s
+    moves = int(np.count_nonzero((best != staying) & ~free))
+    return Judged(best, max(0.0, before_s - best_s) / moves if moves else 0.0)
+
+
+def _with_pooled(picture: Picture, placement: Indexes, free: Flags, tuning: Tuning) -> list[Indexes]:
+    """A placement, and where some have not begun the same with those pooled."""
+    if not free.any():
+        return [placement]
+    engines, work = picture.roster.table.rows, picture.work
+    makespan_s = float(balance.finish_times(engines, work, placement).max())
+    order = np.argsort(-work[:, balance.TOKENS], kind="stable")
+    return [placement, pooling.dealt(engines, work, placement, free, order, makespan_s, tuning.pool_slack)]

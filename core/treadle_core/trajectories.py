@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from treadle_core.model import PlacementRule, Replanning, TicketStatus, TrajectoryRecord
 from treadle_core.refusals import TrajectoryNotFound
-from treadle_core.remaining import remaining_tokens, remaining_tool_s
+from treadle_core.remaining import log_sigma, remaining_tokens, remaining_tool_s, room_tokens
 from treadle_core.tuning import Tuning
 from treadle_core.worksheet import NOT_PLANNED, Worksheet
 
@@ -153,6 +153,8 @@ class TrajectoryTable:
                 _rule(record),
                 worksheet.tags.of(record.hardware_tags),
                 float(begun),
+                log_sigma(record),
+                room_tokens(record),
             ),
         )
 

@@ -22,14 +22,15 @@ FIRST_ROWS = 64
 
 # Columns: tokens left to sample, tokens of context now, seconds of tool calls left, number of the engine, which
 # replanning rule moves it (NOT_PLANNED where none may), number of its set of hardware tags, 1 where a
-# ticket was ever issued.
-TOKENS, CONTEXT, TOOL_S, ENGINE, RULE, TAGS, BEGUN = range(7)
-ROW = struct.Struct("7d")
+# ticket was ever issued, standard deviation of ln(tokens left) as the predictor has it, tokens that the cap
+# leaves (inf without one).
+TOKENS, CONTEXT, TOOL_S, ENGINE, RULE, TAGS, BEGUN, LOG_SIGMA, ROOM = range(9)
+ROW = struct.Struct("9d")
 
 NOT_PLANNED = 0.0
 DEAD = -1.0
 
-Cells = tuple[float, float, float, float, float, float, float]
+Cells = tuple[float, float, float, float, float, float, float, float, float]
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Live:
     rule: Floats
     tags_number: Indexes
     begun: Flags
+    log_sigma: Floats
+    room_tokens: Floats
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -132,6 +135,8 @@ class Worksheet:
             rule=columns[RULE],
             tags_number=columns[TAGS].astype(np.int64),
             begun=columns[BEGUN] > 0.0,
+            log_sigma=columns[LOG_SIGMA],
+            room_tokens=columns[ROOM],
         )
 
     def row(self, trajectory_id: str) -> int:

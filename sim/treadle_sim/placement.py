@@ -24,5 +24,7 @@ class PlacementStandIn:
             ask.engines,
             ask.cost_model,
             workspace=self._workspace,
+            log_sigma=work.log_sigma,
+            room_tokens=work.room_tokens,
         )
         return PlanArrived(ask.plan_id, engine_of=EngineOf(plan.engine_of))

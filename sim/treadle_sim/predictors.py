@@ -34,6 +34,8 @@ DECAY = 0.85  # what each finished step leaves of it
 FRESH_SIGMA = 0.10  # more, drawn anew for each answer
 SHARED = 0.5  # of the variance of the lasting error, common to all samples of a prompt
 
+FEWEST = 8  # trajectories from which `Noisy` learns what is usual at a turn
+
 # A trajectory that has outlived its prompt's mean is taken to go on for this much of what it has done: nothing at all
 # would rank every straggler last.
 OVERRUN = 0.25
@@ -81,12 +83,14 @@ class Blind:
 
 
 class Noisy:
-    """The truth times a log-normal error on what remains.
+    """A trained predictor: it sees the truth through an error, and has learned how far to trust what it sees.
 
-    ln error = lasting[index] * sigma0 * decay**turn + fresh_sigma * z(index, turn). `shared` of the variance of
-    `lasting` is common to the samples of a prompt. Turns err by the same factor: who is thought long is thought to
-    take more turns. p10 and p90 are as far away as the error's spread says. Raises ValueError for parameters out of
-    range.
+    What it sees: ln(tokens left) + lasting[index] * sigma0 * decay**turn + fresh_sigma * z(index, turn); `shared` of
+    the variance of `lasting` is common to the samples of a prompt. What it says: the quantiles of what is left given
+    what it sees, where ln(tokens left) is normal over the trajectories that reach the turn (`_priors`). So its error is
+    that of a regression on a noisy feature and its quantiles are calibrated: it does not believe its own outliers, as
+    who adds noise to the truth would. Turns err by the same factor: who is thought long is thought to take more turns.
+    Raises ValueError for parameters out of range.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class Noisy:
                 raise ValueError(f"{name} must be from 0 to {most}, is {value}")
         self._totals = Totals(workload)
         self._sigma0, self._decay, self._fresh_sigma = sigma0, decay, fresh_sigma
+        self._priors = _priors(workload.trajectories)
         rng = np.random.default_rng([seed, 1])
         prompts = {prompt_id: at for at, prompt_id in enumerate(groups(workload.trajectories))}
         of_prompts = rng.standard_normal(len(prompts))
@@ -120,13 +125,18 @@ class Noisy:
         self._fresh = rng.standard_normal(sum(asked)).tolist()
 
     def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
+        left = self._totals.left(index, gen_tokens)
+        if left <= 0.0:
+            return exactly(0.0), exactly(self._totals.turns_left(index, turn))
         lasting_sigma = self._sigma0 * self._decay**turn
-        error = math.exp(
-            self._lasting[index] * lasting_sigma + self._fresh_sigma * self._fresh[self._first[index] + turn]
-        )
-        spread = math.exp(P90_Z * math.hypot(lasting_sigma, self._fresh_sigma))
-        tokens = self._totals.left(index, gen_tokens) * error
-        turns = self._totals.turns_left(index, turn) * error
+        seen = math.log(left) + self._lasting[index] * lasting_sigma
+        seen += self._fresh_sigma * self._fresh[self._first[index] + turn]
+        mean, sigma = self._priors[min(turn, len(self._priors) - 1)]
+        variance = lasting_sigma**2 + self._fresh_sigma**2
+        trust = sigma**2 / (sigma**2 + variance) if variance > 0.0 else 1.0
+        tokens = math.exp(mean + trust * (seen - mean))
+        spread = math.exp(P90_Z * math.sqrt(trust * variance))
+        turns = self._totals.turns_left(index, turn) * tokens / left
         return (
             spread_around(tokens, spread, self._totals.room(gen_tokens)),
             spread_around(turns, spread, math.inf),
@@ -252,6 +262,19 @@ def exactly(value: float) -> Estimate:
 def spread_around(median: float, spread: float, most: float) -> Estimate:
     """p10 and p90 a factor of `spread` >= 1 from the median, nothing above `most`."""
     return Estimate(min(median / spread, most), min(median, most), min(median * spread, most))
+
+
+def _priors(works: Sequence[TrajectoryWork]) -> list[tuple[float, float]]:
+    """By turn: mean and standard deviation of ln(tokens left) over the trajectories that reach it; where fewer than
+    FEWEST do, those of the turn before."""
+    logs: list[list[float]] = [[] for _ in range(max(len(work.steps) for work in works))]
+    for work in works:
+        left = work.gen_tokens
+        for turn, step in enumerate(work.steps):
+            logs[turn].append(math.log(max(1, left)))
+            left -= step.gen_tokens
+    priors = [(float(np.mean(values)), float(np.std(values))) for values in logs if len(values) >= FEWEST]
+    return priors or [(float(np.mean(logs[0])), float(np.std(logs[0])))]
 
 
 def _means(works: Sequence[TrajectoryWork]) -> tuple[float, float]:

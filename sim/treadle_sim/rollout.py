@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 from treadle_core.allocation import EngineKind, allocate
+from treadle_core.costs import CostModel
+from treadle_core.remaining import log_deviation
 from treadle_core.tuning import Tuning
 
 from treadle_sim.cluster import Cluster, Latencies, Link, homogeneous
@@ -102,26 +104,48 @@ def observed_tokens(earlier: Sequence[TrajectoryWork]) -> float:
 
 
 def chosen(system: System, setting: Setting) -> Cluster:
-    """The engines that the resource manager gives, from the lengths of the earlier epoch or what is predicted now."""
-    lengths, contexts = expected(setting, system.predictor or setting.predictor)
+    """The engines that the resource manager gives, from what the predictor says before the first step.
+
+    A system that is planned by medians (Heddle as printed) gets the lengths of the earlier epoch, where there is one:
+    they are spread as this epoch's are, and medians are not.
+    """
+    predictor = system.predictor or setting.predictor
     kinds = [
         EngineKind(model.gpus, model.slots, model.kv_tokens, model.curve.linear(model.slots))
         for model in setting.models
     ]
-    plan = allocate(lengths, contexts, setting.gpus, kinds, system.cost_model)
+    if system.cost_model is not CostModel.LINEAR_INTEGRAL or predictor in ("none", "oracle"):
+        lengths, contexts = known(setting, predictor)
+        plan = allocate(lengths, contexts, setting.gpus, kinds, system.cost_model)
+    else:
+        told = named(predictor, setting.workload, setting.seed, setting.earlier)
+        answers = [told.predict(index, 0, 0)[0] for index in range(len(setting.workload.trajectories))]
+        cap = float(setting.workload.max_total_tokens or np.inf)
+        plan = allocate(
+            [answer.p50 for answer in answers],
+            mean_contexts(setting),
+            setting.gpus,
+            kinds,
+            log_sigma=[log_deviation(answer) for answer in answers],
+            room_tokens=np.full(len(answers), cap),
+        )
     return Cluster(tuple(setting.model(engine.gpus) for engine in plan.engines))
 
 
-def expected(setting: Setting, predictor: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Lengths and mean contexts, in tokens, that the engines are planned for."""
+def known(setting: Setting, predictor: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Lengths and mean contexts, in tokens: of this epoch for the oracle, of the earlier one for all others."""
     works: Sequence[TrajectoryWork] = setting.earlier or setting.workload.trajectories
     if predictor == "oracle":
         works = setting.workload.trajectories
-    if setting.earlier or predictor in ("oracle", "none"):
-        lengths = np.array([float(work.gen_tokens) for work in works])
-    else:
-        told = named(predictor, setting.workload, setting.seed)
-        lengths = np.array([told.predict(index, 0, 0)[0].p50 for index in range(len(works))])
+    lengths = np.array([float(work.gen_tokens) for work in works])
     observed = [sum(step.obs_tokens for step in work.steps) for work in works]
     contexts = np.array([work.prompt_tokens + 0.5 * seen for work, seen in zip(works, observed, strict=True)])
     return lengths, contexts
+
+
+def mean_contexts(setting: Setting) -> npt.NDArray[np.float64]:
+    """Tokens in KV over a trajectory's life: its prompt, and half of what tools said to one in the earlier epoch, on
+    average."""
+    works = setting.earlier or setting.workload.trajectories
+    observed = sum(step.obs_tokens for work in works for step in work.steps) / len(works)
+    return np.array([work.prompt_tokens + 0.5 * observed for work in setting.workload.trajectories])

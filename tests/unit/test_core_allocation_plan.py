@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from treadle_core.allocation import (
     PLANNED_MODELS,
+    RECOURSE,
     EngineKind,
     InvalidBudgetError,
     InvalidModelError,
     NoKindFitsError,
+    Problem,
     allocate,
     homogeneous,
     prepare,
@@ -19,8 +21,11 @@ from treadle_core.allocation import (
 from treadle_core.annealing import InvalidCoolingError, anneal
 from treadle_core.costs import CostModel
 from treadle_core.errors import CoreError
+from treadle_core.hedging import best_partition
 from treadle_core.model import DecodeCurve
+from treadle_core.placement import uncertain
 from treadle_core.plan_input import InvalidEngineError, InvalidTrajectoryError, NoEnginesError
+from treadle_core.scenarios import Samples
 
 LENGTHS = [4000.0, 300.0, 200.0, 100.0]
 CONTEXTS = [10.0, 10.0, 10.0, 10.0]
@@ -156,3 +161,56 @@ def test_annealing_that_would_never_end_is_refused(cooling: float, epsilon_s: fl
     with pytest.raises(InvalidCoolingError) as refused:
         anneal(LENGTHS, CONTEXTS, 8, KINDS, rng, cooling=cooling, epsilon_s=epsilon_s)
     assert refused.value.field == field
+
+
+def guesses(doubt: float) -> dict[str, Any]:
+    """A long tail of 200 medians, each as uncertain."""
+    lengths = np.random.default_rng(5).lognormal(7.5, 0.8, 200)
+    return {
+        "lengths": lengths,
+        "contexts": np.full(200, 500.0),
+        "gpus": 8,
+        "kinds": [kind(1, slots=100), kind(2, slots=200), kind(4, slots=400)],
+        "log_sigma": np.full(200, doubt),
+    }
+
+
+def test_doubt_that_is_none_changes_nothing() -> None:
+    certain = guesses(0.0)
+    assert allocate(**certain) == allocate(**{**certain, "log_sigma": None})
+
+
+def test_uncertain_lengths_get_engines_that_are_done_sooner_on_average_than_those_of_their_medians() -> None:
+    for doubt in (0.3, 0.6, 1.0):
+        given = guesses(doubt)
+        problem = prepare(given["lengths"], given["contexts"], given["gpus"], given["kinds"], CostModel.LINEAR_INTEGRAL)
+        sigmas = RECOURSE * given["log_sigma"]
+        samples = uncertain(given["lengths"], given["contexts"], sigmas, None)
+        assert samples is not None
+
+        def mean_s(degrees: tuple[int, ...], problem: Problem = problem, samples: Samples = samples) -> float:
+            counts = np.array([degrees.count(width) for width in problem.gpus.tolist()])
+            return best_partition(problem.engines(counts), samples)[1]
+
+        hedged = allocate(**given)
+        assert sum(hedged.degrees) == 8
+        assert not hedged.optimal  # of the medians
+        assert mean_s(hedged.degrees) <= mean_s(allocate(**{**given, "log_sigma": None}).degrees)
+        for width in (1, 2, 4):
+            assert mean_s(hedged.degrees) <= mean_s((width,) * (8 // width))
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"log_sigma": [0.1, math.nan, 0.1, 0.1]}, "trajectories[1].log_sigma"),
+        ({"log_sigma": [0.1, -1.0, 0.1, 0.1]}, "trajectories[1].log_sigma"),
+        ({"log_sigma": [0.1]}, "trajectories"),
+        ({"log_sigma": ["much"] * 4}, "trajectories.log_sigma"),
+        ({"log_sigma": [0.1] * 4, "room_tokens": [1.0, 1.0, -1.0, 1.0]}, "trajectories[2].room_tokens"),
+    ],
+)
+def test_doubt_that_is_no_number_is_refused(changed: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidTrajectoryError) as caught:
+        allocate(LENGTHS, CONTEXTS, 4, KINDS, **changed)
+    assert caught.value.field == field

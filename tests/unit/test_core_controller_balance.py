@@ -9,7 +9,7 @@ from treadle_core import actions as act
 from treadle_core import balance
 from treadle_core import events as ev
 from treadle_core.balance import EngineTable
-from treadle_core.model import DecodeCurve, EngineSpec
+from treadle_core.model import DecodeCurve, EngineSpec, Estimate
 from treadle_core.tuning import Tuning
 from treadle_core.worksheet import Flags, Floats, Indexes
 
@@ -163,7 +163,7 @@ def test_following_plans_on_two_small_engines_is_never_worse_than_staying(
     names = [f"t{i:02}" for i in range(len(lengths))]
     for name, tokens in zip(names, lengths, strict=True):
         scenario.open(name)
-        scenario.predict(name, tokens)
+        scenario.predict(name, tokens, remaining_tokens=Estimate(tokens, tokens, tokens))
     rows, jobs = engines(2, slots).rows, works(lengths)
     present = np.array([int(scenario.controller.trajectory(name).engine_id[1:]) for name in names])
     scenario.now += scenario.tuning.plan_timeout_s  # whatever was asked before is void

@@ -47,7 +47,10 @@ def test_the_oracle_knows_what_is_left() -> None:
 
 def test_without_error_noise_is_the_truth() -> None:
     noisy = Noisy(SMALL, 1, sigma0=0.0, fresh_sigma=0.0)
-    assert noisy.predict(0, 1, 100) == Oracle(SMALL).predict(0, 1, 100)
+    for said, true in zip(noisy.predict(0, 1, 100), Oracle(SMALL).predict(0, 1, 100), strict=True):
+        assert said is not None
+        assert true is not None
+        assert (said.p10, said.p50, said.p90) == pytest.approx((true.p10, true.p50, true.p90))
 
 
 @given(st.integers(0, 1599), st.integers(0, 2**31))
@@ -59,25 +62,48 @@ def test_noise_answers_the_same_question_the_same_whenever_it_is_asked(index: in
     assert one.predict(asked, 0, 0) == other.predict(asked, 0, 0)
 
 
-def test_the_lasting_error_shrinks_as_stated_and_its_quantiles_say_so() -> None:
-    workload = Workload("long", tuple(work(f"p{at}", 0, *[100] * 5) for at in range(2_000)))
+def spread_out(prompts: int, samples: int, turns: int, sigma: float = 1.0) -> Workload:
+    """Trajectories of as many equal turns each, whose ln length is normal about ln 2,000."""
+    lengths = np.random.default_rng(3).lognormal(np.log(2_000.0), sigma, (prompts, samples))
+    return Workload(
+        "spread",
+        tuple(
+            work(f"p{prompt}", sample, *[max(1, round(lengths[prompt, sample] / turns))] * turns)
+            for prompt in range(prompts)
+            for sample in range(samples)
+        ),
+    )
+
+
+def test_quantiles_are_calibrated_at_every_turn_and_the_error_shrinks_as_stated() -> None:
+    workload = spread_out(3_000, 1, 4)
     noisy = Noisy(workload, 0, sigma0=0.8, decay=0.5, fresh_sigma=0.0)
-    errors = []
     for turn in range(4):
-        answers = [noisy.predict(index, turn, 100 * turn)[0] for index in range(2_000)]
-        left = 500 - 100 * turn
-        errors.append(np.log([each.p50 / left for each in answers]))
-        assert errors[-1].std() == pytest.approx(0.8 * 0.5**turn, rel=0.06)
-        within = np.mean([each.p10 <= left <= each.p90 for each in answers])
-        assert within == pytest.approx(0.8, abs=0.03)
-    assert np.corrcoef(errors[0], errors[3])[0, 1] == pytest.approx(1.0)
+        left = np.array([each.gen_tokens * (4 - turn) / 4 for each in workload.trajectories])
+        said = [
+            noisy.predict(at, turn, round(each.gen_tokens * turn / 4))[0]
+            for at, each in enumerate(workload.trajectories)
+        ]
+        median = np.log([each.p50 for each in said])
+        error_sigma = 0.8 * 0.5**turn
+        expected_sigma = error_sigma / np.hypot(1.0, error_sigma)  # of a normal truth of deviation 1 seen through it
+        assert (np.log(left) - median).std() == pytest.approx(expected_sigma, rel=0.06)
+        # It does not believe its outliers: the truth goes as far as it says, no less far.
+        assert np.polyfit(median, np.log(left), 1)[0] == pytest.approx(1.0, abs=0.05)
+        quantiles = np.array([(each.p10, each.p50, each.p90) for each in said])
+        assert (left[:, None] < quantiles).mean(axis=0) == pytest.approx([0.1, 0.5, 0.9], abs=0.03)
 
 
 @pytest.mark.parametrize("shared", [0.0, 0.5, 1.0])
 def test_samples_of_a_prompt_share_the_stated_part_of_the_error(shared: float) -> None:
-    workload = Workload("pairs", tuple(work(f"p{at}", sample, 100) for at in range(3_000) for sample in range(2)))
+    workload = spread_out(3_000, 2, 1)
     noisy = Noisy(workload, 0, sigma0=0.5, fresh_sigma=0.0, shared=shared)
-    errors = np.log([noisy.predict(index, 0, 0)[0].p50 / 100 for index in range(6_000)]).reshape(-1, 2)
+    truth = np.log([float(each.gen_tokens) for each in workload.trajectories])
+    median = np.log([noisy.predict(index, 0, 0)[0].p50 for index in range(6_000)])
+    trust = truth.var() / (truth.var() + 0.25)
+    seen = truth.mean() + (median - truth.mean()) / trust
+    errors = (seen - truth).reshape(-1, 2)
+    assert errors.std() == pytest.approx(0.5, rel=0.03)
     assert np.corrcoef(errors[:, 0], errors[:, 1])[0, 1] == pytest.approx(shared, abs=0.05)
 
 

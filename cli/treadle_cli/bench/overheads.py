@@ -24,7 +24,7 @@ from treadle_core.placement import Workspace, plan_arrays
 from treadle_sim.cluster import Cluster, Latencies
 from treadle_sim.driver import Driver
 from treadle_sim.predictors import Noisy, Siblings
-from treadle_sim.rollout import Setting, chosen, expected
+from treadle_sim.rollout import Setting, chosen, known
 from treadle_sim.systems import TREADLE
 
 from treadle_cli.bench.options import BenchOptions
@@ -147,7 +147,7 @@ def _predict_s(here: Setting) -> float:
 
 def _plans(here: Setting, repeats: int) -> tuple[float, float]:
     """Milliseconds of the resource plan, and of the placement of all trajectories on its engines."""
-    lengths, contexts = expected(here, "noisy")
+    lengths, contexts = known(here, "noisy")
     kinds = [EngineKind(each.gpus, each.slots, each.kv_tokens, each.curve.linear(each.slots)) for each in here.models]
     plan = allocate(lengths, contexts, here.gpus, kinds)
     engines = [

@@ -1,5 +1,6 @@
 """Between messages and the core: what is to be placed in, the plan out."""
 
+import math
 from collections.abc import Sequence
 
 from google.protobuf.duration_pb2 import Duration
@@ -30,7 +31,14 @@ def model_of(request: placement_pb2.PlanPlacementRequest, default: CostModel) ->
 
 def trajectories_of(request: placement_pb2.PlanPlacementRequest) -> list[PlanTrajectory]:
     return [
-        PlanTrajectory(each.trajectory_id, each.remaining_tokens, each.context_tokens, each.current_engine_id)
+        PlanTrajectory(
+            each.trajectory_id,
+            each.remaining_tokens,
+            each.context_tokens,
+            each.current_engine_id,
+            each.log_sigma,
+            each.room_tokens if each.room_tokens else math.inf,  # NaN stays, and is refused
+        )
         for each in request.trajectories
     ]
 

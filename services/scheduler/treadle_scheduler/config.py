@@ -32,7 +32,9 @@ class SchedulerSettings(Settings):
     abandon_after_s: float = 6 * 3600.0  # an open trajectory that nobody touched for this long is closed as failed
     aging_doubling_s: float = 300.0  # waiting this long is worth a doubling of predicted work
     plan_every_events: int = 24  # a new plan after this many openings, closings and finished steps
-    plan_margin: float = 0.10  # a plan must beat the present placement by this fraction of its makespan
+    plan_margin: float = (
+        0.02  # a plan that moves KV must beat the placement we have by this fraction of the mean makespan
+    )
 
     @field_validator(
         "predictor",

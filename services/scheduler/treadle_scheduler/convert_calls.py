@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 from treadle.common.v1.estimate_pb2 import Quantiles
 from treadle.engine.v1 import engine_pb2
 from treadle.migrator.v1 import migrator_pb2
@@ -61,7 +62,14 @@ def plan_request(ask: AskPlan) -> placement_pb2.PlanPlacementRequest:
     """The question where everything should be, under the cost model that the core asks for."""
     engine_ids = [*(engine.engine_id for engine in ask.engines), ""]  # -1 is the last: on none of them
     work = ask.work
-    columns = (work.remaining_tokens.tolist(), work.context_tokens.tolist(), work.current.tolist())
+    room_tokens = np.where(np.isfinite(work.room_tokens), work.room_tokens, 0.0)
+    columns = (
+        work.remaining_tokens.tolist(),
+        work.context_tokens.tolist(),
+        work.current.tolist(),
+        work.log_sigma.tolist(),
+        room_tokens.tolist(),
+    )
     return placement_pb2.PlanPlacementRequest(
         trajectories=[
             placement_pb2.PlacedTrajectory(
@@ -69,8 +77,10 @@ def plan_request(ask: AskPlan) -> placement_pb2.PlanPlacementRequest:
                 remaining_tokens=remaining_tokens,
                 context_tokens=int(context_tokens),
                 current_engine_id=engine_ids[current],
+                log_sigma=log_sigma,
+                room_tokens=room,
             )
-            for trajectory_id, remaining_tokens, context_tokens, current in zip(
+            for trajectory_id, remaining_tokens, context_tokens, current, log_sigma, room in zip(
                 work.trajectory_ids, *columns, strict=True
             )
         ],

@@ -52,6 +52,8 @@ class PlacedTrajectory(google.protobuf.message.Message):
     REMAINING_TOKENS_FIELD_NUMBER: builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: builtins.int
     CURRENT_ENGINE_ID_FIELD_NUMBER: builtins.int
+    LOG_SIGMA_FIELD_NUMBER: builtins.int
+    ROOM_TOKENS_FIELD_NUMBER: builtins.int
     trajectory_id: builtins.str
     remaining_tokens: builtins.float
     """predicted, >= 0, finite"""
@@ -59,6 +61,10 @@ class PlacedTrajectory(google.protobuf.message.Message):
     """>= 0"""
     current_engine_id: builtins.str
     """empty where not placed yet"""
+    log_sigma: builtins.float
+    """standard deviation of ln(remaining_tokens), >= 0; 0: taken as certain"""
+    room_tokens: builtins.float
+    """most tokens that it may still sample by its cap, >= 0; 0: no cap"""
     def __init__(
         self,
         *,
@@ -66,8 +72,10 @@ class PlacedTrajectory(google.protobuf.message.Message):
         remaining_tokens: builtins.float = ...,
         context_tokens: builtins.int = ...,
         current_engine_id: builtins.str = ...,
+        log_sigma: builtins.float = ...,
+        room_tokens: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["context_tokens", b"context_tokens", "current_engine_id", b"current_engine_id", "remaining_tokens", b"remaining_tokens", "trajectory_id", b"trajectory_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context_tokens", b"context_tokens", "current_engine_id", b"current_engine_id", "log_sigma", b"log_sigma", "remaining_tokens", b"remaining_tokens", "room_tokens", b"room_tokens", "trajectory_id", b"trajectory_id"]) -> None: ...
 
 Global___PlacedTrajectory: typing_extensions.TypeAlias = PlacedTrajectory
 

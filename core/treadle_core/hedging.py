@@ -1,0 +1,50 @@
+"""A plan for lengths that are not known: of several exact plans the one with the least mean makespan over samples of
+what could come (`scenarios`). Beyond the papers.
+
+The plans differ in how much of the longest trajectory every group is taken to hide, `least_longest` of the cost table.
+At 0 it is Heddle's plan, which takes each median for the truth and gives a group of short ones all the work that its
+longest leaves time for. At 1 every group may turn out to have the longest of all, so that only work is balanced: the
+plan of someone who knows nothing. Between them those that are surely long get engines to themselves and the others are
+balanced. Each is the exact optimum of its own cost and takes no second sort, so that trying all costs little.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from treadle_core.costs import CostModel, Costs, Indexes
+from treadle_core.dealing import spread
+from treadle_core.placement_solver import partition
+from treadle_core.scenarios import Samples, mean_makespan
+
+# Of the longest, what every group is taken to hide.
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def hedgeable(costs: Costs, samples: Samples) -> bool:
+    """Whether there is a choice: uncertain lengths, more than one engine, and a cost with a longest in it."""
+    table = costs.table
+    return samples.lengths.shape[1] > 1 and len(table.engines) > 1 and table.model == CostModel.LINEAR_INTEGRAL
+
+
+def hedged(costs: Costs, share: float) -> Costs:
+    """The same workload and engines, every group hiding `share` of the longest."""
+    table = costs.table
+    longest = float(table.lengths[0]) if len(table.lengths) else 0.0
+    return replace(costs, table=table._replace(least_longest=share * longest))
+
+
+def best_partition(costs: Costs, samples: Samples) -> tuple[Indexes, float]:
+    """Bounds of the groups of the best plan, and its mean makespan over the samples. First of equals."""
+    best, best_s = None, np.inf
+    group_of = np.empty(len(costs.order), np.int64)
+    for share in SHARES:
+        bounds, _ = partition(hedged(costs, share))
+        spread(costs.order, bounds, group_of)
+        makespan_s = mean_makespan(costs.table.engines, samples, group_of)
+        if best is None or makespan_s < best_s:
+            best, best_s = bounds, makespan_s
+    assert best is not None, "there are shares"
+    return best, best_s

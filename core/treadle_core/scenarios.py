@@ -1,0 +1,139 @@
+"""What could come of the predictions: a few samples of everybody's lengths at once, and when a placement would be done
+in each.
+
+Beyond the papers, which plan on one number a trajectory. A plan made of medians puts hundreds that are guessed short on
+one engine, and one of them is long after all and decodes beside the hundreds: with the errors that predictors have,
+such a plan ends later than plain balance. The mean makespan over the samples says so before it happens.
+
+Invariants: the same arguments give the same samples, so that two placements are compared under the same fates, and the
+same row fares alike at each plan (row r takes row r of the draws). A length is its median times exp(log_sigma * z),
+never more than what the trajectory's cap leaves; without any deviation there is one sample, the medians.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
+
+from treadle_core.compiled import compiled
+
+Floats = npt.NDArray[np.float64]
+Indexes = npt.NDArray[np.int64]
+
+# Samples of one plan: enough that their mean says more than chance (32), and few enough that thousands of
+# trajectories, whose number evens chance out, take no longer than a sort of them.
+MOST_SAMPLES = 32
+LEAST_SAMPLES = 8
+CELLS = 1 << 16  # samples times trajectories, about
+
+# z comes from this many equally probable strata of the normal distribution; a row's samples are of different ones.
+LEVELS = 64
+ROWS = 4_099  # a prime: rows that come again do so out of step with anything in the workload
+# exp(log_sigma * z) is tabulated for deviations in these steps.
+SIGMA_STEPS = 128
+SIGMA_STEP = 1.0 / 48.0
+
+
+@dataclass(frozen=True)
+class Samples:
+    """lengths[i, s]: tokens of trajectory i in sample s. contexts: tokens in KV now. tool_s: seconds of tools left."""
+
+    lengths: Floats
+    contexts: Floats
+    tool_s: Floats
+
+
+@cache
+def _draws() -> tuple[npt.NDArray[np.uint8], Floats]:
+    """draws[ROWS, MOST_SAMPLES]: a stratum each; factors[SIGMA_STEPS, LEVELS]: what it makes of a length."""
+    rng = np.random.default_rng(0)
+    every = LEVELS // MOST_SAMPLES
+    strata = np.tile(np.arange(MOST_SAMPLES) * every, (ROWS, 1))
+    strata = rng.permuted(strata, axis=1) + rng.integers(0, every, strata.shape)
+    z = np.array([NormalDist().inv_cdf((level + 0.5) / LEVELS) for level in range(LEVELS)])
+    factors = np.exp(np.arange(SIGMA_STEPS)[:, None] * SIGMA_STEP * z[None, :])
+    return strata.astype(np.uint8), factors
+
+
+def sampled(
+    rows: Indexes, lengths: Floats, contexts: Floats, tool_s: Floats, log_sigma: Floats, room_tokens: Floats
+) -> Samples:
+    """Samples of n trajectories. lengths: medians in tokens; log_sigma: standard deviation of ln(length); room_tokens:
+    what each cap leaves, inf without one."""
+    n = len(lengths)
+    if n == 0 or not log_sigma.any():
+        return Samples(np.minimum(lengths, room_tokens)[:, None].copy(), contexts, tool_s)
+    draws, factors = _draws()
+    count = min(MOST_SAMPLES, max(LEAST_SAMPLES, CELLS // n))
+    return Samples(draw(rows, lengths, log_sigma, room_tokens, draws, factors, count), contexts, tool_s)
+
+
+def makespans(engines: Floats, samples: Samples, placement: Indexes) -> Floats:
+    """Seconds until the last engine is done, in each sample. engines: rows of base_s, per_sequence_s, per_kv_token_s,
+    slots, KV tokens (inf where unknown); placement: an engine's row a trajectory, -1 for none."""
+    return finished(engines, samples.lengths, samples.contexts, samples.tool_s, placement)
+
+
+def mean_makespan(engines: Floats, samples: Samples, placement: Indexes) -> float:
+    """The mean of `makespans`; 0 for nothing."""
+    return float(makespans(engines, samples, placement).mean())
+
+
+@compiled
+def draw(
+    rows: Indexes,
+    lengths: Floats,
+    log_sigma: Floats,
+    room_tokens: Floats,
+    draws: npt.NDArray[np.uint8],
+    factors: Floats,
+    count: int,
+) -> Floats:
+    """`sampled`'s lengths."""
+    result = np.empty((len(lengths), count))
+    last = len(factors) - 1
+    for index in range(len(lengths)):
+        row = draws[rows[index] % len(draws)]
+        factor = factors[min(int(log_sigma[index] / SIGMA_STEP + 0.5), last)]
+        for sample in range(count):
+            result[index, sample] = min(lengths[index] * factor[row[sample]], room_tokens[index])
+    return result
+
+
+@compiled
+def finished(engines: Floats, lengths: Floats, contexts: Floats, tool_s: Floats, placement: Indexes) -> Floats:
+    """`makespans`: the linear-integral cost of `balance.finish_s`, an engine and sample at a time."""
+    m, count = len(engines), lengths.shape[1]
+    sums = np.zeros((m, 4, count))  # longest, longest alone in seconds, tokens, KV tokens read
+    for index in range(len(placement)):
+        at = placement[index]
+        if at < 0:
+            continue
+        base_s, context, tools_s = engines[at, 0], contexts[index], tool_s[index]
+        longest, alone_s, tokens, kv = sums[at, 0], sums[at, 1], sums[at, 2], sums[at, 3]
+        for sample in range(count):
+            length = lengths[index, sample]
+            longest[sample] = max(longest[sample], length)
+            alone_s[sample] = max(alone_s[sample], length * base_s + tools_s)
+            tokens[sample] += length
+            kv[sample] += length * (context + 0.5 * length)
+    times = np.zeros(count)
+    for at in range(m):
+        engine = engines[at]
+        for sample in range(count):
+            tokens_s, kv_s = sums[at, 2, sample], sums[at, 3, sample]
+            steps = max(sums[at, 0, sample], tokens_s / engine[3], kv_s / engine[4])
+            done_s = max(engine[0] * steps + engine[1] * tokens_s + engine[2] * kv_s, sums[at, 1, sample])
+            times[sample] = max(times[sample], done_s)
+    return times
+
+
+def warm_up() -> None:
+    """Compiles the kernels, or loads them."""
+    one = np.ones(1)
+    samples = sampled(np.zeros(1, np.int64), one, one, one, one, one)
+    makespans(np.ones((1, 5)), samples, np.zeros(1, np.int64))

@@ -1,0 +1,120 @@
+"""Samples of what could come of the predictions, and plans that are made for all of them."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from treadle_core import balance, placement, scenarios
+from treadle_core.actions import PlanEngine
+from treadle_core.costs import CostModel, tabulate
+from treadle_core.hedging import SHARES, best_partition, hedged
+from treadle_core.model import DecodeCurve, EngineSpec
+from treadle_core.placement_oracle import least_makespan
+from treadle_core.placement_solver import partition
+from treadle_core.scenarios import LEAST_SAMPLES, MOST_SAMPLES, Floats, Indexes, Samples
+
+NO_CAP = 1e18
+
+
+def samples_of(lengths: Floats, doubt: float, room: float = NO_CAP) -> Samples:
+    n = len(lengths)
+    return scenarios.sampled(np.arange(n), lengths, np.full(n, 300.0), np.zeros(n), np.full(n, doubt), np.full(n, room))
+
+
+def engines(count: int, slots: int = 1_000) -> list[PlanEngine]:
+    return [PlanEngine(f"e{index}", slots, 0, 1, DecodeCurve(0.01, 2e-4, 1e-8)) for index in range(count)]
+
+
+def rows(count: int) -> Floats:
+    return np.tile(np.array([0.01, 2e-4, 1e-8, 1_000.0, np.inf]), (count, 1))
+
+
+def test_samples_are_spread_about_the_median_as_stated() -> None:
+    lengths = np.full(1_500, 1_000.0)
+    drawn = np.log(samples_of(lengths, 0.5).lengths / 1_000.0)
+    assert drawn.shape == (1_500, MOST_SAMPLES)
+    assert drawn.mean() == pytest.approx(0.0, abs=0.01)
+    assert drawn.std() == pytest.approx(0.5, rel=0.03)
+    assert np.abs(drawn.mean(axis=1)).max() < 0.05  # each trajectory's own fates are spread evenly
+    assert np.corrcoef(drawn[:-1, 0], drawn[1:, 0])[0, 1] == pytest.approx(0.0, abs=0.1)
+
+
+def test_a_row_fares_alike_at_each_plan_and_thousands_need_fewer_samples() -> None:
+    first = samples_of(np.full(100, 1_000.0), 0.5).lengths
+    again = scenarios.sampled(
+        np.array([7, 3]), np.full(2, 1_000.0), np.ones(2), np.ones(2), np.full(2, 0.5), np.full(2, NO_CAP)
+    ).lengths
+    assert np.array_equal(again, first[[7, 3]])
+    assert samples_of(np.ones(100_000), 0.5).lengths.shape == (100_000, LEAST_SAMPLES)
+
+
+def test_nothing_is_longer_than_its_cap_leaves() -> None:
+    drawn = samples_of(np.array([900.0, 1_000.0]), 1.0, room=1_000.0).lengths
+    assert drawn.max() == 1_000.0
+    assert drawn.min() < 900.0
+
+
+@given(
+    st.lists(st.tuples(st.floats(1.0, 40_000.0), st.floats(0.0, 60.0), st.integers(-1, 2)), min_size=1, max_size=30),
+    st.floats(0.0, 1.5),
+)
+def test_the_mean_makespan_is_that_of_the_cost_model_sample_by_sample(
+    jobs: list[tuple[float, float, int]], doubt: float
+) -> None:
+    lengths, tool_s = np.array([job[0] for job in jobs]), np.array([job[1] for job in jobs])
+    place, contexts = np.array([job[2] for job in jobs]), np.linspace(0.0, 5_000.0, len(jobs))
+    specs = [EngineSpec(f"e{at}", "", slot_limit=4 * at + 1, kv_tokens_capacity=50_000) for at in range(3)]
+    table = balance.engine_table(specs).rows
+    n = len(jobs)
+    samples = scenarios.sampled(np.arange(n), lengths, contexts, tool_s, np.full(n, doubt), np.full(n, 1e6))
+    expected = [
+        balance.finish_times(table, balance.works(samples.lengths[:, at], contexts, tool_s), place).max()
+        for at in range(samples.lengths.shape[1])
+    ]
+    assert scenarios.makespans(table, samples, place) == pytest.approx(expected, rel=1e-12)
+    assert scenarios.mean_makespan(table, samples, place) == pytest.approx(np.mean(expected), rel=1e-12)
+
+
+def plan_of(lengths: Floats, doubt: float, count: int = 4) -> Indexes:
+    n = len(lengths)
+    return placement.plan_arrays(
+        lengths, np.full(n, 300.0), np.full(n, -1), engines(count), log_sigma=np.full(n, doubt)
+    ).engine_of
+
+
+@given(st.integers(0, 10_000), st.sampled_from([0.2, 0.5, 0.9]))
+def test_a_hedged_plan_is_done_no_later_on_average_than_the_plan_of_the_medians_or_plain_balance(
+    seed: int, doubt: float
+) -> None:
+    lengths = np.random.default_rng(seed).lognormal(7.0, 1.0, 120)
+    samples = samples_of(lengths, doubt)
+    hedged_s = scenarios.mean_makespan(rows(4), samples, plan_of(lengths, doubt))
+    assert hedged_s <= scenarios.mean_makespan(rows(4), samples, plan_of(lengths, 0.0)) * (1 + 1e-9)
+    costs = tabulate(CostModel.LINEAR_INTEGRAL, lengths, np.full(120, 300.0), np.zeros(120, np.bool_), engines(4))
+    _, most_s = best_partition(costs, samples)
+    assert hedged_s == pytest.approx(most_s)
+
+
+def test_the_less_is_known_the_evener_the_work() -> None:
+    lengths = np.sort(np.random.default_rng(1).lognormal(7.0, 1.0, 400))[::-1]
+    spreads = []
+    for doubt in (0.0, 2.0):
+        engine_of = plan_of(lengths, doubt)
+        work = np.array([lengths[engine_of == at].sum() for at in range(4)])
+        spreads.append(work.max() / work.min())
+    assert spreads[0] > 10.0  # the longest have an engine nearly to themselves
+    assert spreads[1] < 2.0
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_each_share_is_solved_exactly(share: float) -> None:
+    lengths = np.random.default_rng(2).lognormal(7.0, 1.0, 60)
+    costs = hedged(
+        tabulate(CostModel.LINEAR_INTEGRAL, lengths, np.full(60, 300.0), np.zeros(60, np.bool_), engines(3)), share
+    )
+    assert partition(costs)[1] == pytest.approx(least_makespan(costs), rel=1e-9)
+
+
+def test_a_lone_engine_and_an_empty_question_have_plans_too() -> None:
+    assert plan_of(np.array([100.0, 900.0]), 0.5, count=1).tolist() == [0, 0]
+    assert len(plan_of(np.zeros(0), 0.5)) == 0
