@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from treadle_core import balance, placement, scenarios
 from treadle_core.actions import PlanEngine
@@ -54,6 +54,7 @@ def test_nothing_is_longer_than_its_cap_leaves() -> None:
     assert drawn.min() < 900.0
 
 
+@settings(deadline=None)  # the first example compiles
 @given(
     st.lists(st.tuples(st.floats(1.0, 40_000.0), st.floats(0.0, 60.0), st.integers(-1, 2)), min_size=1, max_size=30),
     st.floats(0.0, 1.5),
@@ -82,6 +83,7 @@ def plan_of(lengths: Floats, doubt: float, count: int = 4) -> Indexes:
     ).engine_of
 
 
+@settings(deadline=None)  # the first example compiles
 @given(st.integers(0, 10_000), st.sampled_from([0.2, 0.5, 0.9]))
 def test_a_hedged_plan_is_done_no_later_on_average_than_the_plan_of_the_medians_or_plain_balance(
     seed: int, doubt: float
