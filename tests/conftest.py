@@ -7,9 +7,15 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from support.nats_server import NatsServer
 from support.processes import ServiceProcess, StartService, start_process
+
+# What an example takes says nothing: the first one may compile a kernel, and machines are shared.
+hypothesis.settings.register_profile("treadle", deadline=None)
+if hypothesis.settings.get_current_profile_name() == "default":
+    hypothesis.settings.load_profile("treadle")
 
 
 @pytest.fixture

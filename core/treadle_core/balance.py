@@ -12,18 +12,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treadle_core.compiled import compiled
+from treadle_core.compiled import compiled, inlined, lean
 from treadle_core.model import EngineSpec
 from treadle_core.worksheet import Flags, Floats, Indexes
 
-# Moves that one rebalance proposes at most; the next one, a few dozen events later, goes on from there.
+# Moves that one rebalance tries at most; the next one, a few dozen events later, goes on from there.
 REBALANCE_MOVES = 32
 
 # Sums of floats in another order differ by less than this fraction.
 ROUNDING = 1e-9
 
-# Columns of EngineTable.rows.
-BASE_S, PER_SEQUENCE_S, PER_KV_TOKEN_S, SLOTS, KV_TOKENS = range(5)
+# Columns of EngineTable.rows; the last, for `scenarios`, is 0: what is placed is prefilled.
+BASE_S, PER_SEQUENCE_S, PER_KV_TOKEN_S, SLOTS, KV_TOKENS, PREFILL_S = range(6)
 # Columns of works: tokens left, KV tokens read over the rest, seconds of tool calls left.
 TOKENS, KV, TOOL_S = range(3)
 
@@ -38,7 +38,7 @@ class EngineTable:
 
 def engine_table(specs: Sequence[EngineSpec]) -> EngineTable:
     """The engines in the caller's order."""
-    rows = np.array([_row(spec) for spec in specs]).reshape(len(specs), KV_TOKENS + 1)
+    rows = np.array([_row(spec) for spec in specs]).reshape(len(specs), PREFILL_S + 1)
     kinds: dict[tuple[object, ...], int] = {}
     of = [kinds.setdefault((*_row(spec), spec.tensor_parallel, spec.decode_curve), len(kinds)) for spec in specs]
     return EngineTable(rows, np.array(of, np.int64))
@@ -47,7 +47,7 @@ def engine_table(specs: Sequence[EngineSpec]) -> EngineTable:
 def _row(spec: EngineSpec) -> tuple[float, ...]:
     curve = spec.decode_curve
     kv_tokens = float(spec.kv_tokens_capacity) if spec.kv_tokens_capacity else np.inf
-    return (curve.base_s, curve.per_sequence_s, curve.per_kv_token_s, float(max(1, spec.slot_limit)), kv_tokens)
+    return (curve.base_s, curve.per_sequence_s, curve.per_kv_token_s, float(max(1, spec.slot_limit)), kv_tokens, 0.0)
 
 
 def works(tokens: Floats, context_tokens: Floats, tool_s: Floats) -> Floats:
@@ -55,7 +55,7 @@ def works(tokens: Floats, context_tokens: Floats, tool_s: Floats) -> Floats:
     return np.column_stack((tokens, tokens * (context_tokens + 0.5 * tokens), tool_s))
 
 
-@compiled
+@inlined
 def finish_s(engine: Floats, longest_tokens: float, longest_alone_s: float, tokens: float, kv_tokens: float) -> float:
     """Seconds until one engine has done all of it; 0 for nothing."""
     steps = max(longest_tokens, tokens / engine[3], kv_tokens / engine[4])
@@ -90,7 +90,7 @@ def better(candidate: Floats, present: Floats, margin: float) -> bool:
     return bool(len(decisive) and new[decisive[0]] < old[decisive[0]])
 
 
-@compiled
+@lean
 def best_move(
     engines: Floats, work: Floats, source: int, target: int, head: Indexes, following: Indexes, movable: Flags
 ) -> tuple[float, int]:
@@ -144,7 +144,7 @@ def best_move(
     return least_s, best
 
 
-@compiled
+@lean
 def group_finish_s(engine: Floats, work: Floats, head: int, following: Indexes) -> float:
     """When an engine finishes the trajectories of a linked list."""
     longest = alone = tokens = kv = 0.0
@@ -178,8 +178,9 @@ def rebalanced(engines: Floats, work: Floats, placement: Indexes, margin: float,
     times = finish_times(engines, work, result)
     active = np.ones(m, np.bool_)
     left = m
-    moves = 0
-    while left > 1 and moves < REBALANCE_MOVES:
+    tried = 0
+    while left > 1 and tried < REBALANCE_MOVES:
+        tried += 1
         last = target = -1
         for at in range(m):
             if active[at]:
@@ -204,7 +205,6 @@ def rebalanced(engines: Floats, work: Floats, placement: Indexes, margin: float,
         following[index] = head[target]
         head[target] = index
         result[index] = target
-        moves += 1
         times[last] = group_finish_s(engines[last], work, head[last], following)
         times[target] = group_finish_s(engines[target], work, head[target], following)
     return result
@@ -244,26 +244,48 @@ def relabelled(planned: Indexes, present: Indexes, context_tokens: Floats, movab
 
 
 @compiled
-def saved_s(engines: Floats, cells: Floats, source: int, target: int, moving: int) -> float:
-    """Seconds by which the later of two engines finishes earlier once row `moving` of the worksheet has gone from
-    `source` to `target`, numbers of the worksheet; `engines` has their two rows."""
-    sums = np.zeros((4, 4))  # source before, target before, source after, target after
-    for row in range(len(cells)):
-        if cells[row, 4] < 0.0 or (cells[row, 3] != source and cells[row, 3] != target):
-            continue
-        tokens, tool_s = cells[row, 0], cells[row, 2]
-        kv_tokens = tokens * (cells[row, 1] + 0.5 * tokens)
-        before = 0 if cells[row, 3] == source else 1
-        after = 3 if row == moving else before + 2
-        for at in (before, after):
-            sums[at, 0] = max(sums[at, 0], tokens)
-            sums[at, 1] = max(sums[at, 1], tokens * engines[at % 2, 0] + tool_s)
-            sums[at, 2] += tokens
-            sums[at, 3] += kv_tokens
-    times = np.zeros(4)
-    for at in range(4):
-        times[at] = finish_s(engines[at % 2], sums[at, 0], sums[at, 1], sums[at, 2], sums[at, 3])
-    return float(max(times[0], times[1]) - max(times[2], times[3]))
+def savings_s(engines: Floats, work: Floats, placement: Indexes, moving: Indexes, targets: Indexes) -> Floats:
+    """For each trajectory that is to move, the seconds by which the later of its two engines would finish earlier if it
+    alone moved there from where it is. O(n + m), all together."""
+    m = len(engines)
+    sums = np.zeros((m, 6))  # longest, next longest, the same in seconds alone, tokens, KV tokens
+    for index in range(len(work)):
+        at = placement[index]
+        if at >= 0:
+            row = sums[at]
+            length = work[index, 0]
+            alone_s = length * engines[at, 0] + work[index, 2]
+            row[1] = max(row[1], min(length, row[0]))
+            row[0] = max(row[0], length)
+            row[3] = max(row[3], min(alone_s, row[2]))
+            row[2] = max(row[2], alone_s)
+            row[4] += length
+            row[5] += work[index, 1]
+    times = np.zeros(m)
+    for at in range(m):
+        times[at] = finish_s(engines[at], sums[at, 0], sums[at, 2], sums[at, 4], sums[at, 5])
+    result = np.zeros(len(moving))
+    for number in range(len(moving)):
+        index = moving[number]
+        source, target = placement[index], targets[number]
+        length, kv_work = work[index, 0], work[index, 1]
+        here, there = sums[source], sums[target]
+        rest_s = finish_s(
+            engines[source],
+            here[1] if length >= here[0] else here[0],
+            here[3] if length * engines[source, 0] + work[index, 2] >= here[2] else here[2],
+            here[4] - length,
+            here[5] - kv_work,
+        )
+        joined_s = finish_s(
+            engines[target],
+            max(there[0], length),
+            max(there[2], length * engines[target, 0] + work[index, 2]),
+            there[4] + length,
+            there[5] + kv_work,
+        )
+        result[number] = max(times[source], times[target]) - max(rest_s, joined_s)
+    return result
 
 
 def warm_up() -> None:
@@ -273,4 +295,4 @@ def warm_up() -> None:
     placement, movable = np.zeros(2, np.int64), np.ones(2, np.bool_)
     finish_times(table.rows, work, rebalanced(table.rows, work, placement, 0.0, movable))
     relabelled(placement, placement, np.ones(2), movable, table.kinds)
-    saved_s(table.rows, np.zeros((1, 6)), 0, 1, 0)
+    savings_s(table.rows, work, placement, placement[:1], placement[:1] + 1)

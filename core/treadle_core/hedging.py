@@ -40,8 +40,12 @@ def best_partition(costs: Costs, samples: Samples) -> tuple[Indexes, float]:
     """Bounds of the groups of the best plan, and its mean makespan over the samples. First of equals."""
     best, best_s = None, np.inf
     group_of = np.empty(len(costs.order), np.int64)
+    before: Indexes | None = None
     for share in SHARES:
         bounds, _ = partition(hedged(costs, share))
+        if before is not None and np.array_equal(bounds, before):
+            continue  # nothing is as long as what this share adds
+        before = bounds
         spread(costs.order, bounds, group_of)
         makespan_s = mean_makespan(costs.table.engines, samples, group_of)
         if best is None or makespan_s < best_s:

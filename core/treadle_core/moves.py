@@ -55,7 +55,7 @@ def considered(state: State, record: TrajectoryRecord, now: float) -> list[Actio
         verdict = cost_gate.judge(
             context_tokens=record.context_tokens,
             tool_left_s=_tool_left_s(state, record, now),
-            saving_s=state.planner.saving_s(record, target.spec),
+            saving_s=state.planner.saving_s(record),
             source=source.spec,
             target=target.spec,
             tuning=state.tuning,

@@ -16,7 +16,7 @@ from treadle_core.actions import AskPlan
 from treadle_core.costs import CostModel
 from treadle_core.engines import EngineRegistry
 from treadle_core.events import PlanArrived
-from treadle_core.model import EngineSpec, PlacementRule, Replanning, TrajectoryRecord
+from treadle_core.model import PlacementRule, Replanning, TrajectoryRecord
 from treadle_core.picture import Picture, Pictures
 from treadle_core.plan_timing import PlanTiming
 from treadle_core.plan_work import PlanWork
@@ -41,13 +41,14 @@ class Question:
 
 @dataclass
 class Course:
-    """One rule's plan: the question that is out, and the engines that trajectories should go to."""
+    """One rule's plan: the question that is out, the engines that trajectories should go to, and for those whose KV
+    moves with them the seconds that it saves."""
 
     rule: Replanning
     timing: PlanTiming
     question: Question | None = None
     targets: dict[str, str] = field(default_factory=dict)
-    share_s: float = 0.0
+    savings_s: dict[str, float] = field(default_factory=dict)
 
 
 class Planner:
@@ -145,17 +146,10 @@ class Planner:
                 return self._follow(course, question, event)
         return []
 
-    def saving_s(self, record: TrajectoryRecord, target: EngineSpec) -> float:
-        """Seconds that one move of the plan is worth: its share of what the plan saves, or what it saves the two
-        engines by itself."""
-        source = self._engines.spec(record.engine_id)
-        if source is None:
-            return 0.0
-        worksheet = self._table.worksheet
-        engines = balance.engine_table((source, target)).rows
-        numbers = (worksheet.engines.of(source.engine_id), worksheet.engines.of(target.engine_id))
-        row = worksheet.row(record.trajectory_id)
-        return max(self._course(record).share_s, balance.saved_s(engines, worksheet.cells, numbers[0], numbers[1], row))
+    def saving_s(self, record: TrajectoryRecord) -> float:
+        """Seconds that the move which the plan wants is worth: its share of what the plan saves, or what it saves the
+        two engines by itself, when the plan was made."""
+        return self._course(record).savings_s.get(record.trajectory_id, 0.0)
 
     def _course(self, record: TrajectoryRecord) -> Course:
         return self._resolved if record.policy.replanning is Replanning.RESOLVE else self._scaled
@@ -168,14 +162,15 @@ class Planner:
         if not len(chosen):
             return None
         live, worksheet = picture.live, self._table.worksheet
+        which = slice(None) if len(chosen) == len(live) else chosen
         work = PlanWork(
             names=worksheet.names,
-            rows=live.rows[chosen],
-            remaining_tokens=picture.lengths[chosen],
-            context_tokens=live.context_tokens[chosen],
-            current=picture.placement[chosen],
-            log_sigma=live.log_sigma[chosen],
-            room_tokens=picture.room_tokens[chosen],
+            rows=live.rows[which],
+            remaining_tokens=picture.lengths[which],
+            context_tokens=live.context_tokens[which],
+            current=picture.placement[which],
+            log_sigma=live.log_sigma[which],
+            room_tokens=picture.room_tokens[which],
         )
         self._plan_id += 1
         cost_model = self._tuning.plan_cost_model or COST_MODELS[replanning]
@@ -190,18 +185,29 @@ class Planner:
         if course.rule is Replanning.RANK_SCALING:
             engine_ids = [engine.engine_id for engine in question.ask.engines]
             self._groups = rank_scaling.scaled(question.ask.work, engine_ids, engine_of)
-        else:
-            verdict = resolving.judged(picture, planned, movable, self._tuning)
-            planned, course.share_s = verdict.placement, verdict.share_s
-        moved = np.flatnonzero((planned != picture.placement) & (planned >= 0))
+            return self._wished(course, picture, planned, np.flatnonzero(planned != picture.placement))
+        verdict = resolving.judged(picture, planned, movable, self._tuning)
+        moved = np.flatnonzero((verdict.placement != picture.placement) & (verdict.placement >= 0))
+        savings_s = np.maximum(
+            verdict.share_s,
+            balance.savings_s(
+                picture.roster.table.rows, picture.work, picture.placement, moved, verdict.placement[moved]
+            ),
+        )
+        begun = picture.live.begun[moved]
+        worth = savings_s >= self._tuning.move_gain_factor * self._tuning.move_fixed_s  # or the gate would refuse it
+        self._wished(course, picture, verdict.placement, moved[~begun | worth])
+        names: list[str] = self._table.worksheet.names[picture.live.rows[moved[begun & worth]]].tolist()
+        course.savings_s = dict(zip(names, savings_s[begun & worth].tolist(), strict=True))
+        return names
+
+    def _wished(self, course: Course, picture: Picture, placement: Indexes, moved: Indexes) -> list[str]:
+        """Notes where the plan wants these, and names them."""
         specs = picture.roster.specs
-        course.targets = {
-            trajectory_id: specs[index].engine_id
-            for trajectory_id, index in zip(
-                self._table.worksheet.names[picture.live.rows[moved]].tolist(), planned[moved].tolist(), strict=True
-            )
-        }
-        return list(course.targets)
+        names: list[str] = self._table.worksheet.names[picture.live.rows[moved]].tolist()
+        engine_ids = [specs[index].engine_id for index in placement[moved].tolist()]
+        course.targets = dict(zip(names, engine_ids, strict=True))
+        return names
 
     def _engine_of(self, question: Question, event: PlanArrived) -> Indexes:
         """For each trajectory of the question the index of its engine there; -1 where the answer says nothing of it."""

@@ -41,7 +41,10 @@ def judged(picture: Picture, planned: Indexes, movable: Flags, tuning: Tuning) -
     rebalanced = balance.rebalanced(engines, work, present, tuning.rebalance_margin, movable)
     best, before_s = staying, mean_makespan(engines, picture.samples, staying)
     best_s = before_s
-    for placement, margin in ((present, 0.0), (rebalanced, tuning.plan_margin), (renamed, tuning.plan_margin)):
+    candidates = [(rebalanced, tuning.plan_margin), (renamed, tuning.plan_margin)]
+    if free.any():  # else it is where all are
+        candidates.insert(0, (present, 0.0))
+    for placement, margin in candidates:
         for candidate in _with_pooled(picture, placement, free, tuning):
             candidate_s = mean_makespan(engines, picture.samples, candidate)
             if candidate_s < best_s * (1.0 - margin):

@@ -29,6 +29,7 @@ Indexes = npt.NDArray[np.int64]
 MOST_SAMPLES = 32
 LEAST_SAMPLES = 8
 CELLS = 1 << 16  # samples times trajectories, about
+LANES = 8  # samples come in multiples of what a processor takes at once
 
 # z comes from this many equally probable strata of the normal distribution; a row's samples are of different ones.
 LEVELS = 64
@@ -40,11 +41,13 @@ SIGMA_STEP = 1.0 / 48.0
 
 @dataclass(frozen=True)
 class Samples:
-    """lengths[i, s]: tokens of trajectory i in sample s. contexts: tokens in KV now. tool_s: seconds of tools left."""
+    """lengths[i, s]: tokens of trajectory i in sample s. contexts: tokens in KV now, or mean ones. tool_s: seconds of
+    tools left. prefill: tokens that whichever engine runs it must prefill first."""
 
     lengths: Floats
     contexts: Floats
     tool_s: Floats
+    prefill: Floats
 
 
 @cache
@@ -60,22 +63,30 @@ def _draws() -> tuple[npt.NDArray[np.uint8], Floats]:
 
 
 def sampled(
-    rows: Indexes, lengths: Floats, contexts: Floats, tool_s: Floats, log_sigma: Floats, room_tokens: Floats
+    rows: Indexes,
+    lengths: Floats,
+    contexts: Floats,
+    tool_s: Floats,
+    log_sigma: Floats,
+    room_tokens: Floats,
+    prefill: Floats | None = None,
 ) -> Samples:
     """Samples of n trajectories. lengths: medians in tokens; log_sigma: standard deviation of ln(length); room_tokens:
     what each cap leaves, inf without one."""
     n = len(lengths)
+    prefill = np.zeros(n) if prefill is None else prefill
     if n == 0 or not log_sigma.any():
-        return Samples(np.minimum(lengths, room_tokens)[:, None].copy(), contexts, tool_s)
+        return Samples(np.minimum(lengths, room_tokens)[:, None].copy(), contexts, tool_s, prefill)
     draws, factors = _draws()
-    count = min(MOST_SAMPLES, max(LEAST_SAMPLES, CELLS // n))
-    return Samples(draw(rows, lengths, log_sigma, room_tokens, draws, factors, count), contexts, tool_s)
+    count = min(MOST_SAMPLES, max(LEAST_SAMPLES, CELLS // n // LANES * LANES))
+    return Samples(draw(rows, lengths, log_sigma, room_tokens, draws, factors, count), contexts, tool_s, prefill)
 
 
 def makespans(engines: Floats, samples: Samples, placement: Indexes) -> Floats:
     """Seconds until the last engine is done, in each sample. engines: rows of base_s, per_sequence_s, per_kv_token_s,
-    slots, KV tokens (inf where unknown); placement: an engine's row a trajectory, -1 for none."""
-    return finished(engines, samples.lengths, samples.contexts, samples.tool_s, placement)
+    slots, KV tokens (inf where unknown), and seconds a prefilled token (0 where unknown); placement: an engine's row a
+    trajectory, -1 for none."""
+    return finished(engines, samples.lengths, samples.contexts, samples.tool_s, samples.prefill, placement)
 
 
 def mean_makespan(engines: Floats, samples: Samples, placement: Indexes) -> float:
@@ -105,14 +116,18 @@ def draw(
 
 
 @compiled
-def finished(engines: Floats, lengths: Floats, contexts: Floats, tool_s: Floats, placement: Indexes) -> Floats:
-    """`makespans`: the linear-integral cost of `balance.finish_s`, an engine and sample at a time."""
+def finished(
+    engines: Floats, lengths: Floats, contexts: Floats, tool_s: Floats, prefill: Floats, placement: Indexes
+) -> Floats:
+    """`makespans`: the linear-integral cost of `costs.py`, an engine and sample at a time."""
     m, count = len(engines), lengths.shape[1]
+    prefill_s = np.zeros(m)
     sums = np.zeros((m, 4, count))  # longest, longest alone in seconds, tokens, KV tokens read
     for index in range(len(placement)):
         at = placement[index]
         if at < 0:
             continue
+        prefill_s[at] += prefill[index] * engines[at, 5]
         base_s, context, tools_s = engines[at, 0], contexts[index], tool_s[index]
         longest, alone_s, tokens, kv = sums[at, 0], sums[at, 1], sums[at, 2], sums[at, 3]
         for sample in range(count):
@@ -127,7 +142,8 @@ def finished(engines: Floats, lengths: Floats, contexts: Floats, tool_s: Floats,
         for sample in range(count):
             tokens_s, kv_s = sums[at, 2, sample], sums[at, 3, sample]
             steps = max(sums[at, 0, sample], tokens_s / engine[3], kv_s / engine[4])
-            done_s = max(engine[0] * steps + engine[1] * tokens_s + engine[2] * kv_s, sums[at, 1, sample])
+            done_s = engine[0] * steps + engine[1] * tokens_s + engine[2] * kv_s + prefill_s[at]
+            done_s = max(done_s, sums[at, 1, sample])
             times[sample] = max(times[sample], done_s)
     return times
 
@@ -136,4 +152,4 @@ def warm_up() -> None:
     """Compiles the kernels, or loads them."""
     one = np.ones(1)
     samples = sampled(np.zeros(1, np.int64), one, one, one, one, one)
-    makespans(np.ones((1, 5)), samples, np.zeros(1, np.int64))
+    makespans(np.ones((1, 6)), samples, np.zeros(1, np.int64))

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from treadle_core import balance, placement, scenarios
 from treadle_core.actions import PlanEngine
@@ -22,11 +22,11 @@ def samples_of(lengths: Floats, doubt: float, room: float = NO_CAP) -> Samples:
 
 
 def engines(count: int, slots: int = 1_000) -> list[PlanEngine]:
-    return [PlanEngine(f"e{index}", slots, 0, 1, DecodeCurve(0.01, 2e-4, 1e-8)) for index in range(count)]
+    return [PlanEngine(f"e{index}", slots, 0, 1, DecodeCurve(0.01, 2e-4, 1e-8, 0.0)) for index in range(count)]
 
 
 def rows(count: int) -> Floats:
-    return np.tile(np.array([0.01, 2e-4, 1e-8, 1_000.0, np.inf]), (count, 1))
+    return np.tile(np.array([0.01, 2e-4, 1e-8, 1_000.0, np.inf, 0.0]), (count, 1))
 
 
 def test_samples_are_spread_about_the_median_as_stated() -> None:
@@ -54,7 +54,6 @@ def test_nothing_is_longer_than_its_cap_leaves() -> None:
     assert drawn.min() < 900.0
 
 
-@settings(deadline=None)  # the first example compiles
 @given(
     st.lists(st.tuples(st.floats(1.0, 40_000.0), st.floats(0.0, 60.0), st.integers(-1, 2)), min_size=1, max_size=30),
     st.floats(0.0, 1.5),
@@ -83,7 +82,6 @@ def plan_of(lengths: Floats, doubt: float, count: int = 4) -> Indexes:
     ).engine_of
 
 
-@settings(deadline=None)  # the first example compiles
 @given(st.integers(0, 10_000), st.sampled_from([0.2, 0.5, 0.9]))
 def test_a_hedged_plan_is_done_no_later_on_average_than_the_plan_of_the_medians_or_plain_balance(
     seed: int, doubt: float
