@@ -88,6 +88,39 @@ async def test_a_stream_lost_in_the_middle_goes_on_under_a_ticket_of_the_real_sc
         await t.close()
 
 
+async def test_a_long_turn_in_calls_goes_through_the_real_scheduler_also_where_one_is_lost_or_left(
+    start_service: StartService,
+) -> None:
+    """Calls of 4 tokens; the second loses its engine in the middle, and the next turn is left in its second call.
+
+    Result: the real scheduler gives a ticket for each; no token is missing or comes twice.
+    """
+    scheduler = await start_scheduler(start_service)
+    async with (
+        engines(scheduler.address, "e0") as fakes,
+        treadle.Client(scheduler.address, retry=QUICK, call_tokens=4) as client,
+    ):
+        engine = fakes["e0"]
+        t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
+        stream = t.generate(treadle.Sampling(max_new_tokens=10))
+        for _ in range(2):
+            await anext(stream)
+        engine.script = Script(lose_at=2)
+        async for _ in stream:
+            pass
+        first = [token_at(PROMPT, index) for index in range(4)]
+        second = [token_at([*PROMPT, *first], index) for index in range(4)]
+        third = [token_at([*PROMPT, *first, *second], index) for index in range(2)]
+        assert t.steps[0].token_ids == [*first, *second, *third]
+        assert [request.ticket.turn for request in engine.requests("Generate")] == [0, 1, 1, 2]
+        t.observe([9])
+        stream = t.generate(treadle.Sampling(max_new_tokens=10))
+        for _ in range(3):
+            await anext(stream)
+        await t.close(outcome="truncated")
+        assert [(s.turn, len(s.token_ids), s.finish_reason) for s in t.steps] == [(0, 10, "length"), (1, 6, "aborted")]
+
+
 async def test_steps_left_early_in_every_way_leave_the_real_scheduler_in_order(start_service: StartService) -> None:
     """A step is broken off after two tokens, another before its first; each time the trajectory goes on.
 
@@ -100,6 +133,7 @@ async def test_steps_left_early_in_every_way_leave_the_real_scheduler_in_order(s
         engine.script = Script(hold_at=2)
         async for _ in t.generate(treadle.Sampling(max_new_tokens=10)):
             break
+        await until(engine.holding.is_set)  # by this stream, and not by the next
         t.observe([9])
         engine.script, engine.holding = Script(hold_at=0), asyncio.Event()
         stream = t.generate(treadle.Sampling(max_new_tokens=10))

@@ -23,6 +23,7 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
         self.trajectories: dict[str, scheduler_pb2.Trajectory] = {}
         self.outcomes: dict[str, scheduler_pb2.Outcome.ValueType] = {}
         self.tickets: dict[str, str] = {}  # trajectory → the ticket that is out
+        self._last: dict[str, tuple[str, int]] = {}  # trajectory → its newest ticket, and that one's turn
         self._issued = 0
 
     @property
@@ -69,9 +70,17 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
             return Refusal(grpc.StatusCode.NOT_FOUND, "TRAJECTORY_NOT_FOUND")
         if request.trajectory_id in self.outcomes:
             return Refusal(_FAILED, "TRAJECTORY_CLOSED")
+        out = self.tickets.get(request.trajectory_id, "")
+        if out and not request.replaces_ticket_id and request.turn == trajectory.next_turn + 1:
+            self.finished(out)  # on the client's word: the fact may be late
+            out = ""
+        if request.replaces_ticket_id and self._last.get(request.trajectory_id) == (
+            request.replaces_ticket_id,
+            request.turn,
+        ):
+            trajectory.next_turn, out = request.turn, request.replaces_ticket_id  # also where it has ended meanwhile
         if request.turn != trajectory.next_turn:
             return Refusal(_FAILED, "TURN_OUT_OF_ORDER")
-        out = self.tickets.get(request.trajectory_id, "")
         if out != request.replaces_ticket_id:
             return Refusal(_FAILED, "STEP_IN_FLIGHT", f"{out!r} is out, {request.replaces_ticket_id!r} was named")
         if not self.engines:
@@ -88,6 +97,7 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
             cache_salt="0",
         )
         self.tickets[request.trajectory_id] = ticket.ticket_id
+        self._last[request.trajectory_id] = (ticket.ticket_id, request.turn)
         return scheduler_pb2.ScheduleStepResponse(ticket=ticket)
 
     def _close(self, request: scheduler_pb2.CloseTrajectoryRequest) -> scheduler_pb2.CloseTrajectoryResponse | Refusal:

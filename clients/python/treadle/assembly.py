@@ -37,6 +37,8 @@ class StepAssembly:
         self._since = now
         self._cached_tokens = 0
         self._resumed = 0  # tokens that came from engines before the present one
+        self.calls = 0  # finished: a long step takes several
+        self.called = 0  # tokens of these
 
     def engine(self, engine_id: str) -> None:
         """A ticket for engine_id was issued; its stream begins at the present count of tokens."""
@@ -51,7 +53,7 @@ class StepAssembly:
 
     def chunk(self, message: engine_pb2.TokenChunk, now: float) -> Chunk:
         """Appends the tokens of one message."""
-        offset = message.offset
+        offset = message.offset + self.called
         if offset != len(self.token_ids):
             count = len(self.token_ids)
             kind = "gap" if offset > count else "repeat"
@@ -72,10 +74,9 @@ class StepAssembly:
 
     def preempted(self, message: engine_pb2.StepPreempted, now: float) -> None:
         """The engine put the step back into its queue."""
-        if message.output_tokens != len(self.token_ids):
-            raise StreamBroken(
-                f"preempted after {message.output_tokens} tokens, of which {len(self.token_ids)} arrived"
-            )
+        arrived = len(self.token_ids) - self.called
+        if message.output_tokens != arrived:
+            raise StreamBroken(f"preempted after {message.output_tokens} tokens, of which {arrived} arrived")
         self.preemptions += 1
         self._enter("queue", now)
 
@@ -83,27 +84,36 @@ class StepAssembly:
         """The stream ended without the engine's word: the step waits for another engine."""
         self._enter("queue", now)
 
+    def call_over(self, now: float) -> None:
+        """One call's tokens are all here, and the step goes on with another, which waits for its engine now."""
+        self.calls += 1
+        self.called = len(self.token_ids)
+        self._enter("queue", now)
+
     def finished(self, message: engine_pb2.StepFinished, now: float) -> Step:
         """The step, checked against the engine's final word."""
         count = len(self.token_ids)
-        if message.output_tokens != count:
+        if message.output_tokens + self.called != count:
             raise StreamBroken(
-                f"the engine counts {message.output_tokens} output tokens in turn {self.turn}, {count} arrived"
+                f"the engine counts {message.output_tokens} output tokens in turn {self.turn}, "
+                f"{count - self.called} arrived"
             )
         # The engine's own account of which weights sampled what replaces the one of the chunks, as far as it reaches.
         self._versions = _head(self._versions, self._resumed)
         covered = self._resumed
         for span in message.version_spans:
-            if span.start_token != covered or span.end_token <= covered:
+            start, end = span.start_token + self.called, span.end_token + self.called
+            if start != covered or end <= covered:
                 raise StreamBroken(f"version spans of turn {self.turn} leave a gap or overlap at token {covered}")
-            covered = span.end_token
-            _append(self._versions, span.weight_version, span.start_token, span.end_token)
+            covered = end
+            _append(self._versions, span.weight_version, start, end)
         if covered != count:
             raise StreamBroken(f"version spans of turn {self.turn} cover {covered} of {count} tokens")
         reason = _REASONS.get(message.reason)
         if reason is None:
             raise StreamBroken(f"finish reason {message.reason} of turn {self.turn} is unknown")
-        self._cached_tokens = message.cached_tokens
+        if self.calls == 0:  # of a later call the step's own output is a part
+            self._cached_tokens = message.cached_tokens
         return self.ended(reason, now)
 
     def ended(self, reason: FinishReason, now: float) -> Step:

@@ -27,12 +27,17 @@ from treadle.tasks import to_the_end
 from treadle.trajectory import Trajectory
 from treadle.types import Batch, Prompt, RolloutEvent, RolloutResult
 
+# Some 10 to 20 seconds of decoding, against a ticket and the prefill of one token (ADR 0011).
+CALL_TOKENS = 1_024
+
 
 class Client:
     """A client of the mesh whose scheduler listens at `address` (host:port).
 
     timeouts: deadlines of logical calls. retry: how attempts are spaced. credentials: for TLS; none means plain text.
-    interceptors: of grpc.aio, e.g. OpenTelemetry's, which adds the trace context. seed: of the jitter.
+    interceptors: of grpc.aio, e.g. OpenTelemetry's, which adds the trace context. seed: of the jitter. call_tokens: a
+    turn longer than this is generated in several calls, each scheduled anew, so that its trajectory is ranked and moved
+    in the middle of it; the caller sees one step. 0 for one call a turn. Raises ValueError.
     """
 
     def __init__(
@@ -44,8 +49,12 @@ class Client:
         credentials: grpc.ChannelCredentials | None = None,
         interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
         seed: int | None = None,
+        call_tokens: int = CALL_TOKENS,
     ) -> None:
+        if call_tokens < 0:
+            raise ValueError(f"call_tokens must be >= 0, is {call_tokens}; 0 generates each turn in one call")
         self._address = address
+        self._call_tokens = call_tokens
         self._timeouts = timeouts or Timeouts()
         self._calls = Calls(retry or RetryPolicy(), random.Random(seed))
         self._channels = Channels(credentials, interceptors)
@@ -53,7 +62,7 @@ class Client:
         self._open: set[Trajectory] = set()
 
     async def __aenter__(self) -> Client:
-        self._mesh = Mesh(self._address, self._channels, self._calls, self._timeouts, Clock())
+        self._mesh = Mesh(self._address, self._channels, self._calls, self._timeouts, Clock(), self._call_tokens)
         return self
 
     async def __aexit__(

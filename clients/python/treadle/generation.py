@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from treadle.assembly import StepAssembly
-from treadle.common.v1 import ticket_pb2, tokens_pb2
+from treadle.common.v1 import ticket_pb2
 from treadle.durations import duration
 from treadle.engine.v1 import engine_pb2
 from treadle.errors import StreamBroken, TreadleError, error_from
 from treadle.mesh import Mesh, request_id
 from treadle.retry import Backoff, retryable
 from treadle.scheduler.v1 import scheduler_pb2
+from treadle.step_parts import Part, StepPlan, complete, goes_on, sampling_message
 from treadle.tasks import to_the_end
 from treadle.tokens import pack_ids
-from treadle.types import Chunk, FinishReason, Sampling, Step
+from treadle.types import Chunk, Step
 
 if TYPE_CHECKING:
     GenerateCall = grpc.aio.UnaryStreamCall[engine_pb2.GenerateRequest, engine_pb2.GenerateResponse]
@@ -38,23 +38,6 @@ MAX_FRUITLESS_LOSSES = 5
 _STALE_TICKET = frozenset({"TICKET_EXPIRED", "TICKET_WRONG_ENGINE"})
 
 STEP_HELD = "STEP_HELD"  # ErrorInfo.reason of a ticket that waits for room on an engine
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What a step runs with.
-
-    tool_s: the time since the turn before. lost_ticket_id: of this turn, its stream never ended. unanswered: a
-    ScheduleStep of this turn that was cancelled before its answer, so that a ticket may be out that nobody has seen.
-    """
-
-    trajectory_id: str
-    turn: int
-    prompt: list[int]
-    sampling: Sampling
-    tool_s: float
-    lost_ticket_id: str
-    unanswered: scheduler_pb2.ScheduleStepRequest | None
 
 
 class StepRun:
@@ -77,24 +60,29 @@ class StepRun:
         self._committed = False
         self._ended = asyncio.Event()
         self._aborting = asyncio.Lock()
-        self.turn = -1  # until begun
+        self.call = -1  # that is out, or was the last; until begun
         self.unanswered: scheduler_pb2.ScheduleStepRequest | None = None
-        self.lost_ticket_id = ""  # of this turn; the next ScheduleStep of the turn must name it
+        self.lost_ticket_id = ""  # of this call; the next ScheduleStep of the call must name it
+
+    @property
+    def next_call(self) -> int:
+        """The call after this run's: the one that is still without a ticket, or the one after the last ticket's."""
+        return self.call + 1 if self._ticket is not None and self._ticket.turn == self.call else self.call
 
     async def chunks(self) -> AsyncGenerator[Chunk, None]:
         """Tokens as they come; StreamBroken, or TreadleError when the step cannot go on before its deadline."""
         try:
             plan = await self._begin(self)
             self._assembly = assembly = StepAssembly(plan.turn, self._mesh.clock())
-            self.turn = plan.turn
+            part = plan.part(0, [], self._mesh.call_tokens)
+            self.call = part.call
             self.lost_ticket_id, self.unanswered = plan.lost_ticket_id, plan.unanswered
-            prompt = tokens_pb2.TokenIds(int32_le=pack_ids(plan.prompt))
             backoff = self._mesh.calls.backoff(self._mesh.timeouts.step_s)
             fruitless = 0
             error: TreadleError | None = None
             while not self._stopping:
                 known, heard = len(assembly.token_ids), False
-                opening = self._open(plan, prompt, assembly, backoff, error)
+                opening = self._open(plan.trajectory_id, part, assembly, backoff, error)
                 if (call := await self._unless_stopped(opening)) is None:
                     break
                 error = None
@@ -114,16 +102,24 @@ class StepRun:
                 except grpc.aio.AioRpcError as failure:
                     error = error_from(failure)
                 self._call = None
-                if self._step is not None:
-                    self._commit_once(self._step)
-                    return
+                if (step := self._step) is not None:
+                    if not goes_on(step.finish_reason, assembly, plan, part):
+                        self._commit_once(step)
+                        return
+                    part = self._next_part(plan, assembly)
+                    error, fruitless = None, 0
+                    continue
                 if error is None:
                     raise StreamBroken(f"the stream of turn {plan.turn} ended without StepFinished")
                 assembly.lost(self._mesh.clock())
                 fruitless = fruitless + heard if len(assembly.token_ids) == known else 0
                 if fruitless >= MAX_FRUITLESS_LOSSES or not _elsewhere(error):
                     raise error
-                if (reason := _complete(assembly.token_ids, plan.sampling)) is not None:
+                reason = complete(assembly.token_ids[assembly.called :], part.sampling)
+                if reason is not None and goes_on(reason, assembly, plan, part):
+                    part = self._next_part(plan, assembly)
+                    error, fruitless = None, 0
+                elif reason is not None:
                     self._commit_once(assembly.ended(reason, self._mesh.clock()))
                     return
             self._left()
@@ -174,6 +170,13 @@ class StepRun:
             self._committed = True
             self._commit(step)
 
+    def _next_part(self, plan: StepPlan, assembly: StepAssembly) -> Part:
+        """The step goes on with another call."""
+        assembly.call_over(self._mesh.clock())
+        part = plan.part(assembly.calls, assembly.token_ids, self._mesh.call_tokens)
+        self._step, self.call, self.lost_ticket_id = None, part.call, ""
+        return part
+
     async def _unless_stopped(self, opening: Coroutine[Any, Any, GenerateCall]) -> GenerateCall | None:
         """The opened stream; None where stop() came first."""
         self._opening = asyncio.get_running_loop().create_task(opening)
@@ -186,8 +189,8 @@ class StepRun:
 
     async def _open(
         self,
-        plan: StepPlan,
-        prompt: tokens_pb2.TokenIds,
+        trajectory_id: str,
+        part: Part,
         assembly: StepAssembly,
         backoff: Backoff,
         lost: TreadleError | None,
@@ -198,24 +201,26 @@ class StepRun:
             # for us.
             full = lost.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             await backoff.wait(lost, lost.retry_after_s if full else None)
-        mesh, output = self._mesh, assembly.token_ids
+        mesh, output = self._mesh, assembly.token_ids[assembly.called :]
         timeout_s = min(mesh.timeouts.schedule_s, backoff.remaining_s)
         if self.unanswered is not None:  # the scheduler answers a repeat from its record
             self.lost_ticket_id = (await self._schedule(self.unanswered, timeout_s)).ticket_id
         request = scheduler_pb2.ScheduleStepRequest(
             request_id=request_id(),
-            trajectory_id=plan.trajectory_id,
-            turn=plan.turn,
-            context_tokens=len(plan.prompt),
-            max_new_tokens=plan.sampling.max_new_tokens,
+            trajectory_id=trajectory_id,
+            turn=part.call,
+            context_tokens=part.prompt_tokens,
+            max_new_tokens=part.sampling.max_new_tokens,
             replaces_ticket_id=self.lost_ticket_id,
             resumed_tokens=len(output),
-            tool_time=duration(plan.tool_s),
+            tool_time=duration(part.tool_s),
         )
         self._ticket = ticket = await self._schedule(request, timeout_s)
         self.lost_ticket_id = ticket.ticket_id
         assembly.engine(ticket.engine_id)
-        generate = engine_pb2.GenerateRequest(ticket=ticket, prompt=prompt, sampling=_sampling_message(plan.sampling))
+        generate = engine_pb2.GenerateRequest(
+            ticket=ticket, prompt=part.prompt, sampling=sampling_message(part.sampling)
+        )
         if output:
             generate.resumed_output.int32_le = pack_ids(output)
         engine = mesh.channels.engine(ticket.engine_address)
@@ -273,24 +278,3 @@ def _elsewhere(error: TreadleError) -> bool:
     if error.code is grpc.StatusCode.FAILED_PRECONDITION:
         return error.reason in _STALE_TICKET
     return retryable(error)
-
-
-def _complete(output: list[int], sampling: Sampling) -> FinishReason | None:
-    """Why the step was over although its last event was lost with the engine; None where more tokens are due."""
-    if output and output[-1] in sampling.stop_token_ids:
-        return "stop"
-    return "length" if len(output) >= sampling.max_new_tokens else None
-
-
-def _sampling_message(sampling: Sampling) -> tokens_pb2.SamplingParams:
-    return tokens_pb2.SamplingParams(
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-    )

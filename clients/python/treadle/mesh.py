@@ -29,8 +29,11 @@ def request_id() -> str:
 class Mesh:
     """The mesh as this client reaches it."""
 
-    def __init__(self, address: str, channels: Channels, calls: Calls, timeouts: Timeouts, clock: Clock) -> None:
+    def __init__(
+        self, address: str, channels: Channels, calls: Calls, timeouts: Timeouts, clock: Clock, call_tokens: int = 0
+    ) -> None:
         self.channels, self.calls, self.timeouts, self.clock = channels, calls, timeouts, clock
+        self.call_tokens = call_tokens  # most tokens of one call to an engine, 0 for whole turns
         self.scheduler = channels.scheduler(address)
         self._directory: scheduler_pb2.GetDirectoryResponse | None = None
         self._asking = asyncio.Lock()

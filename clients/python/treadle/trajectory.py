@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 from treadle.assembly import shifted
 from treadle.errors import TokensSpent, TreadleError, refused
-from treadle.generation import StepPlan, StepRun
+from treadle.generation import StepRun
 from treadle.mesh import Mesh, request_id
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.session import Session, invoke, open_session
+from treadle.step_parts import StepPlan
 from treadle.tools.v1 import tools_pb2
 from treadle.types import Chunk, Outcome, Sampling, Span, Step, ToolResult, VersionSpan
 
@@ -66,6 +67,7 @@ class Trajectory:
         self._mesh = mesh
         self._on_change, self._on_close = on_change, on_close
         self._run: StepRun | None = None
+        self._calls = 0  # that the scheduler has counted as turns: one a step, or several of a long one
         self._close_id = request_id()
         self._turn_ended_s = self.opened_s
         self._sessions: list[Session] = []
@@ -171,14 +173,13 @@ class Trajectory:
             raise TokensSpent(f"trajectory {self.trajectory_id} has generated its {self.max_total_tokens} tokens")
         if left is not None and sampling.max_new_tokens > left:
             sampling = dataclasses.replace(sampling, max_new_tokens=left)
-        turn = len(self.steps)
         before, self._run = self._run, run
-        again = (
-            before if before is not None and before.turn == turn else None
-        )  # this turn was begun and came to nothing
+        # A run whose call is not among those that steps took was begun and came to nothing.
+        again = before if before is not None and before.call >= self._calls else None
         return StepPlan(
             trajectory_id=self.trajectory_id,
-            turn=turn,
+            turn=len(self.steps),
+            call=again.call if again else self._calls,
             prompt=list(self.tokens),
             sampling=sampling,
             tool_s=self._mesh.clock() - self._turn_ended_s if self.steps else 0.0,
@@ -199,6 +200,8 @@ class Trajectory:
         self.version_spans += shifted(step.version_spans, start)
         self.spans += step.spans
         self.steps.append(step)
+        assert self._run is not None, "it commits"
+        self._calls = self._run.next_call
         self.gen_tokens += len(step.token_ids)
         self._turn_ended_s = self._mesh.clock()
         self._changed("step")

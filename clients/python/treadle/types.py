@@ -69,8 +69,8 @@ class Step:
 
     token_ids, logprobs: the step's output, equally long. version_spans: over the step's output.
     queue_s, prefill_s, decode_s: sums of the step's spans, that is, as the client saw them; waits after a preemption
-    or for a new engine count as queue. cached_tokens: prompt tokens served from KV. engine_ids: engines that ran it,
-    in order.
+    or for a new engine, and between the calls of a long step, count as queue. cached_tokens: prompt tokens served from
+    KV. engine_ids: engines that ran it, in order.
     """
 
     turn: int
