@@ -61,7 +61,7 @@ STUCK_S = 300.0  # nothing but ticks for so long, beyond every timeout of the co
 
 
 class Driver:
-    """One rollout. chunk_tokens: most tokens of one call, longer turns take several; 0 for no limit. `log`, where
+    """One rollout. call_tokens: most tokens of one call, longer turns take several; 0 for no limit. `log`, where
     given, gets every (time, event, actions) of the controller."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Driver:
         tuning: Tuning,
         predictor: Predictor | None,
         *,
-        chunk_tokens: int = 0,
+        call_tokens: int = 0,
         record: bool = False,
         log: Callable[[float, Event, Sequence[Action]], None] | None = None,
     ) -> None:
@@ -80,7 +80,7 @@ class Driver:
         self._cluster = cluster
         self._predictor = predictor
         self._placement = PlacementStandIn()
-        self._chunk_tokens = chunk_tokens
+        self._call_tokens = call_tokens
         self._record = record
         self._log = log
         self._preempt = policy.preempt
@@ -205,7 +205,7 @@ class Driver:
             trajectory_id=progress.trajectory_id,
             turn=progress.calls,
             context_tokens=progress.context_tokens,
-            max_new_tokens=progress.call_tokens(self._chunk_tokens),
+            max_new_tokens=progress.next_call_tokens(self._call_tokens),
             replaces_ticket_id=replaces,
             resumed_tokens=resumed_tokens,
             tool_s=progress.tool_s,
@@ -234,7 +234,7 @@ class Driver:
             work.prompt_id,
             work.prompt_tokens,
             progress.context_tokens,
-            progress.call_tokens(self._chunk_tokens),
+            progress.next_call_tokens(self._call_tokens),
             self._timeline.now,
             done=float(progress.resumed_tokens),
             spans=[] if self._record else None,

@@ -60,10 +60,10 @@ class Progress:
         if record:
             self.times.spans.append(Span("move" if self.calls else "queue", self.asked_s, now, self.engine))
 
-    def call_tokens(self, chunk_tokens: int) -> int:
-        """What the next call generates: the rest of the turn, or a chunk of it; 0 for no chunks."""
+    def next_call_tokens(self, most_tokens: int) -> int:
+        """What the next call generates: the rest of the turn, or `most_tokens` of it; 0 for no limit."""
         left = self.step.gen_tokens - self.part_tokens
-        return min(left, chunk_tokens) if chunk_tokens else left
+        return min(left, most_tokens) if most_tokens else left
 
     def called(self, gen_tokens: int) -> bool:
         """The present call is sampled: counts it, and says whether that ends the turn."""

@@ -83,7 +83,7 @@ def play(system: System, setting: Setting, degree: int = 0, *, record: bool = Fa
             move_fixed_s=setting.link.fixed_s,
         ),
         predictor,
-        chunk_tokens=system.chunk_tokens,
+        call_tokens=system.call_tokens,
         record=record,
     )
     return Run(system, cluster, driver.run())

@@ -15,15 +15,15 @@ from treadle_core.costs import CostModel
 from treadle_core.model import Ordering, PlacementRule, Policy, Replanning
 from treadle_core.tuning import Tuning
 
-# A turn longer than this is generated in several calls, so that the trajectory can move, and be ranked anew, in the
-# middle of it: some 10 to 20 seconds of decoding, against a ticket and the prefill of one token.
-CHUNK_TOKENS = 1_024
+# Treadle's client generates a turn longer than this in several calls (ADR 0011), so that the trajectory can move, and
+# be ranked anew, in the middle of it: some 10 to 20 seconds of decoding, against a ticket and the prefill of one token.
+CALL_TOKENS = 1_024
 
 
 @dataclass(frozen=True, slots=True)
 class System:
     """predictor: a name of predictors.named, "none", or "" for the rollout's own choice. allocated: engines of mixed
-    parallelism, planned by `cost_model`; else all of one degree. chunk_tokens: of one call, 0 for whole turns."""
+    parallelism, planned by `cost_model`; else all of one degree. call_tokens: of one call, 0 for whole turns."""
 
     name: str
     title: str
@@ -31,7 +31,7 @@ class System:
     predictor: str = "none"
     allocated: bool = False
     cost_model: CostModel = CostModel.LINEAR_INTEGRAL
-    chunk_tokens: int = 0
+    call_tokens: int = 0
     tuning: Tuning = field(default_factory=Tuning)
 
 
@@ -61,28 +61,31 @@ HEDDLE = System(
     allocated=True,
     cost_model=CostModel.GROUP_SIZE,
 )
-TREADLE = System("treadle", "Treadle", Policy(reserve=True), predictor="", allocated=True)
+TREADLE = System("treadle", "Treadle", Policy(reserve=True), predictor="", allocated=True, call_tokens=CALL_TOKENS)
 TREADLE_HOMOGENEOUS = System(
-    "treadle-homogeneous", "Treadle on engines of one degree", Policy(reserve=True), predictor=""
+    "treadle-homogeneous",
+    "Treadle on engines of one degree",
+    Policy(reserve=True),
+    predictor="",
+    call_tokens=CALL_TOKENS,
 )
-TREADLE_CHUNKS = System(
-    "treadle-chunks",
-    "Treadle, long turns generated in chunks (no client does that yet)",
+TREADLE_WHOLE_TURNS = System(
+    "treadle-whole-turns",
+    "Treadle, each turn in one call however long",
     Policy(reserve=True),
     predictor="",
     allocated=True,
-    chunk_tokens=CHUNK_TOKENS,
 )
 ORACLE = System(
     "oracle",
-    "Treadle told every length, long turns in chunks",
+    "Treadle told every length",
     Policy(reserve=True),
     predictor="oracle",
     allocated=True,
-    chunk_tokens=CHUNK_TOKENS,
+    call_tokens=CALL_TOKENS,
 )
 
 BASELINES = (VERL, VERL_STAR, SLIME, LEAST_ATTAINED, PAUSING)
 SYSTEMS: Mapping[str, System] = {
-    system.name: system for system in (*BASELINES, HEDDLE, TREADLE_HOMOGENEOUS, TREADLE, TREADLE_CHUNKS, ORACLE)
+    system.name: system for system in (*BASELINES, HEDDLE, TREADLE_HOMOGENEOUS, TREADLE, TREADLE_WHOLE_TURNS, ORACLE)
 }

@@ -92,7 +92,7 @@ def recorded(name: str) -> Sequence[Heard]:
     def log(now_s: float, event: Event, actions: Sequence[Action]) -> None:
         heard.append(Heard(now_s, event, tuple(actions)))
 
-    SimDriver(work, cluster, system.policy, system.tuning, predictor, chunk_tokens=system.chunk_tokens, log=log).run()
+    SimDriver(work, cluster, system.policy, system.tuning, predictor, call_tokens=system.call_tokens, log=log).run()
     return heard
 
 

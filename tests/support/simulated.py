@@ -84,7 +84,7 @@ def play(
         chosen.policy,
         chosen.tuning,
         told,
-        chunk_tokens=chosen.chunk_tokens,
+        call_tokens=chosen.call_tokens,
         record=record,
         log=log,
     )

@@ -45,7 +45,7 @@ async def test_a_cell_holds_every_ratio_and_no_policy_beats_the_bound(traces: Pa
     assert [cell["model"] for cell in found["cells"]] == ["Qwen3-8B", "Qwen3-14B", "Qwen3-32B"]
     for cell in [*found["cells"], *found["dense_cells"]]:
         assert cell.keys() >= CELL_KEYS
-        own = {"heddle", "treadle", "treadle-chunks", "oracle"}
+        own = {"heddle", "treadle", "treadle-whole-turns", "oracle"}
         assert set(cell["policy"]) == {system.name for system in BASELINES} | own
         assert cell["ratio_to_bound"] <= 1.0
         assert cell["spread"]["ratio_to_verl"][0] <= cell["ratio_to_verl"] <= cell["spread"]["ratio_to_verl"][1]

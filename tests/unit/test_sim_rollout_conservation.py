@@ -81,9 +81,9 @@ def test_an_engine_that_dies_and_weights_that_change_lose_no_token_and_no_trajec
         assert times.queue_s + times.prefill_s + times.decode_s + times.tool_s <= times.finished_s + NEAR_S
 
 
-def calls(work: TrajectoryWork, chunk_tokens: int) -> int:
+def calls(work: TrajectoryWork, call_tokens: int) -> int:
     """Generations of a trajectory: one a turn, or a chunk of a long one."""
-    return sum(-(-step.gen_tokens // chunk_tokens) if chunk_tokens else 1 for step in work.steps)
+    return sum(-(-step.gen_tokens // call_tokens) if call_tokens else 1 for step in work.steps)
 
 
 def check_counts(batch: Works, system: str, rollout: Rollout) -> None:
@@ -92,9 +92,9 @@ def check_counts(batch: Works, system: str, rollout: Rollout) -> None:
     closed = [event.trajectory_id for _, event in rollout.events(TrajectoryClosed)]
     assert sorted(closed) == sorted(f"t{index}" for index in range(len(batch)))
     finished = [(event.trajectory_id, event.turn) for _, event in rollout.events(StepFinished)]
-    chunk_tokens = SYSTEMS[system].chunk_tokens
+    call_tokens = SYSTEMS[system].call_tokens
     assert sorted(finished) == sorted(
-        (f"t{index}", call) for index, work in enumerate(batch) for call in range(calls(work, chunk_tokens))
+        (f"t{index}", call) for index, work in enumerate(batch) for call in range(calls(work, call_tokens))
     )
     told = [0] * len(batch)
     for _, event in rollout.events(StepFinished):

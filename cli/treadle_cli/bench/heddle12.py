@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median, median_low
 from typing import Any
 
-from treadle_sim.systems import BASELINES, HEDDLE, ORACLE, TREADLE, TREADLE_CHUNKS
+from treadle_sim.systems import BASELINES, HEDDLE, ORACLE, TREADLE, TREADLE_WHOLE_TURNS
 
 from treadle_cli.bench.heddle12_page import draw, page
 from treadle_cli.bench.options import BenchOptions
@@ -40,7 +40,7 @@ from treadle_cli.bench.rollouts import (
 NAME = "heddle12"
 PAPER_DEGREE = {"Qwen3-8B": 1, "Qwen3-14B": 1, "Qwen3-32B": 2}
 DENSE = ("Qwen3-32B",)  # models whose batch would be smaller than the others', played with as many too
-PLANNED = (HEDDLE, TREADLE, TREADLE_CHUNKS, ORACLE)
+PLANNED = (HEDDLE, TREADLE, TREADLE_WHOLE_TURNS, ORACLE)
 DIGITS = 4
 
 
@@ -129,7 +129,7 @@ def cell_of(batch: Batch, done: Mapping[Job, Played]) -> dict[str, Any]:
         "ratio_to_slime": policy["slime"] / treadle_s,
         "ratio_to_heddle": policy[HEDDLE.name] / treadle_s,
         "ratio_to_oracle": policy[ORACLE.name] / treadle_s,
-        "chunks_to_best_baseline": policy[best] / policy[TREADLE_CHUNKS.name],
+        "whole_turns_to_best_baseline": policy[best] / policy[TREADLE_WHOLE_TURNS.name],
         "ratio_to_bound": floor_here.bound_s / treadle_s,
         "ratio_to": {system.name: policy[system.name] / treadle_s for system in BASELINES},
         "ratio_at_paper_degree": {name: each / treadle_s for name, each in at_paper_degree.items()},

@@ -26,11 +26,11 @@ LOOKS: Mapping[str, dict[str, Any]] = {
     "pausing": {"marker": ">", "color": "#6B7280"},
     "heddle": {"marker": "o", "color": COLOURS["queue"]},
     "oracle": {"marker": "o", "color": COLOURS["prefill"], "fillstyle": "none"},
-    "treadle-chunks": {"marker": "o", "color": COLOURS["decode"], "fillstyle": "none"},
+    "treadle-whole-turns": {"marker": "o", "color": COLOURS["decode"], "fillstyle": "none"},
     "treadle": {"marker": "o", "color": COLOURS["decode"], "markersize": 9},
 }
 
-OWN = ("heddle", "oracle", "treadle", "treadle-chunks")  # the upper line of a row; baselines stand below
+OWN = ("heddle", "oracle", "treadle", "treadle-whole-turns")  # the upper line of a row; baselines stand below
 BASELINES_LOWER = 0.2  # of a row
 ROOM_FOR_WORDS = 1.35  # of a panel whose points end at 1
 
@@ -87,8 +87,8 @@ def page(found: Mapping[str, Any]) -> Iterator[str]:
         "Ratios are compared, not seconds.",
     )
     yield from point(
-        '"In chunks": the best baseline over Treadle with turns over 1,024 tokens generated in several calls, so',
-        "that a trajectory can move in the middle of one. No client of ours does that yet.",
+        '"In whole turns": the best baseline over Treadle with `call_tokens` 0, so that a trajectory can neither move',
+        "nor be ranked anew within a turn.",
     )
     yield from point(
         "The bound has neither queueing nor interference and takes work as divisible: no system reaches it where work",
@@ -106,7 +106,16 @@ def _seeds(seeds: Sequence[int]) -> str:
 
 
 def _tables(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    heads = ["", "model", "trajectories", "bound, by", "Treadle, s", "best baseline, s", "ratio to it", "in chunks"]
+    heads = [
+        "",
+        "model",
+        "trajectories",
+        "bound, by",
+        "Treadle, s",
+        "best baseline, s",
+        "ratio to it",
+        "in whole turns",
+    ]
     heads += ["to Heddle as printed", "to the oracle", "to the bound"]
     yield from table(heads, (_main(cell) for cell in cells))
     yield ""
@@ -126,7 +135,7 @@ def _main(cell: Mapping[str, Any]) -> list[str]:
     row += [f"{seconds(cell['bound_s'])} s, {cell['bound_by']}", f"**{seconds(cell['policy']['treadle'])}**"]
     row += [f"{seconds(cell['policy'][best])} ({best}, {cell['degree'][best]} GPUs an engine)"]
     row.append(f"**{ratio(cell['ratio_to_best_baseline'], spread.get('ratio_to_best_baseline'))}**")
-    row.append(ratio(cell["chunks_to_best_baseline"], spread.get("chunks_to_best_baseline")))
+    row.append(ratio(cell["whole_turns_to_best_baseline"], spread.get("whole_turns_to_best_baseline")))
     for to in ("heddle", "oracle", "bound"):
         row.append(ratio(cell[f"ratio_to_{to}"], spread.get(f"ratio_to_{to}")))
     return row
@@ -148,7 +157,7 @@ def where_it_loses(cell: Mapping[str, Any]) -> str:
     if not faster:
         return f"to nobody. {rest}"
     who = ", ".join(f"{name} by {by:.1%}" for name, by in sorted(faster.items(), key=lambda item: -item[1]))
-    best_s = min(policy[name] for name in policy if name not in ("treadle", "treadle-chunks", "oracle"))
+    best_s = min(policy[name] for name in policy if name not in ("treadle", "treadle-whole-turns", "oracle"))
     if best_s < NOTHING_TO_WIN * cell["bound_s"]:
         why = "nothing to win: the best is within 5% of the bound"
     elif policy["oracle"] < ALIKE * best_s:
