@@ -144,7 +144,7 @@ def allocate(
         room = None if room_tokens is None else tokens("room_tokens", room_tokens)
         remaining = tokens("remaining_tokens", lengths)
         everyone = np.ones(len(remaining), np.bool_)
-        samples = uncertain(remaining, tokens("context_tokens", contexts), everyone, sigmas, room)
+        samples = uncertain(problem.costs, remaining, tokens("context_tokens", contexts), everyone, sigmas, room)
         if samples is not None:
             return lay_out(problem, hedged_counts(problem, samples, refine_extensions), optimal=False)
     return lay_out(problem, exact_counts(problem, refine_extensions), optimal=True)

@@ -25,7 +25,8 @@ def deal(costs: Costs, group_of: Indexes, current: Indexes, contexts: Floats) ->
     if m == 1 or not len(current) or current.max() < 0:
         return costs.engine_order
     figures = np.hstack([rows, costs.table.pieces.reshape(m, -1)]) if costs.table.pieces.size else rows
-    alike = np.unique(figures, axis=0, return_inverse=True)[1].reshape(m)
+    numbers: dict[bytes, int] = {}
+    alike = np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in figures])
     at_of_engine = np.empty(m, np.int64)
     at_of_engine[costs.engine_order] = np.arange(m)
     dealt = np.empty(m, np.int64)

@@ -98,7 +98,7 @@ def plan_arrays(
     current = np.ascontiguousarray(current, np.int64)
     check_current(current, len(lengths), len(engines))
     costs = tabulate(model, lengths, contexts, current >= 0, engines, curves=curves, workspace=workspace)
-    samples = uncertain(lengths, contexts, current < 0, log_sigma, room_tokens)
+    samples = uncertain(costs, lengths, contexts, current < 0, log_sigma, room_tokens)
     found, _, _ = cut(costs, current, contexts, bound, samples)
     return found
 
@@ -124,7 +124,7 @@ def plan(
     costs = tabulate(model, lengths, contexts, current >= 0, engines, curves=curves)
     log_sigma = np.fromiter((trajectory.log_sigma for trajectory in trajectories), np.float64, n)
     room_tokens = np.fromiter((trajectory.room_tokens for trajectory in trajectories), np.float64, n)
-    samples = uncertain(lengths, contexts, current < 0, log_sigma, room_tokens)
+    samples = uncertain(costs, lengths, contexts, current < 0, log_sigma, room_tokens)
     found, bounds, engine_of_group = cut(costs, current, contexts, True, samples)
     groups: list[Group | None] = [None] * len(engines)
     order, ends = costs.order.tolist(), bounds.tolist()
@@ -135,23 +135,24 @@ def plan(
 
 
 def uncertain(
+    costs: Costs,
     lengths: Floats,
     contexts: Floats,
     unplaced: npt.NDArray[np.bool_],
     log_sigma: Floats | None,
     room_tokens: Floats | None,
 ) -> Samples | None:
-    """What could come of the lengths; None where they are certain. The context of what is `unplaced` is prefilled.
-    Raises InvalidTrajectoryError."""
+    """What could come of the lengths, in the order of ranks; None where they are certain. The context of what is
+    `unplaced` is prefilled. Raises InvalidTrajectoryError."""
     if log_sigma is None:
         return None
     room_tokens = np.full(len(lengths), np.inf) if room_tokens is None else room_tokens
     check_doubt(log_sigma, room_tokens, len(lengths))
     if not log_sigma.any():
         return None
-    tool_s = np.zeros(len(lengths))
-    prefill = np.where(unplaced, contexts, 0.0)
-    return sampled(np.arange(len(lengths)), lengths, contexts, tool_s, log_sigma, room_tokens, prefill)
+    order = costs.order
+    tool_s, prefill = np.zeros(len(lengths)), np.where(unplaced, contexts, 0.0)[order]
+    return sampled(order, lengths[order], contexts[order], tool_s, log_sigma[order], room_tokens[order], prefill)
 
 
 def cut(

@@ -27,21 +27,23 @@ def judged(picture: Picture, planned: Indexes, movable: Flags, tuning: Tuning) -
     """Where each trajectory should be: of some placements the one with the least mean makespan over samples.
 
     They are: where all are; the same with those that have not begun where the plan wants them, as they have no KV to
-    move; a rebalance of that; and the plan itself, its groups renamed so that most stays. Where some have not begun,
-    each also with those pooled (`pooling.py`). What moves KV must beat what does not by `tuning.plan_margin`.
-    Trajectories whose engine is not usable stay out of it.
+    move; and the plan itself, its groups renamed so that most stays, or, where no plan came, a plain rebalance. Where
+    some have not begun, each also with those pooled (`pooling.py`). What moves KV must beat what does not by
+    `tuning.plan_margin`. Trajectories whose engine is not usable stay out of it.
     """
     engines, work, staying = picture.roster.table.rows, picture.work, picture.placement
     movable = movable & (staying >= 0)
     free = movable & ~picture.live.begun
     present = np.where(free & (planned >= 0), planned, staying)
     planned = np.where(movable & (planned >= 0), planned, present)
-    kinds = picture.roster.table.kinds
-    renamed = balance.relabelled(planned, present, picture.live.context_tokens, movable, kinds)
-    rebalanced = balance.rebalanced(engines, work, present, tuning.rebalance_margin, movable)
+    if np.array_equal(planned, staying):  # no plan came
+        other = balance.rebalanced(engines, work, staying, tuning.rebalance_margin, movable)
+    else:
+        context_tokens, kinds = picture.live.context_tokens, picture.roster.table.kinds
+        other = balance.relabelled(planned, present, context_tokens, movable, kinds)
     best, before_s = staying, mean_makespan(engines, picture.samples, staying)
     best_s = before_s
-    candidates = [(rebalanced, tuning.plan_margin), (renamed, tuning.plan_margin)]
+    candidates = [(other, tuning.plan_margin)]
     if free.any():  # else it is where all are
         candidates.insert(0, (present, 0.0))
     for placement, margin in candidates:

@@ -185,7 +185,7 @@ def test_uncertain_lengths_get_engines_that_are_done_sooner_on_average_than_thos
         given = guesses(doubt)
         problem = prepare(given["lengths"], given["contexts"], given["gpus"], given["kinds"], CostModel.LINEAR_INTEGRAL)
         sigmas = RECOURSE * given["log_sigma"]
-        samples = uncertain(given["lengths"], given["contexts"], np.ones(200, np.bool_), sigmas, None)
+        samples = uncertain(problem.costs, given["lengths"], given["contexts"], np.ones(200, np.bool_), sigmas, None)
         assert samples is not None
 
         def mean_s(degrees: tuple[int, ...], problem: Problem = problem, samples: Samples = samples) -> float:
