@@ -43,4 +43,5 @@ def warm_up(curve: DecodeCurve) -> None:
     """One small plan under each cost model, for unlike engines of which one holds the trajectory: all kernels run."""
     engines = [PlanEngine("warm-up", 1, 0, 1, curve), PlanEngine("warm-up-too", 2, 0, 1, curve)]
     for model in CostModel:
-        plan([PlanTrajectory("warm-up", 1.0, 1, "warm-up")], engines, model)
+        for log_sigma in (0.0, 0.5):
+            plan([PlanTrajectory("warm-up", 1.0, 1, "warm-up", log_sigma)], engines, model)

@@ -5,7 +5,7 @@ from typing import Any
 
 import structlog
 from treadle.scheduler.v1 import scheduler_pb2_grpc
-from treadle_core import balance
+from treadle_core import balance, scenarios, worksheet
 from treadle_core.controller import Controller
 from treadle_core.model import Policy
 from treadle_core.tuning import Tuning
@@ -64,7 +64,8 @@ async def wire(runtime: Runtime) -> Wiring:
 async def warm_up() -> None:
     """Background task: the judge of plans is compiled, or loaded, beside the first requests, not within the first
     plan."""
-    await asyncio.to_thread(balance.warm_up)
+    for kernels in (balance, scenarios, worksheet):
+        await asyncio.to_thread(kernels.warm_up)
 
 
 def tuning_of(settings: SchedulerSettings) -> Tuning:
