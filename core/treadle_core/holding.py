@@ -79,7 +79,7 @@ def begun(state: State, engine_id: str, now: float) -> list[Action]:
     if spec is None:
         return []
     actions: list[Action] = []
-    if state.table.tally(engine_id).live_tickets >= spec.slot_limit:
+    if not state.held or state.table.tally(engine_id).live_tickets >= spec.slot_limit:
         return []
     for record in _line(state, engine_id):
         if not _fits(state, record, spec):
@@ -90,10 +90,9 @@ def begun(state: State, engine_id: str, now: float) -> list[Action]:
 
 def _line(state: State, engine_id: str) -> list[TrajectoryRecord]:
     """Those that wait to begin on an engine, best ranked first."""
-    waiting = [
-        record for record in state.table.on(engine_id) if record.ticket is None and record.trajectory_id in state.held
-    ]
-    return sorted(waiting, key=lambda record: -record.priority)
+    held, table = state.held, state.table
+    here = [table.require(trajectory_id) for trajectory_id in table.ids_on(engine_id) if trajectory_id in held]
+    return sorted((record for record in here if record.ticket is None), key=lambda record: -record.priority)
 
 
 def _fits(state: State, record: TrajectoryRecord, spec: EngineSpec) -> bool:

@@ -93,6 +93,7 @@ class StepQueue:
         # Those that wait, best ranked first, and those that run; the rest are being evicted.
         self._waiting: list[_Entry] = []
         self._running: dict[str, _Entry] = {}
+        self._lowest: _Entry | None = None  # of those that run; None where it is to be looked for
 
     def add(self, step_id: str, priority: float) -> None:
         """A step arrived. Raises QueueFull, ValueError for an id that is here already."""
@@ -124,6 +125,10 @@ class StepQueue:
         entry.priority = priority
         if waits:
             insort(self._waiting, entry, key=_rank)
+        elif entry is self._lowest:
+            self._lowest = None
+        else:
+            self._ran(entry)
         return True
 
     def evicted(self, step_id: str) -> None:
@@ -131,7 +136,7 @@ class StepQueue:
         entry = self._entries[step_id]
         if entry.state is _State.WAITING:
             return
-        self._running.pop(step_id, None)
+        self._stopped(entry)
         entry.state, entry.tokens = _State.WAITING, 0
         insort(self._waiting, entry, key=_rank)
 
@@ -142,7 +147,7 @@ class StepQueue:
             return
         if entry.state is _State.WAITING:
             self._take(entry)
-        self._running.pop(step_id, None)
+        self._stopped(entry)
 
     def decide(self) -> list[Admit | Evict]:
         """What to do now, best ranked first. The states change as if it were done; call it after every report."""
@@ -154,6 +159,7 @@ class StepQueue:
             entry = self._waiting.pop(0)
             entry.state, entry.tokens = _State.RUNNING, 0
             self._running[entry.step_id] = entry
+            self._ran(entry)
             yield Admit(entry.step_id)
         if not self.policy.preempt:
             return
@@ -161,7 +167,7 @@ class StepQueue:
         for candidate in self._waiting[self._held() - len(self._running) :]:
             if not self._running:
                 return
-            lowest = max(self._running.values(), key=_rank)
+            lowest = self._lowest = self._lowest or max(self._running.values(), key=_rank)
             outranked = candidate.priority > lowest.priority + self.policy.hysteresis
             if not outranked or lowest.tokens < self.policy.min_run_tokens:
                 return  # those that follow rank below this candidate, so they evict nobody either
@@ -173,8 +179,19 @@ class StepQueue:
 
     def _evict(self, entry: _Entry, by: str) -> Evict:
         entry.state = _State.EVICTING
-        del self._running[entry.step_id]
+        self._stopped(entry)
         return Evict(entry.step_id, by)
+
+    def _ran(self, entry: _Entry) -> None:
+        """It runs, or runs with another priority."""
+        if self._lowest is not None and entry.state is _State.RUNNING and entry.rank > self._lowest.rank:
+            self._lowest = entry
+
+    def _stopped(self, entry: _Entry) -> None:
+        """It does not run any more, if it did."""
+        self._running.pop(entry.step_id, None)
+        if entry is self._lowest:
+            self._lowest = None
 
     def _take(self, entry: _Entry) -> None:
         """Out of the waiting line. Ranks differ, since arrivals do."""

@@ -4,7 +4,7 @@ Owns every TrajectoryRecord, the tallies and the worksheet. Invariant: tallies a
 open records would give; only `put` and `forget` write.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from treadle_core.model import PlacementRule, Replanning, TicketStatus, TrajectoryRecord
@@ -84,6 +84,10 @@ class TrajectoryTable:
     def on(self, engine_id: str) -> list[TrajectoryRecord]:
         """The open ones whose engine this is."""
         return [self._records[trajectory_id] for trajectory_id in self._on.get(engine_id, ())]
+
+    def ids_on(self, engine_id: str) -> Iterable[str]:
+        """The ids of the open ones whose engine this is."""
+        return self._on.get(engine_id, ())
 
     def moving(self) -> list[TrajectoryRecord]:
         """Those with a move under way."""

@@ -50,6 +50,7 @@ class SimEngine:
         self._pending: deque[EngineStep] = deque()  # admitted, not yet prefilled
         self._prefilling: list[EngineStep] = []
         self._decoding: dict[str, EngineStep] = {}
+        self._fresh: dict[str, EngineStep] = {}  # of these, those that have sampled too few tokens to be evicted
         self._ends: list[tuple[float, int, EngineStep]] = []
         self._counter = 0.0  # tokens that each decoding sequence has sampled since the engine began
         self._counted_s = 0.0  # when the counter was last brought up to date
@@ -97,6 +98,7 @@ class SimEngine:
         self._pending.clear()
         self._prefilling.clear()
         self._decoding.clear()
+        self._fresh.clear()
         self._ends.clear()
         self._kv, self._held = 0.0, 0
         self._paused_until = 0.0
@@ -138,9 +140,15 @@ class SimEngine:
     def _decide(self) -> None:
         """Carries out what the queue wants, then goes on."""
         queue = self._queue
-        if queue.waiting and queue.policy.preempt:
-            for step in self._decoding.values():
-                queue.progress(step.step_id, int(step.gen_tokens - (step.end_at - self._counter) - step.done))
+        if queue.waiting and queue.policy.preempt and self._fresh:
+            # Only whether a step has sampled enough to be evicted matters: what has is not looked at again.
+            enough, fresh = queue.policy.min_run_tokens, {}
+            for step_id, step in self._fresh.items():
+                tokens = int(step.gen_tokens - (step.end_at - self._counter) - step.done)
+                queue.progress(step_id, tokens)
+                if tokens < enough:
+                    fresh[step_id] = step
+            self._fresh = fresh
         actions = queue.decide()
         while actions:
             for action in actions:
@@ -161,6 +169,7 @@ class SimEngine:
 
     def _stop(self, step: EngineStep, *, keep: bool) -> None:
         del self._decoding[step.step_id]
+        self._fresh.pop(step.step_id, None)
         step.done = step.gen_tokens - (step.end_at - self._counter)
         self._kv -= step.context_tokens + step.done
         self._held -= step.context_tokens + step.gen_tokens
@@ -233,7 +242,7 @@ class SimEngine:
             step.passed("prefill", now)
             context = step.context_tokens + step.done
             self.cache.saw_prompt(step.prompt_id, step.prompt_tokens)
-            self._decoding[step.step_id] = step
+            self._decoding[step.step_id] = self._fresh[step.step_id] = step
             step.end_at = self._counter + step.gen_tokens - step.done
             self._kv += context
             self._pushed += 1
@@ -255,6 +264,7 @@ class SimEngine:
         while self._ends and self._ends[0][0] <= self._counter + TOKEN_ROUNDING:
             step = heapq.heappop(self._ends)[2]
             del self._decoding[step.step_id]
+            self._fresh.pop(step.step_id, None)
             del self._steps[step.step_id]
             self._queue.remove(step.step_id)
             total = step.context_tokens + step.gen_tokens
