@@ -1,9 +1,9 @@
 """Re-planning by solving again: the partition of REMAINING work, judged before it is followed (reference: 15-20% better
 than scaling ranks).
 
-A plan is never trusted on its own word: it is followed only where the core's own cost model says that it beats both the
-present placement and a plain rebalance of it by a margin. With few engines and few slots that is seldom so, and then
-nothing moves. What moves besides passes the cost gate (`cost_gate.py`): tool time left, bytes over bandwidth, saving.
+A plan is never trusted on its own word: it is followed only where, by the core's own cost model and over samples of
+what could come of the predictions (`scenarios.py`), it beats the present placement by a margin. What moves besides
+passes the cost gate (`cost_gate.py`): tool time left, bytes over bandwidth, saving.
 """
 
 import numpy as np
