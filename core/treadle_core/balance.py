@@ -19,9 +19,6 @@ from treadle_core.worksheet import Flags, Floats, Indexes
 # Moves that one rebalance tries at most; the next one, a few dozen events later, goes on from there.
 REBALANCE_MOVES = 32
 
-# Sums of floats in another order differ by less than this fraction.
-ROUNDING = 1e-9
-
 # Columns of EngineTable.rows; the last, for `scenarios`, is 0: what is placed is prefilled.
 BASE_S, PER_SEQUENCE_S, PER_KV_TOKEN_S, SLOTS, KV_TOKENS, PREFILL_S = range(6)
 # Columns of works: tokens left, KV tokens read over the rest, seconds of tool calls left.
@@ -78,16 +75,6 @@ def finish_times(engines: Floats, work: Floats, placement: Indexes) -> Floats:
     for at in range(len(engines)):
         times[at] = finish_s(engines[at], sums[at, 0], sums[at, 1], sums[at, 2], sums[at, 3])
     return times
-
-
-def better(candidate: Floats, present: Floats, margin: float) -> bool:
-    """Whether a candidate's finish times beat the present ones by a fraction `margin`: the last engine first, and where
-    that one is bound either way (one trajectory that nothing shortens), the next to last, and so on. One that makes a
-    later engine even a little later does not.
-    """
-    new, old = np.sort(candidate)[::-1], np.sort(present)[::-1]
-    decisive = np.flatnonzero((new < old * (1.0 - margin)) | (new > old * (1.0 + ROUNDING)))
-    return bool(len(decisive) and new[decisive[0]] < old[decisive[0]])
 
 
 @lean

@@ -2,9 +2,11 @@
 
 import asyncio
 
+import grpc
 import pytest
 import treadle
 from support.fake_engine import Script, token_at
+from support.fake_servicer import Refusal
 from support.mesh_in_process import FakeMesh, fake_mesh, until
 
 PROMPT = [11, 12, 13]
@@ -156,6 +158,27 @@ async def test_a_step_left_while_its_next_call_waits_for_a_ticket_goes_on_with_t
         await generated(t, treadle.Sampling(max_new_tokens=2))
         assert t.steps[1].token_ids == in_calls(context, 2)
         assert asked(mesh)[-1][0] == 1
+
+
+async def test_a_step_whose_next_call_fits_no_engine_ends_there_as_it_would_in_one_call() -> None:
+    async with fake_mesh("e0") as mesh, mesh.client(call_tokens=CALL) as client:
+        t = await opened(client)
+        stream = t.generate(SAMPLING)
+        assert len([await anext(stream), await anext(stream)]) == 2
+        too_long = Refusal(grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_TOO_LONG", fields=("context_tokens",))
+        mesh.scheduler.refuse_next("ScheduleStep", too_long)
+        assert [chunk async for chunk in stream] == []
+        assert (t.steps[0].token_ids, t.steps[0].finish_reason) == (in_calls(PROMPT, CALL), "length")
+
+
+async def test_a_first_call_that_fits_no_engine_is_an_error() -> None:
+    async with fake_mesh("e0") as mesh, mesh.client(call_tokens=CALL) as client:
+        t = await opened(client)
+        too_long = Refusal(grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_TOO_LONG", fields=("context_tokens",))
+        mesh.scheduler.refuse_next("ScheduleStep", too_long)
+        with pytest.raises(treadle.TreadleError, match="CONTEXT_TOO_LONG"):
+            await generated(t)
+        assert t.steps == []
 
 
 async def test_a_step_that_fails_in_a_later_call_keeps_nothing_and_runs_again() -> None:

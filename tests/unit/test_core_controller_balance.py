@@ -50,7 +50,8 @@ def test_a_rebalance_never_makes_the_last_engine_later(lengths: list[float], cou
     before = balance.finish_times(rows, jobs, present)
     after = balance.finish_times(rows, jobs, balance.rebalanced(rows, jobs, present, MARGIN, all_may(len(lengths))))
     assert after.max() <= before.max() * (1 + 1e-9)
-    assert not balance.better(before, after, 1e-9)
+    # Nor, where that one is bound, any engine after it.
+    assert tuple(np.sort(after)[::-1]) <= tuple(np.sort(before)[::-1] * (1 + 1e-9))
 
 
 @given(LENGTHS)
@@ -74,7 +75,6 @@ def test_one_trajectory_that_sets_the_bound_does_not_hide_the_imbalance_of_the_r
     result = balance.rebalanced(rows, jobs, present, MARGIN, all_may(7))
     assert result[0] == 0
     assert np.bincount(result, minlength=3).tolist() == [1, 3, 3]
-    assert balance.better(balance.finish_times(rows, jobs, result), balance.finish_times(rows, jobs, present), MARGIN)
 
 
 def test_groups_of_equal_engines_keep_the_names_that_leave_most_context_where_it_is() -> None:

@@ -37,6 +37,7 @@ MAX_FRUITLESS_LOSSES = 5
 # ticket's life.
 _STALE_TICKET = frozenset({"TICKET_EXPIRED", "TICKET_WRONG_ENGINE"})
 
+CONTEXT_TOO_LONG = "CONTEXT_TOO_LONG"  # ErrorInfo.reason of a ticket that no engine has the context for
 STEP_HELD = "STEP_HELD"  # ErrorInfo.reason of a ticket that waits for room on an engine
 
 
@@ -83,7 +84,15 @@ class StepRun:
             while not self._stopping:
                 known, heard = len(assembly.token_ids), False
                 opening = self._open(plan.trajectory_id, part, assembly, backoff, error)
-                if (call := await self._unless_stopped(opening)) is None:
+                try:
+                    call = await self._unless_stopped(opening)
+                except TreadleError as refusal:
+                    if refusal.reason != CONTEXT_TOO_LONG or assembly.calls == 0:
+                        raise
+                    # In one call the engine would have ended the step where its context is full.
+                    self._commit_once(assembly.ended("length", self._mesh.clock()))
+                    return
+                if call is None:
                     break
                 error = None
                 try:
