@@ -157,10 +157,10 @@ def bench(
     chosen = BENCHES[name]
     figures: dict[str, Any] = {}
     if redraw is not None:
-        if chosen.redraw is None or pictures is None:
+        if chosen.page is None or pictures is None:
             _end(UsageProblem("--redraw needs --pictures, and a bench that can draw again"), USER_CAN_HELP)
         try:
-            chosen.redraw(json.loads(redraw.read_text()), pictures)
+            chosen.put_down(json.loads(redraw.read_text()), pictures)
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             _end(UsageProblem(f"--redraw {redraw}: {error}"), USER_CAN_HELP)
         return
@@ -168,7 +168,7 @@ def bench(
     async def measure(hurry: asyncio.Event) -> int:
         plan = engine_plan(chosen.engines, slots, model, seed, []) if chosen.engines else None
         options = BenchOptions(plan, seed, repeats, traces, data, pictures, hurry=hurry, scale=scale)
-        figures.update(await chosen.run(options))
+        figures.update(await chosen.measured(options))
         if as_json:
             typer.echo(json.dumps(figures))
         else:

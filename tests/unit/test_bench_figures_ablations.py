@@ -51,27 +51,25 @@ def tiny(tmp_path: Path) -> BenchOptions:
 
 @pytest.mark.parametrize("name", ["heddle4", "heddle14", "heddle15", "heddle16"])
 async def test_a_figure_writes_what_it_needs_to_be_drawn_again(name: str, tiny: BenchOptions, tmp_path: Path) -> None:
-    found = await BENCHES[name].run(tiny)
+    found = await BENCHES[name].measured(tiny)
     assert tiny.pictures is not None
     assert json.loads((tiny.pictures / f"{name}.json").read_text()) == json.loads(json.dumps(found))
     for row in found["rows"]:
         for value in row.get("ratio_to", {}).values():
             assert value > 0.0
-    redraw = BENCHES[name].redraw
-    assert redraw is not None
-    redraw(found, tmp_path / "again")
+    BENCHES[name].put_down(found, tmp_path / "again")
     assert (tmp_path / "again" / f"{name}.md").read_bytes() == (tiny.pictures / f"{name}.md").read_bytes()
     assert (tmp_path / "again" / f"{name}.png").stat().st_size > 0
 
 
 async def test_the_simulator_is_timed_on_the_batch_that_it_names(tiny: BenchOptions) -> None:
-    found = await BENCHES["simulator"].run(replace(tiny, repeats=1))
+    found = await BENCHES["simulator"].measured(replace(tiny, repeats=1))
     assert (found["gpus"], found["trajectories"]) == (1, 96)
     assert found["s"] == max(row["s"] for row in found["rows"] if row["system"] == "treadle") > 0.0
 
 
 async def test_the_tables_measure_every_cell(tiny: BenchOptions) -> None:
-    found = await BENCHES["heddle-tables"].run(replace(tiny, repeats=1))
+    found = await BENCHES["heddle-tables"].measured(replace(tiny, repeats=1))
     assert [row["model"] for row in found["rows"]] == ["Qwen3-8B", "Qwen3-14B", "Qwen3-32B"]
     for row in found["rows"]:
         assert row["tool_s"] == pytest.approx(0.1)
@@ -146,7 +144,7 @@ def test_tagged_trajectories_run_on_engines_that_carry_their_tag() -> None:
 
 async def test_affinity_compares_every_system_under_every_routing(tmp_path: Path) -> None:
     options = BenchOptions(repeats=1, scale=0.01, workers=1, pictures=tmp_path)
-    found = await BENCHES["affinity"].run(options)
+    found = await BENCHES["affinity"].measured(options)
     assert {row["task"]: row["suited"] for row in found["alone"]} == {"prefill-heavy": "H800", "decode-heavy": "H20"}
     ratios = {(row["system"], row["routing"]): row["ratio"] for row in found["mixed"]}
     assert len(ratios) == 3 * 3

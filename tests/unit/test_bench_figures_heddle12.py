@@ -41,7 +41,7 @@ def traces(tmp_path: Path) -> Path:
 async def test_a_cell_holds_every_ratio_and_no_policy_beats_the_bound(traces: Path, tmp_path: Path) -> None:
     drawn = tmp_path / "drawn"
     options = BenchOptions(repeats=2, traces=traces, scale=ONE_GPU, workers=1, pictures=drawn)
-    found = await BENCHES["heddle12"].run(options)
+    found = await BENCHES["heddle12"].measured(options)
     assert [cell["model"] for cell in found["cells"]] == ["Qwen3-8B", "Qwen3-14B", "Qwen3-32B"]
     for cell in [*found["cells"], *found["dense_cells"]]:
         assert cell.keys() >= CELL_KEYS
@@ -52,9 +52,7 @@ async def test_a_cell_holds_every_ratio_and_no_policy_beats_the_bound(traces: Pa
         assert cell["ratio_to_best_baseline"] <= min(cell["ratio_to_verl"], cell["ratio_to_slime"])
     assert json.loads((drawn / "heddle12.json").read_text()) == json.loads(json.dumps(found))
 
-    redraw = BENCHES["heddle12"].redraw
-    assert redraw is not None
-    redraw(json.loads((drawn / "heddle12.json").read_text()), tmp_path / "again")
+    BENCHES["heddle12"].put_down(json.loads((drawn / "heddle12.json").read_text()), tmp_path / "again")
     for file in ("heddle12.md", "heddle12.png"):
         assert (tmp_path / "again" / file).read_bytes() == (drawn / file).read_bytes()
 

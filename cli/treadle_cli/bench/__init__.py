@@ -16,6 +16,7 @@ from treadle_cli.bench import (
     controller,
     fidelity,
     heddle12,
+    heddle12_page,
     long_tail,
     overheads,
     parallelism,
@@ -28,22 +29,35 @@ from treadle_cli.bench import (
     workloads,
 )
 from treadle_cli.bench.options import BenchOptions
+from treadle_cli.bench.page import Draw, Write, put_down
 
 Run = Callable[[BenchOptions], Awaitable[dict[str, Any]]]
-Redraw = Callable[[Mapping[str, Any], Path], None]
 
 
 @dataclass(frozen=True)
 class Bench:
     """One figure. summary: one line of help. run: measures, and gives the keys and their values. engines: how many it
-    starts, each of which takes a core where there is no GPU. redraw: writes page and picture of what `run` gave into a
-    folder, where the bench can."""
+    starts, each of which takes a core where there is no GPU. page, draw: what `run` gave in words and as a picture."""
 
     name: str
     summary: str
     run: Run
     engines: int = 0
-    redraw: Redraw | None = None
+    page: Write | None = None
+    draw: Draw | None = None
+
+    async def measured(self, options: BenchOptions) -> dict[str, Any]:
+        """What `run` gives, with page and picture of it where `options.pictures` names a folder for them."""
+        found = await self.run(options)
+        if options.pictures is not None and self.page is not None:
+            self.put_down(found, options.pictures)
+        return found
+
+    def put_down(self, found: Mapping[str, Any], folder: Path) -> None:
+        """Writes the figures, their page and their picture. Raises ValueError for a bench that has no page."""
+        if self.page is None:
+            raise ValueError(f"bench {self.name} has no page")
+        put_down(self.name, found, folder, self.page, self.draw)
 
 
 BENCHES: Mapping[str, Bench] = {
@@ -102,49 +116,55 @@ BENCHES: Mapping[str, Bench] = {
             "Heddle's Figure 12: coding, search and math on three models and 64 GPUs, every system and the bound; "
             "--scale for a part of it. Takes about an hour on 2 cores.",
             heddle12.run,
-            redraw=heddle12.redraw,
+            page=heddle12_page.page,
+            draw=heddle12_page.draw,
         ),
         Bench(
             completion.NAME,
             "Heddle's Figure 4: when trajectories end under verl. Takes about a minute.",
             completion.run,
-            redraw=completion.redraw,
+            page=completion.page,
+            draw=completion.draw,
         ),
         Bench(
             scheduling.NAME,
             "Heddle's Figure 14: which step runs first. Takes about 20 minutes, a few with --scale 0.25.",
             scheduling.run,
-            redraw=scheduling.redraw,
+            page=scheduling.page,
+            draw=scheduling.draw,
         ),
         Bench(
             placement_rules.NAME,
             "Heddle's Figure 15: which engine runs a step. Takes about 10 minutes, a few with --scale 0.25.",
             placement_rules.run,
-            redraw=placement_rules.redraw,
+            page=placement_rules.page,
+            draw=placement_rules.draw,
         ),
         Bench(
             parallelism.NAME,
             "Heddle's Figure 16: engines of one degree and of mixed degrees. Takes about 10 minutes.",
             parallelism.run,
-            redraw=parallelism.redraw,
+            page=parallelism.page,
+            draw=parallelism.draw,
         ),
         Bench(
             overheads.NAME,
             "Heddle's Tables 1 and 2: what prediction, moves, placement and resource plans add. Takes about 2 minutes.",
             overheads.run,
-            redraw=overheads.redraw,
+            page=overheads.page,
         ),
         Bench(
             affinity.NAME,
             "RollArt's Figure 4: work on H20 against work on H800, and routing between them. Takes about 2 minutes.",
             affinity.run,
-            redraw=affinity.redraw,
+            page=affinity.page,
+            draw=affinity.draw,
         ),
         Bench(
             simulator.NAME,
             "Wall seconds of one simulated rollout of 6,400 trajectories on 64 GPUs. Takes about 5 minutes.",
             simulator.run,
-            redraw=simulator.redraw,
+            page=simulator.page,
         ),
     )
 }

@@ -44,7 +44,7 @@ from treadle_cli.bench.affinity_tasks import (
 )
 from treadle_cli.bench.figures_picture import FAINT, SERIES, figure_with, tidy
 from treadle_cli.bench.options import BenchOptions
-from treadle_cli.bench.page import MACHINE, command, paragraph, point, put_down, ratio, seconds, table
+from treadle_cli.bench.page import MACHINE, command, paragraph, point, ratio, seconds, table
 
 NAME = "affinity"
 PAPER = {"prefill-heavy": (0.53, 0.53), "decode-heavy": (0.49, 0.79)}
@@ -76,7 +76,7 @@ async def run(options: BenchOptions) -> dict[str, Any]:
         alone = [_alone(name, seeds, prompts, played) for name in TASKS]
         sweep = [_swept(read, options.seed, prompts, played) for read in SWEEP]
         mixed = [row for system in SYSTEMS for row in _mixed(system, seeds, prompts, played)]
-    found = {
+    return {
         "model": LLM,
         "pools": POOLS,
         "slots": SLOTS,
@@ -88,14 +88,6 @@ async def run(options: BenchOptions) -> dict[str, Any]:
         "sweep": sweep,
         "mixed": mixed,
     }
-    if options.pictures is not None:
-        redraw(found, options.pictures)
-    return found
-
-
-def redraw(found: Mapping[str, Any], folder: Path) -> None:
-    """Page and picture of what `run` gave."""
-    put_down(NAME, found, folder, _page, _draw)
 
 
 def _play(workload: Workload, pools: Sequence[str], system: System, seed: int) -> Outcome:
@@ -170,7 +162,7 @@ def _mixed(system: System, seeds: Sequence[int], prompts: int, played: Any) -> l
     ]
 
 
-def _page(found: Mapping[str, Any]) -> Iterator[str]:
+def page(found: Mapping[str, Any]) -> Iterator[str]:
     yield "# affinity: which accelerators suit which work"
     yield ""
     yield from paragraph(
@@ -247,7 +239,7 @@ def _page(found: Mapping[str, Any]) -> Iterator[str]:
             yield f"- **Where routing loses**, {system}: {', '.join(worse)}."
 
 
-def _draw(found: Mapping[str, Any], file: Path) -> None:
+def draw(found: Mapping[str, Any], file: Path) -> None:
     note = f"{LLM}, {POOLS[BANDWIDTH]} {BANDWIDTH} against {POOLS[COMPUTE]} {COMPUTE}, which cost about the same."
     with figure_with("Which accelerators suit which work", note, file, height_in=4.0, top=0.76) as figure:
         left, right = figure.subplots(1, 2)

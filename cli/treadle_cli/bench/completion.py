@@ -17,7 +17,7 @@ from treadle_sim.systems import VERL
 
 from treadle_cli.bench.figures_picture import SERIES, figure_with, tidy
 from treadle_cli.bench.options import BenchOptions
-from treadle_cli.bench.page import MACHINE, command, paragraph, point, put_down, ratio, seconds, table
+from treadle_cli.bench.page import MACHINE, command, paragraph, point, ratio, seconds, table
 from treadle_cli.bench.rollouts import ACCELERATOR, Job, batch_for, play_all, setting, workloads
 
 NAME = "heddle4"
@@ -51,7 +51,7 @@ async def run(options: BenchOptions) -> dict[str, Any]:
             }
         )
     first = next(iter(batches.values()))[0]
-    found = {
+    return {
         "model": LLM,
         "accelerator": ACCELERATOR,
         "gpus": first.gpus,
@@ -61,17 +61,9 @@ async def run(options: BenchOptions) -> dict[str, Any]:
         "repeats": options.repeats,
         "rows": rows,
     }
-    if options.pictures is not None:
-        redraw(found, options.pictures)
-    return found
 
 
-def redraw(found: Mapping[str, Any], folder: Path) -> None:
-    """Page and picture of what `run` gave."""
-    put_down(NAME, found, folder, _page, _draw)
-
-
-def _page(found: Mapping[str, Any]) -> Iterator[str]:
+def page(found: Mapping[str, Any]) -> Iterator[str]:
     yield "# heddle4: the last trajectory against the others"
     yield ""
     yield from paragraph(
@@ -99,7 +91,7 @@ def _page(found: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-def _draw(found: Mapping[str, Any], file: Path) -> None:
+def draw(found: Mapping[str, Any], file: Path) -> None:
     note = f"Share of trajectories that have ended, by time over the last one's. verl, {LLM}, {found['gpus']} GPUs."
     with figure_with("The last trajectory against the others", note, file, height_in=4.0, top=0.80) as figure:
         axes = figure.subplots()

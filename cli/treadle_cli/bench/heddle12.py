@@ -14,15 +14,12 @@ A cell: `policy` gives makespans in seconds, a baseline's at the degree that sui
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median, median_low
 from typing import Any
 
 from treadle_sim.systems import BASELINES, HEDDLE, ORACLE, TREADLE, TREADLE_WHOLE_TURNS
 
-from treadle_cli.bench.heddle12_page import draw, page
 from treadle_cli.bench.options import BenchOptions
-from treadle_cli.bench.page import put_down
 from treadle_cli.bench.rollouts import (
     ACCELERATOR,
     GPUS,
@@ -53,14 +50,7 @@ async def run(options: BenchOptions) -> dict[str, Any]:
     else:
         found |= await _size(1.0, seeds[:1], options)
         found["small"] = await _size(SMALL_SCALE, seeds, options)
-    if options.pictures is not None:
-        put_down(NAME, found, options.pictures, page, draw)
     return found
-
-
-def redraw(found: Mapping[str, Any], folder: Path) -> None:
-    """Page and picture of what `run` gave."""
-    put_down(NAME, found, folder, page, draw)
 
 
 async def _size(scale: float, seeds: Sequence[int], options: BenchOptions) -> dict[str, Any]:

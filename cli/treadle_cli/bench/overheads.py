@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -28,7 +27,7 @@ from treadle_sim.rollout import Setting, chosen, known
 from treadle_sim.systems import TREADLE
 
 from treadle_cli.bench.options import BenchOptions
-from treadle_cli.bench.page import MACHINE, command, paragraph, point, put_down, table
+from treadle_cli.bench.page import MACHINE, command, paragraph, point, table
 from treadle_cli.bench.rollouts import ACCELERATOR, SMALL_SCALE, batch_for, setting, workloads
 
 NAME = "heddle-tables"
@@ -88,7 +87,7 @@ async def run(options: BenchOptions) -> dict[str, Any]:
         for name, llm in cells:
             rows.append(_row(name, llm, scale, options))
             progress.advance(task)
-    found = {
+    return {
         "accelerator": ACCELERATOR,
         "gpus": batch_for(*cells[0], scale, options.seed, options).gpus,
         "assumed_predict_s": Latencies().predict_s,
@@ -97,14 +96,6 @@ async def run(options: BenchOptions) -> dict[str, Any]:
         "repeats": options.repeats,
         "rows": rows,
     }
-    if options.pictures is not None:
-        redraw(found, options.pictures)
-    return found
-
-
-def redraw(found: Mapping[str, Any], folder: Path) -> None:
-    """The page of what `run` gave."""
-    put_down(NAME, found, folder, _page)
 
 
 def _row(name: str, llm: str, scale: float, options: BenchOptions) -> dict[str, Any]:
@@ -179,7 +170,7 @@ def _milliseconds(work: Callable[[], object], repeats: int) -> float:
     return MS * median(times)
 
 
-def _page(found: Mapping[str, Any]) -> Iterator[str]:
+def page(found: Mapping[str, Any]) -> Iterator[str]:
     yield "# heddle-tables: what prediction, moves and plans add"
     yield ""
     yield from paragraph(

@@ -15,7 +15,7 @@ from treadle_sim.systems import TREADLE, TREADLE_HOMOGENEOUS
 from treadle_cli.bench.ablation import LLM, Variant, ablate, lines, losses, ratios
 from treadle_cli.bench.figures_picture import SERIES, bars, figure_with, tidy
 from treadle_cli.bench.options import BenchOptions
-from treadle_cli.bench.page import MACHINE, command, paragraph, point, put_down, seeds
+from treadle_cli.bench.page import MACHINE, command, paragraph, point, seeds
 from treadle_cli.bench.rollouts import DEGREES, TRACES, Job, batch_for, play_all
 
 NAME = "heddle16"
@@ -47,17 +47,10 @@ async def run(options: BenchOptions) -> dict[str, Any]:
             for variant, one in zip(shown, runs, strict=True)
         },
     }
-    if options.pictures is not None:
-        redraw(found, options.pictures)
     return found
 
 
-def redraw(found: Mapping[str, Any], folder: Path) -> None:
-    """Page and picture of what `run` gave."""
-    put_down(NAME, found, folder, _page, _draw)
-
-
-def _page(found: Mapping[str, Any]) -> Iterator[str]:
+def page(found: Mapping[str, Any]) -> Iterator[str]:
     yield "# heddle16: engines of one degree, and of mixed degrees"
     yield ""
     yield from paragraph(
@@ -85,7 +78,7 @@ def _best_single(found: Mapping[str, Any]) -> str:
     return f"{min(least):.2f}–{max(least):.2f}×"
 
 
-def _draw(found: Mapping[str, Any], file: Path) -> None:
+def draw(found: Mapping[str, Any], file: Path) -> None:
     active = found["active"]
     note = (
         f"{LLM}, {found['trajectories']:,} trajectories, {found['gpus']} {found['accelerator']} GPUs. Left: "

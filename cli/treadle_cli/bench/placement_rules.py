@@ -17,7 +17,7 @@ from treadle_sim.systems import TREADLE_HOMOGENEOUS, System
 from treadle_cli.bench.ablation import LLM, Variant, ablate, lines, losses, ratios
 from treadle_cli.bench.figures_picture import draw_bars
 from treadle_cli.bench.options import BenchOptions
-from treadle_cli.bench.page import MACHINE, command, paragraph, point, put_down, seeds
+from treadle_cli.bench.page import MACHINE, command, paragraph, point, seeds
 
 NAME = "heddle15"
 PAPER = "1.2–1.5×"
@@ -54,18 +54,10 @@ VARIANTS = (
 
 async def run(options: BenchOptions) -> dict[str, Any]:
     """See the module. Raises TraceFileError, OSError."""
-    found = await ablate(NAME, VARIANTS, options)
-    if options.pictures is not None:
-        redraw(found, options.pictures)
-    return found
+    return await ablate(NAME, VARIANTS, options)
 
 
-def redraw(found: Mapping[str, Any], folder: Path) -> None:
-    """Page and picture of what `run` gave."""
-    put_down(NAME, found, folder, _page, _draw)
-
-
-def _page(found: Mapping[str, Any]) -> Iterator[str]:
+def page(found: Mapping[str, Any]) -> Iterator[str]:
     yield "# heddle15: which engine runs a step"
     yield ""
     yield from paragraph(
@@ -96,7 +88,7 @@ def _page(found: Mapping[str, Any]) -> Iterator[str]:
     yield from losses(found)
 
 
-def _draw(found: Mapping[str, Any], file: Path) -> None:
+def draw(found: Mapping[str, Any], file: Path) -> None:
     note = (
         f"{LLM} on {found['gpus']} {found['accelerator']} GPUs, one an engine; {seeds(found)}. "
         "Right: when half of the trajectories had ended."

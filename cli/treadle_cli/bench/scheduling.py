@@ -17,7 +17,7 @@ from treadle_sim.systems import TREADLE, System
 from treadle_cli.bench.ablation import LLM, Variant, ablate, lines, losses, ratios
 from treadle_cli.bench.figures_picture import draw_bars
 from treadle_cli.bench.options import BenchOptions
-from treadle_cli.bench.page import MACHINE, command, paragraph, point, put_down, seeds
+from treadle_cli.bench.page import MACHINE, command, paragraph, point, seeds
 from treadle_cli.bench.rollouts import SLOTS
 
 NAME = "heddle14"
@@ -47,17 +47,10 @@ async def run(options: BenchOptions) -> dict[str, Any]:
     """See the module. Raises TraceFileError, OSError."""
     found = await ablate(f"{NAME}, {SLOTS} slots", VARIANTS, options)
     found["crowded"] = await ablate(f"{NAME}, {CROWDED_SLOTS} slots", VARIANTS, options, slots=CROWDED_SLOTS)
-    if options.pictures is not None:
-        redraw(found, options.pictures)
     return found
 
 
-def redraw(found: Mapping[str, Any], folder: Path) -> None:
-    """Page and picture of what `run` gave."""
-    put_down(NAME, found, folder, _page, _draw)
-
-
-def _page(found: Mapping[str, Any]) -> Iterator[str]:
+def page(found: Mapping[str, Any]) -> Iterator[str]:
     others = [variant.name for variant in VARIANTS[1:] if variant.name != UNHELD]
     yield "# heddle14: which step runs first"
     yield ""
@@ -90,7 +83,7 @@ def _page(found: Mapping[str, Any]) -> Iterator[str]:
     yield from losses(found["crowded"], " with half the slots")
 
 
-def _draw(found: Mapping[str, Any], file: Path) -> None:
+def draw(found: Mapping[str, Any], file: Path) -> None:
     title = "Which step runs first"
     note = (
         f"{LLM}, {found['gpus']} {found['accelerator']} GPUs, {seeds(found)}. Left: "

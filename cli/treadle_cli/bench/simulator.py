@@ -7,7 +7,6 @@ events a second. Each is a median over `repeats`, the first rollout of the proce
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -16,7 +15,7 @@ from treadle_sim.parametric import WORKLOADS
 from treadle_sim.systems import HEDDLE, TREADLE, VERL
 
 from treadle_cli.bench.options import BenchOptions
-from treadle_cli.bench.page import command, paragraph, point, put_down, table
+from treadle_cli.bench.page import command, paragraph, point, table
 from treadle_cli.bench.rollouts import TRACES, Job, batch_for, played
 
 NAME = "simulator"
@@ -55,7 +54,7 @@ async def run(options: BenchOptions) -> dict[str, Any]:
                     }
                 )
     first = batches[names[0]]
-    found = {
+    return {
         "trajectories": first.trajectories,
         "gpus": first.gpus,
         "s": max(row["s"] for row in rows if row["system"] == TREADLE.name),
@@ -65,17 +64,9 @@ async def run(options: BenchOptions) -> dict[str, Any]:
         "repeats": options.repeats,
         "rows": rows,
     }
-    if options.pictures is not None:
-        redraw(found, options.pictures)
-    return found
 
 
-def redraw(found: Mapping[str, Any], folder: Path) -> None:
-    """The page of what `run` gave."""
-    put_down(NAME, found, folder, _page)
-
-
-def _page(found: Mapping[str, Any]) -> Iterator[str]:
+def page(found: Mapping[str, Any]) -> Iterator[str]:
     yield "# simulator: seconds of one rollout"
     yield ""
     yield from paragraph(
