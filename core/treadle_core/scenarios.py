@@ -19,7 +19,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from treadle_core.compiled import compiled
+from treadle_core.compiled import compiled, inlined
 
 Floats = npt.NDArray[np.float64]
 Indexes = npt.NDArray[np.int64]
@@ -122,36 +122,42 @@ def draw(
     return result
 
 
+@inlined
+def add(sums: Floats, lengths: Floats, base_s: float, context: float, tool_s: float) -> None:
+    """One more trajectory on an engine. sums[4, samples]: longest, longest alone in seconds, tokens, KV tokens read."""
+    for sample in range(sums.shape[1]):
+        length = lengths[sample]
+        sums[0, sample] = max(sums[0, sample], length)
+        sums[1, sample] = max(sums[1, sample], length * base_s + tool_s)
+        sums[2, sample] += length
+        sums[3, sample] += length * (context + 0.5 * length)
+
+
+@inlined
+def end(times: Floats, sums: Floats, engine: Floats, prefill_s: float) -> None:
+    """The engine is done: the linear-integral cost of `costs.py`, and never before its longest alone."""
+    for sample in range(len(times)):
+        tokens, kv = sums[2, sample], sums[3, sample]
+        steps = max(sums[0, sample], tokens / engine[3], kv / engine[4])
+        done_s = engine[0] * steps + engine[1] * tokens + engine[2] * kv + prefill_s
+        times[sample] = max(times[sample], done_s, sums[1, sample])
+
+
 @compiled
 def finished(
     engines: Floats, lengths: Floats, contexts: Floats, tool_s: Floats, prefill: Floats, placement: Indexes
 ) -> Floats:
-    """`makespans`: the linear-integral cost of `costs.py`, an engine and sample at a time."""
-    m, count = len(engines), lengths.shape[1]
-    prefill_s = np.zeros(m)
-    sums = np.zeros((m, 4, count))  # longest, longest alone in seconds, tokens, KV tokens read
+    """`makespans`, of trajectories in any order."""
+    prefill_s = np.zeros(len(engines))
+    sums = np.zeros((len(engines), 4, lengths.shape[1]))
     for index in range(len(placement)):
         at = placement[index]
-        if at < 0:
-            continue
-        prefill_s[at] += prefill[index] * engines[at, 5]
-        base_s, context, tools_s = engines[at, 0], contexts[index], tool_s[index]
-        longest, alone_s, tokens, kv = sums[at, 0], sums[at, 1], sums[at, 2], sums[at, 3]
-        for sample in range(count):
-            length = lengths[index, sample]
-            longest[sample] = max(longest[sample], length)
-            alone_s[sample] = max(alone_s[sample], length * base_s + tools_s)
-            tokens[sample] += length
-            kv[sample] += length * (context + 0.5 * length)
-    times = np.zeros(count)
-    for at in range(m):
-        engine = engines[at]
-        for sample in range(count):
-            tokens_s, kv_s = sums[at, 2, sample], sums[at, 3, sample]
-            steps = max(sums[at, 0, sample], tokens_s / engine[3], kv_s / engine[4])
-            done_s = engine[0] * steps + engine[1] * tokens_s + engine[2] * kv_s + prefill_s[at]
-            done_s = max(done_s, sums[at, 1, sample])
-            times[sample] = max(times[sample], done_s)
+        if at >= 0:
+            prefill_s[at] += prefill[index] * engines[at, 5]
+            add(sums[at], lengths[index], engines[at, 0], contexts[index], tool_s[index])
+    times = np.zeros(lengths.shape[1])
+    for at in range(len(engines)):
+        end(times, sums[at], engines[at], prefill_s[at])
     return times
 
 
@@ -159,28 +165,16 @@ def finished(
 def finished_groups(
     engines: Floats, lengths: Floats, contexts: Floats, tool_s: Floats, prefill: Floats, bounds: Indexes
 ) -> Floats:
-    """`finished`, an engine after the other: half as long, since what is summed stays in the processor."""
-    count = lengths.shape[1]
-    sums = np.zeros((4, count))
-    longest, alone_s, tokens, kv = sums[0], sums[1], sums[2], sums[3]
-    times = np.zeros(count)
+    """`makespans`, an engine after the other: sooner, since what is summed stays in the processor."""
+    times = np.zeros(lengths.shape[1])
+    sums = np.zeros((4, lengths.shape[1]))
     for at in range(len(engines)):
-        engine = engines[at]
-        base_s, prefill_s = engine[0], 0.0
+        prefill_s = 0.0
         sums[:] = 0.0
         for index in range(bounds[at], bounds[at + 1]):
-            prefill_s += prefill[index] * engine[5]
-            context, tools_s = contexts[index], tool_s[index]
-            for sample in range(count):
-                length = lengths[index, sample]
-                longest[sample] = max(longest[sample], length)
-                alone_s[sample] = max(alone_s[sample], length * base_s + tools_s)
-                tokens[sample] += length
-                kv[sample] += length * (context + 0.5 * length)
-        for sample in range(count):
-            steps = max(longest[sample], tokens[sample] / engine[3], kv[sample] / engine[4])
-            done_s = base_s * steps + engine[1] * tokens[sample] + engine[2] * kv[sample] + prefill_s
-            times[sample] = max(times[sample], done_s, alone_s[sample])
+            prefill_s += prefill[index] * engines[at, 5]
+            add(sums, lengths[index], engines[at, 0], contexts[index], tool_s[index])
+        end(times, sums, engines[at], prefill_s)
     return times
 
 
