@@ -10,15 +10,10 @@ The contract of a driver:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from treadle_core.model import DecodeCurve, EngineRecord, EngineSpec, Outcome, Policy, TicketRecord, TrajectoryRecord
-
-if TYPE_CHECKING:  # `costs` reads PlanEngine
-    from treadle_core.costs import CostModel
-    from treadle_core.plan_work import PlanWork
+from treadle_core.model import EngineRecord, EngineSpec, Outcome, Policy, TicketRecord, TrajectoryRecord
+from treadle_core.plan_work import CostModel, PlanEngine, PlanWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,30 +80,6 @@ class AskPrediction:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanTrajectory:
-    """A trajectory as the placement sees it. log_sigma: standard deviation of ln(remaining_tokens), 0 for certain;
-    room_tokens: what its cap leaves."""
-
-    trajectory_id: str
-    remaining_tokens: float
-    context_tokens: int
-    current_engine_id: str
-    log_sigma: float = 0.0
-    room_tokens: float = math.inf
-
-
-@dataclass(frozen=True, slots=True)
-class PlanEngine:
-    """An engine as the placement sees it."""
-
-    engine_id: str
-    slot_limit: int
-    kv_tokens_capacity: int
-    tensor_parallel: int
-    decode_curve: DecodeCurve
-
-
-@dataclass(frozen=True, slots=True)
 class AskPlan:
     """Ask the placement; answer with PlanArrived carrying the same plan_id. A new question makes an older one void."""
 
@@ -116,22 +87,6 @@ class AskPlan:
     work: PlanWork
     engines: tuple[PlanEngine, ...]
     cost_model: CostModel
-
-    @property
-    def trajectories(self) -> tuple[PlanTrajectory, ...]:
-        """The work as one value a trajectory, made anew at each call; who plans for thousands reads `work`."""
-        engine_ids = [*(engine.engine_id for engine in self.engines), ""]  # -1 is the last: on none of them
-        work = self.work
-        return tuple(
-            PlanTrajectory(trajectory_id, tokens, context_tokens, engine_ids[current])
-            for trajectory_id, tokens, context_tokens, current in zip(
-                work.trajectory_ids,
-                work.remaining_tokens.tolist(),
-                work.context_tokens.astype(int).tolist(),
-                work.current.tolist(),
-                strict=True,
-            )
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from treadle_core.actions import PlanEngine
 from treadle_core.costs import CostModel, Floats
 from treadle_core.errors import CoreError
 from treadle_core.model import DecodeCurve
 from treadle_core.plan_input import InvalidEngineError, InvalidTrajectoryError, NoEnginesError, engine_rows
+from treadle_core.plan_work import PlanEngine
 
 # More GPUs than this are a mistake; the search takes memory in proportion.
 MOST_GPUS = 1_000_000

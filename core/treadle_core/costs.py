@@ -24,7 +24,6 @@ An engine whose KV holds less than the context of one of a group cannot run the 
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -32,7 +31,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from treadle_core.actions import PlanEngine
 from treadle_core.compiled import inlined
 from treadle_core.piecewise import BatchCurve, lanes_s, piece_table
 from treadle_core.plan_input import (
@@ -45,6 +43,7 @@ from treadle_core.plan_input import (
     check_workload,
     engine_rows,
 )
+from treadle_core.plan_work import CostModel, PlanEngine
 from treadle_core.ranking import LENGTH, SUM_KV, SUM_LENGTHS, SUM_PREFILL, Workspace, ranked
 
 __all__ = [
@@ -64,12 +63,6 @@ __all__ = [
 
 Floats = npt.NDArray[np.float64]
 Indexes = npt.NDArray[np.int64]
-
-
-class CostModel(enum.IntEnum):
-    GROUP_SIZE = 1
-    LINEAR_INTEGRAL = 2
-    PIECEWISE_INTEGRAL = 3
 
 
 class Table(NamedTuple):

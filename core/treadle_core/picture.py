@@ -11,10 +11,10 @@ from typing import cast
 import numpy as np
 
 from treadle_core import balance
-from treadle_core.actions import PlanEngine
 from treadle_core.balance import EngineTable
 from treadle_core.engines import EngineRegistry
 from treadle_core.model import EngineSpec
+from treadle_core.plan_work import PlanEngine
 from treadle_core.scenarios import Samples, sampled
 from treadle_core.worksheet import Flags, Floats, Indexes, Live, Worksheet
 

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treadle_core.actions import PlanEngine
 from treadle_core.compiled import lean
 from treadle_core.errors import CoreError
 from treadle_core.model import DecodeCurve
+from treadle_core.plan_work import PlanEngine
 from treadle_core.ranking import LENGTH, SUM_LENGTHS, Floats
 
 # Columns of a piece: the first lane it holds for, and the seconds a token that each of its lanes adds to a step.

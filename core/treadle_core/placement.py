@@ -28,7 +28,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from treadle_core.actions import PlanEngine, PlanTrajectory
 from treadle_core.compiled import lean
 from treadle_core.costs import CostModel, Costs, Floats, Indexes, tabulate
 from treadle_core.dealing import deal, spread
@@ -37,6 +36,7 @@ from treadle_core.piecewise import BatchCurve
 from treadle_core.placement_bound import lower_bound
 from treadle_core.placement_solver import group_costs, partition
 from treadle_core.plan_input import InvalidEngineError, InvalidTrajectoryError, check_current, check_doubt
+from treadle_core.plan_work import PlanEngine, PlanTrajectory
 from treadle_core.ranking import Workspace
 from treadle_core.scenarios import Samples, sampled
 

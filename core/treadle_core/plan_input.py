@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from treadle_core.actions import PlanEngine
 from treadle_core.errors import CoreError
+from treadle_core.plan_work import PlanEngine
 
 Floats = npt.NDArray[np.float64]
 Indexes = npt.NDArray[np.int64]

@@ -1,15 +1,51 @@
-"""A placement question and its answer as columns, without an object for each trajectory.
+"""A placement question and its answer: engines, the cost that is minimised, and the trajectories, one by one or as
+columns without an object for each.
 
 Invariants: all columns of one value are of one length; nobody writes to them. Two values are equal where their columns
 are.
 """
 
+import enum
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from treadle_core.model import DecodeCurve
 from treadle_core.worksheet import Floats, Indexes, Names
+
+
+class CostModel(enum.IntEnum):
+    """What a group of trajectories costs an engine; see `costs`."""
+
+    GROUP_SIZE = 1
+    LINEAR_INTEGRAL = 2
+    PIECEWISE_INTEGRAL = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTrajectory:
+    """A trajectory as the placement sees it. log_sigma: standard deviation of ln(remaining_tokens), 0 for certain;
+    room_tokens: what its cap leaves."""
+
+    trajectory_id: str
+    remaining_tokens: float
+    context_tokens: int
+    current_engine_id: str
+    log_sigma: float = 0.0
+    room_tokens: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEngine:
+    """An engine as the placement sees it."""
+
+    engine_id: str
+    slot_limit: int
+    kv_tokens_capacity: int
+    tensor_parallel: int
+    decode_curve: DecodeCurve
 
 
 @dataclass(frozen=True, eq=False)

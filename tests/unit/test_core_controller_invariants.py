@@ -202,8 +202,8 @@ class AnyEvents(RuleBasedStateMachine):
         if self.plans:
             ask = self.plans[-1 - index % min(2, len(self.plans))]
             groups: dict[str, list[str]] = {engine.engine_id: [] for engine in ask.engines}
-            for trajectory in ask.trajectories:
-                groups[random.choice(sorted(groups))].append(trajectory.trajectory_id)  # type: ignore[attr-defined]
+            for trajectory_id in ask.work.trajectory_ids:
+                groups[random.choice(sorted(groups))].append(trajectory_id)  # type: ignore[attr-defined]
             self.hand(ev.PlanArrived(ask.plan_id, tuple((name, tuple(of)) for name, of in groups.items())))
 
     @rule(index=INDEX, what=st.integers(0, 3))

@@ -296,8 +296,8 @@ def test_plans_are_asked_for_every_so_many_events_and_one_at_a_time() -> None:
     scenario.predict("a0", 10)
     asked = all_of(scenario.heard, act.AskPlan)
     assert len(asked) == 2, "the first will never be answered"
-    assert len(asked[-1].trajectories) == 40
-    assert {trajectory.current_engine_id for trajectory in asked[-1].trajectories} == {"e0", "e1"}
+    assert len(asked[-1].work) == 40
+    assert set(asked[-1].work.current.tolist()) == {0, 1}
 
 
 def test_predictions_are_capped_in_what_placement_is_asked() -> None:
@@ -309,5 +309,5 @@ def test_predictions_are_capped_in_what_placement_is_asked() -> None:
     scenario.now += EAGER.plan_timeout_s
     scenario.open("other")
     asked = all_of(scenario.heard, act.AskPlan)[-1]
-    (capped,) = [trajectory for trajectory in asked.trajectories if trajectory.trajectory_id == "capped"]
-    assert capped.remaining_tokens == 64
+    capped = asked.work.trajectory_ids.index("capped")
+    assert asked.work.remaining_tokens[capped] == asked.work.room_tokens[capped] == 64

@@ -132,8 +132,8 @@ def test_questions_are_equal_where_their_columns_are() -> None:
     one, other = (all_of(heaped().heard, act.AskPlan)[-1] for _ in range(2))
     assert one == other
     assert hash(one.work) == hash(other.work)
-    assert one.trajectories == other.trajectories
-    assert [each.current_engine_id for each in one.trajectories] == ["e0"] * 8
+    assert one.work == other.work
+    assert [one.engines[at].engine_id for at in one.work.current] == ["e0"] * 8
     assert EngineOf(np.array([1])) != EngineOf(np.array([2]))
 
 

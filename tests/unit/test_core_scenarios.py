@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from treadle_core import balance, placement, scenarios
-from treadle_core.actions import PlanEngine
 from treadle_core.costs import CostModel, tabulate
 from treadle_core.hedging import SHARES, hedged
 from treadle_core.model import DecodeCurve, EngineSpec
 from treadle_core.placement_oracle import least_makespan
 from treadle_core.placement_solver import partition
+from treadle_core.plan_work import PlanEngine
 from treadle_core.scenarios import LEAST_SAMPLES, MOST_SAMPLES, Floats, Indexes, Samples
 
 NO_CAP = 1e18
