@@ -2,7 +2,8 @@
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,31 @@ def test_a_package_imports_only_the_packages_below_it(package: str) -> None:
         if top(module) in OURS and top(module) not in allowed
     ]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_no_modules_of_a_package_import_each_other_in_a_circle(package: str) -> None:
+    """Also not for types alone: modules in a circle are one module, and its nouns belong below them."""
+    here = PACKAGES[package]
+    names = {".".join((package, *path.relative_to(here).with_suffix("").parts)): path for path in sources(package)}
+    names = {name.removesuffix(".__init__"): path for name, path in names.items()}
+    graph = {name: imported_of(path, names) - {name} for name, path in names.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def imported_of(path: Path, names: Mapping[str, Path]) -> set[str]:
+    """The modules that a file imports, of these."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            deeper = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= deeper & set(names) or {node.module}
+    return found & set(names)
 
 
 @pytest.mark.parametrize("package", sorted(ALLOWED_THIRD_PARTIES))

@@ -13,7 +13,8 @@ from treadle_core.costs import CostModel
 from treadle_core.events import MoveAccepted, PlanArrived, PredictionArrived
 from treadle_core.model import EngineSpec, Estimate
 
-from treadle_scheduler.convert import curve_message, duration
+from treadle_scheduler.convert import duration
+from treadle_scheduler.convert_engines import curve_message
 
 COST_MODELS = {
     CostModel.GROUP_SIZE: placement_pb2.COST_MODEL_GROUP_SIZE,

@@ -21,7 +21,8 @@ from treadle_core.events import (
 )
 from treadle_runtime.bus import make_fact
 
-from treadle_scheduler.convert import OUTCOME_NUMBERS, engine_info, quantiles, seconds
+from treadle_scheduler.convert import OUTCOME_NUMBERS, quantiles, seconds
+from treadle_scheduler.convert_engines import engine_info
 
 # The kinds that the scheduler listens to.
 HEARD = (

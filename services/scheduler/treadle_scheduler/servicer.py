@@ -10,7 +10,7 @@ from treadle_runtime.deadlines import remaining_s
 from treadle_runtime.fields import identifier
 from treadle_runtime.idempotency import RequestRecords
 
-from treadle_scheduler import checks, convert, pages
+from treadle_scheduler import checks, convert, convert_engines, pages
 from treadle_scheduler.config import SchedulerSettings
 from treadle_scheduler.driver import Driver
 from treadle_scheduler.store import engine_key, trajectory_key
@@ -79,7 +79,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Takes an engine in."""
         checks.register_engine(request)
         engine_id = request.info.engine_id
-        await self._driver.request(convert.engine_registered(request, uuid.uuid4().hex), engine_key(engine_id))
+        await self._driver.request(convert_engines.engine_registered(request, uuid.uuid4().hex), engine_key(engine_id))
         record = self._controller.engine(engine_id)
         assert record is not None, "it has just been registered"
         return pb.RegisterEngineResponse(
@@ -89,7 +89,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def RenewEngineLease(self, request: pb.RenewEngineLeaseRequest, context: Any) -> pb.RenewEngineLeaseResponse:
         """Holds an engine."""
         checks.renew_lease(request)
-        await self._driver.request(convert.lease_renewed(request))
+        await self._driver.request(convert_engines.lease_renewed(request))
         return pb.RenewEngineLeaseResponse(lease_ttl=convert.duration(self._settings.lease_ttl_s))
 
     async def DeregisterEngine(self, request: pb.DeregisterEngineRequest, context: Any) -> pb.DeregisterEngineResponse:
@@ -106,7 +106,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Engines that hold a lease."""
         return pb.ListEnginesResponse(
             engines=[
-                convert.registered_engine(record, self._controller.open_on(record.spec.engine_id))
+                convert_engines.registered_engine(record, self._controller.open_on(record.spec.engine_id))
                 for record in self._controller.engines()
             ]
         )
