@@ -24,14 +24,11 @@ from treadle_core.controller import Controller
 from treadle_core.events import (
     ClosedAnnounced,
     Event,
-    MoveAccepted,
-    MoveEnded,
     PredictionArrived,
     StepFinished,
     StepPreempted,
     StepRequested,
     StepStarted,
-    SwitchRequested,
     Tick,
     ToolFinished,
     ToolStarted,
@@ -40,19 +37,19 @@ from treadle_core.events import (
 )
 from treadle_core.model import Outcome as Ending
 from treadle_core.model import Policy, TicketRecord
-from treadle_core.refusals import NoEngine, Refusal
+from treadle_core.refusals import NoEngine
 from treadle_core.tuning import Tuning
 
 from treadle_sim.cluster import Cluster, engine_id
 from treadle_sim.engine import SimEngine
 from treadle_sim.engine_step import EngineStep
 from treadle_sim.events import Timeline
+from treadle_sim.migrator import Migrator
 from treadle_sim.mishaps import Mishaps
 from treadle_sim.outcome import Outcome, Span, Times
 from treadle_sim.placement import PlacementStandIn
 from treadle_sim.predictors import Predictor
 from treadle_sim.progress import Progress
-from treadle_sim.transfers import Transfers
 from treadle_sim.workload import Workload
 
 TICK_S = 0.5  # as the scheduler service ticks
@@ -92,13 +89,20 @@ class Driver:
             for index, model in enumerate(cluster.engines)
         ]
         self._engine_index = {engine.engine_id: index for index, engine in enumerate(self._engines)}
-        self._transfers = Transfers(cluster.link, self._timeline, self._kv_bytes, self._arrived, self._gave_up)
         self._all = [
             Progress(work, f"t{index}", Times(), context_tokens=work.prompt_tokens)
             for index, work in enumerate(workload.trajectories)
         ]
         self._index = {progress.trajectory_id: index for index, progress in enumerate(self._all)}
         self._mishaps = Mishaps(cluster, self._engines, self._timeline, tuning.lease_ttl_s, self._tell, self._lost)
+        self._migrator = Migrator(
+            cluster.link,
+            self._timeline,
+            {progress.trajectory_id: (index, progress) for index, progress in enumerate(self._all)},
+            self._engines,
+            self._tell,
+            self._mishaps.dead,
+        )
         self._left = len(self._all)
         self._events = 0
         self._idle_s = 0.0
@@ -107,8 +111,8 @@ class Driver:
             AskPrediction: self._asked_prediction,
             AskPlan: self._asked_plan,
             Reprioritize: self._reprioritized,
-            StartMigration: self._asked_move,
-            CancelMigration: self._cancelled_move,
+            StartMigration: self._migrator.start,
+            CancelMigration: self._migrator.cancel,
             AnnounceClosed: self._announced,
         }
         if record:
@@ -289,41 +293,3 @@ class Driver:
             self._all[step.index].book(step)
             # The client's stream breaks; it goes on from the tokens that it has.
             self._timeline.after(self._cluster.latencies.rpc_s, self._request, step.index, step.step_id, int(step.done))
-
-    # Moves.
-
-    def _kv_bytes(self, move: StartMigration) -> float:
-        progress = self._all[self._index[move.trajectory_id]]
-        source = self._engines[self._engine_index[move.source.engine_id]]
-        return float(source.cache.peek(self._index[move.trajectory_id]) or progress.context_tokens) * (
-            move.source.kv_bytes_per_token
-        )
-
-    def _asked_move(self, move: StartMigration) -> None:
-        migration_id = self._transfers.start(move)
-        self._timeline.after(0.0, self._tell, MoveAccepted(move.trajectory_id, move.move_id, migration_id))
-
-    def _cancelled_move(self, action: CancelMigration) -> None:
-        self._transfers.cancel(action.migration_id)
-        self._timeline.after(0.0, self._tell, MoveEnded(action.trajectory_id, action.migration_id, reason="cancelled"))
-
-    def _gave_up(self, move: StartMigration, migration_id: str) -> None:
-        self._tell(MoveEnded(move.trajectory_id, migration_id, move.move_id, reason="took too long"))
-
-    def _arrived(self, move: StartMigration, migration_id: str) -> None:
-        index = self._index[move.trajectory_id]
-        ends = (self._engine_index[move.source.engine_id], self._engine_index[move.target.engine_id])
-        if any(self._mishaps.dead(engine) for engine in ends):
-            self._tell(MoveEnded(move.trajectory_id, migration_id, move.move_id, reason="an engine is gone"))
-            return
-        try:
-            self._tell(SwitchRequested(migration_id, move.trajectory_id, move.expected_revision, move.target.engine_id))
-        except Refusal as refusal:
-            self._tell(MoveEnded(move.trajectory_id, migration_id, move.move_id, reason=refusal.reason))
-            return
-        kept = self._engines[self._engine_index[move.source.engine_id]].cache.take(index)
-        target = self._engine_index[move.target.engine_id]
-        self._engines[target].receive(index, kept)
-        self._all[index].times.migrations += 1
-        self._all[index].engine = target
-        self._tell(MoveEnded(move.trajectory_id, migration_id, move.move_id, moved=True))
