@@ -29,7 +29,7 @@ from treadle_core.events import (
 from treadle_core.model import EngineSpec, PlacementRule, TrajectoryRecord
 from treadle_core.records import changed
 from treadle_core.refusals import ContextTooLong, NoEngine
-from treadle_core.state import State
+from treadle_core.state import Held, State
 from treadle_core.steps import StepKind, left_behind
 
 
@@ -50,7 +50,9 @@ def must_wait(state: State, record: TrajectoryRecord) -> bool:
 
 def held(state: State, event: StepRequested) -> list[Action]:
     """Keeps the request; a repeat takes its place."""
-    state.held[event.trajectory_id] = event
+    before = state.held.get(event.trajectory_id)
+    state.held_count += before is None
+    state.held[event.trajectory_id] = Held(event, before.place if before else state.held_count)
     return [HoldStep(event.trajectory_id)]
 
 
@@ -89,10 +91,11 @@ def begun(state: State, engine_id: str, now: float) -> list[Action]:
 
 
 def _line(state: State, engine_id: str) -> list[TrajectoryRecord]:
-    """Those that wait to begin on an engine, best ranked first."""
+    """Those that wait to begin on an engine, best ranked first, and of equals whoever asked first."""
     held, table = state.held, state.table
     here = [table.require(trajectory_id) for trajectory_id in table.ids_on(engine_id) if trajectory_id in held]
-    return sorted((record for record in here if record.ticket is None), key=lambda record: -record.priority)
+    waiting = (record for record in here if record.ticket is None)
+    return sorted(waiting, key=lambda record: (-record.priority, held[record.trajectory_id].place))
 
 
 def _fits(state: State, record: TrajectoryRecord, spec: EngineSpec) -> bool:
@@ -133,9 +136,9 @@ def _follow_plan(state: State) -> list[str]:
 
 
 def _granted(state: State, record: TrajectoryRecord, now: float) -> list[Action]:
-    event = state.held.pop(record.trajectory_id)
+    waited = state.held.pop(record.trajectory_id)
     try:
-        return ticketing.granted(state, left_behind(record), event, StepKind.NEXT, now)
+        return ticketing.granted(state, left_behind(record), waited.event, StepKind.NEXT, now)
     except (NoEngine, ContextTooLong):  # it is asked for again, and refused to the client's face
-        state.held[record.trajectory_id] = event
+        state.held[record.trajectory_id] = waited
         return []

@@ -2,6 +2,7 @@
 none."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from treadle_core.deadlines import Deadlines
 from treadle_core.engines import EngineRegistry
@@ -15,11 +16,19 @@ from treadle_core.trajectories import TrajectoryTable
 from treadle_core.tuning import Tuning
 
 
+class Held(NamedTuple):
+    """A request that waits; place: how many had been held before it."""
+
+    event: StepRequested
+    place: int
+
+
 @dataclass
 class State:
     """The parts. `unannounced`: closed trajectories whose closing is to be published, and from when on. `sweeps`: when
     each trajectory might be abandoned, or be forgotten. `mean_tool_s`: over all calls; `mean_observed_tokens`: of the
-    context, a turn, that tools brought. `held`: requests for tickets that are not answered yet (`holding.py`)."""
+    context, a turn, that tools brought. `held`: requests for tickets that are not answered yet (`holding.py`);
+    `held_count`: how many there ever were."""
 
     tuning: Tuning
     policy: Policy
@@ -32,7 +41,8 @@ class State:
     sweeps: Deadlines = field(default_factory=Deadlines)
     mean_tool_s: float = 0.0
     mean_observed_tokens: float = 0.0
-    held: dict[str, StepRequested] = field(default_factory=dict)
+    held: dict[str, "Held"] = field(default_factory=dict)
+    held_count: int = 0
 
     @classmethod
     def new(cls, policy: Policy, tuning: Tuning, epoch_s: float) -> "State":

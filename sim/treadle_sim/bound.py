@@ -28,27 +28,26 @@ def alone_s(work: TrajectoryWork, model: EngineModel) -> float:
     """Seconds of one trajectory on an empty engine."""
     curve = model.curve
     step_s = curve.decode_s(1.0)
-    context = cached = 0
-    context = work.prompt_tokens
-    seconds = 0.0
+    context, cached, seconds = work.prompt_tokens, 0, 0.0
     for step in work.steps:
         seconds += curve.prefill_s(context - cached, cached)
-        seconds += step.gen_tokens * (step_s + curve.per_kv_token_s * (context + 0.5 * step.gen_tokens))
+        seconds += (step.gen_tokens - 1) * (step_s + curve.per_kv_token_s * (context + 0.5 * step.gen_tokens))
         seconds += step.tool_s
-        cached = context + step.gen_tokens
-        context = cached + step.obs_tokens
+        total = context + step.gen_tokens
+        cached = (total - 1) // model.page_tokens * model.page_tokens
+        context = total + step.obs_tokens
     return seconds
 
 
 def work_s(workload: Workload, models: list[EngineModel], gpus: int) -> float:
     """All work spread evenly over GPUs that are never idle: each part at the degree that is cheapest for it."""
-    gen = sum(work.gen_tokens for work in workload.trajectories)
+    decoded = sum(work.gen_tokens - len(work.steps) for work in workload.trajectories)  # a prefill yields the first
     new = sum(work.prompt_tokens for work in {w.prompt_id: w for w in workload.trajectories}.values())
     kv = 0.0
     for work in workload.trajectories:
         context = work.prompt_tokens
         for number, step in enumerate(work.steps):
-            kv += step.gen_tokens * (context + 0.5 * step.gen_tokens)
+            kv += (step.gen_tokens - 1) * (context + 0.5 * step.gen_tokens)
             context += step.gen_tokens + step.obs_tokens
             if number + 1 < len(work.steps):
                 new += step.obs_tokens
@@ -57,4 +56,4 @@ def work_s(workload: Workload, models: list[EngineModel], gpus: int) -> float:
     )
     read = min(model.gpus * model.curve.per_kv_token_s for model in models)
     prefill = min(model.gpus * model.curve.prefill_token_s for model in models)
-    return (gen * decode + kv * read + new * prefill) / gpus
+    return (decoded * decode + kv * read + new * prefill) / gpus

@@ -240,7 +240,7 @@ class Driver:
             progress.context_tokens,
             progress.next_call_tokens(self._call_tokens),
             self._timeline.now,
-            done=float(progress.resumed_tokens),
+            done=progress.resumed_tokens,
             spans=[] if self._record else None,
         )
         self._engines[engine].submit(step, ticket.priority)
@@ -253,7 +253,7 @@ class Driver:
     def step_preempted(self, step: EngineStep) -> None:
         """See engine_step.StepListener."""
         trajectory_id = self._all[step.index].trajectory_id
-        self._timeline.after(0.0, self._tell, StepPreempted(trajectory_id, step.step_id, int(step.done)))
+        self._timeline.after(0.0, self._tell, StepPreempted(trajectory_id, step.step_id, step.done))
 
     def step_finished(self, step: EngineStep) -> None:
         """See engine_step.StepListener."""
@@ -292,4 +292,4 @@ class Driver:
         for step in steps:
             self._all[step.index].book(step)
             # The client's stream breaks; it goes on from the tokens that it has.
-            self._timeline.after(self._cluster.latencies.rpc_s, self._request, step.index, step.step_id, int(step.done))
+            self._timeline.after(self._cluster.latencies.rpc_s, self._request, step.index, step.step_id, step.done)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -20,14 +20,14 @@ class EngineStep:
     context_tokens: int
     gen_tokens: int
     since_s: float
-    done: float = 0.0
+    done: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     prefilled_tokens: int = 0
     preemptions: int = 0
     started: bool = False
-    end_at: float = field(default=0.0)  # on the engine's token counter
+    end_at: float = 0.0  # on the count of its batch
     spans: list[tuple[str, float, float]] | None = None
 
     def passed(self, what: str, now: float) -> None:

@@ -45,7 +45,7 @@ def fit_measured(document: dict[str, Any]) -> MeasuredEngine:
         raise MeasuredProfileError("decode is empty: an engine's profile needs at least one measured step")
     steps = fit_decode(decode)
     prompts = fit_prefill(prefill) if prefill else None
-    terms = (prompts.fixed_s, prompts.token_s, prompts.pair_s) if prompts else (0.0, 0.0, 0.0)
+    terms = (prompts.fixed_s, prompts.token_s, prompts.pair_s, prompts.square_s) if prompts else (0.0, 0.0, 0.0)
     accelerator, llm = _text(document, "accelerator"), _text(document, "llm")
     gpus = int(_number(document, "gpus", 1.0))
     engine = EngineModel(
@@ -58,6 +58,7 @@ def fit_measured(document: dict[str, Any]) -> MeasuredEngine:
         kv_bytes_per_token=int(_number({"kv_bytes_per_token": 0, **document}, "kv_bytes_per_token", 0.0)),
         curve=StepCurve(steps.batch_sizes, steps.step_s, steps.per_kv_token_s, *terms),
         hardware_tags=(accelerator,),
+        page_tokens=int(_number({"page_tokens": 1, **document}, "page_tokens", 1.0)),
     )
     return MeasuredEngine(engine, decode, prefill, steps.error, prompts.error if prompts else None)
 

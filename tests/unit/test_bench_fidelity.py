@@ -13,11 +13,11 @@ from treadle.scheduler.v1.scheduler_pb2 import Ordering, PlacementRule, Register
 from treadle_cli.bench import BENCHES, fidelity_picture
 from treadle_cli.bench.fidelity import ENGINES, POLICIES
 from treadle_cli.bench.fidelity_control import Control
-from treadle_cli.bench.fidelity_figures import between, figures
+from treadle_cli.bench.fidelity_figures import figures, same_engine
 from treadle_cli.bench.fidelity_live import Play, Played
 from treadle_cli.bench.fidelity_profile import decode_rows
 from treadle_cli.bench.fidelity_simulated import engine_models, simulate, slowed, slowness
-from treadle_cli.bench.fidelity_stage import Pair, policy_message
+from treadle_cli.bench.fidelity_stage import Case, LivePlay, policy_message
 from treadle_cli.bench.fidelity_trace import GEN_TOKENS, OBS_TOKENS, STEPS, TOOL_S, token_ids, workload
 from treadle_core.model import DecodeCurve
 from treadle_sim.cluster import Latencies, Link
@@ -123,30 +123,45 @@ def test_a_simulated_play_has_every_step_on_an_engine_and_all_of_its_time_in_par
     assert play.makespan_s > max(one.tool_s for one in work.trajectories)
 
 
+def case(name: str, lives: list[Play], simulated: Play) -> Case:
+    return Case(name, workload(0), tuple(LivePlay(play, 0.0) for play in lives), simulated)
+
+
 def test_a_play_is_like_itself() -> None:
     models = engine_models([registered("engine-0")], [fit_measured(profile())])
     play = simulate(workload(0), models * ENGINES, SYSTEMS["verl"], Control(Latencies(), Link()))
-    found = figures(play, play)
+    found = figures(case("verl", [play, play], play))
     assert (found["makespan_rel_err"], found["time_corr"], found["same_engine"]) == (0.0, 1.0, 1.0)
+    assert (found["live_time_corr"], found["live_same_engine"]) == (1.0, 1.0)
     assert found["parts_live_s"] == found["parts_simulated_s"]
-    assert between([play]) == {}
-    assert between([play, play])["time_corr"] == 1.0
+    assert "live_time_corr" not in figures(case("verl", [play], play))
 
 
-def test_figures_tell_how_far_apart_two_plays_are() -> None:
-    """Twice as slow throughout: an error of 1 and a correlation of 1; one of two steps elsewhere: half the same."""
+def test_figures_tell_how_far_the_simulated_play_is_from_the_mean_of_the_live_ones() -> None:
+    """Twice as slow throughout: an error of 1 and a correlation of 1."""
     spans = (("queue", 0.0, 1.0, "engine-0"), ("decode", 1.0, 3.0, "engine-0"), ("tool", 3.0, 4.0, ""))
     live = Play((played(4.0, *spans), played(8.0, ("decode", 0.0, 8.0, "engine-1"))), migrations=1)
     slower = tuple((kind, 2 * start_s, 2 * end_s, engine_id) for kind, start_s, end_s, engine_id in spans)
     simulated = Play((played(8.0, *slower), played(16.0, ("decode", 0.0, 16.0, "engine-0"))), migrations=0)
-    found = figures(live, simulated)
+    found = figures(case("verl", [live], simulated))
     assert found["makespan_rel_err"] == 1.0
     assert found["time_abs_err_median"] == 1.0
     assert found["time_corr"] == pytest.approx(1.0)
     assert found["same_engine"] == 0.5
     assert found["parts_live_s"] == {"queue": 0.5, "prefill": 0.0, "decode": 5.0, "tool": 0.5, "other": 0.0}
     assert found["migrations"] == [1, 0]
+    both = figures(case("verl", [live, simulated], live))
+    assert both["makespan_rel_err"] == pytest.approx(8.0 / 12.0 - 1.0, abs=1e-4)
+    assert both["live_same_engine"] == 0.5
     json.dumps(found)
+
+
+def test_engines_that_only_swapped_their_names_are_the_same() -> None:
+    def play(first: str, second: str) -> Play:
+        return Play(tuple(played(1.0, ("decode", 0.0, 1.0, name)) for name in (first, second, second)), 0)
+
+    assert same_engine(play("engine-0", "engine-1"), play("engine-1", "engine-0")) == 1.0
+    assert same_engine(play("engine-0", "engine-1"), play("engine-1", "engine-1")) == pytest.approx(2 / 3)
 
 
 def test_a_policy_reaches_the_live_scheduler_as_the_simulator_has_it() -> None:
@@ -160,13 +175,13 @@ def test_a_policy_reaches_the_live_scheduler_as_the_simulator_has_it() -> None:
 def test_the_picture_is_drawn_and_the_bench_names_its_engines(tmp_path: Path) -> None:
     models = engine_models([registered("engine-0")], [fit_measured(profile())]) * ENGINES
     control = Control(Latencies(), Link())
-    pairs = []
+    cases = []
     for name in POLICIES:
         one = simulate(workload(0), models, SYSTEMS[name], control)
         other = simulate(workload(0), [replace(model, slots=2) for model in models], SYSTEMS[name], control)
-        assert np.isfinite(figures(one, other)["time_corr"])
-        pairs.append(Pair(name, workload(0), one, other, 0.0, (1.0, 1.0)))
-    fidelity_picture.draw(pairs, tmp_path)
+        cases.append(case(name, [one, one], other))
+        assert np.isfinite(figures(cases[-1])["time_corr"])
+    fidelity_picture.draw(cases, tmp_path)
     assert (tmp_path / "fidelity.png").stat().st_size > 10_000
     assert BENCHES["fidelity"].engines == ENGINES
     assert BENCHES["control-plane"].engines == 1

@@ -56,6 +56,19 @@ def test_an_engine_lets_begin_what_its_kv_holds_longest_first() -> None:
     assert begun == ["long"], "the middle one does not fit beside it, and the short one does not overtake it"
 
 
+def test_of_equally_long_ones_the_one_that_asked_first_begins_first() -> None:
+    scenario = Scenario(RESERVE, WHOLE)
+    scenario.engine("e0", slots=1, kv_tokens_capacity=2_000)
+    for name in ("opened first", "asked first"):
+        scenario.open(name)
+    for name in ("asked first", "opened first"):
+        ask(scenario, name)
+    for name in ("opened first", "asked first"):
+        scenario.predict(name, 500.0)
+
+    assert tickets(scenario.advance(1.0)) == ["asked first"]
+
+
 def test_a_ticket_carries_what_the_context_is_expected_to_grow_to() -> None:
     scenario = Scenario(RESERVE, WHOLE)
     scenario.engine("e0", kv_tokens_capacity=10_000)

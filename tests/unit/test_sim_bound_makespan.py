@@ -24,9 +24,9 @@ def test_one_trajectory_alone_takes_the_bound_and_the_latency_of_its_tickets() -
 def test_alone_a_trajectory_prefills_each_token_once_and_reads_its_growing_context() -> None:
     work = trajectory(0, [(10, 30, 1.0), (20, 99, 2.0)], prompt_tokens=100)
 
-    by_hand = SLOW.prefill_s(100, 0) + sum(SLOW.decode_s(1) + SLOW.per_kv_token_s * (100 + i + 0.5) for i in range(10))
-    by_hand += 1.0 + SLOW.prefill_s(30, 110)
-    by_hand += sum(SLOW.decode_s(1) + SLOW.per_kv_token_s * (140 + i + 0.5) for i in range(20)) + 2.0
+    by_hand = SLOW.prefill_s(100, 0) + sum(SLOW.decode_s(1) + SLOW.per_kv_token_s * (100 + i) for i in range(1, 10))
+    by_hand += 1.0 + SLOW.prefill_s(31, 109)
+    by_hand += sum(SLOW.decode_s(1) + SLOW.per_kv_token_s * (140 + i) for i in range(1, 20)) + 2.0
 
     assert alone_s(work, engine()) == pytest.approx(by_hand)
 
@@ -47,8 +47,8 @@ def test_much_work_counts_at_the_cheapest_degree_and_batch_and_a_shared_prompt_o
     decode = min(min(gpus * curve.decode_s(n) / n for n in range(1, 65)) for gpus, curve in ((1, SLOW), (2, FAST)))
     read = min(SLOW.per_kv_token_s, 2 * FAST.per_kv_token_s)
     prefill = min(SLOW.prefill_token_s, 2 * FAST.prefill_token_s)
-    kv = 8 * (100 * 1_050 + 50 * 1_165)
-    assert bound_s == pytest.approx((8 * 150 * decode + kv * read + (2 * 1_000 + 8 * 40) * prefill) / 2)
+    kv = 8 * (99 * 1_050 + 49 * 1_165)
+    assert bound_s == pytest.approx((8 * 148 * decode + kv * read + (2 * 1_000 + 8 * 40) * prefill) / 2)
 
 
 def test_an_engine_whose_weights_do_not_fit_sets_no_bound() -> None:

@@ -16,12 +16,12 @@ class Ear:
     def __init__(self) -> None:
         self.timeline = Timeline()
         self.finished: dict[str, float] = {}
-        self.preempted: list[str] = []
+        self.preempted: dict[str, float] = {}
 
     def step_started(self, step: EngineStep) -> None: ...
 
     def step_preempted(self, step: EngineStep) -> None:
-        self.preempted.append(step.step_id)
+        self.preempted[step.step_id] = self.timeline.now
 
     def step_finished(self, step: EngineStep) -> None:
         self.finished[step.step_id] = self.timeline.now
@@ -40,8 +40,10 @@ def test_a_step_that_an_update_stopped_is_not_evicted_before_it_runs_again() -> 
     ear.timeline.at(6.0, sim.submit, step("high", 2, 100, 100), 2.0)
     ear.timeline.run(lambda: True)
 
-    assert ear.preempted == []
-    assert sorted(ear.finished, key=ear.finished.__getitem__) == ["low", "high", "lowest"]
+    again_s = 8.0 + SLOW.prefill_s(600, 0)  # it has some 500 tokens by then
+    assert list(ear.preempted) == ["low"]
+    assert ear.preempted["low"] > again_s
+    assert sorted(ear.finished, key=ear.finished.__getitem__) == ["high", "low", "lowest"]
 
 
 def test_what_a_failure_cuts_short_counts_as_far_as_it_came() -> None:

@@ -86,11 +86,12 @@ def test_one_step_alone_gives_a_constant_and_none_gives_an_error() -> None:
     fixed=st.floats(0.0, 0.05),
     token=st.floats(1e-6, 1e-3),
     pair=st.sampled_from([0.0, 1e-10, 1e-8]),
+    square=st.sampled_from([0.0, 1e-9]),
 )
 @settings(max_examples=50, deadline=None)
-def test_the_terms_of_exact_prefills_are_found(fixed: float, token: float, pair: float) -> None:
+def test_the_terms_of_exact_prefills_are_found(fixed: float, token: float, pair: float, square: float) -> None:
     points = [
-        PrefillPoint(new, cached, fixed + token * new + pair * new * (cached + new / 2))
+        PrefillPoint(new, cached, fixed + token * new + pair * new * (cached + new / 2) + square * (cached + new) ** 2)
         for new in (64, 256, 1024, 8192)
         for cached in (0, 4096, 30_000)
     ]
@@ -98,5 +99,12 @@ def test_the_terms_of_exact_prefills_are_found(fixed: float, token: float, pair:
     for point in points:
         predicted = fit.fixed_s + fit.token_s * point.new_tokens
         predicted += fit.pair_s * point.new_tokens * (point.cached_tokens + point.new_tokens / 2)
+        predicted += fit.square_s * (point.cached_tokens + point.new_tokens) ** 2
         assert predicted == pytest.approx(point.seconds, rel=1e-6)
     assert fit.error.held_out_p90 < 1e-5
+
+
+def test_without_a_cached_token_the_pairs_are_those_of_new_tokens() -> None:
+    fit = fit_prefill([PrefillPoint(new, 0, 0.01 + 1e-8 * new * new) for new in (64, 256, 1024, 8192)])
+    assert fit.pair_s == pytest.approx(2e-8, rel=1e-6)
+    assert fit.square_s == 0.0

@@ -1,14 +1,16 @@
 """Is the simulator honest? The same work through two live engines, and through the simulator with their profile.
 
 One mesh of two engines, each on a core of its own. First the engines and the control plane's latencies are measured
-(fidelity_profile.py, fidelity_control.py), then each policy plays the traces live and simulated (fidelity_stage.py),
-and what differs is counted (fidelity_figures.py).
+(fidelity_profile.py, fidelity_control.py), then each policy plays each trace, live some times and simulated once
+(fidelity_stage.py), and what differs is counted (fidelity_figures.py).
 """
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,8 @@ from treadle_sim.trace_file import TraceFileError, read_traces
 from treadle_sim.workload import Workload
 
 from treadle_cli.bench import fidelity_picture
-from treadle_cli.bench.fidelity_figures import between, figures, rounded
-from treadle_cli.bench.fidelity_stage import Pair, Stage
+from treadle_cli.bench.fidelity_figures import figures, rounded
+from treadle_cli.bench.fidelity_stage import Case, LivePlay, Stage
 from treadle_cli.bench.fidelity_trace import token_ids, workload
 from treadle_cli.bench.options import BenchOptions
 from treadle_cli.demo.warmup import warm_engines
@@ -29,18 +31,17 @@ from treadle_cli.processes import ProcessTree
 from treadle_cli.startboard import StartBoard
 
 ENGINES = 2
-TRACES = 2  # the plays take turns on so many; with more repeats each is played again
+TRACES = 2
 POLICIES = ("verl", "treadle")  # systems of the simulator: pinned and in order of arrival; the product's own
 MS = 1e3
 US = 1e6
 
 
 async def run(options: BenchOptions) -> dict[str, Any]:
-    """Measures, plays, compares. repeats: live plays under each policy. Raises ProcessError, TreadleError,
-    UsageProblem for a trace file that cannot be read."""
+    """Measures, plays, compares. repeats: live plays of each trace under each policy. Raises ProcessError,
+    TreadleError, UsageProblem for a trace file that cannot be read."""
     works = _workloads(options)
     folder = Path(tempfile.mkdtemp(prefix="treadle-bench-"))
-    pairs: list[Pair] = []
     try:
         async with ProcessTree(folder / "logs", hurry=options.hurry) as tree:
             with StartBoard(options.progress) as board:
@@ -48,42 +49,39 @@ async def run(options: BenchOptions) -> dict[str, Any]:
                 await warm_engines(mesh.engines, token_ids(works[0].trajectories[0], "warm")[0])
             options.progress.print("measuring the engines, about a minute", highlight=False)
             stage = await Stage.of(mesh, options.seed)
-            for number in range(options.repeats):
-                for name in POLICIES:
-                    pairs.append(await stage.pair(works[number % len(works)], name, number))
-                    options.progress.print(_line(pairs[-1]), highlight=False)
+            cases = await _cases(stage, works, options)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if options.pictures is not None:
-        fidelity_picture.draw(pairs, options.pictures)
-    return report(pairs, stage)
+        fidelity_picture.draw(cases, options.pictures)
+    return report(cases, stage)
 
 
-def report(pairs: Sequence[Pair], stage: Stage) -> dict[str, Any]:
-    """makespan_rel_err and time_corr are the worst of all plays."""
-    rows = [
-        {
-            "policy": pair.policy,
-            "trace": pair.workload.name,
-            **figures(pair.live, pair.simulated),
-            "slowness": [rounded(factor) for factor in pair.slowness],
-            "other_programs_share": rounded(pair.others_share),
-        }
-        for pair in pairs
-    ]
-    again = [
-        {"policy": policy, "trace": trace}
-        | between([pair.live for pair in pairs if (pair.policy, pair.workload.name) == (policy, trace)])
-        for policy, trace in dict.fromkeys((pair.policy, pair.workload.name) for pair in pairs)
-    ]
+async def _cases(stage: Stage, works: Sequence[Workload], options: BenchOptions) -> list[Case]:
+    """Rounds of one live play of every trace under every policy, a pulse before each, and then all simulated."""
+    lives: dict[tuple[int, str], list[LivePlay]] = defaultdict(list)
+    for number in range(options.repeats):
+        for at, name in itertools.product(range(len(works)), POLICIES):
+            await stage.pulse(sum(map(len, lives.values())))
+            live = await stage.play(works[at], name, number)
+            lives[at, name].append(live)
+            line = f"{works[at].name} {name}: {live.play.makespan_s:.1f} s, other programs took {live.others_share:.0%}"
+            options.progress.print(line, highlight=False)
+    played = [(works[at], name, tuple(plays)) for (at, name), plays in lives.items()]
+    return [Case(name, work, plays, stage.simulated(work, name)) for work, name, plays in played]
+
+
+def report(cases: Sequence[Case], stage: Stage) -> dict[str, Any]:
+    """makespan_rel_err and time_corr are the worst of all cases, each the mean over its live plays."""
+    rows = [{"policy": case.policy, "trace": case.workload.name, **figures(case)} for case in cases]
     latencies = stage.control.latencies
     return {
         "makespan_rel_err": max((row["makespan_rel_err"] for row in rows), key=abs),
         "time_corr": min(row["time_corr"] for row in rows),
         "service_corr": min(row["service_corr"] for row in rows),
-        "plays": rows,
-        "live_against_live": [row for row in again if "time_corr" in row],
+        "cases": rows,
         "engines": [_engine_row(f"engine-{at}", engine) for at, engine in enumerate(stage.measured)],
+        "slowness": [[rounded(factor) for factor in factors] for factors in stage.slowness],
         "latencies_ms": {
             "rpc": round(latencies.rpc_s * MS, 1),
             "predict": round(latencies.predict_s * MS, 1),
@@ -102,13 +100,6 @@ def _workloads(options: BenchOptions) -> list[Workload]:
         raise UsageProblem(f"--traces: {error}") from error
 
 
-def _line(pair: Pair) -> str:
-    return (
-        f"{pair.workload.name} {pair.policy}: live {pair.live.makespan_s:.1f} s, simulated "
-        f"{pair.simulated.makespan_s:.1f} s, other programs took {pair.others_share:.0%}"
-    )
-
-
 def _engine_row(engine_id: str, measured: MeasuredEngine) -> dict[str, Any]:
     curve, prefill_error = measured.engine.curve, measured.prefill_error
     row = {
@@ -119,6 +110,7 @@ def _engine_row(engine_id: str, measured: MeasuredEngine) -> dict[str, Any]:
         "prefill_fixed_ms": round(curve.prefill_fixed_s * MS, 1),
         "prefill_token_us": round(curve.prefill_token_s * US, 1),
         "prefill_pair_us": round(curve.prefill_pair_s * US, 3),
+        "prefill_square_us": round(curve.prefill_square_s * US, 3),
         "decode_fit_err_median": rounded(measured.decode_error.median),
         "decode_fit_err_p90": rounded(measured.decode_error.p90),
     }

@@ -1,75 +1,84 @@
-"""How far a simulated rollout is from the live one, trajectory by trajectory. Pure functions.
+"""How far a simulated rollout is from live ones of the same work, trajectory by trajectory. Pure functions.
 
 All trajectories open at time 0, so a trajectory's time is when it ended. Live, a step's prefill begins when its sidecar
-admits it, simulated when the engine computes it: what lies between counts there as prefill and here as queue, so these
-two are also given together.
+admits it, simulated when the engine computes it: what lies between counts there as prefill and here as queue. Live
+plays differ among themselves, so each figure is a mean over them, and `live_*` says how far they are from each other:
+what no simulator can be nearer than.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from treadle_cli.bench.fidelity_live import Play
+from treadle_cli.bench.fidelity_stage import Case
 
 PARTS = ("queue", "prefill", "decode", "tool")
 
 
-def figures(live: Play, simulated: Play) -> dict[str, Any]:
-    """Errors are simulated over live, minus 1; correlations are Pearson's over trajectories."""
-    before = np.array([played.finished_s for played in live.trajectories])
-    after = np.array([played.finished_s for played in simulated.trajectories])
-    served_before = np.array([played.service_s for played in live.trajectories])
-    served_after = np.array([played.service_s for played in simulated.trajectories])
-    return {
-        "live_makespan_s": round(live.makespan_s, 2),
+def figures(case: Case) -> dict[str, Any]:
+    """makespan_rel_err: simulated over the mean of live, minus 1. Correlations are Pearson's over trajectories."""
+    plays, simulated = case.plays, case.simulated
+    live_s = fmean(play.makespan_s for play in plays)
+    times = np.mean([_ends(play) for play in plays], axis=0)
+    errors = np.abs(_ends(simulated) / times - 1.0)
+    live_pairs = list(itertools.combinations(plays, 2))
+    found: dict[str, Any] = {
+        "live_makespan_s": [round(play.makespan_s, 2) for play in plays],
         "simulated_makespan_s": round(simulated.makespan_s, 2),
-        "makespan_rel_err": rounded(simulated.makespan_s / live.makespan_s - 1.0),
-        "time_corr": rounded(float(np.corrcoef(before, after)[0, 1])),
-        "service_corr": rounded(float(np.corrcoef(served_before, served_after)[0, 1])),
-        "time_abs_err_median": rounded(float(np.median(np.abs(after / before - 1.0)))),
-        "time_abs_err_p90": rounded(float(np.quantile(np.abs(after / before - 1.0), 0.9))),
-        "mean_time_rel_err": rounded(float(after.mean() / before.mean() - 1.0)),
-        "same_engine": rounded(same_engine(live, simulated)),
-        "parts_live_s": parts(live),
-        "parts_simulated_s": parts(simulated),
-        "preemptions": [sum(played.preemptions for played in play.trajectories) for play in (live, simulated)],
-        "migrations": [live.migrations, simulated.migrations],
+        "makespan_rel_err": rounded(simulated.makespan_s / live_s - 1.0),
+        "time_corr": rounded(fmean(correlation(_ends(play), _ends(simulated)) for play in plays)),
+        "time_corr_of_each": [rounded(correlation(_ends(play), _ends(simulated))) for play in plays],
+        "service_corr": rounded(fmean(correlation(_served(play), _served(simulated)) for play in plays)),
+        "time_abs_err_median": rounded(float(np.median(errors))),
+        "time_abs_err_p90": rounded(float(np.quantile(errors, 0.9))),
+        "same_engine": rounded(fmean(same_engine(play, simulated) for play in plays)),
+        "parts_live_s": parts(plays),
+        "parts_simulated_s": parts([simulated]),
+        "preemptions": [sum(played.preemptions for played in play.trajectories) for play in (*plays, simulated)],
+        "migrations": [play.migrations for play in (*plays, simulated)],
+        "other_programs_share": [rounded(live.others_share) for live in case.lives],
     }
+    if live_pairs:
+        found["live_time_corr"] = rounded(fmean(correlation(_ends(one), _ends(other)) for one, other in live_pairs))
+        found["live_same_engine"] = rounded(fmean(same_engine(one, other) for one, other in live_pairs))
+    return found
 
 
-def parts(play: Play) -> dict[str, float]:
+def correlation(one: np.ndarray, other: np.ndarray) -> float:
+    """Pearson's."""
+    return float(np.corrcoef(one, other)[0, 1])
+
+
+def _ends(play: Play) -> np.ndarray:
+    return np.array([played.finished_s for played in play.trajectories])
+
+
+def _served(play: Play) -> np.ndarray:
+    return np.array([played.service_s for played in play.trajectories])
+
+
+def parts(plays: Sequence[Play]) -> dict[str, float]:
     """Mean seconds of a trajectory by part; `other` is what no part covers: calls of the control plane."""
-    count = len(play.trajectories)
-    seconds = {part: sum(played.part_s(part) for played in play.trajectories) / count for part in PARTS}
-    seconds["other"] = sum(played.finished_s for played in play.trajectories) / count - sum(seconds.values())
+    all_played = [played for play in plays for played in play.trajectories]
+    seconds = {part: fmean(played.part_s(part) for played in all_played) for part in PARTS}
+    seconds["other"] = fmean(played.finished_s for played in all_played) - sum(seconds.values())
     return {part: round(value, 2) for part, value in seconds.items()}
 
 
 def same_engine(one: Play, other: Play) -> float:
-    """Share of steps that ran on the same engine in both."""
-    pairs = [
-        (a, b)
-        for left, right in zip(one.trajectories, other.trajectories, strict=True)
-        for a, b in zip(left.engines, right.engines, strict=True)
-    ]
-    return sum(a == b for a, b in pairs) / len(pairs)
-
-
-def between(plays: Sequence[Play]) -> dict[str, float]:
-    """How far plays of one work under one policy are from each other: the ceiling for any simulator."""
-    first, *others = plays
-    if not others:
-        return {}
-    compared = [figures(first, other) for other in others]
-    return {
-        "makespan_rel_err": max((one["makespan_rel_err"] for one in compared), key=abs),
-        "time_corr": min(one["time_corr"] for one in compared),
-        "service_corr": min(one["service_corr"] for one in compared),
-        "same_engine": min(one["same_engine"] for one in compared),
-    }
+    """Share of steps that ran on the same engine in both, under the names of engines that suit best: they are alike."""
+    sides = [[engine for played in play.trajectories for engine in played.engines] for play in (one, other)]
+    names = sorted({*sides[0], *sides[1]})
+    return max(
+        fmean(dict(zip(names, renamed, strict=True))[a] == b for a, b in zip(*sides, strict=True))
+        for renamed in itertools.permutations(names)
+    )
 
 
 def rounded(value: float) -> float:

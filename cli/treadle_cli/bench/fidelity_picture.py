@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from treadle_cli.bench.fidelity_live import Play
-from treadle_cli.bench.fidelity_stage import Pair
+from treadle_cli.bench.fidelity_stage import Case
 from treadle_cli.report.palette import COLOURS, FAINT, GRID, INK
 
 WIDTH_IN, HEIGHT_IN, DPI = 11.0, 8.4, 150
@@ -27,18 +27,19 @@ TITLES = {"verl": "pinned, in order of arrival", "treadle": "Treadle"}
 WITHIN = 0.10  # the band around equality
 
 
-def draw(pairs: Sequence[Pair], folder: Path) -> None:
+def draw(cases: Sequence[Case], folder: Path) -> None:
     """Writes fidelity.png into `folder`."""
     with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "axes.labelcolor": INK}):
         figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), dpi=DPI, facecolor="white")
         grid = figure.add_gridspec(2, 2, left=0.06, right=0.985, top=0.86, bottom=0.06, hspace=0.30, wspace=0.14)
-        colours = dict(zip(dict.fromkeys(pair.policy for pair in pairs), POLICY_COLOURS, strict=False))
-        _ends(figure.add_subplot(grid[0, 0]), pairs, colours)
-        _running(figure.add_subplot(grid[0, 1]), pairs, colours)
-        shown = pairs[len(colours) - 1]
-        order = np.argsort([played.finished_s for played in shown.live.trajectories])
-        until_s = 1.03 * max(shown.live.makespan_s, shown.simulated.makespan_s)
-        for column, (title, play) in enumerate((("live", shown.live), ("simulated", shown.simulated))):
+        colours = dict(zip(dict.fromkeys(case.policy for case in cases), POLICY_COLOURS, strict=False))
+        _ends(figure.add_subplot(grid[0, 0]), cases, colours)
+        _running(figure.add_subplot(grid[0, 1]), cases, colours)
+        shown = cases[len(colours) - 1]
+        live = shown.plays[0]
+        order = np.argsort([played.finished_s for played in live.trajectories])
+        until_s = 1.03 * max(live.makespan_s, shown.simulated.makespan_s)
+        for column, (title, play) in enumerate((("live", live), ("simulated", shown.simulated))):
             axes = figure.add_subplot(grid[1, column])
             _gantt(axes, play, [int(at) for at in order], until_s)
             axes.set_title(f"{TITLES.get(shown.policy, shown.policy)}, {title}", size=10, loc="left")
@@ -48,20 +49,16 @@ def draw(pairs: Sequence[Pair], folder: Path) -> None:
         figure.savefig(folder / "fidelity.png")
 
 
-def _ends(axes: Axes, pairs: Sequence[Pair], colours: dict[str, str]) -> None:
-    most_s = 1.05 * max(max(pair.live.makespan_s, pair.simulated.makespan_s) for pair in pairs)
+def _ends(axes: Axes, cases: Sequence[Case], colours: dict[str, str]) -> None:
+    most_s = 1.05 * max(play.makespan_s for case in cases for play in (*case.plays, case.simulated))
     line = np.array([0.0, most_s])
     axes.fill_between(line, line * (1 - WITHIN), line * (1 + WITHIN), color=GRID, linewidth=0)
     axes.plot(line, line, color=FAINT, linewidth=0.8)
-    for pair in pairs:
-        axes.scatter(
-            [played.finished_s for played in pair.live.trajectories],
-            [played.finished_s for played in pair.simulated.trajectories],
-            s=14,
-            color=colours[pair.policy],
-            alpha=0.55,
-            linewidths=0,
-        )
+    for case in cases:
+        simulated_s = [played.finished_s for played in case.simulated.trajectories]
+        for play in case.plays:
+            live_s = [played.finished_s for played in play.trajectories]
+            axes.scatter(live_s, simulated_s, s=12, color=colours[case.policy], alpha=0.5, linewidths=0)
     axes.set(xlim=(0, most_s), ylim=(0, most_s), xlabel="end of a trajectory, live (s)", ylabel="simulated (s)")
     axes.legend(
         handles=[
@@ -77,13 +74,13 @@ def _ends(axes: Axes, pairs: Sequence[Pair], colours: dict[str, str]) -> None:
     _plain(axes)
 
 
-def _running(axes: Axes, pairs: Sequence[Pair], colours: dict[str, str]) -> None:
-    for pair in pairs:
-        for play, style in ((pair.live, "-"), (pair.simulated, "--")):
+def _running(axes: Axes, cases: Sequence[Case], colours: dict[str, str]) -> None:
+    for case in cases:
+        for play, style in (*((live, "-") for live in case.plays), (case.simulated, "--")):
             ends = np.sort([played.finished_s for played in play.trajectories])
             left = np.arange(len(ends), -1, -1)
             axes.step(
-                [0.0, *ends], left, where="post", color=colours[pair.policy], linestyle=style, linewidth=1.1, alpha=0.8
+                [0.0, *ends], left, where="post", color=colours[case.policy], linestyle=style, linewidth=1.0, alpha=0.7
             )
     axes.set(xlabel="seconds", ylabel="trajectories that still run")
     axes.set_xlim(left=0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,13 +23,13 @@ from treadle_cli.bench.fidelity_live import generate
 from treadle_cli.bench.fidelity_trace import HIGHEST_TOKEN_ID
 from treadle_cli.bench.samples import Samples
 
-DECODE_CONTEXTS = (80, 320)  # tokens: a young trajectory of the trace, and an old one
+DECODE_CONTEXTS = (80, 400)  # tokens: a young trajectory of the trace, and an old one
 DECODE_TOKENS = 20
 PULSE_CONTEXT = 160
-PREFILL_CONTEXTS = (64, 128, 256)
+PREFILL_CONTEXTS = (64, 160, 400)
 PREFILL_OBSERVED = (12, 30, 56)  # tokens put behind the context, one after the other
 PREFILL_TOKENS = 4  # sampled after each
-PREFILL_ROUNDS = 2
+PREFILL_ROUNDS = 3
 REST_S = 0.2  # between prefills, so that what the engine writes to storage is written
 
 Rows = list[dict[str, float]]
@@ -156,4 +157,5 @@ def _document(engine: RegisteredEngine, decode: Rows, prefill: Rows) -> dict[str
         "kv_bytes_per_token": info.kv_bytes_per_token,
         "decode": decode,
         "prefill": prefill,
+        "page_tokens": math.gcd(*(int(row["cached_tokens"]) for row in prefill)) or 1,
     }

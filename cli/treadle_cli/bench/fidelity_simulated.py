@@ -26,7 +26,7 @@ from treadle_cli.bench.fidelity_control import Control
 from treadle_cli.bench.fidelity_live import Play, Played
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredCurve(StepCurve):
     """A measured curve of which planners see what the sidecar declared."""
 
@@ -68,6 +68,7 @@ def slowed(model: EngineModel, factor: float) -> EngineModel:
             prefill_fixed_s=factor * curve.prefill_fixed_s,
             prefill_token_s=factor * curve.prefill_token_s,
             prefill_pair_s=factor * curve.prefill_pair_s,
+            prefill_square_s=factor * curve.prefill_square_s,
         ),
     )
 

@@ -1,8 +1,8 @@
-"""What the plays of `treadle bench fidelity` run on, live and simulated, and one pair of plays.
+"""What the plays of `treadle bench fidelity` run on, live and simulated.
 
 Invariants: a play begins with a control plane that was just started, so that no predictor knows an earlier play, and
-with empty KV caches; the simulated play has the same policy, slots, declared curves and estimator. Nothing is fitted to
-a play: the profile is measured before all of them, and scaled by pulses before and after each.
+with tokens that no cache holds; the simulated play has the same policy, slots, declared curves and estimator. Nothing
+is fitted to a play: the profile is measured before all of them, and scaled by the mean of pulses between them.
 """
 
 from __future__ import annotations
@@ -36,18 +36,26 @@ CALL_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """A live play and the simulator's of the same. others_share: of the machine, that other programs took.
+class LivePlay:
+    """One play. others_share: of the machine, that other programs took meanwhile."""
 
-    slowness: of each engine, over its profile, around the play.
-    """
+    play: Play
+    others_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Live plays of one work under one policy, and the simulator's."""
 
     policy: str
     workload: Workload
-    live: Play
+    lives: tuple[LivePlay, ...]
     simulated: Play
-    others_share: float
-    slowness: tuple[float, ...]
+
+    @property
+    def plays(self) -> list[Play]:
+        """The live ones."""
+        return [live.play for live in self.lives]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,7 @@ class Stage:
     measured: Sequence[MeasuredEngine]
     models: Sequence[EngineModel]
     control: Control
+    slowness: Sequence[list[float]]  # of each engine over its profile, a factor a pulse
 
     @classmethod
     async def of(cls, mesh: Mesh, seed: int) -> Stage:
@@ -69,21 +78,18 @@ class Stage:
                 profile = await measure(client, engines, seed)
             control = await measure_control(mesh, client, engines, profile.queue_s, Samples(heard.predict_s))
         measured = [fit_measured(profile.profiles[engine.info.engine_id]) for engine in engines]
-        return cls(mesh, engines, measured, engine_models(engines, measured), control)
+        return cls(mesh, engines, measured, engine_models(engines, measured), control, [[] for _ in engines])
 
-    async def slowness(self, seed: str) -> tuple[float, ...]:
-        """Of each engine now, by a pulse."""
+    async def pulse(self, number: int) -> None:
+        """Notes how fast the engines are now: a shared machine is not always as fast as while its profile was taken."""
         async with Client(self.mesh.where.scheduler) as client:
-            rows = await pulse(client, self.engines, seed)
-        return tuple(
-            slowness(measured, rows[engine.info.engine_id])
-            for engine, measured in zip(self.engines, self.measured, strict=True)
-        )
+            rows = await pulse(client, self.engines, str(number))
+        for measured, engine, factors in zip(self.measured, self.engines, self.slowness, strict=True):
+            factors.append(slowness(measured, rows[engine.info.engine_id]))
 
-    async def pair(self, work: Workload, name: str, number: int) -> Pair:
-        """The work under one of the simulator's systems, live and simulated. number: of the play, for fresh tokens."""
+    async def play(self, work: Workload, name: str, number: int) -> LivePlay:
+        """The work under one of the simulator's systems, live. number: of the play, for fresh tokens."""
         system = SYSTEMS[name]
-        before = await self.slowness(f"{name} {number} before")
         with StartBoard(Console(quiet=True)) as board:
             self.mesh.board = board
             await self.mesh.renew_control_plane(preempt=system.policy.preempt)
@@ -91,12 +97,12 @@ class Stage:
         others = OtherPrograms()
         async with listening(self.mesh.nats_url) as heard:
             trajectories = await play(self.mesh.where.scheduler, work, f"{work.name} {name} {number}")
-        share = others.share()
-        after = await self.slowness(f"{name} {number} after")
-        factors = tuple(fmean(pulses) for pulses in zip(before, after, strict=True))
-        models = [slowed(model, factor) for model, factor in zip(self.models, factors, strict=True)]
-        live = Play(trajectories, sum(move.moved for move in heard.migrations))
-        return Pair(name, work, live, simulate(work, models, system, self.control), share, factors)
+        return LivePlay(Play(trajectories, sum(move.moved for move in heard.migrations)), others.share())
+
+    def simulated(self, work: Workload, name: str) -> Play:
+        """The same in the simulator, on engines as fast as all pulses say on average."""
+        models = [slowed(model, fmean(factors)) for model, factors in zip(self.models, self.slowness, strict=True)]
+        return simulate(work, models, SYSTEMS[name], self.control)
 
 
 async def _set_policy(scheduler: str, policy: Policy) -> None:
