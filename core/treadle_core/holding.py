@@ -12,6 +12,8 @@ A later step waits while the trajectory's KV is on its way to another engine, fo
 Owner of `State.held`. Nothing of it is stored: after a restart the clients ask again.
 """
 
+import math
+from bisect import insort
 from collections.abc import Iterable
 
 from treadle_core import ticketing
@@ -53,6 +55,9 @@ def held(state: State, event: StepRequested) -> list[Action]:
     before = state.held.get(event.trajectory_id)
     state.held_count += before is None
     state.held[event.trajectory_id] = Held(event, before.place if before else state.held_count)
+    record = state.table.require(event.trajectory_id)
+    if before is None and record.ticket is None:
+        insort(state.lines.setdefault(record.engine_id, []), record.trajectory_id, key=lambda each: _rank(state, each))
     return [HoldStep(event.trajectory_id)]
 
 
@@ -67,7 +72,8 @@ def answered(state: State, event: Event, now: float) -> list[Action]:
         case PlanArrived() | EngineRegistered() | Tick():
             actions = _moved(state, list(state.held), now)
             followed = _follow_plan(state)
-            for engine_id in sorted({state.table.require(trajectory_id).engine_id for trajectory_id in state.held}):
+            _line_up(state)
+            for engine_id in sorted(state.lines):
                 actions += begun(state, engine_id, now)
             # Those that begin now were saved with their tickets.
             return actions + [SaveTrajectory(state.table.require(each)) for each in followed if each in state.held]
@@ -77,25 +83,43 @@ def answered(state: State, event: Event, now: float) -> list[Action]:
 
 def begun(state: State, engine_id: str, now: float) -> list[Action]:
     """Lets trajectories begin on an engine while it has room, best ranked first."""
-    spec = state.engines.spec(engine_id)
-    if spec is None:
+    spec, line = state.engines.spec(engine_id), state.lines.get(engine_id)
+    if spec is None or not line:
         return []
     actions: list[Action] = []
-    if not state.held or state.table.tally(engine_id).live_tickets >= spec.slot_limit:
-        return []
-    for record in _line(state, engine_id):
+    refused: list[str] = []
+    while line and state.table.tally(engine_id).live_tickets < spec.slot_limit:
+        record = state.table.get(line[0])
+        waits = record is not None and record.is_open and record.ticket is None and record.trajectory_id in state.held
+        if record is None or not waits:
+            line.pop(0)  # it closed, or began elsewhere
+            continue
         if not _fits(state, record, spec):
             break
-        actions += _granted(state, record, now)
+        granted = _granted(state, record, now)
+        if not granted:
+            refused.append(record.trajectory_id)
+        line.pop(0)
+        actions += granted
+    line[:0] = refused
     return actions
 
 
-def _line(state: State, engine_id: str) -> list[TrajectoryRecord]:
-    """Those that wait to begin on an engine, best ranked first, and of equals whoever asked first."""
-    held, table = state.held, state.table
-    here = [table.require(trajectory_id) for trajectory_id in table.ids_on(engine_id) if trajectory_id in held]
-    waiting = (record for record in here if record.ticket is None)
-    return sorted(waiting, key=lambda record: (-record.priority, held[record.trajectory_id].place))
+def _line_up(state: State) -> None:
+    """Those that wait to begin, by engine, best ranked first and of equals whoever asked first. Until the next time
+    what has been predicted since does not change their order."""
+    lines: dict[str, list[tuple[float, int, str]]] = {}
+    for trajectory_id, waited in state.held.items():
+        record = state.table.require(trajectory_id)
+        if record.ticket is None:
+            lines.setdefault(record.engine_id, []).append((-record.priority, waited.place, trajectory_id))
+    state.lines = {engine_id: [name for *_, name in sorted(line)] for engine_id, line in lines.items()}
+
+
+def _rank(state: State, trajectory_id: str) -> tuple[float, int]:
+    """Smaller begins first; those that wait no longer are passed over when their turn comes."""
+    record, waited = state.table.get(trajectory_id), state.held.get(trajectory_id)
+    return (-record.priority, waited.place) if record is not None and waited is not None else (-math.inf, 0)
 
 
 def _fits(state: State, record: TrajectoryRecord, spec: EngineSpec) -> bool:

@@ -28,7 +28,7 @@ class State:
     """The parts. `unannounced`: closed trajectories whose closing is to be published, and from when on. `sweeps`: when
     each trajectory might be abandoned, or be forgotten. `mean_tool_s`: over all calls; `mean_observed_tokens`: of the
     context, a turn, that tools brought. `held`: requests for tickets that are not answered yet (`holding.py`);
-    `held_count`: how many there ever were."""
+    `held_count`: how many there ever were; `lines`: those of them that wait to begin, by engine."""
 
     tuning: Tuning
     policy: Policy
@@ -43,6 +43,7 @@ class State:
     mean_observed_tokens: float = 0.0
     held: dict[str, "Held"] = field(default_factory=dict)
     held_count: int = 0
+    lines: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
     def new(cls, policy: Policy, tuning: Tuning, epoch_s: float) -> "State":

@@ -158,5 +158,5 @@ async def test_the_log_level_holds_and_a_bug_is_logged_with_its_traceback(
 
 async def test_the_console_format_is_for_people(start_service: StartService) -> None:
     process = await start_service(PROBE, {"TREADLE_LOG_FORMAT": "console"}, service="probe")
+    await until(lambda: "serving" in process.stderr_text())
     assert not list(log_lines(process.stderr_text()))
-    assert "serving" in process.stderr_text()
