@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from treadle_cli.bench import BENCHES, BenchOptions
 from treadle_cli.bench.heddle12 import merged
+from treadle_cli.bench.heddle12_aims import aims
 from treadle_cli.bench.heddle12_page import where_it_loses
 from treadle_cli.bench.rollouts import Job, batch_for, floor, play_all
 from treadle_sim.systems import BASELINES, TREADLE, VERL
@@ -130,3 +131,28 @@ def test_a_cancelled_figure_stops_its_processes() -> None:
 
     with pytest.raises(TimeoutError):
         asyncio.run(cancelled())
+
+
+def test_the_page_counts_the_cells_that_reach_each_aim_and_those_that_do_not() -> None:
+    def cell(bound_by: str, best: float, oracle: float, slime: float | None) -> dict[str, Any]:
+        policy = {"verl": best, "treadle": 1.0, "oracle": oracle}
+        ratios = {"best_baseline": "verl", "ratio_to_best_baseline": best, "ratio_to_oracle": oracle}
+        at_paper_degree = {"slime": slime} if slime is not None else {}
+        return {
+            "bound_by": bound_by,
+            "bound_s": 0.5,
+            "ratio_to_bound": 0.5,
+            "policy": policy,
+            "ratio_at_paper_degree": at_paper_degree,
+            **ratios,
+        }
+
+    lines = list(aims({"gpus": 64, "cells": [cell("tail", 1.6, 0.8, 2.6), cell("work", 0.97, 0.95, None)]}))
+
+    assert lines[2:7] == [
+        "| 1.5 times the best baseline where the tail binds | 1 of 1 cells (1.60–1.60) | 1 of 1 cells (2.00–2.00) |",
+        "| nowhere below 0.98 times the best baseline | 1 of 2 cells (0.97–1.60) | 2 of 2 cells (1.02–2.00) |",
+        "| 0.9 of the planner that is told every length | 1 of 2 cells (0.80–0.95) |  |",
+        "| 2.5 times slime at the paper's degree, where the paper has it | 1 of 1 cells (2.60–2.60) |  |",
+        "| 2.3 times verl at the paper's degree, where the paper has it | no such cell |  |",
+    ]

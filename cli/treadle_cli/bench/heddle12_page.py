@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from treadle_cli.bench.figures_picture import FAINT, INK, figure_with, tidy
+from treadle_cli.bench.heddle12_aims import aims
 from treadle_cli.bench.page import MACHINE, command, paragraph, point, ratio, seconds, table
 from treadle_cli.report.palette import COLOURS
 
@@ -74,6 +75,10 @@ def page(found: Mapping[str, Any]) -> Iterator[str]:
             "less here is bound by the tail.",
         )
         yield from _tables([*small["cells"], *small["dense_cells"]])
+    yield ""
+    yield "## What we ask of it"
+    yield ""
+    yield from aims(found)
     yield ""
     yield "## Against the paper's own figures"
     yield ""
