@@ -12,7 +12,6 @@ A later step waits while the trajectory's KV is on its way to another engine, fo
 Owner of `State.held`. Nothing of it is stored: after a restart the clients ask again.
 """
 
-import math
 from bisect import insort
 from collections.abc import Iterable
 
@@ -31,7 +30,7 @@ from treadle_core.events import (
 from treadle_core.model import EngineSpec, PlacementRule, TrajectoryRecord
 from treadle_core.records import changed
 from treadle_core.refusals import ContextTooLong, NoEngine
-from treadle_core.state import Held, State
+from treadle_core.state import Held, State, Waiter
 from treadle_core.steps import StepKind, left_behind
 
 
@@ -57,7 +56,7 @@ def held(state: State, event: StepRequested) -> list[Action]:
     state.held[event.trajectory_id] = Held(event, before.place if before else state.held_count)
     record = state.table.require(event.trajectory_id)
     if before is None and record.ticket is None:
-        insort(state.lines.setdefault(record.engine_id, []), record.trajectory_id, key=lambda each: _rank(state, each))
+        insort(state.lines.setdefault(record.engine_id, []), _waiter(record, state.held_count))
     return [HoldStep(event.trajectory_id)]
 
 
@@ -87,19 +86,18 @@ def begun(state: State, engine_id: str, now: float) -> list[Action]:
     if spec is None or not line:
         return []
     actions: list[Action] = []
-    refused: list[str] = []
+    refused: list[Waiter] = []
     while line and state.table.tally(engine_id).live_tickets < spec.slot_limit:
-        record = state.table.get(line[0])
-        waits = record is not None and record.is_open and record.ticket is None and record.trajectory_id in state.held
-        if record is None or not waits:
+        record = state.table.get(line[0].trajectory_id)
+        if record is None or not _waits_for(state, record, engine_id):
             line.pop(0)  # it closed, or began elsewhere
             continue
         if not _fits(state, record, spec):
             break
         granted = _granted(state, record, now)
+        waiter = line.pop(0)
         if not granted:
-            refused.append(record.trajectory_id)
-        line.pop(0)
+            refused.append(waiter)
         actions += granted
     line[:0] = refused
     return actions
@@ -108,18 +106,22 @@ def begun(state: State, engine_id: str, now: float) -> list[Action]:
 def _line_up(state: State) -> None:
     """Those that wait to begin, by engine, best ranked first and of equals whoever asked first. Until the next time
     what has been predicted since does not change their order."""
-    lines: dict[str, list[tuple[float, int, str]]] = {}
+    state.lines = {}
     for trajectory_id, waited in state.held.items():
         record = state.table.require(trajectory_id)
         if record.ticket is None:
-            lines.setdefault(record.engine_id, []).append((-record.priority, waited.place, trajectory_id))
-    state.lines = {engine_id: [name for *_, name in sorted(line)] for engine_id, line in lines.items()}
+            state.lines.setdefault(record.engine_id, []).append(_waiter(record, waited.place))
+    for line in state.lines.values():
+        line.sort()
 
 
-def _rank(state: State, trajectory_id: str) -> tuple[float, int]:
-    """Smaller begins first; those that wait no longer are passed over when their turn comes."""
-    record, waited = state.table.get(trajectory_id), state.held.get(trajectory_id)
-    return (-record.priority, waited.place) if record is not None and waited is not None else (-math.inf, 0)
+def _waiter(record: TrajectoryRecord, place: int) -> Waiter:
+    return Waiter(-record.priority, place, record.trajectory_id)
+
+
+def _waits_for(state: State, record: TrajectoryRecord, engine_id: str) -> bool:
+    waits = record.trajectory_id in state.held and record.is_open and record.ticket is None
+    return waits and record.engine_id == engine_id
 
 
 def _fits(state: State, record: TrajectoryRecord, spec: EngineSpec) -> bool:

@@ -23,6 +23,14 @@ class Held(NamedTuple):
     place: int
 
 
+class Waiter(NamedTuple):
+    """One of those that wait to begin; the smallest begins first."""
+
+    rank: float  # its priority, negated
+    place: int  # as of what is held
+    trajectory_id: str
+
+
 @dataclass
 class State:
     """The parts. `unannounced`: closed trajectories whose closing is to be published, and from when on. `sweeps`: when
@@ -43,7 +51,7 @@ class State:
     mean_observed_tokens: float = 0.0
     held: dict[str, "Held"] = field(default_factory=dict)
     held_count: int = 0
-    lines: dict[str, list[str]] = field(default_factory=dict)
+    lines: dict[str, list[Waiter]] = field(default_factory=dict)
 
     @classmethod
     def new(cls, policy: Policy, tuning: Tuning, epoch_s: float) -> "State":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from treadle_cli.bench.page import paragraph, table
 
 Cells = Sequence[Mapping[str, Any]]
+Values = Callable[[Cells], list[float]]
 
 TAIL_AIM = 1.5  # times the best baseline, where the longest trajectory is what binds
 LEAST_AIM = 0.98  # times the best baseline, anywhere
@@ -21,7 +23,7 @@ def aims(found: Mapping[str, Any]) -> Iterator[str]:
     heads = ["asked", *(f"{size['gpus']} GPUs" for size in sizes), f"{found['gpus']} GPUs, told every length"]
     yield from table(heads, _rows([size["cells"] for size in sizes], found["cells"]))
     yield ""
-    tail = [cell for cell in found["cells"] if cell["bound_by"] == "tail"]
+    tail = _of_tail(found["cells"])
     below = [cell["ratio_to_bound"] for cell in found["cells"]]
     told = [cell["bound_s"] / cell["policy"]["oracle"] for cell in found["cells"]]
     yield from paragraph(
@@ -33,44 +35,35 @@ def aims(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rows(sizes: Sequence[Cells], told: Cells) -> Iterator[list[str]]:
-    def row(asked: str, reached: Callable[[Cells], str], when_told: str = "") -> list[str]:
-        return [asked, *(reached(cells) for cells in sizes), when_told]
+    def row(asked: str, aim: float, values: Values, when_told: str = "") -> list[str]:
+        return [asked, *(_reached(values(cells), aim) for cells in sizes), when_told]
 
-    def best(cells: Cells) -> list[float]:
-        return [cell["ratio_to_best_baseline"] for cell in cells]
-
-    def of_tail(cells: Cells) -> Cells:
-        return [cell for cell in cells if cell["bound_by"] == "tail"]
-
-    def oracle(cells: Cells) -> list[float]:
-        return [_best_baseline_s(cell) / cell["policy"]["oracle"] for cell in cells]
-
-    yield row(
-        f"{TAIL_AIM} times the best baseline where the tail binds",
-        lambda cells: _reached(best(of_tail(cells)), TAIL_AIM),
-        _reached(oracle(of_tail(told)), TAIL_AIM),
-    )
-    yield row(
-        f"nowhere below {LEAST_AIM} times the best baseline",
-        lambda cells: _reached(best(cells), LEAST_AIM),
-        _reached(oracle(told), LEAST_AIM),
-    )
-    yield row(
-        f"{ORACLE_AIM} of the planner that is told every length",
-        lambda cells: _reached([cell["ratio_to_oracle"] for cell in cells], ORACLE_AIM),
-    )
+    asked = f"{TAIL_AIM} times the best baseline where the tail binds"
+    yield row(asked, TAIL_AIM, lambda cells: _best(_of_tail(cells)), _reached(_told(_of_tail(told)), TAIL_AIM))
+    yield row(f"nowhere below {LEAST_AIM} times the best baseline", LEAST_AIM, _best, _reached(_told(told), LEAST_AIM))
+    yield row(f"{ORACLE_AIM} of the planner that is told every length", ORACLE_AIM, _to_oracle)
     for name, aim in PAPER_AIMS.items():
-        yield row(
-            f"{aim} times {name} at the paper's degree, where the paper has it",
-            lambda cells, name=name, aim=aim: _reached(_at_paper_degree(cells, name), aim),  # type: ignore[misc]
-        )
+        asked = f"{aim} times {name} at the paper's degree, where the paper has it"
+        yield row(asked, aim, partial(_at_paper_degree, name))
 
 
-def _best_baseline_s(cell: Mapping[str, Any]) -> float:
-    return float(cell["policy"][cell["best_baseline"]])
+def _of_tail(cells: Cells) -> Cells:
+    return [cell for cell in cells if cell["bound_by"] == "tail"]
 
 
-def _at_paper_degree(cells: Cells, name: str) -> list[float]:
+def _best(cells: Cells) -> list[float]:
+    return [cell["ratio_to_best_baseline"] for cell in cells]
+
+
+def _told(cells: Cells) -> list[float]:
+    return [cell["policy"][cell["best_baseline"]] / cell["policy"]["oracle"] for cell in cells]
+
+
+def _to_oracle(cells: Cells) -> list[float]:
+    return [cell["ratio_to_oracle"] for cell in cells]
+
+
+def _at_paper_degree(name: str, cells: Cells) -> list[float]:
     ratios = (cell["ratio_at_paper_degree"].get(name) for cell in cells)
     return [ratio for ratio in ratios if ratio is not None]
 
