@@ -1,6 +1,5 @@
 """Killing the migrator in the middle of a move: the next process ends it as the scheduler says."""
 
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -12,6 +11,7 @@ from support.processes import ServiceProcess, StartService
 from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle.telemetry.v1.facts_pb2 import Fact
+from treadle_cli.ports import free_port
 from treadle_runtime.bus import open_bus
 
 Kill = Callable[[Mesh, MigratorCalls, ServiceProcess], Awaitable[str]]
@@ -20,9 +20,7 @@ Kill = Callable[[Mesh, MigratorCalls, ServiceProcess], Awaitable[str]]
 @asynccontextmanager
 async def a_port_without_a_scheduler() -> AsyncIterator[tuple[str, Callable[[FakeScheduler], Awaitable[None]]]]:
     """An address at which nothing listens until the second value is called with the scheduler that is to."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     server = grpc.aio.server()
 
     async def come_back(scheduler: FakeScheduler) -> None:

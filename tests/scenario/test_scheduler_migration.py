@@ -1,7 +1,6 @@
 """Scheduler, predictor, placement and migrator together: a trajectory moves to a new engine while its tool runs."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -15,6 +14,7 @@ from treadle.common.v1 import tokens_pb2
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.telemetry.v1.facts_pb2 import Fact
+from treadle_cli.ports import free_port
 from treadle_migrator.config import MigratorSettings
 from treadle_migrator.wire import wire as migrator_wire
 from treadle_placement.config import PlacementSettings
@@ -28,15 +28,6 @@ NAMES = [f"t{number}" for number in range(6)]
 TOKENS = 4
 TOOL = Duration(seconds=1)
 WAIT_S = 30.0
-
-
-def free_port() -> int:
-    """A port that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    assert isinstance(port, int)
-    return port
 
 
 @asynccontextmanager

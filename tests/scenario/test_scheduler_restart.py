@@ -1,7 +1,6 @@
 """The scheduler is killed in the middle of many trajectories, and comes back: nothing is lost, nothing runs twice."""
 
 import asyncio
-import socket
 import uuid
 from collections import Counter
 from functools import partial
@@ -20,6 +19,7 @@ from treadle.common.v1.ticket_pb2 import Ticket
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
+from treadle_cli.ports import free_port
 from treadle_runtime.bus import open_bus
 
 TRAJECTORIES = 24
@@ -30,15 +30,6 @@ RETRY_S = 0.05
 ALL_DONE_S = 90.0
 TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 RECONNECTS = (("grpc.max_reconnect_backoff_ms", 200), ("grpc.min_reconnect_backoff_ms", 100))
-
-
-def free_port() -> int:
-    """A port that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    assert isinstance(port, int)
-    return port
 
 
 class Loop:

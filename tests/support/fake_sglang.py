@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
+from treadle_cli.ports import free_port
 
 VOCAB = 1000
 END_TOKEN = 2
@@ -63,7 +64,7 @@ class FakeSglang:
         self._transports: set[asyncio.WriteTransport] = set()
         self._runner: web.AppRunner | None = None
         self._site: web.TCPSite | None = None
-        self.port = 0
+        self.port = free_port()
 
     @property
     def url(self) -> str:
@@ -89,7 +90,6 @@ class FakeSglang:
         await self._runner.setup()
         self._site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await self._site.start()
-        self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
         """As a killed process: connections break, KV and weights are gone."""

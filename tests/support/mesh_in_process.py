@@ -16,6 +16,7 @@ from treadle.engine.v1 import engine_pb2_grpc
 from treadle.rollout.v1 import rollout_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle.tools.v1 import tools_pb2_grpc
+from treadle_cli.ports import free_port
 
 WAIT_S = 20.0  # for a condition that a busy machine may be slow to meet
 _SERVER_OPTIONS = (("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),)  # as Treadle's servers: clients ping
@@ -28,14 +29,13 @@ class Port:
     def __init__(self, add: Callable[[grpc.aio.Server], None]) -> None:
         self._add = add
         self._server: grpc.aio.Server | None = None
-        self.address = "127.0.0.1:0"
+        self.address = f"127.0.0.1:{free_port()}"
 
     async def start(self) -> None:
         """Listens; the port stays the same from then on."""
         self._server = grpc.aio.server(options=_SERVER_OPTIONS)
         self._add(self._server)
-        port = self._server.add_insecure_port(self.address)
-        self.address = f"127.0.0.1:{port}"
+        assert self._server.add_insecure_port(self.address)
         await self._server.start()
 
     async def stop(self) -> None:

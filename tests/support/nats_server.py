@@ -1,12 +1,13 @@
 """A real nats-server with JetStream as a child process, which keeps its port and store over restarts."""
 
-import json
 import shutil
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from treadle_cli.ports import free_port
 
 START_DEADLINE_S = 20.0
 POLL_S = 0.01
@@ -26,7 +27,7 @@ class NatsServer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._port = -1  # -1: nats-server picks a free one
+        self._port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -43,10 +44,8 @@ class NatsServer:
     def start(self) -> None:
         """Returns once the server accepts connections."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        for old in self._folder.glob("*.ports"):
-            old.unlink()
         command = [nats_server_binary(), "-js", "-sd", str(self._folder / "store"), "-a", "127.0.0.1"]
-        command += ["-p", str(self._port), "--ports_file_dir", str(self._folder)]
+        command += ["-p", str(self._port)]
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         ends_at = time.monotonic() + START_DEADLINE_S
@@ -67,12 +66,5 @@ class NatsServer:
         shutil.rmtree(self._folder / "store")
 
     def _listens(self) -> bool:
-        if self._port == -1:
-            for file in self._folder.glob("*.ports"):
-                text = file.read_text()
-                if text.endswith("}"):
-                    self._port = int(json.loads(text)["nats"][0].rpartition(":")[2])
-        if self._port == -1:
-            return False
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self._port)) == 0

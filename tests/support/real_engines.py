@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.error
@@ -12,6 +11,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from treadle_cli.ports import free_port
 from treadle_sidecar.engine_process import EngineSpec, start_engine, stop_engine
 
 START_DEADLINE_S = 240.0  # two engines that start together on a busy machine
@@ -43,7 +43,7 @@ class RealEngine:
         self.kv = folder / "kv"
         self.spec = EngineSpec(
             engine_id=f"e{index}",
-            port=_free_port(),
+            port=free_port(),
             cpu=True,
             model_path=model_folder(),
             venv_python=engine_python(),
@@ -100,9 +100,3 @@ class RealEngine:
                 return bool(response.status == 200)
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
