@@ -12,7 +12,6 @@ A later step waits while the trajectory's KV is on its way to another engine, fo
 Owner of `State.held`. Nothing of it is stored: after a restart the clients ask again.
 """
 
-from bisect import insort
 from collections.abc import Iterable
 
 from treadle_core import ticketing
@@ -30,8 +29,9 @@ from treadle_core.events import (
 from treadle_core.model import EngineSpec, PlacementRule, TrajectoryRecord
 from treadle_core.records import changed
 from treadle_core.refusals import ContextTooLong, NoEngine
-from treadle_core.state import Held, State, Waiter
+from treadle_core.state import Held, State
 from treadle_core.steps import StepKind, left_behind
+from treadle_core.waiting import Waiter
 
 
 def must_wait(state: State, record: TrajectoryRecord) -> bool:
@@ -50,14 +50,16 @@ def must_wait(state: State, record: TrajectoryRecord) -> bool:
 
 
 def held(state: State, event: StepRequested) -> list[Action]:
-    """Keeps the request; a repeat takes its place."""
-    before = state.held.get(event.trajectory_id)
+    """Keeps the request; a repeat takes its place. Raises ContextTooLong: no wait would help it."""
+    trajectory_id = event.trajectory_id
+    before, record = state.held.get(trajectory_id), state.table.require(trajectory_id)
+    state.siting.require_fitting(record, event.context_tokens)
     state.held_count += before is None
-    state.held[event.trajectory_id] = Held(event, before.place if before else state.held_count)
-    record = state.table.require(event.trajectory_id)
-    if before is None and record.ticket is None:
-        insort(state.lines.setdefault(record.engine_id, []), _waiter(record, state.held_count))
-    return [HoldStep(event.trajectory_id)]
+    state.held[trajectory_id] = Held(event, before.place if before else state.held_count)
+    state.table.watch(trajectory_id)
+    if before is None:
+        _line_up(state, trajectory_id)
+    return [HoldStep(trajectory_id)]
 
 
 def answered(state: State, event: Event, now: float) -> list[Action]:
@@ -67,12 +69,14 @@ def answered(state: State, event: Event, now: float) -> list[Action]:
             record = state.table.get(event.trajectory_id)
             return begun(state, record.engine_id, now) if record is not None else []
         case MoveEnded():
-            return _moved(state, [event.trajectory_id], now)
+            return _moved(state, event.trajectory_id, now)
         case PlanArrived() | EngineRegistered() | Tick():
-            actions = _moved(state, list(state.held), now)
+            actions: list[Action] = []
+            for trajectory_id in _in_turn(state, state.table.news()):
+                _line_up(state, trajectory_id)
+                actions += _moved(state, trajectory_id, now)
             followed = _follow_plan(state)
-            _line_up(state)
-            for engine_id in sorted(state.lines):
+            for engine_id in state.lines.engine_ids():
                 actions += begun(state, engine_id, now)
             # Those that begin now were saved with their tickets.
             return actions + [SaveTrajectory(state.table.require(each)) for each in followed if each in state.held]
@@ -82,41 +86,37 @@ def answered(state: State, event: Event, now: float) -> list[Action]:
 
 def begun(state: State, engine_id: str, now: float) -> list[Action]:
     """Lets trajectories begin on an engine while it has room, best ranked first."""
-    spec, line = state.engines.spec(engine_id), state.lines.get(engine_id)
-    if spec is None or not line:
+    spec = state.engines.spec(engine_id)
+    if spec is None:
         return []
     actions: list[Action] = []
-    refused: list[Waiter] = []
-    while line and state.table.tally(engine_id).live_tickets < spec.slot_limit:
-        record = state.table.get(line[0].trajectory_id)
+    line, refused = state.lines.line(engine_id), 0
+    while refused < len(line) and state.table.tally(engine_id).live_tickets < spec.slot_limit:
+        record = state.table.get(line[refused].trajectory_id)
         if record is None or not _waits_for(state, record, engine_id):
-            line.pop(0)  # it closed, or began elsewhere
+            state.lines.drop(line[refused].trajectory_id)  # it closed, began elsewhere, or belongs elsewhere now
             continue
         if not _fits(state, record, spec):
             break
         granted = _granted(state, record, now)
-        waiter = line.pop(0)
-        if not granted:
-            refused.append(waiter)
         actions += granted
-    line[:0] = refused
+        refused += not granted
     return actions
 
 
-def _line_up(state: State) -> None:
-    """Those that wait to begin, by engine, best ranked first and of equals whoever asked first. Until the next time
-    what has been predicted since does not change their order."""
-    state.lines = {}
-    for trajectory_id, waited in state.held.items():
-        record = state.table.require(trajectory_id)
-        if record.ticket is None:
-            state.lines.setdefault(record.engine_id, []).append(_waiter(record, waited.place))
-    for line in state.lines.values():
-        line.sort()
+def _in_turn(state: State, trajectory_ids: Iterable[str]) -> list[str]:
+    """Those of them that are held, first come first."""
+    return sorted(state.held.keys() & trajectory_ids, key=lambda trajectory_id: state.held[trajectory_id].place)
 
 
-def _waiter(record: TrajectoryRecord, place: int) -> Waiter:
-    return Waiter(-record.priority, place, record.trajectory_id)
+def _line_up(state: State, trajectory_id: str) -> None:
+    """Its place among those that wait to begin on its engine, if it is one of them, by its priority as it is now."""
+    record = state.table.get(trajectory_id)
+    if record is not None and record.is_open and record.ticket is None:
+        waiter = Waiter(-record.priority, state.held[trajectory_id].place, trajectory_id)
+        state.lines.put(record.engine_id, waiter)
+    else:
+        state.lines.drop(trajectory_id)
 
 
 def _waits_for(state: State, record: TrajectoryRecord, engine_id: str) -> bool:
@@ -133,22 +133,20 @@ def _fits(state: State, record: TrajectoryRecord, spec: EngineSpec) -> bool:
     return tally.kv_reserve_tokens + ticketing.reserve_tokens(state, record) <= spec.kv_tokens_capacity
 
 
-def _moved(state: State, trajectory_ids: Iterable[str], now: float) -> list[Action]:
-    """Tickets for those whose KV is where it should be, or stays where it is."""
-    actions: list[Action] = []
-    for trajectory_id in trajectory_ids:
-        record = state.table.get(trajectory_id)
-        if record is None or not record.is_open:
-            state.held.pop(trajectory_id, None)
-        elif trajectory_id in state.held and record.ticket is not None and record.move is None:
-            actions += _granted(state, record, now)
-    return actions
+def _moved(state: State, trajectory_id: str, now: float) -> list[Action]:
+    """The ticket of one whose KV is where it should be, or stays where it is; who is closed is let go."""
+    record = state.table.get(trajectory_id)
+    if record is None or not record.is_open:
+        _let_go(state, trajectory_id)
+    elif trajectory_id in state.held and record.ticket is not None and record.move is None:
+        return _granted(state, record, now)
+    return []
 
 
 def _follow_plan(state: State) -> list[str]:
     """Those that wait to begin stand where the newest plan wants them; names those for which that is elsewhere."""
     followed: list[str] = []
-    for trajectory_id in state.held:
+    for trajectory_id in _in_turn(state, state.planner.wishes()):
         record = state.table.require(trajectory_id)
         if record.ticket is None and record.policy.placement is PlacementRule.PLANNED:
             target = state.engines.get(state.planner.target(record))
@@ -157,14 +155,24 @@ def _follow_plan(state: State) -> list[str]:
                 record = changed(record, priority=state.priority(record))
                 state.table.put(record)
                 state.planner.settle(record)
+                _line_up(state, trajectory_id)
                 followed.append(trajectory_id)
     return followed
 
 
 def _granted(state: State, record: TrajectoryRecord, now: float) -> list[Action]:
-    waited = state.held.pop(record.trajectory_id)
+    event = state.held[record.trajectory_id].event
     try:
-        return ticketing.granted(state, left_behind(record), waited.event, StepKind.NEXT, now)
-    except (NoEngine, ContextTooLong):  # it is asked for again, and refused to the client's face
-        state.held[record.trajectory_id] = waited
+        actions = ticketing.granted(state, left_behind(record), event, StepKind.NEXT, now)
+    except (NoEngine, ContextTooLong):  # the engines changed: it is asked for again, and refused to the client's face
+        state.table.put(record)  # so that it is looked at again, at the latest with the next tick
         return []
+    _let_go(state, record.trajectory_id)
+    return actions
+
+
+def _let_go(state: State, trajectory_id: str) -> None:
+    """Nobody waits for it any more."""
+    state.held.pop(trajectory_id, None)
+    state.lines.drop(trajectory_id)
+    state.table.unwatch(trajectory_id)

@@ -98,17 +98,27 @@ def keep(scratch: Indexes, bounds: Indexes, first_engine: int, end_engine: int) 
 
 @lean
 def narrow(
-    table: Table, bounds: Indexes, scratch: Indexes, first_engine: int, end_engine: int, low: float, high: float
+    table: Table,
+    bounds: Indexes,
+    scratch: Indexes,
+    first_engine: int,
+    end_engine: int,
+    low: float,
+    high: float,
+    low_first: bool,
 ) -> tuple[float, int]:
     """Least largest cost of the engines' ranks, between `low` and `high`, the largest cost in `bounds`.
 
-    Leaves the greedy fill that has it in `bounds`. Returns the cost and the number of fills it took.
+    Leaves the greedy fill that has it in `bounds`. Returns the cost and the number of fills it took. `low_first`: as
+    `low` itself may well be it.
     """
     first, end = bounds[first_engine], bounds[end_engine]
     fills = 0
     drop = high * FIRST_DROP
     while low < high:
-        if drop > 0.0:
+        if low_first and fills == 0:
+            limit = low
+        elif drop > 0.0:
             limit = max(high - drop, low)
         else:  # far apart, halve the ratio; near, halve the distance
             limit = np.sqrt(low) * np.sqrt(high) if 0.0 < 4.0 * low < high else low + 0.5 * (high - low)
@@ -122,7 +132,8 @@ def narrow(
             drop *= DROP_GROWTH
         else:
             low = extension
-            drop = 0.0
+            if not (low_first and fills == 1):
+                drop = 0.0
     return high, fills
 
 
@@ -166,7 +177,7 @@ def bottleneck(table: Table, bounds: Indexes, scratch: Indexes) -> float:
         low = extension
         limit = max(limit, low)
         slack *= 2.0
-    makespan, _ = narrow(table, bounds, scratch, 0, m, low, high)
+    makespan, _ = narrow(table, bounds, scratch, 0, m, low, high, False)
     return makespan
 
 
@@ -230,7 +241,8 @@ def balance(table: Table, bounds: Indexes, scratch: Indexes, makespan_s: float, 
             if one < other and bounds[one] < bounds[other]:
                 low = cheapest_alone(table, one, other, bounds[one])
                 high = largest_cost(table, bounds, one, other)
-                rest, fills = narrow(table, bounds, scratch, one, other, low, high)
+                # Behind engines that are bound by their longest there are often more of these.
+                rest, fills = narrow(table, bounds, scratch, one, other, low, high, tight == first_engine)
                 used += fills * (other - one)
                 ranges[depth, 0], ranges[depth, 1], limits[depth] = one, other, rest
                 depth += 1

@@ -6,7 +6,7 @@ columns of the worksheet: a question, its answer and the judgement of it take ab
 does.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -119,6 +119,11 @@ class Planner:
     def target(self, record: TrajectoryRecord) -> str:
         """Where the plan in force wants a trajectory; empty where it says nothing."""
         return self._course(record).targets.get(record.trajectory_id, "")
+
+    def wishes(self) -> Iterator[str]:
+        """Those for which `target` names an engine."""
+        yield from self._resolved.targets
+        yield from self._scaled.targets
 
     def ask(self, now: float, *, ticked: bool = False) -> AskPlan | None:
         """The question, where one is due and there is a choice to make."""

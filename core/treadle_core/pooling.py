@@ -10,23 +10,16 @@ planned, nearly, and as many as possible begin at once.
 
 import numpy as np
 
-from treadle_core.compiled import compiled
+from treadle_core.compiled import compiled, inlined
 from treadle_core.worksheet import Flags, Floats, Indexes
-
-
-@compiled
-def load_s(engine: Floats, tokens: float, kv_tokens: float) -> float:
-    """Seconds of work, whatever the longest takes."""
-    return float(
-        engine[0] * max(tokens / engine[3], kv_tokens / engine[4]) + engine[1] * tokens + engine[2] * kv_tokens
-    )
 
 
 @compiled
 def dealt(
     engines: Floats, work: Floats, placement: Indexes, free: Flags, order: Indexes, makespan_s: float, slack: float
 ) -> Indexes:
-    """The placement with the free trajectories of the pool's engines dealt out again; `order`: all, longest first.
+    """The placement with the free trajectories of the pool's engines dealt out again; `order`: the free ones, longest
+    first.
 
     An engine is in the pool where its longest trajectory, were it `slack` times as long, would still end within the
     makespan.
@@ -41,24 +34,48 @@ def dealt(
     result = placement.copy()
     if len(pool) < 2:
         return result
-    in_pool = np.zeros(m, np.bool_)
-    in_pool[pool] = True
-    tokens, kv = np.zeros(m), np.zeros(m)
+    at_of = np.full(m, -1)
+    at_of[pool] = np.arange(len(pool))
+    speeds = speeds_of(engines[pool])
+    tokens, kv = np.zeros(len(pool)), np.zeros(len(pool))
     for index in range(len(work)):
         at = placement[index]
-        if at >= 0 and in_pool[at] and not free[index]:
-            tokens[at] += work[index, 0]
-            kv[at] += work[index, 1]
+        if at >= 0 and at_of[at] >= 0 and not free[index]:
+            tokens[at_of[at]] += work[index, 0]
+            kv[at_of[at]] += work[index, 1]
+    load_s = np.empty(len(pool))
     for index in order:
         at = placement[index]
-        if at < 0 or not in_pool[at] or not free[index]:
+        if at < 0 or at_of[at] < 0:
             continue
-        best, best_s = at, np.inf
-        for other in pool:
-            done_s = load_s(engines[other], tokens[other] + work[index, 0], kv[other] + work[index, 1])
-            if done_s < best_s:
-                best, best_s = other, done_s
-        result[index] = best
+        loads(speeds, tokens, kv, work[index, 0], work[index, 1], load_s)
+        best = 0
+        for other in range(1, len(pool)):
+            if load_s[other] < load_s[best]:
+                best = other
+        result[index] = pool[best]
         tokens[best] += work[index, 0]
         kv[best] += work[index, 1]
     return result
+
+
+@compiled
+def speeds_of(engines: Floats) -> Floats:
+    """What `loads` reads, a column an engine, so that all are tried at once: seconds of steps a token where slots bind
+    and a KV token where KV binds, then seconds a token and a KV token on top."""
+    speeds = np.empty((4, len(engines)))
+    speeds[0] = engines[:, 0] / engines[:, 3]
+    speeds[1] = engines[:, 0] / engines[:, 4]
+    speeds[2] = engines[:, 1]
+    speeds[3] = engines[:, 2]
+    return speeds
+
+
+@inlined
+def loads(speeds: Floats, tokens: Floats, kv: Floats, more_tokens: float, more_kv: float, load_s: Floats) -> None:
+    """Writes the seconds of work of each engine with so much more, whatever its longest takes."""
+    for at in range(len(load_s)):
+        own_tokens, own_kv = tokens[at] + more_tokens, kv[at] + more_kv
+        by_slots, by_kv = speeds[0, at] * own_tokens, speeds[1, at] * own_kv
+        steps_s = by_slots if by_slots > by_kv else by_kv
+        load_s[at] = steps_s + speeds[2, at] * own_tokens + speeds[3, at] * own_kv

@@ -10,6 +10,7 @@ import numpy as np
 
 from treadle_core import balance, pooling
 from treadle_core.picture import Picture
+from treadle_core.ranking import ranked
 from treadle_core.scenarios import mean_makespan
 from treadle_core.tuning import Tuning
 from treadle_core.worksheet import Flags, Indexes
@@ -44,10 +45,12 @@ def judged(picture: Picture, planned: Indexes, movable: Flags, tuning: Tuning) -
     best, before_s = staying, mean_makespan(engines, picture.samples, staying)
     best_s = before_s
     candidates = [(other, tuning.plan_margin)]
-    if free.any():  # else it is where all are
+    order = np.flatnonzero(free)
+    order = order[ranked(work[order, balance.TOKENS], work[order, balance.KV], free[order])[0]]
+    if len(order):  # else it is where all are
         candidates.insert(0, (present, 0.0))
     for placement, margin in candidates:
-        for candidate in _with_pooled(picture, placement, free, tuning):
+        for candidate in _with_pooled(picture, placement, free, order, tuning):
             candidate_s = mean_makespan(engines, picture.samples, candidate)
             if candidate_s < best_s * (1.0 - margin):
                 best, best_s = candidate, candidate_s
@@ -55,11 +58,10 @@ def judged(picture: Picture, planned: Indexes, movable: Flags, tuning: Tuning) -
     return Judged(best, max(0.0, before_s - best_s) / moves if moves else 0.0)
 
 
-def _with_pooled(picture: Picture, placement: Indexes, free: Flags, tuning: Tuning) -> list[Indexes]:
-    """A placement, and where some have not begun the same with those pooled."""
-    if not free.any():
+def _with_pooled(picture: Picture, placement: Indexes, free: Flags, order: Indexes, tuning: Tuning) -> list[Indexes]:
+    """A placement, and where some have not begun (`order`: these, longest first) the same with those pooled."""
+    if not len(order):
         return [placement]
     engines, work = picture.roster.table.rows, picture.work
     makespan_s = float(balance.finish_times(engines, work, placement).max())
-    order = np.argsort(-work[:, balance.TOKENS], kind="stable")
     return [placement, pooling.dealt(engines, work, placement, free, order, makespan_s, tuning.pool_slack)]

@@ -127,6 +127,10 @@ class Siting:
             return able.usable[(self._pinned - 1) % len(able.usable)]
         return self._least_work(able, record)
 
+    def require_fitting(self, record: TrajectoryRecord, context_tokens: int) -> None:
+        """Raises ContextTooLong where engines exist and none takes a context this long, as `choose` would."""
+        self._able_for(record).fitting(context_tokens)
+
     def _able_for(self, record: TrajectoryRecord) -> Able:
         """Healthy engines with its tags; kept until the engines change."""
         if self._able_revision != self._engines.revision:

@@ -14,6 +14,7 @@ from treadle_core.scheduling import Orderings
 from treadle_core.siting import Siting
 from treadle_core.trajectories import TrajectoryTable
 from treadle_core.tuning import Tuning
+from treadle_core.waiting import Lines
 
 
 class Held(NamedTuple):
@@ -23,20 +24,12 @@ class Held(NamedTuple):
     place: int
 
 
-class Waiter(NamedTuple):
-    """One of those that wait to begin; the smallest begins first."""
-
-    rank: float  # its priority, negated
-    place: int  # as of what is held
-    trajectory_id: str
-
-
 @dataclass
 class State:
     """The parts. `unannounced`: closed trajectories whose closing is to be published, and from when on. `sweeps`: when
     each trajectory might be abandoned, or be forgotten. `mean_tool_s`: over all calls; `mean_observed_tokens`: of the
     context, a turn, that tools brought. `held`: requests for tickets that are not answered yet (`holding.py`);
-    `held_count`: how many there ever were; `lines`: those of them that wait to begin, by engine."""
+    `held_count`: how many there ever were; `lines`: those of them that wait to begin."""
 
     tuning: Tuning
     policy: Policy
@@ -51,7 +44,7 @@ class State:
     mean_observed_tokens: float = 0.0
     held: dict[str, "Held"] = field(default_factory=dict)
     held_count: int = 0
-    lines: dict[str, list[Waiter]] = field(default_factory=dict)
+    lines: Lines = field(default_factory=Lines)
 
     @classmethod
     def new(cls, policy: Policy, tuning: Tuning, epoch_s: float) -> "State":

@@ -1,7 +1,7 @@
 """The table of trajectories, with the sums over each engine that placement asks for all the time.
 
-Owns every TrajectoryRecord, the tallies and the worksheet. Invariant: tallies and worksheet equal what a walk over the
-open records would give; only `put` and `forget` write.
+Owns every TrajectoryRecord, the tallies and the worksheet, and names to who watches them the records that are new.
+Invariant: tallies and worksheet equal what a walk over the open records would give; only `put` and `forget` write.
 """
 
 from collections.abc import Iterable, Iterator
@@ -57,6 +57,8 @@ class TrajectoryTable:
         self._on: dict[str, dict[str, None]] = {}
         self._tallies: dict[str, Tally] = {}
         self._moving: dict[str, None] = {}
+        self._watched: set[str] = set()
+        self._news: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._records)
@@ -101,10 +103,26 @@ class TrajectoryTable:
         """The sums of an engine, to be read only; zeros where it has none."""
         return self._tallies.get(engine_id, NOTHING)
 
+    def watch(self, trajectory_id: str) -> None:
+        """From now on `news` names it once its record is another."""
+        self._watched.add(trajectory_id)
+
+    def unwatch(self, trajectory_id: str) -> None:
+        """No more."""
+        self._watched.discard(trajectory_id)
+        self._news.discard(trajectory_id)
+
+    def news(self) -> set[str]:
+        """Those watched that have another record, or none, since this was last asked."""
+        news, self._news = self._news, set()
+        return news
+
     def put(self, record: TrajectoryRecord) -> None:
         """Makes this the record of its trajectory."""
         trajectory_id = record.trajectory_id
         self._records[trajectory_id] = record
+        if trajectory_id in self._watched:
+            self._news.add(trajectory_id)
         if record.move is not None:
             self._moving[trajectory_id] = None
         elif trajectory_id in self._moving:
@@ -117,6 +135,8 @@ class TrajectoryTable:
     def forget(self, trajectory_id: str) -> None:
         """Removes a trajectory."""
         if self._records.pop(trajectory_id, None) is not None:
+            if trajectory_id in self._watched:
+                self._news.add(trajectory_id)
             self._moving.pop(trajectory_id, None)
             self._discount(trajectory_id)
 

@@ -1,5 +1,6 @@
 """`treadle` as a real process, and the processes below it."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -81,5 +82,5 @@ class TreadleProcess:
         self._process.kill()
         self._process.wait()
         for process in self._tree.values():
-            if process.is_running():
-                process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # its guardian is quicker now and then
+                process.kill()  # never another's: psutil looks at when it began

@@ -1,9 +1,11 @@
 """Policy.reserve: who may begin where, in which order, and what a step waits for."""
 
+import pytest
 from support.control import Scenario, all_of, one
 from treadle_core import actions as act
 from treadle_core import events as ev
 from treadle_core.model import KvTransfer, Policy
+from treadle_core.refusals import ContextTooLong
 from treadle_core.tuning import Tuning
 
 RESERVE = Policy(reserve=True)
@@ -67,6 +69,17 @@ def test_of_equally_long_ones_the_one_that_asked_first_begins_first() -> None:
         scenario.predict(name, 500.0)
 
     assert tickets(scenario.advance(1.0)) == ["asked first"]
+
+
+def test_a_context_that_no_engine_takes_is_refused_and_not_held() -> None:
+    scenario = Scenario(RESERVE, WHOLE)
+    scenario.engine("e0", max_context_tokens=100)
+    scenario.open("t")
+
+    with pytest.raises(ContextTooLong, match="100 tokens leave no room"):
+        ask(scenario, "t")
+
+    assert tickets(scenario.advance(1.0)) == []
 
 
 def test_a_ticket_carries_what_the_context_is_expected_to_grow_to() -> None:

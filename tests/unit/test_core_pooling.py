@@ -18,6 +18,7 @@ def dealt(lengths: list[float], placement: list[int], free: list[bool], slack: f
     rows, at = work(lengths), np.array(placement, np.int64)
     makespan_s = float(balance.finish_times(ENGINES, rows, at).max())
     order = np.argsort(-np.array(lengths), kind="stable")
+    order = order[np.array(free)[order]]
     return pooling.dealt(ENGINES, rows, at, np.array(free), order, makespan_s, slack)
 
 

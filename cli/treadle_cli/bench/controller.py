@@ -25,7 +25,7 @@ ENGINES = 64
 MICROSECONDS = 1e6
 
 POLICIES = {
-    "treadle": Policy(),
+    "treadle": Policy(reserve=True),
     "heddle_as_printed": Policy(replanning=Replanning.RANK_SCALING, reserve=False),
     "cache_aware": Policy(placement=PlacementRule.CACHE_AWARE, migrate=False, reserve=False),
     "least_load": Policy(placement=PlacementRule.LEAST_LOAD, migrate=False, reserve=False),
@@ -35,7 +35,7 @@ POLICIES = {
 async def run(options: BenchOptions) -> dict[str, Any]:
     """events_per_s: the median over the repeats, for Treadle's own policy; the rest by policy and by kind of event."""
     balance.warm_up()
-    World(200, 4, options.seed, Policy(), Tuning()).run()
+    World(200, 4, options.seed, Policy(reserve=True), Tuning()).run()
     rows: dict[str, Any] = {}
     for name, policy in POLICIES.items():
         options.progress.print(f"{name}: recording {TRAJECTORIES} trajectories")

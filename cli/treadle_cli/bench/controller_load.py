@@ -34,10 +34,9 @@ from treadle_core.events import (
     TrajectoryOpened,
 )
 from treadle_core.model import DecodeCurve, EngineLoad, EngineSpec, Estimate, Outcome, Policy, TicketRecord
-from treadle_core.placement import plan_arrays
-from treadle_core.plan_work import EngineOf
 from treadle_core.refusals import Refusal
 from treadle_core.tuning import Tuning
+from treadle_sim.placement import PlacementStandIn
 
 GROUP = 16  # samples of a prompt
 SLOTS = 100  # of an engine
@@ -55,6 +54,7 @@ MOVE_S = 0.3
 TICK_S = 0.5  # as the scheduler service ticks
 RENEWAL_S = 10.0 / 3
 PREDICTION_SIGMA = 0.5
+DOUBT = 2.0
 
 CURVE = DecodeCurve(base_s=0.008, per_sequence_s=0.00012, per_kv_token_s=6e-9, prefill_tokens_per_s=20_000.0)
 
@@ -68,13 +68,18 @@ class Told:
 
 
 class World:
-    """Plays a rollout of `trajectories` on `engines` against a controller; `told` is all that the controller heard."""
+    """Plays a rollout of `trajectories` on `engines` against a controller; `told` is all that the controller heard.
+    doubt: by what factor p10 and p90 of a prediction differ from its median, 1 for a predictor that is sure."""
 
-    def __init__(self, trajectories: int, engines: int, seed: int, policy: Policy, tuning: Tuning) -> None:
+    def __init__(
+        self, trajectories: int, engines: int, seed: int, policy: Policy, tuning: Tuning, doubt: float = DOUBT
+    ) -> None:
         self.controller = Controller(policy, tuning)
         self.told: list[Told] = []
         self.now = 0.0
         self.open = 0
+        self._doubt = doubt
+        self._placement = PlacementStandIn()
         self._rng = np.random.default_rng(seed)
         self._steps = 1 + self._rng.geometric(1.0 / (MEAN_STEPS - 1), trajectories)
         self._step_tokens = np.exp(self._rng.normal(np.log(MEDIAN_STEP_TOKENS), SIGMA, trajectories)).astype(int) + 1
@@ -105,9 +110,7 @@ class World:
 
     def solved(self, ask: AskPlan) -> PlanArrived:
         """What the placement answers."""
-        work = ask.work
-        plan = plan_arrays(work.remaining_tokens, work.context_tokens, work.current, ask.engines, ask.cost_model)
-        return PlanArrived(ask.plan_id, engine_of=EngineOf(plan.engine_of))
+        return self._placement.answer(ask)
 
     def _after(self, seconds: float, happens: Callable[[], None]) -> None:
         self._came += 1
@@ -174,7 +177,7 @@ class World:
                 ask.trajectory_id,
                 ask.turn,
                 ask.gen_tokens,
-                Estimate(tokens / 2, tokens, tokens * 2),
+                Estimate(tokens / self._doubt, tokens, tokens * self._doubt),
                 Estimate(turns, turns, turns),
             )
         )

@@ -19,12 +19,14 @@ from treadle_core.model import Policy
 from treadle_core.rank_scaling import Ranks
 from treadle_core.tuning import Tuning
 
-from treadle_cli.bench.controller_load import World
+from treadle_cli.bench.controller_load import DOUBT, World
 from treadle_cli.bench.options import BenchOptions
 
 # (trajectories live, engines); the first is the figure that is asked for.
 SIZES = ((6_400, 64), (1_600, 16), (100, 4), (25_600, 256))
 SPARE = 0.06  # so many more are opened: plans are measured while these close, and as many are live at the least
+# Treadle as it runs, and a re-solve that trusts its lengths and holds no room: what the hedge and the room cost.
+VARIANTS = {"treadle": (Policy(reserve=True), DOUBT), "trusting": (Policy(reserve=False), 1.0)}
 # Plans as often as there are events for one, so that there are many to measure; each is what it would be otherwise.
 TUNING = Tuning(plan_interval_s=0.0)
 RANK_UPDATES = 20_000
@@ -49,9 +51,9 @@ class Timed:
 class TimedWorld(World):
     """Takes the time of each plan. The questions of the opening burst are counted like any other."""
 
-    def __init__(self, trajectories: int, engines: int, seed: int) -> None:
+    def __init__(self, trajectories: int, engines: int, seed: int, policy: Policy, doubt: float) -> None:
         self.plans: dict[int, Timed] = {}
-        super().__init__(trajectories, engines, seed, Policy(), TUNING)
+        super().__init__(trajectories, engines, seed, policy, TUNING, doubt)
 
     def handled(self, event: Event) -> Sequence[Action]:
         """And how long it took, where a plan was asked for or came."""
@@ -74,10 +76,11 @@ class TimedWorld(World):
 
 
 async def run(options: BenchOptions) -> dict[str, Any]:
-    """trajectories, ms: the median plan for 6,400 live trajectories on 64 engines; its parts; other sizes."""
+    """trajectories, ms: the median plan for 6,400 live trajectories on 64 engines; its parts; the same of a re-solve
+    that trusts its lengths; other sizes."""
     balance.warm_up()
-    World(200, 4, options.seed, Policy(), Tuning()).run()
-    rows = [_measured(live, engines, options) for live, engines in SIZES]
+    World(200, 4, options.seed, Policy(reserve=True), Tuning()).run()
+    rows = [_measured(live, engines, name, options) for live, engines in SIZES for name in VARIANTS]
     return {
         "trajectories": rows[0]["trajectories"],
         "ms": rows[0]["ms"],
@@ -89,13 +92,14 @@ async def run(options: BenchOptions) -> dict[str, Any]:
     }
 
 
-def _measured(live: int, engines: int, options: BenchOptions) -> dict[str, Any]:
+def _measured(live: int, engines: int, name: str, options: BenchOptions) -> dict[str, Any]:
     plans: list[Timed] = []
     for repeat in range(options.repeats):
-        world = TimedWorld(live + int(SPARE * live) + 1, engines, options.seed + repeat)
+        world = TimedWorld(live + int(SPARE * live) + 1, engines, options.seed + repeat, *VARIANTS[name])
         world.run(lambda world: world.open < live)
         plans += [plan for plan in world.plans.values() if plan.follow_ms and plan.trajectories >= live]
     row = {
+        "variant": name,
         "trajectories": min(plan.trajectories for plan in plans),
         "engines": engines,
         "plans": len(plans),
@@ -106,7 +110,7 @@ def _measured(live: int, engines: int, options: BenchOptions) -> dict[str, Any]:
         "p90_ms": round(float(np.percentile([plan.ms for plan in plans], 90)), 3),
         "most_ms": round(max(plan.ms for plan in plans), 3),
     }
-    options.progress.print(f"{live} trajectories on {engines} engines: {row['ms']} ms")
+    options.progress.print(f"{name}, {live} trajectories on {engines} engines: {row['ms']} ms")
     return row
 
 

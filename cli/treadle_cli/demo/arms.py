@@ -16,6 +16,7 @@ class Arm:
     placement: pb.PlacementRule.ValueType
     migrate: bool
     preempt: bool
+    reserve: bool
 
     def policy(self) -> pb.Policy:
         """As the scheduler takes it."""
@@ -25,6 +26,7 @@ class Arm:
             placement=self.placement,
             migrate=self.migrate,
             preempt=self.preempt,
+            reserve=self.reserve,
         )
 
 
@@ -38,14 +40,16 @@ PINNED_FCFS = Arm(
     pb.PLACEMENT_RULE_PINNED,
     migrate=False,
     preempt=False,
+    reserve=False,
 )
 TREADLE = Arm(
     "treadle",
     "Treadle",
-    "longest predicted work first with preemption, planned placement, migration",
+    "longest predicted work first with preemption, planned placement, migration, room held for those that have begun",
     pb.ORDERING_PROGRESSIVE,
     pb.PLACEMENT_RULE_PLANNED,
     migrate=True,
     preempt=True,
+    reserve=True,
 )
 ARMS = (PINNED_FCFS, TREADLE)
