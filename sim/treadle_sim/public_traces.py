@@ -71,7 +71,18 @@ def read_public(name: str, data: Path, seed: int = 0) -> tuple[TrajectoryWork, .
                 works += convert(json.loads(text), seed)
             except (KeyError, TypeError, json.JSONDecodeError) as error:
                 raise PublicTraceError(f"{path}: line {number}: {type(error).__name__}: {error}") from error
-    return tuple(works)
+    texts = _task_texts(data) if name == "mcpmark" else {}
+    return tuple(replace(work, prompt=texts.get(work.prompt_id.partition("/")[2], work.prompt)) for work in works)
+
+
+def _task_texts(data: Path) -> dict[str, str]:
+    """What each task of `mcpmark` asks for; nothing where the folder lacks the file."""
+    path = data / "mcpmark" / "prompts.jsonl.gz"
+    if not path.exists():
+        return {}
+    with gzip.open(path, "rt", encoding="utf-8", newline="\n") as lines:
+        rows = [json.loads(text) for text in lines]
+    return {row["prompt_id"]: row["prompt"] for row in rows}
 
 
 def mcpmark(row: Row, seed: int) -> Iterator[TrajectoryWork]:
@@ -103,26 +114,45 @@ def swebench(row: Row, seed: int) -> Iterator[TrajectoryWork]:
     """One run."""
     del seed  # nothing is drawn
     steps = [
-        Step(max(1, step["gen_tokens"]), step["obs_tokens_smol"] or 0, _tool_of_interval(step)) for step in row["steps"]
+        Step(
+            max(1, step["gen_tokens"]),
+            step["obs_tokens_smol"] or 0,
+            _tool_of_interval(step),
+            step["gen"] or "",
+            step["obs"] or "",
+        )
+        for step in row["steps"]
     ]
     if steps:
-        steps[-1] = replace(steps[-1], obs_tokens=0)  # the answer to the last step is the whole patch: nobody reads it
+        steps[-1] = replace(
+            steps[-1], obs_tokens=0, obs_text=""
+        )  # the answer to the last step is the whole patch: nobody reads it
         prompt_tokens = max(1, row["steps"][0]["prompt_tokens"])
         censored = row["exit"] != "Submitted"
         reward = float(row["reward"])
-        yield TrajectoryWork(row["prompt_id"], row["sample"], prompt_tokens, tuple(steps), reward, censored)
+        yield TrajectoryWork(
+            row["prompt_id"], row["sample"], prompt_tokens, tuple(steps), reward, censored, prompt=row["prompt"]
+        )
 
 
 def tau(row: Row, seed: int) -> Iterator[TrajectoryWork]:
-    """One conversation; the simulated user is a tool."""
+    """One conversation; the simulated user is a tool. Its prompt is what that user says first: what it was told to
+    want, which the source has too, the agent never sees."""
     if row["steps"]:
         rng = _rng(seed, f"{row['prompt_id']}/{row['sample']}")
         tool_s = _tool_s(rng, len(row["steps"]))
         steps = tuple(
-            Step(max(1, step["gen_tokens"]), step["obs_tokens"] or 0, seconds)
+            Step(max(1, step["gen_tokens"]), step["obs_tokens"] or 0, seconds, step["gen"] or "", step["obs"] or "")
             for step, seconds in zip(row["steps"], tool_s, strict=True)
         )
-        yield TrajectoryWork(row["prompt_id"], row["sample"], TAU_PROMPT_TOKENS, steps, float(row["reward"]))
+        yield TrajectoryWork(
+            row["prompt_id"],
+            row["sample"],
+            TAU_PROMPT_TOKENS,
+            steps,
+            float(row["reward"]),
+            prompt=row["first_user"],
+        )
 
 
 def claude_code(row: Row, seed: int) -> Iterator[TrajectoryWork]:
@@ -174,7 +204,7 @@ def _rng(seed: int, name: str) -> np.random.Generator:
 
 SOURCES: Mapping[str, tuple[str, Callable[[Row, int], Iterator[TrajectoryWork]]]] = {
     "mcpmark": ("runs.jsonl.gz", mcpmark),
-    "swebench_verified_mini_gemini3": ("steps_numeric.jsonl.gz", swebench),
+    "swebench_verified_mini_gemini3": ("steps_text_trunc.jsonl.gz", swebench),
     "tau_airline_gpt4o": ("steps_text.jsonl.gz", tau),
     "claude_code_sessions_kvct": ("sessions.jsonl.gz", claude_code),
 }

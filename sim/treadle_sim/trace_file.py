@@ -1,7 +1,7 @@
 """Trace files: JSON Lines, one trajectory a line, gzip where the name ends in .gz (docs/traces.md).
 
 Invariants: what `write_traces` wrote, `read_traces` gives back equal; a file is taken whole or not at all; what is
-wrong is said with its line and field. Fields that are not in the format (prompts, texts, models) are passed over.
+wrong is said with its line and field. Fields that are not in the format (a model's name, a date) are passed over.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ def _work(line: Mapping[str, Any]) -> TrajectoryWork:
         steps=tuple(_step(step, f"steps[{index}]") for index, step in enumerate(steps)),
         reward=None if reward is None else _number(line, "reward", ""),
         censored=censored,
+        prompt=_text(line, "prompt", ""),
     )
 
 
@@ -120,7 +121,20 @@ def _step(step: object, at: str) -> Step:
     tool_s = _number(step, "tool_latency_s", at)
     if tool_s < 0.0:
         raise _FieldError(f"{at}.tool_latency_s", f"must be >= 0, is {tool_s}")
-    return Step(_count(step, "gen_tokens", at, least=1), _count(step, "obs_tokens", at, least=0), tool_s)
+    return Step(
+        _count(step, "gen_tokens", at, least=1),
+        _count(step, "obs_tokens", at, least=0),
+        tool_s,
+        _text(step, "text", at),
+        _text(step, "obs_text", at),
+    )
+
+
+def _text(line: Mapping[str, Any], name: str, at: str) -> str:
+    value = line.get(name, "")
+    if not isinstance(value, str):
+        raise _FieldError(f"{at}.{name}" if at else name, f"must be a text, is {value!r}")
+    return value
 
 
 def _present(line: Mapping[str, Any], name: str, at: str) -> Any:
@@ -148,8 +162,20 @@ def _line(work: TrajectoryWork) -> dict[str, Any]:
     line["reward"] = work.reward
     if work.censored:
         line["censored"] = True
-    line["steps"] = [
-        {"gen_tokens": step.gen_tokens, "obs_tokens": step.obs_tokens, "tool_latency_s": step.tool_s}
-        for step in work.steps
-    ]
+    if work.prompt:
+        line["prompt"] = work.prompt
+    line["steps"] = [_step_line(step) for step in work.steps]
+    return line
+
+
+def _step_line(step: Step) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "gen_tokens": step.gen_tokens,
+        "obs_tokens": step.obs_tokens,
+        "tool_latency_s": step.tool_s,
+    }
+    if step.text:
+        line["text"] = step.text
+    if step.obs_text:
+        line["obs_text"] = step.obs_text
     return line

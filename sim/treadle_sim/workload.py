@@ -14,19 +14,22 @@ from dataclasses import dataclass
 class Step:
     """One turn: tokens generated, tokens that the tool's answer adds to the context, seconds the tool takes.
 
-    The last step's tool runs too (it is the one that ends the trajectory), but nobody waits for its tokens.
+    The last step's tool runs too (it is the one that ends the trajectory), but nobody waits for its tokens. Texts are
+    for who trains predictors; empty where they are not known.
     """
 
     gen_tokens: int
     obs_tokens: int
     tool_s: float
+    text: str = ""
+    obs_text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryWork:
     """One sample of a prompt. `censored`: cut by a limit, so its length is a lower bound of what it would have been.
 
-    hardware_tags: that its engines must carry; none: any engine does.
+    hardware_tags: that its engines must carry; none: any engine does. prompt: its text, empty where it is not known.
     """
 
     prompt_id: str
@@ -36,6 +39,7 @@ class TrajectoryWork:
     reward: float | None = None
     censored: bool = False
     hardware_tags: tuple[str, ...] = ()
+    prompt: str = ""
 
     @property
     def gen_tokens(self) -> int:

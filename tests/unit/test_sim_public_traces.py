@@ -63,6 +63,8 @@ def test_the_time_to_generate_is_taken_from_the_interval_between_responses(tmp_p
             "prompt_tokens": 1_500,
             "obs_tokens_smol": 40,
             "step_interval_s": interval_s,
+            "gen": "ls",
+            "obs": None,
         }
 
     row = {
@@ -70,6 +72,7 @@ def test_the_time_to_generate_is_taken_from_the_interval_between_responses(tmp_p
         "sample": 0,
         "reward": 1,
         "exit": "Submitted",
+        "prompt": "Mend it.",
         "steps": [step(1_000, 15), step(1_000, 3), step(5, None)],
     }
     (work,) = read(tmp_path, "swebench_verified_mini_gemini3", row)
@@ -79,12 +82,23 @@ def test_the_time_to_generate_is_taken_from_the_interval_between_responses(tmp_p
         (1_000, 40, 0.0),
         (5, 0, 0.0),
     ]
+    assert (work.prompt, work.steps[0].text, work.steps[0].obs_text) == ("Mend it.", "ls", "")
 
 
 def test_a_conversation_keeps_its_counts(tmp_path: Path) -> None:
-    row = {"prompt_id": "a", "sample": 3, "reward": 0.0, "steps": [{"gen_tokens": 21, "obs_tokens": 16}]}
+    step = {"gen_tokens": 21, "obs_tokens": 16, "gen": "Your id?", "obs": "mia"}
+    row = {"prompt_id": "a", "sample": 3, "reward": 0.0, "prompt": "You are Mia.", "first_user": "Hi", "steps": [step]}
     (work,) = read(tmp_path, "tau_airline_gpt4o", row)
     assert (work.sample, work.steps[0].gen_tokens, work.steps[0].obs_tokens) == (3, 21, 16)
+    assert (work.prompt, work.steps[0].text, work.steps[0].obs_text) == ("Hi", "Your id?", "mia")
+
+
+def test_a_run_has_the_text_of_its_task_where_the_folder_has_it(tmp_path: Path) -> None:
+    (tmp_path / "mcpmark").mkdir()
+    tasks = json.dumps({"service": "postgres", "prompt_id": "t", "prompt": "Count rows."}) + "\n"
+    (tmp_path / "mcpmark" / "prompts.jsonl.gz").write_bytes(gzip.compress(tasks.encode()))
+    (work,) = read(tmp_path, "mcpmark", RUN)
+    assert work.prompt == "Count rows."
 
 
 def test_a_session_is_its_episodes(tmp_path: Path) -> None:

@@ -11,7 +11,11 @@ from hypothesis import strategies as st
 from treadle_sim.trace_file import TraceFileError, read_traces, write_traces
 from treadle_sim.workload import Step, TrajectoryWork
 
-STEPS = st.builds(Step, st.integers(1, 70_000), st.integers(0, 700_000), st.floats(0, 1e6, allow_nan=False))
+# JSON has no lone surrogates in UTF-8.
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
+STEPS = st.builds(
+    Step, st.integers(1, 70_000), st.integers(0, 700_000), st.floats(0, 1e6, allow_nan=False), TEXTS, TEXTS
+)
 WORKS = st.builds(
     TrajectoryWork,
     prompt_id=st.text(min_size=1),
@@ -20,6 +24,7 @@ WORKS = st.builds(
     steps=st.lists(STEPS, min_size=1, max_size=5).map(tuple),
     reward=st.none() | st.floats(-1e3, 1e3),
     censored=st.booleans(),
+    prompt=TEXTS,
 )
 LINE: dict[str, Any] = {
     "prompt_id": "p",
@@ -45,8 +50,8 @@ def test_what_is_written_is_read_back(works: list[TrajectoryWork], suffix: str, 
 
 def test_fields_of_others_and_blank_lines_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
-    step = {**LINE["steps"][0], "text": "print(1)"}
-    path.write_text("\n" + json.dumps({**LINE, "prompt": "Do it.", "model": "m", "steps": [step]}) + "\n\n")
+    step = {**LINE["steps"][0], "tool": "python"}
+    path.write_text("\n" + json.dumps({**LINE, "model": "m", "steps": [step]}) + "\n\n")
     assert read_traces(path) == (TrajectoryWork("p", 0, 10, (Step(5, 2, 0.5),)),)
 
 
@@ -55,6 +60,7 @@ def test_fields_of_others_and_blank_lines_are_passed_over(tmp_path: Path) -> Non
     [
         ({"prompt_id": ""}, "prompt_id", "non-empty string"),
         ({"prompt_id": 7}, "prompt_id", "non-empty string"),
+        ({"prompt": ["Do it."]}, "prompt", "must be a text"),
         ({"sample": -1}, "sample", "whole number >= 0, is -1"),
         ({"sample": True}, "sample", "whole number"),
         ({"prompt_tokens": 0}, "prompt_tokens", "whole number >= 1"),
