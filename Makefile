@@ -5,7 +5,7 @@ ENGINE_VENV := .venv-engine
 BIN := $(VENV)/bin
 MESH_READY := $(VENV)/.treadle-mesh-ready
 ENGINE_READY := $(ENGINE_VENV)/.treadle-engine-ready
-RUFF_PATHS := clients core runtime services cli bench examples tests
+RUFF_PATHS := clients core learned runtime services sim cli bench examples tests
 
 .PHONY: help setup demo test test-quick test-engine check lint types manifests verify protos clean
 

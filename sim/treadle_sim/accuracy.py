@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from treadle_core.accuracy import correlation, recall_of_longest
 
 from treadle_sim.predictors import Predictor
 from treadle_sim.workload import Workload
 
 Floats = npt.NDArray[np.float64]
-
-LONGEST = 0.10  # of trajectories are the long tail whose recall counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,26 +72,8 @@ def _compared(turn: int, total: Floats, predicted: Floats) -> Accuracy:
     return Accuracy(
         turn,
         len(total),
-        _recall(total, predicted),
-        _pearson(total, predicted),
-        _pearson(np.log(total), np.log(np.maximum(predicted, 1.0))),
+        recall_of_longest(total, predicted),
+        correlation(total, predicted),
+        correlation(np.log(total), np.log(np.maximum(predicted, 1.0))),
         float(np.median(predicted / total)),
     )
-
-
-def _recall(total: Floats, predicted: Floats) -> float:
-    """Where several are predicted equally long, what picking among them at random would find."""
-    most = max(1, round(LONGEST * len(total)))
-    longest = np.zeros(len(total), np.bool_)
-    longest[np.argsort(-total, kind="stable")[:most]] = True
-    least = -np.partition(-predicted, most - 1)[most - 1]
-    above, level = predicted > least, predicted == least
-    picked = (most - int(above.sum())) / int(level.sum())
-    return float((longest[above].sum() + picked * longest[level].sum()) / most)
-
-
-def _pearson(one: Floats, other: Floats) -> float:
-    """0 where either does not vary."""
-    if len(one) < 2 or np.ptp(one) == 0.0 or np.ptp(other) == 0.0:
-        return 0.0
-    return float(np.corrcoef(one, other)[0, 1])

@@ -10,13 +10,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("predictor", "scheduler", "placement", "migrator", "tools", "rollout", "sidecar")
-OURS = {"treadle", "treadle_core", "treadle_runtime", "treadle_sim", "treadle_cli"} | {
+OURS = {"treadle", "treadle_core", "treadle_learned", "treadle_runtime", "treadle_sim", "treadle_cli"} | {
     f"treadle_{name}" for name in SERVICES
 }
 
 PACKAGES = {
     "treadle": ROOT / "clients/python/treadle",
     "treadle_core": ROOT / "core/treadle_core",
+    "treadle_learned": ROOT / "learned/treadle_learned",
     "treadle_runtime": ROOT / "runtime/treadle_runtime",
     "treadle_sim": ROOT / "sim/treadle_sim",
     "treadle_cli": ROOT / "cli/treadle_cli",
@@ -27,10 +28,12 @@ PACKAGES = {
 ALLOWED_OURS = {
     "treadle": set(),
     "treadle_core": set(),
+    "treadle_learned": {"treadle_core"},
     "treadle_runtime": {"treadle"},
     "treadle_sim": {"treadle_core"},
-    "treadle_cli": {"treadle", "treadle_runtime", "treadle_core", "treadle_sim", "treadle_sidecar"},
+    "treadle_cli": {"treadle", "treadle_runtime", "treadle_core", "treadle_learned", "treadle_sim", "treadle_sidecar"},
     **{f"treadle_{name}": {"treadle", "treadle_runtime", "treadle_core"} for name in SERVICES},
+    "treadle_predictor": {"treadle", "treadle_runtime", "treadle_core", "treadle_learned"},
 }
 ALLOWED_THIRD_PARTIES = {
     "treadle": {"grpc", "google"},

@@ -1,0 +1,88 @@
+"""Moments as tensors, with what the backbone made of their texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treadle_learned.backbone import Backbone
+from treadle_learned.moments import Moment
+from treadle_learned.reading import Bounds, windows
+from treadle_learned.transcript import Transcript
+
+Track = Callable[[Iterable[int], int], Iterable[int]]  # a progress bar: what to go over, and how many
+
+
+@dataclass(frozen=True)
+class Examples:
+    """n questions. hidden [n, hidden_size]; features [n, FEATURES]; has_text bool [n]; targets [n, 2]: ln(1 + remaining
+    tokens), ln(1 + remaining turns), at least that where censored, bool [n]."""
+
+    hidden: Tensor
+    features: Tensor
+    has_text: Tensor
+    targets: Tensor
+    censored: Tensor
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def of(self, which: Tensor) -> Examples:
+        """Some of them, by index."""
+        return Examples(
+            self.hidden[which],
+            self.features[which],
+            self.has_text[which],
+            self.targets[which],
+            self.censored[which],
+        )
+
+
+def examples(moments: Sequence[Moment], hidden: Tensor, has_text: Sequence[bool]) -> Examples:
+    """`hidden` and `has_text` go with the moments, one by one."""
+    answers = [[moment.remaining_tokens, moment.remaining_turns] for moment in moments]
+    return Examples(
+        hidden,
+        torch.from_numpy(np.stack([moment.features for moment in moments])),
+        torch.tensor(has_text),
+        torch.log1p(torch.tensor(answers, dtype=torch.float32)),
+        torch.tensor([moment.censored for moment in moments]),
+    )
+
+
+class States:
+    """Hidden states of the transcripts that moments speak of, computed once each."""
+
+    def __init__(self, backbone: Backbone, transcripts: Sequence[Transcript], bounds: Bounds) -> None:
+        self._backbone = backbone
+        self._transcripts = transcripts
+        self._bounds = bounds
+        self._states: dict[int, dict[int, Tensor]] = {}
+
+    def read(self, moments: Sequence[Moment], track: Track = lambda over, _: over) -> tuple[Tensor, list[bool]]:
+        """[n, hidden_size] and whether there was text, for each moment. Zeros where there was none."""
+        last: dict[int, int] = {}
+        for moment in moments:
+            if self._transcripts[moment.index].has_text:
+                last[moment.index] = max(moment.turn, last.get(moment.index, 0))
+        missing = [index for index, turn in last.items() if turn not in self._states.get(index, {})]
+        for index in track(missing, len(missing)):
+            self._states[index] = self._of(index, last[index])
+        nothing = torch.zeros(self._backbone.hidden_size)
+        found = [self._states.get(moment.index, {}).get(moment.turn) for moment in moments]
+        hidden = torch.stack([nothing if state is None else state for state in found])
+        return hidden, [state is not None for state in found]
+
+    def _of(self, index: int, last_turn: int) -> dict[int, Tensor]:
+        states: dict[int, Tensor] = {}
+        for window in windows(self._transcripts[index], self._backbone.tokenize, self._bounds):
+            ends = [(turn, end) for turn, end in window.ends if turn <= last_turn]
+            if ends:
+                read = window.ids[: ends[-1][1]]
+                hidden = self._backbone.hidden(read, [end for _, end in ends])
+                states.update((turn, state) for (turn, _), state in zip(ends, hidden, strict=True))
+        return states

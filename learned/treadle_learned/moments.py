@@ -1,0 +1,160 @@
+"""Transcripts as the questions that a predictor would have been asked, each with its answer.
+
+Purpose: (what was known, what was left) for every trajectory before its first step and after each but the last (Heddle
+4.1 decomposes history so). Invariant: all trajectories of a replay run side by side at one speed, a token at a time and
+without tools, so that what is known of siblings at a moment is what an untroubled rollout would have told; nothing is
+known of the future.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from treadle_core.estimator import FirstThatAnswers, Forecast, Prior, Progress, learned_from
+from treadle_core.evidence import Ended, Evidence
+
+from treadle_learned.features import Steps, Vector, features
+from treadle_learned.transcript import Transcript
+
+QUARTERS = 4
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A question: trajectory `index` of those replayed, after `turn` steps. remaining_tokens, remaining_turns: the
+    answer; at least that, where the transcript is censored. forecast: what the estimators without a model said."""
+
+    index: int
+    turn: int
+    gen_tokens: int
+    features: Vector
+    forecast: Forecast
+    remaining_tokens: int
+    remaining_turns: int
+    censored: bool
+
+
+def replay(
+    transcripts: Sequence[Transcript],
+    earlier: Iterable[Transcript] = (),
+    *,
+    asked: Callable[[int], bool] = lambda turn: True,
+    prior: Prior | None = None,
+) -> list[Moment]:
+    """The moments of all transcripts whose turn is `asked`, in the order in which they would have come. earlier: ended
+    before the first begins. prior: what is said of a mesh's first trajectories."""
+    evidence = Evidence()
+    for transcript in earlier:
+        evidence.closed(ended(transcript))
+    estimator = learned_from(evidence, prior or Prior())
+    tracks = [_Track(index, transcript) for index, transcript in enumerate(transcripts)]
+    moments: list[Moment] = []
+    for track, turn in _in_time(tracks):
+        transcript = track.transcript
+        if turn == 0:
+            evidence.opened(transcript.trajectory_id, transcript.rollout_id, transcript.prompt_id)
+        else:
+            track.step(turn - 1)
+            evidence.stepped(transcript.trajectory_id, turn - 1, transcript.turns[turn - 1].gen_tokens)
+        if turn == len(transcript.turns):
+            evidence.closed(ended(transcript))
+        elif asked(turn):
+            moments.append(track.moment(turn, evidence, estimator))
+    return moments
+
+
+def replay_apart(
+    transcripts: Sequence[Transcript],
+    *,
+    asked: Callable[[int], bool] = lambda turn: True,
+    prior: Prior | None = None,
+) -> list[Moment]:
+    """The moments of training transcripts: a quarter of the prompts at a time, the others ended before.
+
+    So they know as much of earlier trajectories as those that are asked about later will, and nothing of themselves;
+    replayed all at once they would be a mesh's first, with a prior for history.
+    """
+    quarters: list[list[int]] = [[] for _ in range(QUARTERS)]
+    for index, transcript in enumerate(transcripts):
+        quarters[zlib.crc32(transcript.prompt_id.encode()) % QUARTERS].append(index)
+    moments: list[Moment] = []
+    for number, own in enumerate(quarters):
+        others = [transcripts[index] for at, each in enumerate(quarters) if at != number for index in each]
+        found = replay([transcripts[index] for index in own], others, asked=asked, prior=prior)
+        moments += [replace(moment, index=own[moment.index]) for moment in found]
+    return moments
+
+
+def ended(transcript: Transcript) -> Ended:
+    """A transcript as the evidence counts it."""
+    return Ended(
+        transcript.trajectory_id,
+        transcript.rollout_id,
+        transcript.prompt_id,
+        transcript.gen_tokens,
+        len(transcript.turns),
+        own_end=not transcript.censored,
+    )
+
+
+class _Track:
+    """How far one trajectory has come in the replay."""
+
+    def __init__(self, index: int, transcript: Transcript) -> None:
+        self.index = index
+        self.transcript = transcript
+        self._gen_tokens = 0
+        self._context_tokens = transcript.prompt_tokens
+        self._steps = Steps()
+
+    def step(self, turn: int) -> None:
+        done = self.transcript.turns[turn]
+        self._gen_tokens += done.gen_tokens
+        self._context_tokens += done.gen_tokens + done.obs_tokens
+        self._steps = self._steps.after(done.gen_tokens, done.obs_tokens)
+
+    def moment(self, turn: int, evidence: Evidence, estimator: FirstThatAnswers) -> Moment:
+        transcript = self.transcript
+        progress = Progress(
+            transcript.trajectory_id,
+            transcript.prompt_id,
+            turn,
+            self._gen_tokens,
+            self._context_tokens,
+            transcript.prompt_tokens,
+            transcript.max_total_tokens,
+        )
+        forecast = estimator.estimate(progress)
+        found = evidence.group_of(transcript.trajectory_id, transcript.prompt_id)
+        assert found is not None, "it was opened"
+        group = found[1]
+        running = [each for name, each in group.running.items() if name != transcript.trajectory_id]
+        return Moment(
+            index=self.index,
+            turn=turn,
+            gen_tokens=self._gen_tokens,
+            features=features(progress, self._steps, group.ended.values(), running, forecast),
+            forecast=forecast,
+            remaining_tokens=transcript.gen_tokens - self._gen_tokens,
+            remaining_turns=len(transcript.turns) - turn,
+            censored=transcript.censored,
+        )
+
+
+def _in_time(tracks: Sequence[_Track]) -> Iterator[tuple[_Track, int]]:
+    """(trajectory, steps finished) in the order of tokens sampled by then."""
+    at: list[int] = []
+    of: list[tuple[int, int]] = []
+    for track in tracks:
+        gen_tokens = 0
+        for turn in range(len(track.transcript.turns) + 1):
+            at.append(gen_tokens)
+            of.append((track.index, turn))
+            if turn < len(track.transcript.turns):
+                gen_tokens += track.transcript.turns[turn].gen_tokens
+    for which in np.argsort(np.array(at), kind="stable").tolist():
+        index, turn = of[which]
+        yield tracks[index], turn

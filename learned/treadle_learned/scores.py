@@ -1,0 +1,106 @@
+"""How good predictions of remaining tokens are: what Heddle 7.2 reports, and whether the quantiles mean what they say.
+
+recall: of the longest tenth of the trajectories, the share among the tenth that was predicted longest (totals).
+pearson, pearson_log: of predicted and true totals, and of their logarithms. pinball: of ln(1 + remaining), the mean
+over the three quantiles. coverage_80: share of the truths between p10 and p90; below_p10, below_p50, below_p90: share
+of the truths below each. Arrays have one row a question; quantiles [n, 3].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from treadle_core.accuracy import correlation, recall_of_longest
+
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+QUANTILES = (0.1, 0.5, 0.9)
+RESAMPLES = 1_000
+INTERVAL = (2.5, 97.5)  # percentiles of the resamples
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Questions at one step, and one estimator's answers. gen_tokens: sampled by then; prompts: whose, by number."""
+
+    gen_tokens: Floats
+    remaining: Floats
+    censored: Flags
+    quantiles: Floats
+    prompts: npt.NDArray[np.int64]
+
+    def of(self, which: npt.NDArray[np.int64]) -> Answers:
+        """Some of them, by index."""
+        return Answers(
+            self.gen_tokens[which],
+            self.remaining[which],
+            self.censored[which],
+            self.quantiles[which],
+            self.prompts[which],
+        )
+
+
+def recall(answers: Answers) -> float:
+    """Where several are predicted equally long, what picking among them at random would find."""
+    return recall_of_longest(answers.gen_tokens + answers.remaining, answers.gen_tokens + answers.quantiles[:, 1])
+
+
+def pearson(answers: Answers) -> float:
+    """0 where either does not vary."""
+    return correlation(answers.gen_tokens + answers.remaining, answers.gen_tokens + answers.quantiles[:, 1])
+
+
+def pearson_log(answers: Answers) -> float:
+    """0 where either does not vary."""
+    return correlation(
+        np.log(answers.gen_tokens + answers.remaining), np.log1p(answers.gen_tokens + answers.quantiles[:, 1])
+    )
+
+
+def pinball(answers: Answers) -> float:
+    """What is censored costs only where less than it reached was predicted."""
+    return float(pinball_each(answers.quantiles, answers.remaining, answers.censored).mean())
+
+
+def pinball_each(quantiles: Floats, remaining: Floats, censored: Flags) -> Floats:
+    """`pinball`, one a row."""
+    short = np.log1p(remaining)[:, None] - np.log1p(quantiles)
+    levels = np.array(QUANTILES)
+    loss = np.maximum(levels * short, (levels - 1.0) * short)
+    each: Floats = np.where(censored[:, None] & (short < 0.0), 0.0, loss).mean(axis=1)
+    return each
+
+
+def coverage_80(answers: Answers) -> float:
+    """Of those that ended by themselves."""
+    return _share(answers, lambda remaining, q: (q[:, 0] <= remaining) & (remaining <= q[:, 2]))
+
+
+def below(answers: Answers, level: int) -> float:
+    """Of those that ended by themselves the share at or below p10 (0), p50 (1), p90 (2)."""
+    return _share(answers, lambda remaining, q: remaining <= q[:, level])
+
+
+def interval(answers: Answers, score: Callable[[Answers], float], seed: int = 0) -> tuple[float, float]:
+    """The 95% bootstrap interval of a score, prompts drawn whole: samples of one prompt are not independent."""
+    rng = np.random.default_rng(seed)
+    rows: Sequence[npt.NDArray[np.int64]] = [
+        np.flatnonzero(answers.prompts == prompt) for prompt in np.unique(answers.prompts)
+    ]
+    scores = []
+    for _ in range(RESAMPLES):
+        drawn = rng.integers(0, len(rows), len(rows))
+        scores.append(score(answers.of(np.concatenate([rows[each] for each in drawn.tolist()]))))
+    low, high = np.percentile(scores, INTERVAL)
+    return float(low), float(high)
+
+
+def _share(answers: Answers, holds: Callable[[Floats, Floats], Flags]) -> float:
+    whole = ~answers.censored
+    if not whole.any():
+        return float("nan")
+    return float(holds(answers.remaining[whole], answers.quantiles[whole]).mean())

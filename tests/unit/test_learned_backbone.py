@@ -1,0 +1,61 @@
+"""The backbone: a real small Qwen3 with random weights, from a folder."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny_backbone import HIDDEN, tiny_backbone
+from treadle_learned.backbone import Backbone
+from treadle_learned.errors import BackboneError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_backbone(tmp_path_factory.mktemp("backbone"))
+
+
+@pytest.fixture(scope="module")
+def backbone(folder: Path) -> Backbone:
+    return Backbone.load(str(folder), device="cpu", dtype=torch.float32)
+
+
+def test_states_after_a_prefix_are_those_of_the_prefix_alone(backbone: Backbone) -> None:
+    ids = backbone.tokenize("1. read the file\n2. run the tests")
+    after = backbone.hidden(ids, [3, 10, len(ids)])
+    assert after.shape == (3, HIDDEN)
+    torch.testing.assert_close(after[1], backbone.hidden(ids[:10], [10])[0])
+
+
+def test_reading_on_gives_the_states_of_reading_at_once(backbone: Backbone) -> None:
+    ids = backbone.tokenize("a plan, then one step, then another")
+    at_once = backbone.hidden(ids, [6, 20, len(ids)])
+    first, read = backbone.read_on(ids[:6], None)
+    second, read = backbone.read_on(ids[:20], read)
+    third, read = backbone.read_on(ids, read)
+    torch.testing.assert_close(torch.stack([first, second, third]), at_once)
+    assert read.ids == tuple(ids)
+
+
+def test_what_begins_differently_is_read_from_the_start(backbone: Backbone) -> None:
+    _, read = backbone.read_on(backbone.tokenize("one beginning"), None)
+    other = backbone.tokenize("another beginning, and more")
+    state, read = backbone.read_on(other, read)
+    torch.testing.assert_close(state, backbone.hidden(other, [len(other)])[0])
+
+
+def test_the_fingerprint_is_of_the_model_and_its_tokenizer_not_of_the_place(backbone: Backbone, tmp_path: Path) -> None:
+    elsewhere = Backbone.load(str(tiny_backbone(tmp_path / "elsewhere")), device="cpu")
+    wider = Backbone.load(str(tiny_backbone(tmp_path / "wider", vocabulary=300)), device="cpu")
+    assert elsewhere.fingerprint == backbone.fingerprint != wider.fingerprint
+
+
+def test_a_tokenizer_of_a_larger_model_is_refused(tmp_path: Path) -> None:
+    folder = tiny_backbone(tmp_path / "small", vocabulary=100)
+    with pytest.raises(BackboneError, match="has 257 tokens and the model embeds 100"):
+        Backbone.load(str(folder), device="cpu")
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BackboneError, match=r"folder '.*nothing' cannot be loaded .*config\.json"):
+        (tmp_path / "nothing").mkdir()
+        Backbone.load(str(tmp_path / "nothing"), device="cpu")

@@ -1,0 +1,63 @@
+"""What the backbone reads of a trajectory."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from treadle_learned.reading import Bounds, Reader, squeezed, windows
+from treadle_learned.transcript import Transcript, Turn
+
+SMALL = Bounds(prompt_tokens=6, plan_tokens=4, step_tokens=3, obs_tokens=2, window_tokens=26)
+TEXTS = st.text("abcdefgh", max_size=12)
+TURNS = st.lists(st.builds(Turn, st.integers(1, 9), st.integers(0, 9), TEXTS, TEXTS), min_size=1, max_size=25)
+
+
+def letters(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def transcript(prompt: str, turns: list[Turn]) -> Transcript:
+    return Transcript("t", "r", "p", 10, tuple(turns), prompt=prompt)
+
+
+@settings(deadline=None)
+@given(TEXTS, TURNS)
+def test_each_question_is_asked_once_and_step_by_step_reads_the_same(prompt: str, turns: list[Turn]) -> None:
+    found = windows(transcript(prompt, turns), letters, SMALL)
+    assert [turn for window in found for turn, _ in window.ends] == list(range(len(turns)))
+
+    reader = Reader(SMALL, tuple(letters(prompt)))
+    read = [reader.ids]
+    for turn in turns[:-1]:
+        reader.step(tuple(letters(turn.text)), tuple(letters(turn.obs_text)))
+        read.append(reader.ids)
+    assert read == [window.ids[:end] for window in found for _, end in window.ends]
+
+
+@settings(deadline=None)
+@given(TEXTS, TURNS)
+def test_a_window_holds_its_bound_and_only_grows_at_its_end(prompt: str, turns: list[Turn]) -> None:
+    for window in windows(transcript(prompt, turns), letters, SMALL):
+        ends = [end for _, end in window.ends]
+        assert ends == sorted(ends) and ends[-1] == len(window.ids)
+        assert 1 <= len(window.ids) <= SMALL.window_tokens
+
+
+def test_a_full_window_is_followed_by_prompt_plan_and_the_newest_steps() -> None:
+    turns = [Turn(1, 1, text, "zz") for text in ("plan", "aaa", "bbb", "ccc", "ddd", "eee")]
+    first, second = windows(transcript("prompt", turns), letters, SMALL)
+    assert "".join(map(chr, first.ids)) == "promptplanzzaaazzbbbzz"
+    assert "".join(map(chr, second.ids)) == "promptplanzzdddzz"[:12] + "ccczz" + "dddzz"[:5]
+    assert second.ends == ((4, 17), (5, 22))
+
+
+def test_what_is_long_keeps_its_head_and_its_end() -> None:
+    assert squeezed((1, 2, 3, 4, 5), 3) == (1, 2, 5)
+    assert squeezed((1, 2, 3), 1) == (1,)
+    assert squeezed((1, 2, 3), 3) == (1, 2, 3)
+
+
+def test_bounds_without_room_for_two_steps_are_refused() -> None:
+    with pytest.raises(ValueError, match="window_tokens must be >= 400 for these parts, is 399"):
+        Bounds(window_tokens=399)
+    with pytest.raises(ValueError, match="step_tokens must be >= 1, is 0"):
+        Bounds(step_tokens=0)

@@ -1,0 +1,94 @@
+"""Scores of predictions, and the estimators that need no text."""
+
+import numpy as np
+import pytest
+from treadle_learned import scores
+from treadle_learned.boosted import Boosted
+from treadle_learned.moments import replay
+from treadle_learned.scores import Answers
+from treadle_learned.transcript import Transcript, Turn
+
+
+def answers(remaining: list[float], medians: list[float], *, censored: list[bool] | None = None) -> Answers:
+    middle = np.array(medians)
+    return Answers(
+        np.zeros(len(middle)),
+        np.array(remaining),
+        np.array(censored or [False] * len(middle)),
+        np.column_stack([middle / 2, middle, middle * 2]),
+        np.arange(len(middle)),
+    )
+
+
+def test_who_knows_the_truth_scores_full_marks() -> None:
+    truth = np.exp(np.random.default_rng(0).normal(6, 1, 200)).tolist()
+    told = answers(truth, truth)
+    assert scores.recall(told) == 1.0
+    assert scores.pearson(told) == pytest.approx(1.0)
+    assert scores.coverage_80(told) == 1.0
+    low, high = scores.interval(told, scores.recall)
+    assert 0.9 < low <= high == 1.0  # the same trajectory drawn twice ties with itself
+
+
+def test_one_answer_for_all_finds_a_tenth_of_the_longest() -> None:
+    told = answers([float(number) for number in range(1, 101)], [50.0] * 100)
+    assert scores.recall(told) == pytest.approx(0.1)
+    assert scores.pearson(told) == 0.0
+
+
+def test_the_right_quantiles_cost_less_than_any_others() -> None:
+    rng = np.random.default_rng(1)
+    truth = np.exp(rng.normal(5, 1, 4_000))
+    spread = np.exp(1.2816)
+    cost = {
+        factor: scores.pinball(
+            Answers(
+                np.zeros(4_000),
+                truth,
+                np.zeros(4_000, np.bool_),
+                np.tile(np.exp(5) * np.array([1 / factor, 1.0, factor]), (4_000, 1)),
+                np.arange(4_000),
+            )
+        )
+        for factor in (1.5, spread, 8.0)
+    }
+    assert min(cost, key=cost.__getitem__) == spread
+
+
+def test_what_was_cut_costs_only_where_less_was_predicted() -> None:
+    cut = answers([100.0, 100.0], [1_000.0, 10.0], censored=[True, True])
+    generous, short = scores.pinball_each(cut.quantiles, cut.remaining, cut.censored)
+    assert generous == 0.0 < short
+
+
+def rollout(censor_at: int | None = None) -> list[Transcript]:
+    """Long prompts make long trajectories."""
+    rng = np.random.default_rng(2)
+    transcripts = []
+    for number in range(160):
+        size = int(rng.integers(50, 2_000))
+        total = 2 * size
+        cut = censor_at is not None and total > censor_at
+        tokens = censor_at if cut and censor_at is not None else total
+        transcripts.append(
+            Transcript(f"t{number}", "r", f"p{number}", size, (Turn(tokens // 2), Turn(tokens - tokens // 2)), cut)
+        )
+    return transcripts
+
+
+def test_trees_learn_what_numbers_say_of_the_length() -> None:
+    train, test = replay(rollout()), [moment for moment in replay(rollout()) if moment.turn == 0]
+    predicted = Boosted(train).predict(test)
+    assert (np.diff(predicted, axis=1) >= 0).all()
+    assert np.corrcoef(predicted[:, 1], [moment.remaining_tokens for moment in test])[0, 1] > 0.9
+
+
+def test_trees_do_not_take_what_was_cut_for_short() -> None:
+    """Half of all are cut at 2,000 tokens. Result: the longest are predicted beyond the cut."""
+    test = [moment for moment in replay(rollout()) if moment.turn == 0 and moment.remaining_tokens > 3_000]
+    assert (Boosted(replay(rollout(censor_at=2_000))).predict(test)[:, 2] >= 2_000).mean() > 0.9
+
+
+def test_no_moments_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        Boosted([])
