@@ -5,8 +5,10 @@ ARG SERVICE
 COPY clients/python /src/clients/python
 COPY pyproject.toml README.md LICENSE requirements-mesh.txt /src/
 COPY core /src/core
+COPY learned /src/learned
 COPY runtime /src/runtime
 COPY services /src/services
+COPY sim /src/sim
 COPY cli /src/cli
 RUN python -m venv /opt/treadle \
  && /opt/treadle/bin/pip install --no-cache-dir -c /src/requirements-mesh.txt /src/clients/python "/src[${SERVICE}]"
