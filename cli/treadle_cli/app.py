@@ -12,6 +12,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from treadle import TreadleError
+from treadle_sim.public_traces import PublicTraceError
+from treadle_sim.trace_file import TraceFileError
 
 from treadle_cli import checks
 from treadle_cli.engines import DEFAULT_MODEL, EnginePlan, default_model_folder
@@ -167,8 +169,11 @@ def bench(
 
     async def measure(hurry: asyncio.Event) -> int:
         plan = engine_plan(chosen.engines, slots, model, seed, []) if chosen.engines else None
-        options = BenchOptions(plan, seed, repeats, traces, data, pictures, hurry=hurry, scale=scale)
-        figures.update(await chosen.measured(options))
+        options = BenchOptions(plan, seed, repeats, traces, data, pictures, hurry=hurry, scale=scale, model=model)
+        try:
+            figures.update(await chosen.measured(options))
+        except (TraceFileError, PublicTraceError) as error:  # of the files that the user named
+            raise UsageProblem(str(error)) from error
         if as_json:
             typer.echo(json.dumps(figures))
         else:

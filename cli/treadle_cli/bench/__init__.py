@@ -22,6 +22,8 @@ from treadle_cli.bench import (
     parallelism,
     placement,
     placement_rules,
+    predictor,
+    predictor_page,
     replan,
     resources,
     scheduling,
@@ -159,6 +161,14 @@ BENCHES: Mapping[str, Bench] = {
             affinity.run,
             page=affinity.page,
             draw=affinity.draw,
+        ),
+        Bench(
+            predictor.NAME,
+            "Predictors of remaining tokens on texts (--data or --traces): history, siblings, trees, the learned one; "
+            "every prompt is tested once. --model: the backbone. Takes about 20 minutes with --data.",
+            predictor.run,
+            page=predictor_page.page,
+            draw=predictor_page.draw,
         ),
         Bench(
             simulator.NAME,

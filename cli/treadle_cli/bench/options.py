@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from treadle_cli.engines import EnginePlan
+from treadle_cli.engines import DEFAULT_MODEL, EnginePlan
 from treadle_cli.problems import UsageProblem
 
 
@@ -18,6 +18,7 @@ class BenchOptions:
     of the bench's own workload. data: a folder of public traces and engine measurements. pictures: a folder to draw
     into, None for no pictures. progress: where what happens is told, never stdout. hurry: see ProcessTree. scale: of a
     simulated figure's GPUs and trajectories, None for the bench's own choice. workers: processes that simulate at once.
+    model: a folder or a hub's name, for a bench that loads a model itself.
     """
 
     plan: EnginePlan | None = None
@@ -30,6 +31,7 @@ class BenchOptions:
     hurry: asyncio.Event | None = None
     scale: float | None = None
     workers: int = 2
+    model: str = DEFAULT_MODEL
 
     @property
     def engines(self) -> EnginePlan:

@@ -1,0 +1,56 @@
+"""Cross-validation by prompt, with a real small backbone."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.tiny_backbone import HIDDEN, tiny_backbone
+from treadle_learned.backbone import Backbone
+from treadle_learned.comparison import rows
+from treadle_learned.examples import States
+from treadle_learned.fitting import Fitting
+from treadle_learned.folds import answered, folds
+from treadle_learned.reading import Bounds
+from treadle_learned.transcript import Transcript, Turn
+
+
+def told_by_the_plan(count: int = 120) -> list[Transcript]:
+    """Nothing but the first step's text says whether the second is short or long."""
+    rng = np.random.default_rng(0)
+    made = []
+    for number in range(count):
+        long = bool(rng.integers(0, 2))
+        plan = "read everything twice" if long else "answer"
+        tokens = int((2_000 if long else 100) * np.exp(rng.normal(0, 0.1)))
+        turns = (Turn(50, 0, plan, ""), Turn(tokens, 0, "so be it", ""), Turn(50), Turn(50))
+        made.append(Transcript(f"t{number}", "r", f"p{number}", 30, turns, prompt="Do it."))
+    return made
+
+
+def test_no_prompt_is_asked_about_by_who_has_seen_it() -> None:
+    transcripts = told_by_the_plan(40)
+    dealt = folds(transcripts)
+    asked = sorted(moment.index for fold in dealt for moment in fold.test)
+    assert asked == sorted(list(range(40)) * 4)
+    for fold in dealt:
+        parts = [{moment.index for moment in part} for part in (fold.train, fold.validation, fold.test)]
+        assert not (parts[0] & parts[1] or parts[0] & parts[2] or parts[1] & parts[2])
+        assert {transcript.trajectory_id for transcript in fold.before} == {f"t{index}" for index in parts[0]}
+
+
+def test_what_only_the_plan_tells_is_known_after_it_to_who_reads_it(tmp_path: Path) -> None:
+    transcripts = told_by_the_plan()
+    backbone = Backbone.load(str(tiny_backbone(tmp_path)), device="cpu", dtype=torch.float32)
+    states = States(backbone, transcripts, Bounds())
+    how = Fitting(epochs=80, patience=15, learning_rate=5e-3)
+    asked = answered(transcripts, folds(transcripts, 4), states, hidden_size=HIDDEN, how=how)
+    pinball = {(row["step"], row["estimator"]): row["pinball"] for row in rows("made", asked, intervals=False)}
+    assert set(asked.answers) == {"history", "siblings", "boosted", "numbers", "oracle", "prompt-only", "learned"}
+    assert pinball[1, "learned"] < 0.5 * pinball[0, "learned"]
+    assert pinball[1, "learned"] < 0.5 * min(pinball[1, other] for other in ("siblings", "numbers", "prompt-only"))
+
+
+def test_fewer_than_three_folds_are_refused() -> None:
+    with pytest.raises(ValueError, match="folds must be >= 3"):
+        folds(told_by_the_plan(4), 2)
