@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from sklearn.ensemble import HistGradientBoostingRegressor
+from threadpoolctl import threadpool_limits
 
 from treadle_learned.moments import Moment
 from treadle_learned.scores import QUANTILES, Floats
@@ -26,12 +27,14 @@ class Boosted:
             raise ValueError("moments must hold at least one")
         inputs, reached = _inputs(moments), np.log1p([moment.remaining_tokens for moment in moments])
         censored = np.array([moment.censored for moment in moments])
-        self._models = [_fitted(inputs, reached, censored, level, seed) for level in QUANTILES]
+        with threadpool_limits(1):  # a few thousand rows gain nothing from threads that spin against whatever else runs
+            self._models = [_fitted(inputs, reached, censored, level, seed) for level in QUANTILES]
 
     def predict(self, moments: Sequence[Moment]) -> Floats:
         """In the order of quantiles, which boosting alone does not promise."""
         inputs = _inputs(moments)
-        logs = np.column_stack([model.predict(inputs) for model in self._models])
+        with threadpool_limits(1):
+            logs = np.column_stack([model.predict(inputs) for model in self._models])
         return np.asarray(np.expm1(np.maximum(np.sort(logs, axis=1), 0.0)), np.float64)
 
 

@@ -6,7 +6,7 @@ what differs is what was known; later steps of those that reach them. Every esti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from treadle_learned.transcript import Transcript
 
 STEPS = (0, 1, 2, 4, 8)
 COMMON = 2  # questions up to this step are asked of trajectories that go beyond it
-SCORES: Mapping[str, Callable[[Answers], float]] = {
+SCORES: Mapping[str, scores.Score] = {
     "recall_top10": scores.recall,
     "pearson": scores.pearson,
     "pearson_log": scores.pearson_log,
@@ -57,10 +57,10 @@ def rows(data: str, asked: Asked, *, seed: int = 0, intervals: bool = True) -> l
                 np.array([number[asked.transcripts[moment.index].prompt_id] for moment in moments]),
             )
             row: dict[str, Any] = {"data": data, "step": step, "estimator": estimator, "trajectories": len(which)}
-            for name, score in SCORES.items():
-                row[name] = score(answers)
-                if intervals:
-                    row[f"{name}_interval"] = scores.interval(answers, score, seed)
+            row |= {name: score(answers) for name, score in SCORES.items()}
+            if intervals:
+                found_intervals = scores.intervals(answers, SCORES, seed)
+                row |= {f"{name}_interval": interval for name, interval in found_intervals.items()}
             found.append(row)
     return found
 

@@ -46,7 +46,8 @@ FEATURES = (
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Of a trajectory's finished steps. All 0 before the first."""
+    """Of a trajectory's finished steps; last_obs_tokens: that its last finished tool answered. All 0 before the
+    first."""
 
     last_tokens: int = 0
     longest_tokens: int = 0

@@ -108,13 +108,15 @@ class _Track:
         self.transcript = transcript
         self._gen_tokens = 0
         self._context_tokens = transcript.prompt_tokens
+        self._running_tool_tokens = 0  # what its tool will answer is not known at the end of a step
         self._steps = Steps()
 
     def step(self, turn: int) -> None:
         done = self.transcript.turns[turn]
         self._gen_tokens += done.gen_tokens
-        self._context_tokens += done.gen_tokens + done.obs_tokens
-        self._steps = self._steps.after(done.gen_tokens, done.obs_tokens)
+        self._context_tokens += self._running_tool_tokens + done.gen_tokens
+        self._steps = self._steps.after(done.gen_tokens, self._running_tool_tokens)
+        self._running_tool_tokens = done.obs_tokens
 
     def moment(self, turn: int, evidence: Evidence, estimator: FirstThatAnswers) -> Moment:
         transcript = self.transcript

@@ -1,6 +1,8 @@
 """What the backbone reads of a trajectory: its prompt, its first step (the plan, which Heddle 4.1 calls the strongest
 early sign), and its newest steps, each squeezed to a bound.
 
+A question is asked while the tool of the last step runs: what that tool will say is not known yet, and is read with the
+step after it.
 Invariants: what is read only ever grows by a step at its end, so that the hidden states of what was read before are
 reused, in training (one pass over a window answers for all its steps) as in serving (only the new step runs); when a
 window is full the next one starts with the prompt, the plan and the newest steps that fill half of what is left. The
@@ -20,8 +22,9 @@ Tokenize = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True)
 class Bounds:
-    """Most tokens of each part. plan_tokens, step_tokens: of the text; obs_tokens: of what its tool answered;
-    window_tokens: of everything. Raises ValueError for a window without room for a prompt, a plan and two steps."""
+    """Most tokens of each part. plan_tokens, step_tokens: of a step's text; obs_tokens: of what the tool before it
+    answered; window_tokens: of everything. Raises ValueError for a window without room for a prompt, a plan and two
+    steps."""
 
     prompt_tokens: int = 192
     plan_tokens: int = 96
@@ -31,7 +34,7 @@ class Bounds:
 
     def __post_init__(self) -> None:
         step = self.step_tokens + self.obs_tokens
-        least = self.prompt_tokens + self.plan_tokens + self.obs_tokens + 2 * step
+        least = self.prompt_tokens + self.plan_tokens + 2 * step
         for name in ("prompt_tokens", "plan_tokens", "step_tokens", "obs_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, is {getattr(self, name)}")
@@ -53,20 +56,19 @@ class Reader:
     def __init__(self, bounds: Bounds, prompt: Ids) -> None:
         self._bounds = bounds
         self._prompt = squeezed(prompt, bounds.prompt_tokens) or (0,)  # something must be read before the first step
-        self._plan: Ids = ()
+        self._plan: Ids | None = None
         self._steps: list[Ids] = []
         self.ids: Ids = self._prompt
         self.number = 0
 
-    def step(self, text: Ids, observation: Ids) -> None:
-        """One more step."""
+    def step(self, observation: Ids, text: Ids) -> None:
+        """One more step, and what the tool before it answered: nothing before the first."""
         bounds = self._bounds
-        most = bounds.step_tokens if self._plan else bounds.plan_tokens
-        more = squeezed(text, most) + squeezed(observation, bounds.obs_tokens)
-        if not self._plan:
-            self._plan = more
-            self.ids += more
+        if self._plan is None:
+            self._plan = squeezed(text, bounds.plan_tokens)
+            self.ids += self._plan
             return
+        more = squeezed(observation, bounds.obs_tokens) + squeezed(text, bounds.step_tokens)
         self._steps.append(more)
         if len(self.ids) + len(more) <= bounds.window_tokens:
             self.ids += more
@@ -75,7 +77,7 @@ class Reader:
             self.number += 1
 
     def _afresh(self) -> Ids:
-        head = self._prompt + self._plan
+        head = self._prompt + (self._plan or ())
         room = (self._bounds.window_tokens - len(head)) // 2
         kept: list[Ids] = []
         for each in reversed(self._steps):
@@ -91,9 +93,11 @@ def windows(transcript: Transcript, tokenize: Tokenize, bounds: Bounds) -> list[
     reader = Reader(bounds, tuple(tokenize(transcript.prompt)))
     found: list[Window] = []
     ids, ends = reader.ids, [(0, len(reader.ids))]
+    observation = ""
     for turn, done in enumerate(transcript.turns[:-1], start=1):
         number = reader.number
-        reader.step(tuple(tokenize(done.text)), tuple(tokenize(done.obs_text)))
+        reader.step(tuple(tokenize(observation)), tuple(tokenize(done.text)))
+        observation = done.obs_text
         if reader.number != number:
             found.append(Window(ids, tuple(ends)))
             ends = []

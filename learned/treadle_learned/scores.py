@@ -8,7 +8,7 @@ of the truths below each. Arrays have one row a question; quantiles [n, 3].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 QUANTILES = (0.1, 0.5, 0.9)
-RESAMPLES = 1_000
+RESAMPLES = 500
 INTERVAL = (2.5, 97.5)  # percentiles of the resamples
 
 
@@ -42,6 +42,9 @@ class Answers:
             self.quantiles[which],
             self.prompts[which],
         )
+
+
+Score = Callable[[Answers], float]
 
 
 def recall(answers: Answers) -> float:
@@ -85,17 +88,24 @@ def below(answers: Answers, level: int) -> float:
     return _share(answers, lambda remaining, q: remaining <= q[:, level])
 
 
-def interval(answers: Answers, score: Callable[[Answers], float], seed: int = 0) -> tuple[float, float]:
-    """The 95% bootstrap interval of a score, prompts drawn whole: samples of one prompt are not independent."""
+def intervals(answers: Answers, of: Mapping[str, Score], seed: int = 0) -> dict[str, tuple[float, float]]:
+    """The 95% bootstrap interval of each score, prompts drawn whole: samples of one prompt are not independent."""
     rng = np.random.default_rng(seed)
-    rows: Sequence[npt.NDArray[np.int64]] = [
-        np.flatnonzero(answers.prompts == prompt) for prompt in np.unique(answers.prompts)
-    ]
-    scores = []
+    order = np.argsort(answers.prompts, kind="stable")
+    _, first, count = np.unique(answers.prompts[order], return_index=True, return_counts=True)
+    values: dict[str, list[float]] = {name: [] for name in of}
     for _ in range(RESAMPLES):
-        drawn = rng.integers(0, len(rows), len(rows))
-        scores.append(score(answers.of(np.concatenate([rows[each] for each in drawn.tolist()]))))
-    low, high = np.percentile(scores, INTERVAL)
+        drawn = rng.integers(0, len(first), len(first))
+        counts = count[drawn]
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        some = answers.of(order[np.repeat(first[drawn], counts) + within])
+        for name, score in of.items():
+            values[name].append(score(some))
+    return {name: _middle(np.array(found)) for name, found in values.items()}
+
+
+def _middle(values: Floats) -> tuple[float, float]:
+    low, high = np.percentile(values, INTERVAL)
     return float(low), float(high)
 
 

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
 
+torch.set_num_threads(1)  # of a model this small; other tests run beside these
 BYTES = 256
 HIDDEN = 32
 

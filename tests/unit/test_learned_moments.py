@@ -45,6 +45,13 @@ def test_a_sibling_is_known_of_once_it_has_ended_and_not_before() -> None:
     assert np.isclose(feature(of_long[2], "ended_siblings_mean_tokens"), np.log1p(100))
 
 
+def test_what_the_running_tool_will_add_is_not_counted_yet() -> None:
+    moments = replay([made("p", 0, [100, 100, 100])])
+    context = [round(float(np.expm1(feature(moment, "context_tokens")))) for moment in moments]
+    assert context == [50, 150, 257]
+    assert [round(float(np.expm1(feature(moment, "last_obs_tokens")))) for moment in moments] == [0, 0, 7]
+
+
 def test_what_ended_earlier_is_history_and_what_was_cut_says_so() -> None:
     (moment,) = replay([made("p", 0, [10], censored=True)], [made("q", 0, [500, 500], rollout="before")])
     assert moment.forecast.source is Source.HISTORY and moment.censored

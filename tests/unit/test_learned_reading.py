@@ -27,9 +27,11 @@ def test_each_question_is_asked_once_and_step_by_step_reads_the_same(prompt: str
 
     reader = Reader(SMALL, tuple(letters(prompt)))
     read = [reader.ids]
+    observation = ""
     for turn in turns[:-1]:
-        reader.step(tuple(letters(turn.text)), tuple(letters(turn.obs_text)))
+        reader.step(tuple(letters(observation)), tuple(letters(turn.text)))
         read.append(reader.ids)
+        observation = turn.obs_text
     assert read == [window.ids[:end] for window in found for _, end in window.ends]
 
 
@@ -45,9 +47,20 @@ def test_a_window_holds_its_bound_and_only_grows_at_its_end(prompt: str, turns: 
 def test_a_full_window_is_followed_by_prompt_plan_and_the_newest_steps() -> None:
     turns = [Turn(1, 1, text, "zz") for text in ("plan", "aaa", "bbb", "ccc", "ddd", "eee")]
     first, second = windows(transcript("prompt", turns), letters, SMALL)
-    assert "".join(map(chr, first.ids)) == "promptplanzzaaazzbbbzz"
-    assert "".join(map(chr, second.ids)) == "promptplanzzdddzz"[:12] + "ccczz" + "dddzz"[:5]
-    assert second.ends == ((4, 17), (5, 22))
+    assert "".join(map(chr, first.ids)) == "promptplanzzaaazzbbbzzccc"
+    assert first.ends == ((0, 6), (1, 10), (2, 15), (3, 20), (4, 25))
+    assert "".join(map(chr, second.ids)) == "promptplanzzddd"
+    assert second.ends == ((5, 15),)
+
+
+def test_what_the_running_tool_will_say_is_not_read_yet() -> None:
+    turns = [Turn(1, 1, "plan", "xx"), Turn(1, 1, "aaa", "yy"), Turn(1, 1, "bbb", "zz")]
+    (window,) = windows(transcript("prompt", turns), letters, SMALL)
+    assert ["".join(map(chr, window.ids[:end])) for _, end in window.ends] == [
+        "prompt",
+        "promptplan",
+        "promptplanxxaaa",
+    ]
 
 
 def test_what_is_long_keeps_its_head_and_its_end() -> None:
@@ -57,7 +70,7 @@ def test_what_is_long_keeps_its_head_and_its_end() -> None:
 
 
 def test_bounds_without_room_for_two_steps_are_refused() -> None:
-    with pytest.raises(ValueError, match="window_tokens must be >= 400 for these parts, is 399"):
-        Bounds(window_tokens=399)
+    with pytest.raises(ValueError, match="window_tokens must be >= 384 for these parts, is 383"):
+        Bounds(window_tokens=383)
     with pytest.raises(ValueError, match="step_tokens must be >= 1, is 0"):
         Bounds(step_tokens=0)

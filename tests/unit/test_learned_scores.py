@@ -26,7 +26,7 @@ def test_who_knows_the_truth_scores_full_marks() -> None:
     assert scores.recall(told) == 1.0
     assert scores.pearson(told) == pytest.approx(1.0)
     assert scores.coverage_80(told) == 1.0
-    low, high = scores.interval(told, scores.recall)
+    low, high = scores.intervals(told, {"recall": scores.recall})["recall"]
     assert 0.9 < low <= high == 1.0  # the same trajectory drawn twice ties with itself
 
 
