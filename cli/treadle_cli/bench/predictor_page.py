@@ -9,7 +9,7 @@ from typing import Any
 from treadle_cli.bench.figures_picture import SERIES, figure_with, tidy
 from treadle_cli.bench.page import paragraph, point, table
 
-ORDER = ("history", "siblings", "boosted", "numbers", "prompt-only", "learned")
+ORDER = ("learned", "siblings", "boosted", "numbers", "prompt-only", "history")
 SHOWN = (("recall_top10", "recall of the longest 10%"), ("pearson_log", "Pearson, log"), ("pinball", "pinball loss"))
 KNOWS = {
     "history": "the average of its prompt's earlier trajectories, else of all",
@@ -56,12 +56,16 @@ def page(found: Mapping[str, Any]) -> Iterator[str]:
         for name, title in SHOWN:
             yield from point(f"{title}: {_verdict([row for row in rows if row['data'] == data], name)}.")
         yield ""
+    yield from paragraph(
+        "Folds are pooled: where a predictor says nearly the same of all, what correlates is the mean of the other folds,",
+        "which is low where its own is long. So a correlation below 0 here means that it knows nothing.",
+    )
 
 
 def draw(found: Mapping[str, Any], file: Path) -> None:
     rows = found["rows"]
     data = list(dict.fromkeys(row["data"] for row in rows))
-    note = f"By steps seen, each prompt tested once. Backbone {found['backbone']}, frozen. Bars: 95% over prompts."
+    note = f"By steps seen, each prompt tested once. Backbone {found['backbone']}, frozen. Shade: 95% over prompts."
     with figure_with("Who knows what is left", note, file, height_in=3.2 * len(data) + 1.0, top=0.86) as figure:
         panels = figure.subplots(len(data), len(SHOWN), squeeze=False)
         for line, of in zip(panels, data, strict=True):
@@ -75,7 +79,7 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
                     if name == "learned":
                         low, high = zip(*(row[f"{score}_interval"] for row in own), strict=True)
                         axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-                axes.set_title(f"{of}: {title}" if score == SHOWN[0][0] else title, size=9, loc="left")
+                axes.set_title(f"{of if score == SHOWN[0][0] else ''}\n{title}", size=9, loc="left")
                 axes.set_xticks([0, 1, 2, 4, 8])
                 axes.set_xlabel("steps seen")
                 tidy(axes)
