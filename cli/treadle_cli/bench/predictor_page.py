@@ -57,7 +57,7 @@ def page(found: Mapping[str, Any]) -> Iterator[str]:
             yield from point(f"{title}: {_verdict([row for row in rows if row['data'] == data], name)}.")
         yield ""
     yield from paragraph(
-        "Folds are pooled: where a predictor says nearly the same of all, what correlates is the mean of the other folds,",
+        "Folds are pooled: where a predictor says nearly the same of all, what correlates is the others' mean,",
         "which is low where its own is long. So a correlation below 0 here means that it knows nothing.",
     )
 
