@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from treadle_core.model import DecodeCurve
 
+ROUNDING = 1e-9  # a line that rises by no more than this share of a step is flat
+
 
 @dataclass(frozen=True, slots=True)
 class StepCurve:
@@ -60,7 +62,7 @@ class StepCurve:
         sizes = np.arange(1.0, slots + 1.0)
         times = np.array([self.decode_s(size) for size in sizes])
         slope = float(np.polyfit(sizes, times, 1)[0]) if slots > 1 else 0.0
-        slope = max(slope, 0.0)
+        slope = slope if slope * slots > ROUNDING * times.max() else 0.0
         base = max(float(times.mean() - slope * sizes.mean()), 1e-6)
         return DecodeCurve(
             base, slope, self.per_kv_token_s, 1.0 / self.prefill_token_s if self.prefill_token_s else 0.0

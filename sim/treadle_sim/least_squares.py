@@ -7,8 +7,9 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-# A gradient below this share of the target's norm counts as zero: double precision leaves about 1e-15 of noise a row.
-GRADIENT_SLACK = 1e-10
+# Below this share of the target's norm, a gradient counts as zero, and so does what a column adds: double precision
+# leaves about 1e-15 of noise a row, and another processor other noise.
+SLACK = 1e-10
 
 
 def non_negative_least_squares(matrix: Array, target: Array) -> Array:
@@ -24,16 +25,17 @@ def non_negative_least_squares(matrix: Array, target: Array) -> Array:
     norms = np.linalg.norm(matrix, axis=0)
     scale = np.where(norms > 0, norms, 1.0)
     scaled = matrix / scale
-    slack = GRADIENT_SLACK * float(np.linalg.norm(target))
+    slack = SLACK * float(np.linalg.norm(target))
     solution = np.zeros(matrix.shape[1])
     free = np.zeros(matrix.shape[1], dtype=bool)
     for _ in range(3 * matrix.shape[1]):  # ends long before where columns are not nearly parallel
         gradient = np.where(free, 0.0, scaled.T @ (target - scaled @ solution))
         if not (gradient > slack).any():
             break
-        free[int(np.argmax(gradient))] = True
+        # Of columns that help alike, parallel ones above all, the first: rounding must not choose.
+        free[int(np.argmax(gradient >= gradient.max() - slack))] = True
         solution = _settle(scaled, target, solution, free)
-    return np.asarray(solution / scale)
+    return np.asarray(np.where(solution > slack, solution, 0.0) / scale)
 
 
 def _settle(matrix: Array, target: Array, solution: Array, free: npt.NDArray[np.bool_]) -> Array:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from treadle_sim.decode_fit import DecodePoint, fit_decode
+from treadle_sim.engine_model import StepCurve
 from treadle_sim.least_squares import non_negative_least_squares
 from treadle_sim.prefill_fit import PrefillPoint, fit_prefill
 
@@ -36,6 +37,31 @@ def test_no_other_non_negative_solution_is_nearer(rows: int, columns: int, seed:
                 best = min(best, float(np.linalg.norm(matrix[:, chosen] @ part - target)))
     assert (found >= 0).all()
     assert np.linalg.norm(matrix @ found - target) == pytest.approx(best, abs=1e-9)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=150, deadline=None)
+def test_a_column_that_was_tried_and_is_not_needed_counts_for_nothing(seed: int) -> None:
+    matrix = np.random.default_rng(seed).uniform(0.1, 1.0, size=(5, 3))
+    found = non_negative_least_squares(matrix, matrix[:, 0] + matrix[:, 1])
+    assert found[:2] == pytest.approx([1.0, 1.0])
+    assert found[2] == 0.0
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=150, deadline=None)
+def test_of_parallel_columns_the_first_is_taken_whatever_the_rounding(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    column = rng.uniform(0.1, 1.0, size=6)
+    found = non_negative_least_squares(np.outer(column, rng.uniform(0.01, 100.0, size=3)), column)
+    assert found[0] > 0.0
+    assert list(found[1:]) == [0.0, 0.0]
+
+
+@given(step_s=st.floats(1e-4, 10.0), slots=st.integers(2, 512))
+def test_a_flat_curve_is_flat_for_planners_too(step_s: float, slots: int) -> None:
+    curve = StepCurve((1.0, 4.0), (step_s, step_s), 0.0, 0.0, 0.0, 0.0)
+    assert curve.linear(slots).per_sequence_s == 0.0
 
 
 @pytest.mark.parametrize("matrix", [np.ones((0, 1)), np.ones((3, 1)), np.full((2, 1), np.nan)])
