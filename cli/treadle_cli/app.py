@@ -1,28 +1,19 @@
-"""The command line: options in, exit codes out.
-
-Exit codes: 0 done, 1 something failed while it ran, 2 the user can put it right, 130 interrupted.
-"""
+"""The command line: options in, exit codes out (`exits.py`)."""
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from treadle import TreadleError
-from treadle_sim.public_traces import PublicTraceError
-from treadle_sim.trace_file import TraceFileError
 
-from treadle_cli import checks
+from treadle_cli import checks, exits
 from treadle_cli.engines import DEFAULT_MODEL, EnginePlan, default_model_folder
-from treadle_cli.interrupts import run_interruptible
 from treadle_cli.problems import UsageProblem
-from treadle_cli.processes import ProcessError
 from treadle_cli.records import RecordError
 
-FAILED, USER_CAN_HELP = 1, 2
 DEFAULT_SLOTS = 5  # steps that decode at once: 16 trajectories an engine then queue, as they do where GPUs are scarce
 DEFAULT_TOOL_LATENCY_S = 1.0  # a remote sandbox or a small test run; coding agents' tools take 4 s on average
 DEFAULT_PORT = 7401  # of the scheduler, as in the services' own defaults
@@ -31,7 +22,6 @@ PASS_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": False}
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 out = Console()
-err = Console(stderr=True, soft_wrap=True)
 
 Engines = Annotated[int, typer.Option(min=0, help="Engines to start. On a CPU each needs a core of its own.")]
 Model = Annotated[
@@ -74,7 +64,7 @@ def demo(
             DemoPlan(plan, new_run_folder(out_folder), prompts, samples, seed, tool_latency, keep_logs), out, hurry
         )
 
-    _run(begin)
+    exits.run(begin)
 
 
 @app.command(context_settings=PASS_FLAGS)
@@ -102,7 +92,7 @@ def up(
         folder = new_run_folder(out_folder)
         return run_up(MeshPlan(plan, folder / "state", port), folder / "logs", out, hurry)
 
-    _run(begin)
+    exits.run(begin)
 
 
 @app.command()
@@ -129,7 +119,7 @@ def rollout(
             AttachPlan(scheduler, nats_url, tokenizer, folder, prompts, samples, seed, tool_latency), out, hurry
         )
 
-    _run(begin)
+    exits.run(begin)
 
 
 @app.command()
@@ -155,25 +145,22 @@ def bench(
 
     if name not in BENCHES:
         known = "\n".join(f"  {bench.name}: {bench.summary}" for bench in BENCHES.values())
-        _end(UsageProblem(f"{f'there is no bench {name!r}; ' if name else ''}the benches are\n{known}"), USER_CAN_HELP)
+        exits.end(UsageProblem(f"{f'there is no bench {name!r}; ' if name else ''}the benches are\n{known}"))
     chosen = BENCHES[name]
     figures: dict[str, Any] = {}
     if redraw is not None:
         if chosen.page is None or pictures is None:
-            _end(UsageProblem("--redraw needs --pictures, and a bench that can draw again"), USER_CAN_HELP)
+            exits.end(UsageProblem("--redraw needs --pictures, and a bench that can draw again"))
         try:
             chosen.put_down(json.loads(redraw.read_text()), pictures)
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            _end(UsageProblem(f"--redraw {redraw}: {error}"), USER_CAN_HELP)
+            exits.end(UsageProblem(f"--redraw {redraw}: {error}"))
         return
 
     async def measure(hurry: asyncio.Event) -> int:
         plan = engine_plan(chosen.engines, slots, model, seed, []) if chosen.engines else None
         options = BenchOptions(plan, seed, repeats, traces, data, pictures, hurry=hurry, scale=scale, model=model)
-        try:
-            figures.update(await chosen.measured(options))
-        except (TraceFileError, PublicTraceError) as error:  # of the files that the user named
-            raise UsageProblem(str(error)) from error
+        figures.update(await chosen.measured(options))
         if as_json:
             typer.echo(json.dumps(figures))
         else:
@@ -181,7 +168,7 @@ def bench(
                 out.print(f"{key:<32} {_figure(value)}", highlight=False)
         return 0
 
-    _run(measure)
+    exits.run(measure)
 
 
 @app.command()
@@ -224,7 +211,7 @@ def simulate(
     asked = Request(
         workload, llm, accelerator, gpus, slots, prompts, samples, systems, degrees, predictor, seed, repeats, profile
     )
-    _run(lambda _hurry: run_simulate(asked, out_folder, as_json, out, err))
+    exits.run(lambda _hurry: run_simulate(asked, out_folder, as_json, out, exits.err))
 
 
 @app.command()
@@ -240,7 +227,7 @@ def fit(
 
     try:
         if data is not None and profile is None:
-            report = fit_data(data, out_folder, profiles, err)
+            report = fit_data(data, out_folder, profiles, exits.err)
             typer.echo(json.dumps(public_figures(report))) if as_json else print_public(report, out)
         elif profile is not None and data is None:
             measured = fit_profile(profile, out_folder)
@@ -248,7 +235,7 @@ def fit(
         else:
             raise UsageProblem("fit takes either --data DIR or --profile FILE")
     except UsageProblem as error:
-        _end(error, USER_CAN_HELP)
+        exits.end(error)
 
 
 @app.command()
@@ -259,7 +246,7 @@ def trace(run: Annotated[Path, typer.Argument(help="Folder of a finished run, ru
     try:
         render(run, out)
     except RecordError as error:
-        _end(error, USER_CAN_HELP)
+        exits.end(error)
 
 
 def _figure(value: object) -> str:
@@ -273,32 +260,3 @@ def engine_plan(count: int, slots: int, model: str, seed: int, flags: list[str])
     python = checks.engine_python() if count else Path()
     cores = () if checks.has_gpu() else tuple(checks.pinned_cores(count))
     return EnginePlan(count, slots, model, python, cores, seed, tuple(flags))
-
-
-def _run(begin: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> None:
-    """Runs an async command under signals, and turns what it raises into a line and an exit code."""
-
-    async def main(hurry: asyncio.Event) -> int:
-        return await begin(hurry)
-
-    try:
-        code = run_interruptible(main)
-    except (UsageProblem, ProcessError, TreadleError, BaseExceptionGroup) as raised:
-        known = _known(raised)
-        if known is None:
-            raise
-        _end(known, USER_CAN_HELP if isinstance(known, UsageProblem) else FAILED)
-    raise typer.Exit(code)
-
-
-def _known(raised: BaseException) -> BaseException | None:
-    """The error to show, of a group the first; None where the group holds one that is a fault of ours."""
-    if not isinstance(raised, BaseExceptionGroup):
-        return raised if isinstance(raised, UsageProblem | ProcessError | TreadleError) else None
-    known = [_known(error) for error in raised.exceptions]
-    return None if None in known else known[0]
-
-
-def _end(error: BaseException, code: int) -> NoReturn:
-    err.print(f"treadle: {error}", style="red", highlight=False, markup=False)
-    raise typer.Exit(code)

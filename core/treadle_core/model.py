@@ -104,6 +104,10 @@ class Policy:
     reserve: bool = False
 
 
+# What a mesh starts with, and what every published figure of Treadle is measured with (ADR 0009).
+TREADLE_POLICY = Policy(reserve=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """A prediction: 10th, 50th and 90th percentile. Raises ValueError unless 0 <= p10 <= p50 <= p90 < infinity."""

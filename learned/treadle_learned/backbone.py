@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModel, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from treadle_learned.errors import BackboneError
 
@@ -36,12 +36,13 @@ class Read:
 class Backbone:
     """See the module. `device`: cpu, or cuda where it is there; weights are kept in bf16."""
 
-    def __init__(self, name: str, tokenizer: Any, model: torch.nn.Module, device: str) -> None:
+    def __init__(self, name: str, tokenizer: Any, model: PreTrainedModel, device: str) -> None:
         self.name = name
         self.tokenizer = tokenizer
-        self.model = model.to(device).eval()
+        torch.nn.Module.to(model, device)  # in place
+        self.model = model.eval()
         self.device = device
-        self.hidden_size = int(model.config.hidden_size)  # type: ignore[union-attr, arg-type]
+        self.hidden_size = int(model.config.hidden_size)
 
     @classmethod
     def load(cls, name: str = DEFAULT, *, device: str | None = None, dtype: torch.dtype = torch.bfloat16) -> Backbone:
@@ -69,7 +70,7 @@ class Backbone:
     def fingerprint(self) -> str:
         """Of the architecture and the tokenizer, not of where they were found."""
         config = self.model.config
-        shape = [config.model_type, config.hidden_size, config.num_hidden_layers, config.vocab_size]  # type: ignore[union-attr]
+        shape = [config.model_type, config.hidden_size, config.num_hidden_layers, config.vocab_size]
         told = json.dumps([shape, len(self.tokenizer), self.tokenize(PROBE)])
         return hashlib.sha256(told.encode()).hexdigest()[:16]
 

@@ -124,9 +124,8 @@ def swebench(row: Row, seed: int) -> Iterator[TrajectoryWork]:
         for step in row["steps"]
     ]
     if steps:
-        steps[-1] = replace(
-            steps[-1], obs_tokens=0, obs_text=""
-        )  # the answer to the last step is the whole patch: nobody reads it
+        # The answer to the last step is the whole patch: nobody reads it.
+        steps[-1] = replace(steps[-1], obs_tokens=0, obs_text="")
         prompt_tokens = max(1, row["steps"][0]["prompt_tokens"])
         censored = row["exit"] != "Submitted"
         reward = float(row["reward"])

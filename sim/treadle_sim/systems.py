@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from treadle_core.costs import CostModel
-from treadle_core.model import Ordering, PlacementRule, Policy, Replanning
+from treadle_core.model import TREADLE_POLICY, Ordering, PlacementRule, Policy, Replanning
 from treadle_core.tuning import Tuning
 
 # Treadle's client generates a turn longer than this in several calls (ADR 0011), so that the trajectory can move, and
@@ -61,25 +61,25 @@ HEDDLE = System(
     allocated=True,
     cost_model=CostModel.GROUP_SIZE,
 )
-TREADLE = System("treadle", "Treadle", Policy(reserve=True), predictor="", allocated=True, call_tokens=CALL_TOKENS)
+TREADLE = System("treadle", "Treadle", TREADLE_POLICY, predictor="", allocated=True, call_tokens=CALL_TOKENS)
 TREADLE_HOMOGENEOUS = System(
     "treadle-homogeneous",
     "Treadle on engines of one degree",
-    Policy(reserve=True),
+    TREADLE_POLICY,
     predictor="",
     call_tokens=CALL_TOKENS,
 )
 TREADLE_WHOLE_TURNS = System(
     "treadle-whole-turns",
     "Treadle, each turn in one call however long",
-    Policy(reserve=True),
+    TREADLE_POLICY,
     predictor="",
     allocated=True,
 )
 ORACLE = System(
     "oracle",
     "Treadle told every length",
-    Policy(reserve=True),
+    TREADLE_POLICY,
     predictor="oracle",
     allocated=True,
     call_tokens=CALL_TOKENS,

@@ -1,5 +1,6 @@
 """The head and its fit: what it can learn, what it repeats before it has, and that its quantiles mean what they say."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -92,13 +93,13 @@ def test_states_are_read_once_and_none_where_nothing_was_said(tmp_path: Path) ->
     moments = replay([spoken, silent])
     read: list[int] = []
 
-    def track(over: object, count: int) -> object:
+    def track(over: Iterable[int], count: int) -> Iterable[int]:
         read.append(count)
         return over
 
     states = States(backbone, [spoken, silent], Bounds())
-    hidden, has_text = states.read(moments, track)  # type: ignore[arg-type]
-    again, _ = states.read(moments, track)  # type: ignore[arg-type]
+    hidden, has_text = states.read(moments, track)
+    again, _ = states.read(moments, track)
 
     assert read == [1, 0]
     assert has_text == [moment.index == 0 for moment in moments]

@@ -14,7 +14,7 @@ from typing import Any
 
 from treadle_core import balance
 from treadle_core.controller import Controller
-from treadle_core.model import PlacementRule, Policy, Replanning
+from treadle_core.model import TREADLE_POLICY, PlacementRule, Policy, Replanning
 from treadle_core.tuning import Tuning
 
 from treadle_cli.bench.controller_load import Told, World
@@ -25,7 +25,7 @@ ENGINES = 64
 MICROSECONDS = 1e6
 
 POLICIES = {
-    "treadle": Policy(reserve=True),
+    "treadle": TREADLE_POLICY,
     "heddle_as_printed": Policy(replanning=Replanning.RANK_SCALING, reserve=False),
     "cache_aware": Policy(placement=PlacementRule.CACHE_AWARE, migrate=False, reserve=False),
     "least_load": Policy(placement=PlacementRule.LEAST_LOAD, migrate=False, reserve=False),
@@ -35,7 +35,7 @@ POLICIES = {
 async def run(options: BenchOptions) -> dict[str, Any]:
     """events_per_s: the median over the repeats, for Treadle's own policy; the rest by policy and by kind of event."""
     balance.warm_up()
-    World(200, 4, options.seed, Policy(reserve=True), Tuning()).run()
+    World(200, 4, options.seed, TREADLE_POLICY, Tuning()).run()
     rows: dict[str, Any] = {}
     for name, policy in POLICIES.items():
         options.progress.print(f"{name}: recording {TRAJECTORIES} trajectories")

@@ -15,7 +15,7 @@ import numpy as np
 from treadle_core import balance
 from treadle_core.actions import Action, AskPlan
 from treadle_core.events import Event, PlanArrived
-from treadle_core.model import Policy
+from treadle_core.model import TREADLE_POLICY, Policy
 from treadle_core.rank_scaling import Ranks
 from treadle_core.tuning import Tuning
 
@@ -26,7 +26,7 @@ from treadle_cli.bench.options import BenchOptions
 SIZES = ((6_400, 64), (1_600, 16), (100, 4), (25_600, 256))
 SPARE = 0.06  # so many more are opened: plans are measured while these close, and as many are live at the least
 # Treadle as it runs, and a re-solve that trusts its lengths and holds no room: what the hedge and the room cost.
-VARIANTS = {"treadle": (Policy(reserve=True), DOUBT), "trusting": (Policy(reserve=False), 1.0)}
+VARIANTS = {"treadle": (TREADLE_POLICY, DOUBT), "trusting": (Policy(reserve=False), 1.0)}
 # Plans as often as there are events for one, so that there are many to measure; each is what it would be otherwise.
 TUNING = Tuning(plan_interval_s=0.0)
 RANK_UPDATES = 20_000
@@ -79,7 +79,7 @@ async def run(options: BenchOptions) -> dict[str, Any]:
     """trajectories, ms: the median plan for 6,400 live trajectories on 64 engines; its parts; the same of a re-solve
     that trusts its lengths; other sizes."""
     balance.warm_up()
-    World(200, 4, options.seed, Policy(reserve=True), Tuning()).run()
+    World(200, 4, options.seed, TREADLE_POLICY, Tuning()).run()
     rows = [_measured(live, engines, name, options) for live, engines in SIZES for name in VARIANTS]
     return {
         "trajectories": rows[0]["trajectories"],

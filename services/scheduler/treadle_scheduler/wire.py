@@ -7,7 +7,7 @@ import structlog
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle_core import balance, scenarios, worksheet
 from treadle_core.controller import Controller
-from treadle_core.model import Policy
+from treadle_core.model import TREADLE_POLICY
 from treadle_core.tuning import Tuning
 from treadle_runtime.server import Runtime, Wiring
 
@@ -24,8 +24,6 @@ log = structlog.get_logger()
 SERVICE = "treadle.scheduler.v1.SchedulerService"
 # The name under which the bus keeps the scheduler's place: facts of the time of a restart are heard after it.
 DURABLE = "scheduler"
-# Of a mesh whose operator has set none: what every published figure of Treadle is measured with (ADR 0009).
-FRESH_POLICY = Policy(reserve=True)
 
 
 async def wire(runtime: Runtime) -> Wiring:
@@ -38,7 +36,7 @@ async def wire(runtime: Runtime) -> Wiring:
     stored = await store.load()
     mesh = stored.mesh
     if mesh is None:
-        mesh = MeshRecord(FRESH_POLICY, epoch_s=now)
+        mesh = MeshRecord(TREADLE_POLICY, epoch_s=now)
         store.put(POLICY_KEY, mesh)
         await store.settle([POLICY_KEY])
     controller = Controller(mesh.policy, tuning_of(settings), mesh.epoch_s)
