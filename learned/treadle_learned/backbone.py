@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from treadle_learned.errors import BackboneError
+from treadle_learned.precision import fitting_dtype
 
 DEFAULT = "Qwen/Qwen3-0.6B"
 PROBE = "The plan: 1. read the file; 2. run the tests.\n日本語 {x}"  # a tokenizer is known by what it makes of this
@@ -34,7 +35,7 @@ class Read:
 
 
 class Backbone:
-    """See the module. `device`: cpu, or cuda where it is there; weights are kept in bf16."""
+    """See the module. `device`: cpu, or cuda where it is there."""
 
     def __init__(self, name: str, tokenizer: Any, model: PreTrainedModel, device: str) -> None:
         self.name = name
@@ -45,9 +46,11 @@ class Backbone:
         self.hidden_size = int(model.config.hidden_size)
 
     @classmethod
-    def load(cls, name: str = DEFAULT, *, device: str | None = None, dtype: torch.dtype = torch.bfloat16) -> Backbone:
-        """From a folder, or by a hub's name. Raises BackboneError."""
+    def load(cls, name: str = DEFAULT, *, device: str | None = None, dtype: torch.dtype | None = None) -> Backbone:
+        """From a folder, or by a hub's name; without `dtype` in the numbers that fit the device (`precision`). Raises
+        BackboneError."""
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = dtype or fitting_dtype(device)
         try:
             config = AutoConfig.from_pretrained(name)
             tokenizer = AutoTokenizer.from_pretrained(name)

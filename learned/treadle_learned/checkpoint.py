@@ -97,7 +97,7 @@ def load(folder: Path) -> Checkpoint:
     )
 
 
-def backbone_of(checkpoint: Checkpoint, *, device: str | None = None, dtype: torch.dtype = torch.bfloat16) -> Backbone:
+def backbone_of(checkpoint: Checkpoint, *, device: str | None = None, dtype: torch.dtype | None = None) -> Backbone:
     """The backbone that a checkpoint was fitted with. Raises BackboneError, and CheckpointError where another one, or
     another tokenizer, stands in its place now."""
     backbone = Backbone.load(checkpoint.backbone, device=device, dtype=dtype)

@@ -7,6 +7,7 @@ import torch
 from support.tiny_backbone import HIDDEN, tiny_backbone
 from treadle_learned.backbone import Backbone
 from treadle_learned.errors import BackboneError
+from treadle_learned.precision import fitting_dtype
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +60,21 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(BackboneError, match=r"folder '.*nothing' cannot be loaded .*config\.json"):
         (tmp_path / "nothing").mkdir()
         Backbone.load(str(tmp_path / "nothing"), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("info", "dtype"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16 amx_tile\n", torch.bfloat16),
+        ("Features\t: fp asimd bf16\n", torch.bfloat16),
+        ("flags\t\t: fpu avx2\nmodel name\t: bf16\n", torch.float32),
+        (None, torch.float32),
+    ],
+)
+def test_a_processor_without_instructions_for_bf16_computes_in_float32(
+    tmp_path: Path, info: str | None, dtype: torch.dtype
+) -> None:
+    if info is not None:
+        (tmp_path / "cpuinfo").write_text(info)
+    assert fitting_dtype("cpu", tmp_path / "cpuinfo") is dtype
+    assert fitting_dtype("cuda", tmp_path / "cpuinfo") is torch.bfloat16
