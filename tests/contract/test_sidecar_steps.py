@@ -8,11 +8,11 @@ import grpc
 import grpc.aio
 import pytest
 from support.conditions import until
-from support.engine_steps import StepResult, packed, responses, run_step, step_request, ticket
+from support.engine_steps import StepResult, int32s, packed, responses, run_step, step_request, ticket
 from support.fake_sglang import END_TOKEN, FakeSglang, expected, fake_sglang, text_of
 from support.rpc import error_of
 from support.sidecar_in_process import sidecar
-from treadle.common.v1.tokens_pb2 import SamplingParams
+from treadle.common.v1.tokens_pb2 import SamplingParams, TokenIds
 from treadle.engine.v1 import engine_pb2
 from treadle.telemetry.v1.facts_pb2 import Fact
 from treadle_runtime.facts import kind_of
@@ -312,3 +312,36 @@ async def test_what_is_packed_is_what_was_sent() -> None:
     """Guards the support code: packing is little-endian int32."""
     assert packed([1, 258]).int32_le == b"\x01\x00\x00\x00\x02\x01\x00\x00"
     assert isinstance(FakeSglang().token_s, float)
+
+
+async def test_the_ends_of_a_steps_tokens_are_told_where_that_is_asked_for(nats_url: str) -> None:
+    """Two turns of one trajectory, what its tool said between them, and a sidecar that tells nothing."""
+    facts: list[Fact] = []
+
+    async def hear(fact: Fact) -> None:
+        facts.append(fact)
+
+    observation = list(range(200, 230))
+    async with fake_sglang() as engine, sidecar(nats_url, engine.url, tell_tokens=8) as side:
+        await side.runtime.bus.subscribe(["step_finished"], hear)
+        first = await run_step(side.stub, step_request(ticket("e0", trajectory_id="t", turn=0), PROMPT, greedy(6)))
+        context = [*PROMPT, *first.tokens, *observation]
+        second = await run_step(side.stub, step_request(ticket("e0", trajectory_id="t", turn=1), context, greedy(20)))
+        await until(lambda: len(facts) == 2)
+    told = [fact.step_finished.tokens for fact in facts]
+
+    def ids(message: TokenIds) -> list[int]:
+        return int32s(message.int32_le).tolist()
+
+    assert ids(told[0].prompt) == [*PROMPT[:16], *PROMPT[-16:]]
+    assert (ids(told[0].observation), told[0].observation_tokens) == ([], 0)
+    assert ids(told[0].output) == first.tokens.tolist()
+    assert ids(told[1].prompt) == []
+    assert (ids(told[1].observation), told[1].observation_tokens) == ([*observation[:4], *observation[-4:]], 30)
+    assert ids(told[1].output) == [*second.tokens[:4], *second.tokens[-4:]]
+
+    async with fake_sglang() as engine, sidecar(nats_url, engine.url, "e1") as side:
+        await side.runtime.bus.subscribe(["step_finished"], hear)
+        await run_step(side.stub, step_request(ticket("e1"), PROMPT, greedy(6)))
+        await until(lambda: len(facts) == 3)
+    assert not facts[2].step_finished.HasField("tokens")

@@ -24,6 +24,7 @@ def test_the_defaults_need_an_engine_id_only() -> None:
         ("QUEUE_LIMIT", "0"),
         ("HYSTERESIS", "-0.5"),
         ("MIN_RUN_TOKENS", "many"),
+        ("TELL_TOKENS", "-1"),
         ("KV_STORAGE_DIR", "relative/folder"),
         ("ENGINE_STALL_S", "0"),
         ("HARDWARE_TAGS", "h200"),

@@ -32,6 +32,7 @@ class SidecarSettings(Settings):
     kv_storage_dir: str = ""  # folder of HiCache's file storage, to see what is stored; empty: not known
     export_wait_s: float = 2.0  # how long ExportPrefix waits for the engine's asynchronous backup
     engine_stall_s: float = 120.0  # a running step without a token for so long counts as an engine that is lost
+    tell_tokens: int = 0  # most ids of a step's output that its fact carries, for a learned predictor; 0: none
     hardware_tags: tuple[str, ...] = ()  # JSON list, e.g. ["h200", "compute-bound"]
     decode_base_s: float = 0.0  # declared decode curve (treadle.engine.v1.DecodeCurve); all 0: not known
     decode_per_sequence_s: float = 0.0
@@ -56,7 +57,7 @@ class SidecarSettings(Settings):
     def _is_an_address(cls, value: str) -> str:
         return address(value) if value else value
 
-    @field_validator("slots", "min_run_tokens")
+    @field_validator("slots", "min_run_tokens", "tell_tokens")
     @classmethod
     def _not_negative(cls, value: int) -> int:
         if value < 0:

@@ -1,17 +1,22 @@
 """What the sidecar tells the mesh: step.queued, step.started, step.preempted, step.finished, weights.updated."""
 
+from array import array
+
 from treadle.telemetry.v1 import facts_pb2
 from treadle_runtime.bus import Bus, make_fact
 
 from treadle_sidecar import convert
 from treadle_sidecar.step import Finished, Preempted, Started, StepOrder
+from treadle_sidecar.told import step_tokens
 
 
 class StepFacts:
-    """Publishes for one engine. The bus accepts a fact at once and sends it in the background."""
+    """Publishes for one engine. The bus accepts a fact at once and sends it in the background. tell_tokens: most ids of
+    a step's output to tell, 0 for none."""
 
-    def __init__(self, bus: Bus, engine_id: str) -> None:
+    def __init__(self, bus: Bus, engine_id: str, tell_tokens: int = 0) -> None:
         self._bus = bus
+        self._tell_tokens = tell_tokens
         self._engine_id = engine_id
         self._source = f"sidecar/{engine_id}"
 
@@ -34,8 +39,11 @@ class StepFacts:
         fact = facts_pb2.StepPreempted(step=self._step(order), output_tokens=event.output_tokens, by_ticket_id=event.by)
         await self._bus.publish(make_fact(self._source, step_preempted=fact))
 
-    async def finished(self, order: StepOrder, event: Finished) -> None:
-        """The step is over, for whatever reason but the loss of the engine."""
+    async def finished(
+        self, order: StepOrder, event: Finished, output: "array[int]", before: "array[int] | None"
+    ) -> None:
+        """The step is over, for whatever reason but the loss of the engine. before: the trajectory's context after its
+        last step here."""
         fact = facts_pb2.StepFinished(
             step=self._step(order),
             reason=convert.finish_reason(event.reason),
@@ -44,6 +52,7 @@ class StepFacts:
             cached_tokens=event.cached_tokens,
             timing=convert.timing(event.timing),
             preemptions=event.preemptions,
+            tokens=step_tokens(order, output, before, self._tell_tokens),
         )
         await self._bus.publish(make_fact(self._source, step_finished=fact))
 

@@ -181,11 +181,12 @@ class StepRunner:
             self.decide()
             reason = over(step.record, step.limit) or await self._run_to_end(step)
             finished = step.record.finished(reason, self._clock())
+            before = self._contexts.of(step.order.trajectory_id)
             self._contexts.remember(step.order.trajectory_id, step.record.context)
             self.queue.remove(step.order.ticket_id)
             step.emit(finished)
             self.decide()
-            await self._facts.finished(step.order, finished)
+            await self._facts.finished(step.order, finished, step.record.output, before)
         except TreadleError as error:
             self._contexts.remember(step.order.trajectory_id, step.record.context)
             step.emit(Failed(error))

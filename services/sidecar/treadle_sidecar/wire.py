@@ -34,7 +34,7 @@ async def wire(runtime: Runtime) -> Wiring:
     engine = EngineClient(settings.engine_url, settings.engine_stall_s)
     watch = EngineWatch(engine)
     contexts = Contexts()
-    facts = StepFacts(runtime.bus, settings.engine_id)
+    facts = StepFacts(runtime.bus, settings.engine_id, settings.tell_tokens)
     policy = QueuePolicy(
         slots=settings.slots,
         capacity=settings.queue_limit,

@@ -218,6 +218,7 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     FINISHED_TRAJECTORIES_FIELD_NUMBER: builtins.int
     KNOWN_PROMPTS_FIELD_NUMBER: builtins.int
     UPDATED_AT_FIELD_NUMBER: builtins.int
+    LEARNED_FIELD_NUMBER: builtins.int
     model_version: builtins.str
     best_estimator: Global___Estimator.ValueType
     finished_trajectories: builtins.int
@@ -225,6 +226,10 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     known_prompts: builtins.int
     @property
     def updated_at(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def learned(self) -> Global___LearnedModel:
+        """unset where no folder of models is given"""
+
     def __init__(
         self,
         *,
@@ -233,8 +238,51 @@ class GetModelInfoResponse(google.protobuf.message.Message):
         finished_trajectories: builtins.int = ...,
         known_prompts: builtins.int = ...,
         updated_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        learned: Global___LearnedModel | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["updated_at", b"updated_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["best_estimator", b"best_estimator", "finished_trajectories", b"finished_trajectories", "known_prompts", b"known_prompts", "model_version", b"model_version", "updated_at", b"updated_at"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["learned", b"learned", "updated_at", b"updated_at"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["best_estimator", b"best_estimator", "finished_trajectories", b"finished_trajectories", "known_prompts", b"known_prompts", "learned", b"learned", "model_version", b"model_version", "updated_at", b"updated_at"]) -> None: ...
 
 Global___GetModelInfoResponse: typing_extensions.TypeAlias = GetModelInfoResponse
+
+@typing.final
+class LearnedModel(google.protobuf.message.Message):
+    """The learned model, and how it keeps up."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    LEADS_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
+    ANSWERED_FIELD_NUMBER: builtins.int
+    LATE_FIELD_NUMBER: builtins.int
+    REPLACED_FIELD_NUMBER: builtins.int
+    HARVESTED_FIELD_NUMBER: builtins.int
+    version: builtins.str
+    """that answers now; empty where none does"""
+    leads: builtins.bool
+    """on prompts held out of its training it was better than siblings; else it is not asked"""
+    refused: builtins.str
+    """why the version that should answer does not; empty where it does"""
+    answered: builtins.int
+    """predictions since the service began"""
+    late: builtins.int
+    """answered by siblings or history, because the model was not done in time"""
+    replaced: builtins.int
+    """the same, because a newer question about the trajectory came"""
+    harvested: builtins.int
+    """trajectories kept for the next refit"""
+    def __init__(
+        self,
+        *,
+        version: builtins.str = ...,
+        leads: builtins.bool = ...,
+        refused: builtins.str = ...,
+        answered: builtins.int = ...,
+        late: builtins.int = ...,
+        replaced: builtins.int = ...,
+        harvested: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answered", b"answered", "harvested", b"harvested", "late", b"late", "leads", b"leads", "refused", b"refused", "replaced", b"replaced", "version", b"version"]) -> None: ...
+
+Global___LearnedModel: typing_extensions.TypeAlias = LearnedModel

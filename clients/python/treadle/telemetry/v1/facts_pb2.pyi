@@ -13,6 +13,7 @@ import google.protobuf.message
 import google.protobuf.timestamp_pb2
 import sys
 import treadle.common.v1.estimate_pb2
+import treadle.common.v1.tokens_pb2
 import treadle.engine.v1.engine_pb2
 import treadle.scheduler.v1.scheduler_pb2
 import treadle.tools.v1.tools_pb2
@@ -207,6 +208,7 @@ class StepFinished(google.protobuf.message.Message):
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     TIMING_FIELD_NUMBER: builtins.int
     PREEMPTIONS_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
     reason: treadle.engine.v1.engine_pb2.FinishReason.ValueType
     context_tokens: builtins.int
     """prompt of the step"""
@@ -217,6 +219,10 @@ class StepFinished(google.protobuf.message.Message):
     def step(self) -> Global___StepRef: ...
     @property
     def timing(self) -> treadle.engine.v1.engine_pb2.StepTiming: ...
+    @property
+    def tokens(self) -> Global___StepTokens:
+        """only where the sidecar is told to tell them"""
+
     def __init__(
         self,
         *,
@@ -227,11 +233,47 @@ class StepFinished(google.protobuf.message.Message):
         cached_tokens: builtins.int = ...,
         timing: treadle.engine.v1.engine_pb2.StepTiming | None = ...,
         preemptions: builtins.int = ...,
+        tokens: Global___StepTokens | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["step", b"step", "timing", b"timing"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "context_tokens", b"context_tokens", "output_tokens", b"output_tokens", "preemptions", b"preemptions", "reason", b"reason", "step", b"step", "timing", b"timing"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["step", b"step", "timing", b"timing", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "context_tokens", b"context_tokens", "output_tokens", b"output_tokens", "preemptions", b"preemptions", "reason", b"reason", "step", b"step", "timing", b"timing", "tokens", b"tokens"]) -> None: ...
 
 Global___StepFinished: typing_extensions.TypeAlias = StepFinished
+
+@typing.final
+class StepTokens(google.protobuf.message.Message):
+    """Tokens of a step, each part cut to its first and last ones: what a learned predictor reads."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROMPT_FIELD_NUMBER: builtins.int
+    OBSERVATION_FIELD_NUMBER: builtins.int
+    OUTPUT_FIELD_NUMBER: builtins.int
+    OBSERVATION_TOKENS_FIELD_NUMBER: builtins.int
+    observation_tokens: builtins.int
+    """before it was cut"""
+    @property
+    def prompt(self) -> treadle.common.v1.tokens_pb2.TokenIds:
+        """before the trajectory's first step; with turn 0"""
+
+    @property
+    def observation(self) -> treadle.common.v1.tokens_pb2.TokenIds:
+        """what came since the last step that was run here"""
+
+    @property
+    def output(self) -> treadle.common.v1.tokens_pb2.TokenIds: ...
+    def __init__(
+        self,
+        *,
+        prompt: treadle.common.v1.tokens_pb2.TokenIds | None = ...,
+        observation: treadle.common.v1.tokens_pb2.TokenIds | None = ...,
+        output: treadle.common.v1.tokens_pb2.TokenIds | None = ...,
+        observation_tokens: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["observation", b"observation", "output", b"output", "prompt", b"prompt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["observation", b"observation", "observation_tokens", b"observation_tokens", "output", b"output", "prompt", b"prompt"]) -> None: ...
+
+Global___StepTokens: typing_extensions.TypeAlias = StepTokens
 
 @typing.final
 class ToolStarted(google.protobuf.message.Message):
