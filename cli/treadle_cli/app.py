@@ -11,6 +11,7 @@ from rich.console import Console
 
 from treadle_cli import checks, exits
 from treadle_cli.engines import DEFAULT_MODEL, EnginePlan, default_model_folder
+from treadle_cli.predictor.commands import commands as predictor_commands
 from treadle_cli.problems import UsageProblem
 from treadle_cli.records import RecordError
 
@@ -21,6 +22,7 @@ DEFAULT_OUT = Path("runs")
 PASS_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": False}
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app.add_typer(predictor_commands, name="predictor")
 out = Console()
 
 Engines = Annotated[int, typer.Option(min=0, help="Engines to start. On a CPU each needs a core of its own.")]

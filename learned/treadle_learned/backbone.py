@@ -23,6 +23,7 @@ from treadle_learned.errors import BackboneError
 from treadle_learned.precision import fitting_dtype
 
 DEFAULT = "Qwen/Qwen3-0.6B"
+LOADING_ERRORS = (OSError, ValueError, KeyError)  # of transformers
 PROBE = "The plan: 1. read the file; 2. run the tests.\n日本語 {x}"  # a tokenizer is known by what it makes of this
 
 
@@ -55,12 +56,8 @@ class Backbone:
             config = AutoConfig.from_pretrained(name)
             tokenizer = AutoTokenizer.from_pretrained(name)
             model = AutoModel.from_pretrained(name, config=config, dtype=dtype)
-        except (OSError, ValueError, KeyError) as error:
-            where = "folder" if Path(name).exists() else "hub name"
-            raise BackboneError(
-                f"backbone: {where} {name!r} cannot be loaded ({str(error).splitlines()[0]}); "
-                "pass a folder with config.json, weights and tokenizer, or a name that this machine can fetch"
-            ) from error
+        except LOADING_ERRORS as error:
+            raise _not_loaded("backbone", name, error) from error
         rows = model.get_input_embeddings().weight.shape[0]
         if len(tokenizer) > rows:
             raise BackboneError(
@@ -100,3 +97,19 @@ class Backbone:
             input_ids=torch.tensor([ids[done:]], device=self.device), past_key_values=cache, use_cache=True
         )
         return answer.last_hidden_state[0, -1].float().cpu(), Read(ids, answer.past_key_values)
+
+
+def load_tokenizer(name: str) -> Any:
+    """A tokenizer alone, e.g. the policy's, from a folder or by a hub's name. Raises BackboneError."""
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except LOADING_ERRORS as error:
+        raise _not_loaded("tokenizer", name, error) from error
+
+
+def _not_loaded(what: str, name: str, error: BaseException) -> BackboneError:
+    where = "folder" if Path(name).exists() else "hub name"
+    return BackboneError(
+        f"{what}: {where} {name!r} cannot be loaded ({str(error).splitlines()[0]}); "
+        "pass a folder with config.json, weights and tokenizer, or a name that this machine can fetch"
+    )

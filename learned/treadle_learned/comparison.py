@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from treadle_learned import scores
 from treadle_learned.moments import Moment
-from treadle_learned.scores import Answers, Floats
+from treadle_learned.scores import Answers, Floats, Numbers
 from treadle_learned.transcript import Transcript
 
 STEPS = (0, 1, 2, 4, 8)
@@ -25,16 +26,21 @@ SCORES: Mapping[str, scores.Score] = {
     "pearson_log": scores.pearson_log,
     "pinball": scores.pinball,
     "coverage_80": scores.coverage_80,
+    "below_p10": partial(scores.below, level=0),
+    "below_p50": partial(scores.below, level=1),
+    "below_p90": partial(scores.below, level=2),
 }
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Questions of test transcripts, and their answers [n, 3] by each estimator's name."""
+    """Questions of test transcripts, and their answers [n, 3] by each estimator's name. parts: the fold whose
+    estimators answered, None where there is one."""
 
     moments: Sequence[Moment]
     transcripts: Sequence[Transcript]
     answers: Mapping[str, Floats]
+    parts: Numbers | None = None
 
 
 def rows(data: str, asked: Asked, *, seed: int = 0, intervals: bool = True) -> list[dict[str, Any]]:
@@ -55,6 +61,7 @@ def rows(data: str, asked: Asked, *, seed: int = 0, intervals: bool = True) -> l
                 np.array([moment.censored for moment in moments]),
                 quantiles[which],
                 np.array([number[asked.transcripts[moment.index].prompt_id] for moment in moments]),
+                None if asked.parts is None else asked.parts[which],
             )
             row: dict[str, Any] = {"data": data, "step": step, "estimator": estimator, "trajectories": len(which)}
             row |= {name: score(answers) for name, score in SCORES.items()}

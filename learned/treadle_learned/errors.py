@@ -15,3 +15,11 @@ class CheckpointError(LearnedError):
 
 class TooFewError(LearnedError):
     """Too few examples to train on."""
+
+
+class TranscriptFileError(LearnedError):
+    """A line that is no transcript, or a file that holds none."""
+
+
+class TrainingError(LearnedError):
+    """What a training was begun with is not what it is to go on with."""

@@ -21,12 +21,15 @@ TARGETS = ("remaining_tokens", "remaining_turns")
 MEDIANS = (FEATURES.index("forecast_tokens_p50"), FEATURES.index("forecast_turns_p50"))
 WIDTH = 64
 DROPOUT = 0.2
+TURN = FEATURES.index("turn")
+BANDS = (0, 1, 3, 6)  # steps seen from which calibration is another: errors shrink with what is known, and grow late
 # ln of a factor of 2.7 from the median to either side, before anything is learned: softplus of this is about 1.
 INITIAL_SPREAD = 0.54
 
 
 class QuantileHead(nn.Module):
-    """[n, hidden_size] and [n, len(FEATURES)] to [n, len(TARGETS), len(QUANTILES)]. `shift`: what calibration adds."""
+    """[n, hidden_size] and [n, len(FEATURES)] to [n, len(TARGETS), len(QUANTILES)]. `shift`: what calibration
+    adds in each of BANDS."""
 
     def __init__(self, hidden_size: int, width: int = WIDTH, dropout: float = DROPOUT) -> None:
         super().__init__()
@@ -39,7 +42,7 @@ class QuantileHead(nn.Module):
             self.out.bias.copy_(torch.tensor([INITIAL_SPREAD, 0.0, INITIAL_SPREAD] * len(TARGETS)))
         self.register_buffer("mean", torch.zeros(len(FEATURES)))
         self.register_buffer("deviation", torch.ones(len(FEATURES)))
-        self.register_buffer("shift", torch.zeros(len(TARGETS), len(QUANTILES)))
+        self.register_buffer("shift", torch.zeros(len(BANDS), len(TARGETS), len(QUANTILES)))
 
     def scale_to(self, features: Tensor) -> None:
         """Takes what is usual of each feature from these, [n, len(FEATURES)]."""
@@ -53,8 +56,14 @@ class QuantileHead(nn.Module):
         low, middle, high = self.out(joined).view(-1, len(TARGETS), len(QUANTILES)).unbind(dim=-1)
         median = features[:, list(MEDIANS)] + middle
         quantiles = torch.stack([median - softplus(low), median, median + softplus(high)], dim=-1)
-        shifted = quantiles + cast("Tensor", self.shift)
+        shifted = quantiles + cast("Tensor", self.shift)[band_of(features)]
         return torch.cummax(shifted, dim=-1).values.clamp_min(0.0)
+
+
+def band_of(features: Tensor) -> Tensor:
+    """[n], by the steps that were seen: the index in BANDS."""
+    edges = torch.log1p(torch.tensor(BANDS[1:], dtype=features.dtype, device=features.device) - 0.5)
+    return torch.bucketize(features[:, TURN].contiguous(), edges)
 
 
 def pinball(quantiles: Tensor, targets: Tensor, censored: Tensor) -> Tensor:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
-from treadle_learned.checkpoint import load
+from treadle_learned.checkpoint import load, save
 from treadle_learned.errors import CheckpointError
 
 POINTER = "current"
@@ -36,6 +37,23 @@ class ModelsFolder:
         if elsewhere or not found.is_dir():
             raise CheckpointError(f"{self.folder / POINTER}: names {version!r}, which is no folder beside it")
         return found
+
+    def add(self, checkpoint: Path, version: str = "") -> Path:
+        """Copies a checkpoint here, as `version` where that is given, and promotes it. Raises CheckpointError, also for
+        a version that is there already, OSError."""
+        found = load(checkpoint)
+        version = version or found.version
+        self.check_new(version)
+        folder = save(replace(found, version=version), self.folder / version)
+        self.promote(version)
+        return folder
+
+    def check_new(self, version: str) -> None:
+        """Raises CheckpointError for a name that no version can have, and for one that is taken."""
+        if not version or version.startswith(".") or Path(version).name != version or version == POINTER:
+            raise CheckpointError(f"version: {version!r} cannot name a folder of {self.folder}; choose another")
+        if (self.folder / version).exists():
+            raise CheckpointError(f"{self.folder / version}: is there already; choose another version")
 
     def promote(self, version: str) -> None:
         """Makes a version the one in use. Raises CheckpointError where it is not there or is not whole, OSError."""

@@ -3,7 +3,10 @@
 recall: of the longest tenth of the trajectories, the share among the tenth that was predicted longest (totals).
 pearson, pearson_log: of predicted and true totals, and of their logarithms. pinball: of ln(1 + remaining), the mean
 over the three quantiles. coverage_80: share of the truths between p10 and p90; below_p10, below_p50, below_p90: share
-of the truths below each. Arrays have one row a question; quantiles [n, 3].
+of the truths at or below each. Arrays have one row a question; quantiles [n, 3].
+Answers of several predictors (one a fold) are in parts: what ranks (recall, pearson, pearson_log) is scored within each
+part and averaged by size. Pooled, a predictor that says the same of all would seem to rank: each fold's constant is the
+mean of the others, which is low where its own is long.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from treadle_core.accuracy import correlation, recall_of_longest
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
+Numbers = npt.NDArray[np.int64]
 
 QUANTILES = (0.1, 0.5, 0.9)
 RESAMPLES = 500
@@ -25,15 +29,17 @@ INTERVAL = (2.5, 97.5)  # percentiles of the resamples
 
 @dataclass(frozen=True)
 class Answers:
-    """Questions at one step, and one estimator's answers. gen_tokens: sampled by then; prompts: whose, by number."""
+    """Questions at one step, and one estimator's answers. gen_tokens: sampled by then; prompts: whose, by number;
+    parts: of which predictor, by number (all of a prompt's of one), None where there is one."""
 
     gen_tokens: Floats
     remaining: Floats
     censored: Flags
     quantiles: Floats
-    prompts: npt.NDArray[np.int64]
+    prompts: Numbers
+    parts: Numbers | None = None
 
-    def of(self, which: npt.NDArray[np.int64]) -> Answers:
+    def of(self, which: Numbers) -> Answers:
         """Some of them, by index."""
         return Answers(
             self.gen_tokens[which],
@@ -41,27 +47,36 @@ class Answers:
             self.censored[which],
             self.quantiles[which],
             self.prompts[which],
+            None if self.parts is None else self.parts[which],
         )
+
+    @property
+    def totals(self) -> Floats:
+        """Tokens of the whole trajectories."""
+        return self.gen_tokens + self.remaining
+
+    @property
+    def predicted(self) -> Floats:
+        """Those that the medians stand for."""
+        return self.gen_tokens + self.quantiles[:, 1]
 
 
 Score = Callable[[Answers], float]
 
 
 def recall(answers: Answers) -> float:
-    """Where several are predicted equally long, what picking among them at random would find."""
-    return recall_of_longest(answers.gen_tokens + answers.remaining, answers.gen_tokens + answers.quantiles[:, 1])
+    """Ties count as picked at random."""
+    return _within_parts(answers, lambda some: recall_of_longest(some.totals, some.predicted))
 
 
 def pearson(answers: Answers) -> float:
     """0 where either does not vary."""
-    return correlation(answers.gen_tokens + answers.remaining, answers.gen_tokens + answers.quantiles[:, 1])
+    return _within_parts(answers, lambda some: correlation(some.totals, some.predicted))
 
 
 def pearson_log(answers: Answers) -> float:
     """0 where either does not vary."""
-    return correlation(
-        np.log(answers.gen_tokens + answers.remaining), np.log1p(answers.gen_tokens + answers.quantiles[:, 1])
-    )
+    return _within_parts(answers, lambda some: correlation(np.log(some.totals), np.log1p(some.predicted)))
 
 
 def pinball(answers: Answers) -> float:
@@ -89,19 +104,29 @@ def below(answers: Answers, level: int) -> float:
 
 
 def intervals(answers: Answers, of: Mapping[str, Score], seed: int = 0) -> dict[str, tuple[float, float]]:
-    """The 95% bootstrap interval of each score, prompts drawn whole: samples of one prompt are not independent."""
+    """The 95% bootstrap interval of each score, prompts drawn whole: samples of one prompt are not independent. Of each
+    part as many prompts as it has."""
     rng = np.random.default_rng(seed)
     order = np.argsort(answers.prompts, kind="stable")
     _, first, count = np.unique(answers.prompts[order], return_index=True, return_counts=True)
+    part_of = np.zeros(len(first), np.int64) if answers.parts is None else answers.parts[order][first]
+    parts = [np.flatnonzero(part_of == part) for part in np.unique(part_of)]
     values: dict[str, list[float]] = {name: [] for name in of}
     for _ in range(RESAMPLES):
-        drawn = rng.integers(0, len(first), len(first))
+        drawn = np.concatenate([part[rng.integers(0, len(part), len(part))] for part in parts])
         counts = count[drawn]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         some = answers.of(order[np.repeat(first[drawn], counts) + within])
         for name, score in of.items():
             values[name].append(score(some))
     return {name: _middle(np.array(found)) for name, found in values.items()}
+
+
+def _within_parts(answers: Answers, score: Score) -> float:
+    if answers.parts is None:
+        return score(answers)
+    parts = [np.flatnonzero(answers.parts == part) for part in np.unique(answers.parts)]
+    return sum(len(which) * score(answers.of(which)) for which in parts) / len(answers.gen_tokens)
 
 
 def _middle(values: Floats) -> tuple[float, float]:

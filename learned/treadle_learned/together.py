@@ -7,6 +7,7 @@ Purpose: on a GPU a run of eight takes as long as a run of one. Invariant: every
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +18,46 @@ from treadle_learned.backbone import Backbone, Read
 Asked = tuple[Sequence[int], Read | None]  # all ids, and what was read of them before
 
 
-@torch.inference_mode()
+# What padding may add to what is computed, of itself: someone with a step to read does not wait for a whole window.
+MOST_PADDING = 0.5
+
+
 def read_together(backbone: Backbone, asked: Sequence[Asked]) -> list[tuple[Tensor, Read]]:
-    """The last hidden state, float32 [hidden_size], and what is read now, of each; `before` is used up."""
-    if len(asked) == 1:
-        return [backbone.read_on(*asked[0])]
+    """The last hidden state, float32 [hidden_size], and what is read now, of each; `before` is used up. Those with
+    much more to read than others come after them, in a run of their own."""
     before = [_usable(tuple(ids), read) for ids, read in asked]
+    more = [len(ids) - (len(read.ids) if read is not None else 0) for (ids, _), read in zip(asked, before, strict=True)]
+    found: dict[int, tuple[Tensor, Read]] = {}
+    for run in runs(more):
+        if len(run) == 1:
+            found[run[0]] = backbone.read_on(asked[run[0]][0], before[run[0]])
+        else:
+            answers = _one_run(backbone, [tuple(asked[at][0]) for at in run], [before[at] for at in run])
+            found.update(zip(run, answers, strict=True))
+    return [found[at] for at in range(len(asked))]
+
+
+def runs(more: Sequence[int]) -> list[list[int]]:
+    """Indexes of tokens to read, least first, cut where more than MOST_PADDING would be added."""
+    found: list[list[int]] = []
+    tokens = 0
+    for at in sorted(range(len(more)), key=more.__getitem__):
+        padded = more[at] * (len(found[-1]) + 1) if found else 0
+        if found and padded <= (1.0 + MOST_PADDING) * (tokens + more[at]):
+            found[-1].append(at)
+            tokens += more[at]
+        else:
+            found.append([at])
+            tokens = more[at]
+    return found
+
+
+@torch.inference_mode()
+def _one_run(
+    backbone: Backbone, asked: Sequence[tuple[int, ...]], before: Sequence[Read | None]
+) -> list[tuple[Tensor, Read]]:
     done = [len(read.ids) if read is not None else 0 for read in before]
-    more = [list(ids)[start:] for (ids, _), start in zip(asked, done, strict=True)]
+    more = [ids[start:] for ids, start in zip(asked, done, strict=True)]
     most_done, most_more = max(done), max(map(len, more))
     ids = torch.zeros(len(asked), most_more, dtype=torch.long)
     mask = torch.zeros(len(asked), most_done + most_more, dtype=torch.long)
@@ -45,13 +78,19 @@ def read_together(backbone: Backbone, asked: Sequence[Asked]) -> list[tuple[Tens
     for row, (start, new) in enumerate(zip(done, more, strict=True)):
         state: Tensor = answer.last_hidden_state[row, len(new) - 1].float().cpu()
         cache = _cut(answer.past_key_values, row, most_done - start, most_done + len(new))
-        found.append((state, Read(tuple(asked[row][0]), cache)))
+        found.append((state, Read(asked[row], cache)))
     return found
 
 
 def cache_bytes(read: Read) -> int:
     """Bytes of its keys and values."""
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in read.cache.layers if layer.keys is not None)
+    return sum(keys.nbytes + values.nbytes for keys, values in _layers(read.cache))
+
+
+def _layers(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values, [batch, heads, tokens, width], of each layer."""
+    layers: Sequence[Any] = cache.layers  # plain attention, which alone `DynamicCache()` makes
+    return [(layer.keys, layer.values) for layer in layers]
 
 
 def _usable(ids: tuple[int, ...], before: Read | None) -> Read | None:
@@ -62,25 +101,26 @@ def _usable(ids: tuple[int, ...], before: Read | None) -> Read | None:
 
 def _stacked(before: Sequence[Read | None], tokens: int) -> DynamicCache:
     """One cache of all, each pushed to the end of `tokens`."""
-    some = next((read for read in before if read is not None), None)
-    if some is None:
-        return DynamicCache()
     stacked = DynamicCache()
-    for number, layer in enumerate(some.cache.layers):
-        keys = layer.keys.new_zeros(len(before), layer.keys.shape[1], tokens, layer.keys.shape[3])
-        values = layer.values.new_zeros(len(before), layer.values.shape[1], tokens, layer.values.shape[3])
-        for row, read in enumerate(before):
-            if read is not None:
-                own = read.cache.layers[number]
-                keys[row, :, tokens - len(read.ids) :] = own.keys[0]
-                values[row, :, tokens - len(read.ids) :] = own.values[0]
-        stacked.update(keys, values, number)
+    layers = [_layers(read.cache) if read is not None else None for read in before]
+    some = next((own for own in layers if own is not None), [])
+    for number in range(len(some)):
+        both: list[Tensor] = []
+        for part in range(2):
+            like = some[number][part]
+            joined = like.new_zeros(len(before), like.shape[1], tokens, like.shape[3])
+            for row, own in enumerate(layers):
+                if own is not None:
+                    known = own[number][part]
+                    joined[row, :, tokens - known.shape[2] :] = known[0]
+            both.append(joined)
+        stacked.update(both[0], both[1], number)
     return stacked
 
 
 def _cut(cache: DynamicCache, row: int, first: int, end: int) -> DynamicCache:
     own = DynamicCache()
-    for number, layer in enumerate(cache.layers):
-        which = slice(row, row + 1), slice(None), slice(first, end)
-        own.update(layer.keys[which].clone(), layer.values[which].clone(), number)
+    which = slice(row, row + 1), slice(None), slice(first, end)
+    for number, (keys, values) in enumerate(_layers(cache)):
+        own.update(keys[which].clone(), values[which].clone(), number)
     return own

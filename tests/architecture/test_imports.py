@@ -1,6 +1,7 @@
 """Who may import whom (docs/architecture.md). Reads the source; runs nothing."""
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -159,3 +160,13 @@ def test_modules_stay_small() -> None:
         if (lines := len(path.read_text().splitlines())) > limit_lines
     }
     assert not large
+
+
+@pytest.mark.parametrize("module", ["treadle_predictor.wire", "treadle_cli.app"])
+def test_what_runs_without_a_learned_model_needs_no_torch(module: str) -> None:
+    """In a process of its own, where neither torch nor transformers can be imported."""
+    without = "import sys; sys.modules.update(torch=None, transformers=None); "
+    done = subprocess.run(
+        [sys.executable, "-c", f"{without}import {module}"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

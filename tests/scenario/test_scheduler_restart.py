@@ -28,7 +28,12 @@ TOKENS = 4
 CALL_TIMEOUT_S = 2.0
 RETRY_S = 0.05
 ALL_DONE_S = 90.0
-TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+# The last: it waits for room on an engine, and is to ask again.
+TRANSIENT = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
 RECONNECTS = (("grpc.max_reconnect_backoff_ms", 200), ("grpc.min_reconnect_backoff_ms", 100))
 
 

@@ -6,8 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.tiny_backbone import tiny_backbone
-from treadle_cli.bench import BENCHES, BenchOptions
+from treadle_cli.bench import BENCHES, BenchOptions, predictor_latency
+from treadle_cli.bench.predictor import some_prompts
+from treadle_cli.bench.predictor_regret import folds_of, regrets
 from treadle_cli.problems import UsageProblem
+from treadle_learned import scores
+from treadle_learned.comparison import Asked, truth
+from treadle_learned.moments import replay
+from treadle_learned.transcript import Transcript, Turn
 from treadle_sim.trace_file import write_traces
 from treadle_sim.workload import Step, TrajectoryWork
 
@@ -24,21 +30,66 @@ def works(prompts: int = 60) -> list[TrajectoryWork]:
     return made
 
 
-async def test_every_estimator_is_scored_at_each_step_and_drawn(tmp_path: Path) -> None:
+@pytest.mark.timeout(300)  # it fits every estimator on every fold, and starts a service
+async def test_every_estimator_is_scored_at_each_step_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scores, "RESAMPLES", 20)
+    monkeypatch.setattr(predictor_latency, "REQUESTS", 12)
+    monkeypatch.setattr(predictor_latency, "WARM_UP", 4)
     write_traces(tmp_path / "own.jsonl", works())
     options = BenchOptions(
-        traces=tmp_path / "own.jsonl", pictures=tmp_path / "out", model=str(tiny_backbone(tmp_path / "backbone"))
+        repeats=1,
+        traces=tmp_path / "own.jsonl",
+        pictures=tmp_path / "out",
+        model=str(tiny_backbone(tmp_path / "backbone")),
     )
     found = await BENCHES["predictor"].measured(options)
     assert {row["estimator"] for row in found["rows"]} == {
-        *("history", "siblings", "boosted", "numbers", "prompt-only", "learned", "oracle")
+        *("history", "siblings", "boosted", "numbers", "prompt-only", "learned", "chosen", "oracle")
     }
     assert {row["data"] for row in found["rows"]} == {"own.jsonl"}
-    assert {"recall_top10", "pearson", "pearson_log", "pinball", "coverage_80"} <= found["rows"][0].keys()
+    keys = ("recall_top10", "pearson", "pearson_log", "pinball", "coverage_80", "below_p10", "below_p50", "below_p90")
+    for row in found["rows"]:
+        assert {*keys, *(f"{key}_interval" for key in keys)} <= row.keys()
+        low, high = row["regret_range"]
+        assert low <= row["regret"] <= high
+        if row["estimator"] == "oracle":
+            assert row["regret"] == 0.0
+    assert 0.0 < found["p50_ms"] <= found["p99_ms"]
+    assert found["latency_requests"] + found["latency_others"] == 12
+    assert found["latency_requests"] > 0
+    (data,) = found["data"]
+    assert (data["name"], data["trajectories"], data["prompts"]) == ("own.jsonl", 120, 60)
+    assert data["step_texts"] and data["prompt_texts"]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         *("predictor.json", "predictor.md", "predictor.png")
     }
     assert json.loads((tmp_path / "out" / "predictor.json").read_text()) == found
+
+
+def test_prompts_are_drawn_whole_and_by_the_seed() -> None:
+    every = works()
+    some = some_prompts(every, 10, seed=1)
+    drawn = {work.prompt_id for work in some}
+    assert len(drawn) == 10
+    assert some == [work for work in every if work.prompt_id in drawn]
+    assert some == some_prompts(every, 10, seed=1) != some_prompts(every, 10, seed=2)
+    assert some_prompts(every, 0, seed=1) == some_prompts(every, 60, seed=1) == every
+
+
+def test_who_says_the_truth_backwards_costs_time_in_every_fold() -> None:
+    every = [
+        TrajectoryWork(f"p{at}", 0, 50, (Step(100 * (at + 1), 5, 0.1), Step(100 * (at + 1), 5, 0.1)))
+        for at in range(96)
+    ]
+    told = [Transcript(work.prompt_id, "r", work.prompt_id, 50, (Turn(work.gen_tokens),)) for work in every]
+    moments = [moment for moment in replay(told) if moment.turn == 0]
+    moments.sort(key=lambda moment: moment.index)
+    asked = Asked(moments, told, {"oracle": truth(moments), "backwards": truth(moments)[::-1]}, parts=np.arange(96) % 2)
+    found = regrets(every, asked, folds_of(asked))
+    assert found["oracle"] == [0.0, 0.0]
+    assert min(found["backwards"]) > 0.05
 
 
 async def test_without_trajectories_it_says_what_it_needs() -> None:

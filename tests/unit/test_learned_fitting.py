@@ -1,5 +1,6 @@
 """The head and its fit: what it can learn, what it repeats before it has, and that its quantiles mean what they say."""
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -7,11 +8,12 @@ import pytest
 import torch
 from support.tiny_backbone import HIDDEN, tiny_backbone
 from treadle_learned.backbone import Backbone
+from treadle_learned.crossfit import fit_across, joined
 from treadle_learned.errors import TooFewError
 from treadle_learned.examples import Examples, States, examples
 from treadle_learned.features import FEATURES
 from treadle_learned.fitting import Fitting, calibrate, fit, loss_of
-from treadle_learned.head import MEDIANS, QuantileHead, pinball
+from treadle_learned.head import MEDIANS, TURN, QuantileHead, band_of, pinball
 from treadle_learned.moments import replay
 from treadle_learned.reading import Bounds
 from treadle_learned.transcript import Transcript, Turn
@@ -64,6 +66,48 @@ def test_calibration_shifts_what_is_off_by_a_constant() -> None:
     quantiles = head(told.hidden, told.features, told.has_text)[:, 0]
     below = (told.targets[:, :1] <= quantiles).float().mean(dim=0)
     torch.testing.assert_close(below, torch.tensor([0.1, 0.5, 0.9]), atol=1e-3, rtol=0.0)
+
+
+def test_calibration_knows_that_errors_are_another_after_more_steps() -> None:
+    """Six steps and more halve the spread. Result: each holds what it
+    says, and a band of which nothing was seen is shifted as all are."""
+    early, late = synthetic(3_000, 5, noise=1.0), synthetic(3_000, 6, noise=0.5)
+    late.features[:, TURN] = math.log1p(7)
+    told = joined([early, late])
+    told.targets[:] -= told.hidden[:, :1]  # noise alone
+    head = QuantileHead(HIDDEN).eval()
+    calibrate(head, told)
+    assert band_of(told.features).unique().tolist() == [0, 3]
+    quantiles = head(told.hidden, told.features, told.has_text)[:, 0]
+    for rows in (slice(0, 3_000), slice(3_000, 6_000)):
+        below = (told.targets[rows, :1] <= quantiles[rows]).float().mean(dim=0)
+        torch.testing.assert_close(below, torch.tensor([0.1, 0.5, 0.9]), atol=0.05, rtol=0.0)
+    shift = head.get_buffer("shift")
+    assert torch.equal(shift[1], shift[2])
+    assert bool((shift[1, :, 0] > shift[0, :, 0]).all() and (shift[1, :, 0] < shift[3, :, 0]).all())
+
+
+def test_across_parts_each_prompt_judges_a_head_that_was_fitted_without_it() -> None:
+    """Three parts that differ by a constant each. Result: calibrated by its own part alone, a head would miss the
+    others' constants; across parts its spread holds them."""
+    parts = []
+    for number, offset in enumerate((-1.0, 0.0, 1.0)):
+        part = synthetic(300, number)
+        part.targets[:] += offset
+        parts.append(part)
+    alone, across = fit(joined(parts[:2]), parts[2], HIDDEN, QUICK), fit_across(parts, HIDDEN, QUICK)
+    assert (alone.epoch, alone.loss) == (across.epoch, across.loss)
+    new = joined([synthetic(300, 10 + number) for number in range(3)])
+    new.targets[:] += torch.tensor([-1.0, 0.0, 1.0]).repeat_interleave(300)[:, None]
+
+    def covered(head: QuantileHead) -> float:
+        said = head(new.hidden, new.features, new.has_text)[:, 0]
+        return float(((said[:, 0] <= new.targets[:, 0]) & (new.targets[:, 0] <= said[:, 2])).float().mean())
+
+    assert abs(covered(across.head) - 0.8) < abs(covered(alone.head) - 0.8)
+    assert abs(covered(across.head) - 0.8) < 0.1
+    with pytest.raises(ValueError, match="parts must be >= 2"):
+        fit_across(parts[:1], HIDDEN, QUICK)
 
 
 def test_the_same_seed_gives_the_same_head() -> None:

@@ -1,5 +1,6 @@
 """Cross-validation by prompt, with a real small backbone."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,23 @@ def test_no_prompt_is_asked_about_by_who_has_seen_it() -> None:
         assert {transcript.trajectory_id for transcript in fold.before} == {f"t{index}" for index in parts[0]}
 
 
+def test_prompts_of_one_task_are_in_one_fold() -> None:
+    transcripts = [
+        replace(each, trajectory_id=f"{policy}-{number}", prompt_id=f"{policy}/task-{number}")
+        for policy in ("small", "large")
+        for number, each in enumerate(told_by_the_plan(40))
+    ]
+    by_name, by_task = (
+        [
+            {transcripts[moment.index].prompt_id.partition("/")[2] for moment in fold.test}
+            for fold in folds(transcripts, task_of=task_of)
+        ]
+        for task_of in (str, lambda prompt_id: prompt_id.partition("/")[2])
+    )
+    assert sum(map(len, by_name)) > 40  # some task is in two folds
+    assert sum(map(len, by_task)) == 40
+
+
 def test_what_only_the_plan_tells_is_known_after_it_to_who_reads_it(tmp_path: Path) -> None:
     transcripts = told_by_the_plan()
     backbone = Backbone.load(str(tiny_backbone(tmp_path)), device="cpu", dtype=torch.float32)
@@ -46,9 +64,17 @@ def test_what_only_the_plan_tells_is_known_after_it_to_who_reads_it(tmp_path: Pa
     how = Fitting(epochs=80, patience=15, learning_rate=5e-3)
     asked = answered(transcripts, folds(transcripts, 4), states, hidden_size=HIDDEN, how=how)
     pinball = {(row["step"], row["estimator"]): row["pinball"] for row in rows("made", asked, intervals=False)}
-    assert set(asked.answers) == {"history", "siblings", "boosted", "numbers", "oracle", "prompt-only", "learned"}
+    assert set(asked.answers) == {
+        *("history", "siblings", "boosted", "numbers", "oracle", "prompt-only", "learned", "chosen")
+    }
     assert pinball[1, "learned"] < 0.5 * pinball[0, "learned"]
     assert pinball[1, "learned"] < 0.5 * min(pinball[1, other] for other in ("siblings", "numbers", "prompt-only"))
+    assert np.array_equal(asked.answers["chosen"], asked.answers["learned"])
+    assert asked.parts is not None
+    for part in range(4):
+        own = {transcripts[asked.moments[at].index].prompt_id for at in np.flatnonzero(asked.parts == part).tolist()}
+        others = {transcripts[asked.moments[at].index].prompt_id for at in np.flatnonzero(asked.parts != part).tolist()}
+        assert own and not own & others
 
 
 def test_fewer_than_three_folds_are_refused() -> None:

@@ -1,5 +1,7 @@
 """Scores of predictions, and the estimators that need no text."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from treadle_learned import scores
@@ -34,6 +36,33 @@ def test_one_answer_for_all_finds_a_tenth_of_the_longest() -> None:
     told = answers([float(number) for number in range(1, 101)], [50.0] * 100)
     assert scores.recall(told) == pytest.approx(0.1)
     assert scores.pearson(told) == 0.0
+
+
+def test_who_says_the_mean_of_the_other_folds_ranks_nothing() -> None:
+    """Two folds, the one of short prompts, the other of long ones; each is told the other's mean. Result: pooled, that
+    is anticorrelated; within each fold it knows nothing."""
+    truth = np.concatenate([np.linspace(10, 20, 50), np.linspace(100, 200, 50)])
+    pooled = answers(truth.tolist(), [150.0] * 50 + [15.0] * 50)
+    apart = replace(pooled, parts=np.repeat([0, 1], 50))
+    assert scores.pearson(pooled) < -0.8
+    assert scores.pearson(apart) == scores.pearson_log(apart) == 0.0
+    assert scores.recall(pooled) == 0.0
+    assert scores.recall(apart) == pytest.approx(0.1)
+
+
+def test_parts_are_averaged_by_their_size_and_stay_whole_in_the_bootstrap() -> None:
+    """A part of 90 in the right order, one of 30 in the reverse order."""
+    truth = np.arange(1.0, 121.0)
+    told = replace(answers(truth.tolist(), [*range(1, 91), *range(30, 0, -1)]), parts=np.repeat([0, 1], [90, 30]))
+    assert scores.pearson(told) == pytest.approx(0.75 - 0.25)
+    low, high = scores.intervals(told, {"pearson": scores.pearson})["pearson"]
+    assert low == pytest.approx(0.5) == high
+
+
+def test_shares_below_each_quantile_leave_out_what_was_cut() -> None:
+    told = answers([10.0, 100.0, 1_000.0, 1.0], [100.0] * 4, censored=[False, False, False, True])
+    assert [scores.below(told, level) for level in range(3)] == pytest.approx([1 / 3, 2 / 3, 2 / 3])
+    assert scores.coverage_80(told) == pytest.approx(1 / 3)
 
 
 def test_the_right_quantiles_cost_less_than_any_others() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny_backbone import tiny_backbone
 from treadle_learned.backbone import Backbone, Read
-from treadle_learned.together import cache_bytes, read_together
+from treadle_learned.together import cache_bytes, read_together, runs
 
 TEXT = "a plan, then one step, then another, and what the tool answered to it; then the end"
 
@@ -48,3 +48,9 @@ def test_the_size_of_a_cache_grows_with_what_is_read(backbone: Backbone) -> None
     ids = backbone.tokenize(TEXT)
     sizes = [cache_bytes(backbone.read_on(ids[:count], None)[1]) for count in (10, 20)]
     assert sizes[1] == 2 * sizes[0] == 10 * 2 * 2 * (2 * 2 * 8 * 4)  # layers, keys and values, heads, width, float32
+
+
+def test_who_has_little_to_read_is_not_padded_to_a_whole_window() -> None:
+    assert runs([48, 300, 40, 32, 288]) == [[3, 2, 0], [4, 1]]
+    assert runs([]) == []
+    assert runs([5]) == [[0]]

@@ -24,6 +24,7 @@ from treadle_cli.bench import (
     placement_rules,
     predictor,
     predictor_page,
+    predictor_picture,
     replan,
     resources,
     scheduling,
@@ -164,11 +165,11 @@ BENCHES: Mapping[str, Bench] = {
         ),
         Bench(
             predictor.NAME,
-            "Predictors of remaining tokens on texts (--data or --traces): history, siblings, trees, the learned one; "
-            "every prompt is tested once. --model: the backbone. Takes about 20 minutes with --data.",
+            "Predictors of remaining tokens (--data or --traces): history, siblings, trees, the learned one; every "
+            "prompt is tested once; regret in the simulator. --model: the backbone. About 40 minutes with --data.",
             predictor.run,
             page=predictor_page.page,
-            draw=predictor_page.draw,
+            draw=predictor_picture.draw,
         ),
         Bench(
             simulator.NAME,

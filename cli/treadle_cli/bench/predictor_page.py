@@ -1,16 +1,20 @@
-"""The page and the picture of `bench predictor`."""
+"""The page of `bench predictor`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from treadle_cli.bench.figures_picture import SERIES, figure_with, tidy
 from treadle_cli.bench.page import paragraph, point, table
 
-ORDER = ("learned", "siblings", "boosted", "numbers", "prompt-only", "history")
+Row = Mapping[str, Any]
+
+ORDER = ("learned", "chosen", "siblings", "boosted", "numbers", "prompt-only", "history")
+BASELINES = ("siblings", "boosted", "numbers", "prompt-only", "history")
 SHOWN = (("recall_top10", "recall of the longest 10%"), ("pearson_log", "Pearson, log"), ("pinball", "pinball loss"))
+LOWER_IS_BETTER = ("pinball",)
+LEVELS = (("below_p10", 0.1), ("below_p50", 0.5), ("below_p90", 0.9))
+TOLERANCE = 0.05  # of a share below a quantile
 KNOWS = {
     "history": "the average of its prompt's earlier trajectories, else of all",
     "siblings": "what the service says without a model: siblings so far, then history",
@@ -18,11 +22,12 @@ KNOWS = {
     "numbers": "the learned head on the numbers alone",
     "prompt-only": "the learned predictor, asked once before the first step",
     "learned": "the learned predictor: text and numbers, asked after every step",
+    "chosen": "of learned, numbers, siblings and boosted the best on the fold's validation prompts",
 }
 
 
 def page(found: Mapping[str, Any]) -> Iterator[str]:
-    rows: Sequence[Mapping[str, Any]] = found["rows"]
+    rows: Sequence[Row] = found["rows"]
     yield "# predictor: who knows what is left"
     yield ""
     yield from paragraph(
@@ -34,73 +39,120 @@ def page(found: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield from table(["estimator", "knows"], ([name, KNOWS[name]] for name in ORDER if _has(rows, name)))
     yield ""
-    for data in dict.fromkeys(row["data"] for row in rows):
-        yield f"## {data}"
-        yield ""
-        yield from table(
-            ["step", "estimator", "trajectories", *(title for _, title in SHOWN), "Pearson", "within p10 to p90"],
-            (
-                [
-                    row["step"],
-                    row["estimator"],
-                    row["trajectories"],
-                    *(_with_interval(row, name) for name, _ in SHOWN),
-                    f"{row['pearson']:.2f}",
-                    f"{row['coverage_80']:.2f}",
-                ]
-                for row in rows
-                if row["data"] == data and row["estimator"] in ORDER
-            ),
-        )
-        yield ""
-        for name, title in SHOWN:
-            yield from point(f"{title}: {_verdict([row for row in rows if row['data'] == data], name)}.")
-        yield ""
+    yield from table(["data", "trajectories", "prompts", "texts"], (_of_data(each) for each in found["data"]))
+    yield ""
     yield from paragraph(
-        "Folds are pooled: where a predictor says nearly the same of all, what correlates is the others' mean,",
-        "which is low where its own is long. So a correlation below 0 here means that it knows nothing.",
+        "Recall and correlation are scored within each fold and averaged by size: over all folds at once, who says the",
+        "same of all would be anticorrelated, since the mean of the other folds is low where the own is long.",
+        "Regret is the simulator's: each fold's trajectories on four engines, a slot for every fourth, Treadle told",
+        "by that estimator after each step up to the eighth, against the same told every length; one number for all",
+        "steps. Below 0: the policy is a heuristic, and with few trajectories it may do better by luck than by truth.",
     )
+    for data in dict.fromkeys(row["data"] for row in rows):
+        yield from _section(data, [row for row in rows if row["data"] == data and row["estimator"] in ORDER])
 
 
-def draw(found: Mapping[str, Any], file: Path) -> None:
-    rows = found["rows"]
-    data = list(dict.fromkeys(row["data"] for row in rows))
-    note = f"By steps seen, each prompt tested once. Backbone {found['backbone']}, frozen. Shade: 95% over prompts."
-    with figure_with("Who knows what is left", note, file, height_in=3.2 * len(data) + 1.0, top=0.86) as figure:
-        panels = figure.subplots(len(data), len(SHOWN), squeeze=False)
-        for line, of in zip(panels, data, strict=True):
-            for axes, (score, title) in zip(line, SHOWN, strict=True):
-                for name, colour in zip(ORDER, SERIES, strict=False):
-                    own = [row for row in rows if row["data"] == of and row["estimator"] == name]
-                    if not own:
-                        continue
-                    steps, values = [row["step"] for row in own], [row[score] for row in own]
-                    axes.plot(steps, values, color=colour, marker="o", markersize=3, label=name)
-                    if name == "learned":
-                        low, high = zip(*(row[f"{score}_interval"] for row in own), strict=True)
-                        axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-                axes.set_title(f"{of if score == SHOWN[0][0] else ''}\n{title}", size=9, loc="left")
-                axes.set_xticks([0, 1, 2, 4, 8])
-                axes.set_xlabel("steps seen")
-                tidy(axes)
-        panels[0][-1].legend(frameon=False, fontsize=7)
-        figure.subplots_adjust(hspace=0.45, wspace=0.25)
+def _section(data: str, rows: Sequence[Row]) -> Iterator[str]:
+    yield f"## {data}"
+    yield ""
+    for name, title in SHOWN:
+        yield from point(f"{title}: {verdict(rows, name)}.")
+    for name in ("recall_top10", "pearson_log"):
+        yield from point(f"{dict(SHOWN)[name]} of the learned one: {_rising(rows, name)}.")
+    yield from point(calibrated(rows))
+    yield ""
+    yield from table(
+        ["estimator", "regret, mean of folds", "least to most"],
+        ([row["estimator"], _percent(row["regret"]), _range(row["regret_range"])] for row in rows if row["step"] == 0),
+    )
+    yield ""
+    yield from table(
+        [
+            "step",
+            "estimator",
+            "trajectories",
+            *(title for _, title in SHOWN),
+            "Pearson",
+            *_heads(),
+            "within p10 to p90",
+        ],
+        (
+            [
+                row["step"],
+                row["estimator"],
+                row["trajectories"],
+                *(_with_interval(row, name) for name, _ in SHOWN),
+                f"{row['pearson']:.2f}",
+                *(f"{row[name]:.2f}" for name, _ in LEVELS),
+                f"{row['coverage_80']:.2f}",
+            ]
+            for row in rows
+        ),
+    )
+    yield ""
 
 
-def _has(rows: Sequence[Mapping[str, Any]], estimator: str) -> bool:
+def verdict(rows: Sequence[Row], score: str) -> str:
+    """At which steps the learned one is ahead of every baseline, and who is at the others."""
+    ahead, behind = [], []
+    for step in dict.fromkeys(row["step"] for row in rows):
+        of = {row["estimator"]: row[score] for row in rows if row["step"] == step}
+        sign = -1.0 if score in LOWER_IS_BETTER else 1.0
+        baselines = {name: value for name, value in of.items() if name in BASELINES}
+        best = max(baselines, key=lambda name: sign * baselines[name])
+        if "learned" in of and sign * of["learned"] > sign * baselines[best]:
+            ahead.append(str(step))
+        else:
+            than = f", learned {of['learned']:.2f}" if "learned" in of else ""
+            behind.append(f"{best} at step {step} ({baselines[best]:.2f}{than})")
+    said = f"learned is ahead of every baseline at step {', '.join(ahead)}" if ahead else "learned is nowhere ahead"
+    return said + (f"; ahead of it: {'; '.join(behind)}" if behind else "")
+
+
+def calibrated(rows: Sequence[Row]) -> str:
+    """Where the learned one's quantiles hold what they say."""
+    off = [
+        f"step {row['step']} {name.removeprefix('below_')} {row[name]:.2f}"
+        for row in rows
+        if row["estimator"] == "learned"
+        for name, level in LEVELS
+        if abs(row[name] - level) > TOLERANCE
+    ]
+    points = round(100 * TOLERANCE)
+    if not off:
+        return f"quantiles of the learned one: all within {points} points."
+    return f"quantiles of the learned one, share of truths below, beyond {points} points: {', '.join(off)}."
+
+
+def _rising(rows: Sequence[Row], score: str) -> str:
+    values = {row["step"]: row[score] for row in rows if row["estimator"] == "learned"}
+    said = ", ".join(f"step {step} {value:.2f}" for step, value in values.items())
+    first = [values[step] for step in (0, 1, 2) if step in values]
+    return f"{said}: steps 0, 1, 2 {'rise' if first == sorted(set(first)) else 'do not rise'}"
+
+
+def _of_data(each: Mapping[str, Any]) -> list[object]:
+    prompts = "drawn" if each["drawn"] else "all"
+    texts = "prompt and steps" if each["step_texts"] else "prompt alone" if each["prompt_texts"] else "none"
+    return [each["name"], each["trajectories"], f"{each['prompts']} ({prompts})", texts]
+
+
+def _heads() -> list[str]:
+    return [f"≤ {name.removeprefix('below_')}" for name, _ in LEVELS]
+
+
+def _has(rows: Sequence[Row], estimator: str) -> bool:
     return any(row["estimator"] == estimator for row in rows)
 
 
-def _with_interval(row: Mapping[str, Any], name: str) -> str:
+def _with_interval(row: Row, name: str) -> str:
     low, high = row[f"{name}_interval"]
     return f"{row[name]:.2f} ({low:.2f}–{high:.2f})"
 
 
-def _verdict(rows: Sequence[Mapping[str, Any]], score: str) -> str:
-    """At which steps the learned one leads, and who does elsewhere."""
-    said = []
-    for step in dict.fromkeys(row["step"] for row in rows):
-        of = {row["estimator"]: row[score] for row in rows if row["step"] == step and row["estimator"] in ORDER}
-        best = min(of, key=of.__getitem__) if score == "pinball" else max(of, key=of.__getitem__)
-        said.append(f"step {step} {best}")
-    return "ahead is at " + ", ".join(said)
+def _percent(value: float) -> str:
+    return f"{100 * value:+.1f}%"
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{_percent(values[0])} to {_percent(values[1])}"

@@ -1,5 +1,7 @@
 """Between messages and the core: questions in, forecasts out, facts into evidence."""
 
+from array import array
+
 from treadle.common.v1.estimate_pb2 import Quantiles
 from treadle.predictor.v1 import predictor_pb2
 from treadle.scheduler.v1 import scheduler_pb2
@@ -48,6 +50,13 @@ def progress_of(query: predictor_pb2.Query, at: str) -> Progress:
         prompt_tokens=query.prompt_tokens,
         max_total_tokens=query.max_total_tokens,
     )
+
+
+def context_of(query: predictor_pb2.Query) -> list[int]:
+    """The token ids that came with a question; none where it brought none."""
+    ids = array("i")
+    ids.frombytes(query.context.int32_le)
+    return ids.tolist()
 
 
 def prediction_of(trajectory_id: str, forecast: Forecast) -> predictor_pb2.Prediction:

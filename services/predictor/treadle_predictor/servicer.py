@@ -1,16 +1,17 @@
 """PredictorService: validate, convert, ask the estimators, convert back."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeAlias
 
 import grpc.aio
 from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
-from treadle_core.estimator import FirstThatAnswers, Progress, best_source
+from treadle_core.estimator import Forecast, Progress, Source, best_source
 from treadle_core.evidence import Evidence
 from treadle_runtime.fields import require
 
-from treadle_predictor.convert import ESTIMATORS, prediction_of, progress_of
+from treadle_predictor.asking import Asking
+from treadle_predictor.convert import ESTIMATORS, context_of, prediction_of, progress_of
 from treadle_predictor.learner import Learner
 
 MOST_QUERIES = 4_096
@@ -21,20 +22,20 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
-    """Answers from what the learner has heard so far; never waits for anything."""
+    """Answers from what the learner has heard so far; waits for the learned model alone, and for that not long."""
 
-    def __init__(self, evidence: Evidence, estimator: FirstThatAnswers, learner: Learner) -> None:
+    def __init__(self, evidence: Evidence, asking: Asking, learner: Learner) -> None:
         self._evidence = evidence
-        self._estimator = estimator
+        self._asking = asking
         self._learner = learner
 
     async def PredictRemaining(
         self, request: predictor_pb2.PredictRemainingRequest, context: Context
     ) -> predictor_pb2.PredictRemainingResponse:
         require(request.HasField("query"), "query", "must be set")
-        return predictor_pb2.PredictRemainingResponse(
-            prediction=self._predict([progress_of(request.query, "query")])[0]
-        )
+        progress = progress_of(request.query, "query")
+        forecast = await self._asking.forecast(progress, context_of(request.query))
+        return predictor_pb2.PredictRemainingResponse(prediction=prediction_of(progress.trajectory_id, forecast))
 
     async def BatchPredictRemaining(
         self, request: predictor_pb2.BatchPredictRemainingRequest, context: Context
@@ -42,23 +43,50 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
         count = len(request.queries)
         require(1 <= count <= MOST_QUERIES, "queries", f"must be 1 to {MOST_QUERIES}, are {count}")
         asked = [progress_of(query, f"queries[{index}]") for index, query in enumerate(request.queries)]
-        response = predictor_pb2.BatchPredictRemainingResponse()
-        for first in range(0, count, QUERIES_AT_ONCE):
-            response.predictions.extend(self._predict(asked[first : first + QUERIES_AT_ONCE]))
-            await asyncio.sleep(0)
-        return response
+        if self._asking.leads:
+            contexts = [context_of(query) for query in request.queries]
+            forecasts = await asyncio.gather(*map(self._asking.forecast, asked, contexts))
+        else:
+            forecasts = [forecast async for forecast in self._at_once(asked)]
+        return predictor_pb2.BatchPredictRemainingResponse(
+            predictions=[
+                prediction_of(progress.trajectory_id, forecast)
+                for progress, forecast in zip(asked, forecasts, strict=True)
+            ]
+        )
 
     async def GetModelInfo(
         self, request: predictor_pb2.GetModelInfoRequest, context: Context
     ) -> predictor_pb2.GetModelInfoResponse:
-        best = best_source(self._evidence)
+        learned = self._learned()
+        best = Source.MODEL if learned is not None and learned.leads else best_source(self._evidence)
+        version = f"{best.name.lower()}-{self._evidence.closed_total}"
         return predictor_pb2.GetModelInfoResponse(
-            model_version=f"{best.name.lower()}-{self._evidence.closed_total}",
+            model_version=learned.version if learned is not None and learned.leads else version,
             best_estimator=ESTIMATORS[best],
             finished_trajectories=self._evidence.closed_total,
             known_prompts=self._evidence.known_prompts,
             updated_at=self._learner.updated_at,
+            learned=learned,
         )
 
-    def _predict(self, asked: Sequence[Progress]) -> list[predictor_pb2.Prediction]:
-        return [prediction_of(each.trajectory_id, self._estimator.estimate(each)) for each in asked]
+    async def _at_once(self, asked: Sequence[Progress]) -> AsyncIterator[Forecast]:
+        for index, progress in enumerate(asked):
+            yield self._asking.without_model(progress)
+            if index % QUERIES_AT_ONCE == QUERIES_AT_ONCE - 1:
+                await asyncio.sleep(0)
+
+    def _learned(self) -> predictor_pb2.LearnedModel | None:
+        part = self._asking.learned
+        if part is None:
+            return None
+        checkpoint, counts = part.keeper.checkpoint, part.worker.counts
+        return predictor_pb2.LearnedModel(
+            version=checkpoint.version if checkpoint is not None else "",
+            leads=part.keeper.leads,
+            refused=part.keeper.refused,
+            answered=counts.answered,
+            late=counts.late,
+            replaced=counts.replaced,
+            harvested=len(part.recordings.ended),
+        )

@@ -1,10 +1,16 @@
 """Puts the predictor together."""
 
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
 from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
 from treadle_core.estimator import Prior, learned_from
 from treadle_core.evidence import Evidence
+from treadle_runtime.lifecycle import ServerStartError
 from treadle_runtime.server import Runtime, Wiring
 
+from treadle_predictor.asking import Asking, LearnedPart
 from treadle_predictor.config import PredictorSettings
 from treadle_predictor.convert import FACT_KINDS
 from treadle_predictor.history_store import HistoryStore
@@ -15,7 +21,7 @@ SERVICE = predictor_pb2.DESCRIPTOR.services_by_name["PredictorService"].full_nam
 
 
 async def wire(runtime: Runtime) -> Wiring:
-    """Load the histories, hear the facts that are kept, then serve."""
+    """Load the histories and the learned model, hear the facts that are kept, then serve. Raises ServerStartError."""
     settings = runtime.settings
     if not isinstance(settings, PredictorSettings):
         raise TypeError(f"expected PredictorSettings, got {type(settings).__name__}")
@@ -26,13 +32,24 @@ async def wire(runtime: Runtime) -> Wiring:
         settings.prior_median_turns,
         settings.prior_sigma_turns,
     )
+    learned, tasks = await _learned(settings) if settings.models else (None, [])
     store = await HistoryStore.open(runtime.bus, evidence)
-    learner = Learner(store)
+    learner = Learner(store) if learned is None else Learner(store, learned.recordings, on_ended=learned.worker.forget)
     # No durable place: the state is in memory, so each process hears all facts that are kept from the first.
     await runtime.bus.subscribe(FACT_KINDS, learner.hear, replay=True)
     await runtime.bus.caught_up()
-    servicer = PredictorServicer(evidence, learned_from(evidence, prior), learner)
+    servicer = PredictorServicer(evidence, Asking(evidence, learned_from(evidence, prior), learned), learner)
     return Wiring(
         services={SERVICE: lambda server: predictor_pb2_grpc.add_PredictorServiceServicer_to_server(servicer, server)},
-        tasks=[store.run],
+        tasks=[store.run, *tasks],
     )
+
+
+async def _learned(settings: PredictorSettings) -> tuple[LearnedPart, list[Callable[[], Coroutine[Any, Any, None]]]]:
+    try:
+        from treadle_predictor.learned import learned_part
+    except ModuleNotFoundError as error:
+        raise ServerStartError(
+            f"TREADLE_PREDICTOR_MODELS is set and {error.name} is not installed: pip install 'treadle[learned]'"
+        ) from error
+    return await learned_part(settings, Path(settings.models))

@@ -1,0 +1,1 @@
+"""`treadle predictor`: what is learned from, and what is made of it."""

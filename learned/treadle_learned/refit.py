@@ -1,0 +1,103 @@
+"""Trains the next version of a folder of predictors, and puts it to use if it is better: `python -m
+treadle_learned.refit --transcripts FILE --models DIR --version NAME`.
+
+Purpose: a predictor service runs this as a process of its own, at a low priority. Invariants: a version that is worse
+on the validation prompts than the one in use is never promoted; whatever happens, the one in use stays until a better
+one is whole; one JSON line on stdout when it ends well, one line on stderr and exit code 2 when it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers.utils import logging
+
+from treadle_learned.asking import told
+from treadle_learned.checkpoint import Checkpoint, load
+from treadle_learned.errors import LearnedError
+from treadle_learned.fitting import loss_of
+from treadle_learned.models_folder import ModelsFolder
+from treadle_learned.questions import questions
+from treadle_learned.training import Training, train
+from treadle_learned.transcript import Transcript
+from treadle_learned.transcript_file import read_transcripts
+
+REFUSED = 2  # exit code
+
+
+@dataclass(frozen=True)
+class Refit:
+    """What came of it. loss: over the validation questions; current_loss: of the version in use before on the same,
+    None where none was."""
+
+    version: str
+    promoted: bool
+    loss: float
+    current_loss: float | None
+
+
+def refit(
+    transcripts: list[Transcript], models: ModelsFolder, version: str, *, seed: int = 0, backbone: str = ""
+) -> Refit:
+    """Trains `version`, and promotes it if its loss is lower than that of the version in use, or none is.
+
+    The prompts are split as for the version in use, whatever the seed: it would else be asked about prompts that it was
+    trained on. So is its backbone kept, with what was trained of it, where it has one. Raises LearnedError, OSError."""
+    models.check_new(version)
+    folder = models.current()
+    current = None if folder is None else load(folder)
+    found = train(transcripts, _how(version, current, seed, backbone), models.folder / version)
+    loss = min(found.notes["validation"][name] for name in ("learned", "numbers") if name in found.notes["validation"])
+    current_loss = None if current is None else _loss(current, transcripts, found.notes["seed"])
+    promoted = current_loss is None or loss < current_loss
+    if promoted:
+        models.promote(version)
+    return Refit(version, promoted, loss, current_loss)
+
+
+def _how(version: str, current: Checkpoint | None, seed: int, backbone: str) -> Training:
+    if current is None:
+        return Training(version, backbone, seed=seed)
+    seed = current.notes.get("seed", seed)
+    if not current.reads_text:
+        return Training(version, backbone, seed=seed)
+    return Training(version, current.backbone, tuned=current.tuned, seed=seed, bounds=current.bounds)
+
+
+def _loss(current: Checkpoint, transcripts: list[Transcript], seed: int) -> float:
+    asked = questions(transcripts, seed)
+    return loss_of(current.head, told(current, asked.validation, asked.transcripts))
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(prog="treadle_learned.refit", description=__doc__)
+    parser.add_argument("--transcripts", type=Path, required=True, help="file that was harvested")
+    parser.add_argument("--models", type=Path, required=True, help="folder of versions")
+    parser.add_argument("--version", required=True, help="of what is trained")
+    parser.add_argument("--seed", type=int, default=0, help="where no version is in use")
+    parser.add_argument("--backbone", default="", help="where the version in use has none; none: numbers alone")
+    options = parser.parse_args(words)
+    logging.disable_progress_bar()
+    try:
+        found = refit(
+            read_transcripts(options.transcripts),
+            ModelsFolder(options.models),
+            options.version,
+            seed=options.seed,
+            backbone=options.backbone,
+        )
+    except (LearnedError, OSError) as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return REFUSED
+    print(json.dumps(vars(found)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""Trajectories as they run, from the facts about their steps: what a learned predictor reads, and what it is trained on
+once they have ended.
+
+Invariants: a recording of which a step was missed is not `whole` and is neither read nor trained on; a fact told again
+changes nothing. Bounded: the least recently heard of go first.
+"""
+
+import asyncio
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from treadle.common.v1.tokens_pb2 import TokenIds
+from treadle.scheduler.v1 import scheduler_pb2
+from treadle.telemetry.v1.facts_pb2 import Fact, StepFinished, TrajectoryClosed, TrajectoryOpened
+from treadle_learned.features import Steps
+from treadle_learned.transcript import Transcript, Turn
+
+MOST_RUNNING = 8_192  # some kilobytes each, where texts are told
+MOST_ENDED = 4_096  # for the next refit
+MOST_PROMPTS = 4_096
+
+Decode = Callable[[list[int]], str]
+
+
+@dataclass
+class Recording:
+    """One that runs. context_tokens: after its newest step."""
+
+    trajectory_id: str
+    rollout_id: str
+    prompt_id: str
+    prompt_tokens: int
+    prompt: str = ""
+    turns: list[Turn] = field(default_factory=list)
+    steps: Steps = field(default_factory=Steps)
+    context_tokens: int = 0
+    whole: bool = True
+
+
+class Recordings:
+    """See the module. `decode` makes text of the policy's token ids."""
+
+    def __init__(self, decode: Decode) -> None:
+        self.decode = decode
+        self.ended: deque[Transcript] = deque(maxlen=MOST_ENDED)
+        self.ended_total = 0
+        self._running: OrderedDict[str, Recording] = OrderedDict()
+        self._prompts: OrderedDict[str, str] = OrderedDict()
+        self._awaited: dict[str, list[asyncio.Event]] = {}
+
+    def hear(self, fact: Fact) -> None:
+        """Folds a fact in."""
+        match fact.WhichOneof("fact"):
+            case "trajectory_opened":
+                self._opened(fact.trajectory_opened)
+            case "step_finished":
+                self._stepped(fact.step_finished)
+            case "trajectory_closed":
+                self._closed(fact.trajectory_closed)
+
+    def of(self, trajectory_id: str, turn: int) -> Recording | None:
+        """The recording after exactly so many steps; None where there is none."""
+        found = self._running.get(trajectory_id)
+        return found if found is not None and found.whole and len(found.turns) == turn else None
+
+    async def until(self, trajectory_id: str, turn: int, within_s: float) -> Recording | None:
+        """The same, with some time for the fact of the newest step, which comes at about the time of the question."""
+        found = self._running.get(trajectory_id)
+        if found is not None and found.whole and len(found.turns) < turn:
+            news = asyncio.Event()
+            self._awaited.setdefault(trajectory_id, []).append(news)
+            try:
+                async with asyncio.timeout(within_s):
+                    while self.of(trajectory_id, turn) is None:
+                        await news.wait()
+                        news.clear()
+            except TimeoutError:
+                pass
+            finally:
+                self._awaited[trajectory_id].remove(news)
+                if not self._awaited[trajectory_id]:
+                    del self._awaited[trajectory_id]
+        return self.of(trajectory_id, turn)
+
+    def prompt_of(self, prompt_id: str) -> str:
+        """What stands before the first step of the prompt's trajectories; empty before one of them was told."""
+        return self._prompts.get(prompt_id, "")
+
+    def _opened(self, opened: TrajectoryOpened) -> None:
+        if opened.trajectory_id and opened.prompt_id and opened.trajectory_id not in self._running:
+            self._running[opened.trajectory_id] = Recording(
+                opened.trajectory_id, opened.rollout_id, opened.prompt_id, opened.prompt_tokens
+            )
+            if len(self._running) > MOST_RUNNING:
+                self._running.popitem(last=False)
+
+    def _stepped(self, step: StepFinished) -> None:
+        recording = self._running.get(step.step.trajectory_id)
+        if recording is None or step.step.turn < len(recording.turns) or step.output_tokens < 0:
+            return
+        self._running.move_to_end(step.step.trajectory_id)
+        if step.step.turn > len(recording.turns):
+            recording.whole = False
+            return
+        observation_tokens = 0
+        if recording.turns:
+            observation_tokens = max(0, step.context_tokens - recording.context_tokens)
+            # What another engine has run since is no observation.
+            known = step.tokens.observation_tokens == observation_tokens
+            text = self._text(step.tokens.observation) if known else ""
+            recording.turns[-1] = replace(recording.turns[-1], obs_tokens=observation_tokens, obs_text=text)
+        elif step.tokens.prompt.int32_le:
+            recording.prompt = self._text(step.tokens.prompt)
+            self._note_prompt(recording)
+        recording.turns.append(Turn(step.output_tokens, text=self._text(step.tokens.output)))
+        recording.steps = recording.steps.after(step.output_tokens, observation_tokens)
+        recording.context_tokens = step.context_tokens + step.output_tokens
+        for news in self._awaited.get(step.step.trajectory_id, ()):
+            news.set()
+
+    def _closed(self, closed: TrajectoryClosed) -> None:
+        recording = self._running.pop(closed.trajectory_id, None)
+        if recording is None or not recording.whole or not recording.turns:
+            return
+        self.ended_total += 1
+        self.ended.append(
+            Transcript(
+                recording.trajectory_id,
+                recording.rollout_id,
+                recording.prompt_id,
+                max(recording.prompt_tokens, closed.prompt_tokens),
+                tuple(recording.turns),
+                censored=closed.outcome != scheduler_pb2.OUTCOME_FINISHED,
+                prompt=recording.prompt,
+            )
+        )
+
+    def _note_prompt(self, recording: Recording) -> None:
+        self._prompts[recording.prompt_id] = recording.prompt
+        self._prompts.move_to_end(recording.prompt_id)
+        if len(self._prompts) > MOST_PROMPTS:
+            self._prompts.popitem(last=False)
+
+    def _text(self, tokens: TokenIds) -> str:
+        if not tokens.int32_le:
+            return ""
+        ids = array("i")
+        ids.frombytes(tokens.int32_le)
+        return self.decode(ids.tolist())

@@ -1,0 +1,124 @@
+"""Questions on their way to the learned model: gathered for a moment, answered together in a thread of their own.
+
+Invariants: nobody waits longer than the deadline, whatever the model does; of one trajectory only the newest question
+is worth the model's time, and an older one that still waits is given back unanswered; an answer that comes too late is
+not wasted, since what was read for it is kept for the next step.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import structlog
+from treadle_core.estimator import Forecast
+
+from treadle_predictor.questions import Question
+
+Result = TypeVar("Result")
+
+log = structlog.get_logger()
+
+
+class Answerer(Protocol):
+    """The learned model, as far as the worker sees it."""
+
+    def answer(self, questions: list[Question]) -> list[Forecast | None]:
+        """In their order."""
+        ...
+
+    def forget(self, trajectory_id: str) -> None:
+        """It has ended."""
+        ...
+
+
+@dataclass
+class Counts:
+    """Since the service began."""
+
+    answered: int = 0
+    late: int = 0
+    replaced: int = 0
+
+
+class Worker:
+    """deadline_s: the longest that a question waits. gather_s: how long the first of a batch waits for others.
+    most_batch: questions in one run of the model."""
+
+    def __init__(self, deadline_s: float, gather_s: float, most_batch: int) -> None:
+        self.model: Answerer | None = None
+        self.counts = Counts()
+        self._deadline_s = deadline_s
+        self._gather_s = gather_s
+        self._most_batch = most_batch
+        self._waiting: OrderedDict[str, tuple[Question, asyncio.Future[Forecast | None]]] = OrderedDict()
+        self._ended: list[str] = []
+        self._more = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "learned-model")
+
+    async def ask(self, question: Question) -> Forecast | None:
+        """The model's forecast; None where it has none in time."""
+        name = question.progress.trajectory_id
+        older = self._waiting.pop(name, None)
+        if older is not None and not older[1].done():
+            older[1].set_result(None)
+            self.counts.replaced += 1
+        future: asyncio.Future[Forecast | None] = asyncio.get_running_loop().create_future()
+        self._waiting[name] = (question, future)
+        self._more.set()
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                forecast = await asyncio.shield(future)
+        except TimeoutError:
+            self.counts.late += 1
+            return None
+        if forecast is not None:
+            self.counts.answered += 1
+        return forecast
+
+    def forget(self, trajectory_id: str) -> None:
+        """It has ended: what is kept of it goes with the next batch, and nobody waits for its forecast any more."""
+        _, future = self._waiting.pop(trajectory_id, (None, None))
+        if future is not None and not future.done():
+            future.set_result(None)
+        self._ended.append(trajectory_id)
+        self._more.set()
+
+    async def run(self) -> None:
+        """Answers, for ever."""
+        try:
+            while True:
+                await self._more.wait()
+                await asyncio.sleep(self._gather_s)
+                self._more.clear()
+                while self._waiting or self._ended:
+                    await self._answer_some()
+        finally:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def in_thread(self, work: Callable[[], Result]) -> Result:
+        """Runs something between two batches, in the model's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _answer_some(self) -> None:
+        some = [self._waiting.popitem(last=False)[1] for _ in range(min(self._most_batch, len(self._waiting)))]
+        model, ended, self._ended = self.model, self._ended, []
+        if model is None:
+            found: list[Forecast | None] = [None] * len(some)
+        else:
+            try:
+                found = await self.in_thread(lambda: _answered(model, ended, [question for question, _ in some]))
+            except Exception:
+                log.exception("the learned model failed; siblings and history answer")
+                found = [None] * len(some)
+        for (_, future), forecast in zip(some, found, strict=True):
+            if not future.done():
+                future.set_result(forecast)
+
+
+def _answered(model: Answerer, ended: list[str], questions: list[Question]) -> list[Forecast | None]:
+    for trajectory_id in ended:
+        model.forget(trajectory_id)
+    return model.answer(questions) if questions else []

@@ -1,0 +1,122 @@
+"""Refitting: the better one is in use afterwards, whatever happens."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.tiny_backbone import tiny_backbone
+from support.transcripts import told_by_the_plan
+from treadle_learned import training
+from treadle_learned.backbone_tuned import Tune
+from treadle_learned.checkpoint import load
+from treadle_learned.errors import CheckpointError, LearnedError
+from treadle_learned.fitting import Fitting
+from treadle_learned.models_folder import POINTER, ModelsFolder
+from treadle_learned.refit import REFUSED, main, refit
+from treadle_learned.training import Training, train
+from treadle_learned.transcript_file import write_transcripts
+from treadle_learned.tuning import TuneHow
+
+PATIENCE_S = 100.0
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> ModelsFolder:
+    return ModelsFolder(tmp_path / "models")
+
+
+def test_the_first_is_promoted_and_a_better_one_after_it(models: ModelsFolder) -> None:
+    few, many = told_by_the_plan(24, text=False), told_by_the_plan(200, text=False, shift=3.0)
+    first = refit(few, models, "v1")
+    assert first.promoted and first.current_loss is None and models.current() == models.folder / "v1"
+    second = refit(many, models, "v2")
+    assert second.promoted and second.current_loss is not None and second.loss < second.current_loss
+    assert models.current() == models.folder / "v2"
+
+
+def test_a_worse_one_is_kept_and_not_promoted(models: ModelsFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    transcripts = told_by_the_plan(200, text=False)
+    refit(transcripts, models, "good")
+    untaught = Training("bad", fitting=Fitting(epochs=0))
+    monkeypatch.setattr("treadle_learned.refit.Training", lambda *_, **__: untaught)
+    found = refit(transcripts, models, "bad")
+    assert not found.promoted and found.current_loss is not None and found.loss > found.current_loss
+    assert models.current() == models.folder / "good" and load(models.folder / "bad").version == "bad"
+
+
+def test_prompts_stay_in_their_parts_and_a_trained_backbone_stays_trained(models: ModelsFolder, tmp_path: Path) -> None:
+    backbone, transcripts = str(tiny_backbone(tmp_path / "backbone")), told_by_the_plan(120)
+    how = Training("v1", backbone, tune=Tune.LORA, seed=7, fitting=Fitting(epochs=3), tuning=TuneHow(2, lora_rate=1e-2))
+    train(transcripts, how, models.folder / "v1")
+    models.promote("v1")
+    refit(transcripts, models, "v2", seed=3)
+    old, new = load(models.folder / "v1"), load(models.folder / "v2")
+    assert new.notes["seed"] == 7 and old.tuned is not None and new.tuned is not None
+    assert new.tuned.parent == models.folder / "v2"
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (new.tuned / name).read_bytes() == (old.tuned / name).read_bytes()
+
+
+def test_a_crash_leaves_the_one_in_use_and_nothing_by_the_new_name(
+    models: ModelsFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transcripts = told_by_the_plan(text=False)
+    refit(transcripts, models, "v1")
+    for place in ("save", "_numbers"):
+        with monkeypatch.context() as patched:
+            patched.setattr(training, place, crash)
+            with pytest.raises(RuntimeError, match="the machine went away"):
+                refit(transcripts, models, "v2")
+        assert models.current() == models.folder / "v1"
+        assert sorted(entry.name for entry in models.folder.iterdir()) == [POINTER, "v1"]
+
+
+def crash(*_: object) -> None:
+    raise RuntimeError("the machine went away")
+
+
+def test_as_a_process_it_says_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_transcripts(told_by_the_plan(text=False), tmp_path / "t.jsonl")
+    words = ["--models", str(tmp_path / "models"), "--version", "v1", "--transcripts"]
+    done = subprocess.run(
+        [sys.executable, "-m", "treadle_learned.refit", *words, str(tmp_path / "t.jsonl")],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout).keys() == {"version", "promoted", "loss", "current_loss"}
+    assert main([*words, str(tmp_path / "absent.jsonl")]) == REFUSED
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.count("\n") == 1 and "absent.jsonl: No such file" in told.err
+
+
+@pytest.mark.parametrize("version", ["", "..", "a/b", ".hidden", POINTER, "v1"])
+def test_a_name_that_no_version_can_have_is_refused_before_anything_is_trained(
+    version: str, models: ModelsFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (models.folder / "v1").mkdir(parents=True)
+    monkeypatch.setattr(training, "_numbers", crash)
+    with pytest.raises(CheckpointError, match=r"version: .* cannot name a folder|v1: is there already"):
+        refit(told_by_the_plan(text=False), models, version)
+
+
+def test_a_version_in_use_that_is_damaged_stops_it(models: ModelsFolder) -> None:
+    transcripts = told_by_the_plan(text=False)
+    refit(transcripts, models, "v1")
+    head = models.folder / "v1" / "head.safetensors"
+    head.write_bytes(head.read_bytes()[:-1])
+    with pytest.raises(LearnedError, match="checksum"):
+        refit(transcripts, models, "v2")
+    assert not (models.folder / "v2").exists()
+
+
+def test_too_few_transcripts_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_transcripts(told_by_the_plan(3, text=False), tmp_path / "t.jsonl")
+    words = ["--transcripts", str(tmp_path / "t.jsonl"), "--models", str(tmp_path / "models"), "--version", "v1"]
+    assert main(words) == REFUSED
+    assert "at least 8 are needed: harvest more" in capsys.readouterr().err

@@ -1,0 +1,142 @@
+"""Questions on their way to a model that is slow, fails, or is not there: nobody waits beyond the deadline."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+from support.conditions import until
+from treadle_core.estimator import Forecast, Progress, Source
+from treadle_core.model import Estimate
+from treadle_learned.features import FEATURES
+from treadle_predictor.questions import Question
+from treadle_predictor.worker import Answerer, Worker
+
+LONG_S = 20.0
+
+
+def asked(name: str, turn: int = 0) -> Question:
+    return Question(Progress(name, "p", turn), np.zeros(len(FEATURES), np.float32), "", ())
+
+
+class FakeModel:
+    """Answers with the turn asked about, once it may."""
+
+    def __init__(self) -> None:
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.fails = False
+        self.batches: list[list[tuple[str, int]]] = []
+        self.forgotten: list[str] = []
+        self.begun = threading.Event()
+
+    def answer(self, questions: list[Question]) -> list[Forecast | None]:
+        self.batches.append([(each.progress.trajectory_id, each.progress.turn) for each in questions])
+        self.begun.set()
+        assert self.may_answer.wait(LONG_S)
+        if self.fails:
+            raise RuntimeError("out of memory")
+        return [
+            Forecast(Estimate(turn, turn, turn), Estimate(0, 0, 0), Source.MODEL, "v")
+            for turn in (each.progress.turn for each in questions)
+        ]
+
+    def forget(self, trajectory_id: str) -> None:
+        self.forgotten.append(trajectory_id)
+
+
+@asynccontextmanager
+async def working(model: Answerer | None, deadline_s: float = LONG_S, most_batch: int = 8) -> AsyncIterator[Worker]:
+    worker = Worker(deadline_s, gather_s=0.0, most_batch=most_batch)
+    worker.model = model
+    task = asyncio.create_task(worker.run())
+    try:
+        yield worker
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def begun(model: FakeModel) -> None:
+    assert await asyncio.to_thread(model.begun.wait, LONG_S)
+    model.begun.clear()
+
+
+def said(forecast: Forecast | None) -> float | None:
+    return forecast.remaining_tokens.p50 if forecast is not None else None
+
+
+async def test_what_comes_while_the_model_is_busy_is_answered_together() -> None:
+    model = FakeModel()
+    async with working(model, most_batch=3) as worker:
+        model.may_answer.clear()
+        first = asyncio.create_task(worker.ask(asked("a", 1)))
+        await begun(model)
+        others = [asyncio.create_task(worker.ask(asked(name, 2))) for name in "bcde"]
+        await asyncio.sleep(0)
+        model.may_answer.set()
+        assert [said(each) for each in await asyncio.gather(first, *others)] == [1, 2, 2, 2, 2]
+    assert [[name for name, _ in batch] for batch in model.batches] == [["a"], ["b", "c", "d"], ["e"]]
+    assert worker.counts.answered == 5
+
+
+async def test_the_newest_question_of_a_trajectory_takes_the_place_of_its_older_one() -> None:
+    model = FakeModel()
+    async with working(model) as worker:
+        model.may_answer.clear()
+        busy = asyncio.create_task(worker.ask(asked("a")))
+        await begun(model)
+        older = asyncio.create_task(worker.ask(asked("b", 1)))
+        await asyncio.sleep(0)
+        newer = asyncio.create_task(worker.ask(asked("b", 2)))
+        assert said(await older) is None, "given back at once, while the model is busy"
+        model.may_answer.set()
+        assert said(await newer) == 2
+        await busy
+    assert model.batches[1:] == [[("b", 2)]]
+    assert worker.counts.replaced == 1
+
+
+async def test_a_late_model_is_not_waited_for_and_goes_on() -> None:
+    model = FakeModel()
+    async with working(model, deadline_s=0.05) as worker:
+        model.may_answer.clear()
+        assert said(await worker.ask(asked("a", 3))) is None
+        assert worker.counts.late == 1
+        model.may_answer.set()
+    async with working(model) as worker:
+        assert said(await worker.ask(asked("a", 4))) == 4
+
+
+async def test_a_model_that_fails_answers_nothing_and_the_next_question_is_asked_again() -> None:
+    model = FakeModel()
+    model.fails = True
+    async with working(model) as worker:
+        assert said(await worker.ask(asked("a", 1))) is None
+        model.fails = False
+        assert said(await worker.ask(asked("a", 1))) == 1
+
+
+async def test_without_a_model_nobody_waits() -> None:
+    async with working(None) as worker:
+        assert said(await worker.ask(asked("a"))) is None
+
+
+async def test_what_ended_is_forgotten_and_its_question_given_back() -> None:
+    model = FakeModel()
+    async with working(model) as worker:
+        await worker.ask(asked("a"))
+        worker.forget("a")
+        await until(lambda: model.forgotten == ["a"])
+        model.begun.clear()
+        model.may_answer.clear()
+        busy = asyncio.create_task(worker.ask(asked("b")))
+        await begun(model)
+        waiting = asyncio.create_task(worker.ask(asked("c")))
+        await asyncio.sleep(0)
+        worker.forget("c")
+        assert said(await waiting) is None
+        model.may_answer.set()
+        await busy
+    assert [batch for batch in model.batches if batch] == [[("a", 0)], [("b", 0)]]
