@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from treadle_runtime.errors import FailedPrecondition
 from treadle_sidecar.contexts import Contexts
+from treadle_sidecar.cpu_dtype import cpu_dtype
 from treadle_sidecar.engine_process import EngineSpec, engine_command
 from treadle_sidecar.engine_profile import read_profile
 from treadle_sidecar.load_meter import WINDOW_S, LoadMeter
@@ -110,6 +111,23 @@ def test_a_cpu_engine_is_pinned_has_one_thread_a_core_and_chooses_the_platform()
     assert command.env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == "/kv"
     assert command.env["PATH"] == "/bin"
     assert not {"PYTHONPATH", "SGLANG_USE_CPU_ENGINE"} & set(command.env)
+
+
+@pytest.mark.parametrize(
+    ("info", "dtype"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16\n", "auto"),
+        ("Features\t: fp asimd bf16\n", "auto"),
+        ("flags\t\t: fpu avx2\nmodel name\t: bf16\n", "float32"),
+        (None, "float32"),
+    ],
+)
+def test_an_engine_on_a_processor_without_bf16_computes_in_float32(
+    tmp_path: Path, info: str | None, dtype: str
+) -> None:
+    if info is not None:
+        (tmp_path / "cpuinfo").write_text(info)
+    assert cpu_dtype(tmp_path / "cpuinfo") == dtype
 
 
 def test_a_gpu_engine_gets_a_model_name_and_sglangs_own_flags() -> None:

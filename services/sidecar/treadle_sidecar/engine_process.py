@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from treadle_sidecar.cpu_dtype import cpu_dtype
+
 ENGINE_HOST = "127.0.0.1"  # the sidecar beside it is the only client
 PAGE_TOKENS = 16  # KV page: what HiCache stores and moves; a prefix is shared in multiples of it
 HICACHE_RATIO = (
@@ -96,7 +98,7 @@ def engine_command(spec: EngineSpec, environ: Mapping[str, str] | None = None) -
         argv += ["--context-length", str(spec.context_tokens)]
     if spec.cpu:
         argv += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]
-        argv += ["--mem-fraction-static", CPU_MEM_FRACTION]
+        argv += ["--mem-fraction-static", CPU_MEM_FRACTION, "--dtype", cpu_dtype()]
         argv += ["--enable-deterministic-inference"]  # the flag under which the engine honours sampling seeds
     if spec.hicache_dir is not None:
         argv += _hicache_flags(spec.cpu)
