@@ -9,7 +9,10 @@ one is whole; one JSON line on stdout when it ends well, one line on stderr and 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +31,7 @@ from treadle_learned.transcript import Transcript
 from treadle_learned.transcript_file import read_transcripts
 
 REFUSED = 2  # exit code
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", type=Path, required=True, help="folder of versions")
     parser.add_argument("--version", required=True, help="of what is trained")
     parser.add_argument("--seed", type=int, default=0, help="where no version is in use")
+    parser.add_argument("--child-of", type=int, default=0, metavar="PID", help="end when that process does")
     parser.add_argument("--backbone", default="", help="where the version in use has none; none: numbers alone")
     options = parser.parse_args(words)
+    if options.child_of and not _ends_with(options.child_of):
+        return REFUSED
     logging.disable_progress_bar()
     try:
         found = refit(
@@ -97,6 +104,14 @@ def main(words: Sequence[str] | None = None) -> int:
         return REFUSED
     print(json.dumps(vars(found)))
     return 0
+
+
+def _ends_with(parent: int) -> bool:
+    """Has the kernel end this process when its parent ends; False where it has already. A version is whole or not
+    there, whenever that is."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
 
 
 if __name__ == "__main__":

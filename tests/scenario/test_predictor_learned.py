@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc.aio
+import psutil
 from support.conditions import until, until_said
 from support.learned_models import models_with, saved_version
 from support.processes import StartService, start_process
@@ -20,7 +21,6 @@ from treadle_learned.backbone import Backbone
 from treadle_learned.checkpoint import HEAD, load
 from treadle_learned.models_folder import POINTER
 from treadle_learned.transcript import Transcript, Turn
-from treadle_predictor.refits import TRANSCRIPTS
 from treadle_runtime.bus import open_bus
 
 CALL_S = 20.0
@@ -72,6 +72,15 @@ class Asked:
 async def asking(address: str) -> AsyncIterator[Asked]:
     async with grpc.aio.insecure_channel(address) as channel:
         yield Asked(predictor_pb2_grpc.PredictorServiceStub(channel))
+
+
+def refitting(models: Path) -> list[psutil.Process]:
+    """Refits of this folder that run."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if {"treadle_learned.refit", str(models)} <= set(process.info["cmdline"] or ())
+    ]
 
 
 async def publish(nats_url: str, facts: Iterable[Fact]) -> None:
@@ -194,8 +203,9 @@ async def test_it_learns_from_what_ended_and_a_kill_in_the_middle_costs_nothing(
     service = await start_service("treadle_predictor", env)
     ended = [transcript(f"{number}", 2 + number % 7) for number in range(ENDED)]
     await publish(nats_url, (fact for each in ended for fact in facts_of(each, lambda text: [])))
-    await until(lambda: (models.folder / TRANSCRIPTS).exists(), WITHIN_S)
+    await until(lambda: refitting(models.folder), WITHIN_S, "a refit begins")
     service.kill()
+    await until(lambda: not refitting(models.folder), WITHIN_S, "a refit ends with its service")
     assert models.current() == models.folder / "v1"
 
     service = await start_service("treadle_predictor", env)

@@ -63,7 +63,16 @@ class Refits:
         write_transcripts(transcripts, file)
 
     async def _run(self, file: Path, version: str) -> tuple[int, str, str]:
-        options = ["--transcripts", str(file), "--models", str(self._folder), "--version", version]
+        options = [
+            "--transcripts",
+            str(file),
+            "--models",
+            str(self._folder),
+            "--version",
+            version,
+            "--child-of",
+            str(os.getpid()),
+        ]
         options += ["--backbone", self._settings.backbone] if self._settings.backbone else []
         process = await asyncio.create_subprocess_exec(
             *("nice", "-n", str(KINDNESS), sys.executable, "-m", "treadle_learned.refit", *options),
