@@ -13,8 +13,10 @@ from support.tiny_backbone import tiny_backbone
 from support.transcripts import told_by_the_plan
 from tokenizers import Tokenizer
 from treadle_cli.app import app
+from treadle_cli.predictor.commands import DEFAULT_BACKBONE
 from treadle_cli.predictor.sources import read_source, transcripts_of_run, transcripts_of_works
 from treadle_cli.records import write_summary, write_trajectories
+from treadle_learned.backbone import DEFAULT
 from treadle_learned.checkpoint import load
 from treadle_learned.models_folder import ModelsFolder
 from treadle_learned.moments import replay
@@ -159,7 +161,10 @@ def test_numbers_alone_are_learned_from_traces_without_text(tmp_path: Path) -> N
         (("train", "bad.jsonl", "--out", "v1"), "bad.jsonl: line 1: turns: List should have at least 1 item"),
         (("train", "neither.jsonl", "--out", "v1"), "neither.jsonl: line 1: prompt_id: is missing"),
         (("train", "t.jsonl", "--out", "v1", "--tune", "some"), "--tune must be frozen, lora, full, is 'some'"),
-        (("train", "t.jsonl", "--out", "v1"), "is not there yet: `treadle demo` makes it; or pass --backbone"),
+        (
+            ("train", "t.jsonl", "--out", "v1", "--backbone", "SmolLM2-135M-Instruct"),
+            "is not there yet: `treadle demo` makes it; or pass --backbone",
+        ),
         (("train", "t.jsonl", "--out", "v1", "--backbone", "/absent"), "'/absent' cannot be loaded"),
         (("train", "t.jsonl", "--out", ".", "--backbone", ""), "is there already, and a predictor is never written"),
         (("evaluate", "absent", "t.jsonl"), "predictor.json: No such file or directory; is this the folder of a"),
@@ -207,3 +212,7 @@ def test_ctrl_c_leaves_what_is_done_and_says_that_it_goes_on(tmp_path: Path, mon
 
 def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def test_the_backbone_by_default_is_the_packages_own() -> None:
+    assert DEFAULT_BACKBONE == DEFAULT

@@ -15,6 +15,8 @@ from treadle_cli.predictor.bars import bars
 from treadle_cli.predictor.ending import ending
 from treadle_cli.problems import UsageProblem
 
+DEFAULT_BACKBONE = "Qwen/Qwen3-0.6B"  # Heddle 4.1; treadle_learned.backbone says the same, and would import torch
+
 commands = typer.Typer(no_args_is_help=True, help="Learn from ended trajectories how long running ones will be.")
 out = Console()
 
@@ -54,8 +56,11 @@ def train(
     version: Version = "",
     backbone: Annotated[
         str,
-        typer.Option(help='Folder or hub name of the decoder that reads the texts; "" to learn from numbers alone.'),
-    ] = DEFAULT_MODEL,
+        typer.Option(
+            help="Folder or hub name of the decoder that reads the texts; "
+            f'{DEFAULT_MODEL}: that of the demo; "" to learn from numbers alone.'
+        ),
+    ] = DEFAULT_BACKBONE,
     tune: Annotated[str, typer.Option(help="frozen: the head alone; lora, full: the backbone with it.")] = "frozen",
     seed: Annotated[int, typer.Option(min=0, help="Of the split by prompt, the drawing and the fits.")] = 0,
     epochs: Annotated[int, typer.Option(min=0, help="At most; 0: 200 of the head, 3 of a backbone.")] = 0,
