@@ -1,13 +1,12 @@
-"""In what numbers a backbone computes here: bf16 halves what is read from memory, but a processor without instructions
-for it takes five to twenty times as long as with float32."""
+"""In what numbers a backbone computes here."""
 
 from functools import cache
 from pathlib import Path
 
 import torch
+from treadle_core.processor import has_bf16
 
 CPU_INFO = Path("/proc/cpuinfo")
-BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})  # the last is ARM's
 
 
 @cache
@@ -16,8 +15,6 @@ def fitting_dtype(device: str, cpu_info: Path = CPU_INFO) -> torch.dtype:
     if device != "cpu":
         return torch.bfloat16
     try:
-        lines = cpu_info.read_text().splitlines()
+        return torch.bfloat16 if has_bf16(cpu_info.read_text()) else torch.float32
     except OSError:
         return torch.float32
-    flags = {flag for line in lines if line.lower().startswith(("flags", "features")) for flag in line.split()}
-    return torch.bfloat16 if flags & BF16_FLAGS else torch.float32

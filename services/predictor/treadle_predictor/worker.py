@@ -7,17 +7,14 @@ not wasted, since what was read for it is kept for the next step.
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import structlog
 from treadle_core.estimator import Forecast
 
 from treadle_predictor.questions import Question
-
-Result = TypeVar("Result")
 
 log = structlog.get_logger()
 
@@ -98,10 +95,6 @@ class Worker:
         finally:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def in_thread(self, work: Callable[[], Result]) -> Result:
-        """Runs something between two batches, in the model's thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
     async def _answer_some(self) -> None:
         some = [self._waiting.popitem(last=False)[1] for _ in range(min(self._most_batch, len(self._waiting)))]
         model, ended, self._ended = self.model, self._ended, []
@@ -109,8 +102,10 @@ class Worker:
             found: list[Forecast | None] = [None] * len(some)
         else:
             try:
-                found = await self.in_thread(lambda: _answered(model, ended, [question for question, _ in some]))
-            except Exception:
+                questions = [question for question, _ in some]
+                loop = asyncio.get_running_loop()
+                found = await loop.run_in_executor(self._thread, _answered, model, ended, questions)
+            except (RuntimeError, ValueError):  # of torch, out of memory among them; answers that are no numbers
                 log.exception("the learned model failed; siblings and history answer")
                 found = [None] * len(some)
         for (_, future), forecast in zip(some, found, strict=True):
