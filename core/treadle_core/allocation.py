@@ -42,7 +42,7 @@ from treadle_core.hedging import SHARES, best_partition, hedged
 from treadle_core.placement import uncertain
 from treadle_core.placement_solver import partition
 from treadle_core.plan_input import InvalidTrajectoryError, check_workload
-from treadle_core.scenarios import Samples
+from treadle_core.rank_scenarios import RankSamples
 
 __all__ = [
     "PLANNED_MODELS",
@@ -142,9 +142,7 @@ def allocate(
     if log_sigma is not None and model is CostModel.LINEAR_INTEGRAL:
         sigmas = RECOURSE * tokens("log_sigma", log_sigma)
         room = None if room_tokens is None else tokens("room_tokens", room_tokens)
-        remaining = tokens("remaining_tokens", lengths)
-        everyone = np.ones(len(remaining), np.bool_)
-        samples = uncertain(problem.costs, remaining, tokens("context_tokens", contexts), everyone, sigmas, room)
+        samples = uncertain(problem.costs, tokens("context_tokens", contexts), sigmas, room)
         if samples is not None:
             return lay_out(problem, hedged_counts(problem, samples, refine_extensions), optimal=False)
     return lay_out(problem, exact_counts(problem, refine_extensions), optimal=True)
@@ -158,7 +156,7 @@ def exact_counts(problem: Problem, refine_extensions: int) -> Indexes:
     return counts
 
 
-def hedged_counts(problem: Problem, samples: Samples, refine_extensions: int) -> Indexes:
+def hedged_counts(problem: Problem, samples: RankSamples, refine_extensions: int) -> Indexes:
     """Engines of each kind in the plan of least mean makespan over the samples, of those that are exact for a share of
     the longest hidden in each group (`hedging.SHARES`), the single degrees, and mixtures of two degrees by halves and
     quarters of the budget."""

@@ -14,16 +14,15 @@ from dataclasses import replace
 
 from treadle_core.costs import CostModel, Costs, Indexes
 from treadle_core.placement_solver import partition
-from treadle_core.scenarios import Samples, mean_makespan_of_groups
+from treadle_core.rank_scenarios import RankSamples, judged
 
 # Of the longest, what every group is taken to hide.
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def hedgeable(costs: Costs, samples: Samples) -> bool:
-    """Whether there is a choice: uncertain lengths, more than one engine, and a cost with a longest in it."""
-    table = costs.table
-    return samples.lengths.shape[1] > 1 and len(table.engines) > 1 and table.model == CostModel.LINEAR_INTEGRAL
+def hedgeable(costs: Costs) -> bool:
+    """Whether there is a choice, where lengths are uncertain: more than one engine, and a cost with a longest in it."""
+    return len(costs.table.engines) > 1 and costs.table.model == CostModel.LINEAR_INTEGRAL
 
 
 def hedged(costs: Costs, share: float) -> Costs:
@@ -33,21 +32,25 @@ def hedged(costs: Costs, share: float) -> Costs:
     return replace(costs, table=table._replace(least_longest=share * longest))
 
 
-def best_partition(costs: Costs, samples: Samples) -> tuple[Indexes, float]:
+def best_partition(costs: Costs, samples: RankSamples) -> tuple[Indexes, float]:
     """Bounds of the groups of the best plan, and its mean makespan over the samples, which come in the order of ranks.
 
-    Every other share is tried, and then those beside the best; the less hedged one of equals.
+    Every other share is tried, and then those beside the best; the less hedged one of equals. Where the plan of the
+    medians cannot be beaten in any sample, it is the plan.
     """
     found: dict[int, tuple[float, Indexes]] = {}
 
-    def try_share(at: int) -> None:
+    def try_share(at: int) -> bool:
         bounds, _ = partition(hedged(costs, SHARES[at]))
-        found[at] = (mean_makespan_of_groups(costs.table.engines, samples, bounds), bounds)
+        mean_s, least = judged(costs, samples, bounds)
+        found[at] = (mean_s, bounds)
+        return least
 
-    for at in range(0, len(SHARES), 2):
-        try_share(at)
-    best = min(found, key=lambda at: (found[at][0], at))
-    for at in {max(best - 1, 0), min(best + 1, len(SHARES) - 1)} - set(found):
-        try_share(at)
+    if not try_share(0):
+        for at in range(2, len(SHARES), 2):
+            try_share(at)
+        best = min(found, key=lambda at: (found[at][0], at))
+        for at in {max(best - 1, 0), min(best + 1, len(SHARES) - 1)} - set(found):
+            try_share(at)
     best = min(found, key=lambda at: (found[at][0], at))
     return found[best][1], found[best][0]

@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from treadle_core.compiled import lean
 from treadle_core.costs import CostModel, Costs, Floats, Indexes, tabulate
@@ -37,8 +36,8 @@ from treadle_core.placement_bound import lower_bound
 from treadle_core.placement_solver import group_costs, partition
 from treadle_core.plan_input import InvalidEngineError, InvalidTrajectoryError, check_current, check_doubt
 from treadle_core.plan_work import PlanEngine, PlanTrajectory
+from treadle_core.rank_scenarios import RankSamples, sampled
 from treadle_core.ranking import Workspace
-from treadle_core.scenarios import Samples, sampled
 
 __all__ = ["ArrayPlan", "BatchCurve", "Group", "Plan", "Workspace", "plan", "plan_arrays"]
 
@@ -98,7 +97,7 @@ def plan_arrays(
     current = np.ascontiguousarray(current, np.int64)
     check_current(current, len(lengths), len(engines))
     costs = tabulate(model, lengths, contexts, current >= 0, engines, curves=curves, workspace=workspace)
-    samples = uncertain(costs, lengths, contexts, current < 0, log_sigma, room_tokens)
+    samples = uncertain(costs, contexts, log_sigma, room_tokens, workspace)
     found, _, _ = cut(costs, current, contexts, bound, samples)
     return found
 
@@ -124,7 +123,7 @@ def plan(
     costs = tabulate(model, lengths, contexts, current >= 0, engines, curves=curves)
     log_sigma = np.fromiter((trajectory.log_sigma for trajectory in trajectories), np.float64, n)
     room_tokens = np.fromiter((trajectory.room_tokens for trajectory in trajectories), np.float64, n)
-    samples = uncertain(costs, lengths, contexts, current < 0, log_sigma, room_tokens)
+    samples = uncertain(costs, contexts, log_sigma, room_tokens)
     found, bounds, engine_of_group = cut(costs, current, contexts, True, samples)
     groups: list[Group | None] = [None] * len(engines)
     order, ends = costs.order.tolist(), bounds.tolist()
@@ -136,30 +135,24 @@ def plan(
 
 def uncertain(
     costs: Costs,
-    lengths: Floats,
     contexts: Floats,
-    unplaced: npt.NDArray[np.bool_],
     log_sigma: Floats | None,
     room_tokens: Floats | None,
-) -> Samples | None:
-    """What could come of the lengths, in the order of ranks; None where they are certain. The context of what is
-    `unplaced` is prefilled. Raises InvalidTrajectoryError."""
+    workspace: Workspace | None = None,
+) -> RankSamples | None:
+    """What could come of the lengths, rank by rank; None where they are certain. Raises InvalidTrajectoryError."""
     if log_sigma is None:
         return None
-    room_tokens = np.full(len(lengths), np.inf) if room_tokens is None else room_tokens
-    check_doubt(log_sigma, room_tokens, len(lengths))
-    if not log_sigma.any():
-        return None
-    order = costs.order
-    tool_s, prefill = np.zeros(len(lengths)), np.where(unplaced, contexts, 0.0)[order]
-    return sampled(order, lengths[order], contexts[order], tool_s, log_sigma[order], room_tokens[order], prefill)
+    room_tokens = np.full(len(contexts), np.inf) if room_tokens is None else room_tokens
+    check_doubt(log_sigma, room_tokens, len(contexts))
+    return sampled(costs, contexts, log_sigma, room_tokens, workspace) if log_sigma.any() else None
 
 
 def cut(
-    costs: Costs, current: Indexes, contexts: Floats, bound: bool, samples: Samples | None
+    costs: Costs, current: Indexes, contexts: Floats, bound: bool, samples: RankSamples | None
 ) -> tuple[ArrayPlan, Indexes, Indexes]:
     """The plan of a table, with the bounds of its groups and the engine (the caller's index) of each."""
-    if samples is not None and hedgeable(costs, samples):
+    if samples is not None and hedgeable(costs):
         bounds, _ = best_partition(costs, samples)
     else:
         bounds, _ = partition(costs)

@@ -1,17 +1,8 @@
 """The exact partition of a sorted workload: bisection on the makespan with a greedy fill, then balance.
 
 Purpose: of all partitions of the descending order into one contiguous group an engine (groups may be empty), the one
-whose largest cost is least (Heddle eq. 3), and among those one that leaves no engine idle for nothing.
-Why the fill is exact: an engine given as much as it can finish by T never reaches less far than in any other partition
-that meets T, because costs never fall as a group grows at its end and never grow as it loses its head
-(`costs.group_cost`).
-Why the bisection ends on the optimum itself and not near it: a fill that meets T proves the largest cost it has, and
-one that fails proves that nothing below the cheapest extension of its groups can succeed; both are costs of real
-groups.
-Why balance: with one over-long trajectory every fill of the rest is "optimal", and a greedy one leaves engines
-empty. So the bottleneck's group is fixed, as small as it can be, and the engines before and after it are solved for
-what is left to them, and so on: the least largest cost, then the least second largest.
-Invariant: `bounds` holds a whole partition at all times; only a better one is copied over it.
+whose largest cost is least (Heddle eq. 3), and among those one that leaves no engine idle for nothing. How it is found
+and why it is exact: `placement_filling`; the balance: `placement_levelling`.
 """
 
 from __future__ import annotations
@@ -20,137 +11,14 @@ import numpy as np
 
 from treadle_core.compiled import compiled, lean
 from treadle_core.costs import Costs, Floats, Indexes, Table, group_cost
+from treadle_core.placement_filling import cheapest_alone, fill, keep, largest_cost, narrow
+from treadle_core.placement_levelling import balance
 
 # Groups filled for the sake of balance before the rest is left as the last bisection put it: about 0.1 s of compiled
-# code. A guard: of 1,024 engines the longest tails take 1,600,000, each engine in turn being the bottleneck.
+# code.
 BALANCE_FILLS = 4_000_000
 # The first probe is this part above what the engines could do if work were a fluid, the next twice as far above, ...
 GUESS_SLACK = 1.0 / 128.0
-# A better limit is looked for this part below the one known, then eight times as far below, until one is not met.
-FIRST_DROP = 1.0 / 4096.0
-DROP_GROWTH = 8.0
-
-
-@lean
-def furthest(table: Table, engine: int, at: int, end: int, hint: int, limit_s: float) -> tuple[int, float, float]:
-    """The largest rank up to which an engine runs [at, rank) within the limit, looked for from `hint` outwards.
-
-    Returns with it the cost of that group and the cost with one rank more, infinite where there is none. at < end.
-    """
-    low, low_s = at, 0.0
-    high, high_s = end + 1, np.inf  # `low` fits, `high` does not
-    probe = min(max(hint, at + 1), end)
-    step = 1
-    while high - low > 1:
-        cost = group_cost(table, engine, at, probe)
-        if cost <= limit_s:
-            low, low_s = probe, cost
-        else:
-            high, high_s = probe, cost
-        if high > end:
-            probe = min(low + step, end)
-            step *= 2
-        elif low == at:
-            probe = max(high - step, at + 1)
-            step *= 2
-        else:
-            probe = (low + high) // 2
-    return low, low_s, high_s
-
-
-@lean
-def fill(
-    table: Table,
-    bounds: Indexes,
-    first_engine: int,
-    end_engine: int,
-    first: int,
-    end: int,
-    limit_s: float,
-) -> tuple[bool, float, float]:
-    """Gives each engine in turn all that it finishes within `limit_s`; writes bounds[engine + 1], the end of its group.
-
-    What `bounds` held before tells where to look. Returns whether [first, end) was placed, the largest cost of a group,
-    and the least cost above the limit that a group would have with one more. O(engines * log n).
-    """
-    largest = 0.0
-    extension = np.inf
-    at = first
-    before = bounds[first_engine]
-    size = 0
-    bounds[first_engine] = first
-    for engine in range(first_engine, end_engine):
-        size = max(bounds[engine + 1] - before, 0) or size
-        before = bounds[engine + 1]
-        if at < end:
-            at, cost, more = furthest(table, engine, at, end, at + size, limit_s)
-            largest = max(largest, cost)
-            extension = min(extension, more)
-        bounds[engine + 1] = at
-    return at == end, largest, extension
-
-
-@lean
-def keep(scratch: Indexes, bounds: Indexes, first_engine: int, end_engine: int) -> None:
-    for at in range(first_engine + 1, end_engine):  # the ends of the range stay
-        bounds[at] = scratch[at]
-
-
-@lean
-def narrow(
-    table: Table,
-    bounds: Indexes,
-    scratch: Indexes,
-    first_engine: int,
-    end_engine: int,
-    low: float,
-    high: float,
-    low_first: bool,
-) -> tuple[float, int]:
-    """Least largest cost of the engines' ranks, between `low` and `high`, the largest cost in `bounds`.
-
-    Leaves the greedy fill that has it in `bounds`. Returns the cost and the number of fills it took. `low_first`: as
-    `low` itself may well be it.
-    """
-    first, end = bounds[first_engine], bounds[end_engine]
-    fills = 0
-    drop = high * FIRST_DROP
-    while low < high:
-        if low_first and fills == 0:
-            limit = low
-        elif drop > 0.0:
-            limit = max(high - drop, low)
-        else:  # far apart, halve the ratio; near, halve the distance
-            limit = np.sqrt(low) * np.sqrt(high) if 0.0 < 4.0 * low < high else low + 0.5 * (high - low)
-        if limit >= high:  # low and high are neighbours and the middle was rounded up
-            limit = low
-        met, largest, extension = fill(table, scratch, first_engine, end_engine, first, end, limit)
-        fills += 1
-        if met:
-            keep(scratch, bounds, first_engine, end_engine)
-            high = largest
-            drop *= DROP_GROWTH
-        else:
-            low = extension
-            if not (low_first and fills == 1):
-                drop = 0.0
-    return high, fills
-
-
-@lean
-def cheapest_alone(table: Table, first_engine: int, end_engine: int, rank: int) -> float:
-    least = np.inf
-    for engine in range(first_engine, end_engine):
-        least = min(least, group_cost(table, engine, rank, rank + 1))
-    return least
-
-
-@lean
-def largest_cost(table: Table, bounds: Indexes, first_engine: int, end_engine: int) -> float:
-    largest = 0.0
-    for engine in range(first_engine, end_engine):
-        largest = max(largest, group_cost(table, engine, bounds[engine], bounds[engine + 1]))
-    return largest
 
 
 @lean
@@ -179,73 +47,6 @@ def bottleneck(table: Table, bounds: Indexes, scratch: Indexes) -> float:
         slack *= 2.0
     makespan, _ = narrow(table, bounds, scratch, 0, m, low, high, False)
     return makespan
-
-
-@lean
-def tighten(
-    table: Table, bounds: Indexes, scratch: Indexes, tight: int, end_engine: int, end: int, limit_s: float
-) -> int:
-    """Makes the bottleneck's group the least with which the engines behind it still meet the limit; counts the fills.
-
-    Only where cost does not grow with the group (a flat decode curve) is it less than what the greedy fill gave.
-    """
-    first = bounds[tight]
-    high = bounds[tight + 1]
-    low = min(first + 1, high)
-    while low < high:  # the least group that costs as much
-        middle = (low + high) // 2
-        if group_cost(table, tight, first, middle) >= limit_s:
-            high = middle
-        else:
-            low = middle + 1
-    high = bounds[tight + 1]
-    fills = 0
-    while low < high:
-        middle = (low + high) // 2
-        met, _, _ = fill(table, scratch, tight + 1, end_engine, middle, end, limit_s)
-        fills += 1
-        if met:
-            high = middle
-            keep(scratch, bounds, tight + 1, end_engine)
-            bounds[tight + 1] = high
-        else:
-            low = middle + 1
-    return fills
-
-
-@compiled
-def balance(table: Table, bounds: Indexes, scratch: Indexes, makespan_s: float, fill_budget: int) -> None:
-    """Fixes the bottleneck's group and solves again for the engines before and behind it, until all are fixed."""
-    m = len(table.engines)
-    # Ranges of engines whose ranks are fixed and whose least largest cost is known.
-    ranges = np.zeros((2 * m + 2, 2), np.int64)
-    limits = np.zeros(2 * m + 2)
-    ranges[0, 1] = m
-    limits[0] = makespan_s
-    depth = 1
-    used = 0
-    while depth > 0 and used < fill_budget:
-        depth -= 1
-        first_engine, end_engine = ranges[depth]
-        limit = limits[depth]
-        begin, end = bounds[first_engine], bounds[end_engine]
-        if end_engine - first_engine < 2 or begin == end:
-            continue
-        tight = first_engine
-        while tight < end_engine - 1 and group_cost(table, tight, bounds[tight], bounds[tight + 1]) < limit:
-            tight += 1
-        if tight + 1 < end_engine:
-            used += tighten(table, bounds, scratch, tight, end_engine, end, limit) * (end_engine - tight)
-        for side in range(2):
-            one, other = (tight + 1, end_engine) if side == 0 else (first_engine, tight)
-            if one < other and bounds[one] < bounds[other]:
-                low = cheapest_alone(table, one, other, bounds[one])
-                high = largest_cost(table, bounds, one, other)
-                # Behind engines that are bound by their longest there are often more of these.
-                rest, fills = narrow(table, bounds, scratch, one, other, low, high, tight == first_engine)
-                used += fills * (other - one)
-                ranges[depth, 0], ranges[depth, 1], limits[depth] = one, other, rest
-                depth += 1
 
 
 @compiled

@@ -15,26 +15,25 @@ from treadle_core.worksheet import Flags, Floats, Indexes
 
 
 @compiled
-def dealt(
-    engines: Floats, work: Floats, placement: Indexes, free: Flags, order: Indexes, makespan_s: float, slack: float
-) -> Indexes:
-    """The placement with the free trajectories of the pool's engines dealt out again; `order`: the free ones, longest
-    first.
-
-    An engine is in the pool where its longest trajectory, were it `slack` times as long, would still end within the
-    makespan.
-    """
-    m = len(engines)
-    longest_s = np.zeros(m)
+def pool(engines: Floats, work: Floats, placement: Indexes, makespan_s: float, slack: float) -> Flags:
+    """The engines whose longest trajectory, were it `slack` times as long, would still end within the makespan."""
+    longest_s = np.zeros(len(engines))
     for index in range(len(work)):
         at = placement[index]
         if at >= 0:
             longest_s[at] = max(longest_s[at], work[index, 0] * engines[at, 0] + work[index, 2])
-    pool = np.flatnonzero(longest_s * slack <= makespan_s)
+    return longest_s * slack <= makespan_s
+
+
+@compiled
+def dealt(engines: Floats, work: Floats, placement: Indexes, free: Flags, order: Indexes, pooled: Flags) -> Indexes:
+    """The placement with the free trajectories of the pool's engines dealt out again; `order`: the free ones, longest
+    first."""
+    pool = np.flatnonzero(pooled)
     result = placement.copy()
     if len(pool) < 2:
         return result
-    at_of = np.full(m, -1)
+    at_of = np.full(len(engines), -1)
     at_of[pool] = np.arange(len(pool))
     speeds = speeds_of(engines[pool])
     tokens, kv = np.zeros(len(pool)), np.zeros(len(pool))
@@ -79,3 +78,10 @@ def loads(speeds: Floats, tokens: Floats, kv: Floats, more_tokens: float, more_k
         by_slots, by_kv = speeds[0, at] * own_tokens, speeds[1, at] * own_kv
         steps_s = by_slots if by_slots > by_kv else by_kv
         load_s[at] = steps_s + speeds[2, at] * own_tokens + speeds[3, at] * own_kv
+
+
+def warm_up() -> None:
+    """Compiles the kernels, or loads them."""
+    engines, work, free = np.ones((2, 6)), np.ones((2, 3)), np.ones(2, np.bool_)
+    placement = np.zeros(2, np.int64)
+    dealt(engines, work, placement, free, np.arange(2), pool(engines, work, placement, 9.0, 1.0))

@@ -43,13 +43,14 @@ class Workspace:
     """Memory that the plans of one caller share: fresh pages can cost more than the plan itself."""
 
     def __init__(self) -> None:
-        self._memory = np.empty(0)
+        self._memory: dict[str, Floats] = {}
 
-    def floats(self, count: int) -> Floats:
-        """`count` floats of any value, the same memory at each call."""
-        if len(self._memory) < count:
-            self._memory = np.empty(count)
-        return self._memory[:count]
+    def floats(self, count: int, use: str) -> Floats:
+        """`count` floats of any value, the same memory at each call for one use."""
+        memory = self._memory.get(use)
+        if memory is None or len(memory) < count:
+            memory = self._memory[use] = np.empty(count)
+        return memory[:count]
 
 
 def ranked(
@@ -63,7 +64,7 @@ def ranked(
     n = len(lengths)
     if not HAVE_NUMBA or n == 0:
         return ranked_by_numpy(lengths, contexts, placed)
-    memory = (workspace or Workspace()).floats(3 * n + COLUMNS * (n + 1))
+    memory = (workspace or Workspace()).floats(3 * n + COLUMNS * (n + 1), "ranks")
     order = memory[:n].view(np.int64)
     payload = memory[n : 3 * n]
     ranks = memory[3 * n :].reshape(n + 1, COLUMNS)

@@ -23,6 +23,7 @@ from treadle_core.compiled import compiled, inlined
 
 Floats = npt.NDArray[np.float64]
 Indexes = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 # Samples of one plan: enough that their mean says more than chance (32), and few enough that thousands of
 # trajectories, whose number evens chance out, take no longer than a sort of them.
@@ -37,6 +38,8 @@ ROWS = 4_099  # a prime: rows that come again do so out of step with anything in
 # exp(log_sigma * z) is tabulated for deviations in these steps.
 SIGMA_STEPS = 128
 SIGMA_STEP = 1.0 / 48.0
+# Times that are equal but for the order of sums differ by less than this part.
+ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,8 @@ class Samples:
 
 
 @cache
-def _draws() -> tuple[npt.NDArray[np.uint8], Floats]:
-    """draws[ROWS, MOST_SAMPLES]: a stratum each; factors[SIGMA_STEPS, LEVELS]: what it makes of a length."""
+def draws() -> tuple[npt.NDArray[np.uint8], Floats]:
+    """strata[ROWS, MOST_SAMPLES]: a stratum each; factors[SIGMA_STEPS, LEVELS]: what it makes of a length."""
     rng = np.random.default_rng(0)
     every = LEVELS // MOST_SAMPLES
     strata = np.tile(np.arange(MOST_SAMPLES) * every, (ROWS, 1))
@@ -77,16 +80,30 @@ def sampled(
     prefill = np.zeros(n) if prefill is None else prefill
     if n == 0 or not log_sigma.any():
         return Samples(np.minimum(lengths, room_tokens)[:, None].copy(), contexts, tool_s, prefill)
-    draws, factors = _draws()
+    strata, factors = draws()
     count = min(MOST_SAMPLES, max(LEAST_SAMPLES, CELLS // n // LANES * LANES))
-    return Samples(draw(rows, lengths, log_sigma, room_tokens, draws, factors, count), contexts, tool_s, prefill)
+    return Samples(draw(rows, lengths, log_sigma, room_tokens, strata, factors, count), contexts, tool_s, prefill)
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What samples make of a placement.
+
+    critical: of each engine whether it is the last in one of them; a placement under which nothing leaves a critical
+    engine is done no sooner in any sample. least: whether no placement whatever is, as what is last in each has an
+    engine to itself already, and none would be faster.
+    """
+
+    mean_makespan_s: float
+    critical: Flags
+    least: bool
 
 
 def makespans(engines: Floats, samples: Samples, placement: Indexes) -> Floats:
     """Seconds until the last engine is done, in each sample. engines: rows of base_s, per_sequence_s, per_kv_token_s,
     slots, KV tokens (inf where unknown), and seconds a prefilled token (0 where unknown); placement: an engine's row a
     trajectory, -1 for none."""
-    return finished(engines, samples.lengths, samples.contexts, samples.tool_s, samples.prefill, placement)
+    return _finished(engines, samples, placement)[0]
 
 
 def mean_makespan(engines: Floats, samples: Samples, placement: Indexes) -> float:
@@ -94,11 +111,35 @@ def mean_makespan(engines: Floats, samples: Samples, placement: Indexes) -> floa
     return float(makespans(engines, samples, placement).mean())
 
 
-def mean_makespan_of_groups(engines: Floats, samples: Samples, bounds: Indexes) -> float:
-    """`mean_makespan` of the placement that gives engine e the trajectories [bounds[e], bounds[e + 1])."""
-    return float(
-        finished_groups(engines, samples.lengths, samples.contexts, samples.tool_s, samples.prefill, bounds).mean()
-    )
+def fate(engines: Floats, samples: Samples, placement: Indexes) -> Fate:
+    """The mean of `makespans`, and what it is due to."""
+    times_s, last = _finished(engines, samples, placement)
+    critical = np.zeros(len(engines), np.bool_)
+    critical[last] = True
+    runs = np.flatnonzero(critical[placement] & (placement >= 0))
+    least = len(runs) == np.count_nonzero(critical)
+    if least:
+        alone = np.zeros(len(engines), np.int64)
+        alone[placement[runs]] = runs
+        index, sample = alone[last], np.arange(len(last))
+        of_index = samples.contexts[index], samples.tool_s[index], samples.prefill[index]
+        least_s = least_alone_s(engines, samples.lengths[index, sample], *of_index)
+        least = bool((least_s >= times_s * (1.0 - ROUNDING)).all())
+    return Fate(float(times_s.mean()), critical, least)
+
+
+def least_alone_s(engines: Floats, lengths: Floats, contexts: Floats, tool_s: Floats, prefill: Floats) -> Floats:
+    """Seconds that each of these trajectories takes at the least, alone on whichever engine is fastest for it."""
+    kv = lengths * (contexts + 0.5 * lengths)
+    base_s, per_sequence_s, per_kv_token_s, slots, kv_tokens, prefill_s = engines.T[:, :, None]
+    steps = np.maximum(np.maximum(lengths, lengths / slots), kv / kv_tokens)
+    done_s = base_s * steps + per_sequence_s * lengths + per_kv_token_s * kv + prefill_s * prefill
+    least_s: Floats = np.maximum(done_s, lengths * base_s + tool_s).min(axis=0)
+    return least_s
+
+
+def _finished(engines: Floats, samples: Samples, placement: Indexes) -> tuple[Floats, Indexes]:
+    return finished(engines, samples.lengths, samples.contexts, samples.tool_s, samples.prefill, placement)
 
 
 @compiled
@@ -107,7 +148,7 @@ def draw(
     lengths: Floats,
     log_sigma: Floats,
     room_tokens: Floats,
-    draws: npt.NDArray[np.uint8],
+    strata: npt.NDArray[np.uint8],
     factors: Floats,
     count: int,
 ) -> Floats:
@@ -115,7 +156,7 @@ def draw(
     result = np.empty((len(lengths), count))
     last = len(factors) - 1
     for index in range(len(lengths)):
-        row = draws[rows[index] % len(draws)]
+        row = strata[rows[index] % len(strata)]
         factor = factors[min(int(log_sigma[index] / SIGMA_STEP + 0.5), last)]
         for sample in range(count):
             result[index, sample] = min(lengths[index] * factor[row[sample]], room_tokens[index])
@@ -124,30 +165,37 @@ def draw(
 
 @inlined
 def add(sums: Floats, lengths: Floats, base_s: float, context: float, tool_s: float) -> None:
-    """One more trajectory on an engine. sums[4, samples]: longest, longest alone in seconds, tokens, KV tokens read."""
+    """One more trajectory on an engine. sums[4, samples]: longest, longest alone in seconds, tokens, KV tokens read.
+
+    A loop for each sum: the compiler then takes several samples at once, which it does not where one loop writes all.
+    """
     for sample in range(sums.shape[1]):
-        length = lengths[sample]
-        sums[0, sample] = max(sums[0, sample], length)
-        sums[1, sample] = max(sums[1, sample], length * base_s + tool_s)
-        sums[2, sample] += length
-        sums[3, sample] += length * (context + 0.5 * length)
+        sums[0, sample] = max(sums[0, sample], lengths[sample])
+    for sample in range(sums.shape[1]):
+        sums[1, sample] = max(sums[1, sample], lengths[sample] * base_s + tool_s)
+    for sample in range(sums.shape[1]):
+        sums[2, sample] += lengths[sample]
+    for sample in range(sums.shape[1]):
+        sums[3, sample] += lengths[sample] * (context + 0.5 * lengths[sample])
 
 
 @inlined
-def end(times: Floats, sums: Floats, engine: Floats, prefill_s: float) -> None:
-    """The engine is done: the linear-integral cost of `costs.py`, and never before its longest alone."""
+def end(times: Floats, last: Indexes, at: int, sums: Floats, engine: Floats, prefill_s: float) -> None:
+    """Engine `at` is done: the linear-integral cost of `costs.py`, and never before its longest alone."""
     for sample in range(len(times)):
         tokens, kv = sums[2, sample], sums[3, sample]
         steps = max(sums[0, sample], tokens / engine[3], kv / engine[4])
-        done_s = engine[0] * steps + engine[1] * tokens + engine[2] * kv + prefill_s
-        times[sample] = max(times[sample], done_s, sums[1, sample])
+        done_s = max(engine[0] * steps + engine[1] * tokens + engine[2] * kv + prefill_s, sums[1, sample])
+        if done_s > times[sample]:
+            times[sample] = done_s
+            last[sample] = at
 
 
 @compiled
 def finished(
     engines: Floats, lengths: Floats, contexts: Floats, tool_s: Floats, prefill: Floats, placement: Indexes
-) -> Floats:
-    """`makespans`, of trajectories in any order."""
+) -> tuple[Floats, Indexes]:
+    """`makespans`, and the engine that each is due to, of trajectories in any order."""
     prefill_s = np.zeros(len(engines))
     sums = np.zeros((len(engines), 4, lengths.shape[1]))
     for index in range(len(placement)):
@@ -156,26 +204,10 @@ def finished(
             prefill_s[at] += prefill[index] * engines[at, 5]
             add(sums[at], lengths[index], engines[at, 0], contexts[index], tool_s[index])
     times = np.zeros(lengths.shape[1])
+    last = np.zeros(lengths.shape[1], np.int64)
     for at in range(len(engines)):
-        end(times, sums[at], engines[at], prefill_s[at])
-    return times
-
-
-@compiled
-def finished_groups(
-    engines: Floats, lengths: Floats, contexts: Floats, tool_s: Floats, prefill: Floats, bounds: Indexes
-) -> Floats:
-    """`makespans`, an engine after the other: sooner, since what is summed stays in the processor."""
-    times = np.zeros(lengths.shape[1])
-    sums = np.zeros((4, lengths.shape[1]))
-    for at in range(len(engines)):
-        prefill_s = 0.0
-        sums[:] = 0.0
-        for index in range(bounds[at], bounds[at + 1]):
-            prefill_s += prefill[index] * engines[at, 5]
-            add(sums, lengths[index], engines[at, 0], contexts[index], tool_s[index])
-        end(times, sums, engines[at], prefill_s)
-    return times
+        end(times, last, at, sums[at], engines[at], prefill_s[at])
+    return times, last
 
 
 def warm_up() -> None:
@@ -183,4 +215,3 @@ def warm_up() -> None:
     one = np.ones(1)
     samples = sampled(np.zeros(1, np.int64), one, one, one, one, one)
     makespans(np.ones((1, 6)), samples, np.zeros(1, np.int64))
-    mean_makespan_of_groups(np.ones((1, 6)), samples, np.array([0, 1]))

@@ -25,7 +25,7 @@ from treadle_core.hedging import best_partition
 from treadle_core.model import DecodeCurve
 from treadle_core.placement import uncertain
 from treadle_core.plan_input import InvalidEngineError, InvalidTrajectoryError, NoEnginesError
-from treadle_core.scenarios import Samples
+from treadle_core.rank_scenarios import RankSamples
 
 LENGTHS = [4000.0, 300.0, 200.0, 100.0]
 CONTEXTS = [10.0, 10.0, 10.0, 10.0]
@@ -185,10 +185,10 @@ def test_uncertain_lengths_get_engines_that_are_done_sooner_on_average_than_thos
         given = guesses(doubt)
         problem = prepare(given["lengths"], given["contexts"], given["gpus"], given["kinds"], CostModel.LINEAR_INTEGRAL)
         sigmas = RECOURSE * given["log_sigma"]
-        samples = uncertain(problem.costs, given["lengths"], given["contexts"], np.ones(200, np.bool_), sigmas, None)
+        samples = uncertain(problem.costs, given["contexts"], sigmas, None)
         assert samples is not None
 
-        def mean_s(degrees: tuple[int, ...], problem: Problem = problem, samples: Samples = samples) -> float:
+        def mean_s(degrees: tuple[int, ...], problem: Problem = problem, samples: RankSamples = samples) -> float:
             counts = np.array([degrees.count(width) for width in problem.gpus.tolist()])
             return best_partition(problem.engines(counts), samples)[1]
 

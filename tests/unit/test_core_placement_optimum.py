@@ -197,3 +197,25 @@ def test_every_way_to_cut_is_tried_by_the_oracle() -> None:
         for cut in cuts
     )
     assert least_makespan(costs) == by_hand
+
+
+@given(st.integers(0, 1_000), st.integers(2, 12), st.integers(2, 200), st.sampled_from([0.5, 1.5, 3.0]))
+def test_those_that_run_alone_leave_the_others_as_a_plan_without_them_would(
+    seed: int, m: int, n: int, sigma: float
+) -> None:
+    """Balance beyond the bottleneck, engine by engine: the longest alone, then the rest solved for what is left."""
+    lengths = -np.sort(-np.random.default_rng(seed).lognormal(6.0, sigma, n))
+    engines = [PlanEngine(f"e{at}", 100, 0, 1, DecodeCurve(0.01, 2e-4, 1e-7, 0.0)) for at in range(m)]
+
+    def bounds_of(first: int, engine: int) -> list[int]:
+        rest = lengths[first:]
+        costs = tabulate(
+            CostModel.LINEAR_INTEGRAL, rest, np.zeros(len(rest)), np.ones(len(rest), np.bool_), engines[engine:]
+        )
+        return [first + int(bound) for bound in partition(costs)[0]]
+
+    whole = bounds_of(0, 0)
+    alone = 0
+    while alone < min(m, n) - 1 and whole[alone + 1] == alone + 1:
+        alone += 1
+        assert bounds_of(alone, alone) == whole[alone:]

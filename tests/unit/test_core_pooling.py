@@ -19,7 +19,7 @@ def dealt(lengths: list[float], placement: list[int], free: list[bool], slack: f
     makespan_s = float(balance.finish_times(ENGINES, rows, at).max())
     order = np.argsort(-np.array(lengths), kind="stable")
     order = order[np.array(free)[order]]
-    return pooling.dealt(ENGINES, rows, at, np.array(free), order, makespan_s, slack)
+    return pooling.dealt(ENGINES, rows, at, np.array(free), order, pooling.pool(ENGINES, rows, at, makespan_s, slack))
 
 
 def test_the_engine_of_the_longest_is_left_alone_and_the_rest_is_spread() -> None:

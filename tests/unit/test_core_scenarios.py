@@ -1,10 +1,12 @@
 """Samples of what could come of the predictions, and plans that are made for all of them."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_core import balance, placement, scenarios
+from treadle_core import balance, placement, rank_scenarios, scenarios
 from treadle_core.costs import CostModel, tabulate
 from treadle_core.hedging import SHARES, hedged
 from treadle_core.model import DecodeCurve, EngineSpec
@@ -73,6 +75,57 @@ def test_the_mean_makespan_is_that_of_the_cost_model_sample_by_sample(
     ]
     assert scenarios.makespans(table, samples, place) == pytest.approx(expected, rel=1e-12)
     assert scenarios.mean_makespan(table, samples, place) == pytest.approx(np.mean(expected), rel=1e-12)
+
+
+@given(
+    st.lists(st.tuples(st.floats(1.0, 40_000.0), st.floats(0.0, 60.0)), min_size=1, max_size=5),
+    st.sampled_from([0.3, 1.0]),
+    st.integers(0, 200),
+)
+def test_what_is_said_of_a_placement_holds_against_every_other(
+    jobs: list[tuple[float, float]], doubt: float, seed: int
+) -> None:
+    specs = [EngineSpec(f"e{at}", "", slot_limit=1 + at, kv_tokens_capacity=50_000) for at in (1, 0, 1)]
+    table, n = balance.engine_table(specs).rows, len(jobs)
+    lengths, tool_s = np.array(jobs).T
+    samples = scenarios.sampled(np.arange(n), lengths, np.full(n, 100.0), tool_s, np.full(n, doubt), np.full(n, 1e6))
+    place = np.random.default_rng(seed).integers(0, 3, n)
+    if seed % 4 == 0:  # as spread as may be
+        place = np.argsort(-lengths).argsort() % 3
+    fate, times_s = scenarios.fate(table, samples, place), scenarios.makespans(table, samples, place)
+    assert fate.mean_makespan_s == scenarios.mean_makespan(table, samples, place)
+    for other in itertools.product(range(3), repeat=n):
+        others_s = scenarios.makespans(table, samples, np.array(other))
+        leaves_critical = any(fate.critical[here] and there != here for here, there in zip(place, other, strict=True))
+        if fate.least or not leaves_critical:
+            assert (others_s >= times_s * (1 - 1e-9)).all()
+
+
+def test_nothing_beats_a_placement_whose_last_ones_have_the_fastest_engines_to_themselves() -> None:
+    long_alone = scenarios.fate(rows(3), samples_of(np.array([90_000.0, 100.0, 100.0]), 0.5), np.array([1, 0, 2]))
+    assert long_alone.least
+    assert long_alone.critical.tolist() == [False, True, False]
+    slow = rows(3)
+    slow[1, 0] *= 2
+    assert not scenarios.fate(slow, samples_of(np.array([90_000.0, 100.0, 100.0]), 0.5), np.array([1, 0, 2])).least
+    assert not scenarios.fate(rows(3), samples_of(np.array([90_000.0, 100.0, 100.0]), 0.5), np.array([1, 1, 2])).least
+
+
+@given(st.integers(0, 10_000), st.integers(1, 60), st.integers(1, 6), st.sampled_from([0.2, 1.0]))
+def test_a_partition_is_judged_as_the_placement_that_it_is(seed: int, n: int, m: int, doubt: float) -> None:
+    rng = np.random.default_rng(seed)
+    lengths, contexts = rng.lognormal(7.0, 1.5, n), rng.uniform(0.0, 9_000.0, n)
+    placed, room = rng.random(n) < 0.5, rng.uniform(1e3, 1e5, n)
+    specs = [PlanEngine(f"e{at}", 1 + 7 * (at % 2), 60_000, 1, DecodeCurve(0.01, 2e-4, 1e-8, 5e3)) for at in range(m)]
+    costs = tabulate(CostModel.LINEAR_INTEGRAL, lengths, contexts, placed, specs)
+    order, doubts = costs.order, np.full(n, doubt)
+    bounds = np.concatenate(([0], np.sort(rng.integers(0, n + 1, m - 1)), [n]))
+    mean_s, least = rank_scenarios.judged(costs, rank_scenarios.sampled(costs, contexts, doubts, room), bounds)
+    prefill = np.where(placed, 0.0, contexts)[order]
+    samples = scenarios.sampled(order, lengths[order], contexts[order], np.zeros(n), doubts, room[order], prefill)
+    fate = scenarios.fate(costs.table.engines, samples, np.repeat(np.arange(m), np.diff(bounds)))
+    assert mean_s == pytest.approx(fate.mean_makespan_s, rel=1e-9)
+    assert least == fate.least
 
 
 def plan_of(lengths: Floats, doubt: float, count: int = 4) -> Indexes:

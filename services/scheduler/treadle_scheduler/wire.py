@@ -5,7 +5,7 @@ from typing import Any
 
 import structlog
 from treadle.scheduler.v1 import scheduler_pb2_grpc
-from treadle_core import balance, scenarios, worksheet
+from treadle_core import balance, pooling, scenarios, worksheet
 from treadle_core.controller import Controller
 from treadle_core.model import TREADLE_POLICY
 from treadle_core.tuning import Tuning
@@ -64,7 +64,7 @@ async def wire(runtime: Runtime) -> Wiring:
 async def warm_up() -> None:
     """Background task: the judge of plans is compiled, or loaded, beside the first requests, not within the first
     plan."""
-    for kernels in (balance, scenarios, worksheet):
+    for kernels in (balance, pooling, scenarios, worksheet):
         await asyncio.to_thread(kernels.warm_up)
 
 
