@@ -10,6 +10,9 @@ plan at a time with it; what was ranked with it holds until the next plan with i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import numpy as np
 import numpy.typing as npt
 
@@ -18,6 +21,7 @@ from treadle_core.compiled import HAVE_NUMBA, compiled, lean
 Floats = npt.NDArray[np.float64]
 Indexes = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+Source = TypeVar("Source", bound=tuple[Any, ...])
 
 # Columns of `ranks`: sums over the ranks before this one of length, KV work and prefill; and the rank's own length.
 SUM_LENGTHS, SUM_KV, SUM_PREFILL, LENGTH = range(4)
@@ -44,6 +48,8 @@ class Workspace:
 
     def __init__(self) -> None:
         self._memory: dict[str, Floats] = {}
+        self._source: object = None
+        self._derived = np.empty(0)
 
     def floats(self, count: int, use: str) -> Floats:
         """`count` floats of any value, the same memory at each call for one use."""
@@ -51,6 +57,12 @@ class Workspace:
         if memory is None or len(memory) < count:
             memory = self._memory[use] = np.empty(count)
         return memory[:count]
+
+    def derived(self, source: Source, derive: Callable[[Source], Floats]) -> Floats:
+        """A copy of what is derived from a tuple, which is derived anew only when another tuple comes."""
+        if self._source is not source:
+            self._derived, self._source = derive(source), source
+        return self._derived.copy()
 
 
 def ranked(
