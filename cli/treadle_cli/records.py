@@ -41,6 +41,18 @@ class VersionSpanRecord:
 
 
 @dataclass(frozen=True)
+class ForecastRecord:
+    """A forecast of what was left after `turn` steps: asked for when the last of them ended, or the trajectory was
+    opened. next_queued_s: when the next step was in an engine's queue, None where there was none."""
+
+    turn: int
+    model_version: str
+    asked_s: float
+    came_s: float
+    next_queued_s: float | None
+
+
+@dataclass(frozen=True)
 class TrajectoryRecord:
     """One trajectory of one arm. loss_mask is 1 where the policy sampled, and logprobs are 0.0 where it did not."""
 
@@ -64,6 +76,7 @@ class TrajectoryRecord:
     migrations: int
     lost_engines: int  # steps that went on elsewhere because their engine was lost
     spans: tuple[SpanRecord, ...]
+    forecasts: tuple[ForecastRecord, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -169,7 +182,9 @@ def _trajectory_from(fields: dict[str, Any]) -> TrajectoryRecord:
     lists = {name: tuple(fields[name]) for name in ("token_ids", "logprobs", "loss_mask")}
     spans = tuple(SpanRecord(**span) for span in fields["spans"])
     versions = tuple(VersionSpanRecord(**span) for span in fields["version_spans"])
-    trajectory = TrajectoryRecord(**{**fields, **lists, "spans": spans, "version_spans": versions})
+    forecasts = tuple(ForecastRecord(**forecast) for forecast in fields.get("forecasts", ()))
+    parts = {"spans": spans, "version_spans": versions, "forecasts": forecasts}
+    trajectory = TrajectoryRecord(**{**fields, **lists, **parts})
     if not len(trajectory.token_ids) == len(trajectory.logprobs) == len(trajectory.loss_mask):
         raise TypeError("token_ids, logprobs and loss_mask differ in length")
     return trajectory

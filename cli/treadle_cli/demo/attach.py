@@ -51,7 +51,7 @@ async def run_attached(plan: AttachPlan, console: Console, hurry: asyncio.Event)
     hearing = listening(plan.nats_url, display.note) if plan.nats_url else contextlib.nullcontext(Heard())
     async with hearing as heard:
         played = await play(plan.scheduler, Work(ARM, prompts, plan.samples, chat, plan.tool_latency_s), display)
-    records = played.records(heard.migrations)
+    records = played.records(heard)
     arm = ArmRecord(
         arm=ARM,
         title="Rollout",

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from treadle import TrajectoryResult
 from treadle.telemetry.v1.facts_pb2 import MigrationEnded
 
+from treadle_cli.demo.facts import Heard
+from treadle_cli.demo.forecasts import forecasts_of
 from treadle_cli.records import SpanRecord, TrajectoryRecord, VersionSpanRecord
 
 
@@ -14,15 +16,17 @@ def trajectory_records(
     results: Sequence[TrajectoryResult],
     opened_s: Mapping[tuple[str, int], float],
     tasks: Mapping[str, str],
-    migrations: Sequence[MigrationEnded],
+    heard: Heard,
 ) -> list[TrajectoryRecord]:
     """One record a result. started_s, opened_s: unix time; opened_s by (prompt, sample); tasks: kind by prompt."""
+    opened_by_id = {r.trajectory_id: opened_s.get((r.prompt_id, r.sample), started_s) for r in results}
+    forecasts = forecasts_of(heard.forecasts, heard.steps, opened_by_id, started_s)
     moves: dict[str, list[MigrationEnded]] = {}
-    for migration in migrations:
+    for migration in heard.migrations:
         moves.setdefault(migration.trajectory_id, []).append(migration)
     records = []
     for result in results:
-        opened = opened_s.get((result.prompt_id, result.sample), started_s) - started_s
+        opened = opened_by_id[result.trajectory_id] - started_s
         own_moves = moves.get(result.trajectory_id, [])
         records.append(
             TrajectoryRecord(
@@ -49,6 +53,7 @@ def trajectory_records(
                 migrations=sum(migration.moved for migration in own_moves),
                 lost_engines=sum(len(step.engine_ids) - 1 for step in result.steps),
                 spans=_spans(result, own_moves, started_s),
+                forecasts=forecasts.get(result.trajectory_id, ()),
             )
         )
     return records

@@ -1,4 +1,4 @@
-"""Listens to the mesh's facts for what no client sees: migrations and lost engines.
+"""Listens to the mesh's facts for what no client sees: migrations, lost engines and forecasts.
 
 A plain core subscription, not a durable one: the listener is there before the arm starts and forgets with it.
 """
@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 import nats
 from google.protobuf.message import DecodeError
 from nats.aio.msg import Msg
-from treadle.telemetry.v1.facts_pb2 import Fact, MigrationEnded
+from treadle.telemetry.v1.facts_pb2 import Fact, MigrationEnded, TrajectoryPredicted
+
+from treadle_cli.demo.forecasts import StepTimes
 
 ALL_FACTS = "treadle.facts.>"
 
@@ -21,6 +23,8 @@ class Heard:
 
     migrations: list[MigrationEnded] = field(default_factory=list)
     lost_engines: list[tuple[float, str, str]] = field(default_factory=list)  # unix time, engine id, reason
+    forecasts: list[tuple[float, TrajectoryPredicted]] = field(default_factory=list)  # with unix time
+    steps: StepTimes = field(default_factory=StepTimes)
     seen: set[str] = field(default_factory=set)
 
     def take(self, fact: Fact) -> None:
@@ -28,12 +32,15 @@ class Heard:
         if fact.fact_id in self.seen:
             return
         self.seen.add(fact.fact_id)
+        self.steps.take(fact)
         if fact.HasField("migration_ended"):
             self.migrations.append(fact.migration_ended)
         elif fact.HasField("engine_lost"):
             self.lost_engines.append(
                 (fact.time.ToMicroseconds() / 1e6, fact.engine_lost.engine_id, fact.engine_lost.reason)
             )
+        elif fact.HasField("trajectory_predicted"):
+            self.forecasts.append((fact.time.ToMicroseconds() / 1e6, fact.trajectory_predicted))
 
 
 @asynccontextmanager

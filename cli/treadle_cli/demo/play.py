@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from treadle import Client, Prompt, RolloutEvent, Timeouts, TrajectoryResult
-from treadle.telemetry.v1.facts_pb2 import MigrationEnded
 
 from treadle_cli.demo.agents import Player
 from treadle_cli.demo.chatml import ChatML
 from treadle_cli.demo.collect import trajectory_records
+from treadle_cli.demo.facts import Heard
 from treadle_cli.demo.live import LiveBoard
 from treadle_cli.records import TrajectoryRecord
 
@@ -36,10 +36,10 @@ class Played:
     results: Sequence[TrajectoryResult]
     opened_s: dict[tuple[str, int], float]
 
-    def records(self, migrations: Sequence[MigrationEnded]) -> list[TrajectoryRecord]:
-        """As the run's folder keeps them; `migrations` as the bus told of them."""
+    def records(self, heard: Heard) -> list[TrajectoryRecord]:
+        """As the run's folder keeps them, with what the bus told."""
         kinds = {prompt.id: str(prompt.data.kind) for prompt in self.work.prompts}
-        return trajectory_records(self.work.arm, self.started_s, self.results, self.opened_s, kinds, migrations)
+        return trajectory_records(self.work.arm, self.started_s, self.results, self.opened_s, kinds, heard)
 
 
 async def play(scheduler: str, work: Work, display: LiveBoard) -> Played:

@@ -107,7 +107,7 @@ async def _run_arm(
     async with listening(mesh.nats_url, display.note) as heard:
         played = await play(mesh.where.scheduler, work, display)
     others_share = others.share()
-    records = played.records(heard.migrations)
+    records = played.records(heard)
     record = ArmRecord(
         arm=arm.name,
         title=arm.title,

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from treadle_cli.records import ArmRecord, SpanRecord, TrajectoryRecord
+from treadle_cli.report.forecasting import ForecastFigures, forecast_figures
 
 PRECEDENCE = ("decode", "prefill", "queue", "tool", "migration")
 OTHER = "other"  # control-plane calls, transfer, and the agent's own code
@@ -49,6 +50,7 @@ class ArmFigures:
     hidden_migration_s: float
     engine_last_token_s: dict[str, float]
     other_programs_share: float
+    forecasts: ForecastFigures
 
     def as_json(self) -> dict[str, Any]:
         """For summary.json."""
@@ -95,6 +97,7 @@ def arm_figures(arm: ArmRecord, trajectories: Sequence[TrajectoryRecord]) -> Arm
         hidden_migration_s=max(0.0, migration_s - total["migration"]),
         engine_last_token_s=_engine_ends(trajectories),
         other_programs_share=arm.other_programs_share,
+        forecasts=forecast_figures(trajectories),
     )
 
 

@@ -7,13 +7,15 @@ it does not flatter. Pure.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from treadle_cli.report.accounting import KINDS, ArmFigures
 
 NOTABLE = 0.02  # relative difference below which two figures of one run count as equal
 
-FLOORS = {"s": 0.5, "%": 0.02}  # differences that no reader cares about: half a second, two points
+# Differences that no reader cares about: half a second, a few milliseconds of a call, two points.
+FLOORS = {"s": 0.5, "ms": 5.0, "%": 0.02}
 
 Better = Literal["lower", "higher", ""]
 
@@ -58,10 +60,7 @@ class Row:
 
 def rows(figures: Sequence[ArmFigures]) -> list[Row]:
     """The comparison, most important first."""
-
-    def row(label: str, pick: Callable[[ArmFigures], float], unit: str, better: Better) -> Row:
-        return Row(label, tuple(float(pick(arm)) for arm in figures), unit, better)
-
+    row = partial(_row, figures)
     return [
         row("makespan", lambda a: a.makespan_s, "s", "lower"),
         row("median trajectory ends at", lambda a: a.median_finish_s, "s", "lower"),
@@ -77,6 +76,19 @@ def rows(figures: Sequence[ArmFigures]) -> list[Row]:
         row("migrations called off or failed", lambda a: a.failed_migrations, "", "lower"),
         row("cores taken by other programs", lambda a: a.other_programs_share, "%", ""),
         row("steps that went on after an engine was lost", lambda a: a.lost_engines, "", ""),
+        *(forecast_rows(figures) if any(arm.forecasts.forecasts for arm in figures) else []),
+    ]
+
+
+def forecast_rows(figures: Sequence[ArmFigures]) -> list[Row]:
+    """What the predictor did, and that no step waited for it (`forecasting`)."""
+    row = partial(_row, figures)
+    return [
+        row("forecasts", lambda a: a.forecasts.forecasts, "", ""),
+        row("forecasts by a learned model", lambda a: a.forecasts.learned, "", ""),
+        row("from a step's end to its forecast, median", lambda a: 1e3 * a.forecasts.forecast_s, "ms", ""),
+        row("from a tool's end to an engine's queue, median", lambda a: 1e3 * a.forecasts.queued_s, "ms", "lower"),
+        row("steps in a queue before their forecast came", lambda a: a.forecasts.overtaken, "", ""),
     ]
 
 
@@ -108,6 +120,12 @@ def headline(figures: Sequence[ArmFigures], titles: Sequence[str]) -> str:
         return f"{titles[-1]} and {titles[0]} {even}: {last:.1f} s and {first:.1f} s."
     change = f"{100 * abs(first - last) / first:.0f} % {'sooner' if last < first else 'later'}"
     return f"{titles[-1]} finished {change} than {titles[0]}: {last:.1f} s against {first:.1f} s."
+
+
+def _row(
+    figures: Sequence[ArmFigures], label: str, pick: Callable[[ArmFigures], float], unit: str, better: Better
+) -> Row:
+    return Row(label, tuple(float(pick(arm)) for arm in figures), unit, better)
 
 
 def _idle_s(arm: ArmFigures) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from treadle_cli.records import Run, RunRecord, TrajectoryRecord
+from treadle_cli.records import ForecastRecord, Run, RunRecord, TrajectoryRecord
 from treadle_cli.report.accounting import ArmFigures
 from treadle_cli.report.comparison import Row, headline, losses, rows, time_rows
 from treadle_cli.report.palette import COLOURS, GRID, INK, MEANINGS, row_label
@@ -122,6 +122,7 @@ def _gantt(run: Run) -> go.Figure:
                 col=1,
             )
         figure.add_trace(_moves(trajectories, legend=panel == len(arms)), row=panel, col=1)
+        figure.add_trace(_forecasts(trajectories, legend=panel == len(arms)), row=panel, col=1)
         figure.add_vline(x=arm.makespan_s, line={"color": INK, "width": 1, "dash": "dash"}, row=panel, col=1)
         labels = [row_label(trajectory) for trajectory in trajectories]
         figure.update_yaxes(
@@ -181,6 +182,32 @@ def _moves(trajectories: Sequence[TrajectoryRecord], *, legend: bool) -> go.Scat
         showlegend=legend,
         hovertemplate="moves to %{customdata} at %{x:.2f} s<extra></extra>",
     )
+
+
+def _forecasts(trajectories: Sequence[TrajectoryRecord], *, legend: bool) -> go.Scatter:
+    """Hidden until the reader asks for them: one a step is a lot."""
+    told = [(forecast, row) for row, t in enumerate(trajectories) for forecast in t.forecasts]
+    return go.Scatter(
+        x=[forecast.came_s for forecast, _ in told],
+        y=[row for _, row in told],
+        customdata=[_told(forecast) for forecast, _ in told],
+        mode="markers",
+        marker={"symbol": "line-ns-open", "size": 9, "color": INK},
+        name="forecast",
+        legendgroup="forecast",
+        showlegend=legend and bool(told),
+        visible="legendonly",
+        hovertemplate="%{customdata}<extra></extra>",
+    )
+
+
+def _told(forecast: ForecastRecord) -> str:
+    after_s = forecast.came_s - forecast.asked_s
+    said = f"forecast after {forecast.turn} steps by {html.escape(forecast.model_version)}, {after_s:.3f} s later"
+    if forecast.next_queued_s is None:
+        return said
+    ahead_s = forecast.next_queued_s - forecast.came_s
+    return f"{said}; the next step was queued {abs(ahead_s):.3f} s {'after' if ahead_s > 0 else 'before'} it came"
 
 
 def _table(table: Sequence[Row], titles: Sequence[str], *, swatches: bool = False) -> str:

@@ -1,0 +1,53 @@
+"""What a run's forecasts cost: whether any step waited for one.
+
+A forecast is asked for when a step has ended, and made while its tool runs. Had the next step waited, it would be in
+an engine's queue only after the forecast had come, so each that was there before is the proof that nothing waits; and
+the way from a tool's end to a queue would be as long as a forecast takes. Pure functions.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from treadle_cli.records import ForecastRecord, TrajectoryRecord
+
+# How versions of what is no learned model begin (`treadle_core.estimator`).
+COUNTED = ("prior", "history", "siblings")
+
+
+@dataclass(frozen=True)
+class ForecastFigures:
+    """learned: made by a learned model. overtaken: of `forecasts`, came when the next step was in a queue already.
+    forecast_s: median from the end of a step to its forecast; queued_s: median from the end of a tool call to the next
+    step in an engine's queue, the wait for room included."""
+
+    forecasts: int = 0
+    learned: int = 0
+    overtaken: int = 0
+    forecast_s: float = 0.0
+    queued_s: float = 0.0
+
+
+def is_learned(forecast: ForecastRecord) -> bool:
+    """Whether a learned model made it."""
+    return bool(forecast.model_version) and forecast.model_version.split("-")[0] not in COUNTED
+
+
+def forecast_figures(trajectories: Sequence[TrajectoryRecord]) -> ForecastFigures:
+    """Of one arm; zeros where nothing was told."""
+    told = [forecast for trajectory in trajectories for forecast in trajectory.forecasts]
+    after_tools = [wait_s for trajectory in trajectories for wait_s in _waits_s(trajectory)]
+    return ForecastFigures(
+        forecasts=len(told),
+        learned=sum(map(is_learned, told)),
+        overtaken=sum(f.next_queued_s is not None and f.next_queued_s < f.came_s for f in told),
+        forecast_s=statistics.median([f.came_s - f.asked_s for f in told]) if told else 0.0,
+        queued_s=statistics.median(after_tools) if after_tools else 0.0,
+    )
+
+
+def _waits_s(trajectory: TrajectoryRecord) -> list[float]:
+    """From the end of each turn's tool to the next step in a queue."""
+    tool_ends_s = {span.turn: span.end_s for span in trajectory.spans if span.kind == "tool"}
+    queued_s = {f.turn: f.next_queued_s for f in trajectory.forecasts if f.next_queued_s is not None}
+    return [queued_s[turn + 1] - end_s for turn, end_s in tool_ends_s.items() if turn + 1 in queued_s]
