@@ -241,13 +241,22 @@ def fit(
 
 
 @app.command()
-def trace(run: Annotated[Path, typer.Argument(help="Folder of a finished run, runs/<id>.")]) -> None:
+def trace(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run, runs/<id>.")],
+    traces: Annotated[
+        Path | None, typer.Option(help="Write the run's trajectories to this trace file (docs/traces.md) instead.")
+    ] = None,
+) -> None:
     """Draw the report of a finished run again, from its trajectories.jsonl and summary.json."""
     from treadle_cli.report.render import render
+    from treadle_cli.run_traces import write_run
 
     try:
-        render(run, out)
-    except RecordError as error:
+        if traces is None:
+            render(run, out)
+        else:
+            typer.echo(f"{traces}: {write_run(run, traces)} trajectories")
+    except (RecordError, OSError) as error:
         exits.end(error)
 
 

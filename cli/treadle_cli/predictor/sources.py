@@ -31,7 +31,7 @@ def read_source(path: Path, tokenizer: Path | None = None) -> list[Transcript]:
     UsageProblem, RecordError, TraceFileError, TranscriptFileError."""
     if path.is_dir():
         run = read_run(path)
-        return transcripts_of_run(run, _tokenizer(tokenizer, run.record.model))
+        return transcripts_of_run(run, tokenizer_of(run.record.model, tokenizer))
     if not path.exists():
         raise UsageProblem(f"{path} is not there: name trace files, transcript files or folders of finished runs")
     if _holds_transcripts(path):
@@ -59,15 +59,14 @@ def transcripts_of_run(run: Run, tokenizer: Tokenizer | None = None) -> list[Tra
     """Each arm as a rollout; what sampled nothing is left out. Prompts of another seed are other prompts."""
     found = []
     for record in run.trajectories:
-        rollout_id = f"{run.record.run_id}/{record.arm}"
         spans = [(sampled, list(ids)) for sampled, ids in _spans(record)]
         if not any(sampled for sampled, _ in spans):
             continue
         prompt = [] if spans[0][0] else spans.pop(0)[1]
         found.append(
             Transcript(
-                f"{rollout_id}/{record.trajectory_id}",
-                rollout_id,
+                run_id_of(run, record),
+                f"{run.record.run_id}/{record.arm}",
                 f"{run.record.seed}/{record.prompt_id}",
                 len(prompt),
                 tuple(_turns(spans, tokenizer)),
@@ -77,6 +76,11 @@ def transcripts_of_run(run: Run, tokenizer: Tokenizer | None = None) -> list[Tra
             )
         )
     return found
+
+
+def run_id_of(run: Run, record: TrajectoryRecord) -> str:
+    """What a trajectory is called among those of many runs."""
+    return f"{run.record.run_id}/{record.arm}/{record.trajectory_id}"
 
 
 def _spans(record: TrajectoryRecord) -> list[tuple[bool, list[int]]]:
@@ -97,7 +101,8 @@ def _text(tokenizer: Tokenizer | None, ids: Sequence[int]) -> str:
     return "" if tokenizer is None else str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
-def _tokenizer(named: Path | None, model: str) -> Tokenizer | None:
+def tokenizer_of(model: str, named: Path | None = None) -> Tokenizer | None:
+    """Of a run's model, or of the folder named instead; None where it is not on this machine. Raises UsageProblem."""
     if named is not None and not (named / "tokenizer.json").is_file():
         raise UsageProblem(f"--tokenizer {named}: holds no tokenizer.json; name the folder of the run's model")
     own = default_model_folder() if model == DEFAULT_MODEL else Path(model)
