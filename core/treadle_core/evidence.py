@@ -10,7 +10,7 @@ Owner: one event loop; there is no lock.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from treadle_core.survival import TOKEN_KNOTS, TURN_KNOTS, Tally
@@ -46,7 +46,8 @@ class Running:
 @dataclass(frozen=True, slots=True)
 class Ended:
     """A closed trajectory. `own_end`: it finished by itself; otherwise it was cut (a cap, a failure, no longer
-    wanted) and would have been longer: censored, not short."""
+    wanted) and would have been longer: censored, not short. weight_version: of the policy that sampled it, None where
+    it is not known."""
 
     trajectory_id: str
     rollout_id: str
@@ -54,6 +55,7 @@ class Ended:
     gen_tokens: int
     turns: int
     own_end: bool
+    weight_version: int | None = None
 
 
 @dataclass(slots=True)
@@ -62,6 +64,26 @@ class Group:
 
     running: dict[str, Running] = field(default_factory=dict)
     ended: dict[str, Ended] = field(default_factory=dict)
+
+
+class Versions:
+    """The weight versions of ended trajectories; those that have none are left out."""
+
+    def __init__(self, ended: Iterable[Ended] = ()) -> None:
+        self._sum = self._count = 0
+        for each in ended:
+            self.add(each)
+
+    def add(self, ended: Ended, times: int = 1) -> None:
+        """-1 times takes it away again."""
+        if ended.weight_version is not None:
+            self._sum += times * ended.weight_version
+            self._count += times
+
+    @property
+    def mean(self) -> float | None:
+        """None where there are none."""
+        return self._sum / self._count if self._count else None
 
 
 GroupKey = tuple[str, str]
@@ -80,6 +102,7 @@ class Evidence:
         # far in tokens are those that sample much a turn, and counted as censored they make everything look too long.
         self.tokens = Tally(TOKEN_KNOTS)
         self.turns = Tally(TURN_KNOTS)
+        self._versions = Versions()  # of the same
         self.closed_total = 0
         self.revision = 0  # moves with every change
 
@@ -138,6 +161,14 @@ class Evidence:
         """The newest ended trajectories of a prompt, of all its rollouts, oldest first."""
         return self._prompts.get(prompt_id, OrderedDict[str, Ended]()).values()
 
+    def sampled_by(self, trajectory_id: str, prompt_id: str) -> float | None:
+        """The mean weight version of those that speak of a trajectory: its ended siblings, else what ended of its
+        prompt, else all that ended. None where of these none has one."""
+        found = self.group_of(trajectory_id, prompt_id)
+        siblings = found[1].ended.values() if found is not None else ()
+        own = siblings or self.ended_of_prompt(prompt_id)
+        return Versions(own).mean if own else self._versions.mean
+
     @property
     def ended_kept(self) -> int:
         """How many ended trajectories of all prompts are in `tokens` and `turns`."""
@@ -175,6 +206,7 @@ class Evidence:
     def _count(self, ended: Ended, times: int) -> None:
         self.tokens.add(ended.gen_tokens, own_end=ended.own_end, times=times)
         self.turns.add(ended.turns, own_end=ended.own_end, times=times)
+        self._versions.add(ended, times)
         self.revision += 1
 
     def _has_ended(self, trajectory_id: str, rollout_id: str, prompt_id: str) -> bool:

@@ -28,7 +28,7 @@ from treadle_learned.features import FEATURES
 from treadle_learned.head import QuantileHead
 from treadle_learned.reading import Bounds
 
-FORMAT = 2
+FORMAT = 3
 ABOUT, HEAD = "predictor.json", "head.safetensors"
 
 

@@ -3,7 +3,7 @@ estimators without a model make of them.
 
 Purpose: what joins the text in the learned predictor (Heddle 4.1 has text alone), and all that the gradient-boosted
 baseline sees. Invariants: nothing that is known later than the moment; the vector has one entry a name of FEATURES, in
-their order, all finite. Counts of tokens and turns are ln(1 + x).
+their order, all finite. Counts of tokens, turns and versions are ln(1 + x).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ FEATURES = (
     "forecast_tokens_p90",
     "forecast_turns_p50",
     "forecast_source",
+    "versions_behind",
 )
 
 
@@ -58,10 +59,22 @@ class Steps:
         return Steps(gen_tokens, max(self.longest_tokens, gen_tokens), obs_tokens)
 
 
+def versions_behind(now: int | None, sampled_by: float | None) -> float:
+    """By how many versions the policy's weights have moved on since they sampled what is known of a trajectory
+    (`Evidence.sampled_by`): as they learn, lengths drift. 0 where either is not known."""
+    return 0.0 if now is None or sampled_by is None else max(0.0, now - sampled_by)
+
+
 def features(
-    progress: Progress, steps: Steps, ended: Collection[Ended], running: Collection[Running], forecast: Forecast
+    progress: Progress,
+    steps: Steps,
+    ended: Collection[Ended],
+    running: Collection[Running],
+    forecast: Forecast,
+    behind: float = 0.0,
 ) -> Vector:
-    """The vector. ended, running: of its group, itself left out; forecast: of the estimators without a model."""
+    """The vector. ended, running: of its group, itself left out; forecast: of the estimators without a model; behind:
+    `versions_behind`."""
     room = max(0, progress.max_total_tokens - progress.gen_tokens) if progress.max_total_tokens else 0
     ahead = sum(each.gen_tokens > progress.gen_tokens for each in running)
     tokens, turns = forecast.remaining_tokens, forecast.remaining_turns
@@ -87,5 +100,6 @@ def features(
         math.log1p(tokens.p90),
         math.log1p(turns.p50),
         float(forecast.source),
+        math.log1p(behind),
     )
     return np.array(values, np.float32)

@@ -16,7 +16,7 @@ import numpy as np
 from treadle_core.estimator import FirstThatAnswers, Forecast, Prior, Progress, learned_from
 from treadle_core.evidence import Ended, Evidence
 
-from treadle_learned.features import Steps, Vector, features
+from treadle_learned.features import Steps, Vector, features, versions_behind
 from treadle_learned.transcript import Transcript
 
 QUARTERS = 4
@@ -97,6 +97,7 @@ def ended(transcript: Transcript) -> Ended:
         transcript.gen_tokens,
         len(transcript.turns),
         own_end=not transcript.censored,
+        weight_version=transcript.version_number,
     )
 
 
@@ -134,11 +135,13 @@ class _Track:
         assert found is not None, "it was opened"
         group = found[1]
         running = [each for name, each in group.running.items() if name != transcript.trajectory_id]
+        sampled_by = evidence.sampled_by(transcript.trajectory_id, transcript.prompt_id)
+        behind = versions_behind(transcript.version_number, sampled_by)
         return Moment(
             index=self.index,
             turn=turn,
             gen_tokens=self._gen_tokens,
-            features=features(progress, self._steps, group.ended.values(), running, forecast),
+            features=features(progress, self._steps, group.ended.values(), running, forecast, behind),
             forecast=forecast,
             remaining_tokens=transcript.gen_tokens - self._gen_tokens,
             remaining_turns=len(transcript.turns) - turn,

@@ -39,6 +39,11 @@ class Transcript:
         return sum(turn.gen_tokens for turn in self.turns)
 
     @property
+    def version_number(self) -> int | None:
+        """Of weights that are numbered, as RL loops number them; None of others, whose distance nobody knows."""
+        return int(self.weight_version) if self.weight_version.isdecimal() else None
+
+    @property
     def has_text(self) -> bool:
         """Whether it says anything at all."""
         return bool(self.prompt) or any(turn.text for turn in self.turns)

@@ -110,3 +110,13 @@ def test_memory_is_bounded_whatever_comes(monkeypatch: pytest.MonkeyPatch) -> No
     assert evidence.known_prompts == 5
     assert evidence.closed_total == sum(1 for number in range(200) if number % 3)
     assert all(len(evidence.ended_of_prompt(f"p{number}")) <= 5 for number in range(9))
+
+
+def test_the_versions_of_all_are_those_of_the_newest_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_OF_ALL", 2)
+    evidence = Evidence()
+    assert evidence.sampled_by("t", "p") is None
+    for number, version in enumerate((1, None, 5)):
+        evidence.closed(Ended(f"t{number}", "r", f"p{number}", 9, 1, own_end=True, weight_version=version))
+    assert evidence.sampled_by("t", "p") == 5.0
+    assert evidence.sampled_by("t", "p1") is None

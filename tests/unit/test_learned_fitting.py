@@ -51,7 +51,7 @@ def test_it_learns_what_the_text_says_and_not_where_there_is_none() -> None:
 
 
 def test_its_quantiles_hold_what_they_say_on_what_it_never_saw() -> None:
-    head = fit(synthetic(1_000, 1), synthetic(500, 2), HIDDEN, QUICK).head
+    head = fit(synthetic(1_000, 1), synthetic(2_000, 2), HIDDEN, QUICK).head
     test = synthetic(2_000, 3)
     quantiles = head(test.hidden, test.features, test.has_text)
     for at, level in enumerate((0.1, 0.5, 0.9)):
