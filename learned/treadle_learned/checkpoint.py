@@ -64,6 +64,7 @@ def save(checkpoint: Checkpoint, folder: Path) -> Path:
         "fingerprint": checkpoint.fingerprint,
         "reads_text": checkpoint.reads_text,
         "hidden_size": checkpoint.hidden_size,
+        "members": checkpoint.head.members,
         "bounds": asdict(checkpoint.bounds),
         "features": list(FEATURES),
         "head_sha256": hashlib.sha256(weights).hexdigest(),
@@ -96,7 +97,7 @@ def load(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{folder / HEAD}: is not the file that was saved (checksum); export the predictor again")
     if about["features"] != list(FEATURES):
         raise CheckpointError(f"{folder / ABOUT}: features: was fitted with others than are computed here; fit again")
-    head = QuantileHead(about["hidden_size"])
+    head = QuantileHead(about["hidden_size"], about["members"])
     try:
         head.load_state_dict(load_tensors(weights))
     except (SafetensorError, RuntimeError) as error:
@@ -175,6 +176,7 @@ def _about(folder: Path) -> dict[str, Any]:
         "fingerprint": str,
         "reads_text": bool,
         "hidden_size": int,
+        "members": int,
         "bounds": dict,
         "features": list,
         "head_sha256": str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -21,13 +22,14 @@ Track = Callable[[Iterable[int], int], Iterable[int]]  # a progress bar: what to
 @dataclass(frozen=True)
 class Examples:
     """n questions. hidden [n, hidden_size]; features [n, FEATURES]; has_text bool [n]; targets [n, 2]: ln(1 + remaining
-    tokens), ln(1 + remaining turns), at least that where censored, bool [n]."""
+    tokens), ln(1 + remaining turns), at least that where censored, bool [n]; prompts [n]: a number for each."""
 
     hidden: Tensor
     features: Tensor
     has_text: Tensor
     targets: Tensor
     censored: Tensor
+    prompts: Tensor
 
     def __len__(self) -> int:
         return len(self.features)
@@ -40,6 +42,7 @@ class Examples:
             self.has_text[which],
             self.targets[which],
             self.censored[which],
+            self.prompts[which],
         )
 
 
@@ -52,6 +55,7 @@ def examples(moments: Sequence[Moment], hidden: Tensor, has_text: Sequence[bool]
         torch.tensor(has_text),
         torch.log1p(torch.tensor(answers, dtype=torch.float32)),
         torch.tensor([moment.censored for moment in moments]),
+        torch.tensor([zlib.crc32(moment.prompt_id.encode()) for moment in moments]),
     )
 
 

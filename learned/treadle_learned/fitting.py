@@ -1,28 +1,24 @@
 """Fits the head to hidden states that are computed already: the backbone stays as it is, or has been trained before.
 
-Purpose: seconds instead of hours where there is no GPU. Invariants: validation examples are never trained on; what
-comes back is the best epoch's head by their pinball loss, then set right by calibration; the same seed gives the same
-head.
+Purpose: seconds instead of hours where there is no GPU. Every member of the head is fitted without a fold of the
+prompts, all at once. Invariants: a member is never fitted on its fold; what comes back is the head of the epoch that
+was best on what each has not seen, then set right by calibration (`calibration`); the same seed gives the same head.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.optim import AdamW
 
+from treadle_learned.calibration import FEWEST, calibrate, unseen
 from treadle_learned.epochs import Bar, State, run, silent
 from treadle_learned.errors import TooFewError
 from treadle_learned.examples import Examples
-from treadle_learned.head import BANDS, QuantileHead, band_of, pinball
-from treadle_learned.scores import QUANTILES
-
-FEWEST = 8  # examples of either part
-BAND_WEIGHT = 300  # examples of a band that count as much as all others: those of one prompt err together
+from treadle_learned.head import QuantileHead, pinball
 
 
 @dataclass(frozen=True)
@@ -39,16 +35,17 @@ class Fitting:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A head, the epoch it is of, and its validation loss before calibration."""
+    """A head, the epoch it is of, and its loss before calibration on what its members were not fitted on."""
 
     head: QuantileHead
     epoch: int
     loss: float
 
 
-def fit(train: Examples, validation: Examples, hidden_size: int, how: Fitting | None = None) -> Fitted:
-    """Raises TooFewError."""
-    work = Fit(train, validation, hidden_size, how)
+def fit(examples: Examples, folds: Tensor, hidden_size: int, how: Fitting | None = None) -> Fitted:
+    """folds [n]: the member that is fitted without the example, from 0; below 0 for none. A prompt's are of one. Raises
+    TooFewError."""
+    work = Fit(examples, folds, hidden_size, how)
     run(work, "head")
     return work.fitted()
 
@@ -56,19 +53,22 @@ def fit(train: Examples, validation: Examples, hidden_size: int, how: Fitting | 
 class Fit:
     """`fit` an epoch at a time (`epochs.Epochs`). Raises TooFewError."""
 
-    def __init__(self, train: Examples, validation: Examples, hidden_size: int, how: Fitting | None = None) -> None:
-        for name, part in (("training", train), ("validation", validation)):
-            if len(part) < FEWEST:
-                raise TooFewError(f"{len(part)} {name} examples, at least {FEWEST} are needed: harvest more rollouts")
-        self._train, self._validation = train, validation
+    def __init__(self, examples: Examples, folds: Tensor, hidden_size: int, how: Fitting | None = None) -> None:
+        members = int(folds.max()) + 1 if len(folds) else 0
+        self._fitted_on = folds != torch.arange(members)[:, None]  # [members, n]
+        fewest = min(map(int, self._fitted_on.sum(dim=1)), default=0)
+        for name, count in (("training", fewest), ("validation", int((folds >= 0).sum()))):
+            if count < FEWEST:
+                raise TooFewError(f"{count} {name} examples, at least {FEWEST} are needed: harvest more rollouts")
+        self._examples, self._folds = examples, folds
         self._how = how = how or Fitting()
         self.epoch = 0
         torch.manual_seed(how.seed)
         self._order = torch.Generator().manual_seed(how.seed)
-        self._head = QuantileHead(hidden_size)
-        self._head.scale_to(train.features)
+        self._head = QuantileHead(hidden_size, members)
+        self._head.scale_to(examples.features[self._fitted_on.any(dim=0)])
         self._optimizer = AdamW(self._head.parameters(), lr=how.learning_rate, weight_decay=how.weight_decay)
-        self._best = Fitted(copy.deepcopy(self._head).eval(), 0, loss_of(self._head, validation))
+        self._best = Fitted(copy.deepcopy(self._head).eval(), 0, loss_unseen(self._head, examples, folds))
         self._draws = torch.get_rng_state()  # of dropout: whoever else draws between epochs changes nothing
 
     @property
@@ -86,15 +86,15 @@ class Fit:
         del bar
         torch.set_rng_state(self._draws)
         self._head.train()
-        for rows in torch.randperm(len(self._train), generator=self._order).split(self._how.batch):
-            batch = self._train.of(rows)
-            quantiles = self._head(batch.hidden, batch.features, batch.has_text)
+        for rows in torch.randperm(len(self._examples), generator=self._order).split(self._how.batch):
+            batch, fitted_on = self._examples.of(rows), self._fitted_on[:, rows]
+            loss = pinball(self._head.each(batch.hidden, batch.features, batch.has_text), batch.targets, batch.censored)
             self._optimizer.zero_grad()
-            pinball(quantiles, batch.targets, batch.censored).backward()
+            (loss * fitted_on).sum().div(max(1, int(fitted_on.sum()))).backward()
             self._optimizer.step()
         self._draws = torch.get_rng_state()
         self.epoch += 1
-        now = loss_of(self._head, self._validation)
+        now = loss_unseen(self._head, self._examples, self._folds)
         if now < self._best.loss:
             self._best = Fitted(copy.deepcopy(self._head).eval(), self.epoch, now)
 
@@ -122,7 +122,7 @@ class Fit:
 
     def fitted(self) -> Fitted:
         """The best so far, set right by calibration; its loss is of before."""
-        calibrate(self._best.head, self._validation)
+        calibrate(self._best.head, self._examples, self._folds)
         return self._best
 
 
@@ -131,39 +131,10 @@ def loss_of(head: QuantileHead, examples: Examples) -> float:
     """The pinball loss over tokens and turns."""
     head.eval()
     quantiles = head(examples.hidden, examples.features, examples.has_text)
-    return float(pinball(quantiles, examples.targets, examples.censored))
+    return float(pinball(quantiles, examples.targets, examples.censored).mean())
 
 
-def calibrate(head: QuantileHead, examples: Examples) -> None:
-    """Shifts each quantile so that on these examples it is what it says. See `calibrate_across`."""
-    calibrate_across(head, [(head, examples)])
-
-
-@torch.inference_mode()
-def calibrate_across(head: QuantileHead, held_out: Sequence[tuple[QuantileHead, Examples]]) -> None:
-    """Shifts each quantile of `head` by what it takes on examples that each of some heads, fitted alike, was not fitted
-    on (split conformal, Romano et al. 2019, on each side by itself; pooled over heads as in cross-conformal, Vovk
-    2015). By steps seen (`head.BANDS`), drawn to the shift of all where a band has few. What is censored is left out;
-    fewer than FEWEST others shift nothing. The heads of `held_out` lose their shifts."""
-    over, bands = [], []
-    for other, examples in held_out:
-        other.get_buffer("shift").zero_()
-        whole = ~examples.censored
-        quantiles = other(examples.hidden, examples.features, examples.has_text)[whole]
-        over.append(examples.targets[whole][..., None] - quantiles)  # [n, targets, quantiles]
-        bands.append(band_of(examples.features)[whole])
-    errors, band = torch.cat(over), torch.cat(bands)
-    shift: Tensor = head.get_buffer("shift")
-    shift.zero_()
-    if len(errors) < FEWEST:
-        return
-    of_all = _quantiles(errors)
-    for at in range(len(BANDS)):
-        own = errors[band == at]
-        trust = len(own) / (len(own) + BAND_WEIGHT)
-        shift[at] = trust * _quantiles(own) + (1.0 - trust) * of_all if len(own) else of_all
-
-
-def _quantiles(errors: Tensor) -> Tensor:
-    """Of [n, targets, quantiles], each at its own level."""
-    return torch.stack([torch.quantile(errors[:, :, at], level, dim=0) for at, level in enumerate(QUANTILES)], dim=-1)
+def loss_unseen(head: QuantileHead, examples: Examples, folds: Tensor) -> float:
+    """The same before calibration, of each by the member that was not fitted on it."""
+    judged, quantiles = unseen(head, examples, folds)
+    return float(pinball(quantiles, judged.targets, judged.censored).mean())

@@ -8,7 +8,6 @@ known of the future.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,15 +18,15 @@ from treadle_core.evidence import Ended, Evidence
 from treadle_learned.features import Steps, Vector, features, versions_behind
 from treadle_learned.transcript import Transcript
 
-QUARTERS = 4
-
 
 @dataclass(frozen=True)
 class Moment:
-    """A question: trajectory `index` of those replayed, after `turn` steps. remaining_tokens, remaining_turns: the
-    answer; at least that, where the transcript is censored. forecast: what the estimators without a model said."""
+    """A question: trajectory `index` of those replayed, of a prompt, after `turn` steps. remaining_tokens,
+    remaining_turns: the answer; at least that, where the transcript is censored. forecast: what the estimators without
+    a model said."""
 
     index: int
+    prompt_id: str
     turn: int
     gen_tokens: int
     features: Vector
@@ -68,21 +67,21 @@ def replay(
 
 def replay_apart(
     transcripts: Sequence[Transcript],
+    folds: Sequence[int],
     *,
     asked: Callable[[int], bool] = lambda turn: True,
     prior: Prior | None = None,
 ) -> list[Moment]:
-    """The moments of training transcripts: a quarter of the prompts at a time, the others ended before.
+    """The moments of training transcripts: a fold of the prompts at a time, the others ended before. folds: of each
+    transcript; a prompt's are of one.
 
     So they know as much of earlier trajectories as those that are asked about later will, and nothing of themselves;
     replayed all at once they would be a mesh's first, with a prior for history.
     """
-    quarters: list[list[int]] = [[] for _ in range(QUARTERS)]
-    for index, transcript in enumerate(transcripts):
-        quarters[zlib.crc32(transcript.prompt_id.encode()) % QUARTERS].append(index)
     moments: list[Moment] = []
-    for number, own in enumerate(quarters):
-        others = [transcripts[index] for at, each in enumerate(quarters) if at != number for index in each]
+    for number in sorted(set(folds)):
+        own = [index for index, fold in enumerate(folds) if fold == number]
+        others = [transcripts[index] for index, fold in enumerate(folds) if fold != number]
         found = replay([transcripts[index] for index in own], others, asked=asked, prior=prior)
         moments += [replace(moment, index=own[moment.index]) for moment in found]
     return moments
@@ -139,6 +138,7 @@ class _Track:
         behind = versions_behind(transcript.version_number, sampled_by)
         return Moment(
             index=self.index,
+            prompt_id=transcript.prompt_id,
             turn=turn,
             gen_tokens=self._gen_tokens,
             features=features(progress, self._steps, group.ended.values(), running, forecast, behind),

@@ -1,4 +1,4 @@
-"""What a training asks: the questions of the training prompts and of the validation prompts, with their answers.
+"""What a training asks: the questions of all prompts but those of the test, with their answers.
 
 Invariants: the test prompts are left out before anything else is looked at; what is drawn, where fewer are wanted, are
 whole transcripts, of as many prompts as there are.
@@ -12,21 +12,42 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from treadle_learned.calibration import FEWEST
 from treadle_learned.errors import TooFewError
-from treadle_learned.fitting import FEWEST
 from treadle_learned.head import pinball
-from treadle_learned.moments import Moment, replay, replay_apart
-from treadle_learned.split import Part, part_of, split
+from treadle_learned.moments import Moment, replay_apart
+from treadle_learned.split import VALIDATION, Part, fold_of, part_of, split
 from treadle_learned.transcript import Transcript
 
 
 @dataclass(frozen=True)
 class Questions:
-    """train, validation: moments, numbered by `transcripts`."""
+    """moments: numbered by `transcripts`. folds: of each moment the member of an ensemble that is fitted without it
+    (`split.fold_of`), below 0 for none."""
 
     transcripts: Sequence[Transcript]
-    train: Sequence[Moment]
-    validation: Sequence[Moment]
+    moments: Sequence[Moment]
+    folds: Sequence[int]
+
+    @property
+    def train(self) -> list[Moment]:
+        """Those that a backbone may be trained on."""
+        return [moment for moment, fold in zip(self.moments, self.folds, strict=True) if fold != VALIDATION]
+
+    @property
+    def validation(self) -> list[Moment]:
+        """The others."""
+        return [moment for moment, fold in zip(self.moments, self.folds, strict=True) if fold == VALIDATION]
+
+    @property
+    def judged(self) -> list[Moment]:
+        """Those that some member is fitted without."""
+        return [moment for moment, fold in zip(self.moments, self.folds, strict=True) if fold >= 0]
+
+    def for_one(self) -> Questions:
+        """The same for a single member, which is fitted without the validation prompts: a backbone that was trained has
+        read all others."""
+        return replace(self, folds=[fold if fold == VALIDATION else -1 for fold in self.folds])
 
     @property
     def has_text(self) -> bool:
@@ -49,19 +70,16 @@ class Questions:
 
 def questions(transcripts: Sequence[Transcript], seed: int = 0, most: int = 0) -> Questions:
     """`most`: at most so many, 0 for all. Raises TooFewError."""
-    parts = split(
-        drawn([each for each in transcripts if part_of(each.prompt_id, seed) is not Part.TEST], seed, most), seed
-    )
-    train, validation = parts[Part.TRAIN], parts[Part.VALIDATION]
-    for part in (Part.TRAIN, Part.VALIDATION):
-        count = sum(len(transcript.turns) for transcript in parts[part])
-        if count < FEWEST:
+    some = drawn([each for each in transcripts if part_of(each.prompt_id, seed) is not Part.TEST], seed, most)
+    for part, own in split(some, seed).items():
+        count = sum(len(transcript.turns) for transcript in own)
+        if part is not Part.TEST and count < FEWEST:
             prompts = len({transcript.prompt_id for transcript in transcripts})
             raise TooFewError(
                 f"{count} {part} tuples of {prompts} prompts in all, at least {FEWEST} are needed: harvest more"
             )
-    later = [replace(moment, index=len(train) + moment.index) for moment in replay(validation, train)]
-    return Questions([*train, *validation], replay_apart(train), later)
+    moments = replay_apart(some, [fold_of(transcript.prompt_id, seed) for transcript in some])
+    return Questions(some, moments, [fold_of(moment.prompt_id, seed) for moment in moments])
 
 
 def drawn(transcripts: Sequence[Transcript], seed: int, most: int) -> list[Transcript]:
@@ -87,9 +105,9 @@ def drawn(transcripts: Sequence[Transcript], seed: int, most: int) -> list[Trans
 
 
 def loss_without_a_model(moments: Sequence[Moment]) -> float:
-    """The loss that `fitting.loss_of` speaks of, over tokens and turns, of what the estimators without a model said."""
+    """What `fitting.loss_unseen` measures, over tokens and turns, of what the estimators without a model said."""
     said = [(moment.forecast.remaining_tokens, moment.forecast.remaining_turns) for moment in moments]
     quantiles = torch.tensor([[[each.p10, each.p50, each.p90] for each in both] for both in said], dtype=torch.float32)
     answers = torch.tensor([[moment.remaining_tokens, moment.remaining_turns] for moment in moments]).float()
     censored = torch.tensor([moment.censored for moment in moments])
-    return float(pinball(torch.log1p(quantiles), torch.log1p(answers), censored))
+    return float(pinball(torch.log1p(quantiles), torch.log1p(answers), censored).mean())

@@ -18,14 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers.utils import logging
 
 from treadle_learned.asking import told
 from treadle_learned.checkpoint import Checkpoint, load
 from treadle_learned.errors import LearnedError
-from treadle_learned.fitting import loss_of
+from treadle_learned.fitting import loss_unseen
 from treadle_learned.models_folder import ModelsFolder
-from treadle_learned.questions import questions
+from treadle_learned.questions import Questions, questions
 from treadle_learned.training import Training, train
 from treadle_learned.transcript import Transcript
 from treadle_learned.transcript_file import read_transcripts
@@ -36,8 +37,8 @@ PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 @dataclass(frozen=True)
 class Refit:
-    """What came of it. loss: over the validation questions; current_loss: of the version in use before on the same,
-    None where none was."""
+    """What came of it. loss: over the validation questions, of the member that was fitted without them; current_loss:
+    of the version in use before on the same, None where none was."""
 
     version: str
     promoted: bool
@@ -56,8 +57,9 @@ def refit(
     folder = models.current()
     current = None if folder is None else load(folder)
     found = train(transcripts, _how(version, current, seed, backbone), models.folder / version)
-    loss = min(found.notes["validation"][name] for name in ("learned", "numbers") if name in found.notes["validation"])
-    current_loss = None if current is None else _loss(current, transcripts, found.notes["seed"])
+    asked = questions(transcripts, found.notes["seed"])
+    loss = _loss(found, asked)
+    current_loss = None if current is None else _loss(current, asked)
     promoted = current_loss is None or loss < current_loss
     if promoted:
         models.promote(version)
@@ -73,9 +75,9 @@ def _how(version: str, current: Checkpoint | None, seed: int, backbone: str) -> 
     return Training(version, current.backbone, tuned=current.tuned, seed=seed, bounds=current.bounds)
 
 
-def _loss(current: Checkpoint, transcripts: list[Transcript], seed: int) -> float:
-    asked = questions(transcripts, seed)
-    return loss_of(current.head, told(current, asked.validation, asked.transcripts))
+def _loss(checkpoint: Checkpoint, asked: Questions) -> float:
+    judged = told(checkpoint, asked.validation, asked.transcripts)
+    return loss_unseen(checkpoint.head, judged, torch.zeros(len(judged), dtype=torch.long))
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -24,7 +24,6 @@ from treadle_learned.epochs import Bar, run, silent
 from treadle_learned.errors import TrainingError
 from treadle_learned.examples import Examples, States, examples
 from treadle_learned.fitting import Fit, Fitted, Fitting
-from treadle_learned.moments import Moment
 from treadle_learned.partial import Partial
 from treadle_learned.questions import Questions, loss_without_a_model, questions
 from treadle_learned.reading import Bounds
@@ -74,6 +73,8 @@ def train(
     asked = questions(transcripts, how.seed, how.max_tuples)
     if how.tune is not Tune.FROZEN and not asked.has_text:
         raise TrainingError(f"tune: {how.tune} needs texts, and no transcript has any")
+    if how.tune is not Tune.FROZEN or how.tuned is not None:
+        asked = asked.for_one()
     backbone = _backbone(how) if asked.has_text and how.backbone else None
     with ExitStack() as until_saved:
         kept = None if partial is None else Partial(partial, _about(how, backbone, transcripts))
@@ -91,12 +92,9 @@ def train(
 
 
 def _numbers(asked: Questions, how: Training, kept: Partial | None, bar: Bar) -> _Candidate:
-    def told(moments: list[Moment]) -> Examples:
-        return examples(moments, torch.zeros(len(moments), NO_TEXT), [False] * len(moments))
-
-    return _Candidate(
-        _fitted("numbers", told(list(asked.train)), told(list(asked.validation)), NO_TEXT, how, kept, bar)
-    )
+    moments = asked.moments
+    told = examples(moments, torch.zeros(len(moments), NO_TEXT), [False] * len(moments))
+    return _Candidate(_fitted("numbers", told, asked, NO_TEXT, how, kept, bar))
 
 
 def _backbone(how: Training) -> Backbone:
@@ -107,9 +105,8 @@ def _learned(
     asked: Questions, how: Training, backbone: Backbone, kept: Partial | None, beside: Path, bar: Bar
 ) -> _Candidate:
     states = States(backbone, asked.transcripts, how.bounds, kept)
-    states.read([*asked.train, *asked.validation], bar("reading"))
-    train, validation = (examples(part, *states.read(part)) for part in (asked.train, asked.validation))
-    fitted = _fitted("learned", train, validation, backbone.hidden_size, how, kept, bar)
+    told = examples(asked.moments, *states.read(asked.moments, bar("reading")))
+    fitted = _fitted("learned", told, asked, backbone.hidden_size, how, kept, bar)
     if how.tune is Tune.FROZEN:
         return _Candidate(fitted, backbone, how.tuned)
     del backbone, states
@@ -127,10 +124,10 @@ def _learned(
 
 
 def _fitted(
-    name: str, train: Examples, validation: Examples, hidden_size: int, how: Training, kept: Partial | None, bar: Bar
+    name: str, told: Examples, asked: Questions, hidden_size: int, how: Training, kept: Partial | None, bar: Bar
 ) -> Fitted:
     epochs = how.epochs if how.epochs and how.tune is Tune.FROZEN else how.fitting.epochs
-    fit = Fit(train, validation, hidden_size, replace(how.fitting, seed=how.seed, epochs=epochs))
+    fit = Fit(told, torch.tensor(asked.folds), hidden_size, replace(how.fitting, seed=how.seed, epochs=epochs))
     run(fit, name, kept, bar)
     return fit.fitted()
 
@@ -138,7 +135,7 @@ def _fitted(
 def _checkpoint(asked: Questions, how: Training, candidates: Mapping[str, _Candidate]) -> Checkpoint:
     losses = {name: candidate.head.loss for name, candidate in candidates.items()}
     best = min(losses, key=losses.__getitem__)
-    losses["siblings"] = loss_without_a_model(asked.validation)
+    losses["siblings"] = loss_without_a_model(asked.judged)
     chosen = candidates[best]
     backbone = chosen.backbone
     notes = {

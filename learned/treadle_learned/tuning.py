@@ -16,9 +16,10 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
 from treadle_learned.backbone_tuned import Tunable
+from treadle_learned.calibration import calibrate
 from treadle_learned.epochs import Bar, State
 from treadle_learned.examples import Examples, States, examples
-from treadle_learned.fitting import calibrate, loss_of
+from treadle_learned.fitting import loss_of
 from treadle_learned.head import QuantileHead, pinball
 from treadle_learned.moments import Moment
 from treadle_learned.questions import Questions
@@ -51,7 +52,7 @@ class _Passage:
 
 
 class Tuning:
-    """An epoch at a time (`epochs.Epochs`). `rate`: the backbone's learning rate."""
+    """An epoch at a time (`epochs.Epochs`). `head`: of one member. `rate`: the backbone's learning rate."""
 
     def __init__(
         self, tunable: Tunable, head: QuantileHead, asked: Questions, bounds: Bounds, how: TuneHow, rate: float
@@ -132,7 +133,8 @@ class Tuning:
     def tuned(self, bar: Bar) -> QuantileHead:
         """The best head, set right by calibration; the tunable then holds what it was trained with."""
         self._tunable.put(self._best_weights)
-        calibrate(self._best_head.eval(), self._validation(bar))
+        judged = self._validation(bar)
+        calibrate(self._best_head, judged, torch.zeros(len(judged), dtype=torch.long))
         return self._best_head
 
     def _update(self, group: Sequence[_Passage]) -> None:
@@ -142,7 +144,7 @@ class Tuning:
             part = self._train.of(torch.tensor(passage.rows))
             hidden = self._tunable.states(passage.ids, passage.ends) if passage.ids else part.hidden
             has_text = torch.full((len(passage.rows),), bool(passage.ids))
-            loss = pinball(self._head(hidden, part.features, has_text), part.targets, part.censored)
+            loss = pinball(self._head.each(hidden, part.features, has_text), part.targets, part.censored).mean()
             (loss * len(passage.rows) / questions).backward()
         for trained in (self._tunable.trained.values(), self._head.parameters()):
             clip_grad_norm_(trained, MOST_GRADIENT)

@@ -2,23 +2,26 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from support.tiny_backbone import HIDDEN, tiny_backbone
+from torch import Tensor
 from treadle_learned.backbone import Backbone
-from treadle_learned.crossfit import fit_across, joined
+from treadle_learned.calibration import calibrate, unseen
 from treadle_learned.errors import TooFewError
 from treadle_learned.examples import Examples, States, examples
 from treadle_learned.features import FEATURES
-from treadle_learned.fitting import Fitting, calibrate, fit, loss_of
+from treadle_learned.fitting import Fitting, fit, loss_of, loss_unseen
 from treadle_learned.head import MEDIANS, TURN, QuantileHead, band_of, pinball
 from treadle_learned.moments import replay
 from treadle_learned.reading import Bounds
 from treadle_learned.transcript import Transcript, Turn
 
 QUICK = Fitting(epochs=60, patience=10, batch=64, learning_rate=5e-3)
+LEVELS = torch.tensor([0.1, 0.5, 0.9])
 
 
 def synthetic(count: int, seed: int, *, noise: float = 0.3) -> Examples:
@@ -29,7 +32,18 @@ def synthetic(count: int, seed: int, *, noise: float = 0.3) -> Examples:
     features[:, list(MEDIANS)] = 6.0
     left = 6.0 + hidden[:, 0] + noise * torch.randn(count, generator=draw)
     flags = torch.ones(count, dtype=torch.bool)
-    return Examples(hidden, features, flags, torch.stack([left, left], dim=1), ~flags)
+    return Examples(hidden, features, flags, torch.stack([left, left], dim=1), ~flags, torch.arange(count))
+
+
+def folds(count: int, members: int = 4) -> Tensor:
+    """Dealt in turn."""
+    return torch.arange(count) % members
+
+
+def below(head: QuantileHead, told: Examples) -> Tensor:
+    """The share of truths at or below each quantile."""
+    quantiles: Tensor = head(told.hidden, told.features, told.has_text)[:, 0]
+    return (told.targets[:, :1] <= quantiles).float().mean(dim=0)
 
 
 def test_a_head_that_has_learned_nothing_repeats_the_estimators_medians() -> None:
@@ -41,77 +55,87 @@ def test_a_head_that_has_learned_nothing_repeats_the_estimators_medians() -> Non
 
 
 def test_it_learns_what_the_text_says_and_not_where_there_is_none() -> None:
-    train, validation, test = synthetic(1_000, 1), synthetic(300, 2), synthetic(300, 3)
+    train, test = synthetic(1_300, 1), synthetic(300, 3)
     before = loss_of(QuantileHead(HIDDEN), test)
-    head = fit(train, validation, HIDDEN, QUICK).head
+    head = fit(train, folds(1_300), HIDDEN, QUICK).head
     assert loss_of(head, test) < 0.5 * before
-    silent = Examples(test.hidden, test.features, ~test.has_text, test.targets, test.censored)
+    silent = replace(test, has_text=~test.has_text)
     quantiles = head(silent.hidden, silent.features, silent.has_text)
     assert (quantiles - quantiles[0]).abs().max() < 1e-5
 
 
 def test_its_quantiles_hold_what_they_say_on_what_it_never_saw() -> None:
-    head = fit(synthetic(1_000, 1), synthetic(2_000, 2), HIDDEN, QUICK).head
-    test = synthetic(2_000, 3)
-    quantiles = head(test.hidden, test.features, test.has_text)
-    for at, level in enumerate((0.1, 0.5, 0.9)):
-        below = (test.targets[..., None] <= quantiles)[:, 0, at].float().mean()
-        assert abs(float(below) - level) < 0.05
+    head = fit(synthetic(2_000, 1), folds(2_000), HIDDEN, QUICK).head
+    torch.testing.assert_close(below(head, synthetic(2_000, 3)), LEVELS, atol=0.05, rtol=0.0)
 
 
 def test_calibration_shifts_what_is_off_by_a_constant() -> None:
     told = synthetic(2_000, 4, noise=0.0)
     head = QuantileHead(HIDDEN).eval()
-    calibrate(head, told)
-    quantiles = head(told.hidden, told.features, told.has_text)[:, 0]
-    below = (told.targets[:, :1] <= quantiles).float().mean(dim=0)
-    torch.testing.assert_close(below, torch.tensor([0.1, 0.5, 0.9]), atol=1e-3, rtol=0.0)
+    calibrate(head, told, folds(2_000, 1))
+    torch.testing.assert_close(below(head, told), LEVELS, atol=2e-3, rtol=0.0)
 
 
 def test_calibration_knows_that_errors_are_another_after_more_steps() -> None:
-    """Six steps and more halve the spread. Result: each holds what it
-    says, and a band of which nothing was seen is shifted as all are."""
-    early, late = synthetic(3_000, 5, noise=1.0), synthetic(3_000, 6, noise=0.5)
-    late.features[:, TURN] = math.log1p(7)
-    told = joined([early, late])
-    told.targets[:] -= told.hidden[:, :1]  # noise alone
+    """Six steps and more halve the spread. Result: each holds what it says, and a band of which nothing was seen is
+    shifted as all are."""
+    told = synthetic(6_000, 5, noise=1.0)
+    told.targets[:] -= 6.0 + told.hidden[:, :1]  # noise alone
+    told.targets[3_000:] *= 0.5
+    told.targets[:] += 6.0
+    told.features[3_000:, TURN] = math.log1p(7)
+    early, late = told.of(torch.arange(3_000)), told.of(torch.arange(3_000, 6_000))
     head = QuantileHead(HIDDEN).eval()
-    calibrate(head, told)
+    calibrate(head, told, folds(6_000, 1))
     assert band_of(told.features).unique().tolist() == [0, 3]
-    quantiles = head(told.hidden, told.features, told.has_text)[:, 0]
-    for rows in (slice(0, 3_000), slice(3_000, 6_000)):
-        below = (told.targets[rows, :1] <= quantiles[rows]).float().mean(dim=0)
-        torch.testing.assert_close(below, torch.tensor([0.1, 0.5, 0.9]), atol=0.05, rtol=0.0)
+    for part in (early, late):
+        torch.testing.assert_close(below(head, part), LEVELS, atol=0.01, rtol=0.0)
     shift = head.get_buffer("shift")
     assert torch.equal(shift[1], shift[2])
     assert bool((shift[1, :, 0] > shift[0, :, 0]).all() and (shift[1, :, 0] < shift[3, :, 0]).all())
 
 
-def test_across_parts_each_prompt_judges_a_head_that_was_fitted_without_it() -> None:
-    """Three parts that differ by a constant each. Result: calibrated by its own part alone, a head would miss the
-    others' constants; across parts its spread holds them."""
-    parts = []
-    for number, offset in enumerate((-1.0, 0.0, 1.0)):
-        part = synthetic(300, number)
-        part.targets[:] += offset
-        parts.append(part)
-    alone, across = fit(joined(parts[:2]), parts[2], HIDDEN, QUICK), fit_across(parts, HIDDEN, QUICK)
-    assert (alone.epoch, alone.loss) == (across.epoch, across.loss)
-    new = joined([synthetic(300, 10 + number) for number in range(3)])
-    new.targets[:] += torch.tensor([-1.0, 0.0, 1.0]).repeat_interleave(300)[:, None]
+def test_questions_of_one_prompt_bend_a_band_as_one() -> None:
+    """Late questions are off by 1, of few prompts or of many. Result: the many bend their band, the few hardly."""
+    told = synthetic(1_000, 5)
+    told.targets[900:] += 1.0
+    told.features[900:, TURN] = math.log1p(7)
+    shifts = []
+    for prompts in (2, 100):
+        head = QuantileHead(HIDDEN).eval()
+        of = torch.cat([torch.arange(900), 900 + torch.arange(100) % prompts])
+        calibrate(head, replace(told, prompts=of), folds(1_000, 1))
+        shifts.append(float(head.get_buffer("shift")[3, 0, 1]))
+    assert shifts[0] < 0.3 and shifts[1] > 0.7
 
-    def covered(head: QuantileHead) -> float:
-        said = head(new.hidden, new.features, new.has_text)[:, 0]
-        return float(((said[:, 0] <= new.targets[:, 0]) & (new.targets[:, 0] <= said[:, 2])).float().mean())
 
-    assert abs(covered(across.head) - 0.8) < abs(covered(alone.head) - 0.8)
-    assert abs(covered(across.head) - 0.8) < 0.1
-    with pytest.raises(ValueError, match="parts must be >= 2"):
-        fit_across(parts[:1], HIDDEN, QUICK)
+def test_each_fold_is_judged_by_a_member_that_was_fitted_without_it() -> None:
+    """Four folds that differ by a constant that the text tells: the members have seen the constants of three. Result:
+    each misses that of the fourth, and the calibrated mean holds them all."""
+    told, of = synthetic(1_200, 1), folds(1_200)
+    offsets = torch.tensor([-2.0, -1.0, 1.0, 2.0])
+    told.hidden[:, 1:5] = 3.0 * torch.nn.functional.one_hot(of, 4)
+    told.targets[:] += offsets[of][:, None]
+    fitted = fit(told, of, HIDDEN, QUICK)
+    assert fitted.head.members == 4
+    assert fitted.loss == pytest.approx(loss_unseen(fitted.head, told, of))
+    judged, _ = unseen(fitted.head, told, of)
+    assert len(judged) == 1_200
+    others = (of + 1) % 4  # who has seen the fold
+    assert loss_unseen(fitted.head, told, others) < 0.7 * fitted.loss
+    assert float(below(fitted.head, told)[0]) < 0.1 and float(below(fitted.head, told)[2]) > 0.9
+
+
+def test_what_is_in_no_fold_is_fitted_on_and_judges_nobody() -> None:
+    told = synthetic(400, 1)
+    some = torch.where(torch.arange(400) < 100, 0, -1)
+    fitted = fit(told, some, HIDDEN, QUICK)
+    assert fitted.head.members == 1
+    assert fitted.loss == pytest.approx(loss_unseen(fitted.head, told.of(torch.arange(100)), folds(100, 1)), rel=1e-4)
 
 
 def test_the_same_seed_gives_the_same_head() -> None:
-    one, other = (fit(synthetic(200, 1), synthetic(50, 2), HIDDEN, QUICK).head.state_dict() for _ in range(2))
+    one, other = (fit(synthetic(250, 1), folds(250), HIDDEN, QUICK).head.state_dict() for _ in range(2))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -119,13 +143,17 @@ def test_what_was_cut_costs_only_where_less_was_predicted() -> None:
     quantiles = torch.tensor([[[4.0, 5.0, 6.0]], [[4.0, 5.0, 6.0]]])
     targets = torch.tensor([[3.0], [7.0]])
     cut = torch.tensor([True, True])
-    assert float(pinball(quantiles[:1], targets[:1], cut[:1])) == 0.0
-    assert float(pinball(quantiles[1:], targets[1:], cut[1:])) == float(pinball(quantiles[1:], targets[1:], ~cut[1:]))
+    longer, shorter = pinball(quantiles, targets, cut).tolist()
+    assert longer == 0.0
+    assert shorter == pinball(quantiles, targets, ~cut).tolist()[1] > 0.0
 
 
 def test_too_few_examples_are_refused_by_name() -> None:
+    told = synthetic(20, 0)
     with pytest.raises(TooFewError, match="3 validation examples, at least 8"):
-        fit(synthetic(20, 0), synthetic(3, 0), HIDDEN)
+        fit(told, torch.where(torch.arange(20) < 3, 0, -1), HIDDEN)
+    with pytest.raises(TooFewError, match="0 training examples, at least 8"):
+        fit(told, folds(20, 1), HIDDEN)
 
 
 def test_states_are_read_once_and_none_where_nothing_was_said(tmp_path: Path) -> None:

@@ -35,9 +35,12 @@ def test_no_prompt_is_asked_about_by_who_has_seen_it() -> None:
     asked = sorted(moment.index for fold in dealt for moment in fold.test)
     assert asked == sorted(list(range(40)) * 4)
     for fold in dealt:
-        parts = [{moment.index for moment in part} for part in (fold.train, fold.validation, fold.test)]
-        assert not (parts[0] & parts[1] or parts[0] & parts[2] or parts[1] & parts[2])
-        assert {transcript.trajectory_id for transcript in fold.before} == {f"t{index}" for index in parts[0]}
+        train, test = ({moment.index for moment in part} for part in (fold.train, fold.test))
+        assert not train & test and train | test == set(range(40))
+        assert {transcript.trajectory_id for transcript in fold.before} == {f"t{index}" for index in train}
+        of = {moment.index: apart for moment, apart in zip(fold.train, fold.apart, strict=True)}
+        assert all(of[moment.index] == apart for moment, apart in zip(fold.train, fold.apart, strict=True))
+        assert set(of.values()) == {0, 1, 2, 3}
 
 
 def test_prompts_of_one_task_are_in_one_fold() -> None:

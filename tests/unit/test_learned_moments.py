@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from treadle_core.estimator import Source
 from treadle_learned.features import FEATURES
 from treadle_learned.moments import Moment, replay, replay_apart
-from treadle_learned.split import Part, part_of, split
+from treadle_learned.split import Part, fold_of, part_of, split
 from treadle_learned.transcript import Transcript, Turn
 
 
@@ -59,7 +59,7 @@ def test_what_ended_earlier_is_history_and_what_was_cut_says_so() -> None:
 
 def test_training_moments_have_the_other_prompts_for_history_and_not_their_own() -> None:
     transcripts = [made(f"p{number}", 0, [100 + number, 50]) for number in range(12)]
-    moments = replay_apart(transcripts)
+    moments = replay_apart(transcripts, [number % 4 for number in range(12)])
     assert sorted((m.index, m.turn) for m in moments) == [(index, turn) for index in range(12) for turn in range(2)]
     for moment in moments:
         assert moment.gen_tokens in (0, 100 + moment.index)
@@ -73,3 +73,5 @@ def test_a_prompt_is_in_one_part_whoever_else_is_there() -> None:
     for part, own in parts.items():
         assert {part_of(each.prompt_id, 3) for each in own} == {part}
     assert len(parts[Part.TRAIN]) > len(parts[Part.TEST]) > len(parts[Part.VALIDATION]) > 0
+    for part, folds in ((Part.TEST, {-2, -1}), (Part.VALIDATION, {0}), (Part.TRAIN, {1, 2, 3, 4})):
+        assert {fold_of(each.prompt_id, 3) for each in parts[part]} == folds

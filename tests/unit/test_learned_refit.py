@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from treadle_learned.errors import CheckpointError, LearnedError
 from treadle_learned.fitting import Fitting
 from treadle_learned.models_folder import POINTER, ModelsFolder
 from treadle_learned.refit import REFUSED, main, refit
+from treadle_learned.split import FOLDS
 from treadle_learned.training import Training, train
 from treadle_learned.transcript_file import write_transcripts
 from treadle_learned.tuning import TuneHow
@@ -47,11 +49,15 @@ def test_a_worse_one_is_kept_and_not_promoted(models: ModelsFolder, monkeypatch:
     assert models.current() == models.folder / "good" and load(models.folder / "bad").version == "bad"
 
 
-def test_prompts_stay_in_their_parts_and_a_trained_backbone_stays_trained(models: ModelsFolder, tmp_path: Path) -> None:
+def test_prompts_stay_in_their_parts_and_a_trained_backbone_stays_trained(
+    models: ModelsFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backbone, transcripts = str(tiny_backbone(tmp_path / "backbone")), told_by_the_plan(120)
-    how = Training("v1", backbone, tune=Tune.LORA, seed=7, fitting=Fitting(epochs=3), tuning=TuneHow(2, lora_rate=1e-2))
+    how = Training("v1", backbone, tune=Tune.LORA, seed=7, fitting=Fitting(epochs=3), tuning=TuneHow(2, lora_rate=1e-3))
     train(transcripts, how, models.folder / "v1")
     models.promote("v1")
+    quick = Fitting(epochs=40, patience=15, batch=64, learning_rate=5e-3)  # enough to tell the text from the numbers
+    monkeypatch.setattr("treadle_learned.refit.Training", partial(Training, fitting=quick))
     refit(transcripts, models, "v2", seed=3)
     old, new = load(models.folder / "v1"), load(models.folder / "v2")
     assert new.notes["seed"] == 7 and old.tuned is not None and new.tuned is not None
@@ -120,3 +126,14 @@ def test_too_few_transcripts_are_one_line(tmp_path: Path, capsys: pytest.Capture
     words = ["--transcripts", str(tmp_path / "t.jsonl"), "--models", str(tmp_path / "models"), "--version", "v1"]
     assert main(words) == REFUSED
     assert "at least 8 are needed: harvest more" in capsys.readouterr().err
+
+
+def test_who_is_in_use_is_judged_by_the_member_that_has_not_seen_the_validation_prompts(models: ModelsFolder) -> None:
+    """The same transcripts again. Result: neither is better, though the one in use was fitted on the validation prompts
+    by all its members but one."""
+    transcripts = told_by_the_plan(200, text=False)
+    refit(transcripts, models, "v1")
+    current = load(models.folder / "v1")
+    again = refit(transcripts, models, "v2", seed=5)
+    assert current.head.members == FOLDS and again.current_loss == pytest.approx(again.loss)
+    assert not again.promoted and load(models.folder / "v2").notes["seed"] == current.notes["seed"]

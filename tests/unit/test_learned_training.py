@@ -172,7 +172,7 @@ def losses_of(checkpoint: Checkpoint, transcripts: list[Transcript]) -> float:
     states = States(backbone_of(checkpoint, device="cpu", dtype=torch.float32), asked.transcripts, checkpoint.bounds)
     head = checkpoint.head
     head.get_buffer("shift").zero_()
-    return loss_of(head, examples(asked.validation, *states.read(asked.validation)))
+    return loss_of(head, examples(asked.validation, *states.read(asked.validation)))  # of one member
 
 
 @pytest.mark.parametrize(("tune", "folder"), [(Tune.LORA, "adapter"), (Tune.FULL, "backbone")])
