@@ -18,6 +18,7 @@ from treadle_learned.scores import QUANTILES
 
 FEWEST = 8  # questions; fewer shift nothing
 BAND_PROMPTS = 10  # of a band that count as much as all bands together
+ROWS = 4_096  # that are asked about at once: each member has a copy of the states
 
 
 @torch.inference_mode()
@@ -26,8 +27,11 @@ def unseen(head: QuantileHead, examples: Examples, folds: Tensor) -> tuple[Examp
     quantiles]. folds [n]: the member, below 0 for those that all were fitted on."""
     head.eval()
     which = torch.nonzero(folds >= 0)[:, 0]
-    some = examples.of(which)
-    return some, head.each(some.hidden, some.features, some.has_text)[folds[which], torch.arange(len(which))]
+    said = []
+    for rows in which.split(ROWS):
+        some = examples.of(rows)
+        said.append(head.each(some.hidden, some.features, some.has_text)[folds[rows], torch.arange(len(rows))])
+    return examples.of(which), torch.cat(said)
 
 
 @torch.inference_mode()

@@ -78,8 +78,8 @@ def answered(
     track: Track = lambda over, _: over,
 ) -> Asked:
     """The test questions of all folds with each estimator's answers: history, siblings (so far, then history), boosted,
-    numbers (the head without text), chosen (of those and learned the best on prompts that were left out), oracle; with
-    `states` also prompt-only (told once, before the first step) and learned. Raises TooFewError."""
+    numbers (the head without text), oracle; with `states` also prompt-only (told once, before the first step) and
+    learned; chosen: of siblings, boosted, numbers and learned the best on the training prompts. Raises TooFewError."""
     answers: dict[str, list[Floats]] = {}
     if states is not None:
         every = [moment for fold in dealt for moment in (*fold.train, *fold.test)]

@@ -19,7 +19,7 @@ import torch
 
 from treadle_learned.backbone import Backbone
 from treadle_learned.backbone_tuned import Tunable, Tune, load_tuned
-from treadle_learned.checkpoint import Checkpoint, load, save
+from treadle_learned.checkpoint import FORMAT, Checkpoint, load, save
 from treadle_learned.epochs import Bar, run, silent
 from treadle_learned.errors import TrainingError
 from treadle_learned.examples import Examples, States, examples
@@ -167,6 +167,7 @@ def _about(how: Training, backbone: Backbone | None, transcripts: list[Transcrip
         told.update(repr(transcript).encode())
     fingerprint = backbone.fingerprint if backbone else ""
     return {
+        "format": FORMAT,
         **asdict(how),
         "tuned": str(how.tuned or ""),
         "fingerprint": fingerprint,

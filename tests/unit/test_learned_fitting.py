@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.tiny_backbone import HIDDEN, tiny_backbone
 from torch import Tensor
+from treadle_learned import calibration
 from treadle_learned.backbone import Backbone
 from treadle_learned.calibration import calibrate, unseen
 from treadle_learned.errors import TooFewError
@@ -124,6 +125,16 @@ def test_each_fold_is_judged_by_a_member_that_was_fitted_without_it() -> None:
     others = (of + 1) % 4  # who has seen the fold
     assert loss_unseen(fitted.head, told, others) < 0.7 * fitted.loss
     assert float(below(fitted.head, told)[0]) < 0.1 and float(below(fitted.head, told)[2]) > 0.9
+
+
+def test_many_questions_are_asked_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, of = synthetic(50, 1), folds(50)
+    head = QuantileHead(HIDDEN, 4).eval()
+    torch.nn.init.normal_(head.out.weight)
+    _, at_once = unseen(head, told, of)
+    monkeypatch.setattr(calibration, "ROWS", 7)
+    _, in_parts = unseen(head, told, of)
+    torch.testing.assert_close(at_once, in_parts)
 
 
 def test_what_is_in_no_fold_is_fitted_on_and_judges_nobody() -> None:

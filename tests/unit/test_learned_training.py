@@ -13,7 +13,7 @@ from treadle_learned import training
 from treadle_learned.asking import told
 from treadle_learned.backbone import Backbone
 from treadle_learned.backbone_tuned import Tune
-from treadle_learned.checkpoint import Checkpoint, backbone_of, load
+from treadle_learned.checkpoint import FORMAT, Checkpoint, backbone_of, load
 from treadle_learned.epochs import Bar
 from treadle_learned.errors import CheckpointError, LearnedError, TrainingError
 from treadle_learned.examples import States, Track, examples
@@ -154,6 +154,15 @@ def test_other_transcripts_or_options_do_not_go_on_with_what_was_begun(tmp_path:
             train(others, how, tmp_path / "v1", partial=partial)
     (partial / "numbers.pt").write_bytes(b"PK")
     with pytest.raises(TrainingError, match=r"numbers\.pt: cannot be read .* to begin afresh"):
+        train(transcripts, QUICK, tmp_path / "v1", partial=partial)
+
+
+def test_what_was_begun_for_another_format_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transcripts, partial = told_by_the_plan(text=False), tmp_path / "partial"
+    with monkeypatch.context() as patched, pytest.raises(KilledError):
+        patched.setattr("treadle_learned.training.FORMAT", FORMAT - 1)
+        train(transcripts, QUICK, tmp_path / "v1", partial=partial, bar=killed_at("numbers: epochs", 2))
+    with pytest.raises(TrainingError, match=r"begun there with another format; .* to begin afresh"):
         train(transcripts, QUICK, tmp_path / "v1", partial=partial)
 
 

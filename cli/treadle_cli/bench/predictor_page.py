@@ -22,7 +22,7 @@ KNOWS = {
     "numbers": "the learned head on the numbers alone",
     "prompt-only": "the learned predictor, asked once before the first step",
     "learned": "the learned predictor: text and numbers, asked after every step",
-    "chosen": "of learned, numbers, siblings and boosted the best on the fold's validation prompts",
+    "chosen": "of learned, numbers, siblings and boosted the best on prompts that were left out of its fit",
 }
 
 
