@@ -4,7 +4,8 @@ Split conformal prediction (Romano et al. 2019) on each side by itself, pooled o
 cross-conformal prediction (Vovk 2015). Invariants: what was fitted on a question has no say in it; what is censored is
 left out.
 There is no correction for few prompts, (n + 1) / n: one member errs by more than the mean of all that is asked later,
-which makes up for it (of 20 draws of 50 mcpmark prompts .10 and .89 were below p10 and p90; with it .08 and .92).
+which makes up for it (over 20 draws of 50 mcpmark prompts .10 and .89 were below p10 and p90; with it, over 8 of them,
+.08 and .92).
 """
 
 from __future__ import annotations
