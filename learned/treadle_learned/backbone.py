@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,11 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, DynamicCache, Pre
 
 from treadle_learned.errors import BackboneError
 from treadle_learned.precision import fitting_dtype
+from treadle_learned.read import Read
 
 DEFAULT = "Qwen/Qwen3-0.6B"
 LOADING_ERRORS = (OSError, ValueError, KeyError)  # of transformers
 PROBE = "The plan: 1. read the file; 2. run the tests.\n日本語 {x}"  # a tokenizer is known by what it makes of this
-
-
-@dataclass
-class Read:
-    """What has been read so far: the ids, and their keys and values in every layer."""
-
-    ids: tuple[int, ...]
-    cache: DynamicCache
 
 
 class Backbone:
@@ -90,9 +82,9 @@ class Backbone:
         """The last hidden state, float32 [hidden_size], after all ids. What `before` has read of their beginning is not
         read again; it is used up."""
         ids = tuple(ids)
-        reused = before is not None and len(before.ids) < len(ids) and ids[: len(before.ids)] == before.ids
-        cache = before.cache if before is not None and reused else DynamicCache()
-        done = len(before.ids) if before is not None and reused else 0
+        known = before.usable_for(ids) if before is not None else None
+        done = len(known.ids) if known is not None else 0
+        cache = known.cache if known is not None else DynamicCache()
         answer = self.model(
             input_ids=torch.tensor([ids[done:]], device=self.device), past_key_values=cache, use_cache=True
         )

@@ -7,13 +7,13 @@ Purpose: on a GPU a run of eight takes as long as a run of one. Invariant: every
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from treadle_learned.backbone import Backbone, Read
+from treadle_learned.backbone import Backbone
+from treadle_learned.read import Read, cut, layers
 
 Asked = tuple[Sequence[int], Read | None]  # all ids, and what was read of them before
 
@@ -25,7 +25,7 @@ MOST_PADDING = 0.5
 def read_together(backbone: Backbone, asked: Sequence[Asked]) -> list[tuple[Tensor, Read]]:
     """The last hidden state, float32 [hidden_size], and what is read now, of each; `before` is used up. Those with
     much more to read than others come after them, in a run of their own."""
-    before = [_usable(tuple(ids), read) for ids, read in asked]
+    before = [read.usable_for(tuple(ids)) if read is not None else None for ids, read in asked]
     more = [len(ids) - (len(read.ids) if read is not None else 0) for (ids, _), read in zip(asked, before, strict=True)]
     found: dict[int, tuple[Tensor, Read]] = {}
     for run in runs(more):
@@ -77,50 +77,25 @@ def _one_run(
     found = []
     for row, (start, new) in enumerate(zip(done, more, strict=True)):
         state: Tensor = answer.last_hidden_state[row, len(new) - 1].float().cpu()
-        cache = _cut(answer.past_key_values, row, most_done - start, most_done + len(new))
+        cache = cut(answer.past_key_values, row, most_done - start, most_done + len(new))
         found.append((state, Read(asked[row], cache)))
     return found
-
-
-def cache_bytes(read: Read) -> int:
-    """Bytes of its keys and values."""
-    return sum(keys.nbytes + values.nbytes for keys, values in _layers(read.cache))
-
-
-def _layers(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values, [batch, heads, tokens, width], of each layer."""
-    layers: Sequence[Any] = cache.layers  # plain attention, which alone `DynamicCache()` makes
-    return [(layer.keys, layer.values) for layer in layers]
-
-
-def _usable(ids: tuple[int, ...], before: Read | None) -> Read | None:
-    if before is None or len(before.ids) >= len(ids) or ids[: len(before.ids)] != before.ids:
-        return None
-    return before
 
 
 def _stacked(before: Sequence[Read | None], tokens: int) -> DynamicCache:
     """One cache of all, each pushed to the end of `tokens`."""
     stacked = DynamicCache()
-    layers = [_layers(read.cache) if read is not None else None for read in before]
-    some = next((own for own in layers if own is not None), [])
+    every = [layers(read.cache) if read is not None else None for read in before]
+    some = next((own for own in every if own is not None), [])
     for number in range(len(some)):
         both: list[Tensor] = []
         for part in range(2):
             like = some[number][part]
             joined = like.new_zeros(len(before), like.shape[1], tokens, like.shape[3])
-            for row, own in enumerate(layers):
+            for row, own in enumerate(every):
                 if own is not None:
                     known = own[number][part]
                     joined[row, :, tokens - known.shape[2] :] = known[0]
             both.append(joined)
         stacked.update(both[0], both[1], number)
     return stacked
-
-
-def _cut(cache: DynamicCache, row: int, first: int, end: int) -> DynamicCache:
-    own = DynamicCache()
-    which = slice(row, row + 1), slice(None), slice(first, end)
-    for number, (keys, values) in enumerate(_layers(cache)):
-        own.update(keys[which].clone(), values[which].clone(), number)
-    return own

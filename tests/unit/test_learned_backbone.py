@@ -37,6 +37,27 @@ def test_reading_on_gives_the_states_of_reading_at_once(backbone: Backbone) -> N
     assert read.ids == tuple(ids)
 
 
+def test_reading_on_gives_the_same_from_whatever_beginning_is_shared(backbone: Backbone) -> None:
+    """Of another context, of the whole of its own, and of one that goes further."""
+    whole = "a plan, then one step, then another"
+    ids = backbone.tokenize(whole)
+    at_once = backbone.hidden(ids, [len(ids)])[0]
+    for other in ("a plan, then nothing", whole, f"{whole}!"):
+        _, read = backbone.read_on(backbone.tokenize(other), None)
+        state, read = backbone.read_on(ids, read)
+        torch.testing.assert_close(state, at_once)
+        assert read.ids == tuple(ids)
+
+
+def test_a_copy_of_a_beginning_is_its_own(backbone: Backbone) -> None:
+    ids = backbone.tokenize("a plan, then one step, then another")
+    _, read = backbone.read_on(ids[:20], None)
+    copy = read.beginning(8)
+    backbone.read_on(ids, read)
+    state, _ = backbone.read_on(ids, copy)
+    torch.testing.assert_close(state, backbone.hidden(ids, [len(ids)])[0])
+
+
 def test_what_begins_differently_is_read_from_the_start(backbone: Backbone) -> None:
     _, read = backbone.read_on(backbone.tokenize("one beginning"), None)
     other = backbone.tokenize("another beginning, and more")

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny_backbone import tiny_backbone
-from treadle_learned.backbone import Backbone, Read
-from treadle_learned.together import cache_bytes, read_together, runs
+from treadle_learned.backbone import Backbone
+from treadle_learned.read import Read
+from treadle_learned.together import read_together, runs
 
 TEXT = "a plan, then one step, then another, and what the tool answered to it; then the end"
 
@@ -46,7 +47,7 @@ def test_what_begins_differently_is_read_from_the_start(backbone: Backbone) -> N
 
 def test_the_size_of_a_cache_grows_with_what_is_read(backbone: Backbone) -> None:
     ids = backbone.tokenize(TEXT)
-    sizes = [cache_bytes(backbone.read_on(ids[:count], None)[1]) for count in (10, 20)]
+    sizes = [backbone.read_on(ids[:count], None)[1].size_bytes for count in (10, 20)]
     assert sizes[1] == 2 * sizes[0] == 10 * 2 * 2 * (2 * 2 * 8 * 4)  # layers, keys and values, heads, width, float32
 
 

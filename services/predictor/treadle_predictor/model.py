@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from treadle_core.estimator import Forecast, Progress, Source
 from treadle_core.model import Estimate
-from treadle_learned.backbone import Backbone, Read
+from treadle_learned.backbone import Backbone
 from treadle_learned.checkpoint import Checkpoint
+from treadle_learned.read import Read
 from treadle_learned.reading import Reader
-from treadle_learned.together import cache_bytes, read_together
+from treadle_learned.together import read_together
 
 from treadle_predictor.questions import Question
 
@@ -32,7 +33,7 @@ class _Reading:
 
     @property
     def size_bytes(self) -> int:
-        return READING_BYTES + (cache_bytes(self.read) if self.read is not None else 0)
+        return READING_BYTES + (self.read.size_bytes if self.read is not None else 0)
 
 
 class LearnedModel:
