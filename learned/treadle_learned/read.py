@@ -33,8 +33,8 @@ class Read:
         return Read(self.ids[:count], cut(self.cache, 0, 0, count))
 
     def usable_for(self, ids: Ids) -> Read | None:
-        """From where `ids` can be read on, at least one of them: itself, or a copy of the beginning that they share. None
-        where they share nothing."""
+        """From where `ids` can be read on, at least one of them: itself, or a copy of the beginning that both share;
+        None where there is none."""
         count = min(shared(self.ids, ids), len(ids) - 1)
         if count == len(self.ids):
             return self

@@ -5,8 +5,9 @@ A question is asked while the tool of the last step runs: what that tool will sa
 step after it.
 Invariants: what is read only ever grows by a step at its end, so that the hidden states of what was read before are
 reused, in training (one pass over a window answers for all its steps) as in serving (only the new step runs); when a
-window is full the next one starts with the prompt, the plan and the newest steps that fill half of what is left. The
-same transcript gives the same windows, told at once or step by step.
+window is full the next one starts with the prompt, the plan and the steps that came after this one was half full. It is
+known from then on which they are, so that serving can read the next window before it is due. The same transcript gives
+the same windows, told at once or step by step.
 """
 
 from __future__ import annotations
@@ -51,41 +52,38 @@ class Window:
 
 
 class Reader:
-    """Reads one trajectory as it goes. `ids` is what is read now; a window that starts afresh has another `number`."""
+    """Reads one trajectory as it goes. `ids` is what is read now; a window that starts afresh has another `number`.
+    `next_ids`: with what the next one begins, as far as it is told; nothing before this one is half full."""
 
     def __init__(self, bounds: Bounds, prompt: Ids) -> None:
         self._bounds = bounds
-        self._prompt = squeezed(prompt, bounds.prompt_tokens) or (0,)  # something must be read before the first step
-        self._plan: Ids | None = None
-        self._steps: list[Ids] = []
-        self.ids: Ids = self._prompt
+        self._head = squeezed(prompt, bounds.prompt_tokens) or (0,)  # something must be read before the first step
+        self._has_plan = False
+        self.ids: Ids = self._head
+        self.next_ids: Ids = ()
         self.number = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens that this window has left."""
+        return self._bounds.window_tokens - len(self.ids)
 
     def step(self, observation: Ids, text: Ids) -> None:
         """One more step, and what the tool before it answered: nothing before the first."""
         bounds = self._bounds
-        if self._plan is None:
-            self._plan = squeezed(text, bounds.plan_tokens)
-            self.ids += self._plan
+        if not self._has_plan:
+            self._has_plan = True
+            self._head += squeezed(text, bounds.plan_tokens)
+            self.ids = self._head
             return
         more = squeezed(observation, bounds.obs_tokens) + squeezed(text, bounds.step_tokens)
-        self._steps.append(more)
-        if len(self.ids) + len(more) <= bounds.window_tokens:
-            self.ids += more
-        else:
-            self.ids = self._afresh()
+        if len(more) > self.room:
+            self.ids, self.next_ids = (self.next_ids or self._head) + more, ()
             self.number += 1
-
-    def _afresh(self) -> Ids:
-        head = self._prompt + (self._plan or ())
-        room = (self._bounds.window_tokens - len(head)) // 2
-        kept: list[Ids] = []
-        for each in reversed(self._steps):
-            if kept and sum(map(len, kept)) + len(each) > room:
-                break
-            kept.append(each)
-        self._steps = kept[::-1]
-        return head + tuple(token for each in self._steps for token in each)
+            return
+        if 2 * self.room <= bounds.window_tokens - len(self._head):
+            self.next_ids = (self.next_ids or self._head) + more
+        self.ids += more
 
 
 def windows(transcript: Transcript, tokenize: Tokenize, bounds: Bounds) -> list[Window]:

@@ -44,13 +44,27 @@ def test_a_window_holds_its_bound_and_only_grows_at_its_end(prompt: str, turns: 
         assert 1 <= len(window.ids) <= SMALL.window_tokens
 
 
-def test_a_full_window_is_followed_by_prompt_plan_and_the_newest_steps() -> None:
+def test_a_full_window_is_followed_by_prompt_plan_and_the_steps_since_it_was_half_full() -> None:
     turns = [Turn(1, 1, text, "zz") for text in ("plan", "aaa", "bbb", "ccc", "ddd", "eee")]
     first, second = windows(transcript("prompt", turns), letters, SMALL)
     assert "".join(map(chr, first.ids)) == "promptplanzzaaazzbbbzzccc"
     assert first.ends == ((0, 6), (1, 10), (2, 15), (3, 20), (4, 25))
-    assert "".join(map(chr, second.ids)) == "promptplanzzddd"
-    assert second.ends == ((5, 15),)
+    assert "".join(map(chr, second.ids)) == "promptplanzzccczzddd"
+    assert second.ends == ((5, 20),)
+
+
+@settings(deadline=None)
+@given(TEXTS, TURNS)
+def test_the_next_window_begins_as_was_said_before_it_was_due(prompt: str, turns: list[Turn]) -> None:
+    reader = Reader(SMALL, tuple(letters(prompt)))
+    for turn in turns:
+        number, said = reader.number, reader.next_ids
+        reader.step(tuple(letters(turn.obs_text)), tuple(letters(turn.text)))
+        if reader.number == number:
+            assert reader.next_ids[: len(said)] == said, "it only grows"
+        else:
+            assert reader.ids[: len(said)] == said
+            assert not reader.next_ids
 
 
 def test_what_the_running_tool_will_say_is_not_read_yet() -> None:
