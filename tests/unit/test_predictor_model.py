@@ -112,11 +112,15 @@ def expected(backbone: Backbone) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("most_bytes", [MUCH, 1])
-def test_step_by_step_it_answers_what_it_would_at_once(backbone: Backbone, most_bytes: int) -> None:
-    """Reading on from what is kept, and afresh where nothing can be kept; over more than one window."""
+@pytest.mark.parametrize("pieces_ahead", [0, 1, 100])
+def test_step_by_step_it_answers_what_it_would_at_once(backbone: Backbone, most_bytes: int, pieces_ahead: int) -> None:
+    """Reading on from what is kept, from what was read ahead, all of it or some, and afresh where nothing can be kept;
+    over more than one window."""
     model, wanted = model_of(backbone, most_bytes), expected(backbone)
     for served, row in zip(questions(backbone), wanted, strict=True):
         (forecast,) = model.answer([served])
+        for _ in range(pieces_ahead):
+            model.read_ahead()
         assert forecast is not None
         assert (forecast.source, forecast.model_version) == (Source.MODEL, "v1")
         tokens, turns = forecast.remaining_tokens, forecast.remaining_turns

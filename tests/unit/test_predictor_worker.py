@@ -27,8 +27,10 @@ class FakeModel:
         self.may_answer = threading.Event()
         self.may_answer.set()
         self.fails = False
+        self.gains_together = True
         self.batches: list[list[tuple[str, int]]] = []
         self.forgotten: list[str] = []
+        self.left_ahead = 0
         self.begun = threading.Event()
 
     def answer(self, questions: list[Question]) -> list[Forecast | None]:
@@ -41,6 +43,17 @@ class FakeModel:
             Forecast(Estimate(turn, turn, turn), Estimate(0, 0, 0), Source.MODEL, "v")
             for turn in (each.progress.turn for each in questions)
         ]
+
+    def read_ahead(self) -> bool:
+        if not self.left_ahead:
+            return False
+        self.left_ahead -= 1
+        self.batches.append([("ahead", self.left_ahead)])
+        self.begun.set()
+        assert self.may_answer.wait(LONG_S)
+        if self.fails:
+            raise RuntimeError("out of memory")
+        return True
 
     def forget(self, trajectory_id: str) -> None:
         self.forgotten.append(trajectory_id)
@@ -79,6 +92,48 @@ async def test_what_comes_while_the_model_is_busy_is_answered_together() -> None
         assert [said(each) for each in await asyncio.gather(first, *others)] == [1, 2, 2, 2, 2]
     assert [[name for name, _ in batch] for batch in model.batches] == [["a"], ["b", "c", "d"], ["e"]]
     assert worker.counts.answered == 5
+
+
+async def test_where_nothing_is_gained_together_nobody_waits_for_others() -> None:
+    model = FakeModel()
+    model.gains_together = False
+    async with working(model) as worker:
+        model.may_answer.clear()
+        several = [asyncio.create_task(worker.ask(asked(name, 1))) for name in "abc"]
+        await begun(model)
+        model.may_answer.set()
+        assert [said(each) for each in await asyncio.gather(*several)] == [1, 1, 1]
+    assert model.batches == [[("a", 1)], [("b", 1)], [("c", 1)]]
+
+
+async def test_what_will_be_asked_is_read_while_nobody_asks_and_a_question_goes_first() -> None:
+    model = FakeModel()
+    async with working(model) as worker:
+        await worker.ask(asked("a"))
+        await begun(model)
+        model.may_answer.clear()
+        model.left_ahead = 3
+        first = asyncio.create_task(worker.ask(asked("b")))
+        await begun(model)
+        second = asyncio.create_task(worker.ask(asked("c")))
+        await asyncio.sleep(0)
+        model.may_answer.set()
+        await asyncio.gather(first, second)
+        await until(lambda: not model.left_ahead)
+    assert model.batches == [[("a", 0)], [("b", 0)], [("c", 0)], [("ahead", 2)], [("ahead", 1)], [("ahead", 0)]]
+
+
+async def test_a_model_that_fails_to_read_ahead_is_asked_all_the_same() -> None:
+    model = FakeModel()
+    model.left_ahead = 1
+    async with working(model) as worker:
+        await worker.ask(asked("a"))
+        await until(lambda: not model.left_ahead)
+        model.left_ahead, model.fails = 1, True
+        assert said(await worker.ask(asked("a", 1))) is None
+        await until(lambda: not model.left_ahead)
+        model.fails = False
+        assert said(await worker.ask(asked("a", 2))) == 2
 
 
 async def test_the_newest_question_of_a_trajectory_takes_the_place_of_its_older_one() -> None:

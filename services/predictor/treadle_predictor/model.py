@@ -1,12 +1,9 @@
-"""The learned model at work: questions in, forecasts out, and what was read of each trajectory kept for its next step.
+"""The learned model at work: questions in, forecasts out.
 
-Used by one thread at a time. Invariants: a forecast never exceeds what the trajectory's cap leaves; what is kept is
-bounded in bytes, the least recently asked about go first and are read afresh.
+Used by one thread at a time. Invariant: a forecast never exceeds what the trajectory's cap leaves.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,37 +11,23 @@ from treadle_core.estimator import Forecast, Progress, Source
 from treadle_core.model import Estimate
 from treadle_learned.backbone import Backbone
 from treadle_learned.checkpoint import Checkpoint
-from treadle_learned.read import Read
-from treadle_learned.reading import Reader
-from treadle_learned.together import read_together
 
 from treadle_predictor.questions import Question
-
-# Beside keys and values, of one trajectory: ids, texts, objects.
-READING_BYTES = 16_384
-
-
-@dataclass
-class _Reading:
-    reader: Reader
-    turns: int = 0
-    read: Read | None = None
-    state: torch.Tensor | None = None  # after all that was read
-
-    @property
-    def size_bytes(self) -> int:
-        return READING_BYTES + (self.read.size_bytes if self.read is not None else 0)
+from treadle_predictor.readings import Readings
 
 
 class LearnedModel:
-    """backbone: None for a checkpoint that reads no text."""
+    """backbone: None for a checkpoint that reads no text. most_bytes: of what is kept of trajectories."""
 
     def __init__(self, checkpoint: Checkpoint, backbone: Backbone | None, most_bytes: int) -> None:
         self.checkpoint = checkpoint
         self.backbone = backbone
-        self._most_bytes = most_bytes
-        self._readings: OrderedDict[str, _Reading] = OrderedDict()
-        self._bytes = 0
+        self._readings = Readings(backbone, checkpoint.bounds, most_bytes) if backbone is not None else None
+
+    @property
+    def gains_together(self) -> bool:
+        """A processor reads eight steps in the time of eight; the first of them would wait for the last."""
+        return self.backbone is None or self.backbone.device != "cpu"
 
     @torch.inference_mode()
     def answer(self, questions: Sequence[Question]) -> list[Forecast | None]:
@@ -60,45 +43,20 @@ class LearnedModel:
                 found[at] = self._forecast(questions[at].progress, *quantiles)
         return found
 
+    def read_ahead(self) -> bool:
+        """A little of what will be asked about; False where nothing is left to read."""
+        return self._readings is not None and self._readings.read_ahead()
+
     def forget(self, trajectory_id: str) -> None:
         """It has ended. Forgetting what is not here is fine."""
-        reading = self._readings.pop(trajectory_id, None)
-        if reading is not None:
-            self._bytes -= reading.size_bytes
+        if self._readings is not None:
+            self._readings.forget(trajectory_id)
 
     def _states(self, questions: Sequence[Question]) -> torch.Tensor:
         """[n, hidden_size]; zeros without a backbone."""
-        if self.backbone is None:
+        if self._readings is None:
             return torch.zeros(len(questions), self.checkpoint.hidden_size)
-        readings = [self._reading(question) for question in questions]
-        unread = [reading for reading in readings if reading.read is None or reading.read.ids != reading.reader.ids]
-        before = sum(reading.size_bytes for reading in unread)
-        if unread:
-            answers = read_together(self.backbone, [(reading.reader.ids, reading.read) for reading in unread])
-            for reading, (state, read) in zip(unread, answers, strict=True):
-                reading.state, reading.read = state, read
-        self._bytes += sum(reading.size_bytes for reading in unread) - before
-        while self._bytes > self._most_bytes and self._readings:
-            self.forget(next(iter(self._readings)))
-        return torch.stack([reading.state for reading in readings if reading.state is not None])
-
-    def _reading(self, question: Question) -> _Reading:
-        backbone = self.backbone
-        assert backbone is not None
-        name = question.progress.trajectory_id
-        reading = self._readings.get(name)
-        if reading is None or reading.turns > len(question.turns):
-            self.forget(name)
-            reading = _Reading(Reader(self.checkpoint.bounds, tuple(backbone.tokenize(question.prompt))))
-            self._readings[name] = reading
-            self._bytes += reading.size_bytes
-        self._readings.move_to_end(name)
-        for at in range(reading.turns, len(question.turns)):
-            observation = question.turns[at - 1].obs_text if at else ""
-            text = question.turns[at].text
-            reading.reader.step(tuple(backbone.tokenize(observation)), tuple(backbone.tokenize(text)))
-        reading.turns = len(question.turns)
-        return reading
+        return self._readings.states(questions)
 
     def _forecast(self, progress: Progress, tokens: list[float], turns: list[float]) -> Forecast:
         if progress.max_total_tokens:

@@ -1,8 +1,10 @@
-"""Questions on their way to the learned model: gathered for a moment, answered together in a thread of their own.
+"""Questions on their way to the learned model: gathered for a moment, answered in a thread of their own, together where
+that gains time.
 
 Invariants: nobody waits longer than the deadline, whatever the model does; of one trajectory only the newest question
 is worth the model's time, and an older one that still waits is given back unanswered; an answer that comes too late is
-not wasted, since what was read for it is kept for the next step.
+not wasted, since what was read for it is kept for the next step. While nobody asks, the model reads ahead, a little
+at a time, so that a question waits for no more than that.
 """
 
 import asyncio
@@ -22,8 +24,17 @@ log = structlog.get_logger()
 class Answerer(Protocol):
     """The learned model, as far as the worker sees it."""
 
+    @property
+    def gains_together(self) -> bool:
+        """Whether several questions at once take less time than one after the other."""
+        ...
+
     def answer(self, questions: list[Question]) -> list[Forecast | None]:
         """In their order."""
+        ...
+
+    def read_ahead(self) -> bool:
+        """A little of what will be asked about, a step's worth at the most; False where nothing is left to read."""
         ...
 
     def forget(self, trajectory_id: str) -> None:
@@ -92,12 +103,24 @@ class Worker:
                 self._more.clear()
                 while self._waiting or self._ended:
                     await self._answer_some()
+                while not self._more.is_set() and await self._read_ahead():
+                    pass
         finally:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
+    async def _read_ahead(self) -> bool:
+        if self.model is None:
+            return False
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self.model.read_ahead)
+        except (RuntimeError, ValueError):
+            log.exception("the learned model failed to read ahead; it reads when it is asked")
+            return False
+
     async def _answer_some(self) -> None:
-        some = [self._waiting.popitem(last=False)[1] for _ in range(min(self._most_batch, len(self._waiting)))]
         model, ended, self._ended = self.model, self._ended, []
+        most = self._most_batch if model is None or model.gains_together else 1
+        some = [self._waiting.popitem(last=False)[1] for _ in range(min(most, len(self._waiting)))]
         if model is None:
             found: list[Forecast | None] = [None] * len(some)
         else:
