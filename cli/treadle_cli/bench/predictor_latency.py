@@ -108,11 +108,12 @@ async def _repeat(
         asked = 0
         while asked < REQUESTS:
             facts, query = next(steps)
-            for fact in facts:
-                await bus.publish(fact)
             if query.turn:
                 due_s += float(rng.exponential(1.0 / RATE_PER_S))
                 await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+            for fact in facts:
+                await bus.publish(fact)
+            if query.turn:
                 group.create_task(_ask(stub, query, found))
                 asked += 1
 
