@@ -317,13 +317,18 @@ async def test_what_is_packed_is_what_was_sent() -> None:
 async def test_the_ends_of_a_steps_tokens_are_told_where_that_is_asked_for(nats_url: str) -> None:
     """Two turns of one trajectory, what its tool said between them, and a sidecar that tells nothing."""
     facts: list[Fact] = []
+    starts: list[Fact] = []
 
     async def hear(fact: Fact) -> None:
         facts.append(fact)
 
+    async def hear_start(fact: Fact) -> None:
+        starts.append(fact)
+
     observation = list(range(200, 230))
     async with fake_sglang() as engine, sidecar(nats_url, engine.url, tell_tokens=8) as side:
         await side.runtime.bus.subscribe(["step_finished"], hear)
+        await side.runtime.bus.subscribe(["step_started"], hear_start)
         first = await run_step(side.stub, step_request(ticket("e0", trajectory_id="t", turn=0), PROMPT, greedy(6)))
         context = [*PROMPT, *first.tokens, *observation]
         second = await run_step(side.stub, step_request(ticket("e0", trajectory_id="t", turn=1), context, greedy(20)))
@@ -334,6 +339,7 @@ async def test_the_ends_of_a_steps_tokens_are_told_where_that_is_asked_for(nats_
         return int32s(message.int32_le).tolist()
 
     assert ids(told[0].prompt) == [*PROMPT[:16], *PROMPT[-16:]]
+    assert [ids(start.step_started.prompt) for start in starts] == [ids(told[0].prompt), []]
     assert (ids(told[0].observation), told[0].observation_tokens) == ([], 0)
     assert ids(told[0].output) == first.tokens.tolist()
     assert ids(told[1].prompt) == []
@@ -342,6 +348,8 @@ async def test_the_ends_of_a_steps_tokens_are_told_where_that_is_asked_for(nats_
 
     async with fake_sglang() as engine, sidecar(nats_url, engine.url, "e1") as side:
         await side.runtime.bus.subscribe(["step_finished"], hear)
+        await side.runtime.bus.subscribe(["step_started"], hear_start)
         await run_step(side.stub, step_request(ticket("e1"), PROMPT, greedy(6)))
         await until(lambda: len(facts) == 3)
     assert not facts[2].step_finished.HasField("tokens")
+    assert not starts[-1].step_started.HasField("prompt")

@@ -17,7 +17,8 @@ from treadle_learned.read import Read
 from treadle_learned.reading import windows
 from treadle_learned.transcript import Transcript, Turn
 from treadle_predictor.questions import Question
-from treadle_predictor.readings import READING_BYTES, Readings
+from treadle_predictor.reading import READING_BYTES
+from treadle_predictor.readings import Readings
 
 BOUNDS = replace(NARROW, window_tokens=128)
 MUCH = 1 << 30
@@ -133,9 +134,35 @@ def test_one_that_ended_is_not_read_ahead(backbone: Counting) -> None:
     assert not readings.read_ahead()
 
 
+def test_a_prompt_that_was_read_while_the_first_step_ran_is_not_read_again(backbone: Counting) -> None:
+    readings = Readings(backbone, BOUNDS, MUCH)
+    readings.begin("a", asked("a", 0).prompt)
+    readings.begin("a", asked("a", 0).prompt)
+    everything_ahead(readings)
+    wanted = at_once(backbone, "a")
+    for turn, reads in enumerate((0, BOUNDS.plan_tokens, STEP)):
+        backbone.runs.clear()
+        (state,) = readings.states([asked("a", turn)])
+        assert sum(backbone.runs) == reads
+        torch.testing.assert_close(state, wanted[turn], atol=1e-4, rtol=1e-4)
+
+
+def test_a_prompt_is_not_begun_where_there_is_no_room_for_it(backbone: Counting) -> None:
+    readings = Readings(backbone, BOUNDS, 2 * READING_BYTES + HALF_FULL * STEP * ID_BYTES)
+    readings.states([asked("a", HALF_FULL)])
+    kept_bytes = readings.kept_bytes
+    for name in "bcdefgh":
+        readings.begin(name, asked(name, 0).prompt)
+        everything_ahead(readings)
+    assert readings.kept_bytes == kept_bytes
+
+
 def test_samples_of_a_prompt_read_it_once(backbone: Counting) -> None:
     prompt = "a prompt that is long enough to be worth a copy"
     readings = Readings(backbone, BOUNDS, MUCH)
     readings.states([asked("a", 1, prompt)])
     readings.states([asked("b", 1, prompt)])
     assert backbone.runs == [HEAD, BOUNDS.plan_tokens]
+    (state,) = readings.states([asked("c", 0, prompt)])
+    alone = Readings(backbone, BOUNDS, MUCH).states([asked("c", 0, prompt)])[0]
+    torch.testing.assert_close(state, alone, atol=1e-4, rtol=1e-4)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 from treadle.telemetry.v1 import facts_pb2
-from treadle_cli.bench.told_facts import facts_of
+from treadle_cli.bench.told_facts import facts_of, prompt_started
 from treadle_learned.transcript import Transcript, Turn
 from treadle_predictor import recordings as module
 from treadle_predictor.recordings import Recordings
@@ -39,6 +39,18 @@ def test_an_ended_trajectory_is_the_transcript_that_it_was(censored: bool) -> No
     facts = list(facts_of(whole, letters))
     assert list(heard(*facts).ended) == [whole]
     assert list(heard(*(fact for fact in facts for _ in range(2))).ended) == [whole], "each told twice"
+
+
+def test_the_prompt_is_known_once_the_first_step_has_started() -> None:
+    opened, finished, later, *_ = facts_of(transcript(), letters)
+    started = prompt_started(transcript(), letters)
+    recording = heard(opened, started).of("t", 0)
+    assert recording is not None and recording.prompt == "the task"
+    assert list(heard(opened, started, finished, started, later).ended) == list(heard(opened, finished, later).ended)
+    later_step = prompt_started(transcript(), letters)
+    later_step.step_started.step.turn = 1
+    recording = heard(opened, later_step).of("t", 0)
+    assert recording is not None and not recording.prompt
 
 
 def test_one_with_a_missed_step_is_neither_read_nor_trained_on() -> None:

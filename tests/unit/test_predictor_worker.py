@@ -44,6 +44,9 @@ class FakeModel:
             for turn in (each.progress.turn for each in questions)
         ]
 
+    def begin(self, trajectory_id: str, prompt: str) -> None:
+        self.batches.append([(f"{prompt} of {trajectory_id}", 0)])
+
     def read_ahead(self) -> bool:
         if not self.left_ahead:
             return False
@@ -121,6 +124,17 @@ async def test_what_will_be_asked_is_read_while_nobody_asks_and_a_question_goes_
         await asyncio.gather(first, second)
         await until(lambda: not model.left_ahead)
     assert model.batches == [[("a", 0)], [("b", 0)], [("c", 0)], [("ahead", 2)], [("ahead", 1)], [("ahead", 0)]]
+
+
+async def test_a_prompt_is_begun_before_anybody_asks_unless_it_has_ended() -> None:
+    model = FakeModel()
+    async with working(model) as worker:
+        worker.begin("a", "prompt")
+        worker.begin("b", "prompt")
+        worker.forget("b")
+        await until(lambda: model.forgotten == ["b"])
+        await until(lambda: bool(model.batches))
+    assert model.batches == [[("prompt of a", 0)]]
 
 
 async def test_a_model_that_fails_to_read_ahead_is_asked_all_the_same() -> None:

@@ -1,8 +1,9 @@
 """How long a prediction takes: a predictor as a process, with a learned model, asked as a scheduler asks.
 
-Trajectories run side by side, their steps end at random, RATE_PER_S of them a second in all. At the end of each step
-its fact is published, with its texts, and the question asked at once. A call's time is the caller's, over loopback;
-what the model kept of earlier steps is reused as it is in a mesh. The head has learned nothing, which changes no time.
+Trajectories run side by side, their steps end at random, RATE_PER_S of them a second in all; the prompt is told when
+the first step starts. At the end of each step its fact is published, with its texts, and the question asked at once. A
+call's time is the caller's, over loopback; what the model kept of earlier steps, and read ahead while nobody asked, is
+used as it is in a mesh. The head has learned nothing, which changes no time.
 Predictions before the first step are left out: no text is known then, and siblings answer at once.
 """
 
@@ -25,7 +26,7 @@ from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
 from treadle_runtime.bus import Bus, open_bus
 
 from treadle_cli.bench.options import BenchOptions
-from treadle_cli.bench.told_facts import facts_of
+from treadle_cli.bench.told_facts import facts_of, prompt_started
 from treadle_cli.embedded_nats import start_nats
 from treadle_cli.ports import HOST, free_port
 from treadle_cli.processes import ProcessTree
@@ -96,13 +97,15 @@ async def _repeat(
     seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
-    steps = _steps(told, backbone, rng)
-    for _ in range(WARM_UP):  # one after the other: a rollout's first burst is not what is measured
+    steps = _steps(told, backbone, rng, f"bench-{seed}")
+    asked = 0
+    while asked < WARM_UP:  # one after the other: a rollout's first burst is not what is measured
         facts, query = next(steps)
         for fact in facts:
             await bus.publish(fact)
         if query.turn:
             await _ask(stub, query, Latency())
+            asked += 1
     due_s = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         asked = 0
@@ -129,14 +132,15 @@ async def _ask(stub: predictor_pb2_grpc.PredictorServiceAsyncStub, query: predic
 
 
 def _steps(
-    told: Sequence[Transcript], backbone: Backbone, rng: np.random.Generator
+    told: Sequence[Transcript], backbone: Backbone, rng: np.random.Generator, name: str
 ) -> Iterator[tuple[list[Fact], predictor_pb2.Query]]:
-    """Facts of a step, and the question after it, of trajectories that run side by side, for ever."""
+    """Facts of a step's end, and the question after it; of a trajectory's beginning or end, and none. Of trajectories
+    that run side by side, for ever."""
     running: list[Iterator[tuple[list[Fact], predictor_pb2.Query]]] = []
     number = 0
     while True:
         while len(running) < SIDE_BY_SIDE:
-            running.append(_steps_of(told[int(rng.integers(len(told)))], number, backbone))
+            running.append(_steps_of(told[int(rng.integers(len(told)))], f"{name}-{number}", backbone))
             number += 1
         at = int(rng.integers(len(running)))
         step = next(running[at], None)
@@ -147,21 +151,20 @@ def _steps(
 
 
 def _steps_of(
-    transcript: Transcript, number: int, backbone: Backbone
+    transcript: Transcript, name: str, backbone: Backbone
 ) -> Iterator[tuple[list[Fact], predictor_pb2.Query]]:
-    own = replace(transcript, trajectory_id=f"bench-{number}")
+    own = replace(transcript, trajectory_id=name)
     facts = facts_of(own, backbone.tokenize, most=TOLD_TOKENS)
+    yield [next(facts), prompt_started(own, backbone.tokenize, most=TOLD_TOKENS)], predictor_pb2.Query()
     gen_tokens = 0
-    before = [next(facts)]
     for turn, done in enumerate(own.turns, start=1):
         gen_tokens += done.gen_tokens
         yield (
-            [*before, next(facts)],
+            [next(facts)],
             predictor_pb2.Query(
                 trajectory_id=own.trajectory_id, prompt_id=own.prompt_id, turn=turn, gen_tokens=gen_tokens
             ),
         )
-        before = []
     yield list(facts), predictor_pb2.Query()  # its end
 
 

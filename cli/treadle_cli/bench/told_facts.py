@@ -69,5 +69,18 @@ def facts_of(
         )
 
 
+def prompt_started(transcript: Transcript, tokenize: Tokenize, *, most: int = 1 << 20) -> facts_pb2.Fact:
+    """Its first step gets a slot. most: as in `facts_of`."""
+    name = transcript.trajectory_id
+    return make_fact(
+        "sidecar/e0",
+        step_started=facts_pb2.StepStarted(
+            step=facts_pb2.StepRef(trajectory_id=name, turn=0, ticket_id=f"{name}-0"),
+            attempt=1,
+            prompt=_ids(tokenize(transcript.prompt), PROMPT_SHARE * most),
+        ),
+    )
+
+
 def _ids(ids: Sequence[int], most: int) -> TokenIds:
     return TokenIds(int32_le=ends(array("i", ids), most).tobytes())

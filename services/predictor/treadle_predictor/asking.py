@@ -25,6 +25,11 @@ class LearnedPart:
     worker: Worker
     recordings: Recordings
 
+    def begun(self, trajectory_id: str, prompt: str) -> None:
+        """Its first step runs; a model that is asked reads the prompt meanwhile."""
+        if self.keeper.leads:
+            self.worker.begin(trajectory_id, prompt)
+
 
 class Asking:
     """`learned`: None where no folder of models is given."""

@@ -15,7 +15,7 @@ LONGEST_PROMPT_ID_CHARS = 256
 TOKEN_ID_BYTES = 4  # int32
 
 # The facts that are learned from.
-FACT_KINDS = ("trajectory_opened", "step_finished", "trajectory_closed")
+FACT_KINDS = ("trajectory_opened", "step_started", "step_finished", "trajectory_closed")
 
 ESTIMATORS = {
     Source.PRIOR: predictor_pb2.ESTIMATOR_PRIOR,

@@ -14,17 +14,20 @@ if TYPE_CHECKING:
 
 
 class Learner:
-    """Hears facts. `updated_at` is the time of the newest one heard, None before the first. on_ended: told of each
-    trajectory that newly ended; recordings: where they are kept for a learned model."""
+    """Hears facts. `updated_at` is the time of the newest one heard, None before the first. recordings: where they are
+    kept for a learned model. on_begun: told of each trajectory whose first step has started, with its prompt; on_ended:
+    of each that newly ended."""
 
     def __init__(
         self,
         store: HistoryStore,
         recordings: "Recordings | None" = None,
+        on_begun: Callable[[str, str], None] = lambda trajectory_id, prompt: None,
         on_ended: Callable[[str], None] = lambda trajectory_id: None,
     ) -> None:
         self._store = store
         self._recordings = recordings
+        self._on_begun = on_begun
         self._on_ended = on_ended
         self.updated_at: Timestamp | None = None
 
@@ -33,6 +36,9 @@ class Learner:
         ended = learn(self._store.evidence, fact)
         if self._recordings is not None:
             self._recordings.hear(fact)
+            begun = self._recordings.of(fact.step_started.step.trajectory_id, turn=0)
+            if begun is not None and begun.prompt:
+                self._on_begun(begun.trajectory_id, begun.prompt)
         if ended is not None:
             self._on_ended(ended.trajectory_id)
             self._store.changed(ended.prompt_id)

@@ -43,6 +43,11 @@ class LearnedModel:
                 found[at] = self._forecast(questions[at].progress, *quantiles)
         return found
 
+    def begin(self, trajectory_id: str, prompt: str) -> None:
+        """It will be asked about; its prompt is something to read ahead."""
+        if self._readings is not None:
+            self._readings.begin(trajectory_id, prompt)
+
     def read_ahead(self) -> bool:
         """A little of what will be asked about; False where nothing is left to read."""
         return self._readings is not None and self._readings.read_ahead()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from treadle.common.v1.tokens_pb2 import TokenIds
 from treadle.scheduler.v1 import scheduler_pb2
-from treadle.telemetry.v1.facts_pb2 import Fact, StepFinished, TrajectoryClosed, TrajectoryOpened
+from treadle.telemetry.v1.facts_pb2 import Fact, StepFinished, StepStarted, TrajectoryClosed, TrajectoryOpened
 from treadle_learned.features import Steps
 from treadle_learned.transcript import Transcript, Turn
 
@@ -55,6 +55,8 @@ class Recordings:
         match fact.WhichOneof("fact"):
             case "trajectory_opened":
                 self._opened(fact.trajectory_opened)
+            case "step_started":
+                self._started(fact.step_started)
             case "step_finished":
                 self._stepped(fact.step_finished)
             case "trajectory_closed":
@@ -96,6 +98,11 @@ class Recordings:
             if len(self._running) > MOST_RUNNING:
                 self._running.popitem(last=False)
 
+    def _started(self, step: StepStarted) -> None:
+        recording = self._running.get(step.step.trajectory_id)
+        if recording is not None and not recording.turns and not step.step.turn:
+            self._note_prompt(recording, step.prompt)
+
     def _stepped(self, step: StepFinished) -> None:
         recording = self._running.get(step.step.trajectory_id)
         if recording is None or step.step.turn < len(recording.turns) or step.output_tokens < 0:
@@ -111,9 +118,8 @@ class Recordings:
             known = step.tokens.observation_tokens == observation_tokens
             text = self._text(step.tokens.observation) if known else ""
             recording.turns[-1] = replace(recording.turns[-1], obs_tokens=observation_tokens, obs_text=text)
-        elif step.tokens.prompt.int32_le:
-            recording.prompt = self._text(step.tokens.prompt)
-            self._note_prompt(recording)
+        else:
+            self._note_prompt(recording, step.tokens.prompt)
         recording.turns.append(Turn(step.output_tokens, text=self._text(step.tokens.output)))
         recording.steps = recording.steps.after(step.output_tokens, observation_tokens)
         recording.context_tokens = step.context_tokens + step.output_tokens
@@ -137,7 +143,10 @@ class Recordings:
             )
         )
 
-    def _note_prompt(self, recording: Recording) -> None:
+    def _note_prompt(self, recording: Recording, prompt: TokenIds) -> None:
+        if not prompt.int32_le:
+            return
+        recording.prompt = self._text(prompt)
         self._prompts[recording.prompt_id] = recording.prompt
         self._prompts.move_to_end(recording.prompt_id)
         if len(self._prompts) > MOST_PROMPTS:

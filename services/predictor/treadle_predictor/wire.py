@@ -34,7 +34,11 @@ async def wire(runtime: Runtime) -> Wiring:
     )
     learned, tasks = await _learned(settings) if settings.models else (None, [])
     store = await HistoryStore.open(runtime.bus, evidence)
-    learner = Learner(store) if learned is None else Learner(store, learned.recordings, on_ended=learned.worker.forget)
+    learner = (
+        Learner(store)
+        if learned is None
+        else Learner(store, learned.recordings, on_begun=learned.begun, on_ended=learned.worker.forget)
+    )
     # No durable place: the state is in memory, so each process hears all facts that are kept from the first.
     await runtime.bus.subscribe(FACT_KINDS, learner.hear, replay=True)
     await runtime.bus.caught_up()

@@ -33,6 +33,10 @@ class Answerer(Protocol):
         """In their order."""
         ...
 
+    def begin(self, trajectory_id: str, prompt: str) -> None:
+        """It will be asked about; its prompt is something to read ahead."""
+        ...
+
     def read_ahead(self) -> bool:
         """A little of what will be asked about, a step's worth at the most; False where nothing is left to read."""
         ...
@@ -62,6 +66,7 @@ class Worker:
         self._gather_s = gather_s
         self._most_batch = most_batch
         self._waiting: OrderedDict[str, tuple[Question, asyncio.Future[Forecast | None]]] = OrderedDict()
+        self._begun: OrderedDict[str, str] = OrderedDict()  # prompts
         self._ended: list[str] = []
         self._more = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "learned-model")
@@ -86,11 +91,17 @@ class Worker:
             self.counts.answered += 1
         return forecast
 
+    def begin(self, trajectory_id: str, prompt: str) -> None:
+        """Its first step runs: the prompt is read ahead."""
+        self._begun[trajectory_id] = prompt
+        self._more.set()
+
     def forget(self, trajectory_id: str) -> None:
         """It has ended: what is kept of it goes with the next batch, and nobody waits for its forecast any more."""
         _, future = self._waiting.pop(trajectory_id, (None, None))
         if future is not None and not future.done():
             future.set_result(None)
+        self._begun.pop(trajectory_id, None)
         self._ended.append(trajectory_id)
         self._more.set()
 
@@ -111,8 +122,9 @@ class Worker:
     async def _read_ahead(self) -> bool:
         if self.model is None:
             return False
+        begun = self._begun.popitem(last=False) if self._begun else None
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self.model.read_ahead)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, _read_ahead, self.model, begun)
         except (RuntimeError, ValueError):
             log.exception("the learned model failed to read ahead; it reads when it is asked")
             return False
@@ -140,3 +152,9 @@ def _answered(model: Answerer, ended: list[str], questions: list[Question]) -> l
     for trajectory_id in ended:
         model.forget(trajectory_id)
     return model.answer(questions) if questions else []
+
+
+def _read_ahead(model: Answerer, begun: tuple[str, str] | None) -> bool:
+    if begun is not None:
+        model.begin(*begun)
+    return model.read_ahead()

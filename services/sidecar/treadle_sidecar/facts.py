@@ -7,7 +7,7 @@ from treadle_runtime.bus import Bus, make_fact
 
 from treadle_sidecar import convert
 from treadle_sidecar.step import Finished, Preempted, Started, StepOrder
-from treadle_sidecar.told import step_tokens
+from treadle_sidecar.told import step_tokens, told_prompt
 
 
 class StepFacts:
@@ -30,7 +30,10 @@ class StepFacts:
     async def started(self, order: StepOrder, event: Started) -> None:
         """The step got a slot."""
         fact = facts_pb2.StepStarted(
-            step=self._step(order), queue_time=convert.duration(event.queue_s), attempt=event.attempt
+            step=self._step(order),
+            queue_time=convert.duration(event.queue_s),
+            attempt=event.attempt,
+            prompt=told_prompt(order, self._tell_tokens),
         )
         await self._bus.publish(make_fact(self._source, step_started=fact))
 

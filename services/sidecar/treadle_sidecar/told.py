@@ -6,12 +6,13 @@ a step, whatever the context's length.
 
 from array import array
 
+from treadle.common.v1.tokens_pb2 import TokenIds
 from treadle.telemetry.v1 import facts_pb2
 
 from treadle_sidecar.convert import packed
 from treadle_sidecar.step import StepOrder
 
-PROMPT_SHARE = 4  # the prompt is told once, and is what a trajectory's length depends on most
+PROMPT_SHARE = 4  # the prompt is told of the first step alone, and is what a trajectory's length depends on most
 
 
 def step_tokens(
@@ -20,14 +21,17 @@ def step_tokens(
     """`before`: the trajectory's context after its last step here, None where there was none. None for `most` of 0."""
     if not most:
         return None
-    told = facts_pb2.StepTokens(output=packed(ends(output, most)))
-    if order.turn == 0:
-        told.prompt.CopyFrom(packed(ends(order.prompt, PROMPT_SHARE * most)))
-    elif before is not None and len(before) <= len(order.prompt):
+    told = facts_pb2.StepTokens(output=packed(ends(output, most)), prompt=told_prompt(order, most))
+    if order.turn and before is not None and len(before) <= len(order.prompt):
         observation = order.prompt[len(before) :]
         told.observation.CopyFrom(packed(ends(observation, most)))
         told.observation_tokens = len(observation)
     return told
+
+
+def told_prompt(order: StepOrder, most: int) -> TokenIds | None:
+    """None after the first step, and for `most` of 0."""
+    return packed(ends(order.prompt, PROMPT_SHARE * most)) if most and order.turn == 0 else None
 
 
 def ends(ids: "array[int]", most: int) -> "array[int]":

@@ -157,20 +157,26 @@ class StepStarted(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     QUEUE_TIME_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
+    PROMPT_FIELD_NUMBER: builtins.int
     attempt: builtins.int
     @property
     def step(self) -> Global___StepRef: ...
     @property
     def queue_time(self) -> google.protobuf.duration_pb2.Duration: ...
+    @property
+    def prompt(self) -> treadle.common.v1.tokens_pb2.TokenIds:
+        """with turn 0: that of StepTokens, to be read while the step runs"""
+
     def __init__(
         self,
         *,
         step: Global___StepRef | None = ...,
         queue_time: google.protobuf.duration_pb2.Duration | None = ...,
         attempt: builtins.int = ...,
+        prompt: treadle.common.v1.tokens_pb2.TokenIds | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["queue_time", b"queue_time", "step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "queue_time", b"queue_time", "step", b"step"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["prompt", b"prompt", "queue_time", b"queue_time", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "prompt", b"prompt", "queue_time", b"queue_time", "step", b"step"]) -> None: ...
 
 Global___StepStarted: typing_extensions.TypeAlias = StepStarted
 
