@@ -126,6 +126,30 @@ async def test_what_will_be_asked_is_read_while_nobody_asks_and_a_question_goes_
     assert model.batches == [[("a", 0)], [("b", 0)], [("c", 0)], [("ahead", 2)], [("ahead", 1)], [("ahead", 0)]]
 
 
+async def test_a_question_waits_for_one_piece_that_is_read_ahead_and_no_more() -> None:
+    model = FakeModel()
+    async with working(model) as worker:
+        model.may_answer.clear()
+        model.left_ahead = 3
+        worker.begin("a", "prompt")
+        await begun(model)
+        waiting = asyncio.create_task(worker.ask(asked("b", 1)))
+        await asyncio.sleep(0)
+        model.may_answer.set()
+        assert said(await waiting) == 1
+        await until(lambda: not model.left_ahead)
+    names = [name for batch in model.batches for name, _ in batch]
+    assert names == ["prompt of a", "ahead", "b", "ahead", "ahead"]
+
+
+async def test_all_that_have_begun_are_told_to_a_model_that_has_no_room_to_read_ahead() -> None:
+    model = FakeModel()
+    async with working(model) as worker:
+        for name in "abc":
+            worker.begin(name, "prompt")
+        await until(lambda: len(model.batches) == 3)
+
+
 async def test_a_prompt_is_begun_before_anybody_asks_unless_it_has_ended() -> None:
     model = FakeModel()
     async with working(model) as worker:

@@ -124,7 +124,9 @@ class Worker:
             return False
         begun = self._begun.popitem(last=False) if self._begun else None
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, _read_ahead, self.model, begun)
+            loop = asyncio.get_running_loop()
+            found = await loop.run_in_executor(self._thread, _read_ahead, self.model, begun)
+            return found or bool(self._begun)
         except (RuntimeError, ValueError):
             log.exception("the learned model failed to read ahead; it reads when it is asked")
             return False
