@@ -70,13 +70,6 @@ class Backbone:
         """Ids without special tokens; none for no text."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
-    def serve(self) -> None:
-        """For reading step by step from now on. A processor then takes plain matrix products for attention, in bf16 two
-        thirds of the time of the fused kernel (a step after 900 tokens: 75 ms for 118); a training would have to keep
-        their weights of every layer."""
-        if self.device == "cpu":
-            self.model.set_attn_implementation("eager")
-
     @torch.inference_mode()
     def hidden(self, ids: Sequence[int], ends: Sequence[int]) -> Tensor:
         """Last hidden states, float32 [len(ends), hidden_size], after so many of the ids each (1 to len(ids))."""

@@ -49,14 +49,6 @@ def test_reading_on_gives_the_same_from_whatever_beginning_is_shared(backbone: B
         assert read.ids == tuple(ids)
 
 
-def test_one_that_serves_gives_the_states_of_one_that_trains(folder: Path, backbone: Backbone) -> None:
-    serving = Backbone.load(str(folder), device="cpu", dtype=torch.float32)
-    serving.serve()
-    ids = backbone.tokenize("a plan, then one step, then another")
-    _, read = serving.read_on(ids[:20], None)
-    torch.testing.assert_close(serving.read_on(ids, read)[0], backbone.hidden(ids, [len(ids)])[0])
-
-
 def test_a_copy_of_a_beginning_is_its_own(backbone: Backbone) -> None:
     ids = backbone.tokenize("a plan, then one step, then another")
     _, read = backbone.read_on(ids[:20], None)

@@ -19,8 +19,6 @@ def load_model(folder: Path, most_bytes: int) -> LearnedModel:
     """Raises LearnedError, saying what is wrong with it."""
     checkpoint = load(folder)
     backbone = backbone_of(checkpoint) if checkpoint.reads_text else None
-    if backbone is not None:
-        backbone.serve()
     model = LearnedModel(checkpoint, backbone, most_bytes)
     turn = Turn(8, text="1. look at the files")
     question = Question(Progress(TRIAL, TRIAL, 1, 8, 16, 8), np.zeros(len(FEATURES), np.float32), "a task", (turn,))
