@@ -40,10 +40,15 @@ class Transcript:
 
     @property
     def version_number(self) -> int | None:
-        """Of weights that are numbered, as RL loops number them; None of others, whose distance nobody knows."""
-        return int(self.weight_version) if self.weight_version.isdecimal() else None
+        """See `version_number`."""
+        return version_number(self.weight_version)
 
     @property
     def has_text(self) -> bool:
         """Whether it says anything at all."""
         return bool(self.prompt) or any(turn.text for turn in self.turns)
+
+
+def version_number(weight_version: str) -> int | None:
+    """Of weights that are numbered, as RL loops number them; None of others, whose distance nobody knows."""
+    return int(weight_version) if weight_version.isdecimal() else None

@@ -15,7 +15,14 @@ LONGEST_PROMPT_ID_CHARS = 256
 TOKEN_ID_BYTES = 4  # int32
 
 # The facts that are learned from.
-FACT_KINDS = ("trajectory_opened", "step_started", "step_finished", "trajectory_closed")
+FACT_KINDS = (
+    "trajectory_opened",
+    "step_started",
+    "step_finished",
+    "trajectory_closed",
+    "engine_joined",
+    "weights_updated",
+)
 
 ESTIMATORS = {
     Source.PRIOR: predictor_pb2.ESTIMATOR_PRIOR,
@@ -74,8 +81,9 @@ def quantiles_of(estimate: Estimate) -> Quantiles:
     return Quantiles(p10=estimate.p10, p50=estimate.p50, p90=estimate.p90)
 
 
-def learn(evidence: Evidence, fact: Fact) -> Ended | None:
-    """Folds a fact in; told again it changes nothing. The trajectory that ended, where one newly did.
+def learn(evidence: Evidence, fact: Fact, weight_version: int | None = None) -> Ended | None:
+    """Folds a fact in; told again it changes nothing. The trajectory that ended, where one newly did. weight_version:
+    of what sampled the one that the fact says has ended.
 
     Facts that say nothing of use (no trajectory, no prompt, a negative count) are left out: they came from elsewhere
     and there is nobody to refuse them to.
@@ -99,6 +107,7 @@ def learn(evidence: Evidence, fact: Fact) -> Ended | None:
                     gen_tokens=closed.gen_tokens,
                     turns=closed.turns,
                     own_end=closed.outcome == scheduler_pb2.OUTCOME_FINISHED,
+                    weight_version=weight_version,
                 )
                 return ended if evidence.closed(ended) else None
     return None

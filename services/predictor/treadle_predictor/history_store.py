@@ -77,7 +77,10 @@ class HistoryStore:
 
 
 def encoded(prompt_id: str, ended: list[Ended]) -> bytes:
-    rows = [[each.trajectory_id, each.rollout_id, each.gen_tokens, each.turns, each.own_end] for each in ended]
+    rows = [
+        [each.trajectory_id, each.rollout_id, each.gen_tokens, each.turns, each.own_end, each.weight_version]
+        for each in ended
+    ]
     return json.dumps({"prompt_id": prompt_id, "ended": rows}).encode()
 
 
@@ -85,6 +88,6 @@ def decoded(value: bytes) -> tuple[str, list[Ended]]:
     found = json.loads(value)
     prompt_id = str(found["prompt_id"])
     return prompt_id, [
-        Ended(trajectory_id, rollout_id, prompt_id, gen_tokens, turns, own_end)
-        for trajectory_id, rollout_id, gen_tokens, turns, own_end in found["ended"]
+        Ended(trajectory_id, rollout_id, prompt_id, gen_tokens, turns, own_end, *version)  # none in what was kept once
+        for trajectory_id, rollout_id, gen_tokens, turns, own_end, *version in found["ended"]
     ]

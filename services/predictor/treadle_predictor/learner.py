@@ -33,10 +33,12 @@ class Learner:
 
     async def hear(self, fact: Fact) -> None:
         """Folds one fact in; told again it changes nothing."""
-        ended = learn(self._store.evidence, fact)
-        if self._recordings is not None:
-            self._recordings.hear(fact)
-            begun = self._recordings.of(fact.step_started.step.trajectory_id, turn=0)
+        recordings = self._recordings
+        version = recordings.version_of(fact.trajectory_closed.trajectory_id) if recordings is not None else None
+        ended = learn(self._store.evidence, fact, version)
+        if recordings is not None:
+            recordings.hear(fact)
+            begun = recordings.of(fact.step_started.step.trajectory_id, turn=0)
             if begun is not None and begun.prompt:
                 self._on_begun(begun.trajectory_id, begun.prompt)
         if ended is not None:

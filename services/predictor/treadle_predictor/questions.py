@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from treadle_core.estimator import Forecast, Progress
 from treadle_core.evidence import Evidence
-from treadle_learned.features import Vector, features
-from treadle_learned.transcript import Turn
+from treadle_learned.features import Vector, features, versions_behind
+from treadle_learned.transcript import Turn, version_number
 
 from treadle_predictor.recordings import Recording
 
@@ -29,5 +29,7 @@ def question(
         return None
     group = found[1]
     running = [each for name, each in group.running.items() if name != progress.trajectory_id]
-    vector = features(progress, recording.steps, group.ended.values(), running, forecast)
+    sampled_by = evidence.sampled_by(progress.trajectory_id, progress.prompt_id)
+    behind = versions_behind(version_number(recording.weight_version), sampled_by)
+    vector = features(progress, recording.steps, group.ended.values(), running, forecast, behind)
     return Question(progress, vector, recording.prompt or prompt, tuple(recording.turns))

@@ -15,7 +15,7 @@ from treadle.common.v1.tokens_pb2 import TokenIds
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.telemetry.v1.facts_pb2 import Fact, StepFinished, StepStarted, TrajectoryClosed, TrajectoryOpened
 from treadle_learned.features import Steps
-from treadle_learned.transcript import Transcript, Turn
+from treadle_learned.transcript import Transcript, Turn, version_number
 
 MOST_RUNNING = 8_192  # some kilobytes each, where texts are told
 MOST_ENDED = 4_096  # for the next refit
@@ -26,12 +26,13 @@ Decode = Callable[[list[int]], str]
 
 @dataclass
 class Recording:
-    """One that runs. context_tokens: after its newest step."""
+    """One that runs. context_tokens: after its newest step. weight_version: the policy's when it was opened."""
 
     trajectory_id: str
     rollout_id: str
     prompt_id: str
     prompt_tokens: int
+    weight_version: str = ""
     prompt: str = ""
     turns: list[Turn] = field(default_factory=list)
     steps: Steps = field(default_factory=Steps)
@@ -48,6 +49,7 @@ class Recordings:
         self.ended_total = 0
         self._running: OrderedDict[str, Recording] = OrderedDict()
         self._prompts: OrderedDict[str, str] = OrderedDict()
+        self._weight_version = ""  # the newest that was told of
         self._awaited: dict[str, list[asyncio.Event]] = {}
 
     def hear(self, fact: Fact) -> None:
@@ -61,6 +63,15 @@ class Recordings:
                 self._stepped(fact.step_finished)
             case "trajectory_closed":
                 self._closed(fact.trajectory_closed)
+            case "engine_joined":
+                self._weight_version = self._weight_version or fact.engine_joined.info.weight_version
+            case "weights_updated":
+                self._weight_version = fact.weights_updated.weight_version
+
+    def version_of(self, trajectory_id: str) -> int | None:
+        """The number of the policy's version when a running trajectory was opened; None where it is not known."""
+        found = self._running.get(trajectory_id)
+        return version_number(found.weight_version) if found is not None else None
 
     def of(self, trajectory_id: str, turn: int) -> Recording | None:
         """The recording after exactly so many steps; None where there is none."""
@@ -93,7 +104,7 @@ class Recordings:
     def _opened(self, opened: TrajectoryOpened) -> None:
         if opened.trajectory_id and opened.prompt_id and opened.trajectory_id not in self._running:
             self._running[opened.trajectory_id] = Recording(
-                opened.trajectory_id, opened.rollout_id, opened.prompt_id, opened.prompt_tokens
+                opened.trajectory_id, opened.rollout_id, opened.prompt_id, opened.prompt_tokens, self._weight_version
             )
             if len(self._running) > MOST_RUNNING:
                 self._running.popitem(last=False)
@@ -140,6 +151,7 @@ class Recordings:
                 tuple(recording.turns),
                 censored=closed.outcome != scheduler_pb2.OUTCOME_FINISHED,
                 prompt=recording.prompt,
+                weight_version=recording.weight_version,
             )
         )
 
