@@ -169,7 +169,6 @@ def _about(how: Training, backbone: Backbone | None, transcripts: list[Transcrip
     return {
         "format": FORMAT,
         **asdict(how),
-        "format": FORMAT,
         "tuned": str(how.tuned or ""),
         "fingerprint": fingerprint,
         "transcripts": told.hexdigest(),
