@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from treadle_cli.bench.predictor_page import calibrated, verdict
+from treadle_cli.bench.predictor_page import calibrated, page, verdict
 
 
 def row(step: int, estimator: str, **scores: float) -> dict[str, Any]:
@@ -35,3 +35,13 @@ def test_quantiles_that_do_not_hold_are_named_with_their_step() -> None:
     good = [row(0, "learned"), row(0, "boosted", below_p90=0.5)]
     assert calibrated(good) == "quantiles of the learned one: all within 5 points."
     assert calibrated([*good, row(4, "learned", below_p90=0.84)]).endswith("beyond 5 points: step 4 p90 0.84.")
+
+
+def test_how_long_a_prediction_takes_is_said_where_it_was_measured() -> None:
+    found = {"rows": [], "data": [], "seeds": [0], "backbone": "tiny"}
+    assert "A prediction by the service" not in " ".join(page(found))
+    latency = {"p50_ms": 131.2, "p99_ms": 351.7, "latency_requests": 1176, "latency_others": 24, "latency_per_s": 4.0}
+    said = " ".join(page({**found, **latency}))
+    assert "p50 131.2 ms, p99 351.7 ms" in said
+    assert "over 1,200 questions after steps, 4 a second" in said
+    assert "The model answered 1,176" in said

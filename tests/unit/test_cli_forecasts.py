@@ -88,7 +88,7 @@ def test_forecasts_are_kept_in_the_folder_and_shown(tmp_path: Path) -> None:
     figures = [arm_figures(arm, run.of_arm(arm.arm)) for arm in run.record.arms]
     shown = {row.label: row.values for row in rows(figures)}
     assert shown["forecasts by a learned model"] == (0.0, 1.0)
-    assert shown["from a step's end to its forecast, median"] == pytest.approx((0.0, 400.0))
+    assert shown["step's end to its forecast (median)"] == pytest.approx((0.0, 400.0))
     write_page(run, figures, tmp_path / "report.html")
     assert "the next step was queued 0.200 s before it came" in (tmp_path / "report.html").read_text()
 

@@ -48,8 +48,21 @@ def page(found: Mapping[str, Any]) -> Iterator[str]:
         "by that estimator after each step up to the eighth, against the same told every length; one number for all",
         "steps. Below 0: the policy is a heuristic, and with few trajectories it may do better by luck than by truth.",
     )
+    yield from _latency(found)
     for data in dict.fromkeys(row["data"] for row in rows):
         yield from _section(data, [row for row in rows if row["data"] == data and row["estimator"] in ORDER])
+
+
+def _latency(found: Mapping[str, Any]) -> Iterator[str]:
+    """Nothing where no step has a text."""
+    if "p50_ms" in found:
+        asked = found["latency_requests"] + found["latency_others"]
+        yield from paragraph(
+            f"A prediction by the service, which reads what is new and what it has not read ahead: p50 {found['p50_ms']}",
+            f"ms, p99 {found['p99_ms']} ms for the caller, over {asked:,} questions after steps, {found['latency_per_s']:g}",
+            f"a second, sixteen trajectories side by side. The model answered {found['latency_requests']:,}, siblings or",
+            "history the others.",
+        )
 
 
 def _section(data: str, rows: Sequence[Row]) -> Iterator[str]:
