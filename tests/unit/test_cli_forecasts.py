@@ -69,7 +69,10 @@ def test_the_figures_say_who_forecast_and_whether_anything_waited() -> None:
         ForecastRecord(2, LEARNED, 5.0, 5.2, None),
     )
     told = replace(
-        trajectory("treadle", "p", 0, 5, 6.0, span("decode", 1, 3), span("tool", 3.0, 3.15, "")), forecasts=forecasts
+        trajectory(
+            "treadle", "p", 0, 5, 6.0, span("decode", 1, 3), span("tool", 3, 3.1, ""), span("queue", 3.15, 4, turn=1)
+        ),
+        forecasts=forecasts,
     )
     figures = forecast_figures([told])
     assert (figures.forecasts, figures.learned, figures.overtaken) == (3, 2, 1)

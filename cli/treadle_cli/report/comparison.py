@@ -87,7 +87,7 @@ def forecast_rows(figures: Sequence[ArmFigures]) -> list[Row]:
         row("forecasts", lambda a: a.forecasts.forecasts, "", ""),
         row("forecasts by a learned model", lambda a: a.forecasts.learned, "", ""),
         row("step's end to its forecast (median)", lambda a: 1e3 * a.forecasts.forecast_s, "ms", ""),
-        row("tool's end to an engine's queue (median)", lambda a: 1e3 * a.forecasts.queued_s, "ms", "lower"),
+        row("step's request to its queue (median)", lambda a: 1e3 * a.forecasts.queued_s, "ms", "lower"),
         row("steps in a queue before their forecast came", lambda a: a.forecasts.overtaken, "", ""),
     ]
 
