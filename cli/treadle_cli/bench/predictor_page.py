@@ -58,10 +58,10 @@ def _latency(found: Mapping[str, Any]) -> Iterator[str]:
     if "p50_ms" in found:
         asked = found["latency_requests"] + found["latency_others"]
         yield from paragraph(
-            f"A prediction by the service, which reads what is new and what it has not read ahead: p50 {found['p50_ms']}",
-            f"ms, p99 {found['p99_ms']} ms for the caller, over {asked:,} questions after steps, {found['latency_per_s']:g}",
-            f"a second, sixteen trajectories side by side. The model answered {found['latency_requests']:,}, siblings or",
-            "history the others.",
+            "A prediction by the service, which reads what is new and what it has not read ahead:",
+            f"p50 {found['p50_ms']} ms, p99 {found['p99_ms']} ms for the caller, over {asked:,} questions after steps,",
+            f"{found['latency_per_s']:g} a second, sixteen trajectories side by side.",
+            f"The model answered {found['latency_requests']:,}, siblings or history the others.",
         )
 
 
