@@ -1,0 +1,91 @@
+"""The queue of waiting actions as columns of numbers, so that a decision over thousands touches no object of theirs.
+
+Invariant: row r of every column is of `actions[r]`; rows are in no order (a removal moves the last row into the gap).
+An action is checked and its durations are computed once, as it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from treadle_core.elastic.action import Action, Knowledge, key_units, seconds_at
+from treadle_core.elastic.action_input import InvalidActionError, check_action, check_fits
+from treadle_core.elastic.curves import Curves, Floats, Indexes
+
+FIRST_ROWS = 64
+FIRST_CHOICES = 8
+
+
+class Waiting:
+    """Columns by row: least[r, d] units of dimension d at least; -1 where it asks for none. key[r]: the dimension that
+    it is grouped by. arrival[r]. units[r, c] and seconds[r, c]: its c-th choice, counts[r] of them; seconds are NaN
+    where unknown."""
+
+    def __init__(self, capacities: Mapping[str, int]) -> None:
+        """capacities: by dimension, the most that one action can get of it (`pools.capacities`)."""
+        self.dimensions = tuple(capacities)
+        self._capacities = dict(capacities)
+        self.actions: list[Action] = []
+        self._rows: dict[str, int] = {}
+        self.least: Indexes = np.empty((FIRST_ROWS, len(self.dimensions)), np.int64)
+        self.key: Indexes = np.empty(FIRST_ROWS, np.int64)
+        self.arrival: Indexes = np.empty(FIRST_ROWS, np.int64)
+        self.counts: Indexes = np.empty(FIRST_ROWS, np.int64)
+        self.units: Indexes = np.zeros((FIRST_ROWS, FIRST_CHOICES), np.int64)
+        self.seconds: Floats = np.zeros((FIRST_ROWS, FIRST_CHOICES))
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+    def add(self, action: Action) -> None:
+        """Raises InvalidActionError for an id twice, and what `check_action` and `check_fits` raise."""
+        check_action(action, self.dimensions)
+        check_fits(action, self._capacities)
+        if action.action_id in self._rows:
+            raise InvalidActionError("action_id", f"{action.action_id!r} waits already; use an id once")
+        # Without a key it is grouped by the first dimension it names, where it counts with its least.
+        key = action.key or next(iter(action.cost))
+        choices = key_units(action.cost[key]) if action.scalable else (action.cost[key].least,)
+        row = len(self.actions)
+        self._grow(row + 1, len(choices))
+        self.least[row] = [
+            action.cost[dimension].least if dimension in action.cost else -1 for dimension in self.dimensions
+        ]
+        self.key[row] = self.dimensions.index(key)
+        self.arrival[row] = action.arrival
+        self.counts[row] = len(choices)
+        self.units[row, : len(choices)] = choices
+        known = action.duration.knowledge is not Knowledge.UNKNOWN
+        self.seconds[row, : len(choices)] = [seconds_at(action, units) if known else np.nan for units in choices]
+        self.actions.append(action)
+        self._rows[action.action_id] = row
+
+    def remove(self, action_id: str) -> Action:
+        """Takes an action out: it starts, or nobody wants it any more. Raises KeyError for one that does not wait."""
+        row, last = self._rows.pop(action_id), len(self.actions) - 1
+        action, moved = self.actions[row], self.actions.pop()
+        if row != last:
+            for column in (self.least, self.key, self.arrival, self.counts, self.units, self.seconds):
+                column[row] = column[last]
+            self.actions[row] = moved
+            self._rows[moved.action_id] = row
+        return action
+
+    def curves(self, rows: Indexes, typical_s: float) -> Curves:
+        """The choices of these rows; an unknown duration is taken to be `typical_s`."""
+        widest = int(self.counts[rows].max(initial=1))
+        seconds = self.seconds[rows, :widest]
+        return Curves(self.units[rows, :widest], np.where(np.isnan(seconds), typical_s, seconds), self.counts[rows])
+
+    def _grow(self, rows: int, choices: int) -> None:
+        have_rows, have_choices = self.units.shape
+        if rows > have_rows:
+            more = (0, have_rows)
+            self.least = np.pad(self.least, (more, (0, 0)))
+            self.key, self.arrival, self.counts = (np.pad(c, more) for c in (self.key, self.arrival, self.counts))
+            self.units, self.seconds = np.pad(self.units, (more, (0, 0))), np.pad(self.seconds, (more, (0, 0)))
+        if choices > have_choices:
+            wider = ((0, 0), (0, choices - have_choices))
+            self.units, self.seconds = np.pad(self.units, wider), np.pad(self.seconds, wider)

@@ -1,0 +1,129 @@
+"""What an action may say of itself, the queue that keeps it as columns, and the orders it is read in."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.elastic import elastic
+from treadle_core.elastic.action import (
+    Action,
+    Amdahl,
+    Demand,
+    Duration,
+    Fixed,
+    Knowledge,
+    Measured,
+    Range,
+    UnitSet,
+    seconds_at,
+)
+from treadle_core.elastic.action_input import InvalidActionError, NeverFitsError, UnknownDimensionError
+from treadle_core.elastic.ordering import first_come, shortest_first
+from treadle_core.elastic.waiting import Waiting
+
+CAPACITIES = {"cpu_cores": 64, "memory_bytes": 1 << 30}
+GOOD = elastic(0, Range(1, 8), 10.0, Amdahl(0.1))
+
+
+def test_durations_follow_equation_1() -> None:
+    assert seconds_at(elastic(0, Range(1, 8), 12.0, Amdahl(0.0)), 4) == 3.0
+    assert seconds_at(elastic(0, Range(1, 8), 12.0, Amdahl(1.0)), 4) == 12.0
+    measured = Measured(((1, 1.0), (4, 0.5)))
+    assert [measured.efficiency(units) for units in (1, 2, 4, 8)] == pytest.approx([1.0, 5.0 / 6.0, 0.5, 0.5])
+    assert seconds_at(elastic(0, Range(1, 8), 12.0, measured), 4) == 6.0
+
+
+def bad(**changes: object) -> Action:
+    return replace(GOOD, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("action", "field"),
+    [
+        (bad(cost={}), "cost"),
+        (bad(cost={"cpu_cores": UnitSet(())}), "cost[cpu_cores].units"),
+        (bad(cost={"cpu_cores": UnitSet((1, 4, 2))}), "cost[cpu_cores].units"),
+        (bad(cost={"cpu_cores": UnitSet((1, -4))}), "cost[cpu_cores].units[1]"),
+        (bad(cost={"cpu_cores": UnitSet(tuple(range(1, 2_000)))}), "cost[cpu_cores].units"),
+        (bad(cost={"cpu_cores": Range(-1, 2)}), "cost[cpu_cores].least"),
+        (bad(cost={"cpu_cores": Range(3, 2)}), "cost[cpu_cores].most"),
+        (bad(cost={"cpu_cores": Range(0, 2)}), "cost[cpu_cores]"),
+        (bad(cost={"cpu_cores": Range(1, 1 << 40)}), "cost[cpu_cores]"),
+        (bad(cost={"cpu_cores": Fixed(math.nan)}), "cost[cpu_cores].units"),  # type: ignore[arg-type]
+        (bad(cost={"cpu_cores": Fixed(1.5)}), "cost[cpu_cores].units"),  # type: ignore[arg-type]
+        (bad(duration=Duration(Knowledge.PROFILED, math.nan)), "duration.single_unit_s"),
+        (bad(duration=Duration(Knowledge.LEARNED, -1.0)), "duration.single_unit_s"),
+        (bad(duration=Duration(Knowledge.LEARNED, math.inf)), "duration.single_unit_s"),
+        (bad(key="memory_bytes"), "key"),
+        (bad(key=None), "key"),
+        (bad(elasticity=Measured(((1, 1.0), (8, 0.0)))), "elasticity"),
+        (bad(elasticity=Measured(((1, math.nan),))), "elasticity"),
+        (bad(elasticity=Amdahl(-0.5)), "elasticity"),
+        (bad(elasticity=Measured(())), "elasticity.points"),
+        (bad(elasticity=Measured(((2, 1.0), (1, 1.0)))), "elasticity.points"),
+    ],
+)
+def test_a_bad_figure_is_refused_by_its_name(action: Action, field: str) -> None:
+    waiting = Waiting(CAPACITIES)
+    with pytest.raises(InvalidActionError) as refused:
+        waiting.add(action)
+    assert refused.value.field == field
+    assert len(waiting) == 0
+
+
+def test_a_dimension_that_no_pool_has_and_an_id_that_waits_are_refused() -> None:
+    waiting = Waiting(CAPACITIES)
+    with pytest.raises(
+        UnknownDimensionError, match=r"cost\[gpus\]: no pool has it; use one of cpu_cores, memory_bytes"
+    ):
+        waiting.add(bad(cost={"gpus": Fixed(1)}))
+    waiting.add(GOOD)
+    with pytest.raises(InvalidActionError, match="waits already"):
+        waiting.add(GOOD)
+
+
+@pytest.mark.parametrize("demand", [Fixed(9), Range(9, 20), UnitSet((9, 10))])
+def test_what_asks_for_more_than_there_is_at_least_never_fits(demand: Demand) -> None:
+    waiting = Waiting({"cpu_cores": 8})
+    with pytest.raises(NeverFitsError, match=r"cost\[cpu_cores\].*at least 9 asked for, 8 in all"):
+        waiting.add(bad(cost={"cpu_cores": demand}))
+    waiting.add(bad(cost={"cpu_cores": Range(8, 20)}))
+
+
+def test_rows_stay_with_their_actions_as_others_come_and_go() -> None:
+    waiting = Waiting(CAPACITIES)
+    actions = [elastic(index, Range(1, 1 + index % 40), 1.0 + index, Amdahl(0.1)) for index in range(200)]
+    for action in actions:
+        waiting.add(action)
+    for action in actions[::3]:
+        assert waiting.remove(action.action_id) is action
+    left = [action for index, action in enumerate(actions) if index % 3]
+    rows = first_come(waiting)
+    assert [waiting.actions[row] for row in rows] == left
+    assert waiting.least[rows].tolist() == [[1, -1]] * len(left)
+    curves = waiting.curves(rows, 1.0)
+    assert curves.counts.tolist() == [1 + action.arrival % 40 for action in left]
+    assert curves.seconds[:, 0].tolist() == [action.duration.single_unit_s for action in left]
+    with pytest.raises(KeyError):
+        waiting.remove("a0")
+
+
+def test_what_cannot_be_scaled_has_one_choice_and_what_is_unknown_lasts_as_is_typical() -> None:
+    waiting = Waiting(CAPACITIES)
+    waiting.add(replace(GOOD, duration=Duration(Knowledge.UNKNOWN)))
+    waiting.add(replace(GOOD, action_id="rigid", elasticity=None))
+    waiting.add(replace(GOOD, action_id="plain", key=None, elasticity=None, cost={"memory_bytes": Fixed(7)}))
+    curves = waiting.curves(np.arange(3), 42.0)
+    assert curves.counts.tolist() == [1, 1, 1]
+    assert curves.units[:, 0].tolist() == [1, 1, 7]
+    assert curves.seconds[:, 0].tolist() == [42.0, 10.0, 10.0]
+
+
+def test_orders_are_by_arrival_or_by_duration() -> None:
+    waiting = Waiting(CAPACITIES)
+    for index, single_s in ((3, 1.0), (1, 9.0), (2, 5.0)):
+        waiting.add(elastic(index, Range(1, 2), single_s, Amdahl(0.0)))
+    waiting.add(replace(GOOD, duration=Duration(Knowledge.UNKNOWN)))
+    assert [waiting.actions[row].arrival for row in first_come(waiting)] == [0, 1, 2, 3]
+    assert [waiting.actions[row].arrival for row in shortest_first(waiting)] == [3, 2, 1, 0]
