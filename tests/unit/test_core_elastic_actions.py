@@ -120,6 +120,14 @@ def test_what_cannot_be_scaled_has_one_choice_and_what_is_unknown_lasts_as_is_ty
     assert curves.seconds[:, 0].tolist() == [42.0, 10.0, 10.0]
 
 
+def test_choices_that_are_no_faster_than_fewer_units_are_left_out() -> None:
+    waiting = Waiting(CAPACITIES)
+    waiting.add(elastic(0, UnitSet((1, 2, 4, 8)), 8.0, Measured(((1, 1.0), (2, 0.5), (4, 0.5), (8, 0.2)))))
+    curves = waiting.curves(np.arange(1), 1.0)
+    assert curves.units[0, : curves.counts[0]].tolist() == [1, 4]
+    assert curves.seconds[0, : curves.counts[0]].tolist() == [8.0, 4.0]
+
+
 def test_orders_are_by_arrival_or_by_duration() -> None:
     waiting = Waiting(CAPACITIES)
     for index, single_s in ((3, 1.0), (1, 9.0), (2, 5.0)):

@@ -29,6 +29,10 @@ class Curves(NamedTuple):
         """Those of some of them, in this order."""
         return Curves(self.units[candidates], self.seconds[candidates], self.counts[candidates])
 
+    def priced(self, price: float) -> Curves:
+        """With each second dearer by the price of the units it holds: arranged so, fewer units are held."""
+        return Curves(self.units, self.seconds * (1.0 + price * self.units), self.counts)
+
 
 class Arrangement(Protocol):
     """The least sum of durations of candidates that share units (DPArrange, appendix B)."""

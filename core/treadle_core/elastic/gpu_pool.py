@@ -12,7 +12,7 @@ from treadle_core.compiled import compiled
 from treadle_core.elastic.action import GPUS
 from treadle_core.elastic.chunk_table import ChunkTable
 from treadle_core.elastic.chunks import LEVELS, NODE_GPUS, Chunk, free_chunks, level_of, take
-from treadle_core.elastic.curves import Curves, Indexes
+from treadle_core.elastic.curves import Indexes
 from treadle_core.elastic.pools import InvalidPoolError, Share
 
 
@@ -45,11 +45,11 @@ class GpuNodes:
     def seat(self, needs: Indexes, homes: Indexes) -> Indexes:
         return placeable(needs[:, 0], _counts(self._free()))
 
-    def share(self, lane: int, dimension: int, others: Indexes, curves: Curves) -> Share:
+    def share(self, lane: int, dimension: int, others: Indexes) -> Share:
         counts = _counts(self._free())
         for units in others:
             take(counts, level_of(int(units)))
-        return Share(int((counts << np.arange(LEVELS)).sum()), ChunkTable(curves, counts))
+        return Share(int((counts << np.arange(LEVELS)).sum()), lambda curves: ChunkTable(curves, counts))
 
     def chunks(self, units: Indexes) -> Sequence[Chunk | None]:
         """The smallest chunk that holds them; of equals the first by node and number."""

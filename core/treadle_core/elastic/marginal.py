@@ -38,7 +38,7 @@ def is_convex(units: Indexes, seconds: Floats, counts: Indexes) -> bool:
     for i in range(len(counts)):
         slack = ROUNDING * seconds[i, 0]
         for choice in range(1, counts[i]):
-            if units[i, choice] != units[i, choice - 1] + 1 or seconds[i, choice] > seconds[i, choice - 1]:
+            if units[i, choice] != units[i, choice - 1] + 1:
                 return False
             if choice > 1 and (
                 seconds[i, choice - 1] - seconds[i, choice] > seconds[i, choice - 2] - seconds[i, choice - 1] + slack

@@ -6,7 +6,7 @@ pool (bandwidth, a quota) is one lane, a node is one, all GPUs are one (`gpu_poo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -26,10 +26,10 @@ class InvalidPoolError(CoreError):
 
 
 class Share(NamedTuple):
-    """What a lane's candidates share of one dimension: the units, and their arrangement on them."""
+    """What a lane's candidates share of one dimension: so many free units, and how they are arranged on them."""
 
     free: int
-    arrangement: Arrangement
+    arrange: Callable[[Curves], Arrangement]
 
 
 class Pool(Protocol):
@@ -59,8 +59,8 @@ class Pool(Protocol):
         """
         ...
 
-    def share(self, lane: int, dimension: int, others: Indexes, curves: Curves) -> Share:
-        """What seated candidates with these curves share of a lane, when `others`, units in order, are served first."""
+    def share(self, lane: int, dimension: int, others: Indexes) -> Share:
+        """What seated candidates share of a lane's dimension when `others`, units in order, are served first."""
         ...
 
     def chunks(self, units: Indexes) -> Sequence[Chunk | None]:
@@ -91,8 +91,8 @@ class FlatPool:
         free = np.array([[self.free]])
         return seated(needs, np.full_like(homes, -1), free, np.array([[self.capacity]]))
 
-    def share(self, lane: int, dimension: int, others: Indexes, curves: Curves) -> Share:
-        return shared(self.free - int(others.sum()), curves)
+    def share(self, lane: int, dimension: int, others: Indexes) -> Share:
+        return shared(self.free - int(others.sum()))
 
     def chunks(self, units: Indexes) -> Sequence[Chunk | None]:
         return ()
@@ -139,8 +139,8 @@ class CpuNodes:
         capacity = np.array([[node.cores, node.memory_bytes] for node in self.members], np.int64).reshape(-1, 2)
         return seated(needs, homes, self._free(), capacity)
 
-    def share(self, lane: int, dimension: int, others: Indexes, curves: Curves) -> Share:
-        return shared(int(self._free()[lane, dimension]) - int(others.sum()), curves)
+    def share(self, lane: int, dimension: int, others: Indexes) -> Share:
+        return shared(int(self._free()[lane, dimension]) - int(others.sum()))
 
     def chunks(self, units: Indexes) -> Sequence[Chunk | None]:
         return ()
@@ -154,9 +154,13 @@ def capacities(pools: Sequence[Pool]) -> dict[str, int]:
     return {dimension: most for pool in pools for dimension, most in pool.capacities().items()}
 
 
-def shared(free: int, curves: Curves) -> Share:
+def shared(free: int) -> Share:
     """Interchangeable units: by marginal gain where that is exact, by the table where it is not."""
-    return Share(free, MarginalGains(curves, free) if convex(curves) else FlatTable(curves, free))
+
+    def arrange(curves: Curves) -> Arrangement:
+        return MarginalGains(curves, free) if convex(curves) else FlatTable(curves, free)
+
+    return Share(free, arrange)
 
 
 def _check_free(field: str, free: int, capacity: int) -> None:

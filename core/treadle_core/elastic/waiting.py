@@ -6,7 +6,7 @@ An action is checked and its durations are computed once, as it comes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -47,7 +47,9 @@ class Waiting:
             raise InvalidActionError("action_id", f"{action.action_id!r} waits already; use an id once")
         # Without a key it is grouped by the first dimension it names, where it counts with its least.
         key = action.key or next(iter(action.cost))
-        choices = key_units(action.cost[key]) if action.scalable else (action.cost[key].least,)
+        choices, seconds = _useful(
+            action, key_units(action.cost[key]) if action.scalable else (action.cost[key].least,)
+        )
         row = len(self.actions)
         self._grow(row + 1, len(choices))
         self.least[row] = [
@@ -57,8 +59,7 @@ class Waiting:
         self.arrival[row] = action.arrival
         self.counts[row] = len(choices)
         self.units[row, : len(choices)] = choices
-        known = action.duration.knowledge is not Knowledge.UNKNOWN
-        self.seconds[row, : len(choices)] = [seconds_at(action, units) if known else np.nan for units in choices]
+        self.seconds[row, : len(choices)] = seconds
         self.actions.append(action)
         self._rows[action.action_id] = row
 
@@ -89,3 +90,16 @@ class Waiting:
         if choices > have_choices:
             wider = ((0, 0), (0, choices - have_choices))
             self.units, self.seconds = np.pad(self.units, wider), np.pad(self.seconds, wider)
+
+
+def _useful(action: Action, choices: Sequence[int]) -> tuple[list[int], list[float]]:
+    """The choices that are faster than all with fewer units, and their seconds: the others only cost."""
+    if action.duration.knowledge is Knowledge.UNKNOWN:
+        return [choices[0]], [np.nan]
+    units, seconds = [choices[0]], [seconds_at(action, choices[0])]
+    for choice in choices[1:]:
+        took_s = seconds_at(action, choice)
+        if took_s < seconds[-1]:
+            units.append(choice)
+            seconds.append(took_s)
+    return units, seconds

@@ -1,0 +1,52 @@
+"""Groups of the queue by key dimension and lane (C.split of Algorithm 1, W.split of Algorithm 2).
+
+An action without a key is grouped by the first dimension that it names, with one choice: its least. What other
+dimensions' actions take of this one is served first and comes back when they end.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from treadle_core.elastic.candidates import WAITS, Candidates
+from treadle_core.elastic.curves import Floats, Indexes
+from treadle_core.elastic.group import Group
+from treadle_core.elastic.pools import Pool
+from treadle_core.elastic.waiting import Waiting
+
+
+class Lane(NamedTuple):
+    """One dimension of one lane of a pool, the at-th of the pools, and what runs there: when it ends and its units."""
+
+    pool: Pool
+    at: int
+    number: int
+    dimension: str
+    ends_s: Floats
+    units: Indexes
+
+
+def grouped(
+    waiting: Waiting, candidates: Candidates, lane: Lane, typical_s: float, depth: int
+) -> tuple[Group, Indexes] | None:
+    """The lane's group and, by its candidate, the place in order; None where no candidate has its key there."""
+    rows, seats, homes = candidates.rows, candidates.seats[lane.at], candidates.homes[lane.at]
+    column = waiting.dimensions.index(lane.dimension)
+    keyed = waiting.key[rows] == column
+    seated = seats == lane.number
+    starting = keyed & seated & candidates.admitted
+    if not starting.any():
+        return None
+    # Whoever waits for any lane is counted on one, in turn.
+    expected = np.where(homes >= 0, homes, np.arange(len(rows)) % len(lane.pool.nodes))
+    members = np.flatnonzero(starting | (keyed & (seats == WAITS) & (expected == lane.number)))
+    curves = waiting.curves(rows[members], typical_s)
+    first = np.flatnonzero(starting[members])
+    others = rows[seated & ~starting]
+    others = others[waiting.least[others, column] > 0]
+    taken = waiting.least[others, column]
+    share = lane.pool.share(lane.number, lane.pool.dimensions.index(lane.dimension), taken)
+    ends_s = np.concatenate((lane.ends_s, waiting.curves(others, typical_s).seconds[:, 0]))
+    return Group(curves, first, ends_s, np.concatenate((lane.units, taken)), share, depth), members[first]
