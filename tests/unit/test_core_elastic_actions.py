@@ -48,7 +48,8 @@ def bad(**changes: object) -> Action:
         (bad(cost={"cpu_cores": UnitSet(tuple(range(1, 2_000)))}), "cost[cpu_cores].units"),
         (bad(cost={"cpu_cores": Range(-1, 2)}), "cost[cpu_cores].least"),
         (bad(cost={"cpu_cores": Range(3, 2)}), "cost[cpu_cores].most"),
-        (bad(cost={"cpu_cores": Range(0, 2)}), "cost[cpu_cores]"),
+        (bad(cost={"cpu_cores": Range(0, 2)}), "cost[cpu_cores].least"),
+        (bad(cost={**GOOD.cost, "memory_bytes": Fixed(0)}), "cost[memory_bytes].units"),
         (bad(cost={"cpu_cores": Range(1, 1 << 40)}), "cost[cpu_cores]"),
         (bad(cost={"cpu_cores": Fixed(math.nan)}), "cost[cpu_cores].units"),  # type: ignore[arg-type]
         (bad(cost={"cpu_cores": Fixed(1.5)}), "cost[cpu_cores].units"),  # type: ignore[arg-type]

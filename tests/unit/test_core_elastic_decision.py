@@ -143,7 +143,7 @@ def test_those_that_live_on_a_node_pass_one_that_waits_for_memory_but_not_one_th
 
 def test_gpus_come_as_one_aligned_chunk_beside_cores_of_a_node() -> None:
     gpus = GpuNodes((GpuNode("g0", frozenset({3, 4, 5, 6})), GpuNode("g1", frozenset())))
-    both = replace(asks(0, gpus=Fixed(1), cpu_cores=Fixed(2), memory_bytes=Fixed(0)), arrival=0)
+    both = asks(0, gpus=Fixed(1), cpu_cores=Fixed(2))
     scaled = elastic(1, UnitSet((1, 2, 4)), 10.0, LINEAR, key="gpus")
     found = decided([both, scaled], [gpus, nodes((8, 8))])
     assert [(start.units, start.node_id, start.chunk) for start in found] == [

@@ -60,8 +60,6 @@ def check_fits(action: Action, capacities: Mapping[str, int]) -> None:
 
 def _check_key(action: Action, demand: Demand) -> None:
     field = f"cost[{action.key}]"
-    if demand.least < 1:
-        raise InvalidActionError(field, "the key dimension takes at least 1 unit")
     if isinstance(demand, Range) and demand.most - demand.least >= MOST_CHOICES:
         raise InvalidActionError(field, f"more than {MOST_CHOICES} numbers of units; use a coarser unit or a UnitSet")
     if isinstance(action.elasticity, Measured):
@@ -99,8 +97,10 @@ def _check_demand(field: str, demand: Demand) -> None:
 def _check_units(field: str, units: float) -> None:
     """Whole numbers are asked for, but a caller without types may hand over a float."""
     _check_number(field, units, MOST_UNITS)
-    if units != int(units):
-        raise InvalidActionError(field, f"must be a whole number of units, is {units}")
+    if units < 1 or units != int(units):
+        raise InvalidActionError(
+            field, f"must be a whole number, 1 at least, is {units}; leave out what is not asked for"
+        )
 
 
 def _check_number(field: str, value: float, most: float) -> None:

@@ -77,19 +77,16 @@ def _starts(waiting: Waiting, candidates: Candidates, pools: Sequence[Pool], uni
     nodes: list[str | None] = [None] * len(rows)
     chunks: list[Chunk | None] = [None] * len(rows)
     for at, pool in enumerate(pools):
-        seats = candidates.seats[at, starting]
-        asking = np.flatnonzero(seats != NOT_ASKED)
+        asking = np.flatnonzero(candidates.seats[at, starting] != NOT_ASKED)
         names = pool.nodes
-        for index, seat in zip(asking.tolist(), seats[asking].tolist(), strict=True):
-            nodes[index] = nodes[index] or names[seat]
+        if names != (None,):
+            for index, seat in zip(asking.tolist(), candidates.seats[at, starting[asking]].tolist(), strict=True):
+                nodes[index] = names[seat]
         column = waiting.dimensions.index(pool.dimensions[0])
         held = np.where(waiting.key[rows] == column, units, waiting.least[rows, column])[asking]
         for index, chunk in zip(asking.tolist(), pool.chunks(held), strict=False):
             chunks[index] = chunk
-    return tuple(
-        Start(waiting.actions[row], count, node, chunk)
-        for row, count, node, chunk in zip(rows.tolist(), units.tolist(), nodes, chunks, strict=True)
-    )
+    return tuple(map(Start, [waiting.actions[row] for row in rows.tolist()], units.tolist(), nodes, chunks))
 
 
 def _check(waiting: Waiting, pools: Sequence[Pool], typical_s: float, depth: int) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 # As many prefixes are tried one by one; a search by doubling would try two thirds of them.
 MOST_TRIED = 16
+# Of many, so many doublings in a row that do not help end the search.
+PATIENCE = 3
 
 
 def best_prefix(objective: Callable[[int, float], float], candidates: int) -> tuple[int, float]:
@@ -34,11 +36,13 @@ def best_prefix(objective: Callable[[int, float], float], candidates: int) -> tu
             attempt(prefix)
         return best, least
     attempt(candidates)
-    evicted = 1
-    while evicted < candidates:
+    evicted, worse = 1, 0
+    while evicted < candidates and worse < PATIENCE:
         attempt(candidates - evicted)
+        worse = 0 if best == candidates - evicted else worse + 1
         evicted *= 2
-    attempt(1)
+    if worse < PATIENCE:
+        attempt(1)
     below = max((prefix for prefix in found if prefix < best), default=best)
     above = min((prefix for prefix in found if prefix > best), default=best)
     while best - below > 1 or above - best > 1:
