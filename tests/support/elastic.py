@@ -110,3 +110,14 @@ def objective_s(
             total += now + seconds
         least = min(least, total)
     return exact_s + least
+
+
+def estimate_as_listed(ends_s: Sequence[float], behind_s: Sequence[float]) -> float:
+    """ESTIMATE of Algorithm 2 at depth 1, line by line: one that ends makes room for one that waits."""
+    heap, total = list(ends_s), 0.0
+    heapq.heapify(heap)
+    for took_s in behind_s:
+        now = heapq.heappop(heap)
+        total += now + took_s
+        heapq.heappush(heap, now + took_s)
+    return total

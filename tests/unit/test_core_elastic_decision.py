@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.elastic import Choices, curves, elastic, every_pick, objective_s
+from support.elastic import Choices, curves, elastic, estimate_as_listed, every_pick, objective_s
 from treadle_core.elastic.action import Action, Amdahl, Demand, Duration, Fixed, Knowledge, Range, UnitSet
 from treadle_core.elastic.action_input import InvalidActionError
 from treadle_core.elastic.decision import InvalidEstimateError, Start, decide
@@ -189,6 +189,24 @@ def test_a_node_that_is_gone_and_estimates_that_are_none_are_refused() -> None:
         decide(Waiting({"cpu_cores": 4}), [cores(4)], [], math.nan)
     with pytest.raises(InvalidEstimateError, match="depth"):
         decided([], [cores(4)], depth=0)
+
+
+@given(
+    st.lists(st.floats(0.0, 100.0), min_size=1, max_size=6),
+    st.lists(st.floats(0.0, 100.0), min_size=1, max_size=9),
+)
+def test_where_each_holds_one_unit_the_objective_is_the_papers(running: list[float], queue: list[float]) -> None:
+    ends_s, held = np.array(running), np.ones(len(running), np.int64)
+    found = Group(curves([[(1, took_s)] for took_s in queue]), np.arange(1), ends_s, held, shared(1), 1)
+    expected_s = queue[0] + estimate_as_listed([*running, queue[0]], queue[1:])
+    assert found.objective(np.zeros(1, np.int64)) == pytest.approx(expected_s, rel=1e-9)
+
+
+def test_a_wide_action_that_ends_makes_room_for_several_where_the_paper_has_one() -> None:
+    queue: list[Choices] = [[(4, 10.0)], *([(1, 5.0)] for _ in range(4))]
+    found = Group(curves(queue), np.arange(1), np.empty(0), np.empty(0, np.int64), shared(4), 1)
+    assert found.objective(np.zeros(1, np.int64)) == 10.0 + 4 * 15.0
+    assert estimate_as_listed([10.0], [5.0] * 4) == 15.0 + 20.0 + 25.0 + 30.0
 
 
 @given(st.lists(st.floats(0.0, 10.0), min_size=1, max_size=MOST_TRIED))
