@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 # As many prefixes are tried one by one; a search by doubling would try two thirds of them.
-MOST_TRIED = 16
+MOST_TRIED = 12
 # Of many, so many doublings in a row that do not help end the search.
 PATIENCE = 3
+# Of many, the best is looked for to within this part of the candidates: one in a hundred changes the sum by less.
+GRAIN = 100
 
 
 def best_prefix(objective: Callable[[int, float], float], candidates: int) -> tuple[int, float]:
@@ -45,7 +47,8 @@ def best_prefix(objective: Callable[[int, float], float], candidates: int) -> tu
         attempt(1)
     below = max((prefix for prefix in found if prefix < best), default=best)
     above = min((prefix for prefix in found if prefix > best), default=best)
-    while best - below > 1 or above - best > 1:
+    near = max(candidates // GRAIN, 1)
+    while best - below > near or above - best > near:
         # The wider side is halved; what is best stays inside.
         probe = (below + best) // 2 if best - below > above - best else (best + above + 1) // 2
         middle = best
