@@ -115,9 +115,9 @@ async def test_what_will_be_asked_is_read_while_nobody_asks_and_a_question_goes_
         await worker.ask(asked("a"))
         await begun(model)
         model.may_answer.clear()
-        model.left_ahead = 3
         first = asyncio.create_task(worker.ask(asked("b")))
         await begun(model)
+        model.left_ahead = 3  # not before: the worker may still be about to look, after the first answer
         second = asyncio.create_task(worker.ask(asked("c")))
         await asyncio.sleep(0)
         model.may_answer.set()
