@@ -115,6 +115,8 @@ def fate(engines: Floats, samples: Samples, placement: Indexes) -> Fate:
     """The mean of `makespans`, and what it is due to."""
     times_s, last = _finished(engines, samples, placement)
     critical = np.zeros(len(engines), np.bool_)
+    if not len(engines):  # the last one has left since the plan was asked for
+        return Fate(0.0, critical, False)
     critical[last] = True
     runs = np.flatnonzero(critical[placement] & (placement >= 0))
     least = len(runs) == np.count_nonzero(critical)

@@ -111,6 +111,11 @@ def test_nothing_beats_a_placement_whose_last_ones_have_the_fastest_engines_to_t
     assert not scenarios.fate(rows(3), samples_of(np.array([90_000.0, 100.0, 100.0]), 0.5), np.array([1, 1, 2])).least
 
 
+def test_without_engines_nothing_is_last_and_nothing_is_claimed() -> None:
+    fate = scenarios.fate(rows(0), samples_of(np.array([100.0, 900.0]), 0.5), np.array([-1, -1]))
+    assert (fate.mean_makespan_s, len(fate.critical), fate.least) == (0.0, 0, False)
+
+
 @given(st.integers(0, 10_000), st.integers(1, 60), st.integers(1, 6), st.sampled_from([0.2, 1.0]))
 def test_a_partition_is_judged_as_the_placement_that_it_is(seed: int, n: int, m: int, doubt: float) -> None:
     rng = np.random.default_rng(seed)
