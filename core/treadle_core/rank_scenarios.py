@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from treadle_core.balance import finish_s
 from treadle_core.compiled import compiled, inlined, lean
 from treadle_core.costs import Costs
 from treadle_core.ranking import LENGTH, SUM_PREFILL, Workspace
-from treadle_core.scenarios import CELLS, LANES, LEAST_SAMPLES, MOST_SAMPLES, ROUNDING, SIGMA_STEP, draws, least_alone_s
+from treadle_core.scenarios import ROUNDING, draw_one, draws, least_alone_s, sample_count
 
 Floats = npt.NDArray[np.float64]
 Indexes = npt.NDArray[np.int64]
@@ -41,7 +42,7 @@ def sampled(
     """Samples of the workload of a table; contexts, log_sigma, the standard deviation of ln(length), and room_tokens,
     what each cap leaves, by the caller's order. What is given a `workspace` holds until its next use."""
     n = len(costs.order)
-    count = min(MOST_SAMPLES, max(LEAST_SAMPLES, CELLS // max(n, 1) // LANES * LANES))
+    count = sample_count(max(n, 1))
     blocks = n // BLOCK + 1
     memory = (workspace or Workspace()).floats(n * (count + 1) + 3 * blocks * count, "samples")
     lengths, contexts_of_ranks, sums = np.split(memory, [n * count, n * (count + 1)])
@@ -95,15 +96,11 @@ def draw(
     contexts_of_ranks: Floats,
 ) -> None:
     """Writes the samples. A trajectory's place in the caller's order is its row of the draws."""
-    last = len(factors) - 1
     for rank in range(len(order)):
         index = order[rank]
-        row = strata[index % len(strata)]
-        factor = factors[min(int(log_sigma[index] / SIGMA_STEP + 0.5), last)]
-        median, room = ranks[rank, LENGTH], room_tokens[index]
         contexts_of_ranks[rank] = contexts[index]
-        for sample in range(lengths.shape[1]):
-            lengths[rank, sample] = min(median * factor[row[sample]], room)
+        row = strata[index % len(strata)]
+        draw_one(lengths[rank], ranks[rank, LENGTH], log_sigma[index], room_tokens[index], row, factors)
 
 
 @lean
@@ -172,9 +169,8 @@ def makespans(
             add(tokens, kv, longest, lengths[rank], contexts[rank])
         prefill_s = engines[at, 5] * (ranks[end, SUM_PREFILL] - ranks[first, SUM_PREFILL])
         for sample in range(count):
-            steps = max(longest[sample], tokens[sample] / engines[at, 3], kv[sample] / engines[at, 4])
-            done_s = engines[at, 0] * steps + engines[at, 1] * tokens[sample] + engines[at, 2] * kv[sample]
-            if done_s + prefill_s > times[sample]:
-                times[sample] = done_s + prefill_s
+            done_s = finish_s(engines[at], longest[sample], 0.0, tokens[sample], kv[sample]) + prefill_s
+            if done_s > times[sample]:
+                times[sample] = done_s
                 last[sample] = at
     return times, last

@@ -19,6 +19,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
+from treadle_core.balance import finish_s
 from treadle_core.compiled import compiled, inlined
 
 Floats = npt.NDArray[np.float64]
@@ -65,6 +66,11 @@ def draws() -> tuple[npt.NDArray[np.uint8], Floats]:
     return strata.astype(np.uint8), factors
 
 
+def sample_count(trajectories: int) -> int:
+    """How many samples of a plan for at least one trajectory."""
+    return min(MOST_SAMPLES, max(LEAST_SAMPLES, CELLS // trajectories // LANES * LANES))
+
+
 def sampled(
     rows: Indexes,
     lengths: Floats,
@@ -81,8 +87,9 @@ def sampled(
     if n == 0 or not log_sigma.any():
         return Samples(np.minimum(lengths, room_tokens)[:, None].copy(), contexts, tool_s, prefill)
     strata, factors = draws()
-    count = min(MOST_SAMPLES, max(LEAST_SAMPLES, CELLS // n // LANES * LANES))
-    return Samples(draw(rows, lengths, log_sigma, room_tokens, strata, factors, count), contexts, tool_s, prefill)
+    return Samples(
+        draw(rows, lengths, log_sigma, room_tokens, strata, factors, sample_count(n)), contexts, tool_s, prefill
+    )
 
 
 @dataclass(frozen=True)
@@ -156,13 +163,25 @@ def draw(
 ) -> Floats:
     """`sampled`'s lengths."""
     result = np.empty((len(lengths), count))
-    last = len(factors) - 1
     for index in range(len(lengths)):
         row = strata[rows[index] % len(strata)]
-        factor = factors[min(int(log_sigma[index] / SIGMA_STEP + 0.5), last)]
-        for sample in range(count):
-            result[index, sample] = min(lengths[index] * factor[row[sample]], room_tokens[index])
+        draw_one(result[index], lengths[index], log_sigma[index], room_tokens[index], row, factors)
     return result
+
+
+@inlined
+def draw_one(
+    lengths: Floats,
+    median: float,
+    log_sigma: float,
+    room_tokens: float,
+    row: npt.NDArray[np.uint8],
+    factors: Floats,
+) -> None:
+    """Writes the samples of one trajectory. row: its strata."""
+    factor = factors[min(int(log_sigma / SIGMA_STEP + 0.5), len(factors) - 1)]
+    for sample in range(len(lengths)):
+        lengths[sample] = min(median * factor[row[sample]], room_tokens)
 
 
 @inlined
@@ -185,9 +204,8 @@ def add(sums: Floats, lengths: Floats, base_s: float, context: float, tool_s: fl
 def end(times: Floats, last: Indexes, at: int, sums: Floats, engine: Floats, prefill_s: float) -> None:
     """Engine `at` is done: the linear-integral cost of `costs.py`, and never before its longest alone."""
     for sample in range(len(times)):
-        tokens, kv = sums[2, sample], sums[3, sample]
-        steps = max(sums[0, sample], tokens / engine[3], kv / engine[4])
-        done_s = max(engine[0] * steps + engine[1] * tokens + engine[2] * kv + prefill_s, sums[1, sample])
+        decoded_s = finish_s(engine, sums[0, sample], 0.0, sums[2, sample], sums[3, sample])
+        done_s = max(decoded_s + prefill_s, sums[1, sample])
         if done_s > times[sample]:
             times[sample] = done_s
             last[sample] = at

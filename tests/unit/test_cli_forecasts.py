@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.runs import small_run, span, trajectory
@@ -18,8 +19,8 @@ START_S = 1_000.0
 LEARNED, SIBLINGS = "20261122-101500", "siblings-3"
 
 
-def fact(time_s: float, **body: object) -> facts_pb2.Fact:
-    made = facts_pb2.Fact(fact_id=f"f{time_s}", **body)  # type: ignore[arg-type]
+def fact(time_s: float, **body: Any) -> facts_pb2.Fact:
+    made = facts_pb2.Fact(fact_id=f"f{time_s}", **body)
     made.time.FromMicroseconds(round(1e6 * time_s))
     return made
 
