@@ -28,7 +28,7 @@ from treadle_learned.features import FEATURES
 from treadle_learned.head import QuantileHead
 from treadle_learned.reading import Bounds
 
-FORMAT = 3  # another one too where what `reading` makes of a transcript changes: a head is fitted to that
+FORMAT = 4  # another one too where what `reading` makes of a transcript changes: a head is fitted to that
 ABOUT, HEAD = "predictor.json", "head.safetensors"
 
 

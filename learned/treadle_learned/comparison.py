@@ -43,6 +43,21 @@ class Asked:
     parts: Numbers | None = None
 
 
+def together(deals: Sequence[Asked]) -> Asked:
+    """The same transcripts, asked about once for each way of dealing their prompts into folds: what one deal owes to
+    chance counts for that much less. Every fold of every deal is a part of its own."""
+    parts: list[Numbers] = []
+    for deal in deals:
+        own = np.zeros(len(deal.moments), np.int64) if deal.parts is None else deal.parts
+        parts.append(own + (1 + parts[-1].max(initial=-1) if parts else 0))
+    return Asked(
+        [moment for deal in deals for moment in deal.moments],
+        deals[0].transcripts,
+        {name: np.concatenate([deal.answers[name] for deal in deals]) for name in deals[0].answers},
+        np.concatenate(parts),
+    )
+
+
 def rows(data: str, asked: Asked, *, seed: int = 0, intervals: bool = True) -> list[dict[str, Any]]:
     """`data`, step, estimator, trajectories, and each score with its 95% interval, e.g. pinball and
     pinball_interval. Steps that no trajectory goes beyond have no rows."""
@@ -63,7 +78,8 @@ def rows(data: str, asked: Asked, *, seed: int = 0, intervals: bool = True) -> l
                 np.array([number[asked.transcripts[moment.index].prompt_id] for moment in moments]),
                 None if asked.parts is None else asked.parts[which],
             )
-            row: dict[str, Any] = {"data": data, "step": step, "estimator": estimator, "trajectories": len(which)}
+            trajectories = len({moment.index for moment in moments})
+            row: dict[str, Any] = {"data": data, "step": step, "estimator": estimator, "trajectories": trajectories}
             row |= {name: score(answers) for name, score in SCORES.items()}
             if intervals:
                 found_intervals = scores.intervals(answers, SCORES, seed)

@@ -55,16 +55,19 @@ class Fitted:
 def folds(
     transcripts: Sequence[Transcript], count: int = FOLDS, seed: int = 0, *, task_of: Callable[[str], str] = str
 ) -> list[Fold]:
-    """task_of: what a prompt's name says of its text; prompts of one task are in one fold, so that no text that is
-    asked about was trained on. Raises ValueError for fewer than 3, TooFewError for too few prompts."""
+    """Each fold gets as many tasks as another, give or take one. task_of: what a prompt's name says of its text;
+    prompts of one task are in one fold, so that no text that is asked about was trained on. Raises ValueError for
+    fewer than 3, TooFewError for too few tasks."""
     if count < 3:
         raise ValueError(f"folds must be >= 3, one to test and two to train and validate, are {count}")
+    tasks = {task_of(transcript.prompt_id) for transcript in transcripts}
+    if len(tasks) < count:
+        raise TooFewError(f"{len(tasks)} prompts are too few for {count} folds: harvest more rollouts")
+    shuffled = sorted(tasks, key=lambda task: (zlib.crc32(f"{seed}/{task}".encode()), task))
+    number = {task: at % count for at, task in enumerate(shuffled)}
     dealt: list[list[int]] = [[] for _ in range(count)]
     for index, transcript in enumerate(transcripts):
-        dealt[zlib.crc32(f"{seed}/{task_of(transcript.prompt_id)}".encode()) % count].append(index)
-    if not all(dealt):
-        prompts = len({transcript.prompt_id for transcript in transcripts})
-        raise TooFewError(f"{prompts} prompts are too few for {count} folds: harvest more rollouts")
+        dealt[number[task_of(transcript.prompt_id)]].append(index)
     return [_fold(transcripts, dealt, number) for number in range(count)]
 
 

@@ -26,7 +26,7 @@ MEDIANS = (FEATURES.index("forecast_tokens_p50"), FEATURES.index("forecast_turns
 WIDTH = 64
 DROPOUT = 0.2
 TURN = FEATURES.index("turn")
-BANDS = (0, 1, 3, 6)  # steps seen from which calibration is another: errors shrink with what is known, and grow late
+BANDS = (0, 1, 2, 3, 6)  # steps seen from which calibration is another: errors shrink with what is known, and grow late
 # ln of a factor of 2.7 from the median to either side, before anything is learned: softplus of this is about 1.
 INITIAL_SPREAD = 0.54
 

@@ -59,7 +59,7 @@ def about(name: str, value: object) -> Callable[[Path], None]:
         (lambda folder: (folder / ABOUT).unlink(), r"predictor\.json: No such file"),
         (lambda folder: (folder / ABOUT).write_text("{"), r"predictor\.json: is no JSON"),
         (about("version", 3), r"predictor\.json: version: is missing, or no str"),
-        (about("format", 2), r"format 2; this version reads 3: train it again"),
+        (about("format", 3), r"format 3; this version reads 4: train it again"),
         (about("features", ["turn"]), r"features: was fitted with others"),
         (about("hidden_size", 64), r"head\.safetensors: does not hold this head"),
     ],

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from treadle_learned.comparison import Asked, forecasts, rows, truth
+from treadle_learned.comparison import Asked, forecasts, rows, together, truth
 from treadle_learned.history import PromptAverage
 from treadle_learned.moments import replay
 from treadle_learned.transcript import Transcript, Turn
@@ -40,6 +40,21 @@ def test_each_step_is_asked_of_every_estimator_and_the_oracle_is_right() -> None
         if row["estimator"] == "oracle":
             assert (row["recall_top10"], row["pinball"]) == (1.0, 0.0)
             assert row["pearson"] == pytest.approx(1.0)
+
+
+def test_deals_count_alike_and_a_trajectory_counts_once() -> None:
+    now = epoch("now", 2)
+    moments = replay(now)
+    half = np.arange(len(moments)) % 2
+    told = truth(moments)
+    deals = [Asked(moments, now, {"who": said}, half) for said in (told + 1.0, told - 1.0)]
+    both = together(deals)
+    assert np.unique(both.parts).tolist() == [0, 1, 2, 3]
+    above, below, each = (rows("made", asked, intervals=False) for asked in (*deals, both))
+    for over, under, row in zip(above, below, each, strict=True):
+        assert row["trajectories"] == over["trajectories"]
+        assert (over["below_p50"], under["below_p50"], row["below_p50"]) == (1.0, 0.0, 0.5)
+        assert row["pinball"] == pytest.approx((over["pinball"] + under["pinball"]) / 2)
 
 
 def test_history_knows_its_prompts_and_says_the_average_of_others() -> None:

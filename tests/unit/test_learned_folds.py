@@ -43,6 +43,13 @@ def test_no_prompt_is_asked_about_by_who_has_seen_it() -> None:
         assert set(of.values()) == {0, 1, 2, 3}
 
 
+def test_folds_are_even_and_another_seed_deals_otherwise() -> None:
+    transcripts = told_by_the_plan(42)
+    first, other = ([{moment.index for moment in fold.test} for fold in folds(transcripts, seed=s)] for s in (0, 1))
+    assert sorted(map(len, first)) == [8, 8, 8, 9, 9]
+    assert first != other and first == [{moment.index for moment in fold.test} for fold in folds(transcripts)]
+
+
 def test_prompts_of_one_task_are_in_one_fold() -> None:
     transcripts = [
         replace(each, trajectory_id=f"{policy}-{number}", prompt_id=f"{policy}/task-{number}")

@@ -1,8 +1,9 @@
 """How well each estimator knows what is left of a trajectory, step by step (Heddle 7.2, Figure 13).
 
-Every prompt is tested once, by estimators that were fitted without it (`treadle_learned.folds`). `rows`: data, step,
-estimator, the scores of `treadle_learned.scores`, each with a bootstrap interval over prompts, and `regret` of rollouts
-told by that estimator (`predictor_regret`), one number for all steps, with its range over folds. `data`: what was read.
+Every prompt is tested by estimators that were fitted without it (`treadle_learned.folds`), once for each of `repeats`
+ways to deal the prompts into folds: from one to the next a share moves by some points. `rows`: data, step, estimator,
+the scores of `treadle_learned.scores`, each with a bootstrap interval over prompts, and `regret` of rollouts told by
+that estimator (`predictor_regret`), one number for all steps, with its range over folds. `data`: what was read.
 `p50_ms`, `p99_ms`: of predictions by the service (`predictor_latency`); none where no step has a text.
 """
 
@@ -57,7 +58,7 @@ async def run(options: BenchOptions) -> dict[str, Any]:
     """See the module. Raises UsageProblem, TraceFileError, PublicTraceError, OSError."""
     try:
         from treadle_learned.backbone import Backbone
-        from treadle_learned.comparison import rows
+        from treadle_learned.comparison import rows, together
         from treadle_learned.errors import LearnedError
         from treadle_learned.examples import States
         from treadle_learned.folds import answered, folds
@@ -77,9 +78,13 @@ async def run(options: BenchOptions) -> dict[str, Any]:
             with_text = any(transcript.has_text for transcript in transcripts)
             states = States(backbone, transcripts, bounds) if with_text else None
             told += [transcript for transcript in transcripts if any(turn.text for turn in transcript.turns)]
-            dealt = folds(transcripts, seed=options.seed, task_of=source.task_of)
-            track = _bar(source.name, options)
-            asked = answered(transcripts, dealt, states, hidden_size=backbone.hidden_size, track=track)
+            deals = []
+            for repeat in range(options.repeats):
+                dealt = folds(transcripts, seed=options.seed + repeat, task_of=source.task_of)
+                track = _bar(source.name, options)
+                deals.append(answered(transcripts, dealt, states, hidden_size=backbone.hidden_size, track=track))
+                options.progress.print(f"{source.name}: deal {repeat + 1}/{options.repeats}")
+            asked = together(deals)
             costs = _regrets(source.name, works, asked, options)
             found += [{**row, **costs[row["estimator"]]} for row in rows(source.name, asked, seed=options.seed)]
             data.append(_described(source, works))
@@ -89,7 +94,7 @@ async def run(options: BenchOptions) -> dict[str, Any]:
         "backbone": Path(backbone.name).name,
         "bounds": {name: getattr(bounds, name) for name in Bounds.__dataclass_fields__},
         "seeds": [options.seed],
-        "repeats": 1,
+        "repeats": options.repeats,
         "data": data,
         "rows": [_rounded(row) for row in found],
         **await predictor_latency.measure(told, backbone, options),

@@ -31,9 +31,11 @@ def page(found: Mapping[str, Any]) -> Iterator[str]:
     yield "# predictor: who knows what is left"
     yield ""
     yield from paragraph(
-        f"`treadle bench predictor --data DIR --seed {found['seeds'][0]} --pictures bench/results`. Backbone",
-        f"{found['backbone']}, frozen; each prompt is tested once, by estimators fitted without it; 95% intervals over",
-        "prompts. Steps 0 to 2 are asked of the same trajectories, those of more than two steps.",
+        f"`treadle bench predictor --data DIR --seed {found['seeds'][0]} --repeats {found['repeats']} --pictures",
+        f"bench/results`. Backbone {found['backbone']}, frozen; each prompt is tested by estimators fitted without it,",
+        f"once for each of {found['repeats']} ways to deal the prompts into folds, and figures are over all of them,",
+        "since a share moves by some points from one deal to the next; 95% intervals over prompts. Steps 0 to 2 are",
+        "asked of the same trajectories, those of more than two steps.",
     )
     yield "![by step](predictor.png)"
     yield ""
