@@ -112,7 +112,8 @@ class Action:
 
     arrival: its place in the order of submission, any ascending integers. cost: the demand by dimension. key: the
     one dimension that its duration depends on; None: none does. node_id: the CPU node that the trajectory lives on;
-    None: this is its first action, and its memory is the whole trajectory's (§5.2).
+    None: this is its first action, and its memory is the whole trajectory's (§5.2). service: the model that it needs
+    on its GPUs, each number of which is a service of its own (§5.3).
     """
 
     action_id: str
@@ -123,6 +124,7 @@ class Action:
     key: str | None = None
     elasticity: Elasticity | None = None
     node_id: str | None = None
+    service: str | None = None
 
     @property
     def scalable(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,7 @@ class InvalidExecutingError(CoreError):
     """An executing action with an end that is no number, units below 0, or on a node or dimension that is not there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Executing:
+class Executing(NamedTuple):
     """Units of a dimension that come back in `ends_in_s` seconds, below 0 where the action is overdue.
 
     node_id: of a dimension that is managed by node. An action that holds several dimensions is several of these.
@@ -35,16 +34,16 @@ Lane = tuple[str, str | None]  # dimension, node
 def by_lane(executing: Sequence[Executing], lanes: Sequence[Lane]) -> Mapping[Lane, tuple[Floats, Indexes]]:
     """ends_s and units of what runs on each lane. An overdue action is expected to end now."""
     found: dict[Lane, tuple[list[float], list[int]]] = {lane: ([], []) for lane in lanes}
-    for index, item in enumerate(executing):
-        lane = found.get((item.dimension, item.node_id))
+    for index, (dimension, units, ends_in_s, node_id) in enumerate(executing):
+        lane = found.get((dimension, node_id))
         if lane is None:
             raise InvalidExecutingError(
-                f"executing[{index}].dimension", f"no pool has {item.dimension!r} on node {item.node_id!r}"
+                f"executing[{index}].dimension", f"no pool has {dimension!r} on node {node_id!r}"
             )
-        if not math.isfinite(item.ends_in_s):
-            raise InvalidExecutingError(f"executing[{index}].ends_in_s", f"must be a number, is {item.ends_in_s}")
-        if not item.units >= 0:
-            raise InvalidExecutingError(f"executing[{index}].units", f"must be at least 0, are {item.units}")
-        lane[0].append(max(item.ends_in_s, 0.0))
-        lane[1].append(item.units)
+        if not math.isfinite(ends_in_s):
+            raise InvalidExecutingError(f"executing[{index}].ends_in_s", f"must be a number, is {ends_in_s}")
+        if not units >= 0:
+            raise InvalidExecutingError(f"executing[{index}].units", f"must be at least 0, are {units}")
+        lane[0].append(max(ends_in_s, 0.0))
+        lane[1].append(units)
     return {lane: (np.array(ends), np.array(units, np.int64)) for lane, (ends, units) in found.items()}

@@ -39,6 +39,9 @@ class Waiting:
     def __len__(self) -> int:
         return len(self.actions)
 
+    def __contains__(self, action_id: str) -> bool:
+        return action_id in self._rows
+
     def add(self, action: Action) -> None:
         """Raises InvalidActionError for an id twice, and what `check_action` and `check_fits` raise."""
         check_action(action, self.dimensions)

@@ -1,0 +1,168 @@
+"""Queue, decision and managers as one state machine: who drives it tells it what comes and what ends, and carries out
+what starts.
+
+The gateway and the simulator drive the same. Invariants: an action starts once; what it holds is given back once; of a
+trajectory that lives nowhere yet one action alone is decided on, and the others wait for it to say where.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from treadle_core.elastic.action import Action, Knowledge, seconds_at
+from treadle_core.elastic.action_input import InvalidActionError, check_action, check_fits
+from treadle_core.elastic.alone import start_alone
+from treadle_core.elastic.decision import DEPTH, Start, decide
+from treadle_core.elastic.ordering import Ordering, first_come
+from treadle_core.elastic.waiting import Waiting
+from treadle_core.managers.grants import SERVED, End, Ended, Grant
+from treadle_core.managers.protocol import NEVER_S
+from treadle_core.managers.resources import Resources
+
+FIRST_TYPICAL_S = 1.0  # what an action of unknown duration is taken to last before any has ended
+TYPICAL_SHARE = 0.05  # of the newest in the typical duration: some twenty back still count for a third
+
+
+class Started(NamedTuple):
+    """An action that starts now. units: of its key dimension. expected_s: seconds that it should take."""
+
+    action: Action
+    units: int
+    grant: Grant
+    expected_s: float
+
+
+class Dispatcher:
+    """See the module. Times are of one clock that never falls."""
+
+    def __init__(self, resources: Resources, now_s: float, order: Ordering = first_come, depth: int = DEPTH) -> None:
+        self.resources = resources
+        self.typical_s = FIRST_TYPICAL_S
+        self._order = order
+        self._depth = depth
+        self._capacities = resources.capacities(now_s)
+        self._waiting = Waiting(self._capacities)
+        self._placing: dict[str, str] = {}  # the action that says where, by trajectory
+        self._behind: dict[str, deque[Action]] = {}  # those that wait for it
+        self._behind_ids: set[str] = set()
+        self._began_s: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._waiting) + len(self._behind_ids)
+
+    @property
+    def running(self) -> int:
+        """How many have started and not ended."""
+        return len(self._began_s)
+
+    def waiting_for(self) -> dict[str, int]:
+        """How many wait that ask for it, by dimension."""
+        asking = (self._waiting.least[: len(self._waiting)] > 0).sum(axis=0).tolist()
+        found = dict(zip(self._waiting.dimensions, asking, strict=True))
+        for behind in self._behind.values():
+            for action in behind:
+                for dimension in action.cost:
+                    found[dimension] += 1
+        return found
+
+    def check(self, action: Action) -> None:
+        """Raises InvalidActionError for an action that cannot be queued: a bad figure, or more than there ever is."""
+        check_action(action, self._capacities)
+        check_fits(action, self._capacities)
+        self.resources.check(action)
+
+    def submit(self, action: Action) -> None:
+        """The action waits. Raises what `check` raises, and InvalidActionError for an id that waits or runs."""
+        self.check(action)
+        if any(action.action_id in ids for ids in (self._began_s, self._behind_ids, self._waiting)):
+            raise InvalidActionError("action_id", f"{action.action_id!r} waits or runs already; use an id once")
+        action = self.resources.at_home(action)
+        trajectory_id = action.trajectory_id
+        if not self.resources.places(action):
+            self._waiting.add(action)
+        elif trajectory_id not in self._placing:
+            self._waiting.add(action)
+            self._placing[trajectory_id] = action.action_id
+        else:
+            self._behind.setdefault(trajectory_id, deque()).append(action)
+            self._behind_ids.add(action.action_id)
+
+    def submit_alone(self, action: Action, now_s: float) -> Started | None:
+        """Starts a checked action without a choice at once, where nobody waits and there is room; None: submit it."""
+        if action.scalable or len(self):
+            return None
+        start = start_alone(self.resources.at_home(action), self.resources.pools(now_s))
+        return None if start is None else self._begin(start, now_s)
+
+    def withdraw(self, action_id: str) -> None:
+        """Nobody wants a waiting action any more. Raises KeyError for one that does not wait."""
+        if action_id in self._behind_ids:
+            self._behind_ids.remove(action_id)
+            for trajectory_id, behind in self._behind.items():
+                self._behind[trajectory_id] = deque(action for action in behind if action.action_id != action_id)
+            return
+        action = self._waiting.remove(action_id)
+        if self._placing.get(action.trajectory_id) == action_id:
+            del self._placing[action.trajectory_id]
+            self._resubmit(action.trajectory_id)
+
+    def decide(self, now_s: float) -> list[Started]:
+        """Those that start now, in their order."""
+        started: list[Started] = []
+        while len(self._waiting):
+            starts = decide(
+                self._waiting,
+                self.resources.pools(now_s),
+                self.resources.executing(now_s),
+                self.typical_s,
+                self._order,
+                self._depth,
+            )
+            for start in starts:
+                self._waiting.remove(start.action.action_id)
+                started.append(self._begin(start, now_s))
+            settled = [
+                start.action.trajectory_id
+                for start in starts
+                if self._placing.get(start.action.trajectory_id) == start.action.action_id
+            ]
+            followed = [self._settle(trajectory_id) for trajectory_id in settled]
+            if not any(followed):
+                break
+        return started
+
+    def end(self, action_id: str, now_s: float, ended: Ended = SERVED) -> None:
+        """A started action has ended. Raises InvalidHoldingError for one that does not run."""
+        self.resources.give_back(action_id, ended, now_s)
+        took_s = now_s - self._began_s.pop(action_id)
+        if ended.end is End.SERVED:
+            self.typical_s += TYPICAL_SHARE * (took_s - self.typical_s)
+
+    def forget(self, trajectory_id: str) -> None:
+        """The trajectory has ended, and with it what is held for it."""
+        self.resources.forget(trajectory_id)
+
+    def next_change_s(self, now_s: float) -> float:
+        """When to decide again although nothing came or ended; NEVER_S: not by the clock."""
+        return self.resources.next_change_s(now_s) if len(self._waiting) else NEVER_S
+
+    def _begin(self, start: Start, now_s: float) -> Started:
+        known = start.action.duration.knowledge is not Knowledge.UNKNOWN
+        expected_s = seconds_at(start.action, start.units) if known else self.typical_s
+        grant = self.resources.take(start, now_s, expected_s)
+        self._began_s[start.action.action_id] = now_s
+        return Started(start.action, start.units, grant, expected_s)
+
+    def _settle(self, trajectory_id: str) -> bool:
+        """A trajectory lives somewhere now. Whether others of its actions waited for that."""
+        del self._placing[trajectory_id]
+        return self._resubmit(trajectory_id)
+
+    def _resubmit(self, trajectory_id: str) -> bool:
+        behind = self._behind.pop(trajectory_id, ())
+        self._behind_ids -= {action.action_id for action in behind}
+        for action in behind:
+            self.submit(action)
+        return bool(behind)
