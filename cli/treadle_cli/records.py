@@ -43,13 +43,15 @@ class VersionSpanRecord:
 @dataclass(frozen=True)
 class ForecastRecord:
     """A forecast of what was left after `turn` steps: asked for when the last of them ended, or the trajectory was
-    opened. next_queued_s: when the next step was in an engine's queue, None where there was none."""
+    opened. learned: by a learned model. next_queued_s: when the next step was in an engine's queue, None where there
+    was none."""
 
     turn: int
     model_version: str
     asked_s: float
     came_s: float
     next_queued_s: float | None
+    learned: bool = False
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,8 @@ class ToolFinished:
 
 @dataclass(frozen=True, slots=True)
 class PredictionArrived:
-    """The predictor's answer to an AskPrediction made after `turn` steps and `gen_tokens` tokens."""
+    """The predictor's answer to an AskPrediction made after `turn` steps and `gen_tokens` tokens; see
+    `model.Prediction`."""
 
     trajectory_id: str
     turn: int
@@ -149,6 +150,7 @@ class PredictionArrived:
     remaining_tokens: Estimate
     remaining_turns: Estimate | None = None
     model_version: str = ""
+    learned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,13 +123,15 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the predictor said of a trajectory after `turn` steps and `gen_tokens` sampled tokens."""
+    """What the predictor said of a trajectory after `turn` steps and `gen_tokens` sampled tokens. learned: a learned
+    model said it, not what counts siblings and history."""
 
     turn: int
     gen_tokens: int
     remaining_tokens: Estimate
     remaining_turns: Estimate | None = None
     model_version: str = ""
+    learned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,12 @@ def predicted(state: State, event: PredictionArrived, now: float) -> list[Action
     ):
         return []
     prediction = Prediction(
-        event.turn, event.gen_tokens, event.remaining_tokens, event.remaining_turns, event.model_version
+        event.turn,
+        event.gen_tokens,
+        event.remaining_tokens,
+        event.remaining_turns,
+        event.model_version,
+        event.learned,
     )
     first = record.prediction is None
     record = changed(record, prediction=prediction)

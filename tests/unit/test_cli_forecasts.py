@@ -33,7 +33,7 @@ def heard() -> Heard:
     """Opened, forecast, a step, its forecast after the next step is queued."""
     said = Heard()
     first = facts_pb2.TrajectoryPredicted(trajectory_id="t", turn=0, model_version=SIBLINGS)
-    second = facts_pb2.TrajectoryPredicted(trajectory_id="t", turn=1, model_version=LEARNED)
+    second = facts_pb2.TrajectoryPredicted(trajectory_id="t", turn=1, model_version=LEARNED, learned=True)
     told = [
         fact(START_S + 0.5, trajectory_predicted=first),
         fact(START_S + 1.0, step_queued=facts_pb2.StepQueued(step=step(0))),
@@ -51,7 +51,8 @@ def test_each_forecast_stands_beside_the_step_that_it_followed_and_the_next() ->
     said = heard()
     found = forecasts_of(said.forecasts, said.steps, {"t": START_S}, START_S)["t"]
     first, second = found
-    assert (first.turn, first.model_version) == (0, SIBLINGS)
+    assert (first.turn, first.model_version, first.learned) == (0, SIBLINGS, False)
+    assert (second.turn, second.model_version, second.learned) == (1, LEARNED, True)
     assert (first.asked_s, first.came_s, first.next_queued_s) == pytest.approx((0.0, 0.5, 1.0))
     assert (second.asked_s, second.came_s, second.next_queued_s) == pytest.approx((3.0, 3.4, 3.2))
 
@@ -66,8 +67,8 @@ def test_a_forecast_of_an_unknown_step_is_left_out() -> None:
 def test_the_figures_say_who_forecast_and_whether_anything_waited() -> None:
     forecasts = (
         ForecastRecord(0, SIBLINGS, 0.0, 0.1, 0.5),
-        ForecastRecord(1, LEARNED, 3.0, 3.4, 3.2),
-        ForecastRecord(2, LEARNED, 5.0, 5.2, None),
+        ForecastRecord(1, LEARNED, 3.0, 3.4, 3.2, learned=True),
+        ForecastRecord(2, LEARNED, 5.0, 5.2, None, learned=True),
     )
     told = replace(
         trajectory(
@@ -84,7 +85,7 @@ def test_the_figures_say_who_forecast_and_whether_anything_waited() -> None:
 
 def test_forecasts_are_kept_in_the_folder_and_shown(tmp_path: Path) -> None:
     run = small_run()
-    last = replace(run.trajectories[-1], forecasts=(ForecastRecord(1, LEARNED, 3.0, 3.4, 3.2),))
+    last = replace(run.trajectories[-1], forecasts=(ForecastRecord(1, LEARNED, 3.0, 3.4, 3.2, learned=True),))
     run = replace(run, trajectories=(*run.trajectories[:-1], last))
     write_trajectories(tmp_path, run.trajectories)
     write_summary(tmp_path, run.record, [])

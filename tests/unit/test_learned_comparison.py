@@ -49,7 +49,7 @@ def test_deals_count_alike_and_a_trajectory_counts_once() -> None:
     told = truth(moments)
     deals = [Asked(moments, now, {"who": said}, half) for said in (told + 1.0, told - 1.0)]
     both = together(deals)
-    assert np.unique(both.parts).tolist() == [0, 1, 2, 3]
+    assert both.parts is not None and np.unique(both.parts).tolist() == [0, 1, 2, 3]
     above, below, each = (rows("made", asked, intervals=False) for asked in (*deals, both))
     for over, under, row in zip(above, below, each, strict=True):
         assert row["trajectories"] == over["trajectories"]

@@ -48,6 +48,7 @@ def forecasts_of(
             ForecastRecord(
                 turn=turn,
                 model_version=forecast.model_version,
+                learned=forecast.learned,
                 asked_s=asked_s - started_s,
                 came_s=came_s - started_s,
                 next_queued_s=None if queued_s is None else queued_s - started_s,

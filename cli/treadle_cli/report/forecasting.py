@@ -9,10 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from treadle_cli.records import ForecastRecord, TrajectoryRecord
-
-# How versions of what is no learned model begin (`treadle_core.estimator`).
-COUNTED = ("prior", "history", "siblings")
+from treadle_cli.records import TrajectoryRecord
 
 
 @dataclass(frozen=True)
@@ -28,18 +25,13 @@ class ForecastFigures:
     queued_s: float = 0.0
 
 
-def is_learned(forecast: ForecastRecord) -> bool:
-    """Whether a learned model made it."""
-    return bool(forecast.model_version) and forecast.model_version.split("-")[0] not in COUNTED
-
-
 def forecast_figures(trajectories: Sequence[TrajectoryRecord]) -> ForecastFigures:
     """Of one arm; zeros where nothing was told."""
     told = [forecast for trajectory in trajectories for forecast in trajectory.forecasts]
     waits_s = [wait_s for trajectory in trajectories for wait_s in _waits_s(trajectory)]
     return ForecastFigures(
         forecasts=len(told),
-        learned=sum(map(is_learned, told)),
+        learned=sum(forecast.learned for forecast in told),
         overtaken=sum(f.next_queued_s is not None and f.next_queued_s < f.came_s for f in told),
         forecast_s=statistics.median([f.came_s - f.asked_s for f in told]) if told else 0.0,
         queued_s=statistics.median(waits_s) if waits_s else 0.0,

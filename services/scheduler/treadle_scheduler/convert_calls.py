@@ -54,6 +54,7 @@ def predictions_arrived(
             remaining_tokens=_estimate(prediction.remaining_tokens),
             remaining_turns=_estimate(prediction.remaining_turns) if prediction.HasField("remaining_turns") else None,
             model_version=prediction.model_version,
+            learned=prediction.estimator == predictor_pb2.ESTIMATOR_MODEL,
         )
         for ask, prediction in zip(asks, response.predictions, strict=True)
     ]

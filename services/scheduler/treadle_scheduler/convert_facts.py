@@ -110,6 +110,7 @@ def fact_of(action: Announcement) -> facts_pb2.Fact:
                 predicted.turn = record.prediction.turn
                 predicted.remaining_tokens.CopyFrom(quantiles(record.prediction.remaining_tokens))
                 predicted.model_version = record.prediction.model_version
+                predicted.learned = record.prediction.learned
             return make_fact(SOURCE, trajectory_predicted=predicted)
         case AnnounceEngineJoined(spec):
             return make_fact(SOURCE, engine_joined=facts_pb2.EngineJoined(info=engine_info(spec)))

@@ -403,9 +403,12 @@ class TrajectoryPredicted(google.protobuf.message.Message):
     TURN_FIELD_NUMBER: builtins.int
     REMAINING_TOKENS_FIELD_NUMBER: builtins.int
     MODEL_VERSION_FIELD_NUMBER: builtins.int
+    LEARNED_FIELD_NUMBER: builtins.int
     trajectory_id: builtins.str
     turn: builtins.int
     model_version: builtins.str
+    learned: builtins.bool
+    """by a learned model, not by what counts siblings and history"""
     @property
     def remaining_tokens(self) -> treadle.common.v1.estimate_pb2.Quantiles: ...
     def __init__(
@@ -415,9 +418,10 @@ class TrajectoryPredicted(google.protobuf.message.Message):
         turn: builtins.int = ...,
         remaining_tokens: treadle.common.v1.estimate_pb2.Quantiles | None = ...,
         model_version: builtins.str = ...,
+        learned: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["remaining_tokens", b"remaining_tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["model_version", b"model_version", "remaining_tokens", b"remaining_tokens", "trajectory_id", b"trajectory_id", "turn", b"turn"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["learned", b"learned", "model_version", b"model_version", "remaining_tokens", b"remaining_tokens", "trajectory_id", b"trajectory_id", "turn", b"turn"]) -> None: ...
 
 Global___TrajectoryPredicted: typing_extensions.TypeAlias = TrajectoryPredicted
 
