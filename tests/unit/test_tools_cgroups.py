@@ -91,8 +91,8 @@ def test_version_2_is_found_where_its_controllers_are_ours(tmp_path: Path) -> No
     (own / "treadle-tools-4194304" / "slot-0").mkdir(parents=True)
     assert find_cgroups(proc) is None  # at the very end: no kernel fills in memory.events here
     ours = own / f"treadle-tools-{os.getpid()}"
-    assert (own / "cgroup.subtree_control").read_text() == "+memory +cpu +pids"
-    assert (ours / "cgroup.subtree_control").read_text() == "+memory +cpu +pids"
+    assert (own / "cgroup.subtree_control").read_text() == "+memory +cpu +pids +cpuset"
+    assert (ours / "cgroup.subtree_control").read_text() == "+memory +cpu +pids +cpuset"
     assert (ours / "slot-0" / "memory.max").exists()
     assert not (own / "treadle-tools-4194304").exists()
 

@@ -76,9 +76,11 @@ class BasicManager:
         """Of its breaker."""
         return self._breaker.state(now_s)
 
-    def waits_until_s(self) -> float:
-        """Until when the provider asked to be left alone; -inf: it never did."""
-        return self._waits_until_s
+    def rests_s(self, now_s: float) -> float:
+        """For how many seconds more nothing may go, whoever ends: as the provider asked, or its breaker; 0: it may."""
+        opens_s = self._breaker.next_change_s(now_s)
+        until_s = max(self._waits_until_s, opens_s if opens_s < NEVER_S else now_s)
+        return max(0.0, until_s - now_s)
 
     def check(self, action: Action) -> None:
         """Raises InvalidActionError for an action that is no single call."""

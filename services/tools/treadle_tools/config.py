@@ -1,6 +1,5 @@
 """Settings of the tools service: TREADLE_TOOLS_*."""
 
-import os
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -20,7 +19,10 @@ class ToolsSettings(Settings):
     builtin: str = ",".join(tool.name for tool in TOOLS)  # which of the tools that come with the service are on
     modules: str = ""  # Python modules with a list TOOLS, separated by commas
     cores: int = Field(default=0, ge=0)  # that actions may use at a time; 0: all this process may run on
-    max_waiting: int = Field(default=1024, ge=0)  # actions that may wait for cores
+    pin: Literal["auto", "off"] = "auto"  # auto: an action runs on cores of its own, where control groups can say so
+    memory_bytes: int = Field(default=0, ge=0)  # for what tools reserve; 0: all of the machine's
+    providers_file: str = ""  # TOML or JSON: the providers that tools call, and what they allow
+    max_waiting: int = Field(default=2048, ge=0)  # actions that may wait for their turn
     max_sessions: int = Field(default=256, ge=1)  # open at a time
     session_idle_s: float = Field(default=1800.0, gt=0)  # until an unused session is closed
     warm_cells: int = Field(default=2, ge=1)  # that stand ready per tool
@@ -58,11 +60,6 @@ class ToolsSettings(Settings):
     def module_names(self) -> tuple[str, ...]:
         """`modules`, one by one."""
         return _names(self.modules)
-
-    @property
-    def usable_cores(self) -> int:
-        """`cores`, or all that this process may run on."""
-        return self.cores or len(os.sched_getaffinity(0))
 
 
 def _names(text: str) -> tuple[str, ...]:

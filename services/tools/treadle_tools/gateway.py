@@ -17,7 +17,7 @@ from treadle_tools.registry import Registry
 from treadle_tools.sandbox.cell import Cell
 from treadle_tools.sandbox.pool import Pool
 from treadle_tools.sessions import Session, Sessions
-from treadle_tools.tool import Limits, Result, Tool
+from treadle_tools.tool import Granted, Limits, Result, Tool
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class Gateway:
         """Run a stateless tool. The caller's going away stops it."""
         self.pools.require()
 
-        async def work() -> Mapping[str, Any]:
+        async def work(granted: Granted) -> Mapping[str, Any]:
             cell = await self.pools.take(tool)
             try:
-                return await cell.ask("call", arguments, limits, tool.processes)
+                return await cell.ask("call", arguments, granted, tool.processes)
             finally:
                 self._background.spawn(self.pools.put_away(tool, cell))
 

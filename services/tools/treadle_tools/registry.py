@@ -5,15 +5,17 @@ one, or cannot be imported, is refused at start.
 """
 
 import importlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jsonschema
 from jsonschema.protocols import Validator
+from treadle_core.elastic.action_input import InvalidActionError
 from treadle_runtime.errors import InvalidArgument, NotFound
 from treadle_runtime.fields import identifier
 
 from treadle_tools.arguments import Checked, checked
+from treadle_tools.demand import check_scaling
 from treadle_tools.tool import Kind, Tool
 
 
@@ -22,9 +24,10 @@ class RegistrationError(Exception):
 
 
 class Registry:
-    """Tools by name. Raises RegistrationError."""
+    """Tools by name. providers: whom they may call. Raises RegistrationError."""
 
-    def __init__(self, tools: Iterable[Tool]) -> None:
+    def __init__(self, tools: Iterable[Tool], providers: Collection[str] = ()) -> None:
+        self._providers = providers
         self._tools: dict[str, Tool] = {}
         self._arguments: dict[str, Validator] = {}
         self._opening: dict[str, Validator] = {}
@@ -42,8 +45,16 @@ class Registry:
             raise RegistrationError(f"tool {tool.name!r}: entry must be module:callable, is {tool.entry!r}")
         limits = tool.limits
         amounts = (limits.cpu_cores, limits.memory_bytes, limits.wall_s, limits.output_bytes, tool.work_bytes)
-        if min(amounts) <= 0 or tool.processes <= 0:
+        if min(amounts) <= 0 or tool.processes <= 0 or tool.reserve_bytes <= 0:
             raise RegistrationError(f"tool {tool.name!r}: every limit must be > 0")
+        if tool.provider and tool.provider not in self._providers:
+            raise RegistrationError(
+                f"tool {tool.name!r}: no provider {tool.provider!r} is described in TREADLE_TOOLS_PROVIDERS_FILE"
+            )
+        try:
+            check_scaling(tool)
+        except InvalidActionError as error:
+            raise RegistrationError(f"tool {tool.name!r}: scaling: {error}") from error
         self._arguments[tool.name] = _validator(tool, tool.arguments_schema)
         self._opening[tool.name] = _validator(tool, tool.open_schema)
         self._tools[tool.name] = tool
@@ -82,7 +93,7 @@ class Registry:
         return checked(text, self._opening[tool.name])
 
 
-def load(builtin: Iterable[Tool], modules: Iterable[str]) -> Registry:
+def load(builtin: Iterable[Tool], modules: Iterable[str], providers: Collection[str] = ()) -> Registry:
     """The tools of `builtin` and the `TOOLS` of each module. Raises RegistrationError."""
     tools = list(builtin)
     for name in modules:
@@ -94,7 +105,7 @@ def load(builtin: Iterable[Tool], modules: Iterable[str]) -> Registry:
         if not isinstance(found, list | tuple) or not all(isinstance(tool, Tool) for tool in found):
             raise RegistrationError(f"module {name!r} has no TOOLS: a list of treadle_tools.tool.Tool")
         tools += found
-    return Registry(tools)
+    return Registry(tools, providers)
 
 
 def _validator(tool: Tool, schema: Mapping[str, Any]) -> Validator:

@@ -19,7 +19,7 @@ from treadle_runtime.errors import FailedPrecondition, InvalidArgument, NotFound
 from treadle_tools.actions import Actions
 from treadle_tools.arguments import FIELD
 from treadle_tools.sandbox.cell import Cell
-from treadle_tools.tool import Limits, Result, Tool
+from treadle_tools.tool import Granted, Limits, Result, Tool
 
 log = structlog.get_logger()
 
@@ -86,11 +86,11 @@ class Sessions:
         self._opening += 1
         try:
 
-            async def begin() -> Mapping[str, Any]:
+            async def begin(granted: Granted) -> Mapping[str, Any]:
                 session.cell = await self._take_cell(tool)
-                return await session.cell.ask("open", arguments, limits, tool.processes)
+                return await session.cell.ask("open", arguments, granted, tool.processes)
 
-            result = await self._actions.run(tool, trajectory_id, limits, begin)
+            result = await self._actions.run(tool, trajectory_id, limits, begin, session.session_id)
             self._refuse_invalid(result)
             self._note(session, result)
         except BaseException:
@@ -125,10 +125,10 @@ class Sessions:
                 )
             session.used()
 
-            async def step() -> Mapping[str, Any]:
-                return await cell.ask("step", arguments, limits, session.tool.processes)
+            async def step(granted: Granted) -> Mapping[str, Any]:
+                return await cell.ask("step", arguments, granted, session.tool.processes)
 
-            result = await self._actions.run(session.tool, session.trajectory_id, limits, step)
+            result = await self._actions.run(session.tool, session.trajectory_id, limits, step, session.session_id)
             session.used()
             self._refuse_invalid(result)
             session.steps += 1
@@ -161,6 +161,7 @@ class Sessions:
 
     def _end(self, session: Session, why: str) -> None:
         session.ended = session.ended or why
+        self._actions.forget(session.session_id)
         cell, session.cell = session.cell, None
         if cell is not None:
             self._release(session.tool, cell)

@@ -40,6 +40,28 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Granted(Limits):
+    """What one action gets. cpu_cores: how many; cores: which, ascending; empty where any will do."""
+
+    cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How an action of a tool gets faster with more cores (ARL-Tangram, eq. 1).
+
+    cores: the numbers of cores that it can use, ascending. serial_share: of its work, in [0, 1], what one core does
+    whatever the others do (Amdahl); efficiency: measured instead, (cores, E) with E in (0, 1]. single_core_s: what an
+    action takes on one core; None: learned from those that ended.
+    """
+
+    cores: tuple[int, ...]
+    serial_share: float = 0.0
+    efficiency: tuple[tuple[int, float], ...] = ()
+    single_core_s: float | None = None
+
+
+@dataclass(frozen=True)
 class Tool:
     """One registered tool.
 
@@ -48,6 +70,9 @@ class Tool:
     arguments_schema: JSON Schema of one call's or step's arguments; open_schema: of an environment's opening arguments.
     preload: modules imported once, before any action: what is slow to import belongs here.
     work_bytes: size of the private /tmp, and the largest file. processes: processes and threads at a time.
+    reserve_bytes: memory that the node keeps free for an action, or for a session as long as it lives; the limit may be
+    far above. scaling: None for a tool that uses `limits.cpu_cores`, no more and no less. provider: whose quota each
+    call takes of (PROVIDERS_FILE); empty: nobody's.
     """
 
     name: str
@@ -60,11 +85,18 @@ class Tool:
     preload: tuple[str, ...] = ()
     work_bytes: int = 64 * MIB
     processes: int = 64
+    reserve_bytes: int = 64 * MIB
+    scaling: Scaling | None = None
+    provider: str = ""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a tool answers. output is what the agent reads; reward and done are for environments and scorers."""
+    """What a tool answers. output is what the agent reads; reward and done are for environments and scorers.
+
+    retry_after_s: the tool's provider refused, and asks to be left alone for so long; a call of a stateless tool is
+    then made again by the service, if its caller has the time.
+    """
 
     output: str = ""
     reward: float | None = None
@@ -72,6 +104,7 @@ class Outcome:
     data: Mapping[str, Any] | None = None
     status: Status = Status.OK
     error: str = ""
+    retry_after_s: float | None = None
 
 
 class InvalidArguments(Exception):  # noqa: N818 - named as the gRPC code it becomes
@@ -85,6 +118,11 @@ class InvalidArguments(Exception):  # noqa: N818 - named as the gRPC code it bec
 
 class Sandbox(Protocol):
     """What an environment can ask of the sandbox it lives in."""
+
+    @property
+    def cores(self) -> int:
+        """How many cores the present step may use. Of a stateless tool: the environment variable TREADLE_CORES."""
+        ...
 
     def python(self, code: str) -> Outcome:
         """Run Python in a process of its own that sees the session's /tmp, but not the environment's memory."""
@@ -108,7 +146,8 @@ class Result:
     """What came of an action, as the service sees it. Times in seconds.
 
     alive: the session's process can take another step. invalid: (argument, description) where the tool refused an
-    argument.
+    argument. cores: that it ran on. held_s: for how long it held them. cpu_s: CPU seconds that it used; None where
+    nobody counts. refused_s: for how long the tool's provider asked to be left alone.
     """
 
     status: Status
@@ -123,6 +162,10 @@ class Result:
     queue_s: float = 0.0
     overhead_s: float = 0.0
     execution_s: float = 0.0
+    cores: int = 1
+    held_s: float = 0.0
+    cpu_s: float | None = None
+    refused_s: float | None = None
 
     def timed(self, *, queue_s: float, total_s: float) -> "Result":
         """The same with queue and overhead filled in: overhead is what is neither queue nor execution."""

@@ -2,9 +2,13 @@
 
 import asyncio
 import socket
+import time
 
 import structlog
 from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
+from treadle_core.managers.cpu import CpuManager
+from treadle_core.managers.dispatcher import Dispatcher
+from treadle_core.managers.resources import Resources
 from treadle_runtime.lifecycle import ServerStartError
 from treadle_runtime.server import Runtime, Wiring
 
@@ -12,14 +16,19 @@ from treadle_tools.actions import Actions
 from treadle_tools.background import Background
 from treadle_tools.config import ToolsSettings
 from treadle_tools.convert import BusFacts
-from treadle_tools.cores import Cores
+from treadle_tools.demand import Demands
+from treadle_tools.durations import Durations
 from treadle_tools.gateway import Gateway, Pools
+from treadle_tools.node import node_of
+from treadle_tools.providers import ProvidersError, read_providers
 from treadle_tools.registry import RegistrationError, Registry, load
 from treadle_tools.sandbox.bubblewrap import SandboxMissing, find_sandbox
 from treadle_tools.sandbox.cgroups import Cgroups, find_cgroups
 from treadle_tools.sandbox.pool import Pool
 from treadle_tools.servicer import ToolsServicer
 from treadle_tools.sessions import Sessions
+from treadle_tools.turns import Turns
+from treadle_tools.warm_up import settle, warm_up
 
 log = structlog.get_logger()
 
@@ -31,14 +40,30 @@ async def wire(runtime: Runtime) -> Wiring:
     settings = runtime.settings
     assert isinstance(settings, ToolsSettings)
     try:
-        registry = load(settings.builtin_tools, settings.module_names)
+        providers = read_providers(settings.providers_file)
+    except ProvidersError as error:
+        raise ServerStartError(
+            f"TREADLE_TOOLS_PROVIDERS_FILE={settings.providers_file!r} is refused: {error}"
+        ) from error
+    try:
+        registry = load(settings.builtin_tools, settings.module_names, providers)
     except RegistrationError as error:
         raise ServerStartError(f"TREADLE_TOOLS_MODULES={settings.modules!r} is refused: {error}") from error
     cgroups = find_cgroups() if settings.cgroups == "auto" else None
     pools = await _pools(settings, registry, cgroups)
     background = Background()
+    node = node_of(settings.cores, settings.memory_bytes)
+    await asyncio.to_thread(warm_up)
+    dispatcher = Dispatcher(Resources([CpuManager([node.machine]), *providers.values()]), time.monotonic())
+    turns = Turns(dispatcher, settings.max_waiting)
+    durations = Durations()
     actions = Actions(
-        Cores(settings.usable_cores, settings.max_waiting), BusFacts(runtime.bus, f"tools/{socket.gethostname()}")
+        turns,
+        BusFacts(runtime.bus, f"tools/{socket.gethostname()}"),
+        Demands(node.cores, node.machine.memory_bytes, providers, durations),
+        durations,
+        pinned=node.real and settings.pin == "auto",
+        providers=providers,
     )
     sessions = Sessions(
         actions,
@@ -53,9 +78,10 @@ async def wire(runtime: Runtime) -> Wiring:
         if cgroups is not None:
             await asyncio.to_thread(cgroups.close)
 
+    settle()
     return Wiring(
         services={SERVICE: lambda server: tools_pb2_grpc.add_ToolsServiceServicer_to_server(servicer, server)},
-        tasks=(background.run, sessions.reap, *(pool.keep for pool in pools.pools.values())),
+        tasks=(background.run, turns.run, sessions.reap, *(pool.keep for pool in pools.pools.values())),
         close=close,
     )
 

@@ -17,6 +17,7 @@ from treadle_tools.inside import frames, kernel, snippet
 from treadle_tools.inside.child import Budget, Captured, Child, Exited, TimedOut
 from treadle_tools.tool import Environment, InvalidArguments, Outcome, Status
 
+CORES = "TREADLE_CORES"  # how a program learns what it was granted
 ENVIRONMENT_GRACE_S = 1.0  # for an environment to answer after code that it ran has used up the time
 
 
@@ -87,7 +88,7 @@ class Supervisor:
             processes=self._worker.processes,
             cpu_s=None if op == "open" else allowed.wall_s * allowed.cpu_cores,
         )
-        child.send({"op": op, "arguments": arguments, "budget": asdict(budget)})
+        child.send({"op": op, "arguments": arguments, "budget": asdict(budget), "cores": allowed.cpu_cores})
         return child
 
     def _answer(self, request: Mapping[str, Any], allowed: Allowance) -> dict[str, Any]:
@@ -97,7 +98,7 @@ class Supervisor:
         if op == "open":
             self._environment = self._ordered(op, arguments, allowed)
         elif self._environment is not None:
-            self._environment.send({"step": arguments})
+            self._environment.send({"step": arguments, "cores": allowed.cpu_cores})
         return self._environment_answer(allowed)
 
     def _finish(self, child: Child, allowed: Allowance) -> dict[str, Any]:
@@ -174,26 +175,28 @@ def labour(worker: Worker, link: socket.socket) -> None:
         return
     Budget(**order["budget"]).enforce()
     arguments = order["arguments"]
+    os.environ[CORES] = str(order["cores"])
     if order["op"] == "open":
-        _live(worker.program, arguments, link)
+        _live(worker.program, arguments, link, int(order["cores"]))
         return
     kernel.set_dumpable(True)  # nothing to hide, and some programs read their own /proc
     program = snippet.run_tool if order["op"] == "python" else worker.program
     _answer_with(link, lambda: program(arguments))
 
 
-def _live(program: Callable[..., Environment], arguments: Any, link: socket.socket) -> None:
+def _live(program: Callable[..., Environment], arguments: Any, link: socket.socket, cores: int) -> None:
     """One environment, from its first observation on. It hides its memory: the answer may be in there."""
     made: list[Environment] = []
+    sandbox = _LinkedSandbox(link, cores)
 
     def first() -> Outcome:
-        made.append(program(arguments, _LinkedSandbox(link)))
+        made.append(program(arguments, sandbox))
         return made[0].first()
 
     if not _answer_with(link, first, fatal=True):
         return
     while (request := frames.receive(link)) is not None:
-        step = request["step"]
+        step, sandbox.cores = request["step"], int(request["cores"])
         _answer_with(link, lambda step=step: made[0].step(step))  # type: ignore[misc]
 
 
@@ -214,8 +217,9 @@ def _answer_with(link: socket.socket, program: Callable[[], Outcome], *, fatal: 
 class _LinkedSandbox:
     """The environment's side of `Sandbox`: asks the supervisor, which forks from a process that knows no answer."""
 
-    def __init__(self, link: socket.socket) -> None:
+    def __init__(self, link: socket.socket, cores: int) -> None:
         self._link = link
+        self.cores = cores
 
     def python(self, code: str) -> Outcome:
         """Run Python beside the environment."""

@@ -16,7 +16,7 @@ from treadle_tools.inside import frames
 from treadle_tools.sandbox import memory
 from treadle_tools.sandbox.cgroups import Slot
 from treadle_tools.sandbox.ready import readable
-from treadle_tools.tool import MIB, Limits, Status
+from treadle_tools.tool import MIB, Granted, Limits, Status
 
 BACKSTOP_S = 2.0  # the cell keeps its own wall clock; this is for a cell that does not
 KILL_DEADLINE_S = 10.0  # a killed process that is still there then is stuck in the kernel
@@ -54,17 +54,31 @@ class Cell:
         poll.register(self._handle, select.POLLIN)
         return not self._killed and not poll.poll(0)
 
-    async def ask(self, op: str, arguments: Any, limits: Limits, processes: int) -> dict[str, Any]:
+    async def ask(self, op: str, arguments: Any, limits: Granted, processes: int) -> dict[str, Any]:
         """The worker's answer to one request. Raises CellLost; the cell must be killed then.
 
         op: `call`, `open` or `step`. A step keeps the memory of the session's opening; its own, lower limit holds for
-        each process that the step starts.
+        each process that the step starts. The granted cores are let go with the answer.
         """
-        if self._slot is not None:
-            memory_bytes = None if op == "step" else limits.memory_bytes + WORKER_BYTES
-            self._slot.limit(
-                memory_bytes=memory_bytes, cpu_cores=limits.cpu_cores, processes=processes + WORKER_PROCESSES
-            )
+        if self._slot is None:
+            return await self._asked(op, arguments, limits)
+        memory_bytes = None if op == "step" else limits.memory_bytes + WORKER_BYTES
+        self._slot.limit(
+            memory_bytes=memory_bytes,
+            cpu_cores=limits.cpu_cores,
+            processes=processes + WORKER_PROCESSES,
+            cores=limits.cores,
+        )
+        used_s = self._slot.cpu_s()
+        try:
+            reply = await self._asked(op, arguments, limits)
+        finally:
+            self._slot.unpin()
+        if used_s is not None:
+            reply["cpu_s"] = (self._slot.cpu_s() or used_s) - used_s
+        return reply
+
+    async def _asked(self, op: str, arguments: Any, limits: Granted) -> dict[str, Any]:
         kills = self._oom_kills()
         allowed = {
             "memory_bytes": limits.memory_bytes,

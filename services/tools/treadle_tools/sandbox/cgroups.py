@@ -18,6 +18,7 @@ import structlog
 log = structlog.get_logger()
 
 CONTROLLERS = ("memory", "cpu", "pids")
+OPTIONAL = ("cpuset", "cpuacct")  # which cores, and the CPU seconds used; version 2 counts those under `cpu`
 PERIOD_US = 100_000  # the kernel's own default: quotas count per this
 PREFIX = "treadle-tools-"
 SERVICE_GROUP = "treadle-service"
@@ -40,10 +41,12 @@ V2 = Names("memory.max", "memory.swap.max", "memory.events", "pids.max")
 
 @dataclass(frozen=True)
 class Root:
-    """Where slots are made. folders: per controller; in version 2 all the same."""
+    """Where slots are made. folders: per controller; in version 2 all the same. cores: all there are, as the kernel
+    lists them."""
 
     version: int
     folders: Mapping[str, Path]
+    cores: str = ""
 
     @property
     def names(self) -> Names:
@@ -60,9 +63,12 @@ class Slot:
         self._written: dict[str, str] = {}
         for folder in set(self._folders.values()):
             folder.mkdir(parents=True, exist_ok=True)
+        if root.version == 1 and "cpuset" in root.folders:
+            _inherit_cpuset(self._folders["cpuset"])
 
-    def limit(self, *, memory_bytes: int | None, cpu_cores: int, processes: int) -> None:
-        """Set what the slot's cell may use from now on. memory_bytes: None leaves it as it is."""
+    def limit(self, *, memory_bytes: int | None, cpu_cores: int, processes: int, cores: tuple[int, ...] = ()) -> None:
+        """Set what the slot's cell may use from now on. memory_bytes: None leaves it as it is. cores: which; empty:
+        any."""
         names = self._root.names
         quota = cpu_cores * PERIOD_US
         if memory_bytes is not None:
@@ -72,6 +78,24 @@ class Slot:
         else:
             self._write("cpu", "cpu.max", f"{quota} {PERIOD_US}")
         self._write("pids", names.processes_most, str(processes))
+        self._pin(cores)
+
+    def unpin(self) -> None:
+        """Any core will do from now on: those of the last action are another's."""
+        self._pin(())
+
+    def cpu_s(self) -> float | None:
+        """CPU seconds that the group has used over its life; None where nobody counts."""
+        if self._root.version == 2:
+            lines = (self._folders["cpu"] / "cpu.stat").read_text().splitlines()
+            return next((int(line.split()[1]) / 1e6 for line in lines if line.startswith("usage_usec")), None)
+        if "cpuacct" not in self._folders:
+            return None
+        return int((self._folders["cpuacct"] / "cpuacct.usage").read_text()) / 1e9
+
+    def _pin(self, cores: tuple[int, ...]) -> None:
+        if "cpuset" in self._folders:
+            self._write("cpuset", "cpuset.cpus", ",".join(map(str, cores)) or self._root.cores)
 
     def _limit_memory(self, memory_bytes: int) -> None:
         if self._root.version == 2:
@@ -146,7 +170,7 @@ class Cgroups:
 def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
     """Slots below this process's own groups, where it may make them; also removes what dead services have left."""
     for version, parents in ((2, _own_v2(proc)), (1, _own_v1(proc))):
-        if set(parents) != set(CONTROLLERS):
+        if not set(CONTROLLERS) <= set(parents):
             continue
         folders = {controller: parent / f"{PREFIX}{os.getpid()}" for controller, parent in parents.items()}
         try:
@@ -154,14 +178,17 @@ def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
                 _delegate(parents["memory"])
             for parent in set(parents.values()):
                 _sweep(parent)
-            for folder in set(folders.values()):
-                folder.mkdir(exist_ok=True)
+            _make(folders)
             if version == 2:
                 _enable(folders["memory"])
-            cgroups = Cgroups(Root(version, folders))
+            cores = _cpuset_cores(version, folders)
+            if not cores:
+                folders.pop("cpuset", None)
+            cgroups = Cgroups(Root(version, folders, cores))
             slot = cgroups.take()
             slot.limit(memory_bytes=1 << 30, cpu_cores=1, processes=64)
             slot.oom_kills()
+            slot.cpu_s()
             cgroups.give_back(slot)
         except OSError as error:
             log.info("control groups cannot be written", version=version, error=str(error))
@@ -194,7 +221,7 @@ def _own_v1(proc: Path) -> dict[str, Path]:
     own = {}
     for controllers, path in _memberships(proc):
         for root, point, options in _mounts(proc, "cgroup"):
-            for controller in controllers & options & set(CONTROLLERS):
+            for controller in controllers & options & {*CONTROLLERS, *OPTIONAL}:
                 own[controller] = _below(point, root, path)
     return own
 
@@ -211,7 +238,7 @@ def _own_v2(proc: Path) -> dict[str, Path]:
             except OSError:
                 continue
             if set(CONTROLLERS) <= set(present):
-                return dict.fromkeys(CONTROLLERS, folder)
+                return dict.fromkeys((*CONTROLLERS, *({"cpuset"} & set(present))), folder)
     return {}
 
 
@@ -235,7 +262,42 @@ def _delegate(own: Path) -> None:
 
 
 def _enable(folder: Path) -> None:
-    (folder / "cgroup.subtree_control").write_text(" ".join(f"+{controller}" for controller in CONTROLLERS))
+    wanted = " ".join(f"+{controller}" for controller in CONTROLLERS)
+    try:
+        (folder / "cgroup.subtree_control").write_text(f"{wanted} +cpuset")
+    except OSError:
+        (folder / "cgroup.subtree_control").write_text(wanted)
+
+
+def _make(folders: dict[str, Path]) -> None:
+    """The service's groups; an optional controller that may not be written is left out."""
+    for controller, folder in list(folders.items()):
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError:
+            if controller not in OPTIONAL:
+                raise
+            del folders[controller]
+
+
+def _cpuset_cores(version: int, folders: Mapping[str, Path]) -> str:
+    """All cores that slots may use, once the service's group has them; empty where they cannot be told apart."""
+    if "cpuset" not in folders:
+        return ""
+    try:
+        if version == 2:
+            return (folders["cpuset"] / "cpuset.cpus.effective").read_text().strip()
+        _inherit_cpuset(folders["cpuset"])
+        return (folders["cpuset"] / "cpuset.cpus").read_text().strip()
+    except OSError as error:
+        log.info("cores cannot be told apart", version=version, error=str(error))
+        return ""
+
+
+def _inherit_cpuset(folder: Path) -> None:
+    """A new group of version 1 has no cores and no memory nodes, and takes no process before it has both."""
+    for file in ("cpuset.mems", "cpuset.cpus"):
+        (folder / file).write_text((folder.parent / file).read_text())
 
 
 def _sweep(parent: Path) -> None:

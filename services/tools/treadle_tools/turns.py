@@ -1,0 +1,113 @@
+"""Whose turn it is: actions wait for cores, memory and providers, and start when the dispatcher says so.
+
+What comes and what ends in one turn of the event loop is decided on together; an action without a choice that nobody
+waits before starts at once. Owns: the dispatcher, and the future of each action that waits. Invariant: what an action
+holds is given back once, whether it ends, fails, or nobody wants it any more.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from treadle_core.elastic.action import Action
+from treadle_core.managers.dispatcher import Dispatcher, Started
+from treadle_core.managers.grants import SERVED, End, Ended
+from treadle_core.managers.protocol import NEVER_S
+from treadle_runtime.errors import ResourceExhausted
+
+RETRY_S = 1.0  # a full queue moves within a few actions, which take parts of a second
+
+
+@dataclass
+class Turn:
+    """An action that runs. ended: how it ended; whoever runs it says so before it lets go."""
+
+    started: Started
+    ended: Ended = SERVED
+
+
+class Turns:
+    """See the module. max_waiting: actions that may wait. decided: told of each decision's seconds."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, max_waiting: int, decided: Callable[[float], None] = lambda _: None
+    ) -> None:
+        self.dispatcher = dispatcher
+        self._max_waiting = max_waiting
+        self._decided = decided
+        self._futures: dict[str, asyncio.Future[Started]] = {}
+        self._changed = asyncio.Event()
+
+    @asynccontextmanager
+    async def hold(self, action: Action, within_s: float | None = None) -> AsyncIterator[Turn]:
+        """Hold what the action is granted, for the block.
+
+        Raises ResourceExhausted when too many wait, TimeoutError where its turn does not come `within_s`.
+        """
+        turn = Turn(await self._turn_of(action, within_s))
+        try:
+            yield turn
+        except BaseException:
+            turn.ended = Ended(End.ABANDONED)
+            raise
+        finally:
+            self._end(action, turn.ended)
+
+    def forget(self, holder: str) -> None:
+        """What is held beyond actions for `holder` is free."""
+        self.dispatcher.forget(holder)
+        self._wake()
+
+    async def _turn_of(self, action: Action, within_s: float | None) -> Started:
+        self.dispatcher.check(action)
+        started = self.dispatcher.submit_alone(action, time.monotonic())
+        if started is not None:
+            return started
+        waiting = len(self.dispatcher)
+        if waiting >= self._max_waiting and (waiting or not action.scalable):
+            raise ResourceExhausted(
+                "ACTIONS_WAITING", f"{self._max_waiting} actions wait for their turn already", retry_after_s=RETRY_S
+            )
+        self.dispatcher.submit(action)
+        future: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
+        self._futures[action.action_id] = future
+        self._wake()
+        try:
+            async with asyncio.timeout(within_s):
+                return await future
+        except (asyncio.CancelledError, TimeoutError):
+            if self._futures.pop(action.action_id, None) is None:
+                self._end(action, Ended(End.ABANDONED))  # it has started in the same moment
+            else:
+                self.dispatcher.withdraw(action.action_id)
+                self._wake()
+            raise
+
+    def _end(self, action: Action, ended: Ended) -> None:
+        self.dispatcher.end(action.action_id, time.monotonic(), ended)
+        self._wake()
+
+    async def run(self) -> None:
+        """Decide whenever something has changed, for ever: once for all that happened in a turn of the loop."""
+        while True:
+            wait_s = self.dispatcher.next_change_s(now_s := time.monotonic()) - now_s
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if wait_s == NEVER_S else max(wait_s, 0.0)):
+                    await self._changed.wait()
+            self._changed.clear()
+            self._decide()
+
+    def _wake(self) -> None:
+        if len(self.dispatcher):
+            self._changed.set()
+
+    def _decide(self) -> None:
+        began_s = time.monotonic()
+        for started in self.dispatcher.decide(began_s):
+            future = self._futures.pop(started.action.action_id)
+            if not future.done():  # else it is cancelled, and whoever waited for it lets go next
+                future.set_result(started)
+        self._decided(time.monotonic() - began_s)

@@ -1,0 +1,176 @@
+"""What tools declare, in the scheduler's terms; what is learned of how long they take; the node; providers' files."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from treadle_core.elastic.action import CPU_CORES, MEMORY_BYTES, Amdahl, Duration, Fixed, Knowledge, Measured, Range
+from treadle_core.elastic.action import UnitSet as Units
+from treadle_core.managers.basic import Provider, concurrency_of, quota_of
+from treadle_core.managers.breaker import BreakerRule
+from treadle_core.managers.quota import Quota
+from treadle_tools.builtin import PYTHON
+from treadle_tools.demand import Demands
+from treadle_tools.durations import Durations
+from treadle_tools.node import listed, node_of, total_memory_bytes
+from treadle_tools.providers import ProvidersError, read_providers
+from treadle_tools.registry import RegistrationError, Registry
+from treadle_tools.tool import MIB, Limits, Result, Scaling, Status, Tool
+
+GIB = 1024 * MIB
+
+
+def tool(scaling: Scaling | None = None, cores: int = 8, **fields: object) -> Tool:
+    return replace(PYTHON, limits=Limits(cpu_cores=cores), scaling=scaling, **fields)  # type: ignore[arg-type]
+
+
+def ended(execution_s: float, cores: int = 1, overhead_s: float = 0.0) -> Result:
+    return Result(Status.OK, execution_s=execution_s, overhead_s=overhead_s, cores=cores)
+
+
+def test_a_tool_without_scaling_asks_for_its_cores_and_no_more_than_there_are() -> None:
+    demands = Demands(4, GIB, {}, Durations())
+    action = demands.action(
+        "x", "session", 3, tool(cores=8, reserve_bytes=2 * GIB), Limits(cpu_cores=8, memory_bytes=4 * GIB)
+    )
+    assert dict(action.cost) == {CPU_CORES: Fixed(4), MEMORY_BYTES: Fixed(GIB)}
+    assert (action.trajectory_id, action.arrival, action.scalable) == ("session", 3, False)
+    assert demands.action("x", "x", 0, tool(), Limits(cpu_cores=2, memory_bytes=MIB)).cost == {
+        CPU_CORES: Fixed(2),
+        MEMORY_BYTES: Fixed(MIB),
+    }
+
+
+@pytest.mark.parametrize(
+    ("cores", "most", "demand"),
+    [
+        ((1, 2, 3, 4), 8, Range(1, 4)),
+        ((1, 2, 3, 4), 2, Range(1, 2)),
+        ((1, 2, 4, 8), 4, Units((1, 2, 4))),
+        ((4, 8), 2, Range(2, 2)),
+    ],
+)
+def test_a_tool_that_scales_asks_for_what_it_can_use(cores: tuple[int, ...], most: int, demand: object) -> None:
+    scaling = Scaling(cores, serial_share=0.1, single_core_s=20.0)
+    action = Demands(16, GIB, {}, Durations()).action("x", "x", 0, tool(scaling), Limits(cpu_cores=most))
+    assert action.cost[CPU_CORES] == demand
+    assert action.scalable
+    assert (action.elasticity, action.duration) == (Amdahl(0.1), Duration(Knowledge.PROFILED, 20.0))
+
+
+def test_durations_are_learned_for_one_core_and_told_for_as_many_as_lately() -> None:
+    """
+    WHEN    an action of 8 s took 1 s on the 8 of its cores that scale by half
+    Result: one core takes 4 s of that, and 0.1 s goes beside; the next should take as long as this one did
+    """
+    durations = Durations()
+    scaled = tool(Scaling((1, 8), efficiency=((1, 1.0), (8, 0.5))))
+    assert durations.single_core(scaled) is None
+    assert durations.expected_s(scaled) == 0.0
+    durations.learn(scaled, ended(1.0, cores=8, overhead_s=0.1))
+    assert durations.single_core(scaled) == Duration(Knowledge.LEARNED, 4.1)
+    assert durations.expected_s(scaled) == pytest.approx(1.1)
+    durations.learn(scaled, ended(9.0, cores=1, overhead_s=0.1))
+    learned = durations.single_core(scaled)
+    assert learned is not None
+    assert learned.single_unit_s == pytest.approx(0.1 + 4.0 + 0.2 * 5.0)
+    assert durations.single_core(tool(Scaling((1, 2), single_core_s=7.0))) == Duration(Knowledge.PROFILED, 7.0)
+    action = Demands(16, GIB, {}, durations).action("x", "x", 0, scaled, Limits(cpu_cores=8))
+    assert (action.elasticity, action.duration) == (Measured(((1, 1.0), (8, 0.5))), learned)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "words"),
+    [
+        (Scaling(()), "cost[cpu_cores].units: is empty"),
+        (Scaling((2, 1)), "must ascend"),
+        (Scaling((0, 1)), "whole number, 1 at least"),
+        (Scaling((1, 16)), "at most limits.cpu_cores, 8"),
+        (Scaling((1, 2), serial_share=-0.5), "elasticity: E(2)"),
+        (Scaling((1, 2), efficiency=((2, 0.5), (1, 1.0))), "elasticity.points"),
+        (Scaling((1, 2), single_core_s=float("nan")), "duration.single_unit_s"),
+    ],
+)
+def test_a_scaling_that_cannot_be_is_refused_at_start(scaling: Scaling, words: str) -> None:
+    with pytest.raises(RegistrationError) as refused:
+        Registry([tool(scaling)])
+    assert "'python'" in str(refused.value)
+    assert words in str(refused.value)
+
+
+def test_a_tool_of_an_unknown_provider_is_refused_at_start() -> None:
+    with pytest.raises(RegistrationError, match="no provider 'search'"):
+        Registry([tool(provider="search")], ["other"])
+    assert [each.name for each in Registry([tool(provider="search")], ["search"])] == ["python"]
+
+
+def test_a_node_is_the_cores_this_process_may_use_by_numa_node(tmp_path: Path) -> None:
+    usable = sorted(os.sched_getaffinity(0))
+    (tmp_path / "node0").mkdir()
+    (tmp_path / "node1").mkdir()
+    (tmp_path / "node0" / "cpulist").write_text(f"{usable[0]},4090-4095\n")
+    (tmp_path / "node1" / "cpulist").write_text(",".join(map(str, usable[1:])) + "\n")
+    node = node_of(0, 7, tmp_path)
+    assert node.real
+    assert node.machine.numa == tuple(filter(None, ((usable[0],), tuple(usable[1:]))))
+    assert (node.cores, node.machine.memory_bytes) == (len(usable), 7)
+    assert node_of(1, 0, tmp_path).machine.numa == ((usable[0],),)
+    more = node_of(len(usable) + 3, 0, tmp_path)
+    assert (more.real, more.cores) == (False, len(usable) + 3)
+    assert 0 < more.machine.memory_bytes <= total_memory_bytes(())
+
+
+def test_kernel_lists_and_memory_limits_are_read(tmp_path: Path) -> None:
+    assert listed("0-3,8\n") == {0, 1, 2, 3, 8}
+    assert listed("\n") == set()
+    limit, unlimited = tmp_path / "memory.limit_in_bytes", tmp_path / "memory.max"
+    limit.write_text("1048576\n")
+    unlimited.write_text("max\n")
+    assert total_memory_bytes((unlimited, limit, tmp_path / "none")) == MIB
+    assert total_memory_bytes((unlimited,)) == total_memory_bytes(())
+
+
+PROVIDERS = """
+[[provider]]
+name = "search"
+concurrency = 8
+quota = [{ count = 10, period_s = 1 }, { count = 1000, period_s = 86400, sliding = false, slack_s = 2 }]
+breaker = { failures = 3, cooldown_s = 2.5 }
+[[provider]]
+name = "pdf"
+"""
+
+
+def test_providers_are_read_from_toml_and_json(tmp_path: Path) -> None:
+    (tmp_path / "p.toml").write_text(PROVIDERS)
+    found = read_providers(str(tmp_path / "p.toml"))
+    quotas = (Quota(10, 1.0), Quota(1000, 86400.0, False, 2.0))
+    assert found["search"].provider == Provider("search", 8, quotas, BreakerRule(failures=3, cooldown_s=2.5))
+    assert found["pdf"].provider == Provider("pdf")
+    (tmp_path / "p.json").write_text(json.dumps({"provider": [{"name": "pdf", "concurrency": 2}]}))
+    assert read_providers(str(tmp_path / "p.json"))["pdf"].provider.concurrency == 2
+    assert read_providers("") == {}
+    cost = Demands(4, GIB, found, Durations()).action("x", "x", 0, tool(provider="search"), Limits()).cost
+    assert (cost[concurrency_of("search")], cost[quota_of("search")]) == (Fixed(1), Fixed(1))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[[provider]]\nname = 'a'\nconcurency = 2", "provider.0.concurency"),
+        ("[[provider]]\nname = 'a'\nconcurrency = 0", "provider[0]: provider.concurrency: must be at least 1"),
+        ("[[provider]]\nname = 'a'\n[[provider]]\nname = 'a'", "provider[1].name: 'a' is there twice"),
+        ("[[provider]]\nname = 'a b'", "provider[0]: name"),
+        ("[[provider]]\nname = 'a'\nquota = [{ count = 1, period_s = nan }]", "provider.0.quota.0.period_s"),
+        ("provider = 3 3", "line 1"),
+    ],
+)
+def test_a_providers_file_with_a_mistake_says_where(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "p.toml").write_text(text)
+    with pytest.raises(ProvidersError) as refused:
+        read_providers(str(tmp_path / "p.toml"))
+    assert words in str(refused.value)
+    with pytest.raises(ProvidersError, match="No such file"):
+        read_providers(str(tmp_path / "none.toml"))

@@ -1,0 +1,190 @@
+"""Turns of actions: first come, first served, never more than there is, nothing lost when somebody gives up."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from treadle_core.elastic.action import CPU_CORES, Action, Amdahl, Demand, Duration, Fixed, Knowledge, Range
+from treadle_core.managers.basic import BasicManager, Provider
+from treadle_core.managers.cpu import CpuManager, Machine
+from treadle_core.managers.dispatcher import Dispatcher
+from treadle_core.managers.grants import End, Ended
+from treadle_core.managers.resources import Resources
+from treadle_runtime.errors import ResourceExhausted
+from treadle_tools.turns import Turns
+
+
+@asynccontextmanager
+async def turns_of(cores: int, max_waiting: int, *providers: BasicManager) -> AsyncIterator[Turns]:
+    machine = Machine("local", (tuple(range(cores)),), 1 << 30)
+    dispatcher = Dispatcher(Resources([CpuManager([machine]), *providers]), time.monotonic())
+    turns = Turns(dispatcher, max_waiting)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(turns.run())
+        yield turns
+        assert (len(dispatcher), dispatcher.running) == (0, 0)
+        assert all(each.held == 0 for each in dispatcher.resources.usage(time.monotonic())[:1])
+        running.cancel()
+
+
+def wants(name: str, cores: int, **cost: Demand) -> Action:
+    return Action(name, name, 0, {CPU_CORES: Fixed(cores), **cost})
+
+
+def scales(name: str, most: int) -> Action:
+    duration = Duration(Knowledge.PROFILED, 10.0)
+    return Action(name, name, 0, {CPU_CORES: Range(1, most)}, duration, CPU_CORES, Amdahl(0.0))
+
+
+class Holder:
+    """An action that holds what it gets until it is told to let go."""
+
+    def __init__(self, group: asyncio.TaskGroup, turns: Turns, action: Action) -> None:
+        self.holds = asyncio.Event()
+        self.let_go = asyncio.Event()
+        self.cores: tuple[int, ...] = ()
+        self.task = group.create_task(self._run(turns, action))
+
+    async def _run(self, turns: Turns, action: Action) -> None:
+        async with turns.hold(action) as turn:
+            assert turn.started.grant.cpu is not None
+            self.cores = turn.started.grant.cpu.cores
+            self.holds.set()
+            await self.let_go.wait()
+
+
+async def settled() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_a_large_action_is_not_passed_by_later_small_ones() -> None:
+    """
+    GIVEN   4 cores of which 2 are held
+    WHEN    an action wants 4, and after it one wants 1
+    Result: the small one waits for the large one, although it would fit
+    """
+    async with turns_of(4, max_waiting=10) as turns, asyncio.TaskGroup() as group:
+        first = Holder(group, turns, wants("first", 2))
+        await settled()
+        large, small = Holder(group, turns, wants("large", 4)), Holder(group, turns, wants("small", 1))
+        await settled()
+        assert (first.holds.is_set(), large.holds.is_set(), small.holds.is_set()) == (True, False, False)
+        first.let_go.set()
+        await settled()
+        assert (large.holds.is_set(), small.holds.is_set()) == (True, False)
+        large.let_go.set()
+        await settled()
+        assert small.holds.is_set()
+        small.let_go.set()
+
+
+async def test_cores_are_of_one_action_at_a_time() -> None:
+    async with turns_of(4, max_waiting=10) as turns, asyncio.TaskGroup() as group:
+        holders = [Holder(group, turns, wants(f"a{index}", 1 + index % 2)) for index in range(8)]
+        seen = 0
+        while seen < len(holders):
+            await settled()
+            running = [holder for holder in holders if holder.holds.is_set() and not holder.let_go.is_set()]
+            cores = [core for holder in running for core in holder.cores]
+            assert len(set(cores)) == len(cores) <= 4
+            running[0].let_go.set()
+            seen += 1
+
+
+async def test_a_full_queue_is_refused_with_a_time_to_retry() -> None:
+    async with turns_of(2, max_waiting=1) as turns, asyncio.TaskGroup() as group:
+        first = Holder(group, turns, wants("first", 2))
+        await settled()
+        second = Holder(group, turns, wants("second", 1))
+        await settled()
+        with pytest.raises(ResourceExhausted) as refused:
+            async with turns.hold(wants("third", 1)):
+                pass
+        assert (refused.value.reason, refused.value.retry_after_s) == ("ACTIONS_WAITING", 1.0)
+        first.let_go.set()
+        second.let_go.set()
+
+
+async def test_where_nobody_may_wait_what_fits_starts_all_the_same() -> None:
+    async with turns_of(2, max_waiting=0) as turns:
+        async with turns.hold(scales("scales", 2)) as turn:
+            assert turn.started.units == 2
+            with pytest.raises(ResourceExhausted):
+                async with turns.hold(wants("fixed", 1)):
+                    pass
+        async with turns.hold(wants("fixed", 2)):
+            pass
+
+
+async def test_an_action_that_gives_up_leaves_the_queue() -> None:
+    """
+    WHEN    the first in the queue is cancelled while it waits, or in the moment it is served
+    Result: the next one gets the core, and none is lost
+    """
+    async with turns_of(1, max_waiting=10) as turns:
+        async with asyncio.TaskGroup() as group:
+            first = Holder(group, turns, wants("first", 1))
+            await settled()
+            waits, served, last = (Holder(group, turns, wants(name, 1)) for name in ("waits", "served", "last"))
+            await settled()
+            waits.task.cancel()
+            await settled()
+            first.let_go.set()
+            for _ in range(10):
+                if len(turns.dispatcher) == 1:
+                    break  # `served` is, and has not run yet
+                await asyncio.sleep(0)
+            assert not served.holds.is_set()
+            served.task.cancel()
+            await settled()
+            assert last.holds.is_set()
+            last.let_go.set()
+        async with turns.hold(wants("after", 1)):
+            pass
+
+
+async def test_a_turn_that_does_not_come_in_time_is_given_up() -> None:
+    async with turns_of(1, max_waiting=10) as turns:
+        async with turns.hold(wants("first", 1)):
+            with pytest.raises(TimeoutError):
+                async with turns.hold(wants("second", 1), within_s=0.01):
+                    pass
+        async with turns.hold(wants("third", 1)):
+            pass
+
+
+async def test_those_that_come_together_share_the_cores() -> None:
+    """
+    WHEN    two actions that could each use all the cores come in one turn of the loop
+    Result: neither has taken them all before the other is known
+    """
+    async with turns_of(8, max_waiting=10) as turns, asyncio.TaskGroup() as group:
+        both = [Holder(group, turns, scales(name, 8)) for name in ("one", "other")]
+        await settled()
+        assert [len(holder.cores) for holder in both] == [4, 4]
+        for holder in both:
+            holder.let_go.set()
+
+
+async def test_a_provider_that_refuses_is_left_alone_until_it_said_and_then_called_again() -> None:
+    """
+    WHEN    a call is refused for 50 ms
+    Result: the next call's turn comes by the clock alone, not before; another's does not wait
+    """
+    search = BasicManager(Provider("search", concurrency=1))
+    async with turns_of(2, 10, search) as turns:
+        async with turns.hold(wants("refused", 1, **search.cost())) as turn:
+            turn.ended = Ended(End.REFUSED, 0.05)
+        refused_s = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            call = Holder(group, turns, wants("again", 1, **search.cost()))
+            await settled()
+            assert not call.holds.is_set()
+            async with turns.hold(wants("other", 1)):
+                pass
+            await call.holds.wait()
+            assert time.monotonic() - refused_s >= 0.05
+            call.let_go.set()
