@@ -25,6 +25,7 @@ from treadle_runtime.config import Settings
 from treadle_runtime.errors import StartError
 from treadle_runtime.idempotency import RequestRecords
 from treadle_runtime.interceptor import Interceptor
+from treadle_runtime.metering import Metering
 from treadle_runtime.runtime import Runtime, Serving, Wire, Wiring
 from treadle_runtime.telemetry import Tracing, configure_tracing
 
@@ -49,6 +50,7 @@ async def serving(settings: Settings, wire: Wire, *, tracing: Tracing | None = N
     Raises BusStartError, ServerStartError, and whatever a background task raises (in an ExceptionGroup).
     """
     tracing = tracing or configure_tracing(settings)
+    metering = Metering(settings)
     stopping = asyncio.Event()
     name = f"treadle-{settings.service}"
     channels = Channels(receive_limit_bytes(settings), tracing.client_interceptors())
@@ -61,7 +63,7 @@ async def serving(settings: Settings, wire: Wire, *, tracing: Tracing | None = N
             except nats.errors.Error as error:
                 raise BusStartError(f"JetStream at {settings.nats_url} does not hold records: {error!r}") from error
             listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-            runtime = Runtime(settings, bus, records, stopping, channels, tracing, listening)
+            runtime = Runtime(settings, bus, records, stopping, channels, tracing, metering, listening)
             wiring = await wire(runtime)
             try:
                 async with (
@@ -77,6 +79,7 @@ async def serving(settings: Settings, wire: Wire, *, tracing: Tracing | None = N
                     await wiring.close()
     finally:
         await channels.close()
+        await metering.shutdown()
         await tracing.shutdown()
 
 

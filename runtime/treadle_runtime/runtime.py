@@ -12,6 +12,7 @@ from treadle_runtime.channels import Channels
 from treadle_runtime.config import Settings
 from treadle_runtime.errors import ErrorTable
 from treadle_runtime.idempotency import RequestRecords
+from treadle_runtime.metering import Metering
 from treadle_runtime.telemetry import Tracing
 
 
@@ -28,6 +29,7 @@ class Runtime:
     stopping: asyncio.Event
     channels: Channels
     tracing: Tracing
+    metering: Metering
     listening: asyncio.Future[str]
 
     def channel(self, address: str) -> grpc.aio.Channel:

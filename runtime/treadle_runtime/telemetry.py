@@ -63,8 +63,7 @@ def configure_tracing(settings: Settings) -> Tracing:
     """The tracer that `settings` ask for."""
     if not settings.otlp_endpoint:
         return Tracing()
-    resource = Resource.create({"service.name": f"treadle-{settings.service}", "service.namespace": "treadle"})
-    provider = TracerProvider(resource=resource)
+    provider = TracerProvider(resource=resource_of(settings))
     exporter = OTLPSpanExporter(
         endpoint=settings.otlp_endpoint,
         insecure=not settings.otlp_endpoint.startswith("https"),
@@ -72,6 +71,11 @@ def configure_tracing(settings: Settings) -> Tracing:
     )
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_INTERVAL_S * 1000))
     return Tracing(provider)
+
+
+def resource_of(settings: Settings) -> Resource:
+    """Who speaks."""
+    return Resource.create({"service.name": f"treadle-{settings.service}", "service.namespace": "treadle"})
 
 
 def configure_logging(settings: Settings) -> None:

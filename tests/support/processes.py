@@ -92,9 +92,10 @@ class StartService(Protocol):
 
 
 def clean_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment without any TREADLE_ variable, and `extra`."""
+    """This process's environment without any TREADLE_ variable, and `extra`, whose PYTHONPATH comes first."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TREADLE_")}
-    return {**kept, **extra}
+    paths = [environment["PYTHONPATH"] for environment in (extra, kept) if environment.get("PYTHONPATH")]
+    return {**kept, **extra, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def start_process(module: str, service: str, env: Mapping[str, str], folder: Path) -> ServiceProcess:

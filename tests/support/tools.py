@@ -61,6 +61,10 @@ class ToolsCalls:
         request = pb.CloseSessionRequest(request_id=id or uuid.uuid4().hex, session_id=session_id)
         await self.stub.CloseSession(request, timeout=CALL_S)
 
+    async def resources(self) -> pb.GetResourcesResponse:
+        """How full it is."""
+        return await self.stub.GetResources(pb.GetResourcesRequest(), timeout=CALL_S)
+
     async def session(self, session_id: str) -> pb.Session:
         """Of GetSession."""
         return (await self.stub.GetSession(pb.GetSessionRequest(session_id=session_id), timeout=CALL_S)).session

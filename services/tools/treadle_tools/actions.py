@@ -27,6 +27,7 @@ from treadle_tools.turns import Turn, Turns
 RETRY_WORKER_S = 2.0  # about what a worker takes to start
 # Of the caller's time left, what a refused call may wait for another turn: the rest is for the answer to arrive.
 RETRY_SHARE = 0.9
+LONGEST_REST_S = 86_400.0  # what a tool says that its provider asked for; quotas of a day are the longest in use
 
 Work = Callable[[Granted], Awaitable[Mapping[str, Any]]]
 
@@ -163,7 +164,8 @@ class Actions:
             result = result_of_lost(lost)
         except WorkerFailed as failure:
             raise Unavailable("TOOL_NOT_READY", str(failure), retry_after_s=RETRY_WORKER_S) from failure
-        return replace(result, cores=granted.cpu_cores, held_s=time.monotonic() - began)
+        refused_s = result.refused_s if call.tool.provider else None
+        return replace(result, cores=granted.cpu_cores, held_s=time.monotonic() - began, refused_s=refused_s)
 
 
 def ended_of(tool: Tool, result: Result) -> Ended:
@@ -176,9 +178,15 @@ def ended_of(tool: Tool, result: Result) -> Ended:
 
 def result_of(reply: Mapping[str, Any]) -> Result:
     """A worker's reply."""
-    invalid, refused_s, cpu_s = reply.get("invalid"), reply.get("retry_after_s"), reply.get("cpu_s")
+    invalid, cpu_s = reply.get("invalid"), reply.get("cpu_s")
+    retry_after_s = reply.get("retry_after_s")
+    refused_s = None if retry_after_s is None else min(max(0.0, float(retry_after_s)), LONGEST_REST_S)
+    status = Status(reply["status"])
+    if refused_s is not None and status is Status.OK:
+        status = Status.TOOL_ERROR
+        reply = {**reply, "error": reply["error"] or f"the provider refuses for {refused_s:g} s"}
     return Result(
-        status=Status(reply["status"]),
+        status=status,
         output=str(reply["output"]),
         truncated=bool(reply["truncated"]),
         error=str(reply["error"]),
@@ -189,7 +197,7 @@ def result_of(reply: Mapping[str, Any]) -> Result:
         invalid=None if invalid is None else (str(invalid[0]), str(invalid[1])),
         execution_s=float(reply["execution_s"]),
         cpu_s=None if cpu_s is None else float(cpu_s),
-        refused_s=None if refused_s is None else max(0.0, float(refused_s)),
+        refused_s=refused_s,
     )
 
 

@@ -7,10 +7,12 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from treadle.telemetry.v1 import facts_pb2
 from treadle.tools.v1 import tools_pb2 as pb
+from treadle_core.managers.breaker import State
 from treadle_runtime.bus import Bus, make_fact
 from treadle_runtime.fields import require
 
 from treadle_tools.sessions import Session
+from treadle_tools.standing import Standing
 from treadle_tools.tool import Kind, Limits, Result, Status, Tool
 
 KINDS = {Kind.STATELESS: pb.TOOL_KIND_STATELESS, Kind.ENVIRONMENT: pb.TOOL_KIND_ENVIRONMENT}
@@ -20,6 +22,12 @@ STATUSES = {
     Status.TIMED_OUT: pb.RESULT_STATUS_TIMED_OUT,
     Status.OUT_OF_MEMORY: pb.RESULT_STATUS_OUT_OF_MEMORY,
     Status.CRASHED: pb.RESULT_STATUS_CRASHED,
+}
+
+BREAKERS = {
+    State.CLOSED: pb.BREAKER_STATE_CLOSED,
+    State.OPEN: pb.BREAKER_STATE_OPEN,
+    State.HALF_OPEN: pb.BREAKER_STATE_HALF_OPEN,
 }
 
 
@@ -72,6 +80,24 @@ def session_message(session: Session) -> pb.Session:
         done=bool(session.ended),
         opened_at=timestamp(session.opened_at),
         last_used_at=timestamp(session.last_used_at),
+    )
+
+
+def resources_message(standing: Standing) -> pb.GetResourcesResponse:
+    """The contract's form."""
+    resources = [
+        pb.Resource(dimension=each.dimension, capacity=each.capacity, held=each.held, free=each.free, waiting=waiting)
+        for each, waiting in standing.usage()
+    ]
+    providers = [
+        pb.Provider(name=each.name, breaker=BREAKERS[each.breaker], rests=duration(each.rests_s))
+        for each in standing.providers()
+    ]
+    return pb.GetResourcesResponse(
+        resources=resources,
+        providers=providers,
+        actions_waiting=standing.waiting,
+        actions_running=standing.running,
     )
 
 

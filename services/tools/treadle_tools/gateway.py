@@ -17,6 +17,7 @@ from treadle_tools.registry import Registry
 from treadle_tools.sandbox.cell import Cell
 from treadle_tools.sandbox.pool import Pool
 from treadle_tools.sessions import Session, Sessions
+from treadle_tools.standing import Standing
 from treadle_tools.tool import Granted, Limits, Result, Tool
 
 
@@ -51,9 +52,16 @@ class Gateway:
     """See the module."""
 
     def __init__(
-        self, registry: Registry, pools: Pools, actions: Actions, sessions: Sessions, background: Background
+        self,
+        registry: Registry,
+        pools: Pools,
+        actions: Actions,
+        sessions: Sessions,
+        background: Background,
+        standing: Standing,
     ) -> None:
         self.registry = registry
+        self.standing = standing
         self.pools = pools
         self.sessions = sessions
         self._actions = actions

@@ -3,16 +3,18 @@
 Names begin with `treadle.tools.`; the README has the table. Where nothing is exported an instrument does nothing.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 
-from opentelemetry.metrics import CallbackOptions, Meter, NoOpMeter, Observation
-from treadle_core.managers.grants import Usage
+from opentelemetry.metrics import Meter, NoOpMeter
 
+from treadle_tools.standing import Standing
 from treadle_tools.tool import Result, Tool
 
 # Seconds: a decision takes a hundredth of a millisecond to some milliseconds, an action up to an hour.
 DECISION_BOUNDS_S = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 2e-3, 5e-3, 1e-2, 3e-2, 0.1)
 ACTION_BOUNDS_S = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0)
+WATCH_S = 5.0  # twice as often as figures are exported
 
 
 class Meters:
@@ -27,13 +29,15 @@ class Meters:
         def counter(name: str, what: str) -> Callable[..., None]:
             return meter.create_counter(f"treadle.tools.{name}", "s", what).add
 
-        self._meter = meter
         self._queue = histogram("action.queue", "Waiting for its turn")
         self._overhead = histogram("action.overhead", "Neither queue nor execution")
         self._execution = histogram("action.execution", "The tool's own time")
         self._decision = histogram("decision", "What a scheduling decision took", DECISION_BOUNDS_S)
         self._cores_held = counter("cores.held", "Core seconds that actions held")
         self._cores_used = counter("cores.used", "CPU seconds that actions used of what they held")
+        self._capacity = meter.create_gauge("treadle.tools.capacity", "1", "Units in all").set
+        self._held = meter.create_gauge("treadle.tools.held", "1", "Units that actions and sessions hold").set
+        self._waiting = meter.create_gauge("treadle.tools.waiting", "1", "Actions that wait and ask for it").set
 
     def ended(self, tool: Tool, result: Result) -> None:
         """An action has ended."""
@@ -49,18 +53,15 @@ class Meters:
         """A decision has been made."""
         self._decision(seconds)
 
-    def watch(self, usage: Callable[[], Sequence[Usage]], waiting: Callable[[], dict[str, int]]) -> None:
-        """Have these read whenever figures are exported: units by dimension, and how many wait for each."""
-
-        def gauge(name: str, what: str, read: Callable[[], dict[str, int]]) -> None:
-            def observe(_: CallbackOptions) -> Iterable[Observation]:
-                return [Observation(value, {"dimension": dimension}) for dimension, value in read().items()]
-
-            self._meter.create_observable_gauge(f"treadle.tools.{name}", [observe], "1", what)
-
-        gauge("capacity", "Units in all", lambda: {each.dimension: each.capacity for each in usage()})
-        gauge("held", "Units that actions and sessions hold", lambda: {each.dimension: each.held for each in usage()})
-        gauge("waiting", "Actions that wait and ask for it", waiting)
+    async def watch(self, standing: Standing) -> None:
+        """Set the gauges again and again, for ever: here and not as they are exported, which is on another thread."""
+        while True:
+            for each, waiting in standing.usage():
+                labels = {"dimension": each.dimension}
+                self._capacity(each.capacity, labels)
+                self._held(each.held, labels)
+                self._waiting(waiting, labels)
+            await asyncio.sleep(WATCH_S)
 
 
 NO_METERS = Meters(NoOpMeter("treadle"))

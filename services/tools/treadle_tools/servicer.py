@@ -89,6 +89,9 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
         session = self._gateway.sessions.get(identifier("session_id", request.session_id))
         return pb.GetSessionResponse(session=convert.session_message(session))
 
+    async def GetResources(self, request: pb.GetResourcesRequest, context: Context) -> pb.GetResourcesResponse:
+        return convert.resources_message(self._gateway.standing)
+
 
 def _trajectory(trajectory_id: str) -> None:
     if trajectory_id:

@@ -19,6 +19,7 @@ from treadle_tools.convert import BusFacts
 from treadle_tools.demand import Demands
 from treadle_tools.durations import Durations
 from treadle_tools.gateway import Gateway, Pools
+from treadle_tools.meters import Meters
 from treadle_tools.node import node_of
 from treadle_tools.providers import ProvidersError, read_providers
 from treadle_tools.registry import RegistrationError, Registry, load
@@ -27,6 +28,7 @@ from treadle_tools.sandbox.cgroups import Cgroups, find_cgroups
 from treadle_tools.sandbox.pool import Pool
 from treadle_tools.servicer import ToolsServicer
 from treadle_tools.sessions import Sessions
+from treadle_tools.standing import Standing
 from treadle_tools.turns import Turns
 from treadle_tools.warm_up import settle, warm_up
 
@@ -55,7 +57,9 @@ async def wire(runtime: Runtime) -> Wiring:
     node = node_of(settings.cores, settings.memory_bytes)
     await asyncio.to_thread(warm_up)
     dispatcher = Dispatcher(Resources([CpuManager([node.machine]), *providers.values()]), time.monotonic())
-    turns = Turns(dispatcher, settings.max_waiting)
+    meters = Meters(runtime.metering.meter())
+    standing = Standing(dispatcher, providers)
+    turns = Turns(dispatcher, settings.max_waiting, meters.decided)
     durations = Durations()
     actions = Actions(
         turns,
@@ -64,6 +68,7 @@ async def wire(runtime: Runtime) -> Wiring:
         durations,
         pinned=node.real and settings.pin == "auto",
         providers=providers,
+        meters=meters,
     )
     sessions = Sessions(
         actions,
@@ -72,16 +77,20 @@ async def wire(runtime: Runtime) -> Wiring:
         idle_s=settings.session_idle_s,
         release=lambda tool, cell: background.spawn(pools.put_away(tool, cell)),
     )
-    servicer = ToolsServicer(Gateway(registry, pools, actions, sessions, background), runtime.records, background)
+    gateway = Gateway(registry, pools, actions, sessions, background, standing)
+    servicer = ToolsServicer(gateway, runtime.records, background)
 
     async def close() -> None:
         if cgroups is not None:
             await asyncio.to_thread(cgroups.close)
 
+    async def watch() -> None:
+        await meters.watch(standing)
+
     settle()
     return Wiring(
         services={SERVICE: lambda server: tools_pb2_grpc.add_ToolsServiceServicer_to_server(servicer, server)},
-        tasks=(background.run, turns.run, sessions.reap, *(pool.keep for pool in pools.pools.values())),
+        tasks=(background.run, turns.run, watch, sessions.reap, *(pool.keep for pool in pools.pools.values())),
         close=close,
     )
 

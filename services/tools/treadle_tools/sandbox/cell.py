@@ -61,7 +61,7 @@ class Cell:
         each process that the step starts. The granted cores are let go with the answer.
         """
         if self._slot is None:
-            return await self._asked(op, arguments, limits)
+            return await self._asked(op, arguments, limits) | {"cpu_s": None}
         memory_bytes = None if op == "step" else limits.memory_bytes + WORKER_BYTES
         self._slot.limit(
             memory_bytes=memory_bytes,
@@ -74,9 +74,8 @@ class Cell:
             reply = await self._asked(op, arguments, limits)
         finally:
             self._slot.unpin()
-        if used_s is not None:
-            reply["cpu_s"] = (self._slot.cpu_s() or used_s) - used_s
-        return reply
+        now_s = self._slot.cpu_s()
+        return reply | {"cpu_s": None if used_s is None or now_s is None else now_s - used_s}
 
     async def _asked(self, op: str, arguments: Any, limits: Granted) -> dict[str, Any]:
         kills = self._oom_kills()

@@ -67,6 +67,31 @@ RESULT_STATUS_CRASHED: ResultStatus.ValueType  # 5
 """killed, or ended without an answer"""
 Global___ResultStatus: typing_extensions.TypeAlias = ResultStatus
 
+class _BreakerState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _BreakerStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_BreakerState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    BREAKER_STATE_UNSPECIFIED: _BreakerState.ValueType  # 0
+    BREAKER_STATE_CLOSED: _BreakerState.ValueType  # 1
+    """calls go"""
+    BREAKER_STATE_OPEN: _BreakerState.ValueType  # 2
+    """none goes"""
+    BREAKER_STATE_HALF_OPEN: _BreakerState.ValueType  # 3
+    """one goes, to see"""
+
+class BreakerState(_BreakerState, metaclass=_BreakerStateEnumTypeWrapper): ...
+
+BREAKER_STATE_UNSPECIFIED: BreakerState.ValueType  # 0
+BREAKER_STATE_CLOSED: BreakerState.ValueType  # 1
+"""calls go"""
+BREAKER_STATE_OPEN: BreakerState.ValueType  # 2
+"""none goes"""
+BREAKER_STATE_HALF_OPEN: BreakerState.ValueType  # 3
+"""one goes, to see"""
+Global___BreakerState: typing_extensions.TypeAlias = BreakerState
+
 @typing.final
 class Limits(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -435,3 +460,97 @@ class GetSessionResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["session", b"session"]) -> None: ...
 
 Global___GetSessionResponse: typing_extensions.TypeAlias = GetSessionResponse
+
+@typing.final
+class GetResourcesRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___GetResourcesRequest: typing_extensions.TypeAlias = GetResourcesRequest
+
+@typing.final
+class GetResourcesResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESOURCES_FIELD_NUMBER: builtins.int
+    PROVIDERS_FIELD_NUMBER: builtins.int
+    ACTIONS_WAITING_FIELD_NUMBER: builtins.int
+    ACTIONS_RUNNING_FIELD_NUMBER: builtins.int
+    actions_waiting: builtins.int
+    actions_running: builtins.int
+    @property
+    def resources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Resource]: ...
+    @property
+    def providers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Provider]: ...
+    def __init__(
+        self,
+        *,
+        resources: collections.abc.Iterable[Global___Resource] | None = ...,
+        providers: collections.abc.Iterable[Global___Provider] | None = ...,
+        actions_waiting: builtins.int = ...,
+        actions_running: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["actions_running", b"actions_running", "actions_waiting", b"actions_waiting", "providers", b"providers", "resources", b"resources"]) -> None: ...
+
+Global___GetResourcesResponse: typing_extensions.TypeAlias = GetResourcesResponse
+
+@typing.final
+class Resource(google.protobuf.message.Message):
+    """One dimension of what actions are granted: cpu_cores, memory_bytes, api_concurrency:NAME, api_quota:NAME."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DIMENSION_FIELD_NUMBER: builtins.int
+    CAPACITY_FIELD_NUMBER: builtins.int
+    HELD_FIELD_NUMBER: builtins.int
+    FREE_FIELD_NUMBER: builtins.int
+    WAITING_FIELD_NUMBER: builtins.int
+    dimension: builtins.str
+    capacity: builtins.int
+    """units in all"""
+    held: builtins.int
+    """by actions that run, and memory by open sessions"""
+    free: builtins.int
+    """what may start now; less than the rest while a provider is left alone"""
+    waiting: builtins.int
+    """actions that wait and ask for it"""
+    def __init__(
+        self,
+        *,
+        dimension: builtins.str = ...,
+        capacity: builtins.int = ...,
+        held: builtins.int = ...,
+        free: builtins.int = ...,
+        waiting: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capacity", b"capacity", "dimension", b"dimension", "free", b"free", "held", b"held", "waiting", b"waiting"]) -> None: ...
+
+Global___Resource: typing_extensions.TypeAlias = Resource
+
+@typing.final
+class Provider(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    BREAKER_FIELD_NUMBER: builtins.int
+    RESTS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    breaker: Global___BreakerState.ValueType
+    @property
+    def rests(self) -> google.protobuf.duration_pb2.Duration:
+        """for how long no call goes, as it asked or its breaker says; 0: calls go"""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        breaker: Global___BreakerState.ValueType = ...,
+        rests: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["rests", b"rests"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["breaker", b"breaker", "name", b"name", "rests", b"rests"]) -> None: ...
+
+Global___Provider: typing_extensions.TypeAlias = Provider

@@ -59,6 +59,11 @@ class ToolsServiceStub(object):
                 request_serializer=treadle_dot_tools_dot_v1_dot_tools__pb2.GetSessionRequest.SerializeToString,
                 response_deserializer=treadle_dot_tools_dot_v1_dot_tools__pb2.GetSessionResponse.FromString,
                 _registered_method=True)
+        self.GetResources = channel.unary_unary(
+                '/treadle.tools.v1.ToolsService/GetResources',
+                request_serializer=treadle_dot_tools_dot_v1_dot_tools__pb2.GetResourcesRequest.SerializeToString,
+                response_deserializer=treadle_dot_tools_dot_v1_dot_tools__pb2.GetResourcesResponse.FromString,
+                _registered_method=True)
 
 
 class ToolsServiceServicer(object):
@@ -98,6 +103,13 @@ class ToolsServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetResources(self, request, context):
+        """How full the node and the providers' quotas are, and how many actions wait for what.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ToolsServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -125,6 +137,11 @@ def add_ToolsServiceServicer_to_server(servicer, server):
                     servicer.GetSession,
                     request_deserializer=treadle_dot_tools_dot_v1_dot_tools__pb2.GetSessionRequest.FromString,
                     response_serializer=treadle_dot_tools_dot_v1_dot_tools__pb2.GetSessionResponse.SerializeToString,
+            ),
+            'GetResources': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetResources,
+                    request_deserializer=treadle_dot_tools_dot_v1_dot_tools__pb2.GetResourcesRequest.FromString,
+                    response_serializer=treadle_dot_tools_dot_v1_dot_tools__pb2.GetResourcesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -262,6 +279,33 @@ class ToolsService(object):
             '/treadle.tools.v1.ToolsService/GetSession',
             treadle_dot_tools_dot_v1_dot_tools__pb2.GetSessionRequest.SerializeToString,
             treadle_dot_tools_dot_v1_dot_tools__pb2.GetSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetResources(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.tools.v1.ToolsService/GetResources',
+            treadle_dot_tools_dot_v1_dot_tools__pb2.GetResourcesRequest.SerializeToString,
+            treadle_dot_tools_dot_v1_dot_tools__pb2.GetResourcesResponse.FromString,
             options,
             channel_credentials,
             insecure,

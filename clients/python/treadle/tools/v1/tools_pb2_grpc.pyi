@@ -105,7 +105,23 @@ _ToolsServiceGetSessionType = typing_extensions.TypeVar(
     ],
 )
 
-class ToolsServiceStub(typing.Generic[_ToolsServiceListToolsType, _ToolsServiceInvokeType, _ToolsServiceOpenSessionType, _ToolsServiceCloseSessionType, _ToolsServiceGetSessionType]):
+_ToolsServiceGetResourcesType = typing_extensions.TypeVar(
+    '_ToolsServiceGetResourcesType',
+    grpc.UnaryUnaryMultiCallable[
+        treadle.tools.v1.tools_pb2.GetResourcesRequest,
+        treadle.tools.v1.tools_pb2.GetResourcesResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.tools.v1.tools_pb2.GetResourcesRequest,
+        treadle.tools.v1.tools_pb2.GetResourcesResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        treadle.tools.v1.tools_pb2.GetResourcesRequest,
+        treadle.tools.v1.tools_pb2.GetResourcesResponse,
+    ],
+)
+
+class ToolsServiceStub(typing.Generic[_ToolsServiceListToolsType, _ToolsServiceInvokeType, _ToolsServiceOpenSessionType, _ToolsServiceCloseSessionType, _ToolsServiceGetSessionType, _ToolsServiceGetResourcesType]):
     @typing.overload
     def __init__(self: ToolsServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -127,6 +143,10 @@ class ToolsServiceStub(typing.Generic[_ToolsServiceListToolsType, _ToolsServiceI
         grpc.UnaryUnaryMultiCallable[
             treadle.tools.v1.tools_pb2.GetSessionRequest,
             treadle.tools.v1.tools_pb2.GetSessionResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            treadle.tools.v1.tools_pb2.GetResourcesRequest,
+            treadle.tools.v1.tools_pb2.GetResourcesResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -152,6 +172,10 @@ class ToolsServiceStub(typing.Generic[_ToolsServiceListToolsType, _ToolsServiceI
             treadle.tools.v1.tools_pb2.GetSessionRequest,
             treadle.tools.v1.tools_pb2.GetSessionResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            treadle.tools.v1.tools_pb2.GetResourcesRequest,
+            treadle.tools.v1.tools_pb2.GetResourcesResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     ListTools: _ToolsServiceListToolsType
@@ -168,6 +192,9 @@ class ToolsServiceStub(typing.Generic[_ToolsServiceListToolsType, _ToolsServiceI
     CloseSession: _ToolsServiceCloseSessionType
 
     GetSession: _ToolsServiceGetSessionType
+
+    GetResources: _ToolsServiceGetResourcesType
+    """How full the node and the providers' quotas are, and how many actions wait for what."""
 
 ToolsServiceAsyncStub: typing_extensions.TypeAlias = ToolsServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -189,6 +216,10 @@ ToolsServiceAsyncStub: typing_extensions.TypeAlias = ToolsServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         treadle.tools.v1.tools_pb2.GetSessionRequest,
         treadle.tools.v1.tools_pb2.GetSessionResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.tools.v1.tools_pb2.GetResourcesRequest,
+        treadle.tools.v1.tools_pb2.GetResourcesResponse,
     ],
 ]
 
@@ -232,5 +263,13 @@ class ToolsServiceServicer(metaclass=abc.ABCMeta):
         request: treadle.tools.v1.tools_pb2.GetSessionRequest,
         context: _ServicerContext,
     ) -> typing.Union[treadle.tools.v1.tools_pb2.GetSessionResponse, collections.abc.Awaitable[treadle.tools.v1.tools_pb2.GetSessionResponse]]: ...
+
+    @abc.abstractmethod
+    def GetResources(
+        self,
+        request: treadle.tools.v1.tools_pb2.GetResourcesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[treadle.tools.v1.tools_pb2.GetResourcesResponse, collections.abc.Awaitable[treadle.tools.v1.tools_pb2.GetResourcesResponse]]:
+        """How full the node and the providers' quotas are, and how many actions wait for what."""
 
 def add_ToolsServiceServicer_to_server(servicer: ToolsServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
