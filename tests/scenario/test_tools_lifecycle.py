@@ -1,4 +1,4 @@
-"""The service's own life: it leaves no process behind, recovers from a lost worker, and takes tools from a module."""
+"""The service's own life: it leaves no process behind, recovers from what it loses, and takes tools from a module."""
 
 import asyncio
 import time
@@ -8,12 +8,10 @@ import grpc
 import grpc.aio
 import psutil
 import pytest
-from support.processes import SUPPORT, StartService
+from support.processes import StartService, import_path
 from support.rpc import error_of
-from support.tools import CALL_S, ToolsCalls, tools
+from support.tools import CALL_S, GONE_WITHIN_S, ToolsCalls, gone, groups_of, keeper_of, tools
 from treadle.tools.v1 import tools_pb2 as pb
-
-GONE_WITHIN_S = 20.0
 
 
 async def sandboxed(calls: ToolsCalls) -> list[psutil.Process]:
@@ -26,25 +24,15 @@ async def sandboxed(calls: ToolsCalls) -> list[psutil.Process]:
     return running
 
 
-async def gone(processes: list[psutil.Process]) -> None:
-    """Returns once none of them runs."""
-    ends_at = time.monotonic() + GONE_WITHIN_S
-    while left := [process for process in processes if process.is_running()]:
-        assert time.monotonic() < ends_at, left
-        await asyncio.sleep(0.02)
-
-
-def groups_of(pid: int) -> list[Path]:
-    return list(Path("/sys/fs/cgroup").glob(f"**/treadle-tools-{pid}"))
-
-
-async def test_sigterm_leaves_no_process_behind(start_service: StartService) -> None:
-    async with tools(start_service, "python", "frozen_lake") as calls:
+async def test_sigterm_leaves_nothing_behind(start_service: StartService, tmp_path: Path) -> None:
+    async with tools(start_service, "python", "frozen_lake", STATE_DIR=str(tmp_path / "state")) as calls:
         running = await sandboxed(calls)
+        keeper = keeper_of(calls)
         calls.process.terminate()
         assert await calls.process.wait() == 0
         await gone(running)
-        assert groups_of(calls.process.pid) == []
+        assert groups_of(keeper) == []
+        assert not (tmp_path / "state").exists()
 
 
 async def test_sigterm_lets_the_call_in_flight_finish(start_service: StartService) -> None:
@@ -57,23 +45,26 @@ async def test_sigterm_lets_the_call_in_flight_finish(start_service: StartServic
         assert await calls.process.wait() == 0
 
 
-async def test_sigkill_leaves_no_process_behind(start_service: StartService) -> None:
+async def test_sigkill_leaves_nothing_behind_once_nobody_has_come(start_service: StartService, tmp_path: Path) -> None:
     """
-    WHEN    the service is killed with a snippet running and a session open
-    Result: the sandbox dies with it, and the next service removes the control groups that are left
+    GIVEN   a service whose sessions wait half a second for it to come back
+    WHEN    it is killed with a snippet running and a session open, and does not come back
+    Result: no process, no control group and no folder is left
     """
-    async with tools(start_service, "python", "frozen_lake") as calls:
+    state = tmp_path / "state"
+    async with tools(start_service, "python", "frozen_lake", STATE_DIR=str(state), KEEP_S="0.5") as calls:
         running = await sandboxed(calls)
+        keeper = keeper_of(calls)
         busy = asyncio.create_task(calls.python("while True: pass"))
         await asyncio.sleep(0.3)
         running += psutil.Process(calls.process.pid).children(recursive=True)
+        assert state.exists()
         calls.process.kill()
         await gone(running)
         with pytest.raises(grpc.aio.AioRpcError):
             await busy
-    async with tools(start_service, "python") as next_calls:
-        assert (await next_calls.python("1 + 1")).output == "2\n"
-        assert groups_of(calls.process.pid) == []
+        assert groups_of(keeper) == []
+        assert not state.exists()
 
 
 async def test_a_lost_worker_is_replaced(start_service: StartService) -> None:
@@ -83,30 +74,52 @@ async def test_a_lost_worker_is_replaced(start_service: StartService) -> None:
     """
     async with tools(start_service, "python") as calls:
         await calls.python("1")
-        for process in psutil.Process(calls.process.pid).children():
+        for process in keeper_of(calls).children():
             process.kill()
-        ends_at = time.monotonic() + GONE_WITHIN_S
-        while True:
-            try:
-                if (await calls.python("1 + 1")).output == "2\n":
-                    return
-            except grpc.aio.AioRpcError as error:
-                assert error_of(error)[:2] == (grpc.StatusCode.UNAVAILABLE, "TOOL_NOT_READY")
-            assert time.monotonic() < ends_at
-            await asyncio.sleep(0.05)
+        await runs_again(calls)
 
 
 async def test_a_session_of_a_lost_worker_has_crashed(start_service: StartService) -> None:
     async with tools(start_service, "frozen_lake") as calls:
         session_id = (await calls.open("frozen_lake")).session.session_id
-        service = psutil.Process(calls.process.pid)
-        running = service.children(recursive=True)
-        for process in service.children():
+        keeper = keeper_of(calls)
+        running = keeper.children(recursive=True)
+        for process in keeper.children():
             process.kill()
         await gone(running)
         result = await calls.step(session_id, {"action": "left"})
         assert result.status == pb.RESULT_STATUS_CRASHED
         assert (await calls.session(session_id)).done
+
+
+async def test_a_lost_keeper_takes_its_sandboxes_with_it_and_is_replaced(start_service: StartService) -> None:
+    """
+    WHEN    the keeper is killed
+    Result: everything in its sandboxes dies at once; its session has crashed; a new keeper serves
+    """
+    async with tools(start_service, "python", "frozen_lake") as calls:
+        session_id = (await calls.open("frozen_lake")).session.session_id
+        keeper = keeper_of(calls)
+        running = keeper.children(recursive=True)
+        keeper.kill()
+        await gone(running)
+        result = await calls.step(session_id, {"action": "left"})
+        assert result.status == pb.RESULT_STATUS_CRASHED
+        await runs_again(calls)
+        assert keeper_of(calls) != keeper
+
+
+async def runs_again(calls: ToolsCalls) -> None:
+    """Returns once a snippet has run; until then the service says to try later."""
+    ends_at = time.monotonic() + GONE_WITHIN_S
+    while True:
+        try:
+            if (await calls.python("1 + 1")).output == "2\n":
+                return
+        except grpc.aio.AioRpcError as error:
+            assert error_of(error)[:2] == (grpc.StatusCode.UNAVAILABLE, "TOOL_NOT_READY")
+        assert time.monotonic() < ends_at
+        await asyncio.sleep(0.05)
 
 
 OWN_TOOLS = """
@@ -154,9 +167,8 @@ async def test_own_tools_come_from_a_module(start_service: StartService, tmp_pat
     """
     (tmp_path / "own_tools.py").write_text(OWN_TOOLS)
     (tmp_path / "own_code.py").write_text(OWN_CODE)
-    path = f"{SUPPORT.parent}:{tmp_path}"
     process = await start_service("treadle_tools", {
-        "TREADLE_TOOLS_MODULES": "own_tools", "TREADLE_TOOLS_BUILTIN": "", "PYTHONPATH": path,
+        "TREADLE_TOOLS_MODULES": "own_tools", "TREADLE_TOOLS_BUILTIN": "", "PYTHONPATH": import_path(tmp_path),
     })  # fmt: skip
     async with grpc.aio.insecure_channel(process.address) as channel:
         calls = ToolsCalls(channel, process)
@@ -188,6 +200,8 @@ async def test_own_tools_come_from_a_module(start_service: StartService, tmp_pat
         ("CORES", "-1", "greater than or equal to 0"),
         ("BUILTIN", "python,oracle", "python,frozen_lake,reasoning_gym"),
         ("CGROUPS", "maybe", "'auto' or 'off'"),
+        ("KEEP_S", "-1", "greater than or equal to 0"),
+        ("STATE_DIR", "/proc/nowhere", "cannot be used"),
         ("BWARP", "x", "TREADLE_TOOLS_BWRAP"),
     ],
 )

@@ -98,6 +98,11 @@ def clean_environment(extra: Mapping[str, str]) -> dict[str, str]:
     return {**kept, **extra, "PYTHONPATH": os.pathsep.join(paths)}
 
 
+def import_path(*more: Path) -> str:
+    """PYTHONPATH of a service that tests start: this folder, `more`, and the tests' own."""
+    return os.pathsep.join(map(str, (SUPPORT.parent, *more, *filter(None, [os.environ.get("PYTHONPATH")]))))
+
+
 def start_process(module: str, service: str, env: Mapping[str, str], folder: Path) -> ServiceProcess:
     """Start `python -m module` (or a script path) on a free port; its ready file and stderr go to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +110,7 @@ def start_process(module: str, service: str, env: Mapping[str, str], folder: Pat
     own = {
         f"{prefix}LISTEN": "127.0.0.1:0",
         f"{prefix}READY_FILE": str(folder / "ready.json"),
-        "PYTHONPATH": str(SUPPORT.parent),
+        "PYTHONPATH": import_path(),
     }
     program = [module] if module.endswith(".py") else ["-m", module]
     with (folder / "stderr").open("ab") as stderr:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import psutil
 from google.protobuf.duration_pb2 import Duration
 from support.nats_server import NatsServer
 from support.processes import ServiceProcess, StartService, start_process
@@ -16,6 +18,7 @@ from treadle.tools.v1 import tools_pb2 as pb
 from treadle.tools.v1 import tools_pb2_grpc
 
 CALL_S = 60.0
+GONE_WITHIN_S = 20.0
 
 
 def limits(wall_s: float = 0.0, **fields: int) -> pb.Limits:
@@ -92,6 +95,25 @@ def shared_tools(folder: Path, *builtin: str, **settings: str) -> Iterator[Servi
     finally:
         asyncio.run(process.end())
         nats.kill()
+
+
+def keeper_of(calls: ToolsCalls) -> psutil.Process:
+    """The keeper that this life of the service has started."""
+    started = psutil.Process(calls.process.pid).children()
+    return next(process for process in started if "treadle_tools.keeper" in process.cmdline())
+
+
+def groups_of(keeper: psutil.Process) -> list[Path]:
+    """Its control groups."""
+    return list(Path("/sys/fs/cgroup").glob(f"**/treadle-tools-{keeper.pid}"))
+
+
+async def gone(processes: list[psutil.Process]) -> None:
+    """Returns once none of them runs."""
+    ends_at = time.monotonic() + GONE_WITHIN_S
+    while left := [process for process in processes if process.is_running()]:
+        assert time.monotonic() < ends_at, left
+        await asyncio.sleep(0.02)
 
 
 @asynccontextmanager

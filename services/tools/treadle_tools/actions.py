@@ -19,8 +19,7 @@ from treadle_runtime.errors import Unavailable
 from treadle_tools.demand import Demands
 from treadle_tools.durations import Durations
 from treadle_tools.meters import NO_METERS, Meters
-from treadle_tools.sandbox.cell import CellLost
-from treadle_tools.sandbox.zygote import WorkerFailed
+from treadle_tools.sandbox.cell import CellLost, WorkerFailed
 from treadle_tools.tool import Granted, Kind, Limits, Result, Status, Tool
 from treadle_tools.turns import Turn, Turns
 

@@ -1,5 +1,8 @@
 """Settings of the tools service: TREADLE_TOOLS_*."""
 
+import os
+import tempfile
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -26,6 +29,9 @@ class ToolsSettings(Settings):
     max_sessions: int = Field(default=256, ge=1)  # open at a time
     session_idle_s: float = Field(default=1800.0, gt=0)  # until an unused session is closed
     warm_cells: int = Field(default=2, ge=1)  # that stand ready per tool
+    state_dir: str = ""  # where the keeper of the sandboxes is found again; empty: a folder named after `listen`
+    keep_s: float = Field(default=60.0, ge=0)  # that sessions wait for the service to come back
+    keep_on_exit: bool = False  # also after an orderly end
     cgroups: Literal["auto", "off"] = "auto"  # off: memory is watched from outside
 
     @field_validator("bwrap")
@@ -60,6 +66,18 @@ class ToolsSettings(Settings):
     def module_names(self) -> tuple[str, ...]:
         """`modules`, one by one."""
         return _names(self.modules)
+
+    @property
+    def state_folder(self) -> Path:
+        """`state_dir`, or a folder of the user's for this address; of this process, where the port is not fixed."""
+        if self.state_dir:
+            return Path(self.state_dir)
+        address = self.listen.replace(":", "-").replace("/", "-")
+        owner = f"pid-{os.getpid()}" if self.listen.endswith(":0") else address
+        runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+        if runtime:
+            return Path(runtime) / f"treadle-tools-{owner}"
+        return Path(tempfile.gettempdir()) / f"treadle-tools-{os.geteuid()}-{owner}"
 
 
 def _names(text: str) -> tuple[str, ...]:

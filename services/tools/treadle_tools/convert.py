@@ -11,7 +11,7 @@ from treadle_core.managers.breaker import State
 from treadle_runtime.bus import Bus, make_fact
 from treadle_runtime.fields import require
 
-from treadle_tools.sessions import Session
+from treadle_tools.session import Session
 from treadle_tools.standing import Standing
 from treadle_tools.tool import Kind, Limits, Result, Status, Tool
 

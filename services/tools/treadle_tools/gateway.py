@@ -13,19 +13,23 @@ from treadle_runtime.errors import FailedPrecondition, InvalidArgument
 from treadle_tools.actions import Actions
 from treadle_tools.arguments import FIELD
 from treadle_tools.background import Background
+from treadle_tools.keeper.client import KeeperClient
 from treadle_tools.registry import Registry
 from treadle_tools.sandbox.cell import Cell
-from treadle_tools.sandbox.pool import Pool
-from treadle_tools.sessions import Session, Sessions
+from treadle_tools.session import Opening, Session
+from treadle_tools.sessions import Sessions
 from treadle_tools.standing import Standing
 from treadle_tools.tool import Granted, Limits, Result, Tool
 
 
 @dataclass(frozen=True)
 class Pools:
-    """Warm cells by tool. version: of the sandbox; empty where there is none, and `missing` says why."""
+    """Where cells come from: the seam behind which a sandbox of another kind would stand. All that is asked of it is
+    `take`, the cell's own `ask`, `put_away`. version: of the sandbox; empty where there is none, and `missing` says
+    why.
+    """
 
-    pools: Mapping[str, Pool]
+    keeper: KeeperClient | None
     version: str
     missing: str
 
@@ -33,19 +37,19 @@ class Pools:
         """A fresh cell of `tool`. Raises FailedPrecondition without a sandbox, WorkerFailed where the tool does not
         start.
         """
-        self.require()
-        return await self.pools[tool.name].take()
+        return await self.require().take(tool.name)
 
-    async def put_away(self, tool: Tool, cell: Cell) -> None:
+    async def put_away(self, cell: Cell) -> None:
         """Kill a cell that was taken."""
-        await self.pools[tool.name].put_away(cell)
+        cell.close()
 
-    def require(self) -> None:
-        """Raises FailedPrecondition SANDBOX_UNAVAILABLE without a sandbox: nothing runs unsandboxed."""
-        if self.missing:
+    def require(self) -> KeeperClient:
+        """The keeper. Raises FailedPrecondition SANDBOX_UNAVAILABLE without a sandbox: nothing runs unsandboxed."""
+        if self.keeper is None:
             raise FailedPrecondition(
                 "SANDBOX_UNAVAILABLE", f"tools run in a sandbox only: {self.missing}; then start the service again"
             )
+        return self.keeper
 
 
 class Gateway:
@@ -76,16 +80,14 @@ class Gateway:
             try:
                 return await cell.ask("call", arguments, granted, tool.processes)
             finally:
-                self._background.spawn(self.pools.put_away(tool, cell))
+                self._background.spawn(self.pools.put_away(cell))
 
         result = await self._actions.run(tool, trajectory_id, limits, work)
         if result.invalid is not None:
             raise InvalidArgument(f"{FIELD}.{result.invalid[0]}", result.invalid[1])
         return result
 
-    async def open(
-        self, tool: Tool, arguments: Mapping[str, Any], limits: Limits, trajectory_id: str
-    ) -> tuple[Session, Result]:
+    async def open(self, opening: Opening) -> tuple[Session, Result]:
         """Start a session of an environment."""
         self.pools.require()
-        return await self.sessions.open(tool, arguments, limits, trajectory_id)
+        return await self.sessions.open(opening)

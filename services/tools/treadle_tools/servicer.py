@@ -1,10 +1,12 @@
 """ToolsService: validate, convert, ask the gateway, convert back."""
 
+import time
 from typing import Any
 
 import grpc.aio
 from treadle.tools.v1 import tools_pb2 as pb
 from treadle.tools.v1 import tools_pb2_grpc
+from treadle_runtime.deadlines import remaining_s
 from treadle_runtime.errors import InvalidArgument
 from treadle_runtime.fields import identifier
 from treadle_runtime.idempotency import RequestRecords
@@ -12,6 +14,7 @@ from treadle_runtime.idempotency import RequestRecords
 from treadle_tools import convert
 from treadle_tools.background import Background
 from treadle_tools.gateway import Gateway
+from treadle_tools.session import Opening
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -60,16 +63,20 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
             raise InvalidArgument("trajectory_id", f"session {session.session_id!r} belongs to another trajectory")
         arguments = self._gateway.registry.step_arguments(session.tool, request.arguments_json)
         limits = convert.limits_of(request.limits, session.limits)
-        result = await self._gateway.sessions.step(session, arguments, limits)
+        result = await self._gateway.sessions.step(session, arguments, limits, request.request_id)
         return pb.InvokeResponse(result=convert.result_message(result))
 
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> pb.OpenSessionResponse:
+        left_s = remaining_s()
+        ends_at = None if left_s is None else time.monotonic() + left_s
+
         async def call() -> pb.OpenSessionResponse:
             _trajectory(request.trajectory_id)
             tool = self._gateway.registry.environment(request.tool)
             arguments = self._gateway.registry.open_arguments(tool, request.arguments_json)
             limits = convert.limits_of(request.limits, tool.limits)
-            session, first = await self._gateway.open(tool, arguments, limits, request.trajectory_id)
+            opening = Opening(tool, arguments, limits, request.trajectory_id, request.request_id, ends_at)
+            session, first = await self._gateway.open(opening)
             return pb.OpenSessionResponse(session=convert.session_message(session), first=convert.result_message(first))
 
         return await self._background.finish(
@@ -78,7 +85,7 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
 
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
         async def call() -> pb.CloseSessionResponse:
-            await self._gateway.sessions.close(identifier("session_id", request.session_id))
+            await self._gateway.sessions.close(identifier("session_id", request.session_id), request.request_id)
             return pb.CloseSessionResponse()
 
         return await self._background.finish(

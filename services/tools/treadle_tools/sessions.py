@@ -2,104 +2,173 @@
 
 Owns: the table of sessions and each session's cell. Invariants: no two steps of a session overlap; a step that began is
 finished although its caller has gone; a session whose environment has ended stays to say so until it is closed or
-reaped.
+reaped; what a caller has been told is in the keeper's memory before, so that the service's next life knows it.
 """
 
 import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 import structlog
-from treadle_runtime.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from treadle_runtime.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 
-from treadle_tools.actions import Actions
+from treadle_tools.actions import Actions, result_of
 from treadle_tools.arguments import FIELD
-from treadle_tools.sandbox.cell import Cell
-from treadle_tools.tool import Granted, Limits, Result, Tool
+from treadle_tools.keeper.client import Found
+from treadle_tools.registry import Registry
+from treadle_tools.sandbox.cell import Cell, CellLost
+from treadle_tools.session import Opening, Session, step_key
+from treadle_tools.tool import Granted, Limits, Result, Status, Tool
 
 log = structlog.get_logger()
 
 FULL_RETRY_S = 1.0  # sessions are closed when their trajectory ends; one in many does within seconds
 REAP_INTERVAL_S = 30.0  # an idle session holds memory, not cores: nothing is lost by half a minute
+OPEN_PAUSES_S = (0.2, 1.0)  # before each further try: a worker that died is back within a second or two
 DONE = "done"
+LOST = "its sandbox was lost while the service was down"
 
 
-@dataclass
-class Session:
-    """One environment. opened_at, last_used_at: seconds since the epoch. ended: why it takes no more steps, if so."""
+class Memory(Protocol):
+    """Where sessions are remembered for the service's next life; see keeper/client.py."""
 
-    session_id: str
-    tool: Tool
-    trajectory_id: str
-    limits: Limits
-    cell: Cell | None = None
-    steps: int = 0
-    ended: str = ""
-    opened_at: float = field(default_factory=time.time)
-    last_used_at: float = field(default_factory=time.time)
-    idle_since: float = field(default_factory=time.monotonic)
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    def bind(self, record: Mapping[str, Any], cell: Cell) -> None:
+        """A session lives in a cell."""
+        ...
 
-    def used(self) -> None:
-        """It has just been used."""
-        self.last_used_at = time.time()
-        self.idle_since = time.monotonic()
+    def note(self, session_id: str, facts: Mapping[str, Any]) -> None:
+        """What has changed of it."""
+        ...
+
+    def forget(self, session_id: str, closed_by: str = "") -> None:
+        """It is closed."""
+        ...
+
+    async def told(self) -> None:
+        """Returns once all of that will be remembered, come what may."""
+        ...
 
 
 class Sessions:
-    """See the module. take_cell: a fresh cell of a tool. most: sessions at a time. idle_s: until one is reaped."""
+    """See the module. take_cell: a fresh cell of a tool. most: sessions at a time. idle_s: until one is reaped. memory:
+    None only where there is no sandbox, and so no session.
+    """
 
     def __init__(
         self,
         actions: Actions,
-        take_cell: Callable[[Tool], Any],
+        take_cell: Callable[[Tool], Awaitable[Cell]],
         *,
         most: int,
         idle_s: float,
-        release: Callable[[Tool, Cell], None],
+        release: Callable[[Cell], None],
+        memory: Memory | None,
     ) -> None:
         self._actions = actions
         self._take_cell = take_cell
         self._most = most
         self._idle_s = idle_s
         self._release = release
+        self._memory = memory
         self._sessions: dict[str, Session] = {}
         self._opening = 0
+        self._opened_before: dict[str, Session] = {}
+        self._closed_before: dict[str, str] = {}
 
-    async def open(
-        self, tool: Tool, arguments: Mapping[str, Any], limits: Limits, trajectory_id: str
-    ) -> tuple[Session, Result]:
+    def restore(self, found: Iterable[Found], registry: Registry, closed: Mapping[str, str]) -> None:
+        """Take over from an earlier life of the service. closed: session id → the request that closed it."""
+        tools = {tool.name: tool for tool in registry}
+        self._closed_before = dict(closed)
+        for one in found:
+            tool = tools.get(str(one.record["tool"]))
+            if tool is None:
+                log.warning(
+                    "a session of a tool that is gone", **{key: one.record[key] for key in ("session_id", "tool")}
+                )
+                self._remembering().forget(str(one.record["session_id"]))
+                if one.cell is not None:
+                    one.cell.close()
+                continue
+            session = Session.of(one.record, tool, one.cell)
+            self._sessions[session.session_id] = session
+            self._opened_before[session.opened_by] = session
+
+    async def recall(self) -> None:
+        """Hear from every cell that was taken over what it answered last; steps in flight are waited for."""
+        async with asyncio.TaskGroup() as group:
+            for session in list(self._sessions.values()):
+                group.create_task(self._recalled(session))
+
+    async def open(self, opening: Opening) -> tuple[Session, Result]:
         """A new session and its first observation.
 
         Raises ResourceExhausted when there are too many, InvalidArgument where the environment refuses an argument. An
         environment that fails to start gives a session that has ended already.
         """
+        before = self._opened_before.get(opening.key)
+        if before is not None:
+            await self._recalled(before)
+            if before.session_id in self._sessions and before.last_key == opening.key and before.last is not None:
+                return before, before.last
         if len(self._sessions) + self._opening >= self._most:
             raise ResourceExhausted(
                 "SESSIONS_FULL", f"{self._most} sessions are open already: close some", retry_after_s=FULL_RETRY_S
             )
-        session = Session(f"s-{uuid.uuid4().hex}", tool, trajectory_id, limits)
+        session = Session(
+            f"s-{uuid.uuid4().hex}", opening.tool, opening.trajectory_id, opening.limits, opened_by=opening.key
+        )
         self._opening += 1
         try:
-
-            async def begin(granted: Granted) -> Mapping[str, Any]:
-                session.cell = await self._take_cell(tool)
-                return await session.cell.ask("open", arguments, granted, tool.processes)
-
-            result = await self._actions.run(tool, trajectory_id, limits, begin, session.session_id)
+            result = await self._opened(session, opening)
             self._refuse_invalid(result)
-            self._note(session, result)
+            self._note(session, opening.key, result)
         except BaseException:
             self._end(session, "failed")
+            self._remembering().forget(session.session_id)
             raise
         finally:
             self._opening -= 1
         self._sessions[session.session_id] = session
+        await self._remembering().told()
         return session, result
+
+    async def _opened(self, session: Session, opening: Opening) -> Result:
+        """What the environment says first. One that is lost on the way is tried again in a fresh cell, as long as the
+        caller's time allows; one that refuses, or needs too much memory, is not.
+        """
+
+        async def begin(granted: Granted) -> Mapping[str, Any]:
+            session.cell = await self._take_cell(opening.tool)
+            self._remembering().bind(session.record(), session.cell)
+            return await session.cell.ask(
+                "open", opening.arguments, granted, opening.tool.processes, request_id=opening.key
+            )
+
+        async def run() -> Result:
+            return await self._actions.run(
+                opening.tool, opening.trajectory_id, opening.limits, begin, session.session_id
+            )
+
+        for pause_s in OPEN_PAUSES_S:
+            try:
+                result = await run()
+                if result.alive or result.status not in (Status.CRASHED, Status.TIMED_OUT):
+                    return result
+                why = result.error
+            except Unavailable as failure:
+                if _too_late(opening, pause_s):
+                    raise
+                why = failure.message
+            else:
+                if _too_late(opening, pause_s):
+                    return result
+            log.warning("an environment is opened again", tool=opening.tool.name, why=why, pause_s=pause_s)
+            self._let_go(session)
+            await asyncio.sleep(pause_s)
+        return await run()
 
     def get(self, session_id: str) -> Session:
         """Raises NotFound."""
@@ -108,14 +177,21 @@ class Sessions:
             raise NotFound(
                 "SESSION_NOT_FOUND",
                 f"session_id: there is no session {session_id[:64]!r}: closed, idle for over {self._idle_s:g} s, or "
-                "lost with an earlier life of the service",
+                "lost with the machine or the keeper that held it",
                 session_id=session_id,
             )
         return session
 
-    async def step(self, session: Session, arguments: Mapping[str, Any], limits: Limits) -> Result:
-        """One action. Raises FailedPrecondition where the session has ended, InvalidArgument where the tool refuses."""
+    async def step(self, session: Session, arguments: Mapping[str, Any], limits: Limits, request_id: str) -> Result:
+        """One action. Raises FailedPrecondition where the session has ended, InvalidArgument where the tool refuses.
+
+        The last step may be asked for again with the same request_id: it is answered, and not taken twice.
+        """
+        await self._recalled(session)
         async with session.turn:
+            key = step_key(request_id)
+            if session.last_key == key and session.last is not None:
+                return session.last
             cell = session.cell
             if session.ended or cell is None:
                 raise FailedPrecondition(
@@ -126,21 +202,26 @@ class Sessions:
             session.used()
 
             async def step(granted: Granted) -> Mapping[str, Any]:
-                return await cell.ask("step", arguments, granted, session.tool.processes)
+                return await cell.ask("step", arguments, granted, session.tool.processes, request_id=key)
 
             result = await self._actions.run(session.tool, session.trajectory_id, limits, step, session.session_id)
             session.used()
             self._refuse_invalid(result)
             session.steps += 1
-            self._note(session, result)
+            self._note(session, key, result)
+            await self._remembering().told()
             return result
 
-    async def close(self, session_id: str) -> None:
+    async def close(self, session_id: str, request_id: str = "") -> None:
         """End a session, after the step that runs. Raises NotFound."""
+        if request_id and self._closed_before.get(session_id) == request_id:
+            return
         session = self.get(session_id)
         async with session.turn:
             self._sessions.pop(session_id, None)
             self._end(session, "closed")
+            self._remembering().forget(session_id, request_id)
+            await self._remembering().told()
 
     async def reap(self) -> None:
         """Close idle sessions, for ever."""
@@ -153,21 +234,80 @@ class Sessions:
                     with contextlib.suppress(NotFound):
                         await self.close(session.session_id)
 
-    def _note(self, session: Session, result: Result) -> None:
+    async def _recalled(self, session: Session) -> None:
+        """Hear what the cell has answered to an earlier life of the service that did not live to hear it."""
+        if session.heard:
+            return
+        async with session.turn:
+            if session.heard is False:
+                await self._hear(session)
+                session.heard = True
+
+    async def _hear(self, session: Session) -> None:
+        if session.ended:
+            self._let_go(session)
+            return
+        if session.cell is None:
+            self._lost(session, LOST)
+            return
+        try:
+            reply = await session.cell.ask("recall", None, session.limits, session.tool.processes)
+        except CellLost as lost:
+            self._lost(session, str(lost))
+            return
+        result = result_of(reply) if reply["id"] else None
+        if not session.last_key and (result is None or result.invalid is not None):
+            self._drop(session)  # it never opened, or refused to, and nobody has been told its id
+        elif result is not None and result.invalid is None:
+            result = result.timed(queue_s=0.0, total_s=result.execution_s)
+            if reply["id"] == session.last_key:
+                session.last = result
+            else:
+                session.steps += bool(session.last_key)  # its opening is no step
+                self._note(session, str(reply["id"]), result)
+
+    def _lost(self, session: Session, why: str) -> None:
+        if not session.last_key:
+            self._drop(session)
+            return
+        self._end(session, why)
+        self._remembering().note(session.session_id, session.facts())
+
+    def _drop(self, session: Session) -> None:
+        self._sessions.pop(session.session_id, None)
+        self._end(session, "never opened")
+        self._remembering().forget(session.session_id)
+
+    def _note(self, session: Session, key: str, result: Result) -> None:
+        session.last_key, session.last = key, result
         if result.done:
-            self._end(session, DONE)
+            session.ended = session.ended or DONE
         elif not result.alive:
-            self._end(session, result.error or result.status)
+            session.ended = session.ended or result.error or result.status
+        self._remembering().note(session.session_id, session.facts())
+        if session.ended:
+            self._let_go(session)
 
     def _end(self, session: Session, why: str) -> None:
         session.ended = session.ended or why
         self._actions.forget(session.session_id)
+        self._let_go(session)
+
+    def _let_go(self, session: Session) -> None:
         cell, session.cell = session.cell, None
         if cell is not None:
-            self._release(session.tool, cell)
+            self._release(cell)
+
+    def _remembering(self) -> Memory:
+        assert self._memory is not None  # a session has a cell, and cells come from there
+        return self._memory
 
     @staticmethod
     def _refuse_invalid(result: Result) -> None:
         if result.invalid is not None:
             name, description = result.invalid
             raise InvalidArgument(f"{FIELD}.{name}", description)
+
+
+def _too_late(opening: Opening, pause_s: float) -> bool:
+    return opening.ends_at is not None and time.monotonic() + pause_s >= opening.ends_at

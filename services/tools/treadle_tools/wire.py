@@ -19,13 +19,13 @@ from treadle_tools.convert import BusFacts
 from treadle_tools.demand import Demands
 from treadle_tools.durations import Durations
 from treadle_tools.gateway import Gateway, Pools
+from treadle_tools.keeper.client import KeeperClient, KeeperFailed, Terms
+from treadle_tools.keeper.folder import FolderRefused, StateFolder
 from treadle_tools.meters import Meters
 from treadle_tools.node import node_of
 from treadle_tools.providers import ProvidersError, read_providers
 from treadle_tools.registry import RegistrationError, Registry, load
-from treadle_tools.sandbox.bubblewrap import SandboxMissing, find_sandbox
-from treadle_tools.sandbox.cgroups import Cgroups, find_cgroups
-from treadle_tools.sandbox.pool import Pool
+from treadle_tools.sandbox.bubblewrap import Bubblewrap, SandboxMissing, find_sandbox
 from treadle_tools.servicer import ToolsServicer
 from treadle_tools.sessions import Sessions
 from treadle_tools.standing import Standing
@@ -51,8 +51,7 @@ async def wire(runtime: Runtime) -> Wiring:
         registry = load(settings.builtin_tools, settings.module_names, providers)
     except RegistrationError as error:
         raise ServerStartError(f"TREADLE_TOOLS_MODULES={settings.modules!r} is refused: {error}") from error
-    cgroups = find_cgroups() if settings.cgroups == "auto" else None
-    pools = await _pools(settings, registry, cgroups)
+    pools = await _pools(settings, registry)
     background = Background()
     node = node_of(settings.cores, settings.memory_bytes)
     await asyncio.to_thread(warm_up)
@@ -75,35 +74,61 @@ async def wire(runtime: Runtime) -> Wiring:
         pools.take,
         most=settings.max_sessions,
         idle_s=settings.session_idle_s,
-        release=lambda tool, cell: background.spawn(pools.put_away(tool, cell)),
+        release=lambda cell: background.spawn(pools.put_away(cell)),
+        memory=pools.keeper,
     )
-    gateway = Gateway(registry, pools, actions, sessions, background, standing)
-    servicer = ToolsServicer(gateway, runtime.records, background)
-
-    async def close() -> None:
-        if cgroups is not None:
-            await asyncio.to_thread(cgroups.close)
 
     async def watch() -> None:
         await meters.watch(standing)
 
+    tasks = [background.run, turns.run, watch, sessions.reap]
+    if pools.keeper is not None:
+        sessions.restore(pools.keeper.found, registry, pools.keeper.closed)
+        tasks += [pools.keeper.run, sessions.recall]
+    gateway = Gateway(registry, pools, actions, sessions, background, standing)
+    servicer = ToolsServicer(gateway, runtime.records, background)
+
+    async def close() -> None:
+        if pools.keeper is not None:
+            await pools.keeper.close()
+
     settle()
     return Wiring(
         services={SERVICE: lambda server: tools_pb2_grpc.add_ToolsServiceServicer_to_server(servicer, server)},
-        tasks=(background.run, turns.run, watch, sessions.reap, *(pool.keep for pool in pools.pools.values())),
+        tasks=tasks,
         close=close,
     )
 
 
-async def _pools(settings: ToolsSettings, registry: Registry, cgroups: Cgroups | None) -> Pools:
+async def _pools(settings: ToolsSettings, registry: Registry) -> Pools:
     try:
         sandbox = await find_sandbox(settings.bwrap)
     except SandboxMissing as missing:
         log.error("no sandbox: every tool call will be refused", why=str(missing))
-        return Pools({}, version="", missing=str(missing))
+        return Pools(None, version="", missing=str(missing))
+    keeper = await _keeper(settings, registry, sandbox)
     log.info(
         "sandbox", bubblewrap=sandbox.version, as_user=sandbox.user, drop_root=sandbox.drop_root,
-        cgroups=cgroups.version if cgroups is not None else None,
+        cgroups=keeper.cgroups_version, sessions=len(keeper.found),
     )  # fmt: skip
-    pools = {tool.name: Pool(tool, sandbox, cgroups, settings.warm_cells) for tool in registry}
-    return Pools(pools, version=f"bubblewrap {sandbox.version}", missing="")
+    return Pools(keeper, version=f"bubblewrap {sandbox.version}", missing="")
+
+
+async def _keeper(settings: ToolsSettings, registry: Registry, sandbox: Bubblewrap) -> KeeperClient:
+    recipes, failures = [], {}
+    for tool in registry:
+        try:
+            recipes.append(sandbox.recipe(tool))
+        except ModuleNotFoundError as error:
+            log.error("a tool cannot be started", tool=tool.name, error=str(error))
+            failures[tool.name] = str(error)
+    terms = Terms(
+        tuple(recipes), failures, spares=settings.warm_cells, cgroups=settings.cgroups == "auto",
+        keep_s=settings.keep_s, keep_on_exit=settings.keep_on_exit,
+    )  # fmt: skip
+    try:
+        keeper = KeeperClient(StateFolder.take(settings.state_folder), terms)
+        await keeper.connect()
+    except (FolderRefused, KeeperFailed) as refused:
+        raise ServerStartError(f"TREADLE_TOOLS_STATE_DIR={settings.state_dir!r}: {refused}") from refused
+    return keeper

@@ -15,6 +15,7 @@ from typing import Any
 
 from treadle_tools.inside import frames, kernel, snippet
 from treadle_tools.inside.child import Budget, Captured, Child, Exited, TimedOut
+from treadle_tools.inside.lines import Lines
 from treadle_tools.tool import Environment, InvalidArguments, Outcome, Status
 
 CORES = "TREADLE_CORES"  # how a program learns what it was granted
@@ -48,26 +49,38 @@ class Allowance:
 
 
 class Supervisor:
-    """Answers requests one at a time: `call` (stateless), `open` and `step` (environment)."""
+    """Answers requests one at a time: `call` (stateless), `open` and `step` (environment), `recall` (the last answer).
+
+    The last answer stays here, with the id of its request: a service that was killed before it had passed it on can be
+    followed by one that does.
+    """
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._environment: Child | None = None
         self._spare: Child | None = None
         self._has_run_python = False
+        self._last: dict[str, Any] = {"id": ""}
 
-    def serve(self, service: socket.socket) -> None:
-        """Answer until the service closes the link."""
+    def serve(self, control: socket.socket) -> None:
+        """Answer whoever the keeper sends a line from, the newest alone, until the keeper lets go of `control`."""
         self._prepare()
-        frames.send(service, {"hello": os.getpid()})
-        while (request := frames.receive(service)) is not None:
-            started = time.monotonic()
-            reply = self._answer(request, Allowance.of(request))
-            reply["execution_s"] = time.monotonic() - started
-            reply["alive"] = self._environment is not None
-            frames.send(service, reply)
+        frames.send(control, {"hello": os.getpid()})
+        lines = Lines(control)
+        while (request := lines.next_request()) is not None:
+            if request["op"] != "recall":
+                self._last = self._timed_answer(request)
+            lines.answer(self._last)
             if self._has_run_python:
                 self._prepare()
+
+    def _timed_answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        started = time.monotonic()
+        reply = self._answer(request, Allowance.of(request))
+        reply["id"] = request["id"]
+        reply["execution_s"] = time.monotonic() - started
+        reply["alive"] = self._environment is not None
+        return reply
 
     def _prepare(self) -> None:
         """Have a process ready for the next order: forking one of a worker with large libraries takes milliseconds."""

@@ -1,7 +1,7 @@
 """The first program in the sandbox: imports a tool once, then forks doors, which fork a cell for each action or
 session.
 
-A door is a fork of the zygote that the service has put into a control group once and for all: cells are born into it,
+A door is a fork of the zygote that the keeper has put into a control group once and for all: cells are born into it,
 because moving a process costs the kernel 10 ms. Owns: the control sockets (the zygote's is descriptor 0 at start).
 Invariants: one thread; no foreign action ever runs here; it gives up root for good before it imports anything of a
 tool's.
@@ -46,7 +46,7 @@ def main(config: Mapping[str, Any]) -> None:
 
 
 def obey(control: socket.socket, worker: Worker, *, isolated: bool) -> None:
-    """Carry out orders until the service closes `control`: `cell` with its link, `door` with its own control socket."""
+    """Carry out orders until the keeper closes `control`: `cell` and `door`, each with its control socket."""
     while True:
         order, descriptors, _, _ = socket.recv_fds(control, LONGEST_ORDER_BYTES, 1)
         if not order:
@@ -58,7 +58,7 @@ def obey(control: socket.socket, worker: Worker, *, isolated: bool) -> None:
                 make_cell(worker, given, isolated=isolated)
             control = given
             kernel.die_with_parent(signal.SIGKILL)
-            control.send(b"door")  # the kernel tells the service who says so
+            control.send(b"door")  # the kernel tells the keeper who says so
             continue
         given.close()
 
@@ -105,12 +105,12 @@ def can_make_cells(work_bytes: int) -> bool:
     return answer == b"1"
 
 
-def make_cell(worker: Worker, link: socket.socket, *, isolated: bool) -> None:
-    """In a fork: become a cell that serves `link`. Never returns."""
+def make_cell(worker: Worker, control: socket.socket, *, isolated: bool) -> None:
+    """In a fork: become a cell that `control` holds. Never returns."""
 
     def first_process() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        Supervisor(worker).serve(link)
+        Supervisor(worker).serve(control)
 
     try:
         if isolated:
@@ -119,7 +119,7 @@ def make_cell(worker: Worker, link: socket.socket, *, isolated: bool) -> None:
             cell.close_doors()
             first_process()
     except OSError as error:
-        frames.send(link, {"failed": str(error)})
+        frames.send(control, {"failed": str(error)})
     finally:
         os._exit(0)
 

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from treadle_tools.keeper.recipe import Recipe
 from treadle_tools.tool import Tool
 
 INSTALL = "apt-get install bubblewrap"
@@ -82,6 +83,16 @@ class Bubblewrap:
         for name, value in ENVIRONMENT.items():
             command += ["--setenv", name, value]
         return [*command, *argv]
+
+    def recipe(self, tool: Tool) -> Recipe:
+        """How a worker of `tool` is started. Raises ModuleNotFoundError where a module of the tool's is missing."""
+        program = program_of(tool)
+        command = self.command(
+            readable=program.readable,
+            work_bytes=tool.work_bytes,
+            argv=program.argv(tool, drop_root=self.drop_root),
+        )
+        return Recipe(tool.name, tuple(command), self.user)
 
 
 def inside(path: Path) -> Path:

@@ -1,25 +1,21 @@
-"""One cell as the service sees it: a link of frames to its first process, a handle to kill it, its limits.
+"""One cell as the service sees it: a line of frames to its first process, its limits, a way to end it.
 
-Owns: the link's socket, the pidfd. Invariant: after `kill` returns, no process of the cell runs.
+Owns: the line's socket. The cell itself is the keeper's (`sandbox/held.py`).
 """
 
 import asyncio
 import contextlib
-import os
 import select
-import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from treadle_tools.inside import frames
 from treadle_tools.sandbox import memory
 from treadle_tools.sandbox.cgroups import Slot
-from treadle_tools.sandbox.ready import readable
 from treadle_tools.tool import MIB, Granted, Limits, Status
 
 BACKSTOP_S = 2.0  # the cell keeps its own wall clock; this is for a cell that does not
-KILL_DEADLINE_S = 10.0  # a killed process that is still there then is stuck in the kernel
 WORKER_BYTES = 64 * MIB  # pages of the preloaded modules that a fork copies by touching them, and the supervisor
 WORKER_PROCESSES = 4  # process 1, the environment, and one being born
 
@@ -33,51 +29,57 @@ class CellLost(Exception):  # noqa: N818 - the sandbox's news, not a fault
         self.timed_out = timed_out
 
 
-class Cell:
-    """See the module. Made by `Door.cell`."""
+class WorkerFailed(Exception):  # noqa: N818 - named for what happened
+    """A tool's worker did not start or could not make a cell; the message says why."""
 
-    def __init__(self, link: socket.socket, pid: int, slot: Slot | None) -> None:
-        self._link = link
+
+class Cell:
+    """See the module. name: the keeper's own for it. pid: of its first process. end: kills it, without waiting."""
+
+    def __init__(self, name: str, line: socket.socket, pid: int, slot: Slot | None, end: Callable[[], None]) -> None:
+        line.setblocking(False)
+        self.name = name
+        self._line = line
         self._pid = pid
-        try:
-            self._handle = os.pidfd_open(pid)
-        except ProcessLookupError as error:
-            raise CellLost("the worker ended before it was ready") from error
         self._slot = slot
-        self._killed = False
+        self._end = end
         self._outgrown = 0
 
     @property
     def alive(self) -> bool:
-        """Whether its first process runs."""
+        """Whether it can be asked: a cell never speaks unasked, so anything to be read here is its end."""
+        if self._line.fileno() < 0:
+            return False
         poll = select.poll()
-        poll.register(self._handle, select.POLLIN)
-        return not self._killed and not poll.poll(0)
+        poll.register(self._line, select.POLLIN)
+        return not poll.poll(0)
 
-    async def ask(self, op: str, arguments: Any, limits: Granted, processes: int) -> dict[str, Any]:
-        """The worker's answer to one request. Raises CellLost; the cell must be killed then.
+    async def ask(
+        self, op: str, arguments: Any, limits: Limits, processes: int, *, request_id: str = ""
+    ) -> dict[str, Any]:
+        """The worker's answer to one request. Raises CellLost; the cell must be ended then.
 
-        op: `call`, `open` or `step`. A step keeps the memory of the session's opening; its own, lower limit holds for
-        each process that the step starts. The granted cores are let go with the answer.
+        op: `call`, `open`, `step` or `recall` (the last answer again; {"id": ""} where there was none). A step keeps
+        the memory of the session's opening; its own, lower limit holds for each process that the step starts. The cell
+        keeps its last answer with `request_id`, for a service that comes after this one. Granted cores are let go with
+        the answer; `cpu_s` in it is what the cell's processes used, None where nobody counts.
         """
-        if self._slot is None:
-            return await self._asked(op, arguments, limits) | {"cpu_s": None}
-        memory_bytes = None if op == "step" else limits.memory_bytes + WORKER_BYTES
-        self._slot.limit(
-            memory_bytes=memory_bytes,
-            cpu_cores=limits.cpu_cores,
-            processes=processes + WORKER_PROCESSES,
-            cores=limits.cores,
-        )
-        used_s = self._slot.cpu_s()
+        slot = self._slot
+        if slot is None or op == "recall":
+            return await self._asked(op, arguments, limits, request_id) | {"cpu_s": None}
+        with _gone_with_its_worker():
+            self._limit(slot, op, limits, processes)
+            used_s = slot.cpu_s()
         try:
-            reply = await self._asked(op, arguments, limits)
+            reply = await self._asked(op, arguments, limits, request_id)
         finally:
-            self._slot.unpin()
-        now_s = self._slot.cpu_s()
+            with contextlib.suppress(FileNotFoundError):
+                slot.unpin()
+        with _gone_with_its_worker():
+            now_s = slot.cpu_s()
         return reply | {"cpu_s": None if used_s is None or now_s is None else now_s - used_s}
 
-    async def _asked(self, op: str, arguments: Any, limits: Granted) -> dict[str, Any]:
+    async def _asked(self, op: str, arguments: Any, limits: Limits, request_id: str) -> dict[str, Any]:
         kills = self._oom_kills()
         allowed = {
             "memory_bytes": limits.memory_bytes,
@@ -85,22 +87,38 @@ class Cell:
             "output_bytes": limits.output_bytes,
             "cpu_cores": limits.cpu_cores,
         }
+        request = {"op": op, "id": request_id, "arguments": arguments, "limits": allowed}
         try:
             async with asyncio.timeout(limits.wall_s + BACKSTOP_S):
-                reply = await self._converse({"op": op, "arguments": arguments, "limits": allowed}, limits)
+                reply = await self._converse(request, limits)
         except TimeoutError:
             raise CellLost(f"stopped after {limits.wall_s:g} s", timed_out=True) from None
         except CellLost as lost:
             if self._oom_kills() > kills:
                 raise CellLost(_outgrown(limits), out_of_memory=True) from lost
             raise
-        if reply["status"] == Status.CRASHED and self._oom_kills() > kills:
+        if reply.get("status") == Status.CRASHED and self._oom_kills() > kills:
             reply |= {"status": Status.OUT_OF_MEMORY, "error": _outgrown(limits)}
         return reply
 
+    @staticmethod
+    def _limit(slot: Slot, op: str, limits: Limits, processes: int) -> None:
+        """What the whole cell may use from now on, written before each action."""
+        slot.limit(
+            memory_bytes=None if op == "step" else limits.memory_bytes + WORKER_BYTES,
+            cpu_cores=limits.cpu_cores,
+            processes=processes + WORKER_PROCESSES,
+            cores=limits.cores if isinstance(limits, Granted) else (),
+        )
+
     def _oom_kills(self) -> int:
         """Kills for memory up to now: the kernel's in the slot, or our own."""
-        return self._slot.oom_kills() if self._slot is not None else self._outgrown
+        if self._slot is None:
+            return self._outgrown
+        try:
+            return self._slot.oom_kills()
+        except FileNotFoundError:  # removed after the cell's end
+            return 0
 
     async def _converse(self, request: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
         if self._slot is not None:
@@ -121,12 +139,12 @@ class Cell:
     async def _kill_when_outgrown(self, memory_bytes: int) -> None:
         await memory.outgrows(self._pid, memory_bytes)
         self._outgrown += 1
-        self._signal()
+        self._end()
 
     async def _exchange(self, request: Mapping[str, Any]) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         try:
-            await loop.sock_sendall(self._link, frames.encode(request))
+            await loop.sock_sendall(self._line, frames.encode(request))
             length = frames.length_of(await self._exactly(frames.HEADER.size))
             return frames.decode(await self._exactly(length))
         except (OSError, frames.FrameError) as error:
@@ -136,28 +154,26 @@ class Cell:
         loop = asyncio.get_running_loop()
         parts = bytearray()
         while len(parts) < count:
-            piece = await loop.sock_recv(self._link, min(count - len(parts), 1024 * 1024))
+            piece = await loop.sock_recv(self._line, min(count - len(parts), 1024 * 1024))
             if not piece:
                 raise CellLost("the worker ended without an answer")
             parts += piece
         return bytes(parts)
 
-    async def kill(self) -> None:
-        """Kill every process of the cell and wait for their end. Safe to call again."""
-        if self._killed:
-            return
-        self._killed = True
-        self._signal()
-        try:
-            async with asyncio.timeout(KILL_DEADLINE_S):
-                await readable(self._handle)
-        finally:
-            self._link.close()
-            os.close(self._handle)
+    def close(self) -> None:
+        """Hang up and have every process of the cell killed. Safe to call again."""
+        if self._line.fileno() >= 0:
+            self._line.close()
+            self._end()
 
-    def _signal(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+@contextlib.contextmanager
+def _gone_with_its_worker() -> Iterator[None]:
+    """A slot that is gone was removed after its cell's end."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CellLost("the worker's control group is gone, and so is the worker") from error
 
 
 def _outgrown(limits: Limits) -> str:

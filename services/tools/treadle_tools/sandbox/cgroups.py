@@ -1,7 +1,8 @@
 """Control groups: memory, cores and processes of a whole cell, its children included.
 
-Owns: one group `treadle-tools-<pid>` below the service's own, and a slot in it per door (`sandbox/door.py`); it
-joins once, because that waits some 10 ms for the kernel. Version 1 and 2 have the same nouns with other file names.
+Owns: one group `treadle-tools-<pid>` below the keeper's own, and a slot in it per door (`sandbox/door.py`); it
+joins once, because that waits some 10 ms for the kernel. The keeper makes and removes them; the service writes the
+limits of a slot before each action in it (`Slot.limit`). Version 1 and 2 have the same nouns with other file names.
 Where the service may not write them, `find_cgroups` returns None and memory is watched from outside instead
 (`sandbox/memory.py`).
 """
@@ -12,6 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -53,11 +55,21 @@ class Root:
         """Of this version's files."""
         return V1 if self.version == 1 else V2
 
+    def message(self) -> dict[str, Any]:
+        """As the keeper tells it to the service."""
+        return {"version": self.version, "folders": {name: str(folder) for name, folder in self.folders.items()}}
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any]) -> "Root":
+        """From a message."""
+        return cls(int(message["version"]), {str(name): Path(folder) for name, folder in message["folders"].items()})
+
 
 class Slot:
     """The group of a door and its cells. Blocking calls, each well under a millisecond but `join`."""
 
     def __init__(self, root: Root, name: str) -> None:
+        self.name = name
         self._root = root
         self._folders = {controller: folder / name for controller, folder in root.folders.items()}
         self._written: dict[str, str] = {}
@@ -139,7 +151,7 @@ class Cgroups:
 
     def __init__(self, root: Root) -> None:
         self.version = root.version
-        self._root = root
+        self.root = root
         self._free: list[Slot] = []
         self._made: list[Slot] = []
 
@@ -147,7 +159,7 @@ class Cgroups:
         """A slot with no process in it."""
         if self._free:
             return self._free.pop()
-        slot = Slot(self._root, f"slot-{len(self._made)}")
+        slot = Slot(self.root, f"slot-{len(self._made)}")
         self._made.append(slot)
         return slot
 
@@ -160,7 +172,7 @@ class Cgroups:
         for slot in self._made:
             with contextlib.suppress(OSError):
                 slot.remove()
-        for folder in set(self._root.folders.values()):
+        for folder in set(self.root.folders.values()):
             try:
                 _remove(folder)
             except OSError as error:
@@ -249,15 +261,19 @@ def _below(point: Path, root: str, path: str) -> Path:
 
 
 def _delegate(own: Path) -> None:
-    """Version 2 gives controllers to children only of a group without processes: move this one process down."""
+    """Version 2 gives controllers to children only of a group without processes: move the keeper and its service
+    down.
+    """
     try:
         _enable(own)
     except OSError:
-        if (own / "cgroup.procs").read_text().split() != [str(os.getpid())]:
+        processes = (own / "cgroup.procs").read_text().split()
+        if not set(processes) <= {str(os.getpid()), str(os.getppid())}:
             raise  # the group is not ours alone: it is not for us to move others
         leaf = own / SERVICE_GROUP
         leaf.mkdir(exist_ok=True)
-        (leaf / "cgroup.procs").write_text(str(os.getpid()))
+        for pid in processes:
+            (leaf / "cgroup.procs").write_text(pid)
         _enable(own)
 
 

@@ -13,8 +13,9 @@ import socket
 import struct
 
 from treadle_tools.inside import frames
-from treadle_tools.sandbox.cell import Cell, CellLost
+from treadle_tools.sandbox.cell import CellLost
 from treadle_tools.sandbox.cgroups import Cgroups, Slot
+from treadle_tools.sandbox.held import HeldCell
 from treadle_tools.sandbox.ready import readable
 
 START_TIMEOUT_S = 30.0  # 10 ms on an idle core
@@ -59,22 +60,22 @@ class Door:
         poll.register(self._handle, select.POLLIN)
         return not poll.poll(0)
 
-    async def cell(self) -> Cell:
+    async def cell(self) -> HeldCell:
         """A new cell. The one before must be dead. Raises CellLost, OSError or TimeoutError."""
-        link, theirs = socket.socketpair()
-        link.setblocking(False)
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        control.setblocking(False)
+        control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         try:
             socket.send_fds(self._control, [b"cell"], [theirs.fileno()])
             theirs.close()
             async with asyncio.timeout(START_TIMEOUT_S):
-                body, pid = await greeting(link)
+                body, pid = await greeting(control)
             hello = frames.decode(body[frames.HEADER.size :])
             if "failed" in hello:
                 raise CellLost(f"the sandbox could not be divided: {hello['failed']}")
-            return Cell(link, pid, self._slot)
+            return HeldCell(control, pid, self._slot)
         except BaseException:
-            link.close()
+            control.close()
             raise
         finally:
             theirs.close()

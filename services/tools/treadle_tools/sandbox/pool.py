@@ -1,19 +1,20 @@
-"""Warm cells of one tool: a few stand ready, so that an action waits for no fork, mount or control group.
+"""Cells of one tool, made as they are wanted: the keeper's side.
 
-Owns: the tool's zygote, its doors and its spare cells. `keep` is the background task that makes them; `take` hands a
-cell out, never twice; `put_away` kills it and lets its door make another.
+Owns: the tool's zygote and its doors. `keep` is the background task that makes a cell for each `want`; `put_away` kills
+a cell and lets its door make another.
 """
 
 import asyncio
+from collections.abc import Callable
 
 import structlog
 
-from treadle_tools.sandbox.bubblewrap import Bubblewrap
-from treadle_tools.sandbox.cell import Cell, CellLost
+from treadle_tools.keeper.recipe import Recipe
+from treadle_tools.sandbox.cell import CellLost, WorkerFailed
 from treadle_tools.sandbox.cgroups import Cgroups
 from treadle_tools.sandbox.door import Door
-from treadle_tools.sandbox.zygote import WorkerFailed, Zygote
-from treadle_tools.tool import Tool
+from treadle_tools.sandbox.held import HeldCell
+from treadle_tools.sandbox.zygote import Zygote
 
 log = structlog.get_logger()
 
@@ -22,33 +23,38 @@ LONGEST_RETRY_S = 30.0
 
 
 class Pool:
-    """See the module. spares: cells that stand ready."""
+    """See the module. spares: doors that are kept open without a cell. made, failed: where the news goes."""
 
-    def __init__(self, tool: Tool, sandbox: Bubblewrap, cgroups: Cgroups | None, spares: int) -> None:
-        self._tool = tool
-        self._sandbox = sandbox
+    def __init__(
+        self,
+        recipe: Recipe,
+        cgroups: Cgroups | None,
+        spares: int,
+        *,
+        made: Callable[[HeldCell], None],
+        failed: Callable[[WorkerFailed], None],
+    ) -> None:
+        self.recipe = recipe
         self._cgroups = cgroups
-        self._spares: asyncio.Queue[Cell] = asyncio.Queue(spares)
-        self._failure: WorkerFailed | None = None
+        self._spares = spares
+        self._made = made
+        self._failed = failed
+        self._wanted = 0
+        self._wants = asyncio.Event()
         self._zygote: Zygote | None = None
-        self._used: dict[Cell, tuple[Zygote, Door]] = {}
+        self._used: dict[HeldCell, tuple[Zygote, Door]] = {}
         self._free: list[tuple[Zygote, Door]] = []
 
-    async def take(self) -> Cell:
-        """A cell that nothing has run in. Raises WorkerFailed where the tool's worker does not start."""
-        while True:
-            if self._failure is not None and self._spares.empty():
-                raise self._failure
-            try:
-                async with asyncio.timeout(RETRY_S):  # then look again whether the worker has failed
-                    cell = await self._spares.get()
-            except TimeoutError:
-                continue
-            if cell.alive:
-                return cell
-            await self.put_away(cell)
+    def want(self, count: int) -> None:
+        """Make that many cells more."""
+        self._wanted += count
+        self._wants.set()
 
-    async def put_away(self, cell: Cell) -> None:
+    def want_none(self) -> None:
+        """Whoever wanted cells has gone."""
+        self._wanted = 0
+
+    async def put_away(self, cell: HeldCell) -> None:
         """Kill a cell; its door makes another when one is needed."""
         await cell.kill()
         if cell not in self._used:
@@ -57,56 +63,63 @@ class Pool:
         if zygote.single_use:
             await door.close()
             await zygote.close()
-        elif zygote is self._zygote and door.alive and len(self._free) <= self._spares.maxsize:
+        elif zygote is self._zygote and door.alive and len(self._free) <= self._spares:
             self._free.append((zygote, door))
         else:
             await door.close()
 
     async def keep(self) -> None:
-        """Keep spares ready, for ever; ends the worker and its cells when cancelled."""
+        """Make what is wanted, for ever; ends the worker and its cells when cancelled."""
         pause_s = RETRY_S
         try:
             while True:
+                if self._wanted == 0:
+                    self._wants.clear()
+                    await self._wants.wait()
+                    continue
                 try:
                     cell = await self._make()
                 except WorkerFailed as failure:
-                    if self._failure is None:
-                        log.error("a tool's worker failed", tool=self._tool.name, error=str(failure))
-                    self._failure = failure
+                    log.error("a tool's worker failed", tool=self.recipe.tool, error=str(failure))
+                    self._failed(failure)
                     await self._end_zygote()
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_RETRY_S)
                     continue
-                self._failure, pause_s = None, RETRY_S
-                await self._spares.put(cell)
+                pause_s = RETRY_S
+                if self._wanted > 0:
+                    self._wanted -= 1
+                    self._made(cell)
+                else:
+                    await self.put_away(cell)
         finally:
             for cell in list(self._used):
                 await self.put_away(cell)
             await self._end_zygote()
 
-    async def _make(self) -> Cell:
+    async def _make(self) -> HeldCell:
         """A cell through a door that is free, or a new one. Raises WorkerFailed."""
         while self._free:
             zygote, door = self._free.pop()
             try:
                 return self._remember(await door.cell(), zygote, door)
             except (OSError, CellLost) as error:
-                log.warning("a door is stuck", tool=self._tool.name, error=str(error))
+                log.warning("a door is stuck", tool=self.recipe.tool, error=str(error))
                 await door.close()
         if self._zygote is None:
-            self._zygote = await Zygote.start(self._sandbox, self._tool)
+            self._zygote = await Zygote.start(self.recipe)
         zygote = self._zygote
         door = await zygote.door(self._cgroups)
         try:
             cell = await door.cell()
         except (OSError, CellLost) as error:
             await door.close()
-            raise WorkerFailed(f"tool {self._tool.name!r} has no cell: {error}") from error
+            raise WorkerFailed(f"tool {self.recipe.tool!r} has no cell: {error}") from error
         if zygote.single_use:
             self._zygote = None  # it ends with its cell
         return self._remember(cell, zygote, door)
 
-    def _remember(self, cell: Cell, zygote: Zygote, door: Door) -> Cell:
+    def _remember(self, cell: HeldCell, zygote: Zygote, door: Door) -> HeldCell:
         self._used[cell] = (zygote, door)
         return cell
 

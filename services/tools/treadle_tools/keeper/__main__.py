@@ -1,0 +1,17 @@
+"""`python -m treadle_tools.keeper FOLDER`: started by the service, with the folder's socket as standard input."""
+
+import asyncio
+import os
+import socket
+import sys
+from pathlib import Path
+
+from treadle_tools.keeper.keeper import keep
+
+if __name__ == "__main__":
+    listener = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.chdir("/")  # it may live longer than the folder in which its service was started
+    asyncio.run(keep(listener, Path(sys.argv[1])))

@@ -1,0 +1,54 @@
+"""Cells of one tool that stand ready, so that an action waits for no fork, mount or control group.
+
+Owns: the cells that nobody has taken yet. Invariant: a cell is handed out once, and another is wanted in its place.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from treadle_tools.sandbox.cell import Cell, WorkerFailed
+
+LOOK_AGAIN_S = 1.0  # whether the tool's worker has failed meanwhile
+
+
+class Spares:
+    """See the module. want: asks for that many cells, which come in through `add`."""
+
+    def __init__(self, count: int, want: Callable[[int], None]) -> None:
+        self._count = count
+        self._want = want
+        self._ready: asyncio.Queue[Cell] = asyncio.Queue()
+        self._failure = ""
+
+    async def take(self) -> Cell:
+        """A cell that nothing has run in. Raises WorkerFailed where the tool's worker does not start."""
+        while True:
+            if self._failure and self._ready.empty():
+                raise WorkerFailed(self._failure)
+            try:
+                async with asyncio.timeout(LOOK_AGAIN_S):
+                    cell = await self._ready.get()
+            except TimeoutError:
+                continue
+            self._want(1)
+            if cell.alive:
+                return cell
+            cell.close()
+
+    def fill(self) -> None:
+        """Whoever makes the cells is there, and has been asked for none yet."""
+        self._want(self._count)
+
+    def add(self, cell: Cell) -> None:
+        """One that was wanted."""
+        self._failure = ""
+        self._ready.put_nowait(cell)
+
+    def fail(self, why: str) -> None:
+        """The worker does not start; it is tried again until it does."""
+        self._failure = why
+
+    def lose(self) -> None:
+        """Whoever made the cells is gone, and they with it."""
+        while not self._ready.empty():
+            self._ready.get_nowait().close()

@@ -1,0 +1,267 @@
+"""Sessions that outlive the service: it is killed in the middle, comes back, and goes on where its callers stand."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import psutil
+import pytest
+from support.processes import StartService, import_path
+from support.rpc import error_of
+from support.tools import ToolsCalls, gone, groups_of, keeper_of, tools
+from treadle.tools.v1 import tools_pb2 as pb
+
+LEGS = {"task": "leg_counting", "seed": 3, "index": 2}
+OK = pb.RESULT_STATUS_OK
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> str:
+    """A state folder for several lives of one service."""
+    return str(tmp_path / "state")
+
+
+@asynccontextmanager
+async def life(start_service: StartService, state: str, *builtin: str, **settings: str) -> AsyncIterator[ToolsCalls]:
+    """One life of the service of that folder."""
+    async with tools(start_service, *builtin, STATE_DIR=state, **settings) as calls:
+        yield calls
+
+
+async def test_a_killed_service_goes_on_where_it_was(start_service: StartService, state: str) -> None:
+    """
+    GIVEN   five lakes after 0 to 4 steps, one of them ended, a riddle with a file in its /tmp
+    WHEN    the service is killed in the middle of a step of the riddle, and started again
+    Result: every session is as its callers have been told; steps that were answered are answered the same again and not
+            taken twice; the step in flight is answered to its repeat and was taken once; all go on
+    """
+    append = "import time; time.sleep(1); open('/tmp/log', 'a').write('x'); open('/tmp/log').read()"
+    async with life(start_service, state, "frozen_lake", "reasoning_gym") as calls:
+        lakes = [(await calls.open("frozen_lake", {"seed": 7}, trajectory_id=f"t-{n}")).session for n in range(5)]
+        answers = {}
+        for count, lake in enumerate(lakes):
+            for step in range(count):
+                action = "right" if count == 4 else "down"  # seed 7 has a hole to the right
+                if step == 0 or count != 4:
+                    id = f"{count}-{step}"
+                    answers[id] = await calls.step(lake.session_id, {"action": action}, id=id)
+        riddle = (await calls.open("reasoning_gym", LEGS)).session.session_id
+        await calls.step(riddle, {"code": "open('/tmp/kept', 'w').write('kept')"})
+        told = [await calls.session(lake.session_id) for lake in lakes]
+        in_flight = asyncio.create_task(calls.step(riddle, {"code": append}, id="in-flight"))
+        await asyncio.sleep(0.4)
+        calls.process.kill()
+        with pytest.raises(grpc.aio.AioRpcError) as cut:
+            await in_flight
+        assert cut.value.code() is grpc.StatusCode.UNAVAILABLE
+    async with life(start_service, state, "frozen_lake", "reasoning_gym") as calls:
+        assert [await calls.session(lake.session_id) for lake in lakes] == told
+        assert [session.steps for session in told] == [0, 1, 2, 3, 1]
+        assert [session.done for session in told] == [False, False, False, False, True]
+        again = await calls.step(riddle, {"code": append}, id="in-flight")
+        assert (again.status, again.output) == (OK, "'x'\n")
+        assert await calls.step(riddle, {"code": append}, id="in-flight") == again
+        for count, lake in enumerate(lakes[1:4], start=1):
+            last = f"{count}-{count - 1}"
+            assert await calls.step(lake.session_id, {"action": "down"}, id=last) == answers[last]
+            moved = await calls.step(lake.session_id, {"action": "up"})
+            assert json.loads(moved.data_json) == {"row": count - 1, "column": 0}
+            assert (await calls.session(lake.session_id)).steps == count + 1
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await calls.step(lakes[4].session_id, {"action": "down"})
+        assert error_of(ended.value).reason == "SESSION_ENDED"
+        looked = await calls.step(riddle, {"code": "open('/tmp/kept').read(), open('/tmp/log').read()"})
+        assert looked.output == "('kept', 'x')\n"
+        assert (await calls.session(riddle)).steps == 3
+        assert (await calls.step(riddle, {"answer": "184"})).reward == 1.0
+
+
+async def test_the_last_step_of_a_session_is_answered_again(start_service: StartService, state: str) -> None:
+    """
+    WHEN    the step in flight at the kill ends its session
+    Result: its repeat gets the reward; the session is done
+    """
+    async with life(start_service, state, "reasoning_gym") as calls:
+        riddle = (await calls.open("reasoning_gym", LEGS)).session.session_id
+        answering = asyncio.create_task(calls.step(riddle, {"code": "import time; time.sleep(0.8)"}, id="think"))
+        last = asyncio.create_task(calls.step(riddle, {"answer": "184"}, id="answer"))
+        await asyncio.sleep(0.3)
+        calls.process.kill()
+        await asyncio.gather(answering, last, return_exceptions=True)
+    async with life(start_service, state, "reasoning_gym") as calls:
+        assert (await calls.step(riddle, {"code": "import time; time.sleep(0.8)"}, id="think")).status == OK
+        result = await calls.step(riddle, {"answer": "184"}, id="answer")
+        assert (result.reward, result.done) == (1.0, True)
+        calls.process.kill()
+    async with life(start_service, state, "reasoning_gym") as calls:
+        assert await calls.step(riddle, {"answer": "184"}, id="answer") == result
+        session = await calls.session(riddle)
+        assert (session.steps, session.done) == (2, True)
+        await calls.close(riddle)
+
+
+SLOW_TOOLS = """
+from treadle_tools.tool import Kind, Limits, Tool
+
+ANY = {"type": "object"}
+TOOLS = [Tool(name=name, kind=Kind.ENVIRONMENT, description="", entry=f"slow_code:{name.title()}", arguments_schema=ANY,
+              open_schema=ANY, limits=Limits(wall_s=20.0)) for name in ("slow", "flaky", "stubborn", "refusing")]
+"""
+SLOW_CODE = """
+import os, time
+from treadle_tools.tool import InvalidArguments, Outcome
+
+class Slow:
+    def __init__(self, arguments, sandbox):
+        time.sleep(1.0)
+        self.count = 0
+    def first(self):
+        return Outcome(output="open")
+    def step(self, arguments):
+        self.count += 1
+        return Outcome(output=str(self.count))
+"""
+
+
+async def slow_life(start_service: StartService, state: str, folder: Path) -> ToolsCalls:
+    """A service with a tool that takes a second to open. The caller closes the channel."""
+    (folder / "slow_tools.py").write_text(SLOW_TOOLS.replace(', "flaky", "stubborn", "refusing"', ","))
+    (folder / "slow_code.py").write_text(SLOW_CODE)
+    process = await start_service("treadle_tools", {
+        "TREADLE_TOOLS_MODULES": "slow_tools", "TREADLE_TOOLS_BUILTIN": "", "TREADLE_TOOLS_STATE_DIR": state,
+        "PYTHONPATH": import_path(folder),
+    })  # fmt: skip
+    return ToolsCalls(grpc.aio.insecure_channel(process.address), process)
+
+
+async def test_an_opening_in_flight_is_the_one_that_its_repeat_gets(
+    start_service: StartService, state: str, tmp_path: Path
+) -> None:
+    """
+    WHEN    the service is killed while an environment opens, and while another has not been asked for yet
+    Result: the repeat gets the session that the first call began, and there is one only
+    """
+    first = await slow_life(start_service, state, tmp_path)
+    opening = asyncio.create_task(first.open("slow", id="one"))
+    await asyncio.sleep(0.7)
+    killed_at = time.time()
+    first.process.kill()
+    await asyncio.gather(opening, return_exceptions=True)
+    second = await slow_life(start_service, state, tmp_path)
+    opened = await second.open("slow", id="one")
+    assert opened.first.output == "open"
+    assert opened.session.opened_at.ToNanoseconds() / 1e9 < killed_at
+    assert (await second.step(opened.session.session_id, {}, id="one")).output == "1"
+    assert (await second.session(opened.session.session_id)).steps == 1
+
+
+async def test_sessions_outlive_an_orderly_end_where_they_are_told_to(start_service: StartService, state: str) -> None:
+    async with life(start_service, state, "frozen_lake", KEEP_ON_EXIT="true") as calls:
+        session_id = (await calls.open("frozen_lake", {"seed": 7})).session.session_id
+        await calls.step(session_id, {"action": "down"})
+        keeper = keeper_of(calls)
+        calls.process.terminate()
+        assert await calls.process.wait() == 0
+        assert keeper.is_running()
+    async with life(start_service, state, "frozen_lake") as calls:
+        moved = await calls.step(session_id, {"action": "down"})
+        assert json.loads(moved.data_json) == {"row": 2, "column": 0}
+        inside = keeper.children(recursive=True)
+        calls.process.terminate()
+        assert await calls.process.wait() == 0
+        await gone([keeper, *inside])
+        assert groups_of(keeper) == []
+
+
+async def test_a_closed_session_stays_closed(start_service: StartService, state: str) -> None:
+    async with life(start_service, state, "frozen_lake") as calls:
+        closed, kept = [(await calls.open("frozen_lake")).session.session_id for _ in range(2)]
+        await calls.close(closed, id="close")
+        calls.process.kill()
+    async with life(start_service, state, "frozen_lake") as calls:
+        await calls.close(closed, id="close")
+        with pytest.raises(grpc.aio.AioRpcError) as missing:
+            await calls.session(closed)
+        assert error_of(missing.value).reason == "SESSION_NOT_FOUND"
+        assert (await calls.step(kept, {"action": "left"})).status == OK
+
+
+async def test_a_session_whose_sandbox_died_meanwhile_says_so(start_service: StartService, state: str) -> None:
+    """
+    WHEN    a worker dies while there is no service
+    Result: its session is there, with the steps that were acknowledged, and has ended
+    """
+    async with life(start_service, state, "frozen_lake") as calls:
+        session_id = (await calls.open("frozen_lake")).session.session_id
+        await calls.step(session_id, {"action": "left"})
+        keeper = keeper_of(calls)
+        inside = keeper.children(recursive=True)
+        calls.process.kill()
+        for process in keeper.children():
+            process.kill()
+        await gone(inside)
+    async with life(start_service, state, "frozen_lake") as calls:
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await calls.step(session_id, {"action": "left"})
+        assert error_of(ended.value).reason == "SESSION_ENDED"
+        session = await calls.session(session_id)
+        assert (session.steps, session.done) == (1, True)
+
+
+async def test_sessions_of_a_tool_that_is_off_now_are_closed(start_service: StartService, state: str) -> None:
+    async with life(start_service, state, "frozen_lake", "python") as calls:
+        session_id = (await calls.open("frozen_lake")).session.session_id
+        calls.process.kill()
+    async with life(start_service, state, "python") as calls:
+        with pytest.raises(grpc.aio.AioRpcError) as missing:
+            await calls.session(session_id)
+        assert error_of(missing.value).reason == "SESSION_NOT_FOUND"
+        assert (await calls.python("1 + 1")).output == "2\n"
+
+
+async def test_what_a_killed_machine_leaves_in_the_folder_harms_nobody(start_service: StartService, state: str) -> None:
+    """
+    WHEN    service and keeper are killed together
+    Result: the next service finds a socket that nobody listens to, starts a keeper of its own and knows no session
+    """
+    async with life(start_service, state, "frozen_lake") as calls:
+        session_id = (await calls.open("frozen_lake")).session.session_id
+        keeper = keeper_of(calls)
+        inside = keeper.children(recursive=True)
+        calls.process.kill()
+        keeper.kill()
+        await gone(inside)
+        assert (Path(state) / "keeper.sock").exists()
+    async with life(start_service, state, "frozen_lake") as calls:
+        with pytest.raises(grpc.aio.AioRpcError) as missing:
+            await calls.session(session_id)
+        assert error_of(missing.value).reason == "SESSION_NOT_FOUND"
+        assert (await calls.open("frozen_lake")).session.session_id
+        assert groups_of(keeper) == []
+
+
+async def test_a_second_service_on_one_folder_is_refused(start_service: StartService, state: str) -> None:
+    async with life(start_service, state, "python") as calls:
+        with pytest.raises(AssertionError, match="the service ended with 1") as refused:
+            await start_service("treadle_tools", {"TREADLE_TOOLS_STATE_DIR": state, "TREADLE_TOOLS_BUILTIN": "python"})
+        line = str(refused.value).splitlines()[-1]
+        assert "TREADLE_TOOLS_STATE_DIR" in line
+        assert "another tools service" in line
+        assert (await calls.python("1 + 1")).output == "2\n"
+        assert psutil.Process(keeper_of(calls).pid).is_running()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770])
+async def test_a_folder_that_others_may_enter_is_refused(
+    start_service: StartService, tmp_path: Path, mode: int
+) -> None:
+    state = tmp_path / "open"
+    state.mkdir()
+    state.chmod(mode)
+    with pytest.raises(AssertionError, match="chmod 700"):
+        await start_service("treadle_tools", {"TREADLE_TOOLS_STATE_DIR": str(state), "TREADLE_TOOLS_BUILTIN": "python"})
