@@ -3,9 +3,11 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 import grpc.aio
@@ -13,11 +15,12 @@ import psutil
 import pytest
 from support.processes import StartService, import_path
 from support.rpc import error_of
-from support.tools import ToolsCalls, gone, groups_of, keeper_of, tools
+from support.tools import ToolsCalls, calls_to, gone, groups_of, keeper_of, tools
 from treadle.tools.v1 import tools_pb2 as pb
 
 LEGS = {"task": "leg_counting", "seed": 3, "index": 2}
 OK = pb.RESULT_STATUS_OK
+R = TypeVar("R")
 
 
 @pytest.fixture
@@ -105,59 +108,122 @@ async def test_the_last_step_of_a_session_is_answered_again(start_service: Start
         await calls.close(riddle)
 
 
-SLOW_TOOLS = """
+OWN_TOOLS = """
 from treadle_tools.tool import Kind, Limits, Tool
 
 ANY = {"type": "object"}
-TOOLS = [Tool(name=name, kind=Kind.ENVIRONMENT, description="", entry=f"slow_code:{name.title()}", arguments_schema=ANY,
-              open_schema=ANY, limits=Limits(wall_s=20.0)) for name in ("slow", "flaky", "stubborn", "refusing")]
+TOOLS = [Tool(name="count", kind=Kind.ENVIRONMENT, description="", entry="own_code:Count", arguments_schema=ANY,
+              open_schema=ANY, limits=Limits(wall_s=20.0)),
+         Tool(name="dies", kind=Kind.ENVIRONMENT, description="", entry="own_code:Dies", arguments_schema=ANY)]
 """
-SLOW_CODE = """
+OWN_CODE = """
 import os, time
-from treadle_tools.tool import InvalidArguments, Outcome
+from treadle_tools.tool import Outcome
 
-class Slow:
+class Count:
     def __init__(self, arguments, sandbox):
-        time.sleep(1.0)
+        time.sleep(arguments.get("opening_s", 0))
         self.count = 0
     def first(self):
         return Outcome(output="open")
     def step(self, arguments):
+        time.sleep(0.02)
         self.count += 1
         return Outcome(output=str(self.count))
+
+class Dies:
+    def __init__(self, arguments, sandbox):
+        os._exit(7)
 """
 
 
-async def slow_life(start_service: StartService, state: str, folder: Path) -> ToolsCalls:
-    """A service with a tool that takes a second to open. The caller closes the channel."""
-    (folder / "slow_tools.py").write_text(SLOW_TOOLS.replace(', "flaky", "stubborn", "refusing"', ","))
-    (folder / "slow_code.py").write_text(SLOW_CODE)
+@asynccontextmanager
+async def own_life(start_service: StartService, state: str, folder: Path) -> AsyncIterator[ToolsCalls]:
+    """One life of a service with tools that count, and die."""
+    (folder / "own_tools.py").write_text(OWN_TOOLS)
+    (folder / "own_code.py").write_text(OWN_CODE)
     process = await start_service("treadle_tools", {
-        "TREADLE_TOOLS_MODULES": "slow_tools", "TREADLE_TOOLS_BUILTIN": "", "TREADLE_TOOLS_STATE_DIR": state,
+        "TREADLE_TOOLS_MODULES": "own_tools", "TREADLE_TOOLS_BUILTIN": "", "TREADLE_TOOLS_STATE_DIR": state,
         "PYTHONPATH": import_path(folder),
     })  # fmt: skip
-    return ToolsCalls(grpc.aio.insecure_channel(process.address), process)
+    async with calls_to(process) as calls:
+        yield calls
 
 
 async def test_an_opening_in_flight_is_the_one_that_its_repeat_gets(
     start_service: StartService, state: str, tmp_path: Path
 ) -> None:
     """
-    WHEN    the service is killed while an environment opens, and while another has not been asked for yet
-    Result: the repeat gets the session that the first call began, and there is one only
+    WHEN    the service is killed while an environment opens
+    Result: the repeat gets the session that the first call began
     """
-    first = await slow_life(start_service, state, tmp_path)
-    opening = asyncio.create_task(first.open("slow", id="one"))
-    await asyncio.sleep(0.7)
-    killed_at = time.time()
-    first.process.kill()
-    await asyncio.gather(opening, return_exceptions=True)
-    second = await slow_life(start_service, state, tmp_path)
-    opened = await second.open("slow", id="one")
-    assert opened.first.output == "open"
-    assert opened.session.opened_at.ToNanoseconds() / 1e9 < killed_at
-    assert (await second.step(opened.session.session_id, {}, id="one")).output == "1"
-    assert (await second.session(opened.session.session_id)).steps == 1
+    async with own_life(start_service, state, tmp_path) as first:
+        opening = asyncio.create_task(first.open("count", {"opening_s": 1.5}, id="one"))
+        await asyncio.sleep(1.0)
+        killed_at = time.time()
+        first.process.kill()
+        await asyncio.gather(opening, return_exceptions=True)
+    async with own_life(start_service, state, tmp_path) as second:
+        opened = await second.open("count", {"opening_s": 1.5}, id="one")
+        assert opened.first.output == "open"
+        assert opened.session.opened_at.ToNanoseconds() / 1e9 < killed_at
+        assert (await second.step(opened.session.session_id, {}, id="one")).output == "1"
+        assert (await second.session(opened.session.session_id)).steps == 1
+
+
+async def test_callers_that_repeat_what_was_not_answered_count_each_step_once(
+    start_service: StartService, state: str, tmp_path: Path
+) -> None:
+    """
+    GIVEN   twelve callers that take forty steps each and repeat a call until it is answered
+    WHEN    the service is killed three times meanwhile, and comes back
+    Result: every answer is the number of its step; nothing was stepped twice or lost
+    """
+    lives: list[ToolsCalls] = []
+    steps, kills = 0, {at_steps: asyncio.Event() for at_steps in (60, 200, 350)}
+
+    async def answered(call: Callable[[ToolsCalls], Awaitable[R]]) -> R:
+        while True:
+            try:
+                return await call(lives[-1])
+            except grpc.aio.AioRpcError as error:
+                assert error.code() is grpc.StatusCode.UNAVAILABLE
+                await asyncio.sleep(0.05)
+
+    async def play(name: int) -> None:
+        nonlocal steps
+        opened = await answered(lambda calls: calls.open("count", id=f"open-{name}"))
+        session_id = opened.session.session_id
+        for number in range(1, 41):
+            result = await answered(
+                partial(ToolsCalls.step, session_id=session_id, arguments={}, id=f"{name}-{number}")
+            )
+            assert (result.status, result.output) == (OK, str(number))
+            steps += 1
+            if steps in kills:
+                kills[steps].set()
+        await answered(lambda calls: calls.close(session_id, id=f"close-{name}"))
+
+    async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
+        lives.append(await stack.enter_async_context(own_life(start_service, state, tmp_path)))
+        for name in range(12):
+            group.create_task(play(name))
+        for now in kills.values():
+            await now.wait()
+            lives[-1].process.kill()
+            lives.append(await stack.enter_async_context(own_life(start_service, state, tmp_path)))
+    assert steps == 12 * 40
+
+
+async def test_an_environment_that_dies_while_it_opens_is_tried_again(
+    start_service: StartService, state: str, tmp_path: Path
+) -> None:
+    """It always dies here: three times in a fresh cell each, then the caller is told."""
+    async with own_life(start_service, state, tmp_path) as calls:
+        opened = await calls.open("dies")
+        assert opened.first.status == pb.RESULT_STATUS_CRASHED
+        assert opened.session.done
+        assert calls.process.stderr_text().count("an environment is opened again") == 2
 
 
 async def test_sessions_outlive_an_orderly_end_where_they_are_told_to(start_service: StartService, state: str) -> None:

@@ -17,6 +17,7 @@ from treadle_runtime.bus import open_bus
 
 LEGS = {"task": "leg_counting", "seed": 3, "index": 2}
 OK = pb.RESULT_STATUS_OK
+SESSIONS_AT_ONCE = 200
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,28 @@ async def test_many_sessions_run_side_by_side(lake: ToolsCalls) -> None:
 
     boards = await asyncio.gather(*(play(seed) for seed in range(24)))
     assert len(set(boards)) > 12
+
+
+async def test_two_hundred_sessions_are_open_at_once(start_service: StartService) -> None:
+    """
+    WHEN    200 callers open a lake each, at once, take three steps when all are open, and close
+    Result: no call fails; every agent stands where its steps have led it; all 200 were open together
+    """
+    together = asyncio.Barrier(SESSIONS_AT_ONCE)
+
+    async def play(calls: ToolsCalls, seed: int) -> None:
+        opened = await calls.open("frozen_lake", {"seed": seed})
+        session_id = opened.session.session_id
+        await together.wait()
+        for _ in range(3):
+            moved = await calls.step(session_id, {"action": "left"})  # into the wall: nobody falls
+            assert (moved.status, moved.done) == (OK, False)
+            assert json.loads(moved.data_json) == {"row": 0, "column": 0}
+        assert (await calls.session(session_id)).steps == 3
+        await calls.close(session_id)
+
+    async with tools(start_service, "frozen_lake") as calls:
+        await asyncio.gather(*(play(calls, seed) for seed in range(SESSIONS_AT_ONCE)))
 
 
 async def test_a_task_is_solved_with_python(riddles: ToolsCalls) -> None:

@@ -1,7 +1,9 @@
 """The sandbox's command line and the frames that cross its wall."""
 
 import json
+import os
 import socket
+import subprocess
 import sys
 import sysconfig
 from dataclasses import replace
@@ -57,6 +59,24 @@ def test_a_tool_of_a_module_brings_its_package_along(tmp_path: Path, monkeypatch
     assert tmp_path in program.paths
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         program_of(replace(FROZEN_LAKE, entry="no_such_package:x"))
+
+
+def test_the_same_tool_has_the_same_recipe_in_every_life_of_the_service() -> None:
+    """A keeper drops the cells of a tool whose recipe has changed; hashes, and so sets, differ between processes."""
+    code = (
+        "from treadle_tools.builtin import TOOLS; from treadle_tools.sandbox.bubblewrap import program_of; "
+        "print([program_of(tool) for tool in TOOLS])"
+    )
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in range(4)
+    }
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize("name", ["/nowhere/bwrap", "no-such-bwrap", "/usr/bin/false"])

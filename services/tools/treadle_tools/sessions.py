@@ -13,21 +13,21 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import structlog
-from treadle_runtime.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from treadle_runtime.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 
 from treadle_tools.actions import Actions, result_of
 from treadle_tools.arguments import FIELD
 from treadle_tools.keeper.client import Found
 from treadle_tools.registry import Registry
+from treadle_tools.retries import opened
 from treadle_tools.sandbox.cell import Cell, CellLost
 from treadle_tools.session import Opening, Session, step_key
-from treadle_tools.tool import Granted, Limits, Result, Status, Tool
+from treadle_tools.tool import Granted, Limits, Result, Tool
 
 log = structlog.get_logger()
 
 FULL_RETRY_S = 1.0  # sessions are closed when their trajectory ends; one in many does within seconds
 REAP_INTERVAL_S = 30.0  # an idle session holds memory, not cores: nothing is lost by half a minute
-OPEN_PAUSES_S = (0.2, 1.0)  # before each further try: a worker that died is back within a second or two
 DONE = "done"
 LOST = "its sandbox was lost while the service was down"
 
@@ -136,9 +136,7 @@ class Sessions:
         return session, result
 
     async def _opened(self, session: Session, opening: Opening) -> Result:
-        """What the environment says first. One that is lost on the way is tried again in a fresh cell, as long as the
-        caller's time allows; one that refuses, or needs too much memory, is not.
-        """
+        """What the environment says first."""
 
         async def begin(granted: Granted) -> Mapping[str, Any]:
             session.cell = await self._take_cell(opening.tool)
@@ -147,28 +145,13 @@ class Sessions:
                 "open", opening.arguments, granted, opening.tool.processes, request_id=opening.key
             )
 
-        async def run() -> Result:
+        async def attempt() -> Result:
+            self._let_go(session)
             return await self._actions.run(
                 opening.tool, opening.trajectory_id, opening.limits, begin, session.session_id
             )
 
-        for pause_s in OPEN_PAUSES_S:
-            try:
-                result = await run()
-                if result.alive or result.status not in (Status.CRASHED, Status.TIMED_OUT):
-                    return result
-                why = result.error
-            except Unavailable as failure:
-                if _too_late(opening, pause_s):
-                    raise
-                why = failure.message
-            else:
-                if _too_late(opening, pause_s):
-                    return result
-            log.warning("an environment is opened again", tool=opening.tool.name, why=why, pause_s=pause_s)
-            self._let_go(session)
-            await asyncio.sleep(pause_s)
-        return await run()
+        return await opened(opening, attempt)
 
     def get(self, session_id: str) -> Session:
         """Raises NotFound."""
@@ -307,7 +290,3 @@ class Sessions:
         if result.invalid is not None:
             name, description = result.invalid
             raise InvalidArgument(f"{FIELD}.{name}", description)
-
-
-def _too_late(opening: Opening, pause_s: float) -> bool:
-    return opening.ends_at is not None and time.monotonic() + pause_s >= opening.ends_at

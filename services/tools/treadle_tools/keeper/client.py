@@ -10,7 +10,6 @@ import contextlib
 import os
 import socket
 import sys
-from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,10 +66,11 @@ class KeeperClient:
         self._folder = folder
         self._terms = terms
         self._channel: Channel | None = None
-        self._process: Process | None = None
+        self._started: list[int] = []  # keepers, by process id, not reaped yet
         self._root: Root | None = None
         self._slots: dict[str, Slot] = {}
         self._spares: dict[str, Spares] = {}
+        self._cells: dict[str, Cell] = {}  # all that came and were not ended
         self.found: list[Found] = []
         self.closed: dict[str, str] = {}
         for recipe in terms.recipes:
@@ -87,7 +87,7 @@ class KeeperClient:
     async def connect(self) -> None:
         """Find the keeper of the folder, or start one. Raises KeeperFailed."""
         for _ in range(TRIES):
-            end = self._folder.connect() or await self._start()
+            end = self._folder.connect() or self._start()
             channel = Channel(end)
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
@@ -157,26 +157,33 @@ class KeeperClient:
                     while (received := await self._channel.receive()) is not None:
                         for descriptor in received[1]:
                             os.close(descriptor)
-                    if self._process is not None:
-                        await self._process.wait()
+                    for pid in self._started:
+                        await asyncio.to_thread(os.waitpid, pid, 0)
             except TimeoutError:
                 log.error("the keeper does not end", folder=str(self._folder.path))
         self._hang_up()
+        for cell in self._cells.values():
+            cell.hang_up()
         self._folder.release()
 
-    async def _start(self) -> socket.socket:
+    def _start(self) -> socket.socket:
+        self._reap()
         with self._folder.listen() as listener, self._folder.log.open("wb") as output:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", __package__, str(self._folder.path.absolute())),
-                stdin=listener.fileno(),
-                stdout=output.fileno(),
-                stderr=output.fileno(),
-                start_new_session=True,  # what is typed at the service's terminal is not for it
-            )
+            program = [sys.executable, "-m", __package__, str(self._folder.path.absolute())]
+            descriptors = ((listener.fileno(), 0), (output.fileno(), 1), (output.fileno(), 2))
+            # Neither a child that asyncio waits for, since it may outlive this process, nor in its session: what is
+            # typed at the service's terminal is not for it.
+            actions = [(os.POSIX_SPAWN_DUP2, ours, theirs) for ours, theirs in descriptors]
+            pid = os.posix_spawn(sys.executable, program, os.environ, file_actions=actions, setsid=True)
+            self._started.append(pid)
             end = self._folder.connect()
         if end is None:
             raise KeeperFailed(f"nothing listens in {self._folder.path}; {self._folder.log} says why")
         return end
+
+    def _reap(self) -> None:
+        """Forget the keepers of ours that have ended."""
+        self._started = [pid for pid in self._started if os.waitpid(pid, os.WNOHANG)[0] == 0]
 
     async def _greeted(self, channel: Channel) -> bool:
         """Whether it took us in; False where it ended instead."""
@@ -215,9 +222,15 @@ class KeeperClient:
         if not descriptors:
             return None
         made = message["cell"]
-        away = {protocol.OP: protocol.AWAY, "cell": made["name"]}
+        name = str(made["name"])
+
+        def end() -> None:
+            self._cells.pop(name, None)
+            channel.post({protocol.OP: protocol.AWAY, "cell": name})
+
         line = socket.socket(fileno=descriptors[0])
-        return Cell(made["name"], line, made["pid"], self._slot(made["slot"]), lambda: channel.post(away))
+        cell = self._cells[name] = Cell(name, line, made["pid"], self._slot(made["slot"]), end)
+        return cell
 
     def _slot(self, name: str | None) -> Slot | None:
         if name is None or self._root is None:

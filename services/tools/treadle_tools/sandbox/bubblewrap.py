@@ -167,7 +167,7 @@ def program_of(tool: Tool) -> Program:
 def _outermost(folders: Sequence[Path]) -> tuple[Path, ...]:
     """`folders` without those that lie within another, or within /usr."""
     kept: list[Path] = []
-    for folder in sorted(set(folders), key=lambda path: len(path.parts)):
+    for folder in sorted(set(folders), key=lambda path: (len(path.parts), path)):
         if not any(folder.is_relative_to(other) for other in (Path("/usr"), *kept)):
             kept.append(folder)
     return tuple(kept)

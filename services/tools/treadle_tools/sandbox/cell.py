@@ -163,8 +163,12 @@ class Cell:
     def close(self) -> None:
         """Hang up and have every process of the cell killed. Safe to call again."""
         if self._line.fileno() >= 0:
-            self._line.close()
+            self.hang_up()
             self._end()
+
+    def hang_up(self) -> None:
+        """Leave the cell to its keeper. Nobody may be asking it."""
+        self._line.close()
 
 
 @contextlib.contextmanager
