@@ -143,9 +143,9 @@ async def test_a_session_keeps_memory_until_it_is_closed(start_service: StartSer
     Result: it waits, and opens when the first is closed
     """
     mib = 1024 * 1024
-    async with tools(start_service, "frozen_lake", MEMORY_BYTES=str(100 * mib)) as calls:
+    async with tools(start_service, "frozen_lake", MEMORY_BYTES=str(24 * mib)) as calls:
         first = (await calls.open("frozen_lake")).session.session_id
-        assert (await dimension(calls, "memory_bytes")).held == 64 * mib
+        assert (await dimension(calls, "memory_bytes")).held == 16 * mib
         second = asyncio.create_task(calls.open("frozen_lake"))
         await until_said(calls.resources, lambda said: said.actions_waiting == 1)
         for action in ("right", "down"):

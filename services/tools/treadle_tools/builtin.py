@@ -41,6 +41,7 @@ FROZEN_LAKE = Tool(
         "additionalProperties": False,
     },
     limits=Limits(output_bytes=16 * 1024),
+    reserve_bytes=16 * MIB,  # of which it takes a half
 )
 
 REASONING_GYM = Tool(
@@ -69,6 +70,7 @@ REASONING_GYM = Tool(
         "additionalProperties": False,
     },
     limits=Limits(memory_bytes=1024 * MIB),
+    reserve_bytes=32 * MIB,
 )
 
 TOOLS = (PYTHON, FROZEN_LAKE, REASONING_GYM)

@@ -18,6 +18,7 @@ from treadle_core.managers.grants import SERVED, End, Ended
 from treadle_core.managers.protocol import NEVER_S
 from treadle_runtime.errors import ResourceExhausted
 
+LONG_DECISION_S = 0.5e-3  # from here on decisions take half of the loop's time at most
 RETRY_S = 1.0  # a full queue moves within a few actions, which take parts of a second
 
 
@@ -98,16 +99,20 @@ class Turns:
                 async with asyncio.timeout(None if wait_s == NEVER_S else max(wait_s, 0.0)):
                     await self._changed.wait()
             self._changed.clear()
-            self._decide()
+            took_s = self._decide()
+            if took_s > LONG_DECISION_S:
+                await asyncio.sleep(took_s)  # the loop has other work, and what comes meanwhile is decided on together
 
     def _wake(self) -> None:
         if len(self.dispatcher):
             self._changed.set()
 
-    def _decide(self) -> None:
+    def _decide(self) -> float:
         began_s = time.monotonic()
         for started in self.dispatcher.decide(began_s):
             future = self._futures.pop(started.action.action_id)
             if not future.done():  # else it is cancelled, and whoever waited for it lets go next
                 future.set_result(started)
-        self._decided(time.monotonic() - began_s)
+        took_s = time.monotonic() - began_s
+        self._decided(took_s)
+        return took_s

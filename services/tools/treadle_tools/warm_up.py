@@ -20,6 +20,8 @@ from treadle_core.managers.resources import Resources
 
 ROUGH = Measured(((1, 1.0), (2, 0.5), (4, 0.9)))  # not convex: arranged by the table
 
+FULL_COLLECTION_EVERY = 1_000  # collections of the middle generation; Python's own 10 is one a second under load
+
 
 def warm_up() -> None:
     """Decide on actions of all shapes, alone and in a queue that does not fit."""
@@ -38,6 +40,12 @@ def warm_up() -> None:
 
 
 def settle() -> None:
-    """All that is there now stays: collections look only at what comes later."""
+    """All that is there now stays: collections look only at what comes later, and seldom at all of that.
+
+    Measured with 1,536 actions waiting: a full collection stops the loop for 130 ms, 25 ms once what the modules
+    brought is set aside; young ones for 0.2 to 1.5 ms.
+    """
     gc.collect()
     gc.freeze()
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, FULL_COLLECTION_EVERY)
