@@ -158,7 +158,7 @@ async def test_a_service_of_another_version_gets_a_keeper_of_its_own(tmp_path: P
     newer.post({protocol.OP: protocol.HELLO, "protocol": protocol.PROTOCOL + 1})
     assert await newer.receive() is None
     newer.close()
-    folder.release()
+    folder.release(keep=True)
     await gone(running)
     await ended(old)
     async with service(tmp_path / "s", keep_on_exit=False) as second:
@@ -180,9 +180,9 @@ def test_one_service_at_a_time_holds_a_folder(tmp_path: Path) -> None:
     held = StateFolder.take(tmp_path / "s")
     with pytest.raises(FolderRefused, match="another tools service"):
         StateFolder.take(tmp_path / "s")
-    held.release()
+    held.release(keep=False)
     assert not (tmp_path / "s").exists()
-    StateFolder.take(tmp_path / "s").release()
+    StateFolder.take(tmp_path / "s").release(keep=False)
 
 
 async def test_frames_and_descriptors_arrive_in_their_order(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ async def test_frames_and_descriptors_arrive_in_their_order(tmp_path: Path) -> N
     there.post({"to": "nobody"})
     there.close()
     (tmp_path / "s" / "keeper.sock").unlink()
-    folder.release()
+    folder.release(keep=True)
 
 
 async def ended(keeper: psutil.Process) -> None:

@@ -28,6 +28,8 @@ class ToolsSettings(Settings):
     max_waiting: int = Field(default=2048, ge=0)  # actions that may wait for their turn
     max_sessions: int = Field(default=256, ge=1)  # open at a time
     session_idle_s: float = Field(default=1800.0, gt=0)  # until an unused session is closed
+    max_snapshots: int = Field(default=64, ge=0)  # kept at a time
+    snapshot_kept_s: float = Field(default=1800.0, gt=0)  # until a snapshot is dropped
     warm_cells: int = Field(default=2, ge=1)  # that stand ready per tool
     state_dir: str = ""  # where the keeper of the sandboxes is found again; empty: a folder named after `listen`
     keep_s: float = Field(default=60.0, ge=0)  # that sessions wait for the service to come back

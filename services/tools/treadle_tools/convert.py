@@ -12,6 +12,7 @@ from treadle_runtime.bus import Bus, make_fact
 from treadle_runtime.fields import require
 
 from treadle_tools.session import Session
+from treadle_tools.snapshots import Snapshot
 from treadle_tools.standing import Standing
 from treadle_tools.tool import Kind, Limits, Result, Status, Tool
 
@@ -98,6 +99,19 @@ def resources_message(standing: Standing) -> pb.GetResourcesResponse:
         providers=providers,
         actions_waiting=standing.waiting,
         actions_running=standing.running,
+    )
+
+
+def snapshot_message(snapshot: Snapshot) -> pb.Snapshot:
+    """The contract's form."""
+    return pb.Snapshot(
+        snapshot_id=snapshot.snapshot_id,
+        tool=snapshot.tool.name,
+        session_id=snapshot.session_id,
+        steps=snapshot.steps,
+        size_bytes=snapshot.size_bytes,
+        taken_at=timestamp(snapshot.taken_at),
+        expires_at=timestamp(snapshot.expires_at),
     )
 
 

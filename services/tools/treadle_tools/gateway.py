@@ -18,6 +18,7 @@ from treadle_tools.registry import Registry
 from treadle_tools.sandbox.cell import Cell
 from treadle_tools.session import Opening, Session
 from treadle_tools.sessions import Sessions
+from treadle_tools.snapshots import Snapshots
 from treadle_tools.standing import Standing
 from treadle_tools.tool import Granted, Limits, Result, Tool
 
@@ -63,11 +64,13 @@ class Gateway:
         sessions: Sessions,
         background: Background,
         standing: Standing,
+        snapshots: Snapshots,
     ) -> None:
         self.registry = registry
         self.standing = standing
         self.pools = pools
         self.sessions = sessions
+        self.snapshots = snapshots
         self._actions = actions
         self._background = background
 

@@ -12,9 +12,11 @@ from treadle_runtime.fields import identifier
 from treadle_runtime.idempotency import RequestRecords
 
 from treadle_tools import convert
+from treadle_tools.arguments import FIELD
 from treadle_tools.background import Background
 from treadle_tools.gateway import Gateway
 from treadle_tools.session import Opening
+from treadle_tools.snapshots import Snapshot
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -72,10 +74,14 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
 
         async def call() -> pb.OpenSessionResponse:
             _trajectory(request.trajectory_id)
-            tool = self._gateway.registry.environment(request.tool)
-            arguments = self._gateway.registry.open_arguments(tool, request.arguments_json)
+            snapshot = self._snapshot(request) if request.snapshot_id else None
+            if snapshot is None:
+                tool = self._gateway.registry.environment(request.tool)
+                arguments = self._gateway.registry.open_arguments(tool, request.arguments_json)
+            else:
+                tool, arguments = snapshot.tool, {}
             limits = convert.limits_of(request.limits, tool.limits)
-            opening = Opening(tool, arguments, limits, request.trajectory_id, request.request_id, ends_at)
+            opening = Opening(tool, arguments, limits, request.trajectory_id, request.request_id, ends_at, snapshot)
             session, first = await self._gateway.open(opening)
             return pb.OpenSessionResponse(session=convert.session_message(session), first=convert.result_message(first))
 
@@ -90,6 +96,24 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
 
         return await self._background.finish(
             lambda: self._records.once("CloseSession", request, pb.CloseSessionResponse, call)
+        )
+
+    def _snapshot(self, request: pb.OpenSessionRequest) -> Snapshot:
+        snapshot = self._gateway.snapshots.get(identifier("snapshot_id", request.snapshot_id))
+        if request.tool and request.tool != snapshot.tool.name:
+            raise InvalidArgument("tool", f"snapshot {snapshot.snapshot_id!r} is of tool {snapshot.tool.name!r}")
+        if request.arguments_json:
+            raise InvalidArgument(FIELD, "must be empty: a session from a snapshot is open already")
+        return snapshot
+
+    async def SnapshotSession(self, request: pb.SnapshotSessionRequest, context: Context) -> pb.SnapshotSessionResponse:
+        async def call() -> pb.SnapshotSessionResponse:
+            session = self._gateway.sessions.get(identifier("session_id", request.session_id))
+            snapshot = await self._gateway.sessions.snapshot(session)
+            return pb.SnapshotSessionResponse(snapshot=convert.snapshot_message(snapshot))
+
+        return await self._background.finish(
+            lambda: self._records.once("SnapshotSession", request, pb.SnapshotSessionResponse, call)
         )
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.GetSessionResponse:

@@ -4,15 +4,18 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from treadle_tools.sandbox.cell import Cell
+from treadle_tools.snapshots import Snapshot
 from treadle_tools.tool import Limits, Result, Status, Tool
 
 
 @dataclass(frozen=True)
 class Opening:
-    """What is asked for. ends_at: when the caller's time is over (time.monotonic); None: never."""
+    """What is asked for. snapshot: to start from, instead of arguments. ends_at: when the caller's time is over
+    (time.monotonic); None: never.
+    """
 
     tool: Tool
     arguments: Mapping[str, Any]
@@ -20,6 +23,7 @@ class Opening:
     trajectory_id: str
     request_id: str
     ends_at: float | None = None
+    snapshot: Snapshot | None = None
 
     @property
     def key(self) -> str:
@@ -105,6 +109,26 @@ class Session:
             last_used_at=float(record["last_used_at"]),
             idle_since=time.monotonic() - used_s,
         )
+
+
+class Memory(Protocol):
+    """Where sessions are remembered for the service's next life; see keeper/client.py."""
+
+    def bind(self, record: Mapping[str, Any], cell: Cell) -> None:
+        """A session lives in a cell."""
+        ...
+
+    def note(self, session_id: str, facts: Mapping[str, Any]) -> None:
+        """What has changed of it."""
+        ...
+
+    def forget(self, session_id: str, closed_by: str = "") -> None:
+        """It is closed."""
+        ...
+
+    async def told(self) -> None:
+        """Returns once all of that will be remembered, come what may."""
+        ...
 
 
 def _result(message: Mapping[str, Any]) -> Result:

@@ -10,7 +10,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 from treadle_runtime.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
@@ -21,8 +21,9 @@ from treadle_tools.keeper.client import Found
 from treadle_tools.registry import Registry
 from treadle_tools.retries import opened
 from treadle_tools.sandbox.cell import Cell, CellLost
-from treadle_tools.session import Opening, Session, step_key
-from treadle_tools.tool import Granted, Limits, Result, Tool
+from treadle_tools.session import Memory, Opening, Session, step_key
+from treadle_tools.snapshots import Snapshot, Snapshots
+from treadle_tools.tool import Granted, Limits, Result, Status, Tool
 
 log = structlog.get_logger()
 
@@ -30,26 +31,6 @@ FULL_RETRY_S = 1.0  # sessions are closed when their trajectory ends; one in man
 REAP_INTERVAL_S = 30.0  # an idle session holds memory, not cores: nothing is lost by half a minute
 DONE = "done"
 LOST = "its sandbox was lost while the service was down"
-
-
-class Memory(Protocol):
-    """Where sessions are remembered for the service's next life; see keeper/client.py."""
-
-    def bind(self, record: Mapping[str, Any], cell: Cell) -> None:
-        """A session lives in a cell."""
-        ...
-
-    def note(self, session_id: str, facts: Mapping[str, Any]) -> None:
-        """What has changed of it."""
-        ...
-
-    def forget(self, session_id: str, closed_by: str = "") -> None:
-        """It is closed."""
-        ...
-
-    async def told(self) -> None:
-        """Returns once all of that will be remembered, come what may."""
-        ...
 
 
 class Sessions:
@@ -66,6 +47,7 @@ class Sessions:
         idle_s: float,
         release: Callable[[Cell], None],
         memory: Memory | None,
+        snapshots: Snapshots,
     ) -> None:
         self._actions = actions
         self._take_cell = take_cell
@@ -73,6 +55,7 @@ class Sessions:
         self._idle_s = idle_s
         self._release = release
         self._memory = memory
+        self._snapshots = snapshots
         self._sessions: dict[str, Session] = {}
         self._opening = 0
         self._opened_before: dict[str, Session] = {}
@@ -141,9 +124,13 @@ class Sessions:
         async def begin(granted: Granted) -> Mapping[str, Any]:
             session.cell = await self._take_cell(opening.tool)
             self._remembering().bind(session.record(), session.cell)
-            return await session.cell.ask(
-                "open", opening.arguments, granted, opening.tool.processes, request_id=opening.key
-            )
+            processes = opening.tool.processes
+            if opening.snapshot is None:
+                return await session.cell.ask("open", opening.arguments, granted, processes, request_id=opening.key)
+            with self._snapshots.reading(opening.snapshot) as file:
+                return await session.cell.ask(
+                    "restore", opening.snapshot.said(), granted, processes, request_id=opening.key, file=file
+                )
 
         async def attempt() -> Result:
             self._let_go(session)
@@ -152,6 +139,32 @@ class Sessions:
             )
 
         return await opened(opening, attempt)
+
+    async def snapshot(self, session: Session) -> Snapshot:
+        """The session's state as it stands, once no step runs. It costs the environment nothing but the time.
+
+        Raises FailedPrecondition where the session has ended, or its environment cannot be written down;
+        ResourceExhausted where too many snapshots are kept.
+        """
+        await self._recalled(session)
+        async with session.turn:
+            cell = self._standing(session)
+            session.used()
+            with self._snapshots.writing() as new:
+                try:
+                    reply = await cell.ask("snapshot", None, session.limits, session.tool.processes, file=new.file)
+                except CellLost as lost:
+                    self._lost(session, str(lost))
+                    reply = {"status": Status.CRASHED, "error": str(lost), "alive": True}
+                if not reply["alive"]:
+                    self._lost(session, str(reply["error"]))
+                if reply["status"] != Status.OK or session.last is None:
+                    raise FailedPrecondition(
+                        "SNAPSHOT_REFUSED",
+                        f"session {session.session_id!r} cannot be written down: {reply['error']}",
+                        session_id=session.session_id,
+                    )
+                return new.whole(session.tool, session.session_id, session.steps, session.last)
 
     def get(self, session_id: str) -> Session:
         """Raises NotFound."""
@@ -175,13 +188,7 @@ class Sessions:
             key = step_key(request_id)
             if session.last_key == key and session.last is not None:
                 return session.last
-            cell = session.cell
-            if session.ended or cell is None:
-                raise FailedPrecondition(
-                    "SESSION_ENDED",
-                    f"session {session.session_id!r} takes no more steps: {session.ended or 'closed'}",
-                    session_id=session.session_id,
-                )
+            cell = self._standing(session)
             session.used()
 
             async def step(granted: Granted) -> Mapping[str, Any]:
@@ -194,6 +201,17 @@ class Sessions:
             self._note(session, key, result)
             await self._remembering().told()
             return result
+
+    @staticmethod
+    def _standing(session: Session) -> Cell:
+        """The cell of a session that can be asked. Raises FailedPrecondition."""
+        if session.ended or session.cell is None:
+            raise FailedPrecondition(
+                "SESSION_ENDED",
+                f"session {session.session_id!r} takes no more steps: {session.ended or 'closed'}",
+                session_id=session.session_id,
+            )
+        return session.cell
 
     async def close(self, session_id: str, request_id: str = "") -> None:
         """End a session, after the step that runs. Raises NotFound."""
@@ -210,6 +228,7 @@ class Sessions:
         """Close idle sessions, for ever."""
         while True:
             await asyncio.sleep(min(REAP_INTERVAL_S, self._idle_s / 2))
+            self._snapshots.sweep()
             oldest = time.monotonic() - self._idle_s
             for session in list(self._sessions.values()):
                 if session.idle_since < oldest and not session.turn.locked():

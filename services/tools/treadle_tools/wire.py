@@ -20,7 +20,7 @@ from treadle_tools.demand import Demands
 from treadle_tools.durations import Durations
 from treadle_tools.gateway import Gateway, Pools
 from treadle_tools.keeper.client import KeeperClient, KeeperFailed, Terms
-from treadle_tools.keeper.folder import FolderRefused, StateFolder
+from treadle_tools.keeper.folder import SNAPSHOTS, FolderRefused, StateFolder
 from treadle_tools.meters import Meters
 from treadle_tools.node import node_of
 from treadle_tools.providers import ProvidersError, read_providers
@@ -28,6 +28,7 @@ from treadle_tools.registry import RegistrationError, Registry, load
 from treadle_tools.sandbox.bubblewrap import Bubblewrap, SandboxMissing, find_sandbox
 from treadle_tools.servicer import ToolsServicer
 from treadle_tools.sessions import Sessions
+from treadle_tools.snapshots import Snapshots
 from treadle_tools.standing import Standing
 from treadle_tools.turns import Turns
 from treadle_tools.warm_up import settle, warm_up
@@ -69,6 +70,9 @@ async def wire(runtime: Runtime) -> Wiring:
         providers=providers,
         meters=meters,
     )
+    snapshots = Snapshots(
+        settings.state_folder / SNAPSHOTS, most=settings.max_snapshots, kept_s=settings.snapshot_kept_s
+    )
     sessions = Sessions(
         actions,
         pools.take,
@@ -76,6 +80,7 @@ async def wire(runtime: Runtime) -> Wiring:
         idle_s=settings.session_idle_s,
         release=lambda cell: background.spawn(pools.put_away(cell)),
         memory=pools.keeper,
+        snapshots=snapshots,
     )
 
     async def watch() -> None:
@@ -83,9 +88,10 @@ async def wire(runtime: Runtime) -> Wiring:
 
     tasks = [background.run, turns.run, watch, sessions.reap]
     if pools.keeper is not None:
+        snapshots.load(registry)
         sessions.restore(pools.keeper.found, registry, pools.keeper.closed)
         tasks += [pools.keeper.run, sessions.recall]
-    gateway = Gateway(registry, pools, actions, sessions, background, standing)
+    gateway = Gateway(registry, pools, actions, sessions, background, standing, snapshots)
     servicer = ToolsServicer(gateway, runtime.records, background)
 
     async def close() -> None:

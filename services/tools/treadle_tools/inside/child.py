@@ -110,11 +110,11 @@ class Child:
         for descriptor in (self._output, self.link.fileno(), self._ended):
             self._poll.register(descriptor, select.POLLIN)
 
-    def send(self, message: dict[str, object]) -> None:
-        """Send a frame to the child. Raises OSError where it is gone."""
+    def send(self, message: dict[str, object], file: int | None = None) -> None:
+        """Send a frame to the child, and an open file with it. Raises OSError where it is gone."""
         self.link.setblocking(True)
         try:
-            frames.send(self.link, message)
+            frames.send(self.link, message, file)
         finally:
             self.link.setblocking(False)
 

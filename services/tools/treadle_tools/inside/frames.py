@@ -4,6 +4,7 @@ Invariant: a frame longer than MAX_FRAME_BYTES is refused on both sides, so that
 """
 
 import json
+import os
 import socket
 import struct
 from collections.abc import Mapping
@@ -45,23 +46,44 @@ def decode(body: bytes) -> dict[str, Any]:
     return message
 
 
-def send(link: socket.socket, message: Mapping[str, Any]) -> None:
-    """Send one frame over a blocking socket."""
-    link.sendall(encode(message))
+def send(link: socket.socket, message: Mapping[str, Any], file: int | None = None) -> None:
+    """Send one frame over a blocking socket, and an open file with it, which stays the caller's."""
+    data = encode(message)
+    if file is not None:
+        data = data[socket.send_fds(link, [data], [file]) :]
+    link.sendall(data)
 
 
 def receive(link: socket.socket) -> dict[str, Any] | None:
     """The next message of a blocking socket; None where the other side has closed it between frames."""
-    header = _exactly(link, HEADER.size)
+    received = receive_with_file(link)
+    if received is None:
+        return None
+    message, file = received
+    if file is not None:
+        os.close(file)
+    return message
+
+
+def receive_with_file(link: socket.socket) -> tuple[dict[str, Any], int | None] | None:
+    """The same, with the open file that came with the message, which is the caller's."""
+    header, files, _, _ = socket.recv_fds(link, HEADER.size, 1, socket.MSG_CMSG_CLOEXEC)
     if not header:
         return None
-    if len(header) < HEADER.size:
-        raise FrameError("the other side ended in a header")
-    length = length_of(header)
-    body = _exactly(link, length)
-    if len(body) < length:
-        raise FrameError("the other side ended in a frame")
-    return decode(body)
+    file = files[0] if files else None
+    try:
+        header += _exactly(link, HEADER.size - len(header))
+        if len(header) < HEADER.size:
+            raise FrameError("the other side ended in a header")
+        length = length_of(header)
+        body = _exactly(link, length)
+        if len(body) < length:
+            raise FrameError("the other side ended in a frame")
+        return decode(body), file
+    except BaseException:
+        if file is not None:
+            os.close(file)
+        raise
 
 
 def _exactly(link: socket.socket, count: int) -> bytes:

@@ -22,8 +22,10 @@ class Lines:
         self._control = control
         self._line: socket.socket | None = None
 
-    def next_request(self) -> dict[str, Any] | None:
-        """The next request on the present line; None where the keeper has let go."""
+    def next_request(self) -> tuple[dict[str, Any], int | None] | None:
+        """The next request on the present line, and the open file that came with it, which is the caller's. None where
+        the keeper has let go.
+        """
         while True:
             poll = select.poll()
             poll.register(self._control, select.POLLIN)
@@ -56,9 +58,9 @@ class Lines:
         self._line = socket.socket(fileno=descriptors[0])
         return True
 
-    def _received(self, line: socket.socket) -> dict[str, Any] | None:
+    def _received(self, line: socket.socket) -> tuple[dict[str, Any], int | None] | None:
         with contextlib.suppress(OSError, frames.FrameError):
-            if (request := frames.receive(line)) is not None:
+            if (request := frames.receive_with_file(line)) is not None:
                 return request
         self._drop()
         return None

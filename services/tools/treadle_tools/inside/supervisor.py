@@ -4,7 +4,6 @@ Owns: the cell's children and their deadlines. Invariant: foreign code never run
 cell can speak to the service in its place; the kernel lets nobody inside the cell kill or stop process 1.
 """
 
-import json
 import os
 import signal
 import socket
@@ -13,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from treadle_tools.inside import frames, kernel, snippet
+from treadle_tools.inside import environments, frames, kernel, snippet
 from treadle_tools.inside.child import Budget, Captured, Child, Exited, TimedOut
 from treadle_tools.inside.lines import Lines
-from treadle_tools.tool import Environment, InvalidArguments, Outcome, Status
+from treadle_tools.tool import Status
 
 CORES = "TREADLE_CORES"  # how a program learns what it was granted
 ENVIRONMENT_GRACE_S = 1.0  # for an environment to answer after code that it ran has used up the time
@@ -49,7 +48,8 @@ class Allowance:
 
 
 class Supervisor:
-    """Answers requests one at a time: `call` (stateless), `open` and `step` (environment), `recall` (the last answer).
+    """Answers requests one at a time: `call` (stateless); `open`, `step`, `snapshot` and `restore` (environment, the
+    last two with a file); `recall` (the last answer).
 
     The last answer stays here, with the id of its request: a service that was killed before it had passed it on can be
     followed by one that does.
@@ -67,16 +67,22 @@ class Supervisor:
         self._prepare()
         frames.send(control, {"hello": os.getpid()})
         lines = Lines(control)
-        while (request := lines.next_request()) is not None:
-            if request["op"] != "recall":
-                self._last = self._timed_answer(request)
-            lines.answer(self._last)
+        while (received := lines.next_request()) is not None:
+            request, file = received
+            if request["op"] == "snapshot":  # changes nothing, so that the last answer stays the last step's
+                lines.answer(self._timed_answer(request, file))
+            else:
+                if request["op"] != "recall":
+                    self._last = self._timed_answer(request, file)
+                lines.answer(self._last)
+            if file is not None:
+                os.close(file)
             if self._has_run_python:
                 self._prepare()
 
-    def _timed_answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _timed_answer(self, request: Mapping[str, Any], file: int | None) -> dict[str, Any]:
         started = time.monotonic()
-        reply = self._answer(request, Allowance.of(request))
+        reply = self._answer(request, Allowance.of(request), file)
         reply["id"] = request["id"]
         reply["execution_s"] = time.monotonic() - started
         reply["alive"] = self._environment is not None
@@ -87,7 +93,7 @@ class Supervisor:
         if self._spare is None:
             self._spare = Child(lambda link: labour(self._worker, link))
 
-    def _ordered(self, op: str, arguments: Any, allowed: Allowance) -> Child:
+    def _ordered(self, op: str, arguments: Any, allowed: Allowance, file: int | None = None) -> Child:
         """A process that has been told what to do. An environment's CPU seconds add up over its steps: no limit
         there.
         """
@@ -99,19 +105,19 @@ class Supervisor:
             baseline_bytes=self._worker.baseline_bytes,
             file_bytes=self._worker.work_bytes,
             processes=self._worker.processes,
-            cpu_s=None if op == "open" else allowed.wall_s * allowed.cpu_cores,
+            cpu_s=None if op in ("open", "restore") else allowed.wall_s * allowed.cpu_cores,
         )
-        child.send({"op": op, "arguments": arguments, "budget": asdict(budget), "cores": allowed.cpu_cores})
+        child.send({"op": op, "arguments": arguments, "budget": asdict(budget), "cores": allowed.cpu_cores}, file)
         return child
 
-    def _answer(self, request: Mapping[str, Any], allowed: Allowance) -> dict[str, Any]:
+    def _answer(self, request: Mapping[str, Any], allowed: Allowance, file: int | None) -> dict[str, Any]:
         op, arguments = str(request["op"]), request["arguments"]
         if op == "call":
             return self._finish(self._ordered(op, arguments, allowed), allowed)
-        if op == "open":
-            self._environment = self._ordered(op, arguments, allowed)
+        if op in ("open", "restore"):
+            self._environment = self._ordered(op, arguments, allowed, file)
         elif self._environment is not None:
-            self._environment.send({"step": arguments, "cores": allowed.cpu_cores})
+            self._environment.send({op: arguments, "cores": allowed.cpu_cores}, file)
         return self._environment_answer(allowed)
 
     def _finish(self, child: Child, allowed: Allowance) -> dict[str, Any]:
@@ -175,69 +181,21 @@ def _reply(status: Status, captured: Captured, *, error: str = "") -> dict[str, 
     return {"status": status, "output": captured.text(), "truncated": captured.cut, "error": error}
 
 
-def _message(outcome: Outcome) -> dict[str, Any]:
-    message = asdict(outcome)
-    data = message.pop("data")
-    return {**message, "data_json": "" if data is None else json.dumps(data)}
-
-
 def labour(worker: Worker, link: socket.socket) -> None:
     """The main of a child: waits for its one order and does it, within the order's budget."""
-    order = frames.receive(link)
-    if order is None:
+    received = frames.receive_with_file(link)
+    if received is None:
         return
+    order, file = received
     Budget(**order["budget"]).enforce()
     arguments = order["arguments"]
     os.environ[CORES] = str(order["cores"])
     if order["op"] == "open":
-        _live(worker.program, arguments, link, int(order["cores"]))
+        environments.begin(worker.program, arguments, link, int(order["cores"]))
+        return
+    if order["op"] == "restore" and file is not None:
+        environments.go_on(file, arguments, link, int(order["cores"]))
         return
     kernel.set_dumpable(True)  # nothing to hide, and some programs read their own /proc
     program = snippet.run_tool if order["op"] == "python" else worker.program
-    _answer_with(link, lambda: program(arguments))
-
-
-def _live(program: Callable[..., Environment], arguments: Any, link: socket.socket, cores: int) -> None:
-    """One environment, from its first observation on. It hides its memory: the answer may be in there."""
-    made: list[Environment] = []
-    sandbox = _LinkedSandbox(link, cores)
-
-    def first() -> Outcome:
-        made.append(program(arguments, sandbox))
-        return made[0].first()
-
-    if not _answer_with(link, first, fatal=True):
-        return
-    while (request := frames.receive(link)) is not None:
-        step, sandbox.cores = request["step"], int(request["cores"])
-        _answer_with(link, lambda step=step: made[0].step(step))  # type: ignore[misc]
-
-
-def _answer_with(link: socket.socket, program: Callable[[], Outcome], *, fatal: bool = False) -> bool:
-    """Run foreign code and send its outcome. fatal: a failure ends the environment. Whether it did not fail so."""
-    try:
-        message = _message(program())
-    except InvalidArguments as refusal:
-        message = {"status": Status.TOOL_ERROR, "invalid": [refusal.name, refusal.description], "fatal": fatal}
-    except MemoryError:
-        message = {"status": Status.OUT_OF_MEMORY, "error": "MemoryError", "fatal": fatal}
-    except BaseException as error:  # noqa: BLE001 - foreign code may raise anything; it is the answer
-        message = {**_message(snippet.failed(error)), "fatal": fatal}
-    frames.send(link, message)
-    return not message.get("fatal", False)
-
-
-class _LinkedSandbox:
-    """The environment's side of `Sandbox`: asks the supervisor, which forks from a process that knows no answer."""
-
-    def __init__(self, link: socket.socket, cores: int) -> None:
-        self._link = link
-        self.cores = cores
-
-    def python(self, code: str) -> Outcome:
-        """Run Python beside the environment."""
-        frames.send(self._link, {"python": code})
-        reply = frames.receive(self._link)
-        if reply is None:
-            raise frames.FrameError("the supervisor is gone")
-        return Outcome(output=str(reply["output"]), status=Status(reply["status"]), error=str(reply["error"]))
+    environments.answer(link, lambda: program(arguments))

@@ -164,7 +164,7 @@ class KeeperClient:
         self._hang_up()
         for cell in self._cells.values():
             cell.hang_up()
-        self._folder.release()
+        self._folder.release(keep=self._terms.keep_on_exit)
 
     def _start(self) -> socket.socket:
         self._reap()

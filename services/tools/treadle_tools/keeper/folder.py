@@ -7,12 +7,14 @@ lock, and the kernel lets go of it when that process ends, however it ends; only
 import contextlib
 import fcntl
 import os
+import shutil
 import socket
 import stat
 from pathlib import Path
 
 SOCKET = "keeper.sock"
 LOG = "keeper.log"
+SNAPSHOTS = "snapshots"
 BACKLOG = 8
 
 
@@ -81,10 +83,15 @@ class StateFolder:
             raise
         return listener
 
-    def release(self) -> None:
-        """Let another service have it; a folder without a keeper is removed."""
-        with contextlib.suppress(OSError):
-            self.path.rmdir()
+    @property
+    def snapshots(self) -> Path:
+        """Where the service keeps snapshots."""
+        return self.path / SNAPSHOTS
+
+    def release(self, *, keep: bool) -> None:
+        """Let another service have it. keep: with what is in it, for a keeper that runs on; else it is removed."""
+        if not keep:
+            _remove(self.path)
         os.close(self._descriptor)
 
 
@@ -95,9 +102,16 @@ def clear(path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             if _lock(descriptor) and _is(path, descriptor):
-                path.rmdir()
+                _remove(path)
         finally:
             os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    """A folder of somebody else's, with more in it, stays."""
+    shutil.rmtree(path / SNAPSHOTS, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.rmdir()
 
 
 def _lock(descriptor: int) -> bool:

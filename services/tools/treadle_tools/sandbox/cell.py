@@ -55,23 +55,31 @@ class Cell:
         return not poll.poll(0)
 
     async def ask(
-        self, op: str, arguments: Any, limits: Limits, processes: int, *, request_id: str = ""
+        self,
+        op: str,
+        arguments: Any,
+        limits: Limits,
+        processes: int,
+        *,
+        request_id: str = "",
+        file: int | None = None,
     ) -> dict[str, Any]:
         """The worker's answer to one request. Raises CellLost; the cell must be ended then.
 
-        op: `call`, `open`, `step` or `recall` (the last answer again; {"id": ""} where there was none). A step keeps
-        the memory of the session's opening; its own, lower limit holds for each process that the step starts. The cell
-        keeps its last answer with `request_id`, for a service that comes after this one. Granted cores are let go with
-        the answer; `cpu_s` in it is what the cell's processes used, None where nobody counts.
+        op: `call`, `open`, `step`; `recall` (the last answer again; {"id": ""} where there was none); `snapshot` (write
+        the environment to `file`) or `restore` (open it from there). A step keeps the memory of the session's opening;
+        its own, lower limit holds for each process that the step starts. The cell keeps its last answer with
+        `request_id`, for a service that comes after this one. Granted cores are let go with the answer; `cpu_s` in it
+        is what the cell's processes used, None where nobody counts.
         """
         slot = self._slot
         if slot is None or op == "recall":
-            return await self._asked(op, arguments, limits, request_id) | {"cpu_s": None}
+            return await self._asked(op, arguments, limits, request_id, file) | {"cpu_s": None}
         with _gone_with_its_worker():
             self._limit(slot, op, limits, processes)
             used_s = slot.cpu_s()
         try:
-            reply = await self._asked(op, arguments, limits, request_id)
+            reply = await self._asked(op, arguments, limits, request_id, file)
         finally:
             with contextlib.suppress(FileNotFoundError):
                 slot.unpin()
@@ -79,7 +87,9 @@ class Cell:
             now_s = slot.cpu_s()
         return reply | {"cpu_s": None if used_s is None or now_s is None else now_s - used_s}
 
-    async def _asked(self, op: str, arguments: Any, limits: Limits, request_id: str) -> dict[str, Any]:
+    async def _asked(
+        self, op: str, arguments: Any, limits: Limits, request_id: str, file: int | None
+    ) -> dict[str, Any]:
         kills = self._oom_kills()
         allowed = {
             "memory_bytes": limits.memory_bytes,
@@ -90,7 +100,7 @@ class Cell:
         request = {"op": op, "id": request_id, "arguments": arguments, "limits": allowed}
         try:
             async with asyncio.timeout(limits.wall_s + BACKSTOP_S):
-                reply = await self._converse(request, limits)
+                reply = await self._converse(request, limits, file)
         except TimeoutError:
             raise CellLost(f"stopped after {limits.wall_s:g} s", timed_out=True) from None
         except CellLost as lost:
@@ -105,7 +115,7 @@ class Cell:
     def _limit(slot: Slot, op: str, limits: Limits, processes: int) -> None:
         """What the whole cell may use from now on, written before each action."""
         slot.limit(
-            memory_bytes=None if op == "step" else limits.memory_bytes + WORKER_BYTES,
+            memory_bytes=None if op in ("step", "snapshot") else limits.memory_bytes + WORKER_BYTES,
             cpu_cores=limits.cpu_cores,
             processes=processes + WORKER_PROCESSES,
             cores=limits.cores if isinstance(limits, Granted) else (),
@@ -120,14 +130,14 @@ class Cell:
         except FileNotFoundError:  # removed after the cell's end
             return 0
 
-    async def _converse(self, request: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
+    async def _converse(self, request: Mapping[str, Any], limits: Limits, file: int | None) -> dict[str, Any]:
         if self._slot is not None:
-            return await self._exchange(request)
+            return await self._exchange(request, file)
         reply: dict[str, Any] | CellLost
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(self._kill_when_outgrown(limits.memory_bytes))
             try:
-                reply = await self._exchange(request)
+                reply = await self._exchange(request, file)
             except CellLost as lost:
                 reply = lost
             finally:
@@ -141,10 +151,13 @@ class Cell:
         self._outgrown += 1
         self._end()
 
-    async def _exchange(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def _exchange(self, request: Mapping[str, Any], file: int | None) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         try:
-            await loop.sock_sendall(self._line, frames.encode(request))
+            data = frames.encode(request)
+            if file is not None:  # an idle cell's socket is empty: a part of it is taken at once
+                data = data[socket.send_fds(self._line, [data], [file]) :]
+            await loop.sock_sendall(self._line, data)
             length = frames.length_of(await self._exactly(frames.HEADER.size))
             return frames.decode(await self._exactly(length))
         except (OSError, frames.FrameError) as error:

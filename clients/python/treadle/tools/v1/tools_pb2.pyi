@@ -320,12 +320,15 @@ class OpenSessionRequest(google.protobuf.message.Message):
     ARGUMENTS_JSON_FIELD_NUMBER: builtins.int
     TRAJECTORY_ID_FIELD_NUMBER: builtins.int
     LIMITS_FIELD_NUMBER: builtins.int
+    SNAPSHOT_ID_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     tool: builtins.str
     """an environment"""
     arguments_json: builtins.str
     """e.g. {"seed": 7}"""
     trajectory_id: builtins.str
+    snapshot_id: builtins.str
+    """instead of arguments_json: start where this snapshot was taken; tool may be left out"""
     @property
     def limits(self) -> Global___Limits: ...
     def __init__(
@@ -336,9 +339,10 @@ class OpenSessionRequest(google.protobuf.message.Message):
         arguments_json: builtins.str = ...,
         trajectory_id: builtins.str = ...,
         limits: Global___Limits | None = ...,
+        snapshot_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arguments_json", b"arguments_json", "limits", b"limits", "request_id", b"request_id", "tool", b"tool", "trajectory_id", b"trajectory_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arguments_json", b"arguments_json", "limits", b"limits", "request_id", b"request_id", "snapshot_id", b"snapshot_id", "tool", b"tool", "trajectory_id", b"trajectory_id"]) -> None: ...
 
 Global___OpenSessionRequest: typing_extensions.TypeAlias = OpenSessionRequest
 
@@ -554,3 +558,76 @@ class Provider(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["breaker", b"breaker", "name", b"name", "rests", b"rests"]) -> None: ...
 
 Global___Provider: typing_extensions.TypeAlias = Provider
+
+@typing.final
+class SnapshotSessionRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    session_id: builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        session_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["request_id", b"request_id", "session_id", b"session_id"]) -> None: ...
+
+Global___SnapshotSessionRequest: typing_extensions.TypeAlias = SnapshotSessionRequest
+
+@typing.final
+class Snapshot(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: builtins.int
+    TOOL_FIELD_NUMBER: builtins.int
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    TAKEN_AT_FIELD_NUMBER: builtins.int
+    EXPIRES_AT_FIELD_NUMBER: builtins.int
+    snapshot_id: builtins.str
+    tool: builtins.str
+    session_id: builtins.str
+    """whose state it is"""
+    steps: builtins.int
+    """that session had taken"""
+    size_bytes: builtins.int
+    @property
+    def taken_at(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def expires_at(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        snapshot_id: builtins.str = ...,
+        tool: builtins.str = ...,
+        session_id: builtins.str = ...,
+        steps: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+        taken_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        expires_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["expires_at", b"expires_at", "taken_at", b"taken_at"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["expires_at", b"expires_at", "session_id", b"session_id", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id", "steps", b"steps", "taken_at", b"taken_at", "tool", b"tool"]) -> None: ...
+
+Global___Snapshot: typing_extensions.TypeAlias = Snapshot
+
+@typing.final
+class SnapshotSessionResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SNAPSHOT_FIELD_NUMBER: builtins.int
+    @property
+    def snapshot(self) -> Global___Snapshot: ...
+    def __init__(
+        self,
+        *,
+        snapshot: Global___Snapshot | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["snapshot", b"snapshot"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["snapshot", b"snapshot"]) -> None: ...
+
+Global___SnapshotSessionResponse: typing_extensions.TypeAlias = SnapshotSessionResponse

@@ -64,6 +64,11 @@ class ToolsServiceStub(object):
                 request_serializer=treadle_dot_tools_dot_v1_dot_tools__pb2.GetResourcesRequest.SerializeToString,
                 response_deserializer=treadle_dot_tools_dot_v1_dot_tools__pb2.GetResourcesResponse.FromString,
                 _registered_method=True)
+        self.SnapshotSession = channel.unary_unary(
+                '/treadle.tools.v1.ToolsService/SnapshotSession',
+                request_serializer=treadle_dot_tools_dot_v1_dot_tools__pb2.SnapshotSessionRequest.SerializeToString,
+                response_deserializer=treadle_dot_tools_dot_v1_dot_tools__pb2.SnapshotSessionResponse.FromString,
+                _registered_method=True)
 
 
 class ToolsServiceServicer(object):
@@ -110,6 +115,15 @@ class ToolsServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SnapshotSession(self, request, context):
+        """Keeps the state of a session as it stands between two steps; sessions opened from it (OpenSessionRequest.snapshot_id) start there.
+        Errors: NOT_FOUND SESSION_NOT_FOUND, FAILED_PRECONDITION SESSION_ENDED | SNAPSHOT_REFUSED (the environment cannot be written down),
+        RESOURCE_EXHAUSTED SNAPSHOTS_FULL.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ToolsServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -142,6 +156,11 @@ def add_ToolsServiceServicer_to_server(servicer, server):
                     servicer.GetResources,
                     request_deserializer=treadle_dot_tools_dot_v1_dot_tools__pb2.GetResourcesRequest.FromString,
                     response_serializer=treadle_dot_tools_dot_v1_dot_tools__pb2.GetResourcesResponse.SerializeToString,
+            ),
+            'SnapshotSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.SnapshotSession,
+                    request_deserializer=treadle_dot_tools_dot_v1_dot_tools__pb2.SnapshotSessionRequest.FromString,
+                    response_serializer=treadle_dot_tools_dot_v1_dot_tools__pb2.SnapshotSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -306,6 +325,33 @@ class ToolsService(object):
             '/treadle.tools.v1.ToolsService/GetResources',
             treadle_dot_tools_dot_v1_dot_tools__pb2.GetResourcesRequest.SerializeToString,
             treadle_dot_tools_dot_v1_dot_tools__pb2.GetResourcesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SnapshotSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.tools.v1.ToolsService/SnapshotSession',
+            treadle_dot_tools_dot_v1_dot_tools__pb2.SnapshotSessionRequest.SerializeToString,
+            treadle_dot_tools_dot_v1_dot_tools__pb2.SnapshotSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -121,7 +121,23 @@ _ToolsServiceGetResourcesType = typing_extensions.TypeVar(
     ],
 )
 
-class ToolsServiceStub(typing.Generic[_ToolsServiceListToolsType, _ToolsServiceInvokeType, _ToolsServiceOpenSessionType, _ToolsServiceCloseSessionType, _ToolsServiceGetSessionType, _ToolsServiceGetResourcesType]):
+_ToolsServiceSnapshotSessionType = typing_extensions.TypeVar(
+    '_ToolsServiceSnapshotSessionType',
+    grpc.UnaryUnaryMultiCallable[
+        treadle.tools.v1.tools_pb2.SnapshotSessionRequest,
+        treadle.tools.v1.tools_pb2.SnapshotSessionResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.tools.v1.tools_pb2.SnapshotSessionRequest,
+        treadle.tools.v1.tools_pb2.SnapshotSessionResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        treadle.tools.v1.tools_pb2.SnapshotSessionRequest,
+        treadle.tools.v1.tools_pb2.SnapshotSessionResponse,
+    ],
+)
+
+class ToolsServiceStub(typing.Generic[_ToolsServiceListToolsType, _ToolsServiceInvokeType, _ToolsServiceOpenSessionType, _ToolsServiceCloseSessionType, _ToolsServiceGetSessionType, _ToolsServiceGetResourcesType, _ToolsServiceSnapshotSessionType]):
     @typing.overload
     def __init__(self: ToolsServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -147,6 +163,10 @@ class ToolsServiceStub(typing.Generic[_ToolsServiceListToolsType, _ToolsServiceI
         grpc.UnaryUnaryMultiCallable[
             treadle.tools.v1.tools_pb2.GetResourcesRequest,
             treadle.tools.v1.tools_pb2.GetResourcesResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            treadle.tools.v1.tools_pb2.SnapshotSessionRequest,
+            treadle.tools.v1.tools_pb2.SnapshotSessionResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -176,6 +196,10 @@ class ToolsServiceStub(typing.Generic[_ToolsServiceListToolsType, _ToolsServiceI
             treadle.tools.v1.tools_pb2.GetResourcesRequest,
             treadle.tools.v1.tools_pb2.GetResourcesResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            treadle.tools.v1.tools_pb2.SnapshotSessionRequest,
+            treadle.tools.v1.tools_pb2.SnapshotSessionResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     ListTools: _ToolsServiceListToolsType
@@ -195,6 +219,12 @@ class ToolsServiceStub(typing.Generic[_ToolsServiceListToolsType, _ToolsServiceI
 
     GetResources: _ToolsServiceGetResourcesType
     """How full the node and the providers' quotas are, and how many actions wait for what."""
+
+    SnapshotSession: _ToolsServiceSnapshotSessionType
+    """Keeps the state of a session as it stands between two steps; sessions opened from it (OpenSessionRequest.snapshot_id) start there.
+    Errors: NOT_FOUND SESSION_NOT_FOUND, FAILED_PRECONDITION SESSION_ENDED | SNAPSHOT_REFUSED (the environment cannot be written down),
+    RESOURCE_EXHAUSTED SNAPSHOTS_FULL.
+    """
 
 ToolsServiceAsyncStub: typing_extensions.TypeAlias = ToolsServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -220,6 +250,10 @@ ToolsServiceAsyncStub: typing_extensions.TypeAlias = ToolsServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         treadle.tools.v1.tools_pb2.GetResourcesRequest,
         treadle.tools.v1.tools_pb2.GetResourcesResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.tools.v1.tools_pb2.SnapshotSessionRequest,
+        treadle.tools.v1.tools_pb2.SnapshotSessionResponse,
     ],
 ]
 
@@ -271,5 +305,16 @@ class ToolsServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[treadle.tools.v1.tools_pb2.GetResourcesResponse, collections.abc.Awaitable[treadle.tools.v1.tools_pb2.GetResourcesResponse]]:
         """How full the node and the providers' quotas are, and how many actions wait for what."""
+
+    @abc.abstractmethod
+    def SnapshotSession(
+        self,
+        request: treadle.tools.v1.tools_pb2.SnapshotSessionRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[treadle.tools.v1.tools_pb2.SnapshotSessionResponse, collections.abc.Awaitable[treadle.tools.v1.tools_pb2.SnapshotSessionResponse]]:
+        """Keeps the state of a session as it stands between two steps; sessions opened from it (OpenSessionRequest.snapshot_id) start there.
+        Errors: NOT_FOUND SESSION_NOT_FOUND, FAILED_PRECONDITION SESSION_ENDED | SNAPSHOT_REFUSED (the environment cannot be written down),
+        RESOURCE_EXHAUSTED SNAPSHOTS_FULL.
+        """
 
 def add_ToolsServiceServicer_to_server(servicer: ToolsServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -1,0 +1,123 @@
+"""One environment in its process: from its first observation, or from a snapshot, to its end.
+
+Invariant: the process hides its memory, since the answer may be in there; an agent's code runs beside it, in a fork of
+a process that knows nothing of it.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from treadle_tools.inside import frames, snapshot, snippet
+from treadle_tools.tool import Environment, InvalidArguments, Outcome, Status
+
+_sandboxes: list["LinkedSandbox"] = []  # of this process, one at most: how an environment out of a snapshot finds it
+
+
+def begin(program: Callable[..., Environment], arguments: Any, link: socket.socket, cores: int) -> None:
+    """A new environment. cores: that its opening was granted."""
+    sandbox = _sandbox(link, cores)
+    made: list[Environment] = []
+
+    def first() -> Outcome:
+        made.append(program(arguments, sandbox))
+        return made[0].first()
+
+    if answer(link, first, fatal=True):
+        _live(made[0], link)
+
+
+def go_on(file: int, said: Mapping[str, Any], link: socket.socket, cores: int) -> None:
+    """One that was written to `file`. said: its last observation, which is the first of this session."""
+    _sandbox(link, cores)
+    made: list[Environment] = []
+
+    def read() -> Outcome:
+        made.append(snapshot.read(file))
+        os.close(file)
+        data = json.loads(said["data_json"]) if said["data_json"] else None
+        return Outcome(output=str(said["output"]), reward=said["reward"], data=data)
+
+    if answer(link, read, fatal=True):
+        _live(made[0], link)
+
+
+def _sandbox(link: socket.socket, cores: int) -> "LinkedSandbox":
+    _sandboxes.append(LinkedSandbox(link, cores))
+    return _sandboxes[0]
+
+
+def _live(environment: Environment, link: socket.socket) -> None:
+    while (received := frames.receive_with_file(link)) is not None:
+        request, file = received
+        if file is not None:
+            _write(environment, file, link)
+            os.close(file)
+        else:
+            arguments, _sandboxes[0].cores = request["step"], int(request["cores"])
+            answer(link, lambda arguments=arguments: environment.step(arguments))  # type: ignore[misc]
+
+
+def _write(environment: Environment, file: int, link: socket.socket) -> None:
+    """In a fork, so that the environment stays as it is, whatever its own pickling does."""
+    child = os.fork()
+    if child == 0:
+
+        def write() -> Outcome:
+            snapshot.write(environment, file)
+            return Outcome()
+
+        try:
+            answer(link, write)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if status != 0:
+        frames.send(link, {"status": Status.CRASHED, "error": "what was to write the snapshot was killed"})
+
+
+def answer(link: socket.socket, program: Callable[[], Outcome], *, fatal: bool = False) -> bool:
+    """Run foreign code and send its outcome. fatal: a failure ends the environment. Whether it did not fail so."""
+    try:
+        message = _message(program())
+    except InvalidArguments as refusal:
+        message = {"status": Status.TOOL_ERROR, "invalid": [refusal.name, refusal.description], "fatal": fatal}
+    except MemoryError:
+        message = {"status": Status.OUT_OF_MEMORY, "error": "MemoryError", "fatal": fatal}
+    except BaseException as error:  # noqa: BLE001 - foreign code may raise anything; it is the answer
+        message = {**_message(snippet.failed(error)), "fatal": fatal}
+    frames.send(link, message)
+    return not message.get("fatal", False)
+
+
+def _message(outcome: Outcome) -> dict[str, Any]:
+    message = asdict(outcome)
+    data = message.pop("data")
+    return {**message, "data_json": "" if data is None else json.dumps(data)}
+
+
+class LinkedSandbox:
+    """The environment's side of `Sandbox`: asks the supervisor, which forks from a process that knows no answer."""
+
+    def __init__(self, link: socket.socket, cores: int) -> None:
+        self._link = link
+        self.cores = cores
+
+    def __reduce__(self) -> tuple[Callable[[], "LinkedSandbox"], tuple[()]]:
+        """Out of a snapshot comes the sandbox of the process that reads it."""
+        return _here, ()
+
+    def python(self, code: str) -> Outcome:
+        """Run Python beside the environment."""
+        frames.send(self._link, {"python": code})
+        reply = frames.receive(self._link)
+        if reply is None:
+            raise frames.FrameError("the supervisor is gone")
+        return Outcome(output=str(reply["output"]), status=Status(reply["status"]), error=str(reply["error"]))
+
+
+def _here() -> LinkedSandbox:
+    return _sandboxes[0]

@@ -1,0 +1,146 @@
+"""States of environments, kept on disk for sessions that are to start where another one stood.
+
+Owns: the folder `snapshots` of the state folder: a tar that the sandbox wrote (`inside/snapshot.py`) and what the
+service knows of it, per snapshot. Invariants: a snapshot is listed once it is whole; there are at most `most`, each
+gone `kept_s` after it was taken. They outlive the service as long as its keeper does.
+"""
+
+import contextlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+from treadle_runtime.errors import NotFound, ResourceExhausted
+
+from treadle_tools.tool import Result, Status, Tool
+
+log = structlog.get_logger()
+
+FULL_RETRY_S = 10.0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One state. steps: that its session had taken. last: what its environment had said last. Times since the epoch."""
+
+    snapshot_id: str
+    tool: Tool
+    session_id: str
+    steps: int
+    last: Result
+    size_bytes: int
+    taken_at: float
+    expires_at: float
+
+    def said(self) -> dict[str, Any]:
+        """What a session that starts from here says first."""
+        return {"output": self.last.output, "reward": self.last.reward, "data_json": self.last.data_json}
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A snapshot that is being written to `file`, a descriptor. whole: says that it is."""
+
+    snapshot_id: str
+    file: int
+    whole: Callable[[Tool, str, int, Result], Snapshot]
+
+
+class Snapshots:
+    """See the module."""
+
+    def __init__(self, folder: Path, *, most: int, kept_s: float) -> None:
+        self._folder = folder
+        self._most = most
+        self._kept_s = kept_s
+        self._snapshots: dict[str, Snapshot] = {}
+        self._writing = 0
+
+    def load(self, tools: Iterable[Tool]) -> None:
+        """Find those of an earlier life of the service; remove what is of no use."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        by_name = {tool.name: tool for tool in tools}
+        for path in self._folder.glob("*.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                snapshot = _snapshot(json.loads(path.read_text()), by_name)
+                self._snapshots[snapshot.snapshot_id] = snapshot
+        self.sweep()
+        for path in self._folder.iterdir():
+            if path.stem not in self._snapshots:
+                path.unlink()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Unfinished]:
+        """A new one, dropped at the end of the block unless it is whole by then. Raises ResourceExhausted."""
+        self.sweep()
+        if len(self._snapshots) + self._writing >= self._most:
+            raise ResourceExhausted(
+                "SNAPSHOTS_FULL", f"{self._most} snapshots are kept already", retry_after_s=FULL_RETRY_S
+            )
+        snapshot_id = f"snap-{uuid.uuid4().hex}"
+        file = os.open(self._tar(snapshot_id), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._writing += 1
+        try:
+            yield Unfinished(snapshot_id, file, partial(self._add, snapshot_id))
+        finally:
+            self._writing -= 1
+            os.close(file)
+            if snapshot_id not in self._snapshots:
+                self._remove(snapshot_id)
+
+    def _add(self, snapshot_id: str, tool: Tool, session_id: str, steps: int, last: Result) -> Snapshot:
+        now = time.time()
+        size_bytes = self._tar(snapshot_id).stat().st_size
+        snapshot = Snapshot(snapshot_id, tool, session_id, steps, last, size_bytes, now, now + self._kept_s)
+        unfinished = self._folder / f"{snapshot_id}.part"
+        unfinished.write_text(json.dumps({**asdict(snapshot), "tool": tool.name}))
+        unfinished.replace(self._folder / f"{snapshot_id}.json")
+        self._snapshots[snapshot_id] = snapshot
+        return snapshot
+
+    def get(self, snapshot_id: str) -> Snapshot:
+        """Raises NotFound."""
+        self.sweep()
+        if snapshot_id not in self._snapshots:
+            raise NotFound(
+                "SNAPSHOT_NOT_FOUND",
+                f"snapshot_id: there is no snapshot {snapshot_id[:64]!r}; each is kept {self._kept_s:g} s",
+                snapshot_id=snapshot_id,
+            )
+        return self._snapshots[snapshot_id]
+
+    @contextlib.contextmanager
+    def reading(self, snapshot: Snapshot) -> Iterator[int]:
+        """Its file, open for the block."""
+        file = os.open(self._tar(snapshot.snapshot_id), os.O_RDONLY)
+        try:
+            yield file
+        finally:
+            os.close(file)
+
+    def sweep(self) -> None:
+        """Drop those whose time is over."""
+        now = time.time()
+        for snapshot in [one for one in self._snapshots.values() if one.expires_at <= now]:
+            self._remove(snapshot.snapshot_id)
+
+    def _remove(self, snapshot_id: str) -> None:
+        self._snapshots.pop(snapshot_id, None)
+        (self._folder / f"{snapshot_id}.json").unlink(missing_ok=True)
+        self._tar(snapshot_id).unlink(missing_ok=True)
+
+    def _tar(self, snapshot_id: str) -> Path:
+        return self._folder / f"{snapshot_id}.tar"
+
+
+def _snapshot(message: Mapping[str, Any], tools: Mapping[str, Tool]) -> Snapshot:
+    last = message["last"]
+    result = Result(**{**last, "status": Status(last["status"]), "invalid": None})
+    return Snapshot(**{**message, "tool": tools[message["tool"]], "last": result})
