@@ -114,7 +114,9 @@ from treadle_tools.tool import Kind, Limits, Tool
 ANY = {"type": "object"}
 TOOLS = [Tool(name="count", kind=Kind.ENVIRONMENT, description="", entry="own_code:Count", arguments_schema=ANY,
               open_schema=ANY, limits=Limits(wall_s=20.0)),
-         Tool(name="dies", kind=Kind.ENVIRONMENT, description="", entry="own_code:Dies", arguments_schema=ANY)]
+         Tool(name="dies", kind=Kind.ENVIRONMENT, description="", entry="own_code:Dies", arguments_schema=ANY),
+         Tool(name="hoards", kind=Kind.ENVIRONMENT, description="", entry="own_code:Hoards", arguments_schema=ANY,
+              limits=Limits(wall_s=60.0, memory_bytes=64 << 20))]
 """
 OWN_CODE = """
 import os, time
@@ -134,17 +136,31 @@ class Count:
 class Dies:
     def __init__(self, arguments, sandbox):
         os._exit(7)
+
+class Hoards:
+    def __init__(self, arguments, sandbox):
+        pass
+    def first(self):
+        return Outcome(output="open")
+    def step(self, arguments):
+        time.sleep(1.0)
+        for _ in range(4):
+            if os.fork() == 0:
+                held = b"x" * (40 << 20)
+                time.sleep(60)
+                os._exit(0)
+        time.sleep(60)
 """
 
 
 @asynccontextmanager
-async def own_life(start_service: StartService, state: str, folder: Path) -> AsyncIterator[ToolsCalls]:
-    """One life of a service with tools that count, and die."""
+async def own_life(start_service: StartService, state: str, folder: Path, **settings: str) -> AsyncIterator[ToolsCalls]:
+    """One life of a service with tools that count, die and hoard."""
     (folder / "own_tools.py").write_text(OWN_TOOLS)
     (folder / "own_code.py").write_text(OWN_CODE)
     process = await start_service("treadle_tools", {
         "TREADLE_TOOLS_MODULES": "own_tools", "TREADLE_TOOLS_BUILTIN": "", "TREADLE_TOOLS_STATE_DIR": state,
-        "PYTHONPATH": import_path(folder),
+        "PYTHONPATH": import_path(folder), **{f"TREADLE_TOOLS_{name}": value for name, value in settings.items()},
     })  # fmt: skip
     async with calls_to(process) as calls:
         yield calls
@@ -224,6 +240,38 @@ async def test_an_environment_that_dies_while_it_opens_is_tried_again(
         assert opened.first.status == pb.RESULT_STATUS_CRASHED
         assert opened.session.done
         assert calls.process.stderr_text().count("an environment is opened again") == 2
+
+
+async def said(log: Path, text: str) -> None:
+    """Returns once the log says so."""
+    async with asyncio.timeout(30):
+        while True:
+            if text in log.read_text():
+                return
+            await asyncio.sleep(0.05)
+
+
+async def test_memory_is_watched_while_there_is_no_service(
+    start_service: StartService, state: str, tmp_path: Path
+) -> None:
+    """
+    GIVEN   no control groups, and a step whose children will hold 160 MiB where 64 are allowed
+    WHEN    the service is killed before they do
+    Result: the keeper kills the cell; the next service says that the session has ended
+    """
+    async with own_life(start_service, state, tmp_path, CGROUPS="off") as calls:
+        session_id = (await calls.open("hoards")).session.session_id
+        hoarding = asyncio.create_task(calls.step(session_id, {}, id="hoard"))
+        keeper = keeper_of(calls)
+        await asyncio.sleep(0.3)
+        calls.process.kill()
+        await asyncio.gather(hoarding, return_exceptions=True)
+        await said(Path(state) / "keeper.log", "a cell outgrew its memory")
+        assert keeper.is_running()
+    async with own_life(start_service, state, tmp_path, CGROUPS="off") as calls:
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await calls.step(session_id, {}, id="hoard")
+        assert error_of(ended.value).reason == "SESSION_ENDED"
 
 
 async def test_sessions_outlive_an_orderly_end_where_they_are_told_to(start_service: StartService, state: str) -> None:

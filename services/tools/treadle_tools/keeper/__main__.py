@@ -9,6 +9,7 @@ from pathlib import Path
 from treadle_tools.keeper.keeper import keep
 
 if __name__ == "__main__":
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # whatever the service held: its port must be free when it comes back
     listener = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

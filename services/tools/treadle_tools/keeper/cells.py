@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import structlog
 
 from treadle_tools.keeper.recipe import Recipe
+from treadle_tools.sandbox import memory
 from treadle_tools.sandbox.cell import WorkerFailed
 from treadle_tools.sandbox.cgroups import Cgroups
 from treadle_tools.sandbox.held import HeldCell
@@ -41,6 +42,7 @@ class Cells:
         self._failed = failed
         self._numbers = itertools.count(1)
         self._entries: dict[str, tuple[Entry, Pool]] = {}
+        self._watches: list[asyncio.Task[None]] = []
         self._pools: dict[str, tuple[Pool, asyncio.Task[None]]] = {}
 
     async def set_tools(self, recipes: Mapping[str, Recipe], cgroups: Cgroups | None, spares: int) -> None:
@@ -76,20 +78,37 @@ class Cells:
         if entry is not None and pool is not None:
             self._group.create_task(self._kill(entry, pool))
 
-    def put_away_all_but(self, kept: set[str]) -> None:
-        """Whoever wanted cells has gone: kill what is no session's, make no more."""
+    def keep_only(self, kept: set[str]) -> None:
+        """Whoever wanted cells has gone: kill what is no session's, make no more, and watch the memory of the rest
+        where no control group does.
+        """
         for pool, _ in self._pools.values():
             pool.want_none()
         for name in self._entries.keys() - kept:
             self.put_away(name)
+        for entry, pool in self._entries.values():
+            if entry.cell.slot is None:
+                self._watches.append(self._group.create_task(self._watch(entry, pool.recipe.memory_bytes)))
+
+    def stop_watching(self) -> None:
+        """Somebody has come who does."""
+        watches, self._watches = self._watches, []
+        for watch in watches:
+            watch.cancel()
 
     async def end(self) -> None:
         """Kill everything."""
+        self.stop_watching()
         pools, self._pools = list(self._pools.values()), {}
         for _, task in pools:
             task.cancel()
         for pool, task in pools:
             await self._end(pool, task)
+
+    async def _watch(self, entry: Entry, memory_bytes: int) -> None:
+        await memory.outgrows(entry.cell.pid, memory_bytes)
+        log.warning("a cell outgrew its memory", tool=entry.tool)
+        self.put_away(entry.name)
 
     async def _kill(self, entry: Entry, pool: Pool) -> None:
         try:

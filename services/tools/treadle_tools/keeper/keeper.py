@@ -48,7 +48,7 @@ class Keeper:
             log.error("a service that speaks no frames was hung up on", error=str(error))
             more = True
         self._service = None
-        self._cells.put_away_all_but(self._table.cells())
+        self._cells.keep_only(self._table.cells())
         if more:
             service.close()
         return more
@@ -95,6 +95,7 @@ class Keeper:
             entry = None if name is None else self._cells.get(name)
             self._post(service, {protocol.OP: protocol.SESSION, "record": record}, entry)
         service.post({protocol.OP: protocol.READY})
+        self._cells.stop_watching()
         self._service = service
 
     def _obey(self, order: Mapping[str, Any]) -> None:

@@ -92,7 +92,7 @@ class Bubblewrap:
             work_bytes=tool.work_bytes,
             argv=program.argv(tool, drop_root=self.drop_root),
         )
-        return Recipe(tool.name, tuple(command), self.user)
+        return Recipe(tool.name, tuple(command), self.user, tool.limits.memory_bytes)
 
 
 def inside(path: Path) -> Path:
