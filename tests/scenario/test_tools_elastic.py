@@ -140,16 +140,17 @@ async def test_a_session_keeps_memory_until_it_is_closed(start_service: StartSer
     """
     GIVEN   memory for one session
     WHEN    a second is opened
-    Result: it waits, and opens when the first is closed
+    Result: it waits, and opens when the first is closed; steps of the first and calls of other tools do not wait
     """
     mib = 1024 * 1024
-    async with tools(start_service, "frozen_lake", MEMORY_BYTES=str(24 * mib)) as calls:
+    async with tools(start_service, "python", "frozen_lake", MEMORY_BYTES=str(24 * mib)) as calls:
         first = (await calls.open("frozen_lake")).session.session_id
         assert (await dimension(calls, "memory_bytes")).held == 16 * mib
         second = asyncio.create_task(calls.open("frozen_lake"))
         await until_said(calls.resources, lambda said: said.actions_waiting == 1)
-        for action in ("right", "down"):
+        for action in ("left", "up"):  # against the walls: it goes on
             await calls.step(first, {"action": action})
+        assert (await calls.python("1 + 1")).output == "2\n"
         assert not second.done()
         await calls.close(first)
         await calls.close((await second).session.session_id)

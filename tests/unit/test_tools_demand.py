@@ -11,10 +11,10 @@ from treadle_core.elastic.action import UnitSet as Units
 from treadle_core.managers.basic import Provider, concurrency_of, quota_of
 from treadle_core.managers.breaker import BreakerRule
 from treadle_core.managers.quota import Quota
-from treadle_tools.builtin import PYTHON
+from treadle_tools.builtin import FROZEN_LAKE, PYTHON
 from treadle_tools.demand import Demands
 from treadle_tools.durations import Durations
-from treadle_tools.node import listed, node_of, total_memory_bytes
+from treadle_tools.node import NODE_ID, listed, node_of, total_memory_bytes
 from treadle_tools.providers import ProvidersError, read_providers
 from treadle_tools.registry import RegistrationError, Registry
 from treadle_tools.tool import MIB, Limits, Result, Scaling, Status, Tool
@@ -30,17 +30,16 @@ def ended(execution_s: float, cores: int = 1, overhead_s: float = 0.0) -> Result
     return Result(Status.OK, execution_s=execution_s, overhead_s=overhead_s, cores=cores)
 
 
-def test_a_tool_without_scaling_asks_for_its_cores_and_no_more_than_there_are() -> None:
+def test_a_tool_without_scaling_asks_for_its_cores_and_a_session_for_memory_but_for_no_more_than_there_is() -> None:
     demands = Demands(4, GIB, {}, Durations())
-    action = demands.action(
-        "x", "session", 3, tool(cores=8, reserve_bytes=2 * GIB), Limits(cpu_cores=8, memory_bytes=4 * GIB)
-    )
-    assert dict(action.cost) == {CPU_CORES: Fixed(4), MEMORY_BYTES: Fixed(GIB)}
-    assert (action.trajectory_id, action.arrival, action.scalable) == ("session", 3, False)
-    assert demands.action("x", "x", 0, tool(), Limits(cpu_cores=2, memory_bytes=MIB)).cost == {
-        CPU_CORES: Fixed(2),
-        MEMORY_BYTES: Fixed(MIB),
-    }
+    limits = Limits(cpu_cores=8, memory_bytes=4 * GIB)
+    once = demands.action("x", "x", 3, tool(cores=8), limits)
+    assert (dict(once.cost), once.node_id, once.arrival, once.scalable) == ({CPU_CORES: Fixed(4)}, NODE_ID, 3, False)
+    lake = replace(FROZEN_LAKE, reserve_bytes=2 * GIB)
+    stays = demands.action("x", "session", 0, lake, limits)
+    assert dict(stays.cost) == {CPU_CORES: Fixed(4), MEMORY_BYTES: Fixed(GIB)}
+    assert (stays.trajectory_id, stays.node_id) == ("session", None)
+    assert demands.action("x", "x", 0, lake, Limits(memory_bytes=MIB)).cost[MEMORY_BYTES] == Fixed(MIB)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """Turns of actions: first come, first served, never more than there is, nothing lost when somebody gives up."""
 
 import asyncio
+import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from support.conditions import until
 from treadle_core.elastic.action import CPU_CORES, Action, Amdahl, Demand, Duration, Fixed, Knowledge, Range
 from treadle_core.managers.basic import BasicManager, Provider
 from treadle_core.managers.cpu import CpuManager, Machine
@@ -17,10 +19,12 @@ from treadle_tools.turns import Turns
 
 
 @asynccontextmanager
-async def turns_of(cores: int, max_waiting: int, *providers: BasicManager) -> AsyncIterator[Turns]:
+async def turns_of(
+    cores: int, max_waiting: int, *providers: BasicManager, decided: Callable[[float], None] = lambda _: None
+) -> AsyncIterator[Turns]:
     machine = Machine("local", (tuple(range(cores)),), 1 << 30)
     dispatcher = Dispatcher(Resources([CpuManager([machine]), *providers]), time.monotonic())
-    turns = Turns(dispatcher, max_waiting)
+    turns = Turns(dispatcher, max_waiting, decided)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(turns.run())
         yield turns
@@ -29,13 +33,16 @@ async def turns_of(cores: int, max_waiting: int, *providers: BasicManager) -> As
         running.cancel()
 
 
+ARRIVALS = itertools.count()
+
+
 def wants(name: str, cores: int, **cost: Demand) -> Action:
-    return Action(name, name, 0, {CPU_CORES: Fixed(cores), **cost})
+    return Action(name, name, next(ARRIVALS), {CPU_CORES: Fixed(cores), **cost})
 
 
 def scales(name: str, most: int) -> Action:
     duration = Duration(Knowledge.PROFILED, 10.0)
-    return Action(name, name, 0, {CPU_CORES: Range(1, most)}, duration, CPU_CORES, Amdahl(0.0))
+    return Action(name, name, next(ARRIVALS), {CPU_CORES: Range(1, most)}, duration, CPU_CORES, Amdahl(0.0))
 
 
 class Holder:
@@ -73,25 +80,22 @@ async def test_a_large_action_is_not_passed_by_later_small_ones() -> None:
         await settled()
         assert (first.holds.is_set(), large.holds.is_set(), small.holds.is_set()) == (True, False, False)
         first.let_go.set()
-        await settled()
-        assert (large.holds.is_set(), small.holds.is_set()) == (True, False)
+        await large.holds.wait()
+        assert not small.holds.is_set()
         large.let_go.set()
-        await settled()
-        assert small.holds.is_set()
+        await small.holds.wait()
         small.let_go.set()
 
 
 async def test_cores_are_of_one_action_at_a_time() -> None:
     async with turns_of(4, max_waiting=10) as turns, asyncio.TaskGroup() as group:
         holders = [Holder(group, turns, wants(f"a{index}", 1 + index % 2)) for index in range(8)]
-        seen = 0
-        while seen < len(holders):
-            await settled()
-            running = [holder for holder in holders if holder.holds.is_set() and not holder.let_go.is_set()]
-            cores = [core for holder in running for core in holder.cores]
+        for holder in holders:  # they come first and start first
+            await holder.holds.wait()
+            running = [each for each in holders if each.holds.is_set() and not each.let_go.is_set()]
+            cores = [core for each in running for core in each.cores]
             assert len(set(cores)) == len(cores) <= 4
-            running[0].let_go.set()
-            seen += 1
+            holder.let_go.set()
 
 
 async def test_a_full_queue_is_refused_with_a_time_to_retry() -> None:
@@ -124,26 +128,26 @@ async def test_an_action_that_gives_up_leaves_the_queue() -> None:
     WHEN    the first in the queue is cancelled while it waits, or in the moment it is served
     Result: the next one gets the core, and none is lost
     """
-    async with turns_of(1, max_waiting=10) as turns:
-        async with asyncio.TaskGroup() as group:
-            first = Holder(group, turns, wants("first", 1))
-            await settled()
-            waits, served, last = (Holder(group, turns, wants(name, 1)) for name in ("waits", "served", "last"))
-            await settled()
-            waits.task.cancel()
-            await settled()
-            first.let_go.set()
-            for _ in range(10):
-                if len(turns.dispatcher) == 1:
-                    break  # `served` is, and has not run yet
-                await asyncio.sleep(0)
-            assert not served.holds.is_set()
-            served.task.cancel()
-            await settled()
-            assert last.holds.is_set()
-            last.let_go.set()
-        async with turns.hold(wants("after", 1)):
-            pass
+    served: list[Holder] = []
+
+    def cancel_the_served(_: float) -> None:
+        while served and len(turns.dispatcher) == 1:
+            served.pop().task.cancel()
+
+    async with turns_of(1, max_waiting=10, decided=cancel_the_served) as turns, asyncio.TaskGroup() as group:
+        first = Holder(group, turns, wants("first", 1))
+        await first.holds.wait()
+        waits, second, last = (Holder(group, turns, wants(name, 1)) for name in ("waits", "second", "last"))
+        await until(lambda: len(turns.dispatcher) == 3)
+        waits.task.cancel()
+        await until(lambda: len(turns.dispatcher) == 2)
+        served.append(second)
+        first.let_go.set()
+        await last.holds.wait()
+        assert not served
+        assert not waits.holds.is_set()
+        assert not second.holds.is_set()
+        last.let_go.set()
 
 
 async def test_a_turn_that_does_not_come_in_time_is_given_up() -> None:
@@ -163,7 +167,8 @@ async def test_those_that_come_together_share_the_cores() -> None:
     """
     async with turns_of(8, max_waiting=10) as turns, asyncio.TaskGroup() as group:
         both = [Holder(group, turns, scales(name, 8)) for name in ("one", "other")]
-        await settled()
+        for holder in both:
+            await holder.holds.wait()
         assert [len(holder.cores) for holder in both] == [4, 4]
         for holder in both:
             holder.let_go.set()

@@ -127,7 +127,7 @@ class Actions:
                     raise
                 call.queue_s += time.monotonic() - asked
                 return refused
-            if result.refused_s is None or call.tool.kind is not Kind.STATELESS:
+            if result.refused_s is None or call.tool.kind is Kind.ENVIRONMENT:
                 return result
             refused = result
 

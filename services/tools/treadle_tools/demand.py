@@ -21,7 +21,8 @@ from treadle_core.elastic.action_input import InvalidActionError, check_action
 from treadle_core.managers.basic import BasicManager
 
 from treadle_tools.durations import Durations, elasticity
-from treadle_tools.tool import Limits, Scaling, Tool
+from treadle_tools.node import NODE_ID
+from treadle_tools.tool import Kind, Limits, Scaling, Tool
 
 
 class Demands:
@@ -36,13 +37,17 @@ class Demands:
         self._durations = durations
 
     def action(self, action_id: str, holder: str, arrival: int, tool: Tool, limits: Limits) -> Action:
-        """One action of `tool`. holder: whose memory it is, the session's or its own.
+        """One action of `tool`. holder: the session, whose memory is held until its end, or the action itself.
 
-        Without a Scaling nothing is known of how it scales, but how long it takes is told all the same.
+        What is called once asks for no memory, as no more such calls run than there are cores: else they would wait for
+        sessions to end, which wait for what their trajectories call. Without a Scaling nothing is known of how it
+        scales, but how long it takes is told all the same.
         """
         most = min(limits.cpu_cores, self._cores)
         cost: dict[str, Demand] = {CPU_CORES: cores_demand(tool.scaling, most)}
-        cost[MEMORY_BYTES] = Fixed(min(tool.reserve_bytes, limits.memory_bytes, self._memory_bytes))
+        stays = tool.kind is Kind.ENVIRONMENT
+        if stays:
+            cost[MEMORY_BYTES] = Fixed(min(tool.reserve_bytes, limits.memory_bytes, self._memory_bytes))
         if tool.provider:
             cost |= self._providers[tool.provider].cost()
         return Action(
@@ -53,6 +58,7 @@ class Demands:
             self._durations.single_core(tool) or UNKNOWN_DURATION,
             key=CPU_CORES,
             elasticity=elasticity(tool.scaling) if tool.scaling is not None else None,
+            node_id=None if stays else NODE_ID,
         )
 
 

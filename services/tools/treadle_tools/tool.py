@@ -70,9 +70,9 @@ class Tool:
     arguments_schema: JSON Schema of one call's or step's arguments; open_schema: of an environment's opening arguments.
     preload: modules imported once, before any action: what is slow to import belongs here.
     work_bytes: size of the private /tmp, and the largest file. processes: processes and threads at a time.
-    reserve_bytes: memory that the node keeps free for an action, or for a session as long as it lives; the limit may be
-    far above. scaling: None for a tool that uses `limits.cpu_cores`, no more and no less. provider: whose quota each
-    call takes of (PROVIDERS_FILE); empty: nobody's.
+    reserve_bytes: memory that the node keeps for a session as long as it lives; the limit may be far above. scaling:
+    None for a tool that uses `limits.cpu_cores`, no more and no less. provider: whose quota each call takes of
+    (PROVIDERS_FILE); empty: nobody's.
     """
 
     name: str

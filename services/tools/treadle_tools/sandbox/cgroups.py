@@ -94,7 +94,8 @@ class Slot:
 
     def unpin(self) -> None:
         """Any core will do from now on: those of the last action are another's."""
-        self._pin(())
+        with contextlib.suppress(FileNotFoundError):  # removed after the cell's end
+            self._pin(())
 
     def cpu_s(self) -> float | None:
         """CPU seconds that the group has used over its life; None where nobody counts."""
