@@ -47,6 +47,40 @@ def test_version_2_writes_limits_to_one_group(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_action_is_pinned_to_its_cores_and_let_go(tmp_path: Path, version: int) -> None:
+    """
+    GIVEN   a group of the service's with cores 0 to 3
+    WHEN    an action gets two of them, and has ended
+    Result: its group has those two, then all again; on version 1 it had memory nodes before any process could join
+    """
+    folders = dict.fromkeys(("memory", "cpu", "pids", "cpuset"), tmp_path)
+    for file, text in (("cpuset.cpus", "0-3\n"), ("cpuset.mems", "0\n")):
+        (tmp_path / file).write_text(text)
+    slot = Slot(Root(version, folders, cores="0-3"), "slot-0")
+    group = tmp_path / "slot-0"
+    if version == 1:
+        assert ((group / "cpuset.mems").read_text(), (group / "cpuset.cpus").read_text()) == ("0\n", "0-3\n")
+    slot.limit(memory_bytes=None, cpu_cores=2, processes=7, cores=(1, 3))
+    assert (group / "cpuset.cpus").read_text() == "1,3"
+    slot.unpin()
+    assert (group / "cpuset.cpus").read_text() == "0-3"
+    slot.limit(memory_bytes=None, cpu_cores=2, processes=7)
+    assert (group / "cpuset.cpus").read_text() == "0-3"
+
+
+def test_cpu_seconds_are_read_where_they_are_counted(tmp_path: Path) -> None:
+    slot, folders = slot_of(2, tmp_path)
+    (folders["cpu"] / "cpu.stat").write_text("usage_usec 2500000\nuser_usec 1\n")
+    assert slot.cpu_s() == 2.5
+    (tmp_path / "v1").mkdir()
+    slot, _ = slot_of(1, tmp_path / "v1")
+    assert slot.cpu_s() is None
+    counted = Slot(Root(1, {"cpuacct": tmp_path}), "slot-1")
+    (tmp_path / "slot-1" / "cpuacct.usage").write_text("1500000000\n")
+    assert counted.cpu_s() == 1.5
+
+
 @pytest.mark.parametrize(("version", "file"), [(1, V1.oom_events), (2, V2.oom_events)])
 def test_kills_for_memory_are_counted(tmp_path: Path, version: int, file: str) -> None:
     slot, folders = slot_of(version, tmp_path)

@@ -303,7 +303,8 @@ def _cpuset_cores(version: int, folders: Mapping[str, Path]) -> str:
         return ""
     try:
         if version == 2:
-            return (folders["cpuset"] / "cpuset.cpus.effective").read_text().strip()
+            given = (folders["cpuset"] / "cgroup.subtree_control").read_text()
+            return (folders["cpuset"] / "cpuset.cpus.effective").read_text().strip() if "cpuset" in given else ""
         _inherit_cpuset(folders["cpuset"])
         return (folders["cpuset"] / "cpuset.cpus").read_text().strip()
     except OSError as error:
