@@ -305,3 +305,43 @@ def test_no_decision_is_worse_than_the_papers_greedy_eviction(seed: int) -> None
             break
         paper_s = evicted_s
     assert found.objective(found.started()) <= paper_s
+
+
+def runs(units: int, ends_in_s: float) -> Executing:
+    """Something that could have been dealt more or fewer cores."""
+    return Executing("cpu_cores", units, ends_in_s, scalable=True)
+
+
+@pytest.mark.parametrize("alike", [1, 2, 4, 8])
+def test_an_action_takes_fewer_units_the_more_of_its_like_run(alike: int) -> None:
+    """As many are expected to come while one runs, and each to wait for its part of the units that are held."""
+    serial = 0.1
+    executing = [runs(2, 1_000.0)] * alike
+    (start,) = decided([elastic(0, Range(1, 32), 100.0, Amdahl(serial))], [cores(64, 64 - 2 * alike)], executing)
+    costs = {m: (serial + (1 - serial) / m) * (1 + alike / 64 * m) for m in range(1, 33)}
+    assert costs[start.units] == pytest.approx(min(costs.values()))
+    assert start.units < 32
+
+
+def test_one_that_would_start_with_little_waits_for_what_its_like_free_soon_and_others_pass_it() -> None:
+    """
+    GIVEN   2 of 16 cores free, the others come back in a second
+    WHEN    a test run of 100 s waits, and a command behind it
+    Result: the command starts; the run does, with more, a second later
+    """
+    run = elastic(0, Range(1, 16), 100.0, Amdahl(0.05))
+    behind = asks(1, cpu_cores=Fixed(1))
+    assert units(decided([run, behind], [cores(16, 2)], [runs(14, 1.0)])) == {"a1": 1}
+    (start,) = decided([run], [cores(16, 15)], [Executing("cpu_cores", 1, 9.0)])
+    assert start.units > 2
+
+
+def test_nobody_waits_for_what_ends_late_or_for_what_cannot_be_scaled() -> None:
+    run = elastic(0, Range(1, 16), 100.0, Amdahl(0.05))
+    assert units(decided([run], [cores(16, 2)], [runs(14, 500.0)])) == {"a0": 2}
+    assert units(decided([run], [cores(16, 2)], [Executing("cpu_cores", 14, 1.0)])) == {"a0": 2}
+
+
+def test_of_those_that_can_be_scaled_none_passes_one_that_waits() -> None:
+    first, second = (elastic(index, Range(1, 16), 100.0, Amdahl(0.05)) for index in range(2))
+    assert decided([first, second], [cores(16, 1)], [runs(15, 1.0)]) == []

@@ -18,6 +18,7 @@ from treadle_core.elastic.candidates import NOT_ASKED, WAITS, Candidates, select
 from treadle_core.elastic.chunks import Chunk
 from treadle_core.elastic.curves import Indexes
 from treadle_core.elastic.executing import Executing, by_lane
+from treadle_core.elastic.group import STAYS
 from treadle_core.elastic.grouping import Lane, grouped
 from treadle_core.elastic.ordering import Ordering, first_come
 from treadle_core.elastic.pools import InvalidPoolError, Pool
@@ -67,7 +68,7 @@ def decide(
                 group, places = found
                 chosen = group.started()
                 starts = group.candidates[: len(chosen)]
-                units[places[: len(chosen)]] = group.curves.units[starts, chosen]
+                units[places[: len(chosen)]] = np.where(chosen == STAYS, WAITS, group.curves.units[starts, chosen])
     return _starts(waiting, candidates, pools, units)
 
 

@@ -20,21 +20,24 @@ class Executing(NamedTuple):
     """Units of a dimension that come back in `ends_in_s` seconds, below 0 where the action is overdue.
 
     node_id: of a dimension that is managed by node. An action that holds several dimensions is several of these.
+    scalable: it could have had more or fewer of them, so those that come while it runs are likely to be its like.
     """
 
     dimension: str
     units: int
     ends_in_s: float
     node_id: str | None = None
+    scalable: bool = False
 
 
 Lane = tuple[str, str | None]  # dimension, node
 
 
-def by_lane(executing: Sequence[Executing], lanes: Sequence[Lane]) -> Mapping[Lane, tuple[Floats, Indexes]]:
-    """ends_s and units of what runs on each lane. An overdue action is expected to end now."""
-    found: dict[Lane, tuple[list[float], list[int]]] = {lane: ([], []) for lane in lanes}
-    for index, (dimension, units, ends_in_s, node_id) in enumerate(executing):
+def by_lane(executing: Sequence[Executing], lanes: Sequence[Lane]) -> Mapping[Lane, tuple[Floats, Indexes, int]]:
+    """ends_s and units of what runs on each lane, and how many of it are scalable. An overdue action is expected to end
+    now."""
+    found: dict[Lane, tuple[list[float], list[int], list[bool]]] = {lane: ([], [], []) for lane in lanes}
+    for index, (dimension, units, ends_in_s, node_id, scalable) in enumerate(executing):
         lane = found.get((dimension, node_id))
         if lane is None:
             raise InvalidExecutingError(
@@ -46,4 +49,7 @@ def by_lane(executing: Sequence[Executing], lanes: Sequence[Lane]) -> Mapping[La
             raise InvalidExecutingError(f"executing[{index}].units", f"must be at least 0, are {units}")
         lane[0].append(max(ends_in_s, 0.0))
         lane[1].append(units)
-    return {lane: (np.array(ends), np.array(units, np.int64)) for lane, (ends, units) in found.items()}
+        lane[2].append(scalable)
+    return {
+        lane: (np.array(ends), np.array(units, np.int64), sum(alike)) for lane, (ends, units, alike) in found.items()
+    }

@@ -1,12 +1,19 @@
 """Candidates that share a key resource: how many start, with how many units (Algorithm 1 from line 5, Algorithm 2).
 
 The objective is the sum of seconds until done, from now, over the candidates and all that wait behind them for the
-same.
+same. Beyond the paper, where actions run that could have had more or fewer units:
+
+- As many of their like are expected to come while one runs as run now (Little's law), so that a unit held for a second
+  longer costs each of those its part of all the units. Without it whoever comes to an empty queue takes all it can use,
+  and those that come next start with what little is left and keep it until they end.
+- Where they free enough soon the first that can be scaled waits for it. None of its like passes it, and those that run
+  end, so it does not starve; those that cannot be scaled start meanwhile, as their units come back soon.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -15,12 +22,14 @@ from treadle_core.elastic.curves import Curves, Floats, Indexes
 from treadle_core.elastic.eviction import MOST_TRIED, best_prefix
 from treadle_core.elastic.pools import Share
 
+STAYS = -1  # the choice of a candidate that goes on waiting although one behind it starts
+
 
 @dataclass(frozen=True)
 class Group:
     """One lane of the key dimension. curves: of all its actions in their order; candidates: int64[c], which of them
-    could start now, ascending; the others wait. ends_s, units: what runs, in any order. share: what the candidates
-    have."""
+    could start now, ascending; the others wait. ends_s, units: what runs, in any order; running_alike: how many of it
+    could have had more or fewer units. share: what the candidates have."""
 
     curves: Curves
     candidates: Indexes
@@ -28,18 +37,30 @@ class Group:
     units: Indexes
     share: Share
     depth: int
+    running_alike: int = 0
 
     def objective(self, chosen: Indexes, limit_s: float = np.inf) -> float:
-        """GETAPPROXIMATEDOBJECTIVE where the first len(chosen) candidates start with these choices.
+        """GETAPPROXIMATEDOBJECTIVE where the first len(chosen) candidates start with these choices, and what those that
+        are expected wait for them.
 
         Infinite where it is not below the limit, or where what runs never frees enough for all that wait.
         """
-        return objective(
-            *self.curves, self.candidates, chosen, self.ends_s, self.units, self.share.free, self.depth, limit_s
+        starting = self.candidates[: len(chosen)]
+        unit_seconds = float((self.curves.units[starting, chosen] * self.curves.seconds[starting, chosen]).sum())
+        expected_s = self._coming * unit_seconds if self._coming else 0.0
+        return expected_s + objective(
+            *self.curves,
+            self.candidates,
+            chosen,
+            self.ends_s,
+            self.units,
+            self.share.free,
+            self.depth,
+            limit_s - expected_s,
         )
 
     def started(self) -> Indexes:
-        """int64[s]: the choice of units of each of the first s candidates, those that start.
+        """int64[s]: the choice of units of each of the first s candidates, those that start, but for those that STAY.
 
         Where no candidate can be scaled all start with their least, and nothing is estimated. Of few candidates the
         best prefix and those beside it are arranged again with units at a price, as DPArrange does not see those that
@@ -49,16 +70,46 @@ class Group:
         mine = self.curves.of(self.candidates)
         if (mine.counts == 1).all():
             return np.zeros(count, np.int64)
-        arrangement = self.share.arrange(mine)
+        arrangement = self.share.arrange(mine.priced(self._coming) if self._coming else mine)
         prefix, least_s = best_prefix(lambda at, limit: self.objective(arrangement.chosen(at), limit), count)
         best = arrangement.chosen(prefix)
         if count <= MOST_TRIED:
             # A unit that is held for a second longer has each of the queue wait for its part of all the units.
-            price = len(self.curves.counts) / (self.share.free + int(self.units.sum()))
+            price = self._coming + len(self.curves.counts) / self._all_units
             thrifty = self.share.arrange(mine.priced(price))
             for near in range(max(prefix - 1, 1), min(prefix + 1, count) + 1):
                 chosen = thrifty.chosen(near)
                 found_s = self.objective(chosen, least_s)
                 if found_s < least_s:
                     best, least_s = chosen, found_s
+        if self.running_alike and self._later(mine, least_s) < least_s:
+            return np.where(mine.counts == 1, 0, STAYS)
         return best
+
+    @property
+    def _all_units(self) -> int:
+        return self.share.free + int(self.units.sum())
+
+    @cached_property
+    def _coming(self) -> float:
+        """How many are expected to come while one runs, for each unit."""
+        return self.running_alike / self._all_units if self.running_alike else 0.0
+
+    def _later(self, mine: Curves, limit_s: float) -> float:
+        """The objective where none starts that can be scaled, and the first of those waits for the units that suit it.
+
+        It tries every doubling of its choices, where Algorithm 2 tries the first `depth`.
+        """
+        fixed = self.candidates[mine.counts == 1]
+        head = int(self.candidates[np.argmax(mine.counts > 1)])
+        most = int(self.curves.counts[head]) - 1
+        tried = np.unique(np.minimum((1 << np.arange(most.bit_length() + 1)) - 1, most))
+        units, seconds, counts = self.curves.units.copy(), self.curves.seconds.copy(), self.curves.counts.copy()
+        units[head, : len(tried)] = self.curves.units[head, tried]
+        seconds[head, : len(tried)] = self.curves.priced(self._coming).seconds[head, tried]
+        counts[head] = len(tried)
+        chosen = np.zeros(len(fixed), np.int64)
+        found_s: float = objective(
+            units, seconds, counts, fixed, chosen, self.ends_s, self.units, self.share.free, len(tried), limit_s
+        )
+        return found_s

@@ -18,7 +18,8 @@ from treadle_core.elastic.waiting import Waiting
 
 
 class Lane(NamedTuple):
-    """One dimension of one lane of a pool, the at-th of the pools, and what runs there: when it ends and its units."""
+    """One dimension of one lane of a pool, the at-th of the pools, and what runs there: when it ends, its units, and
+    how many of it are scalable."""
 
     pool: Pool
     at: int
@@ -26,6 +27,7 @@ class Lane(NamedTuple):
     dimension: str
     ends_s: Floats
     units: Indexes
+    scalable: int
 
 
 def grouped(
@@ -49,4 +51,5 @@ def grouped(
     taken = waiting.least[others, column]
     share = lane.pool.share(lane.number, lane.pool.dimensions.index(lane.dimension), taken)
     ends_s = np.concatenate((lane.ends_s, waiting.curves(others, typical_s).seconds[:, 0]))
-    return Group(curves, first, ends_s, np.concatenate((lane.units, taken)), share, depth), members[first]
+    units = np.concatenate((lane.units, taken))
+    return Group(curves, first, ends_s, units, share, depth, lane.scalable), members[first]

@@ -49,6 +49,7 @@ class _Held:
     cores: tuple[frozenset[int], ...]
     count: int
     ends_at_s: float
+    scalable: bool
 
 
 @dataclass
@@ -113,7 +114,7 @@ class CpuManager:
     def executing(self, now_s: float) -> list[Executing]:
         """Cores only: memory comes back when trajectories end, and nobody knows when."""
         return [
-            Executing(CPU_CORES, held.count, held.ends_at_s - now_s, held.node.machine.node_id)
+            Executing(CPU_CORES, held.count, held.ends_at_s - now_s, held.node.machine.node_id, held.scalable)
             for held in self._held.values()
             if held.count
         ]
@@ -136,7 +137,7 @@ class CpuManager:
         node.free_memory_bytes -= memory_bytes
         home.memory_bytes += memory_bytes
         self._homes[action.trajectory_id] = home
-        self._held[action.action_id] = _Held(node, cores, count, now_s + expected_s)
+        self._held[action.action_id] = _Held(node, cores, count, now_s + expected_s, action.scalable)
         return CpuGrant(
             node.machine.node_id,
             tuple(sorted(core for taken in cores for core in taken)),

@@ -27,6 +27,7 @@ from treadle_core.managers.residency import Residency
 class _Held:
     grant: GpuGrant
     ends_at_s: float
+    scalable: bool
 
 
 class GpuManager:
@@ -73,7 +74,10 @@ class GpuManager:
         return (GpuNodes(tuple(GpuNode(node_id, free) for node_id, free in self._free.items())),)
 
     def executing(self, now_s: float) -> list[Executing]:
-        return [Executing(GPUS, held.grant.chunk.size, held.ends_at_s - now_s) for held in self._held.values()]
+        return [
+            Executing(GPUS, held.grant.chunk.size, held.ends_at_s - now_s, None, held.scalable)
+            for held in self._held.values()
+        ]
 
     def take(self, start: Start, units: Mapping[str, int], now_s: float, expected_s: float) -> GpuGrant:
         action, degree = start.action, units[GPUS]
@@ -91,7 +95,7 @@ class GpuManager:
         if service is not None:
             self._resident.use(Resident(service, chunk), now_s)
         self._free[chunk.node_id] -= frozenset(range(chunk.first, chunk.first + chunk.size))
-        self._held[action.action_id] = _Held(grant, now_s + expected_s)
+        self._held[action.action_id] = _Held(grant, now_s + expected_s, action.scalable)
         return grant
 
     def give_back(self, action_id: str, ended: Ended, now_s: float) -> None:
