@@ -1,0 +1,159 @@
+"""Coding trajectories for the replay: shapes as in public runs, durations as in the paper's setting.
+
+Where each figure is from stands beside it. A trajectory is steps of generation and a command in its sandbox, and in the
+end the tests as its reward, which are what can be scaled (ARL-Tangram §6.4). A reward's length is the task's, and its
+scale is what is left open by all that: it is set so that actions fill 47% of a trajectory's life on one core, the mean
+of Figure 3c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+from treadle_core.elastic.action import CPU_CORES, Amdahl, Fixed, Range
+
+from treadle_sim.parametric import CODING, LogNormal
+from treadle_sim.profiles import engine_model
+from treadle_sim.tools.trace import Call, Trace
+from treadle_sim.workload import TrajectoryWork
+
+Floats = npt.NDArray[np.float64]
+
+GIB = 1 << 30
+LLM, ACCELERATOR, ENGINE_GPUS = "Qwen3-32B", "H200", 4  # §6.1: Qwen3-32B on Hopper GPUs; the degree is a choice
+IN_FLIGHT = 16  # sequences an engine: 1,280 trajectories on 48 nodes of 8 GPUs are 13
+
+# 500 coding runs on SWE-bench Verified: quartiles 27, 36, 46, 95th percentile 83 steps; a step 43, 89, 282 tokens, mean
+# 276, and 90, 240, 800 of the answer.
+STEPS = LogNormal(36.0, 0.46, 200.0)
+GEN_TOKENS = LogNormal(105.0, 1.39, 16_384.0)
+OBS_TOKENS = LogNormal(240.0, 1.5, 8_192.0)
+PROMPT_TOKENS = 1_700
+
+TOOL_S = CODING.tool_s("qwen3-32b")  # mean 0.45 s: Heddle's Table 1, of a sandbox in RL with this model
+
+ACTIVE_SHARE = 0.47  # Figure 3c
+REWARD_SIGMA = 1.0  # of ln seconds over tasks: long-tailed (§6.4); a choice
+REWARD_LIMIT_S = 1_800.0  # where SWE-bench's own harness stops a test run
+REWARD_NOISE = 0.2  # of ln seconds among samples of a task: what is profiled is the task's; a choice
+SERIAL_SHARE = (0.02, 0.10)  # of a test run, uniform over tasks: collecting, the longest test; a choice
+MOST_CORES = 32  # §6.4: DoP from 1 to 32
+GROUP = 8  # samples of a task; a choice
+MEMORY_BYTES = 4 * GIB  # of an environment; a choice, and far from binding: 2.4 TB a node
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A trajectory before its durations: tokens of each step and of what its tool answers."""
+
+    prompt_tokens: int
+    gen_tokens: tuple[int, ...]
+    obs_tokens: tuple[int, ...]
+
+
+ToolSeconds = Callable[[np.random.Generator, int], Floats]
+
+
+def shapes(works: Sequence[TrajectoryWork]) -> tuple[Shape, ...]:
+    """Of public runs or a trace file."""
+    return tuple(
+        Shape(
+            work.prompt_tokens,
+            tuple(step.gen_tokens for step in work.steps),
+            tuple(step.obs_tokens for step in work.steps),
+        )
+        for work in works
+    )
+
+
+def fitted_shape(rng: np.random.Generator) -> Shape:
+    """One from the distributions above."""
+    steps = max(1, round(float(STEPS.draw(rng, 1)[0])))
+    gen = np.maximum(1, GEN_TOKENS.draw(rng, steps)).astype(np.int64)
+    return Shape(PROMPT_TOKENS, tuple(gen.tolist()), tuple(OBS_TOKENS.draw(rng, steps).astype(np.int64).tolist()))
+
+
+def generation_s(shape: Shape) -> list[float]:
+    """Of each step, on an engine of the project's fitted profiles: reading what came, then decoding."""
+    curve = engine_model(LLM, ACCELERATOR, ENGINE_GPUS).curve
+    found, context, new = [], 0, shape.prompt_tokens
+    for gen, obs in zip(shape.gen_tokens, shape.obs_tokens, strict=True):
+        read_s = curve.prefill_s(new, context)
+        context += new + gen
+        token_s = curve.decode_s(IN_FLIGHT) + curve.per_kv_token_s * IN_FLIGHT * context
+        found.append(read_s + gen * token_s)
+        new = obs
+    return found
+
+
+def coding_batch(
+    trajectories: int,
+    seed: int,
+    *,
+    among: Sequence[Shape] = (),
+    tool_s: ToolSeconds = TOOL_S.draw,
+    serial_share: tuple[float, float] = SERIAL_SHARE,
+    active_share: float = ACTIVE_SHARE,
+) -> tuple[Trace, ...]:
+    """A batch that starts as one burst. among: shapes to draw from instead of the fitted ones. Equal seeds give equal
+    batches; ValueError for fewer than one trajectory."""
+    if trajectories < 1:
+        raise ValueError(f"trajectories must be at least 1, are {trajectories}")
+    rng = np.random.default_rng([seed, trajectories])
+    drawn = [among[int(rng.integers(len(among)))] if among else fitted_shape(rng) for _ in range(trajectories)]
+    generating = [generation_s(shape) for shape in drawn]
+    tools = [tool_s(rng, len(shape.gen_tokens)) for shape in drawn]
+    tasks = -(-trajectories // GROUP)
+    of_task = np.repeat(np.exp(REWARD_SIGMA * rng.standard_normal(tasks)), GROUP)[:trajectories]
+    serial = np.repeat(rng.uniform(*serial_share, tasks), GROUP)[:trajectories]
+    noise = np.exp(REWARD_NOISE * rng.standard_normal(trajectories))
+    scale = reward_scale_s(
+        np.array([sum(each) for each in generating]),
+        np.array([float(each.sum()) for each in tools]),
+        _reference_rewards(),
+        active_share,
+    )
+    profiled = np.minimum(scale * of_task, REWARD_LIMIT_S)
+    traces = []
+    for at, (gen, took) in enumerate(zip(generating, tools, strict=True)):
+        calls = [
+            Call(each_gen, {CPU_CORES: Fixed(1)}, each_s) for each_gen, each_s in zip(gen, took.tolist(), strict=True)
+        ]
+        actual_s = min(float(profiled[at] * noise[at]), REWARD_LIMIT_S)
+        reward = Call(
+            0.0,
+            {CPU_CORES: Range(1, MOST_CORES)},
+            actual_s,
+            reward=True,
+            key=CPU_CORES,
+            elasticity=Amdahl(float(serial[at])),
+            profiled_s=float(profiled[at]),
+        )
+        traces.append(Trace(f"coding-{at}", "coding", (*calls, reward), MEMORY_BYTES))
+    return tuple(traces)
+
+
+@cache
+def _reference_rewards() -> Floats:
+    """Quantiles of many tasks' rewards, so that their scale does not hang on the few that a small batch draws."""
+    count = 256
+    normal = np.random.default_rng(0).standard_normal(64 * count)
+    return np.asarray(np.exp(REWARD_SIGMA * np.quantile(normal, (np.arange(count) + 0.5) / count)))
+
+
+def reward_scale_s(generating_s: Floats, tools_s: Floats, rewards: Floats, share: float) -> float:
+    """By how many seconds `rewards`, without a unit, are multiplied for actions to fill `share` of a trajectory's life
+    on average, on one core; 0 where the tools alone fill more."""
+    low, high = 0.0, 1e6
+    for _ in range(60):
+        middle = 0.5 * (low + high)
+        active = tools_s[:, None] + np.minimum(middle * rewards[None, :], REWARD_LIMIT_S)
+        if float((active / (active + generating_s[:, None])).mean()) < share:
+            low = middle
+        else:
+            high = middle
+    return 0.5 * (low + high)

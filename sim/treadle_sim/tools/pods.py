@@ -1,0 +1,161 @@
+"""A pod for each trajectory on Kubernetes, as long as it lives (the baseline of ARL-Tangram §6.1 and Figure 8a).
+
+A pod is asked for when its trajectory starts, requests half a core and may use four. It is bound to the node with most
+unrequested CPU where request and memory fit, first come first served, and waits where none has room. The node starts
+its pods one after the other; a trajectory's first action waits for its pod. Pods of a node share its cores. What the
+reward runs is what the dataset says, so a single process, unless it is told to run more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from treadle_core.elastic.pools import CpuNode
+
+from treadle_sim.events import Timeline
+from treadle_sim.tools.elastic_cores import ran_s
+from treadle_sim.tools.play import Report
+from treadle_sim.tools.sharing import NEVER_S, SharedCores
+from treadle_sim.tools.trace import Asked, Decisions, Record, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class PodRules:
+    """What a pod asks for and how fast pods come. ready_timeout_s: a trajectory whose pod is not ready by then gives it
+    up, and asks for another after retry_s (infinite: it waits). reward_processes: of a reward's tests, at most the
+    pod's limit."""
+
+    request_cores: float = 0.5  # §6.1
+    limit_cores: int = 4  # §6.1
+    binds_per_s: float = (
+        100.0  # of a cluster: the throughput that Kubernetes' own scalability tests ask of its scheduler
+    )
+    starts_per_s: float = 5.0  # of a node: the load of Kubernetes' own node-throughput test, images pulled beforehand
+    start_s: float = 1.0  # an image that is there, on an idle node
+    ready_timeout_s: float = NEVER_S
+    retry_s: float = 5.0
+    reward_processes: int = 1
+
+
+@dataclass(slots=True)
+class _Node:
+    static: CpuNode
+    requested: float
+    free_memory_bytes: int
+    cores: SharedCores[tuple[Asked, float, int]]
+    starts_next_s: float = 0.0
+    turn: int = 0  # of the node's next end; an older one has been overtaken
+
+
+@dataclass(slots=True)
+class _Pod:
+    trace: Trace
+    asked_s: float
+    node: _Node | None = None
+    ready: bool = False
+    attempt: int = 0
+    waiting: list[Asked] = field(default_factory=list)
+
+
+class Pods:
+    """See the module."""
+
+    def __init__(self, timeline: Timeline, report: Report, nodes: Sequence[CpuNode], rules: PodRules) -> None:
+        self._timeline, self._report, self._rules = timeline, report, rules
+        self._nodes = [_Node(node, 0.0, node.memory_bytes, SharedCores(node.cores)) for node in nodes]
+        self._pods: dict[str, _Pod] = {}
+        self._pending: deque[_Pod] = deque()
+        self._binds_next_s = 0.0
+        self.given_up = 0
+        self.decisions = Decisions()
+
+    def open(self, trace: Trace) -> None:
+        pod = self._pods[trace.trajectory_id] = _Pod(trace, self._timeline.now)
+        self._ask(pod)
+
+    def submit(self, asked: Asked) -> None:
+        pod = self._pods[asked.trace.trajectory_id]
+        if pod.ready:
+            self._run(pod, asked)
+        else:
+            pod.waiting.append(asked)
+
+    def close(self, trace: Trace) -> None:
+        self._leave(self._pods.pop(trace.trajectory_id))
+
+    def _ask(self, pod: _Pod) -> None:
+        pod.asked_s = self._timeline.now
+        pod.attempt += 1
+        self._pending.append(pod)
+        if self._rules.ready_timeout_s < NEVER_S:
+            self._timeline.after(self._rules.ready_timeout_s, self._give_up, pod, pod.attempt)
+        self._bind()
+
+    def _bind(self) -> None:
+        while self._pending:
+            pod = self._pending[0]
+            fits = [
+                node
+                for node in self._nodes
+                if node.requested + self._rules.request_cores <= node.static.cores
+                and node.free_memory_bytes >= pod.trace.memory_bytes
+            ]
+            if not fits:
+                return
+            self._pending.popleft()
+            node = max(fits, key=lambda each: each.static.cores - each.requested)
+            node.requested += self._rules.request_cores
+            node.free_memory_bytes -= pod.trace.memory_bytes
+            pod.node = node
+            now = self._timeline.now
+            self._binds_next_s = max(self._binds_next_s, now) + 1.0 / self._rules.binds_per_s
+            node.starts_next_s = max(node.starts_next_s, self._binds_next_s) + 1.0 / self._rules.starts_per_s
+            self._timeline.at(node.starts_next_s + self._rules.start_s, self._ready, pod, pod.attempt)
+
+    def _ready(self, pod: _Pod, attempt: int) -> None:
+        if pod.attempt != attempt:
+            return
+        pod.ready = True
+        for asked in pod.waiting:
+            self._run(pod, asked)
+        pod.waiting = []
+
+    def _give_up(self, pod: _Pod, attempt: int) -> None:
+        if pod.attempt != attempt or pod.ready:
+            return
+        self.given_up += 1
+        pod.attempt += 1  # what was started for it comes to nothing, but has taken its turn
+        if pod.node is None:
+            self._pending.remove(pod)
+        self._leave(pod)
+        self._timeline.after(self._rules.retry_s, self._ask, pod)
+
+    def _leave(self, pod: _Pod) -> None:
+        if pod.node is None:
+            return
+        pod.node.requested -= self._rules.request_cores
+        pod.node.free_memory_bytes += pod.trace.memory_bytes
+        pod.node = None
+        self._bind()
+
+    def _run(self, pod: _Pod, asked: Asked) -> None:
+        assert pod.node is not None
+        processes = min(self._rules.reward_processes, self._rules.limit_cores) if asked.call.elasticity else 1
+        now = self._timeline.now
+        pod.node.cores.add((asked, now, processes), processes, ran_s(asked, processes), now)
+        self._next_end(pod.node)
+
+    def _next_end(self, node: _Node) -> None:
+        node.turn += 1
+        ends_s = node.cores.next_s()
+        if ends_s < NEVER_S:
+            self._timeline.at(ends_s, self._end, node, node.turn)
+
+    def _end(self, node: _Node, turn: int) -> None:
+        if node.turn != turn:
+            return
+        asked, started_s, processes = node.cores.take_next()
+        self._next_end(node)
+        self._report(Record(asked, started_s, 0.0, self._timeline.now, processes))

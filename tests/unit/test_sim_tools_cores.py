@@ -1,0 +1,195 @@
+"""Replays of action traces on CPU nodes: everything runs once, nothing is handed out twice, and pods share as told."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from treadle_core.elastic.action import CPU_CORES, Amdahl, Fixed, Range
+from treadle_core.elastic.pools import CpuNode
+from treadle_sim.events import Timeline
+from treadle_sim.tools.coding import ACTIVE_SHARE, coding_batch
+from treadle_sim.tools.elastic_cores import ElasticCores, equal_nodes
+from treadle_sim.tools.play import Executor, Make, Report, StuckError, play
+from treadle_sim.tools.pods import PodRules, Pods
+from treadle_sim.tools.sharing import SharedCores
+from treadle_sim.tools.trace import Asked, Call, Decisions, Record, Replay, Trace
+
+GIB = 1 << 30
+
+
+def elastic(nodes: Sequence[CpuNode], overhead_s: float = 0.0) -> Make:
+    def make(timeline: Timeline, report: Report) -> Executor:
+        return ElasticCores(timeline, report, tuple(nodes), overhead_s)
+
+    return make
+
+
+def pods(nodes: Sequence[CpuNode], **rules: float) -> Make:
+    def make(timeline: Timeline, report: Report) -> Executor:
+        return Pods(timeline, report, nodes, PodRules(**rules))  # type: ignore[arg-type]
+
+    return make
+
+
+def command(seconds: float, generation_s: float = 0.0) -> Call:
+    return Call(generation_s, {CPU_CORES: Fixed(1)}, seconds)
+
+
+def suite(seconds: float, most: int = 8) -> Call:
+    cost = {CPU_CORES: Range(1, most)}
+    return Call(0.0, cost, seconds, True, CPU_CORES, Amdahl(0.1), seconds)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[Trace, ...]:
+    seconds = st.floats(0.01, 20.0)
+    traces = []
+    for index in range(draw(st.integers(1, 12))):
+        steps = [command(draw(seconds), draw(seconds)) for _ in range(draw(st.integers(0, 4)))]
+        traces.append(Trace(f"t{index}", "coding", (*steps, suite(draw(seconds))), GIB))
+    return tuple(traces)
+
+
+def everything_ran_once(replay: Replay) -> None:
+    ran = sorted((record.asked.trace.trajectory_id, record.asked.at) for record in replay.records)
+    assert ran == sorted((trace.trajectory_id, at) for trace in replay.traces for at in range(len(trace.calls)))
+    for record in replay.records:
+        assert record.asked.arrived_s <= record.started_s <= record.finished_s
+        assert record.completion_s == pytest.approx(record.queue_s + record.overhead_s + record.execution_s)
+
+
+def most_at_once(records: Sequence[Record]) -> int:
+    """Units held, an end before a beginning at the same time."""
+    edges = sorted([(r.finished_s, -r.units) for r in records] + [(r.started_s, r.units) for r in records])
+    held, most = 0, 0
+    for _, units in edges:
+        held += units
+        most = max(most, held)
+    return most
+
+
+@given(batches())
+@settings(deadline=None, max_examples=40)
+def test_every_action_runs_once_on_cores_that_nobody_else_has(traces: tuple[Trace, ...]) -> None:
+    nodes = equal_nodes(2, 4, 8 * GIB)
+    replay = play(traces, elastic(nodes))
+    everything_ran_once(replay)
+    assert most_at_once(replay.records) <= 8
+    assert play(traces, elastic(nodes)).records == replay.records
+
+
+@given(batches())
+@settings(deadline=None, max_examples=40)
+def test_every_action_runs_once_in_its_trajectorys_pod(traces: tuple[Trace, ...]) -> None:
+    replay = play(traces, pods(equal_nodes(2, 2, 8 * GIB)))
+    everything_ran_once(replay)
+    for record in replay.records:
+        assert record.execution_s >= record.asked.call.single_unit_s - 1e-6
+
+
+def test_commands_of_a_burst_run_in_the_order_of_their_arrival() -> None:
+    traces = [Trace(f"t{index}", "coding", (command(1.0, 0.001 * index),)) for index in range(9)]
+    replay = play(traces, elastic(equal_nodes(1, 2, GIB)))
+    started = sorted(replay.records, key=lambda record: record.started_s)
+    assert [record.asked.trace.trajectory_id for record in started] == [f"t{index}" for index in range(9)]
+
+
+def test_a_trajectory_stays_where_its_memory_is() -> None:
+    """Two nodes with memory for one trajectory each: the third begins when one of the others has ended."""
+    traces = [Trace(f"t{index}", "coding", (command(2.0), command(2.0)), GIB) for index in range(3)]
+    replay = play(traces, elastic(equal_nodes(2, 4, GIB)))
+    assert sorted(replay.ends_s.values()) == pytest.approx([4.0, 4.0, 8.0])
+
+
+def test_a_reward_alone_gets_all_cores_that_help_it_and_a_pods_runs_on_one() -> None:
+    traces = [Trace("t", "coding", (suite(90.0),), GIB)]
+    (alone,) = play(traces, elastic(equal_nodes(1, 16, GIB), overhead_s=0.5)).records
+    assert alone.units == 8
+    assert alone.completion_s == pytest.approx(0.5 + 90.0 * (0.1 + 0.9 / 8))
+    (in_pod,) = play(traces, pods(equal_nodes(1, 16, GIB))).records
+    assert in_pod.execution_s == pytest.approx(90.0)
+    (four,) = play(traces, pods(equal_nodes(1, 16, GIB), reward_processes=8)).records
+    assert four.units == 4
+    assert four.execution_s == pytest.approx(90.0 * (0.1 + 0.9 / 4))
+
+
+def test_pods_start_one_after_the_other_and_wait_where_requests_do_not_fit() -> None:
+    """One core is two pods; the third is bound when one of them leaves. One a second, and half a second each."""
+    traces = [Trace(f"t{index}", "coding", (command(1.0),), 0) for index in range(3)]
+    replay = play(traces, pods(equal_nodes(1, 1, GIB), binds_per_s=1e9, starts_per_s=1.0, start_s=0.5))
+    assert [record.started_s for record in replay.records] == pytest.approx([1.5, 2.5, 3.0 + 1.0])
+
+
+def test_a_pod_that_is_late_is_given_up_and_asked_for_again() -> None:
+    traces = [Trace(f"t{index}", "coding", (command(1.0),), 0) for index in range(2)]
+    rules = {"binds_per_s": 1e9, "starts_per_s": 1.0, "start_s": 0.0}
+    patient = play(traces, pods(equal_nodes(1, 4, GIB), **rules))
+    hasty = play(traces, pods(equal_nodes(1, 4, GIB), **rules, ready_timeout_s=1.5, retry_s=1.0))
+    everything_ran_once(hasty)
+    assert sorted(patient.ends_s.values()) == pytest.approx([2.0, 3.0])
+    assert sorted(hasty.ends_s.values()) == pytest.approx([2.0, 4.5])
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 10.0), st.sampled_from([1, 4])), min_size=1, max_size=12), st.integers(1, 8))
+def test_jobs_that_start_together_share_as_small_steps_would_have_it(jobs: list[tuple[float, int]], cores: int) -> None:
+    """Against water filling worked out anew between any two ends."""
+    shared: SharedCores[int] = SharedCores(cores)
+    for index, (seconds, width) in enumerate(jobs):
+        shared.add(index, width, seconds, 0.0)
+    found = {}
+    while shared.next_s() < float("inf"):
+        at_s = shared.next_s()
+        found[shared.take_next()] = at_s
+    left = {index: seconds for index, (seconds, _) in enumerate(jobs)}
+    now_s, expected = 0.0, {}
+    while left:
+        speeds, share, rest = {}, float(cores), len(left)
+        for index in sorted(left, key=lambda each: jobs[each][1]):
+            level = min(float(jobs[index][1]), share / rest)
+            speeds[index], share, rest = level / jobs[index][1], share - level, rest - 1
+        step_s = min(left[index] / speeds[index] for index in left)
+        now_s += step_s
+        left = {index: seconds - step_s * speeds[index] for index, seconds in left.items()}
+        expected |= {index: now_s for index, seconds in left.items() if seconds <= 1e-9}
+        left = {index: seconds for index, seconds in left.items() if seconds > 1e-9}
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_one_core_among_equals_gives_the_closed_form_of_processor_sharing() -> None:
+    """The k-th shortest of n ends at the sum of the shorter ones and (n - k + 1) times itself."""
+    seconds = [1.0, 2.0, 4.0, 8.0]
+    shared: SharedCores[int] = SharedCores(1)
+    for index, each in enumerate(seconds):
+        shared.add(index, 1, each, 0.0)
+    ends = []
+    for _ in seconds:
+        ends.append(shared.next_s())
+        shared.take_next()
+    assert ends == pytest.approx([4.0, 7.0, 11.0, 15.0])
+
+
+def test_a_batch_is_the_same_for_the_same_seed_and_acts_for_as_much_of_its_life_as_the_papers() -> None:
+    assert coding_batch(16, 3) == coding_batch(16, 3)
+    assert coding_batch(16, 3) != coding_batch(16, 4)
+    shares: dict[str, float] = defaultdict(float)
+    for trace in coding_batch(1_024, 0):
+        shares[trace.trajectory_id] = trace.single_unit_s / (trace.single_unit_s + trace.generation_s)
+    assert sum(shares.values()) / len(shares) == pytest.approx(ACTIVE_SHARE, abs=0.03)
+    with pytest.raises(ValueError, match="at least 1"):
+        coding_batch(0, 0)
+
+
+def test_an_executor_that_forgets_an_action_is_caught() -> None:
+    class Forgets:
+        decisions = Decisions()
+
+        def open(self, trace: Trace) -> None: ...
+
+        def submit(self, asked: Asked) -> None: ...
+
+        def close(self, trace: Trace) -> None: ...
+
+    with pytest.raises(StuckError, match="1 of 1"):
+        play([Trace("t", "coding", (command(1.0),))], lambda timeline, report: Forgets())
