@@ -143,7 +143,8 @@ def test_jobs_that_start_together_share_as_small_steps_would_have_it(jobs: list[
         at_s = shared.next_s()
         found[shared.take_next()] = at_s
     left = {index: seconds for index, (seconds, _) in enumerate(jobs)}
-    now_s, expected = 0.0, {}
+    now_s = 0.0
+    expected: dict[int, float] = {}
     while left:
         speeds, share, rest = {}, float(cores), len(left)
         for index in sorted(left, key=lambda each: jobs[each][1]):

@@ -17,15 +17,13 @@ import numpy.typing as npt
 from treadle_core.elastic.action import CPU_CORES, Amdahl, Fixed, Range
 
 from treadle_sim.parametric import CODING, LogNormal
-from treadle_sim.profiles import engine_model
+from treadle_sim.tools.steps import generation_s
 from treadle_sim.tools.trace import Call, Trace
 from treadle_sim.workload import TrajectoryWork
 
 Floats = npt.NDArray[np.float64]
 
 GIB = 1 << 30
-LLM, ACCELERATOR, ENGINE_GPUS = "Qwen3-32B", "H200", 4  # §6.1: Qwen3-32B on Hopper GPUs; the degree is a choice
-IN_FLIGHT = 16  # sequences an engine: 1,280 trajectories on 48 nodes of 8 GPUs are 13
 
 # 500 coding runs on SWE-bench Verified: quartiles 27, 36, 46, 95th percentile 83 steps; a step 43, 89, 282 tokens, mean
 # 276, and 90, 240, 800 of the answer.
@@ -77,19 +75,6 @@ def fitted_shape(rng: np.random.Generator) -> Shape:
     return Shape(PROMPT_TOKENS, tuple(gen.tolist()), tuple(OBS_TOKENS.draw(rng, steps).astype(np.int64).tolist()))
 
 
-def generation_s(shape: Shape) -> list[float]:
-    """Of each step, on an engine of the project's fitted profiles: reading what came, then decoding."""
-    curve = engine_model(LLM, ACCELERATOR, ENGINE_GPUS).curve
-    found, context, new = [], 0, shape.prompt_tokens
-    for gen, obs in zip(shape.gen_tokens, shape.obs_tokens, strict=True):
-        read_s = curve.prefill_s(new, context)
-        context += new + gen
-        token_s = curve.decode_s(IN_FLIGHT) + curve.per_kv_token_s * IN_FLIGHT * context
-        found.append(read_s + gen * token_s)
-        new = obs
-    return found
-
-
 def coding_batch(
     trajectories: int,
     seed: int,
@@ -105,7 +90,7 @@ def coding_batch(
         raise ValueError(f"trajectories must be at least 1, are {trajectories}")
     rng = np.random.default_rng([seed, trajectories])
     drawn = [among[int(rng.integers(len(among)))] if among else fitted_shape(rng) for _ in range(trajectories)]
-    generating = [generation_s(shape) for shape in drawn]
+    generating = [generation_s(shape.prompt_tokens, shape.gen_tokens, shape.obs_tokens) for shape in drawn]
     tools = [tool_s(rng, len(shape.gen_tokens)) for shape in drawn]
     tasks = -(-trajectories // GROUP)
     of_task = np.repeat(np.exp(REWARD_SIGMA * rng.standard_normal(tasks)), GROUP)[:trajectories]

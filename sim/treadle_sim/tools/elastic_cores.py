@@ -58,7 +58,8 @@ class _Node:
 
 
 class ElasticCores:
-    """See the module. overhead_s: of the system's own before each action runs."""
+    """See the module. overhead_s: of the system's own before each action runs. foresees: decisions count on those that
+    come, which the paper's do not."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class ElasticCores:
         report: Report,
         nodes: tuple[CpuNode, ...],
         overhead_s: float,
+        foresees: bool = True,
         depth: int = DEPTH,
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -80,6 +82,7 @@ class ElasticCores:
         self._asked: dict[str, Asked] = {}
         self._arrivals = 0
         self._overhead_s, self._depth, self._stopwatch = overhead_s, depth, stopwatch
+        self._foresees = foresees
         self._plain_s, self._plain = 0.0, 0
         self._settling = False
         self.decisions = Decisions()
@@ -198,7 +201,9 @@ class ElasticCores:
         node.free_cores -= units
         profiled = asked.call.profiled_s is not None
         expected_s = seconds_at(action, units) if profiled else self._typical_s
-        node.running[action.action_id] = _Running(units, now + self._overhead_s + expected_s, action.scalable)
+        node.running[action.action_id] = _Running(
+            units, now + self._overhead_s + expected_s, self._foresees and action.scalable
+        )
         took_s = ran_s(asked, units)
         record = Record(asked, now, self._overhead_s, now + self._overhead_s + took_s, units)
         self._timeline.at(record.finished_s, self._finish, record, home)

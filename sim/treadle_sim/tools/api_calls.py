@@ -1,0 +1,157 @@
+"""Calls of an API, by everybody for himself or through the Basic manager (ARL-Tangram §5.1, §6.1: DeepSearch).
+
+`UnmanagedCalls`: each trajectory sends its request when it has it, and after a refusal again, at most three times with
+a backoff that doubles; then, or after 600 s, the call has failed and the trajectory goes on without an answer.
+`ManagedCalls`: requests wait in one queue and leave when the provider's limits allow it. Both stand before the same
+provider.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from treadle_core.elastic.action import Action, Fixed
+from treadle_core.managers.dispatcher import Dispatcher, Started
+from treadle_core.managers.protocol import NEVER_S
+from treadle_core.managers.resources import Resources
+
+from treadle_sim.events import Timeline
+from treadle_sim.parametric import WORKLOADS, draw
+from treadle_sim.tools.play import Report
+from treadle_sim.tools.provider import Limits, ProviderModel, manager_of
+from treadle_sim.tools.scoring import MOST_CONTEXT, MOST_TOKENS, TOOL_LLM
+from treadle_sim.tools.steps import generation_s
+from treadle_sim.tools.trace import Asked, Call, Decisions, Record, Trace
+
+MOST_RETRIES = 3  # §6.1
+TIMEOUT_S = 600.0  # §6.1
+BACKOFF_S = 1.0  # before the first retry; doubled, and half of it drawn at random; a choice
+PROVIDER = "search"
+# A choice: a burst of 2,048 wants about twice of it.
+LIMITS = Limits(concurrency=500, quota=15_000, period_s=60.0)
+
+
+def search_batch(trajectories: int, seed: int) -> tuple[Trace, ...]:
+    """Search agents that start as one burst; every step ends with a query. Rewards are not looked at here."""
+    manager = manager_of(LIMITS, PROVIDER)
+    works = draw("search-calls", WORKLOADS["search"], trajectories, 1, seed, 0, TOOL_LLM, MOST_TOKENS, MOST_CONTEXT)
+    cost: Mapping[str, Fixed] = manager.cost()
+    traces = []
+    for at, work in enumerate(works):
+        generating = generation_s(
+            work.prompt_tokens, [step.gen_tokens for step in work.steps], [step.obs_tokens for step in work.steps]
+        )
+        calls = [Call(each_s, cost, step.tool_s) for each_s, step in zip(generating, work.steps, strict=True)]
+        traces.append(Trace(f"search-{at}", "search", tuple(calls)))
+    return tuple(traces)
+
+
+class UnmanagedCalls:
+    """See the module."""
+
+    def __init__(self, timeline: Timeline, report: Report, provider: ProviderModel, seed: int) -> None:
+        self._timeline, self._report, self.provider = timeline, report, provider
+        self._rng = np.random.default_rng([seed, 1])
+        self.decisions = Decisions()
+
+    def open(self, trace: Trace) -> None:
+        """Nothing is held for a trajectory."""
+
+    def close(self, trace: Trace) -> None:
+        """Nothing is held for a trajectory."""
+
+    def submit(self, asked: Asked) -> None:
+        self._send(asked, 1)
+
+    def _send(self, asked: Asked, tries: int) -> None:
+        now, limits = self._timeline.now, self.provider.limits
+        if self.provider.admit(now):
+            ends_s = now + asked.call.single_unit_s
+            self._timeline.at(ends_s, self._finish, Record(asked, now, 0.0, ends_s, 1, tries))
+            return
+        wait_s = BACKOFF_S * 2.0 ** (tries - 1) * (0.5 + float(self._rng.random()))
+        known_s = now + limits.refusal_s
+        if tries > MOST_RETRIES or known_s + wait_s - asked.arrived_s > TIMEOUT_S:
+            self._timeline.at(known_s, self._report, Record(asked, known_s, 0.0, known_s, 0, tries, failed=True))
+        else:
+            self._timeline.at(known_s + wait_s, self._send, asked, tries + 1)
+
+    def _finish(self, record: Record) -> None:
+        self.provider.leave()
+        self._report(record)
+
+
+class ManagedCalls:
+    """See the module."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        report: Report,
+        provider: ProviderModel,
+        stopwatch: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._timeline, self._report, self.provider, self._stopwatch = timeline, report, provider, stopwatch
+        self._manager = manager_of(provider.limits, PROVIDER)
+        self._dispatcher = Dispatcher(Resources([self._manager]), 0.0)
+        self._asked: dict[str, Asked] = {}
+        self._arrivals = 0
+        self._settling = False
+        self.decisions = Decisions()
+
+    def open(self, trace: Trace) -> None:
+        """Nothing is held for a trajectory."""
+
+    def close(self, trace: Trace) -> None:
+        """Nothing is held for a trajectory."""
+
+    def submit(self, asked: Asked) -> None:
+        began, now = self._stopwatch(), self._timeline.now
+        self._arrivals += 1
+        action = Action(asked.action_id, asked.trace.trajectory_id, self._arrivals, asked.call.cost)
+        self._asked[action.action_id] = asked
+        started = self._dispatcher.submit_alone(action, now)
+        if started is not None:
+            self._felt(1, began)
+            self._start(started)
+            return
+        self._dispatcher.submit(action)
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._settling:
+            self._settling = True
+            self._timeline.at(self._timeline.now, self._settle)
+
+    def _settle(self) -> None:
+        self._settling = False
+        now = self._timeline.now
+        if all(pool.free for pool in self._manager.pools(now)):  # else none can start: each asks for all of them
+            began = self._stopwatch()
+            starting = self._dispatcher.decide(now)
+            self._felt(len(starting), began)
+            for started in starting:
+                self._start(started)
+        changes_s = self._dispatcher.next_change_s(now)
+        if changes_s < NEVER_S and len(self._dispatcher):
+            self._timeline.at(changes_s, self._wake)
+
+    def _felt(self, actions: int, began: float) -> None:
+        took_s = self._stopwatch() - began
+        self.decisions.took_s.append(took_s)
+        self.decisions.felt_s += [took_s] * actions
+
+    def _start(self, started: Started) -> None:
+        asked, now = self._asked.pop(started.action.action_id), self._timeline.now
+        assert self.provider.admit(now)
+        ends_s = now + asked.call.single_unit_s
+        self._timeline.at(ends_s, self._finish, Record(asked, now, 0.0, ends_s, 1))
+
+    def _finish(self, record: Record) -> None:
+        self.provider.leave()
+        self._dispatcher.end(record.asked.action_id, self._timeline.now)
+        if len(self._dispatcher):
+            self._wake()
+        self._report(record)

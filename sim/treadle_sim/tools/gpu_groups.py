@@ -1,0 +1,117 @@
+"""Reward models that stay where they are: baselines of ARL-Tangram Figures 6 and 8b.
+
+`StaticGroups`: every model has GPUs of its own, a group or several replicas of it, always in memory. `LoadingGroups`:
+groups of one degree that any model can be loaded onto, and start-up by locality, as serverless serving does it: a
+request waits for a group that has its model where that takes less time than loading it elsewhere (ServerlessLLM).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from treadle_sim.events import Timeline
+from treadle_sim.tools.elastic_cores import ran_s
+from treadle_sim.tools.models import Restoring
+from treadle_sim.tools.play import Report
+from treadle_sim.tools.trace import Asked, Decisions, Record, Trace
+
+
+class StaticGroups:
+    """See the module. replicas: groups of each model, of `degree` GPUs."""
+
+    def __init__(
+        self, timeline: Timeline, report: Report, services: Sequence[str], degree: int, replicas: int = 1
+    ) -> None:
+        self._timeline, self._report, self._degree = timeline, report, degree
+        self._free = dict.fromkeys(services, replicas)
+        self._waiting: dict[str, deque[Asked]] = {service: deque() for service in services}
+        self.decisions = Decisions()
+
+    def open(self, trace: Trace) -> None:
+        """Nothing is held for a trajectory."""
+
+    def close(self, trace: Trace) -> None:
+        """Nothing is held for a trajectory."""
+
+    def submit(self, asked: Asked) -> None:
+        self._waiting[asked.call.service].append(asked)
+        self._start(asked.call.service)
+
+    def _start(self, service: str) -> None:
+        while self._free[service] and self._waiting[service]:
+            asked, now = self._waiting[service].popleft(), self._timeline.now
+            self._free[service] -= 1
+            ends_s = now + ran_s(asked, self._degree)
+            self._timeline.at(ends_s, self._finish, Record(asked, now, 0.0, ends_s, self._degree))
+
+    def _finish(self, record: Record) -> None:
+        service = record.asked.call.service
+        self._free[service] += 1
+        self._start(service)
+        self._report(record)
+
+
+@dataclass(slots=True)
+class _Group:
+    service: str = ""
+    busy_until_s: float = 0.0
+    busy: bool = False
+    used_s: float = -1.0
+
+
+class LoadingGroups:
+    """See the module. loading: how fast a model comes into a group's memory."""
+
+    def __init__(self, timeline: Timeline, report: Report, groups: int, degree: int, loading: Restoring) -> None:
+        self._timeline, self._report, self._degree, self._loading = timeline, report, degree, loading
+        self._groups = [_Group() for _ in range(groups)]
+        self._waiting: deque[Asked] = deque()
+        self.decisions = Decisions()
+
+    def open(self, trace: Trace) -> None:
+        """Nothing is held for a trajectory."""
+
+    def close(self, trace: Trace) -> None:
+        """Nothing is held for a trajectory."""
+
+    def submit(self, asked: Asked) -> None:
+        self._waiting.append(asked)
+        self._start()
+
+    def _start(self) -> None:
+        now = self._timeline.now
+        left: deque[Asked] = deque()
+        ahead_s: dict[str, float] = {}  # work that waits for a model already
+        while self._waiting:
+            idle = [group for group in self._groups if not group.busy]
+            if not idle:
+                break
+            asked = self._waiting.popleft()
+            service, took_s = asked.call.service, ran_s(asked, self._degree)
+            there = next((group for group in idle if group.service == service), None)
+            if there is not None:
+                self._run(there, asked, 0.0)
+                continue
+            holders = [group.busy_until_s - now for group in self._groups if group.service == service]
+            wait_s = min(holders) + ahead_s.get(service, 0.0) / len(holders) if holders else float("inf")
+            if wait_s <= self._loading.seconds(self._degree):
+                ahead_s[service] = ahead_s.get(service, 0.0) + took_s
+                left.append(asked)
+            else:
+                self._run(min(idle, key=lambda group: group.used_s), asked, self._loading.seconds(self._degree))
+        left.extend(self._waiting)
+        self._waiting = left
+
+    def _run(self, group: _Group, asked: Asked, overhead_s: float) -> None:
+        now = self._timeline.now
+        group.service, group.busy = asked.call.service, True
+        group.busy_until_s = group.used_s = now + overhead_s + ran_s(asked, self._degree)
+        record = Record(asked, now, overhead_s, group.busy_until_s, self._degree)
+        self._timeline.at(group.busy_until_s, self._finish, record, group)
+
+    def _finish(self, record: Record, group: _Group) -> None:
+        group.busy = False
+        self._start()
+        self._report(record)
