@@ -96,20 +96,19 @@ class Group:
         return self.running_alike / self._all_units if self.running_alike else 0.0
 
     def _later(self, mine: Curves, limit_s: float) -> float:
-        """The objective where none starts that can be scaled, and the first of those waits for the units that suit it.
-
-        It tries every doubling of its choices, where Algorithm 2 tries the first `depth`.
-        """
+        """The objective where none starts that can be scaled, and the first of those waits for the units that suit it:
+        those at which its seconds cost least, each dearer by what others wait for its units."""
         fixed = self.candidates[mine.counts == 1]
         head = int(self.candidates[np.argmax(mine.counts > 1)])
-        most = int(self.curves.counts[head]) - 1
-        tried = np.unique(np.minimum((1 << np.arange(most.bit_length() + 1)) - 1, most))
-        units, seconds, counts = self.curves.units.copy(), self.curves.seconds.copy(), self.curves.counts.copy()
-        units[head, : len(tried)] = self.curves.units[head, tried]
-        seconds[head, : len(tried)] = self.curves.priced(self._coming).seconds[head, tried]
-        counts[head] = len(tried)
-        chosen = np.zeros(len(fixed), np.int64)
+        count = int(self.curves.counts[head])
+        price = self._coming + len(self.curves.counts) / self._all_units
+        units, seconds = self.curves.units[head, :count], self.curves.seconds[head, :count]
+        suits = int(np.argmin(seconds * (1.0 + price * units)))
+        units_then, seconds_then = self.curves.units[:, :1].copy(), self.curves.seconds[:, :1].copy()
+        units_then[head] = units[suits]
+        seconds_then[head] = seconds[suits] * (1.0 + self._coming * units[suits])
+        chosen, one = np.zeros(len(fixed), np.int64), np.ones_like(self.curves.counts)
         found_s: float = objective(
-            units, seconds, counts, fixed, chosen, self.ends_s, self.units, self.share.free, len(tried), limit_s
+            units_then, seconds_then, one, fixed, chosen, self.ends_s, self.units, self.share.free, 1, limit_s
         )
         return found_s
