@@ -7,7 +7,7 @@ MESH_READY := $(VENV)/.treadle-mesh-ready
 ENGINE_READY := $(ENGINE_VENV)/.treadle-engine-ready
 RUFF_PATHS := clients core learned runtime services sim cli bench examples tests
 
-.PHONY: help setup demo test test-quick test-engine check lint types manifests verify protos clean
+.PHONY: help setup demo test test-quick test-engine check lint types manifests verify protos bench-tools clean
 
 help:            ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -50,6 +50,9 @@ types:           ## mypy, strict
 
 manifests:       ## compose and Kubernetes files against their schemas
 	@scripts/check-manifests.sh $(BIN)
+
+bench-tools: $(MESH_READY) ## tools and rewards: ARL-Tangram's evaluation, and the live service; ARGS="--data DIR" for public runs
+	@$(BIN)/treadle bench tools $(ARGS)
 
 protos:          ## regenerate the stubs under clients/python
 	@scripts/generate-protos.sh

@@ -139,6 +139,9 @@ def bench(
     redraw: Annotated[
         Path | None, typer.Option(help="JSON of an earlier run, to draw into --pictures again without measuring.")
     ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes: whether it runs, not what it says (tools).")
+    ] = False,
     slots: Slots = DEFAULT_SLOTS,
     model: Model = DEFAULT_MODEL,
 ) -> None:
@@ -161,7 +164,9 @@ def bench(
 
     async def measure(hurry: asyncio.Event) -> int:
         plan = engine_plan(chosen.engines, slots, model, seed, []) if chosen.engines else None
-        options = BenchOptions(plan, seed, repeats, traces, data, pictures, hurry=hurry, scale=scale, model=model)
+        options = BenchOptions(
+            plan, seed, repeats, traces, data, pictures, hurry=hurry, scale=scale, model=model, quick=quick
+        )
         figures.update(await chosen.measured(options))
         if as_json:
             typer.echo(json.dumps(figures))

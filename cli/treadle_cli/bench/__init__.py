@@ -29,6 +29,7 @@ from treadle_cli.bench import (
     resources,
     scheduling,
     simulator,
+    tools,
     workloads,
 )
 from treadle_cli.bench.options import BenchOptions
@@ -170,6 +171,12 @@ BENCHES: Mapping[str, Bench] = {
             predictor.run,
             page=predictor_page.page,
             draw=predictor_picture.draw,
+        ),
+        Bench(
+            tools.NAME,
+            "Actions of tools and rewards: the elastic scheduler against pods, fixed degrees, GPU groups and retries "
+            "under a virtual clock; decisions and the live service in real time. --quick: seconds. Takes 10 minutes.",
+            tools.run,
         ),
         Bench(
             simulator.NAME,

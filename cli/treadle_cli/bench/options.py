@@ -18,7 +18,8 @@ class BenchOptions:
     of the bench's own workload. data: a folder of public traces and engine measurements. pictures: a folder to draw
     into, None for no pictures. progress: where what happens is told, never stdout. hurry: see ProcessTree. scale: of a
     simulated figure's GPUs and trajectories, None for the bench's own choice. workers: processes that simulate at once.
-    model: a folder or a hub's name, for a bench that loads a model itself.
+    model: a folder or a hub's name, for a bench that loads a model itself. quick: a bench that can be made small is, so
+    that it says little and soon.
     """
 
     plan: EnginePlan | None = None
@@ -32,6 +33,7 @@ class BenchOptions:
     scale: float | None = None
     workers: int = 2
     model: str = DEFAULT_MODEL
+    quick: bool = False
 
     @property
     def engines(self) -> EnginePlan:

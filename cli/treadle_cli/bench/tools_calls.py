@@ -1,0 +1,67 @@
+"""API calls of search agents: each for itself with retries, or through the Basic manager (Figures 3d, 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from treadle_sim.tools.api_calls import LIMITS, ManagedCalls, UnmanagedCalls, search_batch
+from treadle_sim.tools.play import Make, play
+from treadle_sim.tools.provider import ProviderModel
+from treadle_sim.tools.trace import Replay
+
+from treadle_cli.bench.options import BenchOptions
+from treadle_cli.bench.tools_setting import Setting, act_s, middle, overheads, rounded, seeds, windows
+
+WINDOW_S = 15.0
+
+
+def run(options: BenchOptions, setting: Setting, told: Callable[[str], None]) -> dict[str, Any]:
+    told("API calls")
+    size = setting.search_batch
+    managed: list[dict[str, float]] = []
+    unmanaged: list[dict[str, float]] = []
+    kept: list[Replay] = []
+    shown: dict[str, Any] = {}
+    for seed in seeds(options.seed, options.repeats):
+        traces = search_batch(size, seed)
+        for name, rows in (("managed", managed), ("unmanaged", unmanaged)):
+            provider = ProviderModel(LIMITS)
+            replay = play(traces, _make(name, provider, seed))
+            rows.append(_row(replay, provider))
+            if name == "managed":
+                kept.append(replay)
+            shown.setdefault(name, windows(replay, WINDOW_S))
+    return {
+        "batch": size,
+        "limits": {"concurrency": LIMITS.concurrency, "quota": LIMITS.quota, "period_s": LIMITS.period_s},
+        "managed": middle(managed),
+        "unmanaged": middle(unmanaged),
+        "windows": shown,
+        **overheads(kept),
+    }
+
+
+def _make(name: str, provider: ProviderModel, seed: int) -> Make:
+    if name == "managed":
+        return lambda timeline, report: ManagedCalls(timeline, report, provider)
+    return lambda timeline, report: UnmanagedCalls(timeline, report, provider, seed)
+
+
+def _row(replay: Replay, provider: ProviderModel) -> dict[str, float]:
+    answered = [record for record in replay.records if not record.failed]
+    without = {record.asked.trace.trajectory_id for record in replay.records if record.failed}
+    total_s = sum(record.completion_s for record in replay.records)
+    return rounded(
+        {
+            "act_s": act_s(replay),
+            "call_s": float(np.mean([record.completion_s for record in replay.records])),
+            "answered_call_s": total_s / len(answered),
+            "whole_trajectory_s": total_s / (len(replay.traces) - len(without)),
+            "failed_calls": 1.0 - len(answered) / len(replay.records),
+            "failed_trajectories": len(without) / len(replay.traces),
+            "refused": float(provider.refused),
+            "makespan_s": max(replay.ends_s.values()),
+        }
+    )

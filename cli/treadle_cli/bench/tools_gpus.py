@@ -1,0 +1,143 @@
+"""Reward models on GPUs: evict on execution, groups of their own, and loading (Figures 3b and 8b, Table 1)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from treadle_sim.tools.elastic_gpus import ElasticGpus
+from treadle_sim.tools.gpu_groups import LoadingGroups, StaticGroups
+from treadle_sim.tools.models import HOST_BYTES_PER_S, Restoring, services
+from treadle_sim.tools.play import Make, play
+from treadle_sim.tools.scoring import DENSE, JUDGE, SPARSE, scored_batch, teachers
+from treadle_sim.tools.trace import Replay
+
+from treadle_cli.bench.options import BenchOptions
+from treadle_cli.bench.tools_setting import DIGITS, Setting, act_s, middle, overheads, per_action, rounded, seeds
+
+GROUP = 4  # §6.1: four GPUs a model
+JUDGE_GROUP, JUDGE_REPLICAS = 8, 5  # §6.1: of search alone
+# Serverless loading: what its authors' local storage gives each node, or the host's memory; a new engine each time.
+STORAGE_BYTES_PER_S = 10e9
+ENGINE_START_S = 1.0  # contexts and communicators; a choice
+BUSY_TEACHERS = 12  # Figure 3b
+SPARSE_PACE, DENSE_PACE = "as in Figure 3b", "as in Table 1"
+PACES = {SPARSE_PACE: SPARSE, DENSE_PACE: DENSE}
+
+
+def elastic(gpus: int, names: Sequence[str], *, aware: bool = True) -> Make:
+    known = services(list(names))
+    return lambda timeline, report: ElasticGpus(timeline, report, gpus, known, Restoring(), aware=aware)
+
+
+def static(names: Sequence[str], degree: int = GROUP, replicas: int = 1) -> Make:
+    return lambda timeline, report: StaticGroups(timeline, report, names, degree, replicas)
+
+
+def loading(gpus: int, bytes_per_s: float) -> Make:
+    rule = Restoring(bytes_per_s, ENGINE_START_S)
+    return lambda timeline, report: LoadingGroups(timeline, report, gpus // GROUP, GROUP, rule)
+
+
+def run(options: BenchOptions, setting: Setting, told: Callable[[str], None]) -> dict[str, Any]:
+    models = [*teachers(setting.gpus // GROUP - 1), JUDGE]
+    all_seeds = list(seeds(options.seed, options.repeats))
+    replays: list[Replay] = []
+    rows = []
+    for size in setting.scored_batches:
+        told(f"rewards on GPUs, batch {size}")
+        for name, pace in PACES.items():
+            cells = [_cell(size, seed, setting.gpus, models, pace, replays) for seed in all_seeds]
+            rows.append({"batch": size, "pace": name, **middle(cells)})
+    told("rewards on fewer GPUs")
+    fractions = {name: _fraction(setting, models, pace, all_seeds) for name, pace in PACES.items()}
+    told("one judge; twelve teachers")
+    skewed = [_skewed(setting, models, seed) for seed in all_seeds]
+    return {
+        "batches": rows,
+        "fractions": fractions,
+        "judge": middle([_judge(setting, seed) for seed in all_seeds]),
+        "busy": _busy(setting, options.seed),
+        "skewed": middle(skewed),
+        **overheads(replays),
+    }
+
+
+def _cell(size: int, seed: int, gpus: int, models: Sequence[str], pace: float, kept: list[Replay]) -> dict[str, float]:
+    traces = scored_batch(size, seed, models, pace=pace)
+    ours = play(traces, elastic(gpus, models))
+    kept.append(ours)
+    found = {"elastic_s": act_s(ours), **per_action(ours.records)}
+    found["units"] = float(np.mean([record.units for record in ours.records]))
+    others = {
+        "static": static(models),
+        "loading_storage": loading(gpus, STORAGE_BYTES_PER_S / GROUP),
+        "loading_memory": loading(gpus, HOST_BYTES_PER_S),
+        "as_printed": elastic(gpus, models, aware=False),
+    }
+    for name, make in others.items():
+        found[f"{name}_s"] = act_s(play(traces, make))
+        found[f"ratio_{name}"] = found[f"{name}_s"] / found["elastic_s"]
+    return rounded(found)
+
+
+def _fraction(setting: Setting, models: Sequence[str], pace: float, all_seeds: Sequence[int]) -> dict[str, Any]:
+    """On how few GPUs the rewards of one batch complete as soon as on groups of their own (Figure 8b, right)."""
+    batches = [scored_batch(setting.scored_batch, seed, models, pace=pace) for seed in all_seeds]
+    own = [play(traces, static(models)) for traces in batches]
+    static_s = float(np.median([act_s(replay) for replay in own]))
+    busy = [
+        sum(record.execution_s for record in replay.records) / len(models) / max(replay.ends_s.values())
+        for replay in own
+    ]
+    rows = [
+        {
+            "gpus": gpus,
+            "elastic_s": round(
+                float(np.median([act_s(play(each, elastic(gpus, models))) for each in batches])), DIGITS
+            ),
+            "loading_memory_s": round(
+                float(np.median([act_s(play(each, loading(gpus, HOST_BYTES_PER_S))) for each in batches])), DIGITS
+            ),
+        }
+        for gpus in setting.gpus_tried
+    ]
+    enough = [row["gpus"] for row in rows if row["elastic_s"] <= static_s]
+    return {
+        "static_s": round(static_s, DIGITS),
+        "static_busy": round(float(np.median(busy)), DIGITS),
+        "gpus": rows,
+        "fraction": round(min(enough) / setting.gpus, DIGITS) if enough else None,
+    }
+
+
+def _judge(setting: Setting, seed: int) -> dict[str, float]:
+    """Search alone, one judge on all GPUs: five replicas of eight against the pool."""
+    traces = scored_batch(setting.search_batch, seed, [JUDGE], pace=DENSE)
+    ours = play(traces, elastic(setting.gpus, [JUDGE]))
+    replicas = min(JUDGE_REPLICAS, setting.gpus // JUDGE_GROUP)
+    own_s = act_s(play(traces, static([JUDGE], JUDGE_GROUP, replicas)))
+    return rounded(
+        {"elastic_s": act_s(ours), "static_s": own_s, "ratio": own_s / act_s(ours), **per_action(ours.records)}
+    )
+
+
+def _skewed(setting: Setting, models: Sequence[str], seed: int) -> dict[str, float]:
+    """Domains whose shares fall as 1 / rank, at the batch of Table 1."""
+    traces = scored_batch(setting.search_batch, seed, models, pace=DENSE, skew=1.0)
+    ours_s, own_s = act_s(play(traces, elastic(setting.gpus, models))), act_s(play(traces, static(models)))
+    return rounded({"elastic_s": ours_s, "static_s": own_s, "ratio": own_s / ours_s})
+
+
+def _busy(setting: Setting, seed: int) -> dict[str, Any]:
+    """How busy each of twelve teachers' own groups are (Figure 3b)."""
+    names = teachers(BUSY_TEACHERS)
+    replay = play(scored_batch(setting.scored_batch, seed, names, pace=SPARSE), static(names))
+    executed: dict[str, float] = defaultdict(float)
+    for record in replay.records:
+        executed[record.asked.call.service] += record.execution_s
+    span_s = max(replay.ends_s.values())
+    shares = [round(executed[name] / span_s, DIGITS) for name in names]
+    return {"shares": shares, "mean": round(float(np.mean(shares)), DIGITS)}
