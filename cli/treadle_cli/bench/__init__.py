@@ -30,6 +30,8 @@ from treadle_cli.bench import (
     scheduling,
     simulator,
     tools,
+    tools_page,
+    tools_picture,
     workloads,
 )
 from treadle_cli.bench.options import BenchOptions
@@ -177,6 +179,8 @@ BENCHES: Mapping[str, Bench] = {
             "Actions of tools and rewards: the elastic scheduler against pods, fixed degrees, GPU groups and retries "
             "under a virtual clock; decisions and the live service in real time. --quick: seconds. Takes 10 minutes.",
             tools.run,
+            page=tools_page.page,
+            draw=tools_picture.draw,
         ),
         Bench(
             simulator.NAME,

@@ -17,7 +17,7 @@ from typing import Any
 
 from treadle_cli.bench import tools_calls, tools_cores, tools_decisions, tools_gpus, tools_live
 from treadle_cli.bench.options import BenchOptions
-from treadle_cli.bench.tools_setting import FULL, QUICK
+from treadle_cli.bench.tools_setting import FULL, QUICK, planned
 
 NAME = "tools"
 KEYS = (
@@ -43,10 +43,12 @@ async def run(options: BenchOptions) -> dict[str, Any]:
 
     told("the live service")
     live = await tools_live.run(options, setting)
-    decisions = await asyncio.to_thread(tools_decisions.run, options, setting, told)
-    cores = await asyncio.to_thread(tools_cores.run, options, setting, told)
-    gpus = await asyncio.to_thread(tools_gpus.run, options, setting, told)
-    calls = await asyncio.to_thread(tools_calls.run, options, setting, told)
+    seeds = range(options.seed, options.seed + options.repeats)
+    with planned(setting, seeds, setting.workers or options.workers, told) as plan:
+        decisions = await asyncio.to_thread(tools_decisions.run, plan)
+        cores = await asyncio.to_thread(tools_cores.run, options, plan)
+        gpus = await asyncio.to_thread(tools_gpus.run, plan)
+        calls = await asyncio.to_thread(tools_calls.run, plan)
     at_batch = {row["batch"]: row for row in cores["batches"]}
     here = live["missing"] is None
     return {
@@ -61,7 +63,7 @@ async def run(options: BenchOptions) -> dict[str, Any]:
         "live_p99_ms": live["invoke"]["p99_ms"] if here else None,
         "sessions_ok": live["sessions"]["ok"] if here else None,
         "repeats": options.repeats,
-        "seeds": [options.seed, options.seed + options.repeats - 1],
+        "seeds": [seeds[0], seeds[-1]],
         "quick": options.quick,
         "setting": {"cores": setting.cores, "nodes": setting.nodes, "gpus": setting.gpus, "batch": setting.batch}
         | {"small_batch": setting.small_batch, "scored_batch": setting.scored_batch},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,27 +10,26 @@ from treadle_sim.tools.play import Make, play
 from treadle_sim.tools.provider import ProviderModel
 from treadle_sim.tools.trace import Replay
 
-from treadle_cli.bench.options import BenchOptions
-from treadle_cli.bench.tools_setting import Setting, act_s, middle, overheads, rounded, seeds, windows
+from treadle_cli.bench.tools_setting import Plan, Timed, act_s, middle, overheads, rounded, timed, windows
 
 WINDOW_S = 15.0
 
 
-def run(options: BenchOptions, setting: Setting, told: Callable[[str], None]) -> dict[str, Any]:
-    told("API calls")
-    size = setting.search_batch
+def run(plan: Plan) -> dict[str, Any]:
+    plan.told("API calls")
+    size = plan.setting.search_batch
     managed: list[dict[str, float]] = []
     unmanaged: list[dict[str, float]] = []
-    kept: list[Replay] = []
+    kept: list[Timed] = []
     shown: dict[str, Any] = {}
-    for seed in seeds(options.seed, options.repeats):
+    for seed in plan.seeds:
         traces = search_batch(size, seed)
         for name, rows in (("managed", managed), ("unmanaged", unmanaged)):
             provider = ProviderModel(LIMITS)
             replay = play(traces, _make(name, provider, seed))
             rows.append(_row(replay, provider))
             if name == "managed":
-                kept.append(replay)
+                kept.append(timed(replay))
             shown.setdefault(name, windows(replay, WINDOW_S))
     return {
         "batch": size,

@@ -5,31 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from treadle_core.elastic.action import CPU_CORES, UnitSet
-from treadle_sim.parametric import LogNormal
 from treadle_sim.public_traces import read_public
-from treadle_sim.tools.coding import Shape, ToolSeconds, coding_batch, shapes
+from treadle_sim.tools.coding import Floats, Shape, ToolSeconds, coding_batch, shapes
 from treadle_sim.tools.elastic_cores import ElasticCores, equal_nodes
 from treadle_sim.tools.play import Make, play
 from treadle_sim.tools.pods import PodRules, Pods
-from treadle_sim.tools.trace import Replay, Trace
+from treadle_sim.tools.trace import Trace
 from treadle_sim.trace_file import read_traces
 
 from treadle_cli.bench.options import BenchOptions
 from treadle_cli.bench.tools_setting import (
     DIGITS,
+    Plan,
     Setting,
+    Timed,
     act_s,
     middle,
     overheads,
     parts,
     per_action,
     rounded,
-    seeds,
+    timed,
     windows,
 )
 
@@ -40,6 +41,7 @@ SOURCE = "swebench_verified_mini_gemini3"
 GAPS = "claude_code_sessions_kvct"
 GAPS_FLOOR_S = 3.0  # the least gap in the sessions, in whole seconds: the harness's own turn-around
 WINDOW_S = 30.0
+SMALL_NODE = 64  # cores: twice what a reward may have
 
 Batch = Callable[[int, int], tuple[Trace, ...]]
 
@@ -63,42 +65,48 @@ class Cores:
         return equal_nodes(self.setting.nodes, self.cores // self.setting.nodes, NODE_MEMORY_BYTES)
 
 
-def run(options: BenchOptions, setting: Setting, told: Callable[[str], None]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Cell:
+    """One batch on one cluster."""
+
+    at: Cores
+    size: int
+    seed: int
+    batch: Batch
+
+
+def run(options: BenchOptions, plan: Plan) -> dict[str, Any]:
     """Raises PublicTraceError, TraceFileError, OSError."""
-    among = _shapes(options)
+    setting, among = plan.setting, _shapes(options)
     batch = partial(coding_batch, among=among)
     whole = Cores(setting, setting.cores)
-    all_seeds = list(seeds(options.seed, options.repeats))
-    replays: list[Replay] = []
     found: dict[str, Any] = {"shapes": _shapes_from(options)}
-    rows = []
-    for size in setting.batches:
-        told(f"coding, batch {size}")
-        rows.append({"batch": size, **middle([_cell(batch(size, seed), whole, replays) for seed in all_seeds])})
-    found["batches"] = rows
-    told("coding, cores")
-    found["cores"] = [
-        {"cores": cores, **middle([_cell(batch(setting.batch, seed), Cores(setting, cores), []) for seed in all_seeds])}
-        for cores in setting.cores_tried
-    ]
-    found |= overheads(replays)
-    told("coding, one batch from near")
-    traces = batch(setting.batch, options.seed)
-    found["near"] = near(traces, whole, Cores(setting, setting.cores // 2))
-    large = play(batch(setting.large_batch, options.seed), whole.elastic())
+    kept: list[Timed] = []
+
+    def row(name: str, value: int, size: int, at: Cores) -> dict[str, Any]:
+        cells = [Cell(at, size, seed, batch) for seed in plan.seeds]
+        done = plan.each(f"coding, {size} trajectories on {at.cores} cores", played, cells)
+        kept.extend(part for _, part in done)
+        return {name: value, **middle([figures for figures, _ in done])}
+
+    found["batches"] = [row("batch", size, size, whole) for size in setting.batches]
+    found |= overheads(kept)
+    found["cores"] = [row("cores", cores, setting.batch, Cores(setting, cores)) for cores in setting.cores_tried]
+    plan.told("coding, one batch from near")
+    found["near"] = near(batch(setting.batch, plan.seeds[0]), whole, Cores(setting, setting.cores // 2))
+    large = play(batch(setting.large_batch, plan.seeds[0]), whole.elastic())
     found["table1"] = [
         {"batch": setting.batch, **found["near"]["elastic"]},
         {"batch": setting.large_batch, **parts(large)},
     ]
-    told("coding, what the figures hang on")
-    found["sensitivity"] = sensitivity(options, setting, whole, among)
+    found["sensitivity"] = sensitivity(options, plan, among)
     return found
 
 
-def _cell(traces: Sequence[Trace], at: Cores, kept: list[Replay]) -> dict[str, float]:
+def played(cell: Cell) -> tuple[dict[str, float], Timed]:
     """One batch on one cluster, by everybody; ratios are to the elastic scheduler."""
+    at, traces = cell.at, cell.batch(cell.size, cell.seed)
     elastic = play(traces, at.elastic())
-    kept.append(elastic)
     ours_s = act_s(elastic)
     found = {"elastic_s": ours_s}
     others = {
@@ -111,7 +119,7 @@ def _cell(traces: Sequence[Trace], at: Cores, kept: list[Replay]) -> dict[str, f
     for name, (asked, make) in others.items():
         found[f"{name}_s"] = act_s(play(asked, make))
         found[f"ratio_{name}"] = found[f"{name}_s"] / ours_s
-    return rounded(found)
+    return rounded(found), timed(elastic)
 
 
 def fixed(traces: Sequence[Trace], degree: int) -> tuple[Trace, ...]:
@@ -145,43 +153,62 @@ def near(traces: Sequence[Trace], whole: Cores, half: Cores) -> dict[str, Any]:
     }
 
 
-def sensitivity(options: BenchOptions, setting: Setting, whole: Cores, among: Sequence[Shape]) -> list[dict[str, Any]]:
-    """The ratio to pods at the smallest batch and at the paper's, with one assumption changed at a time."""
-    changed: dict[str, tuple[Batch, PodRules]] = {"as assumed": (partial(coding_batch, among=among), PodRules())}
-    for share in ((0.02, 0.02), (0.05, 0.05), (0.1, 0.1), (0.2, 0.2)):
-        name = f"serial share of tests {share[0]:g}"
-        changed[name] = (partial(coding_batch, among=among, serial_share=share), PodRules())
-    changed["pods run tests with -n 4"] = (partial(coding_batch, among=among), PodRules(reward_processes=4))
-    changed["pods are there at once"] = (
-        partial(coding_batch, among=among),
-        PodRules(binds_per_s=1e9, starts_per_s=1e9, start_s=0.0),
-    )
-    changed["tools take 2.4 s (median 0.8)"] = (
-        partial(coding_batch, among=among, tool_s=LogNormal(0.8, 1.48, 120.0).draw),
-        PodRules(),
-    )
+@dataclass(frozen=True)
+class Changed:
+    """One assumption changed, at one size of a batch."""
+
+    name: str
+    batch: Batch
+    rules: PodRules
+    at: Cores
+    size: int
+    seed: int
+
+
+def sensitivity(options: BenchOptions, plan: Plan, among: Sequence[Shape]) -> list[dict[str, Any]]:
+    """The ratio to pods at the smallest batch and at the paper's, one seed, with one assumption changed at a time."""
+    setting = plan.setting
+    batch, whole = partial(coding_batch, among=among), Cores(setting, setting.cores)
+    changed: dict[str, tuple[Batch, PodRules, Cores]] = {"as assumed": (batch, PodRules(), whole)}
+    for share in (0.02, 0.05, 0.1, 0.2):
+        fixed_share = partial(batch, serial_share=(share, share))
+        changed[f"serial share of tests {share:g}"] = (fixed_share, PodRules(), whole)
+    changed["pods run tests with -n 4"] = (batch, PodRules(reward_processes=4), whole)
+    changed["pods are there at once"] = (batch, PodRules(binds_per_s=1e9, starts_per_s=1e9, start_s=0.0), whole)
     for active in (0.35, 0.6):
-        name = f"actions fill {active:.0%} of a life"
-        changed[name] = (partial(coding_batch, among=among, active_share=active), PodRules())
+        changed[f"actions fill {active:.0%} of a life"] = (partial(batch, active_share=active), PodRules(), whole)
+    small = replace(setting, nodes=max(setting.cores // SMALL_NODE, 1))
+    changed[f"nodes of {SMALL_NODE} cores"] = (batch, PodRules(), Cores(small, setting.cores))
     if among:
-        changed["shapes from the fitted distributions"] = (coding_batch, PodRules())
+        changed["shapes from the fitted distributions"] = (coding_batch, PodRules(), whole)
     if options.data is not None:
-        for name, drawn in _measured_tools(options).items():
-            changed[name] = (partial(coding_batch, among=among, tool_s=drawn), PodRules())
-    rows = []
-    for name, (batch, rules) in changed.items():
-        row: dict[str, Any] = {"changed": name}
-        for size in (setting.batches[0], setting.batch):
-            ratios, tools_s, rewards_s = [], [], []
-            for seed in seeds(options.seed, min(options.repeats, 3)):
-                traces = batch(size, seed)
-                ratios.append(act_s(play(traces, whole.pods(rules))) / act_s(play(traces, whole.elastic())))
-                rewards_s.append(float(np.mean([trace.calls[-1].single_unit_s for trace in traces])))
-                tools_s.append(float(np.mean([trace.single_unit_s for trace in traces])) - rewards_s[-1])
-            row[f"ratio_{size}"] = round(median(ratios), DIGITS)
-            row |= {"tools_s": round(median(tools_s), 1), "rewards_s": round(median(rewards_s), 1)}
-        rows.append(row)
-    return rows
+        for name, drawn in _measured_tools(options.data).items():
+            changed[name] = (partial(batch, tool_s=drawn), PodRules(), whole)
+    sizes = (setting.batches[0], setting.batch)
+    jobs = [Changed(name, *how, size, plan.seeds[0]) for name, how in changed.items() for size in sizes]
+    rows: dict[str, dict[str, Any]] = {}
+    for job, found in zip(jobs, plan.each("coding, what it hangs on", compared, jobs), strict=True):
+        rows.setdefault(job.name, {"changed": job.name}).update(found)
+    return list(rows.values())
+
+
+def compared(job: Changed) -> dict[str, float]:
+    """Pods against the elastic scheduler, and what the batch is like."""
+    traces = job.batch(job.size, job.seed)
+    pods_s, ours_s = act_s(play(traces, job.at.pods(job.rules))), act_s(play(traces, job.at.elastic()))
+    rewards_s = float(np.mean([trace.calls[-1].single_unit_s for trace in traces]))
+    tools_s = float(np.mean([trace.single_unit_s for trace in traces])) - rewards_s
+    return rounded({f"ratio_{job.size}": pods_s / ours_s, "tools_s": tools_s, "rewards_s": rewards_s})
+
+
+@dataclass(frozen=True)
+class Resampled:
+    """Seconds drawn from measured ones."""
+
+    values: tuple[float, ...]
+
+    def __call__(self, rng: np.random.Generator, count: int) -> Floats:
+        return np.array(self.values)[rng.integers(len(self.values), size=count)]
 
 
 def _shapes(options: BenchOptions) -> tuple[Shape, ...]:
@@ -198,22 +225,13 @@ def _shapes_from(options: BenchOptions) -> str:
     return SOURCE if options.data is not None else "fitted"
 
 
-def _measured_tools(options: BenchOptions) -> Mapping[str, ToolSeconds]:
+def _measured_tools(data: Path) -> Mapping[str, ToolSeconds]:
     """Tool times as two public data sets have them; both hold more than the tool (the page says what)."""
-    assert options.data is not None
-    of_runs = [step.tool_s for work in read_public(SOURCE, options.data) for step in work.steps[:-1]]
+    of_runs = [step.tool_s for work in read_public(SOURCE, data) for step in work.steps[:-1]]
     of_sessions = [
         max(0.0, step.tool_s - GAPS_FLOOR_S)
-        for work in read_public(GAPS, options.data)
+        for work in read_public(GAPS, data)
         if len(work.steps) > 1
         for step in work.steps[:-1]
     ]
-
-    def drawn(among: Sequence[float]) -> ToolSeconds:
-        values = np.array(among)
-        return lambda rng, count: values[rng.integers(len(values), size=count)]
-
-    return {f"tools as in {SOURCE}": drawn(of_runs), f"tools as in {GAPS}": drawn(of_sessions)}
-
-
-__all__ = ["Cores", "fixed", "near", "run", "sensitivity"]
+    return {f"tools as in {SOURCE}": Resampled(tuple(of_runs)), f"tools as in {GAPS}": Resampled(tuple(of_sessions))}

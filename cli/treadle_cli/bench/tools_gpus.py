@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,19 @@ from treadle_sim.tools.gpu_groups import LoadingGroups, StaticGroups
 from treadle_sim.tools.models import HOST_BYTES_PER_S, Restoring, services
 from treadle_sim.tools.play import Make, play
 from treadle_sim.tools.scoring import DENSE, JUDGE, SPARSE, scored_batch, teachers
-from treadle_sim.tools.trace import Replay
 
-from treadle_cli.bench.options import BenchOptions
-from treadle_cli.bench.tools_setting import DIGITS, Setting, act_s, middle, overheads, per_action, rounded, seeds
+from treadle_cli.bench.tools_setting import (
+    DIGITS,
+    Plan,
+    Setting,
+    Timed,
+    act_s,
+    middle,
+    overheads,
+    per_action,
+    rounded,
+    timed,
+)
 
 GROUP = 4  # §6.1: four GPUs a model
 JUDGE_GROUP, JUDGE_REPLICAS = 8, 5  # §6.1: of search alone
@@ -41,34 +51,46 @@ def loading(gpus: int, bytes_per_s: float) -> Make:
     return lambda timeline, report: LoadingGroups(timeline, report, gpus // GROUP, GROUP, rule)
 
 
-def run(options: BenchOptions, setting: Setting, told: Callable[[str], None]) -> dict[str, Any]:
-    models = [*teachers(setting.gpus // GROUP - 1), JUDGE]
-    all_seeds = list(seeds(options.seed, options.repeats))
-    replays: list[Replay] = []
+@dataclass(frozen=True)
+class Cell:
+    """One batch of rewards. fewer: on how few GPUs else it is tried."""
+
+    models: tuple[str, ...]
+    gpus: int
+    size: int
+    pace: float
+    seed: int
+    fewer: tuple[int, ...] = ()
+
+
+def run(plan: Plan) -> dict[str, Any]:
+    setting = plan.setting
+    models = (*teachers(setting.gpus // GROUP - 1), JUDGE)
+    kept: list[Timed] = []
     rows = []
     for size in setting.scored_batches:
-        told(f"rewards on GPUs, batch {size}")
         for name, pace in PACES.items():
-            cells = [_cell(size, seed, setting.gpus, models, pace, replays) for seed in all_seeds]
-            rows.append({"batch": size, "pace": name, **middle(cells)})
-    told("rewards on fewer GPUs")
-    fractions = {name: _fraction(setting, models, pace, all_seeds) for name, pace in PACES.items()}
-    told("one judge; twelve teachers")
-    skewed = [_skewed(setting, models, seed) for seed in all_seeds]
+            cells = [Cell(models, setting.gpus, size, pace, seed) for seed in plan.seeds]
+            done = plan.each(f"rewards, {size}, pace {name}", played, cells)
+            kept += [part for _, part in done]
+            rows.append({"batch": size, "pace": name, **middle([figures for figures, _ in done])})
+    fractions = {name: _fraction(plan, models, pace) for name, pace in PACES.items()}
+    plan.told("one judge; twelve teachers")
     return {
         "batches": rows,
         "fractions": fractions,
-        "judge": middle([_judge(setting, seed) for seed in all_seeds]),
-        "busy": _busy(setting, options.seed),
-        "skewed": middle(skewed),
-        **overheads(replays),
+        "judge": middle([_judge(setting, seed) for seed in plan.seeds]),
+        "busy": _busy(setting, plan.seeds[0]),
+        "skewed": middle([_skewed(setting, models, seed) for seed in plan.seeds]),
+        **overheads(kept),
     }
 
 
-def _cell(size: int, seed: int, gpus: int, models: Sequence[str], pace: float, kept: list[Replay]) -> dict[str, float]:
-    traces = scored_batch(size, seed, models, pace=pace)
+def played(cell: Cell) -> tuple[dict[str, float], Timed]:
+    """One batch by everybody; ratios are to the elastic scheduler."""
+    models, gpus = cell.models, cell.gpus
+    traces = scored_batch(cell.size, cell.seed, models, pace=cell.pace)
     ours = play(traces, elastic(gpus, models))
-    kept.append(ours)
     found = {"elastic_s": act_s(ours), **per_action(ours.records)}
     found["units"] = float(np.mean([record.units for record in ours.records]))
     others = {
@@ -80,34 +102,34 @@ def _cell(size: int, seed: int, gpus: int, models: Sequence[str], pace: float, k
     for name, make in others.items():
         found[f"{name}_s"] = act_s(play(traces, make))
         found[f"ratio_{name}"] = found[f"{name}_s"] / found["elastic_s"]
-    return rounded(found)
+    return rounded(found), timed(ours)
 
 
-def _fraction(setting: Setting, models: Sequence[str], pace: float, all_seeds: Sequence[int]) -> dict[str, Any]:
+def on_fewer(cell: Cell) -> dict[str, float]:
+    """Groups of their own on all GPUs, how busy they are, and ours on fewer."""
+    traces = scored_batch(cell.size, cell.seed, cell.models, pace=cell.pace)
+    own = play(traces, static(cell.models))
+    executed_s = sum(record.execution_s for record in own.records)
+    found = {"static_s": act_s(own), "static_busy": executed_s / len(cell.models) / max(own.ends_s.values())}
+    for gpus in cell.fewer:
+        found[f"elastic_{gpus}_s"] = act_s(play(traces, elastic(gpus, cell.models)))
+        found[f"loading_memory_{gpus}_s"] = act_s(play(traces, loading(gpus, HOST_BYTES_PER_S)))
+    return found
+
+
+def _fraction(plan: Plan, models: tuple[str, ...], pace: float) -> dict[str, Any]:
     """On how few GPUs the rewards of one batch complete as soon as on groups of their own (Figure 8b, right)."""
-    batches = [scored_batch(setting.scored_batch, seed, models, pace=pace) for seed in all_seeds]
-    own = [play(traces, static(models)) for traces in batches]
-    static_s = float(np.median([act_s(replay) for replay in own]))
-    busy = [
-        sum(record.execution_s for record in replay.records) / len(models) / max(replay.ends_s.values())
-        for replay in own
-    ]
+    setting = plan.setting
+    cells = [Cell(models, setting.gpus, setting.scored_batch, pace, seed, setting.gpus_tried) for seed in plan.seeds]
+    found = middle(plan.each("rewards on fewer GPUs", on_fewer, cells))
     rows = [
-        {
-            "gpus": gpus,
-            "elastic_s": round(
-                float(np.median([act_s(play(each, elastic(gpus, models))) for each in batches])), DIGITS
-            ),
-            "loading_memory_s": round(
-                float(np.median([act_s(play(each, loading(gpus, HOST_BYTES_PER_S))) for each in batches])), DIGITS
-            ),
-        }
+        {"gpus": gpus, **{key: found[f"{key[:-2]}_{gpus}_s"] for key in ("elastic_s", "loading_memory_s")}}
         for gpus in setting.gpus_tried
     ]
-    enough = [row["gpus"] for row in rows if row["elastic_s"] <= static_s]
+    enough = [row["gpus"] for row in rows if row["elastic_s"] <= found["static_s"]]
     return {
-        "static_s": round(static_s, DIGITS),
-        "static_busy": round(float(np.median(busy)), DIGITS),
+        "static_s": found["static_s"],
+        "static_busy": found["static_busy"],
         "gpus": rows,
         "fraction": round(min(enough) / setting.gpus, DIGITS) if enough else None,
     }

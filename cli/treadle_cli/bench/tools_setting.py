@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from treadle_sim.tools.trace import Record, Replay
 
 DIGITS = 4
+Job = TypeVar("Job")
+Done = TypeVar("Done")
 
 
 @dataclass(frozen=True)
@@ -20,11 +25,11 @@ class Setting:
 
     nodes: int = 5
     cores: int = 1_280
-    batches: tuple[int, ...] = (128, 256, 512, 768, 1_024, 1_280, 1_536)
+    batches: tuple[int, ...] = (128, 256, 512, 1_024, 1_280, 1_536)
     batch: int = 1_280  # §6.1
     small_batch: int = 256  # §6.4: against degree 4
     large_batch: int = 1_536  # §6.3
-    cores_tried: tuple[int, ...] = (640, 768, 1_024, 1_280, 1_536, 1_920)
+    cores_tried: tuple[int, ...] = (768, 1_024, 1_280, 1_920)
     gpus: int = 40  # five nodes of eight
     scored_batches: tuple[int, ...] = (256, 512, 1_024, 1_536, 2_048, 3_072)
     scored_batch: int = 1_024  # §6.3, figure 8b right
@@ -34,17 +39,18 @@ class Setting:
     sessions: int = 200
     live_calls: int = 400
     live_trajectories: int = 24
+    workers: int | None = None  # processes; None: as many as the bench is given
 
 
 FULL = Setting()
 QUICK = Setting(
-    nodes=2,
-    cores=64,
+    nodes=1,
+    cores=128,
     batches=(16, 32),
     batch=32,
     small_batch=16,
     large_batch=48,
-    cores_tried=(32, 64),
+    cores_tried=(64, 128),
     gpus=16,
     scored_batches=(64,),
     scored_batch=64,
@@ -54,6 +60,7 @@ QUICK = Setting(
     sessions=8,
     live_calls=20,
     live_trajectories=4,
+    workers=1,
 )
 
 
@@ -122,14 +129,27 @@ def rounded(values: Mapping[str, float]) -> dict[str, float]:
     return {key: round(value, DIGITS) for key, value in values.items()}
 
 
-def overheads(replays: Sequence[Replay]) -> dict[str, float]:
+class Timed(NamedTuple):
+    """Real seconds of a replay's decisions: each of them, and those that actions waited for, summed; and the virtual
+    seconds that its actions executed."""
+
+    took_s: list[float]
+    felt_s: float
+    executed_s: float
+
+
+def timed(replay: Replay) -> Timed:
+    executed_s = sum(record.execution_s for record in replay.records)
+    return Timed(replay.decisions.took_s, sum(replay.decisions.felt_s), executed_s)
+
+
+def overheads(parts: Sequence[Timed]) -> dict[str, float]:
     """Real seconds of decisions against the virtual seconds of what they started. `overhead_pct`: each action counts
     the whole decision that it waited for; `busy_pct`: each decision counts once."""
-    executed_s = sum(record.execution_s for replay in replays for record in replay.records)
-    felt_s = sum(sum(replay.decisions.felt_s) for replay in replays)
-    took_s = [took for replay in replays for took in replay.decisions.took_s]
+    executed_s = sum(part.executed_s for part in parts)
+    took_s = [took for part in parts for took in part.took_s]
     return {
-        "overhead_pct": round(100.0 * felt_s / executed_s, 5),
+        "overhead_pct": round(100.0 * sum(part.felt_s for part in parts) / executed_s, 5),
         "busy_pct": round(100.0 * sum(took_s) / executed_s, 5),
         "decisions": float(len(took_s)),
         "decision_mean_ms": round(1e3 * float(np.mean(took_s)), 4),
@@ -137,5 +157,26 @@ def overheads(replays: Sequence[Replay]) -> dict[str, float]:
     }
 
 
-def seeds(first: int, repeats: int) -> Iterator[int]:
-    return iter(range(first, first + repeats))
+@dataclass(frozen=True)
+class Plan:
+    """How the bench is run. told: of each step that begins. pool: processes that take jobs; None: this one does."""
+
+    setting: Setting
+    seeds: Sequence[int]
+    told: Callable[[str], None]
+    pool: ProcessPoolExecutor | None = None
+
+    def each(self, what: str, function: Callable[[Job], Done], jobs: Sequence[Job]) -> list[Done]:
+        """What comes of each job, in their order. A job and what comes of it can be pickled."""
+        self.told(what)
+        return list(map(function, jobs) if self.pool is None else self.pool.map(function, jobs))
+
+
+@contextmanager
+def planned(setting: Setting, seeds: Sequence[int], workers: int, told: Callable[[str], None]) -> Iterator[Plan]:
+    """A plan, with processes of its own where there are to be several."""
+    if workers <= 1:
+        yield Plan(setting, seeds, told)
+        return
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield Plan(setting, seeds, told, pool)

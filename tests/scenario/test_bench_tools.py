@@ -1,0 +1,55 @@
+"""`treadle bench tools --quick` as a person runs it: every key is there, with tables behind it, a page and a picture."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from treadle_cli.bench.tools import KEYS
+
+RUN_S = 110.0
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="tools run in bubblewrap's sandbox or not at all")
+def test_a_quick_run_prints_every_key_and_writes_its_page(tmp_path: Path) -> None:
+    arguments = ["bench", "tools", "--quick", "--repeats", "1", "--json", "--pictures", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "treadle_cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        check=False,
+        env=dict(os.environ),
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert all(isinstance(found[key], float) for key in KEYS)
+    assert found["live"]["missing"] is None
+    assert found["sessions_ok"] == found["live"]["sessions"]["asked"]
+    assert found["quick"]
+    page = (tmp_path / "tools.md").read_text()
+    assert "## What must hold" in page
+    assert (tmp_path / "tools.png").stat().st_size > 10_000
+    assert json.loads((tmp_path / "tools.json").read_text()) == found
+
+
+def test_without_a_sandbox_the_live_figures_are_null_and_it_says_why(tmp_path: Path) -> None:
+    empty = tmp_path / "bin"
+    empty.mkdir()
+    arguments = ["bench", "tools", "--quick", "--repeats", "1", "--json", "--pictures", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "treadle_cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        check=False,
+        env={**os.environ, "PATH": str(empty)},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {key for key in KEYS if found[key] is None} == {"live_p50_ms", "live_p99_ms", "sessions_ok"}
+    assert "bubblewrap is not installed" in found["live"]["missing"]
+    assert "Nothing was measured live" in (tmp_path / "tools.md").read_text()
