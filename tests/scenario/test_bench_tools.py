@@ -1,4 +1,4 @@
-"""`treadle bench tools --quick` as a person runs it: every key is there, with tables behind it, a page and a picture."""
+"""`treadle bench tools --quick` as a person runs it: every key is there, with a page and a picture."""
 
 import json
 import os

@@ -31,9 +31,9 @@ class Setting:
     large_batch: int = 1_536  # §6.3
     cores_tried: tuple[int, ...] = (768, 1_024, 1_280, 1_920)
     gpus: int = 40  # five nodes of eight
-    scored_batches: tuple[int, ...] = (256, 512, 1_024, 1_536, 2_048, 3_072)
+    scored_batches: tuple[int, ...] = (256, 1_024, 2_048, 3_072)
     scored_batch: int = 1_024  # §6.3, figure 8b right
-    gpus_tried: tuple[int, ...] = (8, 11, 12, 16, 20, 24, 28, 32, 40)
+    gpus_tried: tuple[int, ...] = (8, 11, 12, 16, 20, 24, 32, 40)
     search_batch: int = 2_048  # §6.1
     waiting: int = 1_536  # of the decisions that are timed
     sessions: int = 200

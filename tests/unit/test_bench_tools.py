@@ -1,0 +1,60 @@
+"""The arithmetic of `treadle bench tools`, and its page where lines are held and where they are missed."""
+
+import pytest
+from treadle_cli.bench.tools_lines import lines
+from treadle_cli.bench.tools_setting import Timed, act_s, middle, overheads, windows
+from treadle_core.elastic.action import CPU_CORES, Fixed
+from treadle_sim.tools.trace import Asked, Call, Decisions, Record, Replay, Trace
+
+
+def replay(*completions: tuple[str, float, float]) -> Replay:
+    """Of (trajectory, arrival, completion)."""
+    records: list[Record] = []
+    traces: dict[str, Trace] = {}
+    for name, arrived_s, took_s in completions:
+        call = Call(0.0, {CPU_CORES: Fixed(1)}, took_s)
+        trace = traces.setdefault(name, Trace(name, "coding", (call,)))
+        records.append(Record(Asked(trace, 0, arrived_s), arrived_s, 0.0, arrived_s + took_s, 1))
+    return Replay(tuple(traces.values()), tuple(records), dict.fromkeys(traces, 0.0), Decisions())
+
+
+def test_completion_times_are_summed_by_trajectory_and_averaged_over_them() -> None:
+    assert act_s(replay(("a", 0.0, 1.0), ("a", 5.0, 2.0), ("b", 0.0, 5.0))) == 4.0
+
+
+def test_windows_are_by_arrival() -> None:
+    found = windows(replay(("a", 0.0, 1.0), ("a", 9.0, 3.0), ("b", 25.0, 5.0)), 10.0)
+    assert found == {"at_s": [0.0, 20.0], "act_s": [2.0, 5.0], "actions": [2.0, 1.0]}
+
+
+def test_seeds_give_a_median_and_its_range_and_one_gives_itself() -> None:
+    assert middle([{"x": 1.0}, {"x": 9.0}, {"x": 2.0}]) == {"x": 2.0, "spread": {"x": [1.0, 9.0]}}
+    assert middle([{"x": 1.0}]) == {"x": 1.0}
+
+
+def test_overhead_is_of_execution_and_counts_a_decision_for_each_that_waited_for_it() -> None:
+    found = overheads([Timed([0.001, 0.003], 0.008, 10.0), Timed([0.002], 0.002, 10.0)])
+    assert found["overhead_pct"] == pytest.approx(0.05)
+    assert found["busy_pct"] == pytest.approx(0.03)
+    assert found["decisions"] == 3.0
+
+
+def test_what_is_missed_or_not_measured_is_said() -> None:
+    found = {
+        "setting": {"batch": 1_280, "small_batch": 256},
+        "act_ratio_pod_1280": 3.9,
+        "act_ratio_min": 3.0,
+        "act_ratio_dop4_256": 2.5,
+        "act_ratio_dop16_1280": 1.0,
+        "gpu_fraction_same_act": None,
+        "gpus": {"fractions": {"as in Table 1": {"fraction": 0.5}}},
+        "decisions": {"waiting": 1_536},
+        "decision_p99_ms": 4.0,
+        "overhead_pct": 0.1,
+        "live_p50_ms": None,
+        "live_p99_ms": 20.0,
+        "sessions_ok": 199.0,
+        "live": {"missing": None, "sessions": {"asked": 200.0}},
+    }
+    said = [row[-1].strip("*") for row in lines(found)]
+    assert said == ["missed", "holds", "holds", "missed", "no", "missed", "holds", "holds", "no", "holds", "missed"]
