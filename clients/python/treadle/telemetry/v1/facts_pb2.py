@@ -28,46 +28,49 @@ from treadle.common.v1 import estimate_pb2 as treadle_dot_common_dot_v1_dot_esti
 from treadle.common.v1 import tokens_pb2 as treadle_dot_common_dot_v1_dot_tokens__pb2
 from treadle.engine.v1 import engine_pb2 as treadle_dot_engine_dot_v1_dot_engine__pb2
 from treadle.scheduler.v1 import scheduler_pb2 as treadle_dot_scheduler_dot_v1_dot_scheduler__pb2
+from treadle.tools.v1 import rewards_pb2 as treadle_dot_tools_dot_v1_dot_rewards__pb2
 from treadle.tools.v1 import tools_pb2 as treadle_dot_tools_dot_v1_dot_tools__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n treadle/telemetry/v1/facts.proto\x12\x14treadle.telemetry.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a treadle/common/v1/estimate.proto\x1a\x1etreadle/common/v1/tokens.proto\x1a\x1etreadle/engine/v1/engine.proto\x1a$treadle/scheduler/v1/scheduler.proto\x1a\x1ctreadle/tools/v1/tools.proto\"\x8e\x07\n\x04\x46\x61\x63t\x12\x0f\n\x07\x66\x61\x63t_id\x18\x01 \x01(\t\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x37\n\x0bstep_queued\x18\n \x01(\x0b\x32 .treadle.telemetry.v1.StepQueuedH\x00\x12\x39\n\x0cstep_started\x18\x0b \x01(\x0b\x32!.treadle.telemetry.v1.StepStartedH\x00\x12=\n\x0estep_preempted\x18\x0c \x01(\x0b\x32#.treadle.telemetry.v1.StepPreemptedH\x00\x12;\n\rstep_finished\x18\r \x01(\x0b\x32\".treadle.telemetry.v1.StepFinishedH\x00\x12\x39\n\x0ctool_started\x18\x0e \x01(\x0b\x32!.treadle.telemetry.v1.ToolStartedH\x00\x12;\n\rtool_finished\x18\x0f \x01(\x0b\x32\".treadle.telemetry.v1.ToolFinishedH\x00\x12\x43\n\x11trajectory_opened\x18\x10 \x01(\x0b\x32&.treadle.telemetry.v1.TrajectoryOpenedH\x00\x12\x43\n\x11trajectory_closed\x18\x11 \x01(\x0b\x32&.treadle.telemetry.v1.TrajectoryClosedH\x00\x12I\n\x14trajectory_predicted\x18\x12 \x01(\x0b\x32).treadle.telemetry.v1.TrajectoryPredictedH\x00\x12;\n\rengine_joined\x18\x13 \x01(\x0b\x32\".treadle.telemetry.v1.EngineJoinedH\x00\x12\x37\n\x0b\x65ngine_lost\x18\x14 \x01(\x0b\x32 .treadle.telemetry.v1.EngineLostH\x00\x12?\n\x0fmigration_ended\x18\x15 \x01(\x0b\x32$.treadle.telemetry.v1.MigrationEndedH\x00\x12?\n\x0fweights_updated\x18\x16 \x01(\x0b\x32$.treadle.telemetry.v1.WeightsUpdatedH\x00\x42\x06\n\x04\x66\x61\x63t\"T\n\x07StepRef\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\x12\x0c\n\x04turn\x18\x03 \x01(\x05\x12\x11\n\tengine_id\x18\x04 \x01(\t\"c\n\nStepQueued\x12+\n\x04step\x18\x01 \x01(\x0b\x32\x1d.treadle.telemetry.v1.StepRef\x12\x10\n\x08priority\x18\x02 \x01(\x01\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\x05\"\xa7\x01\n\x0bStepStarted\x12+\n\x04step\x18\x01 \x01(\x0b\x32\x1d.treadle.telemetry.v1.StepRef\x12-\n\nqueue_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12+\n\x06prompt\x18\x04 \x01(\x0b\x32\x1b.treadle.common.v1.TokenIds\"i\n\rStepPreempted\x12+\n\x04step\x18\x01 \x01(\x0b\x32\x1d.treadle.telemetry.v1.StepRef\x12\x15\n\routput_tokens\x18\x02 \x01(\x05\x12\x14\n\x0c\x62y_ticket_id\x18\x03 \x01(\t\"\xa8\x02\n\x0cStepFinished\x12+\n\x04step\x18\x01 \x01(\x0b\x32\x1d.treadle.telemetry.v1.StepRef\x12/\n\x06reason\x18\x02 \x01(\x0e\x32\x1f.treadle.engine.v1.FinishReason\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\x05\x12\x15\n\routput_tokens\x18\x04 \x01(\x05\x12\x15\n\rcached_tokens\x18\x05 \x01(\x05\x12-\n\x06timing\x18\x06 \x01(\x0b\x32\x1d.treadle.engine.v1.StepTiming\x12\x13\n\x0bpreemptions\x18\x07 \x01(\x05\x12\x30\n\x06tokens\x18\x08 \x01(\x0b\x32 .treadle.telemetry.v1.StepTokens\"\xb4\x01\n\nStepTokens\x12+\n\x06prompt\x18\x01 \x01(\x0b\x32\x1b.treadle.common.v1.TokenIds\x12\x30\n\x0bobservation\x18\x02 \x01(\x0b\x32\x1b.treadle.common.v1.TokenIds\x12+\n\x06output\x18\x03 \x01(\x0b\x32\x1b.treadle.common.v1.TokenIds\x12\x1a\n\x12observation_tokens\x18\x04 \x01(\x05\"d\n\x0bToolStarted\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0c\n\x04tool\x18\x02 \x01(\t\x12\x30\n\rexpected_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x93\x01\n\x0cToolFinished\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0c\n\x04tool\x18\x02 \x01(\t\x12.\n\x06status\x18\x03 \x01(\x0e\x32\x1e.treadle.tools.v1.ResultStatus\x12.\n\x06timing\x18\x04 \x01(\x0b\x32\x1e.treadle.tools.v1.ActionTiming\"w\n\x10TrajectoryOpened\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\t\x12\x11\n\tprompt_id\x18\x03 \x01(\t\x12\x0e\n\x06sample\x18\x04 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x05\"\xca\x01\n\x10TrajectoryClosed\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\t\x12\x11\n\tprompt_id\x18\x03 \x01(\t\x12\x0e\n\x06sample\x18\x04 \x01(\x05\x12.\n\x07outcome\x18\x05 \x01(\x0e\x32\x1d.treadle.scheduler.v1.Outcome\x12\x12\n\ngen_tokens\x18\x06 \x01(\x03\x12\r\n\x05turns\x18\x07 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x08 \x01(\x05\"\x9a\x01\n\x13TrajectoryPredicted\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0c\n\x04turn\x18\x02 \x01(\x05\x12\x36\n\x10remaining_tokens\x18\x03 \x01(\x0b\x32\x1c.treadle.common.v1.Quantiles\x12\x15\n\rmodel_version\x18\x04 \x01(\t\x12\x0f\n\x07learned\x18\x05 \x01(\x08\";\n\x0c\x45ngineJoined\x12+\n\x04info\x18\x01 \x01(\x0b\x32\x1d.treadle.engine.v1.EngineInfo\"/\n\nEngineLost\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xa8\x02\n\x0eMigrationEnded\x12\x14\n\x0cmigration_id\x18\x01 \x01(\t\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\x12\x18\n\x10source_engine_id\x18\x03 \x01(\t\x12\x18\n\x10target_engine_id\x18\x04 \x01(\t\x12\r\n\x05moved\x18\x05 \x01(\x08\x12\x16\n\x0e\x66\x61ilure_reason\x18\x06 \x01(\t\x12\x15\n\rprefix_tokens\x18\x07 \x01(\x05\x12\x1b\n\x13tokens_from_storage\x18\x08 \x01(\x05\x12*\n\x07\x65lapsed\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\nstarted_at\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\";\n\x0eWeightsUpdated\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x16\n\x0eweight_version\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n treadle/telemetry/v1/facts.proto\x12\x14treadle.telemetry.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a treadle/common/v1/estimate.proto\x1a\x1etreadle/common/v1/tokens.proto\x1a\x1etreadle/engine/v1/engine.proto\x1a$treadle/scheduler/v1/scheduler.proto\x1a\x1etreadle/tools/v1/rewards.proto\x1a\x1ctreadle/tools/v1/tools.proto\"\xc9\x07\n\x04\x46\x61\x63t\x12\x0f\n\x07\x66\x61\x63t_id\x18\x01 \x01(\t\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x37\n\x0bstep_queued\x18\n \x01(\x0b\x32 .treadle.telemetry.v1.StepQueuedH\x00\x12\x39\n\x0cstep_started\x18\x0b \x01(\x0b\x32!.treadle.telemetry.v1.StepStartedH\x00\x12=\n\x0estep_preempted\x18\x0c \x01(\x0b\x32#.treadle.telemetry.v1.StepPreemptedH\x00\x12;\n\rstep_finished\x18\r \x01(\x0b\x32\".treadle.telemetry.v1.StepFinishedH\x00\x12\x39\n\x0ctool_started\x18\x0e \x01(\x0b\x32!.treadle.telemetry.v1.ToolStartedH\x00\x12;\n\rtool_finished\x18\x0f \x01(\x0b\x32\".treadle.telemetry.v1.ToolFinishedH\x00\x12\x43\n\x11trajectory_opened\x18\x10 \x01(\x0b\x32&.treadle.telemetry.v1.TrajectoryOpenedH\x00\x12\x43\n\x11trajectory_closed\x18\x11 \x01(\x0b\x32&.treadle.telemetry.v1.TrajectoryClosedH\x00\x12I\n\x14trajectory_predicted\x18\x12 \x01(\x0b\x32).treadle.telemetry.v1.TrajectoryPredictedH\x00\x12;\n\rengine_joined\x18\x13 \x01(\x0b\x32\".treadle.telemetry.v1.EngineJoinedH\x00\x12\x37\n\x0b\x65ngine_lost\x18\x14 \x01(\x0b\x32 .treadle.telemetry.v1.EngineLostH\x00\x12?\n\x0fmigration_ended\x18\x15 \x01(\x0b\x32$.treadle.telemetry.v1.MigrationEndedH\x00\x12?\n\x0fweights_updated\x18\x16 \x01(\x0b\x32$.treadle.telemetry.v1.WeightsUpdatedH\x00\x12\x39\n\x0creward_ended\x18\x17 \x01(\x0b\x32!.treadle.telemetry.v1.RewardEndedH\x00\x42\x06\n\x04\x66\x61\x63t\"T\n\x07StepRef\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\x12\x0c\n\x04turn\x18\x03 \x01(\x05\x12\x11\n\tengine_id\x18\x04 \x01(\t\"c\n\nStepQueued\x12+\n\x04step\x18\x01 \x01(\x0b\x32\x1d.treadle.telemetry.v1.StepRef\x12\x10\n\x08priority\x18\x02 \x01(\x01\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\x05\"\xa7\x01\n\x0bStepStarted\x12+\n\x04step\x18\x01 \x01(\x0b\x32\x1d.treadle.telemetry.v1.StepRef\x12-\n\nqueue_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12+\n\x06prompt\x18\x04 \x01(\x0b\x32\x1b.treadle.common.v1.TokenIds\"i\n\rStepPreempted\x12+\n\x04step\x18\x01 \x01(\x0b\x32\x1d.treadle.telemetry.v1.StepRef\x12\x15\n\routput_tokens\x18\x02 \x01(\x05\x12\x14\n\x0c\x62y_ticket_id\x18\x03 \x01(\t\"\xa8\x02\n\x0cStepFinished\x12+\n\x04step\x18\x01 \x01(\x0b\x32\x1d.treadle.telemetry.v1.StepRef\x12/\n\x06reason\x18\x02 \x01(\x0e\x32\x1f.treadle.engine.v1.FinishReason\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\x05\x12\x15\n\routput_tokens\x18\x04 \x01(\x05\x12\x15\n\rcached_tokens\x18\x05 \x01(\x05\x12-\n\x06timing\x18\x06 \x01(\x0b\x32\x1d.treadle.engine.v1.StepTiming\x12\x13\n\x0bpreemptions\x18\x07 \x01(\x05\x12\x30\n\x06tokens\x18\x08 \x01(\x0b\x32 .treadle.telemetry.v1.StepTokens\"\xb4\x01\n\nStepTokens\x12+\n\x06prompt\x18\x01 \x01(\x0b\x32\x1b.treadle.common.v1.TokenIds\x12\x30\n\x0bobservation\x18\x02 \x01(\x0b\x32\x1b.treadle.common.v1.TokenIds\x12+\n\x06output\x18\x03 \x01(\x0b\x32\x1b.treadle.common.v1.TokenIds\x12\x1a\n\x12observation_tokens\x18\x04 \x01(\x05\"d\n\x0bToolStarted\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0c\n\x04tool\x18\x02 \x01(\t\x12\x30\n\rexpected_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x93\x01\n\x0cToolFinished\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0c\n\x04tool\x18\x02 \x01(\t\x12.\n\x06status\x18\x03 \x01(\x0e\x32\x1e.treadle.tools.v1.ResultStatus\x12.\n\x06timing\x18\x04 \x01(\x0b\x32\x1e.treadle.tools.v1.ActionTiming\"w\n\x10TrajectoryOpened\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\t\x12\x11\n\tprompt_id\x18\x03 \x01(\t\x12\x0e\n\x06sample\x18\x04 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x05\"\xca\x01\n\x10TrajectoryClosed\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\t\x12\x11\n\tprompt_id\x18\x03 \x01(\t\x12\x0e\n\x06sample\x18\x04 \x01(\x05\x12.\n\x07outcome\x18\x05 \x01(\x0e\x32\x1d.treadle.scheduler.v1.Outcome\x12\x12\n\ngen_tokens\x18\x06 \x01(\x03\x12\r\n\x05turns\x18\x07 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x08 \x01(\x05\"\x9a\x01\n\x13TrajectoryPredicted\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0c\n\x04turn\x18\x02 \x01(\x05\x12\x36\n\x10remaining_tokens\x18\x03 \x01(\x0b\x32\x1c.treadle.common.v1.Quantiles\x12\x15\n\rmodel_version\x18\x04 \x01(\t\x12\x0f\n\x07learned\x18\x05 \x01(\x08\";\n\x0c\x45ngineJoined\x12+\n\x04info\x18\x01 \x01(\x0b\x32\x1d.treadle.engine.v1.EngineInfo\"/\n\nEngineLost\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xa8\x02\n\x0eMigrationEnded\x12\x14\n\x0cmigration_id\x18\x01 \x01(\t\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\x12\x18\n\x10source_engine_id\x18\x03 \x01(\t\x12\x18\n\x10target_engine_id\x18\x04 \x01(\t\x12\r\n\x05moved\x18\x05 \x01(\x08\x12\x16\n\x0e\x66\x61ilure_reason\x18\x06 \x01(\t\x12\x15\n\rprefix_tokens\x18\x07 \x01(\x05\x12\x1b\n\x13tokens_from_storage\x18\x08 \x01(\x05\x12*\n\x07\x65lapsed\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\nstarted_at\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\";\n\x0eWeightsUpdated\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x16\n\x0eweight_version\x18\x02 \x01(\t\"\xd0\x01\n\x0bRewardEnded\x12\x11\n\treward_id\x18\x01 \x01(\t\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x0e\n\x06reward\x18\x04 \x01(\t\x12,\n\x05state\x18\x05 \x01(\x0e\x32\x1d.treadle.tools.v1.RewardState\x12\x12\n\x05score\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12.\n\x06timing\x18\x07 \x01(\x0b\x32\x1e.treadle.tools.v1.ActionTimingB\x08\n\x06_scoreb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'treadle.telemetry.v1.facts_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FACT']._serialized_start=290
-  _globals['_FACT']._serialized_end=1200
-  _globals['_STEPREF']._serialized_start=1202
-  _globals['_STEPREF']._serialized_end=1286
-  _globals['_STEPQUEUED']._serialized_start=1288
-  _globals['_STEPQUEUED']._serialized_end=1387
-  _globals['_STEPSTARTED']._serialized_start=1390
-  _globals['_STEPSTARTED']._serialized_end=1557
-  _globals['_STEPPREEMPTED']._serialized_start=1559
-  _globals['_STEPPREEMPTED']._serialized_end=1664
-  _globals['_STEPFINISHED']._serialized_start=1667
-  _globals['_STEPFINISHED']._serialized_end=1963
-  _globals['_STEPTOKENS']._serialized_start=1966
-  _globals['_STEPTOKENS']._serialized_end=2146
-  _globals['_TOOLSTARTED']._serialized_start=2148
-  _globals['_TOOLSTARTED']._serialized_end=2248
-  _globals['_TOOLFINISHED']._serialized_start=2251
-  _globals['_TOOLFINISHED']._serialized_end=2398
-  _globals['_TRAJECTORYOPENED']._serialized_start=2400
-  _globals['_TRAJECTORYOPENED']._serialized_end=2519
-  _globals['_TRAJECTORYCLOSED']._serialized_start=2522
-  _globals['_TRAJECTORYCLOSED']._serialized_end=2724
-  _globals['_TRAJECTORYPREDICTED']._serialized_start=2727
-  _globals['_TRAJECTORYPREDICTED']._serialized_end=2881
-  _globals['_ENGINEJOINED']._serialized_start=2883
-  _globals['_ENGINEJOINED']._serialized_end=2942
-  _globals['_ENGINELOST']._serialized_start=2944
-  _globals['_ENGINELOST']._serialized_end=2991
-  _globals['_MIGRATIONENDED']._serialized_start=2994
-  _globals['_MIGRATIONENDED']._serialized_end=3290
-  _globals['_WEIGHTSUPDATED']._serialized_start=3292
-  _globals['_WEIGHTSUPDATED']._serialized_end=3351
+  _globals['_FACT']._serialized_start=322
+  _globals['_FACT']._serialized_end=1291
+  _globals['_STEPREF']._serialized_start=1293
+  _globals['_STEPREF']._serialized_end=1377
+  _globals['_STEPQUEUED']._serialized_start=1379
+  _globals['_STEPQUEUED']._serialized_end=1478
+  _globals['_STEPSTARTED']._serialized_start=1481
+  _globals['_STEPSTARTED']._serialized_end=1648
+  _globals['_STEPPREEMPTED']._serialized_start=1650
+  _globals['_STEPPREEMPTED']._serialized_end=1755
+  _globals['_STEPFINISHED']._serialized_start=1758
+  _globals['_STEPFINISHED']._serialized_end=2054
+  _globals['_STEPTOKENS']._serialized_start=2057
+  _globals['_STEPTOKENS']._serialized_end=2237
+  _globals['_TOOLSTARTED']._serialized_start=2239
+  _globals['_TOOLSTARTED']._serialized_end=2339
+  _globals['_TOOLFINISHED']._serialized_start=2342
+  _globals['_TOOLFINISHED']._serialized_end=2489
+  _globals['_TRAJECTORYOPENED']._serialized_start=2491
+  _globals['_TRAJECTORYOPENED']._serialized_end=2610
+  _globals['_TRAJECTORYCLOSED']._serialized_start=2613
+  _globals['_TRAJECTORYCLOSED']._serialized_end=2815
+  _globals['_TRAJECTORYPREDICTED']._serialized_start=2818
+  _globals['_TRAJECTORYPREDICTED']._serialized_end=2972
+  _globals['_ENGINEJOINED']._serialized_start=2974
+  _globals['_ENGINEJOINED']._serialized_end=3033
+  _globals['_ENGINELOST']._serialized_start=3035
+  _globals['_ENGINELOST']._serialized_end=3082
+  _globals['_MIGRATIONENDED']._serialized_start=3085
+  _globals['_MIGRATIONENDED']._serialized_end=3381
+  _globals['_WEIGHTSUPDATED']._serialized_start=3383
+  _globals['_WEIGHTSUPDATED']._serialized_end=3442
+  _globals['_REWARDENDED']._serialized_start=3445
+  _globals['_REWARDENDED']._serialized_end=3653
 # @@protoc_insertion_point(module_scope)

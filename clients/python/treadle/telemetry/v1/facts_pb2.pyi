@@ -16,6 +16,7 @@ import treadle.common.v1.estimate_pb2
 import treadle.common.v1.tokens_pb2
 import treadle.engine.v1.engine_pb2
 import treadle.scheduler.v1.scheduler_pb2
+import treadle.tools.v1.rewards_pb2
 import treadle.tools.v1.tools_pb2
 import typing
 
@@ -46,6 +47,7 @@ class Fact(google.protobuf.message.Message):
     ENGINE_LOST_FIELD_NUMBER: builtins.int
     MIGRATION_ENDED_FIELD_NUMBER: builtins.int
     WEIGHTS_UPDATED_FIELD_NUMBER: builtins.int
+    REWARD_ENDED_FIELD_NUMBER: builtins.int
     fact_id: builtins.str
     source: builtins.str
     """service and instance, e.g. sidecar/engine-0"""
@@ -77,6 +79,8 @@ class Fact(google.protobuf.message.Message):
     def migration_ended(self) -> Global___MigrationEnded: ...
     @property
     def weights_updated(self) -> Global___WeightsUpdated: ...
+    @property
+    def reward_ended(self) -> Global___RewardEnded: ...
     def __init__(
         self,
         *,
@@ -96,10 +100,11 @@ class Fact(google.protobuf.message.Message):
         engine_lost: Global___EngineLost | None = ...,
         migration_ended: Global___MigrationEnded | None = ...,
         weights_updated: Global___WeightsUpdated | None = ...,
+        reward_ended: Global___RewardEnded | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["engine_joined", b"engine_joined", "engine_lost", b"engine_lost", "fact", b"fact", "migration_ended", b"migration_ended", "step_finished", b"step_finished", "step_preempted", b"step_preempted", "step_queued", b"step_queued", "step_started", b"step_started", "time", b"time", "tool_finished", b"tool_finished", "tool_started", b"tool_started", "trajectory_closed", b"trajectory_closed", "trajectory_opened", b"trajectory_opened", "trajectory_predicted", b"trajectory_predicted", "weights_updated", b"weights_updated"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["engine_joined", b"engine_joined", "engine_lost", b"engine_lost", "fact", b"fact", "fact_id", b"fact_id", "migration_ended", b"migration_ended", "source", b"source", "step_finished", b"step_finished", "step_preempted", b"step_preempted", "step_queued", b"step_queued", "step_started", b"step_started", "time", b"time", "tool_finished", b"tool_finished", "tool_started", b"tool_started", "trajectory_closed", b"trajectory_closed", "trajectory_opened", b"trajectory_opened", "trajectory_predicted", b"trajectory_predicted", "weights_updated", b"weights_updated"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["fact", b"fact"]) -> typing.Literal["step_queued", "step_started", "step_preempted", "step_finished", "tool_started", "tool_finished", "trajectory_opened", "trajectory_closed", "trajectory_predicted", "engine_joined", "engine_lost", "migration_ended", "weights_updated"] | None: ...
+    def HasField(self, field_name: typing.Literal["engine_joined", b"engine_joined", "engine_lost", b"engine_lost", "fact", b"fact", "migration_ended", b"migration_ended", "reward_ended", b"reward_ended", "step_finished", b"step_finished", "step_preempted", b"step_preempted", "step_queued", b"step_queued", "step_started", b"step_started", "time", b"time", "tool_finished", b"tool_finished", "tool_started", b"tool_started", "trajectory_closed", b"trajectory_closed", "trajectory_opened", b"trajectory_opened", "trajectory_predicted", b"trajectory_predicted", "weights_updated", b"weights_updated"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["engine_joined", b"engine_joined", "engine_lost", b"engine_lost", "fact", b"fact", "fact_id", b"fact_id", "migration_ended", b"migration_ended", "reward_ended", b"reward_ended", "source", b"source", "step_finished", b"step_finished", "step_preempted", b"step_preempted", "step_queued", b"step_queued", "step_started", b"step_started", "time", b"time", "tool_finished", b"tool_finished", "tool_started", b"tool_started", "trajectory_closed", b"trajectory_closed", "trajectory_opened", b"trajectory_opened", "trajectory_predicted", b"trajectory_predicted", "weights_updated", b"weights_updated"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["fact", b"fact"]) -> typing.Literal["step_queued", "step_started", "step_preempted", "step_finished", "tool_started", "tool_finished", "trajectory_opened", "trajectory_closed", "trajectory_predicted", "engine_joined", "engine_lost", "migration_ended", "weights_updated", "reward_ended"] | None: ...
 
 Global___Fact: typing_extensions.TypeAlias = Fact
 
@@ -523,3 +528,41 @@ class WeightsUpdated(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "weight_version", b"weight_version"]) -> None: ...
 
 Global___WeightsUpdated: typing_extensions.TypeAlias = WeightsUpdated
+
+@typing.final
+class RewardEnded(google.protobuf.message.Message):
+    """A reward is DONE, FAILED or CANCELLED. Its fact_id follows from its reward_id: told again after a restart, it is the same fact."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REWARD_ID_FIELD_NUMBER: builtins.int
+    TRAJECTORY_ID_FIELD_NUMBER: builtins.int
+    JOB_FIELD_NUMBER: builtins.int
+    REWARD_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    SCORE_FIELD_NUMBER: builtins.int
+    TIMING_FIELD_NUMBER: builtins.int
+    reward_id: builtins.str
+    trajectory_id: builtins.str
+    job: builtins.str
+    reward: builtins.str
+    state: treadle.tools.v1.rewards_pb2.RewardState.ValueType
+    score: builtins.float
+    @property
+    def timing(self) -> treadle.tools.v1.tools_pb2.ActionTiming: ...
+    def __init__(
+        self,
+        *,
+        reward_id: builtins.str = ...,
+        trajectory_id: builtins.str = ...,
+        job: builtins.str = ...,
+        reward: builtins.str = ...,
+        state: treadle.tools.v1.rewards_pb2.RewardState.ValueType = ...,
+        score: builtins.float | None = ...,
+        timing: treadle.tools.v1.tools_pb2.ActionTiming | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_score", b"_score", "score", b"score", "timing", b"timing"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_score", b"_score", "job", b"job", "reward", b"reward", "reward_id", b"reward_id", "score", b"score", "state", b"state", "timing", b"timing", "trajectory_id", b"trajectory_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_score", b"_score"]) -> typing.Literal["score"] | None: ...
+
+Global___RewardEnded: typing_extensions.TypeAlias = RewardEnded
