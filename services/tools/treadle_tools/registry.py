@@ -76,11 +76,33 @@ class Registry:
             raise InvalidArgument("tool", f"{name!r} is stateless: it has no sessions; use Invoke")
         return tool
 
+    def reward(self, name: str) -> Tool:
+        """A function that scores trajectories."""
+        if not name:
+            raise InvalidArgument("reward", "must not be empty")
+        tool = self._tools.get(name)
+        if tool is None or tool.kind is not Kind.REWARD:
+            known = ", ".join(sorted(tool.name for tool in self.rewards)) or "none"
+            raise NotFound(
+                "REWARD_FUNCTION_NOT_FOUND", f"reward: there is no reward {name[:64]!r}; there are {known}", reward=name
+            )
+        return tool
+
+    @property
+    def rewards(self) -> tuple[Tool, ...]:
+        """The functions that score trajectories."""
+        return tuple(tool for tool in self._tools.values() if tool.kind is Kind.REWARD)
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """What agents may use."""
+        return tuple(tool for tool in self._tools.values() if tool.kind is not Kind.REWARD)
+
     def _named(self, name: str) -> Tool:
         if not name:
             raise InvalidArgument("tool", "must not be empty")
-        if name not in self._tools:
-            known = ", ".join(sorted(self._tools))
+        if name not in self._tools or self._tools[name].kind is Kind.REWARD:
+            known = ", ".join(sorted(tool.name for tool in self.tools))
             raise NotFound("TOOL_NOT_FOUND", f"tool: there is no tool {name[:64]!r}; there are {known}", tool=name)
         return self._tools[name]
 

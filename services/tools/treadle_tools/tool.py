@@ -13,10 +13,14 @@ MIB = 1024 * 1024
 
 
 class Kind(enum.StrEnum):
-    """How a tool is used: one call and gone, or a session of steps."""
+    """How a tool is used: one call and gone, a session of steps, or by the service itself to score a trajectory.
+
+    A reward is no agent's to call: it is not listed among the tools, and Invoke does not know it.
+    """
 
     STATELESS = "stateless"
     ENVIRONMENT = "environment"
+    REWARD = "reward"
 
 
 class Status(enum.StrEnum):
@@ -65,7 +69,8 @@ class Scaling:
 class Tool:
     """One registered tool.
 
-    entry: "package.module:callable", imported in the sandbox. A stateless tool is `f(arguments) -> Outcome`; an
+    entry: "package.module:callable", imported in the sandbox. A stateless tool and a reward are
+    `f(arguments) -> Outcome`, where the reward of a reward's outcome is the score; an
     environment is `f(arguments, sandbox) -> Environment`, called once a session.
     arguments_schema: JSON Schema of one call's or step's arguments; open_schema: of an environment's opening arguments.
     preload: modules imported once, before any action: what is slow to import belongs here.
