@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-from treadle_tools.sandbox.cgroups import V1, V2, Cgroups, Root, Slot, find_cgroups
+from treadle_tools.sandbox.cgroups import V1, V2, Cgroups, Root, Slot
+from treadle_tools.sandbox.hierarchy import find_cgroups
 from treadle_tools.sandbox.memory import PAGE_BYTES, private_bytes
 
 

@@ -292,10 +292,10 @@ class Sessions:
 
     def _end(self, session: Session, why: str) -> None:
         session.ended = session.ended or why
-        self._actions.forget(session.session_id)
         self._let_go(session)
 
     def _let_go(self, session: Session) -> None:
+        self._actions.forget(session.session_id)
         cell, session.cell = session.cell, None
         if cell is not None:
             self._release(cell)

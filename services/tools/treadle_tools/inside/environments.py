@@ -14,25 +14,25 @@ from typing import Any
 from treadle_tools.inside import frames, snapshot, snippet
 from treadle_tools.tool import Environment, InvalidArguments, Outcome, Status
 
-_sandboxes: list["LinkedSandbox"] = []  # of this process, one at most: how an environment out of a snapshot finds it
+CORES = "TREADLE_CORES"  # how a program learns how many cores it was granted
+
+_links: list[socket.socket] = []  # of this process, one at most: how an environment out of a snapshot finds its sandbox
 
 
-def begin(program: Callable[..., Environment], arguments: Any, link: socket.socket, cores: int) -> None:
-    """A new environment. cores: that its opening was granted."""
-    sandbox = _sandbox(link, cores)
+def begin(program: Callable[..., Environment], arguments: Any, link: socket.socket) -> None:
+    """A new environment."""
     made: list[Environment] = []
 
     def first() -> Outcome:
-        made.append(program(arguments, sandbox))
+        made.append(program(arguments, LinkedSandbox(link)))
         return made[0].first()
 
-    if answer(link, first, fatal=True):
+    if _begun(link, first):
         _live(made[0], link)
 
 
-def go_on(file: int, said: Mapping[str, Any], link: socket.socket, cores: int) -> None:
+def go_on(file: int, said: Mapping[str, Any], link: socket.socket) -> None:
     """One that was written to `file`. said: its last observation, which is the first of this session."""
-    _sandbox(link, cores)
     made: list[Environment] = []
 
     def read() -> Outcome:
@@ -41,13 +41,13 @@ def go_on(file: int, said: Mapping[str, Any], link: socket.socket, cores: int) -
         data = json.loads(said["data_json"]) if said["data_json"] else None
         return Outcome(output=str(said["output"]), reward=said["reward"], data=data)
 
-    if answer(link, read, fatal=True):
+    if _begun(link, read):
         _live(made[0], link)
 
 
-def _sandbox(link: socket.socket, cores: int) -> "LinkedSandbox":
-    _sandboxes.append(LinkedSandbox(link, cores))
-    return _sandboxes[0]
+def _begun(link: socket.socket, program: Callable[[], Outcome]) -> bool:
+    _links.append(link)
+    return answer(link, program, fatal=True)
 
 
 def _live(environment: Environment, link: socket.socket) -> None:
@@ -57,7 +57,8 @@ def _live(environment: Environment, link: socket.socket) -> None:
             _write(environment, file, link)
             os.close(file)
         else:
-            arguments, _sandboxes[0].cores = request["step"], int(request["cores"])
+            arguments = request["step"]
+            os.environ[CORES] = str(request["cores"])
             answer(link, lambda arguments=arguments: environment.step(arguments))  # type: ignore[misc]
 
 
@@ -102,13 +103,17 @@ def _message(outcome: Outcome) -> dict[str, Any]:
 class LinkedSandbox:
     """The environment's side of `Sandbox`: asks the supervisor, which forks from a process that knows no answer."""
 
-    def __init__(self, link: socket.socket, cores: int) -> None:
+    def __init__(self, link: socket.socket) -> None:
         self._link = link
-        self.cores = cores
 
     def __reduce__(self) -> tuple[Callable[[], "LinkedSandbox"], tuple[()]]:
         """Out of a snapshot comes the sandbox of the process that reads it."""
         return _here, ()
+
+    @property
+    def cores(self) -> int:
+        """How many cores the present step may use."""
+        return int(os.environ[CORES])
 
     def python(self, code: str) -> Outcome:
         """Run Python beside the environment."""
@@ -120,4 +125,4 @@ class LinkedSandbox:
 
 
 def _here() -> LinkedSandbox:
-    return _sandboxes[0]
+    return LinkedSandbox(_links[0])

@@ -17,7 +17,6 @@ from treadle_tools.inside.child import Budget, Captured, Child, Exited, TimedOut
 from treadle_tools.inside.lines import Lines
 from treadle_tools.tool import Status
 
-CORES = "TREADLE_CORES"  # how a program learns what it was granted
 ENVIRONMENT_GRACE_S = 1.0  # for an environment to answer after code that it ran has used up the time
 
 
@@ -189,12 +188,12 @@ def labour(worker: Worker, link: socket.socket) -> None:
     order, file = received
     Budget(**order["budget"]).enforce()
     arguments = order["arguments"]
-    os.environ[CORES] = str(order["cores"])
+    os.environ[environments.CORES] = str(order["cores"])
     if order["op"] == "open":
-        environments.begin(worker.program, arguments, link, int(order["cores"]))
+        environments.begin(worker.program, arguments, link)
         return
     if order["op"] == "restore" and file is not None:
-        environments.go_on(file, arguments, link, int(order["cores"]))
+        environments.go_on(file, arguments, link)
         return
     kernel.set_dumpable(True)  # nothing to hide, and some programs read their own /proc
     program = snippet.run_tool if order["op"] == "python" else worker.program

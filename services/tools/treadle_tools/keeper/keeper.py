@@ -19,7 +19,8 @@ from treadle_tools.keeper.cells import Cells, Entry
 from treadle_tools.keeper.channel import Channel
 from treadle_tools.keeper.recipe import Recipe
 from treadle_tools.keeper.table import Table
-from treadle_tools.sandbox.cgroups import Cgroups, find_cgroups
+from treadle_tools.sandbox.cgroups import Cgroups
+from treadle_tools.sandbox.hierarchy import find_cgroups
 
 log = structlog.get_logger()
 

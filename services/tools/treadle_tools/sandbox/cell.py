@@ -4,10 +4,9 @@ Owns: the line's socket. The cell itself is the keeper's (`sandbox/held.py`).
 """
 
 import asyncio
-import contextlib
 import select
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from treadle_tools.inside import frames
@@ -69,22 +68,19 @@ class Cell:
         op: `call`, `open`, `step`; `recall` (the last answer again; {"id": ""} where there was none); `snapshot` (write
         the environment to `file`) or `restore` (open it from there). A step keeps the memory of the session's opening;
         its own, lower limit holds for each process that the step starts. The cell keeps its last answer with
-        `request_id`, for a service that comes after this one. Granted cores are let go with the answer; `cpu_s` in it
-        is what the cell's processes used, None where nobody counts.
+        `request_id`, for a service that comes after this one. Cores that were granted are let go with the answer.
         """
-        slot = self._slot
-        if slot is None or op == "recall":
-            return await self._asked(op, arguments, limits, request_id, file) | {"cpu_s": None}
-        with _gone_with_its_worker():
-            self._limit(slot, op, limits, processes)
-            used_s = slot.cpu_s()
+        if op == "recall" or self._slot is None:
+            reply = await self._asked(op, arguments, limits, request_id, file)
+            reply.pop("cpu_s", None)  # nobody counts them, whatever the cell may say
+            return reply
+        self._limit(self._slot, op, limits, processes)
+        used_s = self._slot.cpu_s()
         try:
             reply = await self._asked(op, arguments, limits, request_id, file)
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                slot.unpin()
-        with _gone_with_its_worker():
-            now_s = slot.cpu_s()
+            self._slot.unpin()
+        now_s = self._slot.cpu_s()
         return reply | {"cpu_s": None if used_s is None or now_s is None else now_s - used_s}
 
     async def _asked(
@@ -114,12 +110,16 @@ class Cell:
     @staticmethod
     def _limit(slot: Slot, op: str, limits: Limits, processes: int) -> None:
         """What the whole cell may use from now on, written before each action."""
-        slot.limit(
-            memory_bytes=None if op in ("step", "snapshot") else limits.memory_bytes + WORKER_BYTES,
-            cpu_cores=limits.cpu_cores,
-            processes=processes + WORKER_PROCESSES,
-            cores=limits.cores if isinstance(limits, Granted) else (),
-        )
+        memory_bytes = None if op in ("step", "snapshot") else limits.memory_bytes + WORKER_BYTES
+        try:
+            slot.limit(
+                memory_bytes=memory_bytes,
+                cpu_cores=limits.cpu_cores,
+                processes=processes + WORKER_PROCESSES,
+                cores=limits.cores if isinstance(limits, Granted) else (),
+            )
+        except FileNotFoundError as error:
+            raise CellLost("the worker's control group is gone, and so is the worker") from error
 
     def _oom_kills(self) -> int:
         """Kills for memory up to now: the kernel's in the slot, or our own."""
@@ -182,15 +182,6 @@ class Cell:
     def hang_up(self) -> None:
         """Leave the cell to its keeper. Nobody may be asking it."""
         self._line.close()
-
-
-@contextlib.contextmanager
-def _gone_with_its_worker() -> Iterator[None]:
-    """A slot that is gone was removed after its cell's end."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise CellLost("the worker's control group is gone, and so is the worker") from error
 
 
 def _outgrown(limits: Limits) -> str:

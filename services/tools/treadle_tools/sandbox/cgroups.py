@@ -3,12 +3,11 @@
 Owns: one group `treadle-tools-<pid>` below the keeper's own, and a slot in it per door (`sandbox/door.py`); it
 joins once, because that waits some 10 ms for the kernel. The keeper makes and removes them; the service writes the
 limits of a slot before each action in it (`Slot.limit`). Version 1 and 2 have the same nouns with other file names.
-Where the service may not write them, `find_cgroups` returns None and memory is watched from outside instead
+Where the service may not write them, `hierarchy.find_cgroups` returns None and memory is watched from outside instead
 (`sandbox/memory.py`).
 """
 
 import contextlib
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,12 +56,14 @@ class Root:
 
     def message(self) -> dict[str, Any]:
         """As the keeper tells it to the service."""
-        return {"version": self.version, "folders": {name: str(folder) for name, folder in self.folders.items()}}
+        folders = {name: str(folder) for name, folder in self.folders.items()}
+        return {"version": self.version, "folders": folders, "cores": self.cores}
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> "Root":
         """From a message."""
-        return cls(int(message["version"]), {str(name): Path(folder) for name, folder in message["folders"].items()})
+        folders = {str(name): Path(folder) for name, folder in message["folders"].items()}
+        return cls(int(message["version"]), folders, str(message["cores"]))
 
 
 class Slot:
@@ -76,7 +77,7 @@ class Slot:
         for folder in set(self._folders.values()):
             folder.mkdir(parents=True, exist_ok=True)
         if root.version == 1 and "cpuset" in root.folders:
-            _inherit_cpuset(self._folders["cpuset"])
+            inherit_cpuset(self._folders["cpuset"])
 
     def limit(self, *, memory_bytes: int | None, cpu_cores: int, processes: int, cores: tuple[int, ...] = ()) -> None:
         """Set what the slot's cell may use from now on. memory_bytes: None leaves it as it is. cores: which; empty:
@@ -98,13 +99,14 @@ class Slot:
             self._pin(())
 
     def cpu_s(self) -> float | None:
-        """CPU seconds that the group has used over its life; None where nobody counts."""
-        if self._root.version == 2:
-            lines = (self._folders["cpu"] / "cpu.stat").read_text().splitlines()
-            return next((int(line.split()[1]) / 1e6 for line in lines if line.startswith("usage_usec")), None)
-        if "cpuacct" not in self._folders:
-            return None
-        return int((self._folders["cpuacct"] / "cpuacct.usage").read_text()) / 1e9
+        """CPU seconds that the group has used over its life; None where nobody counts, or once it is removed."""
+        with contextlib.suppress(FileNotFoundError):
+            if self._root.version == 2:
+                lines = (self._folders["cpu"] / "cpu.stat").read_text().splitlines()
+                return next((int(line.split()[1]) / 1e6 for line in lines if line.startswith("usage_usec")), None)
+            if "cpuacct" in self._folders:
+                return int((self._folders["cpuacct"] / "cpuacct.usage").read_text()) / 1e9
+        return None
 
     def _pin(self, cores: tuple[int, ...]) -> None:
         if "cpuset" in self._folders:
@@ -180,156 +182,11 @@ class Cgroups:
                 log.warning("a control group is left behind", folder=str(folder), error=str(error))
 
 
-def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
-    """Slots below this process's own groups, where it may make them; also removes what dead services have left."""
-    for version, parents in ((2, _own_v2(proc)), (1, _own_v1(proc))):
-        if not set(CONTROLLERS) <= set(parents):
-            continue
-        folders = {controller: parent / f"{PREFIX}{os.getpid()}" for controller, parent in parents.items()}
-        try:
-            if version == 2:
-                _delegate(parents["memory"])
-            for parent in set(parents.values()):
-                _sweep(parent)
-            _make(folders)
-            if version == 2:
-                _enable(folders["memory"])
-            cores = _cpuset_cores(version, folders)
-            if not cores:
-                folders.pop("cpuset", None)
-            cgroups = Cgroups(Root(version, folders, cores))
-            slot = cgroups.take()
-            slot.limit(memory_bytes=1 << 30, cpu_cores=1, processes=64)
-            slot.oom_kills()
-            slot.cpu_s()
-            cgroups.give_back(slot)
-        except OSError as error:
-            log.info("control groups cannot be written", version=version, error=str(error))
-            for folder in set(folders.values()):
-                _clear(folder)
-            continue
-        return cgroups
-    return None
-
-
-def _mounts(proc: Path, kind: str) -> list[tuple[str, Path, set[str]]]:
-    """(root, mount point, options) of every mount of a file system `kind`."""
-    found = []
-    for line in (proc / "mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        if after.split()[0] == kind:
-            fields = before.split()
-            found.append((fields[3], Path(fields[4]), set(after.split()[2].split(","))))
-    return found
-
-
-def _memberships(proc: Path) -> list[tuple[set[str], str]]:
-    """(controllers, path) of every hierarchy this process is in; version 2 has no controllers here."""
-    lines = (proc / "cgroup").read_text().splitlines()
-    fields = [line.split(":", 2) for line in lines]
-    return [(set(controllers.split(",")) - {""}, path) for _, controllers, path in fields]
-
-
-def _own_v1(proc: Path) -> dict[str, Path]:
-    own = {}
-    for controllers, path in _memberships(proc):
-        for root, point, options in _mounts(proc, "cgroup"):
-            for controller in controllers & options & {*CONTROLLERS, *OPTIONAL}:
-                own[controller] = _below(point, root, path)
-    return own
-
-
-def _own_v2(proc: Path) -> dict[str, Path]:
-    path = next((path for controllers, path in _memberships(proc) if not controllers), None)
-    for root, point, _ in _mounts(proc, "cgroup2"):
-        if path is not None:
-            folder = _below(point, root, path)
-            if folder.name == SERVICE_GROUP:
-                folder = folder.parent
-            try:
-                present = (folder / "cgroup.controllers").read_text().split()
-            except OSError:
-                continue
-            if set(CONTROLLERS) <= set(present):
-                return dict.fromkeys((*CONTROLLERS, *({"cpuset"} & set(present))), folder)
-    return {}
-
-
-def _below(point: Path, root: str, path: str) -> Path:
-    """The folder of a group `path`, seen through a mount of `root` at `point`."""
-    inner = path.removeprefix(root) if root != "/" else path
-    return point / inner.lstrip("/")
-
-
-def _delegate(own: Path) -> None:
-    """Version 2 gives controllers to children only of a group without processes: move the keeper and its service
-    down.
-    """
-    try:
-        _enable(own)
-    except OSError:
-        processes = (own / "cgroup.procs").read_text().split()
-        if not set(processes) <= {str(os.getpid()), str(os.getppid())}:
-            raise  # the group is not ours alone: it is not for us to move others
-        leaf = own / SERVICE_GROUP
-        leaf.mkdir(exist_ok=True)
-        for pid in processes:
-            (leaf / "cgroup.procs").write_text(pid)
-        _enable(own)
-
-
-def _enable(folder: Path) -> None:
-    wanted = " ".join(f"+{controller}" for controller in CONTROLLERS)
-    try:
-        (folder / "cgroup.subtree_control").write_text(f"{wanted} +cpuset")
-    except OSError:
-        (folder / "cgroup.subtree_control").write_text(wanted)
-
-
-def _make(folders: dict[str, Path]) -> None:
-    """The service's groups; an optional controller that may not be written is left out."""
-    for controller, folder in list(folders.items()):
-        try:
-            folder.mkdir(exist_ok=True)
-        except OSError:
-            if controller not in OPTIONAL:
-                raise
-            del folders[controller]
-
-
-def _cpuset_cores(version: int, folders: Mapping[str, Path]) -> str:
-    """All cores that slots may use, once the service's group has them; empty where they cannot be told apart."""
-    if "cpuset" not in folders:
-        return ""
-    try:
-        if version == 2:
-            given = (folders["cpuset"] / "cgroup.subtree_control").read_text()
-            return (folders["cpuset"] / "cpuset.cpus.effective").read_text().strip() if "cpuset" in given else ""
-        _inherit_cpuset(folders["cpuset"])
-        return (folders["cpuset"] / "cpuset.cpus").read_text().strip()
-    except OSError as error:
-        log.info("cores cannot be told apart", version=version, error=str(error))
-        return ""
-
-
-def _inherit_cpuset(folder: Path) -> None:
+def inherit_cpuset(folder: Path) -> None:
     """A new group of version 1 has no cores and no memory nodes, and takes no process before it has both."""
     for file in ("cpuset.mems", "cpuset.cpus"):
-        (folder / file).write_text((folder.parent / file).read_text())
-
-
-def _sweep(parent: Path) -> None:
-    """Remove the groups of services that were killed."""
-    for group in parent.glob(f"{PREFIX}*"):
-        pid = group.name.removeprefix(PREFIX)
-        if pid.isdigit() and not Path("/proc", pid).exists():
-            _clear(group)
-
-
-def _clear(group: Path) -> None:
-    for folder in (*group.glob("slot-*"), group):
-        with contextlib.suppress(OSError):
-            folder.rmdir()
+        if not (folder / file).exists() or not (folder / file).read_text().strip():
+            (folder / file).write_text((folder.parent / file).read_text())
 
 
 def _remove(folder: Path) -> None:
