@@ -246,7 +246,7 @@ async def said(log: Path, text: str) -> None:
     """Returns once the log says so."""
     async with asyncio.timeout(30):
         while True:
-            if text in log.read_text():
+            if text in await asyncio.to_thread(log.read_text):
                 return
             await asyncio.sleep(0.05)
 

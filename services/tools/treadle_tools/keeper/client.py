@@ -95,6 +95,9 @@ class KeeperClient:
             except (TimeoutError, frames.FrameError) as error:
                 log.warning("the keeper gave no welcome", error=str(error))
                 greeted = False
+            except BaseException:
+                channel.close()
+                raise
             if greeted:
                 self._channel = channel
                 for recipe in self._terms.recipes:
@@ -158,7 +161,7 @@ class KeeperClient:
                         for descriptor in received[1]:
                             os.close(descriptor)
                     for pid in self._started:
-                        await asyncio.to_thread(os.waitpid, pid, 0)
+                        await asyncio.to_thread(_has_ended, pid, 0)
             except TimeoutError:
                 log.error("the keeper does not end", folder=str(self._folder.path))
         self._hang_up()
@@ -183,7 +186,7 @@ class KeeperClient:
 
     def _reap(self) -> None:
         """Forget the keepers of ours that have ended."""
-        self._started = [pid for pid in self._started if os.waitpid(pid, os.WNOHANG)[0] == 0]
+        self._started = [pid for pid in self._started if not _has_ended(pid, os.WNOHANG)]
 
     async def _greeted(self, channel: Channel) -> bool:
         """Whether it took us in; False where it ended instead."""
@@ -251,3 +254,11 @@ class KeeperClient:
             with contextlib.suppress(OSError):
                 self._channel.close()
             self._channel = None
+
+
+def _has_ended(pid: int, options: int) -> bool:
+    """Of waitpid's options; a process that somebody else has reaped has ended."""
+    try:
+        return os.waitpid(pid, options)[0] == pid
+    except ChildProcessError:
+        return True
