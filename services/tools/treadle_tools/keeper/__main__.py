@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import socket
 import sys
 from pathlib import Path
@@ -14,5 +15,7 @@ if __name__ == "__main__":
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a cell takes four, and 1024 is a usual limit
     os.chdir("/")  # it may live longer than the folder in which its service was started
     asyncio.run(keep(listener, Path(sys.argv[1])))
