@@ -281,6 +281,7 @@ def test_decisions_are_near_the_best_of_all_prefixes_and_allocations(
             continue
         found = group(small)
         chosen = found.started()
+        assert chosen is not None
         reached_s = objective_s(small[0], chosen.tolist(), small[1], small[2], 2)
         assert found.objective(chosen) == pytest.approx(reached_s, rel=1e-9)
         gaps.append(reached_s / least_s(small) - 1.0)
@@ -304,7 +305,9 @@ def test_no_decision_is_worse_than_the_papers_greedy_eviction(seed: int) -> None
         if evicted_s >= paper_s:
             break
         paper_s = evicted_s
-    assert found.objective(found.started()) <= paper_s
+    chosen = found.started()
+    assert chosen is not None
+    assert found.objective(chosen) <= paper_s
 
 
 def runs(units: int, ends_in_s: float) -> Executing:
@@ -332,6 +335,7 @@ def test_one_that_would_start_with_little_waits_for_what_its_like_free_soon_and_
     run = elastic(0, Range(1, 16), 100.0, Amdahl(0.05))
     behind = asks(1, cpu_cores=Fixed(1))
     assert units(decided([run, behind], [cores(16, 2)], [runs(14, 1.0)])) == {"a1": 1}
+    assert units(decided([run, behind], [cores(16, 1)], [runs(15, 1.0)])) == {"a1": 1}
     (start,) = decided([run], [cores(16, 15)], [Executing("cpu_cores", 1, 9.0)])
     assert start.units > 2
 

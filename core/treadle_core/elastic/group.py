@@ -22,8 +22,6 @@ from treadle_core.elastic.curves import Curves, Floats, Indexes
 from treadle_core.elastic.eviction import MOST_TRIED, best_prefix
 from treadle_core.elastic.pools import Share
 
-STAYS = -1  # the choice of a candidate that goes on waiting although one behind it starts
-
 
 @dataclass(frozen=True)
 class Group:
@@ -59,8 +57,9 @@ class Group:
             limit_s - expected_s,
         )
 
-    def started(self) -> Indexes:
-        """int64[s]: the choice of units of each of the first s candidates, those that start, but for those that STAY.
+    def started(self) -> Indexes | None:
+        """int64[s]: the choice of units of each of the first s candidates, those that start. None: of those that can be
+        scaled none starts, as the first of them waits for more.
 
         Where no candidate can be scaled all start with their least, and nothing is estimated. Of few candidates the
         best prefix and those beside it are arranged again with units at a price, as DPArrange does not see those that
@@ -83,7 +82,7 @@ class Group:
                 if found_s < least_s:
                     best, least_s = chosen, found_s
         if self.running_alike and self._later(mine, least_s) < least_s:
-            return np.where(mine.counts == 1, 0, STAYS)
+            return None
         return best
 
     @property

@@ -33,7 +33,7 @@ class Lane(NamedTuple):
 def grouped(
     waiting: Waiting, candidates: Candidates, lane: Lane, typical_s: float, depth: int
 ) -> tuple[Group, Indexes] | None:
-    """The lane's group and, by its candidate, the place in order; None where no candidate has its key there."""
+    """The lane's group and, by its action, the place in order; None where no candidate has its key there."""
     rows, seats, homes = candidates.rows, candidates.seats[lane.at], candidates.homes[lane.at]
     column = waiting.dimensions.index(lane.dimension)
     keyed = waiting.key[rows] == column
@@ -52,4 +52,4 @@ def grouped(
     share = lane.pool.share(lane.number, lane.pool.dimensions.index(lane.dimension), taken)
     ends_s = np.concatenate((lane.ends_s, waiting.curves(others, typical_s).seconds[:, 0]))
     units = np.concatenate((lane.units, taken))
-    return Group(curves, first, ends_s, units, share, depth, lane.scalable), members[first]
+    return Group(curves, first, ends_s, units, share, depth, lane.scalable), members
