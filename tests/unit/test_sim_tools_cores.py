@@ -2,15 +2,20 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.elastic.action import CPU_CORES, Amdahl, Fixed, Range
+from treadle_core.elastic.action import CPU_CORES, Action, Amdahl, Duration, Fixed, Knowledge, Range
 from treadle_core.elastic.pools import CpuNode
+from treadle_core.managers.cpu import CpuManager, Machine
+from treadle_core.managers.dispatcher import Dispatcher
+from treadle_core.managers.resources import Resources
 from treadle_sim.events import Timeline
 from treadle_sim.tools.coding import ACTIVE_SHARE, coding_batch
-from treadle_sim.tools.elastic_cores import ElasticCores, equal_nodes
+from treadle_sim.tools.elastic_cores import ElasticCores, equal_nodes, ran_s
 from treadle_sim.tools.play import Executor, Make, Report, StuckError, play
 from treadle_sim.tools.pods import PodRules, Pods
 from treadle_sim.tools.sharing import SharedCores
@@ -194,3 +199,74 @@ def test_an_executor_that_forgets_an_action_is_caught() -> None:
 
     with pytest.raises(StuckError, match="1 of 1"):
         play([Trace("t", "coding", (command(1.0),))], lambda timeline, report: Forgets())
+
+
+class Dispatched:
+    """One node behind the gateway's own dispatcher."""
+
+    def __init__(self, timeline: Timeline, report: Report, cores: int) -> None:
+        machine = Machine("node-0", (tuple(range(cores)),), GIB)
+        self._timeline, self._report = timeline, report
+        self._dispatcher = Dispatcher(Resources([CpuManager([machine])]), 0.0)
+        self._asked: dict[str, Asked] = {}
+        self._settling = False
+        self.decisions = Decisions()
+
+    def open(self, trace: Trace) -> None: ...
+
+    def close(self, trace: Trace) -> None:
+        self._dispatcher.forget(trace.trajectory_id)
+
+    def submit(self, asked: Asked) -> None:
+        call = asked.call
+        duration = Duration(Knowledge.PROFILED, call.single_unit_s)
+        self._asked[asked.action_id] = asked
+        self._dispatcher.submit(
+            Action(
+                asked.action_id,
+                asked.trace.trajectory_id,
+                len(self._asked),
+                call.cost,
+                duration,
+                call.key,
+                call.elasticity,
+            )
+        )
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._settling:
+            self._settling = True
+            self._timeline.at(self._timeline.now, self._settle)
+
+    def _settle(self) -> None:
+        self._settling = False
+        now = self._timeline.now
+        for started in self._dispatcher.decide(now):
+            asked = self._asked[started.action.action_id]
+            record = Record(asked, now, 0.0, now + ran_s(asked, started.units), started.units)
+            self._timeline.at(record.finished_s, self._finish, record)
+
+    def _finish(self, record: Record) -> None:
+        self._dispatcher.end(record.asked.action_id, self._timeline.now)
+        self._wake()
+        self._report(record)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_node_decides_as_the_gateways_dispatcher_does(seed: int) -> None:
+    """Of what comes at one instant the replay starts commands at once, so no two actions come at the same time here."""
+    rng = np.random.default_rng(seed)
+    traces = []
+    for index in range(12):
+        steps = [command(float(rng.exponential()), float(rng.exponential(3.0))) for _ in range(3)]
+        calls = [replace(step, profiled_s=step.single_unit_s) for step in steps]
+        traces.append(Trace(f"t{index}", "coding", (*calls, suite(float(rng.exponential(20.0))))))
+    ours = play(traces, elastic(equal_nodes(1, 6, GIB)))
+    theirs = play(traces, lambda timeline, report: Dispatched(timeline, report, 6))
+    assert starts(ours) == starts(theirs)
+    assert max(units for _, units in starts(ours).values()) > 1
+
+
+def starts(replay: Replay) -> dict[str, tuple[float, int]]:
+    return {record.asked.action_id: (record.started_s, record.units) for record in replay.records}
