@@ -14,12 +14,13 @@ from treadle_core.managers.cpu import CpuManager, Machine
 from treadle_core.managers.dispatcher import Dispatcher
 from treadle_core.managers.resources import Resources
 from treadle_sim.events import Timeline
-from treadle_sim.tools.coding import ACTIVE_SHARE, coding_batch
+from treadle_sim.tools.coding import ACTIVE_SHARE, coding_batch, shapes
 from treadle_sim.tools.elastic_cores import ElasticCores, equal_nodes, ran_s
 from treadle_sim.tools.play import Executor, Make, Report, StuckError, play
 from treadle_sim.tools.pods import PodRules, Pods
 from treadle_sim.tools.sharing import SharedCores
 from treadle_sim.tools.trace import Asked, Call, Decisions, Record, Replay, Trace
+from treadle_sim.workload import Step, TrajectoryWork
 
 GIB = 1 << 30
 
@@ -270,3 +271,9 @@ def test_a_node_decides_as_the_gateways_dispatcher_does(seed: int) -> None:
 
 def starts(replay: Replay) -> dict[str, tuple[float, int]]:
     return {record.asked.action_id: (record.started_s, record.units) for record in replay.records}
+
+
+def test_shapes_of_a_trace_file_are_drawn_as_they_are() -> None:
+    works = [TrajectoryWork(f"p{length}", 0, 100, tuple(Step(50, 10, 1.0) for _ in range(length))) for length in (2, 5)]
+    lengths = [len(trace.calls) for trace in coding_batch(32, 0, among=shapes(works))]
+    assert set(lengths) == {3, 6}  # and the reward

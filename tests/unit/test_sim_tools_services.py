@@ -1,14 +1,16 @@
 """Replays on reward GPUs and before a provider: what is in memory, who loads, who is refused."""
 
 import pytest
-from treadle_core.elastic.action import GPUS, Fixed
+from treadle_core.elastic.action import CPU_CORES, GPUS, Fixed
+from treadle_core.managers.basic import concurrency_of
 from treadle_sim.events import Timeline
-from treadle_sim.tools.api_calls import MOST_RETRIES, PROVIDER, ManagedCalls, UnmanagedCalls, search_batch
-from treadle_sim.tools.elastic_cores import ran_s
+from treadle_sim.tools.api_calls import LIMITS, MOST_RETRIES, PROVIDER, ManagedCalls, UnmanagedCalls, search_batch
+from treadle_sim.tools.coding import coding_batch
+from treadle_sim.tools.elastic_cores import ElasticCores, equal_nodes, ran_s
 from treadle_sim.tools.elastic_gpus import ElasticGpus
 from treadle_sim.tools.gpu_groups import LoadingGroups, StaticGroups
 from treadle_sim.tools.models import DEGREES, Restoring, reading, services
-from treadle_sim.tools.play import Executor, Make, Report, play
+from treadle_sim.tools.play import Executor, Make, Report, Together, play
 from treadle_sim.tools.provider import Limits, ProviderModel, manager_of
 from treadle_sim.tools.scoring import JUDGE, scored_batch, teachers
 from treadle_sim.tools.trace import Asked, Call, Record, Replay, Trace
@@ -114,3 +116,27 @@ def test_batches_are_the_same_for_the_same_seed_and_refuse_to_be_empty() -> None
     with pytest.raises(ValueError, match="at least one"):
         scored_batch(0, 0, NAMES)
     assert all(call.cost[GPUS] != Fixed(1) for trace in skewed for call in trace.calls)
+
+
+def test_tasks_of_all_kinds_run_beside_each_other_and_none_slows_another() -> None:
+    """Coding on cores, teachers on GPUs, searches before a provider: as one batch and each by itself."""
+    parts: dict[str, tuple[Trace, ...]] = {
+        CPU_CORES: coding_batch(8, 1),
+        GPUS: scored_batch(12, 1, NAMES, pace=0.05),
+        concurrency_of(PROVIDER): search_batch(8, 1),
+    }
+    makes: dict[str, Make] = {
+        CPU_CORES: lambda timeline, report: ElasticCores(timeline, report, equal_nodes(1, 64, 1 << 40), 0.0),
+        GPUS: elastic(8),
+        concurrency_of(PROVIDER): lambda timeline, report: ManagedCalls(timeline, report, ProviderModel(LIMITS)),
+    }
+
+    def together(timeline: Timeline, report: Report) -> Executor:
+        return Together({key: make(timeline, report) for key, make in makes.items()})
+
+    at_once = play([trace for traces in parts.values() for trace in traces], together)
+    ran_once(at_once)
+    alone = {key: play(parts[key], makes[key]) for key in parts}
+    ends_s = {name: end_s for replay in alone.values() for name, end_s in replay.ends_s.items()}
+    assert at_once.ends_s == pytest.approx(ends_s)
+    assert at_once.decisions.took_s
