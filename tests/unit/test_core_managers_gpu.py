@@ -191,3 +191,13 @@ def test_a_service_that_is_not_there_is_refused_before_it_waits() -> None:
         with pytest.raises(InvalidActionError) as refused:
             manager.check(Action("x", "t", 0, cost, service="judge"))
         assert refused.value.field == field
+
+
+def test_a_node_that_lends_some_of_its_gpus_gives_no_others() -> None:
+    manager = GpuManager({"a": (2, 3)}, GPU_BYTES, [Service("one", 1, 80), Service("two", 2, 80)])
+    [usage] = manager.usage(0.0)
+    assert (usage.capacity, usage.free) == (2, 2)
+    [pool] = manager.pools(0.0)
+    assert [node.free for node in pool.members] == [frozenset({2, 3})]
+    with pytest.raises(InvalidPoolError, match="node_ids"):
+        GpuManager({"a": (7, 8)}, GPU_BYTES)

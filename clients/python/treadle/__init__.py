@@ -7,6 +7,7 @@ protos/.
 from treadle.client import Client
 from treadle.errors import FieldViolation, StreamBroken, TokensSpent, TreadleError
 from treadle.retry import RetryPolicy, Timeouts
+from treadle.rewards import PendingReward, RewardResult
 from treadle.session import Session
 from treadle.trajectory import Trajectory
 from treadle.types import (
@@ -31,8 +32,10 @@ __all__ = [
     "Client",
     "FieldViolation",
     "Group",
+    "PendingReward",
     "Prompt",
     "RetryPolicy",
+    "RewardResult",
     "RolloutEvent",
     "RolloutResult",
     "Sampling",

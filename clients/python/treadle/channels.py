@@ -14,12 +14,13 @@ import grpc
 from treadle.engine.v1 import engine_pb2_grpc
 from treadle.rollout.v1 import rollout_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2_grpc
-from treadle.tools.v1 import tools_pb2_grpc
+from treadle.tools.v1 import rewards_pb2_grpc, tools_pb2_grpc
 
 if TYPE_CHECKING:
     from treadle.engine.v1.engine_pb2_grpc import EngineServiceAsyncStub
     from treadle.rollout.v1.rollout_pb2_grpc import RolloutServiceAsyncStub
     from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
+    from treadle.tools.v1.rewards_pb2_grpc import RewardsServiceAsyncStub
     from treadle.tools.v1.tools_pb2_grpc import ToolsServiceAsyncStub
 
 # GetBatch answers with whole groups of long trajectories; gRPC's own limit of 4 MiB is about 350k tokens with
@@ -81,6 +82,10 @@ class Channels:
     def tools(self, address: str) -> ToolsServiceAsyncStub:
         """The tools service at host:port."""
         return tools_pb2_grpc.ToolsServiceStub(self.channel(address))
+
+    def rewards(self, address: str) -> RewardsServiceAsyncStub:
+        """The rewards of the tools service at host:port."""
+        return rewards_pb2_grpc.RewardsServiceStub(self.channel(address))
 
     def rollout(self, address: str) -> RolloutServiceAsyncStub:
         """The rollout service at host:port."""

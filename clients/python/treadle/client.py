@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import grpc
 
@@ -20,6 +20,7 @@ from treadle.errors import TreadleError
 from treadle.handover import batch_of
 from treadle.mesh import Mesh, request_id
 from treadle.retry import Calls, RetryPolicy, Timeouts
+from treadle.rewards import PendingReward, ask
 from treadle.rollout.v1 import rollout_pb2
 from treadle.rollouts import Agent, RolloutRun
 from treadle.scheduler.v1 import scheduler_pb2
@@ -37,7 +38,8 @@ class Client:
     timeouts: deadlines of logical calls. retry: how attempts are spaced. credentials: for TLS; none means plain text.
     interceptors: of grpc.aio, e.g. OpenTelemetry's, which adds the trace context. seed: of the jitter. call_tokens: a
     turn longer than this is generated in several calls, each scheduled anew, so that its trajectory is ranked and moved
-    in the middle of it; the caller sees one step. 0 for one call a turn. Raises ValueError.
+    in the middle of it; the caller sees one step. 0 for one call a turn. job: whose share of the pooled rewards this
+    client's take, e.g. the name of the training run; empty: each rollout is a job. Raises ValueError.
     """
 
     def __init__(
@@ -50,11 +52,12 @@ class Client:
         interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
         seed: int | None = None,
         call_tokens: int = CALL_TOKENS,
+        job: str = "",
     ) -> None:
         if call_tokens < 0:
             raise ValueError(f"call_tokens must be >= 0, is {call_tokens}; 0 generates each turn in one call")
         self._address = address
-        self._call_tokens = call_tokens
+        self._call_tokens, self._job = call_tokens, job
         self._timeouts = timeouts or Timeouts()
         self._calls = Calls(retry or RetryPolicy(), random.Random(seed))
         self._channels = Channels(credentials, interceptors)
@@ -62,7 +65,9 @@ class Client:
         self._open: set[Trajectory] = set()
 
     async def __aenter__(self) -> Client:
-        self._mesh = Mesh(self._address, self._channels, self._calls, self._timeouts, Clock(), self._call_tokens)
+        self._mesh = Mesh(
+            self._address, self._channels, self._calls, self._timeouts, Clock(), self._call_tokens, self._job
+        )
         return self
 
     async def __aexit__(
@@ -123,7 +128,8 @@ class Client:
     ) -> RolloutResult:
         """Runs `agent(trajectory, prompt)` on samples_per_prompt samples of each prompt and hands each finished one in.
 
-        agent: returns the reward or None; may close the trajectory itself to say another outcome. One that raises
+        agent: returns the reward, None, or the PendingReward of Trajectory.score, whose trajectory is closed at once
+        and handed in when the score is there; may close the trajectory itself to say another outcome. One that raises
         fails its trajectory alone. keep_per_prompt: a group settles once that many are in, and its unfinished
         siblings are cancelled; 0 keeps all. max_staleness: weight versions that a kept token may lag behind at
         get_batch, -1 for no bound. concurrency: trajectories open at once, None for all. on_event: called from the
@@ -140,6 +146,18 @@ class Client:
             max_total_tokens=max_total_tokens,
         )
         return await run.run(prompts, spec, concurrency)
+
+    async def score(
+        self, trajectory_id: str, reward: str, arguments: Mapping[str, Any], job: str = ""
+    ) -> PendingReward:
+        """Has a trajectory that has ended scored; returns once that is accepted. Trajectory.score says the same.
+
+        reward: the name of a reward function of the tools service. arguments: what it reads, see its schema. job: whose
+        share of the pool, default this client's. Errors: TreadleError NOT_FOUND REWARD_FUNCTION_NOT_FOUND,
+        INVALID_ARGUMENT with field_violations.
+        """
+        mesh = self._connected()
+        return await ask(mesh, trajectory_id, reward, arguments, job or mesh.job)
 
     async def get_batch(
         self,

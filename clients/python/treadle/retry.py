@@ -60,6 +60,7 @@ class Timeouts:
     schedule_s: float = 300.0  # a step waits this long for an engine, or for the scheduler, to come back
     step_s: float = 3600.0  # one step: queue, all resumptions, and up to 64k tokens at 20 tokens a second
     tool_s: float = 600.0  # the tool's own wall-time limit is shorter
+    reward_s: float = 3600.0  # how long a score is waited for; it may stand behind those of other jobs
     batch_s: float = 600.0  # how long get_batch(wait=True) waits
     cleanup_s: float = 10.0  # abort and close on the way out, where nobody wants to wait
 

@@ -15,12 +15,13 @@ from typing import Any, Literal
 from treadle.errors import TokensSpent, TreadleError
 from treadle.handover import drop_reason_of, finished_message, never_opened_message
 from treadle.mesh import Mesh, request_id
+from treadle.rewards import PendingReward, score_of
 from treadle.rollout.v1 import rollout_pb2
 from treadle.tasks import Tasks, outcome_of, to_the_end
 from treadle.trajectory import Trajectory
 from treadle.types import Outcome, Prompt, RolloutEvent, RolloutResult, TrajectoryResult
 
-Agent = Callable[[Trajectory, Prompt], Coroutine[Any, Any, float | None]]
+Agent = Callable[[Trajectory, Prompt], Coroutine[Any, Any, float | PendingReward | None]]
 
 
 class RolloutRun:
@@ -70,6 +71,7 @@ class RolloutRun:
     async def _sample(self, prompt: Prompt, sample: int, slots: asyncio.Semaphore) -> None:
         """One sample from open to hand-in."""
         key = (prompt.id, sample)
+        pending: PendingReward | None = None
         async with slots:
             try:
                 trajectory = await self._open_one(prompt, sample)
@@ -77,9 +79,11 @@ class RolloutRun:
                 self._results[key] = _never_opened(prompt.id, sample, "failed", f"open: {error}")
                 message = never_opened_message(prompt.id, sample)
             else:
-                self._results[key] = await self._play(trajectory, prompt)
+                self._results[key], pending = await self._play(trajectory, prompt)
                 message = finished_message(trajectory)
             self._unfinished.pop(key, None)
+        if pending is not None:  # its slot is another sample's by now
+            message = await self._rewarded(trajectory, pending, key)
         await self._hand_in(message, key)
 
     async def _open_one(self, prompt: Prompt, sample: int) -> Trajectory:
@@ -95,8 +99,8 @@ class RolloutRun:
         self._tell(trajectory, "opened")
         return trajectory
 
-    async def _play(self, trajectory: Trajectory, prompt: Prompt) -> TrajectoryResult:
-        """Runs the agent and closes its trajectory, whichever way the agent ends."""
+    async def _play(self, trajectory: Trajectory, prompt: Prompt) -> tuple[TrajectoryResult, PendingReward | None]:
+        """Runs the agent and closes its trajectory, whichever way the agent ends; and the reward that it waits for."""
         try:
             played = await outcome_of(self._agent(trajectory, prompt))
         except asyncio.CancelledError:
@@ -107,10 +111,26 @@ class RolloutRun:
             (trajectory.prompt_id, trajectory.sample), None
         )  # its end is no longer anybody's to cancel
         reward, outcome, error_line = _judge(trajectory, played)
+        pending, reward = (reward, None) if isinstance(reward, PendingReward) else (None, reward)
         if trajectory.outcome is not None and trajectory.reward is None:
             trajectory.reward = reward  # the agent closed it, and said the reward by returning it
         close_error = await to_the_end(self._end(trajectory, outcome, reward))
-        return _result(trajectory, error_line or close_error)
+        return _result(trajectory, error_line or close_error), pending
+
+    async def _rewarded(
+        self, trajectory: Trajectory, pending: PendingReward, key: tuple[str, int]
+    ) -> rollout_pb2.FinishedTrajectory:
+        """Waits for the score. A trajectory that gets none has failed."""
+        try:
+            trajectory.reward = await score_of(pending)
+        except TreadleError as error:
+            result = self._results[key]
+            self._results[key] = replace(result, outcome="failed", error=result.error or f"reward: {error}")
+            message = finished_message(trajectory)
+            message.failed = True
+            return message
+        self._results[key] = replace(self._results[key], reward=trajectory.reward)
+        return finished_message(trajectory)
 
     async def _hand_in(self, message: rollout_pb2.FinishedTrajectory, key: tuple[str, int]) -> None:
         """Submits; when the verdict settles the group, its unfinished siblings are cancelled."""
@@ -172,7 +192,7 @@ class RolloutRun:
         )
 
 
-def _judge(trajectory: Trajectory, played: asyncio.Task[Any]) -> tuple[float | None, Outcome, str]:
+def _judge(trajectory: Trajectory, played: asyncio.Task[Any]) -> tuple[float | PendingReward | None, Outcome, str]:
     """Reward, outcome and error line of an agent that has ended."""
     if played.cancelled():
         return None, "cancelled", ""
@@ -182,7 +202,7 @@ def _judge(trajectory: Trajectory, played: asyncio.Task[Any]) -> tuple[float | N
     if error is not None:
         return None, "failed", " ".join(f"{type(error).__name__}: {error}".split())
     reward = played.result()
-    if reward is not None and not isinstance(reward, (int, float)):
+    if reward is not None and not isinstance(reward, (int, float, PendingReward)):
         return None, "failed", f"TypeError: the agent returned {type(reward).__name__}, not a reward"
     return reward, "truncated" if trajectory.tokens_left == 0 else "finished", ""
 

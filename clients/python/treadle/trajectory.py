@@ -16,6 +16,7 @@ from treadle.assembly import shifted
 from treadle.errors import TokensSpent, TreadleError, refused
 from treadle.generation import StepRun
 from treadle.mesh import Mesh, request_id
+from treadle.rewards import PendingReward, ask
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.session import Session, invoke, open_session
 from treadle.step_parts import StepPlan
@@ -116,6 +117,13 @@ class Trajectory:
         session = await open_session(self._mesh, call, arguments, self._timed)
         self._sessions.append(session)
         return session
+
+    async def score(self, reward: str, arguments: Mapping[str, Any]) -> PendingReward:
+        """Has this trajectory scored by the mesh; returns once that is accepted, and never waits for the score.
+
+        To be called as it ends, before or after `close`. reward, arguments, errors: see Client.score.
+        """
+        return await ask(self._mesh, self.trajectory_id, reward, arguments, self._mesh.job or self.rollout_id)
 
     async def close(self, reward: float | None = None, outcome: Outcome = "finished") -> None:
         """Ends the trajectory here and at the scheduler, its step and its sessions first. Once closed: does nothing.

@@ -7,7 +7,7 @@ size than the decision did.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -31,15 +31,29 @@ class _Held:
 
 
 class GpuManager:
-    """See the module. Nodes have 8 GPUs of `gpu_bytes` each. services: their bytes per GPU by name and degree."""
+    """See the module. GPUs have `gpu_bytes` each. services: their bytes per GPU by name and degree.
+
+    node_ids: nodes of 8 GPUs; of a node that has, or lends, fewer: the numbers of those that it does.
+    """
 
     dimensions: ClassVar[tuple[str, ...]] = (GPUS,)
 
-    def __init__(self, node_ids: Sequence[str], gpu_bytes: int, services: Sequence[Service] = ()) -> None:
+    def __init__(
+        self,
+        node_ids: Sequence[str] | Mapping[str, Collection[int]],
+        gpu_bytes: int,
+        services: Sequence[Service] = (),
+    ) -> None:
         """Raises InvalidPoolError for a node or a service twice, a degree that no node has, or one that never fits."""
         if len(set(node_ids)) < len(node_ids):
             raise InvalidPoolError("node_ids", "has a node twice")
-        self._free = {node_id: frozenset(range(NODE_GPUS)) for node_id in node_ids}
+        if not isinstance(node_ids, Mapping):
+            node_ids = dict.fromkeys(node_ids, range(NODE_GPUS))
+        self._free = {node_id: frozenset(numbers) for node_id, numbers in node_ids.items()}
+        for node_id, numbers in self._free.items():
+            if not numbers <= frozenset(range(NODE_GPUS)):
+                raise InvalidPoolError(f"node_ids[{node_id!r}]", f"must be of 0 to {NODE_GPUS - 1}")
+        self._capacity = sum(map(len, self._free.values()))
         self._services: dict[tuple[str, int], Service] = {}
         for index, service in enumerate(services):
             if (service.name, service.degree) in self._services:
@@ -117,8 +131,8 @@ class GpuManager:
         return NEVER_S
 
     def usage(self, now_s: float) -> tuple[Usage, ...]:
-        free, capacity = sum(map(len, self._free.values())), NODE_GPUS * len(self._free)
-        return (Usage(GPUS, capacity, capacity - free, free),)
+        free = sum(map(len, self._free.values()))
+        return (Usage(GPUS, self._capacity, self._capacity - free, free),)
 
     def _granted(self, chunk: Chunk, service: Service | None) -> GpuGrant:
         there = service is None or self._resident.used_s(Resident(service, chunk)) is not None

@@ -6,7 +6,7 @@ The three times of an action add up to its whole: queue (waiting for its turn), 
 
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -57,7 +57,10 @@ class _Call:
 
 
 class Actions:
-    """See the module. pinned: whether the cores of the node are real ones. providers: by name."""
+    """See the module. pinned: whether the cores of the node are real ones. providers: by name.
+
+    numbers: of actions, ascending over all that share the turns.
+    """
 
     def __init__(
         self,
@@ -69,6 +72,7 @@ class Actions:
         pinned: bool = False,
         providers: Mapping[str, BasicManager] = MappingProxyType({}),
         meters: Meters = NO_METERS,
+        numbers: Iterator[int] | None = None,
     ) -> None:
         self._turns = turns
         self._facts = facts
@@ -77,7 +81,7 @@ class Actions:
         self._pinned = pinned
         self._providers = providers
         self._meters = meters
-        self._numbers = itertools.count()
+        self._numbers = itertools.count() if numbers is None else numbers
 
     async def run(self, tool: Tool, trajectory_id: str, limits: Limits, work: Work, holder: str = "") -> Result:
         """What came of `work`, which asks a cell and may raise CellLost or WorkerFailed.

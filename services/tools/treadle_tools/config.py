@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 from treadle_runtime.config import Settings
 
 from treadle_tools.builtin import TOOLS
+from treadle_tools.builtin_rewards import REWARDS
 from treadle_tools.tool import Tool
 
 
@@ -20,6 +21,8 @@ class ToolsSettings(Settings):
     listen: str = "127.0.0.1:7405"
     bwrap: str = "bwrap"  # a path, or a name that is looked up on PATH
     builtin: str = ",".join(tool.name for tool in TOOLS)  # which of the tools that come with the service are on
+    functions: str = ""  # a file, TOML or JSON, of HTTP functions that are tools or rewards
+    function_hosts: str = ""  # where they may be: hosts, host:port or *.domain, separated by commas
     modules: str = ""  # Python modules with a list TOOLS, separated by commas
     cores: int = Field(default=0, ge=0)  # that actions may use at a time; 0: all this process may run on
     pin: Literal["auto", "off"] = "auto"  # auto: an action runs on cores of its own, where control groups can say so
@@ -30,6 +33,10 @@ class ToolsSettings(Settings):
     session_idle_s: float = Field(default=1800.0, gt=0)  # until an unused session is closed
     max_snapshots: int = Field(default=64, ge=0)  # kept at a time
     snapshot_kept_s: float = Field(default=1800.0, gt=0)  # until a snapshot is dropped
+    rewards: str = ",".join(reward.name for reward in REWARDS)  # which of the built-in rewards are on
+    reward_slots: int = Field(default=0, ge=0)  # rewards in the sandbox at a time; 0: as many as cores
+    max_rewards: int = Field(default=65_536, ge=1)  # that may wait
+    reward_kept_s: float = Field(default=3600.0, gt=0)  # how long a reward that has ended can be asked for
     warm_cells: int = Field(default=2, ge=1)  # that stand ready per tool
     state_dir: str = ""  # where the keeper of the sandboxes is found again; empty: a folder named after `listen`
     keep_s: float = Field(default=60.0, ge=0)  # that sessions wait for the service to come back
@@ -59,10 +66,28 @@ class ToolsSettings(Settings):
             raise ValueError(f"names out of {','.join(known)} separated by commas")
         return value
 
+    @field_validator("rewards")
+    @classmethod
+    def _rewards_are_rewards(cls, value: str) -> str:
+        known = [reward.name for reward in REWARDS]
+        if not set(_names(value)) <= set(known):
+            raise ValueError(f"names out of {','.join(known)} separated by commas")
+        return value
+
+    @property
+    def builtin_rewards(self) -> tuple[Tool, ...]:
+        """`rewards`, one by one."""
+        return tuple(reward for reward in REWARDS if reward.name in _names(self.rewards))
+
     @property
     def builtin_tools(self) -> tuple[Tool, ...]:
         """`builtin`, one by one."""
         return tuple(tool for tool in TOOLS if tool.name in _names(self.builtin))
+
+    @property
+    def allowed_hosts(self) -> tuple[str, ...]:
+        """`function_hosts`, one by one."""
+        return _names(self.function_hosts)
 
     @property
     def module_names(self) -> tuple[str, ...]:

@@ -119,11 +119,11 @@ def result_message(result: Result) -> pb.ToolResult:
     """The contract's form."""
     message = pb.ToolResult(
         status=STATUSES[result.status],
-        output=_text(result.output),
+        output=text(result.output),
         output_truncated=result.truncated,
-        error=_text(" ".join(result.error.split())),
+        error=text(" ".join(result.error.split())),
         done=result.done,
-        data_json=_text(result.data_json),
+        data_json=text(result.data_json),
         timing=timing_message(result),
     )
     if result.reward is not None:
@@ -152,9 +152,9 @@ def timestamp(seconds: float) -> Timestamp:
     return message
 
 
-def _text(text: str) -> str:
+def text(foreign: str) -> str:
     """A string that protobuf takes: a tool's output may hold lone surrogates."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return foreign.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 class BusFacts:

@@ -13,6 +13,8 @@ from treadle_runtime.errors import FailedPrecondition, InvalidArgument
 from treadle_tools.actions import Actions
 from treadle_tools.arguments import FIELD
 from treadle_tools.background import Background
+from treadle_tools.functions.function import HttpFunction
+from treadle_tools.functions.invocations import Invocations
 from treadle_tools.keeper.client import KeeperClient
 from treadle_tools.registry import Registry
 from treadle_tools.sandbox.cell import Cell
@@ -65,6 +67,7 @@ class Gateway:
         background: Background,
         standing: Standing,
         snapshots: Snapshots,
+        invocations: Invocations,
     ) -> None:
         self.registry = registry
         self.standing = standing
@@ -73,9 +76,12 @@ class Gateway:
         self.snapshots = snapshots
         self._actions = actions
         self._background = background
+        self._invocations = invocations
 
     async def call(self, tool: Tool, arguments: Mapping[str, Any], limits: Limits, trajectory_id: str) -> Result:
         """Run a stateless tool. The caller's going away stops it."""
+        if isinstance(tool.remote, HttpFunction):
+            return await self._invocations.run(tool, tool.remote, arguments, limits, trajectory_id)
         self.pools.require()
 
         async def work(granted: Granted) -> Mapping[str, Any]:

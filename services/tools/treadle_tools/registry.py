@@ -16,6 +16,7 @@ from treadle_runtime.fields import identifier
 
 from treadle_tools.arguments import Checked, checked
 from treadle_tools.demand import check_scaling
+from treadle_tools.judges.judge import Judge
 from treadle_tools.tool import Kind, Tool
 
 
@@ -41,10 +42,14 @@ class Registry:
             identifier("name", tool.name)
         except InvalidArgument as error:
             raise RegistrationError(f"a tool's {error.message}") from error
-        if ":" not in tool.entry:
+        if ":" not in tool.entry and tool.remote is None:
             raise RegistrationError(f"tool {tool.name!r}: entry must be module:callable, is {tool.entry!r}")
         limits = tool.limits
         amounts = (limits.cpu_cores, limits.memory_bytes, limits.wall_s, limits.output_bytes, tool.work_bytes)
+        if isinstance(tool.remote, Judge) and tool.kind is not Kind.REWARD:
+            raise RegistrationError(f"tool {tool.name!r}: a judge can only be a reward")
+        if tool.remote is not None and tool.kind is Kind.ENVIRONMENT:
+            raise RegistrationError(f"tool {tool.name!r}: an environment cannot run in a function, which has no state")
         if min(amounts) <= 0 or tool.processes <= 0 or tool.reserve_bytes <= 0:
             raise RegistrationError(f"tool {tool.name!r}: every limit must be > 0")
         if tool.provider and tool.provider not in self._providers:

@@ -30,7 +30,7 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
         self._background = background
 
     async def ListTools(self, request: pb.ListToolsRequest, context: Context) -> pb.ListToolsResponse:
-        tools = [convert.tool_message(tool) for tool in self._gateway.registry]
+        tools = [convert.tool_message(tool) for tool in self._gateway.registry.tools]
         return pb.ListToolsResponse(tools=tools, sandbox=self._gateway.pools.version)
 
     async def Invoke(self, request: pb.InvokeRequest, context: Context) -> pb.InvokeResponse:

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from treadle_tools.functions.function import HttpFunction
+from treadle_tools.judges.judge import Judge
+
 MIB = 1024 * 1024
 
 
@@ -77,7 +80,8 @@ class Tool:
     work_bytes: size of the private /tmp, and the largest file. processes: processes and threads at a time.
     reserve_bytes: memory that the node keeps for a session as long as it lives; the limit may be far above. scaling:
     None for a tool that uses `limits.cpu_cores`, no more and no less. provider: whose quota each call takes of
-    (PROVIDERS_FILE); empty: nobody's.
+    (PROVIDERS_FILE); empty: nobody's. remote: where it runs instead of the sandbox; entry and what it may use there are
+    then without meaning.
     """
 
     name: str
@@ -93,6 +97,7 @@ class Tool:
     reserve_bytes: int = 64 * MIB
     scaling: Scaling | None = None
     provider: str = ""
+    remote: HttpFunction | Judge | None = None
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,21 @@
 """Puts the service together."""
 
 import asyncio
+import itertools
+import os
 import socket
 import time
+from pathlib import Path
 
 import structlog
-from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
+from treadle.tools.v1 import rewards_pb2, rewards_pb2_grpc, tools_pb2, tools_pb2_grpc
+from treadle_core.elastic.pools import InvalidPoolError
 from treadle_core.managers.cpu import CpuManager
 from treadle_core.managers.dispatcher import Dispatcher
+from treadle_core.managers.gpu import GpuManager
+from treadle_core.managers.protocol import Manager
 from treadle_core.managers.resources import Resources
+from treadle_runtime.background import beside
 from treadle_runtime.lifecycle import ServerStartError
 from treadle_runtime.server import Runtime, Wiring
 
@@ -18,14 +25,20 @@ from treadle_tools.config import ToolsSettings
 from treadle_tools.convert import BusFacts
 from treadle_tools.demand import Demands
 from treadle_tools.durations import Durations
-from treadle_tools.gateway import Gateway, Pools
-from treadle_tools.keeper.client import KeeperClient, KeeperFailed, Terms
-from treadle_tools.keeper.folder import SNAPSHOTS, FolderRefused, StateFolder
+from treadle_tools.functions.caller import Caller
+from treadle_tools.functions.declarations import DeclarationError, Declarations, read_functions
+from treadle_tools.functions.gate import ProviderGate
+from treadle_tools.functions.invocations import Invocations
+from treadle_tools.gateway import Gateway
+from treadle_tools.gpu.wiring import gpu_managers, gpu_parts
+from treadle_tools.keeper.folder import SNAPSHOTS
 from treadle_tools.meters import Meters
 from treadle_tools.node import node_of
 from treadle_tools.providers import ProvidersError, read_providers
-from treadle_tools.registry import RegistrationError, Registry, load
-from treadle_tools.sandbox.bubblewrap import Bubblewrap, SandboxMissing, find_sandbox
+from treadle_tools.registry import RegistrationError, load
+from treadle_tools.rewards.servicer import RewardsServicer
+from treadle_tools.rewards.wiring import reward_pool
+from treadle_tools.sandboxes import pools_of
 from treadle_tools.servicer import ToolsServicer
 from treadle_tools.sessions import Sessions
 from treadle_tools.snapshots import Snapshots
@@ -36,6 +49,7 @@ from treadle_tools.warm_up import settle, warm_up
 log = structlog.get_logger()
 
 SERVICE = tools_pb2.DESCRIPTOR.services_by_name["ToolsService"].full_name
+REWARDS_SERVICE = rewards_pb2.DESCRIPTOR.services_by_name["RewardsService"].full_name
 
 
 async def wire(runtime: Runtime) -> Wiring:
@@ -49,26 +63,32 @@ async def wire(runtime: Runtime) -> Wiring:
             f"TREADLE_TOOLS_PROVIDERS_FILE={settings.providers_file!r} is refused: {error}"
         ) from error
     try:
-        registry = load(settings.builtin_tools, settings.module_names, providers)
+        declared = _declared(settings)
+        builtin = (*settings.builtin_tools, *settings.builtin_rewards)
+        registry = load((*builtin, *declared.tools), settings.module_names, providers)
     except RegistrationError as error:
         raise ServerStartError(f"TREADLE_TOOLS_MODULES={settings.modules!r} is refused: {error}") from error
-    pools = await _pools(settings, registry)
+    pools = await pools_of(settings, registry)
     background = Background()
+    source = f"tools/{socket.gethostname()}"
     node = node_of(settings.cores, settings.memory_bytes)
     await asyncio.to_thread(warm_up)
-    dispatcher = Dispatcher(Resources([CpuManager([node.machine]), *providers.values()]), time.monotonic())
+    managers: list[Manager] = [CpuManager([node.machine]), *providers.values(), *_gpu_managers(settings, declared)]
+    dispatcher = Dispatcher(Resources(managers), time.monotonic())
     meters = Meters(runtime.metering.meter())
     standing = Standing(dispatcher, providers)
     turns = Turns(dispatcher, settings.max_waiting, meters.decided)
     durations = Durations()
+    numbers = itertools.count()
     actions = Actions(
         turns,
-        BusFacts(runtime.bus, f"tools/{socket.gethostname()}"),
+        BusFacts(runtime.bus, source),
         Demands(node.cores, node.machine.memory_bytes, providers, durations),
         durations,
         pinned=node.real and settings.pin == "auto",
         providers=providers,
         meters=meters,
+        numbers=numbers,
     )
     snapshots = Snapshots(
         settings.state_folder / SNAPSHOTS, most=settings.max_snapshots, kept_s=settings.snapshot_kept_s
@@ -82,59 +102,67 @@ async def wire(runtime: Runtime) -> Wiring:
         memory=pools.keeper,
         snapshots=snapshots,
     )
+    caller = Caller(ProviderGate(turns, providers, numbers), os.environ)
+    invocations = Invocations(caller, BusFacts(runtime.bus, source), meters)
+    gateway = Gateway(registry, pools, actions, sessions, background, standing, snapshots, invocations)
+    servicer = ToolsServicer(gateway, runtime.records, background)
+    gpu = await gpu_parts(runtime.bus, declared.gpus, turns, background, numbers)
+    rewards = await reward_pool(
+        runtime.bus,
+        source,
+        gateway,
+        caller,
+        gpu.rounds,
+        slots=settings.reward_slots or node.cores,
+        most_waiting=settings.max_rewards,
+        kept_s=settings.reward_kept_s,
+    )
+    rewards_servicer = RewardsServicer(registry, rewards, runtime.records)
+
+    async def run() -> None:
+        # Rewards that are cut at the drain still put their cells away, so they end first.
+        async with beside([background.run]), beside([rewards.run]):
+            await asyncio.Event().wait()
+
+    async def close() -> None:
+        await caller.close()
+        await gpu.memory.close()
+        if pools.keeper is not None:
+            await pools.keeper.close()
 
     async def watch() -> None:
         await meters.watch(standing)
 
-    tasks = [background.run, turns.run, watch, sessions.reap]
+    tasks = [run, turns.run, watch, sessions.reap, gpu.residents.watch]
     if pools.keeper is not None:
         snapshots.load(registry)
         sessions.restore(pools.keeper.found, registry, pools.keeper.closed)
         tasks += [pools.keeper.run, sessions.recall]
-    gateway = Gateway(registry, pools, actions, sessions, background, standing, snapshots)
-    servicer = ToolsServicer(gateway, runtime.records, background)
-
-    async def close() -> None:
-        if pools.keeper is not None:
-            await pools.keeper.close()
 
     settle()
     return Wiring(
-        services={SERVICE: lambda server: tools_pb2_grpc.add_ToolsServiceServicer_to_server(servicer, server)},
+        services={
+            SERVICE: lambda server: tools_pb2_grpc.add_ToolsServiceServicer_to_server(servicer, server),
+            REWARDS_SERVICE: lambda server: rewards_pb2_grpc.add_RewardsServiceServicer_to_server(
+                rewards_servicer, server
+            ),
+        },
         tasks=tasks,
         close=close,
     )
 
 
-async def _pools(settings: ToolsSettings, registry: Registry) -> Pools:
+def _declared(settings: ToolsSettings) -> Declarations:
+    if not settings.functions:
+        return Declarations()
     try:
-        sandbox = await find_sandbox(settings.bwrap)
-    except SandboxMissing as missing:
-        log.error("no sandbox: every tool call will be refused", why=str(missing))
-        return Pools(None, version="", missing=str(missing))
-    keeper = await _keeper(settings, registry, sandbox)
-    log.info(
-        "sandbox", bubblewrap=sandbox.version, as_user=sandbox.user, drop_root=sandbox.drop_root,
-        cgroups=keeper.cgroups_version, sessions=len(keeper.found),
-    )  # fmt: skip
-    return Pools(keeper, version=f"bubblewrap {sandbox.version}", missing="")
+        return read_functions(Path(settings.functions), settings.allowed_hosts, os.environ)
+    except DeclarationError as error:
+        raise ServerStartError(f"TREADLE_TOOLS_FUNCTIONS={settings.functions!r} is refused: {error}") from error
 
 
-async def _keeper(settings: ToolsSettings, registry: Registry, sandbox: Bubblewrap) -> KeeperClient:
-    recipes, failures = [], {}
-    for tool in registry:
-        try:
-            recipes.append(sandbox.recipe(tool))
-        except ModuleNotFoundError as error:
-            log.error("a tool cannot be started", tool=tool.name, error=str(error))
-            failures[tool.name] = str(error)
-    terms = Terms(
-        tuple(recipes), failures, spares=settings.warm_cells, cgroups=settings.cgroups == "auto",
-        keep_s=settings.keep_s, keep_on_exit=settings.keep_on_exit,
-    )  # fmt: skip
+def _gpu_managers(settings: ToolsSettings, declared: Declarations) -> list[GpuManager]:
     try:
-        keeper = KeeperClient(StateFolder.take(settings.state_folder), terms)
-        await keeper.connect()
-    except (FolderRefused, KeeperFailed) as refused:
-        raise ServerStartError(f"TREADLE_TOOLS_STATE_DIR={settings.state_dir!r}: {refused}") from refused
-    return keeper
+        return gpu_managers(declared.gpus)
+    except InvalidPoolError as error:
+        raise ServerStartError(f"TREADLE_TOOLS_FUNCTIONS={settings.functions!r} is refused: {error}") from error

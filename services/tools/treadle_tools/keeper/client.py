@@ -40,7 +40,8 @@ class KeeperFailed(Exception):  # noqa: N818 - named for what happened
 @dataclass(frozen=True)
 class Terms:
     """What the service wants of its keeper. failures: why a tool has no recipe. keep_s: how long to wait for the next
-    service. keep_on_exit: whether sessions outlive an orderly end of the service too.
+    service. keep_on_exit: whether sessions outlive an orderly end of the service too. lazy: tools whose worker starts
+    when a cell is first asked for.
     """
 
     recipes: tuple[Recipe, ...]
@@ -49,6 +50,7 @@ class Terms:
     cgroups: bool
     keep_s: float
     keep_on_exit: bool
+    lazy: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class KeeperClient:
         self.found: list[Found] = []
         self.closed: dict[str, str] = {}
         for recipe in terms.recipes:
-            self._spares[recipe.tool] = Spares(terms.spares, self._wanter(recipe.tool))
+            self._spares[recipe.tool] = Spares(terms.spares, self._wanter(recipe.tool), lazy=recipe.tool in terms.lazy)
         for tool, why in terms.failures.items():
             self._spares[tool] = Spares(0, self._wanter(tool))
             self._spares[tool].fail(why)

@@ -12,16 +12,22 @@ LOOK_AGAIN_S = 1.0  # whether the tool's worker has failed meanwhile
 
 
 class Spares:
-    """See the module. want: asks for that many cells, which come in through `add`."""
+    """See the module. want: asks for that many cells, which come in through `add`. lazy: none is made before the first
+    is to be taken, so that a tool that no job uses costs nothing.
+    """
 
-    def __init__(self, count: int, want: Callable[[int], None]) -> None:
+    def __init__(self, count: int, want: Callable[[int], None], *, lazy: bool = False) -> None:
         self._count = count
         self._want = want
         self._ready: asyncio.Queue[Cell] = asyncio.Queue()
         self._failure = ""
+        self._asleep = lazy
 
     async def take(self) -> Cell:
         """A cell that nothing has run in. Raises WorkerFailed where the tool's worker does not start."""
+        if self._asleep:
+            self._asleep = False
+            self.fill()
         while True:
             if self._failure and self._ready.empty():
                 raise WorkerFailed(self._failure)
@@ -37,7 +43,8 @@ class Spares:
 
     def fill(self) -> None:
         """Whoever makes the cells is there, and has been asked for none yet."""
-        self._want(self._count)
+        if not self._asleep:
+            self._want(self._count)
 
     def add(self, cell: Cell) -> None:
         """One that was wanted."""

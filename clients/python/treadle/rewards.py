@@ -1,0 +1,118 @@
+"""Rewards that the mesh computes: asked for when a trajectory ends, waited for off its path.
+
+Invariant: asking returns as soon as the service has accepted; what it has accepted it scores, also after a restart, and
+waiting goes on through one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import grpc
+
+from treadle.durations import seconds
+from treadle.errors import TreadleError, error_from, refused
+from treadle.mesh import Mesh, request_id
+from treadle.retry import retryable
+from treadle.tools.v1 import rewards_pb2
+
+_STATES: dict[int, Literal["done", "failed", "cancelled"]] = {
+    rewards_pb2.REWARD_STATE_DONE: "done",
+    rewards_pb2.REWARD_STATE_FAILED: "failed",
+    rewards_pb2.REWARD_STATE_CANCELLED: "cancelled",
+}
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """How a reward ended. score: None unless `state` is "done". output: what the function printed or the judge wrote.
+
+    data: machine-readable result, None where there is none. queue_s: from acceptance to its last try; overhead_s and
+    execution_s: of that try.
+    """
+
+    reward_id: str
+    state: Literal["done", "failed", "cancelled"]
+    score: float | None
+    output: str
+    data: Any
+    error: str
+    queue_s: float
+    overhead_s: float
+    execution_s: float
+
+
+class PendingReward:
+    """A reward that was accepted. An agent of Client.rollout may return it in place of a number: the trajectory is
+    closed at once, and handed in when the score is there.
+    """
+
+    def __init__(self, mesh: Mesh, reward_id: str) -> None:
+        self.reward_id = reward_id
+        self._mesh = mesh
+
+    async def result(self, timeout_s: float | None = None) -> RewardResult:
+        """How it ended, once it has; TreadleError NOT_FOUND REWARD_NOT_FOUND long afterwards, DEADLINE_EXCEEDED.
+
+        timeout_s: default timeouts.reward_s.
+        """
+        stub = await self._mesh.rewards()
+        request = rewards_pb2.WatchRewardsRequest(reward_ids=[self.reward_id])
+        backoff = self._mesh.calls.backoff(timeout_s or self._mesh.timeouts.reward_s)
+        while True:
+            try:
+                async for answer in stub.WatchRewards(request, timeout=max(backoff.remaining_s, 0.001)):
+                    backoff.restart()
+                    if answer.reward.state in _STATES:
+                        return _result_of(answer.reward)
+                error = TreadleError(grpc.StatusCode.UNAVAILABLE, "the watch ended before the reward did")
+            except grpc.aio.AioRpcError as failure:
+                error = error_from(failure)
+            if not retryable(error):
+                raise error
+            await backoff.wait(error, error.retry_after_s)
+
+    async def cancel(self) -> None:
+        """Nobody wants it any more. One that has ended stays as it is."""
+        stub = await self._mesh.rewards()
+        request = rewards_pb2.CancelRewardRequest(request_id=request_id(), reward_id=self.reward_id)
+        await self._mesh.calls.unary(stub.CancelReward, request, self._mesh.timeouts.control_s)
+
+
+async def ask(mesh: Mesh, trajectory_id: str, reward: str, arguments: Mapping[str, Any], job: str) -> PendingReward:
+    """Has a trajectory scored. TypeError for arguments that are not JSON; see Client.score."""
+    request = rewards_pb2.ScoreTrajectoryRequest(
+        request_id=request_id(),
+        trajectory_id=trajectory_id,
+        job=job,
+        reward=reward,
+        arguments_json=json.dumps(dict(arguments)),
+    )
+    stub = await mesh.rewards()
+    accepted = await mesh.calls.unary(stub.ScoreTrajectory, request, mesh.timeouts.control_s)
+    return PendingReward(mesh, accepted.reward.reward_id)
+
+
+async def score_of(pending: PendingReward) -> float:
+    """The score; TreadleError FAILED_PRECONDITION NO_SCORE where it ended without one."""
+    result = await pending.result()
+    if result.score is None:
+        raise refused("NO_SCORE", f"reward {result.reward_id} is {result.state}: {result.error or 'no score'}")
+    return result.score
+
+
+def _result_of(message: rewards_pb2.Reward) -> RewardResult:
+    return RewardResult(
+        reward_id=message.reward_id,
+        state=_STATES[message.state],
+        score=message.score if message.HasField("score") else None,
+        output=message.output,
+        data=json.loads(message.data_json) if message.data_json else None,
+        error=message.error,
+        queue_s=seconds(message.timing.queue),
+        overhead_s=seconds(message.timing.overhead),
+        execution_s=seconds(message.timing.execution),
+    )

@@ -1,0 +1,1 @@
+"""Tools and rewards that run elsewhere: any HTTP function, such as a Knative or OpenFaaS service."""

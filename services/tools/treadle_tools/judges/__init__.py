@@ -1,0 +1,1 @@
+"""LLM judges: rewards that a model gives."""

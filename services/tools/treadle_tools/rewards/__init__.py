@@ -1,0 +1,1 @@
+"""Rewards: accepted, journaled, shared out among jobs, scored, told."""

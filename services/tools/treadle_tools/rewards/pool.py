@@ -1,0 +1,233 @@
+"""The pool: rewards of all jobs, accepted at once, scored as slots come free, told when they have ended.
+
+Owns: the board, the lanes, a task for each reward that runs. Invariants: an accepted reward is in the journal before
+its caller knows, and stays there until it has ended; after a restart those that had not ended are scored, a second time
+where the first was cut; a function that cannot be asked for the moment is asked again, one that crashes `MOST_TRIES`
+times in all.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import nats.errors
+import structlog
+from treadle_runtime.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    TreadleError,
+    Unavailable,
+)
+
+from treadle_tools.rewards.board import Board
+from treadle_tools.rewards.journal import RewardJournal
+from treadle_tools.rewards.lanes import Lanes, Start
+from treadle_tools.rewards.reward import Reward, State
+from treadle_tools.rewards.scorer import Scorer
+from treadle_tools.tool import Result, Status
+
+log = structlog.get_logger()
+
+MOST_TRIES = 3
+FIRST_PAUSE_S = 0.5  # before a function is asked again
+LONGEST_PAUSE_S = 30.0
+FULL_RETRY_S = 1.0
+SWEEP_PERIOD_S = 60.0
+LONGEST_DATA_CHARS = 128 * 1024  # of data_json in UTF-8 and JSON: within half of NATS's default max_payload
+LONGEST_OUTPUT_CHARS = 16 * 1024  # kept in memory, as the judge's reasons or a traceback, for as long as the reward
+
+# The function is not to blame, and may answer later.
+NOT_NOW = (Unavailable, ResourceExhausted, FailedPrecondition)
+
+Arguments = Mapping[str, Any]
+
+
+class RewardPool:
+    """See the module.
+
+    read: the arguments of a function by its name, out of their JSON; raises TreadleError. tell: publishes a reward that
+    has ended. most_waiting: rewards that may wait. kept_s: how long one that has ended is kept.
+    """
+
+    def __init__(
+        self,
+        scorers: Mapping[str, Scorer],
+        journal: RewardJournal,
+        *,
+        read: Callable[[str, str], Arguments],
+        tell: Callable[[Reward], Awaitable[None]],
+        most_waiting: int,
+        kept_s: float,
+    ) -> None:
+        self.board = Board()
+        self._scorers = scorers
+        self._journal = journal
+        self._read = read
+        self._tell = tell
+        self._most_waiting = most_waiting
+        self._kept_s = kept_s
+        self._lanes = Lanes({scorer.lane: scorer.slots for scorer in scorers.values()})
+        self._arguments: dict[str, Arguments] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._unwanted: set[str] = set()  # cancelled by a caller, not by the drain
+        self._wake = asyncio.Event()
+
+    async def accept(self, reward: Reward, arguments_json: str) -> Reward:
+        """Take it in, or find the one of the same id. Raises InvalidArgument, ResourceExhausted, nats.errors.Error."""
+        present = self.board.get(reward.reward_id)
+        if present is not None:
+            return present
+        arguments = self._read(reward.name, arguments_json)
+        if len(self._lanes) >= self._most_waiting:
+            raise ResourceExhausted(
+                "REWARDS_WAITING", f"{self._most_waiting} rewards wait already", retry_after_s=FULL_RETRY_S
+            )
+        await self._journal.accept(reward, arguments_json)
+        self._enqueue(reward, arguments)
+        return reward
+
+    def get(self, reward_id: str) -> Reward:
+        """Raises NotFound."""
+        reward = self.board.get(reward_id)
+        if reward is None:
+            raise NotFound(
+                "REWARD_NOT_FOUND",
+                f"reward_id: there is no reward {reward_id[:64]!r}: never accepted, or ended over "
+                f"{self._kept_s:g} s ago",
+                reward_id=reward_id,
+            )
+        return reward
+
+    async def cancel(self, reward_id: str) -> Reward:
+        """End it unless it has ended. Raises NotFound."""
+        reward = self.get(reward_id)
+        if reward.ended:
+            return reward
+        self._unwanted.add(reward_id)
+        running = self._running.get(reward_id)
+        if running is not None:
+            running.cancel()
+            await asyncio.wait((running,))
+        else:
+            await self._end(replace(reward, state=State.CANCELLED))
+        return self.get(reward_id)
+
+    async def load(self) -> None:
+        """Take up what an earlier life of the service accepted."""
+        for reward, arguments_json in await self._journal.load():
+            if reward.ended:
+                self.board.put(reward)
+                await self._tell(reward)  # it may have ended before it could be told; the fact has the same id
+                continue
+            try:
+                self._enqueue(reward, self._read(reward.name, arguments_json))
+            except TreadleError as error:  # the function is no longer there, or reads other arguments
+                await self._end(replace(reward, state=State.FAILED, error=error.message))
+
+    async def run(self) -> None:
+        """Score what waits, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._sweep())
+            while True:
+                self._wake.clear()
+                for start in self._lanes.starts():
+                    self._running[start.reward_id] = group.create_task(self._serve(start))
+                await self._wake.wait()
+
+    def _enqueue(self, reward: Reward, arguments: Arguments) -> None:
+        self.board.put(reward)
+        self._arguments[reward.reward_id] = arguments
+        self._lanes.add(self._scorers[reward.name].lane, reward.job, reward.name, reward.reward_id)
+        self._wake.set()
+
+    async def _serve(self, start: Start) -> None:
+        """Score one reward, holding its slot."""
+        reward = self.board.get(start.reward_id)
+        begun = time.monotonic()
+        busy_s = 0.0
+        try:
+            if reward is not None and not reward.ended:  # else it was cancelled while it waited
+                ended = await self._scored(reward)
+                busy_s = time.monotonic() - begun
+                await self._end(ended)
+        except asyncio.CancelledError:
+            if start.reward_id not in self._unwanted:
+                raise
+            await self._end(replace(self.get(start.reward_id), state=State.CANCELLED))
+        finally:
+            del self._running[start.reward_id]
+            self._lanes.ended(start, busy_s)
+            self._wake.set()
+
+    async def _scored(self, reward: Reward) -> Reward:
+        """The reward as it ends."""
+        scorer, arguments = self._scorers[reward.name], self._arguments[reward.reward_id]
+        pause_s = FIRST_PAUSE_S
+        tries = 0
+        while True:
+            queue_s = max(0.0, time.time() - reward.accepted_at)
+            reward = replace(
+                reward, state=State.RUNNING, tries=tries + 1, queue_s=queue_s, revision=reward.revision + 1
+            )
+            self.board.put(reward)
+            try:
+                result = await scorer.score(arguments)
+            except InvalidArgument as refused:
+                return replace(reward, state=State.FAILED, error=refused.message)
+            except NOT_NOW as error:
+                log.warning("a reward waits", reward=reward.name, reward_id=reward.reward_id, why=error.message)
+                pause_s = max(pause_s, error.retry_after_s or 0.0)
+            else:
+                tries += 1
+                if result.status is not Status.CRASHED or tries >= MOST_TRIES:
+                    return _ended(reward, result)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _end(self, reward: Reward) -> None:
+        """Keep and tell how it ended. While NATS is away, waits."""
+        reward = replace(reward, ended_at=time.time(), revision=reward.revision + 1)
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                await self._journal.end(reward)
+                break
+            except nats.errors.Error as error:
+                log.warning("a reward's end is not written", reward_id=reward.reward_id, error=repr(error))
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        self._arguments.pop(reward.reward_id, None)
+        self._unwanted.discard(reward.reward_id)
+        self.board.put(reward)
+        await self._tell(reward)
+
+    async def _sweep(self) -> None:
+        while True:
+            oldest = time.time() - self._kept_s
+            for reward in [reward for reward in self.board if reward.ended and reward.ended_at < oldest]:
+                try:
+                    await self._journal.forget(reward.reward_id)
+                except nats.errors.Error as error:
+                    log.warning("sweep interrupted", error=repr(error))
+                    break
+                self.board.remove(reward.reward_id)
+            await asyncio.sleep(min(SWEEP_PERIOD_S, self._kept_s / 2))
+
+
+def _ended(reward: Reward, result: Result) -> Reward:
+    done = result.status is Status.OK
+    return replace(
+        reward,
+        state=State.DONE if done else State.FAILED,
+        score=result.reward if done else None,
+        output=result.output[:LONGEST_OUTPUT_CHARS],
+        data_json=result.data_json if len(result.data_json) <= LONGEST_DATA_CHARS else "",
+        error="" if done else f"{result.status}: {result.error}",
+        queue_s=reward.queue_s + result.queue_s,
+        overhead_s=result.overhead_s,
+        execution_s=result.execution_s,
+    )

@@ -1,0 +1,1 @@
+"""The built-in reward functions. Imported in the sandbox only."""

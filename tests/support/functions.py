@@ -1,0 +1,125 @@
+"""HTTP functions on loopback, served by aiohttp: one that starts from zero, refuses, dies, and what it was asked."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+from treadle_cli.ports import free_port
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+OVER = web.AppKey("over", asyncio.Event)  # set as the server stops
+
+
+class FunctionServer:
+    """One function. It answers what `answers` says, in order, then with `last` for ever; it is asked at `url`.
+
+    cold_s: how long the first request, and the first after it went to sleep, waits for it to start.
+    """
+
+    def __init__(self, last: Handler, *answers: Handler, cold_s: float = 0.0) -> None:
+        self._last = last
+        self._answers = list(answers)
+        self._cold_s = cold_s
+        self._asleep = True
+        self._runner: web.AppRunner | None = None
+        self.requests: list[web.Request] = []
+        self.bodies: list[Any] = []
+        self.most_at_once = 0
+        self._now = 0
+        self.port = free_port()
+
+    @property
+    def url(self) -> str:
+        """http://127.0.0.1:<port>/ask"""
+        return f"http://127.0.0.1:{self.port}/ask"
+
+    def sleep(self) -> None:
+        """Scale to zero: the next request has to wait."""
+        self._asleep = True
+
+    async def start(self) -> None:
+        """Listens."""
+        app = web.Application()
+        self._over = app[OVER] = asyncio.Event()
+        app.add_routes([web.route("*", "/{path:.*}", self._serve)])
+        self._runner = web.AppRunner(app, shutdown_timeout=0.0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+
+    async def stop(self) -> None:
+        """Refuses connections."""
+        if self._runner is not None:
+            self._over.set()
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        self.requests.append(request)
+        self.bodies.append(await request.json() if request.can_read_body else dict(request.query))
+        self._now += 1
+        self.most_at_once = max(self.most_at_once, self._now)
+        try:
+            if self._asleep:
+                await asyncio.sleep(self._cold_s)
+                self._asleep = False
+            return await (self._answers.pop(0) if self._answers else self._last)(request)
+        finally:
+            self._now -= 1
+
+
+@asynccontextmanager
+async def function(last: Handler, *answers: Handler, cold_s: float = 0.0) -> AsyncIterator[FunctionServer]:
+    """A function that listens."""
+    server = FunctionServer(last, *answers, cold_s=cold_s)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+def says(value: Any, status: int = 200, **headers: str) -> Handler:
+    """Answers with JSON; of headers, `_` stands for `-`."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return web.json_response(value, status=status, headers=named)
+
+    return answer
+
+
+def says_text(text: str) -> Handler:
+    """Answers with plain text."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.Response(text=text)
+
+    return answer
+
+
+def breaks_off() -> Handler:
+    """Ends the connection in the middle of an answer."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Length": "1000"})
+        await response.prepare(request)
+        await response.write(b"{")
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    return answer
+
+
+def is_silent() -> Handler:
+    """Says nothing until its server stops."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        await request.app[OVER].wait()
+        return web.Response(text="too late")
+
+    return answer

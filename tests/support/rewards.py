@@ -1,0 +1,83 @@
+"""Short ways to call RewardsService, and reward functions of a test's own."""
+
+import json
+import uuid
+from typing import Any
+
+import grpc.aio
+from support.tools import CALL_S
+from treadle.tools.v1 import rewards_pb2 as pb
+from treadle.tools.v1 import rewards_pb2_grpc
+
+# A module of rewards, and the code that it names.
+OWN_REWARDS = """
+from treadle_tools.tool import Kind, Limits, Tool
+
+ANY = {"type": "object"}
+def reward(name, **more):
+    return Tool(name=name, kind=Kind.REWARD, description="", entry=f"own_scores:{name}", arguments_schema=ANY, **more)
+
+TOOLS = [reward(name) for name in ("given", "nothing", "endless", "no_number", "raising", "waiting")]
+"""
+OWN_SCORES = """
+import math, os, time
+from treadle_tools.tool import InvalidArguments, Outcome
+
+def given(arguments):
+    return Outcome(output="read", reward=float(arguments["score"]), data={"seen": sorted(arguments)})
+def nothing(arguments):
+    return Outcome(output="forgot")
+def endless(arguments):
+    while True:
+        time.sleep(1)
+def no_number(arguments):
+    return Outcome(reward=math.nan)
+def raising(arguments):
+    raise RuntimeError("no such luck")
+def waiting(arguments):
+    time.sleep(arguments["seconds"])
+    return Outcome(reward=arguments["seconds"])
+"""
+
+
+class RewardCalls:
+    """The RPCs with a fresh request_id and a deadline, arguments as a mapping."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.stub = rewards_pb2_grpc.RewardsServiceStub(channel)
+
+    async def score(self, reward: str, arguments: dict[str, Any], *, id: str = "", **fields: Any) -> pb.Reward:
+        """As accepted."""
+        request = pb.ScoreTrajectoryRequest(
+            request_id=id or uuid.uuid4().hex,
+            reward=reward,
+            arguments_json=json.dumps(arguments),
+            **{"trajectory_id": "t-1", **fields},
+        )
+        return (await self.stub.ScoreTrajectory(request, timeout=CALL_S)).reward
+
+    async def get(self, reward_id: str) -> pb.Reward:
+        """As it stands."""
+        return (await self.stub.GetReward(pb.GetRewardRequest(reward_id=reward_id), timeout=CALL_S)).reward
+
+    async def cancel(self, reward_id: str) -> pb.Reward:
+        """As it stands afterwards."""
+        request = pb.CancelRewardRequest(request_id=uuid.uuid4().hex, reward_id=reward_id)
+        return (await self.stub.CancelReward(request, timeout=CALL_S)).reward
+
+    async def running(self, reward_id: str) -> None:
+        """Returns once it runs."""
+        request = pb.WatchRewardsRequest(reward_ids=[reward_id])
+        async for answer in self.stub.WatchRewards(request, timeout=CALL_S):
+            if answer.reward.state == pb.REWARD_STATE_RUNNING:
+                return
+
+    async def changes(self, *reward_ids: str) -> list[pb.Reward]:
+        """All that a watch of them says until they have ended."""
+        request = pb.WatchRewardsRequest(reward_ids=reward_ids)
+        return [answer.reward async for answer in self.stub.WatchRewards(request, timeout=CALL_S)]
+
+    async def ended(self, *reward_ids: str) -> list[pb.Reward]:
+        """How each ended, in the order of the ids."""
+        last = {reward.reward_id: reward for reward in await self.changes(*reward_ids)}
+        return [last[reward_id] for reward_id in reward_ids]

@@ -1,0 +1,78 @@
+"""The file of functions, judges and GPU services: the examples of docs/rewards.md are read, and hosts are matched."""
+
+import re
+from pathlib import Path
+
+import pytest
+from treadle_tools.functions.declarations import DeclarationError, read_functions
+from treadle_tools.functions.function import HttpFunction
+from treadle_tools.functions.hosts import HostRefused, check_host
+from treadle_tools.gpu.servers import places
+from treadle_tools.judges.judge import Judge
+from treadle_tools.tool import Kind
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "rewards.md"
+HOSTS = ("*.svc.cluster.local", "judge-0", "judge-1:30000", "a")
+ENVIRONMENT = {"SEARCH_AUTHORIZATION": "Bearer k"}
+
+
+def test_the_examples_of_the_page_are_read_as_it_says(tmp_path: Path) -> None:
+    blocks = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    path = tmp_path / "all.toml"
+    path.write_text("\n".join(blocks))
+    declared = read_functions(path, HOSTS, ENVIRONMENT)
+    search, helpful = declared.tools
+    assert isinstance(search.remote, HttpFunction)
+    assert isinstance(helpful.remote, Judge)
+    assert (search.kind, search.provider, search.limits.wall_s) == (Kind.STATELESS, "search", 120)
+    assert (helpful.kind, helpful.arguments_schema["required"]) == (Kind.REWARD, ["question", "answer"])
+    assert [server.url for server in declared.gpus.servers] == ["http://a:30000", "http://a:30001"]
+    defaults = HttpFunction(url="")
+    assert (defaults.connect_s, defaults.cold_s, defaults.idle_s, defaults.tries, defaults.at_once) == (
+        2,
+        90,
+        60,
+        6,
+        64,
+    )
+    assert (defaults.learns, defaults.idempotent, defaults.response_bytes) == (True, True, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("url", "allowed"),
+    [
+        ("http://x.svc.cluster.local/", True),
+        ("http://svc.cluster.local/", False),
+        ("http://evil-svc.cluster.local/", False),
+        ("https://judge-0:8443/", True),
+        ("http://judge-1:30000/", True),
+        ("http://judge-1/", False),
+        ("http://judge-0.evil.org/", False),
+        ("http://user@evil.org/judge-0", False),
+        ("http://JUDGE-0/", True),
+    ],
+)
+def test_a_host_is_allowed_by_its_whole_name(url: str, allowed: bool) -> None:
+    if allowed:
+        check_host(url, HOSTS)
+    else:
+        with pytest.raises(HostRefused):
+            check_host(url, HOSTS)
+
+
+def test_what_is_no_toml_or_json_says_so(tmp_path: Path) -> None:
+    for name in ("f.toml", "f.json"):
+        path = tmp_path / name
+        path.write_text("{")
+        with pytest.raises(DeclarationError, match=re.escape(str(path))):
+            read_functions(path, (), {})
+    with pytest.raises(DeclarationError, match="cannot be read"):
+        read_functions(tmp_path / "none.toml", (), {})
+
+
+def test_a_service_may_be_on_any_aligned_chunk() -> None:
+    nodes = {"a": (0, 1, 2, 3), "b": (2, 3)}
+    assert places(nodes, 1) == [("a", 0), ("a", 1), ("a", 2), ("a", 3), ("b", 2), ("b", 3)]
+    assert places(nodes, 2) == [("a", 0), ("a", 2), ("b", 2)]
+    assert places(nodes, 3) == places(nodes, 4) == [("a", 0)]
+    assert places(nodes, 8) == []
