@@ -60,6 +60,8 @@ class Services:
         extra = {
             "scheduler": {**peers, "TREADLE_SCHEDULER_LEASE_TTL_S": str(LEASE_TTL_S)},
             "migrator": {"TREADLE_MIGRATOR_SCHEDULER": self._where.scheduler},
+            # Nobody here starts it again, and the tree leaves nothing behind.
+            "tools": {"TREADLE_TOOLS_STATE_DIR": str(self._folder / "tools"), "TREADLE_TOOLS_KEEP_S": "0"},
         }
         children = [
             self._start(python, name, f"treadle_{name}", name, self._where.services[name], extra.get(name, {}))

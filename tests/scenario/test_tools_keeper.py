@@ -124,8 +124,9 @@ async def test_a_cell_that_is_put_away_is_dead_and_its_session_is_remembered(tmp
         assert [(found.record, found.cell) for found in second.found] == [(RECORD, None)]
 
 
-async def test_a_keeper_that_nobody_comes_to_ends_with_all_it_holds(tmp_path: Path) -> None:
-    async with service(tmp_path / "s", keep_s=0.2, cgroups=True) as first:
+@pytest.mark.parametrize("keep_s", [0.0, 0.2])
+async def test_a_keeper_that_nobody_comes_to_ends_with_all_it_holds(tmp_path: Path, keep_s: float) -> None:
+    async with service(tmp_path / "s", keep_s=keep_s, cgroups=True) as first:
         keeper = keeper_process(tmp_path / "s")
         first.bind(RECORD, await first.take("python"))
         running = [keeper, *keeper.children(recursive=True)]

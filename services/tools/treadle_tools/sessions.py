@@ -272,6 +272,7 @@ class Sessions:
         if not session.last_key:
             self._drop(session)
             return
+        log.warning("a session was lost", session_id=session.session_id, tool=session.tool.name, why=why)
         self._end(session, why)
         self._remembering().note(session.session_id, session.facts())
 

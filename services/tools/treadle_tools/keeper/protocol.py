@@ -7,7 +7,9 @@ The keeper: `welcome` (cgroups, closed), a `session` (record, and its cell if it
 `failed` as cells are made. A cell comes with one descriptor: a line to its first process.
 """
 
-PROTOCOL = 1  # raised with every change that an older keeper would not understand; it ends, and with it its sessions
+# Raised with every change that an older keeper, or a cell that an older worker has made, would not understand. Such a
+# keeper ends when it is greeted, and its sessions with it.
+PROTOCOL = 1
 
 # What names a message, and its other fields.
 OP = "op"
