@@ -186,6 +186,15 @@ def test_one_service_at_a_time_holds_a_folder(tmp_path: Path) -> None:
     StateFolder.take(tmp_path / "s").release(keep=False)
 
 
+def test_a_folder_under_another_name_is_refused(tmp_path: Path) -> None:
+    """In a folder that all users write to, a link could lead anywhere."""
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(FolderRefused, match="cannot be used"):
+        StateFolder.take(tmp_path / "link")
+    StateFolder.take(tmp_path / "real").release(keep=False)
+
+
 async def test_frames_and_descriptors_arrive_in_their_order(tmp_path: Path) -> None:
     """More than a socket holds, with a descriptor on every third message."""
     folder = StateFolder.take(tmp_path / "s")

@@ -35,7 +35,7 @@ class StateFolder:
         while True:
             try:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
-                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             except OSError as error:
                 raise FolderRefused(f"{path} cannot be used: {error.strerror}") from error
             try:
@@ -99,7 +99,7 @@ def clear(path: Path) -> None:
     """A keeper's last act, after its socket: remove its log, and the folder unless a service holds it."""
     with contextlib.suppress(OSError):
         (path / LOG).unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             if _lock(descriptor) and _is(path, descriptor):
                 _remove(path)
