@@ -13,6 +13,7 @@ from treadle_core.managers.basic import BasicManager, Provider
 from treadle_core.managers.cpu import CpuManager, Machine
 from treadle_core.managers.dispatcher import Dispatcher
 from treadle_core.managers.grants import End, Ended
+from treadle_core.managers.quota import Quota
 from treadle_core.managers.resources import Resources
 from treadle_runtime.errors import ResourceExhausted
 from treadle_tools.turns import Turns
@@ -20,11 +21,15 @@ from treadle_tools.turns import Turns
 
 @asynccontextmanager
 async def turns_of(
-    cores: int, max_waiting: int, *providers: BasicManager, decided: Callable[[float], None] = lambda _: None
+    cores: int,
+    max_waiting: int,
+    *providers: BasicManager,
+    decided: Callable[[float], None] = lambda _: None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Turns]:
     machine = Machine("local", (tuple(range(cores)),), 1 << 30)
     dispatcher = Dispatcher(Resources([CpuManager([machine]), *providers]), time.monotonic())
-    turns = Turns(dispatcher, max_waiting, decided)
+    turns = Turns(dispatcher, max_waiting, decided, clock)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(turns.run())
         yield turns
@@ -193,3 +198,27 @@ async def test_a_provider_that_refuses_is_left_alone_until_it_said_and_then_call
             await call.holds.wait()
             assert time.monotonic() - refused_s >= 0.05
             call.let_go.set()
+
+
+async def test_a_turn_that_comes_by_the_clock_as_a_decision_is_made_is_not_missed() -> None:
+    """
+    WHEN    a decision falls just before the time that a provider asked to wait for, and ends after it
+    Result: the call's turn comes all the same, long before its quota would be whole again
+    """
+    until_s = float("inf")
+
+    def clock() -> float:
+        nonlocal until_s
+        now_s = time.monotonic()
+        if now_s < until_s:
+            return now_s
+        almost_s, until_s = until_s - 1e-6, float("inf")
+        return almost_s
+
+    search = BasicManager(Provider("search", quotas=(Quota(5, 3600.0),)))
+    async with turns_of(2, 10, search, clock=clock) as turns:
+        async with turns.hold(wants("refused", 1, **search.cost())) as turn:
+            turn.ended = Ended(End.REFUSED, 0.05)
+        until_s = time.monotonic() + search.rests_s(time.monotonic())
+        async with turns.hold(wants("again", 1, **search.cost()), within_s=20.0):
+            pass

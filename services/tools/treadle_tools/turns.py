@@ -31,14 +31,20 @@ class Turn:
 
 
 class Turns:
-    """See the module. max_waiting: actions that may wait. decided: told of each decision's seconds."""
+    """See the module. max_waiting: actions that may wait. decided: told of each decision's seconds. clock: the
+    dispatcher's."""
 
     def __init__(
-        self, dispatcher: Dispatcher, max_waiting: int, decided: Callable[[float], None] = lambda _: None
+        self,
+        dispatcher: Dispatcher,
+        max_waiting: int,
+        decided: Callable[[float], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.dispatcher = dispatcher
         self._max_waiting = max_waiting
         self._decided = decided
+        self._clock = clock
         self._futures: dict[str, asyncio.Future[Started]] = {}
         self._changed = asyncio.Event()
 
@@ -64,7 +70,7 @@ class Turns:
 
     async def _turn_of(self, action: Action, within_s: float | None) -> Started:
         self.dispatcher.check(action)
-        started = self.dispatcher.submit_alone(action, time.monotonic())
+        started = self.dispatcher.submit_alone(action, self._clock())
         if started is not None:
             return started
         waiting = len(self.dispatcher)
@@ -88,18 +94,24 @@ class Turns:
             raise
 
     def _end(self, action: Action, ended: Ended) -> None:
-        self.dispatcher.end(action.action_id, time.monotonic(), ended)
+        self.dispatcher.end(action.action_id, self._clock(), ended)
         self._wake()
 
     async def run(self) -> None:
         """Decide whenever something has changed, for ever: once for all that happened in a turn of the loop."""
+        next_s = NEVER_S
         while True:
-            wait_s = self.dispatcher.next_change_s(now_s := time.monotonic()) - now_s
+            wait_s = None if next_s == NEVER_S else max(next_s - self._clock(), 0.0)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(None if wait_s == NEVER_S else max(wait_s, 0.0)):
+                async with asyncio.timeout(wait_s):
                     await self._changed.wait()
             self._changed.clear()
-            took_s = self._decide()
+            began_s = self._clock()
+            self._decide(began_s)
+            # As of the decision: what has changed by the clock since then is to be decided on, however late this is.
+            next_s = self.dispatcher.next_change_s(began_s)
+            took_s = self._clock() - began_s
+            self._decided(took_s)
             if took_s > LONG_DECISION_S:
                 await asyncio.sleep(took_s)  # the loop has other work, and what comes meanwhile is decided on together
 
@@ -107,12 +119,8 @@ class Turns:
         if len(self.dispatcher):
             self._changed.set()
 
-    def _decide(self) -> float:
-        began_s = time.monotonic()
-        for started in self.dispatcher.decide(began_s):
+    def _decide(self, now_s: float) -> None:
+        for started in self.dispatcher.decide(now_s):
             future = self._futures.pop(started.action.action_id)
             if not future.done():  # else it is cancelled, and whoever waited for it lets go next
                 future.set_result(started)
-        took_s = time.monotonic() - began_s
-        self._decided(took_s)
-        return took_s
