@@ -94,9 +94,11 @@ async def test_an_action_sees_the_cores_that_are_its_own(start_service: StartSer
     WHEN    two snippets run at a time on a node of two cores
     Result: each sees one core, and not the other's
     """
-    code = "import os, time; print(sorted(os.sched_getaffinity(0)), os.environ['TREADLE_CORES']); time.sleep(1)"
+    code = "import os, time; print(sorted(os.sched_getaffinity(0)), os.environ['TREADLE_CORES']); time.sleep({})"
     async with tools(start_service, "python", CORES="2") as calls:
-        both = await asyncio.gather(calls.python(code), calls.python(code))
+        long = asyncio.create_task(calls.python(code.format(3)))
+        await until_said(calls.resources, lambda said: said.actions_running == 1)
+        both = [await calls.python(code.format(0)), await long]
         first, second = sorted(os.sched_getaffinity(0))[:2]
         assert sorted(result.output for result in both) == [f"[{first}] 1\n", f"[{second}] 1\n"]
 
@@ -123,10 +125,10 @@ async def test_an_elastic_action_gets_all_cores_alone_and_fewer_among_others(
             [f"1 [{first}]", f"1 [{second}]"],
             [f"2 {[first, second]}"] * 2,  # the second came when the first had its turn already, and waited for it
         )
-        held = asyncio.create_task(calls.python("import time; time.sleep(1)"))
+        held = asyncio.create_task(calls.python("import time; time.sleep(8)"))
         await until_said(calls.resources, lambda said: said.actions_running == 1)
         assert (await calls.invoke({}, tool="spread")).output in (f"1 [{first}]", f"1 [{second}]")
-        await held
+        held.cancel()
 
 
 async def test_an_environment_is_told_its_cores_at_each_step(start_service: StartService, tmp_path: Path) -> None:
@@ -167,25 +169,28 @@ async def test_resources_tell_what_is_held_and_who_waits(start_service: StartSer
         assert [(each.name, each.breaker, each.rests.seconds) for each in idle.providers] == [
             ("web", pb.BREAKER_STATE_CLOSED, 0)
         ]
-        calling = [asyncio.create_task(calls.python("import time; time.sleep(1)")) for _ in range(3)]
+        calling = [asyncio.create_task(calls.python("import time; time.sleep(8)")) for _ in range(3)]
         busy = await until_said(calls.resources, lambda said: said.actions_waiting == 2)
         assert (busy.actions_running, busy.actions_waiting) == (1, 2)
         cores = next(each for each in busy.resources if each.dimension == "cpu_cores")
         assert (cores.held, cores.free, cores.waiting) == (1, 0, 2)
         calling[2].cancel()
         await until_said(calls.resources, lambda said: said.actions_waiting == 1)
-        await asyncio.gather(*calling[:2])
+        for call in calling:
+            call.cancel()
+        await until_said(calls.resources, lambda said: said.actions_waiting + said.actions_running == 0)
 
 
 async def test_a_refused_call_is_made_again_when_the_provider_allows_it(
     start_service: StartService, tmp_path: Path
 ) -> None:
     """
-    WHEN    a provider refuses a call for 0.7 s, and another call comes meanwhile
+    WHEN    a provider refuses a call for some seconds, and another call comes meanwhile
     Result: both are answered, after that time; the refused one took two of the quota
     """
     async with elastic_tools(start_service, tmp_path, CORES="2") as calls:
-        refused_until = time.time() + 0.7
+        await calls.invoke({}, tool="search")  # the worker is there
+        refused_until = time.time() + 3.0
         first = asyncio.create_task(calls.invoke({"until": refused_until}, tool="search"))
         resting = await until_said(calls.resources, lambda said: said.providers[0].rests.nanos)
         assert {each.dimension: each.free for each in resting.resources}["api_concurrency:web"] == 0
@@ -193,7 +198,7 @@ async def test_a_refused_call_is_made_again_when_the_provider_allows_it(
         for result in (await first, second):
             assert result.status == pb.RESULT_STATUS_OK
             assert float(result.output) >= refused_until
-        assert (await dimension(calls, "api_quota:web")).held == 3
+        assert (await dimension(calls, "api_quota:web")).held == 4
 
 
 async def test_a_call_that_is_refused_beyond_its_callers_time_says_so(
