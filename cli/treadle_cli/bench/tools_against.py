@@ -14,7 +14,7 @@ Found = Mapping[str, Any]
 def sensitivity(found: Found) -> Iterator[str]:
     yield "## What the ratios hang on"
     yield ""
-    small, large = found["cores"]["batches"][0]["batch"], found["setting"]["batch"]
+    small, large = found["cores"]["batches"][0]["batch"], found["cores"]["varied_batch"]
     yield from paragraph(
         "Ratio to pods with one assumption changed. Rewards are always as long as it takes for actions",
         "to fill 47% of a life",

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from treadle_core.elastic.action import CPU_CORES, UnitSet
+from treadle_core.elastic.pools import CpuNode
 from treadle_sim.public_traces import read_public
 from treadle_sim.tools.coding import Floats, Shape, ToolSeconds, coding_batch, shapes
 from treadle_sim.tools.elastic_cores import ElasticCores, equal_nodes
@@ -61,7 +62,7 @@ class Cores:
         nodes, asked = self._nodes(), rules or PodRules()
         return lambda timeline, report: Pods(timeline, report, nodes, asked)
 
-    def _nodes(self) -> Any:
+    def _nodes(self) -> tuple[CpuNode, ...]:
         return equal_nodes(self.setting.nodes, self.cores // self.setting.nodes, NODE_MEMORY_BYTES)
 
 
@@ -81,20 +82,21 @@ def run(options: BenchOptions, plan: Plan) -> dict[str, Any]:
     batch = partial(coding_batch, among=among)
     whole = Cores(setting, setting.cores)
     found: dict[str, Any] = {"shapes": _shapes_from(options)}
-    kept: list[Timed] = []
-
-    def row(name: str, value: int, size: int, at: Cores) -> dict[str, Any]:
-        cells = [Cell(at, size, seed, batch) for seed in plan.seeds]
-        done = plan.each(f"coding, {size} trajectories on {at.cores} cores", played, cells)
-        kept.extend(part for _, part in done)
-        return {name: value, **middle([figures for figures, _ in done])}
-
-    found["batches"] = [row("batch", size, size, whole) for size in setting.batches]
-    found |= overheads(kept)
-    found["cores"] = [row("cores", cores, setting.batch, Cores(setting, cores)) for cores in setting.cores_tried]
+    clusters = [Cores(setting, cores) for cores in setting.cores_tried]
+    pairs = [(whole, size) for size in setting.batches] + [(at, setting.batch) for at in clusters]
+    cells = [Cell(at, size, seed, batch) for at, size in pairs for seed in plan.seeds]
+    done = plan.each("coding", played, cells)
+    rows = [
+        {"batch": size, "cores": at.cores, **middle([figures for figures, _ in done[first : first + len(plan.seeds)]])}
+        for (at, size), first in zip(pairs, range(0, len(cells), len(plan.seeds)), strict=True)
+    ]
+    found["batches"] = [row for row in rows if row["cores"] == setting.cores]
+    found["cores"] = sorted((row for row in rows if row["batch"] == setting.batch), key=lambda row: int(row["cores"]))
+    found |= overheads([part for _, part in done])
     plan.told("coding, one batch from near")
     found["near"] = near(batch(setting.batch, plan.seeds[0]), whole, Cores(setting, setting.cores // 2))
     large = play(batch(setting.large_batch, plan.seeds[0]), whole.elastic())
+    found["varied_batch"] = setting.varied_batch
     found["table1"] = [
         {"batch": setting.batch, **found["near"]["elastic"]},
         {"batch": setting.large_batch, **parts(large)},
@@ -145,7 +147,7 @@ def near(traces: Sequence[Trace], whole: Cores, half: Cores) -> dict[str, Any]:
         "pods": parts(pods),
         "windows": {"elastic": windows(elastic, WINDOW_S), "pods": windows(pods, WINDOW_S)},
         "active_share": round(float(np.mean(shares)), DIGITS),
-        "active_shares": [round(each, 3) for each in sorted(shares)],
+        "active_share_deciles": np.percentile(shares, range(0, 101, 10)).round(3).tolist(),
         "half": {name: {"act_s": round(act_s(each), DIGITS), **parts(each)} for name, each in halves.items()},
         "act_s": {"elastic": round(act_s(elastic), DIGITS), "pods": round(act_s(pods), DIGITS)},
         "actions": float(len(elastic.records)),
@@ -166,7 +168,7 @@ class Changed:
 
 
 def sensitivity(options: BenchOptions, plan: Plan, among: Sequence[Shape]) -> list[dict[str, Any]]:
-    """The ratio to pods at the smallest batch and at the paper's, one seed, with one assumption changed at a time."""
+    """The ratio to pods at a small and a middling batch, one seed, with one assumption changed at a time."""
     setting = plan.setting
     batch, whole = partial(coding_batch, among=among), Cores(setting, setting.cores)
     changed: dict[str, tuple[Batch, PodRules, Cores]] = {"as assumed": (batch, PodRules(), whole)}
@@ -184,7 +186,7 @@ def sensitivity(options: BenchOptions, plan: Plan, among: Sequence[Shape]) -> li
     if options.data is not None:
         for name, drawn in _measured_tools(options.data).items():
             changed[name] = (partial(batch, tool_s=drawn), PodRules(), whole)
-    sizes = (setting.batches[0], setting.batch)
+    sizes = (setting.batches[0], setting.varied_batch)
     jobs = [Changed(name, *how, size, plan.seeds[0]) for name, how in changed.items() for size in sizes]
     rows: dict[str, dict[str, Any]] = {}
     for job, found in zip(jobs, plan.each("coding, what it hangs on", compared, jobs), strict=True):

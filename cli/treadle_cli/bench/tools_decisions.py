@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -56,6 +57,7 @@ def run(plan: Plan) -> dict[str, Any]:
         "waiting": setting.waiting,
         "cores": CORES,
         "count": len(everything),
+        "load_1m": round(os.getloadavg()[0], 1),
         **quantiles(everything),
         **worst,
         "rows": rows,

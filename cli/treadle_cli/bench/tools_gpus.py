@@ -66,14 +66,13 @@ class Cell:
 def run(plan: Plan) -> dict[str, Any]:
     setting = plan.setting
     models = (*teachers(setting.gpus // GROUP - 1), JUDGE)
-    kept: list[Timed] = []
-    rows = []
-    for size in setting.scored_batches:
-        for name, pace in PACES.items():
-            cells = [Cell(models, setting.gpus, size, pace, seed) for seed in plan.seeds]
-            done = plan.each(f"rewards, {size}, pace {name}", played, cells)
-            kept += [part for _, part in done]
-            rows.append({"batch": size, "pace": name, **middle([figures for figures, _ in done])})
+    pairs = [(size, name) for size in setting.scored_batches for name in PACES]
+    cells = [Cell(models, setting.gpus, size, PACES[name], seed) for size, name in pairs for seed in plan.seeds]
+    done = plan.each("rewards", played, cells)
+    rows = [
+        {"batch": size, "pace": name, **middle([figures for figures, _ in done[first : first + len(plan.seeds)]])}
+        for (size, name), first in zip(pairs, range(0, len(cells), len(plan.seeds)), strict=True)
+    ]
     fractions = {name: _fraction(plan, models, pace) for name, pace in PACES.items()}
     plan.told("one judge; twelve teachers")
     return {
@@ -82,7 +81,7 @@ def run(plan: Plan) -> dict[str, Any]:
         "judge": middle([_judge(setting, seed) for seed in plan.seeds]),
         "busy": _busy(setting, plan.seeds[0]),
         "skewed": middle([_skewed(setting, models, seed) for seed in plan.seeds]),
-        **overheads(kept),
+        **overheads([part for _, part in done]),
     }
 
 

@@ -55,7 +55,7 @@ async def run(options: BenchOptions, setting: Setting) -> dict[str, Any]:
         require_bubblewrap()
     except UsageProblem as problem:
         return {"missing": str(problem).splitlines()[0]}
-    found: dict[str, Any] = {"missing": None}
+    found: dict[str, Any] = {"missing": None, "load_1m": round(os.getloadavg()[0], 1)}
     async with _service(options) as tools:
         found["invoke"] = await invocations(tools, setting)
         found["sessions"] = await sessions(tools, setting)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,9 +16,9 @@ import numpy as np
 from treadle_core.elastic.action import Action
 from treadle_core.elastic.candidates import NOT_ASKED, WAITS, Candidates, select
 from treadle_core.elastic.chunks import Chunk
-from treadle_core.elastic.curves import Floats, Indexes
+from treadle_core.elastic.curves import Indexes
 from treadle_core.elastic.executing import Executing, by_lane
-from treadle_core.elastic.grouping import Lane, grouped
+from treadle_core.elastic.grouping import Lane, grouped, reseated
 from treadle_core.elastic.ordering import Ordering, first_come
 from treadle_core.elastic.pools import InvalidPoolError, Pool
 from treadle_core.elastic.waiting import Waiting
@@ -57,27 +57,8 @@ def decide(
     """
     _check(waiting, pools, typical_s, depth)
     running = by_lane(executing, [(each, node) for pool in pools for each in pool.dimensions for node in pool.nodes])
-    rows = order(waiting)
-    while True:
-        candidates = select(waiting, rows, pools)
-        units, later = _dealt(waiting, candidates, pools, running, typical_s, depth)
-        if not len(later):
-            return _starts(waiting, candidates, pools, units)
-        rows = np.delete(rows, later)  # whoever waits for more keeps no seat from those that need only that
-
-
-def _dealt(
-    waiting: Waiting,
-    candidates: Candidates,
-    pools: Sequence[Pool],
-    running: Mapping[tuple[str, str | None], tuple[Floats, Indexes, int]],
-    typical_s: float,
-    depth: int,
-) -> tuple[Indexes, Indexes]:
-    """By place in the order, the units that each starts with or WAITS; and the places of those that can be scaled and
-    all wait for more on a lane where some could start."""
+    candidates = select(waiting, order(waiting), pools)
     units = np.full(len(candidates.rows), WAITS, np.int64)
-    later: list[int] = []
     for at, pool in enumerate(pools):
         for dimension, (number, node) in itertools.product(pool.dimensions, enumerate(pool.nodes)):
             lane = Lane(pool, at, number, dimension, *running[dimension, node])
@@ -87,11 +68,13 @@ def _dealt(
             group, members = found
             chosen = group.started()
             if chosen is None:
-                later += members[group.curves.counts > 1].tolist()
-                continue
-            starts = group.candidates[: len(chosen)]
-            units[members[starts]] = group.curves.units[starts, chosen]
-    return units, np.array(later, np.int64)
+                starts = reseated(waiting, candidates, lane)
+                units[members] = WAITS
+                units[starts] = waiting.units[candidates.rows[starts], 0]
+            else:
+                starts = group.candidates[: len(chosen)]
+                units[members[starts]] = group.curves.units[starts, chosen]
+    return _starts(waiting, candidates, pools, units)
 
 
 def _starts(waiting: Waiting, candidates: Candidates, pools: Sequence[Pool], units: Indexes) -> tuple[Start, ...]:

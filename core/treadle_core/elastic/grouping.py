@@ -53,3 +53,23 @@ def grouped(
     ends_s = np.concatenate((lane.ends_s, waiting.curves(others, typical_s).seconds[:, 0]))
     units = np.concatenate((lane.units, taken))
     return Group(curves, first, ends_s, units, share, depth, lane.scalable), members
+
+
+def reseated(waiting: Waiting, candidates: Candidates, lane: Lane) -> Indexes:
+    """The places of those that start where no candidate of the lane's group that can be scaled does: whoever cannot be
+    is seated anew, so that one that waits for more keeps no seat from those that need only that.
+
+    Seats of the lane are changed accordingly. Those that are free to go elsewhere keep the seats that they have.
+    """
+    rows, seats, homes = candidates.rows, candidates.seats[lane.at], candidates.homes[lane.at]
+    keyed = waiting.key[rows] == waiting.dimensions.index(lane.dimension)
+    here = (seats == lane.number) | ((seats == WAITS) & ((homes == lane.number) | (len(lane.pool.nodes) == 1)))
+    others_seat = (np.delete(candidates.seats, lane.at, axis=0) != WAITS).all(axis=0)
+    scalable = keyed & (waiting.counts[rows] > 1)
+    seats[here & scalable] = WAITS
+    asking = np.flatnonzero(here & ~scalable & others_seat)
+    columns = [waiting.dimensions.index(dimension) for dimension in lane.pool.dimensions]
+    needs = np.maximum(waiting.least[rows[asking]][:, columns], 0)
+    seats[asking] = lane.pool.seat(needs, np.full(len(asking), lane.number, np.int64))
+    starts: Indexes = asking[keyed[asking] & (seats[asking] != WAITS)]
+    return starts
