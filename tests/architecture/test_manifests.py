@@ -30,7 +30,7 @@ def variables_in_compose() -> set[str]:
 
 def variables_in_kubernetes() -> set[str]:
     names: set[str] = set()
-    for path in (ROOT / "k8s/base").glob("*.yaml"):
+    for path in (ROOT / "k8s").rglob("*.yaml"):
         for document in yaml.safe_load_all(path.read_text()):
             names |= set(_environment(document))
     return names

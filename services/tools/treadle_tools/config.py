@@ -41,6 +41,16 @@ class ToolsSettings(Settings):
     state_dir: str = ""  # where the keeper of the sandboxes is found again; empty: a folder named after `listen`
     keep_s: float = Field(default=60.0, ge=0)  # that sessions wait for the service to come back
     keep_on_exit: bool = False  # also after an orderly end
+    backend: Literal["bubblewrap", "docker", "kubernetes"] = "bubblewrap"  # of tools that name none
+    image: str = ""  # of containers, for tools that name none
+    code_in_image: bool = False  # containers show the worker's code from here, or their image has it
+    networks: str = ""  # that tools may name, separated by commas; a container that names none has none
+    owner: str = ""  # whose containers they are; empty: this machine's at this port
+    docker_hosts: str = "unix:///var/run/docker.sock"  # daemons, separated by commas
+    docker_tls: str = ""  # a folder with ca.pem, cert.pem and key.pem, for tcp:// daemons
+    docker_mirror: str = ""  # a registry that has the images too, and is asked first
+    kubernetes_namespace: str = ""  # empty: the one of this pod, else "default"
+    kubernetes_runtime_class: str = ""  # of the pods, such as one for gVisor or Kata Containers
     cgroups: Literal["auto", "off"] = "auto"  # off: memory is watched from outside
 
     @field_validator("bwrap")
@@ -78,6 +88,30 @@ class ToolsSettings(Settings):
     def builtin_rewards(self) -> tuple[Tool, ...]:
         """`rewards`, one by one."""
         return tuple(reward for reward in REWARDS if reward.name in _names(self.rewards))
+
+    @field_validator("docker_hosts")
+    @classmethod
+    def _docker_hosts_are_addresses(cls, value: str) -> str:
+        if not _names(value) or not all(name.startswith(("unix:///", "tcp://")) for name in _names(value)):
+            raise ValueError("addresses such as unix:///var/run/docker.sock or tcp://10.0.0.7:2376, by commas")
+        return value
+
+    @field_validator("networks")
+    @classmethod
+    def _networks_are_walls(cls, value: str) -> str:
+        if any(name in ("host", "none") or ":" in name for name in _names(value)):
+            raise ValueError("names of networks made for tools; not host, nor another container's")
+        return value
+
+    @property
+    def docker_addresses(self) -> tuple[str, ...]:
+        """`docker_hosts`, one by one."""
+        return _names(self.docker_hosts)
+
+    @property
+    def network_names(self) -> tuple[str, ...]:
+        """`networks`, one by one."""
+        return _names(self.networks)
 
     @property
     def builtin_tools(self) -> tuple[Tool, ...]:

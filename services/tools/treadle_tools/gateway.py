@@ -5,54 +5,22 @@ that a caller's mistake is always told as one.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from treadle_runtime.errors import FailedPrecondition, InvalidArgument
+from treadle_runtime.errors import InvalidArgument
 
 from treadle_tools.actions import Actions
 from treadle_tools.arguments import FIELD
 from treadle_tools.background import Background
+from treadle_tools.containers.pools import Pools
 from treadle_tools.functions.function import HttpFunction
 from treadle_tools.functions.invocations import Invocations
-from treadle_tools.keeper.client import KeeperClient
 from treadle_tools.registry import Registry
-from treadle_tools.sandbox.cell import Cell
 from treadle_tools.session import Opening, Session
 from treadle_tools.sessions import Sessions
 from treadle_tools.snapshots import Snapshots
 from treadle_tools.standing import Standing
 from treadle_tools.tool import Granted, Limits, Result, Tool
-
-
-@dataclass(frozen=True)
-class Pools:
-    """Where cells come from: the seam behind which a sandbox of another kind would stand. All that is asked of it is
-    `take`, the cell's own `ask`, `put_away`. version: of the sandbox; empty where there is none, and `missing` says
-    why.
-    """
-
-    keeper: KeeperClient | None
-    version: str
-    missing: str
-
-    async def take(self, tool: Tool) -> Cell:
-        """A fresh cell of `tool`. Raises FailedPrecondition without a sandbox, WorkerFailed where the tool does not
-        start.
-        """
-        return await self.require().take(tool.name)
-
-    async def put_away(self, cell: Cell) -> None:
-        """Kill a cell that was taken."""
-        cell.close()
-
-    def require(self) -> KeeperClient:
-        """The keeper. Raises FailedPrecondition SANDBOX_UNAVAILABLE without a sandbox: nothing runs unsandboxed."""
-        if self.keeper is None:
-            raise FailedPrecondition(
-                "SANDBOX_UNAVAILABLE", f"tools run in a sandbox only: {self.missing}; then start the service again"
-            )
-        return self.keeper
 
 
 class Gateway:
@@ -82,7 +50,7 @@ class Gateway:
         """Run a stateless tool. The caller's going away stops it."""
         if isinstance(tool.remote, HttpFunction):
             return await self._invocations.run(tool, tool.remote, arguments, limits, trajectory_id)
-        self.pools.require()
+        self.pools.require(tool)
 
         async def work(granted: Granted) -> Mapping[str, Any]:
             cell = await self.pools.take(tool)
@@ -98,5 +66,5 @@ class Gateway:
 
     async def open(self, opening: Opening) -> tuple[Session, Result]:
         """Start a session of an environment."""
-        self.pools.require()
+        self.pools.require(opening.tool)
         return await self.sessions.open(opening)

@@ -19,16 +19,19 @@ from treadle_tools.demand import check_scaling
 from treadle_tools.judges.judge import Judge
 from treadle_tools.tool import Kind, Tool
 
+BACKENDS = ("", "bubblewrap", "docker", "kubernetes")
+
 
 class RegistrationError(Exception):
     """A tool or a module of tools is not usable; the message says which and why."""
 
 
 class Registry:
-    """Tools by name. providers: whom they may call. Raises RegistrationError."""
+    """Tools by name. providers: whom they may call. networks: that they may name. Raises RegistrationError."""
 
-    def __init__(self, tools: Iterable[Tool], providers: Collection[str] = ()) -> None:
+    def __init__(self, tools: Iterable[Tool], providers: Collection[str] = (), networks: Collection[str] = ()) -> None:
         self._providers = providers
+        self._networks = networks
         self._tools: dict[str, Tool] = {}
         self._arguments: dict[str, Validator] = {}
         self._opening: dict[str, Validator] = {}
@@ -60,6 +63,10 @@ class Registry:
             check_scaling(tool)
         except InvalidActionError as error:
             raise RegistrationError(f"tool {tool.name!r}: scaling: {error}") from error
+        if tool.backend not in BACKENDS:
+            raise RegistrationError(f"tool {tool.name!r}: backend must be one of {', '.join(BACKENDS[1:])}")
+        if tool.network and tool.network not in self._networks:
+            raise RegistrationError(f"tool {tool.name!r}: network {tool.network!r} is not in TREADLE_TOOLS_NETWORKS")
         self._arguments[tool.name] = _validator(tool, tool.arguments_schema)
         self._opening[tool.name] = _validator(tool, tool.open_schema)
         self._tools[tool.name] = tool
@@ -120,7 +127,9 @@ class Registry:
         return checked(text, self._opening[tool.name])
 
 
-def load(builtin: Iterable[Tool], modules: Iterable[str], providers: Collection[str] = ()) -> Registry:
+def load(
+    builtin: Iterable[Tool], modules: Iterable[str], providers: Collection[str] = (), networks: Collection[str] = ()
+) -> Registry:
     """The tools of `builtin` and the `TOOLS` of each module. Raises RegistrationError."""
     tools = list(builtin)
     for name in modules:
@@ -132,7 +141,7 @@ def load(builtin: Iterable[Tool], modules: Iterable[str], providers: Collection[
         if not isinstance(found, list | tuple) or not all(isinstance(tool, Tool) for tool in found):
             raise RegistrationError(f"module {name!r} has no TOOLS: a list of treadle_tools.tool.Tool")
         tools += found
-    return Registry(tools, providers)
+    return Registry(tools, providers, networks)
 
 
 def _validator(tool: Tool, schema: Mapping[str, Any]) -> Validator:

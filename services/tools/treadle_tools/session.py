@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from treadle_tools.sandbox.cell import Cell
+from treadle_tools.containers.backend import Cell
 from treadle_tools.snapshots import Snapshot
 from treadle_tools.tool import Limits, Result, Status, Tool
 

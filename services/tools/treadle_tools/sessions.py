@@ -17,10 +17,10 @@ from treadle_runtime.errors import FailedPrecondition, InvalidArgument, NotFound
 
 from treadle_tools.actions import Actions, result_of
 from treadle_tools.arguments import FIELD
-from treadle_tools.keeper.client import Found
+from treadle_tools.containers.backend import Cell, Found
 from treadle_tools.registry import Registry
 from treadle_tools.retries import opened
-from treadle_tools.sandbox.cell import Cell, CellLost
+from treadle_tools.sandbox.cell import CellLost
 from treadle_tools.session import Memory, Opening, Session, step_key
 from treadle_tools.snapshots import Snapshot, Snapshots
 from treadle_tools.tool import Granted, Limits, Result, Status, Tool

@@ -82,6 +82,9 @@ class Tool:
     None for a tool that uses `limits.cpu_cores`, no more and no less. provider: whose quota each call takes of
     (PROVIDERS_FILE); empty: nobody's. remote: where it runs instead of the sandbox; entry and what it may use there are
     then without meaning.
+    backend: where it runs (bubblewrap, docker, kubernetes); empty: where the service runs tools (BACKEND).
+    image: of its containers; empty: IMAGE. network: which network of the operator's (NETWORKS) its containers join;
+    empty: none.
     """
 
     name: str
@@ -98,6 +101,9 @@ class Tool:
     scaling: Scaling | None = None
     provider: str = ""
     remote: HttpFunction | Judge | None = None
+    backend: str = ""
+    image: str = ""
+    network: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import socket
 import time
 from pathlib import Path
 
-import structlog
 from treadle.tools.v1 import rewards_pb2, rewards_pb2_grpc, tools_pb2, tools_pb2_grpc
 from treadle_core.elastic.pools import InvalidPoolError
 from treadle_core.managers.cpu import CpuManager
@@ -20,6 +19,7 @@ from treadle_runtime.lifecycle import ServerStartError
 from treadle_runtime.server import Runtime, Wiring
 
 from treadle_tools.actions import Actions
+from treadle_tools.backends import find_pools
 from treadle_tools.background import Background
 from treadle_tools.config import ToolsSettings
 from treadle_tools.convert import BusFacts
@@ -38,15 +38,12 @@ from treadle_tools.providers import ProvidersError, read_providers
 from treadle_tools.registry import RegistrationError, load
 from treadle_tools.rewards.servicer import RewardsServicer
 from treadle_tools.rewards.wiring import reward_pool
-from treadle_tools.sandboxes import pools_of
 from treadle_tools.servicer import ToolsServicer
 from treadle_tools.sessions import Sessions
 from treadle_tools.snapshots import Snapshots
 from treadle_tools.standing import Standing
 from treadle_tools.turns import Turns
 from treadle_tools.warm_up import settle, warm_up
-
-log = structlog.get_logger()
 
 SERVICE = tools_pb2.DESCRIPTOR.services_by_name["ToolsService"].full_name
 REWARDS_SERVICE = rewards_pb2.DESCRIPTOR.services_by_name["RewardsService"].full_name
@@ -65,10 +62,10 @@ async def wire(runtime: Runtime) -> Wiring:
     try:
         declared = _declared(settings)
         builtin = (*settings.builtin_tools, *settings.builtin_rewards)
-        registry = load((*builtin, *declared.tools), settings.module_names, providers)
+        registry = load((*builtin, *declared.tools), settings.module_names, providers, settings.network_names)
     except RegistrationError as error:
         raise ServerStartError(f"TREADLE_TOOLS_MODULES={settings.modules!r} is refused: {error}") from error
-    pools = await pools_of(settings, registry)
+    pools = await find_pools(settings, registry)
     background = Background()
     source = f"tools/{socket.gethostname()}"
     node = node_of(settings.cores, settings.memory_bytes)
@@ -91,7 +88,9 @@ async def wire(runtime: Runtime) -> Wiring:
         numbers=numbers,
     )
     snapshots = Snapshots(
-        settings.state_folder / SNAPSHOTS, most=settings.max_snapshots, kept_s=settings.snapshot_kept_s
+        (pools.folder or settings.state_folder) / SNAPSHOTS,
+        most=settings.max_snapshots,
+        kept_s=settings.snapshot_kept_s,
     )
     sessions = Sessions(
         actions,
@@ -99,7 +98,7 @@ async def wire(runtime: Runtime) -> Wiring:
         most=settings.max_sessions,
         idle_s=settings.session_idle_s,
         release=lambda cell: background.spawn(pools.put_away(cell)),
-        memory=pools.keeper,
+        memory=pools,
         snapshots=snapshots,
     )
     caller = Caller(ProviderGate(turns, providers, numbers), os.environ)
@@ -127,17 +126,16 @@ async def wire(runtime: Runtime) -> Wiring:
     async def close() -> None:
         await caller.close()
         await gpu.memory.close()
-        if pools.keeper is not None:
-            await pools.keeper.close()
+        for backend in pools.backends:
+            await backend.close()
 
     async def watch() -> None:
         await meters.watch(standing)
 
-    tasks = [run, turns.run, watch, sessions.reap, gpu.residents.watch]
-    if pools.keeper is not None:
+    if pools.folder is not None:
         snapshots.load(registry)
-        sessions.restore(pools.keeper.found, registry, pools.keeper.closed)
-        tasks += [pools.keeper.run, sessions.recall]
+    sessions.restore(pools.found, registry, pools.closed)
+    own = [run, turns.run, watch, sessions.reap, sessions.recall, gpu.residents.watch]
 
     settle()
     return Wiring(
@@ -147,7 +145,7 @@ async def wire(runtime: Runtime) -> Wiring:
                 rewards_servicer, server
             ),
         },
-        tasks=tasks,
+        tasks=(*own, *(backend.run for backend in pools.backends)),
         close=close,
     )
 

@@ -51,7 +51,8 @@ def send(link: socket.socket, message: Mapping[str, Any], file: int | None = Non
     data = encode(message)
     if file is not None:
         data = data[socket.send_fds(link, [data], [file]) :]
-    link.sendall(data)
+    if data:  # an empty send fails where the other side has answered, and is gone, already
+        link.sendall(data)
 
 
 def receive(link: socket.socket) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from treadle_tools.inside import environments, frames, kernel, snippet
 from treadle_tools.inside.child import Budget, Captured, Child, Exited, TimedOut
@@ -46,6 +46,18 @@ class Allowance:
         return cls(**request["limits"])
 
 
+class Requests(Protocol):
+    """Where requests come from, and answers go to."""
+
+    def next_request(self) -> tuple[dict[str, Any], int | None] | None:
+        """The next one, and the open file that came with it; None where there will be no more."""
+        ...
+
+    def answer(self, message: Mapping[str, Any]) -> None:
+        """Say it to whoever asks, if anybody still does."""
+        ...
+
+
 class Supervisor:
     """Answers requests one at a time: `call` (stateless); `open`, `step`, `snapshot` and `restore` (environment, the
     last two with a file); `recall` (the last answer).
@@ -65,15 +77,19 @@ class Supervisor:
         """Answer whoever the keeper sends a line from, the newest alone, until the keeper lets go of `control`."""
         self._prepare()
         frames.send(control, {"hello": os.getpid()})
-        lines = Lines(control)
-        while (received := lines.next_request()) is not None:
+        self.converse(Lines(control))
+
+    def converse(self, requests: Requests) -> None:
+        """Answer one request after the other until there are no more."""
+        self._prepare()
+        while (received := requests.next_request()) is not None:
             request, file = received
             if request["op"] == "snapshot":  # changes nothing, so that the last answer stays the last step's
-                lines.answer(self._timed_answer(request, file))
+                requests.answer(self._timed_answer(request, file))
             else:
                 if request["op"] != "recall":
                     self._last = self._timed_answer(request, file)
-                lines.answer(self._last)
+                requests.answer(self._last)
             if file is not None:
                 os.close(file)
             if self._has_run_python:

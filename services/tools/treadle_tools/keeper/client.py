@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 
+from treadle_tools.containers import backend
 from treadle_tools.inside import frames
 from treadle_tools.keeper import protocol
 from treadle_tools.keeper.channel import Channel
@@ -71,7 +72,7 @@ class KeeperClient:
         self._started: list[int] = []  # keepers, by process id, not reaped yet
         self._root: Root | None = None
         self._slots: dict[str, Slot] = {}
-        self._spares: dict[str, Spares] = {}
+        self._spares: dict[str, Spares[Cell]] = {}
         self._cells: dict[str, Cell] = {}  # all that came and were not ended
         self.found: list[Found] = []
         self.closed: dict[str, str] = {}
@@ -136,7 +137,7 @@ class KeeperClient:
             raise WorkerFailed("the keeper of the sandboxes is being started again")
         return await self._spares[tool].take()
 
-    def bind(self, record: Mapping[str, Any], cell: Cell) -> None:
+    def bind(self, record: Mapping[str, Any], cell: backend.Cell) -> None:
         """A session lives in `cell` from now on, which outlives this process. record: JSON, with its session_id."""
         self._post({protocol.OP: protocol.BIND, "record": record, "cell": cell.name})
 

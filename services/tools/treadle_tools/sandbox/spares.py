@@ -5,13 +5,17 @@ Owns: the cells that nobody has taken yet. Invariant: a cell is handed out once,
 
 import asyncio
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
-from treadle_tools.sandbox.cell import Cell, WorkerFailed
+from treadle_tools.containers.backend import Cell
+from treadle_tools.sandbox.cell import WorkerFailed
+
+C = TypeVar("C", bound=Cell)
 
 LOOK_AGAIN_S = 1.0  # whether the tool's worker has failed meanwhile
 
 
-class Spares:
+class Spares(Generic[C]):
     """See the module. want: asks for that many cells, which come in through `add`. lazy: none is made before the first
     is to be taken, so that a tool that no job uses costs nothing.
     """
@@ -19,11 +23,11 @@ class Spares:
     def __init__(self, count: int, want: Callable[[int], None], *, lazy: bool = False) -> None:
         self._count = count
         self._want = want
-        self._ready: asyncio.Queue[Cell] = asyncio.Queue()
+        self._ready: asyncio.Queue[C] = asyncio.Queue()
         self._failure = ""
         self._asleep = lazy
 
-    async def take(self) -> Cell:
+    async def take(self) -> C:
         """A cell that nothing has run in. Raises WorkerFailed where the tool's worker does not start."""
         if self._asleep:
             self._asleep = False
@@ -46,7 +50,7 @@ class Spares:
         if not self._asleep:
             self._want(self._count)
 
-    def add(self, cell: Cell) -> None:
+    def add(self, cell: C) -> None:
         """One that was wanted."""
         self._failure = ""
         self._ready.put_nowait(cell)

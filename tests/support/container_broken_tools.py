@@ -1,0 +1,13 @@
+"""A tool whose code cannot be imported in its container."""
+
+from treadle_tools.tool import Kind, Tool
+
+TOOLS = [
+    Tool(
+        name="broken",
+        kind=Kind.STATELESS,
+        description="Never starts.",
+        entry="support.container_broken:run",
+        arguments_schema={"type": "object"},
+    ),
+]

@@ -1,0 +1,29 @@
+"""The environment of `container_tools`."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from treadle_tools.tool import InvalidArguments, Outcome, Sandbox
+
+
+class Counter:
+    """Its state is one number."""
+
+    def __init__(self, arguments: Mapping[str, Any], sandbox: Sandbox) -> None:
+        self._count = int(arguments.get("start", 0))
+        self._sandbox = sandbox
+        if self._count < 0:
+            raise InvalidArguments("start", "must not be negative")
+
+    def first(self) -> Outcome:
+        """Where it starts."""
+        return Outcome(output=str(self._count))
+
+    def step(self, arguments: Mapping[str, Any]) -> Outcome:
+        """Count on, or run code."""
+        time.sleep(float(arguments.get("pause_s", 0.0)))
+        if "code" in arguments:
+            return self._sandbox.python(str(arguments["code"]))
+        self._count += int(arguments["add"])
+        return Outcome(output=str(self._count), reward=float(self._count), done=self._count > 100)
