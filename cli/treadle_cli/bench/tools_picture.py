@@ -92,7 +92,7 @@ def _windows(axes: Axes, windows: Found) -> None:
     axes.set_zorder(came.get_zorder() + 1)
     axes.set_facecolor("none")
     axes.legend(frameon=False, fontsize=7)
-    _titled(axes, "coding, an action by arrival (6); grey: how many")
+    _titled(axes, "coding, by arrival; grey: how many")
 
 
 def _fractions(axes: Axes, fractions: Found, gpus: int, batch: int) -> None:
