@@ -124,7 +124,7 @@ class Child:
         Raises FrameError where the child sends what is no frame.
         """
         while True:
-            message = self._frame()
+            message = frames.taken(self._received)
             if message is not None:
                 self._drain(captured)
                 return message
@@ -152,17 +152,6 @@ class Child:
         os.close(self._ended)
         os.close(self._output)
         self.link.close()
-
-    def _frame(self) -> dict[str, object] | None:
-        size = frames.HEADER.size
-        if len(self._received) < size:
-            return None
-        end = size + frames.length_of(bytes(self._received[:size]))
-        if len(self._received) < end:
-            return None
-        body = bytes(self._received[size:end])
-        del self._received[:end]
-        return frames.decode(body)
 
     def _receive(self) -> bool:
         try:

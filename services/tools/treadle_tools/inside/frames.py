@@ -46,6 +46,18 @@ def decode(body: bytes) -> dict[str, Any]:
     return message
 
 
+def taken(received: bytearray) -> dict[str, Any] | None:
+    """The first message of what has come in, taken out of it; None where it is not all there. Raises FrameError."""
+    if len(received) < HEADER.size:
+        return None
+    end = HEADER.size + length_of(bytes(received[: HEADER.size]))
+    if len(received) < end:
+        return None
+    body = bytes(received[HEADER.size : end])
+    del received[:end]
+    return decode(body)
+
+
 def send(link: socket.socket, message: Mapping[str, Any], file: int | None = None) -> None:
     """Send one frame over a blocking socket, and an open file with it, which stays the caller's."""
     data = encode(message)

@@ -50,7 +50,7 @@ class Channel:
 
         Raises FrameError where the other side speaks something else.
         """
-        while (message := self._message()) is None:
+        while (message := frames.taken(self._received)) is None:
             await readable(self._socket)
             try:
                 piece, descriptors, _, _ = socket.recv_fds(
@@ -73,17 +73,6 @@ class Channel:
         _close(self._descriptors)
         self._descriptors.clear()
         self._socket.close()
-
-    def _message(self) -> dict[str, Any] | None:
-        size = frames.HEADER.size
-        if len(self._received) < size:
-            return None
-        end = size + frames.length_of(bytes(self._received[:size]))
-        if len(self._received) < end:
-            return None
-        body = bytes(self._received[size:end])
-        del self._received[:end]
-        return frames.decode(body)
 
     def _send(self) -> None:
         loop = asyncio.get_running_loop()
