@@ -38,7 +38,7 @@ def test_quantiles_that_do_not_hold_are_named_with_their_step() -> None:
 
 
 def test_how_long_a_prediction_takes_is_said_where_it_was_measured() -> None:
-    found = {"rows": [], "data": [], "seeds": [0], "backbone": "tiny"}
+    found = {"rows": [], "data": [], "seeds": [0], "repeats": 1, "backbone": "tiny"}
     assert "A prediction by the service" not in " ".join(page(found))
     latency = {"p50_ms": 131.2, "p99_ms": 351.7, "latency_requests": 1176, "latency_others": 24, "latency_per_s": 4.0}
     said = " ".join(page({**found, **latency}))
