@@ -18,7 +18,7 @@ from treadle_core.elastic.candidates import NOT_ASKED, WAITS, Candidates, select
 from treadle_core.elastic.chunks import Chunk
 from treadle_core.elastic.curves import Indexes
 from treadle_core.elastic.executing import Executing, by_lane
-from treadle_core.elastic.grouping import Lane, grouped, reseated
+from treadle_core.elastic.grouping import Lane, expected, grouped, keyed_by, reseated
 from treadle_core.elastic.ordering import Ordering, first_come
 from treadle_core.elastic.pools import InvalidPoolError, Pool
 from treadle_core.elastic.waiting import Waiting
@@ -58,10 +58,15 @@ def decide(
     _check(waiting, pools, typical_s, depth)
     running = by_lane(executing, [(each, node) for pool in pools for each in pool.dimensions for node in pool.nodes])
     candidates = select(waiting, order(waiting), pools)
+    by_key = keyed_by(waiting, candidates)
     units = np.full(len(candidates.rows), WAITS, np.int64)
     for at, pool in enumerate(pools):
+        counted_on = expected(candidates, at, len(pool.nodes))
         for dimension, (number, node) in itertools.product(pool.dimensions, enumerate(pool.nodes)):
-            lane = Lane(pool, at, number, dimension, *running[dimension, node])
+            keyed = by_key[dimension]
+            if keyed is None:
+                continue
+            lane = Lane(pool, at, number, dimension, keyed, counted_on, *running[dimension, node])
             found = grouped(waiting, candidates, lane, typical_s, depth)
             if found is None:
                 continue

@@ -43,9 +43,11 @@ class Group:
 
         Infinite where it is not below the limit, or where what runs never frees enough for all that wait.
         """
-        starting = self.candidates[: len(chosen)]
-        unit_seconds = float((self.curves.units[starting, chosen] * self.curves.seconds[starting, chosen]).sum())
-        expected_s = self._coming * unit_seconds if self._coming else 0.0
+        expected_s = 0.0
+        if self._coming:
+            starting = self.candidates[: len(chosen)]
+            held = self.curves.units[starting, chosen] * self.curves.seconds[starting, chosen]
+            expected_s = self._coming * float(held.sum())
         return expected_s + objective(
             *self.curves,
             self.candidates,
