@@ -237,8 +237,8 @@ def _live(found: Found) -> Iterator[str]:
         f"{decisions['p50_ms']:.2f} ms at the median, {decisions['p99_ms']:.2f} ms at the 99th percentile of all,",
         f"{decisions['worst_row_p99_ms']:.2f} ms at that of the worst state; in time of the processor, which others on",
         f"the machine lengthen less, {decisions['processor_p50_ms']:.2f}, {decisions['processor_p99_ms']:.2f} and",
-        f"{decisions['worst_row_processor_p99_ms']:.2f} ms. Others kept the machine busy: a load of",
-        f"{decisions['load_1m']:g} on its 2 cores, and {live.get('load_1m', 0):g} during what follows.",
+        f"{decisions['worst_row_processor_p99_ms']:.2f} ms. The machine had a load of",
+        f"{decisions['load_1m']:g} on its 2 cores, this bench counted, and {live.get('load_1m', 0):g} later on.",
     )
     if live["missing"] is not None:
         yield from paragraph(f"Nothing was measured live: {live['missing']}.")
