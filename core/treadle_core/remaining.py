@@ -7,6 +7,7 @@ set every bound).
 import math
 
 from treadle_core.model import DEFAULT_BASE_S, EngineSpec, Estimate, TrajectoryRecord
+from treadle_core.plan_input import MOST_LOG_SIGMA
 from treadle_core.tuning import Tuning
 
 P90_Z = 1.2815515655446004  # standard deviations from the median to the 90th percentile of a normal distribution
@@ -33,8 +34,11 @@ def log_sigma(record: TrajectoryRecord) -> float:
 
 
 def log_deviation(estimate: Estimate) -> float:
-    """Standard deviation of the logarithm that an estimate's median and upper quantile stand for."""
-    return math.log(estimate.p90 / estimate.p50) / P90_Z if estimate.p90 > estimate.p50 > 0.0 else 0.0
+    """Standard deviation of the logarithm that an estimate's median and upper quantile stand for, as far as plans take
+    it: a median of next to nothing beside a long upper quantile stands for more."""
+    if not estimate.p90 > estimate.p50 > 0.0:
+        return 0.0
+    return min((math.log(estimate.p90) - math.log(estimate.p50)) / P90_Z, MOST_LOG_SIGMA)
 
 
 def reserve_tokens(record: TrajectoryRecord, mean_observed_tokens: float, tuning: Tuning) -> int:

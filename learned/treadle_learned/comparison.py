@@ -1,7 +1,8 @@
 """Estimators side by side on the same questions: one row a step and an estimator.
 
-Invariant: the rows of steps 0, 1 and 2 speak of the same trajectories, those that take more than two steps, so that
-what differs is what was known; later steps of those that reach them. Every estimator is asked exactly the same.
+Invariants: in the rows of steps 0, 1 and 2 scores are of the same trajectories, those that take more than two steps, so
+that what differs is what was known; later steps of those that reach them. Shares of truths within quantiles are of all
+that were asked at the step: nobody knew then who would take more than two. Every estimator is asked exactly the same.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from treadle_learned.scores import Answers, Floats, Numbers
 from treadle_learned.transcript import Transcript
 
 STEPS = (0, 1, 2, 4, 8)
-COMMON = 2  # questions up to this step are asked of trajectories that go beyond it
-SCORES: Mapping[str, scores.Score] = {
+COMMON = 2  # questions up to this step are compared on trajectories that go beyond it
+COMPARED: Mapping[str, scores.Score] = {
     "recall_top10": scores.recall,
     "pearson": scores.pearson,
     "pearson_log": scores.pearson_log,
     "pinball": scores.pinball,
+}
+CALIBRATION: Mapping[str, scores.Score] = {
     "coverage_80": scores.coverage_80,
     "below_p10": partial(scores.below, level=0),
     "below_p50": partial(scores.below, level=1),
@@ -59,33 +62,40 @@ def together(deals: Sequence[Asked]) -> Asked:
 
 
 def rows(data: str, asked: Asked, *, seed: int = 0, intervals: bool = True) -> list[dict[str, Any]]:
-    """`data`, step, estimator, trajectories, and each score with its 95% interval, e.g. pinball and
+    """`data`, step, estimator, trajectories that are compared, and each score with its 95% interval, e.g. pinball and
     pinball_interval. Steps that no trajectory goes beyond have no rows."""
-    names = sorted({transcript.prompt_id for transcript in asked.transcripts})
-    number = {name: at for at, name in enumerate(names)}
+    names = [transcript.prompt_id for transcript in asked.transcripts]
+    numbers = np.unique(names, return_inverse=True)[1]
     found: list[dict[str, Any]] = []
     for step in STEPS:
-        which = [at for at, moment in enumerate(asked.moments) if _asked_at(moment, step, asked.transcripts)]
-        if not which:
+        at_step = np.array([at for at, moment in enumerate(asked.moments) if moment.turn == step], np.int64)
+        beyond = np.array([at for at in at_step if _turns(asked, at) > max(step, COMMON)], np.int64)
+        if not len(beyond):
             continue
-        moments = [asked.moments[at] for at in which]
-        for estimator, quantiles in asked.answers.items():
-            answers = Answers(
-                np.array([moment.gen_tokens for moment in moments], np.float64),
-                np.array([moment.remaining_tokens for moment in moments], np.float64),
-                np.array([moment.censored for moment in moments]),
-                quantiles[which],
-                np.array([number[asked.transcripts[moment.index].prompt_id] for moment in moments]),
-                None if asked.parts is None else asked.parts[which],
-            )
-            trajectories = len({moment.index for moment in moments})
+        trajectories = len({asked.moments[at].index for at in beyond})
+        for estimator in asked.answers:
             row: dict[str, Any] = {"data": data, "step": step, "estimator": estimator, "trajectories": trajectories}
-            row |= {name: score(answers) for name, score in SCORES.items()}
-            if intervals:
-                found_intervals = scores.intervals(answers, SCORES, seed)
-                row |= {f"{name}_interval": interval for name, interval in found_intervals.items()}
+            for judged, which in ((COMPARED, beyond), (CALIBRATION, at_step)):
+                answers = _answers(asked, estimator, which, numbers)
+                row |= {name: score(answers) for name, score in judged.items()}
+                if intervals:
+                    found_intervals = scores.intervals(answers, judged, seed)
+                    row |= {f"{name}_interval": interval for name, interval in found_intervals.items()}
             found.append(row)
     return found
+
+
+def _answers(asked: Asked, estimator: str, which: Numbers, numbers: Numbers) -> Answers:
+    """To some of the moments. numbers: the prompt of each transcript."""
+    moments = [asked.moments[at] for at in which]
+    return Answers(
+        np.array([moment.gen_tokens for moment in moments], np.float64),
+        np.array([moment.remaining_tokens for moment in moments], np.float64),
+        np.array([moment.censored for moment in moments]),
+        asked.answers[estimator][which],
+        numbers[[moment.index for moment in moments]],
+        None if asked.parts is None else asked.parts[which],
+    )
 
 
 def forecasts(moments: Sequence[Moment]) -> Floats:
@@ -100,5 +110,6 @@ def truth(moments: Sequence[Moment]) -> Floats:
     return np.column_stack([left, left, left])
 
 
-def _asked_at(moment: Moment, step: int, transcripts: Sequence[Transcript]) -> bool:
-    return moment.turn == step and len(transcripts[moment.index].turns) > max(step, COMMON)
+def _turns(asked: Asked, at: int) -> int:
+    """Of the trajectory that a question is about."""
+    return len(asked.transcripts[asked.moments[at].index].turns)

@@ -82,14 +82,19 @@ def answered(
 ) -> Asked:
     """The test questions of all folds with each estimator's answers: history, siblings (so far, then history), boosted,
     numbers (the head without text), oracle; with `states` also prompt-only (told once, before the first step) and
-    learned; chosen: of siblings, boosted, numbers and learned the best on the training prompts. Raises TooFewError."""
+    learned; chosen: of siblings, numbers and learned the best on the training prompts, as `training.train` chooses what
+    is served. Raises TooFewError."""
     answers: dict[str, list[Floats]] = {}
     if states is not None:
         every = [moment for fold in dealt for moment in (*fold.train, *fold.test)]
         states.read(every, track)
     for fold in dealt:
         average = PromptAverage(fold.before)
-        told = {"history": average.predict(fold.test, transcripts), "oracle": truth(fold.test)}
+        told = {
+            "history": average.predict(fold.test, transcripts),
+            "oracle": truth(fold.test),
+            "boosted": Boosted(fold.train).predict(fold.test),
+        }
         candidates = _candidates(fold, states, hidden_size, how)
         told |= {name: candidate.says(fold.test) for name, candidate in candidates.items()}
         losses = {name: _loss(candidate.unseen, fold.train) for name, candidate in candidates.items()}
@@ -110,22 +115,11 @@ def _candidates(fold: Fold, states: States | None, hidden_size: int, how: Fittin
     """What a service chooses from."""
     found = {
         "siblings": Fitted(forecasts, forecasts(fold.train)),
-        "boosted": Fitted(Boosted(fold.train).predict, _boosted_apart(fold)),
         "numbers": _head(fold.train, fold.apart, None, hidden_size, how),
     }
     if states is not None:
         found["learned"] = _head(fold.train, fold.apart, states, hidden_size, how)
     return found
-
-
-def _boosted_apart(fold: Fold) -> Floats:
-    said = np.zeros((len(fold.train), 3))
-    apart = np.array(fold.apart)
-    for number in np.unique(apart):
-        others = Boosted([fold.train[at] for at in np.flatnonzero(apart != number)])
-        own = np.flatnonzero(apart == number)
-        said[own] = others.predict([fold.train[at] for at in own])
-    return said
 
 
 def _loss(quantiles: Floats, moments: Sequence[Moment]) -> float:

@@ -33,8 +33,10 @@ def test_where_nothing_was_read_the_best_baseline_is_still_named() -> None:
 
 def test_quantiles_that_do_not_hold_are_named_with_their_step() -> None:
     good = [row(0, "learned"), row(0, "boosted", below_p90=0.5)]
-    assert calibrated(good) == "quantiles of the learned one: all within 5 points."
-    assert calibrated([*good, row(4, "learned", below_p90=0.84)]).endswith("beyond 5 points: step 4 p90 0.84.")
+    assert calibrated(good, "learned") == "quantiles of the learned one: all within 5 points."
+    off = [*good, row(4, "learned", below_p90=0.84)]
+    assert calibrated(off, "learned").endswith("beyond 5 points: step 4 p90 0.84.")
+    assert calibrated([row(0, "chosen", below_p50=0.6)], "chosen").endswith("step 0 p50 0.60.")
 
 
 def test_how_long_a_prediction_takes_is_said_where_it_was_measured() -> None:

@@ -42,6 +42,22 @@ def test_each_step_is_asked_of_every_estimator_and_the_oracle_is_right() -> None
             assert row["pearson"] == pytest.approx(1.0)
 
 
+def test_shares_within_quantiles_are_of_all_that_were_asked() -> None:
+    """
+    WHEN    what is said before the first step is the median of all, a quarter of whom end within two steps
+    Result: half of all truths are at or below it, though fewer of those that take more steps are
+    """
+    turns = [1, 2, 3, 4, 5, 6, 7, 8]
+    now = [
+        Transcript(f"t{count}", "now", f"p{count}", 9, tuple(Turn(100 + count) for _ in range(count)))
+        for count in turns
+    ]
+    moments = replay(now, asked=lambda turn: turn == 0)
+    said = np.full((len(moments), 3), np.median([moment.remaining_tokens for moment in moments]))
+    (row,) = rows("made", Asked(moments, now, {"median": said}), intervals=False)
+    assert (row["trajectories"], row["below_p50"]) == (6, 0.5)
+
+
 def test_deals_count_alike_and_a_trajectory_counts_once() -> None:
     now = epoch("now", 2)
     moments = replay(now)

@@ -22,7 +22,7 @@ KNOWS = {
     "numbers": "the learned head on the numbers alone",
     "prompt-only": "the learned predictor, asked once before the first step",
     "learned": "the learned predictor: text and numbers, asked after every step",
-    "chosen": "of learned, numbers, siblings and boosted the best on prompts that were left out of its fit",
+    "chosen": "what is served: of learned, numbers and siblings the best on prompts that were left out of its fit",
 }
 
 
@@ -35,7 +35,8 @@ def page(found: Mapping[str, Any]) -> Iterator[str]:
         f"bench/results`. Backbone {found['backbone']}, frozen; each prompt is tested by estimators fitted without it,",
         f"once for each of {found['repeats']} ways to deal the prompts into folds, and figures are over all of them,",
         "since a share moves by some points from one deal to the next; 95% intervals over prompts. Steps 0 to 2 are",
-        "asked of the same trajectories, those of more than two steps.",
+        "compared on the same trajectories, those of more than two steps; shares of truths within quantiles are of all",
+        "that were asked.",
     )
     yield "![by step](predictor.png)"
     yield ""
@@ -74,7 +75,9 @@ def _section(data: str, rows: Sequence[Row]) -> Iterator[str]:
         yield from point(f"{title}: {verdict(rows, name)}.")
     for name in ("recall_top10", "pearson_log"):
         yield from point(f"{dict(SHOWN)[name]} of the learned one: {_rising(rows, name)}.")
-    yield from point(calibrated(rows))
+    for estimator in ("learned", "chosen"):
+        if any(row["estimator"] == estimator for row in rows):
+            yield from point(calibrated(rows, estimator))
     yield ""
     yield from table(
         ["estimator", "regret, mean of folds", "least to most"],
@@ -124,19 +127,19 @@ def verdict(rows: Sequence[Row], score: str) -> str:
     return said + (f"; ahead of it: {'; '.join(behind)}" if behind else "")
 
 
-def calibrated(rows: Sequence[Row]) -> str:
-    """Where the learned one's quantiles hold what they say."""
+def calibrated(rows: Sequence[Row], estimator: str) -> str:
+    """Where an estimator's quantiles hold what they say."""
     off = [
         f"step {row['step']} {name.removeprefix('below_')} {row[name]:.2f}"
         for row in rows
-        if row["estimator"] == "learned"
+        if row["estimator"] == estimator
         for name, level in LEVELS
         if abs(row[name] - level) > TOLERANCE
     ]
     points = round(100 * TOLERANCE)
     if not off:
-        return f"quantiles of the learned one: all within {points} points."
-    return f"quantiles of the learned one, share of truths below, beyond {points} points: {', '.join(off)}."
+        return f"quantiles of the {estimator} one: all within {points} points."
+    return f"quantiles of the {estimator} one, share of truths below, beyond {points} points: {', '.join(off)}."
 
 
 def _rising(rows: Sequence[Row], score: str) -> str:

@@ -20,8 +20,8 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
     rows = found["rows"]
     data = list(dict.fromkeys(row["data"] for row in rows))
     note = (
-        f"By steps seen, each prompt tested once. Backbone {found['backbone']}, frozen. Shade: 95% over prompts of the "
-        f"learned one; at the right ±{100 * TOLERANCE:.0f} points."
+        f"By steps seen, each prompt by fits without it. Backbone {found['backbone']}, frozen. Shade: 95% over "
+        f"prompts of the learned one; at the right ±{100 * TOLERANCE:.0f} points."
     )
     height_in = HEAD_IN + LINE_IN * len(data)
     with figure_with("Who knows what is left", note, file, height_in=height_in, top=1 - HEAD_IN / height_in) as figure:
