@@ -2,16 +2,17 @@
 
 Invariants: a record is made of an answer, never of an error, so a call that failed may be tried again with the same
 id. The first record of an id wins. Owns: a bucket `treadle_requests_<service>` (kept 1 h) and a cache in front of it.
-The hot path is one write: ids of an earlier life of this service are known from the bucket's keys, read once at
-start, so a fresh id costs no read. One process serves a service's mutations at a time.
+The hot path is one write, which a caller need not wait for (`later`): ids of an earlier life of this service are known
+from the bucket's keys, read once at start, so a fresh id costs no read. One process serves a service's mutations at a
+time.
 """
 
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import nats.errors
 import nats.js.errors
@@ -27,6 +28,7 @@ from treadle_runtime.fields import identifier
 log = structlog.get_logger()
 
 R = TypeVar("R", bound=Message)
+Later = Callable[[Coroutine[Any, Any, None]], None]
 
 RECORDS_KEPT_S = 3600.0  # far beyond any client's retries
 CACHED_RECORDS = 16_384
@@ -75,12 +77,22 @@ class RequestRecords:
     async def _open_bucket(self) -> None:
         self._bucket: KeyValue = await self._bus.key_value(f"treadle_requests_{self._service}", ttl_s=RECORDS_KEPT_S)
 
-    async def once(self, method: str, request: Message, response_type: type[R], call: Callable[[], Awaitable[R]]) -> R:
+    async def once(
+        self,
+        method: str,
+        request: Message,
+        response_type: type[R],
+        call: Callable[[], Awaitable[R]],
+        later: Later | None = None,
+    ) -> R:
         """The answer to `request`: of `call` the first time, of the record afterwards.
 
-        Concurrent repeats wait for the first. Raises InvalidArgument for an empty request_id and for one that was
-        used with another request, whatever `call` raises, and nats.errors.Error (UNAVAILABLE to the caller) where the
-        answer cannot be recorded; the answer is then kept, and a repeat tries to record it again.
+        later: starts what need not be waited for. The record is then saved after the answer, for calls that change
+        nothing of this service's: a repeat that comes to its next life, and was killed in that millisecond, is made
+        again, as one is that was killed during its call. Concurrent repeats wait for the first. Raises InvalidArgument
+        for an empty request_id and for one that was used with another request, whatever `call` raises, and
+        nats.errors.Error (UNAVAILABLE to the caller) where the answer cannot be recorded and is waited for; it is then
+        kept, and a repeat tries to record it again.
         """
         request_id: str = identifier("request_id", request.request_id)  # type: ignore[attr-defined]
         key = kv_key(method, request_id)
@@ -95,21 +107,24 @@ class RequestRecords:
                 return response_type.FromString(record.response)
             first = self._running.get(key)
             if first is None:
-                return await self._first(key, fingerprint, call)
+                return await self._first(key, fingerprint, call, later)
             _require_same(first.fingerprint, fingerprint, request_id)
             await first.ended.wait()
             if first.error is not None:
                 raise first.error
             # Either the record is there now, or the first was cancelled and this one takes its turn.
 
-    async def _first(self, key: str, fingerprint: bytes, call: Callable[[], Awaitable[R]]) -> R:
+    async def _first(self, key: str, fingerprint: bytes, call: Callable[[], Awaitable[R]], later: Later | None) -> R:
         running = self._running[key] = _Running(fingerprint)
         try:
             response = await call()
             record = _Record(fingerprint, response.SerializeToString())
             self._remember(key, record)
             self._unsaved.add(key)
-            await self._save(key, record)
+            if later is None:
+                await self._save(key, record)
+            else:
+                later(self._try_to_save(key, record))
             return response
         except Exception as error:
             running.error = error
@@ -117,6 +132,13 @@ class RequestRecords:
         finally:
             del self._running[key]
             running.ended.set()
+
+    async def _try_to_save(self, key: str, record: _Record) -> None:
+        """A repeat tries again."""
+        try:
+            await self._save(key, record)
+        except (nats.errors.Error, OSError) as error:
+            log.warning("an answer is not recorded yet", key=key, error=repr(error))
 
     async def _save(self, key: str, record: _Record) -> None:
         body = record.response

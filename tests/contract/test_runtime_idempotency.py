@@ -1,7 +1,9 @@
 """Request records against a real nats-server: a mutation happens once per request_id."""
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import nats.errors
@@ -23,8 +25,15 @@ PROBE = str(Path(__file__).parent.parent / "support" / "probe_service.py")
 class Mutation:
     """Counts its executions and answers with the count; waits for `gate`, and fails `failures` times first."""
 
-    def __init__(self, records: RequestRecords, failures: int = 0, answer_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        records: RequestRecords,
+        failures: int = 0,
+        answer_bytes: int = 0,
+        later: Callable[[Coroutine[Any, Any, None]], None] | None = None,
+    ) -> None:
         self._records = records
+        self._later = later
         self._failures = failures
         self._answer_bytes = answer_bytes
         self.executions = 0
@@ -41,7 +50,7 @@ class Mutation:
 
     async def __call__(self, request_id: str, migration_id: str = "m") -> int:
         request = CancelMigrationRequest(request_id=request_id, migration_id=migration_id)
-        response = await self._records.once("Cancel", request, CancelMigrationResponse, self._execute)
+        response = await self._records.once("Cancel", request, CancelMigrationResponse, self._execute, self._later)
         assert len(response.migration.failure_reason) == self._answer_bytes
         return response.migration.revision
 
@@ -152,6 +161,31 @@ async def test_an_answer_that_could_not_be_recorded_is_kept_and_recorded_by_the_
         afterwards = Mutation(await RequestRecords.open(bus, "probe"))
         assert await afterwards("r-1") == 1
     assert (mutate.executions, afterwards.executions) == (1, 0)
+
+
+async def test_an_answer_that_need_not_wait_is_recorded_afterwards_and_by_a_repeat_where_that_failed(
+    nats_server: NatsServer,
+) -> None:
+    """
+    WHEN    records are saved later, and NATS is down for the second
+    Result: both are answered; the first is there for the service's next life, the second once it was repeated
+    """
+    later: list[Coroutine[Any, Any, None]] = []
+    async with open_bus(nats_server.url, "test") as bus:
+        mutate = Mutation(await RequestRecords.open(bus, "probe"), later=later.append)
+        assert await mutate("r-1") == 1
+        await later.pop()
+        nats_server.kill()
+        assert await mutate("r-2") == 2
+        await later.pop()
+        nats_server.start()
+        await until(lambda: bus.connected)
+        assert await mutate("r-2") == 2
+        assert not later
+    async with open_bus(nats_server.url, "test") as bus:
+        again = Mutation(await RequestRecords.open(bus, "probe"))
+        assert [await again("r-1"), await again("r-2")] == [1, 2]
+        assert again.executions == 0
 
 
 async def test_a_service_killed_after_its_answer_answers_the_repeat_alike(start_service: StartService) -> None:

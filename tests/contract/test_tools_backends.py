@@ -63,8 +63,8 @@ def test_the_hosts_own_network_cannot_be_allowed(networks: str) -> None:
 
 
 def test_a_network_or_backend_that_nobody_allowed_is_refused_at_start() -> None:
-    def tool(**fields: str) -> Tool:
-        return Tool(name="x", kind=Kind.STATELESS, description="", entry="m:f", arguments_schema={}, **fields)  # type: ignore[arg-type]
+    def tool(network: str = "", backend: str = "") -> Tool:
+        return Tool("x", Kind.STATELESS, "", "m:f", {}, network=network, backend=backend)
 
     with pytest.raises(RegistrationError, match="'egress' is not in TREADLE_TOOLS_NETWORKS"):
         Registry([tool(network="egress", backend="docker")])

@@ -6,14 +6,14 @@ from treadle_core.managers.basic import concurrency_of
 from treadle_sim.events import Timeline
 from treadle_sim.tools.api_calls import LIMITS, MOST_RETRIES, PROVIDER, ManagedCalls, UnmanagedCalls, search_batch
 from treadle_sim.tools.coding import coding_batch
-from treadle_sim.tools.elastic_cores import ElasticCores, equal_nodes, ran_s
+from treadle_sim.tools.elastic_cores import ElasticCores, equal_nodes
 from treadle_sim.tools.elastic_gpus import ElasticGpus
 from treadle_sim.tools.gpu_groups import LoadingGroups, StaticGroups
 from treadle_sim.tools.models import DEGREES, Restoring, reading, services
 from treadle_sim.tools.play import Executor, Make, Report, Together, play
 from treadle_sim.tools.provider import Limits, ProviderModel, manager_of
 from treadle_sim.tools.scoring import JUDGE, scored_batch, teachers
-from treadle_sim.tools.trace import Asked, Call, Record, Replay, Trace
+from treadle_sim.tools.trace import Asked, Call, Record, Replay, Trace, ran_s
 
 NAMES = [*teachers(3), JUDGE]
 

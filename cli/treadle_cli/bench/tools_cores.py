@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from treadle_core.elastic.action import CPU_CORES, UnitSet
+from treadle_core.elastic.action import CPU_CORES, UnitSet, key_units
 from treadle_core.elastic.pools import CpuNode
 from treadle_sim.public_traces import read_public
 from treadle_sim.tools.coding import Floats, Shape, ToolSeconds, coding_batch, shapes
 from treadle_sim.tools.elastic_cores import ElasticCores, equal_nodes
 from treadle_sim.tools.play import Make, play
 from treadle_sim.tools.pods import PodRules, Pods
-from treadle_sim.tools.trace import Trace
+from treadle_sim.tools.trace import Call, Trace
 from treadle_sim.trace_file import read_traces
 
 from treadle_cli.bench.options import BenchOptions
@@ -110,11 +110,12 @@ def played(cell: Cell) -> tuple[dict[str, float], Timed]:
     at, traces = cell.at, cell.batch(cell.size, cell.seed)
     elastic = play(traces, at.elastic())
     ours_s = act_s(elastic)
-    found = {"elastic_s": ours_s}
+    found = {"elastic_s": ours_s, "least_s": least_s(traces)}
     others = {
         "pods": (traces, at.pods()),
         "pods_timeouts": (traces, at.pods(PodRules(ready_timeout_s=READY_TIMEOUT_S))),
-        "as_printed": (traces, at.elastic(foresees=False)),
+        "unlent": (kept(traces), at.elastic()),
+        "as_printed": (kept(traces), at.elastic(foresees=False)),
         "degree_4": (fixed(traces, 4), at.elastic()),
         "degree_16": (fixed(traces, 16), at.elastic()),
     }
@@ -137,6 +138,23 @@ def fixed(traces: Sequence[Trace], degree: int) -> tuple[Trace, ...]:
     )
 
 
+def kept(traces: Sequence[Trace]) -> tuple[Trace, ...]:
+    """The same trajectories, each action with the cores that it starts with to its end."""
+    return tuple(replace(trace, calls=tuple(replace(call, follows_from=0) for call in trace.calls)) for trace in traces)
+
+
+def least_s(traces: Sequence[Trace]) -> float:
+    """What no scheduler can be below: every action at once, on the most cores that it may have."""
+    return OVERHEAD_S * float(np.mean([len(trace.calls) for trace in traces])) + float(
+        np.mean([sum(_at_most_s(call) for call in trace.calls) for trace in traces])
+    )
+
+
+def _at_most_s(call: Call) -> float:
+    most = key_units(call.cost[CPU_CORES])[-1]
+    return call.single_unit_s / (1.0 if call.elasticity is None else call.elasticity.efficiency(most) * most)
+
+
 def near(traces: Sequence[Trace], whole: Cores, half: Cores) -> dict[str, Any]:
     """One batch as Figures 3, 6 and 7 show it."""
     elastic, pods = play(traces, whole.elastic()), play(traces, whole.pods())
@@ -157,7 +175,7 @@ def near(traces: Sequence[Trace], whole: Cores, half: Cores) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Changed:
-    """One assumption changed, at one size of a batch."""
+    """One assumption changed, at one size of a batch, against pods (0) or rewards with so many cores."""
 
     name: str
     batch: Batch
@@ -165,16 +183,19 @@ class Changed:
     at: Cores
     size: int
     seed: int
+    degree: int = 0
 
 
 def sensitivity(options: BenchOptions, plan: Plan, among: Sequence[Shape]) -> list[dict[str, Any]]:
-    """The ratio to pods at a small and a middling batch, one seed, with one assumption changed at a time."""
+    """The ratios to pods at three sizes and to fixed degrees at one each (Figure 9), one seed, with one assumption
+    changed at a time."""
     setting = plan.setting
     batch, whole = partial(coding_batch, among=among), Cores(setting, setting.cores)
     changed: dict[str, tuple[Batch, PodRules, Cores]] = {"as assumed": (batch, PodRules(), whole)}
     for share in (0.02, 0.05, 0.1, 0.2):
         fixed_share = partial(batch, serial_share=(share, share))
         changed[f"serial share of tests {share:g}"] = (fixed_share, PodRules(), whole)
+    changed["tests keep the cores that they start with"] = (partial(batch, follows_from=0), PodRules(), whole)
     changed["pods run tests with -n 4"] = (batch, PodRules(reward_processes=4), whole)
     changed["pods are there at once"] = (batch, PodRules(binds_per_s=1e9, starts_per_s=1e9, start_s=0.0), whole)
     for active in (0.35, 0.6):
@@ -186,8 +207,9 @@ def sensitivity(options: BenchOptions, plan: Plan, among: Sequence[Shape]) -> li
     if options.data is not None:
         for name, drawn in _measured_tools(options.data).items():
             changed[name] = (partial(batch, tool_s=drawn), PodRules(), whole)
-    sizes = (setting.batches[0], setting.varied_batch)
-    jobs = [Changed(name, *how, size, plan.seeds[0]) for name, how in changed.items() for size in sizes]
+    sizes = [(size, 0) for size in (setting.batches[0], setting.varied_batch, setting.batch)]
+    sizes += [(setting.small_batch, 4), (setting.batch, 16)]
+    jobs = [Changed(name, *how, size, plan.seeds[0], degree) for name, how in changed.items() for size, degree in sizes]
     rows: dict[str, dict[str, Any]] = {}
     for job, found in zip(jobs, plan.each("coding, what it hangs on", compared, jobs), strict=True):
         rows.setdefault(job.name, {"changed": job.name}).update(found)
@@ -195,9 +217,14 @@ def sensitivity(options: BenchOptions, plan: Plan, among: Sequence[Shape]) -> li
 
 
 def compared(job: Changed) -> dict[str, float]:
-    """Pods against the elastic scheduler, and what the batch is like."""
+    """Whom the elastic scheduler is held against, and what the batch is like."""
     traces = job.batch(job.size, job.seed)
-    pods_s, ours_s = act_s(play(traces, job.at.pods(job.rules))), act_s(play(traces, job.at.elastic()))
+    ours_s = act_s(play(traces, job.at.elastic()))
+    if job.degree:
+        return rounded(
+            {f"ratio_degree_{job.degree}": act_s(play(fixed(traces, job.degree), job.at.elastic())) / ours_s}
+        )
+    pods_s = act_s(play(traces, job.at.pods(job.rules)))
     rewards_s = float(np.mean([trace.calls[-1].single_unit_s for trace in traces]))
     tools_s = float(np.mean([trace.single_unit_s for trace in traces])) - rewards_s
     return rounded({f"ratio_{job.size}": pods_s / ours_s, "tools_s": tools_s, "rewards_s": rewards_s})

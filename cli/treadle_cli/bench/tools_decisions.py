@@ -25,7 +25,7 @@ from treadle_core.elastic.waiting import Waiting
 from treadle_cli.bench.tools_setting import Plan
 
 CORES = 1_280
-DECISIONS_OF_A_DRAW = 10
+DECISIONS_OF_A_DRAW = 40  # so that the 99th percentile of a state is not its one slowest
 GIB = 1 << 30
 SHAPES = ("range", "wide range", "set", "wide set", "linear", "rough", "mixed")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from treadle_cli.bench.figures_picture import COLOURS, FAINT, INK, figure_with, tidy
 from treadle_cli.bench.tools_gpus import DENSE_PACE, SPARSE_PACE
@@ -19,13 +19,16 @@ LOOKS: Mapping[str, dict[str, Any]] = {
     "pods": {"color": COLOURS["queue"], "marker": "s", "linewidth": 1.4},
     "degree 4": {"color": COLOURS["tool"], "marker": "^", "linewidth": 1.4},
     "degree 16": {"color": COLOURS["migration"], "marker": "v", "linewidth": 1.4},
+    "at best": {"color": FAINT, "linestyle": ":", "linewidth": 1.4},
     "own groups": {"color": COLOURS["queue"], "marker": "s", "linewidth": 1.4},
     "loading, memory": {"color": COLOURS["tool"], "marker": "^", "linewidth": 1.4},
     "loading, storage": {"color": COLOURS["migration"], "marker": "v", "linewidth": 1.4},
     "every call for itself": {"color": COLOURS["queue"], "linewidth": 1.4},
 }
+LEGEND_ROOM = 0.4  # of a panel's logarithmic height, above its lines
 CORES = {
     "ours": "elastic_s",
+    "at best": "least_s",
     "as printed": "as_printed_s",
     "pods": "pods_s",
     "degree 4": "degree_4_s",
@@ -67,6 +70,7 @@ def _titled(axes: Axes, title: str) -> None:
 
 def _log(axes: Axes) -> None:
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
 
@@ -76,7 +80,9 @@ def _lines(axes: Axes, title: str, rows: Sequence[Found], key: str, series: Mapp
         axes.plot([row[key] for row in rows], [row[column] for row in rows], label=name, markersize=4, **LOOKS[name])
     _log(axes)
     axes.set_xticks([row[key] for row in rows], [f"{row[key]:,}" for row in rows], size=7, rotation=30)
-    axes.legend(frameon=False, fontsize=7)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high * (high / low) ** LEGEND_ROOM)
+    axes.legend(frameon=False, fontsize=7, ncols=2, loc="upper left")
     _titled(axes, title)
 
 

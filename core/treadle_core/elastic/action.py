@@ -113,7 +113,8 @@ class Action:
     arrival: its place in the order of submission, any ascending integers. cost: the demand by dimension. key: the
     one dimension that its duration depends on; None: none does. node_id: the CPU node that the trajectory lives on;
     None: this is its first action, and its memory is the whole trajectory's (§5.2). service: the model that it needs
-    on its GPUs, each number of which is a service of its own (§5.3).
+    on its GPUs, each number of which is a service of its own (§5.3). follows_from: granted so many cores or more, it
+    spreads over whatever it has while it runs, so that idle ones can be lent to it (`managers.loans`); 0: it does not.
     """
 
     action_id: str
@@ -125,12 +126,17 @@ class Action:
     elasticity: Elasticity | None = None
     node_id: str | None = None
     service: str | None = None
+    follows_from: int = 0
 
     @property
     def scalable(self) -> bool:
         """Whether more units are known to help: elasticity and duration are both known (Algorithm 1, line 5)."""
         known = self.duration.knowledge is not Knowledge.UNKNOWN
         return known and self.key is not None and self.elasticity is not None
+
+    def follows(self, cores: int) -> bool:
+        """Whether cores can be lent to it once it was granted so many."""
+        return self.scalable and 0 < self.follows_from <= cores
 
 
 def key_units(demand: Demand) -> tuple[int, ...]:

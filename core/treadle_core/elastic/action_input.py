@@ -8,7 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
-from treadle_core.elastic.action import Action, Demand, Fixed, Knowledge, Measured, Range, UnitSet, key_units
+from treadle_core.elastic.action import (
+    CPU_CORES,
+    Action,
+    Demand,
+    Fixed,
+    Knowledge,
+    Measured,
+    Range,
+    UnitSet,
+    key_units,
+)
 from treadle_core.errors import CoreError
 
 MOST_UNITS = 1 << 53  # beyond it floats skip whole numbers; eight petabytes
@@ -39,6 +49,10 @@ def check_action(action: Action, dimensions: Collection[str]) -> None:
         _check_demand(f"cost[{dimension}]", demand)
     if action.duration.knowledge is not Knowledge.UNKNOWN:
         _check_number("duration.single_unit_s", action.duration.single_unit_s, MOST_SECONDS)
+    if action.follows_from < 0:
+        raise InvalidActionError("follows_from", f"must be at least 0, is {action.follows_from}")
+    if action.follows_from and (action.key != CPU_CORES or action.elasticity is None):
+        raise InvalidActionError("follows_from", f"is for actions with the key {CPU_CORES!r} and an elasticity alone")
     if action.key is None:
         if action.elasticity is not None:
             raise InvalidActionError("key", "is missing; name the dimension that the elasticity is of")

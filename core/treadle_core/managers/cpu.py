@@ -1,7 +1,8 @@
 """Cores and memory of nodes, allocated on execution (ARL-Tangram §5.2).
 
-A core is of one action at a time. A trajectory's memory is held from its first action until it is forgotten, and its
-actions stay on that action's node; which node is for `CpuNodes.seat` to say: where the largest share of memory is free.
+A core is of one action at a time. Those that no action was granted can be lent (`loans`), and `take` takes them back. A
+trajectory's memory is held from its first action until it is forgotten, and its actions stay on that action's node;
+which node is for `CpuNodes.seat` to say: where the largest share of memory is free.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from treadle_core.elastic.decision import Start
 from treadle_core.elastic.executing import Executing
 from treadle_core.elastic.pools import CpuNode, CpuNodes, InvalidPoolError
 from treadle_core.managers.grants import CpuGrant, Ended, InvalidHoldingError, Usage
-from treadle_core.managers.numa import pick
+from treadle_core.managers.lent_cores import LentCores
+from treadle_core.managers.numa import Cores, ascending, count_of, minus, plus
 from treadle_core.managers.protocol import NEVER_S
 
 
@@ -32,13 +34,13 @@ class Machine:
 @dataclass
 class _Node:
     machine: Machine
-    free: list[frozenset[int]]
+    free: Cores
     free_memory_bytes: int
     cores: int
 
     @property
     def free_cores(self) -> int:
-        return sum(map(len, self.free))
+        return count_of(self.free)
 
 
 @dataclass
@@ -46,7 +48,7 @@ class _Held:
     """Of an action."""
 
     node: _Node
-    cores: tuple[frozenset[int], ...]
+    cores: Cores
     count: int
     ends_at_s: float
     scalable: bool
@@ -76,10 +78,25 @@ class CpuManager:
                 raise InvalidPoolError(f"machines[{index}].numa", "has a core twice")
             if machine.memory_bytes < 0:
                 raise InvalidPoolError(f"machines[{index}].memory_bytes", "must be at least 0")
-            free = [frozenset(numa) for numa in machine.numa]
+            free = tuple(map(frozenset, machine.numa))
             self._nodes[machine.node_id] = _Node(machine, free, machine.memory_bytes, len(cores))
         self._held: dict[str, _Held] = {}
         self._homes: dict[str, _Home] = {}
+        self._lent = LentCores()
+
+    @property
+    def borrowers(self) -> int:
+        """How many run that cores can be lent to."""
+        return len(self._lent)
+
+    def lend(self, now_s: float) -> None:
+        """Lend the cores that no action was granted."""
+        for name, node in self._nodes.items():
+            self._lent.lend(name, node.free, now_s)
+
+    def moved(self) -> dict[str, tuple[int, ...]]:
+        """All cores of each action that has other ones than when this was last asked, those that lost some first."""
+        return {each: ascending(plus(self._held[each].cores, self._lent.lent_to(each))) for each in self._lent.moved()}
 
     def home(self, trajectory_id: str) -> str | None:
         """The node that a trajectory lives on; None before its first action."""
@@ -114,8 +131,10 @@ class CpuManager:
     def executing(self, now_s: float) -> list[Executing]:
         """Cores only: memory comes back when trajectories end, and nobody knows when."""
         return [
-            Executing(CPU_CORES, held.count, held.ends_at_s - now_s, held.node.machine.node_id, held.scalable)
-            for held in self._held.values()
+            Executing(
+                CPU_CORES, held.count, self._ends_at_s(each, held) - now_s, held.node.machine.node_id, held.scalable
+            )
+            for each, held in self._held.items()
             if held.count
         ]
 
@@ -132,15 +151,17 @@ class CpuManager:
         count, memory_bytes = units.get(CPU_CORES, 0), units.get(MEMORY_BYTES, 0)
         if count > node.free_cores or memory_bytes > node.free_memory_bytes:
             raise InvalidHoldingError("start.units", "more than is free")
-        cores = pick(node.free, count)
-        node.free = [free - taken for free, taken in zip(node.free, cores, strict=True)]
+        cores = self._lent.make_room(node.machine.node_id, node.free, count, now_s)
+        node.free = minus(node.free, cores)
         node.free_memory_bytes -= memory_bytes
         home.memory_bytes += memory_bytes
         self._homes[action.trajectory_id] = home
         self._held[action.action_id] = _Held(node, cores, count, now_s + expected_s, action.scalable)
+        if action.follows(count):
+            self._lent.begin(action, node.machine.node_id, cores, now_s)
         return CpuGrant(
             node.machine.node_id,
-            tuple(sorted(core for taken in cores for core in taken)),
+            ascending(cores),
             tuple(at for at, taken in enumerate(cores) if taken),
             home.memory_bytes,
         )
@@ -149,7 +170,8 @@ class CpuManager:
         held = self._held.pop(action_id, None)
         if held is None:
             raise InvalidHoldingError("action_id", f"{action_id!r} holds no cores")
-        held.node.free = [free | taken for free, taken in zip(held.node.free, held.cores, strict=True)]
+        held.node.free = plus(held.node.free, held.cores)
+        self._lent.end(action_id)
 
     def forget(self, trajectory_id: str) -> None:
         home = self._homes.pop(trajectory_id, None)
@@ -165,6 +187,9 @@ class CpuManager:
         free_bytes = sum(node.free_memory_bytes for node in nodes)
         memory_bytes = sum(node.machine.memory_bytes for node in nodes)
         return (
-            Usage(CPU_CORES, cores, cores - free_cores, free_cores),
+            Usage(CPU_CORES, cores, cores - free_cores, free_cores, self._lent.count()),
             Usage(MEMORY_BYTES, memory_bytes, memory_bytes - free_bytes, free_bytes),
         )
+
+    def _ends_at_s(self, action_id: str, held: _Held) -> float:
+        return self._lent.ends_at_s(action_id) if action_id in self._lent else held.ends_at_s

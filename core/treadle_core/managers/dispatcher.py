@@ -2,7 +2,9 @@
 what starts.
 
 The gateway and the simulator drive the same. Invariants: an action starts once; what it holds is given back once; of a
-trajectory that lives nowhere yet one action alone is decided on, and the others wait for it to say where.
+trajectory that lives nowhere yet one action alone is decided on, and the others wait for it to say where. Idle cores
+are lent by `resources.lend`. After whatever starts or lends, `resources.moved` says who has other cores now; they are
+moved before what has started runs.
 """
 
 from __future__ import annotations

@@ -96,12 +96,13 @@ class Grant:
 @dataclass(frozen=True, slots=True)
 class Usage:
     """capacity: units in all. held: by actions (or trajectories) now. free: what may start now; less than the rest
-    where a provider refuses or is not trusted."""
+    where a provider refuses or is not trusted. lent: of those that are free, for now at actions that can use them."""
 
     dimension: str
     capacity: int
     held: int
     free: int
+    lent: int = 0
 
 
 def held_units(start: Start) -> dict[str, int]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+Cores = tuple[frozenset[int], ...]  # by NUMA node
 
-def pick(free: Sequence[frozenset[int]], count: int) -> tuple[frozenset[int], ...]:
+
+def pick(free: Sequence[frozenset[int]], count: int) -> Cores:
     """`count` of the free cores, by NUMA node; `free` holds as many at least.
 
     All of one NUMA node where one has enough, the fullest that does, so that emptier ones stay for larger actions;
@@ -20,3 +22,23 @@ def pick(free: Sequence[frozenset[int]], count: int) -> tuple[frozenset[int], ..
         count -= len(picked[at])
         left[at].clear()
     return tuple(picked)
+
+
+def plus(some: Cores, more: Cores) -> Cores:
+    """Both."""
+    return tuple(here | there for here, there in zip(some, more, strict=True))
+
+
+def minus(some: Cores, fewer: Cores) -> Cores:
+    """The first without the second."""
+    return tuple(here - there for here, there in zip(some, fewer, strict=True))
+
+
+def count_of(cores: Cores) -> int:
+    """How many."""
+    return sum(map(len, cores))
+
+
+def ascending(cores: Cores) -> tuple[int, ...]:
+    """All of them."""
+    return tuple(sorted(core for part in cores for core in part))

@@ -92,6 +92,20 @@ class Resources:
         for manager in self._managers:
             manager.forget(trajectory_id)
 
+    @property
+    def borrowers(self) -> int:
+        """How many run that idle cores can be lent to."""
+        return 0 if self._cpu is None else self._cpu.borrowers
+
+    def lend(self, now_s: float) -> None:
+        """Lend idle cores."""
+        if self._cpu is not None:
+            self._cpu.lend(now_s)
+
+    def moved(self) -> dict[str, tuple[int, ...]]:
+        """All cores of each action that has other ones than when this was last asked, those that lost some first."""
+        return {} if self._cpu is None else self._cpu.moved()
+
     def next_change_s(self, now_s: float) -> float:
         """When more is free although no action ends; NEVER_S: at no time."""
         return min((manager.next_change_s(now_s) for manager in self._managers), default=NEVER_S)

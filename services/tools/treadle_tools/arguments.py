@@ -9,10 +9,19 @@ from jsonschema.exceptions import best_match
 from jsonschema.protocols import Validator
 from treadle_runtime.errors import InvalidArgument
 
+from treadle_tools.tool import Result
+
 FIELD = "arguments_json"
 LARGEST_BYTES = 1024 * 1024  # code and answers are kilobytes; a worker's frame and its JSON parser hold a few copies
 
 Checked = dict[str, Any]
+
+
+def refuse_invalid(result: Result) -> None:
+    """Raises InvalidArgument where the tool refused an argument."""
+    if result.invalid is not None:
+        name, description = result.invalid
+        raise InvalidArgument(f"{FIELD}.{name}", description)
 
 
 def checked(text: str, validator: Validator) -> Checked:

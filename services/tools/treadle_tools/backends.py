@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import structlog
 from treadle_runtime.lifecycle import ServerStartError
 
+from treadle_tools.backend import Backend
 from treadle_tools.config import ToolsSettings
-from treadle_tools.containers.backend import Backend
-from treadle_tools.containers.pools import Pools
 from treadle_tools.containers.start import BackendMissing, ledger_folder, start_fleet
 from treadle_tools.keeper.client import KeeperClient, KeeperFailed, Terms
 from treadle_tools.keeper.folder import FolderRefused, StateFolder
+from treadle_tools.pools import Pools
 from treadle_tools.registry import Registry
 from treadle_tools.sandbox.bubblewrap import Bubblewrap, SandboxMissing, find_sandbox
 from treadle_tools.tool import Kind, Tool

@@ -11,9 +11,9 @@ from treadle_core.managers.breaker import State
 from treadle_runtime.bus import Bus, make_fact
 from treadle_runtime.fields import require
 
-from treadle_tools.session import Session
-from treadle_tools.snapshots import Snapshot
-from treadle_tools.standing import Standing
+from treadle_tools.dispatch.standing import Standing
+from treadle_tools.sessions.session import Session
+from treadle_tools.sessions.snapshots import Snapshot
 from treadle_tools.tool import Kind, Limits, Result, Status, Tool
 
 KINDS = {Kind.STATELESS: pb.TOOL_KIND_STATELESS, Kind.ENVIRONMENT: pb.TOOL_KIND_ENVIRONMENT}
@@ -87,7 +87,14 @@ def session_message(session: Session) -> pb.Session:
 def resources_message(standing: Standing) -> pb.GetResourcesResponse:
     """The contract's form."""
     resources = [
-        pb.Resource(dimension=each.dimension, capacity=each.capacity, held=each.held, free=each.free, waiting=waiting)
+        pb.Resource(
+            dimension=each.dimension,
+            capacity=each.capacity,
+            held=each.held,
+            free=each.free,
+            lent=each.lent,
+            waiting=waiting,
+        )
         for each, waiting in standing.usage()
     ]
     providers = [

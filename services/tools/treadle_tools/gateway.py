@@ -7,19 +7,17 @@ that a caller's mistake is always told as one.
 from collections.abc import Mapping
 from typing import Any
 
-from treadle_runtime.errors import InvalidArgument
-
-from treadle_tools.actions import Actions
-from treadle_tools.arguments import FIELD
+from treadle_tools.arguments import refuse_invalid
 from treadle_tools.background import Background
-from treadle_tools.containers.pools import Pools
+from treadle_tools.dispatch.actions import Actions
+from treadle_tools.dispatch.standing import Standing
 from treadle_tools.functions.function import HttpFunction
 from treadle_tools.functions.invocations import Invocations
+from treadle_tools.pools import Pools
 from treadle_tools.registry import Registry
-from treadle_tools.session import Opening, Session
-from treadle_tools.sessions import Sessions
-from treadle_tools.snapshots import Snapshots
-from treadle_tools.standing import Standing
+from treadle_tools.sessions.session import Opening, Session
+from treadle_tools.sessions.sessions import Sessions
+from treadle_tools.sessions.snapshots import Snapshots
 from treadle_tools.tool import Granted, Limits, Result, Tool
 
 
@@ -60,8 +58,7 @@ class Gateway:
                 self._background.spawn(self.pools.put_away(cell))
 
         result = await self._actions.run(tool, trajectory_id, limits, work)
-        if result.invalid is not None:
-            raise InvalidArgument(f"{FIELD}.{result.invalid[0]}", result.invalid[1])
+        refuse_invalid(result)
         return result
 
     async def open(self, opening: Opening) -> tuple[Session, Result]:

@@ -15,7 +15,7 @@ from treadle_runtime.errors import InvalidArgument, NotFound
 from treadle_runtime.fields import identifier
 
 from treadle_tools.arguments import Checked, checked
-from treadle_tools.demand import check_scaling
+from treadle_tools.dispatch.demand import check_scaling
 from treadle_tools.judges.judge import Judge
 from treadle_tools.tool import Kind, Tool
 

@@ -15,8 +15,8 @@ from treadle_tools import convert
 from treadle_tools.arguments import FIELD
 from treadle_tools.background import Background
 from treadle_tools.gateway import Gateway
-from treadle_tools.session import Opening
-from treadle_tools.snapshots import Snapshot
+from treadle_tools.sessions.session import Opening
+from treadle_tools.sessions.snapshots import Snapshot
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -39,13 +39,10 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
                 return await self._step(request)
             return await self._call(request)
 
-        async def once() -> pb.InvokeResponse:
-            return await self._records.once("Invoke", request, pb.InvokeResponse, call)
-
         if request.session_id:
             # A step changes the environment: it is finished and recorded whether or not the caller still waits.
-            return await self._background.finish(once)
-        return await once()
+            return await self._background.finish(lambda: self._records.once("Invoke", request, pb.InvokeResponse, call))
+        return await self._records.once("Invoke", request, pb.InvokeResponse, call, self._background.spawn)
 
     async def _call(self, request: pb.InvokeRequest) -> pb.InvokeResponse:
         _trajectory(request.trajectory_id)

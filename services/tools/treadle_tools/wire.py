@@ -18,13 +18,19 @@ from treadle_runtime.background import beside
 from treadle_runtime.lifecycle import ServerStartError
 from treadle_runtime.server import Runtime, Wiring
 
-from treadle_tools.actions import Actions
 from treadle_tools.backends import find_pools
 from treadle_tools.background import Background
 from treadle_tools.config import ToolsSettings
 from treadle_tools.convert import BusFacts
-from treadle_tools.demand import Demands
-from treadle_tools.durations import Durations
+from treadle_tools.dispatch.actions import Actions
+from treadle_tools.dispatch.demand import Demands
+from treadle_tools.dispatch.durations import Durations
+from treadle_tools.dispatch.meters import Meters
+from treadle_tools.dispatch.node import node_of
+from treadle_tools.dispatch.providers import ProvidersError, read_providers
+from treadle_tools.dispatch.standing import Standing
+from treadle_tools.dispatch.turns import Turns
+from treadle_tools.dispatch.warm_up import settle, warm_up
 from treadle_tools.functions.caller import Caller
 from treadle_tools.functions.declarations import DeclarationError, Declarations, read_functions
 from treadle_tools.functions.gate import ProviderGate
@@ -32,18 +38,12 @@ from treadle_tools.functions.invocations import Invocations
 from treadle_tools.gateway import Gateway
 from treadle_tools.gpu.wiring import gpu_managers, gpu_parts
 from treadle_tools.keeper.folder import SNAPSHOTS
-from treadle_tools.meters import Meters
-from treadle_tools.node import node_of
-from treadle_tools.providers import ProvidersError, read_providers
 from treadle_tools.registry import RegistrationError, load
 from treadle_tools.rewards.servicer import RewardsServicer
 from treadle_tools.rewards.wiring import reward_pool
 from treadle_tools.servicer import ToolsServicer
-from treadle_tools.sessions import Sessions
-from treadle_tools.snapshots import Snapshots
-from treadle_tools.standing import Standing
-from treadle_tools.turns import Turns
-from treadle_tools.warm_up import settle, warm_up
+from treadle_tools.sessions.sessions import Sessions
+from treadle_tools.sessions.snapshots import Snapshots
 
 SERVICE = tools_pb2.DESCRIPTOR.services_by_name["ToolsService"].full_name
 REWARDS_SERVICE = rewards_pb2.DESCRIPTOR.services_by_name["RewardsService"].full_name
@@ -77,12 +77,19 @@ async def wire(runtime: Runtime) -> Wiring:
     turns = Turns(dispatcher, settings.max_waiting, meters.decided)
     durations = Durations()
     numbers = itertools.count()
+    pinned = node.real and settings.pin == "auto"
     actions = Actions(
         turns,
         BusFacts(runtime.bus, source),
-        Demands(node.cores, node.machine.memory_bytes, providers, durations),
+        Demands(
+            node.cores,
+            node.machine.memory_bytes,
+            providers,
+            durations,
+            moves_cores=lambda tool: pinned and pools.moves_cores(tool),
+        ),
         durations,
-        pinned=node.real and settings.pin == "auto",
+        pinned=pinned,
         providers=providers,
         meters=meters,
         numbers=numbers,

@@ -8,7 +8,7 @@ action can have no choice of units nothing is decided: it takes the units it ask
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -30,8 +30,9 @@ from treadle_core.elastic.pools import CpuNode, CpuNodes, capacities
 from treadle_core.elastic.waiting import Waiting
 
 from treadle_sim.events import Timeline
+from treadle_sim.tools.followers import Followers
 from treadle_sim.tools.play import Report
-from treadle_sim.tools.trace import Asked, Decisions, Record, Trace
+from treadle_sim.tools.trace import Asked, Decisions, Record, Trace, ran_s
 
 FIRST_TYPICAL_S = 1.0  # until an action has ended; then the mean of all that are not profiled
 
@@ -86,6 +87,7 @@ class ElasticCores:
         self._plain_s, self._plain = 0.0, 0
         self._settling = False
         self.decisions = Decisions()
+        self._followers = Followers(timeline, self._free, self._finish)
 
     def open(self, trace: Trace) -> None:
         """Nothing is held before the first action."""
@@ -136,6 +138,7 @@ class ElasticCores:
             call.key,
             call.elasticity if call.profiled_s is not None else None,
             home,
+            follows_from=call.follows_from if call.profiled_s is not None else 0,
         )
 
     def _seat(self, action: Action) -> str | None:
@@ -170,9 +173,9 @@ class ElasticCores:
         began = self._stopwatch()
         now = self._timeline.now
         executing = [
-            Executing(CPU_CORES, run.units, run.ends_s - now, node.static.node_id, run.scalable)
+            Executing(CPU_CORES, run.units, self._ends_s(each, run) - now, node.static.node_id, run.scalable)
             for node in nodes
-            for run in node.running.values()
+            for each, run in node.running.items()
         ]
         pool = CpuNodes(tuple(node.now() for node in nodes))
         starts = decide(waiting, [pool], executing, self._typical_s, depth=self._depth)
@@ -199,6 +202,7 @@ class ElasticCores:
             self._homes[action.trajectory_id] = home
             node.free_memory_bytes -= asked.trace.memory_bytes
         node.free_cores -= units
+        self._followers.recall(home)
         profiled = asked.call.profiled_s is not None
         expected_s = seconds_at(action, units) if profiled else self._typical_s
         node.running[action.action_id] = _Running(
@@ -206,7 +210,18 @@ class ElasticCores:
         )
         took_s = ran_s(asked, units)
         record = Record(asked, now, self._overhead_s, now + self._overhead_s + took_s, units)
-        self._timeline.at(record.finished_s, self._finish, record, home)
+        if action.follows(units):
+            self._followers.begin(action, record, home)
+        else:
+            self._timeline.at(record.finished_s, self._finish, record, home)
+        self._followers.lend_soon()
+
+    def _ends_s(self, action_id: str, run: _Running) -> float:
+        follows_s = self._followers.ends_s(action_id)
+        return run.ends_s if follows_s is None else follows_s
+
+    def _free(self) -> Mapping[str, int]:
+        return {name: node.free_cores for name, node in self._nodes.items()}
 
     def _finish(self, record: Record, home: str) -> None:
         node = self._nodes[home]
@@ -216,15 +231,8 @@ class ElasticCores:
             self._plain_s, self._plain = self._plain_s + record.execution_s, self._plain + 1
         if self._homeless or len(node.waiting):
             self._wake(home)
+        self._followers.lend_soon()
         self._report(record)
-
-
-def ran_s(asked: Asked, units: int) -> float:
-    """How long a call takes with so many units."""
-    call = asked.call
-    if call.elasticity is None:
-        return call.single_unit_s
-    return call.single_unit_s / (call.elasticity.efficiency(units) * units)
 
 
 def equal_nodes(count: int, cores: int, memory_bytes: int) -> tuple[CpuNode, ...]:

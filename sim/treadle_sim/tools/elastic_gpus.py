@@ -18,10 +18,9 @@ from treadle_core.managers.grants import Service
 from treadle_core.managers.resources import Resources
 
 from treadle_sim.events import Timeline
-from treadle_sim.tools.elastic_cores import ran_s
 from treadle_sim.tools.models import DEGREES, GPU_BYTES, Restoring
 from treadle_sim.tools.play import Report
-from treadle_sim.tools.trace import Asked, Decisions, Record, Trace
+from treadle_sim.tools.trace import Asked, Decisions, Record, Trace, ran_s
 
 MISS_SHARE = 0.05  # of the newest in the share of a degree's starts that had to restore
 

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from treadle_sim.events import Timeline
-from treadle_sim.tools.elastic_cores import ran_s
 from treadle_sim.tools.models import Restoring
 from treadle_sim.tools.play import Report
-from treadle_sim.tools.trace import Asked, Decisions, Record, Trace
+from treadle_sim.tools.trace import Asked, Decisions, Record, Trace, ran_s
 
 
 class StaticGroups:

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from treadle_core.elastic.pools import CpuNode
 
 from treadle_sim.events import Timeline
-from treadle_sim.tools.elastic_cores import ran_s
 from treadle_sim.tools.play import Report
 from treadle_sim.tools.sharing import NEVER_S, SharedCores
-from treadle_sim.tools.trace import Asked, Decisions, Record, Trace
+from treadle_sim.tools.trace import Asked, Decisions, Record, Trace, ran_s
 
 
 @dataclass(frozen=True, slots=True)

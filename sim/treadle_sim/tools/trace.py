@@ -18,6 +18,7 @@ class Call:
 
     cost: what it asks for while it runs. single_unit_s: how long it takes on one unit of `key`. profiled_s: what is
     known of that beforehand, None: nothing. elasticity None: more units do not help. service: the model it wants.
+    follows_from: granted so many cores or more, it can be lent idle ones while it runs; 0: it cannot.
     """
 
     generation_s: float
@@ -28,6 +29,7 @@ class Call:
     elasticity: Elasticity | None = None
     profiled_s: float | None = None
     service: str = ""
+    follows_from: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,14 @@ class Asked:
     @property
     def action_id(self) -> str:
         return f"{self.trace.trajectory_id}/{self.at}"
+
+
+def ran_s(asked: Asked, units: int) -> float:
+    """How long a call takes with so many units."""
+    call = asked.call
+    if call.elasticity is None:
+        return call.single_unit_s
+    return call.single_unit_s / (call.elasticity.efficiency(units) * units)
 
 
 @dataclass(frozen=True, slots=True)

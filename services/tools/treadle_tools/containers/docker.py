@@ -15,8 +15,8 @@ from typing import Any
 import aiodocker
 import aiohttp
 from aiodocker.containers import DockerContainer
-from aiodocker.stream import Stream
 
+from treadle_tools.containers.docker_pipe import DockerPipe
 from treadle_tools.containers.images import Images
 from treadle_tools.containers.recipe import MOST_DESCRIPTORS, MOST_FILES, USER, Recipe
 from treadle_tools.containers.vessel import Allotment, Ending, HostFailed, Pipe, VesselLost
@@ -25,46 +25,7 @@ OWNER = "treadle.tools.owner"
 TOOL = "treadle.tools.tool"
 PERIOD_US = 100_000
 CALL_TIMEOUT_S = 60.0  # of one question to the daemon; a container is made in half a second on an idle machine
-COMPLAINTS_BYTES = 8192
-STDERR = 2
 UNIX = "unix://"
-
-
-class DockerPipe:
-    """Bytes to and from process 1, attached."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self._complaints = b""
-
-    async def write(self, piece: bytes) -> None:
-        """See `vessel.Pipe`."""
-        try:
-            await self._stream.write_in(piece)
-        # The library asserts that there is a connection.
-        except (aiohttp.ClientError, OSError, AssertionError, RuntimeError) as error:
-            raise ConnectionError(str(error) or "the connection is gone") from error
-
-    async def read(self) -> bytes:
-        """See `vessel.Pipe`."""
-        try:
-            while (message := await self._stream.read_out()) is not None:
-                if message.stream != STDERR:
-                    return message.data
-                self._complaints = (self._complaints + message.data)[-COMPLAINTS_BYTES:]
-        except (aiohttp.ClientError, OSError, aiodocker.DockerError):
-            pass
-        return b""
-
-    @property
-    def complaints(self) -> str:
-        """See `vessel.Pipe`."""
-        return self._complaints.decode(errors="replace").strip()
-
-    async def close(self) -> None:
-        """See `vessel.Pipe`."""
-        with contextlib.suppress(AssertionError):  # the library's, where the other end has gone first
-            await self._stream.close()
 
 
 class DockerVessel:

@@ -17,7 +17,7 @@ from typing import Any
 
 import structlog
 
-from treadle_tools.containers.backend import Cell
+from treadle_tools.backend import Cell
 from treadle_tools.containers.cell import ContainerCell, ending_of, told
 from treadle_tools.containers.hosts import Hosts
 from treadle_tools.containers.ledger import Ledger
@@ -88,6 +88,7 @@ class Fleet:
             self._spares[tool].fail(why)
         self.found: list[FoundSession] = []
         self.closed = dict(ledger.closed)
+        self.moves_cores = False  # a host is asked to change them, which takes as long as many an action
 
     async def connect(self) -> None:
         """Find the containers of the sessions that the ledger knows, and remove all others. A host that does not answer

@@ -22,6 +22,7 @@ from kubernetes_asyncio.config.config_exception import ConfigException
 from kubernetes_asyncio.stream import WsApiClient
 
 from treadle_tools.containers.pod import CONTAINER, OWNER, label, pod_of, resized
+from treadle_tools.containers.pod_pipe import PodPipe
 from treadle_tools.containers.recipe import Recipe
 from treadle_tools.containers.vessel import Allotment, Ending, HostFailed, Pipe, VesselLost
 
@@ -32,10 +33,7 @@ START_TIMEOUT_S = 120.0  # an image may have to be fetched first
 LOOK_PAUSE_S = 0.2
 LONGEST_LOOK_PAUSE_S = 2.0
 CALL_TIMEOUT_S = 60.0
-PIECE_BYTES = 32 * 1024  # of a message to a pod: what the kubelet itself sends at a time
 LOG_LINES = 20
-COMPLAINTS_BYTES = 8192
-STDIN, STDOUT, STDERR = 0, 1, 2
 HOPELESS = {
     "ErrImagePull",
     "ImagePullBackOff",
@@ -45,42 +43,6 @@ HOPELESS = {
 }
 IN_CLUSTER = "KUBERNETES_SERVICE_HOST"
 OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-
-
-class PodPipe:
-    """Bytes to and from process 1, attached over a web socket; its first byte names the channel."""
-
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self._socket = socket
-        self._complaints = b""
-
-    async def write(self, piece: bytes) -> None:
-        """See `vessel.Pipe`."""
-        try:
-            for start in range(0, len(piece), PIECE_BYTES):
-                await self._socket.send_bytes(bytes([STDIN]) + piece[start : start + PIECE_BYTES])
-        except (aiohttp.ClientError, OSError, RuntimeError) as error:
-            raise ConnectionError(str(error) or "the connection is gone") from error
-
-    async def read(self) -> bytes:
-        """See `vessel.Pipe`."""
-        with contextlib.suppress(aiohttp.ClientError, OSError):
-            while (message := await self._socket.receive()).type is aiohttp.WSMsgType.BINARY:
-                channel, data = message.data[0], message.data[1:]
-                if channel == STDOUT and data:
-                    return bytes(data)
-                if channel == STDERR:
-                    self._complaints = (self._complaints + data)[-COMPLAINTS_BYTES:]
-        return b""
-
-    @property
-    def complaints(self) -> str:
-        """See `vessel.Pipe`."""
-        return self._complaints.decode(errors="replace").strip()
-
-    async def close(self) -> None:
-        """See `vessel.Pipe`."""
-        await self._socket.close()
 
 
 class PodVessel:

@@ -15,8 +15,8 @@ from treadle_core.elastic.action import Action
 from treadle_core.managers.basic import BasicManager
 from treadle_core.managers.grants import End, Ended
 
+from treadle_tools.dispatch.turns import Turns
 from treadle_tools.functions.failure import CallFailed
-from treadle_tools.turns import Turns
 
 
 class Verdict(enum.Enum):

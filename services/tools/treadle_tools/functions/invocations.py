@@ -8,12 +8,12 @@ from typing import Any
 from treadle_runtime.deadlines import remaining_s
 from treadle_runtime.errors import Unavailable
 
-from treadle_tools.actions import Facts
+from treadle_tools.dispatch.actions import Facts
+from treadle_tools.dispatch.meters import NO_METERS, Meters
 from treadle_tools.functions.answers import failed, result_of
 from treadle_tools.functions.caller import Caller
 from treadle_tools.functions.failure import CallFailed
 from treadle_tools.functions.function import HttpFunction
-from treadle_tools.meters import NO_METERS, Meters
 from treadle_tools.tool import Kind, Limits, Result, Status, Tool
 
 ANSWER_MARGIN_S = 0.25  # of the caller's time, kept for telling it what came of the call

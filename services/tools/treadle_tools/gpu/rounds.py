@@ -17,9 +17,9 @@ from treadle_core.managers.grants import SERVED, End, Ended, GpuGrant
 from treadle_runtime.errors import TreadleError, Unavailable
 
 from treadle_tools.background import Background
+from treadle_tools.dispatch.turns import Turn, Turns
 from treadle_tools.gpu.residents import Residents
 from treadle_tools.gpu.servers import Gpus, GpuService, Server
-from treadle_tools.turns import Turn, Turns
 
 RECENT_SHARE = 0.2  # of the newest round in the learned duration
 RETRY_S = 2.0

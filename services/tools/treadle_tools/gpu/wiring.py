@@ -8,12 +8,12 @@ from treadle_core.managers.grants import Service
 from treadle_runtime.bus import Bus
 
 from treadle_tools.background import Background
+from treadle_tools.dispatch.turns import Turns
 from treadle_tools.gpu.ledger import BUCKET, Ledger
 from treadle_tools.gpu.memory import EngineMemory
 from treadle_tools.gpu.residents import Residents
 from treadle_tools.gpu.rounds import Rounds
 from treadle_tools.gpu.servers import Gpus
-from treadle_tools.turns import Turns
 
 
 @dataclass(frozen=True)

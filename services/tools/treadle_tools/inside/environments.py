@@ -9,12 +9,15 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from treadle_tools.inside import frames, snapshot, snippet
 from treadle_tools.tool import Environment, InvalidArguments, Outcome, Status
 
 CORES = "TREADLE_CORES"  # how a program learns how many cores it was granted
+MOST_CORES = "TREADLE_MOST_CORES"  # and how many it may have at a time, where more can be lent to it
+SINGLE_CORE_S = "TREADLE_SINGLE_CORE_S"
 
 _links: list[socket.socket] = []  # of this process, one at most: how an environment out of a snapshot finds its sandbox
 
@@ -58,8 +61,8 @@ def _live(environment: Environment, link: socket.socket) -> None:
             os.close(file)
         else:
             arguments = request["step"]
-            os.environ[CORES] = str(request["cores"])
-            answer(link, lambda arguments=arguments: environment.step(arguments))  # type: ignore[misc]
+            tell_cores(request)
+            answer(link, partial(environment.step, arguments))
 
 
 def _write(environment: Environment, file: int, link: socket.socket) -> None:
@@ -126,3 +129,11 @@ class LinkedSandbox:
 
 def _here() -> LinkedSandbox:
     return LinkedSandbox(_links[0])
+
+
+def tell_cores(order: Mapping[str, Any]) -> None:
+    """Tell the program of this process how many cores it starts with, how many it may have at a time, and how many
+    seconds it should take on one core, 0 where nobody knows.
+    """
+    for variable, name in ((CORES, "cores"), (MOST_CORES, "most_cores"), (SINGLE_CORE_S, "single_core_s")):
+        os.environ[variable] = str(order[name])

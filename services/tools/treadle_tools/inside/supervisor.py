@@ -39,6 +39,19 @@ class Allowance:
     wall_s: float
     output_bytes: int
     cpu_cores: int
+    most_cores: int = 0
+    single_core_s: float = 0.0
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds that fit in."""
+        return self.wall_s * max(self.cpu_cores, self.most_cores)
+
+    @property
+    def cores(self) -> dict[str, float]:
+        """As the program is told: see `environments.tell_cores`."""
+        most_cores = max(self.cpu_cores, self.most_cores)
+        return {"cores": self.cpu_cores, "most_cores": most_cores, "single_core_s": self.single_core_s}
 
     @classmethod
     def of(cls, request: Mapping[str, Any]) -> "Allowance":
@@ -70,6 +83,7 @@ class Supervisor:
         self._worker = worker
         self._environment: Child | None = None
         self._spare: Child | None = None
+        self._spent: Child | None = None
         self._has_run_python = False
         self._last: dict[str, Any] = {"id": ""}
 
@@ -90,6 +104,9 @@ class Supervisor:
                 if request["op"] != "recall":
                     self._last = self._timed_answer(request, file)
                 requests.answer(self._last)
+            if self._spent is not None:  # after the answer: it takes half a millisecond, and nobody needs it
+                self._spent.kill()
+                self._spent = None
             if file is not None:
                 os.close(file)
             if self._has_run_python:
@@ -120,30 +137,29 @@ class Supervisor:
             baseline_bytes=self._worker.baseline_bytes,
             file_bytes=self._worker.work_bytes,
             processes=self._worker.processes,
-            cpu_s=None if op in ("open", "restore") else allowed.wall_s * allowed.cpu_cores,
+            cpu_s=None if op in ("open", "restore") else allowed.cpu_s,
         )
-        child.send({"op": op, "arguments": arguments, "budget": asdict(budget), "cores": allowed.cpu_cores}, file)
+        child.send({"op": op, "arguments": arguments, "budget": asdict(budget), **allowed.cores}, file)
         return child
 
     def _answer(self, request: Mapping[str, Any], allowed: Allowance, file: int | None) -> dict[str, Any]:
         op, arguments = str(request["op"]), request["arguments"]
         if op == "call":
-            return self._finish(self._ordered(op, arguments, allowed), allowed)
+            self._spent = self._ordered(op, arguments, allowed)
+            return self._heard(self._spent, allowed)
         if op in ("open", "restore"):
             self._environment = self._ordered(op, arguments, allowed, file)
         elif self._environment is not None:
-            self._environment.send({op: arguments, "cores": allowed.cpu_cores}, file)
+            self._environment.send({op: arguments, **allowed.cores}, file)
         return self._environment_answer(allowed)
 
-    def _finish(self, child: Child, allowed: Allowance) -> dict[str, Any]:
-        """The one answer of a child, which is gone afterwards."""
+    def _heard(self, child: Child, allowed: Allowance) -> dict[str, Any]:
+        """The one answer of a child, which is to be killed afterwards."""
         captured = Captured(allowed.output_bytes)
         try:
             event = child.next_event(time.monotonic() + allowed.wall_s, captured)
         except frames.FrameError as error:
             return _reply(Status.CRASHED, captured, error=str(error))
-        finally:
-            child.kill()
         return _told(event, captured, allowed)
 
     def _environment_answer(self, allowed: Allowance) -> dict[str, Any]:
@@ -159,7 +175,12 @@ class Supervisor:
                 if not isinstance(event, dict) or "python" not in event:
                     break
                 self._has_run_python = True
-                environment.send(self._finish(self._ordered("python", {"code": event["python"]}, allowed), allowed))
+                child = self._ordered("python", {"code": event["python"]}, allowed)
+                try:
+                    answer = self._heard(child, allowed)
+                finally:
+                    child.kill()
+                environment.send(answer)
                 deadline = max(deadline, time.monotonic() + ENVIRONMENT_GRACE_S)
         except (frames.FrameError, OSError) as error:
             event = {"status": Status.CRASHED, "error": str(error), "fatal": True}
@@ -187,8 +208,7 @@ def _ended(wait_status: int, captured: Captured, allowed: Allowance) -> dict[str
         return _reply(Status.CRASHED, captured, error=f"ended without an answer, exit code {code}")
     number = os.WTERMSIG(wait_status)
     if number == signal.SIGXCPU:
-        seconds = allowed.wall_s * allowed.cpu_cores
-        return _reply(Status.TIMED_OUT, captured, error=f"stopped after more than {seconds:g} CPU seconds")
+        return _reply(Status.TIMED_OUT, captured, error=f"stopped after more than {allowed.cpu_s:g} CPU seconds")
     return _reply(Status.CRASHED, captured, error=f"killed by {signal.Signals(number).name}")
 
 
@@ -204,7 +224,7 @@ def labour(worker: Worker, link: socket.socket) -> None:
     order, file = received
     Budget(**order["budget"]).enforce()
     arguments = order["arguments"]
-    os.environ[environments.CORES] = str(order["cores"])
+    environments.tell_cores(order)
     if order["op"] == "open":
         environments.begin(worker.program, arguments, link)
         return

@@ -9,6 +9,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -57,8 +58,8 @@ class Cells:
                 recipes[tool],
                 cgroups,
                 spares,
-                made=lambda cell, tool=tool: self._enter(tool, cell),  # type: ignore[misc]
-                failed=lambda failure, tool=tool: self._tell(tool, failure),  # type: ignore[misc]
+                made=partial(self._enter, tool),
+                failed=partial(self._tell, tool),
             )
             self._pools[tool] = (pool, self._group.create_task(pool.keep()))
 

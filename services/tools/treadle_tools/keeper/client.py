@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 
-from treadle_tools.containers import backend
+from treadle_tools import backend
 from treadle_tools.inside import frames
 from treadle_tools.keeper import protocol
 from treadle_tools.keeper.channel import Channel
@@ -86,6 +86,11 @@ class KeeperClient:
     def cgroups_version(self) -> int | None:
         """Which control groups limit the cells; None where none do."""
         return None if self._root is None else self._root.version
+
+    @property
+    def moves_cores(self) -> bool:
+        """See `backend.Backend`: where control groups tell cores apart."""
+        return self._root is not None and bool(self._root.cores)
 
     async def connect(self) -> None:
         """Find the keeper of the folder, or start one. Raises KeeperFailed."""

@@ -85,15 +85,17 @@ class Slot:
         """Set what the slot's cell may use from now on. memory_bytes: None leaves it as it is. cores: which; empty:
         any."""
         names = self._root.names
-        quota = cpu_cores * PERIOD_US
         if memory_bytes is not None:
             self._limit_memory(memory_bytes)
-        if self._root.version == 1:
-            self._write("cpu", "cpu.cfs_quota_us", str(quota))
-        else:
-            self._write("cpu", "cpu.max", f"{quota} {PERIOD_US}")
+        self._allot(cpu_cores)
         self._write("pids", names.processes_most, str(processes))
         self._pin(cores)
+
+    def move(self, cores: tuple[int, ...]) -> None:
+        """Its cell runs on these from now on, and may fill them."""
+        with contextlib.suppress(FileNotFoundError):
+            self._allot(len(cores))
+            self._pin(cores)
 
     def unpin(self) -> None:
         """Any core will do from now on: those of the last action are another's."""
@@ -109,6 +111,13 @@ class Slot:
             if "cpuacct" in self._folders:
                 return int(_read(self._folders["cpuacct"] / "cpuacct.usage")) / 1e9
         return None
+
+    def _allot(self, cpu_cores: int) -> None:
+        quota_us = cpu_cores * PERIOD_US
+        if self._root.version == 1:
+            self._write("cpu", "cpu.cfs_quota_us", str(quota_us))
+        else:
+            self._write("cpu", "cpu.max", f"{quota_us} {PERIOD_US}")
 
     def _pin(self, cores: tuple[int, ...]) -> None:
         if "cpuset" in self._folders:

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from treadle_tools.containers.backend import Cell
+from treadle_tools.backend import Cell
 from treadle_tools.sandbox.cell import WorkerFailed
 
 C = TypeVar("C", bound=Cell)

@@ -512,6 +512,7 @@ class Resource(google.protobuf.message.Message):
     HELD_FIELD_NUMBER: builtins.int
     FREE_FIELD_NUMBER: builtins.int
     WAITING_FIELD_NUMBER: builtins.int
+    LENT_FIELD_NUMBER: builtins.int
     dimension: builtins.str
     capacity: builtins.int
     """units in all"""
@@ -521,6 +522,8 @@ class Resource(google.protobuf.message.Message):
     """what may start now; less than the rest while a provider is left alone"""
     waiting: builtins.int
     """actions that wait and ask for it"""
+    lent: builtins.int
+    """of those that are free, lent for now to actions that can use them"""
     def __init__(
         self,
         *,
@@ -529,8 +532,9 @@ class Resource(google.protobuf.message.Message):
         held: builtins.int = ...,
         free: builtins.int = ...,
         waiting: builtins.int = ...,
+        lent: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["capacity", b"capacity", "dimension", b"dimension", "free", b"free", "held", b"held", "waiting", b"waiting"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capacity", b"capacity", "dimension", b"dimension", "free", b"free", "held", b"held", "lent", b"lent", "waiting", b"waiting"]) -> None: ...
 
 Global___Resource: typing_extensions.TypeAlias = Resource
 

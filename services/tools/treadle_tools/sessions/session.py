@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from treadle_tools.containers.backend import Cell
-from treadle_tools.snapshots import Snapshot
+from treadle_runtime.errors import FailedPrecondition
+
+from treadle_tools.backend import Cell
+from treadle_tools.sessions.snapshots import Snapshot
 from treadle_tools.tool import Limits, Result, Status, Tool
 
 
@@ -59,6 +61,16 @@ class Session:
     last_used_at: float = field(default_factory=time.time)
     idle_since: float = field(default_factory=time.monotonic)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def standing(self) -> Cell:
+        """The cell, to be asked. Raises FailedPrecondition where the session has ended."""
+        if self.ended or self.cell is None:
+            raise FailedPrecondition(
+                "SESSION_ENDED",
+                f"session {self.session_id!r} takes no more steps: {self.ended or 'closed'}",
+                session_id=self.session_id,
+            )
+        return self.cell
 
     def used(self) -> None:
         """It has just been used."""

@@ -13,16 +13,16 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import structlog
-from treadle_runtime.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from treadle_runtime.errors import FailedPrecondition, NotFound, ResourceExhausted
 
-from treadle_tools.actions import Actions, result_of
-from treadle_tools.arguments import FIELD
-from treadle_tools.containers.backend import Cell, Found
+from treadle_tools.arguments import refuse_invalid
+from treadle_tools.backend import Cell, Found
+from treadle_tools.dispatch.actions import Actions, result_of
 from treadle_tools.registry import Registry
-from treadle_tools.retries import opened
 from treadle_tools.sandbox.cell import CellLost
-from treadle_tools.session import Memory, Opening, Session, step_key
-from treadle_tools.snapshots import Snapshot, Snapshots
+from treadle_tools.sessions.retries import opened
+from treadle_tools.sessions.session import Memory, Opening, Session, step_key
+from treadle_tools.sessions.snapshots import Snapshot, Snapshots
 from treadle_tools.tool import Granted, Limits, Result, Status, Tool
 
 log = structlog.get_logger()
@@ -106,7 +106,7 @@ class Sessions:
         self._opening += 1
         try:
             result = await self._opened(session, opening)
-            self._refuse_invalid(result)
+            refuse_invalid(result)
             self._note(session, opening.key, result)
         except BaseException:
             self._end(session, "failed")
@@ -148,7 +148,7 @@ class Sessions:
         """
         await self._recalled(session)
         async with session.turn:
-            cell = self._standing(session)
+            cell = session.standing()
             session.used()
             with self._snapshots.writing() as new:
                 try:
@@ -188,7 +188,7 @@ class Sessions:
             key = step_key(request_id)
             if session.last_key == key and session.last is not None:
                 return session.last
-            cell = self._standing(session)
+            cell = session.standing()
             session.used()
 
             async def step(granted: Granted) -> Mapping[str, Any]:
@@ -196,22 +196,11 @@ class Sessions:
 
             result = await self._actions.run(session.tool, session.trajectory_id, limits, step, session.session_id)
             session.used()
-            self._refuse_invalid(result)
+            refuse_invalid(result)
             session.steps += 1
             self._note(session, key, result)
             await self._remembering().told()
             return result
-
-    @staticmethod
-    def _standing(session: Session) -> Cell:
-        """The cell of a session that can be asked. Raises FailedPrecondition."""
-        if session.ended or session.cell is None:
-            raise FailedPrecondition(
-                "SESSION_ENDED",
-                f"session {session.session_id!r} takes no more steps: {session.ended or 'closed'}",
-                session_id=session.session_id,
-            )
-        return session.cell
 
     async def close(self, session_id: str, request_id: str = "") -> None:
         """End a session, after the step that runs. Raises NotFound."""
@@ -304,9 +293,3 @@ class Sessions:
     def _remembering(self) -> Memory:
         assert self._memory is not None  # a session has a cell, and cells come from there
         return self._memory
-
-    @staticmethod
-    def _refuse_invalid(result: Result) -> None:
-        if result.invalid is not None:
-            name, description = result.invalid
-            raise InvalidArgument(f"{FIELD}.{name}", description)

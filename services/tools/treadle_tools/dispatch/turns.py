@@ -1,8 +1,9 @@
 """Whose turn it is: actions wait for cores, memory and providers, and start when the dispatcher says so.
 
 What comes and what ends in one turn of the event loop is decided on together; an action without a choice that nobody
-waits before starts at once. Owns: the dispatcher, and the future of each action that waits. Invariant: what an action
-holds is given back once, whether it ends, fails, or nobody wants it any more.
+waits before starts at once. Cores that stay idle are lent to those that run, a little later. Owns: the dispatcher, the
+future of each action that waits and the turn of each that runs. Invariants: what an action holds is given back once,
+whether it ends, fails, or nobody wants it any more; a core is taken from its borrower before another is told of it.
 """
 
 import asyncio
@@ -10,13 +11,16 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from treadle_core.elastic.action import Action
 from treadle_core.managers.dispatcher import Dispatcher, Started
 from treadle_core.managers.grants import SERVED, End, Ended
+from treadle_core.managers.loans import LENDING_PAUSE_S
 from treadle_core.managers.protocol import NEVER_S
 from treadle_runtime.errors import ResourceExhausted
+
+from treadle_tools.dispatch.moves import Moves
 
 LONG_DECISION_S = 0.5e-3  # from here on decisions take half of the loop's time at most
 RETRY_S = 1.0  # a full queue moves within a few actions, which take parts of a second
@@ -24,10 +28,11 @@ RETRY_S = 1.0  # a full queue moves within a few actions, which take parts of a 
 
 @dataclass
 class Turn:
-    """An action that runs. ended: how it ended; whoever runs it says so before it lets go."""
+    """An action that runs. ended: how it ended; whoever runs it says so before it lets go. moves: of its cores."""
 
     started: Started
     ended: Ended = SERVED
+    moves: Moves = field(default_factory=Moves)
 
 
 class Turns:
@@ -45,7 +50,9 @@ class Turns:
         self._max_waiting = max_waiting
         self._decided = decided
         self._clock = clock
-        self._futures: dict[str, asyncio.Future[Started]] = {}
+        self._futures: dict[str, asyncio.Future[Turn]] = {}
+        self._running: dict[str, Turn] = {}
+        self._lending: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
 
     @asynccontextmanager
@@ -54,7 +61,7 @@ class Turns:
 
         Raises ResourceExhausted when too many wait, TimeoutError where its turn does not come `within_s`.
         """
-        turn = Turn(await self._turn_of(action, within_s))
+        turn = await self._turn_of(action, within_s)
         try:
             yield turn
         except BaseException:
@@ -68,18 +75,19 @@ class Turns:
         self.dispatcher.forget(holder)
         self._wake()
 
-    async def _turn_of(self, action: Action, within_s: float | None) -> Started:
+    async def _turn_of(self, action: Action, within_s: float | None) -> Turn:
         self.dispatcher.check(action)
         started = self.dispatcher.submit_alone(action, self._clock())
         if started is not None:
-            return started
+            self._move()
+            return self._start(started)
         waiting = len(self.dispatcher)
         if waiting >= self._max_waiting and (waiting or not action.scalable):
             raise ResourceExhausted(
                 "ACTIONS_WAITING", f"{self._max_waiting} actions wait for their turn already", retry_after_s=RETRY_S
             )
         self.dispatcher.submit(action)
-        future: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
         self._futures[action.action_id] = future
         self._wake()
         try:
@@ -93,9 +101,15 @@ class Turns:
                 self._wake()
             raise
 
+    def _start(self, started: Started) -> Turn:
+        turn = self._running[started.action.action_id] = Turn(started)
+        return turn
+
     def _end(self, action: Action, ended: Ended) -> None:
+        del self._running[action.action_id]
         self.dispatcher.end(action.action_id, self._clock(), ended)
         self._wake()
+        self._lend_soon()
 
     async def run(self) -> None:
         """Decide whenever something has changed, for ever: once for all that happened in a turn of the loop."""
@@ -122,5 +136,21 @@ class Turns:
     def _decide(self, now_s: float) -> None:
         for started in self.dispatcher.decide(now_s):
             future = self._futures.pop(started.action.action_id)
+            turn = self._start(started)
             if not future.done():  # else it is cancelled, and whoever waited for it lets go next
-                future.set_result(started)
+                future.set_result(turn)
+        self._move()
+        self._lend_soon()
+
+    def _lend_soon(self) -> None:
+        if self._lending is None and self.dispatcher.resources.borrowers:
+            self._lending = asyncio.get_running_loop().call_later(LENDING_PAUSE_S, self._lend)
+
+    def _lend(self) -> None:
+        self._lending = None
+        self.dispatcher.resources.lend(self._clock())
+        self._move()
+
+    def _move(self) -> None:
+        for action_id, cores in self.dispatcher.resources.moved().items():
+            self._running[action_id].moves.to(cores)

@@ -3,6 +3,7 @@
 Running averages by tool, of what an action took beside its own work (overhead) and of that work on one core.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from treadle_core.elastic.action import Amdahl, Duration, Elasticity, Knowledge, Measured
@@ -32,8 +33,8 @@ class Durations:
         self._learned: dict[str, _Learned] = {}
 
     def learn(self, tool: Tool, result: Result) -> None:
-        """An action has ended by itself; its result says on how many cores."""
-        factor = speedup(tool.scaling, result.cores)
+        """An action has ended by itself; its result says how much its cores sped it up."""
+        factor = speedup(tool.scaling, result.cores) if result.sped_up is None else result.sped_up
         newest = _Learned(result.overhead_s, result.execution_s * factor, factor)
         self._learned.setdefault(tool.name, newest).add(newest)
 
@@ -60,3 +61,11 @@ def elasticity(scaling: Scaling) -> Elasticity:
 def speedup(scaling: Scaling | None, cores: int) -> float:
     """How many times as fast as on one core."""
     return 1.0 if scaling is None else elasticity(scaling).efficiency(cores) * cores
+
+
+def mean_speedup(scaling: Scaling | None, cores: int, lent: Mapping[int, float]) -> float:
+    """The same on average. lent: seconds by how many cores it had beyond its own, 0 among them."""
+    total_s = sum(lent.values())
+    if total_s <= 0.0:
+        return speedup(scaling, cores)
+    return sum(seconds * speedup(scaling, cores + more) for more, seconds in lent.items()) / total_s

@@ -9,7 +9,7 @@ from typing import Any
 
 from treadle_runtime.errors import FailedPrecondition
 
-from treadle_tools.containers.backend import Backend, Cell, Found
+from treadle_tools.backend import Backend, Cell, Found
 from treadle_tools.tool import Tool
 
 
@@ -54,6 +54,11 @@ class Pools:
                 f"tools run in a sandbox only: {self._missing[name]}; then start the service again",
             )
         return self._backends[name]
+
+    def moves_cores(self, tool: Tool) -> bool:
+        """Whether the cores of an action of `tool` can be changed while it runs."""
+        backend = self._backends.get(self._of_tool.get(tool.name, ""))
+        return backend is not None and backend.moves_cores
 
     async def take(self, tool: Tool) -> Cell:
         """A fresh cell of `tool`. Raises FailedPrecondition without a sandbox, WorkerFailed where the tool does not

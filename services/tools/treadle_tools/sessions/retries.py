@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import structlog
 from treadle_runtime.errors import Unavailable
 
-from treadle_tools.session import Opening
+from treadle_tools.sessions.session import Opening
 from treadle_tools.tool import Result, Status
 
 log = structlog.get_logger()

@@ -3,7 +3,7 @@
 An action that asks for more than there is gets all there is.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from treadle_core.elastic.action import (
     CPU_CORES,
@@ -16,21 +16,30 @@ from treadle_core.elastic.action import (
     Knowledge,
     Range,
     UnitSet,
+    key_units,
 )
 from treadle_core.elastic.action_input import InvalidActionError, check_action
 from treadle_core.managers.basic import BasicManager
 
-from treadle_tools.durations import Durations, elasticity
-from treadle_tools.node import NODE_ID
+from treadle_tools.dispatch.durations import Durations, elasticity
+from treadle_tools.dispatch.node import NODE_ID
 from treadle_tools.tool import Kind, Limits, Scaling, Tool
 
 
 class Demands:
-    """See the module. cores, memory_bytes: of the node. providers: by name."""
+    """See the module. cores, memory_bytes: of the node. providers: by name. moves_cores: whether a tool's actions can
+    be given other cores while they run.
+    """
 
     def __init__(
-        self, cores: int, memory_bytes: int, providers: Mapping[str, BasicManager], durations: Durations
+        self,
+        cores: int,
+        memory_bytes: int,
+        providers: Mapping[str, BasicManager],
+        durations: Durations,
+        moves_cores: Callable[[Tool], bool] = lambda _: False,
     ) -> None:
+        self._moves_cores = moves_cores
         self._cores = cores
         self._memory_bytes = memory_bytes
         self._providers = providers
@@ -59,6 +68,7 @@ class Demands:
             key=CPU_CORES,
             elasticity=elasticity(tool.scaling) if tool.scaling is not None else None,
             node_id=None if stays else NODE_ID,
+            follows_from=tool.scaling.follows_from if tool.scaling is not None and self._moves_cores(tool) else 0,
         )
 
 
@@ -69,7 +79,10 @@ def check_scaling(tool: Tool) -> None:
         return
     single_core = Duration(Knowledge.PROFILED, 1.0 if scaling.single_core_s is None else scaling.single_core_s)
     cost = {CPU_CORES: UnitSet(scaling.cores)}
-    check_action(Action(tool.name, tool.name, 0, cost, single_core, CPU_CORES, elasticity(scaling)), (CPU_CORES,))
+    declared = Action(
+        tool.name, tool.name, 0, cost, single_core, CPU_CORES, elasticity(scaling), follows_from=scaling.follows_from
+    )
+    check_action(declared, (CPU_CORES,))
     if scaling.cores[-1] > tool.limits.cpu_cores:
         raise InvalidActionError("cores", f"must be at most limits.cpu_cores, {tool.limits.cpu_cores}")
 
@@ -82,3 +95,8 @@ def cores_demand(scaling: Scaling | None, most: int) -> Demand:
     if choices == tuple(range(choices[0], choices[-1] + 1)):
         return Range(choices[0], choices[-1])
     return UnitSet(choices)
+
+
+def most_cores(action: Action, granted: int) -> int:
+    """How many an action may have at a time while it runs; 0: no more than it was granted."""
+    return key_units(action.cost[CPU_CORES])[-1] if action.follows(granted) else 0

@@ -16,12 +16,12 @@ from treadle_core.managers.grants import SERVED, End, Ended
 from treadle_runtime.deadlines import remaining_s
 from treadle_runtime.errors import Unavailable
 
-from treadle_tools.demand import Demands
-from treadle_tools.durations import Durations
-from treadle_tools.meters import NO_METERS, Meters
+from treadle_tools.dispatch.demand import Demands, most_cores
+from treadle_tools.dispatch.durations import Durations, mean_speedup
+from treadle_tools.dispatch.meters import NO_METERS, Meters
+from treadle_tools.dispatch.turns import Turn, Turns
 from treadle_tools.sandbox.cell import CellLost, WorkerFailed
 from treadle_tools.tool import Granted, Kind, Limits, Result, Status, Tool
-from treadle_tools.turns import Turn, Turns
 
 RETRY_WORKER_S = 2.0  # about what a worker takes to start
 # Of the caller's time left, what a refused call may wait for another turn: the rest is for the answer to arrive.
@@ -159,6 +159,9 @@ class Actions:
             wall_s=call.limits.wall_s,
             output_bytes=call.limits.output_bytes,
             cores=cpu.cores if self._pinned else (),
+            most_cores=most_cores(turn.started.action, len(cpu.cores)),
+            single_core_s=turn.started.action.duration.single_unit_s,
+            moves=turn.moves,
         )
         began = time.monotonic()
         try:
@@ -168,7 +171,16 @@ class Actions:
         except WorkerFailed as failure:
             raise Unavailable("TOOL_NOT_READY", str(failure), retry_after_s=RETRY_WORKER_S) from failure
         refused_s = result.refused_s if call.tool.provider else None
-        return replace(result, cores=granted.cpu_cores, held_s=time.monotonic() - began, refused_s=refused_s)
+        ended = time.monotonic()
+        lent = turn.moves.lent(granted.cpu_cores, began, ended)
+        return replace(
+            result,
+            cores=granted.cpu_cores,
+            lent_core_s=sum(seconds * count for count, seconds in lent.items()),
+            sped_up=mean_speedup(call.tool.scaling, granted.cpu_cores, lent),
+            held_s=ended - began,
+            refused_s=refused_s,
+        )
 
 
 def ended_of(tool: Tool, result: Result) -> Ended:

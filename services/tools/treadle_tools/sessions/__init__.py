@@ -1,0 +1,1 @@
+"""Stateful environments: opened, stepped, kept through a restart, copied, closed."""
