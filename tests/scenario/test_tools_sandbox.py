@@ -119,8 +119,8 @@ for pid in (SERVICE, SERVICE + 1, 4194304):
         print("killed", pid)
     except ProcessLookupError:
         pass
-os.kill(1, 9)
-os.kill(1, 19)
+for number in range(1, 32):
+    os.kill(1, number)
 print("contained")
 """,
     "the memory of process 1": """
@@ -149,9 +149,10 @@ async def test_no_attempt_gets_out(plain_calls: ToolsCalls, tmp_path: Path) -> N
     secret.chmod(0o644)
     port = plain_calls.process.address.rpartition(":")[2]
     settings = f"PORT = {port}; SECRET = {str(secret)!r}; SERVICE = {plain_calls.process.pid}\n"
-    for name, code in ATTEMPTS.items():
-        result = await plain_calls.python(settings + code)
-        assert (name, result.output, result.error) == (name, "contained\n", "")
+    for trajectory_id in ("", "agent"):  # in a cell each; one after the other in the same
+        for name, code in ATTEMPTS.items():
+            result = await plain_calls.python(settings + code, trajectory_id=trajectory_id)
+            assert (name, result.output, result.error) == (name, "contained\n", "")
     assert (await plain_calls.python("1 + 1")).output == "2\n"
 
 

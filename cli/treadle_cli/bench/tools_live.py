@@ -57,7 +57,8 @@ async def run(options: BenchOptions, setting: Setting) -> dict[str, Any]:
         return {"missing": str(problem).splitlines()[0]}
     found: dict[str, Any] = {"missing": None, "load_1m": round(os.getloadavg()[0], 1)}
     async with _service(options) as tools:
-        found["invoke"] = await invocations(tools, setting)
+        found["invoke"] = await invocations(tools, setting, "agent")
+        found["fresh"] = await invocations(tools, setting, "")
         found["sessions"] = await sessions(tools, setting)
     async with _service(options, CORES=str(CORES)) as tools:
         found["replay"] = await replayed(tools, bursty(setting.live_trajectories, options.seed))
@@ -90,12 +91,13 @@ async def _service(options: BenchOptions, **settings: str) -> AsyncIterator[Tool
         shutil.rmtree(folder, ignore_errors=True)
 
 
-async def invocations(tools: ToolsServiceAsyncStub, setting: Setting) -> dict[str, float]:
-    """Milliseconds of a trivial snippet, one call after the other, as the caller sees them."""
+async def invocations(tools: ToolsServiceAsyncStub, setting: Setting, trajectory_id: str) -> dict[str, float]:
+    """Milliseconds of a trivial snippet, one call after the other, as the caller sees them. trajectory_id: whose calls
+    they are, which then run in one sandbox; empty: nobody's, each in a fresh one."""
     samples, overhead_s = Samples(), Samples()
     for at in range(WARM_UP + setting.live_calls):
         began = time.perf_counter()
-        result = await _python(tools, "1 + 1", "")
+        result = await _python(tools, "1 + 1", trajectory_id)
         if at >= WARM_UP:
             samples.append(time.perf_counter() - began)
             overhead_s.append(_seconds(result.timing.overhead))

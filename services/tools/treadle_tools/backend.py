@@ -16,6 +16,11 @@ class Cell(Protocol):
     name: str
 
     @property
+    def reusable(self) -> bool:
+        """Whether another call may be asked of it after one that was asked with `again`."""
+        ...
+
+    @property
     def alive(self) -> bool:
         """Whether it can be asked."""
         ...
@@ -29,9 +34,11 @@ class Cell(Protocol):
         *,
         request_id: str = "",
         file: int | None = None,
+        again: bool = False,
     ) -> dict[str, Any]:
         """The worker's answer to one request: `call`, `open`, `step`, `recall`, `snapshot` to `file` or `restore` from
-        it (see `inside/supervisor.py`).
+        it (see `inside/supervisor.py`). again: what this call leaves is to be removed, since another will follow; an
+        answer that is `soiled` says that the last one's could not be, and that this call has not run.
 
         limits may name the cores that were granted (`cores`, numbers of this machine). Raises CellLost; the cell must
         be closed then.

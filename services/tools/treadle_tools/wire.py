@@ -38,6 +38,7 @@ from treadle_tools.functions.invocations import Invocations
 from treadle_tools.gateway import Gateway
 from treadle_tools.gpu.wiring import gpu_managers, gpu_parts
 from treadle_tools.keeper.folder import SNAPSHOTS
+from treadle_tools.kept_cells import KeptCells
 from treadle_tools.registry import RegistrationError, load
 from treadle_tools.rewards.servicer import RewardsServicer
 from treadle_tools.rewards.wiring import reward_pool
@@ -110,7 +111,10 @@ async def wire(runtime: Runtime) -> Wiring:
     )
     caller = Caller(ProviderGate(turns, providers, numbers), os.environ)
     invocations = Invocations(caller, BusFacts(runtime.bus, source), meters)
-    gateway = Gateway(registry, pools, actions, sessions, background, standing, snapshots, invocations)
+    kept = KeptCells(
+        lambda cell: background.spawn(pools.put_away(cell)), most=settings.kept_cells, kept_s=settings.kept_cell_s
+    )
+    gateway = Gateway(registry, pools, actions, sessions, background, standing, snapshots, invocations, kept)
     servicer = ToolsServicer(gateway, runtime.records, background)
     gpu = await gpu_parts(runtime.bus, declared.gpus, turns, background, numbers)
     rewards = await reward_pool(
@@ -142,7 +146,7 @@ async def wire(runtime: Runtime) -> Wiring:
     if pools.folder is not None:
         snapshots.load(registry)
     sessions.restore(pools.found, registry, pools.closed)
-    own = [run, turns.run, watch, sessions.reap, sessions.recall, gpu.residents.watch]
+    own = [run, turns.run, watch, sessions.reap, sessions.recall, kept.reap, gpu.residents.watch]
 
     settle()
     return Wiring(

@@ -31,6 +31,8 @@ Spawn = Callable[[Coroutine[Any, Any, None]], None]
 class ContainerCell:
     """See the module. spawn: starts what runs beside it. removed: told once, when it is to be removed."""
 
+    reusable = False  # its process 1 may be the image's own
+
     def __init__(self, vessel: Vessel, spawn: Spawn, removed: Callable[["ContainerCell"], None]) -> None:
         self.name = vessel.name
         self.vessel = vessel
@@ -67,6 +69,7 @@ class ContainerCell:
         *,
         request_id: str = "",
         file: int | None = None,
+        again: bool = False,
     ) -> dict[str, Any]:
         """See `backend.Cell`. processes: counted by the container as it was made."""
         allowed = {

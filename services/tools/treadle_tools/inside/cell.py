@@ -7,6 +7,7 @@ when the cell's first process dies. A cell holds no capability, and can make no 
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable
 
 from treadle_tools.inside import kernel
@@ -58,7 +59,10 @@ def hide_processes() -> None:
 
 
 def close_doors() -> None:
-    """Drop what a cell does not need any more: capabilities, namespaces, a memory that others may look into."""
+    """Drop what a cell does not need any more: capabilities, namespaces, a memory that others may look into, and
+    Python's handler of SIGINT: a signal that process 1 does not handle never reaches it from inside.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     kernel.drop_capabilities()
     kernel.filter_system_calls()
     kernel.set_dumpable(False)

@@ -181,6 +181,7 @@ def _run(main: Callable[[socket.socket], None], link: socket.socket, output: int
     """The child's side: never returns."""
     try:
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for descriptor, standard in ((nothing, 0), (output, 1), (output, 2)):
             os.dup2(descriptor, standard)

@@ -21,6 +21,9 @@ CLONE_NEWNET = 0x40000000
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 16384, 1 << 18
 
+_SHM_INFO, _MSG_INFO, _SEM_INFO = 14, 12, 19
+_INFO_BYTES = 256  # more than any of their structures has
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_GET_NO_NEW_PRIVS = 39
@@ -80,6 +83,20 @@ def drop_capabilities() -> None:
     """Give up every capability, also those that may be taken back or inherited."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     _check(_libc.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())), "capset")
+
+
+def ipc_objects() -> int:
+    """How many shared memory segments, semaphore sets and message queues of System V this IPC namespace has."""
+    counted = ctypes.create_string_buffer(_INFO_BYTES)
+    total = 0
+    for call, arguments, at in (
+        (_libc.shmctl, (0, _SHM_INFO), 0),  # struct shm_info: used_ids
+        (_libc.msgctl, (0, _MSG_INFO), 0),  # struct msginfo: msgpool
+        (_libc.semctl, (0, 0, _SEM_INFO), 7),  # struct seminfo: semusz
+    ):
+        _check(call(*arguments, counted), "counting IPC objects")
+        total += ctypes.cast(counted, ctypes.POINTER(ctypes.c_int))[at]
+    return total
 
 
 # The filter. What is refused has no use in a tool, and is where escapes and leaks between actions come from: more

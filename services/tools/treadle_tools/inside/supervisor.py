@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from treadle_tools.inside import environments, frames, kernel, snippet
+from treadle_tools.inside import environments, frames, kernel, leftovers, snippet
 from treadle_tools.inside.child import Budget, Captured, Child, Exited, TimedOut
 from treadle_tools.inside.lines import Lines
 from treadle_tools.tool import Status
@@ -75,6 +75,9 @@ class Supervisor:
     """Answers requests one at a time: `call` (stateless); `open`, `step`, `snapshot` and `restore` (environment, the
     last two with a file); `recall` (the last answer).
 
+    After a call that says that there will be another (`again`, and so does its answer) what it left is removed. Where
+    that cannot be done, the next call is refused (`soiled`) and has not run.
+
     The last answer stays here, with the id of its request: a service that was killed before it had passed it on can be
     followed by one that does.
     """
@@ -86,6 +89,8 @@ class Supervisor:
         self._spent: Child | None = None
         self._has_run_python = False
         self._last: dict[str, Any] = {"id": ""}
+        self._before = leftovers.Standing.now()
+        self._soiled = ""
 
     def serve(self, control: socket.socket) -> None:
         """Answer whoever the keeper sends a line from, the newest alone, until the keeper lets go of `control`."""
@@ -107,6 +112,9 @@ class Supervisor:
             if self._spent is not None:  # after the answer: it takes half a millisecond, and nobody needs it
                 self._spent.kill()
                 self._spent = None
+                if self._last["again"]:
+                    self._soiled = leftovers.remove(self._before)
+                    self._prepare()
             if file is not None:
                 os.close(file)
             if self._has_run_python:
@@ -118,6 +126,7 @@ class Supervisor:
         reply["id"] = request["id"]
         reply["execution_s"] = time.monotonic() - started
         reply["alive"] = self._environment is not None
+        reply["again"] = bool(request.get("again")) and not self._soiled and leftovers.removable()
         return reply
 
     def _prepare(self) -> None:
@@ -144,6 +153,8 @@ class Supervisor:
 
     def _answer(self, request: Mapping[str, Any], allowed: Allowance, file: int | None) -> dict[str, Any]:
         op, arguments = str(request["op"]), request["arguments"]
+        if op == "call" and self._soiled:
+            return _reply(Status.CRASHED, Captured(0), error=self._soiled) | {"soiled": True}
         if op == "call":
             self._spent = self._ordered(op, arguments, allowed)
             return self._heard(self._spent, allowed)

@@ -35,6 +35,8 @@ class WorkerFailed(Exception):  # noqa: N818 - named for what happened
 class Cell:
     """See the module. name: the keeper's own for it. pid: of its first process. end: kills it, without waiting."""
 
+    reusable = True
+
     def __init__(self, name: str, line: socket.socket, pid: int, slot: Slot | None, end: Callable[[], None]) -> None:
         line.setblocking(False)
         self.name = name
@@ -62,6 +64,7 @@ class Cell:
         *,
         request_id: str = "",
         file: int | None = None,
+        again: bool = False,
     ) -> dict[str, Any]:
         """The worker's answer to one request. Raises CellLost; the cell must be ended then.
 
@@ -72,7 +75,7 @@ class Cell:
         answer.
         """
         if op == "recall" or self._slot is None:
-            reply = await self._asked(op, arguments, limits, request_id, file)
+            reply = await self._asked(op, arguments, limits, request_id, file, again)
             reply.pop("cpu_s", None)  # nobody counts them, whatever the cell may say
             return reply
         self._limit(self._slot, op, limits, processes)
@@ -81,7 +84,7 @@ class Cell:
         try:
             if moves is not None:
                 moves.listen(self._slot.move)
-            reply = await self._asked(op, arguments, limits, request_id, file)
+            reply = await self._asked(op, arguments, limits, request_id, file, again)
         finally:
             if moves is not None:
                 moves.leave()
@@ -90,7 +93,7 @@ class Cell:
         return reply | {"cpu_s": None if used_s is None or now_s is None else now_s - used_s}
 
     async def _asked(
-        self, op: str, arguments: Any, limits: Limits, request_id: str, file: int | None
+        self, op: str, arguments: Any, limits: Limits, request_id: str, file: int | None, again: bool
     ) -> dict[str, Any]:
         kills = self._oom_kills()
         allowed = {
@@ -101,7 +104,7 @@ class Cell:
         }
         if isinstance(limits, Granted):
             allowed |= {"most_cores": limits.most_cores, "single_core_s": limits.single_core_s}
-        request = {"op": op, "id": request_id, "arguments": arguments, "limits": allowed}
+        request = {"op": op, "id": request_id, "arguments": arguments, "limits": allowed, "again": again}
         try:
             async with asyncio.timeout(limits.wall_s + BACKSTOP_S):
                 reply = await self._converse(request, limits, file)
