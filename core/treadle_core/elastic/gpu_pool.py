@@ -49,7 +49,7 @@ class GpuNodes:
         counts = _counts(self._free())
         for units in others:
             take(counts, level_of(int(units)))
-        return Share(int((counts << np.arange(LEVELS)).sum()), lambda curves: ChunkTable(curves, counts))
+        return Share(int((counts << np.arange(LEVELS)).sum()), lambda curves: ChunkTable(curves, counts), counts)
 
     def chunks(self, units: Indexes) -> Sequence[Chunk | None]:
         """The smallest chunk that holds them; of equals the first by node and number."""

@@ -18,9 +18,10 @@ from functools import cached_property
 import numpy as np
 
 from treadle_core.elastic.completions import objective
-from treadle_core.elastic.curves import Curves, Floats, Indexes
+from treadle_core.elastic.curves import Arrangement, Curves, Floats, Indexes
 from treadle_core.elastic.eviction import MOST_TRIED, best_prefix
 from treadle_core.elastic.pools import Share
+from treadle_core.elastic.search import Queue, best_near
 
 
 @dataclass(frozen=True)
@@ -65,27 +66,55 @@ class Group:
 
         Where no candidate can be scaled all start with their least, and nothing is estimated. Of few candidates the
         best prefix and those beside it are arranged again with units at a price, as DPArrange does not see those that
-        wait for them.
+        wait for them; where few wait, better ones are searched for around all of these.
         """
         count = len(self.candidates)
         mine = self.curves.of(self.candidates)
         if (mine.counts == 1).all():
             return np.zeros(count, np.int64)
         arrangement = self.share.arrange(mine.priced(self._coming) if self._coming else mine)
+        # A unit that is held for a second longer has each of the queue wait for its part of all the units.
+        thrifty = self.share.arrange(mine.priced(self._price)) if count <= MOST_TRIED else arrangement
+        if len(self.curves.counts) <= MOST_TRIED:
+            prefixes = range(count, 0, -1)  # of equals the first: as many as can start do
+            starts = [each.chosen(prefix) for each in (arrangement, thrifty) for prefix in prefixes]
+            best, least_s = best_near(self._queue, starts)
+        else:
+            best, least_s = self._best_prefix(arrangement, thrifty)
+        if self.running_alike and self._later(mine, least_s) < least_s:
+            return None
+        return best
+
+    def _best_prefix(self, arrangement: Arrangement, thrifty: Arrangement) -> tuple[Indexes, float]:
+        """Of an arrangement, and beside it of the other."""
+        count = len(self.candidates)
         prefix, least_s = best_prefix(lambda at, limit: self.objective(arrangement.chosen(at), limit), count)
         best = arrangement.chosen(prefix)
-        if count <= MOST_TRIED:
-            # A unit that is held for a second longer has each of the queue wait for its part of all the units.
-            price = self._coming + len(self.curves.counts) / self._all_units
-            thrifty = self.share.arrange(mine.priced(price))
+        if thrifty is not arrangement:
             for near in range(max(prefix - 1, 1), min(prefix + 1, count) + 1):
                 chosen = thrifty.chosen(near)
                 found_s = self.objective(chosen, least_s)
                 if found_s < least_s:
                     best, least_s = chosen, found_s
-        if self.running_alike and self._later(mine, least_s) < least_s:
-            return None
-        return best
+        return best, least_s
+
+    @property
+    def _queue(self) -> Queue:
+        return Queue(
+            *self.curves,
+            self.candidates,
+            self.ends_s,
+            self.units,
+            self.share.free,
+            self.depth,
+            self.share.chunks,
+            self._coming,
+        )
+
+    @property
+    def _price(self) -> float:
+        """Of a unit for a second: what those that are expected and those that wait would do with it."""
+        return self._coming + len(self.curves.counts) / self._all_units
 
     @property
     def _all_units(self) -> int:
@@ -102,9 +131,8 @@ class Group:
         fixed = self.candidates[mine.counts == 1]
         head = int(self.candidates[np.argmax(mine.counts > 1)])
         count = int(self.curves.counts[head])
-        price = self._coming + len(self.curves.counts) / self._all_units
         units, seconds = self.curves.units[head, :count], self.curves.seconds[head, :count]
-        suits = int(np.argmin(seconds * (1.0 + price * units)))
+        suits = int(np.argmin(seconds * (1.0 + self._price * units)))
         units_then, seconds_then = self.curves.units[:, :1].copy(), self.curves.seconds[:, :1].copy()
         units_then[head] = units[suits]
         seconds_then[head] = seconds[suits] * (1.0 + self._coming * units[suits])

@@ -26,10 +26,14 @@ class InvalidPoolError(CoreError):
 
 
 class Share(NamedTuple):
-    """What a lane's candidates share of one dimension: so many free units, and how they are arranged on them."""
+    """What a lane's candidates share of one dimension: so many free units, and how they are arranged on them.
+
+    chunks: int64[LEVELS], the free ones of 1, 2, 4, 8, where the units are GPUs; else int64[0].
+    """
 
     free: int
     arrange: Callable[[Curves], Arrangement]
+    chunks: Indexes = np.zeros(0, np.int64)
 
 
 class Pool(Protocol):
