@@ -66,6 +66,24 @@ async def test_an_answer_lost_on_the_way_back_is_asked_for_again_under_the_same_
         assert len(mesh.engines["e0"].requests("Generate")) == 1
 
 
+async def test_a_step_that_is_held_in_line_has_the_whole_deadline_with_each_attempt() -> None:
+    """The scheduler answers time and again that the step waits for room: it may for longer than the deadline, which is
+    for a scheduler that says nothing.
+    """
+    schedule_s, held = 30.0, Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "STEP_HELD", retry_after_s=0.5)
+    timeouts = treadle.Timeouts(schedule_s=schedule_s)
+    async with fake_mesh("e0") as mesh, mesh.client(timeouts=timeouts) as client:
+        t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
+        mesh.scheduler.refuse_next("ScheduleStep", *[held] * 5)
+        async for _ in t.generate(treadle.Sampling(max_new_tokens=4)):
+            pass
+        attempts = [call for call in mesh.scheduler.calls if call.method == "ScheduleStep"]
+        assert len({attempt.request.request_id for attempt in attempts}) == 1
+        assert attempts[-1].time_s - attempts[0].time_s >= 5 * 0.5
+        assert attempts[-1].deadline_s is not None
+        assert attempts[-1].deadline_s > schedule_s - 1.0
+
+
 async def test_a_retry_waits_as_long_as_retry_info_asks() -> None:
     async with fake_mesh() as mesh, mesh.client() as client:
         busy = Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY", retry_after_s=0.4)

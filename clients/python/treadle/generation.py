@@ -240,11 +240,15 @@ class StepRun:
         self.unanswered = request
         while True:
             try:
-                answer = await self._mesh.calls.unary(self._mesh.scheduler.ScheduleStep, request, timeout_s)
+                answer = await self._mesh.calls.unary(
+                    self._mesh.scheduler.ScheduleStep, request, timeout_s, told=STEP_HELD
+                )
             except TreadleError as error:
                 if error.reason != STEP_HELD:
                     raise
-                continue  # the scheduler has it in its line, and answers when there is room: no fault to time out on
+                # It is in the scheduler's line, which says so time and again: the deadline is for a silent scheduler.
+                await asyncio.sleep(error.retry_after_s or 0.0)
+                continue
             self.unanswered = None
             return answer.ticket
 

@@ -57,7 +57,7 @@ class Timeouts:
     """Deadlines of whole logical calls in seconds, retries included."""
 
     control_s: float = 60.0  # open, close, submit, ask: outlasts a restart of the scheduler
-    schedule_s: float = 300.0  # a step waits this long for an engine, or for the scheduler, to come back
+    schedule_s: float = 300.0  # a step waits this long for an engine, or for a word of the scheduler
     step_s: float = 3600.0  # one step: queue, all resumptions, and up to 64k tokens at 20 tokens a second
     tool_s: float = 600.0  # the tool's own wall-time limit is shorter
     reward_s: float = 3600.0  # how long a score is waited for; it may stand behind those of other jobs
@@ -110,14 +110,16 @@ class Calls:
         """A fresh deadline with waits by this policy."""
         return Backoff(self._policy, self._rng, timeout_s)
 
-    async def unary(self, method: UnaryMethod[Q, A], request: Q, timeout_s: float) -> A:
-        """The response; TreadleError when the server refuses or the deadline passes."""
+    async def unary(self, method: UnaryMethod[Q, A], request: Q, timeout_s: float, told: str = "") -> A:
+        """The response; TreadleError when the server refuses or the deadline passes. told: the reason of a refusal that
+        is the caller's to wait on.
+        """
         backoff = self.backoff(timeout_s)
         while True:
             try:
                 return await method(request, timeout=max(backoff.remaining_s, 0.001))
             except grpc.aio.AioRpcError as failure:
                 error = error_from(failure)
-            if not retryable(error):
+            if not retryable(error) or (told and error.reason == told):
                 raise error
             await backoff.wait(error, error.retry_after_s)
