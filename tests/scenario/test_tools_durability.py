@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -13,10 +14,13 @@ import grpc
 import grpc.aio
 import psutil
 import pytest
+from support.conditions import until
 from support.processes import StartService, import_path
 from support.rpc import error_of
 from support.tools import ToolsCalls, calls_to, gone, groups_of, keeper_of, tools
+from treadle.telemetry.v1.facts_pb2 import Fact
 from treadle.tools.v1 import tools_pb2 as pb
+from treadle_runtime.bus import open_bus
 
 LEGS = {"task": "leg_counting", "seed": 3, "index": 2}
 OK = pb.RESULT_STATUS_OK
@@ -82,6 +86,29 @@ async def test_a_killed_service_goes_on_where_it_was(start_service: StartService
         assert looked.output == "('kept', 'x')\n"
         assert (await calls.session(riddle)).steps == 3
         assert (await calls.step(riddle, {"answer": "184"})).reward == 1.0
+
+
+async def test_a_step_in_flight_at_the_kill_is_told_as_finished(
+    start_service: StartService, state: str, nats_url: str
+) -> None:
+    """Whoever waits for a trajectory's tool hears of its end from the next life of the service."""
+    trajectory_id, told = f"t-{uuid.uuid4().hex}", []
+    async with life(start_service, state, "reasoning_gym") as calls:
+        riddle = (await calls.open("reasoning_gym", LEGS, trajectory_id=trajectory_id)).session.session_id
+        in_flight = asyncio.create_task(calls.step(riddle, {"code": "import time; time.sleep(1)"}))
+        await asyncio.sleep(0.4)
+        calls.process.kill()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await in_flight
+
+    async def hear(fact: Fact) -> None:
+        if trajectory_id in (fact.tool_started.trajectory_id, fact.tool_finished.trajectory_id):
+            told.append(fact.WhichOneof("fact"))
+
+    async with life(start_service, state, "reasoning_gym"), open_bus(nats_url, "test") as bus:
+        await bus.subscribe(["tool_started", "tool_finished"], hear, replay=True)
+        await until(lambda: told.count("tool_finished") == 2)  # the opening's and the step's
+    assert told.count("tool_started") == 2
 
 
 async def test_the_last_step_of_a_session_is_answered_again(start_service: StartService, state: str) -> None:

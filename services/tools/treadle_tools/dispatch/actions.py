@@ -103,6 +103,10 @@ class Actions:
             await self._facts.finished(trajectory_id, tool.name, result)
             self._meters.ended(tool, result)
 
+    async def recalled(self, tool: Tool, trajectory_id: str, result: Result) -> None:
+        """One has ended that an earlier life of the service had told as started."""
+        await self._facts.finished(trajectory_id, tool.name, result)
+
     def forget(self, holder: str) -> None:
         """The session that held memory is gone."""
         self._turns.forget(holder)

@@ -256,6 +256,7 @@ class Sessions:
             else:
                 session.steps += bool(session.last_key)  # its opening is no step
                 self._note(session, str(reply["id"]), result)
+                await self._actions.recalled(session.tool, session.trajectory_id, result)
 
     def _lost(self, session: Session, why: str) -> None:
         if not session.last_key:
