@@ -17,28 +17,35 @@ OOM_SCORE = 500  # as if it held half of the machine's memory
 MOST_FILES = 16384  # inodes of a work folder: kernel memory that its size in bytes does not count
 
 
-def enter(work_bytes: int, first_process: Callable[[], None]) -> None:
-    """Turn this (forked, single-threaded) process into the door of a new cell: `first_process` runs as its process 1.
+def begin(work_bytes: int, first_process: Callable[[], None], failed: Callable[[OSError], None]) -> None:
+    """Fork a new cell from this single-threaded process: `first_process` runs as its process 1, or `failed` in its
+    place where the kernel refuses.
 
-    Returns in the door, which should exit then. Raises OSError where the kernel refuses.
+    Raises OSError where it refuses namespaces altogether.
     """
+    if kernel.fork(NAMESPACES) == 0:
+        try:
+            wall_off(work_bytes)
+            first_process()
+        except OSError as error:
+            failed(error)
+        finally:
+            os._exit(1)
+
+
+def wall_off(work_bytes: int) -> None:
+    """Make this process, which is in namespaces of its own, process 1 of a cell."""
     uid, gid = os.getuid(), os.getgid()
     # After a change of uid the kernel lets only root write /proc/self/uid_map, unless the process is dumpable.
     kernel.set_dumpable(True)
-    kernel.unshare(NAMESPACES)
     kernel.map_ids(uid, gid)
     kernel.mount("none", "/", "none", kernel.MS_REC | kernel.MS_PRIVATE)
     for folder in ("/tmp", "/dev/shm"):
         options = f"size={work_bytes},nr_inodes={MOST_FILES},mode=0700,uid={uid},gid={gid}"
         kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
-    if os.fork() == 0:
-        try:
-            offer_to_oom_killer()
-            hide_processes()
-            close_doors()
-            first_process()
-        finally:
-            os._exit(1)
+    offer_to_oom_killer()
+    hide_processes()
+    close_doors()
 
 
 def offer_to_oom_killer() -> None:

@@ -7,6 +7,7 @@ Invariants: one thread; no foreign action ever runs here; it gives up root for g
 tool's.
 """
 
+import contextlib
 import gc
 import importlib
 import json
@@ -52,10 +53,10 @@ def obey(control: socket.socket, worker: Worker, *, isolated: bool) -> None:
         if not order:
             return
         given = socket.socket(fileno=descriptors[0])
-        if os.fork() == 0:
+        if order == b"cell":
+            make_cell(worker, control, given, isolated=isolated)
+        elif os.fork() == 0:
             control.close()
-            if order == b"cell":
-                make_cell(worker, given, isolated=isolated)
             control = given
             kernel.die_with_parent(signal.SIGKILL)
             control.send(b"door")  # the kernel tells the keeper who says so
@@ -94,34 +95,38 @@ def load(config: Mapping[str, Any]) -> Worker:
 def can_make_cells(work_bytes: int) -> bool:
     """Whether the kernel allows namespaces inside the sandbox. Where not, this worker is good for one action only."""
     heard, said = os.pipe()
-    if os.fork() == 0:
-        try:
-            cell.enter(work_bytes, lambda: os._exit(os.write(said, b"1") - 1))
-        finally:
-            os._exit(1)
+    with contextlib.suppress(OSError):
+        cell.begin(work_bytes, lambda: os._exit(os.write(said, b"1") - 1), lambda _: None)
     os.close(said)
     answer = os.read(heard, 1)
     os.close(heard)
     return answer == b"1"
 
 
-def make_cell(worker: Worker, control: socket.socket, *, isolated: bool) -> None:
-    """In a fork: become a cell that `control` holds. Never returns."""
+def make_cell(worker: Worker, control: socket.socket, given: socket.socket, *, isolated: bool) -> None:
+    """Fork a cell that `given` holds. control: whose orders are not for it."""
 
     def first_process() -> None:
+        control.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        Supervisor(worker).serve(control)
+        Supervisor(worker).serve(given)
 
-    try:
-        if isolated:
-            cell.enter(worker.work_bytes, first_process)
-        else:
+    def failed(error: OSError) -> None:
+        frames.send(given, {"failed": str(error)})
+
+    if isolated:
+        try:
+            cell.begin(worker.work_bytes, first_process, failed)
+        except OSError as error:
+            failed(error)
+    elif os.fork() == 0:
+        try:
             cell.close_doors()
             first_process()
-    except OSError as error:
-        frames.send(control, {"failed": str(error)})
-    finally:
-        os._exit(0)
+        except OSError as error:
+            failed(error)
+        finally:
+            os._exit(0)
 
 
 if __name__ == "__main__":
