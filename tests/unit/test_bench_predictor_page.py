@@ -37,6 +37,8 @@ def test_quantiles_that_do_not_hold_are_named_with_their_step() -> None:
     off = [*good, row(4, "learned", below_p90=0.84)]
     assert calibrated(off, "learned").endswith("beyond 5 points: step 4 p90 0.84.")
     assert calibrated([row(0, "chosen", below_p50=0.6)], "chosen").endswith("step 0 p50 0.60.")
+    unsure = row(0, "chosen", below_p50=0.6) | {"below_p50_interval": [0.48, 0.72]}
+    assert calibrated([unsure], "chosen").endswith("step 0 p50 0.60 (0.48–0.72 over prompts).")
 
 
 def test_how_long_a_prediction_takes_is_said_where_it_was_measured() -> None:

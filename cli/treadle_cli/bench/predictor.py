@@ -95,6 +95,7 @@ async def run(options: BenchOptions) -> dict[str, Any]:
         "bounds": {name: getattr(bounds, name) for name in Bounds.__dataclass_fields__},
         "seeds": [options.seed],
         "repeats": options.repeats,
+        "traces": options.traces.name if options.traces is not None else None,
         "data": data,
         "rows": [_rounded(row) for row in found],
         **await predictor_latency.measure(told, backbone, options),

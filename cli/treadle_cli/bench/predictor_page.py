@@ -30,8 +30,9 @@ def page(found: Mapping[str, Any]) -> Iterator[str]:
     rows: Sequence[Row] = found["rows"]
     yield "# predictor: who knows what is left"
     yield ""
+    read = "--data DIR" if found.get("traces") is None else f"--traces {found['traces']}"
     yield from paragraph(
-        f"`treadle bench predictor --data DIR --seed {found['seeds'][0]} --repeats {found['repeats']} --pictures",
+        f"`treadle bench predictor {read} --seed {found['seeds'][0]} --repeats {found['repeats']} --pictures",
         f"bench/results`. Backbone {found['backbone']}, frozen; each prompt is tested by estimators fitted without it,",
         f"once for each of {found['repeats']} ways to deal the prompts into folds, and figures are over all of them,",
         "since a share moves by some points from one deal to the next; 95% intervals over prompts. Steps 0 to 2 are",
@@ -130,7 +131,7 @@ def verdict(rows: Sequence[Row], score: str) -> str:
 def calibrated(rows: Sequence[Row], estimator: str) -> str:
     """Where an estimator's quantiles hold what they say."""
     off = [
-        f"step {row['step']} {name.removeprefix('below_')} {row[name]:.2f}"
+        f"step {row['step']} {name.removeprefix('below_')} {row[name]:.2f}{_interval(row, name)}"
         for row in rows
         if row["estimator"] == estimator
         for name, level in LEVELS
@@ -140,6 +141,11 @@ def calibrated(rows: Sequence[Row], estimator: str) -> str:
     if not off:
         return f"quantiles of the {estimator} one: all within {points} points."
     return f"quantiles of the {estimator} one, share of truths below, beyond {points} points: {', '.join(off)}."
+
+
+def _interval(row: Row, name: str) -> str:
+    interval = row.get(f"{name}_interval")
+    return "" if interval is None else f" ({interval[0]:.2f}–{interval[1]:.2f} over prompts)"
 
 
 def _rising(rows: Sequence[Row], score: str) -> str:
