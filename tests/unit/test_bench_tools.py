@@ -48,8 +48,8 @@ def test_what_is_missed_or_not_measured_is_said() -> None:
         "act_ratio_dop16_1280": 1.0,
         "cores": {
             "batches": [
-                {"batch": 256, "degree_4_s": 45.0, "degree_16_s": 30.0, "least_s": 20.0},
-                {"batch": 1_280, "degree_4_s": 50.0, "degree_16_s": 60.0, "least_s": 30.0},
+                {"batch": 256, "ratio_degree_4": 2.5, "elastic_s": 25.0, "least_s": 20.0},
+                {"batch": 1_280, "ratio_degree_16": 1.0, "elastic_s": 60.0, "least_s": 30.0},
             ]
         },
         "gpu_fraction_same_act": None,

@@ -69,8 +69,8 @@ def against(found: Found) -> Iterator[str]:
     yield from point(
         "Figure 9: 2.0 times against degree 4 at batch 256 and 3.0 against degree 16 at 1,280; ours",
         f"{low['ratio_degree_4']:.2f} and {high['ratio_degree_16']:.2f}. A scheduler that had every core for every",
-        f"action could have {_most(low, 4):.2f} and {_most(high, 16):.2f}: most of what is left is tools, which nobody",
-        "shortens. The paper's trace must have longer rewards, or more of them at once: where they take",
+        f"action could have {most_ratio(low, 4):.2f} and {most_ratio(high, 16):.2f}: most of what is left is tools,",
+        "which nobody shortens. The paper's trace must have longer rewards, or more of them at once: where they take",
         f"{longer['rewards_s']:.0f} s on one core instead of {assumed['rewards_s']:.0f} s, ours are",
         f"{longer['ratio_degree_4']:.2f} and {longer['ratio_degree_16']:.2f}.",
     )
@@ -116,6 +116,6 @@ def against(found: Found) -> Iterator[str]:
     )
 
 
-def _most(row: Found, degree: int) -> float:
+def most_ratio(row: Found, degree: int) -> float:
     """The ratio to a fixed degree that no scheduler is above."""
     return float(row[f"ratio_degree_{degree}"] * row["elastic_s"] / row["least_s"])

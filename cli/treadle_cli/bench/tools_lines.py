@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from treadle_cli.bench.tools_against import most_ratio
 from treadle_cli.bench.tools_gpus import DENSE_PACE
 
 Found = Mapping[str, Any]
@@ -18,7 +19,8 @@ def lines(found: Found) -> Iterator[list[str]]:
     yield _row(pods, "≥ 4", found["act_ratio_pod_1280"], found["act_ratio_pod_1280"] >= 4.0)
     yield _row("the same, least of all batches", "≥ 3", found["act_ratio_min"], found["act_ratio_min"] >= 3.0)
     four, sixteen = found["act_ratio_dop4_256"], found["act_ratio_dop16_1280"]
-    most_four, most_sixteen = _most(found, small, "degree_4_s"), _most(found, batch, "degree_16_s")
+    rows = {row["batch"]: row for row in found["cores"]["batches"]}
+    most_four, most_sixteen = most_ratio(rows[small], 4), most_ratio(rows[batch], 16)
     yield _row(f"ACT, degree 4 over ours, batch {small:,}", "≥ 2", four, four >= 2.0, most_four)
     yield _row(f"ACT, degree 16 over ours, batch {batch:,}", "≥ 3", sixteen, sixteen >= 3.0, most_sixteen)
     fraction = found["gpu_fraction_same_act"]
@@ -37,12 +39,6 @@ def lines(found: Found) -> Iterator[list[str]]:
     yield _row("the same, 99th percentile, ms", "≤ 25", p99, p99 is not None and p99 <= 25.0)
     asked_for = None if found["live"]["missing"] else found["live"]["sessions"]["asked"]
     yield _row("sessions at once that end well", "200", ended, ended is not None and ended == asked_for)
-
-
-def _most(found: Found, batch: int, baseline: str) -> float:
-    """The ratio to a baseline that no scheduler could exceed: with every action at once on the most cores."""
-    row = next(row for row in found["cores"]["batches"] if row["batch"] == batch)
-    return float(row[baseline]) / float(row["least_s"])
 
 
 def _row(asked: str, line: str, value: float | None, holds: bool, most: float | None = None) -> list[str]:
