@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 import psutil
 import pytest
-from support.conditions import until
+from support.conditions import until, until_said
 from support.processes import StartService, import_path
 from support.rpc import error_of
 from support.tools import ToolsCalls, calls_to, gone, groups_of, keeper_of, tools
@@ -95,8 +95,9 @@ async def test_a_step_in_flight_at_the_kill_is_told_as_finished(
     trajectory_id, told = f"t-{uuid.uuid4().hex}", []
     async with life(start_service, state, "reasoning_gym") as calls:
         riddle = (await calls.open("reasoning_gym", LEGS, trajectory_id=trajectory_id)).session.session_id
-        in_flight = asyncio.create_task(calls.step(riddle, {"code": "import time; time.sleep(1)"}))
-        await asyncio.sleep(0.4)
+        in_flight = asyncio.create_task(calls.step(riddle, {"code": "import time; time.sleep(2)"}))
+        await until_said(calls.resources, lambda said: said.actions_running == 1)
+        await asyncio.sleep(0.2)  # from its turn to its cell
         calls.process.kill()
         with pytest.raises(grpc.aio.AioRpcError):
             await in_flight

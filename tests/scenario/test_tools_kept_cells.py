@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from support.escapes import FORK_BOMB
 from support.processes import ServiceProcess
 from support.tools import ToolsCalls, calls_to, limits, shared_tools
 from treadle.tools.v1 import tools_pb2 as pb
@@ -73,7 +74,7 @@ print(True)
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    settings = {"KEPT_CELLS": str(KEPT), "PIN": "off"}
+    settings = {"KEPT_CELLS": str(KEPT), "PIN": "off", "CORES": "4"}
     with shared_tools(tmp_path_factory.mktemp("kept"), "python", **settings) as process:
         yield process
 
@@ -132,15 +133,7 @@ async def test_what_cannot_be_removed_costs_the_cell(calls: ToolsCalls, left: st
 async def test_a_stopped_call_costs_its_trajectory_nothing(calls: ToolsCalls) -> None:
     """A fork bomb that is stopped at the wall clock, then the next call in the same cell."""
     cell = await device(calls, "bomb")
-    bomb = """
-import os
-while True:
-    try:
-        os.fork()
-    except OSError:
-        pass
-"""
-    assert (await calls.python(bomb, trajectory_id="bomb", limits=limits(0.5))).status != pb.RESULT_STATUS_OK
+    assert (await calls.python(FORK_BOMB, trajectory_id="bomb", limits=limits(0.5))).status != pb.RESULT_STATUS_OK
     assert await device(calls, "bomb") == cell
 
 

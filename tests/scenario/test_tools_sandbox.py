@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.command_lines import command_line
-from support.escapes import OF_PRIVILEGE
+from support.escapes import FORK_BOMB, OF_PRIVILEGE
 from support.processes import ServiceProcess
 from support.tools import ToolsCalls, calls_to, limits, shared_tools
 from treadle.tools.v1 import tools_pb2 as pb
@@ -241,18 +241,10 @@ async def test_a_fork_bomb_is_contained(calls: ToolsCalls) -> None:
     WHEN    a snippet forks without end, ignoring every failure to
     Result: its processes never exceed the tool's limit by much, other snippets run meanwhile, and nothing is left of it
     """
-    bomb = """
-import os
-while True:
-    try:
-        os.fork()
-    except OSError:
-        pass
-"""
     await calls.python("1")
     service = psutil.Process(calls.process.pid)
     before = len(service.children(recursive=True))
-    exploding = asyncio.create_task(calls.python(bomb, limits=limits(2.0)))
+    exploding = asyncio.create_task(calls.python(FORK_BOMB, limits=limits(2.0)))
     most = 0
     while not exploding.done():
         most = max(most, len(service.children(recursive=True)))

@@ -27,3 +27,12 @@ libc = ctypes.CDLL(None, use_errno=True)
 print("contained" if all(libc.unshare(flag) < 0 for flag in (0x10000000, 0x20000, 0x40000000)) else "unshared")
 """,
 }
+
+FORK_BOMB = """
+import os
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass
+"""
