@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 from treadle_tools.builtin import PYTHON
-from treadle_tools.containers.cell import ContainerCell
-from treadle_tools.containers.docker import DockerHost
-from treadle_tools.containers.recipe import recipe_of
-from treadle_tools.containers.vessel import Allotment
+from treadle_tools.sandbox.containers.cell import ContainerCell
+from treadle_tools.sandbox.containers.docker import DockerHost
+from treadle_tools.sandbox.containers.recipe import Allotment, recipe_of
 from treadle_tools.tool import Limits
 
 OWNER = "treadle-bench-containers"

@@ -117,7 +117,7 @@ def _start(
 ) -> Engine:
     engine_id = f"engine-{index}"
     cores = plan.cores[index : index + 1]
-    command = [sys.executable, "-m", "treadle_sidecar.engine_process", "--engine-id", engine_id, "--port", str(port)]
+    command = [sys.executable, "-m", "treadle_sidecar.engine.process", "--engine-id", engine_id, "--port", str(port)]
     command += [
         "--model",
         model_path,

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import typer
 from rich.console import Console
 from treadle import TreadleError
-from treadle_sim.public_traces import PublicTraceError
-from treadle_sim.trace_file import TraceFileError
+from treadle_sim.workloads.public_traces import PublicTraceError
+from treadle_sim.workloads.trace_file import TraceFileError
 
 from treadle_cli.interrupts import run_interruptible
 from treadle_cli.problems import UsageProblem

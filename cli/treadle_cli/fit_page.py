@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from treadle_sim.fit import FitReport
+from treadle_sim.fitting.fit import FitReport
 
 COMMAND = "treadle fit --data DIR --out bench/results --profiles sim/treadle_sim/profiles"
 

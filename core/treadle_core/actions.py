@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from treadle_core.model import EngineRecord, EngineSpec, Outcome, Policy, TicketRecord, TrajectoryRecord
-from treadle_core.plan_work import CostModel, PlanEngine, PlanWork
+from treadle_core.placing.question import CostModel, PlanEngine, PlanWork
 
 
 @dataclass(frozen=True, slots=True)

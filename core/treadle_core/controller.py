@@ -12,7 +12,6 @@ migrations), `leases.py` (engines). What they share is `state.py`.
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from treadle_core import holding, leases, lifecycle, moves, stepping
 from treadle_core.actions import Action, SavePolicy
 from treadle_core.events import (
     ClosedAnnounced,
@@ -38,7 +37,8 @@ from treadle_core.events import (
     WeightsUpdated,
 )
 from treadle_core.model import EngineRecord, Policy, TrajectoryRecord
-from treadle_core.state import State
+from treadle_core.steps import admission, leases, lifecycle, moves, requests
+from treadle_core.steps.state import State
 from treadle_core.tuning import Tuning
 
 Handler = Callable[[State, Any, float], list[Action]]
@@ -62,13 +62,13 @@ HANDLERS: Mapping[type, Handler] = {
     TrajectoryOpened: lifecycle.opened,
     TrajectoryClosed: lifecycle.closed,
     ClosedAnnounced: lifecycle.announced,
-    StepRequested: stepping.requested,
-    StepStarted: stepping.started,
-    StepPreempted: stepping.preempted,
-    StepFinished: stepping.finished,
-    ToolStarted: stepping.tool_started,
-    ToolFinished: stepping.tool_finished,
-    PredictionArrived: stepping.predicted,
+    StepRequested: requests.requested,
+    StepStarted: requests.started,
+    StepPreempted: requests.preempted,
+    StepFinished: requests.finished,
+    ToolStarted: requests.tool_started,
+    ToolFinished: requests.tool_finished,
+    PredictionArrived: requests.predicted,
     PlanArrived: moves.plan_arrived,
     MoveAccepted: moves.accepted,
     MoveEnded: moves.ended,
@@ -115,7 +115,7 @@ class Controller:
         kind = type(event)
         actions = HANDLERS[kind](state, event, now)
         if state.held:
-            actions = [*actions, *holding.answered(state, event, now)]
+            actions = [*actions, *admission.answered(state, event, now)]
         ask = state.planner.ask(now, ticked=kind is Tick)
         return [*actions, ask] if ask is not None else actions
 

@@ -9,7 +9,7 @@ facts: they are never refused, may come twice, late or out of order, and what th
 from dataclasses import dataclass
 
 from treadle_core.model import EngineLoad, EngineSpec, Estimate, Outcome, Policy
-from treadle_core.plan_work import EngineOf
+from treadle_core.placing.question import EngineOf
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,14 @@
 
 `reason` is the stable word that a program reads, `metadata` the ids it speaks of; the service maps each class to a gRPC
 status.
-"""
+
+The root of what pure policy can refuse.
+
+Purpose: every error of `treadle_core` says which input was wrong, so that a service can name the field to its caller.
+Invariant: `field` is the path of the input as the caller of the core function wrote it, e.g.
+`trajectories[3].remaining_tokens`."""
+
+from __future__ import annotations
 
 from typing import ClassVar
 
@@ -98,3 +105,12 @@ class NoEngine(Refusal):
     """No engine may run this step now; one may come."""
 
     reason = "NO_ENGINE"
+
+
+class CoreError(ValueError):
+    """An input that a policy cannot work with; `field` is its path, `description` what would be right."""
+
+    def __init__(self, field: str, description: str) -> None:
+        super().__init__(f"{field}: {description}")
+        self.field = field
+        self.description = description

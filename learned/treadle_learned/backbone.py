@@ -3,24 +3,39 @@ by a hub's name.
 
 Invariants: the tokenizer and the embeddings fit each other, and `fingerprint` names both; `hidden` and `read_on` give
 the same states for the same ids, read at once or after a prefix that was read before.
-"""
+
+In what numbers a backbone computes here."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, DynamicCache, PreTrainedModel
+from treadle_core.compiled import has_bf16
 
 from treadle_learned.errors import BackboneError
-from treadle_learned.precision import fitting_dtype
-from treadle_learned.read import Read
+from treadle_learned.reading import Read
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+@cache
+def fitting_dtype(device: str, cpu_info: Path = CPU_INFO) -> torch.dtype:
+    """bf16 on a GPU and on a processor that says it has it, else float32. Not tried: on a busy machine a trial errs."""
+    if device != "cpu":
+        return torch.bfloat16
+    try:
+        return torch.bfloat16 if has_bf16(cpu_info.read_text()) else torch.float32
+    except OSError:
+        return torch.float32
+
 
 DEFAULT = "Qwen/Qwen3-0.6B"
 LOADING_ERRORS = (OSError, ValueError, KeyError)  # of transformers

@@ -15,9 +15,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from treadle_learned.backbone import Backbone
+from treadle_learned.backbone import Backbone, fitting_dtype
 from treadle_learned.errors import BackboneError
-from treadle_learned.precision import fitting_dtype
 
 ADAPTER, WHOLE = "adapter", "backbone"  # folders of a checkpoint
 RANK = 8

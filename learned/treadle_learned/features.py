@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from treadle_core.estimator import Forecast, Progress
-from treadle_core.evidence import Ended, Running
+from treadle_core.ranking.estimator import Forecast, Progress
+from treadle_core.ranking.evidence import Ended, Running
 
 Vector = npt.NDArray[np.float32]
 

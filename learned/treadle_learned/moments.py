@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from treadle_core.estimator import FirstThatAnswers, Forecast, Prior, Progress, learned_from
-from treadle_core.evidence import Ended, Evidence
+from treadle_core.ranking.estimator import FirstThatAnswers, Forecast, Prior, Progress, learned_from
+from treadle_core.ranking.evidence import Ended, Evidence
 
 from treadle_learned.features import Steps, Vector, features, versions_behind
 from treadle_learned.transcript import Transcript

@@ -28,8 +28,7 @@ from treadle_learned.fitting import loss_unseen
 from treadle_learned.models_folder import ModelsFolder
 from treadle_learned.questions import Questions, questions
 from treadle_learned.training import Training, train
-from treadle_learned.transcript import Transcript
-from treadle_learned.transcript_file import read_transcripts
+from treadle_learned.transcript import Transcript, read_transcripts
 
 REFUSED = 2  # exit code
 PR_SET_PDEATHSIG = 1  # of prctl(2)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from treadle_core.accuracy import correlation, recall_of_longest
+from treadle_core.ranking.estimator import correlation, recall_of_longest
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]

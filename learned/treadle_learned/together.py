@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from treadle_learned.backbone import Backbone
-from treadle_learned.read import Read, cut, layers
+from treadle_learned.reading import Read, cut, layers
 
 Asked = tuple[Sequence[int], Read | None]  # all ids, and what was read of them before
 

@@ -4,8 +4,12 @@ Owns: the exception classes, the one table from class to gRPC code, and the goog
 these, or core exceptions that its `ErrorTable` maps to these; only the interceptor (`interceptor.py`) turns them into
 a status. The details are `treadle.common.v1.Status`, wire-equal to google.rpc.Status, so that any google.rpc parser
 reads them.
-"""
 
+Checks of request fields. Each raises InvalidArgument naming the field and what would be right, and returns the
+value."""
+
+import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -153,3 +157,51 @@ def _attach(status: status_pb2.Status, name: str, detail: Message) -> None:
 
 def _shortened(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[:longest]}… ({len(text)} characters)"
+
+
+LONGEST_IDENTIFIER_CHARS = 128
+_IDENTIFIER = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+Number = int | float
+
+
+def require(condition: object, field: str, description: str) -> None:
+    """Refuse the request unless `condition` holds; `description` says what would be right."""
+    if not condition:
+        raise InvalidArgument(field, description)
+
+
+def finite(field: str, value: float) -> float:
+    """A number that is neither NaN nor infinite."""
+    require(math.isfinite(value), field, f"must be a finite number, is {value}")
+    return value
+
+
+def positive(field: str, value: Number) -> Number:
+    """A finite number > 0."""
+    finite(field, value)
+    require(value > 0, field, f"must be > 0, is {value}")
+    return value
+
+
+def non_negative(field: str, value: Number) -> Number:
+    """A finite number >= 0."""
+    finite(field, value)
+    require(value >= 0, field, f"must be >= 0, is {value}")
+    return value
+
+
+def non_empty(field: str, value: str) -> str:
+    """A string, bytes or list with something in it."""
+    require(value, field, "must not be empty")
+    return value
+
+
+def identifier(field: str, value: str) -> str:
+    """An id: 1 to 128 characters of A-Z a-z 0-9 _ . : -"""
+    require(value, field, "must not be empty")
+    if not _IDENTIFIER.fullmatch(value):
+        raise InvalidArgument(
+            field, f"must be 1 to {LONGEST_IDENTIFIER_CHARS} characters of A-Z a-z 0-9 _ . : -, is {value[:64]!r}"
+        )
+    return value

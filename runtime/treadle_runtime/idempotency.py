@@ -22,8 +22,7 @@ from nats.js.kv import KeyValue
 
 from treadle_runtime.buckets import entries_of
 from treadle_runtime.bus import Bus, kv_key
-from treadle_runtime.errors import InvalidArgument
-from treadle_runtime.fields import identifier
+from treadle_runtime.errors import InvalidArgument, identifier
 
 log = structlog.get_logger()
 

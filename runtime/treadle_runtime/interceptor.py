@@ -21,7 +21,7 @@ import nats.errors
 import structlog
 from google.protobuf.message import DecodeError
 
-from treadle_runtime.deadlines import serving_for
+from treadle_runtime.calls import serving_for
 from treadle_runtime.errors import (
     DETAILS_KEY,
     DeadlineExceeded,

@@ -3,14 +3,17 @@
 Owns: the gRPC server, its port, health and reflection, the background tasks. A service's `wire` gets a Runtime and
 returns what is to be served. Order at drain: health NOT_SERVING, calls in flight finish (drain_grace_s at most),
 background tasks end, accepted facts reach NATS, `close`, channels close, spans are flushed.
-"""
+
+The nouns between a service and its shell: what it is given (Runtime) and what it gives back (Wiring)."""
 
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import nats.errors
@@ -19,15 +22,60 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from treadle_runtime.background import beside
-from treadle_runtime.bus import BusStartError, open_bus
-from treadle_runtime.channels import KEEPALIVE_MS, Channels
+from treadle_runtime.bus import Bus, BusStartError, open_bus
+from treadle_runtime.calls import KEEPALIVE_MS, Channels
 from treadle_runtime.config import Settings
-from treadle_runtime.errors import StartError
+from treadle_runtime.errors import ErrorTable, StartError
 from treadle_runtime.idempotency import RequestRecords
 from treadle_runtime.interceptor import Interceptor
-from treadle_runtime.metering import Metering
-from treadle_runtime.runtime import Runtime, Serving, Wire, Wiring
-from treadle_runtime.telemetry import Tracing, configure_tracing
+from treadle_runtime.telemetry import Metering, Tracing, configure_tracing
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What a service is given to work with.
+
+    stopping: set when the drain begins. listening: resolves to the address (host:port) that the server listens at.
+    """
+
+    settings: Settings
+    bus: Bus
+    records: RequestRecords
+    stopping: asyncio.Event
+    channels: Channels
+    tracing: Tracing
+    metering: Metering
+    listening: asyncio.Future[str]
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        """The channel to `address` (host:port): one per address, closed at drain; deadline and trace go with it."""
+        return self.channels.to(address)
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What a service serves.
+
+    services: full service name → adds its servicer to the server. tasks: run beside the server, cancelled at drain; one
+    that fails ends the process. close: called after NATS is drained. errors: the service's core exceptions.
+    """
+
+    services: Mapping[str, Callable[[grpc.aio.Server], None]]
+    tasks: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
+    close: Callable[[], Awaitable[None]] | None = None
+    errors: ErrorTable = field(default_factory=dict)
+
+
+Wire = Callable[[Runtime], Awaitable[Wiring]]
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A server that listens at `address` (host:port)."""
+
+    address: str
+    runtime: Runtime
+
 
 log = structlog.get_logger()
 

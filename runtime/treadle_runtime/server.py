@@ -16,8 +16,7 @@ from opentelemetry import trace
 
 from treadle_runtime.config import Settings
 from treadle_runtime.errors import StartError
-from treadle_runtime.lifecycle import serving
-from treadle_runtime.runtime import Runtime, Serving, Wire, Wiring
+from treadle_runtime.lifecycle import Runtime, Serving, Wire, Wiring, serving
 from treadle_runtime.telemetry import configure_logging, configure_tracing
 
 __all__ = ["Runtime", "Serving", "Wire", "Wiring", "run", "serving"]

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from treadle_core.accuracy import correlation, recall_of_longest
+from treadle_core.ranking.estimator import correlation, recall_of_longest
 
 from treadle_sim.predictors import Predictor
-from treadle_sim.workload import Workload
+from treadle_sim.workloads.workload import Workload
 
 Floats = npt.NDArray[np.float64]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from treadle_sim.engine_model import EngineModel
-from treadle_sim.workload import TrajectoryWork, Workload
+from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
 
 def lower_bound_s(workload: Workload, models: tuple[EngineModel, ...], gpus: int) -> float:

@@ -40,17 +40,16 @@ from treadle_core.model import Policy, TicketRecord
 from treadle_core.refusals import NoEngine
 from treadle_core.tuning import Tuning
 
-from treadle_sim.cluster import Cluster, engine_id
+from treadle_sim.batch import EngineStep
+from treadle_sim.cluster import Cluster, PlacementStandIn, engine_id
 from treadle_sim.engine import SimEngine
-from treadle_sim.engine_step import EngineStep
 from treadle_sim.events import Timeline
-from treadle_sim.migrator import Migrator
 from treadle_sim.mishaps import Mishaps
+from treadle_sim.moves import Migrator
 from treadle_sim.outcome import Outcome, Span, Times
-from treadle_sim.placement import PlacementStandIn
 from treadle_sim.predictors import Predictor
 from treadle_sim.progress import Progress
-from treadle_sim.workload import Workload
+from treadle_sim.workloads.workload import Workload
 
 TICK_S = 0.5  # as the scheduler service ticks
 RETRY_S = 0.1  # a client's pause before it asks again where it was refused

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from treadle_core.events import EngineDeregistered, EngineRegistered, Event, WeightsUpdated
 
+from treadle_sim.batch import EngineStep
 from treadle_sim.cluster import Cluster, engine_id, specs
 from treadle_sim.engine import SimEngine
-from treadle_sim.engine_step import EngineStep
 from treadle_sim.events import Timeline
 
 

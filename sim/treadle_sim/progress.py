@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from treadle_sim.engine_step import EngineStep
+from treadle_sim.batch import EngineStep
 from treadle_sim.outcome import Span, Times
-from treadle_sim.workload import Step, TrajectoryWork
+from treadle_sim.workloads.workload import Step, TrajectoryWork
 
 
 @dataclass(slots=True)

@@ -7,18 +7,18 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
-from treadle_core.allocation import EngineKind, allocate
-from treadle_core.costs import CostModel
-from treadle_core.remaining import log_deviation
+from treadle_core.placing.costs import CostModel
+from treadle_core.ranking.remaining import log_deviation
 from treadle_core.tuning import Tuning
 
+from treadle_sim.allocation.plan import EngineKind, allocate
 from treadle_sim.cluster import Cluster, Latencies, Link, homogeneous
 from treadle_sim.driver import Driver
 from treadle_sim.engine_model import EngineModel
 from treadle_sim.outcome import Outcome
 from treadle_sim.predictors import named
 from treadle_sim.systems import System
-from treadle_sim.workload import TrajectoryWork, Workload
+from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
 
 @dataclass(frozen=True, slots=True)

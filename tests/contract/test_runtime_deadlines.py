@@ -8,7 +8,7 @@ from support.conditions import until
 from support.probe_service import Probe, ProbeSettings, ProbeStream, wire
 from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
 from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
-from treadle_runtime.deadlines import detached_context, remaining_s, serving_for
+from treadle_runtime.calls import detached_context, remaining_s, serving_for
 from treadle_runtime.server import Runtime, Wiring, serving
 
 PLACEMENT = "treadle.placement.v1.PlacementService"

@@ -31,17 +31,16 @@ from treadle_core.events import (
     SwitchRequested,
     WeightsUpdated,
 )
-from treadle_core.model import TrajectoryRecord
-from treadle_core.records import changed
+from treadle_core.model import TrajectoryRecord, changed
 from treadle_runtime.bus import open_bus
 from treadle_scheduler.store import engine_key, trajectory_key
 from treadle_sim.cluster import Cluster, Failure, WeightUpdate
 from treadle_sim.driver import Driver as SimDriver
 from treadle_sim.engine_model import EngineModel, StepCurve
-from treadle_sim.parametric import make
 from treadle_sim.predictors import named
 from treadle_sim.systems import SYSTEMS
-from treadle_sim.workload import Workload
+from treadle_sim.workloads.parametric import make
+from treadle_sim.workloads.workload import Workload
 
 # Two degrees, so that plans differ from the first placement and trajectories move.
 SLOW = EngineModel(

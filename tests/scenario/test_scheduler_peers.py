@@ -12,7 +12,7 @@ from support.scheduler import scheduler
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle_core.actions import ReleasePrefix
 from treadle_runtime.bus import open_bus
-from treadle_scheduler.waiting import Waiting
+from treadle_scheduler.outbound import Waiting
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from support.rpc import error_of
 from support.tools import ToolsCalls, tools
 from treadle.tools.v1 import tools_pb2 as pb
 from treadle_tools.builtin import PYTHON
-from treadle_tools.containers.docker import DockerHost
+from treadle_tools.sandbox.containers.docker import DockerHost
 
 __all__ = ["docker_daemon"]
 

@@ -11,13 +11,13 @@ import psutil
 import pytest
 from support.tools import gone, groups_of
 from treadle_tools.builtin import PYTHON
-from treadle_tools.inside import frames
-from treadle_tools.keeper import protocol
-from treadle_tools.keeper.channel import Channel
-from treadle_tools.keeper.client import KeeperClient, Terms
-from treadle_tools.keeper.folder import FolderRefused, StateFolder
-from treadle_tools.sandbox.bubblewrap import find_sandbox
-from treadle_tools.sandbox.cell import Cell, CellLost
+from treadle_tools.sandbox.bubblewrap.cell import Cell, CellLost
+from treadle_tools.sandbox.bubblewrap.command import find_sandbox
+from treadle_tools.sandbox.inside import frames
+from treadle_tools.sandbox.keeper import channel as protocol
+from treadle_tools.sandbox.keeper.channel import Channel
+from treadle_tools.sandbox.keeper.client import KeeperClient, Terms
+from treadle_tools.sandbox.keeper.folder import FolderRefused, StateFolder
 from treadle_tools.tool import Limits
 
 LIMITS = Limits(output_bytes=4 * 1024 * 1024)

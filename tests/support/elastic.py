@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from treadle_core.elastic.action import Action, Amdahl, Duration, Knowledge, Measured, Range, UnitSet
-from treadle_core.elastic.curves import Curves
+from treadle_core.tools.action import Action, Amdahl, Duration, Knowledge, Measured, Range, UnitSet
+from treadle_core.tools.arrangement import Curves
 
 Choices = Sequence[tuple[int, float]]  # (units, seconds) of one candidate
 

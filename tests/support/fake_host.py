@@ -10,14 +10,14 @@ import subprocess
 import sys
 from collections.abc import Collection, Sequence
 
-from treadle_tools.containers.recipe import Recipe
-from treadle_tools.containers.vessel import Allotment, Ending, HostFailed, VesselLost
+from treadle_tools.sandbox.containers.recipe import Allotment, Ending, HostFailed, Recipe, VesselLost
 
 BOOT = """
 import sys, json
 config = json.loads(sys.argv[1])
 sys.path += config["paths"]
-from treadle_tools.inside import cell, container
+from treadle_tools.sandbox.inside import cell
+from treadle_tools.sandbox.inside import container
 cell.close_doors = lambda: None
 container.main(config)
 """

@@ -12,7 +12,7 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
-from treadle.durations import duration
+from treadle.types import duration
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from support.container_tools import TOOLS
 from treadle_tools.builtin import PYTHON
-from treadle_tools.containers.fleet import Fleet, Ware
-from treadle_tools.containers.hosts import Hosts
-from treadle_tools.containers.ledger import Ledger
-from treadle_tools.containers.recipe import recipe_of
-from treadle_tools.containers.vessel import Host
+from treadle_tools.sandbox.containers.fleet import Fleet, Ware
+from treadle_tools.sandbox.containers.hosts import Hosts
+from treadle_tools.sandbox.containers.ledger import Ledger
+from treadle_tools.sandbox.containers.recipe import Host, recipe_of
 from treadle_tools.tool import Limits, Tool
 
 (COUNTER,) = TOOLS

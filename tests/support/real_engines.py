@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle_cli.ports import free_port
-from treadle_sidecar.engine_process import EngineSpec, start_engine, stop_engine
+from treadle_sidecar.engine.process import EngineSpec, start_engine, stop_engine
 
 START_DEADLINE_S = 240.0  # two engines that start together on a busy machine
 POLL_S = 0.25

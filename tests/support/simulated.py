@@ -14,7 +14,7 @@ from treadle_sim.engine_model import EngineModel, StepCurve
 from treadle_sim.outcome import Outcome
 from treadle_sim.predictors import named
 from treadle_sim.systems import SYSTEMS
-from treadle_sim.workload import Step, TrajectoryWork, Workload
+from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload
 
 Kind = TypeVar("Kind")
 

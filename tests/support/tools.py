@@ -110,7 +110,7 @@ def shared_tools(folder: Path, *builtin: str, **settings: str) -> Iterator[Servi
 def keeper_of(calls: ToolsCalls) -> psutil.Process:
     """The keeper that this life of the service has started."""
     started = psutil.Process(calls.process.pid).children()
-    return next(process for process in started if "treadle_tools.keeper" in process.cmdline())
+    return next(process for process in started if "treadle_tools.sandbox.keeper" in process.cmdline())
 
 
 def groups_of(keeper: psutil.Process) -> list[Path]:

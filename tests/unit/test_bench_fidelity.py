@@ -21,7 +21,7 @@ from treadle_cli.bench.fidelity_stage import Case, LivePlay, policy_message
 from treadle_cli.bench.fidelity_trace import GEN_TOKENS, OBS_TOKENS, STEPS, TOOL_S, token_ids, workload
 from treadle_core.model import DecodeCurve
 from treadle_sim.cluster import Latencies, Link
-from treadle_sim.measured_profile import fit_measured
+from treadle_sim.profiles import fit_measured
 from treadle_sim.systems import SYSTEMS
 
 SLOTS = 3

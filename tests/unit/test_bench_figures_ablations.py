@@ -30,8 +30,8 @@ from treadle_sim.cluster import Cluster
 from treadle_sim.driver import Driver
 from treadle_sim.profiles import engine_model
 from treadle_sim.systems import VERL
-from treadle_sim.trace_file import write_traces
-from treadle_sim.workload import Step, TrajectoryWork, Workload
+from treadle_sim.workloads.trace_file import write_traces
+from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload
 
 ONE_GPU = 1 / 64
 

@@ -12,8 +12,8 @@ from treadle_cli.bench.heddle12_aims import aims
 from treadle_cli.bench.heddle12_page import where_it_loses
 from treadle_cli.bench.rollouts import Job, batch_for, floor, play_all
 from treadle_sim.systems import BASELINES, TREADLE, VERL
-from treadle_sim.trace_file import write_traces
-from treadle_sim.workload import Step, TrajectoryWork
+from treadle_sim.workloads.trace_file import write_traces
+from treadle_sim.workloads.workload import Step, TrajectoryWork
 
 ONE_GPU = 1 / 64
 CELL_KEYS = {

@@ -9,7 +9,7 @@ from treadle_cli.bench import BENCHES
 from treadle_cli.bench.long_tail import GROUP_SIZES, PRINTED, PRINTED_DIGIT, VARIATIONS, expected_maximum, formula, run
 from treadle_cli.bench.options import BenchOptions
 from treadle_cli.bench.workloads import described, within_prompt
-from treadle_sim.workload import Step, TrajectoryWork
+from treadle_sim.workloads.workload import Step, TrajectoryWork
 
 
 def work(prompt_id: str, sample: int, *gen_tokens: int) -> TrajectoryWork:

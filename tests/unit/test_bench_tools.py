@@ -3,7 +3,7 @@
 import pytest
 from treadle_cli.bench.tools_lines import lines
 from treadle_cli.bench.tools_setting import Timed, act_s, middle, overheads, windows
-from treadle_core.elastic.action import CPU_CORES, Fixed
+from treadle_core.tools.action import CPU_CORES, Fixed
 from treadle_sim.tools.trace import Asked, Call, Decisions, Record, Replay, Trace
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.allocation import PLANNED_MODELS, EngineKind, allocate, prepare
-from treadle_core.annealing import anneal, first_allocation, makespan, merge, redistribute, split
-from treadle_core.costs import CostModel
 from treadle_core.model import DecodeCurve
+from treadle_core.placing.costs import CostModel
+from treadle_sim.allocation.annealing import anneal, first_allocation, makespan, merge, redistribute, split
+from treadle_sim.allocation.plan import PLANNED_MODELS, EngineKind, allocate, prepare
 
 KINDS = [EngineKind(d, 20, 200_000 * d, DecodeCurve(0.014 / d**0.7, 5e-5, 1e-8 / d, 1e4 * d)) for d in (1, 2, 4, 8)]
 GPUS = np.array([8, 4, 2, 1])

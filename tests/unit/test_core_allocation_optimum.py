@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.allocation import PLANNED_MODELS, Allocation, EngineKind, Problem, allocate, homogeneous, prepare
-from treadle_core.costs import CostModel, group_cost
 from treadle_core.model import DecodeCurve
-from treadle_core.placement_oracle import least_makespan
-from treadle_core.placement_solver import partition
+from treadle_core.placing.bound import least_makespan
+from treadle_core.placing.costs import CostModel, group_cost
+from treadle_core.placing.solver import partition
+from treadle_sim.allocation.plan import PLANNED_MODELS, Allocation, EngineKind, Problem, allocate, homogeneous, prepare
 
 REL = 1e-9
 DEGREES = (1, 2, 4, 8)
@@ -202,8 +202,8 @@ def test_a_plan_without_numba_is_the_same_to_the_last_bit() -> None:
 import sys
 import numpy as np
 from treadle_core import compiled
-from treadle_core.allocation import EngineKind, allocate
-from treadle_core.costs import CostModel
+from treadle_sim.allocation.plan import EngineKind, allocate
+from treadle_core.placing.costs import CostModel
 from treadle_core.model import DecodeCurve
 rng = np.random.default_rng(3)
 lengths, contexts = rng.lognormal(7, 1, 30), rng.uniform(0, 900, 30)

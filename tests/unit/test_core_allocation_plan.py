@@ -5,7 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from treadle_core.allocation import (
+from treadle_core.model import DecodeCurve
+from treadle_core.placing.costs import CostModel
+from treadle_core.placing.placement import uncertain
+from treadle_core.placing.question import InvalidEngineError, InvalidTrajectoryError, NoEnginesError
+from treadle_core.placing.rank_scenarios import RankSamples, best_partition
+from treadle_core.refusals import CoreError
+from treadle_sim.allocation.annealing import InvalidCoolingError, anneal
+from treadle_sim.allocation.plan import (
     PLANNED_MODELS,
     RECOURSE,
     EngineKind,
@@ -18,14 +25,6 @@ from treadle_core.allocation import (
     prepare,
     spend_rest,
 )
-from treadle_core.annealing import InvalidCoolingError, anneal
-from treadle_core.costs import CostModel
-from treadle_core.errors import CoreError
-from treadle_core.hedging import best_partition
-from treadle_core.model import DecodeCurve
-from treadle_core.placement import uncertain
-from treadle_core.plan_input import InvalidEngineError, InvalidTrajectoryError, NoEnginesError
-from treadle_core.rank_scenarios import RankSamples
 
 LENGTHS = [4000.0, 300.0, 200.0, 100.0]
 CONTEXTS = [10.0, 10.0, 10.0, 10.0]

@@ -5,8 +5,8 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.buffer import Advanced, Batch, Event, GroupTooLargeError, RolloutState, SampleBuffer
-from treadle_core.groups import DropReason, RolloutSpec, Sample, Verdict
+from treadle_core.rollouts.buffer import Advanced, Batch, Event, GroupTooLargeError, RolloutState, SampleBuffer
+from treadle_core.rollouts.groups import DropReason, RolloutSpec, Sample, Verdict
 
 ROOMY = 1 << 30
 

@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.control import CURVE, Scenario, all_of
 from treadle_core import actions as act
-from treadle_core import balance
 from treadle_core import events as ev
-from treadle_core.balance import EngineTable
 from treadle_core.model import DecodeCurve, EngineSpec, Estimate
+from treadle_core.placing import balance
+from treadle_core.placing.balance import EngineTable
+from treadle_core.placing.worksheet import Flags, Floats, Indexes
 from treadle_core.tuning import Tuning
-from treadle_core.worksheet import Flags, Floats, Indexes
 
 MARGIN = 0.1
 LENGTHS = st.lists(st.floats(1.0, 30_000.0), min_size=1, max_size=14)

@@ -8,7 +8,7 @@ from treadle_core import actions as act
 from treadle_core import events as ev
 from treadle_core import refusals
 from treadle_core.model import Outcome, TicketStatus, TrajectoryState
-from treadle_core.steps import ticket_id
+from treadle_core.steps.tickets import ticket_id
 
 
 @pytest.fixture

@@ -7,21 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 from support.elastic import elastic
-from treadle_core.elastic.action import (
+from treadle_core.tools.action import (
     Action,
     Amdahl,
     Demand,
     Duration,
     Fixed,
+    InvalidActionError,
     Knowledge,
     Measured,
+    NeverFitsError,
     Range,
     UnitSet,
+    UnknownDimensionError,
     seconds_at,
 )
-from treadle_core.elastic.action_input import InvalidActionError, NeverFitsError, UnknownDimensionError
-from treadle_core.elastic.ordering import first_come, shortest_first
-from treadle_core.elastic.waiting import Waiting
+from treadle_core.tools.queue import Waiting, first_come, shortest_first
 
 CAPACITIES = {"cpu_cores": 64, "memory_bytes": 1 << 30}
 # As a caller without types may have them.

@@ -13,14 +13,10 @@ from support.elastic import (
     least_flat_s,
     total_s,
 )
-from treadle_core.elastic.action import Amdahl
-from treadle_core.elastic.chunk_table import ChunkTable
-from treadle_core.elastic.chunks import LEVELS, free_chunks
-from treadle_core.elastic.curves import Arrangement
-from treadle_core.elastic.flat_table import FlatTable
-from treadle_core.elastic.gpu_pool import GpuNode, GpuNodes
-from treadle_core.elastic.marginal import MarginalGains, convex
-from treadle_core.elastic.pools import CpuNode, CpuNodes, shared
+from treadle_core.tools.action import Amdahl
+from treadle_core.tools.arrangement import Arrangement, FlatTable, MarginalGains, convex
+from treadle_core.tools.chunks import LEVELS, ChunkTable, free_chunks
+from treadle_core.tools.pools import CpuNode, CpuNodes, GpuNode, GpuNodes, shared
 
 REL = 1e-9
 seconds = st.one_of(st.sampled_from([0.0, 1.0, 2.0]), st.floats(0.0, 1_000.0))

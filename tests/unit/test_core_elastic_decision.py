@@ -9,16 +9,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.elastic import Choices, curves, elastic, estimate_as_listed, every_pick, objective_s
-from treadle_core.elastic.action import Action, Amdahl, Demand, Duration, Fixed, Knowledge, Range, UnitSet
-from treadle_core.elastic.action_input import InvalidActionError
-from treadle_core.elastic.decision import InvalidEstimateError, Start, decide
-from treadle_core.elastic.eviction import GRAIN, MOST_TRIED, best_prefix
-from treadle_core.elastic.executing import Executing, InvalidExecutingError
-from treadle_core.elastic.gpu_pool import GpuNode, GpuNodes
-from treadle_core.elastic.group import Group
-from treadle_core.elastic.ordering import Ordering, first_come, shortest_first
-from treadle_core.elastic.pools import CpuNode, CpuNodes, FlatPool, InvalidPoolError, Pool, capacities, shared
-from treadle_core.elastic.waiting import Waiting
+from treadle_core.tools.action import (
+    Action,
+    Amdahl,
+    Demand,
+    Duration,
+    Fixed,
+    InvalidActionError,
+    Knowledge,
+    Range,
+    UnitSet,
+)
+from treadle_core.tools.completions import Executing, InvalidExecutingError
+from treadle_core.tools.decision import InvalidEstimateError, Start, decide
+from treadle_core.tools.group import GRAIN, MOST_TRIED, Group, best_prefix
+from treadle_core.tools.pools import (
+    CpuNode,
+    CpuNodes,
+    FlatPool,
+    GpuNode,
+    GpuNodes,
+    InvalidPoolError,
+    Pool,
+    capacities,
+    shared,
+)
+from treadle_core.tools.queue import Ordering, Waiting, first_come, shortest_first
 
 LINEAR = Amdahl(0.0)
 GIB = 1 << 30

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.elastic import Choices, curves
-from treadle_core.elastic.chunks import LEVELS, level_of, take
-from treadle_core.elastic.search import Queue, best_near, value
+from treadle_core.tools.chunks import LEVELS, level_of, take
+from treadle_core.tools.search import Queue, best_near, value
 
 NO_CHUNKS = np.zeros(0, np.int64)
 

@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core import evidence as module
-from treadle_core.evidence import Ended, Evidence
+from treadle_core.ranking import evidence as module
+from treadle_core.ranking.evidence import Ended, Evidence
 
 Event = tuple[str, int, int, int]  # kind, trajectory, turn or rollout, tokens
 

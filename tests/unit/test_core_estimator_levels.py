@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.estimator import Forecast, InvalidProgressError, Prior, Progress, Source, learned_from
-from treadle_core.evidence import Ended, Evidence
+from treadle_core.ranking.estimator import Forecast, InvalidProgressError, Prior, Progress, Source, learned_from
+from treadle_core.ranking.evidence import Ended, Evidence
 
 PRIOR = Prior()
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.survival import TOKEN_KNOTS, Tally, lognormal, observed, posterior, remaining
+from treadle_core.ranking.evidence import TOKEN_KNOTS, Tally, lognormal, observed, posterior, remaining
 
 BASE = lognormal(TOKEN_KNOTS, 1_000.0, 1.0)
 

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_core.fair_share import FairShare
+from treadle_core.tools.fair_share import FairShare
 
 COSTS = st.floats(0.0, 20.0, allow_nan=False)
 

@@ -6,15 +6,22 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_core.elastic.action import Action, Fixed, Range
-from treadle_core.elastic.action_input import InvalidActionError
-from treadle_core.elastic.decision import Start, decide
-from treadle_core.elastic.pools import InvalidPoolError
-from treadle_core.elastic.waiting import Waiting
-from treadle_core.managers.basic import BasicManager, Provider, concurrency_of, quota_of
-from treadle_core.managers.breaker import Breaker, BreakerRule, State
-from treadle_core.managers.grants import SERVED, End, Ended, InvalidHoldingError, held_units
-from treadle_core.managers.quota import Quota, Window
+from treadle_core.tools.action import Action, Fixed, InvalidActionError, Range
+from treadle_core.tools.decision import Start, decide
+from treadle_core.tools.grants import SERVED, End, Ended, InvalidHoldingError, held_units
+from treadle_core.tools.pools import InvalidPoolError
+from treadle_core.tools.providers import (
+    BasicManager,
+    Breaker,
+    BreakerRule,
+    Provider,
+    Quota,
+    State,
+    Window,
+    concurrency_of,
+    quota_of,
+)
+from treadle_core.tools.queue import Waiting
 
 FAILED, REFUSED, ABANDONED = Ended(End.FAILED), Ended(End.REFUSED), Ended(End.ABANDONED)
 AFTER_A_MOMENT = st.floats(0.0, 3.0, allow_nan=False)

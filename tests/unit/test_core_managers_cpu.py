@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
-from treadle_core.elastic.action import CPU_CORES, MEMORY_BYTES, Action, Fixed
-from treadle_core.elastic.decision import Start
-from treadle_core.elastic.pools import InvalidPoolError
-from treadle_core.managers.cpu import CpuManager, Machine
-from treadle_core.managers.grants import SERVED, CpuGrant, InvalidHoldingError, held_units
-from treadle_core.managers.numa import pick
+from treadle_core.tools.action import CPU_CORES, MEMORY_BYTES, Action, Fixed
+from treadle_core.tools.cpu import CpuManager, Machine
+from treadle_core.tools.decision import Start
+from treadle_core.tools.grants import SERVED, CpuGrant, InvalidHoldingError, held_units
+from treadle_core.tools.numa import pick
+from treadle_core.tools.pools import InvalidPoolError
 
 MACHINES = (Machine("a", ((0, 1, 2, 3), (4, 5, 6, 7)), 100), Machine("b", ((0, 1), (2, 3)), 50))
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
-from treadle_core.elastic.action import (
+from treadle_core.tools.action import (
     CPU_CORES,
     GPUS,
     MEMORY_BYTES,
@@ -15,23 +15,18 @@ from treadle_core.elastic.action import (
     Demand,
     Duration,
     Fixed,
+    InvalidActionError,
     Knowledge,
     Range,
 )
-from treadle_core.elastic.action_input import InvalidActionError
-from treadle_core.elastic.alone import start_alone
-from treadle_core.elastic.decision import Start, decide
-from treadle_core.elastic.gpu_pool import GpuNode, GpuNodes
-from treadle_core.elastic.pools import CpuNode, CpuNodes, FlatPool, Pool, capacities
-from treadle_core.elastic.waiting import Waiting
-from treadle_core.managers.basic import BasicManager, Provider, quota_of
-from treadle_core.managers.cpu import CpuManager, Machine
-from treadle_core.managers.dispatcher import FIRST_TYPICAL_S, Dispatcher
-from treadle_core.managers.gpu import GpuManager
-from treadle_core.managers.grants import SERVED, End, Ended, InvalidHoldingError, Service
-from treadle_core.managers.protocol import NEVER_S
-from treadle_core.managers.quota import Quota
-from treadle_core.managers.resources import Resources
+from treadle_core.tools.cpu import CpuManager, Machine
+from treadle_core.tools.decision import Start, decide, start_alone
+from treadle_core.tools.dispatcher import FIRST_TYPICAL_S, Dispatcher, Resources
+from treadle_core.tools.gpu import GpuManager
+from treadle_core.tools.grants import NEVER_S, SERVED, End, Ended, InvalidHoldingError, Service
+from treadle_core.tools.pools import CpuNode, CpuNodes, FlatPool, GpuNode, GpuNodes, Pool, capacities
+from treadle_core.tools.providers import BasicManager, Provider, Quota, quota_of
+from treadle_core.tools.queue import Waiting
 
 MACHINES = [Machine("a", ((0, 1), (2, 3)), 100), Machine("b", ((0, 1), (2, 3)), 100)]
 

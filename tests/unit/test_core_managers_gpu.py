@@ -5,15 +5,13 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
-from treadle_core.elastic.action import GPUS, Action, Demand, Fixed, UnitSet
-from treadle_core.elastic.action_input import InvalidActionError
-from treadle_core.elastic.chunks import Chunk
-from treadle_core.elastic.decision import Start, decide
-from treadle_core.elastic.pools import InvalidPoolError
-from treadle_core.elastic.waiting import Waiting
-from treadle_core.managers.gpu import GpuManager
-from treadle_core.managers.grants import SERVED, End, Ended, GpuGrant, InvalidHoldingError, Resident, Service
-from treadle_core.managers.residency import gpus
+from treadle_core.tools.action import GPUS, Action, Demand, Fixed, InvalidActionError, UnitSet
+from treadle_core.tools.chunks import Chunk
+from treadle_core.tools.decision import Start, decide
+from treadle_core.tools.gpu import GpuManager, gpus
+from treadle_core.tools.grants import SERVED, End, Ended, GpuGrant, InvalidHoldingError, Resident, Service
+from treadle_core.tools.pools import InvalidPoolError
+from treadle_core.tools.queue import Waiting
 
 GPU_BYTES = 80
 SERVICES = [

@@ -4,13 +4,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
-from treadle_core.elastic.action import CPU_CORES, Action, Amdahl, Duration, Fixed, Knowledge, Range, UnitSet
-from treadle_core.elastic.action_input import InvalidActionError, check_action
-from treadle_core.elastic.decision import Start
-from treadle_core.managers.cpu import CpuManager, Machine
-from treadle_core.managers.grants import SERVED, InvalidHoldingError, held_units
-from treadle_core.managers.loans import Loans, serial_s
-from treadle_core.managers.progress import Progress
+from treadle_core.tools.action import (
+    CPU_CORES,
+    Action,
+    Amdahl,
+    Duration,
+    Fixed,
+    InvalidActionError,
+    Knowledge,
+    Range,
+    UnitSet,
+    check_action,
+)
+from treadle_core.tools.cpu import CpuManager, Machine
+from treadle_core.tools.decision import Start
+from treadle_core.tools.grants import SERVED, InvalidHoldingError, held_units
+from treadle_core.tools.loans import Loans, Progress, serial_s
 
 MACHINE = Machine("a", ((0, 1, 2, 3), (4, 5, 6, 7)), 100)
 

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.placements import contiguous_costs, group_seconds, makespans_of_all, workloads
-from treadle_core.costs import BatchCurve, CostModel, Costs, group_cost, tabulate
 from treadle_core.model import DecodeCurve
-from treadle_core.placement_bound import lower_bound
-from treadle_core.placement_oracle import aggregated, least_makespan
-from treadle_core.placement_solver import partition
-from treadle_core.plan_work import PlanEngine
+from treadle_core.placing.bound import aggregated, least_makespan, lower_bound
+from treadle_core.placing.costs import BatchCurve, CostModel, Costs, group_cost, tabulate
+from treadle_core.placing.question import PlanEngine
+from treadle_core.placing.solver import partition
 
 REL = 1e-9
 BENT = BatchCurve(((1, 0.012), (4, 0.013), (16, 0.02)))
@@ -149,12 +148,12 @@ import sys
 sys.modules["numba"] = None
 import numpy as np
 from treadle_core import compiled
-from treadle_core.plan_work import PlanEngine
-from treadle_core.costs import BatchCurve, CostModel, tabulate
+from treadle_core.placing.question import PlanEngine
+from treadle_core.placing.costs import BatchCurve, CostModel, tabulate
 from treadle_core.model import DecodeCurve
-from treadle_core.placement import plan_arrays
-from treadle_core.placement_bound import lower_bound
-from treadle_core.placement_solver import partition
+from treadle_core.placing.placement import plan_arrays
+from treadle_core.placing.bound import lower_bound
+from treadle_core.placing.solver import partition
 assert not compiled.HAVE_NUMBA
 exec(sys.argv[1])
 """

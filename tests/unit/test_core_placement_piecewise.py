@@ -5,10 +5,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.placements import bent_curves, eq4_s, levelled, tokens
-from treadle_core.costs import BatchCurve, CostModel, group_cost, tabulate
 from treadle_core.model import DecodeCurve
-from treadle_core.piecewise import InvalidCurveError
-from treadle_core.plan_work import PlanEngine
+from treadle_core.placing.costs import BatchCurve, CostModel, InvalidCurveError, group_cost, tabulate
+from treadle_core.placing.question import PlanEngine
 
 lists = st.lists(tokens, min_size=1, max_size=30)
 

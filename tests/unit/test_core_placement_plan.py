@@ -6,11 +6,11 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.costs import CostModel, InvalidEngineError, InvalidTrajectoryError, NoEnginesError
-from treadle_core.errors import CoreError
 from treadle_core.model import DecodeCurve
-from treadle_core.placement import Plan, plan
-from treadle_core.plan_work import PlanEngine, PlanTrajectory
+from treadle_core.placing.costs import CostModel, InvalidEngineError, InvalidTrajectoryError, NoEnginesError
+from treadle_core.placing.placement import Plan, plan
+from treadle_core.placing.question import PlanEngine, PlanTrajectory
+from treadle_core.refusals import CoreError
 
 CURVE = DecodeCurve(base_s=0.01, per_sequence_s=0.001, per_kv_token_s=1e-8, prefill_tokens_per_s=1e4)
 

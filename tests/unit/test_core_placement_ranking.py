@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.ranking import LAG, Workspace, ranked, ranked_by_numpy
+from treadle_core.placing.workload import LAG, Workspace, ranked, ranked_by_numpy
 
 lengths = st.one_of(
     st.floats(0.0, 1e15),

@@ -6,16 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.control import Scenario, all_of
 from treadle_core import actions as act
-from treadle_core import balance
 from treadle_core import events as ev
-from treadle_core.deadlines import Deadlines
-from treadle_core.model import Policy, TrajectoryRecord
-from treadle_core.plan_work import EngineOf
-from treadle_core.records import changed
-from treadle_core.remaining import remaining_tokens
-from treadle_core.trajectories import TrajectoryTable
+from treadle_core.model import Policy, TrajectoryRecord, changed
+from treadle_core.placing import balance
+from treadle_core.placing.question import EngineOf
+from treadle_core.placing.worksheet import FIRST_ROWS
+from treadle_core.ranking.remaining import remaining_tokens
+from treadle_core.steps.state import Deadlines
+from treadle_core.tables.trajectories import TrajectoryTable
 from treadle_core.tuning import Tuning
-from treadle_core.worksheet import FIRST_ROWS
 
 EAGER = Tuning(plan_every_events=1, plan_interval_s=0.0)
 NAMES = st.integers(0, 3 * FIRST_ROWS)

@@ -3,8 +3,9 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core import balance, pooling
-from treadle_core.worksheet import Floats, Indexes
+from treadle_core.placing import balance
+from treadle_core.placing.worksheet import Floats, Indexes
+from treadle_core.planning import replanning as pooling
 
 ENGINES = np.tile(np.array([0.01, 0.001, 0.0, 100.0, np.inf]), (3, 1))
 

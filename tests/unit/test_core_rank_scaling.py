@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.control import Scenario, all_of
 from treadle_core import actions as act
-from treadle_core import balance
 from treadle_core import events as ev
-from treadle_core.costs import CostModel
 from treadle_core.model import Policy, Replanning
-from treadle_core.plan_work import EngineOf
-from treadle_core.rank_scaling import InvalidSizesError, Ranks, Scaled
+from treadle_core.placing import balance
+from treadle_core.placing.costs import CostModel
+from treadle_core.placing.question import EngineOf
+from treadle_core.planning.replanning import InvalidSizesError, Ranks, Scaled
 from treadle_core.tuning import Tuning
 
 HEDDLE = Policy(replanning=Replanning.RANK_SCALING)

@@ -4,8 +4,8 @@ import math
 
 import pytest
 from treadle_core.model import Estimate
-from treadle_core.plan_input import MOST_LOG_SIGMA
-from treadle_core.remaining import log_deviation
+from treadle_core.placing.question import MOST_LOG_SIGMA
+from treadle_core.ranking.remaining import log_deviation
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_core import balance, placement, rank_scenarios, scenarios
-from treadle_core.costs import CostModel, tabulate
-from treadle_core.hedging import SHARES, hedged
 from treadle_core.model import DecodeCurve, EngineSpec
-from treadle_core.placement_oracle import least_makespan
-from treadle_core.placement_solver import partition
-from treadle_core.plan_work import PlanEngine
-from treadle_core.scenarios import LEAST_SAMPLES, MOST_SAMPLES, Floats, Indexes, Samples
+from treadle_core.placing import balance, placement, rank_scenarios, scenarios
+from treadle_core.placing.bound import least_makespan
+from treadle_core.placing.costs import CostModel, tabulate
+from treadle_core.placing.question import PlanEngine
+from treadle_core.placing.rank_scenarios import SHARES, hedged
+from treadle_core.placing.scenarios import LEAST_SAMPLES, MOST_SAMPLES, Floats, Indexes, Samples
+from treadle_core.placing.solver import partition
 
 NO_CAP = 1e18
 

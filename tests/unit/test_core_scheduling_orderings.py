@@ -9,7 +9,7 @@ from support.control import Scenario, all_of, one
 from treadle_core import actions as act
 from treadle_core import events as ev
 from treadle_core.model import Estimate, Objective, Ordering, Policy
-from treadle_core.scheduling import RUNNING_LIFT
+from treadle_core.ranking.orderings import RUNNING_LIFT
 from treadle_core.tuning import Tuning
 
 TUNING = Tuning()

@@ -4,7 +4,7 @@ import math
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.transfers import Transfer, next_transfers
+from treadle_core.steps.transfers import Transfer, next_transfers
 
 
 def move(name: str, source: str, target: str, remaining: float, asked_at_s: float = 0.0) -> Transfer:

@@ -2,7 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.waiting import Lines, Waiter
+from treadle_core.steps.state import Lines, Waiter
 
 ENGINES = ("e0", "e1", "e2")
 PUT = st.tuples(st.integers(0, 9), st.sampled_from(ENGINES), st.floats(-3.0, 3.0).map(round))

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.tiny_backbone import HIDDEN, tiny_backbone
-from treadle_learned.backbone import Backbone
+from treadle_learned.backbone import Backbone, fitting_dtype
 from treadle_learned.errors import BackboneError
-from treadle_learned.precision import fitting_dtype
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from treadle_learned.models_folder import POINTER, ModelsFolder
 from treadle_learned.refit import REFUSED, main, refit
 from treadle_learned.split import FOLDS
 from treadle_learned.training import Training, train
-from treadle_learned.transcript_file import write_transcripts
+from treadle_learned.transcript import write_transcripts
 from treadle_learned.tuning import TuneHow
 
 PATIENCE_S = 100.0

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny_backbone import tiny_backbone
 from treadle_learned.backbone import Backbone
-from treadle_learned.read import Read
+from treadle_learned.reading import Read
 from treadle_learned.together import read_together, runs
 
 TEXT = "a plan, then one step, then another, and what the tool answered to it; then the end"

@@ -16,7 +16,7 @@ from treadle_migrator.migration import (
     document_of,
     migration_from,
 )
-from treadle_migrator.paging import page_of
+from treadle_migrator.servicer import page_of
 
 MOVE = Move(
     trajectory_id="t",

@@ -3,9 +3,9 @@
 import pytest
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.telemetry.v1 import facts_pb2
-from treadle_core.evidence import Ended, Evidence
+from treadle_core.ranking.evidence import Ended, Evidence
 from treadle_predictor.convert import learn
-from treadle_predictor.history_store import decoded, encoded
+from treadle_predictor.history import decoded, encoded
 from treadle_runtime.bus import make_fact
 
 

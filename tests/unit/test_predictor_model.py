@@ -9,8 +9,8 @@ from support.learned_models import BOUNDS, random_head
 from support.tiny_backbone import HIDDEN, tiny_backbone
 from treadle.telemetry.v1.facts_pb2 import Fact
 from treadle_cli.bench.told_facts import facts_of
-from treadle_core.estimator import Prior, Progress, Source, learned_from
-from treadle_core.evidence import Evidence
+from treadle_core.ranking.estimator import Prior, Progress, Source, learned_from
+from treadle_core.ranking.evidence import Evidence
 from treadle_learned.backbone import Backbone
 from treadle_learned.checkpoint import Checkpoint
 from treadle_learned.examples import States, examples
@@ -18,8 +18,8 @@ from treadle_learned.moments import Moment, replay
 from treadle_learned.transcript import Transcript, Turn
 from treadle_predictor.convert import learn
 from treadle_predictor.model import LearnedModel
-from treadle_predictor.questions import Question, question
 from treadle_predictor.recordings import Recordings
+from treadle_predictor.worker import Question, question
 
 MUCH = 1 << 30
 

@@ -10,15 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.learned_models import BOUNDS as NARROW
 from support.tiny_backbone import tiny_backbone
-from treadle_core.estimator import Progress
+from treadle_core.ranking.estimator import Progress
 from treadle_learned.backbone import Backbone
 from treadle_learned.features import FEATURES
-from treadle_learned.read import Read
-from treadle_learned.reading import windows
+from treadle_learned.reading import Read, windows
 from treadle_learned.transcript import Transcript, Turn
-from treadle_predictor.questions import Question
-from treadle_predictor.reading import READING_BYTES
-from treadle_predictor.readings import Readings
+from treadle_predictor.readings import READING_BYTES, Readings
+from treadle_predictor.worker import Question
 
 BOUNDS = replace(NARROW, window_tokens=128)
 MUCH = 1 << 30

@@ -6,14 +6,13 @@ import pytest
 from treadle.engine.v1.engine_pb2 import EngineInfo
 from treadle.telemetry.v1 import facts_pb2
 from treadle_cli.bench.told_facts import facts_of
-from treadle_core.estimator import Prior, Progress, learned_from
-from treadle_core.evidence import Ended, Evidence
+from treadle_core.ranking.estimator import Prior, Progress, learned_from
+from treadle_core.ranking.evidence import Ended, Evidence
 from treadle_learned.features import FEATURES
 from treadle_learned.transcript import Transcript, Turn
-from treadle_predictor.history_store import HistoryStore, decoded, encoded
-from treadle_predictor.learner import Learner
-from treadle_predictor.questions import question
+from treadle_predictor.history import HistoryStore, Learner, decoded, encoded
 from treadle_predictor.recordings import Recordings
+from treadle_predictor.worker import question
 from treadle_runtime.bus import make_fact
 
 BEHIND = FEATURES.index("versions_behind")

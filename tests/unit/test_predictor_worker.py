@@ -7,11 +7,10 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 from support.conditions import until
-from treadle_core.estimator import Forecast, Progress, Source
 from treadle_core.model import Estimate
+from treadle_core.ranking.estimator import Forecast, Progress, Source
 from treadle_learned.features import FEATURES
-from treadle_predictor.questions import Question
-from treadle_predictor.worker import Answerer, Worker
+from treadle_predictor.worker import Answerer, Question, Worker
 
 LONG_S = 20.0
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from treadle_runtime import fields
+from treadle_runtime import errors as fields
 from treadle_runtime.errors import InvalidArgument
 
 

@@ -21,8 +21,7 @@ from treadle_core.model import (
     TicketRecord,
     TrajectoryRecord,
 )
-from treadle_scheduler.codec import CorruptRecord, decoded, encoded
-from treadle_scheduler.store import MeshRecord
+from treadle_scheduler.store import CorruptRecord, MeshRecord, decoded, encoded
 
 FINITE = st.floats(0, 1e12)
 ESTIMATES = st.builds(lambda values: Estimate(*sorted(values)), st.tuples(FINITE, FINITE, FINITE))

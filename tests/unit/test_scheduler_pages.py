@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from treadle_core.model import Policy, TrajectoryRecord, TrajectoryState
 from treadle_runtime.errors import InvalidArgument
-from treadle_scheduler.pages import page_of
+from treadle_scheduler.servicer import page_of
 
 
 def records(count: int) -> list[TrajectoryRecord]:

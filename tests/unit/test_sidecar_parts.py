@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 from treadle_runtime.errors import FailedPrecondition
-from treadle_sidecar.contexts import Contexts
-from treadle_sidecar.cpu_dtype import cpu_dtype
-from treadle_sidecar.engine_process import EngineSpec, engine_command
-from treadle_sidecar.engine_profile import read_profile
-from treadle_sidecar.load_meter import WINDOW_S, LoadMeter
-from treadle_sidecar.storage_keys import StoredPages, page_keys
-from treadle_sidecar.tickets import TicketBook
+from treadle_sidecar.engine.client import read_profile
+from treadle_sidecar.engine.process import EngineSpec, cpu_dtype, engine_command
+from treadle_sidecar.kv.prefixes import Contexts
+from treadle_sidecar.kv.storage_keys import StoredPages, page_keys
+from treadle_sidecar.steps.runner import WINDOW_S, LoadMeter
+from treadle_sidecar.steps.step import TicketBook
 
 
 def test_a_used_ticket_is_remembered_until_its_date_refuses_it() -> None:

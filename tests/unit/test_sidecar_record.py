@@ -6,9 +6,9 @@ from array import array
 
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_sidecar.step import Reason, Sampling, Span, StepOrder
-from treadle_sidecar.step_record import StepRecord
-from treadle_sidecar.stop_strings import SplitStops
+from treadle_sidecar.steps.record import StepRecord
+from treadle_sidecar.steps.running import SplitStops
+from treadle_sidecar.steps.step import Reason, Sampling, Span, StepOrder
 
 
 def order(prompt: int = 10, resumed: int = 0) -> StepOrder:

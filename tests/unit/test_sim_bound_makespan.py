@@ -6,7 +6,7 @@ import pytest
 from support.simulated import FAST, SLOW, engine, play, trajectory
 from treadle_sim.bound import alone_s, longest_alone_s, lower_bound_s, work_s
 from treadle_sim.cluster import Cluster, Latencies
-from treadle_sim.workload import Workload
+from treadle_sim.workloads.workload import Workload
 
 
 def test_one_trajectory_alone_takes_the_bound_and_the_latency_of_its_tickets() -> None:

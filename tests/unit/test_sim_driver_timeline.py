@@ -19,7 +19,7 @@ from treadle_core.events import (
     TrajectoryOpened,
 )
 from treadle_sim.cluster import Cluster, Latencies, Link
-from treadle_sim.workload import TrajectoryWork
+from treadle_sim.workloads.workload import TrajectoryWork
 
 LATENCIES = Latencies()
 

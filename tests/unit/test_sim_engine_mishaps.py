@@ -6,9 +6,9 @@ import pytest
 from support.simulated import SLOW, engine, play, trajectory
 from treadle_core.actions import AnnounceClosed
 from treadle_core.events import EngineRegistered
+from treadle_sim.batch import EngineStep
 from treadle_sim.cluster import Cluster, Failure, Latencies, WeightUpdate
 from treadle_sim.engine import SimEngine
-from treadle_sim.engine_step import EngineStep
 from treadle_sim.events import Timeline
 
 

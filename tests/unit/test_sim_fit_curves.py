@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_sim.decode_fit import DecodePoint, fit_decode
 from treadle_sim.engine_model import StepCurve
-from treadle_sim.least_squares import non_negative_least_squares
-from treadle_sim.prefill_fit import PrefillPoint, fit_prefill
+from treadle_sim.fitting.curves import DecodePoint, PrefillPoint, fit_decode, fit_prefill, non_negative_least_squares
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (1024, 4096, 16384)

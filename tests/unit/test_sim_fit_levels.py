@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-from treadle_sim.decode_fit import DecodeFit
-from treadle_sim.engine_tables import ServedRow
-from treadle_sim.fit_error import FitError
-from treadle_sim.hardware import ACCELERATORS, LLMS, kv_tokens
-from treadle_sim.roofline import derived_curve, serving_curve
-from treadle_sim.serving_fit import ServingLevel, fit_serving
+from treadle_sim.fitting.curves import DecodeFit, FitError
+from treadle_sim.fitting.fit import derived_curve, serving_curve
+from treadle_sim.fitting.hardware import ACCELERATORS, LLMS, kv_tokens
+from treadle_sim.fitting.serving import ServingLevel, fit_serving
+from treadle_sim.fitting.tables import ServedRow
 
 LLM = LLMS["Qwen3-32B"]
 H100, H200, H20, H800 = (ACCELERATORS[name] for name in ("H100", "H200", "H20", "H800"))

@@ -6,8 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from treadle_sim.measured_profile import MeasuredProfileError, fit_measured
-from treadle_sim.profiles import Profile, UnknownEngineError, engine_model, parse_profiles, profiles, render_profiles
+from treadle_sim.profiles import (
+    MeasuredProfileError,
+    Profile,
+    UnknownEngineError,
+    engine_model,
+    fit_measured,
+    parse_profiles,
+    profiles,
+    render_profiles,
+)
 
 SHIPPED = profiles()
 

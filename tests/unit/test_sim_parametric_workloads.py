@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_sim.parametric import (
+from treadle_sim.workloads.parametric import (
     MAX_CONTEXT_TOKENS,
     MAX_GEN_TOKENS,
     MODELS,
@@ -15,7 +15,7 @@ from treadle_sim.parametric import (
     make,
     split,
 )
-from treadle_sim.workload import Workload, groups
+from treadle_sim.workloads.workload import Workload, groups
 
 NAMES = list(WORKLOADS)
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from treadle_core.model import Estimate
 from treadle_core.tuning import Tuning
 from treadle_sim.accuracy import accuracy
-from treadle_sim.parametric import make
 from treadle_sim.predictors import NAMES, Blind, Noisy, Oracle, PromptMean, Siblings, named
-from treadle_sim.workload import Step, TrajectoryWork, Workload
+from treadle_sim.workloads.parametric import make
+from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload
 
 CODING = make("coding", 100, 16, seed=1)
 BEFORE = make("coding", 100, 16, seed=1, epoch=1).trajectories

@@ -6,11 +6,10 @@ import pytest
 from treadle_core.model import Estimate
 from treadle_sim.cluster import homogeneous
 from treadle_sim.driver import Driver
-from treadle_sim.predictors import Oracle, Predictor
+from treadle_sim.predictors import Oracle, Predictor, Replayed, Said
 from treadle_sim.profiles import engine_model
-from treadle_sim.replayed import Replayed, Said
 from treadle_sim.systems import TREADLE_HOMOGENEOUS
-from treadle_sim.workload import Step, TrajectoryWork, Workload
+from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload
 
 ESTIMATE = Estimate(100.0, 300.0, 900.0)
 

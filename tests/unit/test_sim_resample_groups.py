@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_core.survival import observed, posterior
-from treadle_sim.parametric import make
-from treadle_sim.resample import Beyond, capped, gone_on, resample
-from treadle_sim.workload import Step, TrajectoryWork, groups
+from treadle_core.ranking.evidence import observed, posterior
+from treadle_sim.workloads.parametric import make
+from treadle_sim.workloads.resample import Beyond, capped, gone_on, resample
+from treadle_sim.workloads.workload import Step, TrajectoryWork, groups
 
 
 def work(prompt_id: str, sample: int, *gen_tokens: int, censored: bool = False) -> TrajectoryWork:

@@ -14,7 +14,7 @@ import pytest
 from support.simulated import SLOW, engine, play, trajectory
 from treadle_sim.cluster import Cluster, Latencies
 from treadle_sim.engine import MOST_PREFILL_TOKENS
-from treadle_sim.workload import TrajectoryWork
+from treadle_sim.workloads.workload import TrajectoryWork
 
 RPC_S = Latencies().rpc_s
 SLOTS = 3

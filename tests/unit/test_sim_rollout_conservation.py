@@ -13,7 +13,7 @@ from treadle_core.events import StepFinished, StepRequested, TrajectoryClosed
 from treadle_sim.bound import lower_bound_s
 from treadle_sim.cluster import Cluster, Failure, Latencies, WeightUpdate
 from treadle_sim.systems import SYSTEMS
-from treadle_sim.workload import TrajectoryWork, Workload
+from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
 # A token of slack a step: fluids and whole tokens part by less.
 NEAR_S = 1e-6

@@ -9,21 +9,30 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.elastic.action import CPU_CORES, Action, Amdahl, Duration, Fixed, Knowledge, Range
-from treadle_core.elastic.pools import CpuNode
-from treadle_core.managers.cpu import CpuManager, Machine
-from treadle_core.managers.dispatcher import Dispatcher
-from treadle_core.managers.loans import LENDING_PAUSE_S, serial_s
-from treadle_core.managers.progress import Progress
-from treadle_core.managers.resources import Resources
+from treadle_core.tools.action import CPU_CORES, Action, Amdahl, Duration, Fixed, Knowledge, Range
+from treadle_core.tools.cpu import CpuManager, Machine
+from treadle_core.tools.dispatcher import Dispatcher, Resources
+from treadle_core.tools.loans import LENDING_PAUSE_S, Progress, serial_s
+from treadle_core.tools.pools import CpuNode
 from treadle_sim.events import Timeline
 from treadle_sim.tools.coding import ACTIVE_SHARE, coding_batch, shapes
-from treadle_sim.tools.elastic_cores import ElasticCores, equal_nodes
-from treadle_sim.tools.play import Executor, Make, Report, StuckError, play
-from treadle_sim.tools.pods import PodRules, Pods
-from treadle_sim.tools.sharing import SharedCores
-from treadle_sim.tools.trace import Asked, Call, Decisions, Record, Replay, Trace, ran_s
-from treadle_sim.workload import Step, TrajectoryWork
+from treadle_sim.tools.cores import ElasticCores, equal_nodes
+from treadle_sim.tools.pods import PodRules, Pods, SharedCores
+from treadle_sim.tools.trace import (
+    Asked,
+    Call,
+    Decisions,
+    Executor,
+    Make,
+    Record,
+    Replay,
+    Report,
+    StuckError,
+    Trace,
+    play,
+    ran_s,
+)
+from treadle_sim.workloads.workload import Step, TrajectoryWork
 
 GIB = 1 << 30
 

@@ -1,19 +1,25 @@
 """Replays on reward GPUs and before a provider: what is in memory, who loads, who is refused."""
 
 import pytest
-from treadle_core.elastic.action import CPU_CORES, GPUS, Fixed
-from treadle_core.managers.basic import concurrency_of
+from treadle_core.tools.action import CPU_CORES, GPUS, Fixed
+from treadle_core.tools.providers import concurrency_of
 from treadle_sim.events import Timeline
-from treadle_sim.tools.api_calls import LIMITS, MOST_RETRIES, PROVIDER, ManagedCalls, UnmanagedCalls, search_batch
+from treadle_sim.tools.api_calls import (
+    LIMITS,
+    MOST_RETRIES,
+    PROVIDER,
+    Limits,
+    ManagedCalls,
+    ProviderModel,
+    UnmanagedCalls,
+    manager_of,
+    search_batch,
+)
 from treadle_sim.tools.coding import coding_batch
-from treadle_sim.tools.elastic_cores import ElasticCores, equal_nodes
-from treadle_sim.tools.elastic_gpus import ElasticGpus
-from treadle_sim.tools.gpu_groups import LoadingGroups, StaticGroups
-from treadle_sim.tools.models import DEGREES, Restoring, reading, services
-from treadle_sim.tools.play import Executor, Make, Report, Together, play
-from treadle_sim.tools.provider import Limits, ProviderModel, manager_of
-from treadle_sim.tools.scoring import JUDGE, scored_batch, teachers
-from treadle_sim.tools.trace import Asked, Call, Record, Replay, Trace, ran_s
+from treadle_sim.tools.cores import ElasticCores, equal_nodes
+from treadle_sim.tools.gpus import ElasticGpus, LoadingGroups, StaticGroups
+from treadle_sim.tools.reward_models import DEGREES, JUDGE, Restoring, reading, scored_batch, services, teachers
+from treadle_sim.tools.trace import Asked, Call, Executor, Make, Record, Replay, Report, Together, Trace, play, ran_s
 
 NAMES = [*teachers(3), JUDGE]
 

@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
-from treadle_tools.sandbox.cgroups import V1, V2, Cgroups, Root, Slot
-from treadle_tools.sandbox.hierarchy import find_cgroups
-from treadle_tools.sandbox.memory import PAGE_BYTES, private_bytes
+from treadle_tools.sandbox.bubblewrap.cgroups import V1, V2, Cgroups, Root, Slot
+from treadle_tools.sandbox.bubblewrap.hierarchy import find_cgroups
+from treadle_tools.sandbox.bubblewrap.memory import PAGE_BYTES, private_bytes
 
 
 def slot_of(version: int, folder: Path) -> tuple[Slot, dict[str, Path]]:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from support.fake_host import FakeHost, FakeVessel
 from support.fleets import COUNTER, OnCores, fleet_on
-from treadle_tools.backend import Cell
 from treadle_tools.builtin import PYTHON
-from treadle_tools.inside.container import Post
-from treadle_tools.sandbox.cell import WORKER_BYTES, CellLost, WorkerFailed
+from treadle_tools.sandbox.bubblewrap.cell import WORKER_BYTES, CellLost, WorkerFailed
+from treadle_tools.sandbox.inside.container import Post
+from treadle_tools.sandbox.seam import Cell
 from treadle_tools.tool import Kind, Limits, Tool
 
 MIB = 1024 * 1024

@@ -4,10 +4,8 @@ from itertools import pairwise
 
 import pytest
 from support.container_tools import TOOLS
-from treadle_tools.containers.hosts import LONGEST_REST_S, TRIES, Hosts
-from treadle_tools.containers.images import split
-from treadle_tools.containers.recipe import Recipe, recipe_of
-from treadle_tools.containers.vessel import HostFailed
+from treadle_tools.sandbox.containers.hosts import LONGEST_REST_S, TRIES, Hosts, split
+from treadle_tools.sandbox.containers.recipe import HostFailed, Recipe, recipe_of
 from treadle_tools.tool import Kind, Tool
 
 (COUNTER,) = TOOLS

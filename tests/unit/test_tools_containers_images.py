@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import aiodocker
 import pytest
-from treadle_tools.containers import images
-from treadle_tools.containers.images import Images
+from treadle_tools.sandbox.containers import hosts as images
+from treadle_tools.sandbox.containers.hosts import Images
 
 MIRROR = "registry.local:5000"
 

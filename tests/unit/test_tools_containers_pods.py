@@ -10,10 +10,9 @@ from support.container_tools import TOOLS
 from support.fake_api_server import NAMESPACE, FakeApiServer
 from support.fleets import COUNTER, OnCores, fleet_on
 from treadle_tools.builtin import PYTHON
-from treadle_tools.containers.kubernetes import KubernetesHost, resizes
-from treadle_tools.containers.pod import label, pod_of
-from treadle_tools.containers.recipe import recipe_of
-from treadle_tools.sandbox.cell import CellLost
+from treadle_tools.sandbox.bubblewrap.cell import CellLost
+from treadle_tools.sandbox.containers.kubernetes import KubernetesHost, label, pod_of, resizes
+from treadle_tools.sandbox.containers.recipe import recipe_of
 
 PATHS = sorted(
     {

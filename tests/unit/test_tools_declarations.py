@@ -4,11 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from treadle_tools.functions.declarations import DeclarationError, read_functions
-from treadle_tools.functions.function import HttpFunction
-from treadle_tools.functions.hosts import HostRefused, check_host
 from treadle_tools.gpu.servers import places
-from treadle_tools.judges.judge import Judge
+from treadle_tools.remote.declarations import DeclarationError, HostRefused, check_host, read_functions
+from treadle_tools.remote.function import HttpFunction
+from treadle_tools.rewards.judge import Judge
 from treadle_tools.tool import Kind
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "rewards.md"

@@ -6,17 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from treadle_core.elastic.action import CPU_CORES, MEMORY_BYTES, Amdahl, Duration, Fixed, Knowledge, Measured, Range
-from treadle_core.elastic.action import UnitSet as Units
-from treadle_core.managers.basic import Provider, concurrency_of, quota_of
-from treadle_core.managers.breaker import BreakerRule
-from treadle_core.managers.quota import Quota
+from treadle_core.tools.action import CPU_CORES, MEMORY_BYTES, Amdahl, Duration, Fixed, Knowledge, Measured, Range
+from treadle_core.tools.action import UnitSet as Units
+from treadle_core.tools.providers import BreakerRule, Provider, Quota, concurrency_of, quota_of
 from treadle_tools.builtin import FROZEN_LAKE, PYTHON
-from treadle_tools.dispatch.demand import Demands, most_cores
-from treadle_tools.dispatch.durations import Durations, mean_speedup
-from treadle_tools.dispatch.node import NODE_ID, listed, node_of, total_memory_bytes
-from treadle_tools.dispatch.providers import ProvidersError, read_providers
 from treadle_tools.registry import RegistrationError, Registry
+from treadle_tools.scheduling.demand import Demands, Durations, mean_speedup, most_cores
+from treadle_tools.scheduling.node import NODE_ID, listed, node_of, total_memory_bytes
+from treadle_tools.scheduling.providers import ProvidersError, read_providers
 from treadle_tools.tool import MIB, Limits, Result, Scaling, Status, Tool
 
 GIB = 1024 * MIB

@@ -1,8 +1,8 @@
 """What a judge is asked, and the score in what it says."""
 
 import pytest
-from treadle_tools.judges.judge import Judge
-from treadle_tools.judges.reading import NoScore, answer_in, question, score_in
+from treadle_tools.rewards.judge import Judge
+from treadle_tools.rewards.judging import NoScore, answer_in, question, score_in
 
 JUDGE = Judge(prompt="Q: $question\nA: ${answer} costs $$5", system="Be $mood.", model="m", low=1, high=5)
 

@@ -4,8 +4,8 @@ import asyncio
 
 from support.conditions import until
 from treadle_tools.builtin import TOOLS
-from treadle_tools.kept_cells import KeptCells
-from treadle_tools.sandbox.cell import Cell
+from treadle_tools.sandbox.bubblewrap.cell import Cell
+from treadle_tools.sandbox.pools import KeptCells
 
 PYTHON = next(tool for tool in TOOLS if tool.name == "python")
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from treadle_tools.builtin import FROZEN_LAKE, PYTHON, TOOLS
-from treadle_tools.inside import frames
-from treadle_tools.inside.child import Captured
-from treadle_tools.sandbox.bubblewrap import Bubblewrap, SandboxMissing, find_sandbox, program_of
+from treadle_tools.sandbox.bubblewrap.command import Bubblewrap, SandboxMissing, find_sandbox, program_of
+from treadle_tools.sandbox.inside import frames
+from treadle_tools.sandbox.inside.child import Captured
 
 SITE = Path(sysconfig.get_path("purelib"))
 
@@ -64,7 +64,7 @@ def test_a_tool_of_a_module_brings_its_package_along(tmp_path: Path, monkeypatch
 def test_the_same_tool_has_the_same_recipe_in_every_life_of_the_service() -> None:
     """A keeper drops the cells of a tool whose recipe has changed; hashes, and so sets, differ between processes."""
     code = (
-        "from treadle_tools.builtin import TOOLS; from treadle_tools.sandbox.bubblewrap import program_of; "
+        "from treadle_tools.builtin import TOOLS; from treadle_tools.sandbox.bubblewrap.command import program_of; "
         "print([program_of(tool) for tool in TOOLS])"
     )
     told = set()

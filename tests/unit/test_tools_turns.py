@@ -9,16 +9,13 @@ from dataclasses import replace
 
 import pytest
 from support.conditions import until
-from treadle_core.elastic.action import CPU_CORES, Action, Amdahl, Demand, Duration, Fixed, Knowledge, Range
-from treadle_core.managers.basic import BasicManager, Provider
-from treadle_core.managers.cpu import CpuManager, Machine
-from treadle_core.managers.dispatcher import Dispatcher
-from treadle_core.managers.grants import End, Ended
-from treadle_core.managers.quota import Quota
-from treadle_core.managers.resources import Resources
+from treadle_core.tools.action import CPU_CORES, Action, Amdahl, Demand, Duration, Fixed, Knowledge, Range
+from treadle_core.tools.cpu import CpuManager, Machine
+from treadle_core.tools.dispatcher import Dispatcher, Resources
+from treadle_core.tools.grants import End, Ended
+from treadle_core.tools.providers import BasicManager, Provider, Quota
 from treadle_runtime.errors import ResourceExhausted
-from treadle_tools.dispatch.moves import Moves
-from treadle_tools.dispatch.turns import Turns
+from treadle_tools.scheduling.turns import Moves, Turns
 
 
 @asynccontextmanager

@@ -20,11 +20,11 @@ from rich.progress import Progress
 from treadle_sim.cluster import Cluster
 from treadle_sim.driver import Driver
 from treadle_sim.outcome import Outcome
-from treadle_sim.parametric import LogNormal
 from treadle_sim.predictors import Noisy
 from treadle_sim.profiles import engine_model
 from treadle_sim.systems import PAUSING, TREADLE, VERL, System
-from treadle_sim.workload import TrajectoryWork, Workload
+from treadle_sim.workloads.parametric import LogNormal
+from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
 from treadle_cli.bench.affinity_tasks import (
     BANDWIDTH,

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 from treadle_sim.engine_model import EngineModel
-from treadle_sim.parametric import LogNormal, Parameters, draw
 from treadle_sim.profiles import engine_model
-from treadle_sim.workload import TrajectoryWork
+from treadle_sim.workloads.parametric import LogNormal, Parameters, draw
+from treadle_sim.workloads.workload import TrajectoryWork
 
 LLM = "Qwen3-8B"
 BANDWIDTH, COMPUTE = "H20", "H800"

@@ -12,9 +12,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from treadle_core import balance
 from treadle_core.controller import Controller
 from treadle_core.model import TREADLE_POLICY, PlacementRule, Policy, Replanning
+from treadle_core.placing import balance
 from treadle_core.tuning import Tuning
 
 from treadle_cli.bench.controller_load import Told, World

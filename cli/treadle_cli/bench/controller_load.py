@@ -36,7 +36,7 @@ from treadle_core.events import (
 from treadle_core.model import DecodeCurve, EngineLoad, EngineSpec, Estimate, Outcome, Policy, TicketRecord
 from treadle_core.refusals import Refusal
 from treadle_core.tuning import Tuning
-from treadle_sim.placement import PlacementStandIn
+from treadle_sim.cluster import PlacementStandIn
 
 GROUP = 16  # samples of a prompt
 SLOTS = 100  # of an engine

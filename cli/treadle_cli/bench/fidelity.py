@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from treadle_sim.measured_profile import MeasuredEngine
-from treadle_sim.trace_file import TraceFileError, read_traces
-from treadle_sim.workload import Workload
+from treadle_sim.profiles import MeasuredEngine
+from treadle_sim.workloads.trace_file import TraceFileError, read_traces
+from treadle_sim.workloads.workload import Workload
 
 from treadle_cli.bench import fidelity_picture
 from treadle_cli.bench.fidelity_figures import figures, rounded

@@ -18,7 +18,7 @@ from nats.aio.msg import Msg
 from treadle import Client, Sampling, Span, Trajectory
 from treadle.telemetry.v1.facts_pb2 import Fact, MigrationEnded
 from treadle_sim.driver import TICK_S
-from treadle_sim.workload import TrajectoryWork, Workload
+from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
 from treadle_cli.bench.fidelity_trace import token_ids
 

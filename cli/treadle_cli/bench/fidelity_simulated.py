@@ -16,11 +16,11 @@ from treadle_core.model import DecodeCurve
 from treadle_sim.cluster import Cluster
 from treadle_sim.driver import Driver
 from treadle_sim.engine_model import EngineModel, StepCurve
-from treadle_sim.measured_profile import MeasuredEngine
 from treadle_sim.outcome import Times
 from treadle_sim.predictors import Siblings
+from treadle_sim.profiles import MeasuredEngine
 from treadle_sim.systems import System
-from treadle_sim.workload import Workload
+from treadle_sim.workloads.workload import Workload
 
 from treadle_cli.bench.fidelity_control import Control
 from treadle_cli.bench.fidelity_live import Play, Played

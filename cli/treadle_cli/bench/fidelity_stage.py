@@ -19,9 +19,9 @@ from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle_core.model import Policy
 from treadle_sim.engine_model import EngineModel
-from treadle_sim.measured_profile import MeasuredEngine, fit_measured
+from treadle_sim.profiles import MeasuredEngine, fit_measured
 from treadle_sim.systems import SYSTEMS
-from treadle_sim.workload import Workload
+from treadle_sim.workloads.workload import Workload
 
 from treadle_cli.bench.fidelity_control import Control, measure_control, registered
 from treadle_cli.bench.fidelity_live import Play, listening, play

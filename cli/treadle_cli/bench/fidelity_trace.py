@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
-from treadle_sim.workload import Step, TrajectoryWork, Workload
+from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload
 
 PROMPTS, SAMPLES = 8, 3
 PROMPT_TOKENS = (64, 160)

@@ -19,9 +19,9 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from treadle_sim.parametric import SAMPLES, WORKLOADS, make
-from treadle_sim.trace_file import read_traces
-from treadle_sim.workload import TrajectoryWork, groups
+from treadle_sim.workloads.parametric import SAMPLES, WORKLOADS, make
+from treadle_sim.workloads.trace_file import read_traces
+from treadle_sim.workloads.workload import TrajectoryWork, groups
 
 from treadle_cli.bench.options import BenchOptions
 from treadle_cli.report.palette import COLOURS, FAINT, GRID, INK

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 from treadle_core.actions import Action, StartMigration
-from treadle_core.allocation import EngineKind, allocate
 from treadle_core.events import Event, MoveEnded, ToolFinished
-from treadle_core.placement import Workspace, plan_arrays
-from treadle_core.plan_work import PlanEngine
+from treadle_core.placing.placement import Workspace, plan_arrays
+from treadle_core.placing.question import PlanEngine
+from treadle_sim.allocation.plan import EngineKind, allocate
 from treadle_sim.cluster import Cluster, Latencies
 from treadle_sim.driver import Driver
 from treadle_sim.predictors import Noisy, Siblings

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from rich.progress import Progress
-from treadle_core.costs import BatchCurve, CostModel, Costs, tabulate
 from treadle_core.model import DecodeCurve
-from treadle_core.placement import Workspace, plan_arrays
-from treadle_core.placement_oracle import aggregated, least_makespan
-from treadle_core.placement_solver import partition
-from treadle_core.plan_work import PlanEngine
-from treadle_sim.trace_file import read_traces
+from treadle_core.placing.bound import aggregated, least_makespan
+from treadle_core.placing.costs import BatchCurve, CostModel, Costs, tabulate
+from treadle_core.placing.placement import Workspace, plan_arrays
+from treadle_core.placing.question import PlanEngine
+from treadle_core.placing.solver import partition
+from treadle_sim.workloads.trace_file import read_traces
 
 from treadle_cli.bench.options import BenchOptions
 from treadle_cli.bench.samples import Samples

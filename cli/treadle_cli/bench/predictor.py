@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.progress import track as tracked
-from treadle_sim.public_traces import read_public
-from treadle_sim.trace_file import read_traces
-from treadle_sim.workload import TrajectoryWork, groups
+from treadle_sim.workloads.public_traces import read_public
+from treadle_sim.workloads.trace_file import read_traces
+from treadle_sim.workloads.workload import TrajectoryWork, groups
 
 from treadle_cli.bench import predictor_latency
 from treadle_cli.bench.options import BenchOptions

@@ -16,10 +16,10 @@ import numpy as np
 from treadle_core.model import Estimate
 from treadle_sim.cluster import homogeneous
 from treadle_sim.driver import Driver
+from treadle_sim.predictors import Replayed, Said
 from treadle_sim.profiles import engine_model
-from treadle_sim.replayed import Replayed, Said
 from treadle_sim.systems import TREADLE_HOMOGENEOUS
-from treadle_sim.workload import TrajectoryWork, Workload
+from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
 if TYPE_CHECKING:
     from treadle_learned.comparison import Asked

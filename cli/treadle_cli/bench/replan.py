@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from treadle_core import balance
 from treadle_core.actions import Action, AskPlan
 from treadle_core.events import Event, PlanArrived
 from treadle_core.model import TREADLE_POLICY, Policy
-from treadle_core.rank_scaling import Ranks
+from treadle_core.placing import balance
+from treadle_core.planning.replanning import Ranks
 from treadle_core.tuning import Tuning
 
 from treadle_cli.bench.controller_load import DOUBT, World

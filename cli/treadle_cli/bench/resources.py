@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from rich.progress import track
-from treadle_core.allocation import PLANNED_MODELS, Allocation, EngineKind, allocate, homogeneous, prepare
-from treadle_core.annealing import COOLING, EPSILON_S, anneal
-from treadle_core.costs import CostModel
-from treadle_core.placement_solver import partition
-from treadle_sim.parametric import WORKLOADS, make
+from treadle_core.placing.costs import CostModel
+from treadle_core.placing.solver import partition
+from treadle_sim.allocation.annealing import COOLING, EPSILON_S, anneal
+from treadle_sim.allocation.plan import PLANNED_MODELS, Allocation, EngineKind, allocate, homogeneous, prepare
 from treadle_sim.profiles import engine_model
-from treadle_sim.trace_file import read_traces
-from treadle_sim.workload import TrajectoryWork
+from treadle_sim.workloads.parametric import WORKLOADS, make
+from treadle_sim.workloads.trace_file import read_traces
+from treadle_sim.workloads.workload import TrajectoryWork
 
 from treadle_cli.bench.options import BenchOptions
 

@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Literal
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from treadle_sim import parametric
 from treadle_sim.bound import alone_s, longest_alone_s, lower_bound_s, work_s
 from treadle_sim.engine_model import EngineModel
 from treadle_sim.outcome import Times
 from treadle_sim.profiles import engine_model
-from treadle_sim.resample import resample
 from treadle_sim.rollout import Setting, play
 from treadle_sim.systems import System
-from treadle_sim.trace_file import read_traces
-from treadle_sim.workload import TrajectoryWork
+from treadle_sim.workloads import parametric
+from treadle_sim.workloads.resample import resample
+from treadle_sim.workloads.trace_file import read_traces
+from treadle_sim.workloads.workload import TrajectoryWork
 
 from treadle_cli.bench.options import BenchOptions
 

@@ -11,8 +11,8 @@ from statistics import median
 from typing import Any
 
 from rich.progress import Progress
-from treadle_sim.parametric import WORKLOADS
 from treadle_sim.systems import HEDDLE, TREADLE, VERL
+from treadle_sim.workloads.parametric import WORKLOADS
 
 from treadle_cli.bench.options import BenchOptions
 from treadle_cli.bench.page import command, paragraph, point, table

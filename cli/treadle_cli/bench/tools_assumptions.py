@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from treadle_sim.tools import api_calls, coding, models, scoring, steps
+from treadle_sim.tools import api_calls, coding
+from treadle_sim.tools import reward_models as models
+from treadle_sim.tools import reward_models as scoring
+from treadle_sim.tools import trace as steps
 from treadle_sim.tools.pods import PodRules
 
 from treadle_cli.bench import tools_cores, tools_gpus

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from treadle_sim.tools.api_calls import LIMITS, ManagedCalls, UnmanagedCalls, search_batch
-from treadle_sim.tools.play import Make, play
-from treadle_sim.tools.provider import ProviderModel
-from treadle_sim.tools.trace import Replay
+from treadle_sim.tools.api_calls import LIMITS, ManagedCalls, ProviderModel, UnmanagedCalls, search_batch
+from treadle_sim.tools.trace import Make, Replay, play
 
 from treadle_cli.bench.tools_setting import Plan, Timed, act_s, middle, overheads, rounded, timed, windows
 

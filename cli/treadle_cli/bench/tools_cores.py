@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from treadle_core.elastic.action import CPU_CORES, UnitSet, key_units
-from treadle_core.elastic.pools import CpuNode
-from treadle_sim.public_traces import read_public
+from treadle_core.tools.action import CPU_CORES, UnitSet, key_units
+from treadle_core.tools.pools import CpuNode
 from treadle_sim.tools.coding import Floats, Shape, ToolSeconds, coding_batch, shapes
-from treadle_sim.tools.elastic_cores import ElasticCores, equal_nodes
-from treadle_sim.tools.play import Make, play
+from treadle_sim.tools.cores import ElasticCores, equal_nodes
 from treadle_sim.tools.pods import PodRules, Pods
-from treadle_sim.tools.trace import Call, Trace
-from treadle_sim.trace_file import read_traces
+from treadle_sim.tools.trace import Call, Make, Trace, play
+from treadle_sim.workloads.public_traces import read_public
+from treadle_sim.workloads.trace_file import read_traces
 
 from treadle_cli.bench.options import BenchOptions
 from treadle_cli.bench.tools_setting import (

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from treadle_core.elastic.action import Action, Amdahl, Demand, Duration, Elasticity, Fixed, Knowledge, Measured, Range
-from treadle_core.elastic.action import UnitSet as Units
-from treadle_core.elastic.decision import decide
-from treadle_core.elastic.executing import Executing
-from treadle_core.elastic.pools import CpuNode, CpuNodes, FlatPool, Pool, capacities
-from treadle_core.elastic.waiting import Waiting
+from treadle_core.tools.action import Action, Amdahl, Demand, Duration, Elasticity, Fixed, Knowledge, Measured, Range
+from treadle_core.tools.action import UnitSet as Units
+from treadle_core.tools.completions import Executing
+from treadle_core.tools.decision import decide
+from treadle_core.tools.pools import CpuNode, CpuNodes, FlatPool, Pool, capacities
+from treadle_core.tools.queue import Waiting
 
 from treadle_cli.bench.tools_setting import Plan
 

@@ -8,11 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from treadle_sim.tools.elastic_gpus import ElasticGpus
-from treadle_sim.tools.gpu_groups import LoadingGroups, StaticGroups
-from treadle_sim.tools.models import HOST_BYTES_PER_S, Restoring, services
-from treadle_sim.tools.play import Make, play
-from treadle_sim.tools.scoring import DENSE, JUDGE, SPARSE, scored_batch, teachers
+from treadle_sim.tools.gpus import ElasticGpus, LoadingGroups, StaticGroups
+from treadle_sim.tools.reward_models import (
+    DENSE,
+    HOST_BYTES_PER_S,
+    JUDGE,
+    SPARSE,
+    Restoring,
+    scored_batch,
+    services,
+    teachers,
+)
+from treadle_sim.tools.trace import Make, play
 
 from treadle_cli.bench.tools_setting import (
     DIGITS,

@@ -24,10 +24,9 @@ import grpc
 import grpc.aio
 import numpy as np
 from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
-from treadle_core.elastic.action import CPU_CORES, Fixed
-from treadle_sim.tools.elastic_cores import ElasticCores, equal_nodes
-from treadle_sim.tools.play import play
-from treadle_sim.tools.trace import Call, Trace
+from treadle_core.tools.action import CPU_CORES, Fixed
+from treadle_sim.tools.cores import ElasticCores, equal_nodes
+from treadle_sim.tools.trace import Call, Trace, play
 
 from treadle_cli.bench.options import BenchOptions
 from treadle_cli.bench.samples import Samples

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 from treadle_sim.accuracy import accuracy
-from treadle_sim.parametric import MODELS, WORKLOADS, make
 from treadle_sim.predictors import Noisy, Predictor, PromptMean, Siblings
-from treadle_sim.public_traces import SOURCES, read_public
-from treadle_sim.trace_file import read_traces
-from treadle_sim.workload import TrajectoryWork, Workload, groups
+from treadle_sim.workloads.parametric import MODELS, WORKLOADS, make
+from treadle_sim.workloads.public_traces import SOURCES, read_public
+from treadle_sim.workloads.trace_file import read_traces
+from treadle_sim.workloads.workload import TrajectoryWork, Workload, groups
 
 from treadle_cli.bench.options import BenchOptions
 from treadle_cli.bench.workloads_picture import draw

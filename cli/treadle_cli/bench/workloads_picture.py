@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
-from treadle_sim.workload import TrajectoryWork, Workload, groups
+from treadle_sim.workloads.workload import TrajectoryWork, Workload, groups
 
 from treadle_cli.report.palette import COLOURS, FAINT, GRID, INK
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from treadle_learned.transcript import Transcript
-from treadle_learned.transcript_file import write_transcripts
+from treadle_learned.transcript import Transcript, write_transcripts
 
 from treadle_cli.predictor.sources import read_source
 from treadle_cli.problems import UsageProblem

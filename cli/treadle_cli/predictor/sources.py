@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
-from treadle_learned.transcript import Transcript, Turn
-from treadle_learned.transcript_file import read_transcripts
-from treadle_sim.trace_file import read_traces
-from treadle_sim.workload import TrajectoryWork
+from treadle_learned.transcript import Transcript, Turn, read_transcripts
+from treadle_sim.workloads.trace_file import read_traces
+from treadle_sim.workloads.workload import TrajectoryWork
 
 from treadle_cli.engines import DEFAULT_MODEL, default_model_folder
 from treadle_cli.problems import UsageProblem

@@ -15,7 +15,7 @@ import numpy as np
 from treadle_sim.bound import alone_s, longest_alone_s, work_s
 from treadle_sim.rollout import Run, Setting
 from treadle_sim.systems import BASELINES, ORACLE, VERL, System
-from treadle_sim.workload import TrajectoryWork, Workload
+from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
 TAIL = 0.1  # of the trajectories, by tokens: those that a rollout waits for
 MOST = 0.9  # of the trajectories

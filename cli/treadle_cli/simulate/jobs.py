@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
-from treadle_core.errors import CoreError
+from treadle_core.refusals import CoreError
 from treadle_sim.rollout import Run, Setting, play
 from treadle_sim.systems import System
 

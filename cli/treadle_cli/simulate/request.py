@@ -12,15 +12,14 @@ from functools import partial
 from pathlib import Path
 
 from treadle_sim.engine_model import EngineModel
-from treadle_sim.measured_profile import MeasuredProfileError, fit_measured
-from treadle_sim.parametric import MODELS, WORKLOADS, make
 from treadle_sim.predictors import NAMES
-from treadle_sim.profiles import profiles
-from treadle_sim.resample import resample
+from treadle_sim.profiles import MeasuredProfileError, fit_measured, profiles
 from treadle_sim.rollout import Setting, final_context
 from treadle_sim.systems import BASELINES, HEDDLE, ORACLE, SYSTEMS, TREADLE, System
-from treadle_sim.trace_file import TraceFileError, read_traces
-from treadle_sim.workload import TrajectoryWork, Workload
+from treadle_sim.workloads.parametric import MODELS, WORKLOADS, make
+from treadle_sim.workloads.resample import resample
+from treadle_sim.workloads.trace_file import TraceFileError, read_traces
+from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
 from treadle_cli.problems import UsageProblem
 

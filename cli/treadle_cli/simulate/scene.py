@@ -17,7 +17,7 @@ from treadle_sim.cluster import engine_id
 from treadle_sim.outcome import Span
 from treadle_sim.rollout import Run
 from treadle_sim.systems import HEDDLE, TREADLE, System
-from treadle_sim.workload import Workload
+from treadle_sim.workloads.workload import Workload
 
 from treadle_cli.simulate.comparison import Comparison, longest_first
 

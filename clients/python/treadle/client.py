@@ -14,19 +14,16 @@ from typing import Any, Literal
 
 import grpc
 
-from treadle.channels import Channels
-from treadle.clock import Clock
+from treadle.connection import Channels, Mesh, request_id
 from treadle.errors import TreadleError
-from treadle.handover import batch_of
-from treadle.mesh import Mesh, request_id
 from treadle.retry import Calls, RetryPolicy, Timeouts
 from treadle.rewards import PendingReward, ask
 from treadle.rollout.v1 import rollout_pb2
-from treadle.rollouts import Agent, RolloutRun
+from treadle.rollouts import Agent, RolloutRun, batch_of
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.tasks import to_the_end
 from treadle.trajectory import Trajectory
-from treadle.types import Batch, Prompt, RolloutEvent, RolloutResult
+from treadle.types import Batch, Clock, Prompt, RolloutEvent, RolloutResult
 
 # Some 10 to 20 seconds of decoding, against a ticket and the prefill of one token (ADR 0011).
 CALL_TOKENS = 1_024

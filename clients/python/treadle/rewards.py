@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import grpc
 
-from treadle.durations import seconds
+from treadle.connection import Mesh, request_id
 from treadle.errors import TreadleError, error_from, refused
-from treadle.mesh import Mesh, request_id
 from treadle.retry import retryable
 from treadle.tools.v1 import rewards_pb2
+from treadle.types import seconds
 
 _STATES: dict[int, Literal["done", "failed", "cancelled"]] = {
     rewards_pb2.REWARD_STATE_DONE: "done",

@@ -10,11 +10,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
-from treadle.durations import seconds
+from treadle.connection import Mesh, request_id
 from treadle.errors import TreadleError
-from treadle.mesh import Mesh, request_id
 from treadle.tools.v1 import tools_pb2
-from treadle.types import ToolResult, ToolStatus
+from treadle.types import ToolResult, ToolStatus, seconds
 
 Timed = Callable[[Callable[[], Awaitable[ToolResult]]], Awaitable[ToolResult]]
 

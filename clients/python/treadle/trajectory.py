@@ -13,13 +13,12 @@ from types import TracebackType
 from typing import Any, Literal
 
 from treadle.assembly import shifted
+from treadle.connection import Mesh, request_id
 from treadle.errors import TokensSpent, TreadleError, refused
-from treadle.generation import StepRun
-from treadle.mesh import Mesh, request_id
+from treadle.generation import StepPlan, StepRun
 from treadle.rewards import PendingReward, ask
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.session import Session, invoke, open_session
-from treadle.step_parts import StepPlan
 from treadle.tools.v1 import tools_pb2
 from treadle.types import Chunk, Outcome, Sampling, Span, Step, ToolResult, VersionSpan
 

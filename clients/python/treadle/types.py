@@ -2,12 +2,21 @@
 
 Units: times in seconds (`*_s`), moments in seconds of unix time on ONE clock, the client's; token indexes from 0;
 logprobs are natural logarithms. Token lists are plain lists so that they go straight into a tensor or JSON.
-"""
+
+The client's one clock: unix time that never steps back.
+
+Invariant: read once from the wall clock, then carried on by the monotonic one, so that spans of one client are
+comparable.
+
+Seconds and google.protobuf.Duration, both ways."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from google.protobuf.duration_pb2 import Duration
 
 FinishReason = Literal["stop", "length", "aborted"]
 Outcome = Literal["finished", "truncated", "failed", "cancelled"]
@@ -208,3 +217,24 @@ class Batch:
 
     groups: tuple[Group, ...]
     exhausted: bool
+
+
+class Clock:
+    """Calling it gives seconds of unix time."""
+
+    def __init__(self) -> None:
+        self._offset_s = time.time() - time.monotonic()
+
+    def __call__(self) -> float:
+        return time.monotonic() + self._offset_s
+
+
+def duration(seconds: float) -> Duration:
+    """A Duration of `seconds` >= 0, cut to nanoseconds."""
+    whole = int(seconds)
+    return Duration(seconds=whole, nanos=int((seconds - whole) * 1e9))
+
+
+def seconds(message: Duration) -> float:
+    """Seconds as a float."""
+    return message.seconds + message.nanos / 1e9

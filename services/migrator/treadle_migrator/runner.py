@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
 
-from treadle_core.transfers import next_transfers
+from treadle_core.steps.transfers import next_transfers
 
 from treadle_migrator.book import MigrationBook
 from treadle_migrator.convert import transfer_from

@@ -8,8 +8,7 @@ from treadle_migrator.book import BUCKET, MigrationBook, MoveInProgressError, Un
 from treadle_migrator.config import MigratorSettings
 from treadle_migrator.convert import fact_of
 from treadle_migrator.migration import Migration
-from treadle_migrator.mover import Mover
-from treadle_migrator.peers import Peers
+from treadle_migrator.mover import Mover, Peers
 from treadle_migrator.runner import Runner
 from treadle_migrator.servicer import MigratorServicer
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from google.protobuf.duration_pb2 import Duration
 from treadle.engine.v1.engine_pb2 import DecodeCurve as CurveMessage
 from treadle.placement.v1 import placement_pb2
-from treadle_core.costs import CostModel
 from treadle_core.model import DecodeCurve
-from treadle_core.placement import Plan
-from treadle_core.plan_work import PlanEngine, PlanTrajectory
+from treadle_core.placing.costs import CostModel
+from treadle_core.placing.placement import Plan
+from treadle_core.placing.question import PlanEngine, PlanTrajectory
 from treadle_runtime.errors import InvalidArgument
 
 MODELS = {

@@ -3,11 +3,11 @@
 import asyncio
 
 from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
-from treadle_core.costs import CostModel
-from treadle_core.errors import CoreError
 from treadle_core.model import DecodeCurve
-from treadle_core.placement import plan
-from treadle_core.plan_work import PlanEngine, PlanTrajectory
+from treadle_core.placing.costs import CostModel
+from treadle_core.placing.placement import plan
+from treadle_core.placing.question import PlanEngine, PlanTrajectory
+from treadle_core.refusals import CoreError
 from treadle_runtime.errors import ErrorTable, InvalidArgument
 from treadle_runtime.server import Runtime, Wiring
 

@@ -3,15 +3,14 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from treadle_core.estimator import FirstThatAnswers, Forecast, Progress
-from treadle_core.evidence import Evidence
+from treadle_core.ranking.estimator import FirstThatAnswers, Forecast, Progress
+from treadle_core.ranking.evidence import Evidence
 
-from treadle_predictor.questions import question
 from treadle_predictor.recordings import Recordings
-from treadle_predictor.worker import Worker
+from treadle_predictor.worker import Worker, question
 
 if TYPE_CHECKING:  # a service without a learned model needs no torch
-    from treadle_predictor.keeper import ModelKeeper
+    from treadle_predictor.versions import ModelKeeper
 
 # The fact of a step and the question after it are under way at the same time; later than this the fact is lost.
 FACT_WITHIN_S = 0.1

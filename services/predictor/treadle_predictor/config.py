@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from pydantic import field_validator, model_validator
-from treadle_core.estimator import (
+from treadle_core.ranking.estimator import (
     PRIOR_MEDIAN_TOKENS,
     PRIOR_MEDIAN_TURNS,
     PRIOR_SIGMA_TOKENS,

@@ -6,10 +6,10 @@ from treadle.common.v1.estimate_pb2 import Quantiles
 from treadle.predictor.v1 import predictor_pb2
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.telemetry.v1.facts_pb2 import Fact
-from treadle_core.estimator import Forecast, Progress, Source
-from treadle_core.evidence import Ended, Evidence
 from treadle_core.model import Estimate
-from treadle_runtime.fields import identifier, non_empty, non_negative, require
+from treadle_core.ranking.estimator import Forecast, Progress, Source
+from treadle_core.ranking.evidence import Ended, Evidence
+from treadle_runtime.errors import identifier, non_empty, non_negative, require
 
 LONGEST_PROMPT_ID_CHARS = 256
 TOKEN_ID_BYTES = 4  # int32

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from treadle_core.estimator import Forecast, Progress, Source
 from treadle_core.model import Estimate
+from treadle_core.ranking.estimator import Forecast, Progress, Source
 from treadle_learned.backbone import Backbone
 from treadle_learned.checkpoint import Checkpoint
 
-from treadle_predictor.questions import Question
 from treadle_predictor.readings import Readings
+from treadle_predictor.worker import Question
 
 
 class LearnedModel:

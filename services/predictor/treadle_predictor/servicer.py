@@ -6,13 +6,13 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
-from treadle_core.estimator import Forecast, Progress, Source, best_source
-from treadle_core.evidence import Evidence
-from treadle_runtime.fields import require
+from treadle_core.ranking.estimator import Forecast, Progress, Source, best_source
+from treadle_core.ranking.evidence import Evidence
+from treadle_runtime.errors import require
 
 from treadle_predictor.asking import Asking
 from treadle_predictor.convert import ESTIMATORS, context_of, prediction_of, progress_of
-from treadle_predictor.learner import Learner
+from treadle_predictor.history import Learner
 
 MOST_QUERIES = 4_096
 # Predictions made before others get their turn on the event loop; one takes from 40 us to 0.3 ms.

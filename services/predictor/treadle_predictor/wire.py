@@ -5,16 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
-from treadle_core.estimator import Prior, learned_from
-from treadle_core.evidence import Evidence
+from treadle_core.ranking.estimator import Prior, learned_from
+from treadle_core.ranking.evidence import Evidence
 from treadle_runtime.lifecycle import ServerStartError
 from treadle_runtime.server import Runtime, Wiring
 
 from treadle_predictor.asking import Asking, LearnedPart
 from treadle_predictor.config import PredictorSettings
 from treadle_predictor.convert import FACT_KINDS
-from treadle_predictor.history_store import HistoryStore
-from treadle_predictor.learner import Learner
+from treadle_predictor.history import HistoryStore, Learner
 from treadle_predictor.servicer import PredictorServicer
 
 SERVICE = predictor_pb2.DESCRIPTOR.services_by_name["PredictorService"].full_name

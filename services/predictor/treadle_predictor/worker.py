@@ -5,7 +5,8 @@ Invariants: nobody waits longer than the deadline, whatever the model does; of o
 is worth the model's time, and an older one that still waits is given back unanswered; an answer that comes too late is
 not wasted, since what was read for it is kept for the next step. While nobody asks, the model reads ahead, a little
 at a time, so that a question waits for no more than that.
-"""
+
+What the learned model is asked: a trajectory's numbers and texts at the end of a step, as they were in training."""
 
 import asyncio
 from collections import OrderedDict
@@ -14,9 +15,38 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
-from treadle_core.estimator import Forecast
+from treadle_core.ranking.estimator import Forecast, Progress
+from treadle_core.ranking.evidence import Evidence
+from treadle_learned.features import Vector, features, versions_behind
+from treadle_learned.transcript import Turn, version_number
 
-from treadle_predictor.questions import Question
+from treadle_predictor.recordings import Recording
+
+
+@dataclass(frozen=True)
+class Question:
+    """turns: finished, with their texts; the tool of the last one still runs. prompt: empty where it is not known."""
+
+    progress: Progress
+    features: Vector
+    prompt: str
+    turns: tuple[Turn, ...]
+
+
+def question(
+    progress: Progress, recording: Recording, forecast: Forecast, evidence: Evidence, prompt: str
+) -> Question | None:
+    """`forecast`: of the estimators without a model. None where the trajectory's group is not known."""
+    found = evidence.group_of(progress.trajectory_id, progress.prompt_id)
+    if found is None:
+        return None
+    group = found[1]
+    running = [each for name, each in group.running.items() if name != progress.trajectory_id]
+    sampled_by = evidence.sampled_by(progress.trajectory_id, progress.prompt_id)
+    behind = versions_behind(version_number(recording.weight_version), sampled_by)
+    vector = features(progress, recording.steps, group.ended.values(), running, forecast, behind)
+    return Question(progress, vector, recording.prompt or prompt, tuple(recording.turns))
+
 
 log = structlog.get_logger()
 

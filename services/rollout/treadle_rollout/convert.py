@@ -1,12 +1,20 @@
-"""Protobuf messages to core values and back. The only module of this service that knows both."""
+"""Protobuf messages to core values and back. The only module of this service that knows both.
+
+What a submitted trajectory must satisfy before it is counted.
+
+Every refusal names the field and what would be right."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
 from google.protobuf.message import Message
+from treadle.common.v1.tokens_pb2 import VersionSpan
 from treadle.rollout.v1 import rollout_pb2 as pb
-from treadle_core.buffer import Batch, RolloutState
-from treadle_core.groups import DropReason, Group, RolloutSpec, Sample, Verdict
+from treadle_core.rollouts.buffer import Batch, RolloutState
+from treadle_core.rollouts.groups import DropReason, Group, RolloutSpec, Sample, Verdict
+from treadle_runtime.errors import finite, identifier, non_negative, require
 
 from treadle_rollout.rollouts import BatchRequest, Rollout
 
@@ -120,3 +128,121 @@ def batch_to(batch: Batch, payloads: Mapping[str, bytes]) -> pb.GetBatchResponse
         for trajectory_id in trajectory_ids:
             group.trajectories.add().ParseFromString(payloads[trajectory_id])
     return response
+
+
+ITEM_BYTES = 4  # of an int32 token id and of a float32 log-probability
+
+
+def check_spec(spec: pb.RolloutSpec) -> None:
+    """Refuse a spec that no rollout could have."""
+    require(spec.samples_per_prompt >= 1, "spec.samples_per_prompt", f"must be >= 1, is {spec.samples_per_prompt}")
+    require(
+        0 <= spec.keep_per_prompt <= spec.samples_per_prompt,
+        "spec.keep_per_prompt",
+        f"must be 0 (all) or 1..samples_per_prompt ({spec.samples_per_prompt}), is {spec.keep_per_prompt}",
+    )
+    require(
+        spec.max_staleness >= -1, "spec.max_staleness", f"must be >= 0, or -1 for no bound, is {spec.max_staleness}"
+    )
+    require(spec.max_total_tokens >= 0, "spec.max_total_tokens", f"must be >= 0, is {spec.max_total_tokens}")
+    require(spec.prompt_ids, "spec.prompt_ids", "must name at least one prompt")
+    for index, prompt_id in enumerate(spec.prompt_ids):
+        identifier(f"spec.prompt_ids[{index}]", prompt_id)
+    require(len(set(spec.prompt_ids)) == len(spec.prompt_ids), "spec.prompt_ids", "must be distinct")
+
+
+def check_trajectory(
+    trajectory: pb.FinishedTrajectory,
+    *,
+    prompt_ids: Container[str],
+    samples_per_prompt: int,
+    token_cap: int | None,
+    bounded: bool,
+) -> int | None:
+    """Refuse a trajectory a trainer could not use, by the spec of its rollout; `bounded`: whether staleness is.
+
+    Returns the weight version of its oldest token, None where staleness is not bounded. A failed trajectory may have
+    no tokens at all; what it has must still fit together.
+    """
+    identifier("trajectory.trajectory_id", trajectory.trajectory_id)
+    identifier("trajectory.prompt_id", trajectory.prompt_id)
+    require(trajectory.prompt_id in prompt_ids, "trajectory.prompt_id", "must be a prompt of the rollout")
+    require(
+        0 <= trajectory.sample < samples_per_prompt,
+        "trajectory.sample",
+        f"must be 0..{samples_per_prompt - 1}, is {trajectory.sample}",
+    )
+    finite("trajectory.reward", trajectory.reward)
+    non_negative("trajectory.turns", trajectory.turns)
+    non_negative("trajectory.elapsed", trajectory.elapsed.ToNanoseconds())
+    mask = _check_tokens(trajectory)
+    _check_cap(int(mask.sum()), token_cap)
+    return _check_spans(trajectory.version_spans, mask, bounded=bounded)
+
+
+def _check_tokens(trajectory: pb.FinishedTrajectory) -> npt.NDArray[np.uint8]:
+    ids, probabilities = trajectory.tokens.int32_le, trajectory.logprobs.float32_le
+    require(
+        len(ids) % ITEM_BYTES == 0, "trajectory.tokens", f"must be {ITEM_BYTES} bytes a token, has {len(ids)} bytes"
+    )
+    count = len(ids) // ITEM_BYTES
+    require(count or trajectory.failed, "trajectory.tokens", "must not be empty unless the trajectory failed")
+    require(
+        len(trajectory.loss_mask) == count,
+        "trajectory.loss_mask",
+        f"must have one byte a token ({count}), has {len(trajectory.loss_mask)}",
+    )
+    require(
+        len(probabilities) == count * ITEM_BYTES,
+        "trajectory.logprobs",
+        f"must have {ITEM_BYTES} bytes for each of {count} tokens, has {len(probabilities)}",
+    )
+    require(
+        count == 0 or np.frombuffer(ids, dtype="<i4").min() >= 0, "trajectory.tokens", "must be token ids, none below 0"
+    )
+    mask = np.frombuffer(trajectory.loss_mask, dtype=np.uint8)
+    require(count == 0 or mask.max() <= 1, "trajectory.loss_mask", "must be 0 or 1 in each byte")
+    values = np.frombuffer(probabilities, dtype="<f4")
+    require(not np.isnan(values).any(), "trajectory.logprobs", "must not hold NaN")
+    require(not values[mask == 0].any(), "trajectory.logprobs", "must be 0.0 where loss_mask is 0")
+    return mask
+
+
+def _check_cap(sampled: int, cap: int | None) -> None:
+    require(
+        cap is None or sampled <= cap,
+        "trajectory.tokens",
+        f"must hold at most {cap} sampled tokens (max_total_tokens of the rollout), holds {sampled}",
+    )
+
+
+def _check_spans(spans: Sequence[VersionSpan], mask: npt.NDArray[np.uint8], *, bounded: bool) -> int | None:
+    """Spans lie over sampled tokens, none twice.
+
+    Under a staleness bound they cover them all and their versions are integers.
+    """
+    covered = np.zeros(len(mask), dtype=bool)
+    versions: list[int] = []
+    for index, span in enumerate(spans):
+        name = f"trajectory.version_spans[{index}]"
+        start, end = span.start_token, span.end_token
+        require(
+            0 <= start < end <= len(mask), name, f"must lie within 0..{len(mask)} and not be empty, is {start}..{end}"
+        )
+        require(mask[start:end].all(), name, "must lie over sampled tokens (loss_mask 1)")
+        require(not covered[start:end].any(), name, "must not overlap another span")
+        covered[start:end] = True
+        if bounded:
+            versions.append(_version(f"{name}.weight_version", span.weight_version))
+    require(
+        not bounded or int(covered.sum()) == int(mask.sum()),
+        "trajectory.version_spans",
+        "must cover every sampled token, because the rollout bounds staleness",
+    )
+    return min(versions, default=None)
+
+
+def _version(field: str, text: str) -> int:
+    whole = text.isascii() and text.isdigit()
+    require(whole, field, f"must be an integer >= 0, because the rollout bounds staleness, is {text[:64]!r}")
+    return int(text)

@@ -6,14 +6,13 @@ from collections.abc import AsyncIterator
 import grpc.aio
 from treadle.rollout.v1 import rollout_pb2 as pb
 from treadle.rollout.v1 import rollout_pb2_grpc
-from treadle_core.buffer import SampleBuffer
-from treadle_core.groups import DropReason
-from treadle_runtime.errors import FailedPrecondition
-from treadle_runtime.fields import identifier, non_negative, positive
+from treadle_core.rollouts.buffer import SampleBuffer
+from treadle_core.rollouts.groups import DropReason
+from treadle_runtime.errors import FailedPrecondition, identifier, non_negative, positive
 from treadle_runtime.idempotency import RequestRecords
 
 from treadle_rollout import convert
-from treadle_rollout.checks import check_spec, check_trajectory
+from treadle_rollout.convert import check_spec, check_trajectory
 from treadle_rollout.rollouts import Rollout, Rollouts
 
 Context = grpc.aio.ServicerContext[object, object]

@@ -25,7 +25,7 @@ from treadle_core.controller import Controller
 from treadle_core.events import Event, Tick
 from treadle_core.model import TicketRecord
 
-from treadle_scheduler.held import StepHeld
+from treadle_scheduler.convert import StepHeld
 from treadle_scheduler.store import POLICY_KEY, MeshRecord, Store, engine_key, trajectory_key
 
 log = structlog.get_logger()

@@ -4,12 +4,13 @@ Nothing waits for these and none may hold up another: each kind has its own boun
 failure is logged and becomes an event where the controller waits for an answer. Newer wishes replace older ones of the
 same trajectory or ticket while those still wait, so that a slow peer gets the newest and a queue never grows beyond
 what is open.
-"""
+
+Work that waits for a worker, by key: newer work of a key takes the place of older that still waits."""
 
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import grpc.aio
 import structlog
@@ -35,10 +36,33 @@ from treadle_core.actions import (
 from treadle_core.events import ClosedAnnounced, Event, MoveEnded, PlanArrived
 from treadle_runtime.bus import Bus
 
-from treadle_scheduler import convert_calls
+from treadle_scheduler import convert_mesh as convert_calls
 from treadle_scheduler.config import SchedulerSettings
-from treadle_scheduler.convert_facts import fact_of
-from treadle_scheduler.waiting import Waiting
+from treadle_scheduler.convert_mesh import fact_of
+
+T = TypeVar("T")
+
+
+class Waiting(Generic[T]):
+    """First come, first served; several workers may take. A key keeps its place when its work is replaced."""
+
+    def __init__(self) -> None:
+        self._items: dict[str, T] = {}
+        self._filled = asyncio.Event()
+
+    def put(self, key: str, item: T) -> None:
+        """Adds or replaces; never blocks."""
+        self._items[key] = item
+        self._filled.set()
+
+    async def take(self, most: int) -> list[T]:
+        """The oldest items, at least one and at most `most`; waits while there is none."""
+        while not self._items:
+            self._filled.clear()
+            await self._filled.wait()
+        keys = list(self._items)[:most] if most > 1 else [next(iter(self._items))]
+        return [self._items.pop(key) for key in keys]
+
 
 log = structlog.get_logger()
 

@@ -1,19 +1,76 @@
-"""SchedulerService: validate, convert, hand to the controller, convert back."""
+"""SchedulerService: validate, convert, hand to the controller, convert back.
 
+Pages of trajectories in the order of opening. A token names the last one given, so that openings and forgettings
+between two pages neither repeat nor hide others."""
+
+import base64
+import binascii
 import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle_core.events import EngineDeregistered, PolicySet
-from treadle_runtime.deadlines import remaining_s
-from treadle_runtime.fields import identifier
+from treadle_core.model import TrajectoryRecord
+from treadle_runtime.calls import remaining_s
+from treadle_runtime.errors import InvalidArgument, identifier
 from treadle_runtime.idempotency import RequestRecords
 
-from treadle_scheduler import checks, convert, convert_engines, pages
+from treadle_scheduler import convert
+from treadle_scheduler import convert as checks
+from treadle_scheduler import convert_mesh as convert_engines
 from treadle_scheduler.config import SchedulerSettings
 from treadle_scheduler.driver import Driver
 from treadle_scheduler.store import engine_key, trajectory_key
+
+Place = tuple[float, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """`next_token` is empty after the last."""
+
+    records: Sequence[TrajectoryRecord]
+    next_token: str
+
+
+def page_of(records: Sequence[TrajectoryRecord], *, rollout_id: str, open_only: bool, size: int, token: str) -> Page:
+    """The page after `token` (the first one where it is empty). Raises InvalidArgument for a token that is none of
+    ours."""
+    after = _place(token) if token else None
+    wanted = sorted(
+        (
+            record
+            for record in records
+            if (not rollout_id or record.rollout_id == rollout_id)
+            and (record.is_open or not open_only)
+            and (after is None or _place_of(record) > after)
+        ),
+        key=_place_of,
+    )
+    page = wanted[:size]
+    return Page(page, _token(_place_of(page[-1])) if len(wanted) > size else "")
+
+
+def _place_of(record: TrajectoryRecord) -> Place:
+    return (record.opened_s, record.trajectory_id)
+
+
+def _token(place: Place) -> str:
+    return base64.urlsafe_b64encode(f"{place[0].hex()} {place[1]}".encode()).decode()
+
+
+def _place(token: str) -> Place:
+    try:
+        opened, _, trajectory_id = (
+            base64.b64decode(token.encode(), altchars=b"-_", validate=True).decode().partition(" ")
+        )
+        return (float.fromhex(opened), trajectory_id)
+    except (binascii.Error, UnicodeError, ValueError, OverflowError):
+        raise InvalidArgument("page_token", "must be a next_page_token of an earlier answer, or empty") from None
+
 
 ANSWER_S = 0.2  # of a call's time, kept to tell the client that its step is held
 
@@ -57,7 +114,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def ListTrajectories(self, request: pb.ListTrajectoriesRequest, context: Any) -> pb.ListTrajectoriesResponse:
         """Trajectories in the order of opening, page by page."""
         checks.list_trajectories(request)
-        page = pages.page_of(
+        page = page_of(
             self._controller.trajectories(),
             rollout_id=request.rollout_id,
             open_only=request.open_only,

@@ -20,8 +20,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import aiohttp
-from treadle_sidecar.engine_client import EngineClient, EngineLost, EngineRefused, EngineRequest
-from treadle_sidecar.engine_process import EngineSpec, start_engine, stop_engine
+from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused, EngineRequest
+from treadle_sidecar.engine.process import EngineSpec, start_engine, stop_engine
 
 START_DEADLINE_S = 240.0
 PROMPT_TOKENS = 200

@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from pydantic import field_validator, model_validator
-from treadle_core.step_queue import DEFAULT_HYSTERESIS, DEFAULT_MIN_RUN_TOKENS
+from treadle_core.steps.queue import DEFAULT_HYSTERESIS, DEFAULT_MIN_RUN_TOKENS
 from treadle_runtime.config import Settings, address, url
-from treadle_runtime.errors import InvalidArgument
-from treadle_runtime.fields import identifier
+from treadle_runtime.errors import InvalidArgument, identifier
 
 WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
 

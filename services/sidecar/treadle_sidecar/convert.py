@@ -12,11 +12,11 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from treadle.common.v1 import tokens_pb2
 from treadle.common.v1.ticket_pb2 import Ticket
 from treadle.engine.v1 import engine_pb2
-from treadle_runtime.fields import identifier, non_negative, positive, require
+from treadle_runtime.errors import identifier, non_negative, positive, require
 
 from treadle_sidecar.config import SidecarSettings
-from treadle_sidecar.engine_profile import EngineProfile
-from treadle_sidecar.step import (
+from treadle_sidecar.engine.client import EngineProfile
+from treadle_sidecar.steps.step import (
     Finished,
     PauseMode,
     Preempted,
@@ -30,7 +30,7 @@ from treadle_sidecar.step import (
 )
 
 if TYPE_CHECKING:
-    from treadle_sidecar.prefixes import Export, Prefetched
+    from treadle_sidecar.kv.prefixes import Export, Prefetched
 
 INT32_BYTES = 4
 MOST_STOP_STRINGS = 32  # SGLang's MAX_STOP_COUNT

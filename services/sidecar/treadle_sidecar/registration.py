@@ -13,7 +13,7 @@ import structlog
 from treadle.engine.v1.engine_pb2 import EngineInfo, Load
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-from treadle_sidecar.watch import EngineWatch
+from treadle_sidecar.engine.watch import EngineWatch
 
 log = structlog.get_logger()
 

@@ -7,19 +7,16 @@ from typing import Any
 
 import grpc.aio
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
+from treadle_runtime.calls import remaining_s
 from treadle_runtime.config import address
-from treadle_runtime.deadlines import remaining_s
-from treadle_runtime.errors import InvalidArgument, NotFound, Unavailable
-from treadle_runtime.fields import finite, identifier, non_empty, require
+from treadle_runtime.errors import InvalidArgument, NotFound, Unavailable, finite, identifier, non_empty, require
 from treadle_runtime.idempotency import RequestRecords
 
 from treadle_sidecar import convert
-from treadle_sidecar.contexts import Contexts
-from treadle_sidecar.prefixes import Export, Prefixes
-from treadle_sidecar.step import Failed
-from treadle_sidecar.step_runner import StepRunner
-from treadle_sidecar.tickets import TicketBook
-from treadle_sidecar.weights import Weights
+from treadle_sidecar.engine.weights import Weights
+from treadle_sidecar.kv.prefixes import Contexts, Export, Prefixes
+from treadle_sidecar.steps.runner import StepRunner
+from treadle_sidecar.steps.step import Failed, TicketBook
 
 SHORTEST_WATCH_S = 0.05
 DEFAULT_WATCH_S = 1.0

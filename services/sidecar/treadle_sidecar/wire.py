@@ -6,23 +6,22 @@ from typing import cast
 
 import grpc.aio
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
-from treadle_core.step_queue import QueuePolicy
+from treadle_core.steps.queue import QueuePolicy
 from treadle_runtime.errors import Unavailable
 from treadle_runtime.idempotency import RequestRecords
 from treadle_runtime.server import Runtime, Wiring
 
 from treadle_sidecar import convert
 from treadle_sidecar.config import SidecarSettings
-from treadle_sidecar.contexts import Contexts
-from treadle_sidecar.engine_client import EngineClient
+from treadle_sidecar.engine.client import EngineClient
+from treadle_sidecar.engine.watch import EngineWatch
+from treadle_sidecar.engine.weights import Weights
 from treadle_sidecar.facts import StepFacts
-from treadle_sidecar.prefixes import Prefixes
+from treadle_sidecar.kv.prefixes import Contexts, Prefixes
 from treadle_sidecar.registration import Registration
 from treadle_sidecar.servicer import EngineServicer
-from treadle_sidecar.step_runner import StepRunner
-from treadle_sidecar.tickets import TicketBook
-from treadle_sidecar.watch import EngineWatch
-from treadle_sidecar.weights import Weights
+from treadle_sidecar.steps.runner import StepRunner
+from treadle_sidecar.steps.step import TicketBook
 
 SERVICE_NAME = "treadle.engine.v1.EngineService"
 RETRY_S = 2.0

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from treadle_runtime.deadlines import detached_context
+from treadle_runtime.calls import detached_context
 
 R = TypeVar("R")
 

@@ -10,13 +10,12 @@ from typing import Any
 
 import jsonschema
 from jsonschema.protocols import Validator
-from treadle_core.elastic.action_input import InvalidActionError
-from treadle_runtime.errors import InvalidArgument, NotFound
-from treadle_runtime.fields import identifier
+from treadle_core.tools.action import InvalidActionError
+from treadle_runtime.errors import InvalidArgument, NotFound, identifier
 
 from treadle_tools.arguments import Checked, checked
-from treadle_tools.dispatch.demand import check_scaling
-from treadle_tools.judges.judge import Judge
+from treadle_tools.rewards.judge import Judge
+from treadle_tools.scheduling.demand import check_scaling
 from treadle_tools.tool import Kind, Tool
 
 BACKENDS = ("", "bubblewrap", "docker", "kubernetes")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from treadle_tools.functions.function import HttpFunction
-from treadle_tools.judges.judge import Judge
+from treadle_tools.remote.function import HttpFunction
+from treadle_tools.rewards.judge import Judge
 
 MIB = 1024 * 1024
 

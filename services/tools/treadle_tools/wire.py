@@ -1,50 +1,132 @@
-"""Puts the service together."""
+"""Puts the service together.
+
+Puts the rewards' part of the service together.
+
+Puts the GPU services' part of the service together."""
 
 import asyncio
 import itertools
 import os
 import socket
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from treadle.tools.v1 import rewards_pb2, rewards_pb2_grpc, tools_pb2, tools_pb2_grpc
-from treadle_core.elastic.pools import InvalidPoolError
-from treadle_core.managers.cpu import CpuManager
-from treadle_core.managers.dispatcher import Dispatcher
-from treadle_core.managers.gpu import GpuManager
-from treadle_core.managers.protocol import Manager
-from treadle_core.managers.resources import Resources
+from treadle_core.tools.cpu import CpuManager
+from treadle_core.tools.dispatcher import Dispatcher, Resources
+from treadle_core.tools.gpu import GpuManager
+from treadle_core.tools.grants import Manager, Service
+from treadle_core.tools.pools import InvalidPoolError
 from treadle_runtime.background import beside
+from treadle_runtime.bus import Bus
 from treadle_runtime.lifecycle import ServerStartError
 from treadle_runtime.server import Runtime, Wiring
 
-from treadle_tools.backends import find_pools
+from treadle_tools.api.convert import BusFacts
+from treadle_tools.api.convert_rewards import RewardFacts
+from treadle_tools.api.gateway import Gateway
+from treadle_tools.api.rewards_servicer import RewardsServicer
+from treadle_tools.api.servicer import ToolsServicer
 from treadle_tools.background import Background
 from treadle_tools.config import ToolsSettings
-from treadle_tools.convert import BusFacts
-from treadle_tools.dispatch.actions import Actions
-from treadle_tools.dispatch.demand import Demands
-from treadle_tools.dispatch.durations import Durations
-from treadle_tools.dispatch.meters import Meters
-from treadle_tools.dispatch.node import node_of
-from treadle_tools.dispatch.providers import ProvidersError, read_providers
-from treadle_tools.dispatch.standing import Standing
-from treadle_tools.dispatch.turns import Turns
-from treadle_tools.dispatch.warm_up import settle, warm_up
-from treadle_tools.functions.caller import Caller
-from treadle_tools.functions.declarations import DeclarationError, Declarations, read_functions
-from treadle_tools.functions.gate import ProviderGate
-from treadle_tools.functions.invocations import Invocations
-from treadle_tools.gateway import Gateway
-from treadle_tools.gpu.wiring import gpu_managers, gpu_parts
-from treadle_tools.keeper.folder import SNAPSHOTS
-from treadle_tools.kept_cells import KeptCells
-from treadle_tools.registry import RegistrationError, load
-from treadle_tools.rewards.servicer import RewardsServicer
-from treadle_tools.rewards.wiring import reward_pool
-from treadle_tools.servicer import ToolsServicer
+from treadle_tools.gpu.memory import EngineMemory
+from treadle_tools.gpu.residents import BUCKET as GPU_BUCKET
+from treadle_tools.gpu.residents import Ledger, Residents
+from treadle_tools.gpu.rounds import Rounds, ServiceEndpoints
+from treadle_tools.gpu.servers import Gpus
+from treadle_tools.registry import RegistrationError, Registry, load
+from treadle_tools.remote.caller import Caller
+from treadle_tools.remote.declarations import DeclarationError, Declarations, read_functions
+from treadle_tools.remote.gate import ProviderGate
+from treadle_tools.remote.invocations import Invocations
+from treadle_tools.rewards.journal import BUCKET as REWARDS_BUCKET
+from treadle_tools.rewards.journal import RewardJournal
+from treadle_tools.rewards.judge import Judge
+from treadle_tools.rewards.judging import FixedEndpoints, JudgeScorer
+from treadle_tools.rewards.pool import Arguments, RewardPool
+from treadle_tools.rewards.scorer import Scorer, ToolScorer
+from treadle_tools.sandbox.backends import find_pools
+from treadle_tools.sandbox.keeper.folder import SNAPSHOTS
+from treadle_tools.sandbox.pools import KeptCells
+from treadle_tools.scheduling.actions import Actions
+from treadle_tools.scheduling.demand import Demands, Durations
+from treadle_tools.scheduling.meters import Meters
+from treadle_tools.scheduling.node import node_of, settle, warm_up
+from treadle_tools.scheduling.providers import ProvidersError, read_providers
+from treadle_tools.scheduling.standing import Standing
+from treadle_tools.scheduling.turns import Turns
 from treadle_tools.sessions.sessions import Sessions
 from treadle_tools.sessions.snapshots import Snapshots
+from treadle_tools.tool import Tool
+
+
+@dataclass(frozen=True)
+class GpuParts:
+    """What runs beside the service, and what is closed with it."""
+
+    rounds: Rounds
+    residents: Residents
+    memory: EngineMemory
+
+
+def gpu_managers(gpus: Gpus) -> list[GpuManager]:
+    """One, or none where there are no GPUs. Raises InvalidPoolError."""
+    services = [
+        Service(service.name, degree, count)
+        for service in gpus.services
+        for degree, count in service.bytes_per_gpu.items()
+    ]
+    return [GpuManager(gpus.nodes, gpus.gpu_bytes, services)] if gpus.nodes else []
+
+
+async def gpu_parts(bus: Bus, gpus: Gpus, turns: Turns, background: Background, numbers: Iterator[int]) -> GpuParts:
+    """Of the services that a file declares; none where there are none."""
+    ledger = Ledger(await bus.key_value(GPU_BUCKET))
+    await ledger.load()
+    memory = EngineMemory()
+    residents = Residents(gpus.servers, memory, ledger)
+    return GpuParts(Rounds(gpus, turns, residents, background, numbers), residents, memory)
+
+
+async def reward_pool(
+    bus: Bus,
+    source: str,
+    gateway: Gateway,
+    caller: Caller,
+    rounds: Rounds,
+    *,
+    slots: int,
+    most_waiting: int,
+    kept_s: float,
+) -> RewardPool:
+    """The pool, with what an earlier life of the service accepted. slots: rewards in the sandbox at a time."""
+    registry = gateway.registry
+
+    def scorer(tool: Tool) -> Scorer:
+        if isinstance(tool.remote, Judge):
+            judge = tool.remote
+            service = ServiceEndpoints(rounds, judge.service) if judge.service else FixedEndpoints(judge.endpoints)
+            return JudgeScorer(tool.name, judge, tool.provider, service, caller)
+        return ToolScorer(tool, gateway.call, slots)
+
+    journal = RewardJournal(await bus.key_value(REWARDS_BUCKET), bus.jetstream, bus.max_payload_bytes)
+    pool = RewardPool(
+        {tool.name: scorer(tool) for tool in registry.rewards},
+        journal,
+        read=lambda name, text: _read(registry, name, text),
+        tell=RewardFacts(bus, source).ended,
+        most_waiting=most_waiting,
+        kept_s=kept_s,
+    )
+    await pool.load()
+    return pool
+
+
+def _read(registry: Registry, name: str, text: str) -> Arguments:
+    return registry.step_arguments(registry.reward(name), text)
+
 
 SERVICE = tools_pb2.DESCRIPTOR.services_by_name["ToolsService"].full_name
 REWARDS_SERVICE = rewards_pb2.DESCRIPTOR.services_by_name["RewardsService"].full_name

@@ -14,12 +14,11 @@ from functools import cache
 
 import numpy as np
 import numpy.typing as npt
-from treadle_core.elastic.action import CPU_CORES, Amdahl, Fixed, Range
+from treadle_core.tools.action import CPU_CORES, Amdahl, Fixed, Range
 
-from treadle_sim.parametric import CODING, LogNormal
-from treadle_sim.tools.steps import generation_s
-from treadle_sim.tools.trace import Call, Trace
-from treadle_sim.workload import TrajectoryWork
+from treadle_sim.tools.trace import Call, Trace, generation_s
+from treadle_sim.workloads.parametric import CODING, LogNormal
+from treadle_sim.workloads.workload import TrajectoryWork
 
 Floats = npt.NDArray[np.float64]
 

@@ -14,7 +14,7 @@ servers = [
 """
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from treadle_core.elastic.chunks import NODE_GPUS
+from treadle_core.tools.chunks import NODE_GPUS
 from treadle_runtime.config import url
 
 from treadle_tools.gpu.servers import Gpus, GpuService, Server, places

@@ -12,14 +12,14 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
 import nats.errors
-from treadle_core.elastic.action import GPUS, Action, Amdahl, Duration, Fixed, Knowledge, UnitSet
-from treadle_core.managers.grants import SERVED, End, Ended, GpuGrant
+from treadle_core.tools.action import GPUS, Action, Amdahl, Duration, Fixed, Knowledge, UnitSet
+from treadle_core.tools.grants import SERVED, End, Ended, GpuGrant
 from treadle_runtime.errors import TreadleError, Unavailable
 
 from treadle_tools.background import Background
-from treadle_tools.dispatch.turns import Turn, Turns
 from treadle_tools.gpu.residents import Residents
 from treadle_tools.gpu.servers import Gpus, GpuService, Server
+from treadle_tools.scheduling.turns import Turn, Turns
 
 RECENT_SHARE = 0.2  # of the newest round in the learned duration
 RETRY_S = 2.0

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from treadle_core.elastic.chunks import level_of
+from treadle_core.tools.chunks import level_of
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,26 @@ Owns: the board, the lanes, a task for each reward that runs. Invariants: an acc
 its caller knows, and stays there until it has ended; after a restart those that had not ended are scored, a second time
 where the first was cut; a function that cannot be asked for the moment is asked again, one that crashes `MOST_TRIES`
 times in all.
-"""
+
+Lanes: what waits for one kind of resource, shared out equally among jobs, a fixed number at a time.
+
+Owns: the fair share and the slots of each lane. Nothing here runs anything: `starts` says what is to be started.
+
+The rewards as they stand, and who watches them.
+
+Invariants: a watcher is told of every reward that matches, as it stands when it is read: one that changes faster than
+its watcher reads is told once, with its newest state; a change is never missed."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import nats.errors
 import structlog
+from treadle_core.tools.fair_share import FairShare
 from treadle_runtime.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -23,12 +33,133 @@ from treadle_runtime.errors import (
     Unavailable,
 )
 
-from treadle_tools.rewards.board import Board
 from treadle_tools.rewards.journal import RewardJournal
-from treadle_tools.rewards.lanes import Lanes, Start
 from treadle_tools.rewards.reward import Reward, State
 from treadle_tools.rewards.scorer import Scorer
 from treadle_tools.tool import Result, Status
+
+Matches = Callable[[Reward], bool]
+
+
+class _Watcher:
+    def __init__(self, matches: Matches) -> None:
+        self.matches = matches
+        self.changed: OrderedDict[str, None] = OrderedDict()
+        self.wake = asyncio.Event()
+
+    def note(self, reward: Reward) -> None:
+        if self.matches(reward):
+            self.changed[reward.reward_id] = None
+            self.wake.set()
+
+
+class Board:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._rewards: dict[str, Reward] = {}
+        self._watchers: set[_Watcher] = set()
+
+    def __iter__(self) -> Iterator[Reward]:
+        return iter(self._rewards.values())
+
+    def get(self, reward_id: str) -> Reward | None:
+        """None where there is none of that id."""
+        return self._rewards.get(reward_id)
+
+    def put(self, reward: Reward) -> None:
+        """A new reward, or a newer state of one."""
+        self._rewards[reward.reward_id] = reward
+        for watcher in self._watchers:
+            watcher.note(reward)
+
+    def remove(self, reward_id: str) -> None:
+        """It was kept for long enough."""
+        self._rewards.pop(reward_id, None)
+
+    async def watch(self, matches: Matches) -> AsyncIterator[Reward]:
+        """Each reward that matches, then each change, for ever."""
+        watcher = _Watcher(matches)
+        for reward in self._rewards.values():
+            watcher.note(reward)
+        self._watchers.add(watcher)
+        try:
+            while True:
+                await watcher.wake.wait()
+                watcher.wake.clear()
+                while watcher.changed:
+                    reward_id, _ = watcher.changed.popitem(last=False)
+                    if (newest := self._rewards.get(reward_id)) is not None:
+                        yield newest
+        finally:
+            self._watchers.discard(watcher)
+
+    async def watch_until_ended(self, reward_ids: Iterable[str]) -> AsyncIterator[Reward]:
+        """As `watch`, of these, until all of them have ended."""
+        left = set(reward_ids)
+        wanted = frozenset(left)
+        async for reward in self.watch(lambda reward: reward.reward_id in wanted):
+            yield reward
+            if reward.ended:
+                left.discard(reward.reward_id)
+            if not left:
+                return
+
+
+QUANTUM_S = 0.1  # of a slot: cheap functions go a few at a time, judges one by one
+UNKNOWN_S = 1.0  # what a function is taken to cost before it has run
+RECENT_SHARE = 0.2  # of the newest time in the learned one
+
+
+@dataclass(frozen=True)
+class Start:
+    """Give `reward_id` of `job` a slot of `lane`; `charged_s` was taken from its job's share."""
+
+    lane: str
+    job: str
+    function: str
+    reward_id: str
+    charged_s: float
+
+
+class _Lane:
+    def __init__(self, slots: int) -> None:
+        self.free = slots
+        self.share: FairShare[tuple[str, str]] = FairShare(QUANTUM_S)
+
+
+class Lanes:
+    """See the module. slots: of each lane."""
+
+    def __init__(self, slots: dict[str, int]) -> None:
+        self._lanes = {name: _Lane(count) for name, count in slots.items()}
+        self._learned_s: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return sum(len(lane.share) for lane in self._lanes.values())
+
+    def add(self, lane: str, job: str, function: str, reward_id: str) -> None:
+        """One more waits."""
+        self._lanes[lane].share.add(job, (function, reward_id), self._learned_s.get(function, UNKNOWN_S))
+
+    def starts(self) -> Iterator[Start]:
+        """What is to be started now; each takes a slot until `ended`."""
+        for name, lane in self._lanes.items():
+            while lane.free and (taken := lane.share.take()) is not None:
+                lane.free -= 1
+                job, (function, reward_id), charged_s = taken
+                yield Start(name, job, function, reward_id, charged_s)
+
+    def ended(self, start: Start, busy_s: float) -> None:
+        """Give the slot back. busy_s: how long it was used; 0.0 where it was not."""
+        lane = self._lanes[start.lane]
+        lane.free += 1
+        lane.share.settle(start.job, start.charged_s, busy_s)
+        if busy_s > 0:
+            known = self._learned_s.setdefault(start.function, busy_s)
+            self._learned_s[start.function] = known + RECENT_SHARE * (busy_s - known)
+
 
 log = structlog.get_logger()
 

@@ -1,0 +1,245 @@
+"""A placement question and its answer: engines, the cost that is minimised, and the trajectories, one by one or as
+columns without an object for each.
+
+Invariants: all columns of one value are of one length; nobody writes to them. Two values are equal where their columns
+are.
+
+What a plan is asked of, checked: every figure that placement reads, and the error that names a bad one.
+
+Purpose: a NaN, a negative figure or an engine that can hold nothing is refused here, so that no kernel meets it.
+Invariant: an error's `field` is the path of the input as the caller of `placement.plan` wrote it. Whole arrays are
+checked at once; the first bad entry is looked for only when there is one."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from treadle_core.model import DecodeCurve
+from treadle_core.placing.worksheet import Floats, Indexes, Names
+from treadle_core.refusals import CoreError
+
+
+class CostModel(enum.IntEnum):
+    """What a group of trajectories costs an engine; see `costs`."""
+
+    GROUP_SIZE = 1
+    LINEAR_INTEGRAL = 2
+    PIECEWISE_INTEGRAL = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTrajectory:
+    """A trajectory as the placement sees it. log_sigma: standard deviation of ln(remaining_tokens), 0 for certain;
+    room_tokens: what its cap leaves."""
+
+    trajectory_id: str
+    remaining_tokens: float
+    context_tokens: int
+    current_engine_id: str
+    log_sigma: float = 0.0
+    room_tokens: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEngine:
+    """An engine as the placement sees it."""
+
+    engine_id: str
+    slot_limit: int
+    kv_tokens_capacity: int
+    tensor_parallel: int
+    decode_curve: DecodeCurve
+
+
+@dataclass(frozen=True, eq=False)
+class PlanWork:
+    """Column i speaks of one trajectory: its row among the names, tokens left to sample, tokens of context now, index
+    (in the question) of the engine that holds the context, -1 where none does, standard deviation of
+    ln(remaining_tokens), tokens that the cap leaves (inf without one)."""
+
+    names: Names
+    rows: Indexes
+    remaining_tokens: Floats
+    context_tokens: Floats
+    current: Indexes
+    log_sigma: Floats
+    room_tokens: Floats
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def trajectory_ids(self) -> tuple[str, ...]:
+        """The ids, made when they are asked for: who answers by `EngineOf` needs none."""
+        return tuple(self.names[self.rows].tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlanWork) and (
+            self.trajectory_ids == other.trajectory_ids
+            and np.array_equal(self.remaining_tokens, other.remaining_tokens)
+            and np.array_equal(self.context_tokens, other.context_tokens)
+            and np.array_equal(self.current, other.current)
+            and np.array_equal(self.log_sigma, other.log_sigma)
+            and np.array_equal(self.room_tokens, other.room_tokens)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.remaining_tokens.tobytes(), self.current.tobytes()))
+
+
+@dataclass(frozen=True, eq=False)
+class EngineOf:
+    """For each trajectory of a question, in its order, the index of its engine there."""
+
+    indexes: Indexes
+
+    def __len__(self) -> int:
+        return len(self.indexes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EngineOf) and np.array_equal(self.indexes, other.indexes)
+
+    def __hash__(self) -> int:
+        return hash(self.indexes.tobytes())
+
+
+# Beyond these a figure is a mistake, and sums and products could leave the floats.
+MOST_SECONDS = 1e12
+LEAST_SECONDS = 1e-18  # or 0
+MOST_TOKENS = 1e15
+MOST_LOG_SIGMA = 10.0  # a factor of 20,000 either way
+LEAST_PREFILL_TOKENS_PER_S = 1e-6
+
+
+class InvalidEngineError(CoreError):
+    """An engine that cannot be planned for: slot_limit < 1, a negative or undefined figure, or an id twice."""
+
+
+class NoEnginesError(CoreError):
+    """There is nothing to place on."""
+
+
+class InvalidTrajectoryError(CoreError):
+    """A trajectory with a length or context that is not a finite number >= 0, or an id twice."""
+
+
+class NothingFitsError(InvalidTrajectoryError):
+    """A trajectory whose context alone is more than any engine's KV holds."""
+
+
+def check_workload(lengths: Floats, contexts: Floats) -> None:
+    """Raises InvalidTrajectoryError naming the first bad figure."""
+    if lengths.ndim != 1 or contexts.shape != lengths.shape:
+        raise InvalidTrajectoryError("trajectories", f"lengths {lengths.shape} do not match contexts {contexts.shape}")
+    for name, values in (("remaining_tokens", lengths), ("context_tokens", contexts)):
+        if len(values) == 0 or (values.min() >= 0.0 and values.max() <= MOST_TOKENS):  # NaN fails both
+            continue
+        index = int(np.argmax(~((values >= 0.0) & (values <= MOST_TOKENS))))
+        raise InvalidTrajectoryError(
+            f"trajectories[{index}].{name}",
+            f"must be a number from 0 to {MOST_TOKENS:g}, is {float(values[index])}",
+        )
+
+
+def check_doubt(log_sigma: Floats, room_tokens: Floats, count: int) -> None:
+    """Raises InvalidTrajectoryError for a deviation that is no finite number >= 0 or a cap that is no number >= 0."""
+    for name, values, most in (("log_sigma", log_sigma, MOST_LOG_SIGMA), ("room_tokens", room_tokens, np.inf)):
+        if values.shape != (count,):
+            raise InvalidTrajectoryError("trajectories", f"{count} lengths but {name} {values.shape}")
+        if count == 0 or (values.min() >= 0.0 and values.max() <= most):  # NaN fails both
+            continue
+        index = int(np.argmax(~((values >= 0.0) & (values <= most))))
+        raise InvalidTrajectoryError(
+            f"trajectories[{index}].{name}", f"must be a number from 0 to {most:g}, is {float(values[index])}"
+        )
+
+
+def check_current(current: Indexes, count: int, engines: int) -> None:
+    """Raises InvalidTrajectoryError for an index that is neither an engine's nor -1."""
+    if current.shape != (count,):
+        raise InvalidTrajectoryError("trajectories", f"{count} lengths but current engines {current.shape}")
+    if count and (current.min() < -1 or current.max() >= engines):
+        index = int(np.argmax((current < -1) | (current >= engines)))
+        raise InvalidTrajectoryError(
+            f"trajectories[{index}].current_engine_id",
+            f"must be the index of one of {engines} engines or -1, is {int(current[index])}",
+        )
+
+
+def check_fit(contexts: Floats, capacities: Floats) -> None:
+    """Raises NothingFitsError for a context that no engine's KV holds; capacities in tokens, inf where unknown."""
+    most = float(capacities.max())
+    if len(contexts) and contexts.max() > most:
+        index = int(np.argmax(contexts > most))
+        raise NothingFitsError(
+            f"trajectories[{index}].context_tokens",
+            f"{float(contexts[index]):g} tokens fit on no engine: the largest holds {most:g}",
+        )
+
+
+def engine_rows(engines: Sequence[PlanEngine]) -> Floats:
+    """rows[m, 7]: base_s, per_sequence_s, per_kv_token_s, slots, KV tokens (inf where unknown), seconds a prefilled
+    token (0 where unknown), tensor_parallel. Raises NoEnginesError or InvalidEngineError naming the first bad figure.
+    """
+    if not engines:
+        raise NoEnginesError("engines", "at least one engine is needed")
+    rows = np.array(
+        [
+            (
+                (curve := engine.decode_curve).base_s,
+                curve.per_sequence_s,
+                curve.per_kv_token_s,
+                engine.slot_limit,
+                engine.kv_tokens_capacity,
+                curve.prefill_tokens_per_s,
+                engine.tensor_parallel,
+            )
+            for engine in engines
+        ],
+        np.float64,
+    )
+    seconds, (slots, capacity, rate, parallel) = rows[:, :3], rows[:, 3:].T
+    good = ((seconds == 0.0) | ((seconds >= LEAST_SECONDS) & (seconds <= MOST_SECONDS))).all(axis=1)
+    good &= (slots >= 1) & (capacity >= 0) & (parallel >= 1) & (rows[:, 0] + rows[:, 1] > 0.0)
+    good &= (rate == 0.0) | ((rate >= LEAST_PREFILL_TOKENS_PER_S) & (rate <= MOST_TOKENS))
+    if not good.all():
+        index = int(np.argmin(good))
+        raise wrong_engine(engines[index], f"engines[{index}]")
+    capacity[capacity == 0.0] = np.inf
+    np.divide(1.0, rate, out=rate, where=rate > 0.0)
+    return rows
+
+
+def wrong_engine(engine: PlanEngine, at: str) -> InvalidEngineError:
+    """The error for the first figure of an engine that is out of its range."""
+    for name, count, least in (
+        ("slot_limit", engine.slot_limit, 1),
+        ("kv_tokens_capacity", engine.kv_tokens_capacity, 0),
+        ("tensor_parallel", engine.tensor_parallel, 1),
+    ):
+        if not count >= least:
+            return InvalidEngineError(f"{at}.{name}", f"must be >= {least}, is {count}")
+    curve = engine.decode_curve
+    for name, seconds in (
+        ("base_s", curve.base_s),
+        ("per_sequence_s", curve.per_sequence_s),
+        ("per_kv_token_s", curve.per_kv_token_s),
+    ):
+        if seconds != 0.0 and not LEAST_SECONDS <= seconds <= MOST_SECONDS:
+            return InvalidEngineError(
+                f"{at}.decode_curve.{name}",
+                f"must be 0 or a number from {LEAST_SECONDS:g} to {MOST_SECONDS:g}, is {seconds}",
+            )
+    rate = curve.prefill_tokens_per_s
+    if rate != 0.0 and not LEAST_PREFILL_TOKENS_PER_S <= rate <= MOST_TOKENS:
+        return InvalidEngineError(
+            f"{at}.decode_curve.prefill_tokens_per_s",
+            f"must be 0 or a number from {LEAST_PREFILL_TOKENS_PER_S:g} to {MOST_TOKENS:g}, is {rate}",
+        )
+    return InvalidEngineError(f"{at}.decode_curve", "base_s + per_sequence_s must be > 0: a step takes time")

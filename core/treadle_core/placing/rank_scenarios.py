@@ -1,0 +1,223 @@
+"""Samples of a sorted workload: what could come of the predictions, rank by rank, for plans that cut the ranks.
+
+As `scenarios`, with the same draws, but for partitions alone: sums are kept block by block, so that a group's time
+takes its blocks and its two ends instead of its trajectories, and several plans are judged in the time of one. Tool
+time is in the lengths already, as tokens, and prefill in the table's sums.
+
+A plan for lengths that are not known: of several exact plans the one with the least mean makespan over samples of
+what could come (`scenarios`). Beyond the papers.
+
+The plans differ in how much of the longest trajectory every group is taken to hide, `least_longest` of the cost table.
+At 0 it is Heddle's plan, which takes each median for the truth and gives a group of short ones all the work that its
+longest leaves time for. At 1 every group may turn out to have the longest of all, so that only work is balanced: the
+plan of someone who knows nothing. Between them those that are surely long get engines to themselves and the others are
+balanced. Each is the exact optimum of its own cost and takes no second sort, so that trying several costs little."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from treadle_core.compiled import compiled, inlined, lean
+from treadle_core.placing.balance import finish_s
+from treadle_core.placing.costs import CostModel, Costs
+from treadle_core.placing.scenarios import ROUNDING, draw_one, draws, least_alone_s, sample_count
+from treadle_core.placing.solver import partition
+from treadle_core.placing.workload import LENGTH, SUM_PREFILL, Workspace
+from treadle_core.placing.worksheet import Floats, Indexes
+
+BLOCK = 8  # ranks
+
+
+@dataclass(frozen=True)
+class RankSamples:
+    """lengths[r, s]: tokens of rank r in sample s. contexts: tokens in KV now, by rank. Of the ranks before block b
+    tokens[b, s] and KV tokens read kv[b, s]; longest[b, s]: of block b alone."""
+
+    lengths: Floats
+    contexts: Floats
+    tokens: Floats
+    kv: Floats
+    longest: Floats
+
+
+def sampled(
+    costs: Costs, contexts: Floats, log_sigma: Floats, room_tokens: Floats, workspace: Workspace | None = None
+) -> RankSamples:
+    """Samples of the workload of a table; contexts, log_sigma, the standard deviation of ln(length), and room_tokens,
+    what each cap leaves, by the caller's order. What is given a `workspace` holds until its next use."""
+    n = len(costs.order)
+    count = sample_count(max(n, 1))
+    blocks = n // BLOCK + 1
+    memory = (workspace or Workspace()).floats(n * (count + 1) + 3 * blocks * count, "samples")
+    lengths, contexts_of_ranks, sums = np.split(memory, [n * count, n * (count + 1)])
+    tokens, kv, longest = sums.reshape(3, blocks, count)
+    samples = RankSamples(lengths.reshape(n, count), contexts_of_ranks, tokens, kv, longest)
+    strata, factors = draws()
+    draw(
+        costs.order,
+        costs.table.ranks,
+        contexts,
+        log_sigma,
+        room_tokens,
+        strata,
+        factors,
+        samples.lengths,
+        samples.contexts,
+    )
+    sum_up(*_arrays(samples))
+    return samples
+
+
+def judged(costs: Costs, samples: RankSamples, bounds: Indexes) -> tuple[float, bool]:
+    """Where engine e of the table runs ranks [bounds[e], bounds[e + 1]): the mean over the samples of seconds until the
+    last engine is done, and whether no placement whatever is done sooner in any of them (`scenarios.Fate.least`)."""
+    engines = costs.table.engines
+    times_s, last = makespans(engines, costs.table.ranks, bounds, *_arrays(samples))
+    least = bool((bounds[last + 1] - bounds[last] == 1).all())
+    if least:
+        sample, rank = np.arange(len(times_s)), bounds[last]
+        ranks = costs.table.ranks
+        prefill = ranks[rank + 1, SUM_PREFILL] - ranks[rank, SUM_PREFILL]
+        alone_s = least_alone_s(engines, samples.lengths[rank, sample], samples.contexts[rank], 0.0 * prefill, prefill)
+        least = bool((alone_s >= times_s * (1.0 - ROUNDING)).all())
+    return float(times_s.mean()), least
+
+
+def _arrays(samples: RankSamples) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+    return samples.lengths, samples.contexts, samples.tokens, samples.kv, samples.longest
+
+
+@compiled
+def draw(
+    order: Indexes,
+    ranks: Floats,
+    contexts: Floats,
+    log_sigma: Floats,
+    room_tokens: Floats,
+    strata: npt.NDArray[np.uint8],
+    factors: Floats,
+    lengths: Floats,
+    contexts_of_ranks: Floats,
+) -> None:
+    """Writes the samples. A trajectory's place in the caller's order is its row of the draws."""
+    for rank in range(len(order)):
+        index = order[rank]
+        contexts_of_ranks[rank] = contexts[index]
+        row = strata[index % len(strata)]
+        draw_one(lengths[rank], ranks[rank, LENGTH], log_sigma[index], room_tokens[index], row, factors)
+
+
+@lean
+def sum_up(lengths: Floats, contexts: Floats, tokens: Floats, kv: Floats, longest: Floats) -> None:
+    """Writes the sums of whole blocks. Loops so that samples are side by side and a block's sums in registers."""
+    tokens[0] = 0.0
+    kv[0] = 0.0
+    for block in range(len(lengths) // BLOCK):
+        first = block * BLOCK
+        for sample in range(lengths.shape[1]):
+            block_tokens = block_kv = block_longest = 0.0
+            for rank in range(first, first + BLOCK):
+                length = lengths[rank, sample]
+                block_tokens += length
+                block_kv += length * (contexts[rank] + 0.5 * length)
+                block_longest = max(block_longest, length)
+            tokens[block + 1, sample] = tokens[block, sample] + block_tokens
+            kv[block + 1, sample] = kv[block, sample] + block_kv
+            longest[block, sample] = block_longest
+
+
+@inlined
+def add(tokens: Floats, kv: Floats, longest: Floats, lengths: Floats, context: float) -> None:
+    """One more trajectory in a group. A loop for each sum, as in `scenarios.add`."""
+    for sample in range(len(lengths)):
+        longest[sample] = max(longest[sample], lengths[sample])
+    for sample in range(len(lengths)):
+        tokens[sample] += lengths[sample]
+    for sample in range(len(lengths)):
+        kv[sample] += lengths[sample] * (context + 0.5 * lengths[sample])
+
+
+@compiled
+def makespans(
+    engines: Floats,
+    ranks: Floats,
+    bounds: Indexes,
+    lengths: Floats,
+    contexts: Floats,
+    block_tokens: Floats,
+    block_kv: Floats,
+    block_longest: Floats,
+) -> tuple[Floats, Indexes]:
+    """Seconds until the last engine is done, in each sample, and which that is: the linear-integral cost of `costs`."""
+    count = lengths.shape[1]
+    times, last = np.zeros(count), np.zeros(count, np.int64)
+    tokens, kv, longest = np.empty(count), np.empty(count), np.empty(count)
+    for at in range(len(engines)):
+        first, end = bounds[at], bounds[at + 1]
+        if first >= end:
+            continue
+        first_block, end_block = (first + BLOCK - 1) // BLOCK, end // BLOCK
+        head_end, tail = first_block * BLOCK, end_block * BLOCK
+        if head_end >= tail:  # no whole block
+            first_block, head_end, tail = end_block, end, end
+        for sample in range(count):
+            tokens[sample] = block_tokens[end_block, sample] - block_tokens[first_block, sample]
+            kv[sample] = block_kv[end_block, sample] - block_kv[first_block, sample]
+            longest[sample] = 0.0
+        for block in range(first_block, end_block):
+            for sample in range(count):
+                longest[sample] = max(longest[sample], block_longest[block, sample])
+        for rank in range(first, head_end):
+            add(tokens, kv, longest, lengths[rank], contexts[rank])
+        for rank in range(tail, end):
+            add(tokens, kv, longest, lengths[rank], contexts[rank])
+        prefill_s = engines[at, 5] * (ranks[end, SUM_PREFILL] - ranks[first, SUM_PREFILL])
+        for sample in range(count):
+            done_s = finish_s(engines[at], longest[sample], 0.0, tokens[sample], kv[sample]) + prefill_s
+            if done_s > times[sample]:
+                times[sample] = done_s
+                last[sample] = at
+    return times, last
+
+
+# Of the longest, what every group is taken to hide.
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def hedgeable(costs: Costs) -> bool:
+    """Whether there is a choice, where lengths are uncertain: more than one engine, and a cost with a longest in it."""
+    return len(costs.table.engines) > 1 and costs.table.model == CostModel.LINEAR_INTEGRAL
+
+
+def hedged(costs: Costs, share: float) -> Costs:
+    """The same workload and engines, every group hiding `share` of the longest."""
+    table = costs.table
+    longest = float(table.lengths[0]) if len(table.lengths) else 0.0
+    return replace(costs, table=table._replace(least_longest=share * longest))
+
+
+def best_partition(costs: Costs, samples: RankSamples) -> tuple[Indexes, float]:
+    """Bounds of the groups of the best plan, and its mean makespan over the samples, which come in the order of ranks.
+
+    Every other share is tried, and then those beside the best; the less hedged one of equals. Where the plan of the
+    medians cannot be beaten in any sample, it is the plan.
+    """
+    found: dict[int, tuple[float, Indexes]] = {}
+
+    def try_share(at: int) -> bool:
+        bounds, _ = partition(hedged(costs, SHARES[at]))
+        mean_s, least = judged(costs, samples, bounds)
+        found[at] = (mean_s, bounds)
+        return least
+
+    if not try_share(0):
+        for at in range(2, len(SHARES), 2):
+            try_share(at)
+        best = min(found, key=lambda at: (found[at][0], at))
+        for at in {max(best - 1, 0), min(best + 1, len(SHARES) - 1)} - set(found):
+            try_share(at)
+    best = min(found, key=lambda at: (found[at][0], at))
+    return found[best][1], found[best][0]

@@ -1,0 +1,208 @@
+"""Which engine runs a trajectory: the placement rules, as choices among the engines that can.
+
+A pinned engine always wins. Any rule leaves an engine that is gone or unhealthy. The rules, and whose they are:
+- PINNED (verl): round-robin at the opening, then never anywhere else.
+- LEAST_LOAD (slime): at each step the engine with the fewest steps out a slot, wherever the prefix is.
+- CACHE_AWARE (the SGLang router, as Heddle's Verl* uses it): the engine that holds the prefix, its own or, before the
+  first step, a sibling's of the same prompt; but while the loads are skewed, the least loaded. Skewed is what the
+  router calls imbalanced: the most loaded has over `skew_steps` steps more than the least loaded AND over `skew_ratio`
+  times as many. (Heddle prints the 32 as a ratio; as one it would hardly ever be met, and the baseline be weaker.)
+- PLANNED: opens where least predicted work is, goes where the plan says as long as no step has run (a move is free
+  then), and stays afterwards: later moves are migrations (`moves.py`).
+
+Owns the place of the round-robin and, for CACHE_AWARE, which engine saw each prompt last.
+"""
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from treadle_core.model import EngineRecord, PlacementRule, TrajectoryRecord
+from treadle_core.ranking.remaining import remaining_tokens, token_s
+from treadle_core.refusals import ContextTooLong
+from treadle_core.tables.engines import EngineRegistry
+from treadle_core.tables.trajectories import TrajectoryTable
+from treadle_core.tuning import Tuning
+
+# Prompts whose engine is remembered; beyond them the oldest has most likely left the engine's cache as well.
+MOST_PROMPTS = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Able:
+    """Engines that may run trajectories with some tags, by id. usable: those that new steps should go to, all where
+    none should. fits_all: a context that each of them takes, in tokens."""
+
+    engines: list[EngineRecord]
+    usable: list[EngineRecord]
+    fits_all: float
+
+    @classmethod
+    def of(cls, engines: list[EngineRecord]) -> "Able":
+        """Sorts them out."""
+        limits = [engine.spec.max_context_tokens for engine in engines if engine.spec.max_context_tokens]
+        usable = [engine for engine in engines if engine.usable] or engines
+        return cls(engines, usable, min(limits) - 1 if limits else math.inf)
+
+    def fitting(self, context_tokens: int) -> "Able":
+        """Those that take a context this long and one token more. Raises ContextTooLong where there are engines and
+        none does."""
+        if context_tokens <= self.fits_all:
+            return self
+        return Able.of(_fitting_or_raises(self.engines, context_tokens))
+
+    def without(self, engine_id: str) -> "Able":
+        """All but one, unless it is the only one."""
+        return Able.of([engine for engine in self.engines if engine.spec.engine_id != engine_id] or self.engines)
+
+
+class Siting:
+    """Chooses engines; see the module."""
+
+    def __init__(self, engines: EngineRegistry, table: TrajectoryTable, tuning: Tuning) -> None:
+        self._engines = engines
+        self._table = table
+        self._tuning = tuning
+        self._pinned = 0
+        self._prompts: OrderedDict[str, str] = OrderedDict()
+        self._able: dict[tuple[str, ...], Able] = {}  # by the tags that they must carry
+        self._able_revision = -1
+
+    def restore(self) -> None:
+        """Goes on counting where the stored trajectories left off."""
+        for record in self._table:
+            if record.engine_id and record.policy.placement is PlacementRule.PINNED:
+                self._pinned += 1
+            elif record.ticket is not None:
+                self.ran(record)
+
+    def ran(self, record: TrajectoryRecord) -> None:
+        """A step of it goes to its engine, where the prompt will be cached."""
+        if record.policy.placement is PlacementRule.CACHE_AWARE:
+            self._prompts[record.prompt_id] = record.engine_id
+            self._prompts.move_to_end(record.prompt_id)
+            if len(self._prompts) > MOST_PROMPTS:
+                self._prompts.popitem(last=False)
+
+    def choose(
+        self, record: TrajectoryRecord, *, target: str = "", avoid: str = "", context_tokens: int = 0
+    ) -> EngineRecord | None:
+        """The engine for the trajectory's next step, or None where none may take it now.
+
+        `target` is the plan's wish; `avoid` an engine that has just lost a stream of this trajectory, taken only where
+        there is no other. Raises ContextTooLong where engines exist and none takes `context_tokens`.
+        """
+        if record.pinned_engine_id:
+            pinned = self._engines.get(record.pinned_engine_id)
+            if pinned is None or not _healthy(pinned):
+                return None
+            return _fitting_or_raises([pinned], context_tokens)[0]
+        rule = record.policy.placement
+        if rule is PlacementRule.PLANNED or rule is PlacementRule.PINNED:
+            free = rule is PlacementRule.PLANNED and record.ticket is None
+            for engine_id in (target if free else "", record.engine_id):
+                engine = self._engines.get(engine_id) if engine_id and engine_id != avoid else None
+                if (
+                    engine is not None
+                    and (engine.usable or engine_id == record.engine_id)
+                    and _healthy(engine)
+                    and carries_tags(engine, record)
+                    and _fits(engine, context_tokens)
+                ):
+                    return engine
+        able = self._able_for(record).fitting(context_tokens)
+        if avoid:
+            able = able.without(avoid)
+        if not able.engines:
+            return None
+        if rule is PlacementRule.LEAST_LOAD:
+            return self._least_loaded(able)
+        if rule is PlacementRule.CACHE_AWARE:
+            return self._cache_aware(record, able)
+        for engine in able.engines:
+            if engine.spec.engine_id == record.engine_id:  # its own was to be avoided, and is the only one
+                return engine
+        if rule is PlacementRule.PINNED:
+            self._pinned += 1
+            return able.usable[(self._pinned - 1) % len(able.usable)]
+        return self._least_work(able, record)
+
+    def require_fitting(self, record: TrajectoryRecord, context_tokens: int) -> None:
+        """Raises ContextTooLong where engines exist and none takes a context this long, as `choose` would."""
+        self._able_for(record).fitting(context_tokens)
+
+    def _able_for(self, record: TrajectoryRecord) -> Able:
+        """Healthy engines with its tags; kept until the engines change."""
+        if self._able_revision != self._engines.revision:
+            self._able.clear()
+            self._able_revision = self._engines.revision
+        able = self._able.get(record.hardware_tags)
+        if able is None:
+            able = Able.of([engine for engine in self._engines if _healthy(engine) and carries_tags(engine, record)])
+            self._able[record.hardware_tags] = able
+        return able
+
+    def _cache_aware(self, record: TrajectoryRecord, able: Able) -> EngineRecord:
+        tally = self._table.tally
+        steps = [tally(engine.spec.engine_id).live_tickets for engine in able.usable]
+        most, least = max(steps), min(steps)
+        if most - least <= self._tuning.skew_steps or most <= self._tuning.skew_ratio * least:
+            holder = record.engine_id if record.ticket is not None else self._prompts.get(record.prompt_id, "")
+            for engine in able.usable:
+                if engine.spec.engine_id == holder:
+                    return engine
+        return self._least_loaded(able)
+
+    def _least_loaded(self, able: Able) -> EngineRecord:
+        """Fewest steps out a slot, then fewest that wait there, then the smaller id. The count of tickets is newer than
+        any measured load."""
+        tally = self._table.tally
+        best, least = able.usable[0], (math.inf, math.inf)
+        for engine in able.usable:
+            spec, load = engine.spec, engine.load
+            steps = tally(spec.engine_id).live_tickets / (spec.slot_limit or 1)
+            if steps <= least[0]:
+                standing = (steps, float(load.waiting_steps) if load is not None else 0.0)
+                if standing < least:
+                    best, least = engine, standing
+        return best
+
+    def _least_work(self, able: Able, record: TrajectoryRecord) -> EngineRecord:
+        """Least seconds of predicted work with this trajectory added, all slots decoding; then fewest trajectories,
+        then the smaller id."""
+        tally = self._table.tally
+        added = remaining_tokens(record, self._tuning)
+        best, least_s, fewest = able.usable[0], math.inf, 0
+        for engine in able.usable:
+            spec = engine.spec
+            there = tally(spec.engine_id)
+            work_s = (there.tokens + added) * token_s(spec) / (spec.slot_limit or 1)
+            if work_s < least_s or (work_s == least_s and there.trajectories < fewest):
+                best, least_s, fewest = engine, work_s, there.trajectories
+        return best
+
+
+def carries_tags(engine: EngineRecord, record: TrajectoryRecord) -> bool:
+    """Whether the engine has all the hardware tags that the trajectory asks for."""
+    return not record.hardware_tags or set(record.hardware_tags) <= set(engine.spec.hardware_tags)
+
+
+def _healthy(engine: EngineRecord) -> bool:
+    return engine.load is None or engine.load.engine_healthy
+
+
+def _fits(engine: EngineRecord, context_tokens: int) -> bool:
+    """Whether it takes a context this long and one token more."""
+    return not engine.spec.max_context_tokens or context_tokens < engine.spec.max_context_tokens
+
+
+def _fitting_or_raises(able: list[EngineRecord], context_tokens: int) -> list[EngineRecord]:
+    """Those that take a context this long."""
+    fitting = [engine for engine in able if _fits(engine, context_tokens)]
+    if able and not fitting:
+        longest = max(engine.spec.max_context_tokens for engine in able)
+        raise ContextTooLong(
+            "context_tokens",
+            f"{context_tokens} tokens leave no room to generate: the longest context of an engine is {longest}",
+        )
+    return fitting

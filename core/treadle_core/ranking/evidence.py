@@ -1,0 +1,321 @@
+"""What the estimators learn from: trajectories that run and trajectories that ended, by group, by prompt, altogether.
+
+Purpose: fold what happened (opened, stepped, closed) into bounded memory. A group is the samples of one prompt in one
+rollout: siblings. A prompt's history is its trajectories of earlier rollouts.
+Invariants: a trajectory is in one place, running or ended; an event that is told twice changes nothing the second
+time; the same events in the same order give the same state; memory is bounded by the constants below, oldest out first.
+Owner: one event loop; there is no lock.
+
+How long trajectories of a kind last, from those that ended, those cut short and those still running.
+
+Purpose: one curve S(t) = P(total > t) on fixed knots, learned from complete and right-censored totals and shrunk to
+a base curve where there are few; and the quantiles of what remains given what is done.
+Invariants: curves never rise, start at most at 1 and end above or at 0; quantiles never fall with the probability;
+with many observations the curve tends to Kaplan-Meier's, with none it is the base.
+Method: the Bayes estimator of a survival curve under a Dirichlet-process prior with right censoring (Susarla and Van
+Ryzin, 1976): Kaplan-Meier with the base curve counting as `weight` observations. Totals are tokens or turns."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+
+# Knots: 48 an octave are 1.5% apart, finer than anything predicted here; 2^24 tokens are beyond any context.
+TOKEN_KNOTS: Floats = np.concatenate([[0.0], np.geomspace(1.0, 2.0**24, 24 * 48 + 1)])
+# Whole turns up to 64, then as with tokens.
+TURN_KNOTS: Floats = np.concatenate([np.arange(64.0), np.geomspace(64.0, 2.0**14, 8 * 48 + 1)])
+
+QUANTILES = (0.1, 0.5, 0.9)
+LEAST_AT_RISK = 1e-300  # observations; keeps a division from zero
+
+
+def lognormal(knots: Floats, median: float, sigma: float) -> Floats:
+    """The curve of a log-normal total: `median` in the knots' unit, `sigma` of the natural log, both > 0."""
+    scale = sigma * math.sqrt(2.0)
+    return np.array([0.5 * math.erfc(math.log(t / median) / scale) if t > 0.0 else 1.0 for t in knots.tolist()])
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Totals seen: `values` ascending and distinct; of each, how many came to their own end there (`ended`), and how
+    many were cut there or have come so far and still run (`censored`: their total is larger)."""
+
+    values: Floats
+    ended: Counts
+    censored: Counts
+
+
+def observed(ended: Sequence[float], censored: Sequence[float]) -> Observed:
+    """Exact totals in any order."""
+    values, index = np.unique(np.array([*ended, *censored], np.float64), return_inverse=True)
+    counts = np.zeros((2, len(values)), np.int64)
+    np.add.at(counts, (np.repeat([0, 1], [len(ended), len(censored)]), index), 1)
+    return Observed(values, counts[0], counts[1])
+
+
+class Tally:
+    """Totals counted on knots, for crowds: adding and taking away cost O(log knots), and the order does not matter."""
+
+    def __init__(self, knots: Floats) -> None:
+        self._knots = knots.tolist()
+        self.observed = Observed(knots, np.zeros(len(knots), np.int64), np.zeros(len(knots), np.int64))
+
+    def add(self, total: float, *, own_end: bool, times: int = 1) -> None:
+        """Counts a total at the knot at or below it; `times` -1 takes it away again."""
+        at = max(0, bisect.bisect_right(self._knots, total) - 1)
+        (self.observed.ended if own_end else self.observed.censored)[at] += times
+
+
+def posterior(knots: Floats, base: Floats, weight: float, seen: Observed) -> Floats:
+    """The curve after observing totals; `weight` > 0 is how many observations the base counts as."""
+    counts = seen.ended + seen.censored
+    count = int(counts.sum())
+    if count == 0:
+        return base
+    longer = count - np.cumsum(counts)  # observations beyond each value
+    # Where nothing, not even the base, goes beyond a cut, the curve is 0 there anyway.
+    at_risk = np.maximum(weight * np.interp(seen.values, knots, base) + longer, LEAST_AT_RISK)
+    lifts = np.cumsum(np.log1p(seen.censored / at_risk))
+    passed = np.searchsorted(seen.values, knots, side="right")
+    beyond = np.concatenate([[count], longer])[passed]
+    lift = np.concatenate([[0.0], lifts])[passed]
+    curve = (weight * base + beyond) / (weight + count) * np.exp(lift)
+    return np.minimum.accumulate(np.clip(curve, 0.0, 1.0))
+
+
+def remaining(knots: Floats, curve: Floats, done: float) -> tuple[float, float, float]:
+    """p10, p50 and p90 of total - done, given total > done; 0 beyond the last knot."""
+    if done >= knots[-1]:
+        return (0.0, 0.0, 0.0)
+    alive = float(np.interp(done, knots, curve))
+    found = []
+    for quantile in QUANTILES:
+        level = alive * (1.0 - quantile)
+        at = int(np.searchsorted(-curve, -level, side="left"))
+        if at >= len(knots):
+            total = float(knots[-1])
+        elif at == 0 or curve[at - 1] <= curve[at]:
+            total = float(knots[at])
+        else:
+            share = (curve[at - 1] - level) / (curve[at - 1] - curve[at])
+            total = float(knots[at - 1] + share * (knots[at] - knots[at - 1]))
+        found.append(max(0.0, total - done))
+    return (found[0], found[1], found[2])
+
+
+MOST_RUNNING = 65_536  # trajectories; ten times the largest batch of the papers (6,400)
+MOST_GROUPS = 16_384  # groups with someone running or lately ended, 1 kB each when full of 16
+MOST_IN_GROUP = 256  # samples of one prompt in one rollout
+MOST_PROMPTS = 16_384  # prompts with a history
+MOST_OF_PROMPT = 32  # newest ended trajectories of a prompt: policies drift while they train, older ones mislead
+MOST_OF_ALL = 2_048  # newest ended trajectories of all prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """An open trajectory. `turns` are finished steps, `gen_tokens` sampled in them."""
+
+    trajectory_id: str
+    rollout_id: str
+    prompt_id: str
+    turns: int = 0
+    gen_tokens: int = 0
+    last_step_tokens: int = 0  # of gen_tokens, sampled in the last finished step
+
+    def after_step(self, turn: int, output_tokens: int) -> Running:
+        """A step's whole output counts once, also where it ended on one engine and went on on another."""
+        if turn + 1 < self.turns:
+            return self
+        before = self.gen_tokens - (self.last_step_tokens if turn + 1 == self.turns else 0)
+        step = max(output_tokens, self.last_step_tokens) if turn + 1 == self.turns else output_tokens
+        return replace(self, turns=turn + 1, gen_tokens=before + step, last_step_tokens=step)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A closed trajectory. `own_end`: it finished by itself; otherwise it was cut (a cap, a failure, no longer
+    wanted) and would have been longer: censored, not short. weight_version: of the policy that sampled it, None where
+    it is not known."""
+
+    trajectory_id: str
+    rollout_id: str
+    prompt_id: str
+    gen_tokens: int
+    turns: int
+    own_end: bool
+    weight_version: int | None = None
+
+
+@dataclass(slots=True)
+class Group:
+    """Siblings, by trajectory id."""
+
+    running: dict[str, Running] = field(default_factory=dict)
+    ended: dict[str, Ended] = field(default_factory=dict)
+
+
+class Versions:
+    """The weight versions of ended trajectories; those that have none are left out."""
+
+    def __init__(self, ended: Iterable[Ended] = ()) -> None:
+        self._sum = self._count = 0
+        for each in ended:
+            self.add(each)
+
+    def add(self, ended: Ended, times: int = 1) -> None:
+        """-1 times takes it away again."""
+        if ended.weight_version is not None:
+            self._sum += times * ended.weight_version
+            self._count += times
+
+    @property
+    def mean(self) -> float | None:
+        """None where there are none."""
+        return self._sum / self._count if self._count else None
+
+
+GroupKey = tuple[str, str]
+
+
+class Evidence:
+    """See the module. Readers must not change what they are given."""
+
+    def __init__(self) -> None:
+        self._key_of: OrderedDict[str, GroupKey] = OrderedDict()  # running trajectory -> its group
+        self._groups: OrderedDict[GroupKey, Group] = OrderedDict()
+        self._newest_group: dict[str, GroupKey] = {}  # of each prompt
+        self._prompts: OrderedDict[str, OrderedDict[str, Ended]] = OrderedDict()
+        self._all: OrderedDict[str, Ended] = OrderedDict()
+        # The newest that ended. Those that run are left out here: rollouts start together, so those that have come
+        # far in tokens are those that sample much a turn, and counted as censored they make everything look too long.
+        self.tokens = Tally(TOKEN_KNOTS)
+        self.turns = Tally(TURN_KNOTS)
+        self._versions = Versions()  # of the same
+        self.closed_total = 0
+        self.revision = 0  # moves with every change
+
+    def opened(self, trajectory_id: str, rollout_id: str, prompt_id: str) -> None:
+        """A trajectory began. Told again, or told of one that ended, it changes nothing."""
+        if trajectory_id in self._key_of or self._has_ended(trajectory_id, rollout_id, prompt_id):
+            return
+        key = (rollout_id, prompt_id)
+        group = self._group(key)
+        group.running[trajectory_id] = Running(trajectory_id, rollout_id, prompt_id)
+        self.revision += 1
+        self._key_of[trajectory_id] = key
+        while len(self._key_of) > MOST_RUNNING or len(group.running) > MOST_IN_GROUP:
+            in_group = len(group.running) > MOST_IN_GROUP
+            self._drop_running(next(iter(group.running)) if in_group else next(iter(self._key_of)))
+
+    def stepped(self, trajectory_id: str, turn: int, output_tokens: int) -> None:
+        """A step (0 for the first) finished with that whole output. Of an unknown trajectory it changes nothing."""
+        key = self._key_of.get(trajectory_id)
+        if key is None:
+            return
+        group = self._groups[key]
+        before = group.running[trajectory_id]
+        after = before.after_step(turn, output_tokens)
+        if after != before:
+            group.running[trajectory_id] = after
+            self.revision += 1
+            self._key_of.move_to_end(trajectory_id)
+            self._groups.move_to_end(key)
+
+    def closed(self, ended: Ended) -> bool:
+        """A trajectory ended; it need not have been seen before. Told again it changes nothing and returns False."""
+        if self._has_ended(ended.trajectory_id, ended.rollout_id, ended.prompt_id):
+            return False
+        self._drop_running(ended.trajectory_id)
+        group = self._group((ended.rollout_id, ended.prompt_id))
+        keep(group.ended, ended, MOST_IN_GROUP)
+        history = self._prompts.setdefault(ended.prompt_id, OrderedDict())
+        self._prompts.move_to_end(ended.prompt_id)
+        keep(history, ended, MOST_OF_PROMPT)
+        dropped = keep(self._all, ended, MOST_OF_ALL)
+        if dropped is not None:
+            self._count(dropped, -1)
+        self._count(ended, 1)
+        self.closed_total += 1
+        if len(self._prompts) > MOST_PROMPTS:
+            self._prompts.popitem(last=False)
+        return True
+
+    def group_of(self, trajectory_id: str, prompt_id: str) -> tuple[GroupKey, Group] | None:
+        """The trajectory's siblings and itself; of a trajectory never seen, its prompt's newest group."""
+        key = self._key_of.get(trajectory_id) or self._newest_group.get(prompt_id)
+        return None if key is None else (key, self._groups[key])
+
+    def ended_of_prompt(self, prompt_id: str) -> Collection[Ended]:
+        """The newest ended trajectories of a prompt, of all its rollouts, oldest first."""
+        return self._prompts.get(prompt_id, OrderedDict[str, Ended]()).values()
+
+    def sampled_by(self, trajectory_id: str, prompt_id: str) -> float | None:
+        """The mean weight version of those that speak of a trajectory: its ended siblings, else what ended of its
+        prompt, else all that ended. None where of these none has one."""
+        found = self.group_of(trajectory_id, prompt_id)
+        siblings = found[1].ended.values() if found is not None else ()
+        own = siblings or self.ended_of_prompt(prompt_id)
+        return Versions(own).mean if own else self._versions.mean
+
+    @property
+    def ended_kept(self) -> int:
+        """How many ended trajectories of all prompts are in `tokens` and `turns`."""
+        return len(self._all)
+
+    @property
+    def known_prompts(self) -> int:
+        """Prompts with an ended trajectory."""
+        return len(self._prompts)
+
+    def _group(self, key: GroupKey) -> Group:
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = Group()
+            self._newest_group[key[1]] = key
+            if len(self._groups) > MOST_GROUPS:
+                self._drop_group()
+        else:
+            self._groups.move_to_end(key)
+        return group
+
+    def _drop_group(self) -> None:
+        key, group = self._groups.popitem(last=False)
+        for trajectory_id in group.running:
+            del self._key_of[trajectory_id]
+        if self._newest_group.get(key[1]) == key:
+            del self._newest_group[key[1]]
+
+    def _drop_running(self, trajectory_id: str) -> None:
+        key = self._key_of.pop(trajectory_id, None)
+        if key is not None:
+            del self._groups[key].running[trajectory_id]
+            self.revision += 1
+
+    def _count(self, ended: Ended, times: int) -> None:
+        self.tokens.add(ended.gen_tokens, own_end=ended.own_end, times=times)
+        self.turns.add(ended.turns, own_end=ended.own_end, times=times)
+        self._versions.add(ended, times)
+        self.revision += 1
+
+    def _has_ended(self, trajectory_id: str, rollout_id: str, prompt_id: str) -> bool:
+        group = self._groups.get((rollout_id, prompt_id))
+        return (
+            (group is not None and trajectory_id in group.ended)
+            or trajectory_id in self._prompts.get(prompt_id, ())
+            or trajectory_id in self._all
+        )
+
+
+def keep(into: dict[str, Ended], ended: Ended, most: int) -> Ended | None:
+    """Adds one and returns the oldest, where there is one too many."""
+    into[ended.trajectory_id] = ended
+    return into.pop(next(iter(into))) if len(into) > most else None

@@ -1,0 +1,336 @@
+"""The Basic manager: what cannot be scaled up, such as requests to a provider, shared by all jobs (ARL-Tangram §5.1).
+
+Two dimensions a provider: `api_concurrency:NAME`, requests at a time, one for each action; `api_quota:NAME`, requests
+in a period, where it has quotas. Nothing goes to a provider before the time that it asked to wait for, nor while its
+breaker is open.
+
+A provider's quota: so many requests in a period, counted in windows (ARL-Tangram §5.1).
+
+A window of a fixed quota begins each period at a multiple of it; a sliding quota holds in every stretch of that length.
+Whoever calls knows when a request leaves, the provider counts when it comes: `slack_s` is how much later that may be. A
+request counts for every moment in which it may have come, so the provider counts no more than the quota either.
+
+A circuit breaker: after failures a provider is left alone, then tried with one request, then trusted again.
+
+Closed: all may go. Open: none may, for a cool-down. Half-open: one may, the probe; its end closes the breaker or opens
+it for twice as long. What was under way when it opened says nothing any more."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from treadle_core.tools.action import Action, Fixed, InvalidActionError
+from treadle_core.tools.completions import Executing
+from treadle_core.tools.decision import Start
+from treadle_core.tools.grants import NEVER_S, End, Ended, InvalidHoldingError, Usage
+from treadle_core.tools.pools import FlatPool, InvalidPoolError
+
+GROWTH = 2.0  # of the cool-down from one failed probe to the next
+
+
+class State(enum.Enum):
+    """What a breaker lets through."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerRule:
+    """Opens after `failures` in a row, or when `share` of the last `recent` ended requests failed."""
+
+    failures: int = 5
+    share: float = 0.5
+    recent: int = 20
+    cooldown_s: float = 1.0
+    longest_cooldown_s: float = 60.0
+
+    def check(self, field: str) -> None:
+        """Raises InvalidPoolError with the path of the bad figure."""
+        if self.failures < 1:
+            raise InvalidPoolError(f"{field}.failures", f"must be at least 1, is {self.failures}")
+        if not 0.0 < self.share <= 1.0:
+            raise InvalidPoolError(f"{field}.share", f"must be above 0 and at most 1, is {self.share}")
+        if self.recent < 1:
+            raise InvalidPoolError(f"{field}.recent", f"must be at least 1, is {self.recent}")
+        if not 0.0 < self.cooldown_s <= self.longest_cooldown_s < NEVER_S:
+            raise InvalidPoolError(
+                f"{field}.cooldown_s", f"must be above 0 and at most longest_cooldown_s, is {self.cooldown_s}"
+            )
+
+
+class Breaker:
+    """See the module."""
+
+    def __init__(self, rule: BreakerRule) -> None:
+        self._rule = rule
+        self._recent: deque[bool] = deque(maxlen=rule.recent)  # whether each failed
+        self._in_a_row = 0
+        self._opened = 0  # how often; a request remembers it, and so whether it is of before
+        self._open_until_s = -NEVER_S
+        self._closed = True
+        self._cooldown_s = rule.cooldown_s
+        self._probe: str | None = None
+        self._began: dict[str, int] = {}
+
+    def state(self, now_s: float) -> State:
+        """As of now."""
+        if self._closed:
+            return State.CLOSED
+        return State.OPEN if now_s < self._open_until_s else State.HALF_OPEN
+
+    def admits(self, now_s: float) -> int | None:
+        """How many requests may begin now; None: any number."""
+        match self.state(now_s):
+            case State.CLOSED:
+                return None
+            case State.OPEN:
+                return 0
+            case State.HALF_OPEN:
+                return 0 if self._probe is not None else 1
+
+    def begin(self, request_id: str, now_s: float) -> None:
+        """A request that it admits goes."""
+        if self.state(now_s) is State.HALF_OPEN:
+            self._probe = request_id
+        self._began[request_id] = self._opened
+
+    def end(self, request_id: str, end: End, now_s: float) -> None:
+        """It has ended. A provider that refuses is alive."""
+        late = self._began.pop(request_id) != self._opened
+        if late:
+            return
+        if request_id == self._probe:
+            self._probe = None
+            if end is End.FAILED:
+                self._cooldown_s = min(self._cooldown_s * GROWTH, self._rule.longest_cooldown_s)
+                self._open(now_s)
+            elif end is not End.ABANDONED:
+                self._close()
+        elif end in (End.SERVED, End.FAILED):
+            self._count(end is End.FAILED, now_s)
+
+    def next_change_s(self, now_s: float) -> float:
+        """When it lets the probe through; NEVER_S: it waits for none."""
+        return self._open_until_s if self.state(now_s) is State.OPEN else NEVER_S
+
+    def _count(self, failed: bool, now_s: float) -> None:
+        self._recent.append(failed)
+        self._in_a_row = self._in_a_row + 1 if failed else 0
+        full = len(self._recent) == self._rule.recent
+        if failed and (
+            self._in_a_row >= self._rule.failures
+            or (full and sum(self._recent) >= self._rule.share * self._rule.recent)
+        ):
+            self._open(now_s)
+
+    def _open(self, now_s: float) -> None:
+        self._closed = False
+        self._opened += 1
+        self._open_until_s = now_s + self._cooldown_s
+
+    def _close(self) -> None:
+        self._closed = True
+        self._cooldown_s = self._rule.cooldown_s
+        self._recent.clear()
+        self._in_a_row = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """At most `count` in `period_s` seconds."""
+
+    count: int
+    period_s: float
+    sliding: bool = True
+    slack_s: float = 0.0
+
+    def check(self, field: str) -> None:
+        """Raises InvalidPoolError with the path of the bad figure."""
+        if self.count < 1:
+            raise InvalidPoolError(f"{field}.count", f"must be at least 1, is {self.count}")
+        if not 0.0 < self.period_s < NEVER_S:
+            raise InvalidPoolError(f"{field}.period_s", f"must be a number above 0, is {self.period_s}")
+        if not 0.0 <= self.slack_s < self.period_s:
+            raise InvalidPoolError(f"{field}.slack_s", f"must be at least 0 and below the period, is {self.slack_s}")
+
+
+class Window:
+    """What of a quota is used. Times never fall from call to call."""
+
+    def __init__(self, quota: Quota) -> None:
+        self._quota = quota
+        self._taken: deque[tuple[float, int]] = deque()  # when it counts no more; units
+        self._used = 0
+
+    def free(self, now_s: float) -> int:
+        """Units that may be taken now."""
+        self._expire(now_s)
+        return self._quota.count - self._used
+
+    def take(self, units: int, now_s: float) -> None:
+        """So many were taken now: at most those free."""
+        self._expire(now_s)
+        self._taken.append((self._ends_s(now_s), units))
+        self._used += units
+
+    def next_change_s(self, now_s: float) -> float:
+        """When more is free; NEVER_S: nothing is used."""
+        self._expire(now_s)
+        return self._taken[0][0] if self._taken else NEVER_S
+
+    def _ends_s(self, now_s: float) -> float:
+        quota = self._quota
+        comes_s = now_s + quota.slack_s
+        if quota.sliding:
+            return comes_s + quota.period_s
+        end_s = (math.floor(comes_s / quota.period_s) + 1) * quota.period_s
+        return end_s if end_s > comes_s else end_s + quota.period_s  # a floor that rounding made too low
+
+    def _expire(self, now_s: float) -> None:
+        while self._taken and self._taken[0][0] <= now_s:
+            self._used -= self._taken.popleft()[1]
+
+
+UNLIMITED = 1 << 20  # concurrent requests to a provider that states no limit: more than a process can hold
+DEFAULT_BREAKER = BreakerRule()
+
+
+def concurrency_of(provider: str) -> str:
+    """The dimension of its requests at a time."""
+    return f"api_concurrency:{provider}"
+
+
+def quota_of(provider: str) -> str:
+    """The dimension of its requests in a period."""
+    return f"api_quota:{provider}"
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """What it allows. quotas: all of them hold, such as ten a second and a thousand a day."""
+
+    name: str
+    concurrency: int = UNLIMITED
+    quotas: tuple[Quota, ...] = ()
+    breaker: BreakerRule = DEFAULT_BREAKER
+
+
+class BasicManager:
+    """See the module. One provider's."""
+
+    def __init__(self, provider: Provider) -> None:
+        """Raises InvalidPoolError for a figure that is none."""
+        if not provider.name:
+            raise InvalidPoolError("provider.name", "is empty")
+        if provider.concurrency < 1:
+            raise InvalidPoolError("provider.concurrency", f"must be at least 1, is {provider.concurrency}")
+        for index, quota in enumerate(provider.quotas):
+            quota.check(f"provider.quotas[{index}]")
+        provider.breaker.check("provider.breaker")
+        self.provider = provider
+        self._concurrency, self._quota = concurrency_of(provider.name), quota_of(provider.name)
+        self._windows = [Window(quota) for quota in provider.quotas]
+        self._breaker = Breaker(provider.breaker)
+        self._waits_until_s = -NEVER_S
+        self._ends_at_s: dict[str, float] = {}
+
+    @property
+    def dimensions(self) -> tuple[str, ...]:
+        return (self._concurrency, self._quota) if self._windows else (self._concurrency,)
+
+    def cost(self, requests: int = 1) -> Mapping[str, Fixed]:
+        """What an action that makes one call, which counts as `requests`, asks of this manager."""
+        cost = {self._concurrency: Fixed(1)}
+        return {**cost, self._quota: Fixed(requests)} if self._windows else cost
+
+    def state(self, now_s: float) -> State:
+        """Of its breaker."""
+        return self._breaker.state(now_s)
+
+    def rests_s(self, now_s: float) -> float:
+        """For how many seconds more nothing may go, whoever ends: as the provider asked, or its breaker; 0: it may."""
+        opens_s = self._breaker.next_change_s(now_s)
+        until_s = max(self._waits_until_s, opens_s if opens_s < NEVER_S else now_s)
+        return max(0.0, until_s - now_s)
+
+    def check(self, action: Action) -> None:
+        """Raises InvalidActionError for an action that is no single call."""
+        mine = [dimension for dimension in self.dimensions if dimension in action.cost]
+        if not mine:
+            return
+        if len(mine) < len(self.dimensions):
+            missing = next(dimension for dimension in self.dimensions if dimension not in mine)
+            raise InvalidActionError("cost", f"lacks {missing}; ask for what `BasicManager.cost` says")
+        if action.cost[self._concurrency] != Fixed(1):
+            raise InvalidActionError(f"cost[{self._concurrency}]", "must be Fixed(1); an action is one call")
+        if self._windows and not isinstance(action.cost[self._quota], Fixed):
+            raise InvalidActionError(f"cost[{self._quota}]", "must be Fixed; requests are not elastic")
+
+    def pools(self, now_s: float) -> tuple[FlatPool, ...]:
+        pools = [FlatPool(self._concurrency, self.provider.concurrency, self._free_calls(now_s))]
+        if self._windows:
+            pools.append(FlatPool(self._quota, self._quota_capacity(), self._free_quota(now_s)))
+        return tuple(pools)
+
+    def executing(self, now_s: float) -> list[Executing]:
+        """Requests at a time only: a quota comes back by the clock."""
+        return [Executing(self._concurrency, 1, ends_at_s - now_s) for ends_at_s in self._ends_at_s.values()]
+
+    def take(self, start: Start, units: Mapping[str, int], now_s: float, expected_s: float) -> None:
+        action_id = start.action.action_id
+        if action_id in self._ends_at_s:
+            raise InvalidHoldingError("start.action.action_id", f"{action_id!r} calls {self.provider.name!r} already")
+        if self._free_calls(now_s) < 1 or self._free_quota(now_s) < units.get(self._quota, 0):
+            raise InvalidHoldingError("start.units", "more than is free")
+        self._ends_at_s[action_id] = now_s + expected_s
+        self._breaker.begin(action_id, now_s)
+        for window in self._windows:
+            window.take(units[self._quota], now_s)
+
+    def give_back(self, action_id: str, ended: Ended, now_s: float) -> None:
+        """Who refuses without saying until when is left alone for the breaker's first cool-down."""
+        if self._ends_at_s.pop(action_id, None) is None:
+            raise InvalidHoldingError("action_id", f"{action_id!r} does not call {self.provider.name!r}")
+        self._breaker.end(action_id, ended.end, now_s)
+        wait_s = ended.retry_after_s
+        if wait_s is None and ended.end is End.REFUSED:
+            wait_s = self.provider.breaker.cooldown_s
+        if wait_s is not None:
+            self._waits_until_s = max(self._waits_until_s, now_s + wait_s)
+
+    def forget(self, trajectory_id: str) -> None:
+        """Requests are of actions alone."""
+
+    def next_change_s(self, now_s: float) -> float:
+        changes = [window.next_change_s(now_s) for window in self._windows]
+        changes.append(self._breaker.next_change_s(now_s))
+        if now_s < self._waits_until_s:
+            changes.append(self._waits_until_s)
+        return min(changes)
+
+    def usage(self, now_s: float) -> tuple[Usage, ...]:
+        calls = Usage(self._concurrency, self.provider.concurrency, len(self._ends_at_s), self._free_calls(now_s))
+        if not self._windows:
+            return (calls,)
+        capacity, free = self._quota_capacity(), self._free_quota(now_s)
+        return calls, Usage(self._quota, capacity, capacity - free, free)
+
+    def _quota_capacity(self) -> int:
+        return min(quota.count for quota in self.provider.quotas)
+
+    def _free_quota(self, now_s: float) -> int:
+        free = [window.free(now_s) for window in self._windows]
+        return min([*free, self._quota_capacity()]) if free else 0
+
+    def _free_calls(self, now_s: float) -> int:
+        if now_s < self._waits_until_s:
+            return 0
+        free = self.provider.concurrency - len(self._ends_at_s)
+        admitted = self._breaker.admits(now_s)
+        return free if admitted is None else min(free, admitted)

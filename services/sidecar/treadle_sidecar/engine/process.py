@@ -1,0 +1,226 @@
+"""How a SGLang server is launched, on a CPU core or on GPUs.
+
+`engine_command` is a pure function from an `EngineSpec` to the command line, the environment and the folder; whoever
+wants the process starts it (`treadle up`, the engine tests, or `python -m treadle_sidecar.engine.process`). The
+engine lives in a venv of its own (engine/install.sh), so this module imports nothing of it.
+
+Invariants: an engine listens on loopback only; a CPU engine uses one thread a core and is pinned to its cores, so
+that an idle engine helps nobody; no engine leaves the machine to look for a model.
+
+In what numbers an engine on a CPU computes."""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from treadle_core.compiled import has_bf16
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def cpu_dtype(cpu_info: Path = CPU_INFO) -> str:
+    """SGLang's name for them: auto, which is the model's own, where the processor has bf16, else float32."""
+    try:
+        return "auto" if has_bf16(cpu_info.read_text()) else "float32"
+    except OSError:
+        return "float32"
+
+
+ENGINE_HOST = "127.0.0.1"  # the sidecar beside it is the only client
+PAGE_TOKENS = 16  # KV page: what HiCache stores and moves; a prefix is shared in multiples of it
+HICACHE_RATIO = (
+    2  # host copies of the device pool; host memory is what write-through passes KV through on its way to storage
+)
+SPARE_REQUESTS = 2  # engine slots above the queue's, so that a prefetch of a prefix never waits for a decoding step
+_REMOVED = (
+    "SGLANG_USE_CPU_ENGINE",
+    "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
+    "TREADLE_SGLANG_CPU",
+    "PYTHONPATH",
+    "PYTHONHOME",
+)
+CPU_MEM_FRACTION = "0.2"  # of the machine's memory; the KV pool itself is bounded by kv_tokens
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine to start.
+
+    `cores` pins a CPU engine (None: not pinned, one thread); `slots` is the number of steps that decode at once;
+    `kv_tokens` is the KV pool (0: the engine's own choice), `context_tokens` the longest sequence (0: the model's
+    own). `hicache_dir` is the folder of KV pages shared by the engines between which KV moves (None: a move
+    recomputes). `extra_args` are SGLang flags and win over the ones chosen here.
+    """
+
+    engine_id: str
+    port: int
+    cpu: bool
+    model_path: str
+    venv_python: Path
+    cores: tuple[int, ...] | None = None
+    slots: int = 4
+    kv_tokens: int = 0
+    context_tokens: int = 0
+    hicache_dir: Path | None = None
+    extra_args: tuple[str, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class EngineCommand:
+    """What to pass to `subprocess.Popen` or `asyncio.create_subprocess_exec`; `env` is complete (it inherits what was
+    passed in).
+    """
+
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    cwd: Path
+
+
+def engine_command(spec: EngineSpec, environ: Mapping[str, str] | None = None) -> EngineCommand:
+    """The command that starts `spec`'s engine; `environ` (default: this process's) is what the engine inherits.
+
+    The argv starts with `taskset` where a CPU engine is pinned and the machine has it. Raises ValueError on a spec
+    that cannot run.
+    """
+    if not 0 < spec.port < 65536:
+        raise ValueError(f"port must be between 1 and 65535, not {spec.port}")
+    if spec.slots < 1:
+        raise ValueError(f"slots must be at least 1, not {spec.slots}")
+    argv = [
+        *_pin(spec),
+        str(spec.venv_python),
+        *("-m", "sglang.launch_server", "--model-path", spec.model_path),
+        *("--host", ENGINE_HOST, "--port", str(spec.port)),
+        *("--max-running-requests", str(spec.slots + SPARE_REQUESTS)),
+        *("--random-seed", str(spec.seed)),
+        *("--incremental-streaming-output", "--enable-cache-report", "--enable-metrics"),
+        *("--sleep-on-idle", "--log-level", "warning"),
+    ]
+    if spec.kv_tokens:
+        argv += ["--max-total-tokens", str(spec.kv_tokens)]
+    if spec.context_tokens:
+        argv += ["--context-length", str(spec.context_tokens)]
+    if spec.cpu:
+        argv += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]
+        argv += ["--mem-fraction-static", CPU_MEM_FRACTION, "--dtype", cpu_dtype()]
+        argv += ["--enable-deterministic-inference"]  # the flag under which the engine honours sampling seeds
+    if spec.hicache_dir is not None:
+        argv += _hicache_flags(spec.cpu)
+    return EngineCommand(
+        (*argv, *spec.extra_args), _environment(spec, os.environ if environ is None else environ), Path.cwd()
+    )
+
+
+def _pin(spec: EngineSpec) -> list[str]:
+    taskset = shutil.which("taskset")
+    if not spec.cpu or not spec.cores or taskset is None:
+        return []
+    return [taskset, "--cpu-list", ",".join(str(core) for core in spec.cores)]
+
+
+def _hicache_flags(cpu: bool) -> list[str]:
+    flags = ["--page-size", str(PAGE_TOKENS), "--enable-hierarchical-cache", "--hicache-ratio", str(HICACHE_RATIO)]
+    flags += ["--hicache-write-policy", "write_through", "--hicache-storage-backend", "file"]
+    # wait_complete: a prefetch that gives up early would prefill what storage has, and a move would cost what it was
+    # to save.
+    flags += ["--hicache-storage-prefetch-policy", "wait_complete"]
+    flags += ["--hicache-storage-backend-extra-config", json.dumps({"prefetch_threshold": PAGE_TOKENS})]
+    if cpu:
+        flags += ["--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"]
+    return flags
+
+
+def _environment(spec: EngineSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    env = {**environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    # Left over from a shell, these would change which platform or which folder the engine uses.
+    for name in _REMOVED:
+        env.pop(name, None)
+    if spec.hicache_dir is not None:
+        env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(spec.hicache_dir.absolute())
+    if spec.cpu:
+        threads = str(len(spec.cores) if spec.cores else 1)
+        env |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
+        env |= {"TREADLE_SGLANG_CPU": "1", "SGLANG_PLATFORM": "treadle_cpu", "CUDA_VISIBLE_DEVICES": ""}
+        # Without it the sampler is compiled with g++ at the first seeded token, for seconds, to no gain at this size.
+        env |= {"TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return env
+
+
+def start_engine(spec: EngineSpec, log_path: Path) -> "subprocess.Popen[bytes]":
+    """Starts the engine in a process group of its own (SGLang forks workers; stop them together with `stop_engine`);
+    logs to `log_path`.
+    """
+    command = engine_command(spec)
+    if spec.hicache_dir is not None:
+        spec.hicache_dir.mkdir(parents=True, exist_ok=True)
+    with log_path.open("ab") as log_file:
+        return subprocess.Popen(
+            command.argv, env=command.env, cwd=command.cwd, stdout=log_file, stderr=log_file, start_new_session=True
+        )
+
+
+def stop_engine(process: "subprocess.Popen[bytes]", grace_s: float = 5.0) -> None:
+    """SIGTERM to the engine's process group, then SIGKILL after `grace_s`; returns once the leader is gone. Calling
+    it twice is fine.
+    """
+    for sent, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, None)):
+        try:
+            os.killpg(process.pid, sent)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one engine in the foreground, in place of this process."""
+    parser = argparse.ArgumentParser(prog="python -m treadle_sidecar.engine.process", description=main.__doc__)
+    parser.add_argument("--engine-id", default="engine-0")
+    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--cpu", action="store_true", help="run on the CPU through Treadle's platform plugin")
+    parser.add_argument("--model", required=True, help="folder that SGLang serves, or a model name on a GPU machine")
+    parser.add_argument(
+        "--python", type=Path, default=Path(sys.executable), help="python of the venv that holds SGLang"
+    )
+    parser.add_argument("--cores", type=int, nargs="*", default=None, help="cores to pin a CPU engine to")
+    parser.add_argument("--slots", type=int, default=4)
+    parser.add_argument("--kv-tokens", type=int, default=0)
+    parser.add_argument("--context-tokens", type=int, default=0)
+    parser.add_argument("--hicache-dir", type=Path, default=None)
+    parser.add_argument("--seed", type=int, default=0)
+    known, extra = parser.parse_known_args(arguments)
+    command = engine_command(
+        EngineSpec(
+            engine_id=known.engine_id,
+            port=known.port,
+            cpu=known.cpu,
+            model_path=known.model,
+            venv_python=known.python,
+            cores=tuple(known.cores) if known.cores else None,
+            slots=known.slots,
+            kv_tokens=known.kv_tokens,
+            context_tokens=known.context_tokens,
+            hicache_dir=known.hicache_dir,
+            extra_args=tuple(arg for arg in extra if arg != "--"),
+            seed=known.seed,
+        )
+    )
+    if known.hicache_dir is not None:
+        known.hicache_dir.mkdir(parents=True, exist_ok=True)
+    os.chdir(command.cwd)
+    os.execve(shutil.which(command.argv[0]) or command.argv[0], command.argv, command.env)
+
+
+if __name__ == "__main__":
+    main()

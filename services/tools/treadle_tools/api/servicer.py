@@ -1,0 +1,125 @@
+"""ToolsService: validate, convert, ask the gateway, convert back."""
+
+import time
+from typing import Any
+
+import grpc.aio
+from treadle.tools.v1 import tools_pb2 as pb
+from treadle.tools.v1 import tools_pb2_grpc
+from treadle_runtime.calls import remaining_s
+from treadle_runtime.errors import InvalidArgument, identifier
+from treadle_runtime.idempotency import RequestRecords
+
+from treadle_tools.api import convert
+from treadle_tools.api.gateway import Gateway
+from treadle_tools.arguments import FIELD
+from treadle_tools.background import Background
+from treadle_tools.sessions.session import Opening
+from treadle_tools.sessions.snapshots import Snapshot
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
+    """See the contract, protos/treadle/tools/v1/tools.proto."""
+
+    def __init__(self, gateway: Gateway, records: RequestRecords, background: Background) -> None:
+        self._gateway = gateway
+        self._records = records
+        self._background = background
+
+    async def ListTools(self, request: pb.ListToolsRequest, context: Context) -> pb.ListToolsResponse:
+        tools = [convert.tool_message(tool) for tool in self._gateway.registry.tools]
+        return pb.ListToolsResponse(tools=tools, sandbox=self._gateway.pools.version)
+
+    async def Invoke(self, request: pb.InvokeRequest, context: Context) -> pb.InvokeResponse:
+        async def call() -> pb.InvokeResponse:
+            if request.session_id:
+                return await self._step(request)
+            return await self._call(request)
+
+        if request.session_id:
+            # A step changes the environment: it is finished and recorded whether or not the caller still waits.
+            return await self._background.finish(lambda: self._records.once("Invoke", request, pb.InvokeResponse, call))
+        return await self._records.once("Invoke", request, pb.InvokeResponse, call, self._background.spawn)
+
+    async def _call(self, request: pb.InvokeRequest) -> pb.InvokeResponse:
+        _trajectory(request.trajectory_id)
+        tool = self._gateway.registry.stateless(request.tool)
+        arguments = self._gateway.registry.step_arguments(tool, request.arguments_json)
+        limits = convert.limits_of(request.limits, tool.limits)
+        result = await self._gateway.call(tool, arguments, limits, request.trajectory_id)
+        return pb.InvokeResponse(result=convert.result_message(result))
+
+    async def _step(self, request: pb.InvokeRequest) -> pb.InvokeResponse:
+        session = self._gateway.sessions.get(identifier("session_id", request.session_id))
+        if request.tool and request.tool != session.tool.name:
+            raise InvalidArgument(
+                "tool", f"session {session.session_id!r} is of tool {session.tool.name!r}, not this one"
+            )
+        if request.trajectory_id and request.trajectory_id != session.trajectory_id:
+            raise InvalidArgument("trajectory_id", f"session {session.session_id!r} belongs to another trajectory")
+        arguments = self._gateway.registry.step_arguments(session.tool, request.arguments_json)
+        limits = convert.limits_of(request.limits, session.limits)
+        result = await self._gateway.sessions.step(session, arguments, limits, request.request_id)
+        return pb.InvokeResponse(result=convert.result_message(result))
+
+    async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> pb.OpenSessionResponse:
+        left_s = remaining_s()
+        ends_at = None if left_s is None else time.monotonic() + left_s
+
+        async def call() -> pb.OpenSessionResponse:
+            _trajectory(request.trajectory_id)
+            snapshot = self._snapshot(request) if request.snapshot_id else None
+            if snapshot is None:
+                tool = self._gateway.registry.environment(request.tool)
+                arguments = self._gateway.registry.open_arguments(tool, request.arguments_json)
+            else:
+                tool, arguments = snapshot.tool, {}
+            limits = convert.limits_of(request.limits, tool.limits)
+            opening = Opening(tool, arguments, limits, request.trajectory_id, request.request_id, ends_at, snapshot)
+            session, first = await self._gateway.open(opening)
+            return pb.OpenSessionResponse(session=convert.session_message(session), first=convert.result_message(first))
+
+        return await self._background.finish(
+            lambda: self._records.once("OpenSession", request, pb.OpenSessionResponse, call)
+        )
+
+    async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
+        async def call() -> pb.CloseSessionResponse:
+            await self._gateway.sessions.close(identifier("session_id", request.session_id), request.request_id)
+            return pb.CloseSessionResponse()
+
+        return await self._background.finish(
+            lambda: self._records.once("CloseSession", request, pb.CloseSessionResponse, call)
+        )
+
+    def _snapshot(self, request: pb.OpenSessionRequest) -> Snapshot:
+        snapshot = self._gateway.snapshots.get(identifier("snapshot_id", request.snapshot_id))
+        if request.tool and request.tool != snapshot.tool.name:
+            raise InvalidArgument("tool", f"snapshot {snapshot.snapshot_id!r} is of tool {snapshot.tool.name!r}")
+        if request.arguments_json:
+            raise InvalidArgument(FIELD, "must be empty: a session from a snapshot is open already")
+        return snapshot
+
+    async def SnapshotSession(self, request: pb.SnapshotSessionRequest, context: Context) -> pb.SnapshotSessionResponse:
+        async def call() -> pb.SnapshotSessionResponse:
+            session = self._gateway.sessions.get(identifier("session_id", request.session_id))
+            snapshot = await self._gateway.sessions.snapshot(session)
+            return pb.SnapshotSessionResponse(snapshot=convert.snapshot_message(snapshot))
+
+        return await self._background.finish(
+            lambda: self._records.once("SnapshotSession", request, pb.SnapshotSessionResponse, call)
+        )
+
+    async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.GetSessionResponse:
+        session = self._gateway.sessions.get(identifier("session_id", request.session_id))
+        return pb.GetSessionResponse(session=convert.session_message(session))
+
+    async def GetResources(self, request: pb.GetResourcesRequest, context: Context) -> pb.GetResourcesResponse:
+        return convert.resources_message(self._gateway.standing)
+
+
+def _trajectory(trajectory_id: str) -> None:
+    if trajectory_id:
+        identifier("trajectory_id", trajectory_id)

@@ -1,1 +1,0 @@
-"""LLM judges: rewards that a model gives."""

@@ -1,0 +1,230 @@
+"""One action after the other: waits for its turn, runs on what it is granted, is measured and told on the bus.
+
+The three times of an action add up to its whole: queue (waiting for its turn), execution (the tool's own), overhead
+(all else). A call that its provider refused waits for another turn, as long as its caller does.
+"""
+
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from treadle_core.tools.grants import SERVED, End, Ended
+from treadle_core.tools.providers import BasicManager
+from treadle_runtime.calls import remaining_s
+from treadle_runtime.errors import Unavailable
+
+from treadle_tools.sandbox.bubblewrap.cell import CellLost, WorkerFailed
+from treadle_tools.scheduling.demand import Demands, Durations, mean_speedup, most_cores
+from treadle_tools.scheduling.meters import NO_METERS, Meters
+from treadle_tools.scheduling.turns import Turn, Turns
+from treadle_tools.tool import Granted, Kind, Limits, Result, Status, Tool
+
+RETRY_WORKER_S = 2.0  # about what a worker takes to start
+# Of the caller's time left, what a refused call may wait for another turn: the rest is for the answer to arrive.
+RETRY_SHARE = 0.9
+LONGEST_REST_S = 86_400.0  # what a tool says that its provider asked for; quotas of a day are the longest in use
+
+Work = Callable[[Granted], Awaitable[Mapping[str, Any]]]
+
+
+class Facts(Protocol):
+    """Where actions are told; see convert.py."""
+
+    async def started(self, trajectory_id: str, tool: str, expected_s: float) -> None:
+        """An action begins. expected_s: 0 where unknown."""
+        ...
+
+    async def finished(self, trajectory_id: str, tool: str, result: Result) -> None:
+        """It has ended."""
+        ...
+
+
+@dataclass
+class _Call:
+    """An action on its way. queue_s: waited so far, over all its turns."""
+
+    number: int
+    tool: Tool
+    limits: Limits
+    work: Work
+    holder: str
+    arrived: float
+    queue_s: float = 0.0
+
+
+class Actions:
+    """See the module. pinned: whether the cores of the node are real ones. providers: by name.
+
+    numbers: of actions, ascending over all that share the turns.
+    """
+
+    def __init__(
+        self,
+        turns: Turns,
+        facts: Facts,
+        demands: Demands,
+        durations: Durations,
+        *,
+        pinned: bool = False,
+        providers: Mapping[str, BasicManager] = MappingProxyType({}),
+        meters: Meters = NO_METERS,
+        numbers: Iterator[int] | None = None,
+    ) -> None:
+        self._turns = turns
+        self._facts = facts
+        self._demands = demands
+        self._durations = durations
+        self._pinned = pinned
+        self._providers = providers
+        self._meters = meters
+        self._numbers = itertools.count() if numbers is None else numbers
+
+    async def run(self, tool: Tool, trajectory_id: str, limits: Limits, work: Work, holder: str = "") -> Result:
+        """What came of `work`, which asks a cell and may raise CellLost or WorkerFailed.
+
+        holder: whose memory is held until `forget`; empty: it is held for the action alone. Raises ResourceExhausted
+        when too many wait, Unavailable where the tool's worker does not start or its provider is not to be asked in the
+        caller's time.
+        """
+        call = _Call(next(self._numbers), tool, limits, work, holder, time.monotonic())
+        await self._facts.started(trajectory_id, tool.name, self._durations.expected_s(tool))
+        result = Result(Status.CRASHED, error="cancelled", alive=False)
+        try:
+            result = await self._until_served(call)
+            result = result.timed(queue_s=call.queue_s, total_s=time.monotonic() - call.arrived)
+            if result.refused_s is None:
+                self._durations.learn(tool, result)
+            return result
+        finally:
+            await self._facts.finished(trajectory_id, tool.name, result)
+            self._meters.ended(tool, result)
+
+    async def recalled(self, tool: Tool, trajectory_id: str, result: Result) -> None:
+        """One has ended that an earlier life of the service had told as started."""
+        await self._facts.finished(trajectory_id, tool.name, result)
+
+    def forget(self, holder: str) -> None:
+        """The session that held memory is gone."""
+        self._turns.forget(holder)
+
+    async def _until_served(self, call: _Call) -> Result:
+        refused: Result | None = None
+        while True:
+            within_s = None
+            if call.tool.provider:
+                left_s, rest_s = remaining_s(), self._providers[call.tool.provider].rests_s(time.monotonic())
+                if refused is not None:
+                    if left_s is None or rest_s > left_s * RETRY_SHARE:
+                        return refused
+                    within_s = left_s * RETRY_SHARE
+                elif left_s is not None and rest_s > left_s:
+                    raise Unavailable(
+                        "PROVIDER_UNAVAILABLE",
+                        f"provider {call.tool.provider!r} is left alone for another {rest_s:.1f} s",
+                        retry_after_s=rest_s,
+                    )
+            asked = time.monotonic()
+            try:
+                result = await self._turn(call, within_s)
+            except TimeoutError:
+                if refused is None:
+                    raise
+                call.queue_s += time.monotonic() - asked
+                return refused
+            if result.refused_s is None or call.tool.kind is Kind.ENVIRONMENT:
+                return result
+            refused = result
+
+    async def _turn(self, call: _Call, within_s: float | None) -> Result:
+        """What came of one try. Raises TimeoutError where its turn does not come `within_s`."""
+        asked = time.monotonic()
+        action_id = f"action-{call.number}"
+        action = self._demands.action(action_id, call.holder or action_id, call.number, call.tool, call.limits)
+        try:
+            async with self._turns.hold(action, within_s) as turn:
+                call.queue_s += time.monotonic() - asked
+                result = await self._result(call, turn)
+                turn.ended = ended_of(call.tool, result)
+                return result
+        finally:
+            if not call.holder:
+                self._turns.forget(action_id)
+
+    async def _result(self, call: _Call, turn: Turn) -> Result:
+        cpu = turn.started.grant.cpu
+        assert cpu is not None  # every action asks for cores
+        granted = Granted(
+            cpu_cores=len(cpu.cores),
+            memory_bytes=call.limits.memory_bytes,
+            wall_s=call.limits.wall_s,
+            output_bytes=call.limits.output_bytes,
+            cores=cpu.cores if self._pinned else (),
+            most_cores=most_cores(turn.started.action, len(cpu.cores)),
+            single_core_s=turn.started.action.duration.single_unit_s,
+            moves=turn.moves,
+        )
+        began = time.monotonic()
+        try:
+            result = result_of(await call.work(granted))
+        except CellLost as lost:
+            result = result_of_lost(lost)
+        except WorkerFailed as failure:
+            raise Unavailable("TOOL_NOT_READY", str(failure), retry_after_s=RETRY_WORKER_S) from failure
+        refused_s = result.refused_s if call.tool.provider else None
+        ended = time.monotonic()
+        lent = turn.moves.lent(granted.cpu_cores, began, ended)
+        return replace(
+            result,
+            cores=granted.cpu_cores,
+            lent_core_s=sum(seconds * count for count, seconds in lent.items()),
+            sped_up=mean_speedup(call.tool.scaling, granted.cpu_cores, lent),
+            held_s=ended - began,
+            refused_s=refused_s,
+        )
+
+
+def ended_of(tool: Tool, result: Result) -> Ended:
+    """What the end of an action says of the tool's provider."""
+    if result.refused_s is not None:
+        return Ended(End.REFUSED, result.refused_s)
+    failed = tool.provider and result.status is not Status.OK and result.invalid is None
+    return Ended(End.FAILED) if failed else SERVED
+
+
+def result_of(reply: Mapping[str, Any]) -> Result:
+    """A worker's reply."""
+    invalid, cpu_s = reply.get("invalid"), reply.get("cpu_s")
+    retry_after_s = reply.get("retry_after_s")
+    refused_s = None if retry_after_s is None else min(max(0.0, float(retry_after_s)), LONGEST_REST_S)
+    status = Status(reply["status"])
+    if refused_s is not None and status is Status.OK:
+        status = Status.TOOL_ERROR
+        reply = {**reply, "error": reply["error"] or f"the provider refuses for {refused_s:g} s"}
+    return Result(
+        status=status,
+        output=str(reply["output"]),
+        truncated=bool(reply["truncated"]),
+        error=str(reply["error"]),
+        reward=None if reply.get("reward") is None else float(reply["reward"]),
+        done=bool(reply.get("done", False)),
+        data_json=str(reply.get("data_json", "")),
+        alive=bool(reply["alive"]),
+        invalid=None if invalid is None else (str(invalid[0]), str(invalid[1])),
+        execution_s=float(reply["execution_s"]),
+        cpu_s=None if cpu_s is None else float(cpu_s),
+        refused_s=refused_s,
+    )
+
+
+def result_of_lost(lost: CellLost) -> Result:
+    """What is left to say of a cell that gave no answer."""
+    if lost.timed_out:
+        status = Status.TIMED_OUT
+    elif lost.out_of_memory:
+        status = Status.OUT_OF_MEMORY
+    else:
+        status = Status.CRASHED
+    return Result(status, error=str(lost), done=False, alive=False)

@@ -1,0 +1,169 @@
+"""What an action asks of the node and of others: a tool's declarations in the terms of the scheduler.
+
+An action that asks for more than there is gets all there is.
+
+How long each tool's actions take: learned from those that ended, with the cores they ran on divided out.
+
+Running averages by tool, of what an action took beside its own work (overhead) and of that work on one core."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from treadle_core.tools.action import (
+    CPU_CORES,
+    MEMORY_BYTES,
+    UNKNOWN_DURATION,
+    Action,
+    Amdahl,
+    Demand,
+    Duration,
+    Elasticity,
+    Fixed,
+    InvalidActionError,
+    Knowledge,
+    Measured,
+    Range,
+    UnitSet,
+    check_action,
+    key_units,
+)
+from treadle_core.tools.providers import BasicManager
+
+from treadle_tools.scheduling.node import NODE_ID
+from treadle_tools.tool import Kind, Limits, Result, Scaling, Tool
+
+RECENT_SHARE = 0.2  # of the newest in the average: five actions back still count for a third
+
+
+@dataclass
+class _Learned:
+    overhead_s: float
+    single_core_s: float
+    speedup: float
+
+    def add(self, other: "_Learned") -> None:
+        """Count the newest in."""
+        self.overhead_s += RECENT_SHARE * (other.overhead_s - self.overhead_s)
+        self.single_core_s += RECENT_SHARE * (other.single_core_s - self.single_core_s)
+        self.speedup += RECENT_SHARE * (other.speedup - self.speedup)
+
+
+class Durations:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._learned: dict[str, _Learned] = {}
+
+    def learn(self, tool: Tool, result: Result) -> None:
+        """An action has ended by itself; its result says how much its cores sped it up."""
+        factor = speedup(tool.scaling, result.cores) if result.sped_up is None else result.sped_up
+        newest = _Learned(result.overhead_s, result.execution_s * factor, factor)
+        self._learned.setdefault(tool.name, newest).add(newest)
+
+    def single_core(self, tool: Tool) -> Duration | None:
+        """What the next action should take on one core, as profiled or learned; None: nobody knows."""
+        if tool.scaling is not None and tool.scaling.single_core_s is not None:
+            return Duration(Knowledge.PROFILED, tool.scaling.single_core_s)
+        learned = self._learned.get(tool.name)
+        if learned is None:
+            return None
+        return Duration(Knowledge.LEARNED, learned.overhead_s + learned.single_core_s)
+
+    def expected_s(self, tool: Tool) -> float:
+        """Seconds that an action should take from its turn on, with as many cores as lately; 0: nobody knows."""
+        learned = self._learned.get(tool.name)
+        return 0.0 if learned is None else learned.overhead_s + learned.single_core_s / learned.speedup
+
+
+def elasticity(scaling: Scaling) -> Elasticity:
+    """E of eq. 1."""
+    return Measured(scaling.efficiency) if scaling.efficiency else Amdahl(scaling.serial_share)
+
+
+def speedup(scaling: Scaling | None, cores: int) -> float:
+    """How many times as fast as on one core."""
+    return 1.0 if scaling is None else elasticity(scaling).efficiency(cores) * cores
+
+
+def mean_speedup(scaling: Scaling | None, cores: int, lent: Mapping[int, float]) -> float:
+    """The same on average. lent: seconds by how many cores it had beyond its own, 0 among them."""
+    total_s = sum(lent.values())
+    if total_s <= 0.0:
+        return speedup(scaling, cores)
+    return sum(seconds * speedup(scaling, cores + more) for more, seconds in lent.items()) / total_s
+
+
+class Demands:
+    """See the module. cores, memory_bytes: of the node. providers: by name. moves_cores: whether a tool's actions can
+    be given other cores while they run.
+    """
+
+    def __init__(
+        self,
+        cores: int,
+        memory_bytes: int,
+        providers: Mapping[str, BasicManager],
+        durations: Durations,
+        moves_cores: Callable[[Tool], bool] = lambda _: False,
+    ) -> None:
+        self._moves_cores = moves_cores
+        self._cores = cores
+        self._memory_bytes = memory_bytes
+        self._providers = providers
+        self._durations = durations
+
+    def action(self, action_id: str, holder: str, arrival: int, tool: Tool, limits: Limits) -> Action:
+        """One action of `tool`. holder: the session, whose memory is held until its end, or the action itself.
+
+        What is called once asks for no memory, as no more such calls run than there are cores: else they would wait for
+        sessions to end, which wait for what their trajectories call. Without a Scaling nothing is known of how it
+        scales, but how long it takes is told all the same.
+        """
+        most = min(limits.cpu_cores, self._cores)
+        cost: dict[str, Demand] = {CPU_CORES: cores_demand(tool.scaling, most)}
+        stays = tool.kind is Kind.ENVIRONMENT
+        if stays:
+            cost[MEMORY_BYTES] = Fixed(min(tool.reserve_bytes, limits.memory_bytes, self._memory_bytes))
+        if tool.provider:
+            cost |= self._providers[tool.provider].cost()
+        return Action(
+            action_id,
+            holder,
+            arrival,
+            cost,
+            self._durations.single_core(tool) or UNKNOWN_DURATION,
+            key=CPU_CORES,
+            elasticity=elasticity(tool.scaling) if tool.scaling is not None else None,
+            node_id=None if stays else NODE_ID,
+            follows_from=tool.scaling.follows_from if tool.scaling is not None and self._moves_cores(tool) else 0,
+        )
+
+
+def check_scaling(tool: Tool) -> None:
+    """Raises InvalidActionError for a Scaling with a figure that is none, or more cores than the tool's limit."""
+    scaling = tool.scaling
+    if scaling is None:
+        return
+    single_core = Duration(Knowledge.PROFILED, 1.0 if scaling.single_core_s is None else scaling.single_core_s)
+    cost = {CPU_CORES: UnitSet(scaling.cores)}
+    declared = Action(
+        tool.name, tool.name, 0, cost, single_core, CPU_CORES, elasticity(scaling), follows_from=scaling.follows_from
+    )
+    check_action(declared, (CPU_CORES,))
+    if scaling.cores[-1] > tool.limits.cpu_cores:
+        raise InvalidActionError("cores", f"must be at most limits.cpu_cores, {tool.limits.cpu_cores}")
+
+
+def cores_demand(scaling: Scaling | None, most: int) -> Demand:
+    """How many cores, where there are `most` at most."""
+    if scaling is None:
+        return Fixed(most)
+    choices = tuple(cores for cores in scaling.cores if cores <= most) or (most,)
+    if choices == tuple(range(choices[0], choices[-1] + 1)):
+        return Range(choices[0], choices[-1])
+    return UnitSet(choices)
+
+
+def most_cores(action: Action, granted: int) -> int:
+    """How many an action may have at a time while it runs; 0: no more than it was granted."""
+    return key_units(action.cost[CPU_CORES])[-1] if action.follows(granted) else 0

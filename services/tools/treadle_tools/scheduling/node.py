@@ -1,0 +1,110 @@
+"""The machine that tools run on: its cores by NUMA node, and its memory, as far as this process may use them.
+
+What a first decision pays once, paid before anybody waits: the solvers' compilation, and a heap that is walked."""
+
+import gc
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from treadle_core.tools.action import (
+    CPU_CORES,
+    MEMORY_BYTES,
+    Action,
+    Amdahl,
+    Duration,
+    Fixed,
+    Knowledge,
+    Measured,
+    Range,
+    UnitSet,
+)
+from treadle_core.tools.cpu import CpuManager, Machine
+from treadle_core.tools.dispatcher import Dispatcher, Resources
+
+NODE_ID = "local"
+MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True)
+class Node:
+    """real: the cores are this machine's, by their numbers; else only their count means anything."""
+
+    machine: Machine
+    real: bool
+
+    @property
+    def cores(self) -> int:
+        """How many."""
+        return sum(map(len, self.machine.numa))
+
+
+def node_of(cores: int, memory_bytes: int, system: Path = Path("/sys/devices/system/node")) -> Node:
+    """What there is; 0: all of it. More cores than there are is a count of actions that share those there are."""
+    usable = os.sched_getaffinity(0)
+    wanted = cores or len(usable)
+    memory_bytes = memory_bytes or total_memory_bytes()
+    if wanted > len(usable):
+        return Node(Machine(NODE_ID, (tuple(range(wanted)),), memory_bytes), real=False)
+    numa = [sorted(usable & listed((folder / "cpulist").read_text())) for folder in sorted(system.glob("node[0-9]*"))]
+    known = {core for cores_of in numa for core in cores_of}
+    numa = [*numa, sorted(usable - known)]
+    taken: list[tuple[int, ...]] = []
+    for of_node in numa:
+        taken.append(tuple(of_node[: wanted - sum(map(len, taken))]))
+    return Node(Machine(NODE_ID, tuple(filter(None, taken)), memory_bytes), real=True)
+
+
+def listed(text: str) -> set[int]:
+    """The numbers of a list as the kernel writes it, such as `0-3,8`."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def total_memory_bytes(limits: tuple[Path, ...] = MEMORY_LIMITS) -> int:
+    """The machine's, or less where a control group allows less."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in limits:
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total = min(total, int(text))
+    return total
+
+
+ROUGH = Measured(((1, 1.0), (2, 0.5), (4, 0.9)))  # not convex: arranged by the table
+
+FULL_COLLECTION_EVERY = 1_000  # collections of the middle generation; Python's own 10 is one a second under load
+
+
+def warm_up() -> None:
+    """Decide on actions of all shapes, alone and in a queue that does not fit."""
+    dispatcher = Dispatcher(Resources([CpuManager([Machine("warm", (tuple(range(8)),), 1 << 30)])]), 0.0)
+    dispatcher.submit_alone(Action("alone", "alone", 0, {CPU_CORES: Fixed(1), MEMORY_BYTES: Fixed(1)}), 0.0)
+    for index in range(12):
+        demand, elasticity = ((Range(1, 4), Amdahl(0.1)), (UnitSet((1, 2, 4)), ROUGH))[index % 2]
+        duration = Duration(Knowledge.LEARNED, 1.0 + index)
+        cost = {CPU_CORES: demand, MEMORY_BYTES: Fixed(1)}
+        dispatcher.submit(Action(f"w{index}", f"w{index}", index, cost, duration, CPU_CORES, elasticity))
+    now_s = 0.0
+    while len(dispatcher):
+        now_s += 1.0
+        for started in dispatcher.decide(now_s):
+            dispatcher.end(started.action.action_id, now_s)
+
+
+def settle() -> None:
+    """All that is there now stays: collections look only at what comes later, and seldom at all of that.
+
+    Measured with 1,536 actions waiting: a full collection stops the loop for 130 ms, 25 ms once what the modules
+    brought is set aside; young ones for 0.2 to 1.5 ms.
+    """
+    gc.collect()
+    gc.freeze()
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, FULL_COLLECTION_EVERY)

@@ -1,0 +1,277 @@
+"""The exact resource plan: which engines a GPU budget is dealt out in, and what each runs, solved as one problem.
+
+Purpose: over ALL multisets of engine kinds whose GPUs add up to at most the budget, and all partitions of the
+descending order into one contiguous group an engine (engines in the order of `costs.tabulate`, fastest kind first),
+the least makespan (Heddle §6.1, its two subproblems undivided). Kernels; the entry is `allocation.allocate`.
+
+Why a probe is exact. For a limit T let far(k, r) be the furthest end that an engine of kind k reaches from rank r with
+a cost <= T, and reach(k, g) the furthest rank covered by engines of the kinds 0..k on at most g GPUs. Then
+    reach(k, g) = max(reach(k - 1, g), far(k, reach(k, g - gpus_k))),
+because far never falls as r grows: a group that loses its head never costs more (`costs.group_cost`), so the group that
+serves r < r' to its end also serves r' to it. So of all ways to spend g GPUs on the first kinds only the one that
+reaches furthest matters; a shorter one is dominated whatever engines follow. The budget is enough within T exactly
+where reach(last kind, budget) covers all ranks. A probe takes kinds * budget extensions of O(log n).
+
+Why the bisection ends on the optimum itself: a probe that succeeds proves the largest cost of its groups, and one that
+fails proves that nothing below the least cost of an extended group can succeed, since up to there every far, and so
+every reach, is the same. Both are costs of real groups, and the interval between them empties.
+
+Beyond the bottleneck: many multisets have the least makespan, above all where one long trajectory sets it. The
+bottleneck's group and engine are fixed, and the ranks before it (on kinds as fast or faster) and after it (as fast or
+slower) are solved again together on the GPUs that are left: the least second-largest cost given the first, and so on
+until nothing is left or the work allowed is spent. The first round's optimum is exact; later ones refine it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from treadle_core.compiled import compiled
+from treadle_core.placing.costs import Indexes, Table, group_cost
+
+# Extensions of groups tried for the sake of balance before the rest stays as the last bisection left it: some 50 ms of
+# compiled code, reached only with hundreds of engines. The first round, which is the optimum, is never cut short.
+REFINE_EXTENSIONS = 100_000
+
+
+@compiled
+def far(table: Table, kind: int, at: int, end: int, hint: int, limit_s: float) -> int:
+    """The largest rank up to which an engine of this kind runs [at, rank) within the limit; `at` where nothing fits.
+
+    Looked for from `at + hint` outwards: gallop, then bisect.
+    """
+    low = at
+    high = end + 1  # `low` fits, `high` does not
+    near = min(at + max(hint, 1), end)
+    step = 1
+    if group_cost(table, kind, at, near) <= limit_s:
+        low = near
+        while low + step < high:
+            if group_cost(table, kind, at, low + step) <= limit_s:
+                low += step
+                step *= 2
+            else:
+                high = low + step
+    else:
+        high = near
+        while high - step > low:
+            if group_cost(table, kind, at, high - step) <= limit_s:
+                low = high - step
+            else:
+                high -= step
+                step *= 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        if group_cost(table, kind, at, middle) <= limit_s:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@compiled
+def cover(
+    table: Table,
+    gpus: Indexes,
+    segment: Indexes,
+    budget: int,
+    limit_s: float,
+    reach: Indexes,
+    took: npt.NDArray[np.bool_],
+) -> tuple[int, int, float, int]:
+    """The least GPUs on which the segment is covered within the limit; budget + 1 where that many are not enough.
+
+    `segment` is (first rank, end rank, first kind, last kind). Leaves in took[kind, g] whether reach(kind, g) ends in
+    an engine of that kind. Returns with the GPUs the kind that completed the cover, the least cost above the limit
+    that one more rank would have given a group, and the extensions tried.
+    """
+    first, end = segment[0], segment[1]
+    least = budget + 1
+    completed = segment[2]
+    extension = np.inf
+    tried = 0
+    reach[: budget + 1] = first
+    for kind in range(segment[2], segment[3] + 1):
+        width = gpus[kind]
+        took[kind, : min(width, least)] = False
+        start = -1
+        to = first
+        for used in range(width, least):  # more GPUs than already suffice are of no use
+            took[kind, used] = False
+            at = reach[used - width]
+            if at != start:
+                to = far(table, kind, at, end, to - start, limit_s)  # about as many as the last one
+                start = at
+                tried += 1
+                if to < end:
+                    extension = min(extension, group_cost(table, kind, at, to + 1))
+            if to > reach[used]:
+                reach[used] = to
+                took[kind, used] = True
+                if to == end:
+                    least = used
+                    completed = kind
+                    break
+    return least, completed, extension, tried
+
+
+@compiled
+def lay_out(
+    table: Table,
+    gpus: Indexes,
+    segment: Indexes,
+    least: int,
+    completed: int,
+    limit_s: float,
+    took: npt.NDArray[np.bool_],
+    engines: Indexes,
+    count: int,
+) -> tuple[int, float]:
+    """Appends the engines of a cover to `engines` as (kind, first rank, end rank); returns their number and the largest
+    cost."""
+    begin = count
+    kind = completed
+    used = least
+    while used > 0 and kind >= segment[2]:
+        if took[kind, used]:
+            engines[count, 0] = kind
+            count += 1
+            used -= gpus[kind]
+        else:
+            kind -= 1
+    engines[begin:count, 0] = engines[begin:count, 0][::-1].copy()
+    largest = 0.0
+    at = segment[0]
+    for engine in range(begin, count):
+        kind = engines[engine, 0]
+        engines[engine, 1] = at
+        at = far(table, kind, at, segment[1], 1, limit_s)
+        engines[engine, 2] = at
+        largest = max(largest, group_cost(table, kind, engines[engine, 1], at))
+    return count, largest
+
+
+@compiled
+def probe(
+    table: Table,
+    gpus: Indexes,
+    segments: Indexes,
+    budget: int,
+    limit_s: float,
+    reach: Indexes,
+    took: npt.NDArray[np.bool_],
+    engines: Indexes,
+) -> tuple[bool, float, float, int, int]:
+    """Covers every segment within the limit, each on as few GPUs as it can.
+
+    Returns whether the budget was enough, the largest cost, the least cost at which anything changes, the number of
+    engines laid out, and the extensions tried.
+    """
+    largest = 0.0
+    extension = np.inf
+    count = 0
+    tried = 0
+    for at in range(len(segments)):
+        segment = segments[at]
+        least, completed, more, steps = cover(table, gpus, segment, budget, limit_s, reach, took)
+        extension = min(extension, more)
+        tried += steps
+        if least > budget:
+            return False, np.inf, extension, 0, tried
+        count, cost = lay_out(table, gpus, segment, least, completed, limit_s, took, engines, count)
+        largest = max(largest, cost)
+        budget -= least
+    return True, largest, extension, count, tried
+
+
+@compiled
+def bisect(
+    table: Table,
+    gpus: Indexes,
+    segments: Indexes,
+    budget: int,
+    known_s: float,
+    reach: Indexes,
+    took: npt.NDArray[np.bool_],
+    engines: Indexes,
+) -> tuple[float, int, int]:
+    """Least largest cost of the segments on the budget, with `known_s` known to be enough; lays the engines out.
+
+    Returns the cost, the number of engines and the extensions tried.
+    """
+    low = 0.0  # each segment's longest runs somewhere
+    for at in range(len(segments)):
+        alone = np.inf
+        for kind in range(segments[at, 2], segments[at, 3] + 1):
+            alone = min(alone, group_cost(table, kind, segments[at, 0], segments[at, 0] + 1))
+        low = max(low, alone)
+    high = known_s
+    tried = 0
+    while low < high:
+        # Far apart, halve the ratio; near, halve the distance.
+        limit = np.sqrt(low) * np.sqrt(high) if 0.0 < 4.0 * low < high else low + 0.5 * (high - low)
+        if limit >= high:  # low and high are neighbours and the middle was rounded up
+            limit = low
+        met, largest, extension, _, steps = probe(table, gpus, segments, budget, limit, reach, took, engines)
+        tried += steps
+        if met:
+            high = largest
+        else:
+            low = extension
+    _, _, _, count, steps = probe(table, gpus, segments, budget, high, reach, took, engines)
+    return high, count, tried + steps
+
+
+@compiled
+def search(table: Table, gpus: Indexes, budget: int, refine_extensions: int, counts: Indexes) -> tuple[float, int]:
+    """Writes how many engines of each kind to run into `counts` and returns the makespan and the GPUs they take.
+
+    `table.engines` has one row a kind, `gpus` its GPUs; each kind fits the budget. At least one trajectory.
+    """
+    n = len(table.lengths)
+    kinds = len(gpus)
+    reach = np.zeros(budget + 1, np.int64)
+    took = np.zeros((kinds, budget + 1), np.bool_)
+    engines = np.zeros((budget + 1, 3), np.int64)
+    segments = np.zeros((budget + 2, 4), np.int64)
+    segments[0] = np.array([0, n, 0, kinds - 1])
+    pending = 1
+    counts[:] = 0
+    left = budget
+    known = np.inf  # the best kind's engine alone can take all
+    for kind in range(kinds):
+        known = min(known, group_cost(table, kind, 0, n))
+    makespan = -1.0
+    tried = 0
+    while pending > 0:
+        known, count, steps = bisect(table, gpus, segments[:pending], left, known, reach, took, engines)
+        tried += steps
+        if makespan < 0.0:
+            makespan = known
+        if tried > refine_extensions:
+            for engine in range(count):
+                counts[engines[engine, 0]] += 1
+                left -= gpus[engines[engine, 0]]
+            break
+        tight = 0
+        while tight < count - 1 and (
+            group_cost(table, engines[tight, 0], engines[tight, 1], engines[tight, 2]) < known
+        ):
+            tight += 1
+        kind, first, end = engines[tight, 0], engines[tight, 1], engines[tight, 2]
+        counts[kind] += 1
+        left -= gpus[kind]
+        at = 0
+        while not (segments[at, 0] <= first and end <= segments[at, 1]):
+            at += 1
+        begin, last, fastest, slowest = segments[at, 0], segments[at, 1], segments[at, 2], segments[at, 3]
+        pending -= 1
+        for later in range(at, pending):
+            segments[later] = segments[later + 1]
+        if begin < first:
+            segments[pending] = np.array([begin, first, fastest, kind])
+            pending += 1
+        if end < last:
+            segments[pending] = np.array([end, last, kind, slowest])
+            pending += 1
+    return makespan, budget - left

@@ -1,0 +1,224 @@
+"""GPU nodes under the elastic scheduler and the GPU manager: evict on execution (ARL-Tangram §5.3).
+
+The dispatcher is the gateway's. Where a grant says that the service is not in memory it is restored first, which counts
+as overhead.
+
+Reward models that stay where they are: baselines of ARL-Tangram Figures 6 and 8b.
+
+`StaticGroups`: every model has GPUs of its own, a group or several replicas of it, always in memory. `LoadingGroups`:
+groups of one degree that any model can be loaded onto, and start-up by locality, as serverless serving does it: a
+request waits for a group that has its model where that takes less time than loading it elsewhere (ServerlessLLM)."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from treadle_core.tools.action import GPUS, Action, Duration, Fixed, Knowledge, Measured, key_units
+from treadle_core.tools.chunks import NODE_GPUS
+from treadle_core.tools.decision import DEPTH
+from treadle_core.tools.dispatcher import Dispatcher, Resources, Started
+from treadle_core.tools.gpu import GpuManager
+from treadle_core.tools.grants import Service
+
+from treadle_sim.events import Timeline
+from treadle_sim.tools.reward_models import DEGREES, GPU_BYTES, Restoring
+from treadle_sim.tools.trace import Asked, Decisions, Record, Report, Trace, ran_s
+
+MISS_SHARE = 0.05  # of the newest in the share of a degree's starts that had to restore
+
+
+class ElasticGpus:
+    """See the module. gpus: in nodes of 8; of the last one only the first are there. aware: the scheduler is told of
+    execution and of the restoring that a degree has come to cost on average; else of execution alone, as in the paper.
+
+    Of a high degree many services fit beside each other, so it restores seldom; the paper's scheduler does not see it.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        report: Report,
+        gpus: int,
+        services: Sequence[Service],
+        restoring: Restoring,
+        aware: bool = True,
+        depth: int = DEPTH,
+        stopwatch: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._timeline, self._report, self._restoring, self._stopwatch = timeline, report, restoring, stopwatch
+        nodes = [f"gpus-{at}" for at in range(-(-gpus // NODE_GPUS))]
+        self._dispatcher = Dispatcher(Resources([GpuManager(nodes, GPU_BYTES, services)]), 0.0, depth=depth)
+        self._asked: dict[str, Asked] = {}
+        self._arrivals = 0
+        self._aware = aware
+        self._missed = dict.fromkeys(DEGREES, 1.0)
+        self._settling = False
+        self.decisions = Decisions()
+        self._take_away(NODE_GPUS * len(nodes) - gpus)
+
+    def open(self, trace: Trace) -> None:
+        """Nothing is held for a trajectory."""
+
+    def close(self, trace: Trace) -> None:
+        """Nothing is held for a trajectory."""
+
+    def submit(self, asked: Asked) -> None:
+        self._arrivals += 1
+        seconds = {degree: ran_s(asked, degree) for degree in key_units(asked.call.cost[GPUS])}
+        if self._aware:
+            seconds = {
+                each: took + self._missed[each] * self._restoring.seconds(each) for each, took in seconds.items()
+            }
+        one_s = seconds[1]
+        action = Action(
+            asked.action_id,
+            asked.trace.trajectory_id,
+            self._arrivals,
+            asked.call.cost,
+            Duration(Knowledge.PROFILED, one_s),
+            GPUS,
+            Measured(tuple((degree, min(1.0, one_s / (degree * took))) for degree, took in seconds.items())),
+            service=asked.call.service,
+        )
+        self._asked[action.action_id] = asked
+        self._dispatcher.submit(action)
+        self._wake()
+
+    def _take_away(self, gpus: int) -> None:
+        """GPUs that are not there are held for good, in chunks of their number's binary digits."""
+        for level in (1, 2, 4):
+            if gpus & level:
+                self._dispatcher.submit(Action(f"missing-{level}", "missing", 0, {GPUS: Fixed(level)}))
+        self._dispatcher.decide(0.0)
+
+    def _wake(self) -> None:
+        if not self._settling:
+            self._settling = True
+            self._timeline.at(self._timeline.now, self._settle)
+
+    def _settle(self) -> None:
+        self._settling = False
+        began = self._stopwatch()
+        starting = self._dispatcher.decide(self._timeline.now)
+        took_s = self._stopwatch() - began
+        self.decisions.took_s.append(took_s)
+        self.decisions.felt_s += [took_s] * len(starting)
+        for started in starting:
+            self._start(started)
+
+    def _start(self, started: Started) -> None:
+        asked, now = self._asked.pop(started.action.action_id), self._timeline.now
+        grant = started.grant.gpu
+        assert grant is not None
+        overhead_s = self._restoring.seconds(started.units) if grant.restore else 0.0
+        self._missed[started.units] += MISS_SHARE * (grant.restore - self._missed[started.units])
+        ends_s = now + overhead_s + ran_s(asked, started.units)
+        self._timeline.at(ends_s, self._finish, Record(asked, now, overhead_s, ends_s, started.units))
+
+    def _finish(self, record: Record) -> None:
+        self._dispatcher.end(record.asked.action_id, self._timeline.now)
+        if len(self._dispatcher):
+            self._wake()
+        self._report(record)
+
+
+class StaticGroups:
+    """See the module. replicas: groups of each model, of `degree` GPUs."""
+
+    def __init__(
+        self, timeline: Timeline, report: Report, services: Sequence[str], degree: int, replicas: int = 1
+    ) -> None:
+        self._timeline, self._report, self._degree = timeline, report, degree
+        self._free = dict.fromkeys(services, replicas)
+        self._waiting: dict[str, deque[Asked]] = {service: deque() for service in services}
+        self.decisions = Decisions()
+
+    def open(self, trace: Trace) -> None:
+        """Nothing is held for a trajectory."""
+
+    def close(self, trace: Trace) -> None:
+        """Nothing is held for a trajectory."""
+
+    def submit(self, asked: Asked) -> None:
+        self._waiting[asked.call.service].append(asked)
+        self._start(asked.call.service)
+
+    def _start(self, service: str) -> None:
+        while self._free[service] and self._waiting[service]:
+            asked, now = self._waiting[service].popleft(), self._timeline.now
+            self._free[service] -= 1
+            ends_s = now + ran_s(asked, self._degree)
+            self._timeline.at(ends_s, self._finish, Record(asked, now, 0.0, ends_s, self._degree))
+
+    def _finish(self, record: Record) -> None:
+        service = record.asked.call.service
+        self._free[service] += 1
+        self._start(service)
+        self._report(record)
+
+
+@dataclass(slots=True)
+class _Group:
+    service: str = ""
+    busy_until_s: float = 0.0
+    busy: bool = False
+    used_s: float = -1.0
+
+
+class LoadingGroups:
+    """See the module. loading: how fast a model comes into a group's memory."""
+
+    def __init__(self, timeline: Timeline, report: Report, groups: int, degree: int, loading: Restoring) -> None:
+        self._timeline, self._report, self._degree, self._loading = timeline, report, degree, loading
+        self._groups = [_Group() for _ in range(groups)]
+        self._waiting: deque[Asked] = deque()
+        self.decisions = Decisions()
+
+    def open(self, trace: Trace) -> None:
+        """Nothing is held for a trajectory."""
+
+    def close(self, trace: Trace) -> None:
+        """Nothing is held for a trajectory."""
+
+    def submit(self, asked: Asked) -> None:
+        self._waiting.append(asked)
+        self._start()
+
+    def _start(self) -> None:
+        now = self._timeline.now
+        left: deque[Asked] = deque()
+        ahead_s: dict[str, float] = {}  # work that waits for a model already
+        while self._waiting:
+            idle = [group for group in self._groups if not group.busy]
+            if not idle:
+                break
+            asked = self._waiting.popleft()
+            service, took_s = asked.call.service, ran_s(asked, self._degree)
+            there = next((group for group in idle if group.service == service), None)
+            if there is not None:
+                self._run(there, asked, 0.0)
+                continue
+            holders = [group.busy_until_s - now for group in self._groups if group.service == service]
+            wait_s = min(holders) + ahead_s.get(service, 0.0) / len(holders) if holders else float("inf")
+            if wait_s <= self._loading.seconds(self._degree):
+                ahead_s[service] = ahead_s.get(service, 0.0) + took_s
+                left.append(asked)
+            else:
+                self._run(min(idle, key=lambda group: group.used_s), asked, self._loading.seconds(self._degree))
+        left.extend(self._waiting)
+        self._waiting = left
+
+    def _run(self, group: _Group, asked: Asked, overhead_s: float) -> None:
+        now = self._timeline.now
+        group.service, group.busy = asked.call.service, True
+        group.busy_until_s = group.used_s = now + overhead_s + ran_s(asked, self._degree)
+        record = Record(asked, now, overhead_s, group.busy_until_s, self._degree)
+        self._timeline.at(group.busy_until_s, self._finish, record, group)
+
+    def _finish(self, record: Record, group: _Group) -> None:
+        group.busy = False
+        self._start()
+        self._report(record)
