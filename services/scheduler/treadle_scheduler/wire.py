@@ -110,7 +110,7 @@ async def wire(runtime: Runtime) -> Wiring:
 async def warm_up() -> None:
     """Background task: the judge of plans is compiled, or loaded, beside the first requests, not within the first
     plan."""
-    for kernels in (balance, pooling, scenarios, worksheet):
+    for kernels in (balance, replanning, scenarios, worksheet):
         await asyncio.to_thread(kernels.warm_up)
 
 
