@@ -12,6 +12,7 @@ from treadle_core import refusals
 from treadle_core.controller import Controller
 from treadle_core.model import TREADLE_POLICY
 from treadle_core.placing import balance, scenarios, worksheet
+from treadle_core.planning import replanning
 from treadle_core.tuning import Tuning
 from treadle_runtime.errors import (
     AlreadyExists,
