@@ -151,8 +151,8 @@ def test_no_module_is_a_drawer_for_everything() -> None:
 
 
 def test_modules_stay_small() -> None:
-    """About 70 lines, seldom over 300; a module over the limit is split by noun."""
-    limit_lines = 330
+    """100 to 400 lines are usual; a module over the limit holds more than one noun."""
+    limit_lines = 450
     large = {
         str(path.relative_to(ROOT)): lines
         for package in PACKAGES

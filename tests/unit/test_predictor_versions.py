@@ -10,8 +10,8 @@ from treadle_core.ranking.estimator import Prior, Progress, learned_from
 from treadle_core.ranking.evidence import Ended, Evidence
 from treadle_learned.features import FEATURES
 from treadle_learned.transcript import Transcript, Turn
-from treadle_predictor.history import HistoryStore, Learner, decoded, encoded
-from treadle_predictor.recordings import Recordings
+from treadle_predictor.history import HistoryStore, decoded, encoded
+from treadle_predictor.recordings import Learner, Recordings
 from treadle_predictor.worker import question
 from treadle_runtime.bus import make_fact
 

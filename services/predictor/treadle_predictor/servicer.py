@@ -12,7 +12,7 @@ from treadle_runtime.errors import require
 
 from treadle_predictor.asking import Asking
 from treadle_predictor.convert import ESTIMATORS, context_of, prediction_of, progress_of
-from treadle_predictor.history import Learner
+from treadle_predictor.recordings import Learner
 
 MOST_QUERIES = 4_096
 # Predictions made before others get their turn on the event loop; one takes from 40 us to 0.3 ms.

@@ -13,7 +13,8 @@ from treadle_runtime.server import Runtime, Wiring
 from treadle_predictor.asking import Asking, LearnedPart
 from treadle_predictor.config import PredictorSettings
 from treadle_predictor.convert import FACT_KINDS
-from treadle_predictor.history import HistoryStore, Learner
+from treadle_predictor.history import HistoryStore
+from treadle_predictor.recordings import Learner
 from treadle_predictor.servicer import PredictorServicer
 
 SERVICE = predictor_pb2.DESCRIPTOR.services_by_name["PredictorService"].full_name
