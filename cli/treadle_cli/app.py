@@ -9,11 +9,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from treadle_cli import checks, exits
-from treadle_cli.engines import DEFAULT_MODEL, EnginePlan, default_model_folder
+from treadle_cli import exits
+from treadle_cli.exits import UsageProblem
+from treadle_cli.mesh import checks
+from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan, default_model_folder
 from treadle_cli.predictor.commands import commands as predictor_commands
-from treadle_cli.problems import UsageProblem
-from treadle_cli.records import RecordError
+from treadle_cli.report.records import RecordError
 
 DEFAULT_SLOTS = 5  # steps that decode at once: 16 trajectories an engine then queue, as they do where GPUs are scarce
 DEFAULT_TOOL_LATENCY_S = 1.0  # a remote sandbox or a small test run; coding agents' tools take 4 s on average
@@ -84,8 +85,7 @@ def up(
     What stands after -- is passed to SGLang.
     """
     from treadle_cli.demo.run import new_run_folder
-    from treadle_cli.mesh import MeshPlan
-    from treadle_cli.up import run_up
+    from treadle_cli.mesh.mesh import MeshPlan, run_up
 
     def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
         plan = engine_plan(engines, slots, model, seed, ctx.args)
@@ -111,7 +111,7 @@ def rollout(
     out_folder: Out = DEFAULT_OUT,
 ) -> None:
     """Run the demo's work once on a mesh that is running, under the policy that it has."""
-    from treadle_cli.demo.attach import AttachPlan, run_attached
+    from treadle_cli.demo.play import AttachPlan, run_attached
     from treadle_cli.demo.run import new_run_folder
 
     def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
@@ -254,7 +254,7 @@ def trace(
 ) -> None:
     """Draw the report of a finished run again, from its trajectories.jsonl and summary.json."""
     from treadle_cli.report.render import render
-    from treadle_cli.run_traces import write_run
+    from treadle_cli.report.traces import write_run
 
     try:
         if traces is None:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from treadle import Client, Prompt, Sampling, Trajectory
-from treadle_cli.checks import engine_python, pinned_cores
 from treadle_cli.demo.chatml import ChatML
-from treadle_cli.engines import DEFAULT_MODEL, EnginePlan
-from treadle_cli.mesh import Mesh, MeshPlan
-from treadle_cli.processes import ProcessTree
+from treadle_cli.mesh.checks import engine_python, pinned_cores
+from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan
+from treadle_cli.mesh.mesh import Mesh, MeshPlan
+from treadle_cli.mesh.processes import ProcessTree
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

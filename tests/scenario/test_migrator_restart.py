@@ -11,7 +11,7 @@ from support.processes import ServiceProcess, StartService
 from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle.telemetry.v1.facts_pb2 import Fact
-from treadle_cli.ports import free_port
+from treadle_cli.mesh.services import free_port
 from treadle_runtime.bus import open_bus
 
 Kill = Callable[[Mesh, MigratorCalls, ServiceProcess], Awaitable[str]]

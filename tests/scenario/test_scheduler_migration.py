@@ -14,7 +14,7 @@ from treadle.common.v1 import tokens_pb2
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.telemetry.v1.facts_pb2 import Fact
-from treadle_cli.ports import free_port
+from treadle_cli.mesh.services import free_port
 from treadle_migrator.config import MigratorSettings
 from treadle_migrator.wire import wire as migrator_wire
 from treadle_placement.config import PlacementSettings

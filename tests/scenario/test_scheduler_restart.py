@@ -19,7 +19,7 @@ from treadle.common.v1.ticket_pb2 import Ticket
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
-from treadle_cli.ports import free_port
+from treadle_cli.mesh.services import free_port
 from treadle_runtime.bus import open_bus
 
 TRAJECTORIES = 24

@@ -9,7 +9,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from aiohttp import web
-from treadle_cli.ports import free_port
+from treadle_cli.mesh.services import free_port
 
 _STARTS = itertools.count()
 

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
-from treadle_cli.ports import free_port
+from treadle_cli.mesh.services import free_port
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

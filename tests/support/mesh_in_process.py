@@ -16,7 +16,7 @@ from treadle.engine.v1 import engine_pb2_grpc
 from treadle.rollout.v1 import rollout_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle.tools.v1 import tools_pb2_grpc
-from treadle_cli.ports import free_port
+from treadle_cli.mesh.services import free_port
 
 WAIT_S = 20.0  # for a condition that a busy machine may be slow to meet
 _SERVER_OPTIONS = (("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),)  # as Treadle's servers: clients ping

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from treadle_cli.records import ArmRecord, Run, RunRecord, SpanRecord, TrajectoryRecord, VersionSpanRecord
+from treadle_cli.report.records import ArmRecord, Run, RunRecord, SpanRecord, TrajectoryRecord, VersionSpanRecord
 
 
 def trajectory(

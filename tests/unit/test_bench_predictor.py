@@ -9,7 +9,7 @@ from support.tiny_backbone import tiny_backbone
 from treadle_cli.bench import BENCHES, BenchOptions, predictor_latency
 from treadle_cli.bench.predictor import some_prompts
 from treadle_cli.bench.predictor_regret import folds_of, regrets
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 from treadle_learned import scores
 from treadle_learned.comparison import Asked, truth
 from treadle_learned.moments import replay

@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 from support.runs import small_run, span, trajectory
 from treadle.telemetry.v1 import facts_pb2
-from treadle_cli.demo.facts import Heard
-from treadle_cli.demo.forecasts import forecasts_of
-from treadle_cli.records import ForecastRecord, read_run, write_summary, write_trajectories
-from treadle_cli.report.accounting import arm_figures
+from treadle_cli.demo.collect import Heard, forecasts_of
+from treadle_cli.report.accounting import ForecastFigures, arm_figures, forecast_figures
 from treadle_cli.report.comparison import rows
-from treadle_cli.report.forecasting import ForecastFigures, forecast_figures
 from treadle_cli.report.page import write_page
+from treadle_cli.report.records import ForecastRecord, read_run, write_summary, write_trajectories
 
 START_S = 1_000.0
 LEARNED, SIBLINGS = "20261122-101500", "siblings-3"

@@ -4,7 +4,7 @@ import random
 import socket
 
 import pytest
-from treadle_cli import ports
+from treadle_cli.mesh import services as ports
 
 
 def test_ports_differ_and_can_be_bound() -> None:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from treadle_cli.app import app
 from treadle_cli.predictor.commands import DEFAULT_BACKBONE
 from treadle_cli.predictor.sources import read_source, transcripts_of_run, transcripts_of_works
-from treadle_cli.records import write_summary, write_trajectories
+from treadle_cli.report.records import write_summary, write_trajectories
 from treadle_learned.backbone import DEFAULT
 from treadle_learned.checkpoint import load
 from treadle_learned.models_folder import ModelsFolder

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from treadle_cli.guardian import session_members
-from treadle_cli.processes import Child, ChildDiedError, NotReadyError, ProcessTree
+from treadle_cli.mesh.guardian import session_members
+from treadle_cli.mesh.processes import Child, ChildDiedError, NotReadyError, ProcessTree
 
 # A parent with two children: one with a grandchild in the background, one that ignores SIGTERM.
 PARENT = """
 import asyncio, os, pathlib, sys
-from treadle_cli.interrupts import run_interruptible
-from treadle_cli.processes import ProcessTree
+from treadle_cli.exits import run_interruptible
+from treadle_cli.mesh.processes import ProcessTree
 
 FAMILY = ["sh", "-c", "sleep 1000 & sleep 1000"]
 STUBBORN = ["sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"]

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from support.runs import small_run, span, trajectory
-from treadle_cli.records import RecordError, Run, read_run, write_summary, write_trajectories
 from treadle_cli.report.accounting import KINDS, arm_figures, tail_queue_share, time_by_kind
 from treadle_cli.report.comparison import headline, losses
+from treadle_cli.report.records import RecordError, Run, read_run, write_summary, write_trajectories
 from treadle_cli.report.render import render
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.runs import small_run, span, trajectory
 from treadle_cli.app import app
-from treadle_cli.records import write_summary, write_trajectories
+from treadle_cli.report.records import write_summary, write_trajectories
 from treadle_sim.workloads.trace_file import read_traces
 from treadle_sim.workloads.workload import Step
 from typer.testing import CliRunner

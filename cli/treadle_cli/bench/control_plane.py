@@ -20,10 +20,9 @@ from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle_cli.bench.options import BenchOptions
 from treadle_cli.bench.schedule_steps import ScheduleTimes, measure_schedule
 from treadle_cli.bench.sidecar_steps import SidecarTimes, measure_sidecar
-from treadle_cli.engines import EnginePlan
-from treadle_cli.mesh import Mesh, MeshPlan
-from treadle_cli.processes import ProcessTree
-from treadle_cli.startboard import StartBoard
+from treadle_cli.mesh.engines import EnginePlan
+from treadle_cli.mesh.mesh import Mesh, MeshPlan, StartBoard
+from treadle_cli.mesh.processes import ProcessTree
 
 if TYPE_CHECKING:
     from treadle.engine.v1.engine_pb2_grpc import EngineServiceAsyncStub

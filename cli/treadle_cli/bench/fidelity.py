@@ -24,11 +24,10 @@ from treadle_cli.bench.fidelity_figures import figures, rounded
 from treadle_cli.bench.fidelity_stage import Case, LivePlay, Stage
 from treadle_cli.bench.fidelity_trace import token_ids, workload
 from treadle_cli.bench.options import BenchOptions
-from treadle_cli.demo.warmup import warm_engines
-from treadle_cli.mesh import Mesh, MeshPlan
-from treadle_cli.problems import UsageProblem
-from treadle_cli.processes import ProcessTree
-from treadle_cli.startboard import StartBoard
+from treadle_cli.demo.run import warm_engines
+from treadle_cli.exits import UsageProblem
+from treadle_cli.mesh.mesh import Mesh, MeshPlan, StartBoard
+from treadle_cli.mesh.processes import ProcessTree
 
 ENGINES = 2
 TRACES = 2

@@ -23,7 +23,7 @@ from treadle_sim.cluster import Latencies, Link
 from treadle_cli.bench.fidelity_live import generate
 from treadle_cli.bench.fidelity_trace import HIGHEST_TOKEN_ID
 from treadle_cli.bench.samples import Samples
-from treadle_cli.mesh import Mesh
+from treadle_cli.mesh.mesh import Mesh
 
 if TYPE_CHECKING:
     from treadle.migrator.v1.migrator_pb2_grpc import MigratorServiceAsyncStub

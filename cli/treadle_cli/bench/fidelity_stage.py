@@ -28,9 +28,8 @@ from treadle_cli.bench.fidelity_live import Play, listening, play
 from treadle_cli.bench.fidelity_profile import measure, pulse
 from treadle_cli.bench.fidelity_simulated import engine_models, simulate, slowed, slowness
 from treadle_cli.bench.samples import Samples
-from treadle_cli.machine_share import OtherPrograms
-from treadle_cli.mesh import Mesh
-from treadle_cli.startboard import StartBoard
+from treadle_cli.mesh.checks import OtherPrograms
+from treadle_cli.mesh.mesh import Mesh, StartBoard
 
 CALL_TIMEOUT_S = 30.0
 

@@ -23,9 +23,9 @@ from treadle_sim.workloads.workload import TrajectoryWork, groups
 from treadle_cli.bench import predictor_latency
 from treadle_cli.bench.options import BenchOptions
 from treadle_cli.bench.predictor_regret import folds_of, regrets
-from treadle_cli.engines import DEFAULT_MODEL, default_model_folder
+from treadle_cli.exits import UsageProblem
+from treadle_cli.mesh.engines import DEFAULT_MODEL, default_model_folder
 from treadle_cli.predictor.sources import transcripts_of_works
-from treadle_cli.problems import UsageProblem
 
 if TYPE_CHECKING:
     from treadle_learned.comparison import Asked

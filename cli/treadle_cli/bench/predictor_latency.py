@@ -27,9 +27,9 @@ from treadle_runtime.bus import Bus, open_bus
 
 from treadle_cli.bench.options import BenchOptions
 from treadle_cli.bench.told_facts import facts_of, prompt_started
-from treadle_cli.embedded_nats import start_nats
-from treadle_cli.ports import HOST, free_port
-from treadle_cli.processes import ProcessTree
+from treadle_cli.mesh.embedded_nats import start_nats
+from treadle_cli.mesh.processes import ProcessTree
+from treadle_cli.mesh.services import HOST, free_port
 
 if TYPE_CHECKING:
     from treadle.telemetry.v1.facts_pb2 import Fact

@@ -23,8 +23,8 @@ from treadle.tokens import pack_ids
 from treadle_cli.bench.options import BenchOptions
 from treadle_cli.bench.samples import Samples
 from treadle_cli.bench.schedule_steps import DEADLINE_S, close_trajectory, open_trajectory
-from treadle_cli.engines import forget_caches
-from treadle_cli.mesh import Mesh
+from treadle_cli.mesh.engines import forget_caches
+from treadle_cli.mesh.mesh import Mesh
 
 if TYPE_CHECKING:
     from treadle.engine.v1.engine_pb2_grpc import EngineServiceAsyncStub

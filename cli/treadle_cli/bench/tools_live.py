@@ -31,11 +31,11 @@ from treadle_sim.tools.trace import Call, Trace, play
 from treadle_cli.bench.options import BenchOptions
 from treadle_cli.bench.samples import Samples
 from treadle_cli.bench.tools_setting import DIGITS, Setting, rounded
-from treadle_cli.checks import require_bubblewrap
-from treadle_cli.embedded_nats import start_nats
-from treadle_cli.ports import HOST
-from treadle_cli.problems import UsageProblem
-from treadle_cli.processes import ProcessTree
+from treadle_cli.exits import UsageProblem
+from treadle_cli.mesh.checks import require_bubblewrap
+from treadle_cli.mesh.embedded_nats import start_nats
+from treadle_cli.mesh.processes import ProcessTree
+from treadle_cli.mesh.services import HOST
 
 if TYPE_CHECKING:
     from treadle.tools.v1.tools_pb2_grpc import ToolsServiceAsyncStub

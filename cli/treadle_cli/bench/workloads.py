@@ -20,7 +20,7 @@ from treadle_sim.workloads.workload import TrajectoryWork, Workload, groups
 
 from treadle_cli.bench.options import BenchOptions
 from treadle_cli.bench.workloads_picture import draw
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 
 PERCENTILES = (10, 50, 90, 99, 100)
 TURNS = 2  # steps after which the papers ask a predictor

@@ -1,13 +1,122 @@
-"""From what the client and the bus say to what the run's folder keeps. Pure."""
+"""From what the client and the bus say to what the run's folder keeps. Pure.
 
-from collections.abc import Mapping, Sequence
+Listens to the mesh's facts for what no client sees: migrations, lost engines and forecasts.
 
+A plain core subscription, not a durable one: the listener is there before the arm starts and forgets with it.
+
+Forecasts beside the steps they are about: when each was asked for, when it came, and when the next step was in an
+engine's queue. Pure."""
+
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import nats
+from google.protobuf.message import DecodeError
+from nats.aio.msg import Msg
 from treadle import TrajectoryResult
-from treadle.telemetry.v1.facts_pb2 import MigrationEnded
+from treadle.telemetry.v1.facts_pb2 import Fact, MigrationEnded, TrajectoryPredicted
 
-from treadle_cli.demo.facts import Heard
-from treadle_cli.demo.forecasts import forecasts_of
-from treadle_cli.records import SpanRecord, TrajectoryRecord, VersionSpanRecord
+from treadle_cli.report.records import ForecastRecord, SpanRecord, TrajectoryRecord, VersionSpanRecord
+
+
+@dataclass
+class StepTimes:
+    """Unix time, by (trajectory, turn): when a step was first queued at an engine, and when it last ended there."""
+
+    queued_s: dict[tuple[str, int], float] = field(default_factory=dict)
+    ended_s: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    def take(self, fact: Fact) -> None:
+        """Keeps what a fact says of a step."""
+        time_s = fact.time.ToMicroseconds() / 1e6
+        if fact.HasField("step_queued"):
+            step = fact.step_queued.step
+            self.queued_s.setdefault((step.trajectory_id, step.turn), time_s)
+        elif fact.HasField("step_finished"):
+            step = fact.step_finished.step
+            self.ended_s[step.trajectory_id, step.turn] = time_s
+
+
+def forecasts_of(
+    told: Iterable[tuple[float, TrajectoryPredicted]],
+    steps: StepTimes,
+    opened_s: Mapping[str, float],
+    started_s: float,
+) -> dict[str, tuple[ForecastRecord, ...]]:
+    """By trajectory. told: forecasts with the unix time at which they came; opened_s: unix time by trajectory, when the
+    first was asked for; started_s: unix time from which records count. A forecast of which it is not known what it
+    followed is left out."""
+    found: dict[str, list[ForecastRecord]] = {}
+    for came_s, forecast in told:
+        name, turn = forecast.trajectory_id, forecast.turn
+        asked_s = steps.ended_s.get((name, turn - 1)) if turn else opened_s.get(name)
+        if asked_s is None:
+            continue
+        queued_s = steps.queued_s.get((name, turn))
+        found.setdefault(name, []).append(
+            ForecastRecord(
+                turn=turn,
+                model_version=forecast.model_version,
+                learned=forecast.learned,
+                asked_s=asked_s - started_s,
+                came_s=came_s - started_s,
+                next_queued_s=None if queued_s is None else queued_s - started_s,
+            )
+        )
+    return {name: tuple(records) for name, records in found.items()}
+
+
+ALL_FACTS = "treadle.facts.>"
+
+
+@dataclass
+class Heard:
+    """What was said during an arm, in the order of arrival; a fact that arrives twice is here once."""
+
+    migrations: list[MigrationEnded] = field(default_factory=list)
+    lost_engines: list[tuple[float, str, str]] = field(default_factory=list)  # unix time, engine id, reason
+    forecasts: list[tuple[float, TrajectoryPredicted]] = field(default_factory=list)  # with unix time
+    steps: StepTimes = field(default_factory=StepTimes)
+    seen: set[str] = field(default_factory=set)
+
+    def take(self, fact: Fact) -> None:
+        """Keeps what the report needs."""
+        if fact.fact_id in self.seen:
+            return
+        self.seen.add(fact.fact_id)
+        self.steps.take(fact)
+        if fact.HasField("migration_ended"):
+            self.migrations.append(fact.migration_ended)
+        elif fact.HasField("engine_lost"):
+            self.lost_engines.append(
+                (fact.time.ToMicroseconds() / 1e6, fact.engine_lost.engine_id, fact.engine_lost.reason)
+            )
+        elif fact.HasField("trajectory_predicted"):
+            self.forecasts.append((fact.time.ToMicroseconds() / 1e6, fact.trajectory_predicted))
+
+
+@asynccontextmanager
+async def listening(nats_url: str, note: Callable[[str], None]) -> AsyncIterator[Heard]:
+    """Collects facts until the block ends, those still on the way included."""
+    heard = Heard()
+    client = await nats.connect(nats_url)
+
+    async def on_message(message: Msg) -> None:
+        fact = Fact()
+        try:
+            fact.ParseFromString(message.data)
+        except DecodeError:
+            note(f"a fact on {message.subject} is none that this version knows")
+            return
+        heard.take(fact)
+
+    await client.subscribe(ALL_FACTS, cb=on_message)
+    await client.flush()
+    try:
+        yield heard
+    finally:
+        await client.drain()
 
 
 def trajectory_records(

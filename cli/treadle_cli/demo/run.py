@@ -4,37 +4,137 @@ Invariants, for a fair comparison: both arms run on the same engines, get the sa
 environment seeds, and start from the same state: a control plane that was just started with an empty store, so that
 no predictor knows the other arm's outcomes, and engines whose KV was flushed. Whatever ends the demo, no process is
 left (processes.py), and what was finished is on disk.
-"""
+
+The two arms of the demo, as policies of the scheduler.
+
+What happens before the clock of an arm starts, so that neither arm pays for being first.
+
+Every engine generates a few tokens (the first batch of a fresh engine is slow), and every environment is opened and
+closed once (the tools service imports its libraries at first use). None of it goes through the scheduler, so no
+predictor learns from it."""
 
 import asyncio
+import json
 import os
 import shutil
 import time
 import uuid
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import grpc
 import psutil
 from rich.console import Console
 from treadle import Prompt
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from treadle.scheduler.v1 import scheduler_pb2 as pb
+from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
 
-from treadle_cli.demo.arms import ARMS, Arm
 from treadle_cli.demo.chatml import ChatML
-from treadle_cli.demo.collect import failed_migrations
-from treadle_cli.demo.facts import listening
+from treadle_cli.demo.collect import failed_migrations, listening
 from treadle_cli.demo.live import LiveBoard
 from treadle_cli.demo.play import Work, play
 from treadle_cli.demo.tasks import make_prompts
-from treadle_cli.demo.warmup import warm_engines, warm_tools
-from treadle_cli.engines import EnginePlan
-from treadle_cli.machine_share import OtherPrograms
-from treadle_cli.mesh import Mesh, MeshPlan
-from treadle_cli.processes import ProcessTree
-from treadle_cli.records import ArmRecord, RunRecord, TrajectoryRecord, write_summary, write_trajectories
+from treadle_cli.exits import UsageProblem
+from treadle_cli.mesh.checks import OtherPrograms
+from treadle_cli.mesh.engines import Engine, EnginePlan
+from treadle_cli.mesh.mesh import Mesh, MeshPlan, StartBoard
+from treadle_cli.mesh.processes import ProcessTree
+from treadle_cli.report.records import ArmRecord, RunRecord, TrajectoryRecord, write_summary, write_trajectories
 from treadle_cli.report.render import render
-from treadle_cli.startboard import StartBoard
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to run the same work. policy_text: the same in words, for the report."""
+
+    name: str
+    title: str
+    policy_text: str
+    ordering: pb.Ordering.ValueType
+    placement: pb.PlacementRule.ValueType
+    migrate: bool
+    preempt: bool
+    reserve: bool
+
+    def policy(self) -> pb.Policy:
+        """As the scheduler takes it."""
+        return pb.Policy(
+            ordering=self.ordering,
+            objective=pb.OBJECTIVE_MAKESPAN,
+            placement=self.placement,
+            migrate=self.migrate,
+            preempt=self.preempt,
+            reserve=self.reserve,
+        )
+
+
+PINNED_FCFS = Arm(
+    "pinned-fcfs",
+    "Pinned FCFS",
+    "placed round-robin when opened, never moved, steps in the order they arrive (an engine's own queue)",
+    # By step, not by trajectory: ORDERING_FCFS would keep a trajectory's place from its opening, which no plain engine
+    # does.
+    pb.ORDERING_ROUND_ROBIN,
+    pb.PLACEMENT_RULE_PINNED,
+    migrate=False,
+    preempt=False,
+    reserve=False,
+)
+TREADLE = Arm(
+    "treadle",
+    "Treadle",
+    "longest predicted work first with preemption, planned placement, migration, room held for those that have begun",
+    pb.ORDERING_PROGRESSIVE,
+    pb.PLACEMENT_RULE_PLANNED,
+    migrate=True,
+    preempt=True,
+    reserve=True,
+)
+ARMS = (PINNED_FCFS, TREADLE)
+
+
+WARM_TOKENS = 8
+WARM_BATCHES = (1, 4)  # both ends of the batch sizes that an arm starts with
+ENGINE_TIMEOUT_S = 120.0
+TOOLS_TIMEOUT_S = 120.0  # bounded by the imports of gymnasium and reasoning-gym beside two busy engines
+
+
+async def warm_engines(engines: Sequence[Engine], token_ids: list[int]) -> None:
+    """Generates WARM_TOKENS on each engine, alone and as a batch."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(ENGINE_TIMEOUT_S), raise_for_status=True) as http:
+
+        async def generate(engine: Engine, body: dict[str, Any]) -> None:
+            async with http.post(f"{engine.url}/generate", json=body) as answer:
+                await answer.read()
+
+        for batch in WARM_BATCHES:
+            body = {
+                "input_ids": [token_ids] * batch,
+                "sampling_params": {"max_new_tokens": WARM_TOKENS, "ignore_eos": True},
+            }
+            await asyncio.gather(*[generate(engine, body) for engine in engines])
+
+
+async def warm_tools(address: str, prompts: Iterable[Prompt]) -> None:
+    """Opens and closes one session of each environment. Raises UsageProblem where the sandbox is not available."""
+    openings = {prompt.data.environment: prompt.data.arguments for prompt in prompts}
+    async with grpc.aio.insecure_channel(address) as channel:
+        tools = tools_pb2_grpc.ToolsServiceStub(channel)
+        for name, arguments in openings.items():
+            request = tools_pb2.OpenSessionRequest(
+                request_id=uuid.uuid4().hex, tool=name, arguments_json=json.dumps(arguments)
+            )
+            try:
+                opened = await tools.OpenSession(request, timeout=TOOLS_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                raise UsageProblem(f"the tools service cannot open {name}: {error.details()}") from error
+            closing = tools_pb2.CloseSessionRequest(request_id=uuid.uuid4().hex, session_id=opened.session.session_id)
+            await tools.CloseSession(closing, timeout=TOOLS_TIMEOUT_S)
+
 
 POLICY_TIMEOUT_S = 30.0
 

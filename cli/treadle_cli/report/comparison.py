@@ -3,14 +3,20 @@
 Purpose: the page and the terminal show the same rows. Invariant: a row says which way is better, and every row in
 which the last arm (Treadle) did worse than the first (the baseline) is named in `losses`; nothing is left out because
 it does not flatter. Pure.
-"""
+
+The end of a run in the terminal: the comparison, where the time went, and where the report lies."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
+from rich.console import Console
+from rich.table import Table
+
 from treadle_cli.report.accounting import KINDS, ArmFigures
+from treadle_cli.report.records import Run
 
 NOTABLE = 0.02  # relative difference below which two figures of one run count as equal
 
@@ -130,3 +136,36 @@ def _row(
 
 def _idle_s(arm: ArmFigures) -> float:
     return sum(arm.makespan_s - end_s for end_s in arm.engine_last_token_s.values())
+
+
+_VERDICT_STYLE = {"better": "green", "worse": "red", "even": "dim"}
+
+
+def print_report(console: Console, run: Run, figures: Sequence[ArmFigures], folder: Path) -> None:
+    """Prints the tables; paths come last, because that is where a reader looks."""
+    titles = [arm.title for arm in run.record.arms]
+    console.print()
+    console.print(_table("The arms compared", rows(figures), titles))
+    console.print(_table("Where the time went (all trajectories)", time_rows(figures), titles))
+    for arm in run.record.arms:
+        for loss in arm.engine_losses:
+            console.print(f"[yellow]{arm.title}: {loss}[/yellow]")
+    console.print(f"[bold]{headline(figures, titles)}[/bold] One run is an anecdote.")
+    lost = losses(figures)
+    if lost:
+        console.print(f"{titles[-1]} did worse in: {'; '.join(lost)}.", style="dim", highlight=False)
+    console.print(
+        f"Report: {folder / 'report.html'} (and report.png, trajectories.jsonl, summary.json)", soft_wrap=True
+    )
+
+
+def _table(title: str, table_rows: Sequence[Row], titles: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for arm in titles:
+        table.add_column(arm, justify="right")
+    table.add_column("change", justify="right")
+    for row in table_rows:
+        style = _VERDICT_STYLE[row.verdict()]
+        table.add_row(row.label, *[row.shown(value) for value in row.values], f"[{style}]{row.change()}[/{style}]")
+    return table

@@ -4,7 +4,7 @@ The colours are Okabe and Ito's, which people with the common kinds of colour bl
 warm, work is cold.
 """
 
-from treadle_cli.records import TrajectoryRecord
+from treadle_cli.report.records import TrajectoryRecord
 
 COLOURS = {
     "queue": "#E69F00",

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from treadle_cli.records import ArmRecord, Run, TrajectoryRecord
 from treadle_cli.report.accounting import KINDS, ArmFigures
 from treadle_cli.report.palette import COLOURS, FAINT, GRID, INK, row_label
+from treadle_cli.report.records import ArmRecord, Run, TrajectoryRecord
 
 WIDTH_IN = 13.0
 ROW_IN = 0.145  # height of a trajectory's row: a label of 6.5 points fits

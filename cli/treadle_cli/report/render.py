@@ -4,11 +4,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from treadle_cli.records import read_run, write_summary
 from treadle_cli.report.accounting import arm_figures
+from treadle_cli.report.comparison import print_report
 from treadle_cli.report.page import write_page
 from treadle_cli.report.picture import draw_picture
-from treadle_cli.report.terminal import print_report
+from treadle_cli.report.records import read_run, write_summary
 
 PAGE_FILE = "report.html"
 PICTURE_FILE = "report.png"

@@ -12,8 +12,8 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from treadle_cli.report.page import STYLE
 from treadle_cli.report.palette import COLOURS, GRID, INK, MEANINGS
-from treadle_cli.report.style import STYLE
 from treadle_cli.simulate.comparison import Comparison
 from treadle_cli.simulate.scene import Panel, Scene
 from treadle_cli.simulate.sentences import Told

@@ -7,8 +7,8 @@ is a fresh store.
 import json
 from pathlib import Path
 
-from treadle_cli.checks import nats_server
-from treadle_cli.processes import Child, ProcessTree
+from treadle_cli.mesh.checks import nats_server
+from treadle_cli.mesh.processes import Child, ProcessTree
 
 START_TIMEOUT_S = 20.0  # it is up in 10 ms; a busy disk may keep it
 FREE_PORT = -1

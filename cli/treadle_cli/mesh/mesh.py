@@ -4,27 +4,36 @@ Purpose: what `treadle up` keeps running and `treadle demo` runs its arms on. En
 and live as long as the mesh; the control plane takes seconds, and `renew_control_plane` gives a fresh one (new store,
 no history) on the same engines. Invariants: checks come before the first process; an engine that dies is noted and
 its sidecar goes on telling the scheduler; any other child that dies ends the mesh with its name and last words.
-"""
+
+Progress while a mesh starts: one line a part with a spinner and its seconds; plain lines where there is no
+terminal.
+
+`treadle up`: a mesh that runs until Ctrl-C."""
 
 import asyncio
 import os
+import shutil
 import sys
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 import grpc
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-from treadle_cli import embedded_nats, engines, services
-from treadle_cli.checks import require_bubblewrap
-from treadle_cli.engines import Engine, EnginePlan
-from treadle_cli.ports import free_ports, is_free
-from treadle_cli.problems import UsageProblem
-from treadle_cli.processes import Child, ChildDiedError, ProcessTree, describe_exit
-from treadle_cli.services import Addresses, Services
+from treadle_cli.exits import UsageProblem
+from treadle_cli.mesh import embedded_nats, engines, services
+from treadle_cli.mesh.checks import require_bubblewrap
+from treadle_cli.mesh.engines import Engine, EnginePlan
+from treadle_cli.mesh.processes import Child, ChildDiedError, ProcessTree, describe_exit
+from treadle_cli.mesh.services import Addresses, Services, free_ports, is_free
 
 ASK_TIMEOUT_S = 10.0
 REGISTRATION_TIMEOUT_S = 60.0  # a sidecar registers as soon as its engine has answered it
@@ -209,3 +218,84 @@ def _addresses(plan: MeshPlan) -> Addresses:
     return services.addresses(
         dict(zip(names, ports, strict=False)), dict(zip(plan.engine_ids, ports[len(names) :], strict=True))
     )
+
+
+class StartBoard:
+    """Shows parts while they start. Used as a context manager; closing it leaves the last state on the screen."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            columns = (
+                SpinnerColumn(finished_text="[green]✓[/green]"),
+                TextColumn("{task.description}"),
+                TimeElapsedColumn(),
+            )
+            self._progress = Progress(*columns, console=self._console)
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def note(self, text: str) -> None:
+        """A line of news above the board."""
+        self._console.print(text, style="yellow", highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Shows `name` as starting until the block ends."""
+        started_s = time.monotonic()
+        task = self._progress.add_task(name, total=1) if self._progress is not None else None
+        if task is None:
+            self._console.print(f"starting {name}", highlight=False)
+        yield
+        if self._progress is not None and task is not None:
+            self._progress.update(task, completed=1)
+        else:
+            self._console.print(f"{name} ready after {time.monotonic() - started_s:.1f} s", highlight=False)
+
+
+async def run_up(plan: MeshPlan, logs: Path, console: Console, hurry: asyncio.Event) -> int:
+    """Starts the mesh, prints where everything is, and waits. Ends by a signal, or by ChildDiedError.
+
+    logs: the folder of the children's logs; the plan's own folder, the mesh's state, is removed at the end.
+    """
+    try:
+        async with ProcessTree(logs, hurry=hurry) as tree:
+            with StartBoard(console) as board:
+                mesh = await Mesh.start(plan, tree, board)
+            console.print(_table(mesh))
+            console.print(f"Logs: {logs}. Ctrl-C stops everything.", highlight=False, soft_wrap=True)
+            await mesh.until_broken()
+    finally:
+        shutil.rmtree(plan.folder, ignore_errors=True)
+    return 0
+
+
+def _table(mesh: Mesh) -> Table:
+    table = Table("service", "address", "what for", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    purposes = {
+        "scheduler": "the one address that a client needs",
+        "predictor": "how much is left?",
+        "placement": "where?",
+        "migrator": "how does the KV get there?",
+        "tools": "who runs the tool?",
+        "rollout": "which trajectories are worth finishing?",
+    }
+    for name, purpose in purposes.items():
+        table.add_row(name, mesh.where.services[name], purpose)
+    for engine in mesh.engines:
+        cores = f", core {', '.join(map(str, engine.cores))}" if engine.cores else ""
+        table.add_row(
+            f"sidecar of {engine.engine_id}", mesh.where.sidecars[engine.engine_id], f"SGLang at {engine.url}{cores}"
+        )
+    table.add_row("NATS", mesh.nats_url, "facts and state")
+    return table

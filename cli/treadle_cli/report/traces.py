@@ -12,7 +12,7 @@ from treadle_sim.workloads.trace_file import write_traces
 from treadle_sim.workloads.workload import Step, TrajectoryWork
 
 from treadle_cli.predictor.sources import run_id_of, tokenizer_of, transcripts_of_run
-from treadle_cli.records import Run, TrajectoryRecord, read_run
+from treadle_cli.report.records import Run, TrajectoryRecord, read_run
 
 
 def write_run(folder: Path, out: Path) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from treadle_cli import guardian
+from treadle_cli.mesh import guardian
 
 T = TypeVar("T")
 STOP_GRACE_S = 5.0  # SIGTERM to SIGKILL: a drained service ends in under one second, an engine in about two

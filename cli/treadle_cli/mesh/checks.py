@@ -2,15 +2,24 @@
 
 Invariant: nothing has been started, and nothing written but the run's folder, when one of these fails; each message
 ends in the command that helps.
-"""
 
+How much of the machine other programs took: a comparison of two arms means little where one of them had company.
+
+Counts the CPU time of all cores against that of this process and everything below it; what a hypervisor steals counts
+as others'.
+Processes that end meanwhile are missed where nobody has collected them yet, so small shares are noise."""
+
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-from treadle_cli.problems import UsageProblem
+import psutil
+
+from treadle_cli.exits import UsageProblem
 
 ENGINE_PYTHON_VARIABLE = "TREADLE_ENGINE_PYTHON"
 SANDBOX_PROBE_S = 10.0  # bubblewrap needs some 30 ms; a busy box more
@@ -96,3 +105,31 @@ def _install_hint(package: str) -> str:
     command = next((words for program, words in managers.items() if shutil.which(program)), None)
     sudo = "" if os.geteuid() == 0 else "sudo "
     return f"Install it: {sudo}{command} {package}" if command else f"Install the package {package} of your system."
+
+
+class OtherPrograms:
+    """Begins to count when made."""
+
+    def __init__(self) -> None:
+        self._wall_s, self._busy_s, self._own_s = time.monotonic(), _busy_s(), _own_s()
+
+    def share(self) -> float:
+        """The part of all cores' time that went to others since then, between 0 and 1."""
+        wall_s = (time.monotonic() - self._wall_s) * (psutil.cpu_count() or 1)
+        others_s = (_busy_s() - self._busy_s) - (_own_s() - self._own_s)
+        return min(1.0, max(0.0, others_s / wall_s)) if wall_s > 0 else 0.0
+
+
+def _busy_s() -> float:
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + times.irq + times.softirq + times.steal)
+
+
+def _own_s() -> float:
+    me = psutil.Process()
+    total = 0.0
+    for process in (me, *me.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
+    return total
