@@ -1,20 +1,37 @@
-"""Entry point of the group `sglang.srt.platforms`: offers Treadle's CPU platform to SGLang, only where it was asked
-for.
+"""Offer Treadle's CPU platform to SGLang where it was chosen: the entry point of the group `sglang.srt.platforms`.
 
-Without TREADLE_SGLANG_CPU=1 this answers None and touches nothing, so that Treadle may be installed beside a SGLang
-that runs on GPUs. Imports nothing but the standard library until then.
+Without TREADLE_SGLANG_CPU=1 `activate` returns None and changes nothing, so that Treadle may be installed beside a
+SGLang that runs on GPUs. Until then only the standard library is imported.
 """
 
 import os
+from typing import Any
 
 PLATFORM_CLASS = "treadle_sidecar.sglang_cpu.cpu_platform.TreadleCpuPlatform"
 
+_definitions: list[Any] = []  # a torch Library that is garbage-collected removes its operators
+
 
 def activate() -> str | None:
-    """The platform class's name for SGLang to load, or None where the plugin was not chosen."""
+    """The name of the platform class for SGLang to load, or None where the plugin was not chosen."""
     if os.environ.get("TREADLE_SGLANG_CPU") != "1":
         return None
-    from treadle_sidecar.sglang_cpu.vision_operators import define_vision_operators
-
     define_vision_operators()
     return PLATFORM_CLASS
+
+
+def define_vision_operators() -> None:
+    """Define torchvision::nms and torchvision::qnms where they are missing.
+
+    SGLang imports torchvision at start; a torchvision wheel built for CUDA cannot load its binary beside a CPU torch,
+    and then `import torchvision` fails over these two operators, which no text model calls. Their schemas are enough.
+    """
+    import torch
+
+    missing = [name for name in ("nms", "qnms") if not hasattr(torch.ops.torchvision, name)]
+    if not missing or _definitions:
+        return
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in missing:
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _definitions.append(library)

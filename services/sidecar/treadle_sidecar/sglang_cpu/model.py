@@ -42,7 +42,7 @@ def convert(out: Path) -> Path:
     if (out / DONE_MARK).is_file():
         return out
     source = gguf_file()
-    from treadle_sidecar.sglang_cpu.vision_operators import define_vision_operators
+    from treadle_sidecar.sglang_cpu.entry import define_vision_operators
 
     define_vision_operators()
     import torch
