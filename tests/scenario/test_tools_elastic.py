@@ -25,10 +25,6 @@ ANYTHING = {"type": "object"}
 TOOLS = [
     Tool("spread", Kind.STATELESS, "", "elastic_code:spread", ANYTHING, limits=Limits(cpu_cores=2),
          scaling=Scaling((1, 2), serial_share=0.1, single_core_s=1.0)),
-    Tool("follow", Kind.STATELESS, "", "elastic_code:follow", ANYTHING, limits=Limits(cpu_cores=2),
-         scaling=Scaling((1, 2), single_core_s=60.0, follows_from=1)),
-    Tool("suite", Kind.STATELESS, "", "treadle_tools.scoring.python_tests:score", ANYTHING, processes=64,
-         limits=Limits(cpu_cores=2, wall_s=40.0), scaling=Scaling((1, 2), single_core_s=60.0, follows_from=1)),
     Tool("room", Kind.ENVIRONMENT, "", "elastic_code:Room", ANYTHING, limits=Limits(cpu_cores=2),
          scaling=Scaling((1, 2), single_core_s=1.0)),
     Tool("search", Kind.STATELESS, "", "elastic_code:search", ANYTHING, provider="web"),
@@ -43,16 +39,6 @@ from treadle_tools.tool import Outcome, Status
 def spread(arguments):
     time.sleep(arguments.get("for_s", 0.0))
     return Outcome(output=f"{os.environ['TREADLE_CORES']} {sorted(os.sched_getaffinity(0))}")
-
-
-def follow(arguments):
-    seen, until = [], time.monotonic() + 9
-    while len(seen) < arguments["changes"] + 1 and time.monotonic() < until:
-        cores = sorted(os.sched_getaffinity(0))
-        if not seen or cores != seen[-1]:
-            seen.append(cores)
-        time.sleep(0.02)
-    return Outcome(output=json.dumps([os.environ["TREADLE_CORES"], os.environ["TREADLE_MOST_CORES"], seen]))
 
 
 class Room:
@@ -143,70 +129,6 @@ async def test_an_elastic_action_gets_all_cores_alone_and_fewer_among_others(
         await until_said(calls.resources, lambda said: said.actions_running == 1)
         assert (await calls.invoke({}, tool="spread")).output in (f"1 [{first}]", f"1 [{second}]")
         held.cancel()
-
-
-@pins
-async def test_idle_cores_are_lent_while_an_action_runs_and_taken_back_for_another(
-    start_service: StartService, tmp_path: Path
-) -> None:
-    """
-    GIVEN   an action that follows, on one core, while a snippet has the other
-    WHEN    the snippet ends, and a little later another one comes
-    Result: it has both cores in between. The second snippet waits for nobody, and has a core of its own.
-    """
-    code = "import os, time; print(sorted(os.sched_getaffinity(0))); time.sleep({})"
-    async with elastic_tools(start_service, tmp_path, "python", CORES="2") as calls:
-        first = asyncio.create_task(calls.python(code.format(1.5)))
-        await until_said(calls.resources, lambda said: said.actions_running == 1)
-        follows = asyncio.create_task(calls.invoke({"changes": 2}, tool="follow"))
-        await until_said(calls.resources, lambda said: said.actions_running == 2)
-        await first
-        await until_said(calls.resources, lambda said: said.resources[0].lent == 1)
-        await asyncio.sleep(0.5)  # it looks at its cores fifty times a second
-        second = await calls.python(code.format(1.0))
-        granted, most, (alone, both, again) = json.loads((await follows).output)
-        assert (granted, most) == ("1", "2")
-        assert (len(alone), len(both), again) == (1, 2, alone)
-        assert json.loads(second.output) == [core for core in both if [core] != alone]
-
-
-TESTS = """
-import os, pathlib, time
-import pytest
-
-@pytest.fixture(autouse=True)
-def ran(request):
-    pathlib.Path(f"{os.environ['PYTEST_XDIST_WORKER']}-{request.node.name}").touch()
-
-def test_that_waits_for_a_second_worker():
-    until = time.monotonic() + 30
-    while not list(pathlib.Path.cwd().glob("gw1-*")):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-@pytest.mark.parametrize("n", range(12))
-def test_of_the_rest(n):
-    assert n != 7
-"""
-
-
-@pins
-async def test_a_run_of_tests_gets_a_worker_for_a_core_that_it_is_lent(
-    start_service: StartService, tmp_path: Path
-) -> None:
-    """
-    GIVEN   a run of pytest on one core, while a snippet has the other
-    WHEN    the snippet ends
-    Result: a second worker runs tests, which the first one's waits for; each test counts once, as it ended
-    """
-    async with elastic_tools(start_service, tmp_path, "python", CORES="2") as calls:
-        snippet = asyncio.create_task(calls.python("import time; time.sleep(2)"))
-        await until_said(calls.resources, lambda said: said.actions_running == 1)
-        asked = {"files": {"code.py": ""}, "tests": {"test_it.py": TESTS}}
-        result = await calls.invoke(asked, tool="suite")
-        await snippet
-        assert result.status == pb.RESULT_STATUS_OK, result.error
-        assert json.loads(result.data_json) == {"passed": 12, "tests": 13}, result.output
 
 
 async def test_an_environment_is_told_its_cores_at_each_step(start_service: StartService, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from treadle_core.tools.action import CPU_CORES, Action, Amdahl, Duration, Fixed, Knowledge, Range
 from treadle_core.tools.cpu import CpuManager, Machine
 from treadle_core.tools.dispatcher import Dispatcher, Resources
-from treadle_core.tools.loans import LENDING_PAUSE_S, Progress, serial_s
 from treadle_core.tools.pools import CpuNode
 from treadle_sim.events import Timeline
 from treadle_sim.tools.coding import ACTIVE_SHARE, coding_batch, shapes
@@ -55,9 +53,8 @@ def command(seconds: float, generation_s: float = 0.0) -> Call:
     return Call(generation_s, {CPU_CORES: Fixed(1)}, seconds)
 
 
-def suite(seconds: float, most: int = 8, *, follows_from: int = 0) -> Call:
-    cost = {CPU_CORES: Range(1, most)}
-    return Call(0.0, cost, seconds, True, CPU_CORES, Amdahl(0.1), seconds, follows_from=follows_from)
+def suite(seconds: float, most: int = 8) -> Call:
+    return Call(0.0, {CPU_CORES: Range(1, most)}, seconds, True, CPU_CORES, Amdahl(0.1), seconds)
 
 
 @st.composite
@@ -66,9 +63,7 @@ def batches(draw: st.DrawFn) -> tuple[Trace, ...]:
     traces = []
     for index in range(draw(st.integers(1, 12))):
         steps = [command(draw(seconds), draw(seconds)) for _ in range(draw(st.integers(0, 4)))]
-        traces.append(
-            Trace(f"t{index}", "coding", (*steps, suite(draw(seconds), follows_from=draw(st.integers(0, 3)))), GIB)
-        )
+        traces.append(Trace(f"t{index}", "coding", (*steps, suite(draw(seconds))), GIB))
     return tuple(traces)
 
 
@@ -224,8 +219,7 @@ class Dispatched:
         self._timeline, self._report = timeline, report
         self._dispatcher = Dispatcher(Resources([CpuManager([machine])]), 0.0)
         self._asked: dict[str, Asked] = {}
-        self._settling = self._lending = False
-        self._ends: dict[str, tuple[Record, Progress]] = {}
+        self._settling = False
         self.decisions = Decisions()
 
     def open(self, trace: Trace) -> None: ...
@@ -246,7 +240,6 @@ class Dispatched:
                 duration,
                 call.key,
                 call.elasticity,
-                follows_from=call.follows_from,
             )
         )
         self._wake()
@@ -261,68 +254,28 @@ class Dispatched:
         now = self._timeline.now
         for started in self._dispatcher.decide(now):
             asked = self._asked[started.action.action_id]
-            record = Record(asked, now, 0.0, now, started.units)
-            joining_s = serial_s(started.action) if started.action.follows(started.units) else 0.0
-            self._ends[asked.action_id] = (record, Progress(partial(ran_s, asked), started.units, joining_s, now))
-            self._end_later(asked.action_id)
-        self._move()
-        self._lend_soon()
+            record = Record(asked, now, 0.0, now + ran_s(asked, started.units), started.units)
+            self._timeline.at(record.finished_s, self._finish, record)
 
-    def _lend_soon(self) -> None:
-        if not self._lending and self._dispatcher.resources.borrowers:
-            self._lending = True
-            self._timeline.after(LENDING_PAUSE_S, self._lend)
-
-    def _lend(self) -> None:
-        self._lending = False
-        self._dispatcher.resources.lend(self._timeline.now)
-        self._move()
-
-    def _move(self) -> None:
-        for action_id, cores in self._dispatcher.resources.moved().items():
-            self._ends[action_id][1].move(len(cores), self._timeline.now)
-            self._end_later(action_id)
-
-    def _end_later(self, action_id: str) -> None:
-        ends_s = self._ends[action_id][1].ends_at_s()
-        self._timeline.at(ends_s, self._maybe_finish, action_id, ends_s)
-
-    def _maybe_finish(self, action_id: str, ends_s: float) -> None:
-        if action_id in self._ends and self._ends[action_id][1].ends_at_s() == ends_s:
-            record, _ = self._ends.pop(action_id)
-            self._dispatcher.end(action_id, self._timeline.now)
-            self._wake()
-            self._lend_soon()
-            self._report(replace(record, finished_s=self._timeline.now))
+    def _finish(self, record: Record) -> None:
+        self._dispatcher.end(record.asked.action_id, self._timeline.now)
+        self._wake()
+        self._report(record)
 
 
-@pytest.mark.parametrize("follows_from", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_node_decides_and_lends_as_the_gateways_dispatcher_does(seed: int, follows_from: int) -> None:
+def test_a_node_decides_as_the_gateways_dispatcher_does(seed: int) -> None:
     """Of what comes at one instant the replay starts commands at once, so no two actions come at the same time here."""
     rng = np.random.default_rng(seed)
     traces = []
     for index in range(12):
         steps = [command(float(rng.exponential()), float(rng.exponential(3.0))) for _ in range(3)]
         calls = [replace(step, profiled_s=step.single_unit_s) for step in steps]
-        traces.append(
-            Trace(f"t{index}", "coding", (*calls, suite(float(rng.exponential(20.0)), follows_from=follows_from)))
-        )
+        traces.append(Trace(f"t{index}", "coding", (*calls, suite(float(rng.exponential(20.0))))))
     ours = play(traces, elastic(equal_nodes(1, 6, GIB)))
     theirs = play(traces, lambda timeline, report: Dispatched(timeline, report, 6))
     assert starts(ours) == starts(theirs)
     assert max(units for _, units in starts(ours).values()) > 1
-    kept = play([unlent(trace) for trace in traces], elastic(equal_nodes(1, 6, GIB)))
-    if follows_from < 2:  # of two cores and more there are too few here to say
-        assert (mean_s(ours) < mean_s(kept)) == (follows_from == 1)
-
-
-def unlent(trace: Trace) -> Trace:
-    return replace(trace, calls=tuple(replace(call, follows_from=0) for call in trace.calls))
-
-
-def mean_s(replay: Replay) -> float:
-    return float(np.mean([record.completion_s for record in replay.records]))
 
 
 def starts(replay: Replay) -> dict[str, tuple[float, int]]:

@@ -11,7 +11,7 @@ from treadle_core.tools.action import UnitSet as Units
 from treadle_core.tools.providers import BreakerRule, Provider, Quota, concurrency_of, quota_of
 from treadle_tools.builtin import FROZEN_LAKE, PYTHON
 from treadle_tools.registry import RegistrationError, Registry
-from treadle_tools.scheduling.demand import Demands, Durations, mean_speedup, most_cores
+from treadle_tools.scheduling.demand import Demands, Durations
 from treadle_tools.scheduling.node import NODE_ID, listed, node_of, total_memory_bytes
 from treadle_tools.scheduling.providers import ProvidersError, read_providers
 from treadle_tools.tool import MIB, Limits, Result, Scaling, Status, Tool
@@ -77,26 +77,6 @@ def test_durations_are_learned_for_one_core_and_told_for_as_many_as_lately() -> 
     assert (action.elasticity, action.duration) == (Measured(((1, 1.0), (8, 0.5))), learned)
 
 
-def test_an_action_that_was_lent_cores_teaches_what_one_core_would_take() -> None:
-    """Ten seconds on one core and ten on three, of work that spreads without loss: forty on one."""
-    scaled = tool(Scaling((1, 2, 3, 4), follows_from=2))
-    sped_up = mean_speedup(scaled.scaling, 1, {0: 10.0, 2: 10.0})
-    durations = Durations()
-    durations.learn(scaled, replace(ended(20.0, cores=1), sped_up=sped_up))
-    assert durations.single_core(scaled) == Duration(Knowledge.LEARNED, 40.0)
-    assert mean_speedup(scaled.scaling, 4, {}) == 4.0
-
-
-@pytest.mark.parametrize("moves_cores", [True, False])
-def test_an_action_follows_where_its_tool_does_and_its_cores_can_be_moved(moves_cores: bool) -> None:
-    demands = Demands(16, GIB, {}, Durations(), lambda _: moves_cores)
-    scaling = Scaling((1, 2, 4), single_core_s=9.0, follows_from=2)
-    action = demands.action("x", "x", 0, tool(scaling), Limits(cpu_cores=8))
-    assert [most_cores(action, granted) for granted in (1, 2, 4)] == ([0, 4, 4] if moves_cores else [0, 0, 0])
-    still = demands.action("x", "x", 0, tool(replace(scaling, follows_from=0)), Limits(cpu_cores=8))
-    assert most_cores(still, 4) == 0
-
-
 @pytest.mark.parametrize(
     ("scaling", "words"),
     [
@@ -107,7 +87,6 @@ def test_an_action_follows_where_its_tool_does_and_its_cores_can_be_moved(moves_
         (Scaling((1, 2), serial_share=-0.5), "elasticity: E(2)"),
         (Scaling((1, 2), efficiency=((2, 0.5), (1, 1.0))), "elasticity.points"),
         (Scaling((1, 2), single_core_s=float("nan")), "duration.single_unit_s"),
-        (Scaling((1, 2), follows_from=-1), "follows_from: must be at least 0"),
     ],
 )
 def test_a_scaling_that_cannot_be_is_refused_at_start(scaling: Scaling, words: str) -> None:

@@ -4,8 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from contextlib import asynccontextmanager
 
 import pytest
 from support.conditions import until
@@ -15,7 +14,7 @@ from treadle_core.tools.dispatcher import Dispatcher, Resources
 from treadle_core.tools.grants import End, Ended
 from treadle_core.tools.providers import BasicManager, Provider, Quota
 from treadle_runtime.errors import ResourceExhausted
-from treadle_tools.scheduling.turns import Moves, Turns
+from treadle_tools.scheduling.turns import Turns
 
 
 @asynccontextmanager
@@ -176,43 +175,6 @@ async def test_those_that_come_together_share_the_cores() -> None:
         assert [len(holder.cores) for holder in both] == [4, 4]
         for holder in both:
             holder.let_go.set()
-
-
-async def test_idle_cores_are_lent_a_little_later_and_back_before_another_is_told_of_them() -> None:
-    """
-    GIVEN   an action that follows, on one of two cores
-    WHEN    the other core is let go of, and then wanted again
-    Result: it is told of both; it has been told of its own alone when the other's turn comes
-    """
-    heard: list[tuple[int, ...]] = []
-    async with turns_of(2, max_waiting=10) as turns, AsyncExitStack() as follower:
-        async with turns.hold(wants("first", 1)):
-            turn = await follower.enter_async_context(turns.hold(replace(scales("follows", 2), follows_from=1)))
-        assert turn.started.grant.cpu is not None
-        own = turn.started.grant.cpu.cores
-        turn.moves.listen(heard.append)
-        await until(lambda: heard == [(0, 1)])
-        async with turns.hold(wants("other", 1)) as other:
-            assert heard == [(0, 1), own]
-            assert other.started.grant.cpu is not None
-            assert set(other.started.grant.cpu.cores).isdisjoint(own)
-
-
-async def test_nothing_is_lent_to_those_that_do_not_follow() -> None:
-    async with turns_of(2, max_waiting=10) as turns, turns.hold(wants("first", 1)), turns.hold(scales("scales", 2)):
-        await asyncio.sleep(0)
-        assert turns.dispatcher.resources.borrowers == 0
-
-
-def test_seconds_are_told_by_how_many_cores_were_lent() -> None:
-    moves = Moves()
-    began = time.monotonic()
-    moves.to((0, 1, 2))
-    lent = moves.lent(1, began - 5.0, time.monotonic() + 10.0)
-    assert set(lent) == {0, 2}
-    assert sum(lent.values()) >= 15.0
-    assert lent[0] >= 5.0
-    assert lent[2] >= 10.0
 
 
 async def test_a_provider_that_refuses_is_left_alone_until_it_said_and_then_called_again() -> None:

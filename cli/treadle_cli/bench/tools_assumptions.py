@@ -46,12 +46,6 @@ def assumptions() -> Iterator[str]:
                 "choices",
             ],
             ["cores of a reward", f"1 to {coding.MOST_CORES}; tools 1", "§6.4"],
-            [
-                "a core that is lent to a reward",
-                "helps once a worker there has done for itself what is serial; cores are lent every 0.2 s; on one core,"
-                " pytest-xdist's start of 1 s is left out",
-                "pytest-xdist: each worker collects all tests",
-            ],
             ["the system's own, s an action", f"{tools_cores.OVERHEAD_S:g}; pods none", "Table 1"],
             [
                 "a pod",

@@ -113,8 +113,7 @@ def played(cell: Cell) -> tuple[dict[str, float], Timed]:
     others = {
         "pods": (traces, at.pods()),
         "pods_timeouts": (traces, at.pods(PodRules(ready_timeout_s=READY_TIMEOUT_S))),
-        "unlent": (kept(traces), at.elastic()),
-        "as_printed": (kept(traces), at.elastic(foresees=False)),
+        "as_printed": (traces, at.elastic(foresees=False)),
         "degree_4": (fixed(traces, 4), at.elastic()),
         "degree_16": (fixed(traces, 16), at.elastic()),
     }
@@ -135,11 +134,6 @@ def fixed(traces: Sequence[Trace], degree: int) -> tuple[Trace, ...]:
         )
         for trace in traces
     )
-
-
-def kept(traces: Sequence[Trace]) -> tuple[Trace, ...]:
-    """The same trajectories, each action with the cores that it starts with to its end."""
-    return tuple(replace(trace, calls=tuple(replace(call, follows_from=0) for call in trace.calls)) for trace in traces)
 
 
 def least_s(traces: Sequence[Trace]) -> float:
@@ -194,7 +188,6 @@ def sensitivity(options: BenchOptions, plan: Plan, among: Sequence[Shape]) -> li
     for share in (0.02, 0.05, 0.1, 0.2):
         fixed_share = partial(batch, serial_share=(share, share))
         changed[f"serial share of tests {share:g}"] = (fixed_share, PodRules(), whole)
-    changed["tests keep the cores that they start with"] = (partial(batch, follows_from=0), PodRules(), whole)
     changed["pods run tests with -n 4"] = (batch, PodRules(reward_processes=4), whole)
     changed["pods are there at once"] = (batch, PodRules(binds_per_s=1e9, starts_per_s=1e9, start_s=0.0), whole)
     for active in (0.35, 0.6):

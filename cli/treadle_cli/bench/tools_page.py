@@ -73,9 +73,8 @@ def _cores(cores: Found) -> Iterator[str]:
     yield ""
     yield from paragraph(
         "Mean seconds of all actions of a trajectory. `at best`: what no scheduler is below, every action",
-        "at once on the most cores that it may have. `pods`: a pod a trajectory. `unlent`: ours, but",
-        "rewards keep the cores that they start with; ours lends idle ones to them meanwhile. `as printed`: the",
-        "paper's scheduler, without that and without counting on those that come. `degree`: the same",
+        "at once on the most cores that it may have. `pods`: a pod a trajectory. `as printed`: the paper's",
+        "scheduler, which does not count on actions that have yet to arrive. `degree`: the same",
         "scheduler as ours, rewards with exactly so many cores.",
     )
     heads = [
@@ -85,7 +84,6 @@ def _cores(cores: Found) -> Iterator[str]:
         "pods, s",
         "ratio to pods",
         "with timeouts",
-        "to unlent",
         "to as printed",
         "to degree 4",
         "to degree 16",
@@ -99,7 +97,6 @@ def _cores(cores: Found) -> Iterator[str]:
                 f"{row['pods_s']:.1f}",
                 f"**{_ratio(row, 'ratio_pods')}**",
                 f"{row['ratio_pods_timeouts']:.2f}",
-                _ratio(row, "ratio_unlent"),
                 _ratio(row, "ratio_as_printed"),
                 _ratio(row, "ratio_degree_4"),
                 _ratio(row, "ratio_degree_16"),

@@ -119,8 +119,7 @@ class Action:
     arrival: its place in the order of submission, any ascending integers. cost: the demand by dimension. key: the
     one dimension that its duration depends on; None: none does. node_id: the CPU node that the trajectory lives on;
     None: this is its first action, and its memory is the whole trajectory's (§5.2). service: the model that it needs
-    on its GPUs, each number of which is a service of its own (§5.3). follows_from: granted so many cores or more, it
-    spreads over whatever it has while it runs, so that idle ones can be lent to it (`managers.loans`); 0: it does not.
+    on its GPUs, each number of which is a service of its own (§5.3).
     """
 
     action_id: str
@@ -132,17 +131,12 @@ class Action:
     elasticity: Elasticity | None = None
     node_id: str | None = None
     service: str | None = None
-    follows_from: int = 0
 
     @property
     def scalable(self) -> bool:
         """Whether more units are known to help: elasticity and duration are both known (Algorithm 1, line 5)."""
         known = self.duration.knowledge is not Knowledge.UNKNOWN
         return known and self.key is not None and self.elasticity is not None
-
-    def follows(self, cores: int) -> bool:
-        """Whether cores can be lent to it once it was granted so many."""
-        return self.scalable and 0 < self.follows_from <= cores
 
 
 def key_units(demand: Demand) -> tuple[int, ...]:
@@ -191,10 +185,6 @@ def check_action(action: Action, dimensions: Collection[str]) -> None:
         _check_demand(f"cost[{dimension}]", demand)
     if action.duration.knowledge is not Knowledge.UNKNOWN:
         _check_number("duration.single_unit_s", action.duration.single_unit_s, MOST_SECONDS)
-    if action.follows_from < 0:
-        raise InvalidActionError("follows_from", f"must be at least 0, is {action.follows_from}")
-    if action.follows_from and (action.key != CPU_CORES or action.elasticity is None):
-        raise InvalidActionError("follows_from", f"is for actions with the key {CPU_CORES!r} and an elasticity alone")
     if action.key is None:
         if action.elasticity is not None:
             raise InvalidActionError("key", "is missing; name the dimension that the elasticity is of")

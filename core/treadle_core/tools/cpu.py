@@ -1,8 +1,7 @@
 """Cores and memory of nodes, allocated on execution (ARL-Tangram §5.2).
 
-A core is of one action at a time. Those that no action was granted can be lent (`loans`), and `take` takes them back. A
-trajectory's memory is held from its first action until it is forgotten, and its actions stay on that action's node;
-which node is for `CpuNodes.seat` to say: where the largest share of memory is free.
+A core is of one action at a time. A trajectory's memory is held from its first action until it is forgotten, and its
+actions stay on that action's node; which node is for `CpuNodes.seat` to say: where the largest share of memory is free.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from treadle_core.tools.action import CPU_CORES, MEMORY_BYTES, Action, InvalidAc
 from treadle_core.tools.completions import Executing
 from treadle_core.tools.decision import Start
 from treadle_core.tools.grants import NEVER_S, CpuGrant, Ended, InvalidHoldingError, Usage
-from treadle_core.tools.loans import LentCores
-from treadle_core.tools.numa import Cores, ascending, count_of, minus, plus
+from treadle_core.tools.numa import Cores, ascending, count_of, minus, pick, plus
 from treadle_core.tools.pools import CpuNode, CpuNodes, InvalidPoolError
 
 
@@ -80,21 +78,6 @@ class CpuManager:
             self._nodes[machine.node_id] = _Node(machine, free, machine.memory_bytes, len(cores))
         self._held: dict[str, _Held] = {}
         self._homes: dict[str, _Home] = {}
-        self._lent = LentCores()
-
-    @property
-    def borrowers(self) -> int:
-        """How many run that cores can be lent to."""
-        return len(self._lent)
-
-    def lend(self, now_s: float) -> None:
-        """Lend the cores that no action was granted."""
-        for name, node in self._nodes.items():
-            self._lent.lend(name, node.free, now_s)
-
-    def moved(self) -> dict[str, tuple[int, ...]]:
-        """All cores of each action that has other ones than when this was last asked, those that lost some first."""
-        return {each: ascending(plus(self._held[each].cores, self._lent.lent_to(each))) for each in self._lent.moved()}
 
     def home(self, trajectory_id: str) -> str | None:
         """The node that a trajectory lives on; None before its first action."""
@@ -129,10 +112,8 @@ class CpuManager:
     def executing(self, now_s: float) -> list[Executing]:
         """Cores only: memory comes back when trajectories end, and nobody knows when."""
         return [
-            Executing(
-                CPU_CORES, held.count, self._ends_at_s(each, held) - now_s, held.node.machine.node_id, held.scalable
-            )
-            for each, held in self._held.items()
+            Executing(CPU_CORES, held.count, held.ends_at_s - now_s, held.node.machine.node_id, held.scalable)
+            for held in self._held.values()
             if held.count
         ]
 
@@ -149,14 +130,12 @@ class CpuManager:
         count, memory_bytes = units.get(CPU_CORES, 0), units.get(MEMORY_BYTES, 0)
         if count > node.free_cores or memory_bytes > node.free_memory_bytes:
             raise InvalidHoldingError("start.units", "more than is free")
-        cores = self._lent.make_room(node.machine.node_id, node.free, count, now_s)
+        cores = pick(node.free, count)
         node.free = minus(node.free, cores)
         node.free_memory_bytes -= memory_bytes
         home.memory_bytes += memory_bytes
         self._homes[action.trajectory_id] = home
         self._held[action.action_id] = _Held(node, cores, count, now_s + expected_s, action.scalable)
-        if action.follows(count):
-            self._lent.begin(action, node.machine.node_id, cores, now_s)
         return CpuGrant(
             node.machine.node_id,
             ascending(cores),
@@ -169,7 +148,6 @@ class CpuManager:
         if held is None:
             raise InvalidHoldingError("action_id", f"{action_id!r} holds no cores")
         held.node.free = plus(held.node.free, held.cores)
-        self._lent.end(action_id)
 
     def forget(self, trajectory_id: str) -> None:
         home = self._homes.pop(trajectory_id, None)
@@ -185,9 +163,6 @@ class CpuManager:
         free_bytes = sum(node.free_memory_bytes for node in nodes)
         memory_bytes = sum(node.machine.memory_bytes for node in nodes)
         return (
-            Usage(CPU_CORES, cores, cores - free_cores, free_cores, self._lent.count()),
+            Usage(CPU_CORES, cores, cores - free_cores, free_cores),
             Usage(MEMORY_BYTES, memory_bytes, memory_bytes - free_bytes, free_bytes),
         )
-
-    def _ends_at_s(self, action_id: str, held: _Held) -> float:
-        return self._lent.ends_at_s(action_id) if action_id in self._lent else held.ends_at_s

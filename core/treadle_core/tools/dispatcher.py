@@ -2,9 +2,7 @@
 what starts.
 
 The gateway and the simulator drive the same. Invariants: an action starts once; what it holds is given back once; of a
-trajectory that lives nowhere yet one action alone is decided on, and the others wait for it to say where. Idle cores
-are lent by `resources.lend`. After whatever starts or lends, `resources.moved` says who has other cores now; they are
-moved before what has started runs.
+trajectory that lives nowhere yet one action alone is decided on, and the others wait for it to say where.
 
 All managers as one: what decisions ask of them, and what an action takes of each and gives back."""
 
@@ -113,20 +111,6 @@ class Resources:
         """The trajectory has ended."""
         for manager in self._managers:
             manager.forget(trajectory_id)
-
-    @property
-    def borrowers(self) -> int:
-        """How many run that idle cores can be lent to."""
-        return 0 if self._cpu is None else self._cpu.borrowers
-
-    def lend(self, now_s: float) -> None:
-        """Lend idle cores."""
-        if self._cpu is not None:
-            self._cpu.lend(now_s)
-
-    def moved(self) -> dict[str, tuple[int, ...]]:
-        """All cores of each action that has other ones than when this was last asked, those that lost some first."""
-        return {} if self._cpu is None else self._cpu.moved()
 
     def next_change_s(self, now_s: float) -> float:
         """When more is free although no action ends; NEVER_S: at no time."""

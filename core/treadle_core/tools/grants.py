@@ -102,13 +102,12 @@ class Grant:
 @dataclass(frozen=True, slots=True)
 class Usage:
     """capacity: units in all. held: by actions (or trajectories) now. free: what may start now; less than the rest
-    where a provider refuses or is not trusted. lent: of those that are free, for now at actions that can use them."""
+    where a provider refuses or is not trusted."""
 
     dimension: str
     capacity: int
     held: int
     free: int
-    lent: int = 0
 
 
 def held_units(start: Start) -> dict[str, int]:

@@ -69,7 +69,7 @@ PYTHON_TESTS = Tool(
     limits=Limits(cpu_cores=32, memory_bytes=4096 * MIB, wall_s=300.0),
     processes=256,
     # Collecting the tests and starting the workers of pytest-xdist takes about as long as a few tests.
-    scaling=Scaling(cores=(1, 2, 4, 8, 16, 32), serial_share=0.2, follows_from=1),
+    scaling=Scaling(cores=(1, 2, 4, 8, 16, 32), serial_share=0.2),
 )
 
 REWARDS = (EXACT_MATCH, MATH_EQUAL, PYTHON_TESTS)

@@ -5,7 +5,7 @@ named by `entry` and imported inside the sandbox; the service itself never impor
 """
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -46,29 +46,11 @@ class Limits:
     output_bytes: int = 64 * 1024
 
 
-class Moves(Protocol):
-    """Where an action's cores change while it runs."""
-
-    def listen(self, listener: Callable[[tuple[int, ...]], None]) -> None:
-        """Tell of all cores that it has, whenever they are other ones."""
-        ...
-
-    def leave(self) -> None:
-        """Tell no more."""
-        ...
-
-
 @dataclass(frozen=True)
 class Granted(Limits):
-    """What one action gets. cpu_cores: how many; cores: which, ascending; empty where any will do. most_cores: how many
-    it may have at a time if more are lent to it, which `moves` tells of; 0: no more than cpu_cores. single_core_s: how
-    long it should take on one; 0: nobody knows.
-    """
+    """What one action gets. cpu_cores: how many; cores: which, ascending; empty where any will do."""
 
     cores: tuple[int, ...] = ()
-    most_cores: int = 0
-    single_core_s: float = 0.0
-    moves: Moves | None = None
 
 
 @dataclass(frozen=True)
@@ -77,16 +59,13 @@ class Scaling:
 
     cores: the numbers of cores that it can use, ascending. serial_share: of its work, in [0, 1], what one core does
     whatever the others do (Amdahl); efficiency: measured instead, (cores, E) with E in (0, 1]. single_core_s: what an
-    action takes on one core; None: learned from those that ended. follows_from: granted so many cores
-    or more, it spreads over whatever its process may use at the moment, up to TREADLE_MOST_CORES, so that idle ones can
-    be lent to it while it runs; 0: it does not.
+    action takes on one core; None: learned from those that ended.
     """
 
     cores: tuple[int, ...]
     serial_share: float = 0.0
     efficiency: tuple[tuple[int, float], ...] = ()
     single_core_s: float | None = None
-    follows_from: int = 0
 
 
 @dataclass(frozen=True)
@@ -183,10 +162,8 @@ class Result:
     """What came of an action, as the service sees it. Times in seconds.
 
     alive: the session's process can take another step. invalid: (argument, description) where the tool refused an
-    argument. cores: that it was granted. held_s: for how long it held them. lent_core_s: core seconds of those that
-    were lent to it. sped_up: how many times as fast as on one core it ran on average, None: as `cores` make it. cpu_s:
-    CPU seconds that it used; None where nobody counts. refused_s: for how long the tool's provider asked to be left
-    alone.
+    argument. cores: that it was granted. held_s: for how long it held them. cpu_s: CPU seconds that it used; None
+    where nobody counts. refused_s: for how long the tool's provider asked to be left alone.
     """
 
     status: Status
@@ -203,8 +180,6 @@ class Result:
     execution_s: float = 0.0
     cores: int = 1
     held_s: float = 0.0
-    lent_core_s: float = 0.0
-    sped_up: float | None = None
     cpu_s: float | None = None
     refused_s: float | None = None
 

@@ -164,13 +164,7 @@ async def wire(runtime: Runtime) -> Wiring:
     actions = Actions(
         turns,
         BusFacts(runtime.bus, source),
-        Demands(
-            node.cores,
-            node.machine.memory_bytes,
-            providers,
-            durations,
-            moves_cores=lambda tool: pinned and pools.moves_cores(tool),
-        ),
+        Demands(node.cores, node.machine.memory_bytes, providers, durations),
         durations,
         pinned=pinned,
         providers=providers,

@@ -39,7 +39,6 @@ REWARD_LIMIT_S = 1_800.0  # where SWE-bench's own harness stops a test run
 REWARD_NOISE = 0.2  # of ln seconds among samples of a task: what is profiled is the task's; a choice
 SERIAL_SHARE = (0.02, 0.10)  # of a test run, uniform over tasks: collecting, the longest test; a choice
 MOST_CORES = 32  # §6.4: DoP from 1 to 32
-FOLLOWS_FROM = 1  # cores of a reward that can be lent more: as of python_tests
 GROUP = 8  # samples of a task; a choice
 MEMORY_BYTES = 4 * GIB  # of an environment; a choice, and far from binding: 2.4 TB a node
 
@@ -83,11 +82,9 @@ def coding_batch(
     tool_s: ToolSeconds = TOOL_S.draw,
     serial_share: tuple[float, float] = SERIAL_SHARE,
     active_share: float = ACTIVE_SHARE,
-    follows_from: int = FOLLOWS_FROM,
 ) -> tuple[Trace, ...]:
-    """A batch that starts as one burst. among: shapes to draw from instead of the fitted ones. follows_from: cores
-    from which on tests spread over those that they are lent, 0: never. Equal seeds give equal batches; ValueError for
-    fewer than one trajectory."""
+    """A batch that starts as one burst. among: shapes to draw from instead of the fitted ones. Equal seeds give
+    equal batches; ValueError for fewer than one trajectory."""
     if trajectories < 1:
         raise ValueError(f"trajectories must be at least 1, are {trajectories}")
     rng = np.random.default_rng([seed, trajectories])
@@ -119,7 +116,6 @@ def coding_batch(
             key=CPU_CORES,
             elasticity=Amdahl(float(serial[at])),
             profiled_s=float(profiled[at]),
-            follows_from=follows_from,
         )
         traces.append(Trace(f"coding-{at}", "coding", (*calls, reward), MEMORY_BYTES))
     return tuple(traces)

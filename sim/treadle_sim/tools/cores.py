@@ -2,18 +2,13 @@
 
 A trajectory's first action is placed by balance of memory and the others follow it there, so each node is decided on by
 itself; all nodes at once only while first actions wait. Decisions of one instant are one. Where nobody waits and an
-action can have no choice of units nothing is decided: it takes the units it asks for, as a decision would have it.
-
-Actions that follow their cores: idle ones are lent to them as the gateway lends them (`Loans`).
-
-Who borrows is decided on what is known of durations; how long an action takes with its cores is its own."""
+action can have no choice of units nothing is decided: it takes the units it asks for, as a decision would have it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -30,86 +25,11 @@ from treadle_core.tools.action import (
 )
 from treadle_core.tools.completions import Executing
 from treadle_core.tools.decision import DEPTH, decide
-from treadle_core.tools.loans import LENDING_PAUSE_S, Loans, Progress, serial_s
 from treadle_core.tools.pools import CpuNode, CpuNodes, capacities
 from treadle_core.tools.queue import Waiting
 
 from treadle_sim.events import Timeline
 from treadle_sim.tools.trace import Asked, Decisions, Record, Report, Trace, ran_s
-
-
-@dataclass(slots=True)
-class _Follower:
-    """ends: counts the times that its end has been set."""
-
-    record: Record
-    home: str
-    truth: Progress
-    ends: int = 0
-
-
-class Followers:
-    """See the module. free: by node, the cores that no action was granted. finish: what an action's end is told."""
-
-    def __init__(
-        self,
-        timeline: Timeline,
-        free: Callable[[], Mapping[str, int]],
-        finish: Callable[[Record, str], None],
-    ) -> None:
-        self._timeline, self._free, self._finish = timeline, free, finish
-        self._loans = Loans()
-        self._running: dict[str, _Follower] = {}
-        self._lending = False
-
-    def begin(self, action: Action, record: Record, home: str) -> None:
-        """An action starts with record.units cores."""
-        begins_s = record.started_s + record.overhead_s
-        self._loans.begin(action, home, record.units, begins_s)
-        # What each worker does for itself is longer than in the profile by as much as the whole.
-        joining_s = serial_s(action) * record.asked.call.single_unit_s / action.duration.single_unit_s
-        truth = Progress(partial(ran_s, record.asked), record.units, joining_s, begins_s)
-        self._running[action.action_id] = follower = _Follower(record, home, truth)
-        self._set_end(follower)
-
-    def ends_s(self, action_id: str) -> float | None:
-        """When it is expected to end; None for one that does not follow."""
-        return self._loans.ends_at_s(action_id) if action_id in self._loans else None
-
-    def recall(self, home: str) -> None:
-        """Cores of a node were granted: those of them that are lent come back."""
-        over = self._loans.lent_on(home) - self._free()[home] if self._running else 0
-        if over > 0:
-            self._move(self._loans.recall(home, over, self._timeline.now))
-
-    def lend_soon(self) -> None:
-        """Something has changed."""
-        if not self._lending and self._running:
-            self._lending = True
-            self._timeline.after(LENDING_PAUSE_S, self._lend)
-
-    def _lend(self) -> None:
-        self._lending = False
-        for home, free in self._free().items():
-            self._move(self._loans.lend(home, free - self._loans.lent_on(home), self._timeline.now))
-
-    def _move(self, action_ids: Sequence[str]) -> None:
-        for action_id in action_ids:
-            follower = self._running[action_id]
-            follower.truth.move(follower.record.units + self._loans.lent(action_id), self._timeline.now)
-            self._set_end(follower)
-
-    def _set_end(self, follower: _Follower) -> None:
-        follower.ends += 1
-        self._timeline.at(follower.truth.ends_at_s(), self._end, follower, follower.ends)
-
-    def _end(self, follower: _Follower, which: int) -> None:
-        if which == follower.ends:
-            action_id = follower.record.asked.action_id
-            del self._running[action_id]
-            self._loans.end(action_id)
-            self._finish(replace(follower.record, finished_s=self._timeline.now), follower.home)
-
 
 FIRST_TYPICAL_S = 1.0  # until an action has ended; then the mean of all that are not profiled
 
@@ -164,7 +84,6 @@ class ElasticCores:
         self._plain_s, self._plain = 0.0, 0
         self._settling = False
         self.decisions = Decisions()
-        self._followers = Followers(timeline, self._free, self._finish)
 
     def open(self, trace: Trace) -> None:
         """Nothing is held before the first action."""
@@ -215,7 +134,6 @@ class ElasticCores:
             call.key,
             call.elasticity if call.profiled_s is not None else None,
             home,
-            follows_from=call.follows_from if call.profiled_s is not None else 0,
         )
 
     def _seat(self, action: Action) -> str | None:
@@ -250,9 +168,9 @@ class ElasticCores:
         began = self._stopwatch()
         now = self._timeline.now
         executing = [
-            Executing(CPU_CORES, run.units, self._ends_s(each, run) - now, node.static.node_id, run.scalable)
+            Executing(CPU_CORES, run.units, run.ends_s - now, node.static.node_id, run.scalable)
             for node in nodes
-            for each, run in node.running.items()
+            for run in node.running.values()
         ]
         pool = CpuNodes(tuple(node.now() for node in nodes))
         starts = decide(waiting, [pool], executing, self._typical_s, depth=self._depth)
@@ -279,7 +197,6 @@ class ElasticCores:
             self._homes[action.trajectory_id] = home
             node.free_memory_bytes -= asked.trace.memory_bytes
         node.free_cores -= units
-        self._followers.recall(home)
         profiled = asked.call.profiled_s is not None
         expected_s = seconds_at(action, units) if profiled else self._typical_s
         node.running[action.action_id] = _Running(
@@ -287,18 +204,7 @@ class ElasticCores:
         )
         took_s = ran_s(asked, units)
         record = Record(asked, now, self._overhead_s, now + self._overhead_s + took_s, units)
-        if action.follows(units):
-            self._followers.begin(action, record, home)
-        else:
-            self._timeline.at(record.finished_s, self._finish, record, home)
-        self._followers.lend_soon()
-
-    def _ends_s(self, action_id: str, run: _Running) -> float:
-        follows_s = self._followers.ends_s(action_id)
-        return run.ends_s if follows_s is None else follows_s
-
-    def _free(self) -> Mapping[str, int]:
-        return {name: node.free_cores for name, node in self._nodes.items()}
+        self._timeline.at(record.finished_s, self._finish, record, home)
 
     def _finish(self, record: Record, home: str) -> None:
         node = self._nodes[home]
@@ -308,7 +214,6 @@ class ElasticCores:
             self._plain_s, self._plain = self._plain_s + record.execution_s, self._plain + 1
         if self._homeless or len(node.waiting):
             self._wake(home)
-        self._followers.lend_soon()
         self._report(record)
 
 

@@ -29,7 +29,6 @@ class Call:
 
     cost: what it asks for while it runs. single_unit_s: how long it takes on one unit of `key`. profiled_s: what is
     known of that beforehand, None: nothing. elasticity None: more units do not help. service: the model it wants.
-    follows_from: granted so many cores or more, it can be lent idle ones while it runs; 0: it cannot.
     """
 
     generation_s: float
@@ -40,7 +39,6 @@ class Call:
     elasticity: Elasticity | None = None
     profiled_s: float | None = None
     service: str = ""
-    follows_from: int = 0
 
 
 @dataclass(frozen=True, slots=True)

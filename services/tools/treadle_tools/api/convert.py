@@ -92,7 +92,6 @@ def resources_message(standing: Standing) -> pb.GetResourcesResponse:
             capacity=each.capacity,
             held=each.held,
             free=each.free,
-            lent=each.lent,
             waiting=waiting,
         )
         for each, waiting in standing.usage()

@@ -63,11 +63,6 @@ class Pools:
             )
         return self._backends[name]
 
-    def moves_cores(self, tool: Tool) -> bool:
-        """Whether the cores of an action of `tool` can be changed while it runs."""
-        backend = self._backends.get(self._of_tool.get(tool.name, ""))
-        return backend is not None and backend.moves_cores
-
     async def take(self, tool: Tool) -> Cell:
         """A fresh cell of `tool`. Raises FailedPrecondition without a sandbox, WorkerFailed where the tool does not
         start.

@@ -77,11 +77,6 @@ class Backend(Protocol):
         """Sessions closed in that life: session id -> the request that closed it."""
         ...
 
-    @property
-    def moves_cores(self) -> bool:
-        """Whether the cores of a cell can be changed while an action runs in it."""
-        ...
-
     async def take(self, tool: str) -> Cell:
         """A fresh cell. Raises WorkerFailed where the tool's worker does not start."""
         ...

@@ -17,7 +17,7 @@ from treadle_runtime.calls import remaining_s
 from treadle_runtime.errors import Unavailable
 
 from treadle_tools.sandbox.bubblewrap.cell import CellLost, WorkerFailed
-from treadle_tools.scheduling.demand import Demands, Durations, mean_speedup, most_cores
+from treadle_tools.scheduling.demand import Demands, Durations
 from treadle_tools.scheduling.meters import NO_METERS, Meters
 from treadle_tools.scheduling.turns import Turn, Turns
 from treadle_tools.tool import Granted, Kind, Limits, Result, Status, Tool
@@ -162,9 +162,6 @@ class Actions:
             wall_s=call.limits.wall_s,
             output_bytes=call.limits.output_bytes,
             cores=cpu.cores if self._pinned else (),
-            most_cores=most_cores(turn.started.action, len(cpu.cores)),
-            single_core_s=turn.started.action.duration.single_unit_s,
-            moves=turn.moves,
         )
         began = time.monotonic()
         try:
@@ -174,16 +171,7 @@ class Actions:
         except WorkerFailed as failure:
             raise Unavailable("TOOL_NOT_READY", str(failure), retry_after_s=RETRY_WORKER_S) from failure
         refused_s = result.refused_s if call.tool.provider else None
-        ended = time.monotonic()
-        lent = turn.moves.lent(granted.cpu_cores, began, ended)
-        return replace(
-            result,
-            cores=granted.cpu_cores,
-            lent_core_s=sum(seconds * count for count, seconds in lent.items()),
-            sped_up=mean_speedup(call.tool.scaling, granted.cpu_cores, lent),
-            held_s=ended - began,
-            refused_s=refused_s,
-        )
+        return replace(result, cores=granted.cpu_cores, held_s=time.monotonic() - began, refused_s=refused_s)
 
 
 def ended_of(tool: Tool, result: Result) -> Ended:

@@ -6,7 +6,7 @@ How long each tool's actions take: learned from those that ended, with the cores
 
 Running averages by tool, of what an action took beside its own work (overhead) and of that work on one core."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from treadle_core.tools.action import (
@@ -25,7 +25,6 @@ from treadle_core.tools.action import (
     Range,
     UnitSet,
     check_action,
-    key_units,
 )
 from treadle_core.tools.providers import BasicManager
 
@@ -55,8 +54,8 @@ class Durations:
         self._learned: dict[str, _Learned] = {}
 
     def learn(self, tool: Tool, result: Result) -> None:
-        """An action has ended by itself; its result says how much its cores sped it up."""
-        factor = speedup(tool.scaling, result.cores) if result.sped_up is None else result.sped_up
+        """An action has ended by itself."""
+        factor = speedup(tool.scaling, result.cores)
         newest = _Learned(result.overhead_s, result.execution_s * factor, factor)
         self._learned.setdefault(tool.name, newest).add(newest)
 
@@ -85,18 +84,8 @@ def speedup(scaling: Scaling | None, cores: int) -> float:
     return 1.0 if scaling is None else elasticity(scaling).efficiency(cores) * cores
 
 
-def mean_speedup(scaling: Scaling | None, cores: int, lent: Mapping[int, float]) -> float:
-    """The same on average. lent: seconds by how many cores it had beyond its own, 0 among them."""
-    total_s = sum(lent.values())
-    if total_s <= 0.0:
-        return speedup(scaling, cores)
-    return sum(seconds * speedup(scaling, cores + more) for more, seconds in lent.items()) / total_s
-
-
 class Demands:
-    """See the module. cores, memory_bytes: of the node. providers: by name. moves_cores: whether a tool's actions can
-    be given other cores while they run.
-    """
+    """See the module. cores, memory_bytes: of the node. providers: by name."""
 
     def __init__(
         self,
@@ -104,9 +93,7 @@ class Demands:
         memory_bytes: int,
         providers: Mapping[str, BasicManager],
         durations: Durations,
-        moves_cores: Callable[[Tool], bool] = lambda _: False,
     ) -> None:
-        self._moves_cores = moves_cores
         self._cores = cores
         self._memory_bytes = memory_bytes
         self._providers = providers
@@ -135,7 +122,6 @@ class Demands:
             key=CPU_CORES,
             elasticity=elasticity(tool.scaling) if tool.scaling is not None else None,
             node_id=None if stays else NODE_ID,
-            follows_from=tool.scaling.follows_from if tool.scaling is not None and self._moves_cores(tool) else 0,
         )
 
 
@@ -146,9 +132,7 @@ def check_scaling(tool: Tool) -> None:
         return
     single_core = Duration(Knowledge.PROFILED, 1.0 if scaling.single_core_s is None else scaling.single_core_s)
     cost = {CPU_CORES: UnitSet(scaling.cores)}
-    declared = Action(
-        tool.name, tool.name, 0, cost, single_core, CPU_CORES, elasticity(scaling), follows_from=scaling.follows_from
-    )
+    declared = Action(tool.name, tool.name, 0, cost, single_core, CPU_CORES, elasticity(scaling))
     check_action(declared, (CPU_CORES,))
     if scaling.cores[-1] > tool.limits.cpu_cores:
         raise InvalidActionError("cores", f"must be at most limits.cpu_cores, {tool.limits.cpu_cores}")
@@ -162,8 +146,3 @@ def cores_demand(scaling: Scaling | None, most: int) -> Demand:
     if choices == tuple(range(choices[0], choices[-1] + 1)):
         return Range(choices[0], choices[-1])
     return UnitSet(choices)
-
-
-def most_cores(action: Action, granted: int) -> int:
-    """How many an action may have at a time while it runs; 0: no more than it was granted."""
-    return key_units(action.cost[CPU_CORES])[-1] if action.follows(granted) else 0

@@ -34,11 +34,9 @@ class Meters:
         self._execution = histogram("action.execution", "The tool's own time")
         self._decision = histogram("decision", "What a scheduling decision took", DECISION_BOUNDS_S)
         self._cores_held = counter("cores.held", "Core seconds that actions held")
-        self._cores_lent = counter("cores.lent", "Core seconds of idle cores that were lent to actions")
-        self._cores_used = counter("cores.used", "CPU seconds that actions used of what they held and were lent")
+        self._cores_used = counter("cores.used", "CPU seconds that actions used of what they held")
         self._capacity = meter.create_gauge("treadle.tools.capacity", "1", "Units in all").set
         self._held = meter.create_gauge("treadle.tools.held", "1", "Units that actions and sessions hold").set
-        self._lent = meter.create_gauge("treadle.tools.lent", "1", "Free units that are lent to actions for now").set
         self._waiting = meter.create_gauge("treadle.tools.waiting", "1", "Actions that wait and ask for it").set
 
     def ended(self, tool: Tool, result: Result) -> None:
@@ -48,7 +46,6 @@ class Meters:
         self._overhead(result.overhead_s, labels)
         self._execution(result.execution_s, labels)
         self._cores_held(result.cores * result.held_s, {"tool": tool.name})
-        self._cores_lent(result.lent_core_s, {"tool": tool.name})
         if result.cpu_s is not None:
             self._cores_used(result.cpu_s, {"tool": tool.name})
 
@@ -63,7 +60,6 @@ class Meters:
                 labels = {"dimension": each.dimension}
                 self._capacity(each.capacity, labels)
                 self._held(each.held, labels)
-                self._lent(each.lent, labels)
                 self._waiting(waiting, labels)
             await asyncio.sleep(WATCH_S)
 

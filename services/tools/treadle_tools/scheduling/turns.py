@@ -1,63 +1,21 @@
 """Whose turn it is: actions wait for cores, memory and providers, and start when the dispatcher says so.
 
 What comes and what ends in one turn of the event loop is decided on together; an action without a choice that nobody
-waits before starts at once. Cores that stay idle are lent to those that run, a little later. Owns: the dispatcher, the
-future of each action that waits and the turn of each that runs. Invariants: what an action holds is given back once,
-whether it ends, fails, or nobody wants it any more; a core is taken from its borrower before another is told of it.
-
-The cores of an action that runs, as they change: who runs it says where changes are to be carried out."""
+waits before starts at once. Owns: the dispatcher and the future of each action that waits. Invariant: what an action
+holds is given back once, whether it ends, fails, or nobody wants it any more.
+"""
 
 import asyncio
 import contextlib
-import itertools
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from treadle_core.tools.action import Action
 from treadle_core.tools.dispatcher import Dispatcher, Started
 from treadle_core.tools.grants import NEVER_S, SERVED, End, Ended
-from treadle_core.tools.loans import LENDING_PAUSE_S
 from treadle_runtime.errors import ResourceExhausted
-
-Cores = tuple[int, ...]
-
-
-class Moves:
-    """See the module. Invariant: whoever listens has been told of the newest cores, and of nothing once it has left."""
-
-    def __init__(self) -> None:
-        self._cores: Cores | None = None
-        self._listener: Callable[[Cores], None] | None = None
-        self._counts: list[tuple[float, int]] = []  # how many from when on
-
-    def listen(self, listener: Callable[[Cores], None]) -> None:
-        """Tell of other cores from now on. Those of the grant are known; what has changed since is told at once."""
-        self._listener = listener
-        if self._cores is not None:
-            listener(self._cores)
-
-    def leave(self) -> None:
-        """Tell no more."""
-        self._listener = None
-
-    def to(self, cores: Cores) -> None:
-        """All cores that it has now, ascending."""
-        self._cores = cores
-        self._counts.append((time.monotonic(), len(cores)))
-        if self._listener is not None:
-            self._listener(cores)
-
-    def lent(self, granted: int, began: float, ended: float) -> Mapping[int, float]:
-        """Seconds between two moments by how many cores it had beyond those granted."""
-        found: dict[int, float] = defaultdict(float)
-        counts = [(began, granted), *self._counts, (ended, granted)]
-        for (since, cores), (until, _) in itertools.pairwise(counts):
-            found[cores - granted] += max(0.0, min(until, ended) - max(since, began))
-        return found
-
 
 LONG_DECISION_S = 0.5e-3  # from here on decisions take half of the loop's time at most
 RETRY_S = 1.0  # a full queue moves within a few actions, which take parts of a second
@@ -65,11 +23,10 @@ RETRY_S = 1.0  # a full queue moves within a few actions, which take parts of a 
 
 @dataclass
 class Turn:
-    """An action that runs. ended: how it ended; whoever runs it says so before it lets go. moves: of its cores."""
+    """An action that runs. ended: how it ended; whoever runs it says so before it lets go."""
 
     started: Started
     ended: Ended = SERVED
-    moves: Moves = field(default_factory=Moves)
 
 
 class Turns:
@@ -88,8 +45,6 @@ class Turns:
         self._decided = decided
         self._clock = clock
         self._futures: dict[str, asyncio.Future[Turn]] = {}
-        self._running: dict[str, Turn] = {}
-        self._lending: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
 
     @asynccontextmanager
@@ -116,8 +71,7 @@ class Turns:
         self.dispatcher.check(action)
         started = self.dispatcher.submit_alone(action, self._clock())
         if started is not None:
-            self._move()
-            return self._start(started)
+            return Turn(started)
         waiting = len(self.dispatcher)
         if waiting >= self._max_waiting and (waiting or not action.scalable):
             raise ResourceExhausted(
@@ -138,15 +92,9 @@ class Turns:
                 self._wake()
             raise
 
-    def _start(self, started: Started) -> Turn:
-        turn = self._running[started.action.action_id] = Turn(started)
-        return turn
-
     def _end(self, action: Action, ended: Ended) -> None:
-        del self._running[action.action_id]
         self.dispatcher.end(action.action_id, self._clock(), ended)
         self._wake()
-        self._lend_soon()
 
     async def run(self) -> None:
         """Decide whenever something has changed, for ever: once for all that happened in a turn of the loop."""
@@ -173,21 +121,5 @@ class Turns:
     def _decide(self, now_s: float) -> None:
         for started in self.dispatcher.decide(now_s):
             future = self._futures.pop(started.action.action_id)
-            turn = self._start(started)
             if not future.done():  # else it is cancelled, and whoever waited for it lets go next
-                future.set_result(turn)
-        self._move()
-        self._lend_soon()
-
-    def _lend_soon(self) -> None:
-        if self._lending is None and self.dispatcher.resources.borrowers:
-            self._lending = asyncio.get_running_loop().call_later(LENDING_PAUSE_S, self._lend)
-
-    def _lend(self) -> None:
-        self._lending = None
-        self.dispatcher.resources.lend(self._clock())
-        self._move()
-
-    def _move(self) -> None:
-        for action_id, cores in self.dispatcher.resources.moved().items():
-            self._running[action_id].moves.to(cores)
+                future.set_result(Turn(started))

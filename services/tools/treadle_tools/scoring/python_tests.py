@@ -16,23 +16,22 @@ from treadle_tools.tool import InvalidArguments, Outcome, Status
 
 WORK = Path("/tmp/work")
 REPORT = Path("/tmp/report.xml")
-OWN_ERROR = 3
-NOT_RUN = {OWN_ERROR: "had an error of its own", 4: "was called wrongly", 5: "found no tests"}  # its exit codes
+NOT_RUN = {3: "had an error of its own", 4: "was called wrongly", 5: "found no tests"}  # its exit codes
 CORES_VARIABLE = "TREADLE_CORES"  # of this action, where an elastic scheduler says
-MOST_CORES_VARIABLE = "TREADLE_MOST_CORES"  # that it may be lent while it runs; without it, no more
-SINGLE_CORE_VARIABLE = "TREADLE_SINGLE_CORE_S"  # that the tests should take; 0 where nobody knows
-LONG_S = 10.0  # on one core, from here on a worker is worth the second that its start takes: others may join it
-GROWING = "treadle_tools.scoring.growing"  # by name: pytest is not imported here
 
 
 def score(arguments: Mapping[str, Any]) -> Outcome:
     """Passed over all, or 1.0 and 0.0; see builtin_rewards.py for the arguments."""
     _write("files", arguments["files"])
     _write("tests", arguments["tests"])
-    tests, (workers, grows) = list(arguments["tests"]), _workers()
-    run = _run(_command(tests, workers, grows))
-    if grows and run.returncode == OWN_ERROR:  # `worksteal` may ask a worker that has just crashed for its tests
-        run = _run(_command(tests, workers, grows=False))
+    run = subprocess.run(
+        _command(list(arguments["tests"]), int(os.environ.get(CORES_VARIABLE, "1"))),
+        cwd=WORK,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONDONTWRITEBYTECODE": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     output = run.stdout.decode(errors="backslashreplace")
     if run.returncode in NOT_RUN:
         return Outcome(output=output, status=Status.TOOL_ERROR, error=f"pytest {NOT_RUN[run.returncode]}")
@@ -43,34 +42,12 @@ def score(arguments: Mapping[str, Any]) -> Outcome:
     return Outcome(output=output, reward=reward, data={"passed": passed, "tests": total})
 
 
-def _workers() -> tuple[int, bool]:
-    """How many to start with, 0 for none, and whether more may join."""
-    cores = int(os.environ.get(CORES_VARIABLE, "1"))
-    grows = int(os.environ.get(MOST_CORES_VARIABLE, "1")) > cores
-    if cores == 1 and not (grows and float(os.environ.get(SINGLE_CORE_VARIABLE, "0")) >= LONG_S):
-        return 0, False
-    return cores, grows
-
-
-def _run(command: list[str]) -> "subprocess.CompletedProcess[bytes]":
-    return subprocess.run(
-        command,
-        cwd=WORK,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONDONTWRITEBYTECODE": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-
-
-def _command(tests: list[str], workers: int, grows: bool) -> list[str]:
+def _command(tests: list[str], cores: int) -> list[str]:
     # -P: a file of the agent called pytest.py is not what runs.
     command = [sys.executable, "-P", "-s", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={REPORT}"]
     command += ["-o", "pythonpath=."]
-    if workers:
-        command += ["-n", str(workers)]
-    if grows:
-        command += ["--dist", "worksteal", "-p", GROWING]
+    if cores > 1:
+        command += ["-n", str(cores)]
     # Not those that only hold what the tests import.
     return command + [path for path in tests if PurePosixPath(path).name.startswith("test_")]
 

@@ -523,7 +523,7 @@ class Resource(google.protobuf.message.Message):
     waiting: builtins.int
     """actions that wait and ask for it"""
     lent: builtins.int
-    """of those that are free, lent for now to actions that can use them"""
+    """always 0: an action keeps the cores that it starts with (ADR 0020)"""
     def __init__(
         self,
         *,

@@ -71,8 +71,7 @@ class Cell:
         op: `call`, `open`, `step`; `recall` (the last answer again; {"id": ""} where there was none); `snapshot` (write
         the environment to `file`) or `restore` (open it from there). A step keeps the memory of the session's opening;
         its own, lower limit holds for each process that the step starts. The cell keeps its last answer with
-        `request_id`, for a service that comes after this one. Cores that were granted or lent are let go with the
-        answer.
+        `request_id`, for a service that comes after this one. Cores that were granted are let go with the answer.
         """
         if op == "recall" or self._slot is None:
             reply = await self._asked(op, arguments, limits, request_id, file, again)
@@ -80,14 +79,9 @@ class Cell:
             return reply
         self._limit(self._slot, op, limits, processes)
         used_s = self._slot.cpu_s()
-        moves = limits.moves if isinstance(limits, Granted) else None
         try:
-            if moves is not None:
-                moves.listen(self._slot.move)
             reply = await self._asked(op, arguments, limits, request_id, file, again)
         finally:
-            if moves is not None:
-                moves.leave()
             self._slot.unpin()
         now_s = self._slot.cpu_s()
         return reply | {"cpu_s": None if used_s is None or now_s is None else now_s - used_s}
@@ -102,8 +96,6 @@ class Cell:
             "output_bytes": limits.output_bytes,
             "cpu_cores": limits.cpu_cores,
         }
-        if isinstance(limits, Granted):
-            allowed |= {"most_cores": limits.most_cores, "single_core_s": limits.single_core_s}
         request = {"op": op, "id": request_id, "arguments": arguments, "limits": allowed, "again": again}
         try:
             async with asyncio.timeout(limits.wall_s + BACKSTOP_S):

@@ -91,12 +91,6 @@ class Slot:
         self._write("pids", names.processes_most, str(processes))
         self._pin(cores)
 
-    def move(self, cores: tuple[int, ...]) -> None:
-        """Its cell runs on these from now on, and may fill them."""
-        with contextlib.suppress(FileNotFoundError):
-            self._allot(len(cores))
-            self._pin(cores)
-
     def unpin(self) -> None:
         """Any core will do from now on: those of the last action are another's."""
         with contextlib.suppress(FileNotFoundError):  # removed after the cell's end

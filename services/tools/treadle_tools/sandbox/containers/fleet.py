@@ -86,7 +86,6 @@ class Fleet:
             self._spares[tool].fail(why)
         self.found: list[FoundSession] = []
         self.closed = dict(ledger.closed)
-        self.moves_cores = False  # a host is asked to change them, which takes as long as many an action
 
     async def connect(self) -> None:
         """Find the containers of the sessions that the ledger knows, and remove all others. A host that does not answer

@@ -52,8 +52,6 @@ def read_snapshot(file: int) -> Any:
 
 
 CORES = "TREADLE_CORES"  # how a program learns how many cores it was granted
-MOST_CORES = "TREADLE_MOST_CORES"  # and how many it may have at a time, where more can be lent to it
-SINGLE_CORE_S = "TREADLE_SINGLE_CORE_S"
 
 _links: list[socket.socket] = []  # of this process, one at most: how an environment out of a snapshot finds its sandbox
 
@@ -168,8 +166,5 @@ def _here() -> LinkedSandbox:
 
 
 def tell_cores(order: Mapping[str, Any]) -> None:
-    """Tell the program of this process how many cores it starts with, how many it may have at a time, and how many
-    seconds it should take on one core, 0 where nobody knows.
-    """
-    for variable, name in ((CORES, "cores"), (MOST_CORES, "most_cores"), (SINGLE_CORE_S, "single_core_s")):
-        os.environ[variable] = str(order[name])
+    """Tell the program of this process how many cores it was granted."""
+    os.environ[CORES] = str(order["cores"])

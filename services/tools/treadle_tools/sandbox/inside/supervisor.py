@@ -40,19 +40,11 @@ class Allowance:
     wall_s: float
     output_bytes: int
     cpu_cores: int
-    most_cores: int = 0
-    single_core_s: float = 0.0
 
     @property
     def cpu_s(self) -> float:
         """CPU seconds that fit in."""
-        return self.wall_s * max(self.cpu_cores, self.most_cores)
-
-    @property
-    def cores(self) -> dict[str, float]:
-        """As the program is told: see `environments.tell_cores`."""
-        most_cores = max(self.cpu_cores, self.most_cores)
-        return {"cores": self.cpu_cores, "most_cores": most_cores, "single_core_s": self.single_core_s}
+        return self.wall_s * self.cpu_cores
 
     @classmethod
     def of(cls, request: Mapping[str, Any]) -> "Allowance":
@@ -149,7 +141,7 @@ class Supervisor:
             processes=self._worker.processes,
             cpu_s=None if op in ("open", "restore") else allowed.cpu_s,
         )
-        child.send({"op": op, "arguments": arguments, "budget": asdict(budget), **allowed.cores}, file)
+        child.send({"op": op, "arguments": arguments, "budget": asdict(budget), "cores": allowed.cpu_cores}, file)
         return child
 
     def _answer(self, request: Mapping[str, Any], allowed: Allowance, file: int | None) -> dict[str, Any]:
@@ -162,7 +154,7 @@ class Supervisor:
         if op in ("open", "restore"):
             self._environment = self._ordered(op, arguments, allowed, file)
         elif self._environment is not None:
-            self._environment.send({op: arguments, **allowed.cores}, file)
+            self._environment.send({op: arguments, "cores": allowed.cpu_cores}, file)
         return self._environment_answer(allowed)
 
     def _heard(self, child: Child, allowed: Allowance) -> dict[str, Any]:

@@ -87,11 +87,6 @@ class KeeperClient:
         """Which control groups limit the cells; None where none do."""
         return None if self._root is None else self._root.version
 
-    @property
-    def moves_cores(self) -> bool:
-        """See `backend.Backend`: where control groups tell cores apart."""
-        return self._root is not None and bool(self._root.cores)
-
     async def connect(self) -> None:
         """Find the keeper of the folder, or start one. Raises KeeperFailed."""
         for _ in range(TRIES):
