@@ -16,10 +16,10 @@ setup:           ## both venvs: the mesh (.venv) and the SGLang engine (.venv-en
 	@scripts/check-system.sh
 	@$(MAKE) --no-print-directory -j2 $(MESH_READY) $(ENGINE_READY)
 
-$(MESH_READY): pyproject.toml clients/python/pyproject.toml requirements-mesh.txt
+$(MESH_READY): pyproject.toml clients/python/pyproject.toml bench/pyproject.toml requirements-mesh.txt
 	@echo "mesh: installing into $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip --disable-pip-version-check -q install -c requirements-mesh.txt -e clients/python -e '.[dev]'
+	@$(BIN)/python -m pip --disable-pip-version-check -q install -c requirements-mesh.txt -e clients/python -e '.[dev]' -e bench
 	@touch $@
 
 $(ENGINE_READY): services/sidecar/engine/install.sh services/sidecar/engine/requirements.txt services/sidecar/engine/constraints.txt

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Coroutine
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ DEFAULT_TOOL_LATENCY_S = 1.0  # a remote sandbox or a small test run; coding age
 DEFAULT_PORT = 7401  # of the scheduler, as in the services' own defaults
 DEFAULT_OUT = Path("runs")
 PASS_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": False}
+PASS_ALL = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(predictor_commands, name="predictor")
@@ -124,58 +126,15 @@ def rollout(
     exits.run(begin)
 
 
-@app.command()
-def bench(
-    name: Annotated[str, typer.Argument(help="Which figure; without it the names are listed.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    seed: Seed = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="Times that each measurement is made.")] = 5,
-    traces: Annotated[Path | None, typer.Option(help="Trace file to run on, see docs/traces.md.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder of public traces and engine measurements.")] = None,
-    pictures: Annotated[Path | None, typer.Option(help="Folder to draw into.")] = None,
-    scale: Annotated[
-        float | None, typer.Option(min=0.01, max=1.0, help="Part of a simulated figure's GPUs and trajectories.")
-    ] = None,
-    redraw: Annotated[
-        Path | None, typer.Option(help="JSON of an earlier run, to draw into --pictures again without measuring.")
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes: whether it runs, not what it says (tools).")
-    ] = False,
-    slots: Slots = DEFAULT_SLOTS,
-    model: Model = DEFAULT_MODEL,
-) -> None:
-    """Measure a figure on this machine."""
-    from treadle_cli.bench import BENCHES, BenchOptions
-
-    if name not in BENCHES:
-        known = "\n".join(f"  {bench.name}: {bench.summary}" for bench in BENCHES.values())
-        exits.end(UsageProblem(f"{f'there is no bench {name!r}; ' if name else ''}the benches are\n{known}"))
-    chosen = BENCHES[name]
-    figures: dict[str, Any] = {}
-    if redraw is not None:
-        if chosen.page is None or pictures is None:
-            exits.end(UsageProblem("--redraw needs --pictures, and a bench that can draw again"))
-        try:
-            chosen.put_down(json.loads(redraw.read_text()), pictures)
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            exits.end(UsageProblem(f"--redraw {redraw}: {error}"))
-        return
-
-    async def measure(hurry: asyncio.Event) -> int:
-        plan = engine_plan(chosen.engines, slots, model, seed, []) if chosen.engines else None
-        options = BenchOptions(
-            plan, seed, repeats, traces, data, pictures, hurry=hurry, scale=scale, model=model, quick=quick
-        )
-        figures.update(await chosen.measured(options))
-        if as_json:
-            typer.echo(json.dumps(figures))
-        else:
-            for key, value in figures.items():
-                out.print(f"{key:<32} {_figure(value)}", highlight=False)
-        return 0
-
-    exits.run(measure)
+# All arguments, --help too, are for the command of the distribution treadle-bench.
+@app.command(context_settings=PASS_ALL, add_help_option=False)
+def bench(ctx: typer.Context) -> None:
+    """Measure a figure on this machine. Needs the distribution treadle-bench: pip install ./bench"""
+    commands = entry_points(group="treadle.commands", name="bench")
+    if not commands:
+        exits.end(UsageProblem("treadle bench is a distribution of its own: run pip install ./bench in a checkout"))
+    for command in commands:
+        typer.main.get_command(command.load())(ctx.args, prog_name=ctx.command_path)
 
 
 @app.command()
@@ -263,12 +222,6 @@ def trace(
             typer.echo(f"{traces}: {write_run(run, traces)} trajectories")
     except (RecordError, OSError) as error:
         exits.end(error)
-
-
-def _figure(value: object) -> str:
-    if isinstance(value, list):
-        return "".join(f"\n  {row}" for row in value)
-    return f"{value:,.3f}" if isinstance(value, float) else str(value)
 
 
 def engine_plan(count: int, slots: int, model: str, seed: int, flags: list[str]) -> EnginePlan:

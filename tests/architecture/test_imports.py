@@ -11,9 +11,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("predictor", "scheduler", "placement", "migrator", "tools", "rollout", "sidecar")
-OURS = {"treadle", "treadle_core", "treadle_learned", "treadle_runtime", "treadle_sim", "treadle_cli"} | {
-    f"treadle_{name}" for name in SERVICES
-}
+OURS = {
+    "treadle",
+    "treadle_core",
+    "treadle_learned",
+    "treadle_runtime",
+    "treadle_sim",
+    "treadle_cli",
+    "treadle_bench",
+} | {f"treadle_{name}" for name in SERVICES}
 
 PACKAGES = {
     "treadle": ROOT / "clients/python/treadle",
@@ -22,6 +28,7 @@ PACKAGES = {
     "treadle_runtime": ROOT / "runtime/treadle_runtime",
     "treadle_sim": ROOT / "sim/treadle_sim",
     "treadle_cli": ROOT / "cli/treadle_cli",
+    "treadle_bench": ROOT / "bench/treadle_bench",
     **{f"treadle_{name}": ROOT / f"services/{name}/treadle_{name}" for name in SERVICES},
 }
 # Of our own packages, what each may import beside itself. The CLI starts services as child processes; of the sidecar it
@@ -33,6 +40,10 @@ ALLOWED_OURS = {
     "treadle_runtime": {"treadle"},
     "treadle_sim": {"treadle_core"},
     "treadle_cli": {"treadle", "treadle_runtime", "treadle_core", "treadle_learned", "treadle_sim", "treadle_sidecar"},
+    "treadle_bench": {
+        *("treadle", "treadle_runtime", "treadle_core", "treadle_learned", "treadle_sim", "treadle_cli"),
+        *("treadle_sidecar", "treadle_tools"),
+    },
     **{f"treadle_{name}": {"treadle", "treadle_runtime", "treadle_core"} for name in SERVICES},
     "treadle_predictor": {"treadle", "treadle_runtime", "treadle_core", "treadle_learned"},
 }

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from treadle_cli.bench.tools import KEYS
+
+from treadle_bench.tools.measure import KEYS
 
 RUN_S = 110.0
 

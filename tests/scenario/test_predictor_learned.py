@@ -16,12 +16,13 @@ from support.processes import StartService, start_process
 from treadle.common.v1.tokens_pb2 import TokenIds
 from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
 from treadle.telemetry.v1.facts_pb2 import Fact
-from treadle_cli.bench.told_facts import facts_of
 from treadle_learned.backbone import Backbone
 from treadle_learned.checkpoint import HEAD, load
 from treadle_learned.models_folder import POINTER
 from treadle_learned.transcript import Transcript, Turn
 from treadle_runtime.bus import open_bus
+
+from treadle_bench.predictor.facts import facts_of
 
 CALL_S = 20.0
 WITHIN_S = 60.0

@@ -10,19 +10,21 @@ from treadle import Span
 from treadle.engine.v1.engine_pb2 import DecodeCurve as DeclaredMessage
 from treadle.engine.v1.engine_pb2 import EngineInfo
 from treadle.scheduler.v1.scheduler_pb2 import Ordering, PlacementRule, RegisteredEngine
-from treadle_cli.bench import BENCHES, fidelity_picture
-from treadle_cli.bench.fidelity import ENGINES, POLICIES
-from treadle_cli.bench.fidelity_control import Control
-from treadle_cli.bench.fidelity_figures import figures, same_engine
-from treadle_cli.bench.fidelity_live import Play, Played
-from treadle_cli.bench.fidelity_profile import decode_rows
-from treadle_cli.bench.fidelity_simulated import engine_models, simulate, slowed, slowness
-from treadle_cli.bench.fidelity_stage import Case, LivePlay, policy_message
-from treadle_cli.bench.fidelity_trace import GEN_TOKENS, OBS_TOKENS, STEPS, TOOL_S, token_ids, workload
 from treadle_core.model import DecodeCurve
 from treadle_sim.cluster import Latencies, Link
 from treadle_sim.profiles import fit_measured
 from treadle_sim.systems import SYSTEMS
+
+from treadle_bench.benches import BENCHES
+from treadle_bench.fidelity import plot as fidelity_picture
+from treadle_bench.fidelity.control import Control
+from treadle_bench.fidelity.figures import figures, same_engine
+from treadle_bench.fidelity.live import Play, Played
+from treadle_bench.fidelity.measure import ENGINES, POLICIES
+from treadle_bench.fidelity.profile import decode_rows
+from treadle_bench.fidelity.simulated import engine_models, simulate, slowed, slowness
+from treadle_bench.fidelity.stage import Case, LivePlay, policy_message
+from treadle_bench.fidelity.trace import GEN_TOKENS, OBS_TOKENS, STEPS, TOOL_S, token_ids, workload
 
 SLOTS = 3
 BASE_S, SEQUENCE_S, TOKEN_S = 0.05, 0.01, 2e-5

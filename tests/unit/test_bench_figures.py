@@ -7,11 +7,12 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_cli.bench import BENCHES
-from treadle_cli.bench.control_plane import figures
-from treadle_cli.bench.samples import Samples
-from treadle_cli.bench.schedule_steps import ScheduleTimes
-from treadle_cli.bench.sidecar_steps import OUTPUT_TOKENS, StepTime, engine_alone, summary
+
+from treadle_bench.benches import BENCHES
+from treadle_bench.control_plane.measure import figures
+from treadle_bench.control_plane.schedule_steps import ScheduleTimes
+from treadle_bench.control_plane.sidecar_steps import OUTPUT_TOKENS, StepTime, engine_alone, summary
+from treadle_bench.samples import Samples
 
 KEYS = {
     "schedule_step_p50_ms",

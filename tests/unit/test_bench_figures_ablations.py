@@ -5,8 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from treadle_cli.bench import BENCHES, BenchOptions
-from treadle_cli.bench.affinity_tasks import (
+from treadle_core.actions import StartMigration
+from treadle_core.events import MoveEnded, ToolFinished
+from treadle_core.model import EngineSpec
+from treadle_sim.cluster import Cluster
+from treadle_sim.driver import Driver
+from treadle_sim.profiles import engine_model
+from treadle_sim.systems import VERL
+from treadle_sim.workloads.trace_file import write_traces
+from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload
+
+from treadle_bench.affinity.tasks import (
     BLOCK,
     COMPUTE,
     DECODE_HEAVY,
@@ -19,19 +28,12 @@ from treadle_cli.bench.affinity_tasks import (
     work_s,
     works_of,
 )
-from treadle_cli.bench.overheads import MoveLog
-from treadle_cli.bench.placement_rules import VARIANTS as PLACEMENTS
-from treadle_cli.bench.scheduling import UNHELD
-from treadle_cli.bench.scheduling import VARIANTS as ORDERINGS
-from treadle_core.actions import StartMigration
-from treadle_core.events import MoveEnded, ToolFinished
-from treadle_core.model import EngineSpec
-from treadle_sim.cluster import Cluster
-from treadle_sim.driver import Driver
-from treadle_sim.profiles import engine_model
-from treadle_sim.systems import VERL
-from treadle_sim.workloads.trace_file import write_traces
-from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload
+from treadle_bench.benches import BENCHES
+from treadle_bench.heddle14.measure import UNHELD
+from treadle_bench.heddle14.measure import VARIANTS as ORDERINGS
+from treadle_bench.heddle15.measure import VARIANTS as PLACEMENTS
+from treadle_bench.heddle_tables.measure import MoveLog
+from treadle_bench.options import BenchOptions
 
 ONE_GPU = 1 / 64
 

@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from treadle_cli.bench import BENCHES, BenchOptions
-from treadle_cli.bench.heddle12 import merged
-from treadle_cli.bench.heddle12_aims import aims
-from treadle_cli.bench.heddle12_page import where_it_loses
-from treadle_cli.bench.rollouts import Job, batch_for, floor, play_all
 from treadle_sim.systems import BASELINES, TREADLE, VERL
 from treadle_sim.workloads.trace_file import write_traces
 from treadle_sim.workloads.workload import Step, TrajectoryWork
+
+from treadle_bench.benches import BENCHES
+from treadle_bench.heddle12.aims import aims
+from treadle_bench.heddle12.measure import merged
+from treadle_bench.heddle12.page import where_it_loses
+from treadle_bench.options import BenchOptions
+from treadle_bench.rollouts import Job, batch_for, floor, play_all
 
 ONE_GPU = 1 / 64
 CELL_KEYS = {

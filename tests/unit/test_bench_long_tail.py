@@ -5,11 +5,20 @@ import math
 from pathlib import Path
 
 import pytest
-from treadle_cli.bench import BENCHES
-from treadle_cli.bench.long_tail import GROUP_SIZES, PRINTED, PRINTED_DIGIT, VARIATIONS, expected_maximum, formula, run
-from treadle_cli.bench.options import BenchOptions
-from treadle_cli.bench.workloads import described, within_prompt
 from treadle_sim.workloads.workload import Step, TrajectoryWork
+
+from treadle_bench.benches import BENCHES
+from treadle_bench.long_tail.measure import (
+    GROUP_SIZES,
+    PRINTED,
+    PRINTED_DIGIT,
+    VARIATIONS,
+    expected_maximum,
+    formula,
+    run,
+)
+from treadle_bench.options import BenchOptions
+from treadle_bench.workloads.measure import described, within_prompt
 
 
 def work(prompt_id: str, sample: int, *gen_tokens: int) -> TrajectoryWork:

@@ -6,9 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.tiny_backbone import tiny_backbone
-from treadle_cli.bench import BENCHES, BenchOptions, predictor_latency
-from treadle_cli.bench.predictor import some_prompts
-from treadle_cli.bench.predictor_regret import folds_of, regrets
 from treadle_cli.exits import UsageProblem
 from treadle_learned import scores
 from treadle_learned.comparison import Asked, truth
@@ -16,6 +13,12 @@ from treadle_learned.moments import replay
 from treadle_learned.transcript import Transcript, Turn
 from treadle_sim.workloads.trace_file import write_traces
 from treadle_sim.workloads.workload import Step, TrajectoryWork
+
+from treadle_bench.benches import BENCHES
+from treadle_bench.options import BenchOptions
+from treadle_bench.predictor import latency as predictor_latency
+from treadle_bench.predictor.measure import some_prompts
+from treadle_bench.predictor.regret import folds_of, regrets
 
 
 def works(prompts: int = 60) -> list[TrajectoryWork]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from treadle_cli.bench.predictor_page import calibrated, page, verdict
+from treadle_bench.predictor.page import calibrated, page, verdict
 
 
 def row(step: int, estimator: str, **scores: float) -> dict[str, Any]:

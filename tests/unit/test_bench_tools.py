@@ -1,10 +1,11 @@
 """The arithmetic of `treadle bench tools`, and its page where lines are held and where they are missed."""
 
 import pytest
-from treadle_cli.bench.tools_lines import lines
-from treadle_cli.bench.tools_setting import Timed, act_s, middle, overheads, windows
 from treadle_core.tools.action import CPU_CORES, Fixed
 from treadle_sim.tools.trace import Asked, Call, Decisions, Record, Replay, Trace
+
+from treadle_bench.tools.lines import lines
+from treadle_bench.tools.setting import Timed, act_s, middle, overheads, windows
 
 
 def replay(*completions: tuple[str, float, float]) -> Replay:

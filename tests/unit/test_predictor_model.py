@@ -8,7 +8,6 @@ import torch
 from support.learned_models import BOUNDS, random_head
 from support.tiny_backbone import HIDDEN, tiny_backbone
 from treadle.telemetry.v1.facts_pb2 import Fact
-from treadle_cli.bench.told_facts import facts_of
 from treadle_core.ranking.estimator import Prior, Progress, Source, learned_from
 from treadle_core.ranking.evidence import Evidence
 from treadle_learned.backbone import Backbone
@@ -20,6 +19,8 @@ from treadle_predictor.convert import learn
 from treadle_predictor.model import LearnedModel
 from treadle_predictor.recordings import Recordings
 from treadle_predictor.worker import Question, question
+
+from treadle_bench.predictor.facts import facts_of
 
 MUCH = 1 << 30
 

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 import pytest
 from treadle.telemetry.v1 import facts_pb2
-from treadle_cli.bench.told_facts import facts_of, prompt_started
 from treadle_learned.transcript import Transcript, Turn
 from treadle_predictor import recordings as module
 from treadle_predictor.recordings import Recordings
+
+from treadle_bench.predictor.facts import facts_of, prompt_started
 
 LONG_S = 20.0
 

@@ -5,7 +5,6 @@ from typing import Any, cast
 import pytest
 from treadle.engine.v1.engine_pb2 import EngineInfo
 from treadle.telemetry.v1 import facts_pb2
-from treadle_cli.bench.told_facts import facts_of
 from treadle_core.ranking.estimator import Prior, Progress, learned_from
 from treadle_core.ranking.evidence import Ended, Evidence
 from treadle_learned.features import FEATURES
@@ -14,6 +13,8 @@ from treadle_predictor.history import HistoryStore, decoded, encoded
 from treadle_predictor.recordings import Learner, Recordings
 from treadle_predictor.worker import question
 from treadle_runtime.bus import make_fact
+
+from treadle_bench.predictor.facts import facts_of
 
 BEHIND = FEATURES.index("versions_behind")
 

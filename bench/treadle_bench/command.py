@@ -1,0 +1,80 @@
+"""The command `treadle bench`: takes its options, runs one bench and prints its figures.
+
+`treadle` finds `app` through the entry point "bench" of the group "treadle.commands".
+"""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from treadle_cli import exits
+from treadle_cli.app import DEFAULT_SLOTS, Model, Seed, Slots, engine_plan
+from treadle_cli.exits import UsageProblem
+from treadle_cli.mesh.engines import DEFAULT_MODEL
+
+from treadle_bench.benches import BENCHES
+from treadle_bench.options import BenchOptions
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+out = Console()
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="Which figure; without it the names are listed.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    seed: Seed = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Times that each measurement is made.")] = 5,
+    traces: Annotated[Path | None, typer.Option(help="Trace file to run on, see docs/traces.md.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of public traces and engine measurements.")] = None,
+    pictures: Annotated[Path | None, typer.Option(help="Folder to draw into.")] = None,
+    scale: Annotated[
+        float | None, typer.Option(min=0.01, max=1.0, help="Part of a simulated figure's GPUs and trajectories.")
+    ] = None,
+    redraw: Annotated[
+        Path | None, typer.Option(help="JSON of an earlier run, to draw into --pictures again without measuring.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes: whether it runs, not what it says (tools).")
+    ] = False,
+    slots: Slots = DEFAULT_SLOTS,
+    model: Model = DEFAULT_MODEL,
+) -> None:
+    """Measure a figure on this machine."""
+    if name not in BENCHES:
+        known = "\n".join(f"  {bench.name}: {bench.summary}" for bench in BENCHES.values())
+        exits.end(UsageProblem(f"{f'there is no bench {name!r}; ' if name else ''}the benches are\n{known}"))
+    chosen = BENCHES[name]
+    figures: dict[str, Any] = {}
+    if redraw is not None:
+        if chosen.page is None or pictures is None:
+            exits.end(UsageProblem("--redraw needs --pictures, and a bench that can draw again"))
+        try:
+            chosen.put_down(json.loads(redraw.read_text()), pictures)
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            exits.end(UsageProblem(f"--redraw {redraw}: {error}"))
+        return
+
+    async def measure(hurry: asyncio.Event) -> int:
+        plan = engine_plan(chosen.engines, slots, model, seed, []) if chosen.engines else None
+        options = BenchOptions(
+            plan, seed, repeats, traces, data, pictures, hurry=hurry, scale=scale, model=model, quick=quick
+        )
+        figures.update(await chosen.measured(options))
+        if as_json:
+            typer.echo(json.dumps(figures))
+        else:
+            for key, value in figures.items():
+                out.print(f"{key:<32} {_figure(value)}", highlight=False)
+        return 0
+
+    exits.run(measure)
+
+
+def _figure(value: object) -> str:
+    if isinstance(value, list):
+        return "".join(f"\n  {row}" for row in value)
+    return f"{value:,.3f}" if isinstance(value, float) else str(value)

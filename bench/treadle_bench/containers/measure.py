@@ -1,0 +1,107 @@
+"""What a tool in a Docker container costs, as JSON.
+
+`python -m treadle_bench.containers.measure --host URL --image NAME`
+
+Milliseconds of wall time by quantile. ready: from the order to a container whose worker answers, one at a time. update:
+the daemon's `docker update` of cores and quota. first_ask: a trivial snippet, the first of its container, as stateless
+calls are: its process was forked before. ask: a further one, which forks. ask_with_update: the same, with other cores
+each time (allocate on execution, ARL-Tangram §5.2). docker_exec: for comparison, `docker exec` of a Python that does
+nothing. remove: until the container is gone. load_1m: of the machine.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from treadle_tools.builtin import PYTHON
+from treadle_tools.sandbox.containers.cell import ContainerCell
+from treadle_tools.sandbox.containers.docker import DockerHost
+from treadle_tools.sandbox.containers.recipe import Allotment, recipe_of
+from treadle_tools.tool import Limits
+
+OWNER = "treadle-bench-containers"
+SILENCE_S = 300.0
+
+
+@dataclass(frozen=True)
+class OnCores(Limits):
+    """Limits, and which cores were granted."""
+
+    cores: tuple[int, ...] = ()
+
+
+def quantiles(times_s: list[float]) -> dict[str, float]:
+    """In milliseconds."""
+    return {name: round(float(np.quantile(times_s, q)) * 1e3, 2) for name, q in (("p50", 0.5), ("p99", 0.99))}
+
+
+async def timed(repeats: int, work: Callable[[int], Awaitable[object]]) -> dict[str, float]:
+    """Of one call after the other."""
+    times_s = []
+    for number in range(repeats):
+        began = time.perf_counter()
+        await work(number)
+        times_s.append(time.perf_counter() - began)
+    return quantiles(times_s)
+
+
+async def main(url: str, image: str, repeats: int) -> None:
+    """Measure, and print."""
+    host = DockerHost(url, owner=OWNER)
+    version = await host.check()
+    recipe = recipe_of(PYTHON, image=image, code_in_image=False, silence_s=SILENCE_S)
+    cores = sorted(os.sched_getaffinity(0))
+    cells: list[ContainerCell] = []
+    async with asyncio.TaskGroup() as group:
+
+        def spawn(work: Coroutine[Any, Any, None]) -> None:
+            group.create_task(work)
+
+        async def make(number: int) -> None:
+            vessel = await host.make(recipe, f"{OWNER}-{os.getpid()}-{number}")
+            cells.append(ContainerCell(vessel, spawn, lambda cell: None))
+            await cells[-1].ready(PYTHON.limits)
+
+        few = max(2, repeats // 10)
+        report: dict[str, object] = {"docker": version, "repeats": repeats, "containers": few}
+        report["ready_ms"] = await timed(few, make)
+        cell = cells[0]
+
+        async def ask(number: int, limits: Limits = PYTHON.limits, cell: ContainerCell = cell) -> None:
+            reply = await cell.ask("call", {"code": "1 + 1"}, limits, PYTHON.processes)
+            assert reply["output"] == "2\n"
+
+        async def execute(number: int) -> None:
+            process = await asyncio.create_subprocess_exec(
+                *("docker", "-H", url, "exec", cell.name, "python3", "-I", "-S", "-c", "")
+            )
+            assert await process.wait() == 0
+
+        report["first_ask_ms"] = await timed(few, lambda number: ask(number, cell=cells[number]))
+        report["update_ms"] = await timed(
+            repeats, lambda number: cell.vessel.allot(Allotment(1, (cores[number % len(cores)],)))
+        )
+        report["ask_ms"] = await timed(repeats, ask)
+        report["ask_with_update_ms"] = await timed(
+            repeats, lambda number: ask(number, OnCores(cores=(cores[number % len(cores)],)))
+        )
+        report["docker_exec_ms"] = await timed(few, execute)
+        report["remove_ms"] = await timed(few, lambda number: cells[number].vessel.remove())
+    await host.sweep(())
+    await host.close()
+    print(json.dumps({**report, "load_1m": round(os.getloadavg()[0], 1)}, indent=2))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", default="unix:///var/run/docker.sock")
+    parser.add_argument("--image", default="python:3.11-slim-bookworm")
+    parser.add_argument("--repeats", type=int, default=200)
+    given = parser.parse_args()
+    asyncio.run(main(given.host, given.image, given.repeats))

@@ -1,0 +1,101 @@
+"""`bench controller`: events a second that one controller takes, on the events of a rollout of 6,400 trajectories.
+
+The events are recorded first, from a world that answers the controller (`controller_load.py`); what is timed is a
+fresh controller taking them one after the other, without the world. The same events must give the same number of
+actions, or nothing is reported.
+"""
+
+import gc
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from treadle_core.controller import Controller
+from treadle_core.model import TREADLE_POLICY, PlacementRule, Policy, Replanning
+from treadle_core.placing import balance
+from treadle_core.tuning import Tuning
+
+from treadle_bench.controller.load import Told, World
+from treadle_bench.options import BenchOptions
+
+TRAJECTORIES = 6_400
+ENGINES = 64
+MICROSECONDS = 1e6
+
+POLICIES = {
+    "treadle": TREADLE_POLICY,
+    "heddle_as_printed": Policy(replanning=Replanning.RANK_SCALING, reserve=False),
+    "cache_aware": Policy(placement=PlacementRule.CACHE_AWARE, migrate=False, reserve=False),
+    "least_load": Policy(placement=PlacementRule.LEAST_LOAD, migrate=False, reserve=False),
+}
+
+
+async def run(options: BenchOptions) -> dict[str, Any]:
+    """events_per_s: the median over the repeats, for Treadle's own policy; the rest by policy and by kind of event."""
+    balance.warm_up()
+    World(200, 4, options.seed, TREADLE_POLICY, Tuning()).run()
+    rows: dict[str, Any] = {}
+    for name, policy in POLICIES.items():
+        options.progress.print(f"{name}: recording {TRAJECTORIES} trajectories")
+        world = World(TRAJECTORIES, ENGINES, options.seed, policy, Tuning())
+        world.run()
+        rows[name] = _measured(world.told, policy, options)
+    treadle = rows["treadle"]
+    return {
+        "events_per_s": treadle["events_per_s"],
+        "trajectories": TRAJECTORIES,
+        "engines": ENGINES,
+        "seed": options.seed,
+        "repeats": options.repeats,
+        "policies": rows,
+    }
+
+
+def _measured(told: Sequence[Told], policy: Policy, options: BenchOptions) -> dict[str, Any]:
+    gc.collect()
+    gc.freeze()  # the recorded events are the bench's; the controller's own garbage is collected as ever
+    try:
+        runs, actions = zip(*(_replayed(told, policy) for _ in range(options.repeats)), strict=True)
+        if len(set(actions)) != 1:
+            raise RuntimeError(f"the same events gave {sorted(set(actions))} actions")
+        by_kind = _by_kind(told, policy)
+    finally:
+        gc.unfreeze()
+    rates = [len(told) / seconds for seconds in runs]
+    options.progress.print(f"  {statistics.median(rates):,.0f} events a second")
+    return {
+        "events_per_s": round(statistics.median(rates)),
+        "least_events_per_s": round(min(rates)),
+        "most_events_per_s": round(max(rates)),
+        "events": len(told),
+        "actions": actions[0],
+        "mix": dict(Counter(type(each.event).__name__ for each in told).most_common()),
+        "us_by_kind": by_kind,
+    }
+
+
+def _replayed(told: Sequence[Told], policy: Policy) -> tuple[float, int]:
+    """Seconds, and how many actions came."""
+    controller = Controller(policy, Tuning())
+    actions = 0
+    started = time.perf_counter()
+    for each in told:
+        actions += len(controller.on_event(each.event, each.now))
+    return time.perf_counter() - started, actions
+
+
+def _by_kind(told: Sequence[Told], policy: Policy) -> dict[str, float]:
+    """Mean microseconds an event of each kind, the two looks at the clock included."""
+    controller = Controller(policy, Tuning())
+    seconds: dict[str, float] = defaultdict(float)
+    counts: Counter[str] = Counter()
+    for each in told:
+        kind = type(each.event).__name__
+        started = time.perf_counter()
+        controller.on_event(each.event, each.now)
+        seconds[kind] += time.perf_counter() - started
+        counts[kind] += 1
+    means = {kind: round(MICROSECONDS * seconds[kind] / counts[kind], 1) for kind in seconds}
+    return dict(sorted(means.items(), key=lambda pair: -seconds[pair[0]]))

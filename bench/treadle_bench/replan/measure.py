@@ -1,0 +1,141 @@
+"""`bench replan`: milliseconds that the controller's process spends on one plan for all live trajectories.
+
+Measured while a rollout runs (`controller_load.py`): the event at which the controller asks (its own handling
+included), the solver, and the event of the plan's arrival (judging it, starting the moves). Where the placement service
+solves, its part is spent there and the way over gRPC comes on top.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from treadle_core.actions import Action, AskPlan
+from treadle_core.events import Event, PlanArrived
+from treadle_core.model import TREADLE_POLICY, Policy
+from treadle_core.placing import balance
+from treadle_core.planning.replanning import Ranks
+from treadle_core.tuning import Tuning
+
+from treadle_bench.controller.load import DOUBT, World
+from treadle_bench.options import BenchOptions
+
+# (trajectories live, engines); the first is the figure that is asked for.
+SIZES = ((6_400, 64), (1_600, 16), (100, 4), (25_600, 256))
+SPARE = 0.06  # so many more are opened: plans are measured while these close, and as many are live at the least
+# Treadle as it runs, and a re-solve that trusts its lengths and holds no room: what the hedge and the room cost.
+VARIANTS = {"treadle": (TREADLE_POLICY, DOUBT), "trusting": (Policy(reserve=False), 1.0)}
+# Plans as often as there are events for one, so that there are many to measure; each is what it would be otherwise.
+TUNING = Tuning(plan_interval_s=0.0)
+RANK_UPDATES = 20_000
+MS = 1e3
+
+
+@dataclass
+class Timed:
+    """Milliseconds of one plan. trajectories: that it was asked for. moves: wished, of them some start at once."""
+
+    trajectories: int
+    ask_ms: float
+    solve_ms: float = 0.0
+    follow_ms: float = 0.0
+
+    @property
+    def ms(self) -> float:
+        """All of it."""
+        return self.ask_ms + self.solve_ms + self.follow_ms
+
+
+class TimedWorld(World):
+    """Takes the time of each plan. The questions of the opening burst are counted like any other."""
+
+    def __init__(self, trajectories: int, engines: int, seed: int, policy: Policy, doubt: float) -> None:
+        self.plans: dict[int, Timed] = {}
+        super().__init__(trajectories, engines, seed, policy, TUNING, doubt)
+
+    def handled(self, event: Event) -> Sequence[Action]:
+        """And how long it took, where a plan was asked for or came."""
+        started = time.perf_counter()
+        actions = super().handled(event)
+        took_ms = MS * (time.perf_counter() - started)
+        if isinstance(event, PlanArrived):
+            self.plans[event.plan_id].follow_ms = took_ms
+        elif actions and isinstance(ask := actions[-1], AskPlan):
+            self.plans[ask.plan_id] = Timed(len(ask.work), took_ms)
+        return actions
+
+    def solved(self, ask: AskPlan) -> PlanArrived:
+        """And how long it took. A question at the arrival of another plan has cost that arrival's time."""
+        self.plans.setdefault(ask.plan_id, Timed(len(ask.work), 0.0))
+        started = time.perf_counter()
+        event = super().solved(ask)
+        self.plans[ask.plan_id].solve_ms = MS * (time.perf_counter() - started)
+        return event
+
+
+async def run(options: BenchOptions) -> dict[str, Any]:
+    """trajectories, ms: the median plan for 6,400 live trajectories on 64 engines; its parts; the same of a re-solve
+    that trusts its lengths; other sizes."""
+    balance.warm_up()
+    World(200, 4, options.seed, TREADLE_POLICY, Tuning()).run()
+    rows = [_measured(live, engines, name, options) for live, engines in SIZES for name in VARIANTS]
+    return {
+        "trajectories": rows[0]["trajectories"],
+        "ms": rows[0]["ms"],
+        "engines": rows[0]["engines"],
+        "rank_us": round(_rank_us(SIZES[0][0], options), 2),
+        "seed": options.seed,
+        "repeats": options.repeats,
+        "sizes": rows,
+    }
+
+
+def _measured(live: int, engines: int, name: str, options: BenchOptions) -> dict[str, Any]:
+    plans: list[Timed] = []
+    for repeat in range(options.repeats):
+        world = TimedWorld(live + int(SPARE * live) + 1, engines, options.seed + repeat, *VARIANTS[name])
+        world.run(lambda world: world.open < live)
+        plans += [plan for plan in world.plans.values() if plan.follow_ms and plan.trajectories >= live]
+    row = {
+        "variant": name,
+        "trajectories": min(plan.trajectories for plan in plans),
+        "engines": engines,
+        "plans": len(plans),
+        "ms": _median(plans, lambda plan: plan.ms),
+        "ask_ms": _median(plans, lambda plan: plan.ask_ms),
+        "solve_ms": _median(plans, lambda plan: plan.solve_ms),
+        "follow_ms": _median(plans, lambda plan: plan.follow_ms),
+        "p90_ms": round(float(np.percentile([plan.ms for plan in plans], 90)), 3),
+        "most_ms": round(max(plan.ms for plan in plans), 3),
+    }
+    options.progress.print(f"{name}, {live} trajectories on {engines} engines: {row['ms']} ms")
+    return row
+
+
+def _median(plans: Sequence[Timed], of: Callable[[Timed], float]) -> float:
+    return round(statistics.median(of(plan) for plan in plans), 3)
+
+
+def _rank_us(live: int, options: BenchOptions) -> float:
+    """Microseconds for a new length and the rank it gives, among so many."""
+    rng = np.random.default_rng(options.seed)
+    ranks = Ranks()
+    names = [f"t{number}" for number in range(live)]
+    for name, length in zip(names, rng.lognormal(8.0, 1.0, live).tolist(), strict=True):
+        ranks.put(name, length)
+    updates = [
+        (names[int(index)], float(length))
+        for index, length in zip(
+            rng.integers(0, live, RANK_UPDATES), rng.lognormal(8.0, 1.0, RANK_UPDATES), strict=True
+        )
+    ]
+    took: list[float] = []
+    for _ in range(options.repeats):
+        started = time.perf_counter()
+        for name, length in updates:
+            ranks.put(name, length)
+            ranks.rank(name)
+        took.append(time.perf_counter() - started)
+    return 1e6 * statistics.median(took) / RANK_UPDATES

@@ -1,0 +1,138 @@
+"""How long one decision of the elastic scheduler takes, in real milliseconds.
+
+1,536 waiting actions and 1,280 cores, as one pool and as ten nodes of 128, with none, half and 90% of them in use, half
+of those by actions that could be scaled. By quantile over draws of the queue; the first decision, which compiles, is
+left out, and so is the garbage collector, which is the process's own.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from treadle_core.tools.action import Action, Amdahl, Demand, Duration, Elasticity, Fixed, Knowledge, Measured, Range
+from treadle_core.tools.action import UnitSet as Units
+from treadle_core.tools.completions import Executing
+from treadle_core.tools.decision import decide
+from treadle_core.tools.pools import CpuNode, CpuNodes, FlatPool, Pool, capacities
+from treadle_core.tools.queue import Waiting
+
+from treadle_bench.tools.setting import Plan
+
+CORES = 1_280
+DECISIONS_OF_A_DRAW = 40  # so that the 99th percentile of a state is not its one slowest
+GIB = 1 << 30
+SHAPES = ("range", "wide range", "set", "wide set", "linear", "rough", "mixed")
+
+
+class Took(NamedTuple):
+    """Milliseconds of one decision: of a clock on the wall, and of a processor."""
+
+    wall_ms: float
+    processor_ms: float
+
+
+def run(plan: Plan) -> dict[str, Any]:
+    setting = plan.setting
+    rows: list[dict[str, Any]] = []
+    everything: list[Took] = []
+    plan.told("decisions")
+    for shape, nodes, busy in itertools.product(SHAPES, (1, 10), (0.0, 0.5, 0.9)):
+        took: list[Took] = []
+        started: list[int] = []
+        for seed in plan.seeds:
+            state = drawn(shape, nodes, busy, setting.waiting, seed)
+            started.append(len(decide(*state, typical_s=5.0)))
+            took += _timed(state)
+        row = {"shape": shape, "nodes": nodes, "busy": busy, **quantiles(took)}
+        rows.append({**row, "started": float(np.mean(started))})
+        everything += took
+    worst = {f"worst_row_{key}": max(row[key] for row in rows) for key in ("p99_ms", "processor_p99_ms")}
+    return {
+        "waiting": setting.waiting,
+        "cores": CORES,
+        "count": len(everything),
+        "load_1m": round(os.getloadavg()[0], 1),
+        **quantiles(everything),
+        **worst,
+        "rows": rows,
+    }
+
+
+def quantiles(took: Sequence[Took]) -> dict[str, float]:
+    """Milliseconds: as a clock on the wall has them, and of a processor, which others on the machine do not lengthen as
+    much."""
+    wall, processor = np.array(took).T
+    return {
+        "p50_ms": round(float(np.percentile(wall, 50)), 3),
+        "p99_ms": round(float(np.percentile(wall, 99)), 3),
+        "processor_p50_ms": round(float(np.percentile(processor, 50)), 3),
+        "processor_p99_ms": round(float(np.percentile(processor, 99)), 3),
+        "max_ms": round(float(wall.max()), 3),
+    }
+
+
+def _timed(state: tuple[Waiting, list[Pool], list[Executing]]) -> list[Took]:
+    found = []
+    gc.disable()
+    try:
+        for _ in range(DECISIONS_OF_A_DRAW):
+            began, worked = time.perf_counter(), time.thread_time()
+            decide(*state, typical_s=5.0)
+            found.append(Took(1e3 * (time.perf_counter() - began), 1e3 * (time.thread_time() - worked)))
+    finally:
+        gc.enable()
+    return found
+
+
+def demand(shape: str, rng: np.random.Generator) -> tuple[Demand, Elasticity]:
+    """What an action of this shape may get, and how it scales."""
+    amdahl = Amdahl(float(rng.uniform(0.0, 0.3)))
+    if shape == "mixed":
+        return demand(str(rng.choice(["range", "wide range", "set", "rough"])), rng)
+    if shape == "rough":  # measured, not convex
+        levels = np.sort(rng.uniform(0.3, 1.0, 16))[::-1].tolist()
+        return Range(1, 16), Measured(tuple(enumerate(levels, 1)))
+    shapes: Mapping[str, tuple[Demand, Elasticity]] = {
+        "range": (Range(1, 32), amdahl),
+        "wide range": (Range(4, 32), amdahl),
+        "set": (Units((1, 2, 4, 8)), amdahl),
+        "wide set": (Units((4, 8, 16, 32)), amdahl),
+        "linear": (Range(4, 32), Amdahl(0.0)),
+    }
+    return shapes[shape]
+
+
+def drawn(
+    shape: str, nodes: int, busy: float, waiting_count: int, seed: int
+) -> tuple[Waiting, list[Pool], list[Executing]]:
+    """A state to decide on. Of ten actions one has no known duration, and seven belong where their trajectory is."""
+    rng = np.random.default_rng(seed)
+    size = CORES // nodes
+    held = int(size * busy)
+    names = [f"n{node}" if nodes > 1 else None for node in range(nodes)]
+    executing = [
+        Executing("cpu_cores", 2, float(rng.exponential(20.0)), name, at % 2 == 0)
+        for name in names
+        for at in range(held // 2)
+    ]
+    free = size - held // 2 * 2
+    pools: list[Pool] = [FlatPool("cpu_cores", size, free)]
+    if nodes > 1:
+        pools = [CpuNodes(tuple(CpuNode(f"n{node}", size, free, 1024 * GIB, 1024 * GIB) for node in range(nodes)))]
+    waiting = Waiting(capacities(pools))
+    for index in range(waiting_count):
+        units, elasticity = demand(shape, rng)
+        known = Knowledge.PROFILED if rng.random() < 0.9 else Knowledge.UNKNOWN
+        duration = Duration(known, float(rng.lognormal(2.0, 1.2)))
+        home = names[int(rng.integers(nodes))] if rng.random() < 0.7 else None
+        cost: dict[str, Demand] = {"cpu_cores": units}
+        if nodes > 1 and home is None:
+            cost["memory_bytes"] = Fixed(GIB // 4)
+        waiting.add(Action(f"a{index}", f"t{index}", index, cost, duration, "cpu_cores", elasticity, home))
+    return waiting, pools, executing
