@@ -37,7 +37,7 @@ async def life(
     """One life of a service whose tools run in containers."""
     given = {
         "BACKEND": "docker", "DOCKER_HOSTS": daemon.url, "IMAGE": daemon.image, "OWNER": owner,
-        "STATE_DIR": str(folder / "state"), "MODULES": "support.container_tools", "WARM_CELLS": "1",
+        "STATE_DIR": str(folder / "state"), "MODULES": "support.container_tools", "WARM_SANDBOXES": "1",
     }  # fmt: skip
     async with tools(start_service, *builtin, **{**given, **settings}) as calls:
         yield calls

@@ -18,7 +18,7 @@ from treadle_tools.sandbox.keeper import channel as protocol
 from treadle_tools.sandbox.keeper.channel import Channel
 from treadle_tools.sandbox.keeper.client import KeeperClient, Terms
 from treadle_tools.sandbox.keeper.folder import FolderRefused, StateFolder
-from treadle_tools.tool import Limits
+from treadle_tools.sandbox.limits import Limits
 
 LIMITS = Limits(output_bytes=4 * 1024 * 1024)
 RECORD = {"session_id": "s-1", "note": "the keeper's own it is not"}

@@ -74,7 +74,7 @@ print(True)
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    settings = {"KEPT_CELLS": str(KEPT), "PIN": "off", "CORES": "4"}
+    settings = {"REUSED_SANDBOXES": str(KEPT), "PIN": "off", "CORES": "4"}
     with shared_tools(tmp_path_factory.mktemp("kept"), "python", **settings) as process:
         yield process
 

@@ -23,7 +23,7 @@ from treadle_tools.builtin import PYTHON
 from treadle_tools.sandbox.containers.cell import ContainerCell
 from treadle_tools.sandbox.containers.docker import DockerHost
 from treadle_tools.sandbox.containers.recipe import Allotment, recipe_of
-from treadle_tools.tool import Limits
+from treadle_tools.sandbox.limits import Limits
 
 OWNER = "treadle-bench-containers"
 SILENCE_S = 300.0

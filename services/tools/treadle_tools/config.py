@@ -37,10 +37,10 @@ class ToolsSettings(Settings):
     reward_slots: int = Field(default=0, ge=0)  # rewards in the sandbox at a time; 0: as many as cores
     max_rewards: int = Field(default=65_536, ge=1)  # that may wait
     reward_kept_s: float = Field(default=3600.0, gt=0)  # how long a reward that has ended can be asked for
-    warm_cells: int = Field(default=2, ge=1)  # that stand ready per tool
-    kept_cells: int = Field(default=64, ge=0)  # that wait for the next call of the trajectory that used them
-    kept_cell_s: float = Field(default=60.0, gt=0)  # how long they wait
-    state_dir: str = ""  # where the keeper of the sandboxes is found again; empty: a folder named after `listen`
+    warm_sandboxes: int = Field(default=2, ge=1)  # per tool
+    reused_sandboxes: int = Field(default=64, ge=0)  # that wait for the next call of the trajectory that used them
+    reused_sandbox_s: float = Field(default=60.0, gt=0)  # how long they wait
+    state_dir: str = ""  # where the sandbox daemon is found again; empty: a folder named after `listen`
     keep_s: float = Field(default=60.0, ge=0)  # that sessions wait for the service to come back
     keep_on_exit: bool = False  # also after an orderly end
     backend: Literal["bubblewrap", "docker", "kubernetes"] = "bubblewrap"  # of tools that name none

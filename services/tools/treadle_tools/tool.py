@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from treadle_tools.remote.function import HttpFunction
 from treadle_tools.rewards.judge import Judge
-
-MIB = 1024 * 1024
+from treadle_tools.sandbox.limits import MIB as MIB
+from treadle_tools.sandbox.limits import Limits as Limits
 
 
 class Kind(enum.StrEnum):
@@ -34,23 +34,6 @@ class Status(enum.StrEnum):
     TIMED_OUT = "timed_out"
     OUT_OF_MEMORY = "out_of_memory"
     CRASHED = "crashed"
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one action may use. memory_bytes counts what the action adds to its preloaded worker, children included."""
-
-    cpu_cores: int = 1
-    memory_bytes: int = 512 * MIB
-    wall_s: float = 10.0
-    output_bytes: int = 64 * 1024
-
-
-@dataclass(frozen=True)
-class Granted(Limits):
-    """What one action gets. cpu_cores: how many; cores: which, ascending; empty where any will do."""
-
-    cores: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,7 +76,7 @@ class Tool:
     entry: str
     arguments_schema: Mapping[str, Any]
     open_schema: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "additionalProperties": False})
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     preload: tuple[str, ...] = ()
     work_bytes: int = 64 * MIB
     processes: int = 64

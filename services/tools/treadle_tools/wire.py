@@ -188,7 +188,9 @@ async def wire(runtime: Runtime) -> Wiring:
     caller = Caller(ProviderGate(turns, providers, numbers), os.environ)
     invocations = Invocations(caller, BusFacts(runtime.bus, source), meters)
     kept = KeptCells(
-        lambda cell: background.spawn(pools.put_away(cell)), most=settings.kept_cells, kept_s=settings.kept_cell_s
+        lambda cell: background.spawn(pools.put_away(cell)),
+        most=settings.reused_sandboxes,
+        kept_s=settings.reused_sandbox_s,
     )
     gateway = Gateway(registry, pools, actions, sessions, background, standing, snapshots, invocations, kept)
     servicer = ToolsServicer(gateway, runtime.records, background)

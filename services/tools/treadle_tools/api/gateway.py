@@ -12,6 +12,7 @@ from treadle_tools.background import Background
 from treadle_tools.registry import Registry
 from treadle_tools.remote.function import HttpFunction
 from treadle_tools.remote.invocations import Invocations
+from treadle_tools.sandbox.limits import Granted, Limits
 from treadle_tools.sandbox.pools import KeptCells, Pools
 from treadle_tools.sandbox.seam import Cell
 from treadle_tools.scheduling.actions import Actions
@@ -19,7 +20,7 @@ from treadle_tools.scheduling.standing import Standing
 from treadle_tools.sessions.session import Opening, Session
 from treadle_tools.sessions.sessions import Sessions
 from treadle_tools.sessions.snapshots import Snapshots
-from treadle_tools.tool import Granted, Kind, Limits, Result, Tool
+from treadle_tools.tool import Kind, Result, Tool
 
 
 class Gateway:

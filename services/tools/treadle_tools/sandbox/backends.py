@@ -69,7 +69,7 @@ async def _keeper(settings: ToolsSettings, tools: Sequence[Tool], sandbox: Bubbl
             log.error("a tool cannot be started", tool=tool.name, error=str(error))
             failures[tool.name] = str(error)
     terms = Terms(
-        tuple(recipes), failures, spares=settings.warm_cells, cgroups=settings.cgroups == "auto",
+        tuple(recipes), failures, spares=settings.warm_sandboxes, cgroups=settings.cgroups == "auto",
         keep_s=settings.keep_s, keep_on_exit=settings.keep_on_exit,
         lazy=frozenset(tool.name for tool in tools if tool.kind is Kind.REWARD),
     )  # fmt: skip

@@ -17,10 +17,11 @@ from treadle_runtime.calls import remaining_s
 from treadle_runtime.errors import Unavailable
 
 from treadle_tools.sandbox.bubblewrap.cell import CellLost, WorkerFailed
+from treadle_tools.sandbox.limits import Granted, Limits
 from treadle_tools.scheduling.demand import Demands, Durations
 from treadle_tools.scheduling.meters import NO_METERS, Meters
 from treadle_tools.scheduling.turns import Turn, Turns
-from treadle_tools.tool import Granted, Kind, Limits, Result, Status, Tool
+from treadle_tools.tool import Kind, Result, Status, Tool
 
 RETRY_WORKER_S = 2.0  # about what a worker takes to start
 # Of the caller's time left, what a refused call may wait for another turn: the rest is for the answer to arrive.

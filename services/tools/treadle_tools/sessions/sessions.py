@@ -22,11 +22,12 @@ from treadle_runtime.errors import FailedPrecondition, NotFound, ResourceExhaust
 from treadle_tools.arguments import refuse_invalid
 from treadle_tools.registry import Registry
 from treadle_tools.sandbox.bubblewrap.cell import CellLost
+from treadle_tools.sandbox.limits import Granted, Limits
 from treadle_tools.sandbox.seam import Cell, Found
 from treadle_tools.scheduling.actions import Actions, result_of
 from treadle_tools.sessions.session import Memory, Opening, Session, step_key
 from treadle_tools.sessions.snapshots import Snapshot, Snapshots
-from treadle_tools.tool import Granted, Limits, Result, Status, Tool
+from treadle_tools.tool import Result, Status, Tool
 
 log_retries = structlog.get_logger()
 

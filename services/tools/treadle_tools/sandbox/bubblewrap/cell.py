@@ -12,7 +12,8 @@ from typing import Any
 from treadle_tools.sandbox.bubblewrap import memory
 from treadle_tools.sandbox.bubblewrap.cgroups import Slot
 from treadle_tools.sandbox.inside import frames
-from treadle_tools.tool import MIB, Granted, Limits, Status
+from treadle_tools.sandbox.limits import MIB, Granted, Limits
+from treadle_tools.tool import Status
 
 BACKSTOP_S = 2.0  # the cell keeps its own wall clock; this is for a cell that does not
 WORKER_BYTES = 64 * MIB  # pages of the preloaded modules that a fork copies by touching them, and the supervisor

@@ -24,7 +24,8 @@ from treadle_tools.sandbox.containers.recipe import Allotment, Ending, HostFaile
 from treadle_tools.sandbox.inside import frames
 from treadle_tools.sandbox.inside.container import HELLO
 from treadle_tools.sandbox.inside.frames import FrameError
-from treadle_tools.tool import Limits, Status
+from treadle_tools.sandbox.limits import Limits
+from treadle_tools.tool import Status
 
 
 class LineEnded(Exception):  # noqa: N818 - named for what happened

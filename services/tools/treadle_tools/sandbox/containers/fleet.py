@@ -23,8 +23,8 @@ from treadle_tools.sandbox.containers.cell import ContainerCell, LineEnded, endi
 from treadle_tools.sandbox.containers.hosts import Hosts
 from treadle_tools.sandbox.containers.ledger import Ledger
 from treadle_tools.sandbox.containers.recipe import HostFailed, Recipe, Vessel, VesselLost
+from treadle_tools.sandbox.limits import Limits
 from treadle_tools.sandbox.seam import Cell
-from treadle_tools.tool import Limits
 
 log = structlog.get_logger()
 

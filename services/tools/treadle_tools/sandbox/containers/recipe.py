@@ -16,7 +16,8 @@ from typing import Protocol
 
 from treadle_tools.sandbox.bubblewrap.cell import WORKER_PROCESSES
 from treadle_tools.sandbox.bubblewrap.command import ENVIRONMENT, NOBODY
-from treadle_tools.tool import MIB, Tool
+from treadle_tools.sandbox.limits import MIB
+from treadle_tools.tool import Tool
 
 USER = NOBODY
 CODE = "/opt/treadle-code"  # where the worker's code is shown, unless the image has it

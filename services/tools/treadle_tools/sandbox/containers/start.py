@@ -57,7 +57,7 @@ async def start_fleet(kind: str, settings: ToolsSettings, tools: Sequence[Tool])
         Ledger(folder.path),
         wares,
         owner=owner,
-        spares=settings.warm_cells,
+        spares=settings.warm_sandboxes,
         failures=failures,
         keep_on_exit=settings.keep_on_exit,
         release=lambda: folder.release(keep=settings.keep_on_exit),
