@@ -1,9 +1,9 @@
-"""What the placement's service assumes where a request leaves something out."""
+"""What the placement service assumes where a request leaves the decode curve out."""
 
 from treadle.engine.v1.engine_pb2 import DecodeCurve as CurveMessage
 from treadle.placement.v1 import placement_pb2
 from treadle_core.model import DecodeCurve
-from treadle_placement.convert import duration_of, engines_of
+from treadle_placement.convert import engines_of
 
 DEFAULT = DecodeCurve(0.5, 0.25)
 
@@ -29,10 +29,3 @@ def test_an_engine_without_a_curve_is_as_slow_as_the_slowest_in_every_figure() -
     found = engines_of(request(fast, None, slow), DEFAULT)
     assert found[1].decode_curve == DecodeCurve(0.02, 0.003, 1e-6, 100.0)
     assert found[0].decode_curve == DecodeCurve(0.01, 0.003, 0.0, 100.0)
-
-
-def test_a_duration_is_exact_to_the_nanosecond_and_never_too_long_to_be_one() -> None:
-    assert duration_of(0.0).ToNanoseconds() == 0
-    assert duration_of(1.25).ToNanoseconds() == 1_250_000_000
-    assert duration_of(1.9999999999).nanos == 999_999_999
-    assert duration_of(1e30).seconds == 315_576_000_000

@@ -1,4 +1,4 @@
-"""`python -m treadle_placement`: serve until SIGTERM."""
+"""Run the placement service: `python -m treadle_placement`."""
 
 from treadle_runtime.config import read_settings
 from treadle_runtime.server import run

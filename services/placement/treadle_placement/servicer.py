@@ -1,38 +1,34 @@
-"""PlacementService: validate, convert, solve, convert back. A pure question: nothing is kept between calls."""
+"""Answer PlacementService: convert the request, solve, convert the plan. Nothing is kept between calls."""
 
 import asyncio
 import time
-from typing import Any, TypeAlias
+from typing import Any
 
-import grpc.aio
-from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
+from treadle.placement.v1 import placement_pb2 as pb
+from treadle.placement.v1 import placement_pb2_grpc
 from treadle_core.model import DecodeCurve
 from treadle_core.placing.costs import CostModel
 from treadle_core.placing.placement import plan
 
 from treadle_placement.convert import engines_of, model_of, response_of, trajectories_of
 
-# From this size on a plan is made in a thread: below, it takes under 2 ms, about what handing it over could cost.
+# From this size on a plan is made in a thread: a smaller one takes under 2 ms, about what the hand-over could cost.
 LARGE = 1_000  # trajectories and engines together
-
-Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
-    """`model` and `curve` are what a request that names none gets."""
+    """`model` is the cost model of a request that names none, `curve` that of engines where none has a curve."""
 
     def __init__(self, model: CostModel, curve: DecodeCurve) -> None:
         self._model = model
         self._curve = curve
 
-    async def PlanPlacement(
-        self, request: placement_pb2.PlanPlacementRequest, context: Context
-    ) -> placement_pb2.PlanPlacementResponse:
+    async def PlanPlacement(self, request: pb.PlanPlacementRequest, context: Any) -> pb.PlanPlacementResponse:
         if len(request.trajectories) + len(request.engines) >= LARGE:
-            return await asyncio.to_thread(self._answer, request)
-        return self._answer(request)
+            return await asyncio.to_thread(self._solve, request)
+        return self._solve(request)
 
-    def _answer(self, request: placement_pb2.PlanPlacementRequest) -> placement_pb2.PlanPlacementResponse:
+    def _solve(self, request: pb.PlanPlacementRequest) -> pb.PlanPlacementResponse:
         model = model_of(request, self._model)
         trajectories, engines = trajectories_of(request), engines_of(request, self._curve)
         began = time.perf_counter()

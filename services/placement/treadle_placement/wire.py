@@ -1,30 +1,25 @@
-"""Puts the placement together."""
+"""Assemble the placement service."""
 
 import asyncio
+from functools import partial
+from typing import cast
 
-from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
+from treadle.placement.v1.placement_pb2_grpc import add_PlacementServiceServicer_to_server
 from treadle_core.model import DecodeCurve
 from treadle_core.placing.costs import CostModel
 from treadle_core.placing.placement import plan
 from treadle_core.placing.question import PlanEngine, PlanTrajectory
 from treadle_core.refusals import CoreError
-from treadle_runtime.errors import ErrorTable, InvalidArgument
+from treadle_runtime.errors import InvalidArgument
 from treadle_runtime.server import Runtime, Wiring
 
 from treadle_placement.config import PlacementSettings
 from treadle_placement.servicer import PlacementServicer
 
-SERVICE = placement_pb2.DESCRIPTOR.services_by_name["PlacementService"].full_name
-
-# The core names the fields as the request does.
-ERRORS: ErrorTable = {CoreError: lambda error: InvalidArgument(error.field, error.description)}
-
 
 async def wire(runtime: Runtime) -> Wiring:
-    """Compile or load the solver, then serve: the first caller must not wait for a compiler."""
-    settings = runtime.settings
-    if not isinstance(settings, PlacementSettings):
-        raise TypeError(f"expected PlacementSettings, got {type(settings).__name__}")
+    """Compile or load the solver before serving, so that the first caller does not wait for a compiler."""
+    settings = cast(PlacementSettings, runtime.settings)
     curve = DecodeCurve(
         settings.default_base_s,
         settings.default_per_sequence_s,
@@ -34,13 +29,14 @@ async def wire(runtime: Runtime) -> Wiring:
     await asyncio.to_thread(warm_up, curve)
     servicer = PlacementServicer(CostModel[settings.cost_model.upper()], curve)
     return Wiring(
-        services={SERVICE: lambda server: placement_pb2_grpc.add_PlacementServiceServicer_to_server(servicer, server)},
-        errors=ERRORS,
+        services={"treadle.placement.v1.PlacementService": partial(add_PlacementServiceServicer_to_server, servicer)},
+        # The core names the fields as the request does.
+        errors={CoreError: lambda error: InvalidArgument(error.field, error.description)},
     )
 
 
 def warm_up(curve: DecodeCurve) -> None:
-    """One small plan under each cost model, for unlike engines of which one holds the trajectory: all kernels run."""
+    """Run every kernel once: a small plan under each cost model, for two unlike engines of which one has a prefix."""
     engines = [PlanEngine("warm-up", 1, 0, 1, curve), PlanEngine("warm-up-too", 2, 0, 1, curve)]
     for model in CostModel:
         for log_sigma in (0.0, 0.5):
