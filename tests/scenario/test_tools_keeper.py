@@ -11,6 +11,7 @@ import psutil
 import pytest
 from support.tools import gone, groups_of
 from treadle_tools.builtin import PYTHON
+from treadle_tools.limits import Limits
 from treadle_tools.sandbox.bubblewrap.cell import Cell, CellLost
 from treadle_tools.sandbox.bubblewrap.command import find_sandbox
 from treadle_tools.sandbox.inside import frames
@@ -18,7 +19,6 @@ from treadle_tools.sandbox.keeper import channel as protocol
 from treadle_tools.sandbox.keeper.channel import Channel
 from treadle_tools.sandbox.keeper.client import KeeperClient, Terms
 from treadle_tools.sandbox.keeper.folder import FolderRefused, StateFolder
-from treadle_tools.sandbox.limits import Limits
 
 LIMITS = Limits(output_bytes=4 * 1024 * 1024)
 RECORD = {"session_id": "s-1", "note": "the keeper's own it is not"}

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 from treadle_tools.builtin import PYTHON
+from treadle_tools.limits import Limits
 from treadle_tools.sandbox.containers.cell import ContainerCell
 from treadle_tools.sandbox.containers.docker import DockerHost
 from treadle_tools.sandbox.containers.recipe import Allotment, recipe_of
-from treadle_tools.sandbox.limits import Limits
 
 OWNER = "treadle-bench-containers"
 SILENCE_S = 300.0

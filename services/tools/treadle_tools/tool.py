@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from treadle_tools.limits import MIB as MIB
+from treadle_tools.limits import Limits as Limits
 from treadle_tools.remote.function import HttpFunction
 from treadle_tools.rewards.judge import Judge
-from treadle_tools.sandbox.limits import MIB as MIB
-from treadle_tools.sandbox.limits import Limits as Limits
 
 
 class Kind(enum.StrEnum):

@@ -9,10 +9,10 @@ from typing import Any
 
 from treadle_tools.arguments import refuse_invalid
 from treadle_tools.background import Background
+from treadle_tools.limits import Granted, Limits
 from treadle_tools.registry import Registry
 from treadle_tools.remote.function import HttpFunction
 from treadle_tools.remote.invocations import Invocations
-from treadle_tools.sandbox.limits import Granted, Limits
 from treadle_tools.sandbox.pools import KeptCells, Pools
 from treadle_tools.sandbox.seam import Cell
 from treadle_tools.scheduling.actions import Actions

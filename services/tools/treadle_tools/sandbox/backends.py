@@ -2,13 +2,12 @@
 tools' calls, and says what to do; the service starts all the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import structlog
 from treadle_runtime.lifecycle import ServerStartError
 
 from treadle_tools.config import ToolsSettings
-from treadle_tools.registry import Registry
 from treadle_tools.sandbox.bubblewrap.command import Bubblewrap, SandboxMissing, find_sandbox
 from treadle_tools.sandbox.containers.start import BackendMissing, ledger_folder, start_fleet
 from treadle_tools.sandbox.keeper.client import KeeperClient, KeeperFailed, Terms
@@ -22,9 +21,9 @@ log = structlog.get_logger()
 BUBBLEWRAP = "bubblewrap"
 
 
-async def find_pools(settings: ToolsSettings, registry: Registry) -> Pools:
+async def find_pools(settings: ToolsSettings, registered: Iterable[Tool]) -> Pools:
     """Each backend that some tool runs on. Raises ServerStartError where a state folder is another service's."""
-    here = [tool for tool in registry if tool.remote is None]
+    here = [tool for tool in registered if tool.remote is None]
     of_tool = {tool.name: tool.backend or settings.backend for tool in here}
     backends: dict[str, Backend] = {}
     missing: dict[str, str] = {}

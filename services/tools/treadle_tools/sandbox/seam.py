@@ -7,7 +7,7 @@ this shape; neither knows of it.
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from treadle_tools.sandbox.limits import Limits
+from treadle_tools.limits import Limits
 
 
 class Cell(Protocol):

@@ -16,8 +16,8 @@ from treadle_core.tools.providers import BasicManager
 from treadle_runtime.calls import remaining_s
 from treadle_runtime.errors import Unavailable
 
+from treadle_tools.limits import Granted, Limits
 from treadle_tools.sandbox.bubblewrap.cell import CellLost, WorkerFailed
-from treadle_tools.sandbox.limits import Granted, Limits
 from treadle_tools.scheduling.demand import Demands, Durations
 from treadle_tools.scheduling.meters import NO_METERS, Meters
 from treadle_tools.scheduling.turns import Turn, Turns

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from treadle_runtime.errors import FailedPrecondition
 
-from treadle_tools.sandbox.limits import Limits
+from treadle_tools.limits import Limits
 from treadle_tools.sandbox.seam import Cell
 from treadle_tools.sessions.snapshots import Snapshot
 from treadle_tools.tool import Result, Status, Tool

@@ -9,10 +9,10 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from treadle_tools.limits import MIB, Granted, Limits
 from treadle_tools.sandbox.bubblewrap import memory
 from treadle_tools.sandbox.bubblewrap.cgroups import Slot
 from treadle_tools.sandbox.inside import frames
-from treadle_tools.sandbox.limits import MIB, Granted, Limits
 from treadle_tools.tool import Status
 
 BACKSTOP_S = 2.0  # the cell keeps its own wall clock; this is for a cell that does not

@@ -19,12 +19,12 @@ from typing import Any
 
 import structlog
 
+from treadle_tools.limits import Limits
 from treadle_tools.sandbox.bubblewrap.cell import BACKSTOP_S, WORKER_BYTES, CellLost
 from treadle_tools.sandbox.containers.recipe import Allotment, Ending, HostFailed, Pipe, Vessel, VesselLost
 from treadle_tools.sandbox.inside import frames
 from treadle_tools.sandbox.inside.container import HELLO
 from treadle_tools.sandbox.inside.frames import FrameError
-from treadle_tools.sandbox.limits import Limits
 from treadle_tools.tool import Status
 
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import structlog
 
+from treadle_tools.limits import Limits
 from treadle_tools.sandbox.bubblewrap.cell import WorkerFailed
 from treadle_tools.sandbox.bubblewrap.pool import Spares
 from treadle_tools.sandbox.containers.cell import ContainerCell, LineEnded, ending_of, told
 from treadle_tools.sandbox.containers.hosts import Hosts
 from treadle_tools.sandbox.containers.ledger import Ledger
 from treadle_tools.sandbox.containers.recipe import HostFailed, Recipe, Vessel, VesselLost
-from treadle_tools.sandbox.limits import Limits
 from treadle_tools.sandbox.seam import Cell
 
 log = structlog.get_logger()

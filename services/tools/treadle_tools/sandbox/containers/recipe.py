@@ -14,9 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
+from treadle_tools.limits import MIB
 from treadle_tools.sandbox.bubblewrap.cell import WORKER_PROCESSES
 from treadle_tools.sandbox.bubblewrap.command import ENVIRONMENT, NOBODY
-from treadle_tools.sandbox.limits import MIB
 from treadle_tools.tool import Tool
 
 USER = NOBODY
