@@ -96,16 +96,9 @@ class PolicySet:
 
 
 @dataclass(frozen=True, slots=True)
-class StepStarted:
-    """An engine admitted a step (again, after a preemption)."""
-
-    trajectory_id: str
-    ticket_id: str
-
-
-@dataclass(frozen=True, slots=True)
 class StepPreempted:
-    """An engine put a step back into its queue; `output_tokens` of it are sampled."""
+    """An engine put a step back into its queue; `output_tokens` of it are sampled. It changes nothing; as with every
+    event, the controller asks for a plan where one is due."""
 
     trajectory_id: str
     ticket_id: str
@@ -213,7 +206,6 @@ Event = (
     | LeaseRenewed
     | EngineDeregistered
     | PolicySet
-    | StepStarted
     | StepPreempted
     | StepFinished
     | ToolStarted

@@ -208,7 +208,7 @@ class EngineRecord:
 @dataclass(frozen=True)  # without slots: see records.py
 class TicketRecord:
     """The right to run one step once, and the request that made it (so that a repeat of the request gets the same
-    ticket)."""
+    ticket). preemptible: whether the engine's queue may evict the step while it runs."""
 
     ticket_id: str
     trajectory_id: str
@@ -226,6 +226,7 @@ class TicketRecord:
     max_new_tokens: int
     replaces_ticket_id: str = ""
     resumed_tokens: int = 0
+    preemptible: bool = True
     kv_reserve_tokens: int = 0
     status: TicketStatus = TicketStatus.LIVE
     output_tokens: int = 0

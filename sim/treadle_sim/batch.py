@@ -37,7 +37,6 @@ class EngineStep:
     decode_s: float = 0.0
     prefilled_tokens: int = 0
     preemptions: int = 0
-    started: bool = False
     end_at: float = 0.0  # on the count of its batch
     spans: list[tuple[str, float, float]] | None = None
 
@@ -57,9 +56,6 @@ class EngineStep:
 
 class StepListener(Protocol):
     """Hears what happens to steps."""
-
-    def step_started(self, step: EngineStep) -> None:
-        """Admitted."""
 
     def step_preempted(self, step: EngineStep) -> None:
         """Back in the queue."""

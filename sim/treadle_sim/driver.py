@@ -28,7 +28,6 @@ from treadle_core.events import (
     StepFinished,
     StepPreempted,
     StepRequested,
-    StepStarted,
     Tick,
     ToolFinished,
     ToolStarted,
@@ -79,7 +78,6 @@ class Driver:
         self._call_tokens = call_tokens
         self._record = record
         self._log = log
-        self._preempt = policy.preempt
         self._timeline = Timeline()
         # No lease runs out by itself here: a failure deregisters its engine after the time that a lease takes.
         self._controller = Controller(policy, replace(tuning, lease_ttl_s=float("inf")))
@@ -242,12 +240,7 @@ class Driver:
             done=progress.resumed_tokens,
             spans=[] if self._record else None,
         )
-        self._engines[engine].submit(step, ticket.priority)
-
-    def step_started(self, step: EngineStep) -> None:
-        """See engine_step.StepListener."""
-        if not self._preempt:  # a policy that never evicts is told, so that it can lift what runs
-            self._timeline.after(0.0, self._tell, StepStarted(self._all[step.index].trajectory_id, step.step_id))
+        self._engines[engine].submit(step, ticket.priority, preemptible=ticket.preemptible)
 
     def step_preempted(self, step: EngineStep) -> None:
         """See engine_step.StepListener."""

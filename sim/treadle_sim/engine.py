@@ -107,11 +107,11 @@ class SimEngine:
 
     # What the driver calls.
 
-    def submit(self, step: EngineStep, priority: float) -> None:
+    def submit(self, step: EngineStep, priority: float, *, preemptible: bool = True) -> None:
         """A ticket arrived."""
         self._advance()
         self._steps[step.step_id] = step
-        self._queue.add(step.step_id, priority)
+        self._queue.add(step.step_id, priority, preemptible=preemptible)
         self._decide()
 
     def receive(self, index: int, tokens: int) -> None:
@@ -270,9 +270,6 @@ class SimEngine:
             kv_tokens += context
             step.passed("queue", now)
             self._prefilling.append(step)
-            if not step.started:
-                step.started = True
-                self._listener.step_started(step)
         if not self._prefilling:
             return False
         self._prefill_began_s = now

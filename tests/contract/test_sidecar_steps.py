@@ -69,6 +69,25 @@ async def test_a_higher_step_evicts_a_lower_one_and_the_lower_one_loses_nothing(
         assert engine.most_running == 1
 
 
+async def test_a_step_that_is_not_preemptible_keeps_its_slot_from_its_first_moment(nats_url: str) -> None:
+    """One slot; a step of far higher priority comes as soon as it has started. Result: that one waits."""
+    async with fake_sglang() as engine, sidecar(nats_url, engine.url, slots=1, min_run_tokens=0) as side:
+        seen = [0]
+        keeps = asyncio.create_task(
+            run_step(
+                side.stub,
+                step_request(ticket("e0", preemptible=False), PROMPT, greedy(100)),
+                lambda result: seen.append(len(result.started)),
+            )
+        )
+        await until(lambda: seen[-1] == 1)
+        high = await run_step(side.stub, step_request(ticket("e0", priority=1e9), [5], greedy(3)))
+
+        kept, waited = (await keeps).require_whole(), high.require_whole()
+        assert kept.preemptions == waited.preemptions == 0
+        assert waited.timing.accepted_at.ToNanoseconds() < kept.timing.finished_at.ToNanoseconds(), "it came in time"
+
+
 async def test_no_rid_is_the_beginning_of_another(nats_url: str) -> None:
     """The engine aborts by prefix: tickets t-1 and t-11 must not share their fate."""
     async with fake_sglang() as engine, sidecar(nats_url, engine.url, slots=4) as side:

@@ -27,7 +27,6 @@ from treadle_core.events import (
     PolicySet,
     PredictionArrived,
     StepPreempted,
-    StepStarted,
     SwitchRequested,
     WeightsUpdated,
 )
@@ -178,7 +177,6 @@ def test_the_recordings_hold_what_matters() -> None:
         PlanArrived,
         PredictionArrived,
         StepPreempted,
-        StepStarted,
         SwitchRequested,
     } <= events
     assert {AskPlan, HoldStep, StartMigration} <= actions

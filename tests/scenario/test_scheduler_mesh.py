@@ -124,20 +124,16 @@ async def test_predictions_come_after_each_step_and_are_published(nats_url: str)
         assert directory == pb.GetDirectoryResponse(predictor_address=predictor.address)
 
 
-async def test_a_started_step_is_lifted_at_its_engine_where_the_policy_does_not_preempt(nats_url: str) -> None:
+async def test_a_policy_that_does_not_preempt_issues_tickets_of_steps_that_cannot_be_evicted(nats_url: str) -> None:
     async with mesh(nats_url) as world:
+        await world.client.open("evictable")
         policy = pb.Policy(ordering=pb.ORDERING_PROGRESSIVE, placement=pb.PLACEMENT_RULE_PLANNED, preempt=False)
         await world.client.call("SetPolicy", pb.SetPolicyRequest(request_id="p", policy=policy))
-        await world.client.open("t")
-        ticket = await world.client.step("t", 0)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(world.generate(ticket, tokens=20))
-            engine = world.engines[ticket.engine_id]
-            await until(lambda: engine.commands, what="the step is lifted")
-        (command,) = engine.commands[:1]
-        (change,) = command.changes
-        assert change.ticket_id == ticket.ticket_id
-        assert change.priority > ticket.priority
+        await world.client.open("firm")
+        assert (await world.client.step("evictable", 0)).preemptible
+        ticket = await world.client.step("firm", 0)
+        assert ticket.HasField("preemptible")
+        assert not ticket.preemptible
 
 
 async def test_an_engine_that_falls_silent_is_lost_and_its_trajectories_go_on_elsewhere(nats_url: str) -> None:

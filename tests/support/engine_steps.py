@@ -69,14 +69,22 @@ class StepResult:
         return finished
 
 
-def ticket(engine_id: str, *, priority: float = 0.0, trajectory_id: str = "", turn: int = 0) -> Ticket:
-    """A fresh ticket, good for some minutes."""
+def ticket(
+    engine_id: str,
+    *,
+    priority: float = 0.0,
+    trajectory_id: str = "",
+    turn: int = 0,
+    preemptible: bool | None = None,
+) -> Ticket:
+    """A fresh ticket, good for some minutes. preemptible None: as an older scheduler leaves it out."""
     made = Ticket(
         ticket_id=uuid.uuid4().hex,
         trajectory_id=trajectory_id or uuid.uuid4().hex,
         turn=turn,
         engine_id=engine_id,
         priority=priority,
+        preemptible=preemptible,
         cache_salt="default",
         weight_version="default",
     )

@@ -182,12 +182,11 @@ class AnyEvents(RuleBasedStateMachine):
         if ticket is not None:
             self.hand(ev.StepFinished(ticket.trajectory_id, ticket.ticket_id, ticket.turn, 100, tokens))
 
-    @rule(index=INDEX, preempted=st.booleans())
-    def bus_says_started_or_preempted(self, index: int, preempted: bool) -> None:
+    @rule(index=INDEX)
+    def bus_says_preempted(self, index: int) -> None:
         ticket = self.pick(index, list(self.issued.values()))
         if ticket is not None:
-            name, ticket_id = ticket.trajectory_id, ticket.ticket_id
-            self.hand(ev.StepPreempted(name, ticket_id, 1) if preempted else ev.StepStarted(name, ticket_id))
+            self.hand(ev.StepPreempted(ticket.trajectory_id, ticket.ticket_id, 1))
 
     @rule(name=TRAJECTORIES, started=st.booleans())
     def bus_says_tool(self, name: str, started: bool) -> None:

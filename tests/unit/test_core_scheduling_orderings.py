@@ -1,15 +1,11 @@
 """Which step ranks higher, under each ordering."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.control import Scenario, all_of, one
 from treadle_core import actions as act
-from treadle_core import events as ev
 from treadle_core.model import Estimate, Objective, Ordering, Policy
-from treadle_core.ranking.orderings import RUNNING_LIFT
 from treadle_core.tuning import Tuning
 
 TUNING = Tuning()
@@ -155,22 +151,9 @@ def test_predictions_never_exceed_what_the_cap_leaves() -> None:
     assert scenario.step("free", 0).priority > scenario.step("capped", 0).priority
 
 
-def test_without_preemption_a_started_step_stands_above_all_that_wait() -> None:
-    scenario = ranked(replace(Policy(), preempt=False))
-    scenario.open("running")
-    running = scenario.step("running", 0)
-    started = ev.StepStarted("running", running.ticket_id)
-    ((_, priority),) = one(scenario.send(started), act.Reprioritize).changes
-    assert priority > RUNNING_LIFT / 2
-    assert all_of(scenario.send(started), act.Reprioritize) == [], "heard twice"
-    assert all_of(scenario.predict("running", 9_000), act.Reprioritize) == []
-    back = one(scenario.send(ev.StepPreempted("running", running.ticket_id, 3)), act.Reprioritize)
-    assert back.changes[0][1] == scenario.controller.trajectory("running").priority
-
-
-@pytest.mark.parametrize("policy", [Policy(), Policy(ordering=Ordering.ROUND_ROBIN, preempt=False)])
-def test_no_message_is_spent_on_steps_that_need_no_lift(policy: Policy) -> None:
-    scenario = ranked(policy)
+@pytest.mark.parametrize("ordering", Ordering)
+@pytest.mark.parametrize("preempt", [True, False])
+def test_a_ticket_says_whether_the_policy_lets_its_step_be_evicted(ordering: Ordering, preempt: bool) -> None:
+    scenario = ranked(Policy(ordering=ordering, preempt=preempt))
     scenario.open("t")
-    ticket = scenario.step("t", 0)
-    assert scenario.send(ev.StepStarted("t", ticket.ticket_id)) == []
+    assert scenario.step("t", 0).preemptible is preempt

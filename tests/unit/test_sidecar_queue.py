@@ -110,10 +110,27 @@ def test_without_preemption_the_running_step_stays() -> None:
     assert q.decide() == []
 
 
+def test_a_step_that_is_not_preemptible_is_never_evicted_and_one_that_ranks_above_it_is() -> None:
+    q = queue(slots=2)
+    q.add("not preemptible", 0.0, preemptible=False)
+    q.add("preemptible", 1.0)
+    q.decide()
+    q.add("high", 5.0)
+    q.add("higher", 9.0)
+    assert q.decide() == [], "neither has made its tokens yet"
+    for step in ("not preemptible", "preemptible"):
+        q.progress(step, 100)
+    assert q.decide() == [Evict("preemptible", "higher")]
+    q.evicted("preemptible")
+    assert q.decide() == [Admit("higher")]
+    q.reprioritize("not preemptible", -9.0)
+    assert q.decide() == []
+
+
 def test_a_pause_evicts_all_and_admits_nobody_until_it_ends() -> None:
     q = queue(slots=2)
     for step in ("a", "b", "c"):
-        q.add(step, 1.0)
+        q.add(step, 1.0, preemptible=step != "a")
     q.decide()
     q.paused = True
     assert q.decide() == [Evict("a", ""), Evict("b", "")]
@@ -163,13 +180,14 @@ def test_the_invariants_hold_after_any_reports(slots: int, hysteresis: float, ev
     """Against a second account kept here: slots are never exceeded, and every eviction is one that the rules allow."""
     q = queue(slots=slots, hysteresis=hysteresis)
     priorities: dict[str, float] = {}
+    preemptible: dict[str, bool] = {}
     holding: dict[str, int] = {}  # tokens since admission
     evicting: set[str] = set()
     for kind, number, value in events:
         step = f"s{number}"
         if kind == "add" and step not in priorities:
-            q.add(step, value)
-            priorities[step] = value
+            priorities[step], preemptible[step] = value, value < 4.0
+            q.add(step, value, preemptible=preemptible[step])
         elif kind == "progress" and step in holding:
             holding[step] += 3
             q.progress(step, holding[step])
@@ -194,7 +212,9 @@ def test_the_invariants_hold_after_any_reports(slots: int, hysteresis: float, ev
                 assert by not in holding
                 assert priorities[by] > priorities[victim] + hysteresis
                 assert holding[victim] >= 4
-                assert all(priorities[victim] <= priorities[other] for other in holding if other not in evicting)
+                assert preemptible[victim]
+                others = [other for other in holding if other not in evicting and preemptible[other]]
+                assert all(priorities[victim] <= priorities[other] for other in others)
                 evicting.add(victim)
         assert len(holding) <= slots
         waiting = set(priorities) - set(holding)

@@ -10,7 +10,6 @@ from treadle_core.events import (
     PredictionArrived,
     StepFinished,
     StepRequested,
-    StepStarted,
     SwitchRequested,
     Tick,
     ToolFinished,
@@ -37,12 +36,10 @@ def test_a_step_is_a_ticket_a_prefill_its_tokens_and_a_tool_and_each_is_heard_wh
     assert told[1:] == [
         (TrajectoryOpened, 0.0),
         (StepRequested, pytest.approx(rpc_s)),
-        (StepStarted, pytest.approx(2 * rpc_s)),
         (StepFinished, pytest.approx(end_s[0])),
         (ToolStarted, pytest.approx(end_s[0])),
         (ToolFinished, pytest.approx(end_s[0] + 2.0)),
         (StepRequested, pytest.approx(end_s[0] + 2.0)),
-        (StepStarted, pytest.approx(end_s[0] + 2.0 + rpc_s)),
         (StepFinished, pytest.approx(end_s[1])),
         (TrajectoryClosed, pytest.approx(end_s[1] + 1.0)),
     ]

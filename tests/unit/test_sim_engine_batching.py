@@ -27,8 +27,6 @@ class Ear:
     preempted: list[str] = field(default_factory=list)
     timeline: Timeline = field(default_factory=Timeline)
 
-    def step_started(self, step: EngineStep) -> None: ...
-
     def step_preempted(self, step: EngineStep) -> None:
         self.preempted.append(step.step_id)
 

@@ -18,8 +18,6 @@ class Ear:
         self.finished: dict[str, float] = {}
         self.preempted: dict[str, float] = {}
 
-    def step_started(self, step: EngineStep) -> None: ...
-
     def step_preempted(self, step: EngineStep) -> None:
         self.preempted[step.step_id] = self.timeline.now
 

@@ -25,7 +25,6 @@ from treadle_core.events import (
     PredictionArrived,
     StepFinished,
     StepRequested,
-    StepStarted,
     SwitchRequested,
     Tick,
     ToolFinished,
@@ -147,7 +146,6 @@ class World:
     def _step(self, ticket: TicketRecord) -> None:
         number = int(ticket.trajectory_id[1:])
         tokens = int(self._step_tokens[number])
-        self._after(0.001, partial(self._tell, StepStarted(ticket.trajectory_id, ticket.ticket_id)))
         self._after(tokens * TOKEN_S, partial(self._finished, number, ticket, tokens))
 
     def _finished(self, number: int, ticket: TicketRecord, tokens: int) -> None:

@@ -1,7 +1,7 @@
 """Which step runs first: one interface, five orderings.
 
-An ordering gives each step a float; the larger runs first in an engine's queue, and evicts the smallest running one
-where the policy preempts. The float is fixed when the step is asked for and changes only with a new prediction: aging
+An ordering gives each step a float; the larger runs first in an engine's queue, and evicts the smallest of the running
+ones that are preemptible. The float is fixed when the step is asked for and changes only with a new prediction: aging
 needs no messages, because every step ages at the same rate, so that `work - (now - asked) * rate` orders any two steps
 as `work + asked * rate` does at any time. The time stands in the float relative to `epoch_s` (the controller's first
 start), which keeps it short.
@@ -26,10 +26,6 @@ from collections.abc import Callable, Mapping
 from treadle_core.model import Objective, Ordering, Policy, TrajectoryRecord
 from treadle_core.ranking.remaining import remaining_s, remaining_tokens
 from treadle_core.tuning import Tuning
-
-# Added once a step that must not be preempted has started: above any waiting step's priority, which are times and
-# doublings.
-RUNNING_LIFT = 1e12
 
 # log2 of nothing is no number; a millisecond, or a token, is as little as anything is taken for.
 LEAST_WORK_S = 1e-3
@@ -57,11 +53,6 @@ class Orderings:
     def changed(self, policy: Policy, old: float, new: float) -> bool:
         """Whether a priority has moved enough to tell a queue (hysteresis)."""
         return abs(new - old) >= self._threshold(policy)
-
-    def needs_lift(self, policy: Policy) -> bool:
-        """Whether a running step must be lifted so that none evicts it. Round-robin needs none: who comes later ranks
-        lower anyway."""
-        return not policy.preempt and policy.ordering is not Ordering.ROUND_ROBIN
 
     def _threshold(self, policy: Policy) -> float:
         if policy.ordering in (Ordering.FCFS, Ordering.ROUND_ROBIN):

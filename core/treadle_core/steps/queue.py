@@ -5,10 +5,10 @@ A pure state machine: it owns no task, clock or client. The driver reports what 
 `evicted`, `remove`, ...) and then asks `decide` what to do; each action is to be carried out once. Larger priority
 runs first; ties go to the earlier arrival.
 
-Invariants: at most `slots` steps hold a slot, a step that is being evicted still holding its own; no step is evicted
-while one that ranks below it keeps running; an evicted step waits with its original arrival; a step is evicted for
-one that outranks it by more than `hysteresis`, and only after `min_run_tokens` tokens since its admission, so that
-two steps never take turns without getting on.
+Invariants: at most `slots` steps hold a slot, a step that is being evicted still holding its own; a step that is not
+preemptible is evicted by a pause alone; no step is evicted while a preemptible one that ranks below it keeps running;
+an evicted step waits with its original arrival; a step is evicted for one that outranks it by more than `hysteresis`,
+and only after `min_run_tokens` tokens since its admission, so that two steps never take turns without getting on.
 """
 
 import enum
@@ -69,6 +69,7 @@ class _Entry:
     step_id: str
     priority: float
     arrival: int
+    preemptible: bool
     state: _State = _State.WAITING
     tokens: int = 0  # since its admission
 
@@ -93,16 +94,18 @@ class StepQueue:
         # Those that wait, best ranked first, and those that run; the rest are being evicted.
         self._waiting: list[_Entry] = []
         self._running: dict[str, _Entry] = {}
-        self._lowest: _Entry | None = None  # of those that run; None where it is to be looked for
+        self._preemptible: dict[str, _Entry] = {}  # of those that run
+        self._lowest: _Entry | None = None  # of the preemptible ones; None where it is to be looked for
 
-    def add(self, step_id: str, priority: float) -> None:
-        """A step arrived. Raises QueueFull, ValueError for an id that is here already."""
+    def add(self, step_id: str, priority: float, *, preemptible: bool = True) -> None:
+        """A step arrived. preemptible: whether a waiting step may evict it while it runs. Raises QueueFull, ValueError
+        for an id that is here already."""
         if step_id in self._entries:
             raise ValueError(f"step {step_id!r} is in the queue already")
         free = 0 if self.paused else self.policy.slots - self._held()
         if self.waiting - free >= self.policy.capacity:
             raise QueueFull(self.policy.capacity)
-        entry = self._entries[step_id] = _Entry(step_id, priority, self._arrivals)
+        entry = self._entries[step_id] = _Entry(step_id, priority, self._arrivals, preemptible)
         self._arrivals += 1
         insort(self._waiting, entry, key=_rank)
 
@@ -159,15 +162,17 @@ class StepQueue:
             entry = self._waiting.pop(0)
             entry.state, entry.tokens = _State.RUNNING, 0
             self._running[entry.step_id] = entry
+            if entry.preemptible:
+                self._preemptible[entry.step_id] = entry
             self._ran(entry)
             yield Admit(entry.step_id)
         if not self.policy.preempt:
             return
         # Slots that are being given up already are spoken for by the best of those that still wait.
         for candidate in self._waiting[self._held() - len(self._running) :]:
-            if not self._running:
+            if not self._preemptible:
                 return
-            lowest = self._lowest = self._lowest or max(self._running.values(), key=_rank)
+            lowest = self._lowest = self._lowest or max(self._preemptible.values(), key=_rank)
             outranked = candidate.priority > lowest.priority + self.policy.hysteresis
             if not outranked or lowest.tokens < self.policy.min_run_tokens:
                 return  # those that follow rank below this candidate, so they evict nobody either
@@ -184,12 +189,13 @@ class StepQueue:
 
     def _ran(self, entry: _Entry) -> None:
         """It runs, or runs with another priority."""
-        if self._lowest is not None and entry.state is _State.RUNNING and entry.rank > self._lowest.rank:
+        if self._lowest is not None and entry.step_id in self._preemptible and entry.rank > self._lowest.rank:
             self._lowest = entry
 
     def _stopped(self, entry: _Entry) -> None:
         """It does not run any more, if it did."""
         self._running.pop(entry.step_id, None)
+        self._preemptible.pop(entry.step_id, None)
         if entry is self._lowest:
             self._lowest = None
 

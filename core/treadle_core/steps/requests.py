@@ -10,12 +10,10 @@ from treadle_core.events import (
     StepFinished,
     StepPreempted,
     StepRequested,
-    StepStarted,
     ToolFinished,
     ToolStarted,
 )
 from treadle_core.model import Prediction, TrajectoryRecord, changed
-from treadle_core.ranking.orderings import RUNNING_LIFT
 from treadle_core.steps import admission, lifecycle, moves, tickets
 from treadle_core.steps.state import State
 from treadle_core.steps.tickets import StepKind
@@ -33,20 +31,9 @@ def requested(state: State, event: StepRequested, now: float) -> list[Action]:
     return tickets.granted(state, record, event, kind, now)
 
 
-def started(state: State, event: StepStarted, _now: float) -> list[Action]:
-    """A step runs. Where its policy does not preempt, nothing may push it out any more."""
-    record = _with_live(state, event.trajectory_id, event.ticket_id)
-    if record is None or not state.orderings.needs_lift(record.policy):
-        return []
-    return _reprioritized(state, record, RUNNING_LIFT + record.priority)
-
-
-def preempted(state: State, event: StepPreempted, _now: float) -> list[Action]:
-    """A step waits again, and ranks as it did."""
-    record = _with_live(state, event.trajectory_id, event.ticket_id)
-    if record is None or not state.orderings.needs_lift(record.policy):
-        return []
-    return _reprioritized(state, record, record.priority)
+def preempted(_state: State, _event: StepPreempted, _now: float) -> list[Action]:
+    """A step waits again, and ranks as it did: nothing is to be done."""
+    return []
 
 
 def finished(state: State, event: StepFinished, now: float) -> list[Action]:
@@ -106,21 +93,10 @@ def predicted(state: State, event: PredictionArrived, now: float) -> list[Action
     state.planner.predicted(record, first)
     actions: list[Action] = [SaveTrajectory(record), AnnouncePredicted(record)]
     ticket = record.live_ticket
-    if (
-        ticket is not None
-        and ticket.priority < RUNNING_LIFT / 2
-        and state.orderings.changed(record.policy, ticket.priority, record.priority)
-    ):
+    if ticket is not None and state.orderings.changed(record.policy, ticket.priority, record.priority):
         actions += _reprioritized(state, record, record.priority)
         return actions  # a ticket is out: nothing moves now
     return actions + moves.considered(state, record, now)
-
-
-def _with_live(state: State, trajectory_id: str, ticket_id: str) -> TrajectoryRecord | None:
-    record = state.table.get(trajectory_id)
-    if record is None or record.live_ticket is None or record.live_ticket.ticket_id != ticket_id:
-        return None
-    return record
 
 
 def _reprioritized(state: State, record: TrajectoryRecord, priority: float) -> list[Action]:

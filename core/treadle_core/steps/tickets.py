@@ -256,6 +256,7 @@ def _ticketed(
         max_new_tokens=event.max_new_tokens,
         replaces_ticket_id=event.replaces_ticket_id,
         resumed_tokens=event.resumed_tokens,
+        preemptible=record.policy.preempt,
         kv_reserve_tokens=reserve_tokens(state, record) if record.policy.reserve else 0,
     )
     return changed(record, priority=priority, ticket=ticket)

@@ -192,6 +192,7 @@ def ticket_message(ticket: TicketRecord) -> Ticket:
         weight_version=ticket.weight_version,
         revision=ticket.revision,
         expires_at=timestamp(ticket.expires_s),
+        preemptible=ticket.preemptible,
     )
 
 

@@ -37,7 +37,6 @@ from treadle_core.events import (
     PredictionArrived,
     StepFinished,
     StepPreempted,
-    StepStarted,
     ToolFinished,
     ToolStarted,
     WeightsUpdated,
@@ -309,7 +308,6 @@ def _estimate(message: Quantiles) -> Estimate:
 
 # The kinds that the scheduler listens to.
 HEARD = (
-    "step_started",
     "step_preempted",
     "step_finished",
     "tool_started",
@@ -326,9 +324,6 @@ Announcement = AnnounceOpened | AnnounceClosed | AnnouncePredicted | AnnounceEng
 def event_of(fact: facts_pb2.Fact) -> Event | None:
     """The event that a fact is, or None for a kind that is not listened to."""
     match fact.WhichOneof("fact"):
-        case "step_started":
-            step = fact.step_started.step
-            return StepStarted(step.trajectory_id, step.ticket_id)
         case "step_preempted":
             step = fact.step_preempted.step
             return StepPreempted(step.trajectory_id, step.ticket_id, fact.step_preempted.output_tokens)

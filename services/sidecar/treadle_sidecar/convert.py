@@ -56,6 +56,7 @@ def step_order(request: engine_pb2.GenerateRequest) -> StepOrder:
         prompt=prompt,
         resumed=token_ids("resumed_output", request.resumed_output),
         sampling=sampling(request.sampling),
+        preemptible=ticket.preemptible or not ticket.HasField("preemptible"),
     )
 
 

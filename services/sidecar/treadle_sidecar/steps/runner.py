@@ -113,7 +113,7 @@ class StepRunner:
             raise self._engine_lost("the engine does not answer")
         limit = limits(order, profile)
         try:
-            self.queue.add(order.ticket_id, order.priority)
+            self.queue.add(order.ticket_id, order.priority, preemptible=order.preemptible)
         except QueueFull as error:
             raise ResourceExhausted(
                 "QUEUE_FULL", str(error), retry_after_s=RETRY_FULL_QUEUE_S, capacity=error.capacity

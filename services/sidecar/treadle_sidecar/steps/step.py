@@ -43,7 +43,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class StepOrder:
-    """One step to run. `resumed` are output tokens that the caller has from an engine that was lost."""
+    """One step to run. `resumed` are output tokens that the caller has from an engine that was lost; `preemptible`:
+    whether a waiting step may evict it while it runs."""
 
     ticket_id: str
     trajectory_id: str
@@ -52,6 +53,7 @@ class StepOrder:
     prompt: "array[int]"
     resumed: "array[int]"
     sampling: Sampling
+    preemptible: bool = True
 
 
 @dataclass(frozen=True)

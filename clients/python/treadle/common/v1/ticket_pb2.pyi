@@ -33,6 +33,7 @@ class Ticket(google.protobuf.message.Message):
     WEIGHT_VERSION_FIELD_NUMBER: builtins.int
     REVISION_FIELD_NUMBER: builtins.int
     EXPIRES_AT_FIELD_NUMBER: builtins.int
+    PREEMPTIBLE_FIELD_NUMBER: builtins.int
     ticket_id: builtins.str
     """unique; also the request's identity on the engine"""
     trajectory_id: builtins.str
@@ -49,6 +50,10 @@ class Ticket(google.protobuf.message.Message):
     """the version the scheduler believes the engine serves; version spans say what sampled each token"""
     revision: builtins.int
     """ownership revision of the trajectory: moves by one at each change of engine"""
+    preemptible: builtins.bool
+    """Whether a waiting step of higher priority may evict this one while it runs. Absent, as from an older scheduler: yes; that
+    scheduler raises the priority of a running step that it wants to keep.
+    """
     @property
     def expires_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """a sidecar refuses the ticket afterwards"""
@@ -66,8 +71,10 @@ class Ticket(google.protobuf.message.Message):
         weight_version: builtins.str = ...,
         revision: builtins.int = ...,
         expires_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        preemptible: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["expires_at", b"expires_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "engine_address", b"engine_address", "engine_id", b"engine_id", "expires_at", b"expires_at", "priority", b"priority", "revision", b"revision", "ticket_id", b"ticket_id", "trajectory_id", b"trajectory_id", "turn", b"turn", "weight_version", b"weight_version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_preemptible", b"_preemptible", "expires_at", b"expires_at", "preemptible", b"preemptible"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_preemptible", b"_preemptible", "cache_salt", b"cache_salt", "engine_address", b"engine_address", "engine_id", b"engine_id", "expires_at", b"expires_at", "preemptible", b"preemptible", "priority", b"priority", "revision", b"revision", "ticket_id", b"ticket_id", "trajectory_id", b"trajectory_id", "turn", b"turn", "weight_version", b"weight_version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_preemptible", b"_preemptible"]) -> typing.Literal["preemptible"] | None: ...
 
 Global___Ticket: typing_extensions.TypeAlias = Ticket
