@@ -1,133 +1,65 @@
-"""The connection to NATS: facts out, facts in, key-value buckets.
+"""Publish facts, subscribe to facts, and keep key-value buckets on NATS JetStream.
 
-Owns: one connection, which reconnects for ever; the stream of facts; the outbox; the subscriptions. Facts say what
-happened and are never commands. Publishing returns when the fact is accepted, not when it has arrived; `flush` and
+A `Bus` owns one connection, which reconnects for ever, the stream of facts, the outbox and the subscriptions. Facts say
+what happened and are never commands. `publish` returns when the fact is accepted, not when it has arrived; `flush` and
 `drain` wait.
 
-Accepted facts on their way to JetStream: in order, at least once, none lost while the process lives.
-
-Invariants: a message leaves the outbox when the server has acknowledged it, not before. Until then it is sent again
-with the same Nats-Msg-Id, which the stream's duplicate window makes harmless. Owns no task: `run` is given to a
-TaskGroup."""
+Invariants of the outbox: accepted facts reach the stream in order and at least once, and none is lost while the process
+lives. A fact is sent again, with the same Nats-Msg-Id, until the server has acknowledged it; the stream's duplicate
+window makes that harmless.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import nats.errors
 import nats.js.errors
 import structlog
 from nats.aio.client import Client
 from nats.js import JetStreamContext
-from nats.js.api import KeyValueConfig, StorageType, StreamConfig
-from nats.js.kv import KeyValue
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, KeyValueConfig, StorageType, StreamConfig
+from nats.js.kv import KV_DEL, KV_MARKER_REASON, KV_OP, KV_PURGE, KeyValue
 from opentelemetry import propagate, trace
 from treadle.telemetry.v1.facts_pb2 import Fact
 
-from treadle_runtime.background import beside
 from treadle_runtime.errors import StartError
-from treadle_runtime.facts import KINDS, SUBJECT_ROOT, make_fact, subject_of, subjects_of
-from treadle_runtime.subscription import FactSubscription, Handler
-
-log_outbox = structlog.get_logger()
-
-CAPACITY = 65_536  # messages; about 30 MB, minutes of a busy mesh without NATS. Full: publishing waits.
-FIRST_RETRY_S = 0.05
-LONGEST_RETRY_S = 1.0
-
-
-@dataclass(frozen=True)
-class Outgoing:
-    """One message for the stream; `headers` carry its Nats-Msg-Id."""
-
-    subject: str
-    payload: bytes
-    headers: dict[str, str]
-
-
-class Outbox:
-    """An ordered, bounded queue in front of one stream; `send` returns once the stream has acknowledged the message."""
-
-    def __init__(self, send: Callable[[Outgoing], Awaitable[None]]) -> None:
-        self._send = send
-        self._queue: asyncio.Queue[Outgoing] = asyncio.Queue(CAPACITY)
-        self._unacknowledged = 0
-
-    @property
-    def unacknowledged(self) -> int:
-        """Messages accepted and not yet in the stream."""
-        return self._unacknowledged
-
-    async def put(self, message: Outgoing) -> None:
-        """Accept a message; waits only while the outbox is full."""
-        await self._queue.put(message)
-        self._unacknowledged += 1
-
-    async def flush(self) -> None:
-        """Returns once all that was accepted is in the stream."""
-        await self._queue.join()
-
-    async def run(self) -> None:
-        """Send what is accepted, one after another, for ever."""
-        while True:
-            message = await self._queue.get()
-            await self._deliver(message)
-            self._unacknowledged -= 1
-            self._queue.task_done()
-
-    async def _deliver(self, message: Outgoing) -> None:
-        retry_s = FIRST_RETRY_S
-        while True:
-            try:
-                return await self._send(message)
-            except (nats.errors.Error, OSError) as error:
-                if retry_s == FIRST_RETRY_S:
-                    log_outbox.warning(
-                        "fact not acknowledged, sending it again", subject=message.subject, error=repr(error)
-                    )
-            await asyncio.sleep(retry_s)
-            retry_s = min(2 * retry_s, LONGEST_RETRY_S)
-
-
-__all__ = ["KINDS", "Bus", "BusStartError", "kv_key", "make_fact", "open_bus"]
+from treadle_runtime.facts import SUBJECT_ROOT, FactSubscription, Handler, subject_of, subjects_of
 
 log = structlog.get_logger()
 
 STREAM = "TREADLE_FACTS"
 FACTS_KEPT_S = 3600.0  # a consumer that was away for longer starts from what is left
-DUPLICATE_WINDOW_S = 120.0  # how long a retried publish is recognised; retries come within seconds
-RECONNECT_WAIT_S = 0.1  # NATS is back within a second of a restart; nothing else is worth waiting for meanwhile
+DUPLICATE_WINDOW_S = 120.0  # how long a repeated publish is recognised; repeats come within seconds
+OUTBOX_CAPACITY = 65_536  # facts; about 30 MB, minutes of a busy mesh without NATS. When full, publishing waits.
+FIRST_RETRY_S = 0.05
+LONGEST_RETRY_S = 1.0
+RECONNECT_WAIT_S = 0.1  # NATS is back within a second of a restart
 CONNECT_TIMEOUT_S = 2.0  # of one attempt
 ANSWER_TIMEOUT_S = 2.0  # of one JetStream request; a healthy server answers in under 1 ms
-ENSURE_INTERVAL_S = 10.0  # a consumer can also be lost without a disconnect
+ENSURE_INTERVAL_S = 10.0  # how often subscriptions are checked: a consumer can be lost without a disconnect
 RETRY_ENSURE_S = 0.2  # JetStream answers a little later than the server accepts connections
+
+BATCH = 256  # messages of one request when a bucket is read; values are a few KB
+BATCH_TIMEOUT_S = 5.0  # of one such request
+CONSUMER_KEPT_S = 30.0  # the server forgets the reader of a bucket this long after its last request
+MOST_READS = 3  # of a bucket, where the connection loses messages
 
 _KEY_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-/")
 
 
-class BusStartError(StartError):
-    """NATS could not be reached, or has no JetStream; the message says which and what to do."""
-
-
-def kv_key(*parts: str) -> str:
-    """A valid key of a bucket out of any strings; distinct parts give distinct keys, joined by dots."""
-    return ".".join(_escaped(part) for part in parts)
-
-
-def _escaped(part: str) -> str:
-    return "".join(char if char in _KEY_CHARS else "".join(f"={byte:02X}" for byte in char.encode()) for char in part)
-
-
 class Bus:
-    """See the module. Made by `open_bus`."""
+    """A connection to NATS. Made by `open_bus`."""
 
     def __init__(self, name: str, tracer: trace.Tracer) -> None:
         self._name = name
         self._client = Client()
         self._js = self._client.jetstream(timeout=ANSWER_TIMEOUT_S)
         self._tracer = tracer
-        self._outbox = Outbox(self._send)
+        self._outbox: asyncio.Queue[_Message] = asyncio.Queue(OUTBOX_CAPACITY)
+        self._unacknowledged = 0  # facts accepted and not yet in the stream
         self._subscriptions: list[FactSubscription] = []
         self._connected = asyncio.Event()
         self._ack_timeout: asyncio.Timeout | None = None  # of the publish that waits for its acknowledgement
@@ -136,8 +68,8 @@ class Bus:
         self._drained = False
 
     async def publish(self, fact: Fact) -> None:
-        """Accept a fact for the stream; waits only while 65,536 others wait. Raises ValueError for one that cannot be
-        sent.
+        """Accept a fact for the stream; waits only while the outbox is full. Raises ValueError for a fact that cannot
+        be sent.
         """
         if self._drained:
             raise nats.errors.ConnectionClosedError
@@ -148,17 +80,18 @@ class Bus:
             raise ValueError(f"fact of {len(payload)} bytes; NATS takes {self._client.max_payload} at most")
         headers = {"Nats-Msg-Id": fact.fact_id}
         propagate.inject(headers)
-        await self._outbox.put(Outgoing(subject_of(fact), payload, headers))
+        await self._outbox.put(_Message(subject_of(fact), payload, headers))
+        self._unacknowledged += 1
 
     async def subscribe(
         self, kinds: Sequence[str], handler: Handler, *, durable: str | None = None, replay: bool = False
     ) -> None:
-        """Feed the facts of `kinds` (all when empty) to `handler`, one at a time, each fact_id once.
+        """Pass the facts of `kinds` (all when empty) to `handler`, one at a time, each fact_id once.
 
-        durable: the name under which the server keeps the place, across restarts of this process; without it, a
-        subscriber hears what comes from now on. replay: begin with all facts that are kept (for a durable one: at its
-        first start). A handler that raises gets the fact again, 5 times in all. Raises ValueError for an unknown
-        kind.
+        durable: the name under which the server remembers the position, across restarts of this process; without it, a
+        subscriber gets the facts that are published from now on. replay: begin with all facts that are kept (for a
+        durable subscription: at its first start). A handler that raises gets the fact again, 5 times in all. Raises
+        ValueError for an unknown kind.
         """
         subscription = FactSubscription(
             self._client,
@@ -173,17 +106,17 @@ class Bus:
         await subscription.start()
         self._subscriptions.append(subscription)
 
-    async def caught_up(self) -> None:
-        """Returns once every subscription has handled the facts that are in the stream now: a state rebuilt by `replay`
-        is then whole. Raises nats.errors.Error while NATS does not answer.
+    async def catch_up(self) -> None:
+        """Wait until every subscription has handled the facts that are in the stream now: a state rebuilt by `replay`
+        is then complete. Raises nats.errors.Error while NATS does not answer.
         """
         last = (await self._js.stream_info(STREAM)).state.last_seq
         for subscription in self._subscriptions:
-            await subscription.caught_up(last)
+            await subscription.catch_up(last)
 
     async def key_value(self, bucket: str, *, ttl_s: float | None = None) -> KeyValue:
-        """The bucket, made with file storage and one revision a key if it is not there; `ttl_s`: how long a key is
-        kept.
+        """Open a bucket, and make it first if it is not there: on disk, with one revision a key, which is kept for
+        `ttl_s`.
         """
         try:
             return await self._js.key_value(bucket)
@@ -206,24 +139,24 @@ class Bus:
 
     @property
     def max_payload_bytes(self) -> int:
-        """The longest message this NATS server takes."""
+        """The longest message that this NATS server takes."""
         return self._client.max_payload
 
     async def flush(self) -> None:
-        """Returns once all facts accepted until now are in the stream."""
-        await self._outbox.flush()
+        """Wait until all facts accepted until now are in the stream."""
+        await self._outbox.join()
 
     async def drain(self, timeout_s: float = 10.0) -> None:
-        """Stop hearing, send what is accepted, close the connection. What NATS does not take in time is logged as
-        lost.
+        """Stop the subscriptions, send the accepted facts, close the connection. Facts that NATS does not take in time
+        are lost, and the log says how many.
         """
         for subscription in self._subscriptions:
             subscription.close()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._outbox.flush()
+                await self.flush()
         except TimeoutError:
-            log.error("NATS is away: accepted facts are lost with this process", facts=self._outbox.unacknowledged)
+            log.error("NATS is away: accepted facts are lost with this process", facts=self._unacknowledged)
         self._drained = True
         with suppress(nats.errors.Error):
             await self._client.drain()
@@ -248,7 +181,7 @@ class Bus:
                 self._connected.set()
         except TimeoutError:
             await self._client.close()
-            raise BusStartError(
+            raise StartError(
                 f"NATS at {url} did not answer within {timeout_s:g} s ({self._last_error!r}): is it running?"
             ) from None
 
@@ -274,7 +207,25 @@ class Bus:
                 self._last_error = error
             await asyncio.sleep(RETRY_ENSURE_S)
 
-    async def _send(self, message: Outgoing) -> None:
+    async def _send_accepted(self) -> None:
+        while True:
+            message = await self._outbox.get()
+            retry_s = FIRST_RETRY_S
+            while True:
+                try:
+                    await self._send(message)
+                    break
+                except (nats.errors.Error, OSError) as error:
+                    if retry_s == FIRST_RETRY_S:
+                        log.warning(
+                            "fact not acknowledged, sending it again", subject=message.subject, error=repr(error)
+                        )
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, LONGEST_RETRY_S)
+            self._unacknowledged -= 1
+            self._outbox.task_done()
+
+    async def _send(self, message: "_Message") -> None:
         await self._connected.wait()
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S) as self._ack_timeout:
@@ -327,16 +278,108 @@ class Bus:
         self._reconnected.set()
 
 
+@dataclass(frozen=True)
+class _Message:
+    """An accepted fact; `headers` carry its Nats-Msg-Id."""
+
+    subject: str
+    payload: bytes
+    headers: dict[str, str]
+
+
 @asynccontextmanager
 async def open_bus(
     url: str, name: str, *, timeout_s: float = 60.0, tracer: trace.Tracer | None = None
 ) -> AsyncIterator[Bus]:
-    """A connected bus for the time of the block; left without `drain`, it drains. Raises BusStartError."""
+    """A connected bus for the time of the block, drained at its end. Raises StartError where NATS or JetStream does not
+    answer.
+    """
     bus = Bus(name, tracer or trace.NoOpTracer())
     await bus._connect(url, timeout_s)
-    async with beside([bus._outbox.run, bus._keep_subscriptions]):
+    async with run_beside([bus._send_accepted, bus._keep_subscriptions]):
         try:
             yield bus
         finally:
             if not bus._client.is_closed:
                 await bus.drain()
+
+
+@asynccontextmanager
+async def run_beside(tasks: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> AsyncIterator[None]:
+    """Run `tasks` during the block and cancel them at its end.
+
+    A task that fails cancels the block and comes out as an ExceptionGroup. What the block itself raises comes out as it
+    is, not wrapped in a group.
+    """
+    raised: Exception | None = None
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(task()) for task in tasks]
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - raised again below, outside of the group
+            raised = error
+        finally:
+            for task in running:
+                task.cancel()
+    if raised is not None:
+        raise raised
+
+
+def kv_key(*parts: str) -> str:
+    """A valid key of a bucket out of any strings; distinct parts give distinct keys, joined by dots."""
+    return ".".join(
+        "".join(char if char in _KEY_CHARS else "".join(f"={byte:02X}" for byte in char.encode()) for char in part)
+        for part in parts
+    )
+
+
+async def entries_of(bucket: KeyValue, *, keys_only: bool = False) -> list[KeyValue.Entry]:
+    """The newest entry of every key in a bucket, in the order of their revisions, without deleted ones.
+
+    keys_only: the values are not sent and are empty. Raises nats.errors.Error while NATS does not answer.
+
+    `KeyValue.watchall` and `KeyValue.keys` of nats-py can report the end before the first entry when entries arrive
+    faster than the answer about the consumer (nats-io/nats.py#842, seen under load after a restart of NATS), and state
+    would be lost in silence. So a pull consumer is read to its end, and the messages received are counted.
+    """
+    for _ in range(MOST_READS):
+        entries = await _read_bucket(bucket, keys_only)
+        if entries is not None:
+            return entries
+    raise nats.errors.TimeoutError
+
+
+async def _read_bucket(bucket: KeyValue, keys_only: bool) -> list[KeyValue.Entry] | None:
+    """None where the connection lost a message."""
+    newest = (await bucket.status()).stream_info.state.last_seq
+    consumer = await bucket._js.pull_subscribe(
+        f"{bucket._pre}>",
+        stream=bucket._stream,
+        config=ConsumerConfig(
+            deliver_policy=DeliverPolicy.LAST_PER_SUBJECT,
+            ack_policy=AckPolicy.NONE,
+            headers_only=keys_only,
+            inactive_threshold=CONSUMER_KEPT_S,
+            mem_storage=True,
+        ),
+    )
+    entries: dict[str, KeyValue.Entry] = {}
+    received = revision = 0
+    try:
+        while revision < newest:
+            info = await consumer.consumer_info()
+            if info.delivered is not None and info.delivered.consumer_seq != received:
+                return None
+            if not info.num_pending:
+                break
+            for message in await consumer.fetch(min(info.num_pending, BATCH), timeout=BATCH_TIMEOUT_S):
+                received += 1
+                revision = message.metadata.sequence.stream
+                key = message.subject.removeprefix(bucket._pre)
+                headers = message.headers or {}
+                entries.pop(key, None)  # written again while we read: its place is at the end
+                if headers.get(KV_OP) not in (KV_DEL, KV_PURGE) and KV_MARKER_REASON not in headers:
+                    entries[key] = KeyValue.Entry(bucket._name, key, message.data, revision, None, None, None)
+    finally:
+        await consumer.unsubscribe()
+    return list(entries.values())

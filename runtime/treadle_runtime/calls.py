@@ -1,23 +1,63 @@
-"""Channels to other services: one per address, closed at drain; deadline and trace context travel with each call.
+"""What happens to every call: deadlines, size limits, errors and spans of calls served; channels for calls made.
 
-Owns: the channel cache and the client interceptor of deadlines. A call made while an RPC is served never outlives it:
-its timeout is the smaller of what the caller gave and what the RPC has left.
+Invariants of calls served: a servicer raises and never aborts, because a call that has been aborted counts as finished
+for gRPC although the servicer still runs, so that a drain would not wait for it (grpc/grpc#37239). A cancelled call
+passes through untouched. Every exception becomes exactly one status; an exception that no table knows is INTERNAL and
+is logged with its traceback. The async generator of a stream is closed in its own task before the call ends, so that
+its `finally` blocks run at once.
 
-The deadline of the RPC being served: required, known to the code below, passed on to the calls it makes.
+Invariant of calls made: a call made while an RPC is served never outlives that RPC. Its timeout is the smaller of what
+the caller gave and what the RPC has left.
+"""
 
-Owns: one context variable. The interceptor sets it for the time of an RPC; `channels.py` reads it for each outgoing
-call. A task that outlives its RPC sees no deadline once the RPC has ended; one that is started to live on from the
-beginning takes `detached_context()`."""
+from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
+import nats.errors
+import structlog
+from google.protobuf.message import DecodeError
+
+from treadle_runtime.errors import (
+    DETAILS_KEY,
+    DeadlineExceeded,
+    ErrorTable,
+    Internal,
+    InvalidArgument,
+    TreadleError,
+    Unavailable,
+    Unimplemented,
+    code_of,
+    message_of,
+    status_of,
+)
+
+log = structlog.get_logger()
+
+Behavior = Callable[[Any, Any], Awaitable[Any]]
+
+MESSAGE_FIELD = "(message)"  # stands for the whole request where no field is to blame
+RETRY_BUS_S = 0.2  # a NATS server that was restarted is back about then
+RETRY_UPSTREAM_S = 0.2
+RETRY_DRAINING_S = 0.5  # by then a client has found another server, or this one has been replaced
+
+# gRPC's own services have rules of their own: health checks and reflection come without a deadline from common tools.
+_FOREIGN = "/grpc."
+
+# A peer that restarts is back within a second; the default backoff of gRPC (up to two minutes) would outwait it.
+FIRST_RECONNECT_BACKOFF_MS = 100
+LONGEST_RECONNECT_BACKOFF_MS = 1000
+# A machine that vanished sends no reset: pings find out within KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS.
+KEEPALIVE_MS = 10_000
+KEEPALIVE_TIMEOUT_MS = 5_000
+SHORTEST_TIMEOUT_S = 0.001  # gRPC reads 0 as already over before the call is made, with a less clear error
 
 
 @dataclass
@@ -45,7 +85,7 @@ def detached_context() -> contextvars.Context:
 
 
 @contextmanager
-def serving_for(time_remaining_s: float | None) -> Iterator[None]:
+def limit_to(time_remaining_s: float | None) -> Iterator[None]:
     """Within the block, `remaining_s` counts down from `time_remaining_s`; None: no deadline."""
     if time_remaining_s is None:
         yield
@@ -57,15 +97,6 @@ def serving_for(time_remaining_s: float | None) -> Iterator[None]:
     finally:
         served.active = False
         _served.reset(token)
-
-
-# A peer that restarts is back within a second; the default backoff of gRPC (up to two minutes) would outwait it.
-FIRST_RECONNECT_BACKOFF_MS = 100
-LONGEST_RECONNECT_BACKOFF_MS = 1000
-# A machine that vanished sends no reset: pings find out within KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS.
-KEEPALIVE_MS = 10_000
-KEEPALIVE_TIMEOUT_MS = 5_000
-SHORTEST_TIMEOUT_S = 0.001  # gRPC reads 0 as already over before the call is made, with a less clear error
 
 
 def _within_deadline(details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
@@ -128,3 +159,216 @@ class Channels:
         while self._open:
             _, channel = self._open.popitem()
             await channel.close()
+
+
+@dataclass(frozen=True)
+class _Unreadable:
+    """Takes the place of a request that was refused before it was parsed."""
+
+    error: TreadleError
+
+
+class Interceptor(grpc.aio.ServerInterceptor):
+    """One per server. `domain` goes into each ErrorInfo; `tracing` is OpenTelemetry's interceptor, or None."""
+
+    def __init__(
+        self,
+        *,
+        domain: str,
+        errors: ErrorTable,
+        max_message_bytes: int,
+        stopping: asyncio.Event,
+        tracing: grpc.aio.ServerInterceptor | None = None,
+    ) -> None:
+        self._domain = domain
+        self._errors: ErrorTable = {**_RUNTIME_ERRORS, **errors}
+        self._max_message_bytes = max_message_bytes
+        self._stopping = stopping
+        self._tracing = tracing
+        self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def idle(self) -> None:
+        """Returns once no call is being served, servicer code included."""
+        await self._idle.wait()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        method = handler_call_details.method
+        if method in self._handlers:
+            return self._handlers[method]
+        handler = await continuation(handler_call_details)
+        if handler is None or method.startswith(_FOREIGN):
+            return handler
+        if handler.request_streaming:
+            raise NotImplementedError(f"{method}: no RPC of Treadle streams requests")
+        self._handlers[method] = await self._guarded(handler, handler_call_details)
+        return self._handlers[method]
+
+    async def _guarded(
+        self, handler: grpc.RpcMethodHandler[Any, Any], details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        name = details.method.rpartition("/")[2]
+        deserialize = self._limited(handler.request_deserializer)
+        serve: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        behavior: Any = self._stream(serve, name) if handler.response_streaming else self._unary(serve, name)
+        if self._tracing is not None:
+            # To OpenTelemetry both kinds are one coroutine; given a generator, it would close ours late and elsewhere.
+            plain = grpc.unary_unary_rpc_method_handler(behavior, deserialize, handler.response_serializer)
+
+            async def give(_: grpc.HandlerCallDetails) -> Any:
+                return plain
+
+            traced: Any = await self._tracing.intercept_service(give, details)
+            behavior = traced.unary_unary
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(behavior, deserialize, handler.response_serializer)
+        return grpc.unary_unary_rpc_method_handler(behavior, deserialize, handler.response_serializer)
+
+    def _unary(self, serve: Callable[[Any, Any], Awaitable[Any]], name: str) -> Behavior:
+        async def behavior(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            self._count(context)
+            try:
+                with self._admitted(request, context, name):
+                    return await serve(request, context)
+            except Exception as error:  # noqa: BLE001 - the one place that turns any exception into a status
+                await self._abort(error, context, name)
+
+        return behavior
+
+    def _stream(self, serve: Callable[[Any, Any], AsyncGenerator[Any, None]], name: str) -> Behavior:
+        async def behavior(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            self._count(context)
+            try:
+                with self._admitted(request, context, name):
+                    async with aclosing(serve(request, context)) as responses:
+                        if name.startswith("Watch"):
+                            await self._write_until_stopping(responses, context)
+                        else:
+                            async for response in responses:
+                                await context.write(response)
+            except Exception as error:  # noqa: BLE001 - as above
+                await self._abort(error, context, name)
+
+        return behavior
+
+    async def _write_until_stopping(
+        self, responses: AsyncGenerator[Any, None], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """A watch has no end of its own; at drain it is sent away rather than waited for."""
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            while True:
+                following = asyncio.ensure_future(anext(responses, _END))
+                try:
+                    await asyncio.wait((following, stopping), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    if not following.done():
+                        following.cancel()
+                        await asyncio.wait((following,))
+                if following.cancelled():
+                    raise Unavailable("DRAINING", "this server is shutting down", retry_after_s=RETRY_DRAINING_S)
+                if (response := following.result()) is _END:
+                    return
+                await context.write(response)
+        finally:
+            stopping.cancel()
+
+    def _count(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """In flight until gRPC is done with the call's task: servicer code has ended and the answer is sent."""
+        self._in_flight += 1
+        self._idle.clear()
+        context.add_done_callback(self._uncount)  # type: ignore[arg-type]
+
+    def _uncount(self, _: Any) -> None:
+        self._in_flight -= 1
+        if self._in_flight == 0:
+            self._idle.set()
+
+    @contextmanager
+    def _admitted(self, request: Any, context: grpc.aio.ServicerContext[Any, Any], name: str) -> Iterator[None]:
+        if isinstance(request, _Unreadable):
+            raise request.error
+        left = cast(float | None, context.time_remaining())  # the stubs forget the call without a deadline
+        if left is None and not name.startswith("Watch"):
+            raise InvalidArgument(
+                "(deadline)", "every call needs a deadline: give the call a timeout", "DEADLINE_REQUIRED", method=name
+            )
+        with limit_to(left):
+            yield
+
+    def _limited(self, deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+        """Refuse by size before parsing, so that an oversize message costs no memory twice."""
+
+        def limited(data: bytes) -> Any:
+            if len(data) > self._max_message_bytes:
+                description = f"has {len(data)} bytes; the limit is {self._max_message_bytes}"
+                return _Unreadable(InvalidArgument(MESSAGE_FIELD, description, "MESSAGE_TOO_LARGE"))
+            try:
+                return deserialize(data) if deserialize else data
+            except DecodeError as error:
+                return _Unreadable(InvalidArgument(MESSAGE_FIELD, f"is malformed: {error}", "MESSAGE_MALFORMED"))
+
+        return limited
+
+    async def _abort(self, raised: Exception, context: grpc.aio.ServicerContext[Any, Any], name: str) -> None:
+        error = self._mapped(raised, name, context.time_remaining() == 0)
+        details = status_of(error, self._domain).SerializeToString()
+        await context.abort(code_of(error), message_of(error), ((DETAILS_KEY, details),))
+
+    def _mapped(self, raised: Exception, name: str, late: bool) -> TreadleError:
+        error = _leaf(raised)
+        if isinstance(error, TreadleError):
+            return error
+        if late and isinstance(error, TimeoutError):
+            return DeadlineExceeded("DEADLINE_EXCEEDED", f"{name} did not finish before the deadline")
+        known = next((base for base in type(error).__mro__ if base in self._errors), None)
+        mapped = _unexpected(error, name) if known is None else self._errors[known](error)
+        if isinstance(mapped, Internal):
+            log.error("unexpected error", rpc=name, exc_info=raised)
+        return mapped
+
+
+_END = object()
+
+
+def _leaf(error: Exception) -> Exception:
+    """The error to report out of a TaskGroup's: the first that a caller can read, else the first."""
+    if not isinstance(error, ExceptionGroup):
+        return error
+    readable = error.subgroup(TreadleError)
+    group: ExceptionGroup[Exception] = readable or error
+    return _leaf(group.exceptions[0])
+
+
+def _unexpected(error: Exception, name: str) -> TreadleError:
+    return Internal("INTERNAL", f"{name} failed unexpectedly ({type(error).__name__}); the service's log has more")
+
+
+def _bus_unavailable(error: Exception) -> TreadleError:
+    return Unavailable("BUS_UNAVAILABLE", f"NATS does not answer ({type(error).__name__})", retry_after_s=RETRY_BUS_S)
+
+
+def _upstream(error: grpc.aio.AioRpcError) -> TreadleError:
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded("UPSTREAM_DEADLINE_EXCEEDED", f"a service this one asks was late: {error.details()}")
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        message = f"a service this one asks is not reachable: {error.details()}"
+        return Unavailable("UPSTREAM_UNAVAILABLE", message, retry_after_s=RETRY_UPSTREAM_S)
+    return Internal("UPSTREAM_ERROR", f"a service this one asks failed: {error.code()} {error.details()}")
+
+
+def _unimplemented(_: NotImplementedError) -> TreadleError:
+    return Unimplemented("UNIMPLEMENTED", "this service does not answer that RPC")
+
+
+_RUNTIME_ERRORS: ErrorTable = {
+    nats.errors.Error: _bus_unavailable,
+    grpc.aio.AioRpcError: _upstream,
+    NotImplementedError: _unimplemented,
+}

@@ -1,26 +1,24 @@
-"""Settings of a service: read once from the environment, frozen, refused with one clear line.
+"""Read the settings of a service once from the environment, and end the process with one clear line if one is bad.
 
-Owns: the settings that every service has, where a variable is looked up, what a refusal says. A service subclasses
-`Settings`, sets `service` and adds its own fields. A common setting is read from `TREADLE_<SERVICE>_X` first, then from
-`TREADLE_X`; a service's own setting from `TREADLE_<SERVICE>_X` only. Building a Settings directly reads no environment.
+A service subclasses `Settings`, sets `service` and adds its own fields. A setting that every service has is read from
+`TREADLE_<SERVICE>_X` first, then from `TREADLE_X`; a service's own setting from `TREADLE_<SERVICE>_X` only. Building a
+Settings object directly reads no environment.
 """
 
 import difflib
 import json
-import math
 import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import SecretStr, ValidationError, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-DEFAULT_MAX_MESSAGE_BYTES = (
-    16 * 1024 * 1024
-)  # a 1M-token context of int32 ids is 4 MiB; a batch of them needs some room
+# A context of 1M tokens is 4 MiB of int32 ids; a batch of them needs some room.
+DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 SMALLEST_MAX_MESSAGE_BYTES = 1024  # below this not even a ticket fits
 BAD_SETTING_EXIT_CODE = 2
 COMMON_PREFIX = "TREADLE_"
@@ -31,79 +29,8 @@ S = TypeVar("S", bound="Settings")
 _KUBERNETES_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP)(_(ADDR|PORT|PROTO))?)?)$")
 
 
-class Settings(BaseSettings):
-    """What every service can be told. Seconds and bytes are in the names."""
-
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
-
-    service: ClassVar[str] = ""
-
-    listen: str = "127.0.0.1:0"
-    nats_url: str = "nats://127.0.0.1:4222"
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: Literal["json", "console"] = "json"
-    otlp_endpoint: str = ""  # http(s)://host:port of an OTLP gRPC collector; empty: nothing is exported
-    drain_grace_s: float = 10.0  # how long calls in flight may still run after SIGTERM
-    startup_timeout_s: float = 60.0  # how long to wait for NATS at start
-    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
-    ready_file: str = ""  # written once the server listens: {"address": "host:port", "pid": N}; empty: none
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what the caller passes: `read_settings` is the one place that looks at the environment."""
-        return (init_settings,)
-
-    @field_validator("listen")
-    @classmethod
-    def _listen_is_an_address(cls, value: str) -> str:
-        return address(value, lowest_port=0)
-
-    @field_validator("nats_url")
-    @classmethod
-    def _nats_url_is_a_url(cls, value: str) -> str:
-        return url(value, ("nats", "tls", "ws", "wss"), "nats://127.0.0.1:4222")
-
-    @field_validator("otlp_endpoint")
-    @classmethod
-    def _otlp_endpoint_is_a_url(cls, value: str) -> str:
-        return url(value, ("http", "https"), "http://127.0.0.1:4317") if value else value
-
-    @field_validator("log_level", "log_format", mode="before")
-    @classmethod
-    def _lower_case(cls, value: Any) -> Any:
-        return value.lower() if isinstance(value, str) else value
-
-    @field_validator("drain_grace_s")
-    @classmethod
-    def _grace_is_not_negative(cls, value: float) -> float:
-        if value < 0:
-            raise ValueError("a number of seconds >= 0")
-        return value
-
-    @field_validator("startup_timeout_s")
-    @classmethod
-    def _startup_timeout_is_positive(cls, value: float) -> float:
-        if value <= 0 or math.isinf(value):
-            raise ValueError("a number of seconds > 0")
-        return value
-
-    @field_validator("max_message_bytes")
-    @classmethod
-    def _a_message_can_fit(cls, value: int) -> int:
-        if value < SMALLEST_MAX_MESSAGE_BYTES:
-            raise ValueError(f"a number of bytes >= {SMALLEST_MAX_MESSAGE_BYTES}")
-        return value
-
-
 def address(value: str, *, lowest_port: int = 1) -> str:
-    """`value` if it is host:port, for validators of services too. Raises ValueError saying what would be right."""
+    """`value` if it is host:port. Raises ValueError saying what would be right."""
     host, colon, port = value.rpartition(":")
     if not (colon and host and port.isascii() and port.isdigit() and lowest_port <= int(port) <= 65535):
         raise ValueError(f"host:port with a port in {lowest_port}..65535, e.g. 127.0.0.1:7401")
@@ -114,12 +41,51 @@ def url(value: str, schemes: tuple[str, ...], example: str) -> str:
     """`value` if it is a URL with a host and one of `schemes`. Raises ValueError saying what would be right."""
     try:
         parts = urlsplit(value)
-        right = parts.scheme in schemes and bool(parts.hostname) and parts.port != 0
+        valid = parts.scheme in schemes and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        right = False
-    if not right:
+        valid = False
+    if not valid:
         raise ValueError(f"a URL {' or '.join(f'{scheme}://' for scheme in schemes)} with a host, e.g. {example}")
     return value
+
+
+LowerCase = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
+NatsUrl = Annotated[
+    str, AfterValidator(lambda value: url(value, ("nats", "tls", "ws", "wss"), "nats://127.0.0.1:4222"))
+]
+CollectorUrl = Annotated[
+    str, AfterValidator(lambda value: value and url(value, ("http", "https"), "http://127.0.0.1:4317"))
+]
+
+
+class Settings(BaseSettings):
+    """The settings that every service has. Units are in the names."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    service: ClassVar[str] = ""
+
+    listen: str = "127.0.0.1:0"
+    nats_url: NatsUrl = "nats://127.0.0.1:4222"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], LowerCase] = "info"
+    log_format: Annotated[Literal["json", "console"], LowerCase] = "json"
+    otlp_endpoint: CollectorUrl = ""  # of an OTLP gRPC collector; empty: nothing is exported
+    drain_grace_s: Annotated[float, Field(ge=0)] = 10.0  # how long calls in flight may still run after SIGTERM
+    startup_timeout_s: Annotated[float, Field(gt=0)] = 60.0  # how long to wait for NATS at start
+    max_message_bytes: Annotated[int, Field(ge=SMALLEST_MAX_MESSAGE_BYTES)] = DEFAULT_MAX_MESSAGE_BYTES
+    ready_file: str = ""  # written once the server listens: {"address": "host:port", "pid": N}; empty: none
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *others: Any, **more: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what the caller passes: `read_settings` is the one place that looks at the environment."""
+        return (init_settings,)
+
+    @field_validator("listen")
+    @classmethod
+    def _is_an_address(cls, value: str) -> str:  # a validator of the class, since each service declares `listen` again
+        return address(value, lowest_port=0)
 
 
 def prefix_of(cls: type[Settings]) -> str:
@@ -144,16 +110,16 @@ def read_settings(cls: type[S], environ: Mapping[str, str] | None = None) -> S:
         return cls(**{**common, **own})
     except ValidationError as error:
         _exit(cls, "; ".join(_refusals(cls, prefix, variables, error)))
-    except _RefusedError as error:
+    except _BadVariableError as error:
         _exit(cls, str(error))
 
 
-class _RefusedError(Exception):
-    """A variable that cannot be read, or names no setting; the message is the line to print."""
+class _BadVariableError(Exception):
+    """A variable is no JSON where it must be, or names no setting. The message is the line to print."""
 
 
 class _Variables(EnvSettingsSource):
-    """pydantic-settings' own reader over a given environment, for some of the fields."""
+    """pydantic-settings' own reader, of the given variables instead of the process's environment."""
 
     def __init__(self, cls: type[Settings], prefix: str, variables: Mapping[str, str], fields: Iterable[str]) -> None:
         self._variables = {name.lower(): value for name, value in variables.items()}
@@ -170,7 +136,7 @@ class _Variables(EnvSettingsSource):
             return super().prepare_field_value(field_name, field, value, value_is_complex)
         except json.JSONDecodeError as error:
             name = f"{self._names}{field_name.upper()}"
-            raise _RefusedError(f"{name}={value!r} is refused: JSON is expected here ({error})") from error
+            raise _BadVariableError(f"{name}={value!r} is refused: JSON is expected here ({error})") from error
 
 
 def _refuse_unknown(cls: type[Settings], prefix: str, variables: Mapping[str, str]) -> None:
@@ -182,7 +148,7 @@ def _refuse_unknown(cls: type[Settings], prefix: str, variables: Mapping[str, st
         if in_kubernetes and _KUBERNETES_LINK.search(name):
             continue
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-        raise _RefusedError(f"{name} is no setting of {cls.service}: did you mean {nearest[0]}?")
+        raise _BadVariableError(f"{name} is no setting of {cls.service}: did you mean {nearest[0]}?")
 
 
 def _refusals(cls: type[Settings], prefix: str, variables: Mapping[str, str], error: ValidationError) -> Iterable[str]:
@@ -190,13 +156,13 @@ def _refusals(cls: type[Settings], prefix: str, variables: Mapping[str, str], er
         field = str(problem["loc"][0]) if problem["loc"] else ""
         own, common = f"{prefix}{field.upper()}", f"{COMMON_PREFIX}{field.upper()}"
         name = common if own not in variables and common in variables and field in Settings.model_fields else own
-        right = problem["msg"].removeprefix("Value error, ")
+        expected = problem["msg"].removeprefix("Value error, ")
         if name not in variables:
-            yield f"{name} is not set: {right}" if field else right
+            yield f"{name} is not set: {expected}" if field else expected
             continue
         secret = field in cls.model_fields and cls.model_fields[field].annotation is SecretStr
         value = "***" if secret else repr(variables[name])
-        yield f"{name}={value} is refused: {right}"
+        yield f"{name}={value} is refused: {expected}"
 
 
 def _exit(cls: type[Settings], line: str) -> NoReturn:

@@ -1,17 +1,46 @@
-"""Facts as they travel: minting, subjects, kinds. See treadle/telemetry/v1/facts.proto."""
+"""Make facts, name their NATS subjects, and subscribe to them (treadle/telemetry/v1/facts.proto).
 
+Invariants of a subscription: facts are handled one at a time, in the order of the stream but for redeliveries. A fact
+is acknowledged after its handler has returned. A fact whose handler raises is delivered again, `MOST_TRIES` times in
+all, and is then given up with an error in the log. This process handles a fact_id once.
+"""
+
+import asyncio
+import datetime
 import uuid
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
-from google.protobuf.message import Message
+import nats.errors
+import nats.js.errors
+import structlog
+from google.protobuf.message import DecodeError, Message
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+from opentelemetry import propagate, trace
 from treadle.telemetry.v1.facts_pb2 import Fact
+
+log = structlog.get_logger()
 
 SUBJECT_ROOT = "treadle.facts"
 KINDS: frozenset[str] = frozenset(field.name for field in Fact.DESCRIPTOR.oneofs_by_name["fact"].fields)
 
-# Where a fact's message says whom it is about, first that is set: a step's facts carry it in `step`.
+# The id in a fact's subject is the first of these that is set; facts about a step have it in `step`.
 _SUBJECT_FIELDS = ("trajectory_id", "engine_id", "migration_id")
 _NESTED_FIELDS = ("step", "info")
+
+Handler = Callable[[Fact], Awaitable[None]]
+
+MOST_TRIES = 5
+FIRST_REDELIVERY_S = 0.1  # doubles with each try
+ACK_WAIT_S = 30.0  # longer than any handler runs: handlers start work and do not wait for it
+MOST_UNHANDLED = 64  # facts the server sends ahead; so few that all are handled within ACK_WAIT_S
+REMEMBERED_FACTS = 65_536  # ids, about 8 MB; far more than a duplicate window holds
+CAUGHT_UP_POLL_S = 0.02  # how often the server is asked how far a replay is
+INACTIVE_THRESHOLD_S = 60.0  # the server forgets a consumer without subscriber after this, unless durable
 
 
 def make_fact(source: str, **kind_message: Message) -> Fact:
@@ -59,3 +88,166 @@ def _about(message: Message) -> str:
 def _token(text: str) -> str:
     """One token of a NATS subject: no dot, space or wildcard."""
     return "".join(char if char.isalnum() or char in "-_:" else "_" for char in text)
+
+
+class FactSubscription:
+    """A JetStream push consumer of `subjects` that passes each fact to `handler`; `ensure` restores it where the server
+    has lost it.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        js: JetStreamContext,
+        stream: str,
+        subjects: Sequence[str],
+        handler: Handler,
+        *,
+        durable: str | None,
+        replay: bool,
+        tracer: trace.Tracer,
+    ) -> None:
+        self._client, self._js, self._stream = client, js, stream
+        self._subjects, self._handler, self._tracer = list(subjects), handler, tracer
+        self._durable, self._replay = durable, replay
+        self._name = durable or f"ephemeral-{uuid.uuid4().hex}"
+        # A durable one keeps its subject, so that a restarted process goes on receiving from the same consumer.
+        self._deliver_subject = f"treadle.deliver.{self._name}"
+        self._handled: OrderedDict[str, None] = OrderedDict()
+        self._stream_created: datetime.datetime | None = None  # a stream that was made anew counts from 1 again
+        self._next_sequence: int | None = None  # of the stream: where a lost consumer has to go on
+        self._open_sequences: set[int] = set()  # received, neither acknowledged nor given up
+        self._closing = False
+
+    async def start(self) -> None:
+        """Continue with the durable consumer of an earlier process, or subscribe and then make a consumer."""
+        info = await self._js.stream_info(self._stream)
+        self._stream_created = info.created
+        adopted = await self._adopt()
+        await self._client.subscribe(self._deliver_subject, cb=self._on_message)
+        if not adopted:
+            if not self._replay:
+                # From here on, also if the consumer is lost before the first fact.
+                self._next_sequence = info.state.last_seq + 1
+            await self._create()
+
+    async def ensure(self, *, reconnected: bool) -> None:
+        """Make the consumer again if the server no longer knows it; after a reconnect, have it send lost facts again.
+
+        Raises nats.js.errors.NotFoundError where the stream itself is gone, nats.errors.Error while nobody answers.
+        """
+        try:
+            await self._js.consumer_info(self._stream, self._name)
+        except nats.js.errors.NotFoundError:
+            info = await self._js.stream_info(self._stream)
+            if info.created != self._stream_created:
+                self._stream_created = info.created
+                self._next_sequence = 1
+                self._open_sequences.clear()
+            await self._create()
+            log.warning("fact consumer was lost and is made again", consumer=self._name)
+        else:
+            if reconnected:
+                await self._rewind()
+
+    async def catch_up(self, sequence: int) -> None:
+        """Wait until all facts up to this sequence of the stream are handled or given up. Raises nats.errors.Error."""
+        while True:
+            info = await self._js.consumer_info(self._stream, self._name)
+            waiting = (info.num_pending or 0) + (info.num_ack_pending or 0)
+            done = info.ack_floor.stream_seq if info.ack_floor is not None else 0
+            if not waiting or done >= sequence:
+                return
+            await asyncio.sleep(CAUGHT_UP_POLL_S)
+
+    def close(self) -> None:
+        """Handle no further fact; those not acknowledged stay with the server."""
+        self._closing = True
+
+    async def _create(self) -> None:
+        config = self._config()
+        if self._next_sequence is not None:
+            config.deliver_policy = DeliverPolicy.BY_START_SEQUENCE
+            config.opt_start_seq = min(self._open_sequences, default=self._next_sequence)
+        self._open_sequences.clear()
+        await self._js.add_consumer(self._stream, config)
+
+    async def _adopt(self) -> bool:
+        """Continue with the durable consumer of an earlier process; False where there is none."""
+        if self._durable is None:
+            return False
+        try:
+            present = (await self._js.consumer_info(self._stream, self._name)).config
+        except nats.js.errors.NotFoundError:
+            return False
+        # It keeps its place in the stream; only what it listens to may have changed.
+        config = self._config()
+        config.deliver_policy, config.opt_start_seq = present.deliver_policy, present.opt_start_seq
+        await self._js.add_consumer(self._stream, config)
+        await self._rewind()
+        return True
+
+    async def _rewind(self) -> None:
+        """Have the server send unacknowledged facts at once rather than after ACK_WAIT_S."""
+        with suppress(nats.js.errors.ServiceUnavailableError):  # a server before 2.14 cannot; then it comes late
+            await self._js.reset_consumer(self._stream, self._name)
+
+    def _config(self) -> ConsumerConfig:
+        return ConsumerConfig(
+            name=self._name,
+            durable_name=self._durable,
+            deliver_subject=self._deliver_subject,
+            deliver_policy=DeliverPolicy.ALL if self._replay else DeliverPolicy.NEW,
+            ack_policy=AckPolicy.EXPLICIT,
+            ack_wait=ACK_WAIT_S,
+            max_deliver=MOST_TRIES,
+            max_ack_pending=MOST_UNHANDLED,
+            filter_subjects=self._subjects,
+            inactive_threshold=None if self._durable else INACTIVE_THRESHOLD_S,
+        )
+
+    async def _on_message(self, message: Msg) -> None:
+        if self._closing or not message.reply:
+            return
+        sequence = message.metadata.sequence.stream
+        self._next_sequence = max(self._next_sequence or 0, sequence + 1)
+        self._open_sequences.add(sequence)
+        if await self._handle(message):
+            self._open_sequences.discard(sequence)
+
+    async def _handle(self, message: Msg) -> bool:
+        """True once the fact is handled or dropped, False where it is delivered again or given up."""
+        try:
+            fact = Fact.FromString(message.data)
+            kind = kind_of(fact)
+        except (DecodeError, ValueError) as error:
+            log.error("not a fact, dropped", subject=message.subject, error=repr(error))
+            await message.term()
+            return True
+        if fact.fact_id not in self._handled:
+            context = propagate.extract(message.headers or {})
+            with self._tracer.start_as_current_span(f"{kind} process", context, trace.SpanKind.CONSUMER):
+                if not await self._succeeds(fact, kind, message):
+                    return False
+            self._handled[fact.fact_id] = None
+            if len(self._handled) > REMEMBERED_FACTS:
+                self._handled.popitem(last=False)
+        await message.ack()
+        return True
+
+    async def _succeeds(self, fact: Fact, kind: str, message: Msg) -> bool:
+        try:
+            await self._handler(fact)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            tries = message.metadata.num_delivered
+            log.exception("fact handler failed", kind=kind, fact_id=fact.fact_id, tries=tries, most_tries=MOST_TRIES)
+            if tries >= MOST_TRIES:
+                log.error("fact given up", kind=kind, fact_id=fact.fact_id)
+                await message.term()
+                self._open_sequences.discard(message.metadata.sequence.stream)
+            else:
+                await message.nak(delay=FIRST_REDELIVERY_S * 2 ** (tries - 1))
+            return False
+        return True

@@ -1,32 +1,98 @@
-"""One service, one process: signals, event loop, exit code.
+"""Run a service: start, serve, drain, exit code.
+
+A service's `wire` gets a `Runtime` and returns what is to be served (`Wiring`). Order of a drain: health NOT_SERVING,
+calls in flight finish (drain_grace_s at most), background tasks end, accepted facts reach NATS, `close`, channels
+close, spans and metrics are sent.
 
 SIGTERM and SIGINT begin a drain and lead to exit code 0; a second signal ends the process at once. The handlers stand
-on the event loop: a plain `finally` in a coroutine never runs on SIGTERM. A service that cannot start says so in one
-line.
+on the event loop: a plain `finally` in a coroutine never runs on SIGTERM.
 """
 
 import asyncio
+import json
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import grpc.aio
+import nats.errors
 import structlog
 import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 from opentelemetry import trace
 
+from treadle_runtime.bus import Bus, open_bus, run_beside
+from treadle_runtime.calls import KEEPALIVE_MS, Channels, Interceptor
 from treadle_runtime.config import Settings
-from treadle_runtime.errors import StartError
-from treadle_runtime.lifecycle import Runtime, Serving, Wire, Wiring, serving
-from treadle_runtime.telemetry import configure_logging, configure_tracing
-
-__all__ = ["Runtime", "Serving", "Wire", "Wiring", "run", "serving"]
+from treadle_runtime.errors import ErrorTable, StartError
+from treadle_runtime.idempotency import RequestRecords
+from treadle_runtime.metrics import Metrics
+from treadle_runtime.telemetry import Tracing, configure_logging, configure_tracing
 
 log = structlog.get_logger()
 
+# gRPC itself refuses a message longer than its receive limit without naming field or limit. Its limit stands this much
+# higher, so that the interceptor can say it clearly; only beyond does gRPC answer RESOURCE_EXHAUSTED by itself.
+RECEIVE_LIMIT_FACTOR = 4
+LOWEST_RECEIVE_LIMIT_BYTES = 64 * 1024 * 1024
+LAST_WORDS_S = 0.2  # once our calls are done only watches of health are left, and they never end by themselves
+_SERVING = health_pb2.HealthCheckResponse.SERVING
 START_FAILED_EXIT_CODE = 1
 TASK_FAILED_EXIT_CODE = 3
 KILLED_EXIT_CODE = 128  # plus the signal's number, as shells say it
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What a service is given to work with.
+
+    stopping: set when the drain begins. listening: resolves to the address (host:port) that the server listens at.
+    """
+
+    settings: Settings
+    bus: Bus
+    records: RequestRecords
+    stopping: asyncio.Event
+    channels: Channels
+    tracing: Tracing
+    metrics: Metrics
+    listening: asyncio.Future[str]
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        """The channel to `address` (host:port): one per address, closed at drain; deadline and trace go with it."""
+        return self.channels.to(address)
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What a service serves.
+
+    services: full service name → adds its servicer to the server. tasks: run beside the server, cancelled at drain; one
+    that fails ends the process. close: called after NATS is drained. errors: the service's core exceptions.
+    """
+
+    services: Mapping[str, Callable[[grpc.aio.Server], None]]
+    tasks: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
+    close: Callable[[], Awaitable[None]] | None = None
+    errors: ErrorTable = field(default_factory=dict)
+
+
+Wire = Callable[[Runtime], Awaitable[Wiring]]
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A server that listens at `address` (host:port)."""
+
+    address: str
+    runtime: Runtime
 
 
 def run(settings: Settings, wire: Wire) -> None:
@@ -70,3 +136,125 @@ async def _main(settings: Settings, wire: Wire) -> None:
         if not stop.is_set():
             raise
         log.info("stopped before it was up")
+
+
+@asynccontextmanager
+async def serving(settings: Settings, wire: Wire, *, tracing: Tracing | None = None) -> AsyncIterator[Serving]:
+    """Serve for the time of the block, then drain; what `run` does, without signals and process, e.g. for tests.
+
+    Raises StartError, StartError, and whatever a background task raises (in an ExceptionGroup).
+    """
+    tracing = tracing or configure_tracing(settings)
+    metrics = Metrics(settings)
+    stopping = asyncio.Event()
+    name = f"treadle-{settings.service}"
+    channels = Channels(receive_limit_bytes(settings), tracing.client_interceptors())
+    try:
+        async with open_bus(
+            settings.nats_url, name, timeout_s=settings.startup_timeout_s, tracer=tracing.tracer
+        ) as bus:
+            try:
+                records = await RequestRecords.open(bus, settings.service)
+            except nats.errors.Error as error:
+                raise StartError(f"JetStream at {settings.nats_url} does not hold records: {error!r}") from error
+            listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            runtime = Runtime(settings, bus, records, stopping, channels, tracing, metrics, listening)
+            wiring = await wire(runtime)
+            try:
+                async with (
+                    run_beside(wiring.tasks),
+                    _listening(settings, wiring, stopping, tracing) as address,
+                ):
+                    listening.set_result(address)
+                    yield Serving(address, runtime)
+            finally:
+                stopping.set()
+                await bus.drain(settings.drain_grace_s)
+                if wiring.close is not None:
+                    await wiring.close()
+    finally:
+        await channels.close()
+        await metrics.shutdown()
+        await tracing.shutdown()
+
+
+@asynccontextmanager
+async def _listening(
+    settings: Settings, wiring: Wiring, stopping: asyncio.Event, tracing: Tracing
+) -> AsyncIterator[str]:
+    interceptor = Interceptor(
+        domain=f"{settings.service}.treadle",
+        errors=wiring.errors,
+        max_message_bytes=settings.max_message_bytes,
+        stopping=stopping,
+        tracing=tracing.server_interceptor(),
+    )
+    server = grpc.aio.server(
+        interceptors=[interceptor],
+        options=[
+            ("grpc.max_receive_message_length", receive_limit_bytes(settings)),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),  # else pings are punished
+            ("grpc.so_reuseport", 0),  # else a second server on the same port takes half of the calls, silently
+        ],
+    )
+    for add in wiring.services.values():
+        add(server)
+    healthy = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    reflection.enable_server_reflection([*wiring.services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    address = _bound(server, settings.listen)
+    await server.start()
+    for service in ("", *wiring.services):
+        await healthy.set(service, _SERVING)
+    _write_ready_file(settings, address)
+    log.info("serving", address=address)
+    try:
+        yield address
+    finally:
+        log.info("draining", grace_s=settings.drain_grace_s)
+        await healthy.enter_graceful_shutdown()
+        stopping.set()
+        await _stop(server, interceptor, settings.drain_grace_s)
+        _remove_ready_file(settings)
+
+
+async def _stop(server: grpc.aio.Server, interceptor: Interceptor, grace_s: float) -> None:
+    """Refuse new calls, let those in flight finish. Watches of health are not waited for."""
+    async with asyncio.TaskGroup() as group:
+        stop = group.create_task(server.stop(grace_s))
+        idle = group.create_task(interceptor.idle())
+        await asyncio.wait((stop, idle), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((stop,), timeout=LAST_WORDS_S)
+        if not stop.done():
+            await server.stop(0)
+        # A call cut at the end of the grace still runs its `finally` blocks.
+        await idle
+
+
+def receive_limit_bytes(settings: Settings) -> int:
+    """gRPC's own limit for a message in either direction."""
+    return max(RECEIVE_LIMIT_FACTOR * settings.max_message_bytes, LOWEST_RECEIVE_LIMIT_BYTES)
+
+
+def _bound(server: grpc.aio.Server, listen: str) -> str:
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise StartError(f"cannot listen on {listen}: {error}") from None
+    if port == 0:
+        raise StartError(f"cannot listen on {listen}: is the port taken?")
+    return f"{listen.rpartition(':')[0]}:{port}"
+
+
+def _write_ready_file(settings: Settings, address: str) -> None:
+    if not settings.ready_file:
+        return
+    path = Path(settings.ready_file)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps({"address": address, "pid": os.getpid()}) + "\n")
+    unfinished.replace(path)
+
+
+def _remove_ready_file(settings: Settings) -> None:
+    if settings.ready_file:
+        Path(settings.ready_file).unlink(missing_ok=True)

@@ -1,13 +1,9 @@
-"""Logs and traces of a process.
+"""Write logs and send traces of a process (metrics: `metrics.py`).
 
-Owns: structlog's configuration (JSON lines on stderr, with service and, where a span is active, trace_id and span_id;
+Owns structlog's configuration (JSON lines on stderr, with service and, where a span is active, trace_id and span_id;
 the standard library's loggers go the same way) and the OpenTelemetry tracer. Tracing is off, with no provider,
 exporter or interceptor, until `otlp_endpoint` is set. Anywhere: `log = structlog.get_logger()`.
-
-Figures of a process: counters, histograms and gauges for an OTLP collector.
-
-Owns: the OpenTelemetry meter provider. There is none, and an instrument does nothing, until `otlp_endpoint` is set and
-the service asks for a meter: a collector that only takes traces hears nothing of a service that has no figures."""
+"""
 
 import asyncio
 import logging
@@ -18,12 +14,9 @@ from typing import Any
 
 import grpc.aio
 import structlog
-from opentelemetry import metrics, trace
-from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.instrumentation.grpc import aio_client_interceptors, aio_server_interceptor
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -131,34 +124,3 @@ def _with_trace_ids(_: Any, __: str, event: structlog.typing.EventDict) -> struc
         event["trace_id"] = trace.format_trace_id(context.trace_id)
         event["span_id"] = trace.format_span_id(context.span_id)
     return event
-
-
-EXPORT_INTERVAL_S_METERING = 10.0  # figures are looked at over minutes
-SCOPE = "treadle"
-
-
-class Metering:
-    """See the module. Made once a process."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._provider: MeterProvider | None = None
-
-    def meter(self) -> metrics.Meter:
-        """What makes instruments; they are sent from now on, where figures are exported."""
-        if not self._settings.otlp_endpoint:
-            return metrics.NoOpMeter(SCOPE)
-        if self._provider is None:
-            exporter = OTLPMetricExporter(
-                endpoint=self._settings.otlp_endpoint,
-                insecure=not self._settings.otlp_endpoint.startswith("https"),
-                timeout=FLUSH_TIMEOUT_S,
-            )
-            reader = PeriodicExportingMetricReader(exporter, EXPORT_INTERVAL_S_METERING * 1000, FLUSH_TIMEOUT_S * 1000)
-            self._provider = MeterProvider([reader], resource_of(self._settings), shutdown_on_exit=False)
-        return self._provider.get_meter(SCOPE)
-
-    async def shutdown(self) -> None:
-        """Send the last figures, for `FLUSH_TIMEOUT_S` at most."""
-        if self._provider is not None:
-            await asyncio.to_thread(self._provider.shutdown, FLUSH_TIMEOUT_S * 1000)

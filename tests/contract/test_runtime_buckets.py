@@ -3,8 +3,7 @@
 import asyncio
 
 from support.nats_server import NatsServer
-from treadle_runtime.buckets import BATCH, entries_of
-from treadle_runtime.bus import open_bus
+from treadle_runtime.bus import BATCH, entries_of, open_bus
 
 PART_BYTES = 512 * 1024  # large values arrive slower than the answers about them
 

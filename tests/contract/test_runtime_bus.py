@@ -6,7 +6,9 @@ import pytest
 from support.conditions import until
 from support.nats_server import NatsServer
 from treadle.telemetry.v1.facts_pb2 import EngineLost, Fact, StepFinished, StepRef
-from treadle_runtime.bus import Bus, BusStartError, make_fact, open_bus
+from treadle_runtime.bus import Bus, open_bus
+from treadle_runtime.errors import StartError
+from treadle_runtime.facts import make_fact
 
 
 def lost(engine_id: str) -> Fact:
@@ -197,6 +199,6 @@ async def test_a_bucket_is_made_once_and_shared(nats_url: str) -> None:
 
 async def test_no_nats_is_a_start_error_that_says_where(nats_server: NatsServer) -> None:
     nats_server.kill()
-    with pytest.raises(BusStartError, match=nats_server.url):
+    with pytest.raises(StartError, match=nats_server.url):
         async with open_bus(nats_server.url, "test", timeout_s=0.3):
             raise AssertionError("not reached")

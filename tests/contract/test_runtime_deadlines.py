@@ -8,7 +8,7 @@ from support.conditions import until
 from support.probe_service import Probe, ProbeSettings, ProbeStream, wire
 from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
 from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
-from treadle_runtime.calls import detached_context, remaining_s, serving_for
+from treadle_runtime.calls import detached_context, limit_to, remaining_s
 from treadle_runtime.server import Runtime, Wiring, serving
 
 PLACEMENT = "treadle.placement.v1.PlacementService"
@@ -42,21 +42,21 @@ async def test_a_channel_is_shared_per_address_and_gives_a_deadline_only_where_t
         stub = placement_pb2_grpc.PlacementServiceStub(channel)
         await stub.PlanPlacement(placement_pb2.PlanPlacementRequest(), timeout=10)
         slow = placement_pb2.PlanPlacementRequest(trajectories=[placement_pb2.PlacedTrajectory(trajectory_id="slow")])
-        with serving_for(0.0):
+        with limit_to(0.0):
             call = stub.PlanPlacement(slow, timeout=10)
             assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_a_deadline_ends_with_its_call_and_detached_work_never_sees_it() -> None:
     assert remaining_s() is None
-    with serving_for(30.0):
+    with limit_to(30.0):
         left = remaining_s()
         assert left is not None
         assert 0 < left <= 30
         inherited, detached = contextvars.copy_context(), detached_context()
         assert inherited.run(remaining_s) is not None
         assert detached.run(remaining_s) is None
-        with serving_for(None):
+        with limit_to(None):
             assert remaining_s() is not None
     assert remaining_s() is None
     assert inherited.run(remaining_s) is None

@@ -8,7 +8,8 @@ from support.processes import ServiceProcess, StartService
 from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.telemetry.v1 import facts_pb2
-from treadle_runtime.bus import STREAM, make_fact, open_bus
+from treadle_runtime.bus import STREAM, open_bus
+from treadle_runtime.facts import make_fact
 
 CALL_S = 10.0
 LEARNED_WITHIN_S = 20.0

@@ -18,7 +18,8 @@ from treadle.common.v1 import tokens_pb2
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from treadle.telemetry.v1 import facts_pb2
-from treadle_runtime.bus import Bus, make_fact
+from treadle_runtime.bus import Bus
+from treadle_runtime.facts import make_fact
 
 RPC_TIMEOUT_S = 5.0
 RENEW_S = 0.2

@@ -12,9 +12,9 @@ from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
 from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
 from treadle.telemetry.v1.facts_pb2 import EngineLost
 from treadle_runtime import errors
-from treadle_runtime.bus import make_fact
 from treadle_runtime.calls import remaining_s
 from treadle_runtime.config import Settings, read_settings
+from treadle_runtime.facts import make_fact
 from treadle_runtime.server import Runtime, Wiring, run
 
 log = structlog.get_logger()

@@ -6,7 +6,7 @@ from treadle.telemetry.v1 import facts_pb2
 from treadle_core.ranking.evidence import Ended, Evidence
 from treadle_predictor.convert import learn
 from treadle_predictor.history import decoded, encoded
-from treadle_runtime.bus import make_fact
+from treadle_runtime.facts import make_fact
 
 
 def closed(outcome: int = scheduler_pb2.OUTCOME_FINISHED, **changed: object) -> facts_pb2.Fact:

@@ -12,7 +12,7 @@ from treadle_learned.transcript import Transcript, Turn
 from treadle_predictor.history import HistoryStore, decoded, encoded
 from treadle_predictor.recordings import Learner, Recordings
 from treadle_predictor.worker import question
-from treadle_runtime.bus import make_fact
+from treadle_runtime.facts import make_fact
 
 from treadle_bench.predictor.facts import facts_of
 

@@ -78,9 +78,9 @@ def test_building_settings_reads_no_environment(monkeypatch: pytest.MonkeyPatch)
         ("TREADLE_NATS_URL", "http://localhost", "nats://127.0.0.1:4222"),
         ("TREADLE_LOOM_OTLP_ENDPOINT", "collector:4317", "http://127.0.0.1:4317"),
         ("TREADLE_LOOM_LOG_LEVEL", "loud", "'debug', 'info', 'warning' or 'error'"),
-        ("TREADLE_LOOM_DRAIN_GRACE_S", "-1", ">= 0"),
-        ("TREADLE_LOOM_STARTUP_TIMEOUT_S", "0", "> 0"),
-        ("TREADLE_LOOM_MAX_MESSAGE_BYTES", "10", ">= 1024"),
+        ("TREADLE_LOOM_DRAIN_GRACE_S", "-1", "greater than or equal to 0"),
+        ("TREADLE_LOOM_STARTUP_TIMEOUT_S", "0", "greater than 0"),
+        ("TREADLE_LOOM_MAX_MESSAGE_BYTES", "10", "greater than or equal to 1024"),
     ],
 )
 def test_a_bad_value_is_refused_with_its_name_value_and_what_would_be_right(

@@ -3,8 +3,8 @@
 import pytest
 from treadle.engine.v1.engine_pb2 import EngineInfo
 from treadle.telemetry.v1.facts_pb2 import EngineJoined, EngineLost, Fact, StepFinished, StepRef, TrajectoryOpened
-from treadle_runtime.bus import KINDS, kv_key, make_fact
-from treadle_runtime.facts import subject_of, subjects_of
+from treadle_runtime.bus import kv_key
+from treadle_runtime.facts import KINDS, make_fact, subject_of, subjects_of
 
 
 def test_a_fact_gets_an_id_of_its_own_and_the_present_time() -> None:

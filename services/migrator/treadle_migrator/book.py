@@ -13,8 +13,7 @@ from dataclasses import replace
 
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
 from nats.js.kv import KeyValue
-from treadle_runtime.buckets import entries_of
-from treadle_runtime.bus import kv_key
+from treadle_runtime.bus import entries_of, kv_key
 
 from treadle_migrator.migration import Migration, Move, Prefix, State, document_of, migration_from
 

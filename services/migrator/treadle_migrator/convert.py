@@ -5,7 +5,7 @@ import uuid
 from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle.telemetry.v1.facts_pb2 import Fact, MigrationEnded
 from treadle_core.steps.transfers import Transfer
-from treadle_runtime.bus import make_fact
+from treadle_runtime.facts import make_fact
 
 from treadle_migrator.migration import Endpoint, Migration, Move, Path, State
 

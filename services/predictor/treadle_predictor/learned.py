@@ -19,7 +19,7 @@ import torch
 from treadle_learned.backbone import load_tokenizer
 from treadle_learned.errors import BackboneError
 from treadle_learned.transcript import Transcript, write_transcripts
-from treadle_runtime.lifecycle import ServerStartError
+from treadle_runtime.errors import StartError
 
 from treadle_predictor.asking import LearnedPart
 from treadle_predictor.config import PredictorSettings
@@ -106,14 +106,14 @@ async def learned_part(
     settings: PredictorSettings, folder: Path
 ) -> tuple[LearnedPart, list[Callable[[], Coroutine[Any, Any, None]]]]:
     """And the tasks that it needs. The version in use is loaded already; one that is refused is only said. Raises
-    ServerStartError for a tokenizer that cannot be loaded."""
+    StartError for a tokenizer that cannot be loaded."""
     torch.set_num_threads(settings.threads)
     recordings = Recordings(lambda ids: "")
     if settings.tokenizer:
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, settings.tokenizer)
         except BackboneError as error:
-            raise ServerStartError(f"TREADLE_PREDICTOR_TOKENIZER={settings.tokenizer!r} is refused: {error}") from error
+            raise StartError(f"TREADLE_PREDICTOR_TOKENIZER={settings.tokenizer!r} is refused: {error}") from error
         recordings.decode = tokenizer.decode
 
     def note(model: LearnedModel) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
 from treadle_core.ranking.estimator import Prior, learned_from
 from treadle_core.ranking.evidence import Evidence
-from treadle_runtime.lifecycle import ServerStartError
+from treadle_runtime.errors import StartError
 from treadle_runtime.server import Runtime, Wiring
 
 from treadle_predictor.asking import Asking, LearnedPart
@@ -21,7 +21,7 @@ SERVICE = predictor_pb2.DESCRIPTOR.services_by_name["PredictorService"].full_nam
 
 
 async def wire(runtime: Runtime) -> Wiring:
-    """Load the histories and the learned model, hear the facts that are kept, then serve. Raises ServerStartError."""
+    """Load the histories and the learned model, hear the facts that are kept, then serve. Raises StartError."""
     settings = runtime.settings
     if not isinstance(settings, PredictorSettings):
         raise TypeError(f"expected PredictorSettings, got {type(settings).__name__}")
@@ -41,7 +41,7 @@ async def wire(runtime: Runtime) -> Wiring:
     )
     # No durable place: the state is in memory, so each process hears all facts that are kept from the first.
     await runtime.bus.subscribe(FACT_KINDS, learner.hear, replay=True)
-    await runtime.bus.caught_up()
+    await runtime.bus.catch_up()
     servicer = PredictorServicer(evidence, Asking(evidence, learned_from(evidence, prior), learned), learner)
     return Wiring(
         services={SERVICE: lambda server: predictor_pb2_grpc.add_PredictorServiceServicer_to_server(servicer, server)},
@@ -53,7 +53,7 @@ async def _learned(settings: PredictorSettings) -> tuple[LearnedPart, list[Calla
     try:
         from treadle_predictor.learned import learned_part
     except ModuleNotFoundError as error:
-        raise ServerStartError(
+        raise StartError(
             f"TREADLE_PREDICTOR_MODELS is set and {error.name} is not installed: pip install 'treadle[learned]'"
         ) from error
     return await learned_part(settings, Path(settings.models))

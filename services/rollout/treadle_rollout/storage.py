@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from nats.js import JetStreamContext
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
 from nats.js.kv import KeyValue
-from treadle_runtime.buckets import entries_of
+from treadle_runtime.bus import entries_of
 
 LOG_BUCKET = "treadle-rollout-log"
 PAYLOAD_BUCKET = "treadle-rollout-payload"

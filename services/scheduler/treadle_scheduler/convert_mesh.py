@@ -51,7 +51,7 @@ from treadle_core.model import (
     KvTransfer,
 )
 from treadle_core.placing.costs import CostModel
-from treadle_runtime.bus import make_fact
+from treadle_runtime.facts import make_fact
 
 from treadle_scheduler.convert import OUTCOME_NUMBERS, duration, quantiles, seconds, timestamp
 

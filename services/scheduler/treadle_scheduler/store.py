@@ -25,8 +25,7 @@ from typing import Any, TypeVar
 import structlog
 from nats.js.kv import KeyValue
 from treadle_core.model import EngineRecord, Policy, TrajectoryRecord
-from treadle_runtime.buckets import entries_of
-from treadle_runtime.bus import Bus, kv_key
+from treadle_runtime.bus import Bus, entries_of, kv_key
 
 T = TypeVar("T")
 

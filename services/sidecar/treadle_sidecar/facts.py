@@ -9,7 +9,8 @@ from array import array
 
 from treadle.common.v1.tokens_pb2 import TokenIds
 from treadle.telemetry.v1 import facts_pb2
-from treadle_runtime.bus import Bus, make_fact
+from treadle_runtime.bus import Bus
+from treadle_runtime.facts import make_fact
 
 from treadle_sidecar import convert
 from treadle_sidecar.convert import packed

@@ -19,9 +19,8 @@ from treadle_core.tools.dispatcher import Dispatcher, Resources
 from treadle_core.tools.gpu import GpuManager
 from treadle_core.tools.grants import Manager, Service
 from treadle_core.tools.pools import InvalidPoolError
-from treadle_runtime.background import beside
-from treadle_runtime.bus import Bus
-from treadle_runtime.lifecycle import ServerStartError
+from treadle_runtime.bus import Bus, run_beside
+from treadle_runtime.errors import StartError
 from treadle_runtime.server import Runtime, Wiring
 
 from treadle_tools.api.convert import BusFacts
@@ -133,21 +132,19 @@ REWARDS_SERVICE = rewards_pb2.DESCRIPTOR.services_by_name["RewardsService"].full
 
 
 async def wire(runtime: Runtime) -> Wiring:
-    """The service on `runtime`. Raises ServerStartError for a module of tools that is not usable."""
+    """The service on `runtime`. Raises StartError for a module of tools that is not usable."""
     settings = runtime.settings
     assert isinstance(settings, ToolsSettings)
     try:
         providers = read_providers(settings.providers_file)
     except ProvidersError as error:
-        raise ServerStartError(
-            f"TREADLE_TOOLS_PROVIDERS_FILE={settings.providers_file!r} is refused: {error}"
-        ) from error
+        raise StartError(f"TREADLE_TOOLS_PROVIDERS_FILE={settings.providers_file!r} is refused: {error}") from error
     try:
         declared = _declared(settings)
         builtin = (*settings.builtin_tools, *settings.builtin_rewards)
         registry = load((*builtin, *declared.tools), settings.module_names, providers, settings.network_names)
     except RegistrationError as error:
-        raise ServerStartError(f"TREADLE_TOOLS_MODULES={settings.modules!r} is refused: {error}") from error
+        raise StartError(f"TREADLE_TOOLS_MODULES={settings.modules!r} is refused: {error}") from error
     pools = await find_pools(settings, registry)
     background = Background()
     source = f"tools/{socket.gethostname()}"
@@ -155,7 +152,7 @@ async def wire(runtime: Runtime) -> Wiring:
     await asyncio.to_thread(warm_up)
     managers: list[Manager] = [CpuManager([node.machine]), *providers.values(), *_gpu_managers(settings, declared)]
     dispatcher = Dispatcher(Resources(managers), time.monotonic())
-    meters = Meters(runtime.metering.meter())
+    meters = Meters(runtime.metrics.meter())
     standing = Standing(dispatcher, providers)
     turns = Turns(dispatcher, settings.max_waiting, meters.decided)
     durations = Durations()
@@ -209,7 +206,7 @@ async def wire(runtime: Runtime) -> Wiring:
 
     async def run() -> None:
         # Rewards that are cut at the drain still put their cells away, so they end first.
-        async with beside([background.run]), beside([rewards.run]):
+        async with run_beside([background.run]), run_beside([rewards.run]):
             await asyncio.Event().wait()
 
     async def close() -> None:
@@ -245,11 +242,11 @@ def _declared(settings: ToolsSettings) -> Declarations:
     try:
         return read_functions(Path(settings.functions), settings.allowed_hosts, os.environ)
     except DeclarationError as error:
-        raise ServerStartError(f"TREADLE_TOOLS_FUNCTIONS={settings.functions!r} is refused: {error}") from error
+        raise StartError(f"TREADLE_TOOLS_FUNCTIONS={settings.functions!r} is refused: {error}") from error
 
 
 def _gpu_managers(settings: ToolsSettings, declared: Declarations) -> list[GpuManager]:
     try:
         return gpu_managers(declared.gpus)
     except InvalidPoolError as error:
-        raise ServerStartError(f"TREADLE_TOOLS_FUNCTIONS={settings.functions!r} is refused: {error}") from error
+        raise StartError(f"TREADLE_TOOLS_FUNCTIONS={settings.functions!r} is refused: {error}") from error

@@ -8,8 +8,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from treadle.telemetry.v1 import facts_pb2
 from treadle.tools.v1 import tools_pb2 as pb
 from treadle_core.tools.providers import State
-from treadle_runtime.bus import Bus, make_fact
+from treadle_runtime.bus import Bus
 from treadle_runtime.errors import require
+from treadle_runtime.facts import make_fact
 
 from treadle_tools.scheduling.standing import Standing
 from treadle_tools.sessions.session import Session

@@ -5,7 +5,8 @@ import json
 from treadle.telemetry.v1 import facts_pb2
 from treadle.tools.v1 import rewards_pb2 as pb
 from treadle.tools.v1 import tools_pb2
-from treadle_runtime.bus import Bus, make_fact
+from treadle_runtime.bus import Bus
+from treadle_runtime.facts import make_fact
 
 from treadle_tools.api.convert import duration, limits_message, text, timestamp
 from treadle_tools.rewards.reward import Reward, State

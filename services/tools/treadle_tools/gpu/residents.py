@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import nats.errors
 import structlog
 from nats.js.kv import KeyValue
-from treadle_runtime.buckets import entries_of
-from treadle_runtime.bus import kv_key
+from treadle_runtime.bus import entries_of, kv_key
 from treadle_runtime.errors import Unavailable
 
 from treadle_tools.gpu.memory import RETRY_S, EngineAway, EngineMemory, EngineTrouble

@@ -5,7 +5,7 @@ tools' calls, and says what to do; the service starts all the same.
 from collections.abc import Iterable, Sequence
 
 import structlog
-from treadle_runtime.lifecycle import ServerStartError
+from treadle_runtime.errors import StartError
 
 from treadle_tools.config import ToolsSettings
 from treadle_tools.sandbox.bubblewrap.command import Bubblewrap, SandboxMissing, find_sandbox
@@ -22,7 +22,7 @@ BUBBLEWRAP = "bubblewrap"
 
 
 async def find_pools(settings: ToolsSettings, registered: Iterable[Tool]) -> Pools:
-    """Each backend that some tool runs on. Raises ServerStartError where a state folder is another service's."""
+    """Each backend that some tool runs on. Raises StartError where a state folder is another service's."""
     here = [tool for tool in registered if tool.remote is None]
     of_tool = {tool.name: tool.backend or settings.backend for tool in here}
     backends: dict[str, Backend] = {}
@@ -54,7 +54,7 @@ async def _started(name: str, settings: ToolsSettings, tools: Sequence[Tool]) ->
         fleet, version = await start_fleet(name, settings, tools)
     except FolderRefused as refused:
         folder = ledger_folder(settings.state_folder, name)
-        raise ServerStartError(f"TREADLE_TOOLS_STATE_DIR={settings.state_dir!r}: {folder}: {refused}") from refused
+        raise StartError(f"TREADLE_TOOLS_STATE_DIR={settings.state_dir!r}: {folder}: {refused}") from refused
     log.info("sandbox", backend=version, sessions=len(fleet.found))
     return fleet, version
 
@@ -76,7 +76,7 @@ async def _keeper(settings: ToolsSettings, tools: Sequence[Tool], sandbox: Bubbl
         keeper = KeeperClient(StateFolder.take(settings.state_folder), terms)
         await keeper.connect()
     except (FolderRefused, KeeperFailed) as refused:
-        raise ServerStartError(f"TREADLE_TOOLS_STATE_DIR={settings.state_dir!r}: {refused}") from refused
+        raise StartError(f"TREADLE_TOOLS_STATE_DIR={settings.state_dir!r}: {refused}") from refused
     log.info(
         "sandbox", bubblewrap=sandbox.version, as_user=sandbox.user, drop_root=sandbox.drop_root,
         cgroups=keeper.cgroups_version, sessions=len(keeper.found),
