@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from treadle_cli import exits
 from treadle_cli.app import DEFAULT_SLOTS, Model, Seed, Slots, engine_plan
-from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.engines import DEFAULT_MODEL
+from treadle_cli.problems import UsageProblem
 
 from treadle_bench.benches import BENCHES
 from treadle_bench.options import BenchOptions

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
-from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan
+from treadle_cli.problems import UsageProblem
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 
 from treadle_cli import exits
-from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh import checks
 from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan, default_model_folder
 from treadle_cli.predictor.commands import commands as predictor_commands
+from treadle_cli.problems import UsageProblem
 from treadle_cli.report.records import RecordError
 
 DEFAULT_SLOTS = 5  # steps that decode at once: 16 trajectories an engine then queue, as they do where GPUs are scarce
@@ -212,8 +212,8 @@ def trace(
     ] = None,
 ) -> None:
     """Draw the report of a finished run again, from its trajectories.jsonl and summary.json."""
+    from treadle_cli.predictor.run_traces import write_run
     from treadle_cli.report.render import render
-    from treadle_cli.report.traces import write_run
 
     try:
         if traces is None:

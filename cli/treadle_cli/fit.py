@@ -17,9 +17,9 @@ from treadle_sim.fitting.fit import FitReport, FittedEngine, fit_public
 from treadle_sim.fitting.tables import FitDataError
 from treadle_sim.profiles import MeasuredEngine, MeasuredProfileError, fit_measured, render_profiles
 
-from treadle_cli.exits import UsageProblem
 from treadle_cli.fit_page import page
 from treadle_cli.fit_picture import draw_measured, draw_public
+from treadle_cli.problems import UsageProblem
 
 SHOWN_BATCH = 100  # slots of an engine in the papers
 SHOWN_CONTEXT = 8_192  # tokens of each sequence in the table's larger step

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.tiny_backbone import tiny_backbone
-from treadle_cli.exits import UsageProblem
+from treadle_cli.problems import UsageProblem
 from treadle_learned import scores
 from treadle_learned.comparison import Asked, truth
 from treadle_learned.moments import replay

@@ -5,7 +5,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from treadle_cli.demo.agents import PuzzleMove, direction, last_words, puzzle_move
 from treadle_cli.demo.chatml import ChatML
 from treadle_cli.demo.tasks import make_prompts
-from treadle_cli.exits import UsageProblem
+from treadle_cli.problems import UsageProblem
 
 
 @pytest.mark.parametrize(

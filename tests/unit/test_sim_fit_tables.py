@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from treadle_cli.exits import UsageProblem
 from treadle_cli.fit import fit_data, print_public
+from treadle_cli.problems import UsageProblem
 from treadle_sim.fitting.tables import KERNELS, SERVED, SPLITWISE, FitDataError, read_served, read_splitwise
 from treadle_sim.profiles import Profile, parse_profiles
 

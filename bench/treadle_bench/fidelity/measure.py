@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from treadle_cli.demo.run import warm_engines
-from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.mesh import Mesh, MeshPlan, StartBoard
 from treadle_cli.mesh.processes import ProcessTree
+from treadle_cli.problems import UsageProblem
 from treadle_sim.profiles import MeasuredEngine
 from treadle_sim.workloads.trace_file import TraceFileError, read_traces
 from treadle_sim.workloads.workload import Workload

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.progress import track as tracked
-from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.engines import DEFAULT_MODEL, default_model_folder
 from treadle_cli.predictor.sources import transcripts_of_works
+from treadle_cli.problems import UsageProblem
 from treadle_sim.workloads.public_traces import read_public
 from treadle_sim.workloads.trace_file import read_traces
 from treadle_sim.workloads.workload import TrajectoryWork, groups

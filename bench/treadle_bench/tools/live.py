@@ -24,11 +24,11 @@ import grpc
 import grpc.aio
 import numpy as np
 from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
-from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.checks import require_bubblewrap
 from treadle_cli.mesh.embedded_nats import start_nats
 from treadle_cli.mesh.processes import ProcessTree
 from treadle_cli.mesh.services import HOST
+from treadle_cli.problems import UsageProblem
 from treadle_core.tools.action import CPU_CORES, Fixed
 from treadle_sim.tools.cores import ElasticCores, equal_nodes
 from treadle_sim.tools.trace import Call, Trace, play

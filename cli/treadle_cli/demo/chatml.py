@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from treadle_cli.exits import UsageProblem
+from treadle_cli.problems import UsageProblem
 
 START, END = "<|im_start|>", "<|im_end|>"
 

@@ -19,7 +19,7 @@ from treadle_cli.demo.chatml import ChatML
 from treadle_cli.demo.collect import Heard, failed_migrations, listening, trajectory_records
 from treadle_cli.demo.live import LiveBoard
 from treadle_cli.demo.tasks import make_prompts
-from treadle_cli.exits import UsageProblem
+from treadle_cli.problems import UsageProblem
 from treadle_cli.report.records import ArmRecord, RunRecord, TrajectoryRecord, write_summary, write_trajectories
 from treadle_cli.report.render import render
 

@@ -38,11 +38,11 @@ from treadle_cli.demo.collect import failed_migrations, listening
 from treadle_cli.demo.live import LiveBoard
 from treadle_cli.demo.play import Work, play
 from treadle_cli.demo.tasks import make_prompts
-from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.checks import OtherPrograms
 from treadle_cli.mesh.engines import Engine, EnginePlan
 from treadle_cli.mesh.mesh import Mesh, MeshPlan, StartBoard
 from treadle_cli.mesh.processes import ProcessTree
+from treadle_cli.problems import UsageProblem
 from treadle_cli.report.records import ArmRecord, RunRecord, TrajectoryRecord, write_summary, write_trajectories
 from treadle_cli.report.render import render
 

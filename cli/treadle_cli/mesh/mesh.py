@@ -28,12 +28,12 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh import embedded_nats, engines, services
 from treadle_cli.mesh.checks import require_bubblewrap
 from treadle_cli.mesh.engines import Engine, EnginePlan
 from treadle_cli.mesh.processes import Child, ChildDiedError, ProcessTree, describe_exit
 from treadle_cli.mesh.services import Addresses, Services, free_ports, is_free
+from treadle_cli.problems import UsageProblem
 
 ASK_TIMEOUT_S = 10.0
 REGISTRATION_TIMEOUT_S = 60.0  # a sidecar registers as soon as its engine has answered it

@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 
 from treadle_cli import exits
-from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.engines import DEFAULT_MODEL, default_model_folder
 from treadle_cli.predictor.bars import bars
 from treadle_cli.predictor.ending import ending
+from treadle_cli.problems import UsageProblem
 
 DEFAULT_BACKBONE = "Qwen/Qwen3-0.6B"  # Heddle 4.1; treadle_learned.backbone says the same, and would import torch
 

@@ -10,7 +10,8 @@ import typer
 from treadle_learned.errors import LearnedError
 
 from treadle_cli import exits
-from treadle_cli.exits import INTERRUPTED, UsageProblem
+from treadle_cli.exits import INTERRUPTED
+from treadle_cli.problems import UsageProblem
 from treadle_cli.report.records import RecordError
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from treadle_learned.transcript import Transcript, write_transcripts
 
-from treadle_cli.exits import UsageProblem
 from treadle_cli.predictor.sources import read_source
+from treadle_cli.problems import UsageProblem
 
 
 def harvest(sources: Iterable[Path], out: Path, tokenizer: Path | None = None) -> dict[str, int]:

@@ -18,8 +18,8 @@ from treadle_learned.transcript import Transcript, Turn, read_transcripts
 from treadle_sim.workloads.trace_file import read_traces
 from treadle_sim.workloads.workload import TrajectoryWork
 
-from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.engines import DEFAULT_MODEL, default_model_folder
+from treadle_cli.problems import UsageProblem
 from treadle_cli.report.records import Run, TrajectoryRecord, read_run
 
 ENDED = "finished"  # any other outcome: it was cut, and would have gone on

@@ -20,7 +20,7 @@ from treadle_core.refusals import CoreError
 from treadle_sim.rollout import Run, Setting, play
 from treadle_sim.systems import System
 
-from treadle_cli.exits import UsageProblem
+from treadle_cli.problems import UsageProblem
 
 MOST_WORKERS = 8  # each holds its own numpy, numba and rollout: some 250 MB
 # Trajectories over all jobs up to which one process is as fast: workers take about two seconds to start.

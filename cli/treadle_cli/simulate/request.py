@@ -21,7 +21,7 @@ from treadle_sim.workloads.resample import resample
 from treadle_sim.workloads.trace_file import TraceFileError, read_traces
 from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
-from treadle_cli.exits import UsageProblem
+from treadle_cli.problems import UsageProblem
 
 DEFAULT_SYSTEMS = ",".join(system.name for system in (*BASELINES, HEDDLE, TREADLE, ORACLE))
 BEST = "best"

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from treadle_sim.rollout import Run
 
-from treadle_cli.exits import UsageProblem
+from treadle_cli.problems import UsageProblem
 from treadle_cli.simulate.comparison import Comparison, compare
 from treadle_cli.simulate.files import (
     PAGE,

@@ -1,0 +1,177 @@
+"""Build the wheels, install them into empty environments outside the checkout, and use what was installed.
+
+For each set of extras a venv of its own: every service starts with its own extra alone and answers a health probe, and
+every module of every distribution is imported. An editable install cannot show that a wheel lacks a module, a template
+or a dependency; this can.
+
+    python scripts/check_wheels.py NATS_SERVER      # the path of a nats-server binary
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CONSTRAINTS = ROOT / "requirements-mesh.txt"
+DISTRIBUTIONS = {"treadle-client": "clients/python", "treadle": ".", "treadle-bench": "bench"}
+SERVICES = ("predictor", "scheduler", "placement", "migrator", "tools", "rollout", "sidecar")
+CLIENT_BRINGS = {"treadle-client", "grpcio", "protobuf", "typing_extensions"}  # the last is grpcio's own
+READY_WITHIN_S = 120.0
+END_WITHIN_S = 30.0
+POLL_S = 0.05
+# Modules that import SGLang, which lives in an environment of its own; the engine tests run them there.
+NEEDS_SGLANG = ("treadle_sidecar.sglang_cpu.",)
+IMPORT_ALL = """
+import importlib, json, pkgutil, sys
+skipped = tuple(json.loads(sys.argv[1]))
+names = []
+for top in (module.name for module in pkgutil.iter_modules() if module.name.partition("_")[0] == "treadle"):
+    package = importlib.import_module(top)
+    names += [top, *(module.name for module in pkgutil.walk_packages(package.__path__, top + "."))]
+for name in names:
+    if not name.startswith(skipped) and not name.endswith(".__main__"):
+        importlib.import_module(name)
+print(len(names))
+"""
+
+
+def main(nats_server: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="treadle-wheels-") as folder:
+        work = Path(folder)
+        wheels = build_wheels(work)
+        check_client(work / "client", wheels)
+        for service in SERVICES:
+            environment = make_environment(work / service, wheels, f"treadle[{service}]")
+            check_service(environment, service, nats_server, work)
+            shutil.rmtree(environment)
+        environment = make_environment(work / "all", wheels, "treadle[all]", "treadle-bench")
+        count = run(python(environment), "-I", "-c", IMPORT_ALL, json.dumps(NEEDS_SGLANG))
+        run(environment / "bin/treadle", "bench", "--help")
+        say(f"all: {count.strip()} modules import, the command line finds the benches")
+
+
+def build_wheels(work: Path) -> Path:
+    """Build from a copy of what git would commit: an old build/ in the checkout could supply a missing module."""
+    source = work / "source"
+    names = run("git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+    for name in filter(None, names):
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name)
+    wheels = work / "wheels"
+    for name, folder in DISTRIBUTIONS.items():
+        run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", wheels, source / folder)
+        say(f"{name}: wheel built")
+    return wheels
+
+
+def make_environment(folder: Path, wheels: Path, *requirements: str) -> Path:
+    run(sys.executable, "-m", "venv", folder)
+    pip = (python(folder), "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-compile")
+    run(*pip, "-c", CONSTRAINTS, "--find-links", wheels, *requirements)
+    return folder
+
+
+def check_client(folder: Path, wheels: Path) -> None:
+    """The client alone brings grpcio and protobuf, and nothing else."""
+    environment = make_environment(folder, wheels, "treadle-client")
+    listed = json.loads(run(python(environment), "-m", "pip", "list", "--format", "json"))
+    brought = {package["name"] for package in listed} - {"pip", "setuptools"}
+    if not brought <= CLIENT_BRINGS:
+        sys.exit(f"treadle-client brings {sorted(brought - CLIENT_BRINGS)}")
+    count = run(python(environment), "-I", "-c", IMPORT_ALL, "[]")
+    say(f"client: {count.strip()} modules import; it brings {', '.join(sorted(brought))}")
+
+
+def check_service(environment: Path, service: str, nats_server: str, work: Path) -> None:
+    """Start the service as an operator would and ask for its health. Without an engine the sidecar says NOT_SERVING."""
+    command = (nats_server, "-js", "-a", "127.0.0.1", "-p", "-1", "-sd", "store", "--ports_file_dir", ".")
+    with started(work / f"{service}-nats", *command) as nats:
+        url = nats.wait_for_json("*.ports")["nats"][0]
+        prefix = f"TREADLE_{service.upper()}_"
+        ready = work / f"{service}-run" / "ready.json"
+        variables = {
+            "TREADLE_NATS_URL": url,
+            f"{prefix}LISTEN": "127.0.0.1:0",
+            f"{prefix}READY_FILE": str(ready),
+            **({f"{prefix}ENGINE_ID": "e0"} if service == "sidecar" else {}),
+        }
+        with started(ready.parent, python(environment), "-m", f"treadle_{service}", **variables) as program:
+            address = program.wait_for_json("ready.json")["address"]
+            probe = (str(python(environment)), "-m", "treadle_runtime.probe", address)
+            answer = subprocess.run(probe, capture_output=True, text=True, check=False)
+            healthy = answer.returncode == 0 or (service == "sidecar" and "NOT_SERVING" in answer.stderr)
+            if not healthy:
+                sys.exit(f"{service}: probe says {answer.stderr}")
+    say(f"{service}: starts from the wheel with [{service}] alone and answers a probe")
+
+
+class Program:
+    """A started program and the folder that it writes to."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", folder: Path) -> None:
+        self.process = process
+        self.folder = folder
+
+    def wait_for_json(self, pattern: str) -> Any:
+        """The JSON file that the program writes once it serves."""
+        ends_at = time.monotonic() + READY_WITHIN_S
+        while time.monotonic() < ends_at and self.process.poll() is None:
+            for path in self.folder.glob(pattern):
+                with contextlib.suppress(json.JSONDecodeError):  # it is being written
+                    return json.loads(path.read_text())
+            time.sleep(POLL_S)
+        sys.exit(f"{self.folder.name} did not start:\n{(self.folder / 'log').read_text()}")
+
+
+@contextlib.contextmanager
+def started(folder: Path, *command: str | Path, **variables: str) -> Iterator[Program]:
+    """Run a program with its files in `folder` for the block; end it by SIGTERM, and by SIGKILL if that fails."""
+    folder.mkdir(parents=True)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TREADLE_", "PYTHON"))}
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [str(part) for part in command], env={**inherited, **variables}, cwd=folder, stdout=log, stderr=log
+        )
+    try:
+        yield Program(process, folder)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(END_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def python(environment: Path) -> Path:
+    return environment / "bin/python"
+
+
+def run(*command: str | Path) -> str:
+    """Stdout of a command; its stderr ends this program where it fails."""
+    words = [str(part) for part in command]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd="/")
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(words[:8])} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"ok -- {line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: check_wheels.py NATS_SERVER")
+    main(sys.argv[1])
