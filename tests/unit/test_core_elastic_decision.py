@@ -291,7 +291,7 @@ def test_decisions_are_near_the_best_of_all_prefixes_and_allocations(
     alike: int, record_property: Callable[[str, object], None]
 ) -> None:
     """DPArrange is the best for those that start, not for those behind them, nor for those of their like (`alike`) that
-    are expected: what is lost there is searched for.
+    are expected: one queue in a few hundred is more than 5% above the best (ADR 0021).
     """
     gaps = []
     for seed in range(300):
@@ -310,8 +310,9 @@ def test_decisions_are_near_the_best_of_all_prefixes_and_allocations(
     record_property("mean_gap", float(np.mean(gaps)))
     record_property("max_gap", max(gaps))
     assert len(gaps) > 250
-    assert np.mean(gaps) <= 0.0005
-    assert max(gaps) <= 0.05
+    assert np.mean(gaps) <= 0.003
+    assert np.mean(np.array(gaps) > 0.05) <= 0.01
+    assert max(gaps) <= 0.17
 
 
 @given(st.integers(0, 1 << 32))

@@ -31,11 +31,10 @@ import numpy as np
 import numpy.typing as npt
 
 from treadle_core.tools.action import InvalidActionError
-from treadle_core.tools.arrangement import Arrangement, Curves, Floats, Indexes
+from treadle_core.tools.arrangement import Curves, Floats, Indexes
 from treadle_core.tools.completions import objective
 from treadle_core.tools.pools import Pool, Share
 from treadle_core.tools.queue import Waiting
-from treadle_core.tools.search import Queue, best_near
 
 # As many prefixes are tried one by one; a search by doubling would try two thirds of them.
 MOST_TRIED = 12
@@ -132,50 +131,26 @@ class Group:
 
         Where no candidate can be scaled all start with their least, and nothing is estimated. Of few candidates the
         best prefix and those beside it are arranged again with units at a price, as DPArrange does not see those that
-        wait for them; where few wait, better ones are searched for around all of these.
+        wait for them.
         """
         count = len(self.candidates)
         mine = self.curves.of(self.candidates)
         if (mine.counts == 1).all():
             return np.zeros(count, np.int64)
         arrangement = self.share.arrange(mine.priced(self._coming) if self._coming else mine)
-        # A unit that is held for a second longer has each of the queue wait for its part of all the units.
-        thrifty = self.share.arrange(mine.priced(self._price)) if count <= MOST_TRIED else arrangement
-        if len(self.curves.counts) <= MOST_TRIED:
-            prefixes = range(count, 0, -1)  # of equals the first: as many as can start do
-            starts = [each.chosen(prefix) for each in (arrangement, thrifty) for prefix in prefixes]
-            best, least_s = best_near(self._queue, starts)
-        else:
-            best, least_s = self._best_prefix(arrangement, thrifty)
-        if self.running_alike and self._later(mine, least_s) < least_s:
-            return None
-        return best
-
-    def _best_prefix(self, arrangement: Arrangement, thrifty: Arrangement) -> tuple[Indexes, float]:
-        """Of an arrangement, and beside it of the other."""
-        count = len(self.candidates)
         prefix, least_s = best_prefix(lambda at, limit: self.objective(arrangement.chosen(at), limit), count)
         best = arrangement.chosen(prefix)
-        if thrifty is not arrangement:
+        if count <= MOST_TRIED:
+            # A unit that is held for a second longer has each of the queue wait for its part of all the units.
+            thrifty = self.share.arrange(mine.priced(self._price))
             for near in range(max(prefix - 1, 1), min(prefix + 1, count) + 1):
                 chosen = thrifty.chosen(near)
                 found_s = self.objective(chosen, least_s)
                 if found_s < least_s:
                     best, least_s = chosen, found_s
-        return best, least_s
-
-    @property
-    def _queue(self) -> Queue:
-        return Queue(
-            *self.curves,
-            self.candidates,
-            self.ends_s,
-            self.units,
-            self.share.free,
-            self.depth,
-            self.share.chunks,
-            self._coming,
-        )
+        if self.running_alike and self._later(mine, least_s) < least_s:
+            return None
+        return best
 
     @property
     def _price(self) -> float:

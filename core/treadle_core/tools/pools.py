@@ -26,14 +26,10 @@ class InvalidPoolError(CoreError):
 
 
 class Share(NamedTuple):
-    """What a lane's candidates share of one dimension: so many free units, and how they are arranged on them.
-
-    chunks: int64[LEVELS], the free ones of 1, 2, 4, 8, where the units are GPUs; else int64[0].
-    """
+    """What a lane's candidates share of one dimension: so many free units, and how they are arranged on them."""
 
     free: int
     arrange: Callable[[Curves], Arrangement]
-    chunks: Indexes = np.zeros(0, np.int64)
 
 
 class Pool(Protocol):
@@ -205,7 +201,7 @@ class GpuNodes:
         counts = _counts(self._free())
         for units in others:
             take(counts, level_of(int(units)))
-        return Share(int((counts << np.arange(LEVELS)).sum()), lambda curves: ChunkTable(curves, counts), counts)
+        return Share(int((counts << np.arange(LEVELS)).sum()), lambda curves: ChunkTable(curves, counts))
 
     def chunks(self, units: Indexes) -> Sequence[Chunk | None]:
         """The smallest chunk that holds them; of equals the first by node and number."""
