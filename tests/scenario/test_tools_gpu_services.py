@@ -98,11 +98,16 @@ async def test_services_that_share_a_gpu_are_brought_in_when_they_are_asked(
 @asynccontextmanager
 async def engines_beside(first: FakeMemoryEngine, second: FakeMemoryEngine) -> AsyncIterator[None]:
     """The second server of a GPU starts once the service has released the first."""
-    async with asyncio.timeout(20.0):
-        while not first.released:  # noqa: ASYNC110 - it is another process that does it
-            await asyncio.sleep(0.01)
+    await until_released(first)
     async with engines(second):
         yield
+
+
+async def until_released(engine: FakeMemoryEngine) -> None:
+    """As the service does with a server that nobody asks."""
+    async with asyncio.timeout(60.0):
+        while not engine.released:  # noqa: ASYNC110 - it is another process that does it
+            await asyncio.sleep(0.01)
 
 
 async def test_a_restarted_service_knows_what_is_released(start_service: StartService, tmp_path: Path) -> None:
@@ -179,20 +184,51 @@ async def test_a_kill_in_the_middle_of_a_change_costs_a_start_of_that_server(
     async with engines(a):
         process = await start(start_service, tmp_path, declarations)
         async with grpc.aio.insecure_channel(process.address) as channel:
-            a.change_s = 1.0
+            await until_released(a)
+            a.may_change.clear()
             pending = await RewardCalls(channel).score("by_a", {"text": "x"})
             await logged(a, "resume")
             process.kill()
+            a.may_change.set()
         process = await start(start_service, tmp_path, declarations)
         async with grpc.aio.insecure_channel(process.address) as channel:
             calls = RewardCalls(channel)
-            await asyncio.sleep(2.0)
+            await reported(process, "start it anew")
             assert (await calls.get(pending.reward_id)).state == pb.REWARD_STATE_RUNNING
-            assert "start it anew" in process.stderr_text()
             await a.stop()
             await a.start()
             assert (await calls.ended(pending.reward_id))[0].state == DONE
             unharmed(a)
+
+
+async def test_a_release_that_a_kill_left_open_keeps_its_gpu_taken(start_service: StartService, tmp_path: Path) -> None:
+    """
+    WHEN    the service is killed while a server of a shared GPU releases its memory for another one
+    Result: the next service resumes the other one only after the first has been started anew and released again
+    """
+    gpu = FakeGpu(GPU_BYTES)
+    a, b = FakeMemoryEngine("a", [gpu], 60), FakeMemoryEngine("b", [gpu], 60)
+    declarations = declared({"a": [a], "b": [b]}, {"n": [0]}, turn_s=0.2)
+    async with engines(a):
+        process = await start(start_service, tmp_path, declarations)
+        async with engines_beside(a, b):
+            async with grpc.aio.insecure_channel(process.address) as channel:
+                assert (await score(RewardCalls(channel), "by_b"))[0].state == DONE
+                b.may_change.clear()
+                b.log.clear()
+                pending = await RewardCalls(channel).score("by_a", {"text": "x"})
+                await logged(b, "release")
+                process.kill()
+            process = await start(start_service, tmp_path, declarations)
+            async with grpc.aio.insecure_channel(process.address) as channel:
+                await reported(process, "start it anew")
+                b.may_change.set()
+                assert "resume" not in a.log
+                await b.stop()
+                await b.start()
+                assert (await RewardCalls(channel).ended(pending.reward_id))[0].state == DONE
+            unharmed(a, b)
+            assert gpu.most_bytes <= GPU_BYTES
 
 
 async def test_a_drain_in_the_middle_of_a_change_waits_for_it(start_service: StartService, tmp_path: Path) -> None:
@@ -202,16 +238,26 @@ async def test_a_drain_in_the_middle_of_a_change_waits_for_it(start_service: Sta
     async with engines(a):
         process = await start(start_service, tmp_path, declarations)
         async with grpc.aio.insecure_channel(process.address) as channel:
-            a.change_s = 1.0
+            await until_released(a)
+            a.may_change.clear()
             pending = await RewardCalls(channel).score("by_a", {"text": "x"})
             await logged(a, "resume")
             process.terminate()
+            await reported(process, "draining")
+            asyncio.get_running_loop().call_later(0.5, a.may_change.set)  # the drain cancels its caller before
             assert await process.wait() == 0, process.stderr_text()
         process = await start(start_service, tmp_path, declarations)
         async with grpc.aio.insecure_channel(process.address) as channel:
             assert (await RewardCalls(channel).ended(pending.reward_id))[0].state == DONE
             unharmed(a)
             assert a.log.count("start") == 1
+
+
+async def reported(process: ServiceProcess, words: str) -> None:
+    """Returns once the service has logged it."""
+    async with asyncio.timeout(60.0):
+        while words not in process.stderr_text():  # noqa: ASYNC110 - it is another process that writes it
+            await asyncio.sleep(0.01)
 
 
 async def logged(engine: FakeMemoryEngine, what: str) -> None:

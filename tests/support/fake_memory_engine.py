@@ -34,7 +34,8 @@ class FakeMemoryEngine:
     def __init__(self, name: str, gpus: list[FakeGpu], bytes_per_gpu: int, answer_s: float = 0.0) -> None:
         self.name = name
         self.answer_s = answer_s
-        self.change_s = 0.0  # how long a release or a resume takes
+        self.may_change = asyncio.Event()  # a release or a resume that has begun waits for it
+        self.may_change.set()
         self.log: list[str] = []
         self.died_of = ""
         self.saves_weights = True
@@ -53,8 +54,8 @@ class FakeMemoryEngine:
 
     @property
     def released(self) -> bool:
-        """Whether its memory is free."""
-        return self._released
+        """Whether its memory is free: not yet while a release is under way."""
+        return all(self.name not in gpu.held for gpu in self._gpus)
 
     async def start(self) -> None:
         """Takes its memory and listens; again after `stop` it is another start of the same server."""
@@ -79,6 +80,7 @@ class FakeMemoryEngine:
 
     async def stop(self) -> None:
         """As a killed process: its memory is free."""
+        self.may_change.set()
         for gpu in self._gpus:
             gpu.held.pop(self.name, None)
         if self._runner is not None:
@@ -109,7 +111,7 @@ class FakeMemoryEngine:
             return self._dies("released twice")
         self._released = True
         self.log.append("release")
-        await asyncio.sleep(self.change_s)
+        await self.may_change.wait()
         for gpu in self._gpus:
             gpu.held.pop(self.name, None)
         return web.Response()
@@ -124,7 +126,7 @@ class FakeMemoryEngine:
                 return self._dies("out of GPU memory")
         self._released = False
         self.log.append("resume")
-        await asyncio.sleep(self.change_s)
+        await self.may_change.wait()
         return web.Response()
 
     async def _chat(self, request: web.Request) -> web.Response:
