@@ -17,16 +17,13 @@ from pathlib import Path
 from typing import Literal
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from treadle_sim.bound import alone_s, longest_alone_s, lower_bound_s, work_s
-from treadle_sim.engine_model import EngineModel
+from treadle_sim.engine_model import EngineModel, engine_model
 from treadle_sim.outcome import Times
-from treadle_sim.profiles import engine_model
-from treadle_sim.rollout import Setting, play
+from treadle_sim.rollout import Setting, alone_s, longest_alone_s, lower_bound_s, simulate, work_s
 from treadle_sim.systems import System
 from treadle_sim.workloads import parametric
 from treadle_sim.workloads.resample import resample
-from treadle_sim.workloads.trace_file import read_traces
-from treadle_sim.workloads.workload import TrajectoryWork
+from treadle_sim.workloads.workload import TrajectoryWork, read_traces
 
 from treadle_bench.options import BenchOptions
 
@@ -152,7 +149,7 @@ def played(job: Job) -> Played:
     """Plays it here and now."""
     here = setting(job.batch)
     began = time.perf_counter()
-    run = play(job.system, here, job.degree)
+    run = simulate(job.system, here, job.degree)
     took_s = time.perf_counter() - began
     outcome = run.outcome
     works = here.workload.trajectories

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from treadle import TreadleError
 from treadle_sim.workloads.public_traces import PublicTraceError
-from treadle_sim.workloads.trace_file import TraceFileError
+from treadle_sim.workloads.workload import TraceFileError
 
 from treadle_cli.mesh.processes import ProcessError
 from treadle_cli.problems import UsageProblem

@@ -1,6 +1,6 @@
 """`treadle fit`: engine curves from public measurements, or from a profile measured on a live engine, with their error.
 
-The fitting is `treadle_sim.fitting.fit` and `treadle_sim.profiles`; here are tables, files and pictures of it.
+The fitting is `treadle_sim.fitting`; here are tables, files and pictures of it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from treadle_sim.fitting.curves import FitError
+from treadle_sim.engine_model import render_profiles
+from treadle_sim.fitting.curves import FitError, MeasuredEngine, MeasuredProfileError, fit_measured
 from treadle_sim.fitting.fit import FitReport, FittedEngine, fit_public
 from treadle_sim.fitting.tables import FitDataError
-from treadle_sim.profiles import MeasuredEngine, MeasuredProfileError, fit_measured, render_profiles
 
 from treadle_cli.fit_page import page
 from treadle_cli.fit_picture import draw_measured, draw_public

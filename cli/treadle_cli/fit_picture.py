@@ -17,10 +17,9 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 from treadle_sim.engine_model import StepCurve
-from treadle_sim.fitting.curves import DecodePoint
+from treadle_sim.fitting.curves import DecodePoint, MeasuredEngine
 from treadle_sim.fitting.fit import SHIPPED_ENGINE, Check, FitReport, FittedEngine
 from treadle_sim.fitting.serving import ServingFit
-from treadle_sim.profiles import MeasuredEngine
 
 COLUMNS = 8  # two models of four degrees a row
 PANEL_INCHES = (1.9, 1.75)

@@ -105,13 +105,13 @@ def specs(models: Sequence[EngineModel]) -> list[EngineSpec]:
     ]
 
 
-class PlacementStandIn:
+class SimPlacement:
     """Owner of the memory that plans are made in, so that each does not ask for its own."""
 
     def __init__(self) -> None:
         self._workspace = placement.Workspace()
 
-    def answer(self, ask: AskPlan) -> PlanArrived:
+    def plan(self, ask: AskPlan) -> PlanArrived:
         """The plan that was asked for. Raises CoreError."""
         work = ask.work
         plan = placement.plan_arrays(

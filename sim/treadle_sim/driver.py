@@ -3,7 +3,8 @@
 The controller is the one that the scheduler service drives (`treadle_core.controller`): the driver makes the events
 that clients, sidecars, the predictor, the placement and the migrator would send, and carries its actions out on
 simulated engines. It decides nothing. Owner of the trajectories' progress and of all times that are reported.
-"""
+
+What happens to simulated engines: they register, fail, come back, and get other weights."""
 
 from __future__ import annotations
 
@@ -23,6 +24,8 @@ from treadle_core.actions import (
 from treadle_core.controller import Controller
 from treadle_core.events import (
     ClosedAnnounced,
+    EngineDeregistered,
+    EngineRegistered,
     Event,
     PredictionArrived,
     StepFinished,
@@ -33,6 +36,7 @@ from treadle_core.events import (
     ToolStarted,
     TrajectoryClosed,
     TrajectoryOpened,
+    WeightsUpdated,
 )
 from treadle_core.model import Outcome as Ending
 from treadle_core.model import Policy, TicketRecord
@@ -40,15 +44,77 @@ from treadle_core.refusals import NoEngine
 from treadle_core.tuning import Tuning
 
 from treadle_sim.batch import EngineStep
-from treadle_sim.cluster import Cluster, PlacementStandIn, engine_id
+from treadle_sim.cluster import Cluster, SimPlacement, engine_id, specs
 from treadle_sim.engine import SimEngine
-from treadle_sim.events import Timeline
-from treadle_sim.mishaps import Mishaps
-from treadle_sim.moves import Migrator
-from treadle_sim.outcome import Outcome, Span, Times
+from treadle_sim.migrator import Migrator
+from treadle_sim.outcome import Outcome, Progress, Span, Times
 from treadle_sim.predictors import Predictor
-from treadle_sim.progress import Progress
+from treadle_sim.timeline import Timeline
 from treadle_sim.workloads.workload import Workload
+
+
+class Mishaps:
+    """Owner of who is dead. `tell` takes an event to the controller, `lost` the steps that an engine took with it."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        engines: Sequence[SimEngine],
+        timeline: Timeline,
+        lease_ttl_s: float,
+        tell: Callable[[Event], None],
+        lost: Callable[[Sequence[EngineStep]], None],
+    ) -> None:
+        self._cluster = cluster
+        self._engines = engines
+        self._timeline = timeline
+        self._lease_ttl_s = lease_ttl_s
+        self._tell = tell
+        self._lost = lost
+        self._specs = specs(cluster.engines)
+        self._dead: set[int] = set()
+        self._lives = [0] * len(engines)
+        self._weight_version = 0
+
+    def begin(self) -> None:
+        """All engines register; what is to happen to them is put on the timeline."""
+        for index in range(len(self._engines)):
+            self._register(index)
+        for failure in self._cluster.failures:
+            self._timeline.at(failure.at_s, self._fail, failure.engine)
+            self._timeline.at(failure.back_s, self._back, failure.engine)
+        for update in self._cluster.weight_updates:
+            self._timeline.at(update.at_s, self._update_weights, update.pause_s)
+
+    def dead(self, engine: int) -> bool:
+        """Whether a call to the engine is refused."""
+        return engine in self._dead
+
+    def _register(self, index: int) -> None:
+        life = self._lives[index]
+        spec = replace(self._specs[index], weight_version=str(self._weight_version))  # it loads what is served now
+        self._tell(EngineRegistered(f"r{index}.{life}", f"l{index}.{life}", spec))
+
+    def _fail(self, index: int) -> None:
+        self._dead.add(index)
+        self._timeline.after(self._lease_ttl_s, self._lease_over, index, self._lives[index])
+        self._lost(self._engines[index].fail())
+
+    def _lease_over(self, index: int, life: int) -> None:
+        if index in self._dead and life == self._lives[index]:
+            self._tell(EngineDeregistered(f"l{index}.{life}", engine_id(index)))
+
+    def _back(self, index: int) -> None:
+        self._dead.discard(index)
+        self._lives[index] += 1
+        self._register(index)
+
+    def _update_weights(self, pause_s: float) -> None:
+        self._weight_version += 1
+        for engine in self._engines:
+            engine.pause(pause_s)
+            self._tell(WeightsUpdated(engine.engine_id, str(self._weight_version)))
+
 
 TICK_S = 0.5  # as the scheduler service ticks
 RETRY_S = 0.1  # a client's pause before it asks again where it was refused
@@ -74,7 +140,7 @@ class Driver:
         self._workload = workload
         self._cluster = cluster
         self._predictor = predictor
-        self._placement = PlacementStandIn()
+        self._placement = SimPlacement()
         self._call_tokens = call_tokens
         self._record = record
         self._log = log
@@ -172,7 +238,7 @@ class Driver:
         self._timeline.after(self._cluster.latencies.predict_s, self._tell, answer)
 
     def _asked_plan(self, ask: AskPlan) -> None:
-        self._timeline.after(self._cluster.latencies.plan_s, self._tell, self._placement.answer(ask))
+        self._timeline.after(self._cluster.latencies.plan_s, self._tell, self._placement.plan(ask))
 
     def _reprioritized(self, action: Reprioritize) -> None:
         engine = self._engines[self._engine_index[action.engine_id]]

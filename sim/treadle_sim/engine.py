@@ -20,7 +20,7 @@ from treadle_core.steps.queue import Admit, Evict, QueuePolicy, StepQueue
 
 from treadle_sim.batch import DecodeBatch, EngineStep, StepListener
 from treadle_sim.engine_model import EngineModel
-from treadle_sim.events import Timeline
+from treadle_sim.timeline import Timeline
 
 
 class PrefixCache:

@@ -1,17 +1,29 @@
-"""What an engine is made of, as the simulator knows it: how long its steps take, how much KV it holds.
+"""Kinds of simulated engine: how long a step takes, how much KV fits, and the profiles that are shipped.
 
-This is the simulated truth. The planner sees only `linear()`, the straight line that a sidecar would declare, so that a
-plan is judged by something other than its own cost model.
+The simulated engines follow these curves. The planner sees only `StepCurve.linear`, the straight line that a sidecar
+would declare, so that a plan is not judged by its own cost model.
+
+`profiles/*.json` holds one file an accelerator, written by `treadle fit --data DIR --profiles FOLDER` (sim/README.md).
+The `origin` of a profile: `fitted`: kernels and whole engines were measured on that model and accelerator.
+`transferred`: its kernels were measured, the overhead of whole engines comes from another model or accelerator.
+`derived`: nothing was measured, a roofline scales another accelerator's curve. `measured`: whole engines were measured.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
 
 import numpy as np
 from treadle_core.model import DecodeCurve
 
 ROUNDING = 1e-9  # a line that rises by no more than this share of a step is flat
+CURVE_TERMS = ("per_kv_token_s", "prefill_fixed_s", "prefill_token_s", "prefill_pair_s")
+DIGITS = 6  # significant digits in a profile: far below any error, and stable between machines
+DEFAULT_SLOTS = 100  # sequences that decode at once; Heddle's engines run 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +32,9 @@ class StepCurve:
 
     Decode: the piecewise linear curve through (batch_sizes, step_s), which starts at batch 1 and goes on with its last
     slope, plus per_kv_token_s for each KV token read. Prefill of p new tokens behind c cached ones:
-    prefill_fixed_s + prefill_token_s * p + prefill_pair_s * p * (c + p / 2) + prefill_square_s * (c + p)^2, of a batch
-    the fixed part once, but never less than a decode step of the same sequences: that reads all weights and all of
-    their KV too. The square is for engines whose attention computes the queries of cached tokens again.
+    prefill_fixed_s + prefill_token_s * p + prefill_pair_s * p * (c + p / 2) + prefill_square_s * (c + p)^2. A batch
+    pays the fixed part once, and never less than a decode step of the same sequences, which reads all weights and all
+    of their KV too. The square is for engines whose attention computes the queries of cached tokens again.
     """
 
     batch_sizes: tuple[float, ...]
@@ -48,12 +60,12 @@ class StepCurve:
         return self.prefill_batch_s(computed_s, 1, new_tokens + cached_tokens)
 
     def prefill_computed_s(self, new_tokens: float, cached_tokens: float) -> float:
-        """What a sequence adds to the prefill that it is in."""
+        """Seconds that one sequence adds to its prefill batch."""
         pairs, squares = new_tokens * (cached_tokens + 0.5 * new_tokens), (cached_tokens + new_tokens) ** 2
         return self.prefill_token_s * new_tokens + self.prefill_pair_s * pairs + self.prefill_square_s * squares
 
     def prefill_batch_s(self, computed_s: float, sequences: int, kv_tokens: float) -> float:
-        """Seconds of a prefill. computed_s: the sum over its sequences; kv_tokens: the sum of their contexts."""
+        """Seconds of a prefill batch. computed_s: the sum over its sequences; kv_tokens: the sum of their contexts."""
         decode_s = self.decode_s(sequences) + self.per_kv_token_s * kv_tokens
         return max(self.prefill_fixed_s + computed_s, decode_s)
 
@@ -73,8 +85,8 @@ class StepCurve:
 class EngineModel:
     """One kind of engine: a model on `gpus` accelerators of a kind, tensor parallel.
 
-    slots: sequences that decode at once. kv_tokens: KV that fits beside the weights; 0: it does not fit at all.
-    page_tokens: what is found in the radix cache is a multiple of it.
+    slots: sequences that decode at once. kv_tokens: KV that fits beside the weights; 0: the weights do not fit.
+    page_tokens: the radix cache finds multiples of it.
     """
 
     name: str
@@ -87,3 +99,97 @@ class EngineModel:
     curve: StepCurve
     hardware_tags: tuple[str, ...] = ()
     page_tokens: int = 1
+
+
+class UnknownEngineError(LookupError):
+    """No profile is shipped for that model on that many of those accelerators."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A fitted engine without its number of slots. kv_tokens 0: the weights do not fit."""
+
+    llm: str
+    accelerator: str
+    gpus: int
+    origin: str
+    kv_tokens: int
+    kv_bytes_per_token: int
+    curve: StepCurve
+
+    def engine(self, slots: int) -> EngineModel:
+        """The engine with `slots` sequences that decode at once."""
+        return EngineModel(
+            name=f"{self.llm}-{self.accelerator}x{self.gpus}",
+            accelerator=self.accelerator,
+            llm=self.llm,
+            gpus=self.gpus,
+            slots=slots,
+            kv_tokens=self.kv_tokens,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            curve=self.curve,
+            hardware_tags=(self.accelerator,),
+        )
+
+
+@cache
+def profiles() -> tuple[Profile, ...]:
+    """All shipped profiles, by accelerator, model and degree."""
+    folder = resources.files("treadle_sim") / "profiles"
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".json")), key=lambda file: file.name)
+    return tuple(profile for file in files for profile in parse_profiles(json.loads(file.read_text())))
+
+
+def engine_model(llm: str, accelerator: str, gpus: int, slots: int = DEFAULT_SLOTS) -> EngineModel:
+    """A shipped engine. Raises UnknownEngineError, whose message lists the shipped ones; ValueError for no slots."""
+    if slots < 1:
+        raise ValueError(f"an engine needs at least one slot, not {slots} slots")
+    for profile in profiles():
+        if (profile.accelerator, profile.llm, profile.gpus) == (accelerator, llm, gpus):
+            return profile.engine(slots)
+    known = ", ".join(sorted({f"{each.llm} on {each.accelerator} x{each.gpus}" for each in profiles()}))
+    raise UnknownEngineError(f"no profile of {llm} on {gpus} {accelerator}; there are {known}")
+
+
+def parse_profiles(document: dict[str, Any]) -> list[Profile]:
+    """The profiles of one file, times in seconds. Raises KeyError, TypeError or ValueError for another shape."""
+    return [
+        Profile(
+            llm=str(engine["llm"]),
+            accelerator=str(document["accelerator"]),
+            gpus=int(engine["gpus"]),
+            origin=str(engine["origin"]),
+            kv_tokens=int(engine["kv_tokens"]),
+            kv_bytes_per_token=int(engine["kv_bytes_per_token"]),
+            curve=StepCurve(
+                batch_sizes=tuple(float(size) for size in engine["batch_sizes"]),
+                step_s=tuple(float(step) for step in engine["step_s"]),
+                **{term: float(engine[term]) for term in CURVE_TERMS},
+            ),
+        )
+        for engine in document["engines"]
+    ]
+
+
+def render_profiles(accelerator: str, engines: list[Profile]) -> dict[str, Any]:
+    """The content of one accelerator's file, times rounded to DIGITS."""
+
+    def rounded(value: float) -> float:
+        return float(f"{value:.{DIGITS}g}")
+
+    return {
+        "accelerator": accelerator,
+        "engines": [
+            {
+                "llm": profile.llm,
+                "gpus": profile.gpus,
+                "origin": profile.origin,
+                "kv_tokens": profile.kv_tokens,
+                "kv_bytes_per_token": profile.kv_bytes_per_token,
+                "batch_sizes": [rounded(size) for size in profile.curve.batch_sizes],
+                "step_s": [rounded(step) for step in profile.curve.step_s],
+                **{term: rounded(getattr(profile.curve, term)) for term in CURVE_TERMS},
+            }
+            for profile in engines
+        ],
+    }

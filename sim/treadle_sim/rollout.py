@@ -1,4 +1,10 @@
-"""One system on one workload and one budget of GPUs: chooses the engines, plays the rollout, says what came of it."""
+"""One system on one workload and one budget of GPUs: chooses the engines, plays the rollout, says what came of it.
+
+A makespan that no schedule whatever beats on a budget of GPUs: the denominator of every figure.
+
+The larger of two: the trajectory that takes longest alone on the engine that is fastest for it, its tools included and
+everything cached but what must be prefilled once; and all work at the best throughput a GPU that any batch of any
+degree reaches, with no idle moment. Both use the simulated curves themselves, not the planner's line."""
 
 from __future__ import annotations
 
@@ -16,7 +22,7 @@ from treadle_sim.cluster import Cluster, Latencies, Link, homogeneous
 from treadle_sim.driver import Driver
 from treadle_sim.engine_model import EngineModel
 from treadle_sim.outcome import Outcome
-from treadle_sim.predictors import named
+from treadle_sim.predictors import make_predictor
 from treadle_sim.systems import System
 from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
@@ -65,13 +71,13 @@ def final_context(work: TrajectoryWork) -> int:
     return work.prompt_tokens + sum(step.gen_tokens + step.obs_tokens for step in work.steps)
 
 
-def play(system: System, setting: Setting, degree: int = 0, *, record: bool = False) -> Run:
+def simulate(system: System, setting: Setting, degree: int = 0, *, record: bool = False) -> Run:
     """Runs it; degree: of all engines, 0 for what the system allocates. Raises KeyError for a degree there is none of,
     CoreError where no engine fits."""
-    cluster = chosen(system, setting) if not degree else homogeneous(setting.model(degree), setting.gpus)
+    cluster = choose_cluster(system, setting) if not degree else homogeneous(setting.model(degree), setting.gpus)
     cluster = Cluster(cluster.engines, setting.link, setting.latencies)
     name = system.predictor or setting.predictor
-    predictor = None if name == "none" else named(name, setting.workload, setting.seed, setting.earlier)
+    predictor = None if name == "none" else make_predictor(name, setting.workload, setting.seed, setting.earlier)
     driver = Driver(
         setting.workload,
         cluster,
@@ -92,8 +98,8 @@ def play(system: System, setting: Setting, degree: int = 0, *, record: bool = Fa
 def best(system: System, setting: Setting) -> Run:
     """A system on its own allocation, or on the single degree that suits it best."""
     if system.allocated:
-        return play(system, setting)
-    runs = [play(system, setting, degree) for degree in setting.degrees()]
+        return simulate(system, setting)
+    runs = [simulate(system, setting, degree) for degree in setting.degrees()]
     return min(runs, key=lambda run: run.outcome.makespan_s)
 
 
@@ -103,7 +109,7 @@ def observed_tokens(earlier: Sequence[TrajectoryWork]) -> float:
     return sum(seen) / len(seen) if seen else Tuning().expected_observed_tokens
 
 
-def chosen(system: System, setting: Setting) -> Cluster:
+def choose_cluster(system: System, setting: Setting) -> Cluster:
     """The engines that the resource manager gives, from what the predictor says before the first step.
 
     A system that is planned by medians (Heddle as printed) gets the lengths of the earlier epoch, where there is one:
@@ -115,10 +121,10 @@ def chosen(system: System, setting: Setting) -> Cluster:
         for model in setting.models
     ]
     if system.cost_model is not CostModel.LINEAR_INTEGRAL or predictor in ("none", "oracle"):
-        lengths, contexts = known(setting, predictor)
+        lengths, contexts = known_lengths(setting, predictor)
         plan = allocate(lengths, contexts, setting.gpus, kinds, system.cost_model)
     else:
-        told = named(predictor, setting.workload, setting.seed, setting.earlier)
+        told = make_predictor(predictor, setting.workload, setting.seed, setting.earlier)
         answers = [told.predict(index, 0, 0)[0] for index in range(len(setting.workload.trajectories))]
         cap = float(setting.workload.max_total_tokens or np.inf)
         plan = allocate(
@@ -132,7 +138,7 @@ def chosen(system: System, setting: Setting) -> Cluster:
     return Cluster(tuple(setting.model(engine.gpus) for engine in plan.engines))
 
 
-def known(setting: Setting, predictor: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+def known_lengths(setting: Setting, predictor: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Lengths and mean contexts, in tokens: of this epoch for the oracle, of the earlier one for all others."""
     works: Sequence[TrajectoryWork] = setting.earlier or setting.workload.trajectories
     if predictor == "oracle":
@@ -149,3 +155,49 @@ def mean_contexts(setting: Setting) -> npt.NDArray[np.float64]:
     works = setting.earlier or setting.workload.trajectories
     observed = sum(step.obs_tokens for work in works for step in work.steps) / len(works)
     return np.array([work.prompt_tokens + 0.5 * observed for work in setting.workload.trajectories])
+
+
+def lower_bound_s(workload: Workload, models: tuple[EngineModel, ...], gpus: int) -> float:
+    """Seconds; models: the engines that there could be, of which those that hold nothing are left out."""
+    usable = [model for model in models if model.kv_tokens > 0 and model.gpus <= gpus]
+    return max(longest_alone_s(workload, usable), work_s(workload, usable, gpus))
+
+
+def longest_alone_s(workload: Workload, models: list[EngineModel]) -> float:
+    """The slowest trajectory where nothing disturbs it."""
+    return max(min(alone_s(work, model) for model in models) for work in workload.trajectories)
+
+
+def alone_s(work: TrajectoryWork, model: EngineModel) -> float:
+    """Seconds of one trajectory on an empty engine."""
+    curve = model.curve
+    step_s = curve.decode_s(1.0)
+    context, cached, seconds = work.prompt_tokens, 0, 0.0
+    for step in work.steps:
+        seconds += curve.prefill_s(context - cached, cached)
+        seconds += (step.gen_tokens - 1) * (step_s + curve.per_kv_token_s * (context + 0.5 * step.gen_tokens))
+        seconds += step.tool_s
+        total = context + step.gen_tokens
+        cached = (total - 1) // model.page_tokens * model.page_tokens
+        context = total + step.obs_tokens
+    return seconds
+
+
+def work_s(workload: Workload, models: list[EngineModel], gpus: int) -> float:
+    """All work spread evenly over GPUs that are never idle: each part at the degree that is cheapest for it."""
+    decoded = sum(work.gen_tokens - len(work.steps) for work in workload.trajectories)  # a prefill yields the first
+    new = sum(work.prompt_tokens for work in {w.prompt_id: w for w in workload.trajectories}.values())
+    kv = 0.0
+    for work in workload.trajectories:
+        context = work.prompt_tokens
+        for number, step in enumerate(work.steps):
+            kv += (step.gen_tokens - 1) * (context + 0.5 * step.gen_tokens)
+            context += step.gen_tokens + step.obs_tokens
+            if number + 1 < len(work.steps):
+                new += step.obs_tokens
+    decode = min(
+        model.gpus * min(model.curve.decode_s(float(n)) / n for n in np.arange(1, model.slots + 1)) for model in models
+    )
+    read = min(model.gpus * model.curve.per_kv_token_s for model in models)
+    prefill = min(model.gpus * model.curve.prefill_token_s for model in models)
+    return (decoded * decode + kv * read + new * prefill) / gpus

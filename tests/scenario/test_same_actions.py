@@ -36,7 +36,7 @@ from treadle_scheduler.store import engine_key, trajectory_key
 from treadle_sim.cluster import Cluster, Failure, WeightUpdate
 from treadle_sim.driver import Driver as SimDriver
 from treadle_sim.engine_model import EngineModel, StepCurve
-from treadle_sim.predictors import named
+from treadle_sim.predictors import make_predictor
 from treadle_sim.systems import SYSTEMS
 from treadle_sim.workloads.parametric import make
 from treadle_sim.workloads.workload import Workload
@@ -85,7 +85,7 @@ def recorded(name: str) -> Sequence[Heard]:
         failures=(Failure(engine=1, at_s=30.0, back_s=50.0),),
         weight_updates=(WeightUpdate(at_s=70.0, pause_s=2.0),),
     )
-    predictor = None if system.predictor == "none" else named(system.predictor or "noisy", work, 5)
+    predictor = None if system.predictor == "none" else make_predictor(system.predictor or "noisy", work, 5)
 
     def log(now_s: float, event: Event, actions: Sequence[Action]) -> None:
         heard.append(Heard(now_s, event, tuple(actions)))

@@ -12,7 +12,7 @@ from treadle_sim.cluster import Cluster
 from treadle_sim.driver import Driver
 from treadle_sim.engine_model import EngineModel, StepCurve
 from treadle_sim.outcome import Outcome
-from treadle_sim.predictors import named
+from treadle_sim.predictors import make_predictor
 from treadle_sim.systems import SYSTEMS
 from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload
 
@@ -77,7 +77,7 @@ def play(
         heard.append(Heard(now_s, event, tuple(actions)))
 
     name = chosen.predictor or predictor
-    told = None if name == "none" else named(name, workload, seed)
+    told = None if name == "none" else make_predictor(name, workload, seed)
     driver = Driver(
         workload,
         cluster,

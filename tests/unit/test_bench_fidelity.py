@@ -12,7 +12,7 @@ from treadle.engine.v1.engine_pb2 import EngineInfo
 from treadle.scheduler.v1.scheduler_pb2 import Ordering, PlacementRule, RegisteredEngine
 from treadle_core.model import DecodeCurve
 from treadle_sim.cluster import Latencies, Link
-from treadle_sim.profiles import fit_measured
+from treadle_sim.fitting.curves import fit_measured
 from treadle_sim.systems import SYSTEMS
 
 from treadle_bench.benches import BENCHES

@@ -10,10 +10,9 @@ from treadle_core.events import MoveEnded, ToolFinished
 from treadle_core.model import EngineSpec
 from treadle_sim.cluster import Cluster
 from treadle_sim.driver import Driver
-from treadle_sim.profiles import engine_model
+from treadle_sim.engine_model import engine_model
 from treadle_sim.systems import VERL
-from treadle_sim.workloads.trace_file import write_traces
-from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload
+from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload, write_traces
 
 from treadle_bench.affinity.tasks import (
     BLOCK,

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from treadle_sim.systems import BASELINES, TREADLE, VERL
-from treadle_sim.workloads.trace_file import write_traces
-from treadle_sim.workloads.workload import Step, TrajectoryWork
+from treadle_sim.workloads.workload import Step, TrajectoryWork, write_traces
 
 from treadle_bench.benches import BENCHES
 from treadle_bench.heddle12.aims import aims

@@ -11,8 +11,7 @@ from treadle_learned import scores
 from treadle_learned.comparison import Asked, truth
 from treadle_learned.moments import replay
 from treadle_learned.transcript import Transcript, Turn
-from treadle_sim.workloads.trace_file import write_traces
-from treadle_sim.workloads.workload import Step, TrajectoryWork
+from treadle_sim.workloads.workload import Step, TrajectoryWork, write_traces
 
 from treadle_bench.benches import BENCHES
 from treadle_bench.options import BenchOptions

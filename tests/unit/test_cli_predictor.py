@@ -22,8 +22,7 @@ from treadle_learned.models_folder import ModelsFolder
 from treadle_learned.moments import replay
 from treadle_learned.split import Part, part_of
 from treadle_learned.transcript import Turn, read_transcripts, write_transcripts
-from treadle_sim.workloads.trace_file import write_traces
-from treadle_sim.workloads.workload import Step, TrajectoryWork
+from treadle_sim.workloads.workload import Step, TrajectoryWork, write_traces
 from typer.testing import CliRunner
 
 PATIENCE_S = 100.0

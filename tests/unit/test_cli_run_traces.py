@@ -7,8 +7,7 @@ import pytest
 from support.runs import small_run, span, trajectory
 from treadle_cli.app import app
 from treadle_cli.report.records import write_summary, write_trajectories
-from treadle_sim.workloads.trace_file import read_traces
-from treadle_sim.workloads.workload import Step
+from treadle_sim.workloads.workload import Step, read_traces
 from typer.testing import CliRunner
 
 

@@ -14,7 +14,7 @@ import pytest
 from treadle_cli.app import app
 from treadle_cli.simulate import jobs
 from treadle_sim.workloads.parametric import make
-from treadle_sim.workloads.trace_file import write_traces
+from treadle_sim.workloads.workload import write_traces
 from typer.testing import CliRunner
 
 SMALL = ("--prompts", "3", "--samples", "3", "--gpus", "2", "--slots", "4")

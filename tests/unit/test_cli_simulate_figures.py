@@ -11,7 +11,7 @@ from treadle_cli.simulate.comparison import Bound, Comparison, Row, compare, lon
 from treadle_cli.simulate.request import DEFAULT_SYSTEMS, Request, SimulationPlan, plan
 from treadle_cli.simulate.scene import by_cell, drawn, scene
 from treadle_cli.simulate.sentences import tell
-from treadle_sim.rollout import best, play
+from treadle_sim.rollout import best, simulate
 from treadle_sim.systems import SYSTEMS
 
 ASKED = Request(
@@ -66,7 +66,7 @@ def test_cells_hold_all_of_an_engines_work(gaps: list[tuple[float, float, int]])
 def test_every_panel_shows_the_same_longest_trajectories_without_gaps_and_its_last() -> None:
     chosen, comparison = compared(ASKED)
     setting = chosen.settings[0]
-    runs = [play(SYSTEMS[name], setting, 1, record=True) for name in ("verl", "treadle")]
+    runs = [simulate(SYSTEMS[name], setting, 1, record=True) for name in ("verl", "treadle")]
     shown = scene(runs, setting.workload, comparison)
     assert shown.end_s == max(run.outcome.makespan_s for run in runs)
     for panel, run in zip(shown.panels, runs, strict=True):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from support.simulated import FAST, SLOW, engine, play, trajectory
-from treadle_sim.bound import alone_s, longest_alone_s, lower_bound_s, work_s
 from treadle_sim.cluster import Cluster, Latencies
+from treadle_sim.rollout import alone_s, longest_alone_s, lower_bound_s, work_s
 from treadle_sim.workloads.workload import Workload
 
 

@@ -12,7 +12,7 @@ from treadle_core.steps.queue import DEFAULT_MIN_RUN_TOKENS
 from treadle_sim.batch import EngineStep
 from treadle_sim.engine import SimEngine
 from treadle_sim.engine_model import EngineModel, StepCurve
-from treadle_sim.events import Timeline
+from treadle_sim.timeline import Timeline
 
 CURVE = StepCurve((1.0, 8.0, 64.0), (0.010, 0.012, 0.030), 2e-7, 0.005, 2e-5, 1e-9)
 

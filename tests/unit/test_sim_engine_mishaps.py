@@ -9,7 +9,7 @@ from treadle_core.events import EngineRegistered
 from treadle_sim.batch import EngineStep
 from treadle_sim.cluster import Cluster, Failure, Latencies, WeightUpdate
 from treadle_sim.engine import SimEngine
-from treadle_sim.events import Timeline
+from treadle_sim.timeline import Timeline
 
 
 class Ear:

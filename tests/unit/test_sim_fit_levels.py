@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from treadle_sim.fitting.curves import DecodeFit, FitError
 from treadle_sim.fitting.fit import derived_curve, serving_curve
-from treadle_sim.fitting.hardware import ACCELERATORS, LLMS, kv_tokens
-from treadle_sim.fitting.serving import ServingLevel, fit_serving
+from treadle_sim.fitting.serving import ACCELERATORS, LLMS, ServingLevel, fit_serving, kv_tokens
 from treadle_sim.fitting.tables import ServedRow
 
 LLM = LLMS["Qwen3-32B"]

@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from treadle_sim.profiles import (
-    MeasuredProfileError,
+from treadle_sim.engine_model import (
     Profile,
     UnknownEngineError,
     engine_model,
-    fit_measured,
     parse_profiles,
     profiles,
     render_profiles,
 )
+from treadle_sim.fitting.curves import MeasuredProfileError, fit_measured
 
 SHIPPED = profiles()
 

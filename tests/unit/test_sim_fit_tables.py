@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 from treadle_cli.fit import fit_data, print_public
 from treadle_cli.problems import UsageProblem
+from treadle_sim.engine_model import Profile, parse_profiles
 from treadle_sim.fitting.tables import KERNELS, SERVED, SPLITWISE, FitDataError, read_served, read_splitwise
-from treadle_sim.profiles import Profile, parse_profiles
 
 FACTOR, LAYER_S, SEQUENCE_S, COMPUTE = 0.9, 4e-5, 2e-5, 1.5
 LAYERS, TOKEN_FLOPS, FLOPS_PER_S = 64, 2 * 32.76e9, 989e12

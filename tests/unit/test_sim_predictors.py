@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from treadle_core.model import Estimate
 from treadle_core.tuning import Tuning
-from treadle_sim.accuracy import accuracy
-from treadle_sim.predictors import NAMES, Blind, Noisy, Oracle, PromptMean, Siblings, named
+from treadle_sim.predictors import NAMES, Blind, Noisy, Oracle, PromptMean, Siblings, make_predictor, measure_accuracy
 from treadle_sim.workloads.parametric import make
 from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload
 
@@ -27,7 +26,7 @@ SMALL = Workload("small", (work("p", 0, 100, 200), work("p", 1, 50), work("q", 0
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_lie_between_nothing_and_what_the_cap_leaves(name: str) -> None:
     workload = make("math", 6, 8, seed=2, max_gen_tokens=6_000)
-    predictor = named(name, workload, 3, make("math", 6, 8, seed=2, epoch=1).trajectories)
+    predictor = make_predictor(name, workload, 3, make("math", 6, 8, seed=2, epoch=1).trajectories)
     for index, each in enumerate(workload.trajectories):
         done = 0
         for turn, step in enumerate([*each.steps]):
@@ -108,8 +107,8 @@ def test_samples_of_a_prompt_share_the_stated_part_of_the_error(shared: float) -
 
 
 def test_noise_finds_the_longest_better_with_each_step_and_starts_no_better_than_history() -> None:
-    history = accuracy(CODING, PromptMean(CODING, BEFORE))
-    noisy = accuracy(CODING, Noisy(CODING, 1))
+    history = measure_accuracy(CODING, PromptMean(CODING, BEFORE))
+    noisy = measure_accuracy(CODING, Noisy(CODING, 1))
     assert noisy[0].recall < noisy[1].recall < noisy[2].recall
     assert noisy[0].pearson < noisy[1].pearson < noisy[2].pearson
     assert noisy[0].recall == pytest.approx(history[0].recall, abs=0.12)
@@ -171,22 +170,25 @@ def test_a_sibling_that_was_cut_counts_as_longer_than_it_was() -> None:
 
 def test_an_earlier_epoch_makes_siblings_better_from_the_start() -> None:
     workload, earlier = make("coding", 30, 16, seed=1), make("coding", 30, 16, seed=1, epoch=1).trajectories
-    without, with_it = accuracy(workload, Siblings(workload)), accuracy(workload, Siblings(workload, earlier))
+    without, with_it = (
+        measure_accuracy(workload, Siblings(workload)),
+        measure_accuracy(workload, Siblings(workload, earlier)),
+    )
     assert with_it[0].pearson_log > without[0].pearson_log + 0.3
     assert with_it[2].pearson_log > without[2].pearson_log
 
 
 def test_the_oracle_finds_all_and_the_blind_what_chance_finds() -> None:
-    assert [each.recall for each in accuracy(CODING, Oracle(CODING))] == [1.0, 1.0, 1.0]
-    assert accuracy(CODING, Oracle(CODING))[0].pearson == pytest.approx(1.0)
-    assert accuracy(CODING, Blind(CODING))[0].recall == pytest.approx(0.1, abs=0.01)
+    assert [each.recall for each in measure_accuracy(CODING, Oracle(CODING))] == [1.0, 1.0, 1.0]
+    assert measure_accuracy(CODING, Oracle(CODING))[0].pearson == pytest.approx(1.0)
+    assert measure_accuracy(CODING, Blind(CODING))[0].recall == pytest.approx(0.1, abs=0.01)
 
 
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ValueError, match="no predictor 'crystal-ball', only oracle"):
-        named("crystal-ball", SMALL)
+        make_predictor("crystal-ball", SMALL)
 
 
 def test_accuracy_needs_trajectories_that_go_on() -> None:
     with pytest.raises(ValueError, match="more than 2 steps"):
-        accuracy(SMALL, Oracle(SMALL))
+        measure_accuracy(SMALL, Oracle(SMALL))

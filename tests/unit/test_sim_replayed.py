@@ -6,8 +6,8 @@ import pytest
 from treadle_core.model import Estimate
 from treadle_sim.cluster import homogeneous
 from treadle_sim.driver import Driver
-from treadle_sim.predictors import Oracle, Predictor, Replayed, Said
-from treadle_sim.profiles import engine_model
+from treadle_sim.engine_model import engine_model
+from treadle_sim.predictors import Oracle, Predictor, Recorded, RecordedPredictor
 from treadle_sim.systems import TREADLE_HOMOGENEOUS
 from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload
 
@@ -26,7 +26,9 @@ def workload(*lengths: int, cap: int = 0) -> Workload:
 
 
 def test_an_answer_holds_until_the_next_less_what_was_sampled_since() -> None:
-    said = Replayed(workload(1_000), [[Said(0, 0, ESTIMATE), Said(2, 500, Estimate(10.0, 20.0, 30.0))]])
+    said = RecordedPredictor(
+        workload(1_000), [[Recorded(0, 0, ESTIMATE), Recorded(2, 500, Estimate(10.0, 20.0, 30.0))]]
+    )
     assert said.predict(0, 0, 0) == (ESTIMATE, None)
     assert said.predict(0, 1, 250)[0] == Estimate(0.0, 50.0, 650.0)
     assert said.predict(0, 2, 500)[0] == Estimate(10.0, 20.0, 30.0)
@@ -34,13 +36,15 @@ def test_an_answer_holds_until_the_next_less_what_was_sampled_since() -> None:
 
 
 def test_nothing_is_said_beyond_the_cap() -> None:
-    assert Replayed(workload(1_000, cap=400), [[Said(0, 0, ESTIMATE)]]).predict(0, 1, 200)[0] == Estimate(0, 100, 200)
+    assert RecordedPredictor(workload(1_000, cap=400), [[Recorded(0, 0, ESTIMATE)]]).predict(0, 1, 200)[0] == Estimate(
+        0, 100, 200
+    )
 
 
-@pytest.mark.parametrize("said", [[], [[]], [[Said(1, 10, ESTIMATE)]]])
-def test_a_trajectory_without_an_answer_at_its_opening_is_refused(said: list[list[Said]]) -> None:
+@pytest.mark.parametrize("said", [[], [[]], [[Recorded(1, 10, ESTIMATE)]]])
+def test_a_trajectory_without_an_answer_at_its_opening_is_refused(said: list[list[Recorded]]) -> None:
     with pytest.raises(ValueError, match="must begin at turn 0"):
-        Replayed(workload(1_000), said)
+        RecordedPredictor(workload(1_000), said)
 
 
 def test_who_repeats_the_truth_leads_to_the_rollout_of_who_knows_it_but_for_the_turns() -> None:
@@ -53,8 +57,8 @@ def test_who_repeats_the_truth_leads_to_the_rollout_of_who_knows_it_but_for_the_
     def makespan_s(told: Sequence[int] | None) -> float:
         predictor: Predictor = Oracle(batch)
         if told is not None:
-            predictor = Replayed(
-                batch, [[Said(0, 0, Estimate(float(each), float(each), float(each)))] for each in told]
+            predictor = RecordedPredictor(
+                batch, [[Recorded(0, 0, Estimate(float(each), float(each), float(each)))] for each in told]
             )
         system = TREADLE_HOMOGENEOUS
         return Driver(batch, cluster, system.policy, system.tuning, predictor).run().makespan_s

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from support.simulated import Rollout, engine, play, trajectory
 from treadle_core.actions import IssueTicket
 from treadle_core.events import StepFinished, StepRequested, TrajectoryClosed
-from treadle_sim.bound import lower_bound_s
 from treadle_sim.cluster import Cluster, Failure, Latencies, WeightUpdate
+from treadle_sim.rollout import lower_bound_s
 from treadle_sim.systems import SYSTEMS
 from treadle_sim.workloads.workload import TrajectoryWork, Workload
 

@@ -12,7 +12,7 @@ from treadle_core.tools.action import CPU_CORES, Action, Amdahl, Duration, Fixed
 from treadle_core.tools.cpu import CpuManager, Machine
 from treadle_core.tools.dispatcher import Dispatcher, Resources
 from treadle_core.tools.pools import CpuNode
-from treadle_sim.events import Timeline
+from treadle_sim.timeline import Timeline
 from treadle_sim.tools.coding import ACTIVE_SHARE, coding_batch, shapes
 from treadle_sim.tools.cores import ElasticCores, equal_nodes
 from treadle_sim.tools.pods import PodRules, Pods, SharedCores

@@ -3,7 +3,7 @@
 import pytest
 from treadle_core.tools.action import CPU_CORES, GPUS, Fixed
 from treadle_core.tools.providers import concurrency_of
-from treadle_sim.events import Timeline
+from treadle_sim.timeline import Timeline
 from treadle_sim.tools.api_calls import (
     LIMITS,
     MOST_RETRIES,

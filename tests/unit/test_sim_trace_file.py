@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_sim.workloads.trace_file import TraceFileError, read_traces, write_traces
-from treadle_sim.workloads.workload import Step, TrajectoryWork
+from treadle_sim.workloads.workload import Step, TraceFileError, TrajectoryWork, read_traces, write_traces
 
 # JSON has no lone surrogates in UTF-8.
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)

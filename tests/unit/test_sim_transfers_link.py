@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from treadle_core.actions import StartMigration
 from treadle_core.model import EngineSpec
 from treadle_sim.cluster import Link
-from treadle_sim.events import Timeline
-from treadle_sim.moves import Transfers
+from treadle_sim.migrator import Transfers
+from treadle_sim.timeline import Timeline
 
 LINK = Link(bytes_per_s=1e9, fixed_s=0.1)
 LONG_S = 1e6  # a give-up that never comes

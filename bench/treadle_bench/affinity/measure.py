@@ -19,9 +19,9 @@ from matplotlib.ticker import FuncFormatter
 from rich.progress import Progress
 from treadle_sim.cluster import Cluster
 from treadle_sim.driver import Driver
+from treadle_sim.engine_model import engine_model
 from treadle_sim.outcome import Outcome
 from treadle_sim.predictors import Noisy
-from treadle_sim.profiles import engine_model
 from treadle_sim.systems import PAUSING, TREADLE, VERL, System
 from treadle_sim.workloads.parametric import LogNormal
 from treadle_sim.workloads.workload import TrajectoryWork, Workload

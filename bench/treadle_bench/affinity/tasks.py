@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from treadle_sim.engine_model import EngineModel
-from treadle_sim.profiles import engine_model
+from treadle_sim.engine_model import EngineModel, engine_model
 from treadle_sim.workloads.parametric import LogNormal, Parameters, draw
 from treadle_sim.workloads.workload import TrajectoryWork
 

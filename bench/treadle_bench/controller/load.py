@@ -35,7 +35,7 @@ from treadle_core.events import (
 from treadle_core.model import DecodeCurve, EngineLoad, EngineSpec, Estimate, Outcome, Policy, TicketRecord
 from treadle_core.refusals import Refusal
 from treadle_core.tuning import Tuning
-from treadle_sim.cluster import PlacementStandIn
+from treadle_sim.cluster import SimPlacement
 
 GROUP = 16  # samples of a prompt
 SLOTS = 100  # of an engine
@@ -78,7 +78,7 @@ class World:
         self.now = 0.0
         self.open = 0
         self._doubt = doubt
-        self._placement = PlacementStandIn()
+        self._placement = SimPlacement()
         self._rng = np.random.default_rng(seed)
         self._steps = 1 + self._rng.geometric(1.0 / (MEAN_STEPS - 1), trajectories)
         self._step_tokens = np.exp(self._rng.normal(np.log(MEDIAN_STEP_TOKENS), SIGMA, trajectories)).astype(int) + 1
@@ -109,7 +109,7 @@ class World:
 
     def solved(self, ask: AskPlan) -> PlanArrived:
         """What the placement answers."""
-        return self._placement.answer(ask)
+        return self._placement.plan(ask)
 
     def _after(self, seconds: float, happens: Callable[[], None]) -> None:
         self._came += 1

@@ -19,9 +19,8 @@ from treadle_cli.demo.run import warm_engines
 from treadle_cli.mesh.mesh import Mesh, MeshPlan, StartBoard
 from treadle_cli.mesh.processes import ProcessTree
 from treadle_cli.problems import UsageProblem
-from treadle_sim.profiles import MeasuredEngine
-from treadle_sim.workloads.trace_file import TraceFileError, read_traces
-from treadle_sim.workloads.workload import Workload
+from treadle_sim.fitting.curves import MeasuredEngine
+from treadle_sim.workloads.workload import TraceFileError, Workload, read_traces
 
 from treadle_bench.fidelity import plot as fidelity_picture
 from treadle_bench.fidelity.figures import figures, rounded

@@ -16,9 +16,9 @@ from treadle_core.model import DecodeCurve
 from treadle_sim.cluster import Cluster
 from treadle_sim.driver import Driver
 from treadle_sim.engine_model import EngineModel, StepCurve
+from treadle_sim.fitting.curves import MeasuredEngine
 from treadle_sim.outcome import Times
 from treadle_sim.predictors import Siblings
-from treadle_sim.profiles import MeasuredEngine
 from treadle_sim.systems import System
 from treadle_sim.workloads.workload import Workload
 

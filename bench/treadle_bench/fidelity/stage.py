@@ -21,7 +21,7 @@ from treadle_cli.mesh.checks import OtherPrograms
 from treadle_cli.mesh.mesh import Mesh, StartBoard
 from treadle_core.model import Policy
 from treadle_sim.engine_model import EngineModel
-from treadle_sim.profiles import MeasuredEngine, fit_measured
+from treadle_sim.fitting.curves import MeasuredEngine, fit_measured
 from treadle_sim.systems import SYSTEMS
 from treadle_sim.workloads.workload import Workload
 

@@ -24,7 +24,7 @@ from treadle_sim.allocation.plan import EngineKind, allocate
 from treadle_sim.cluster import Cluster, Latencies
 from treadle_sim.driver import Driver
 from treadle_sim.predictors import Noisy, Siblings
-from treadle_sim.rollout import Setting, chosen, known
+from treadle_sim.rollout import Setting, choose_cluster, known_lengths
 from treadle_sim.systems import TREADLE
 
 from treadle_bench.options import BenchOptions
@@ -104,7 +104,7 @@ def _row(name: str, llm: str, scale: float, options: BenchOptions) -> dict[str, 
     small = setting(batch_for(name, llm, scale, options.seed, options))
     calls = [step.tool_s for work in full.workload.trajectories for step in work.steps]
     moves = MoveLog()
-    cluster = Cluster(chosen(TREADLE, small).engines, small.link, small.latencies)
+    cluster = Cluster(choose_cluster(TREADLE, small).engines, small.link, small.latencies)
     predictor = Noisy(small.workload, small.seed)
     Driver(small.workload, cluster, TREADLE.policy, TREADLE.tuning, predictor, log=moves).run()
     resources_ms, placement_ms = _plans(full, options.repeats)
@@ -139,7 +139,7 @@ def _predict_s(here: Setting) -> float:
 
 def _plans(here: Setting, repeats: int) -> tuple[float, float]:
     """Milliseconds of the resource plan, and of the placement of all trajectories on its engines."""
-    lengths, contexts = known(here, "noisy")
+    lengths, contexts = known_lengths(here, "noisy")
     kinds = [EngineKind(each.gpus, each.slots, each.kv_tokens, each.curve.linear(each.slots)) for each in here.models]
     plan = allocate(lengths, contexts, here.gpus, kinds)
     engines = [

@@ -21,8 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from treadle_cli.report.palette import COLOURS, FAINT, GRID, INK
 from treadle_sim.workloads.parametric import SAMPLES, WORKLOADS, make
-from treadle_sim.workloads.trace_file import read_traces
-from treadle_sim.workloads.workload import TrajectoryWork, groups
+from treadle_sim.workloads.workload import TrajectoryWork, groups, read_traces
 
 from treadle_bench.options import BenchOptions
 

@@ -24,7 +24,7 @@ from treadle_core.placing.costs import BatchCurve, CostModel, Costs, tabulate
 from treadle_core.placing.placement import Workspace, plan_arrays
 from treadle_core.placing.question import PlanEngine
 from treadle_core.placing.solver import partition
-from treadle_sim.workloads.trace_file import read_traces
+from treadle_sim.workloads.workload import read_traces
 
 from treadle_bench.options import BenchOptions
 from treadle_bench.samples import Samples

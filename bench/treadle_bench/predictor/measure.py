@@ -20,8 +20,7 @@ from treadle_cli.mesh.engines import DEFAULT_MODEL, default_model_folder
 from treadle_cli.predictor.sources import transcripts_of_works
 from treadle_cli.problems import UsageProblem
 from treadle_sim.workloads.public_traces import read_public
-from treadle_sim.workloads.trace_file import read_traces
-from treadle_sim.workloads.workload import TrajectoryWork, groups
+from treadle_sim.workloads.workload import TrajectoryWork, groups, read_traces
 
 from treadle_bench.options import BenchOptions
 from treadle_bench.predictor import latency as predictor_latency

@@ -16,8 +16,8 @@ import numpy as np
 from treadle_core.model import Estimate
 from treadle_sim.cluster import homogeneous
 from treadle_sim.driver import Driver
-from treadle_sim.predictors import Replayed, Said
-from treadle_sim.profiles import engine_model
+from treadle_sim.engine_model import engine_model
+from treadle_sim.predictors import Recorded, RecordedPredictor
 from treadle_sim.systems import TREADLE_HOMOGENEOUS
 from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
@@ -60,12 +60,12 @@ def _makespans(works: Sequence[TrajectoryWork], asked: Asked, fold: int) -> Mapp
     for name, quantiles in asked.answers.items():
         said = [
             [
-                Said(asked.moments[at].turn, asked.moments[at].gen_tokens, Estimate(*quantiles[at].tolist()))
+                Recorded(asked.moments[at].turn, asked.moments[at].gen_tokens, Estimate(*quantiles[at].tolist()))
                 for at in own
             ]
             for own in of.values()
         ]
-        predictor = Replayed(batch, said)
+        predictor = RecordedPredictor(batch, said)
         driver = Driver(batch, cluster, system.policy, system.tuning, predictor, call_tokens=system.call_tokens)
         makespans[name] = driver.run().makespan_s
     return makespans

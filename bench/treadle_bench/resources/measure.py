@@ -26,10 +26,9 @@ from treadle_core.placing.costs import CostModel
 from treadle_core.placing.solver import partition
 from treadle_sim.allocation.annealing import COOLING, EPSILON_S, anneal
 from treadle_sim.allocation.plan import PLANNED_MODELS, Allocation, EngineKind, allocate, homogeneous, prepare
-from treadle_sim.profiles import engine_model
+from treadle_sim.engine_model import engine_model
 from treadle_sim.workloads.parametric import WORKLOADS, make
-from treadle_sim.workloads.trace_file import read_traces
-from treadle_sim.workloads.workload import TrajectoryWork
+from treadle_sim.workloads.workload import TrajectoryWork, read_traces
 
 from treadle_bench.options import BenchOptions
 

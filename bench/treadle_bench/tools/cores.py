@@ -16,7 +16,7 @@ from treadle_sim.tools.cores import ElasticCores, equal_nodes
 from treadle_sim.tools.pods import PodRules, Pods
 from treadle_sim.tools.trace import Call, Make, Trace, play
 from treadle_sim.workloads.public_traces import read_public
-from treadle_sim.workloads.trace_file import read_traces
+from treadle_sim.workloads.workload import read_traces
 
 from treadle_bench.options import BenchOptions
 from treadle_bench.tools.setting import (

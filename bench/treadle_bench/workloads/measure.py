@@ -12,12 +12,10 @@ from typing import Any
 
 import numpy as np
 from treadle_cli.problems import UsageProblem
-from treadle_sim.accuracy import accuracy
-from treadle_sim.predictors import Noisy, Predictor, PromptMean, Siblings
+from treadle_sim.predictors import Noisy, Predictor, PromptMean, Siblings, measure_accuracy
 from treadle_sim.workloads.parametric import MODELS, WORKLOADS, make
 from treadle_sim.workloads.public_traces import SOURCES, read_public
-from treadle_sim.workloads.trace_file import read_traces
-from treadle_sim.workloads.workload import TrajectoryWork, Workload, groups
+from treadle_sim.workloads.workload import TrajectoryWork, Workload, groups, read_traces
 
 from treadle_bench.options import BenchOptions
 from treadle_bench.workloads.plot import draw
@@ -175,7 +173,7 @@ def _predictors(name: str, options: BenchOptions) -> list[dict[str, Any]]:
             rows.setdefault(label, []).append(
                 [
                     {"recall": each.recall, "pearson": each.pearson, "pearson_log": each.pearson_log, "bias": each.bias}
-                    for each in accuracy(workload, predictor, TURNS)
+                    for each in measure_accuracy(workload, predictor, TURNS)
                 ]
             )
     return [

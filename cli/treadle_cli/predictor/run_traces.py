@@ -8,8 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 from treadle_learned.transcript import Transcript
-from treadle_sim.workloads.trace_file import write_traces
-from treadle_sim.workloads.workload import Step, TrajectoryWork
+from treadle_sim.workloads.workload import Step, TrajectoryWork, write_traces
 
 from treadle_cli.predictor.sources import run_id_of, tokenizer_of, transcripts_of_run
 from treadle_cli.report.records import Run, TrajectoryRecord, read_run

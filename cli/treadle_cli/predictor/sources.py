@@ -15,8 +15,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 from treadle_learned.transcript import Transcript, Turn, read_transcripts
-from treadle_sim.workloads.trace_file import read_traces
-from treadle_sim.workloads.workload import TrajectoryWork
+from treadle_sim.workloads.workload import TrajectoryWork, read_traces
 
 from treadle_cli.mesh.engines import DEFAULT_MODEL, default_model_folder
 from treadle_cli.problems import UsageProblem

@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from treadle_sim.bound import alone_s, longest_alone_s, work_s
-from treadle_sim.rollout import Run, Setting
+from treadle_sim.rollout import Run, Setting, alone_s, longest_alone_s, work_s
 from treadle_sim.systems import BASELINES, ORACLE, VERL, System
 from treadle_sim.workloads.workload import TrajectoryWork, Workload
 

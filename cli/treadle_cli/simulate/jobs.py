@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 from treadle_core.refusals import CoreError
-from treadle_sim.rollout import Run, Setting, play
+from treadle_sim.rollout import Run, Setting, simulate
 from treadle_sim.systems import System
 
 from treadle_cli.problems import UsageProblem
@@ -46,10 +46,10 @@ def jobs_of(system: System, setting: Setting, index: int, degree: int) -> list[J
     return [Job(system, setting, index, each) for each in setting.degrees()]
 
 
-def simulate(job: Job) -> Run:
+def run_job(job: Job) -> Run:
     """Plays one. Raises UsageProblem where the budget gives the system no engines."""
     try:
-        return play(job.system, job.setting, job.degree, record=job.record)
+        return simulate(job.system, job.setting, job.degree, record=job.record)
     except CoreError as error:  # an error with two arguments, which does not come back from another process
         raise UsageProblem(f"{job.system.name} finds no engines: {error}") from None
 
@@ -61,7 +61,7 @@ async def simulate_all(jobs: Sequence[Job], heard: Callable[[Job, Run], None]) -
     size = sum(len(job.setting.workload.trajectories) for job in jobs)
     if workers < 2 or size <= ALONE_TRAJECTORIES:
         for job in jobs:
-            heard(job, simulate(job))
+            heard(job, run_job(job))
             await asyncio.sleep(0)  # where a signal is heard
         return
     others = set(multiprocessing.active_children())
@@ -86,7 +86,7 @@ def _submitted(pool: ProcessPoolExecutor, jobs: Sequence[Job]) -> dict[asyncio.F
     loop = asyncio.get_running_loop()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return {loop.run_in_executor(pool, simulate, job): job for job in jobs}
+        return {loop.run_in_executor(pool, run_job, job): job for job in jobs}
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

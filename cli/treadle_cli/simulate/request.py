@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from treadle_sim.engine_model import EngineModel
+from treadle_sim.engine_model import EngineModel, profiles
+from treadle_sim.fitting.curves import MeasuredProfileError, fit_measured
 from treadle_sim.predictors import NAMES
-from treadle_sim.profiles import MeasuredProfileError, fit_measured, profiles
 from treadle_sim.rollout import Setting, final_context
 from treadle_sim.systems import BASELINES, HEDDLE, ORACLE, SYSTEMS, TREADLE, System
 from treadle_sim.workloads.parametric import MODELS, WORKLOADS, make
 from treadle_sim.workloads.resample import resample
-from treadle_sim.workloads.trace_file import TraceFileError, read_traces
-from treadle_sim.workloads.workload import TrajectoryWork, Workload
+from treadle_sim.workloads.workload import TraceFileError, TrajectoryWork, Workload, read_traces
 
 from treadle_cli.problems import UsageProblem
 

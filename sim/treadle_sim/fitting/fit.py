@@ -17,12 +17,20 @@ from pathlib import Path
 
 import numpy as np
 
-from treadle_sim.engine_model import StepCurve
+from treadle_sim.engine_model import Profile, StepCurve
 from treadle_sim.fitting.curves import Array, DecodeFit, DecodePoint, FitError, fit_decode, fit_prefill
-from treadle_sim.fitting.hardware import ACCELERATORS, LLMS, Accelerator, Llm, kv_tokens
-from treadle_sim.fitting.serving import ServingFit, ServingLevel, fit_serving, has_room
+from treadle_sim.fitting.serving import (
+    ACCELERATORS,
+    LLMS,
+    Accelerator,
+    Llm,
+    ServingFit,
+    ServingLevel,
+    fit_serving,
+    has_room,
+    kv_tokens,
+)
 from treadle_sim.fitting.tables import FitDataError, KernelSet, ServedRow, read_kernels, read_served, read_splitwise
-from treadle_sim.profiles import Profile
 
 # A forward pass of a few tokens costs about a decode step, one of many its tokens: the larger of the two. StepCurve
 # adds them instead; with half a step as the fixed part the sum is nowhere more than half a step off.

@@ -20,7 +20,7 @@ from treadle_core.tools.dispatcher import Dispatcher, Resources, Started
 from treadle_core.tools.grants import NEVER_S
 from treadle_core.tools.providers import BasicManager, Provider, Quota
 
-from treadle_sim.events import Timeline
+from treadle_sim.timeline import Timeline
 from treadle_sim.tools.reward_models import MOST_CONTEXT, MOST_TOKENS, TOOL_LLM
 from treadle_sim.tools.trace import Asked, Call, Decisions, Record, Report, Trace, generation_s
 from treadle_sim.workloads.parametric import WORKLOADS, draw

@@ -28,7 +28,7 @@ from treadle_core.tools.decision import DEPTH, decide
 from treadle_core.tools.pools import CpuNode, CpuNodes, capacities
 from treadle_core.tools.queue import Waiting
 
-from treadle_sim.events import Timeline
+from treadle_sim.timeline import Timeline
 from treadle_sim.tools.trace import Asked, Decisions, Record, Report, Trace, ran_s
 
 FIRST_TYPICAL_S = 1.0  # until an action has ended; then the mean of all that are not profiled

@@ -23,7 +23,7 @@ from treadle_core.tools.dispatcher import Dispatcher, Resources, Started
 from treadle_core.tools.gpu import GpuManager
 from treadle_core.tools.grants import Service
 
-from treadle_sim.events import Timeline
+from treadle_sim.timeline import Timeline
 from treadle_sim.tools.reward_models import DEGREES, GPU_BYTES, Restoring
 from treadle_sim.tools.trace import Asked, Decisions, Record, Report, Trace, ran_s
 

@@ -21,7 +21,7 @@ from typing import Generic, TypeVar
 
 from treadle_core.tools.pools import CpuNode
 
-from treadle_sim.events import Timeline
+from treadle_sim.timeline import Timeline
 from treadle_sim.tools.trace import Asked, Decisions, Record, Report, Trace, ran_s
 
 Job = TypeVar("Job")

@@ -20,7 +20,7 @@ import numpy as np
 from treadle_core.tools.action import GPUS, Measured, UnitSet
 from treadle_core.tools.grants import Service
 
-from treadle_sim.profiles import engine_model
+from treadle_sim.engine_model import engine_model
 from treadle_sim.tools.trace import Call, Trace, generation_s
 from treadle_sim.workloads.parametric import WORKLOADS, draw
 from treadle_sim.workloads.workload import TrajectoryWork

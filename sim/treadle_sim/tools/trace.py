@@ -19,8 +19,8 @@ from typing import Protocol
 
 from treadle_core.tools.action import Demand, Elasticity
 
-from treadle_sim.events import Timeline
-from treadle_sim.profiles import engine_model
+from treadle_sim.engine_model import engine_model
+from treadle_sim.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from treadle_core.steps.transfers import Transfer, next_transfers
 
 from treadle_sim.cluster import Link
 from treadle_sim.engine import SimEngine
-from treadle_sim.events import Timeline
-from treadle_sim.progress import Progress
+from treadle_sim.outcome import Progress
+from treadle_sim.timeline import Timeline
 
 Arrived = Callable[[StartMigration, str], None]
 GaveUp = Callable[[StartMigration, str], None]
