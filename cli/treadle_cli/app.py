@@ -59,7 +59,8 @@ def demo(
 
     What stands after -- is passed to SGLang.
     """
-    from treadle_cli.demo.run import DemoPlan, new_run_folder, run_demo
+    from treadle_cli.demo.play import new_run_folder
+    from treadle_cli.demo.run import DemoPlan, run_demo
 
     def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
         plan = engine_plan(max(engines, 1), slots, model, seed, ctx.args)
@@ -86,7 +87,7 @@ def up(
 
     What stands after -- is passed to SGLang.
     """
-    from treadle_cli.demo.run import new_run_folder
+    from treadle_cli.demo.play import new_run_folder
     from treadle_cli.mesh.mesh import MeshPlan, run_up
 
     def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
@@ -113,8 +114,7 @@ def rollout(
     out_folder: Out = DEFAULT_OUT,
 ) -> None:
     """Run the demo's work once on a mesh that is running, under the policy that it has."""
-    from treadle_cli.demo.play import AttachPlan, run_attached
-    from treadle_cli.demo.run import new_run_folder
+    from treadle_cli.demo.play import AttachPlan, new_run_folder, run_attached
 
     def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
         folder = new_run_folder(out_folder)

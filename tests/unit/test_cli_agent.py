@@ -2,7 +2,7 @@
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from treadle_cli.demo.agents import PuzzleMove, direction, last_words, puzzle_move
+from treadle_cli.demo.agents import PuzzleMove, last_line, parse_direction, parse_puzzle_move
 from treadle_cli.demo.chatml import ChatML
 from treadle_cli.demo.tasks import make_prompts
 from treadle_cli.problems import UsageProblem
@@ -20,7 +20,7 @@ from treadle_cli.problems import UsageProblem
     ],
 )
 def test_the_first_direction_counts(said: str, meant: str | None) -> None:
-    assert direction(said) == meant
+    assert parse_direction(said) == meant
 
 
 @pytest.mark.parametrize(
@@ -42,12 +42,12 @@ def test_the_first_direction_counts(said: str, meant: str | None) -> None:
     ],
 )
 def test_a_puzzle_turn_is_code_or_an_answer_whichever_comes_first(said: str, meant: PuzzleMove | None) -> None:
-    assert puzzle_move(said) == meant
+    assert parse_puzzle_move(said) == meant
 
 
 def test_the_last_words_are_scored_when_nothing_was_marked() -> None:
-    assert last_words("Let me think\n\n  `17`  \n\n") == "17"
-    assert last_words("   ") == ""
+    assert last_line("Let me think\n\n  `17`  \n\n") == "17"
+    assert last_line("   ") == ""
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_pieces_of_a_conversation_put_together_are_the_conversation_at_once(chat
 
 
 def test_a_model_that_does_not_speak_chatml_is_refused() -> None:
-    with pytest.raises(UsageProblem, match="speaks ChatML"):
+    with pytest.raises(UsageProblem, match="needs ChatML"):
         ChatML(Tokenizer(models.BPE(vocab={}, merges=[])))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.runs import small_run, span, trajectory
 from treadle.telemetry.v1 import facts_pb2
-from treadle_cli.demo.collect import Heard, forecasts_of
+from treadle_cli.demo.collect import CollectedFacts
 from treadle_cli.report.accounting import ForecastFigures, arm_figures, forecast_figures
 from treadle_cli.report.comparison import rows
 from treadle_cli.report.page import write_page
@@ -27,9 +27,9 @@ def step(turn: int) -> facts_pb2.StepRef:
     return facts_pb2.StepRef(trajectory_id="t", turn=turn)
 
 
-def heard() -> Heard:
+def collected() -> CollectedFacts:
     """Opened, forecast, a step, its forecast after the next step is queued."""
-    said = Heard()
+    facts = CollectedFacts()
     first = facts_pb2.TrajectoryPredicted(trajectory_id="t", turn=0, model_version=SIBLINGS)
     second = facts_pb2.TrajectoryPredicted(trajectory_id="t", turn=1, model_version=LEARNED, learned=True)
     told = [
@@ -41,14 +41,12 @@ def heard() -> Heard:
         fact(START_S + 3.4, trajectory_predicted=second),
     ]
     for each in told:
-        said.take(each)
-    return said
+        facts.add(each)
+    return facts
 
 
 def test_each_forecast_stands_beside_the_step_that_it_followed_and_the_next() -> None:
-    said = heard()
-    found = forecasts_of(said.forecasts, said.steps, {"t": START_S}, START_S)["t"]
-    first, second = found
+    first, second = collected().forecast_records({"t": START_S}, START_S)["t"]
     assert (first.turn, first.model_version, first.learned) == (0, SIBLINGS, False)
     assert (second.turn, second.model_version, second.learned) == (1, LEARNED, True)
     assert (first.asked_s, first.came_s, first.next_queued_s) == pytest.approx((0.0, 0.5, 1.0))
@@ -56,10 +54,10 @@ def test_each_forecast_stands_beside_the_step_that_it_followed_and_the_next() ->
 
 
 def test_a_forecast_of_an_unknown_step_is_left_out() -> None:
-    said = heard()
-    assert forecasts_of(said.forecasts, said.steps, {}, START_S)["t"][0].turn == 1  # nobody saw it open
-    said.steps.ended_s.clear()
-    assert forecasts_of(said.forecasts, said.steps, {}, START_S) == {}
+    facts = collected()
+    assert facts.forecast_records({}, START_S)["t"][0].turn == 1  # nobody saw it open
+    facts.finished_s.clear()
+    assert facts.forecast_records({}, START_S) == {}
 
 
 def test_the_figures_say_who_forecast_and_whether_anything_waited() -> None:

@@ -113,7 +113,7 @@ def test_a_run_of_one_arm_is_drawn_too(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match=r"summary\.json is not there"):
+    with pytest.raises(RecordError, match=r"summary\.json does not exist"):
         read_run(tmp_path)
 
 

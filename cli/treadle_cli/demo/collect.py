@@ -1,13 +1,10 @@
-"""From what the client and the bus say to what the run's folder keeps. Pure.
+"""Collect what the mesh's facts say while an arm runs, and make the records of its trajectories.
 
-Listens to the mesh's facts for what no client sees: migrations, lost engines and forecasts.
+The client sees its own steps; only the facts show migrations, forecasts and when a step entered an engine's queue. The
+subscription is a plain one, not durable: it starts before the arm and ends with it.
+"""
 
-A plain core subscription, not a durable one: the listener is there before the arm starts and forgets with it.
-
-Forecasts beside the steps they are about: when each was asked for, when it came, and when the next step was in an
-engine's queue. Pure."""
-
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -19,87 +16,72 @@ from treadle.telemetry.v1.facts_pb2 import Fact, MigrationEnded, TrajectoryPredi
 
 from treadle_cli.report.records import ForecastRecord, SpanRecord, TrajectoryRecord, VersionSpanRecord
 
-
-@dataclass
-class StepTimes:
-    """Unix time, by (trajectory, turn): when a step was first queued at an engine, and when it last ended there."""
-
-    queued_s: dict[tuple[str, int], float] = field(default_factory=dict)
-    ended_s: dict[tuple[str, int], float] = field(default_factory=dict)
-
-    def take(self, fact: Fact) -> None:
-        """Keeps what a fact says of a step."""
-        time_s = fact.time.ToMicroseconds() / 1e6
-        if fact.HasField("step_queued"):
-            step = fact.step_queued.step
-            self.queued_s.setdefault((step.trajectory_id, step.turn), time_s)
-        elif fact.HasField("step_finished"):
-            step = fact.step_finished.step
-            self.ended_s[step.trajectory_id, step.turn] = time_s
-
-
-def forecasts_of(
-    told: Iterable[tuple[float, TrajectoryPredicted]],
-    steps: StepTimes,
-    opened_s: Mapping[str, float],
-    started_s: float,
-) -> dict[str, tuple[ForecastRecord, ...]]:
-    """By trajectory. told: forecasts with the unix time at which they came; opened_s: unix time by trajectory, when the
-    first was asked for; started_s: unix time from which records count. A forecast of which it is not known what it
-    followed is left out."""
-    found: dict[str, list[ForecastRecord]] = {}
-    for came_s, forecast in told:
-        name, turn = forecast.trajectory_id, forecast.turn
-        asked_s = steps.ended_s.get((name, turn - 1)) if turn else opened_s.get(name)
-        if asked_s is None:
-            continue
-        queued_s = steps.queued_s.get((name, turn))
-        found.setdefault(name, []).append(
-            ForecastRecord(
-                turn=turn,
-                model_version=forecast.model_version,
-                learned=forecast.learned,
-                asked_s=asked_s - started_s,
-                came_s=came_s - started_s,
-                next_queued_s=None if queued_s is None else queued_s - started_s,
-            )
-        )
-    return {name: tuple(records) for name, records in found.items()}
-
-
 ALL_FACTS = "treadle.facts.>"
 
 
 @dataclass
-class Heard:
-    """What was said during an arm, in the order of arrival; a fact that arrives twice is here once."""
+class CollectedFacts:
+    """The facts that the report needs, in the order of arrival; a fact that arrives twice counts once.
+
+    forecasts: with the unix time of each. queued_s, finished_s: unix time by (trajectory, turn), when a step first
+    entered an engine's queue and when it last ended there.
+    """
 
     migrations: list[MigrationEnded] = field(default_factory=list)
-    lost_engines: list[tuple[float, str, str]] = field(default_factory=list)  # unix time, engine id, reason
-    forecasts: list[tuple[float, TrajectoryPredicted]] = field(default_factory=list)  # with unix time
-    steps: StepTimes = field(default_factory=StepTimes)
+    forecasts: list[tuple[float, TrajectoryPredicted]] = field(default_factory=list)
+    queued_s: dict[tuple[str, int], float] = field(default_factory=dict)
+    finished_s: dict[tuple[str, int], float] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
 
-    def take(self, fact: Fact) -> None:
-        """Keeps what the report needs."""
+    def add(self, fact: Fact) -> None:
         if fact.fact_id in self.seen:
             return
         self.seen.add(fact.fact_id)
-        self.steps.take(fact)
-        if fact.HasField("migration_ended"):
-            self.migrations.append(fact.migration_ended)
-        elif fact.HasField("engine_lost"):
-            self.lost_engines.append(
-                (fact.time.ToMicroseconds() / 1e6, fact.engine_lost.engine_id, fact.engine_lost.reason)
+        time_s = fact.time.ToMicroseconds() / 1e6
+        match fact.WhichOneof("fact"):
+            case "step_queued":
+                step = fact.step_queued.step
+                self.queued_s.setdefault((step.trajectory_id, step.turn), time_s)
+            case "step_finished":
+                step = fact.step_finished.step
+                self.finished_s[step.trajectory_id, step.turn] = time_s
+            case "migration_ended":
+                self.migrations.append(fact.migration_ended)
+            case "trajectory_predicted":
+                self.forecasts.append((time_s, fact.trajectory_predicted))
+
+    def forecast_records(
+        self, opened_s: Mapping[str, float], started_s: float
+    ) -> dict[str, tuple[ForecastRecord, ...]]:
+        """Forecasts by trajectory, each with the times of the steps before and after it.
+
+        opened_s: unix time at which each trajectory was opened, when its first forecast was asked for. started_s: unix
+        time from which the records count. A forecast whose step before it is unknown is left out.
+        """
+        found: dict[str, list[ForecastRecord]] = {}
+        for came_s, forecast in self.forecasts:
+            name, turn = forecast.trajectory_id, forecast.turn
+            asked_s = self.finished_s.get((name, turn - 1)) if turn else opened_s.get(name)
+            if asked_s is None:
+                continue
+            queued_s = self.queued_s.get((name, turn))
+            found.setdefault(name, []).append(
+                ForecastRecord(
+                    turn=turn,
+                    model_version=forecast.model_version,
+                    learned=forecast.learned,
+                    asked_s=asked_s - started_s,
+                    came_s=came_s - started_s,
+                    next_queued_s=None if queued_s is None else queued_s - started_s,
+                )
             )
-        elif fact.HasField("trajectory_predicted"):
-            self.forecasts.append((fact.time.ToMicroseconds() / 1e6, fact.trajectory_predicted))
+        return {name: tuple(records) for name, records in found.items()}
 
 
 @asynccontextmanager
-async def listening(nats_url: str, note: Callable[[str], None]) -> AsyncIterator[Heard]:
-    """Collects facts until the block ends, those still on the way included."""
-    heard = Heard()
+async def collect_facts(nats_url: str, note: Callable[[str], None]) -> AsyncIterator[CollectedFacts]:
+    """Collect facts until the block ends, those still in flight included."""
+    facts = CollectedFacts()
     client = await nats.connect(nats_url)
 
     async def on_message(message: Msg) -> None:
@@ -107,14 +89,14 @@ async def listening(nats_url: str, note: Callable[[str], None]) -> AsyncIterator
         try:
             fact.ParseFromString(message.data)
         except DecodeError:
-            note(f"a fact on {message.subject} is none that this version knows")
+            note(f"a message on {message.subject} is not a fact that this version knows")
             return
-        heard.take(fact)
+        facts.add(fact)
 
     await client.subscribe(ALL_FACTS, cb=on_message)
     await client.flush()
     try:
-        yield heard
+        yield facts
     finally:
         await client.drain()
 
@@ -125,13 +107,16 @@ def trajectory_records(
     results: Sequence[TrajectoryResult],
     opened_s: Mapping[tuple[str, int], float],
     tasks: Mapping[str, str],
-    heard: Heard,
+    facts: CollectedFacts,
 ) -> list[TrajectoryRecord]:
-    """One record a result. started_s, opened_s: unix time; opened_s by (prompt, sample); tasks: kind by prompt."""
+    """One record for each result.
+
+    started_s, opened_s: unix time; opened_s by (prompt, sample). tasks: kind of task by prompt.
+    """
     opened_by_id = {r.trajectory_id: opened_s.get((r.prompt_id, r.sample), started_s) for r in results}
-    forecasts = forecasts_of(heard.forecasts, heard.steps, opened_by_id, started_s)
+    forecasts = facts.forecast_records(opened_by_id, started_s)
     moves: dict[str, list[MigrationEnded]] = {}
-    for migration in heard.migrations:
+    for migration in facts.migrations:
         moves.setdefault(migration.trajectory_id, []).append(migration)
     records = []
     for result in results:
@@ -169,7 +154,7 @@ def trajectory_records(
 
 
 def failed_migrations(migrations: Sequence[MigrationEnded]) -> tuple[str, ...]:
-    """One line each: from where to where, and why not."""
+    """One line for each migration that did not happen, with its reason."""
     return tuple(
         f"{m.trajectory_id} stayed on {m.source_engine_id}: {m.failure_reason or 'no reason given'}"
         for m in migrations

@@ -1,7 +1,6 @@
-"""The live display of an arm: trajectories done, each engine's running and waiting steps, tokens a second, time left.
+"""Show an arm while it runs: what is finished, each engine's running and waiting steps, tokens a second, time left.
 
-With a terminal it redraws in place; without one it prints a line every few seconds. It only looks: nothing waits for
-it.
+On a terminal it redraws in place, otherwise it prints a line every few seconds. Nothing waits for it.
 """
 
 import asyncio
@@ -19,14 +18,14 @@ from rich.text import Text
 from treadle import Prompt, RolloutEvent
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 
-LOOK_S = 1.0  # between looks at the engines' load
-LOOK_TIMEOUT_S = 2.0
+POLL_S = 1.0  # between questions to the sidecars
+POLL_TIMEOUT_S = 2.0
 LEAST_PART_FOR_ESTIMATE = 0.1  # of the turns: before that an estimate of the time left is a guess
 PLAIN_LINE_S = 10.0  # between lines where there is no terminal
 
 
 class LiveBoard:
-    """One arm's display. Use as an async context manager around the rollout; feed it `on_event`."""
+    """An async context manager around one rollout, which passes its events to `on_event`."""
 
     def __init__(
         self, console: Console, title: str, prompts: Sequence[Prompt], samples: int, sidecars: Mapping[str, str]
@@ -56,21 +55,21 @@ class LiveBoard:
         if self._console.is_terminal:
             self._live = Live(get_renderable=self._picture, console=self._console, refresh_per_second=4)
             self._live.start()
-        self._looking = asyncio.create_task(self._look())
+        self._polling = asyncio.create_task(self._poll())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._looking.cancel()
-        await asyncio.wait([self._looking])
+        self._polling.cancel()
+        await asyncio.wait([self._polling])
         if self._live is not None:
             self._live.stop()
         elif error is None:
             self._console.print(self._plain_line(), highlight=False, soft_wrap=True)
 
     def on_event(self, event: RolloutEvent) -> None:
-        """Takes the client's progress."""
+        """Update the display from an event of the client."""
         if event.trajectory_id:
             self._tokens[event.trajectory_id] = event.gen_tokens
         if event.kind == "settled":
@@ -81,11 +80,11 @@ class LiveBoard:
         self._progress.update(self._bar, completed=self._done, left=self._left())
 
     def note(self, text: str) -> None:
-        """A line of news above the bars."""
+        """Print a message above the bars."""
         self._console.print(text, style="yellow", highlight=False, soft_wrap=True)
 
     def _left(self) -> str:
-        """The time left in words, as if every trajectory used all its turns: an upper bound, more or less."""
+        """The time left, roughly an upper bound: as if every trajectory used all its turns."""
         part = sum(self._progress_of.values()) / self._total
         if part < LEAST_PART_FOR_ESTIMATE:
             return ""
@@ -94,7 +93,7 @@ class LiveBoard:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Something starts beside the arm: no line of its own."""
+        """Something starts while the arm runs; it is not shown."""
         yield
 
     def _picture(self) -> Group:
@@ -119,8 +118,8 @@ class LiveBoard:
         engines = Text.from_markup(" · ".join(self._parts())).plain
         return f"{self._title}: {self._done}/{self._total} trajectories after {elapsed_s:.0f} s; {engines}"
 
-    async def _look(self) -> None:
-        """Asks the sidecars for their load until cancelled."""
+    async def _poll(self) -> None:
+        """Ask the sidecars for their load until cancelled."""
         printed_s = time.monotonic()
         channels = {engine_id: grpc.aio.insecure_channel(address) for engine_id, address in self._sidecars.items()}
         try:
@@ -130,7 +129,7 @@ class LiveBoard:
                 if self._live is None and time.monotonic() - printed_s >= PLAIN_LINE_S:
                     printed_s = time.monotonic()
                     self._console.print(self._plain_line(), highlight=False, soft_wrap=True)
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
         finally:
             for channel in channels.values():
                 await channel.close()
@@ -140,7 +139,7 @@ async def _load(channel: grpc.aio.Channel) -> engine_pb2.Load | None:
     """None where the engine or its sidecar is gone."""
     stub = engine_pb2_grpc.EngineServiceStub(channel)
     try:
-        answer = await stub.GetLoad(engine_pb2.GetLoadRequest(), timeout=LOOK_TIMEOUT_S)
+        answer = await stub.GetLoad(engine_pb2.GetLoadRequest(), timeout=POLL_TIMEOUT_S)
     except grpc.aio.AioRpcError:
         return None
     load: engine_pb2.Load = answer.load

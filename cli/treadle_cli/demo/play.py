@@ -1,34 +1,46 @@
-"""One rollout of the demo's work against whatever mesh listens at an address.
+"""Play the demo's work once on a mesh, and keep what came of it.
 
-`treadle rollout`: the demo's work on a mesh that runs already, under whatever policy it has."""
+`treadle demo` calls `play` once for each arm; `treadle rollout` (`run_attached`) calls it once on a mesh that already
+runs, under whatever policy it has.
+"""
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 from rich.console import Console
-from treadle import Client, Prompt, RolloutEvent, Timeouts, TrajectoryResult
+from treadle import Client, Prompt, RolloutEvent, Timeouts
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from treadle_cli.demo.agents import Player
 from treadle_cli.demo.chatml import ChatML
-from treadle_cli.demo.collect import Heard, failed_migrations, listening, trajectory_records
+from treadle_cli.demo.collect import CollectedFacts, collect_facts, failed_migrations, trajectory_records
 from treadle_cli.demo.live import LiveBoard
 from treadle_cli.demo.tasks import make_prompts
 from treadle_cli.problems import UsageProblem
 from treadle_cli.report.records import ArmRecord, RunRecord, TrajectoryRecord, write_summary, write_trajectories
 from treadle_cli.report.render import render
 
-CLEANUP_S = 2.0  # after Ctrl-C the mesh ends too: nobody needs to wait for every trajectory's goodbye
+CLEANUP_S = 2.0  # after Ctrl-C the mesh ends too: no need to close every trajectory
+ASK_TIMEOUT_S = 10.0
+ARM = "rollout"
+
+
+def new_run_folder(out: Path) -> Path:
+    """Create runs/<time>-<four letters>: names sort by time, and two runs of one second differ."""
+    folder = out / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+    folder.mkdir(parents=True)
+    return folder
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is played. arm: the name that its records carry. tool_latency_s: see Player."""
+    """What to play. arm: the name that its records carry. tool_latency_s: see Player."""
 
     arm: str
     prompts: Sequence[Prompt]
@@ -39,21 +51,23 @@ class Work:
 
 @dataclass(frozen=True)
 class Played:
-    """What came of it. started_s: unix time; opened_s: unix time by (prompt, sample)."""
+    """What came of it. started_s: unix time."""
 
-    work: Work
     started_s: float
-    results: Sequence[TrajectoryResult]
-    opened_s: dict[tuple[str, int], float]
+    records: list[TrajectoryRecord]
+    failed_migrations: tuple[str, ...]
 
-    def records(self, heard: Heard) -> list[TrajectoryRecord]:
-        """As the run's folder keeps them, with what the bus told."""
-        kinds = {prompt.id: str(prompt.data.kind) for prompt in self.work.prompts}
-        return trajectory_records(self.work.arm, self.started_s, self.results, self.opened_s, kinds, heard)
+    @property
+    def makespan_s(self) -> float:
+        """Seconds from the start to the end of the last trajectory."""
+        return max(record.finished_s for record in self.records)
 
 
-async def play(scheduler: str, work: Work, display: LiveBoard) -> Played:
-    """Runs all samples of all prompts at once and shows them. TreadleError where the rollout cannot be made."""
+async def play(scheduler: str, nats_url: str, work: Work, display: LiveBoard) -> Played:
+    """Run all samples of all prompts at once and show them. nats_url: empty: migrations do not show.
+
+    Raises TreadleError where the rollout cannot be made.
+    """
     opened_s: dict[tuple[str, int], float] = {}
 
     def on_event(event: RolloutEvent) -> None:
@@ -61,20 +75,27 @@ async def play(scheduler: str, work: Work, display: LiveBoard) -> Played:
             opened_s[event.prompt_id, event.sample] = event.time_s
         display.on_event(event)
 
-    async with Client(scheduler, timeouts=Timeouts(cleanup_s=CLEANUP_S)) as client, display:
+    collecting = collect_facts(nats_url, display.note) if nats_url else contextlib.nullcontext(CollectedFacts())
+    async with collecting as facts, Client(scheduler, timeouts=Timeouts(cleanup_s=CLEANUP_S)) as client, display:
         started_s = time.time()
         player = Player(work.chat, work.tool_latency_s)
         rollout = await client.rollout(work.prompts, player, samples_per_prompt=work.samples, on_event=on_event)
-    return Played(work, started_s, rollout.trajectories, opened_s)
+    tasks = {prompt.id: str(prompt.data.kind) for prompt in work.prompts}
+    records = trajectory_records(work.arm, started_s, rollout.trajectories, opened_s, tasks, facts)
+    return Played(started_s, records, failed_migrations(facts.migrations))
 
 
-ASK_TIMEOUT_S = 10.0
-ARM = "rollout"
+def write_run(folder: Path, run: RunRecord, records: Sequence[TrajectoryRecord], console: Console) -> int:
+    """Write the run's files and draw its report; the exit code of the command: 1 where a trajectory failed."""
+    write_trajectories(folder, records)
+    write_summary(folder, run, [])
+    render(folder, console)
+    return 1 if any(record.outcome == "failed" for record in records) else 0
 
 
 @dataclass(frozen=True)
 class AttachPlan:
-    """What to run where. nats_url: empty where migrations need not show. model_path: folder with the tokenizer."""
+    """What to run where. model_path: folder with the tokenizer."""
 
     scheduler: str
     nats_url: str
@@ -86,28 +107,19 @@ class AttachPlan:
     tool_latency_s: float
 
 
-async def run_attached(plan: AttachPlan, console: Console, hurry: asyncio.Event) -> int:
-    """Runs the work once and draws the report; the exit code is 1 where a trajectory failed. `hurry` is unused."""
+async def run_attached(plan: AttachPlan, console: Console, _hurry: asyncio.Event) -> int:
+    """Run the work once, draw the report, and return the exit code."""
     chat = ChatML.of_model(plan.model_path)
     engines, policy = await _ask(plan.scheduler)
     if not engines:
-        raise UsageProblem(f"the scheduler at {plan.scheduler} knows no engine: start a sidecar that names it")
+        raise UsageProblem(f"the scheduler at {plan.scheduler} has no engine: start a sidecar that names it")
     prompts = make_prompts(chat, plan.prompts, plan.seed)
-    sidecars = {engine.info.engine_id: engine.info.address for engine in engines}
+    sidecars: Mapping[str, str] = {engine.info.engine_id: engine.info.address for engine in engines}
     display = LiveBoard(console, ARM, prompts, plan.samples, sidecars)
     started_at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    hearing = listening(plan.nats_url, display.note) if plan.nats_url else contextlib.nullcontext(Heard())
-    async with hearing as heard:
-        played = await play(plan.scheduler, Work(ARM, prompts, plan.samples, chat, plan.tool_latency_s), display)
-    records = played.records(heard)
-    arm = ArmRecord(
-        arm=ARM,
-        title="Rollout",
-        policy=policy,
-        makespan_s=max(record.finished_s for record in records),
-        failed_migrations=failed_migrations(heard.migrations),
-    )
-    record = RunRecord(
+    work = Work(ARM, prompts, plan.samples, chat, plan.tool_latency_s)
+    played = await play(plan.scheduler, plan.nats_url, work, display)
+    run = RunRecord(
         run_id=plan.folder.name,
         started_at=started_at,
         seed=plan.seed,
@@ -115,13 +127,10 @@ async def run_attached(plan: AttachPlan, console: Console, hurry: asyncio.Event)
         engines=tuple(sidecars),
         slots=engines[0].info.slot_limit,
         machine=f"mesh at {plan.scheduler}",
-        conditions=("One rollout on a mesh that was running, warm or not.",),
-        arms=(arm,),
+        conditions=("One rollout on a mesh that was running before; its caches and its predictor may be warm.",),
+        arms=(ArmRecord(ARM, "Rollout", policy, played.makespan_s, failed_migrations=played.failed_migrations),),
     )
-    write_trajectories(plan.folder, records)
-    write_summary(plan.folder, record, [])
-    render(plan.folder, console)
-    return 1 if any(record.outcome == "failed" for record in records) else 0
+    return write_run(plan.folder, run, played.records, console)
 
 
 async def _ask(scheduler: str) -> tuple[list[scheduler_pb2.RegisteredEngine], str]:
@@ -133,8 +142,10 @@ async def _ask(scheduler: str) -> tuple[list[scheduler_pb2.RegisteredEngine], st
             policy = (await stub.GetPolicy(scheduler_pb2.GetPolicyRequest(), timeout=ASK_TIMEOUT_S)).policy
         except grpc.aio.AioRpcError as error:
             raise UsageProblem(f"the scheduler at {scheduler} does not answer: {error.details()}") from error
-    ordering = scheduler_pb2.Ordering.Name(policy.ordering).removeprefix("ORDERING_").lower().replace("_", " ")
-    placement = (
-        scheduler_pb2.PlacementRule.Name(policy.placement).removeprefix("PLACEMENT_RULE_").lower().replace("_", " ")
-    )
+    ordering = _in_words(scheduler_pb2.Ordering.Name(policy.ordering), "ORDERING_")
+    placement = _in_words(scheduler_pb2.PlacementRule.Name(policy.placement), "PLACEMENT_RULE_")
     return list(engines.engines), f"{ordering}, {placement}, migrate {policy.migrate}, preempt {policy.preempt}"
+
+
+def _in_words(name: str, prefix: str) -> str:
+    return name.removeprefix(prefix).lower().replace("_", " ")

@@ -1,17 +1,11 @@
-"""The demo from start to report: one mesh, the arms one after the other on the same work, the run's folder.
+"""`treadle demo` from start to report: one mesh, two arms one after the other on the same work.
 
-Invariants, for a fair comparison: both arms run on the same engines, get the same prompts, sampling seeds and
-environment seeds, and start from the same state: a control plane that was just started with an empty store, so that
-no predictor knows the other arm's outcomes, and engines whose KV was flushed. Whatever ends the demo, no process is
-left (processes.py), and what was finished is on disk.
-
-The two arms of the demo, as policies of the scheduler.
-
-What happens before the clock of an arm starts, so that neither arm pays for being first.
-
-Every engine generates a few tokens (the first batch of a fresh engine is slow), and every environment is opened and
-closed once (the tools service imports its libraries at first use). None of it goes through the scheduler, so no
-predictor learns from it."""
+For a fair comparison both arms run on the same engines with the same prompts, sampling seeds and environment seeds, and
+start from the same state: a control plane that has just started with an empty store, so that no predictor knows the
+other arm's outcomes, and engines whose KV was flushed. Each engine generates a few tokens and each environment opens
+once before the clock starts, so that no arm pays for being first; no predictor learns from that. However the demo ends,
+no process remains, and finished trajectories are on disk.
+"""
 
 import asyncio
 import json
@@ -34,17 +28,15 @@ from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
 
 from treadle_cli.demo.chatml import ChatML
-from treadle_cli.demo.collect import failed_migrations, listening
 from treadle_cli.demo.live import LiveBoard
-from treadle_cli.demo.play import Work, play
+from treadle_cli.demo.play import Work, play, write_run
 from treadle_cli.demo.tasks import make_prompts
 from treadle_cli.mesh.checks import OtherPrograms
 from treadle_cli.mesh.engines import Engine, EnginePlan
 from treadle_cli.mesh.mesh import Mesh, MeshPlan, StartBoard
 from treadle_cli.mesh.processes import ProcessTree
 from treadle_cli.problems import UsageProblem
-from treadle_cli.report.records import ArmRecord, RunRecord, TrajectoryRecord, write_summary, write_trajectories
-from treadle_cli.report.render import render
+from treadle_cli.report.records import ArmRecord, RunRecord, TrajectoryRecord, write_trajectories
 
 
 @dataclass(frozen=True)
@@ -76,8 +68,7 @@ PINNED_FCFS = Arm(
     "pinned-fcfs",
     "Pinned FCFS",
     "placed round-robin when opened, never moved, steps in the order they arrive (an engine's own queue)",
-    # By step, not by trajectory: ORDERING_FCFS would keep a trajectory's place from its opening, which no plain engine
-    # does.
+    # ORDERING_FCFS orders by the opening of the trajectory, which no plain engine does; this orders by step.
     pb.ORDERING_ROUND_ROBIN,
     pb.PLACEMENT_RULE_PINNED,
     migrate=False,
@@ -87,7 +78,7 @@ PINNED_FCFS = Arm(
 TREADLE = Arm(
     "treadle",
     "Treadle",
-    "longest predicted work first with preemption, planned placement, migration, room held for those that have begun",
+    "longest predicted work first with preemption, planned placement, migration, KV reserved for started trajectories",
     pb.ORDERING_PROGRESSIVE,
     pb.PLACEMENT_RULE_PLANNED,
     migrate=True,
@@ -104,7 +95,7 @@ TOOLS_TIMEOUT_S = 120.0  # bounded by the imports of gymnasium and reasoning-gym
 
 
 async def warm_engines(engines: Sequence[Engine], token_ids: list[int]) -> None:
-    """Generates WARM_TOKENS on each engine, alone and as a batch."""
+    """Generate WARM_TOKENS on each engine, alone and as a batch: the first batch of a fresh engine is slow."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(ENGINE_TIMEOUT_S), raise_for_status=True) as http:
 
         async def generate(engine: Engine, body: dict[str, Any]) -> None:
@@ -120,7 +111,10 @@ async def warm_engines(engines: Sequence[Engine], token_ids: list[int]) -> None:
 
 
 async def warm_tools(address: str, prompts: Iterable[Prompt]) -> None:
-    """Opens and closes one session of each environment. Raises UsageProblem where the sandbox is not available."""
+    """Open and close one session of each environment, whose libraries are imported at first use.
+
+    Raises UsageProblem where the sandbox is not available.
+    """
     openings = {prompt.data.environment: prompt.data.arguments for prompt in prompts}
     async with grpc.aio.insecure_channel(address) as channel:
         tools = tools_pb2_grpc.ToolsServiceStub(channel)
@@ -152,15 +146,8 @@ class DemoPlan:
     keep_logs: bool
 
 
-def new_run_folder(out: Path) -> Path:
-    """runs/<time>-<four letters>: sorts by time, and two runs of one second differ. Created."""
-    folder = out / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-    folder.mkdir(parents=True)
-    return folder
-
-
 async def run_demo(plan: DemoPlan, console: Console, hurry: asyncio.Event) -> int:
-    """Runs all arms and draws the report; the exit code: 1 where a trajectory failed."""
+    """Run all arms, draw the report, and return the exit code: 1 where a trajectory failed."""
     logs = plan.folder / "logs"
     state = plan.folder / "state"
     started_at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
@@ -184,11 +171,10 @@ async def run_demo(plan: DemoPlan, console: Console, hurry: asyncio.Event) -> in
                 watch.cancel()
     finally:
         shutil.rmtree(state, ignore_errors=True)
-    write_summary(plan.folder, _run_record(plan, mesh, started_at, arms), [])
-    render(plan.folder, console)
+    code = write_run(plan.folder, _run_record(plan, mesh, started_at, arms), records, console)
     if not plan.keep_logs:
         shutil.rmtree(logs, ignore_errors=True)
-    return 1 if any(record.outcome == "failed" for record in records) else 0
+    return code
 
 
 async def _run_arm(
@@ -204,25 +190,22 @@ async def _run_arm(
     mesh.board = display
     work = Work(arm.name, prompts, plan.samples, chat, plan.tool_latency_s)
     others = OtherPrograms()
-    async with listening(mesh.nats_url, display.note) as heard:
-        played = await play(mesh.where.scheduler, work, display)
-    others_share = others.share()
-    records = played.records(heard)
+    played = await play(mesh.where.scheduler, mesh.nats_url, work, display)
     record = ArmRecord(
         arm=arm.name,
         title=arm.title,
         policy=arm.policy_text,
-        makespan_s=max(record.finished_s for record in records),
-        other_programs_share=others_share,
+        makespan_s=played.makespan_s,
+        other_programs_share=others.share(),
         engine_losses=tuple(
             f"{death.engine_id} {death.how} at {death.time_s - played.started_s:.1f} s; "
             "its trajectories went on elsewhere"
             for death in mesh.engine_deaths
             if death.time_s >= played.started_s
         ),
-        failed_migrations=failed_migrations(heard.migrations),
+        failed_migrations=played.failed_migrations,
     )
-    return record, records
+    return record, played.records
 
 
 async def _set_policy(scheduler: str, arm: Arm) -> None:

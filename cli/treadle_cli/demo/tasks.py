@@ -1,7 +1,7 @@
-"""The demo's prompts: FrozenLake maps and reasoning-gym puzzles, short enough for a model of 135 million parameters.
+"""Make the demo's prompts: FrozenLake maps and reasoning-gym puzzles for a model of 135 million parameters.
 
-Invariant: a prompt is a function of its index and the run's seed alone, so that both arms, and any later run with the
-same seed, get the same maps, puzzles and sampling seeds.
+A prompt depends on its index and the run's seed alone, so both arms, and a later run with the same seed, get the same
+maps, puzzles and sampling seeds.
 """
 
 import zlib
@@ -16,8 +16,8 @@ from treadle_cli.demo.chatml import ChatML
 PUZZLES = ("chain_sum", "letter_counting", "leg_counting", "simple_equations")
 LAKE_SYSTEM = "You play a game on a map. Each turn, name one move and say why: left, down, right or up."
 PUZZLE_SYSTEM = "You solve puzzles with short Python programs that print the result, then give the answer."
-# Prompts differ in how much they let the model say, as real tasks do: that, walks that end early and programs that need
-# another try make the lengths uneven.
+# Limits differ between prompts, as real tasks do: with walks that end early and programs that need another try, they
+# make the lengths uneven.
 LAKE_SIZES = (4, 4, 8, 4)
 LAKE_TURN_TOKENS = (40, 12, 20, 12)
 
@@ -38,7 +38,7 @@ class Task:
     base_seed: int
 
     def sampling_seed(self, prompt_id: str, sample: int, turn: int) -> int:
-        """Of one step: the same in every arm."""
+        """The sampling seed of one step, the same in every arm."""
         return zlib.crc32(f"{self.base_seed}/{prompt_id}/{sample}/{turn}".encode())
 
 

@@ -1,15 +1,10 @@
-"""Where the time went: turns spans into figures that add up.
+"""Compute the figures of an arm from the spans of its trajectories: where the time went, and what forecasts cost.
 
-Purpose: one definition of "queue seconds", "queue share of the longest tenth" and their like for every face of the
-report. Invariant: a trajectory's seconds by kind, `other` included, add up to its wall time exactly: where spans
-overlap (a migration runs behind a tool call) the moment counts once, for the kind that stands first in PRECEDENCE.
-Migration time that was hidden so is given apart. Pure functions.
-
-What a run's forecasts cost: whether any step waited for one.
-
-A forecast is asked for when a step has ended, and made while its tool runs. Had the next step waited, it would be in
-an engine's queue only after the forecast had come, so each that was there before is the proof that nothing waits; and
-the way from a step's request to a queue would be as long as a forecast takes. Pure functions."""
+The seconds of a trajectory by kind, `other` included, add up to its wall time exactly: where spans overlap (a migration
+during a tool call) the moment counts once, for the first kind in PRECEDENCE; hidden migration time is a figure of its
+own. A forecast is made while the tool runs. A step that was queued before its forecast came shows that steps do not
+wait for forecasts.
+"""
 
 import itertools
 import math
@@ -23,9 +18,11 @@ from treadle_cli.report.records import ArmRecord, SpanRecord, TrajectoryRecord
 
 @dataclass(frozen=True)
 class ForecastFigures:
-    """learned: made by a learned model. overtaken: of `forecasts`, came when the next step was in a queue already.
-    forecast_s: median from the end of a step to its forecast; queued_s: median from a client's request of the next step
-    to the step in an engine's queue, the wait for room included."""
+    """learned: forecasts of a learned model. overtaken: forecasts that came after the next step had been queued.
+
+    forecast_s: median from the end of a step to its forecast. queued_s: median from a client's request of a step until
+    the step is in an engine's queue, admission included.
+    """
 
     forecasts: int = 0
     learned: int = 0
@@ -35,20 +32,20 @@ class ForecastFigures:
 
 
 def forecast_figures(trajectories: Sequence[TrajectoryRecord]) -> ForecastFigures:
-    """Of one arm; zeros where nothing was told."""
-    told = [forecast for trajectory in trajectories for forecast in trajectory.forecasts]
+    """Figures of one arm; zeros where it has no forecasts."""
+    forecasts = [forecast for trajectory in trajectories for forecast in trajectory.forecasts]
     waits_s = [wait_s for trajectory in trajectories for wait_s in _waits_s(trajectory)]
     return ForecastFigures(
-        forecasts=len(told),
-        learned=sum(forecast.learned for forecast in told),
-        overtaken=sum(f.next_queued_s is not None and f.next_queued_s < f.came_s for f in told),
-        forecast_s=statistics.median([f.came_s - f.asked_s for f in told]) if told else 0.0,
+        forecasts=len(forecasts),
+        learned=sum(forecast.learned for forecast in forecasts),
+        overtaken=sum(f.next_queued_s is not None and f.next_queued_s < f.came_s for f in forecasts),
+        forecast_s=statistics.median([f.came_s - f.asked_s for f in forecasts]) if forecasts else 0.0,
         queued_s=statistics.median(waits_s) if waits_s else 0.0,
     )
 
 
 def _waits_s(trajectory: TrajectoryRecord) -> list[float]:
-    """From the request of each step but the first to that step in a queue."""
+    """Seconds from the request of each step, the first aside, until it is in a queue."""
     asked_s: dict[int, float] = {}
     for span in trajectory.spans:
         if span.kind == "queue":
@@ -68,11 +65,11 @@ TAIL_SHARE = 0.1  # "the longest tenth": what a synchronous rollout waits for
 
 @dataclass(frozen=True)
 class ArmFigures:
-    """One arm in numbers. Seconds are wall seconds; `time_s` sums over trajectories, so it is many times the makespan.
+    """One arm in numbers. `time_s` sums over trajectories, so it is many times the makespan.
 
     tail_queue_share: of the wall time of the tenth with the most generated tokens, the part spent queueing (Heddle,
-    fig. 4). hidden_migration_s: migration time during which the trajectory's tool ran anyway. engine_last_token_s:
-    when each engine did its last work, the makespan's other side: an engine that ends early stood idle.
+    fig. 4). hidden_migration_s: migration time during which the tool of the trajectory ran. engine_last_token_s: when
+    each engine did its last work; until the makespan it was idle.
     """
 
     arm: str

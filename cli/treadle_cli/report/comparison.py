@@ -1,10 +1,8 @@
-"""The comparison of arms as rows of a table, and what they say in words, losses included.
+"""Compare the arms of a run: rows of a table, one sentence, every loss; and print them.
 
-Purpose: the page and the terminal show the same rows. Invariant: a row says which way is better, and every row in
-which the last arm (Treadle) did worse than the first (the baseline) is named in `losses`; nothing is left out because
-it does not flatter. Pure.
-
-The end of a run in the terminal: the comparison, where the time went, and where the report lies."""
+The page and the terminal show the same rows. A row says which way is better, and every row in which the last arm
+(Treadle) did worse than the first (the baseline) is named in `losses`: nothing is left out.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

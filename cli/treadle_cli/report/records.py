@@ -1,15 +1,17 @@
-"""What a run leaves in its folder: the nouns of trajectories.jsonl and summary.json, and their reading and writing.
+"""Read and write the files of a run: trajectories.jsonl and summary.json.
 
-Invariants: times are seconds from the start of the arm, so that two arms lie on one axis; token_ids, logprobs and
-loss_mask of a trajectory are equally long; reading what was written gives the same again. The report is drawn from
-these files alone.
+Invariants: times are seconds from the start of the arm, so that two arms share one axis; token_ids, logprobs and
+loss_mask of a trajectory are equally long; reading gives back what was written. The report is drawn from these files
+alone.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 TRAJECTORIES_FILE = "trajectories.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -80,6 +82,10 @@ class TrajectoryRecord:
     spans: tuple[SpanRecord, ...]
     forecasts: tuple[ForecastRecord, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not len(self.token_ids) == len(self.logprobs) == len(self.loss_mask):
+            raise ValueError("token_ids, logprobs and loss_mask differ in length")
+
 
 @dataclass(frozen=True)
 class ArmRecord:
@@ -124,69 +130,51 @@ class Run:
         return sorted((t for t in self.trajectories if t.arm == arm), key=lambda t: t.finished_s)
 
 
+@dataclass(frozen=True)
+class _Summary:
+    """summary.json, as far as it is read."""
+
+    run: RunRecord
+
+
+_SUMMARY = TypeAdapter(_Summary)
+_TRAJECTORY = TypeAdapter(TrajectoryRecord)
+
+
 def write_trajectories(folder: Path, trajectories: Iterable[TrajectoryRecord]) -> None:
     """One JSON object a line."""
-    with (folder / TRAJECTORIES_FILE).open("w") as lines:
+    with (folder / TRAJECTORIES_FILE).open("wb") as lines:
         for trajectory in trajectories:
-            lines.write(json.dumps(asdict(trajectory), separators=(",", ":")) + "\n")
+            lines.write(_TRAJECTORY.dump_json(trajectory) + b"\n")
 
 
-def write_summary(folder: Path, record: RunRecord, figures: Sequence[dict[str, Any]]) -> None:
-    """`figures` are derived (report/accounting.py) and written for other programs to read; reading a run does not
-    need them.
-    """
+def write_summary(folder: Path, record: RunRecord, figures: Sequence[Mapping[str, Any]]) -> None:
+    """`figures` (report/accounting.py) are there for other programs; `read_run` does not need them."""
     content = {"run": asdict(record), "figures": list(figures)}
     (folder / SUMMARY_FILE).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def read_run(folder: Path) -> Run:
-    """Raises RecordError where a file is missing, from another format, or broken."""
+    """Raise RecordError where a file is missing, from another format, or broken."""
     path = folder / SUMMARY_FILE
     try:
-        record = _run_from(json.loads(path.read_text())["run"])
+        record = _SUMMARY.validate_json(path.read_bytes()).run
     except FileNotFoundError as error:
-        raise RecordError(f"{path} is not there: {folder} is not the folder of a finished run") from error
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise RecordError(f"{path} is not a summary that this version writes: {error!r}") from error
+        raise RecordError(f"{path} does not exist: {folder} is not the folder of a finished run") from error
+    except ValidationError as error:
+        raise RecordError(f"{path} is not a summary that this version writes: {error}") from error
     if record.format_version != FORMAT_VERSION:
         raise RecordError(f"{path} has format {record.format_version}; this version reads {FORMAT_VERSION}")
     return Run(record, tuple(_read_trajectories(folder / TRAJECTORIES_FILE)))
 
 
-def _read_trajectories(path: Path) -> Iterable[TrajectoryRecord]:
+def _read_trajectories(path: Path) -> Iterator[TrajectoryRecord]:
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_bytes().splitlines()
     except FileNotFoundError as error:
-        raise RecordError(f"{path} is not there") from error
+        raise RecordError(f"{path} does not exist") from error
     for number, line in enumerate(lines, start=1):
         try:
-            yield _trajectory_from(json.loads(line))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise RecordError(f"{path}, line {number}, is not a trajectory: {error!r}") from error
-
-
-def _run_from(fields: dict[str, Any]) -> RunRecord:
-    arms = tuple(
-        ArmRecord(
-            **{
-                **arm,
-                "engine_losses": tuple(arm["engine_losses"]),
-                "failed_migrations": tuple(arm["failed_migrations"]),
-            }
-        )
-        for arm in fields["arms"]
-    )
-    lists = {name: tuple(fields[name]) for name in ("engines", "conditions")}
-    return RunRecord(**{**fields, **lists, "arms": arms})
-
-
-def _trajectory_from(fields: dict[str, Any]) -> TrajectoryRecord:
-    lists = {name: tuple(fields[name]) for name in ("token_ids", "logprobs", "loss_mask")}
-    spans = tuple(SpanRecord(**span) for span in fields["spans"])
-    versions = tuple(VersionSpanRecord(**span) for span in fields["version_spans"])
-    forecasts = tuple(ForecastRecord(**forecast) for forecast in fields.get("forecasts", ()))
-    parts = {"spans": spans, "version_spans": versions, "forecasts": forecasts}
-    trajectory = TrajectoryRecord(**{**fields, **lists, **parts})
-    if not len(trajectory.token_ids) == len(trajectory.logprobs) == len(trajectory.loss_mask):
-        raise TypeError("token_ids, logprobs and loss_mask differ in length")
-    return trajectory
+            yield _TRAJECTORY.validate_json(line)
+        except ValidationError as error:
+            raise RecordError(f"{path}, line {number}, is not a trajectory: {error}") from error
