@@ -11,7 +11,7 @@ value."""
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -162,7 +162,7 @@ def _shortened(text: str, longest: int) -> str:
 LONGEST_IDENTIFIER_CHARS = 128
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
-Number = int | float
+Number = TypeVar("Number", int, float)
 
 
 def require(condition: object, field: str, description: str) -> None:

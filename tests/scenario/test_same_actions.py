@@ -32,7 +32,7 @@ from treadle_core.events import (
 )
 from treadle_core.model import TrajectoryRecord, changed
 from treadle_runtime.bus import open_bus
-from treadle_scheduler.store import engine_key, trajectory_key
+from treadle_scheduler.driver import engine_key, trajectory_key
 from treadle_sim.cluster import Cluster, Failure, WeightUpdate
 from treadle_sim.driver import Driver as SimDriver
 from treadle_sim.engine_model import EngineModel, StepCurve

@@ -32,8 +32,7 @@ from treadle_core.model import EngineRecord, Policy, TicketRecord, TrajectoryRec
 from treadle_core.tuning import Tuning
 from treadle_runtime.bus import Bus
 from treadle_scheduler.config import SchedulerSettings
-from treadle_scheduler.driver import Driver
-from treadle_scheduler.store import POLICY_KEY, MeshRecord, Store, engine_key, trajectory_key
+from treadle_scheduler.driver import POLICY_KEY, Driver, MeshRecord, Store, engine_key, trajectory_key
 from treadle_scheduler.wire import tuning_of
 
 # The one threshold that the simulator sets itself: its leases never run out, it takes dead engines away by an event.
@@ -107,11 +106,11 @@ class Service:
         self._clock.now_s = now_s
         self.store.log.clear()
         if isinstance(event, StepRequested):
-            step = self._driver.step(event, event.trajectory_id, None)
+            step = self._driver.request_step(event, None)
             self._steps[event.trajectory_id] = asyncio.create_task(step)
             await asyncio.sleep(0)  # as far as the controller's answer; the ticket may come much later
         elif isinstance(event, TOLD):
-            self._driver.tell(event)
+            self._driver.handle(event)
         else:
             await self._driver.request(event)
         return list(self.store.log)

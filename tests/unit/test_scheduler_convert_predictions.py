@@ -5,7 +5,7 @@ from support.control import Scenario, all_of
 from treadle.common.v1.estimate_pb2 import Quantiles
 from treadle.predictor.v1 import predictor_pb2
 from treadle_core.actions import AnnouncePredicted, AskPrediction
-from treadle_scheduler.convert_mesh import fact_of, predictions_arrived
+from treadle_scheduler.convert_peers import fact_of, predictions_arrived
 
 
 @pytest.mark.parametrize(

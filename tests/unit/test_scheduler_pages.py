@@ -23,10 +23,9 @@ def records(count: int) -> list[TrajectoryRecord]:
 def walk(of: list[TrajectoryRecord], size: int, *, rollout_id: str = "", open_only: bool = False) -> list[str]:
     names, token = list[str](), ""
     while True:
-        page = page_of(of, rollout_id=rollout_id, open_only=open_only, size=size, token=token)
-        assert 0 < len(page.records) <= size or not names
-        names += [record.trajectory_id for record in page.records]
-        token = page.next_token
+        page, token = page_of(of, rollout_id=rollout_id, open_only=open_only, size=size, token=token)
+        assert 0 < len(page) <= size or not names
+        names += [record.trajectory_id for record in page]
         if not token:
             return names
 
@@ -44,13 +43,13 @@ def test_filters_hold_across_pages() -> None:
 
 def test_forgetting_and_opening_between_pages_hides_and_repeats_nothing() -> None:
     of = records(6)
-    first = page_of(of, rollout_id="", open_only=False, size=3, token="")
+    _, token = page_of(of, rollout_id="", open_only=False, size=3, token="")
     of = [*of[4:], replace(of[5], trajectory_id="t900", opened_s=99.0)]  # the last one given is gone too
-    rest = page_of(of, rollout_id="", open_only=False, size=10, token=first.next_token)
-    assert [record.trajectory_id for record in rest.records] == ["t004", "t005", "t900"]
+    rest, _ = page_of(of, rollout_id="", open_only=False, size=10, token=token)
+    assert [record.trajectory_id for record in rest] == ["t004", "t005", "t900"]
 
 
-@pytest.mark.parametrize("token", ["x", "????", "aGVsbG8=", "é", "MHgxcDAgdA", "bmFuIHQ=a"])
+@pytest.mark.parametrize("token", ["x", "????", "é", "soon/t0", "/t0", "0x1p99999/t0"])
 def test_a_token_that_was_never_given_is_refused(token: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         page_of(records(3), rollout_id="", open_only=False, size=1, token=token)

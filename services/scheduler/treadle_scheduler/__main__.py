@@ -1,4 +1,4 @@
-"""`python -m treadle_scheduler`."""
+"""Run the scheduler: `python -m treadle_scheduler`."""
 
 from treadle_runtime.config import read_settings
 from treadle_runtime.server import run

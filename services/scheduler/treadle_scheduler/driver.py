@@ -1,16 +1,25 @@
-"""The asyncio shell around the pure controller: events in, actions carried out.
+"""Run the controller in asyncio, and keep its state in a JetStream bucket.
 
-Owns the controller and its clock. A request is answered once its state is stored and not before; questions and commands
-to other services go to `Outbound`, which works in the background. Events are handled one at a time (the controller
-never awaits); stores and calls overlap.
+Store holds one key a trajectory, one an engine and one for the policy: `put` and `remove` note what a key should hold,
+`settle` returns once the bucket holds it. Per key the newest value wins and writes follow each other; a write that
+failed is made again by the next `settle` of its key, or by `settle_all`. Driver answers nothing before its keys are
+settled, so that a SIGKILL loses nothing that a client was told.
+
+Records are JSON by pydantic's serializer, which encodes a trajectory in 16 us where json.dumps over plain values took
+110. Fields that hold their default are left out and unknown ones are ignored, so that a newer scheduler reads what an
+older one stored and the other way round.
 """
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NewType, TypeVar
 
 import nats.errors
 import structlog
+from nats.js.kv import KeyValue
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from treadle_core.actions import (
     Action,
     ForgetTrajectory,
@@ -22,113 +31,266 @@ from treadle_core.actions import (
     SaveTrajectory,
 )
 from treadle_core.controller import Controller
-from treadle_core.events import Event, Tick
-from treadle_core.model import TicketRecord
-
-from treadle_scheduler.convert import StepHeld
-from treadle_scheduler.store import POLICY_KEY, MeshRecord, Store, engine_key, trajectory_key
+from treadle_core.events import Event, StepRequested, Tick
+from treadle_core.model import EngineRecord, Policy, TicketRecord, TrajectoryRecord
+from treadle_runtime.bus import Bus, entries_of, kv_key
 
 log = structlog.get_logger()
 
-# Leases are noticed to have run out at most this much late; a tick looks at what is due and at the engines, no more.
+BUCKET = "treadle_trajectories"
+POLICY_KEY = "policy"
+# An expired lease is noticed at most this much late; a tick only looks at what is due and at the engines.
 TICK_S = 0.5
-# A request for a ticket that the controller holds is answered "ask again" after this long: nobody's call hangs for a
-# whole rollout, and a client that went away is noticed.
+# ScheduleStep answers STEP_HELD after this long without a ticket: no call lasts for a whole rollout, and a client that
+# went away is noticed.
 HOLD_S = 20.0
-# At the end of the process: predictions and the like that were not stored yet. Losing them costs a repeated question.
+# At the end of the process, for predictions and the like that were not stored yet; losing them costs a repeated
+# question.
 LAST_SETTLE_S = 2.0
-# Markers of removed keys are swept now and then; nothing depends on it.
-SWEEP_S = 600.0
+PURGE_S = 600  # deleted keys leave markers; those older than this are purged this often, and nothing depends on it
 
-Send = Callable[[Action], None]
+R = TypeVar("R")
 
 
-def steady_clock() -> Callable[[], float]:
-    """Unix time that never goes back within this process."""
-    offset_s = time.time() - time.monotonic()
-    return lambda: offset_s + time.monotonic()
+class StepHeld(Exception):  # noqa: N818 - a condition, not a fault
+    """The trajectory waits for KV space or a slot on an engine, or for its KV to move; the client asks again."""
+
+    def __init__(self, trajectory_id: str) -> None:
+        super().__init__(f"{trajectory_id} waits for space on an engine; ask again")
+        self.trajectory_id = trajectory_id
+
+
+class CorruptRecord(Exception):  # noqa: N818 - named as what was found
+    """Stored bytes that are no record of the expected class."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshRecord:
+    """What holds for the mesh: the policy of new trajectories, and when it first started (`epoch_s`, Unix time)."""
+
+    policy: Policy
+    epoch_s: float
+
+
+Record = TrajectoryRecord | EngineRecord | MeshRecord
+
+
+def _adapter(record: Any) -> TypeAdapter[Any]:
+    # pydantic takes no config beside a dataclass itself, only beside a new type. A lease that never ends is infinite.
+    return TypeAdapter(record, config=ConfigDict(ser_json_inf_nan="constants"))
+
+
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {
+    cls: _adapter(NewType("Stored", cls)) for cls in (TrajectoryRecord, EngineRecord, MeshRecord)
+}
+
+
+def encode(record: Record) -> bytes:
+    return _ADAPTERS[type(record)].dump_json(record, exclude_defaults=True)
+
+
+def decode(cls: type[R], data: bytes) -> R:
+    """Raises CorruptRecord."""
+    try:
+        record: R = _ADAPTERS[cls].validate_json(data)
+    except ValidationError as error:
+        raise CorruptRecord(f"no {cls.__name__}: {error!r} in {data[:200]!r}") from error
+    return record
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What the bucket holds when the scheduler starts."""
+
+    trajectories: tuple[TrajectoryRecord, ...]
+    engines: tuple[EngineRecord, ...]
+    mesh: MeshRecord | None
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A key that is not settled: `value` None removes it."""
+
+    value: bytes | None
+    version: int = 1
+    stored: int = 0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+def trajectory_key(trajectory_id: str) -> str:
+    return kv_key("trajectory", trajectory_id)
+
+
+def engine_key(engine_id: str) -> str:
+    return kv_key("engine", engine_id)
+
+
+class Store:
+    """Owns the bucket; see the top of this module for `put` and `settle`."""
+
+    def __init__(self, bucket: KeyValue) -> None:
+        self._bucket = bucket
+        self._slots: dict[str, _Slot] = {}
+
+    @classmethod
+    async def open(cls, bus: Bus) -> "Store":
+        """Make the bucket where there is none."""
+        return cls(await bus.key_value(BUCKET))
+
+    async def load(self) -> Stored:
+        """Raises CorruptRecord."""
+        values = {entry.key: entry.value or b"" for entry in await entries_of(self._bucket)}
+        mesh = values.pop(POLICY_KEY, None)
+        trajectories = {key: values.pop(key) for key in list(values) if key.startswith("trajectory.")}
+        return Stored(
+            trajectories=tuple(decode(TrajectoryRecord, value) for value in trajectories.values()),
+            engines=tuple(decode(EngineRecord, value) for value in values.values()),
+            mesh=None if mesh is None else decode(MeshRecord, mesh),
+        )
+
+    def put(self, key: str, record: Record) -> None:
+        """Note that `key` is to hold the record."""
+        self._note(key, encode(record))
+
+    def remove(self, key: str) -> None:
+        """Note that `key` is to be removed."""
+        self._note(key, None)
+
+    async def settle(self, keys: Iterable[str]) -> None:
+        """Return once each key holds what was noted last, or newer. Raises nats.errors.Error; what failed stays
+        noted."""
+        unsettled = [key for key in keys if key in self._slots]
+        if len(unsettled) == 1:
+            await self._write(unsettled[0])
+        elif unsettled:
+            async with asyncio.TaskGroup() as group:
+                for key in unsettled:
+                    group.create_task(self._write(key))
+
+    async def settle_all(self) -> None:
+        """Settle every key, one after the other. Raises nats.errors.Error."""
+        for key in list(self._slots):
+            await self._write(key)
+
+    async def purge_markers(self) -> None:
+        """Delete the markers of keys removed long ago. Raises nats.errors.Error."""
+        await self._bucket.purge_deletes(olderthan=PURGE_S)
+
+    def _note(self, key: str, value: bytes | None) -> None:
+        slot = self._slots.get(key)
+        if slot is None:
+            self._slots[key] = _Slot(value)
+        else:
+            slot.value = value
+            slot.version += 1
+
+    async def _write(self, key: str) -> None:
+        slot = self._slots.get(key)
+        if slot is None:
+            return
+        wanted = slot.version
+        async with slot.lock:
+            if slot.stored >= wanted:
+                return
+            version, value = slot.version, slot.value
+            if value is None:
+                await self._bucket.delete(key)
+            else:
+                await self._bucket.put(key, value)
+            slot.stored = version
+            if slot.stored == slot.version and self._slots.get(key) is slot:
+                del self._slots[key]
 
 
 class Driver:
-    """See the module. `send` takes the actions that go to other services; it must not block."""
+    """Runs the pure controller in asyncio: passes events in and carries the returned actions out.
 
-    def __init__(self, controller: Controller, store: Store, epoch_s: float, clock: Callable[[], float], send: Send):
+    Owns the controller and its clock. Events are handled one at a time, because the controller never awaits; writes and
+    calls overlap. A request is answered once its state is stored and not before. `send` takes the actions that go to
+    other services; it must not block.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        store: Store,
+        epoch_s: float,
+        clock: Callable[[], float],
+        send: Callable[[Action], None],
+    ) -> None:
         self.controller = controller
         self._store = store
         self._epoch_s = epoch_s
         self._clock = clock
         self._send = send
-        self._askers: dict[str, asyncio.Future[TicketRecord]] = {}
+        self._waiting: dict[str, asyncio.Future[TicketRecord]] = {}  # ScheduleStep calls by trajectory
 
     async def request(self, event: Event, *keys: str) -> None:
-        """Handles a request, or a fact of the bus, and returns once its state is stored; `keys` are settled too, so
-        that a repeat of a request whose store failed is not answered before it succeeds. Raises Refusal and
-        nats.errors.Error."""
-        actions = self.controller.on_event(event, self._clock())
-        await self._store.settle({*self._carry_out(actions), *keys})
+        """Handle a request, or a fact of the bus, and return once its state is stored.
 
-    async def step(self, event: Event, trajectory_id: str, most_s: float | None) -> TicketRecord:
-        """Handles a StepRequested: the ticket, once it is stored. Where the controller holds it, waits for at most
-        `most_s` seconds (None: HOLD_S). Raises Refusal, StepHeld and nats.errors.Error."""
+        `keys` are settled too, so that a repeat of a request whose write failed is not answered before the write
+        succeeds. Raises Refusal and nats.errors.Error.
+        """
+        await self._store.settle({*self.handle(event), *keys})
+
+    async def request_step(self, event: StepRequested, timeout_s: float | None) -> TicketRecord:
+        """Handle a request for a ticket and return the ticket once it is stored.
+
+        Waits at most `timeout_s` seconds for it (None: HOLD_S). Raises Refusal, StepHeld and nats.errors.Error.
+        """
         issued: asyncio.Future[TicketRecord] = asyncio.get_running_loop().create_future()
-        self._askers[trajectory_id] = issued  # a repeat of the request takes the place of the first
+        self._waiting[event.trajectory_id] = issued  # a repeat of the request takes the place of the first
         try:
-            touched = self._carry_out(self.controller.on_event(event, self._clock()))
-            async with asyncio.timeout(HOLD_S if most_s is None else min(HOLD_S, most_s)):
+            touched = self.handle(event)
+            async with asyncio.timeout(HOLD_S if timeout_s is None else min(HOLD_S, timeout_s)):
                 ticket = await issued
         except TimeoutError as error:
-            raise StepHeld(trajectory_id) from error
+            raise StepHeld(event.trajectory_id) from error
         finally:
-            if self._askers.get(trajectory_id) is issued:
-                del self._askers[trajectory_id]
-        await self._store.settle({*touched, trajectory_key(trajectory_id)})
+            if self._waiting.get(event.trajectory_id) is issued:
+                del self._waiting[event.trajectory_id]
+        await self._store.settle({*touched, trajectory_key(event.trajectory_id)})
         return ticket
 
-    def _issued(self, ticket: TicketRecord) -> None:
-        """Answers who waits for it; who asks later gets it as a repeat."""
-        asker = self._askers.get(ticket.trajectory_id)
-        if asker is not None and not asker.done():
-            asker.set_result(ticket)
-
-    def tell(self, event: Event) -> None:
-        """Handles an answer of another service; what it changes is stored by the next tick."""
-        self._carry_out(self.controller.on_event(event, self._clock()))
+    def handle(self, event: Event) -> set[str]:
+        """Handle an event at once. Returns the keys of changed state, which the next tick stores."""
+        return self._carry_out(self.controller.on_event(event, self._clock()))
 
     def start(self, actions: list[Action]) -> None:
-        """Carries out what restoring the controller asked for."""
+        """Carry out what the controller returned when it was restored."""
         self._carry_out(actions)
 
     async def tick(self) -> None:
-        """Background task: time passes; what is not stored yet gets stored, at the end of the process too."""
+        """Background task: tell the controller that time passes, and store what is not stored yet."""
         try:
             while True:
                 await asyncio.sleep(TICK_S)
-                self.tell(Tick())
+                self.handle(Tick())
                 await self._settle_all()
         finally:
             try:
                 async with asyncio.timeout(LAST_SETTLE_S):
                     await self._settle_all()
             except TimeoutError:
-                log.warning("NATS is away: what was not stored yet is lost with this process")
+                log.warning("NATS does not answer: what was not stored yet is lost with this process")
+
+    async def purge_markers(self) -> None:
+        """Background task: keep the bucket small."""
+        while True:
+            await asyncio.sleep(PURGE_S)
+            try:
+                await self._store.purge_markers()
+            except nats.errors.Error as error:
+                log.warning("markers of deleted keys were not purged", error=repr(error))
 
     async def _settle_all(self) -> None:
         try:
             await self._store.settle_all()
         except nats.errors.Error as error:
-            log.warning("state is not stored yet, trying again", error=repr(error))
-
-    async def sweep(self) -> None:
-        """Background task: the bucket stays small."""
-        while True:
-            await asyncio.sleep(SWEEP_S)
-            try:
-                await self._store.sweep()
-            except nats.errors.Error as error:
-                log.warning("the bucket was not swept", error=repr(error))
+            log.warning("state is not stored yet; trying again", error=repr(error))
 
     def _carry_out(self, actions: list[Action]) -> set[str]:
-        """Notes state, sends the rest; the keys whose state was noted."""
+        """Note state to be stored and send the rest. Returns the keys whose state a request must wait for."""
         keys: set[str] = set()
         for action in actions:
             match action:
@@ -147,9 +309,17 @@ class Driver:
                     keys.add(POLICY_KEY)
                     self._store.put(POLICY_KEY, MeshRecord(policy, self._epoch_s))
                 case IssueTicket(ticket):
-                    self._issued(ticket)
+                    waiting = self._waiting.get(ticket.trajectory_id)
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(ticket)  # a later repeat of the request gets the ticket from the record
                 case HoldStep():
                     pass
                 case _:
                     self._send(action)
         return keys
+
+
+def steady_clock() -> Callable[[], float]:
+    """Unix time that never goes back within this process."""
+    offset_s = time.time() - time.monotonic()
+    return lambda: offset_s + time.monotonic()

@@ -1,31 +1,26 @@
-"""What the controller wants of others, in the background: predictions, plans, priorities, moves, announcements.
+"""Send the controller's wishes to other services in the background: predictions, plans, priorities, moves, facts.
 
-Nothing waits for these and none may hold up another: each kind has its own bounded worker, calls have deadlines, a
-failure is logged and becomes an event where the controller waits for an answer. Newer wishes replace older ones of the
-same trajectory or ticket while those still wait, so that a slow peer gets the newest and a queue never grows beyond
-what is open.
-
-Work that waits for a worker, by key: newer work of a key takes the place of older that still waits."""
+Nothing waits for these and none may delay another: each kind has its own queue and workers, calls have deadlines, and a
+failure is logged and becomes an event where the controller waits for an answer. A newer wish replaces an older one of
+the same trajectory or ticket that still waits, so that a slow service gets the newest and no queue outgrows what is
+open.
+"""
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 import grpc.aio
 import structlog
-from treadle.engine.v1 import engine_pb2_grpc
-from treadle.migrator.v1 import migrator_pb2_grpc
-from treadle.placement.v1 import placement_pb2_grpc
-from treadle.predictor.v1 import predictor_pb2_grpc
+from treadle.engine.v1.engine_pb2_grpc import EngineServiceStub
+from treadle.migrator.v1.migrator_pb2_grpc import MigratorServiceStub
+from treadle.placement.v1.placement_pb2_grpc import PlacementServiceStub
+from treadle.predictor.v1.predictor_pb2_grpc import PredictorServiceStub
 from treadle_core.actions import (
     AbortStep,
     Action,
     AnnounceClosed,
-    AnnounceEngineJoined,
-    AnnounceEngineLost,
-    AnnounceOpened,
-    AnnouncePredicted,
     AskPlan,
     AskPrediction,
     CancelMigration,
@@ -36,22 +31,35 @@ from treadle_core.actions import (
 from treadle_core.events import ClosedAnnounced, Event, MoveEnded, PlanArrived
 from treadle_runtime.bus import Bus
 
-from treadle_scheduler import convert_mesh as convert_calls
+from treadle_scheduler import convert_peers as convert
 from treadle_scheduler.config import SchedulerSettings
-from treadle_scheduler.convert_mesh import fact_of
 
 T = TypeVar("T")
+Command = StartMigration | CancelMigration | AbortStep | ReleasePrefix
+
+log = structlog.get_logger()
+
+# A prediction later than this is of no use: the step it would rank is over.
+PREDICTION_TIMEOUT_S = 5.0
+# Solvers answer in milliseconds; this is for one that is being restarted.
+PLAN_TIMEOUT_S = 5.0
+# Commands to sidecars and the migrator, which only note the wish.
+COMMAND_TIMEOUT_S = 5.0
+# Questions in one batch to the predictor; its limit is 4,096.
+MOST_QUERIES = 512
+# Commands under way at once.
+MOST_COMMANDS = 16
 
 
 class Waiting(Generic[T]):
-    """First come, first served; several workers may take. A key keeps its place when its work is replaced."""
+    """Work that waits for a worker, by key. A key keeps its place in the queue when its work is replaced."""
 
     def __init__(self) -> None:
         self._items: dict[str, T] = {}
         self._filled = asyncio.Event()
 
     def put(self, key: str, item: T) -> None:
-        """Adds or replaces; never blocks."""
+        """Add or replace; never blocks."""
         self._items[key] = item
         self._filled.set()
 
@@ -60,76 +68,53 @@ class Waiting(Generic[T]):
         while not self._items:
             self._filled.clear()
             await self._filled.wait()
-        keys = list(self._items)[:most] if most > 1 else [next(iter(self._items))]
-        return [self._items.pop(key) for key in keys]
+        return [self._items.pop(key) for key in list(self._items)[:most]]
 
-
-log = structlog.get_logger()
-
-# A prediction later than this is of no use: the step it would rank is over.
-PREDICTION_TIMEOUT_S = 5.0
-# Solvers answer in milliseconds; this is for one that is being restarted.
-PLAN_TIMEOUT_S = 5.0
-# Commands to sidecars and the migrator: they only note the wish.
-COMMAND_TIMEOUT_S = 5.0
-# Questions in one batch to the predictor; its limit is 4,096.
-MOST_QUERIES = 512
-# Calls under way to sidecars and the migrator, each kind by itself.
-MOST_COMMANDS = 16
-
-Tell = Callable[[Event], None]
+    async def take_one(self) -> T:
+        """The oldest item; waits while there is none."""
+        (item,) = await self.take(1)
+        return item
 
 
 class Outbound:
-    """See the module. `connect` opens channels; `tell` takes the events that answers become."""
+    """`connect` opens channels; `handle` is set once, before the workers run, and takes the events that answers
+    become."""
+
+    handle: Callable[[Event], object]
 
     def __init__(self, settings: SchedulerSettings, bus: Bus, connect: Callable[[str], grpc.aio.Channel]) -> None:
         self._settings = settings
         self._bus = bus
         self._connect = connect
-        self._tell: Tell = lambda event: None
         self._predictions: Waiting[AskPrediction] = Waiting()
         self._plans: Waiting[AskPlan] = Waiting()
         self._priorities: Waiting[Reprioritize] = Waiting()
-        self._commands: Waiting[StartMigration | CancelMigration | AbortStep | ReleasePrefix] = Waiting()
-        self._announcements: Waiting[
-            AnnounceOpened | AnnounceClosed | AnnouncePredicted | AnnounceEngineJoined | AnnounceEngineLost
-        ] = Waiting()
-
-    def answer_to(self, tell: Tell) -> None:
-        """Where events go; set once, before the workers run."""
-        self._tell = tell
+        self._commands: Waiting[Command] = Waiting()
+        self._announcements: Waiting[convert.Announcement] = Waiting()
 
     def send(self, action: Action) -> None:
-        """Takes an action to be done in the background; never blocks. What a part that is off would do is dropped."""
+        """Take an action to be carried out in the background; never blocks."""
         match action:
             case AskPrediction(trajectory_id):
                 if self._settings.predictor:
                     self._predictions.put(trajectory_id, action)
             case AskPlan():
                 self._plans.put("plan", action)
-            case Reprioritize(_, _, changes):
+            case Reprioritize(engine_id, address, changes):
                 for ticket_id, priority in changes:
-                    one = Reprioritize(action.engine_id, action.address, ((ticket_id, priority),))
-                    self._priorities.put(ticket_id, one)
-            case StartMigration():
-                self._commands.put(action.move_id, action)
+                    self._priorities.put(ticket_id, Reprioritize(engine_id, address, ((ticket_id, priority),)))
+            case StartMigration(move_id):
+                self._commands.put(move_id, action)
             case CancelMigration(_, migration_id):
                 self._commands.put(f"cancel {migration_id}", action)
             case AbortStep(_, ticket_id):
                 self._commands.put(f"abort {ticket_id}", action)
             case ReleasePrefix(address, trajectory_id):
                 self._commands.put(f"release {address} {trajectory_id}", action)
-            case (
-                AnnounceOpened()
-                | AnnounceClosed()
-                | AnnouncePredicted()
-                | AnnounceEngineJoined()
-                | AnnounceEngineLost()
-            ):
+            case _ if isinstance(action, convert.Announcement):
                 self._announcements.put(uuid.uuid4().hex, action)
             case _:
-                raise TypeError(f"{action} is not for others")
+                raise TypeError(f"{action} is not for another service")
 
     @property
     def tasks(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
@@ -137,38 +122,31 @@ class Outbound:
         return [self._predict, self._plan, self._prioritize, *[self._command] * MOST_COMMANDS, self._announce]
 
     async def _predict(self) -> None:
-        stub = (
-            predictor_pb2_grpc.PredictorServiceStub(self._connect(self._settings.predictor))
-            if self._settings.predictor
-            else None
-        )
         while True:
             asks = await self._predictions.take(MOST_QUERIES)
-            if stub is None:
-                continue
+            predictor = PredictorServiceStub(self._connect(self._settings.predictor))
+            request = convert.predictions_request(asks)
             try:
-                response = await stub.BatchPredictRemaining(
-                    convert_calls.predictions_request(asks), timeout=PREDICTION_TIMEOUT_S
-                )
-                events = convert_calls.predictions_arrived(asks, response)
+                response = await predictor.BatchPredictRemaining(request, timeout=PREDICTION_TIMEOUT_S)
+                events = convert.predictions_arrived(asks, response)
             except (grpc.aio.AioRpcError, ValueError) as error:
                 log.warning("no predictions", queries=len(asks), error=_brief(error))
                 continue
             for event in events:
-                self._tell(event)
+                self.handle(event)
 
     async def _plan(self) -> None:
         while True:
-            (ask,) = await self._plans.take(1)
-            event = PlanArrived(ask.plan_id)
+            ask = await self._plans.take_one()
+            event = PlanArrived(ask.plan_id)  # without groups, the core plans by itself
             if self._settings.placement:
-                stub = placement_pb2_grpc.PlacementServiceStub(self._connect(self._settings.placement))
+                placement = PlacementServiceStub(self._connect(self._settings.placement))
                 try:
-                    response = await stub.PlanPlacement(convert_calls.plan_request(ask), timeout=PLAN_TIMEOUT_S)
-                    event = convert_calls.plan_arrived(ask, response)
+                    response = await placement.PlanPlacement(convert.plan_request(ask), timeout=PLAN_TIMEOUT_S)
+                    event = convert.plan_arrived(ask, response)
                 except grpc.aio.AioRpcError as error:
                     log.warning("no plan", trajectories=len(ask.work), error=_brief(error))
-            self._tell(event)
+            self.handle(event)
 
     async def _prioritize(self) -> None:
         while True:
@@ -180,62 +158,55 @@ class Outbound:
                     group.create_task(self._reprioritize(address, of_address))
 
     async def _reprioritize(self, address: str, changes: list[tuple[str, float]]) -> None:
-        stub = engine_pb2_grpc.EngineServiceStub(self._connect(address))
-        request = convert_calls.reprioritize_request(changes, uuid.uuid4().hex)
-        await self._call("reprioritize", stub.Reprioritize(request, timeout=COMMAND_TIMEOUT_S))
+        request = convert.reprioritize_request(changes, uuid.uuid4().hex)
+        try:
+            await EngineServiceStub(self._connect(address)).Reprioritize(request, timeout=COMMAND_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            log.info("priorities were not changed", address=address, error=_brief(error))
 
     async def _command(self) -> None:
         while True:
-            (action,) = await self._commands.take(1)
-            match action:
-                case StartMigration():
-                    await self._start(action)
-                case CancelMigration(_, migration_id):
-                    if self._settings.migrator:
-                        migrator = migrator_pb2_grpc.MigratorServiceStub(self._connect(self._settings.migrator))
-                        cancel = convert_calls.cancel_request(migration_id)
-                        await self._call(
-                            "cancel migration", migrator.CancelMigration(cancel, timeout=COMMAND_TIMEOUT_S)
-                        )
-                case AbortStep():
-                    engine = engine_pb2_grpc.EngineServiceStub(self._connect(action.address))
-                    abort = convert_calls.abort_request(action)
-                    await self._call("abort step", engine.Abort(abort, timeout=COMMAND_TIMEOUT_S))
-                case ReleasePrefix():
-                    engine = engine_pb2_grpc.EngineServiceStub(self._connect(action.address))
-                    release = convert_calls.release_request(action, uuid.uuid4().hex)
-                    await self._call("release prefix", engine.ReleasePrefix(release, timeout=COMMAND_TIMEOUT_S))
+            command = await self._commands.take_one()
+            try:
+                await self._carry_out(command)
+            except grpc.aio.AioRpcError as error:
+                log.info("a command failed, which is allowed", command=str(command), error=_brief(error))
+                if isinstance(command, StartMigration):
+                    self._refuse_move(command)
 
-    async def _start(self, action: StartMigration) -> None:
-        ended = MoveEnded(action.trajectory_id, move_id=action.move_id, reason="NOT_STARTED")
-        if not self._settings.migrator:
-            self._tell(ended)
-            return
-        stub = migrator_pb2_grpc.MigratorServiceStub(self._connect(self._settings.migrator))
-        try:
-            response = await stub.StartMigration(convert_calls.migration_request(action), timeout=COMMAND_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            log.warning("migration was not started", trajectory_id=action.trajectory_id, error=_brief(error))
-            self._tell(ended)
-            return
-        self._tell(convert_calls.move_accepted(action, response))
+    async def _carry_out(self, command: Command) -> None:
+        match command:
+            case StartMigration() | CancelMigration() if not self._settings.migrator:
+                if isinstance(command, StartMigration):
+                    self._refuse_move(command)
+            case StartMigration():
+                migrator = MigratorServiceStub(self._connect(self._settings.migrator))
+                accepted = await migrator.StartMigration(convert.migration_request(command), timeout=COMMAND_TIMEOUT_S)
+                self.handle(convert.move_accepted(command, accepted))
+            case CancelMigration(_, migration_id):
+                migrator = MigratorServiceStub(self._connect(self._settings.migrator))
+                await migrator.CancelMigration(convert.cancel_request(migration_id), timeout=COMMAND_TIMEOUT_S)
+            case AbortStep(address):
+                await EngineServiceStub(self._connect(address)).Abort(
+                    convert.abort_request(command), timeout=COMMAND_TIMEOUT_S
+                )
+            case ReleasePrefix(address):
+                release = convert.release_request(command, uuid.uuid4().hex)
+                await EngineServiceStub(self._connect(address)).ReleasePrefix(release, timeout=COMMAND_TIMEOUT_S)
+
+    def _refuse_move(self, command: StartMigration) -> None:
+        self.handle(MoveEnded(command.trajectory_id, move_id=command.move_id, reason="NOT_STARTED"))
 
     async def _announce(self) -> None:
         while True:
             actions = await self._announcements.take(MOST_QUERIES)
             for action in actions:
-                await self._bus.publish(fact_of(action))
+                await self._bus.publish(convert.fact_of(action))
             closed = [action.record.trajectory_id for action in actions if isinstance(action, AnnounceClosed)]
             if closed:
                 await self._bus.flush()
                 for trajectory_id in closed:
-                    self._tell(ClosedAnnounced(trajectory_id))
-
-    async def _call(self, what: str, call: Awaitable[Any]) -> None:
-        try:
-            await call
-        except grpc.aio.AioRpcError as error:
-            log.info(f"{what} failed, which is allowed", error=_brief(error))
+                    self.handle(ClosedAnnounced(trajectory_id))
 
 
 def _brief(error: Exception) -> str:

@@ -21,7 +21,7 @@ from treadle_core.model import (
     TicketRecord,
     TrajectoryRecord,
 )
-from treadle_scheduler.store import CorruptRecord, MeshRecord, decoded, encoded
+from treadle_scheduler.driver import CorruptRecord, MeshRecord, decode, encode
 
 FINITE = st.floats(0, 1e12)
 ESTIMATES = st.builds(lambda values: Estimate(*sorted(values)), st.tuples(FINITE, FINITE, FINITE))
@@ -48,7 +48,7 @@ RECORDS = st.one_of(
 
 @given(RECORDS)
 def test_what_is_stored_comes_back_equal(record: TrajectoryRecord | EngineRecord | MeshRecord) -> None:
-    assert decoded(type(record), encoded(record)) == record
+    assert decode(type(record), encode(record)) == record
 
 
 def full_record() -> TrajectoryRecord:
@@ -62,11 +62,11 @@ def full_record() -> TrajectoryRecord:
 
 def test_fields_that_another_version_knows_are_ignored_and_missing_ones_take_their_default() -> None:
     record = full_record()
-    plain = json.loads(encoded(record))
+    plain = json.loads(encode(record))
     plain["invented_later"] = {"a": 1}
-    assert decoded(TrajectoryRecord, json.dumps(plain).encode()) == record
+    assert decode(TrajectoryRecord, json.dumps(plain).encode()) == record
     del plain["priority"]
-    assert decoded(TrajectoryRecord, json.dumps(plain).encode()).priority == 0.0
+    assert decode(TrajectoryRecord, json.dumps(plain).encode()).priority == 0.0
 
 
 def broken() -> Iterator[bytes]:
@@ -75,13 +75,13 @@ def broken() -> Iterator[bytes]:
     yield b"null"
     yield b"{}"
     yield b"\xff"
-    yield encoded(full_record()).replace(b'"stepping"', b'"flying"')
+    yield encode(full_record()).replace(b'"stepping"', b'"flying"')
 
 
 @pytest.mark.parametrize("data", list(broken()))
 def test_what_is_no_record_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptRecord):
-        decoded(TrajectoryRecord, data)
+        decode(TrajectoryRecord, data)
 
 
 def test_a_restarted_controller_goes_on_from_stored_bytes() -> None:
@@ -90,8 +90,8 @@ def test_a_restarted_controller_goes_on_from_stored_bytes() -> None:
     for number in range(3):
         scenario.open(f"t{number}")
         scenario.step(f"t{number}", 0, request_id=f"r{number}")
-    scenario.trajectories = {k: decoded(TrajectoryRecord, encoded(v)) for k, v in scenario.trajectories.items()}
-    scenario.engines = {k: decoded(EngineRecord, encoded(v)) for k, v in scenario.engines.items()}
+    scenario.trajectories = {k: decode(TrajectoryRecord, encode(v)) for k, v in scenario.trajectories.items()}
+    scenario.engines = {k: decode(EngineRecord, encode(v)) for k, v in scenario.engines.items()}
     before = scenario.controller.trajectories()
     scenario.restart()
     assert scenario.controller.trajectories() == before
