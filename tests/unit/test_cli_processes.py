@@ -99,7 +99,7 @@ async def test_a_child_that_dies_is_reported_by_name_with_its_last_lines(tmp_pat
 async def test_a_child_that_is_never_ready_is_named_too(tmp_path: Path) -> None:
     async with ProcessTree(tmp_path) as tree:
         child = tree.start("tools", ["sleep", "1000"], env=os.environ)
-        with pytest.raises(NotReadyError, match="tools gave no ready file within 0 s"):
+        with pytest.raises(NotReadyError, match="tools showed no ready file within 0 s"):
             await child.until(never_ready, "ready file", 0.2)
     assert nothing_is_left([child.pid])
 

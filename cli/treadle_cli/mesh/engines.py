@@ -1,8 +1,7 @@
-"""Engines as child processes: the model folder, one SGLang server each, and a wait until they answer.
+"""Start SGLang engines as child processes and wait until they answer.
 
-Invariants: on a CPU each engine is pinned to a core of its own with one thread; engines that share a machine share
-the folder of KV pages, so that a prefix can move between them; nothing of SGLang is imported here (it lives in its
-own venv).
+On a CPU each engine is pinned to a core of its own with one thread. Engines of one machine share the folder of KV
+pages, so that a prefix can move between them. SGLang is not imported here: it has a venv of its own.
 """
 
 import asyncio
@@ -67,17 +66,17 @@ class Engine:
 
 
 def default_model_folder() -> Path:
-    """Where the default model lies once it was converted (treadle_sidecar.sglang_cpu.model decides it)."""
+    """Where treadle_sidecar.sglang_cpu.model puts the default model when it has converted it."""
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(cache) / "treadle" / "models" / DEFAULT_MODEL.lower()
 
 
 async def prepare_model(tree: ProcessTree, plan: EnginePlan, environ: Mapping[str, str]) -> str:
-    """The folder or name to serve. The default model is converted once into the cache folder. Raises ProcessError."""
+    """The folder or name to serve; converts the default model at first use. Raises ProcessError."""
     if plan.model != DEFAULT_MODEL:
         return _named_model(plan.model)
     child = tree.start("model", [str(plan.python), "-m", "treadle_sidecar.sglang_cpu.model"], env=environ, stage=STAGE)
-    child.stopping = True  # it ends by itself, which is no death
+    child.stopping = True  # its end is expected
     async with asyncio.timeout(MODEL_TIMEOUT_S):
         await child.exited.wait()
     if child.returncode != 0:
@@ -102,7 +101,7 @@ def start_engines(
     hicache_folder: Path,
     environ: Mapping[str, str],
 ) -> list[Engine]:
-    """Starts all of them; `until_healthy` says when they answer."""
+    """Start all of them; `until_healthy` waits until one answers."""
     return [_start(tree, plan, model_path, index, ports[index], hicache_folder, environ) for index in range(plan.count)]
 
 
@@ -118,16 +117,8 @@ def _start(
     engine_id = f"engine-{index}"
     cores = plan.cores[index : index + 1]
     command = [sys.executable, "-m", "treadle_sidecar.engine.process", "--engine-id", engine_id, "--port", str(port)]
-    command += [
-        "--model",
-        model_path,
-        "--python",
-        str(plan.python),
-        "--slots",
-        str(plan.slots),
-        "--seed",
-        str(plan.seed),
-    ]
+    command += [*("--model", model_path), *("--python", str(plan.python))]
+    command += [*("--slots", str(plan.slots)), *("--seed", str(plan.seed))]
     command += ["--hicache-dir", str(hicache_folder)]
     env = dict(environ)
     if plan.on_cpu:
@@ -140,9 +131,7 @@ def _start(
 
 
 def _devices(index: int, flags: Sequence[str], visible: str) -> str:
-    """The accelerators of the index-th engine: as many as its tensor parallelism, after those of the engines before
-    it.
-    """
+    """The accelerators of one engine: as many as its tensor parallelism, after those of the engines before it."""
     degree = 1
     for flag, value in itertools.pairwise(flags):
         if flag in ("--tp", "--tp-size", "--tensor-parallel-size") and value.isdigit():
@@ -157,7 +146,7 @@ def _devices(index: int, flags: Sequence[str], visible: str) -> str:
 
 
 async def until_healthy(engine: Engine) -> None:
-    """Returns once the engine's /health answers 200. Raises ChildDiedError, NotReadyError."""
+    """Return once the engine's /health answers 200. Raises ChildDiedError, NotReadyError."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(HEALTH_TIMEOUT_S)) as http:
 
         async def healthy() -> bool | None:
@@ -171,12 +160,12 @@ async def until_healthy(engine: Engine) -> None:
 
 
 async def forget_caches(engines: Sequence[Engine], hicache_folder: Path, note: Callable[[str], None]) -> None:
-    """Empties the KV of all engines, in their pools and in shared storage, so that what comes next starts cold."""
+    """Empty the KV of all engines, in their pools and in shared storage."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(HEALTH_TIMEOUT_S)) as http:
         for engine in engines:
             if engine.child.exited.is_set():
                 continue
-            # A step whose last token has been read may still be in the engine's hands: it waits for that.
+            # The engine may still hold a step whose last token has been read: the flush waits for it.
             async with http.post(f"{engine.url}/flush_cache", params={"timeout": FLUSH_WAIT_S}) as answer:
                 if not answer.ok:
                     note(f"{engine.engine_id} did not flush its cache: {(await answer.text()).strip()}")

@@ -1,12 +1,11 @@
-"""Outlives the process that started a tree by as long as it takes to kill the tree: python -I -S guardian.py < PIPE
+"""Kill a process tree whose owner has died: python -I -S guardian.py < PIPE
 
-Purpose: the parent-death signal of launcher.py reaches children, not what they forked (an engine's workers). The
-guardian is told of every session that the tree starts ("+SID" and "-SID" lines on its standard input); when the pipe
-closes, because the parent ended in whatever way, it sends SIGKILL to every process still in those sessions, and ends.
+The parent-death signal of launcher.py reaches children, not their forks (an engine's workers). So the owner writes each
+session that it starts or ends ("+SID", "-SID" lines) to the guardian's standard input; when the pipe closes, because
+the owner has ended in any way, the guardian sends SIGKILL to every process in those sessions, and ends.
 
-Invariants: it never signals a session that it was not told of, nor its own; a session is taken off the list before
-its id can be used again, because a session's id stays taken while any member lives. Standard library only, run by
-path.
+It signals only sessions in its list, and never its own. A session leaves the list before its id can be used again,
+because the id stays taken while any member lives. Standard library only, run by path.
 """
 
 import contextlib
@@ -33,7 +32,7 @@ def session_members(session_id: int) -> list[int]:
 
 
 def kill_sessions(session_ids: set[int]) -> None:
-    """SIGKILL to all members until none is left, or the sweeps are used up."""
+    """Send SIGKILL to all members until none is left, at most SWEEPS times."""
     for _ in range(SWEEPS):
         pids = [pid for session_id in session_ids for pid in session_members(session_id)]
         if not pids:
@@ -45,7 +44,7 @@ def kill_sessions(session_ids: set[int]) -> None:
 
 
 def main() -> None:
-    """Follows the pipe to its end, then clears up."""
+    """Read the pipe to its end, then kill what is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends when the tree's owner does, not before
     sessions: set[int] = set()

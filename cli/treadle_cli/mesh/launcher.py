@@ -1,10 +1,9 @@
-"""Becomes a command that dies with its parent: python -I -S launcher.py PARENT_PID CORES COMMAND [ARGUMENT...]
+"""Execute a command that dies with its parent: python -I -S launcher.py PARENT_PID CORES COMMAND [ARGUMENT...]
 
-Purpose: the kernel's parent-death signal must be asked for in the child, and Python's `preexec_fn` is unsafe in a
-process that runs threads (gRPC does), so this small program asks for it and then executes COMMAND in its own place:
-same pid, session and files. CORES is a comma list of cores to pin COMMAND to, or "" for none.
-
-Standard library only: it is run by path, without site-packages, because it stands in front of every child.
+The child itself must ask the kernel for the parent-death signal, and Python's `preexec_fn` is unsafe in a process with
+threads (gRPC has some). So this program asks for it and then executes COMMAND in its own place: same pid, session and
+files. CORES is a comma-separated list of cores to pin COMMAND to, or "". Standard library only, run by path without
+site-packages: it starts before every child.
 """
 
 import ctypes
@@ -18,7 +17,7 @@ NOT_STARTED = 98
 
 
 def main(argv: list[str]) -> int:
-    """Executes the command; returns only when that was impossible."""
+    """Execute the command; return only if that was impossible."""
     parent_pid, cores, command = int(argv[1]), argv[2], argv[3:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

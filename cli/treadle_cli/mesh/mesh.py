@@ -1,14 +1,10 @@
-"""One mesh on this machine: NATS, the services, the engines and their sidecars, in one process tree.
+"""Run a mesh on this machine: NATS, the services, the engines and their sidecars, in one process tree.
 
-Purpose: what `treadle up` keeps running and `treadle demo` runs its arms on. Engines take most of a minute to start
-and live as long as the mesh; the control plane takes seconds, and `renew_control_plane` gives a fresh one (new store,
-no history) on the same engines. Invariants: checks come before the first process; an engine that dies is noted and
-its sidecar goes on telling the scheduler; any other child that dies ends the mesh with its name and last words.
-
-Progress while a mesh starts: one line a part with a spinner and its seconds; plain lines where there is no
-terminal.
-
-`treadle up`: a mesh that runs until Ctrl-C."""
+`treadle up` (`run_up`) runs one until Ctrl-C; `treadle demo` runs its arms on one. Engines take most of a minute to
+start and live as long as the mesh; the control plane takes seconds, and `renew_control_plane` replaces it with a fresh
+one (empty store, no history) on the same engines. An engine that dies is recorded, and its sidecar reports it to the
+scheduler; any other child that dies ends the mesh, with its name and the end of its log.
+"""
 
 import asyncio
 import os
@@ -40,20 +36,20 @@ REGISTRATION_TIMEOUT_S = 60.0  # a sidecar registers as soon as its engine has a
 
 
 class Board(Protocol):
-    """Where progress and news go."""
+    """Where progress and messages go."""
 
     def note(self, text: str) -> None:
-        """A line of news."""
+        """Show a message."""
         ...
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        """Something that starts while the block runs."""
+        """Show that something starts while the block runs."""
         ...
 
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """What to start. folder: for state that ends with the mesh. base_port: of the scheduler, 0 for free ones."""
+    """What to start. folder: for state that is deleted with the mesh. base_port: the scheduler's; 0: free ports."""
 
     engines: EnginePlan
     folder: Path
@@ -67,7 +63,7 @@ class MeshPlan:
 
 @dataclass(frozen=True)
 class EngineDeath:
-    """An engine's process ended unasked, at `time_s` of unix time."""
+    """The process of an engine ended although nobody stopped it. time_s: unix time."""
 
     engine_id: str
     time_s: float
@@ -75,7 +71,7 @@ class EngineDeath:
 
 
 class Mesh:
-    """A mesh in `tree`. Made by `Mesh.start`; the tree ends it."""
+    """Made by `Mesh.start`; its `tree` stops it."""
 
     def __init__(self, plan: MeshPlan, tree: ProcessTree, board: Board) -> None:
         self.plan = plan
@@ -84,7 +80,7 @@ class Mesh:
         self.model_path = ""
         self.where = _addresses(plan)
         self.nats_url = ""
-        self.board: Board = board  # who is told of news now
+        self.board: Board = board  # changed by whoever displays
         self._tree = tree
         self._environ = dict(os.environ)
         self._control: list[Child] = []
@@ -95,7 +91,7 @@ class Mesh:
 
     @classmethod
     async def start(cls, plan: MeshPlan, tree: ProcessTree, board: Board) -> "Mesh":
-        """Starts everything and returns when every engine answers and is registered with the scheduler."""
+        """Start everything; return when every engine answers and is registered with the scheduler."""
         require_bubblewrap()
         mesh = cls(plan, tree, board)
         tree.on_death = mesh.on_death
@@ -112,10 +108,10 @@ class Mesh:
         return self.plan.folder / "kv"
 
     def on_death(self, child: Child) -> None:
-        """An engine's death is news, any other child's is the end of the mesh."""
+        """Record the death of an engine; end the mesh at the death of any other child."""
         if child.name in self.plan.engine_ids:
             if not self._serving:
-                return  # whoever waits for its first answer is told
+                return  # `until_healthy` raises it
             death = EngineDeath(child.name, time.time(), describe_exit(child.returncode))
             self.engine_deaths.append(death)
             self.board.note(f"{death.engine_id} {death.how}; its trajectories go on elsewhere")
@@ -123,13 +119,13 @@ class Mesh:
             self._broken.set_result(child)
 
     async def until_broken(self) -> None:
-        """Waits for the death of a child that the mesh cannot do without, and raises ChildDiedError."""
+        """Raise ChildDiedError once a child dies that the mesh needs."""
         raise ChildDiedError(await asyncio.shield(self._broken))
 
     async def renew_control_plane(self, *, preempt: bool) -> None:
-        """Stops NATS, the services and the sidecars, empties all KV caches, and starts them again with an empty store.
+        """Stop NATS, the services and the sidecars, empty all KV caches, and start them again with an empty store.
 
-        preempt: whether the sidecars may evict a running step for a waiting one.
+        preempt: whether the sidecars may preempt a running step for a waiting one.
         """
         self._preempt = preempt
         await self._tree.stop([child for child in self._control if child.stage == services.STAGE])
@@ -181,7 +177,7 @@ class Mesh:
             await self._until_registered({engine.engine_id for engine in alive})
 
     async def _until_registered(self, engine_ids: set[str]) -> None:
-        """Returns once the scheduler holds a lease of each engine."""
+        """Return once the scheduler has a lease of each engine."""
         sidecars = [child for child in self._control if child.name.startswith("sidecar-")]
         async with grpc.aio.insecure_channel(self.where.scheduler) as channel:
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
@@ -246,12 +242,12 @@ class StartBoard:
             self._progress = None
 
     def note(self, text: str) -> None:
-        """A line of news above the board."""
+        """Print a message above the progress lines."""
         self._console.print(text, style="yellow", highlight=False, soft_wrap=True)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Shows `name` as starting until the block ends."""
+        """Show `name` as starting until the block ends."""
         started_s = time.monotonic()
         task = self._progress.add_task(name, total=1) if self._progress is not None else None
         if task is None:
@@ -264,9 +260,9 @@ class StartBoard:
 
 
 async def run_up(plan: MeshPlan, logs: Path, console: Console, hurry: asyncio.Event) -> int:
-    """Starts the mesh, prints where everything is, and waits. Ends by a signal, or by ChildDiedError.
+    """Start the mesh, print its addresses, and wait for a signal or ChildDiedError.
 
-    logs: the folder of the children's logs; the plan's own folder, the mesh's state, is removed at the end.
+    logs: the folder of the children's logs. The plan's folder, the state of the mesh, is removed at the end.
     """
     try:
         async with ProcessTree(logs, hurry=hurry) as tree:

@@ -1,11 +1,10 @@
-"""A tree of child processes that leaves nothing behind.
+"""Start child processes, wait until they are ready, and leave none behind.
 
-Purpose: `treadle up` and `treadle demo` run NATS, services and engines as children; this owns them: start, readiness,
-logs, death notices, stop. Children run in sessions of their own, so that a terminal's Ctrl-C reaches only us and we
-stop them in order. Invariants: a child is on the books from the instant that it exists (starting is synchronous, so
-no cancellation falls between); when the tree closes, in whatever way, every process of every session that it started
-is gone; when this process is killed outright, the parent-death signal (launcher.py) and the guardian (guardian.py)
-see to the same. Owned by one asyncio loop; Linux.
+`treadle up` and `treadle demo` run NATS, services and engines as children. Each runs in a session of its own, so that
+Ctrl-C in a terminal reaches only this process, which stops the children in order. A child is registered from the moment
+that it exists (starting is synchronous, so no cancellation comes between). When the tree closes, however that happens,
+every process of every session that it started is gone; if this process is killed, the parent-death signal (launcher.py)
+and the guardian (guardian.py) do the same. One asyncio loop owns a tree. Linux only.
 """
 
 import asyncio
@@ -38,7 +37,7 @@ class Child:
         self.log_path = log_path
         self.stage = stage
         self.exited = asyncio.Event()
-        self.stopping = False  # asked to end: its end is no death
+        self.stopping = False  # its end is expected
         self._process = process
 
     @property
@@ -52,7 +51,7 @@ class Child:
         return self._process.returncode
 
     def poll(self) -> int | None:
-        """Collects the exit code if the process has ended."""
+        """Collect the exit code if the process has ended."""
         return self._process.poll()
 
     def tail(self, lines: int = TAIL_LINES) -> str:
@@ -64,8 +63,9 @@ class Child:
         return "\n".join(text.rstrip().splitlines()[-lines:])
 
     async def until(self, ready: Callable[[], Awaitable[T | None]], what: str, timeout_s: float) -> T:
-        """Asks `ready` until it gives something. Raises ChildDiedError when the child ends first, NotReadyError after
-        `timeout_s`.
+        """Ask `ready` until it returns something.
+
+        Raises ChildDiedError when the child ends first, NotReadyError after `timeout_s`.
         """
         give_up_at = time.monotonic() + timeout_s
         while True:
@@ -81,7 +81,7 @@ class Child:
 
 
 class ProcessError(Exception):
-    """A child did not do what the tree needs. The message names it and shows the end of its log."""
+    """A child failed. The message names it and shows the end of its log."""
 
     def __init__(self, child: Child, problem: str) -> None:
         self.child = child
@@ -91,17 +91,17 @@ class ProcessError(Exception):
 
 
 class ChildDiedError(ProcessError):
-    """A child ended although nobody asked it to."""
+    """A child ended although nobody stopped it."""
 
     def __init__(self, child: Child) -> None:
         super().__init__(child, describe_exit(child.returncode))
 
 
 class NotReadyError(ProcessError):
-    """A child lives and is not ready in time."""
+    """A child runs and is not ready in time."""
 
     def __init__(self, child: Child, what: str, timeout_s: float) -> None:
-        super().__init__(child, f"gave no {what} within {timeout_s:.0f} s")
+        super().__init__(child, f"showed no {what} within {timeout_s:.0f} s")
 
 
 def describe_exit(returncode: int | None) -> str:
@@ -116,10 +116,10 @@ def _start_guardian() -> "subprocess.Popen[bytes]":
 
 
 class ProcessTree:
-    """Starts children and stops them all when the `async with` block ends.
+    """Starts children, and stops them all when the `async with` block ends.
 
-    log_folder: a child's output goes to NAME.log there. hurry: once set, stopping kills without grace. on_death:
-    called on the loop with each child that ended unasked; the default does nothing.
+    log_folder: the output of a child goes to NAME.log there. hurry: once set, stopping kills without a grace period.
+    on_death: called on the loop with each child that ends although nobody stopped it.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class ProcessTree:
 
     @property
     def children(self) -> Sequence[Child]:
-        """Those that run, in the order of their start."""
+        """Children that run, in the order of their start."""
         return [child for child in self._children if not child.exited.is_set()]
 
     async def __aenter__(self) -> Self:
@@ -144,8 +144,7 @@ class ProcessTree:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # A cancellation that comes now (Ctrl-C during the stop) must not end the stopping: it makes it hurry, and is
-        # passed on after.
+        # A cancellation that comes now (Ctrl-C while stopping) makes the stop hurry, and is raised after it.
         async with asyncio.TaskGroup() as group:
             closing = group.create_task(self._close())
             cancelled = False
@@ -161,7 +160,7 @@ class ProcessTree:
     def start(
         self, name: str, argv: Sequence[str], *, env: Mapping[str, str], cores: Sequence[int] = (), stage: int = 0
     ) -> Child:
-        """Starts `argv` with exactly `env`; pinned to `cores` where given. Higher stages are stopped first."""
+        """Start `argv` with exactly `env`, pinned to `cores` where given. Higher stages are stopped first."""
         pinned = ",".join(str(core) for core in cores)
         launcher = [*_PLAIN_PYTHON, str(_HERE / "launcher.py"), str(os.getpid()), pinned]
         log_path = self._log_folder / f"{name}.log"
@@ -176,7 +175,7 @@ class ProcessTree:
             )
         child = Child(name, process, log_path, stage)
         self._children.append(child)
-        self._tell_guardian(f"+{child.pid}")
+        self._inform_guardian(f"+{child.pid}")
         exit_fd = os.pidfd_open(process.pid)
         asyncio.get_running_loop().add_reader(exit_fd, self._on_exit, child, exit_fd)
         return child
@@ -213,16 +212,14 @@ class ProcessTree:
                 os.kill(pid, signal.SIGKILL)
         if not left:
             self._children.remove(child)
-            self._tell_guardian(f"-{child.pid}")
+            self._inform_guardian(f"-{child.pid}")
         child.exited.set()
         if not child.stopping:
             self.on_death(child)
 
-    def _tell_guardian(self, line: str) -> None:
+    def _inform_guardian(self, line: str) -> None:
         if self._guardian is None or self._guardian.stdin is None:
             raise RuntimeError("the process tree is not open")
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # somebody killed the guardian: closing the tree still stops everything
+        with contextlib.suppress(BrokenPipeError):  # the guardian was killed: closing the tree still stops everything
             self._guardian.stdin.write(f"{line}\n".encode())
             self._guardian.stdin.flush()

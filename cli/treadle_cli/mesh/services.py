@@ -1,14 +1,9 @@
-"""The seven services of a mesh as child processes: what each is started with.
+"""Start the seven services of a mesh as child processes, on free ports of the loopback interface.
 
-Invariants: every address is decided before the first service starts, because the scheduler and the migrator name each
-other; a service counts as started once it has written its ready file. Which variable tells a service what stands here
-and in the service's own config.py; a wrong one ends the service with a line that the caller sees.
-
-Free TCP ports of the loopback interface for services that are started later than their addresses are told.
-
-They lie below the range from which the kernel serves outgoing connections and binds to port 0, so that no connection of
-anybody takes one of them in between, however long an engine loads. Another program may still ask for one by number: the
-one who finds it taken says so by name."""
+All addresses are chosen before the first service starts, because the scheduler and the migrator name each other. A
+service has started once it has written its ready file. Which variable a service takes stands in its config.py; a wrong
+value ends the service with one line, which the caller sees.
+"""
 
 import asyncio
 import contextlib
@@ -22,7 +17,7 @@ from pathlib import Path
 from treadle_cli.mesh.processes import Child, ProcessTree
 
 HOST = "127.0.0.1"
-LOWEST = 10_000  # above the numbers that most services are known by
+LOWEST = 10_000  # above the ports of well-known services
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 EPHEMERAL_FROM = 32_768  # Linux' own default, where that file is not there
 ENOUGH = 1_000  # ports to choose from
@@ -30,14 +25,18 @@ ATTEMPTS_PER_PORT = 100
 
 
 def free_ports(count: int) -> list[int]:
-    """`count` different ports at random. Raises OSError if so many are not to be had."""
+    """`count` different free ports, chosen at random. Raises OSError if there are not so many.
+
+    They lie below the range from which the kernel takes ports for outgoing connections and for port 0, so that no
+    connection takes one of them before its service starts, however long an engine loads.
+    """
     among = range(LOWEST, _ephemeral_from())
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         ports: list[int] = []
         for _ in range(count * ATTEMPTS_PER_PORT):
             if len(ports) == count:
                 break
-            listener = held.enter_context(socket.socket())
+            listener = stack.enter_context(socket.socket())
             with contextlib.suppress(OSError):
                 listener.bind((HOST, random.choice(among)))
                 ports.append(int(listener.getsockname()[1]))
@@ -47,12 +46,12 @@ def free_ports(count: int) -> list[int]:
 
 
 def free_port() -> int:
-    """One of `free_ports`."""
+    """One free port, as in `free_ports`."""
     return free_ports(1)[0]
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody listens there."""
+    """Whether no socket listens on this port."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -63,7 +62,7 @@ def is_free(port: int) -> bool:
 
 
 def _ephemeral_from() -> int:
-    """The first port that the kernel gives out by itself; where it leaves none below, Linux' default."""
+    """The first port that the kernel assigns by itself."""
     try:
         first = int(EPHEMERAL_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -71,9 +70,9 @@ def _ephemeral_from() -> int:
     return first if first > LOWEST + ENOUGH else EPHEMERAL_FROM
 
 
-START_TIMEOUT_S = 90.0  # about 2 s on an idle machine; engines that load beside it take both cores
-DRAIN_GRACE_S = 1.0  # on this machine nobody else waits for a call in flight when the tree stops
-LEASE_TTL_S = 4.0  # on one machine a sidecar that is silent for so long is gone; the default is made for networks
+START_TIMEOUT_S = 90.0  # about 2 s on an idle machine; engines may be loading on the same cores
+DRAIN_GRACE_S = 1.0  # when the tree stops, no other client waits for a call in flight
+LEASE_TTL_S = 4.0  # shorter than the default, which is made for networks
 STAGE = 2  # stopped first
 CONTROL_SERVICES = ("predictor", "placement", "migrator", "tools", "rollout", "scheduler")
 PORT_OFFSETS = {"scheduler": 0, "predictor": 1, "placement": 2, "migrator": 3, "tools": 4, "rollout": 5}
@@ -94,7 +93,7 @@ class Addresses:
 
 
 def addresses(ports: Mapping[str, int], sidecar_ports: Mapping[str, int]) -> Addresses:
-    """Of ports by name."""
+    """Addresses from ports by name."""
     return Addresses(
         {name: f"{HOST}:{ports[name]}" for name in CONTROL_SERVICES},
         {engine_id: f"{HOST}:{port}" for engine_id, port in sidecar_ports.items()},
@@ -102,7 +101,7 @@ def addresses(ports: Mapping[str, int], sidecar_ports: Mapping[str, int]) -> Add
 
 
 class Services:
-    """Starts services in a tree, with NATS at `nats_url`; ready files go to `folder`, which is there."""
+    """Starts services in `tree`, with NATS at `nats_url`; ready files go to `folder`, which exists."""
 
     def __init__(
         self, tree: ProcessTree, where: Addresses, nats_url: str, folder: Path, environ: Mapping[str, str]
@@ -111,13 +110,13 @@ class Services:
         self._environ = {**environ, "TREADLE_NATS_URL": nats_url, "TREADLE_DRAIN_GRACE_S": str(DRAIN_GRACE_S)}
 
     async def start_control(self, python: str) -> list[Child]:
-        """All but the sidecars, at once; returns when all are ready."""
+        """Start all but the sidecars, at once; return when all are ready."""
         peers = {f"TREADLE_SCHEDULER_{name.upper()}": address for name, address in self._where.services.items()}
         peers.pop("TREADLE_SCHEDULER_SCHEDULER")
         extra = {
             "scheduler": {**peers, "TREADLE_SCHEDULER_LEASE_TTL_S": str(LEASE_TTL_S)},
             "migrator": {"TREADLE_MIGRATOR_SCHEDULER": self._where.scheduler},
-            # Nobody here starts it again, and the tree leaves nothing behind.
+            # Nobody restarts the service here, so its sandboxes end with it.
             "tools": {"TREADLE_TOOLS_STATE_DIR": str(self._folder / "tools"), "TREADLE_TOOLS_KEEP_S": "0"},
         }
         children = [
@@ -128,7 +127,7 @@ class Services:
         return children
 
     async def start_sidecar(self, python: str, engine_id: str, settings: Mapping[str, str]) -> Child:
-        """One engine's sidecar; `settings` are its own variables."""
+        """Start the sidecar of one engine; `settings` are its own variables."""
         extra = {"TREADLE_SIDECAR_SCHEDULER": self._where.scheduler, "TREADLE_SIDECAR_ENGINE_ID": engine_id, **settings}
         name = f"sidecar-{engine_id}"
         child = self._start(python, name, "treadle_sidecar", "sidecar", self._where.sidecars[engine_id], extra)
