@@ -5,9 +5,9 @@ ENGINE_VENV := .venv-engine
 BIN := $(VENV)/bin
 MESH_READY := $(VENV)/.treadle-mesh-ready
 ENGINE_READY := $(ENGINE_VENV)/.treadle-engine-ready
-RUFF_PATHS := clients core learned runtime services sim cli bench examples tests
+RUFF_PATHS := clients core learned runtime services sim cli bench examples tests scripts
 
-.PHONY: help setup demo test test-quick test-engine check lint types manifests verify protos bench-tools clean
+.PHONY: help setup demo test test-quick test-engine check lint types manifests wheels verify protos bench-tools clean
 
 help:            ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -57,7 +57,10 @@ bench-tools: $(MESH_READY) ## tools and rewards: ARL-Tangram's evaluation, and t
 protos:          ## regenerate the stubs under clients/python
 	@scripts/generate-protos.sh
 
-verify: check test   ## what must be green before every commit
+wheels: $(MESH_READY) ## build the wheels, install them into empty environments, start every service from them
+	@$(BIN)/python scripts/check_wheels.py $(abspath $(BIN)/nats-server)
+
+verify: check wheels test   ## what must be green before every commit
 	@test -z "$$(git status --porcelain)" || { echo "verify: the tree is not clean:"; git status --short; exit 1; }
 
 clean:           ## remove what setup made
