@@ -1,42 +1,72 @@
-"""A fitted predictor as a folder: `predictor.json` says what it is, `head.safetensors` has its weights; where the
-backbone was trained too, `adapter/` (LoRA) or `backbone/` (all of it) has that.
+"""Save and load fitted predictors, and keep versions of them in a folder.
 
-Invariants: a folder is whole or not there (written beside and renamed); what is loaded is what was saved, by checksum;
-a head is never joined to another backbone, tokenizer or set of features than it was fitted with.
+A checkpoint is a folder: `predictor.json` describes it, `head.safetensors` has the head's weights; where the backbone
+was trained too, `adapter/` (LoRA) or `backbone/` (all weights) has that. A models folder has one checkpoint a version,
+and a file `current` that names the version in use.
+
+Invariants: a checkpoint is whole or not there (written beside and renamed); what is loaded is what was saved, by
+checksum; a head is never joined to another backbone, tokenizer or set of features than it was fitted with. A reader of
+`current` finds the old version or the new one, and only a version that is there and loads. The version in use is never
+removed.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from treadle_learned.backbone import Backbone
-from treadle_learned.backbone_tuned import ADAPTER, WHOLE, load_tuned
+from treadle_learned.backbone import Backbone, load_tuned
 from treadle_learned.errors import CheckpointError
-from treadle_learned.features import FEATURES
+from treadle_learned.examples import Examples, States, Track, without_text
 from treadle_learned.head import QuantileHead
+from treadle_learned.moments import FEATURES, Moment
 from treadle_learned.reading import Bounds
+from treadle_learned.transcript import Transcript, replace_file
 
-FORMAT = 4  # another one too where what `reading` makes of a transcript changes: a head is fitted to that
-ABOUT, HEAD = "predictor.json", "head.safetensors"
+ABOUT, HEAD, POINTER = "predictor.json", "head.safetensors", "current"
+
+
+class _Tuned(BaseModel):
+    folder: Literal["adapter", "backbone"]
+    sha256: dict[str, str]
+
+
+class _About(BaseModel):
+    """The content of `predictor.json`. `format` also changes where `reading` makes something else of a transcript: a
+    head is fitted to that."""
+
+    model_config = ConfigDict(strict=True)
+
+    format: Literal[4]
+    version: str
+    backbone: str
+    fingerprint: str
+    reads_text: bool
+    hidden_size: int
+    members: int
+    bounds: dict[str, int]
+    features: list[str]
+    head_sha256: str
+    tuned: _Tuned | None
+    notes: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """version: names it in predictions. backbone: folder or hub name, and its fingerprint; both empty for one that
-    reads no text. notes: what was measured of it, e.g. by validation; any JSON. tuned: the folder of what was trained
-    of the backbone, named `adapter` or `backbone`; None where the backbone is as it was."""
+    """A fitted predictor. version: names it in predictions. backbone: folder or hub name, and its fingerprint; both
+    empty for one that reads no text. notes: how it was made and measured; any JSON. tuned: the folder of the trained
+    part of the backbone, named `adapter` or `backbone`; None where the backbone is unchanged."""
 
     version: str
     backbone: str
@@ -53,32 +83,57 @@ class Checkpoint:
         """Whether it was better on its validation prompts than the estimators without a model."""
         return self.notes.get("chosen") != "siblings"
 
+    def load_backbone(self, *, device: str | None = None, dtype: torch.dtype | None = None) -> Backbone:
+        """The backbone that it was fitted with. Raises BackboneError, and CheckpointError for a checkpoint that reads
+        no text, and where another backbone or tokenizer stands in its place."""
+        if not self.reads_text:
+            raise CheckpointError(f"{self.version}: reads no text, so it has no backbone")
+        if self.tuned is None:
+            backbone = Backbone.load(self.backbone, device=device, dtype=dtype)
+        else:
+            backbone = load_tuned(self.backbone, self.tuned, device=device, dtype=dtype)
+        if backbone.fingerprint != self.fingerprint:
+            raise CheckpointError(
+                f"backbone {self.backbone!r}: is not the model and tokenizer that {self.version} was fitted with; "
+                "put those back, or fit again"
+            )
+        return backbone
+
+    def examples(
+        self, moments: Sequence[Moment], transcripts: Sequence[Transcript], track: Track = lambda over, _: over
+    ) -> Examples:
+        """Moments as its head takes them, in their order. Raises BackboneError, CheckpointError."""
+        if not self.reads_text:
+            return without_text(moments, self.hidden_size)
+        return States(self.load_backbone(), transcripts, self.bounds).examples(moments, track)
+
 
 def save(checkpoint: Checkpoint, folder: Path) -> Path:
-    """Writes it at `folder`, where nothing may be yet: a version is never written over. Raises OSError."""
+    """Write a checkpoint at `folder`, where nothing may be yet: a version is never written over. Raises OSError."""
     weights = save_tensors({name: tensor.contiguous() for name, tensor in checkpoint.head.state_dict().items()})
-    about = {
-        "format": FORMAT,
-        "version": checkpoint.version,
-        "backbone": checkpoint.backbone,
-        "fingerprint": checkpoint.fingerprint,
-        "reads_text": checkpoint.reads_text,
-        "hidden_size": checkpoint.hidden_size,
-        "members": checkpoint.head.members,
-        "bounds": asdict(checkpoint.bounds),
-        "features": list(FEATURES),
-        "head_sha256": hashlib.sha256(weights).hexdigest(),
-        "tuned": None,
-        "notes": dict(checkpoint.notes),
-    }
+    about = _About(
+        format=4,
+        version=checkpoint.version,
+        backbone=checkpoint.backbone,
+        fingerprint=checkpoint.fingerprint,
+        reads_text=checkpoint.reads_text,
+        hidden_size=checkpoint.hidden_size,
+        members=checkpoint.head.members,
+        bounds=asdict(checkpoint.bounds),
+        features=list(FEATURES),
+        head_sha256=hashlib.sha256(weights).hexdigest(),
+        tuned=None,
+        notes=dict(checkpoint.notes),
+    )
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         if checkpoint.tuned is not None:
-            shutil.copytree(checkpoint.tuned, partial / checkpoint.tuned.name)
-            about["tuned"] = {"folder": checkpoint.tuned.name, "sha256": _sums(partial / checkpoint.tuned.name)}
+            copy = partial / checkpoint.tuned.name
+            shutil.copytree(checkpoint.tuned, copy)
+            about.tuned = _Tuned.model_validate({"folder": copy.name, "sha256": _checksums(copy)})
         (partial / HEAD).write_bytes(weights)
-        (partial / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+        (partial / ABOUT).write_text(about.model_dump_json(indent=1) + "\n")
         partial.chmod(0o755)
         partial.rename(folder)  # fails where there is one with something in it
     finally:
@@ -87,71 +142,63 @@ def save(checkpoint: Checkpoint, folder: Path) -> Path:
 
 
 def load(folder: Path) -> Checkpoint:
-    """What `save` wrote. Raises CheckpointError saying which file is wrong and how."""
-    about = _about(folder)
+    """Read what `save` wrote. Raises CheckpointError saying which file is wrong and how."""
+    about = _read_about(folder / ABOUT)
     try:
         weights = (folder / HEAD).read_bytes()
     except OSError as error:
         raise CheckpointError(f"{folder / HEAD}: {error.strerror}; export the predictor again") from error
-    if hashlib.sha256(weights).hexdigest() != about["head_sha256"]:
+    if hashlib.sha256(weights).hexdigest() != about.head_sha256:
         raise CheckpointError(f"{folder / HEAD}: is not the file that was saved (checksum); export the predictor again")
-    if about["features"] != list(FEATURES):
+    if about.features != list(FEATURES):
         raise CheckpointError(f"{folder / ABOUT}: features: was fitted with others than are computed here; fit again")
-    head = QuantileHead(about["hidden_size"], about["members"])
+    head = QuantileHead(about.hidden_size, about.members)
     try:
         head.load_state_dict(load_tensors(weights))
     except (SafetensorError, RuntimeError) as error:
         raise CheckpointError(f"{folder / HEAD}: does not hold this head ({str(error).splitlines()[0]})") from error
     return Checkpoint(
-        version=about["version"],
-        backbone=about["backbone"],
-        fingerprint=about["fingerprint"],
-        hidden_size=about["hidden_size"],
-        bounds=Bounds(**about["bounds"]),
+        version=about.version,
+        backbone=about.backbone,
+        fingerprint=about.fingerprint,
+        hidden_size=about.hidden_size,
+        bounds=Bounds(**about.bounds),
         head=head.eval(),
-        notes=about["notes"],
-        reads_text=about["reads_text"],
-        tuned=_tuned(folder, about["tuned"]),
+        notes=about.notes,
+        reads_text=about.reads_text,
+        tuned=_check_tuned(folder, about.tuned) if about.tuned else None,
     )
 
 
-def backbone_of(checkpoint: Checkpoint, *, device: str | None = None, dtype: torch.dtype | None = None) -> Backbone:
-    """The backbone that a checkpoint was fitted with, trained as it was with it. Raises BackboneError, and
-    CheckpointError for one that reads no text, and where another backbone or tokenizer stands in its place."""
-    if not checkpoint.reads_text:
-        raise CheckpointError(f"{checkpoint.version}: reads no text, so it has no backbone")
-    if checkpoint.tuned is None:
-        backbone = Backbone.load(checkpoint.backbone, device=device, dtype=dtype)
-    else:
-        backbone = load_tuned(checkpoint.backbone, checkpoint.tuned, device=device, dtype=dtype)
-    if backbone.fingerprint != checkpoint.fingerprint:
-        raise CheckpointError(
-            f"backbone {checkpoint.backbone!r}: is not the model and tokenizer that {checkpoint.version} was fitted "
-            "with; put those back, or fit again"
-        )
-    return backbone
-
-
-def _tuned(folder: Path, about: Mapping[str, Any] | None) -> Path | None:
-    if about is None:
-        return None
-    name, sums = about.get("folder"), about.get("sha256")
-    if name not in (ADAPTER, WHOLE) or not isinstance(sums, dict):
-        raise CheckpointError(f"{folder / ABOUT}: tuned: must name {ADAPTER} or {WHOLE}, and the sums of its files")
+def _read_about(path: Path) -> _About:
     try:
-        found = _sums(folder / name)
+        content = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{folder / name}: {error.strerror}; export the predictor again") from error
-    for file in sorted(found.keys() | sums.keys()):
-        if found.get(file) != sums.get(file):
-            raise CheckpointError(
-                f"{folder / name / file}: is not the file that was saved (checksum); export the predictor again"
-            )
-    return folder / str(name)
+        raise CheckpointError(f"{path}: {error.strerror}; is this the folder of a predictor?") from error
+    try:
+        return _About.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        if first["type"] == "literal_error" and field == "format":
+            raise CheckpointError(f"{path}: format {first['input']}; this version reads 4: train it again") from error
+        raise CheckpointError(f"{path}: {field}: {first['msg']}") from error
 
 
-def _sums(folder: Path) -> dict[str, str]:
-    """Checksums of a folder's files by name. Raises OSError."""
+def _check_tuned(folder: Path, tuned: _Tuned) -> Path:
+    try:
+        found = _checksums(folder / tuned.folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder / tuned.folder}: {error.strerror}; export the predictor again") from error
+    for file in sorted(found.keys() | tuned.sha256.keys()):
+        if found.get(file) != tuned.sha256.get(file):
+            path = folder / tuned.folder / file
+            raise CheckpointError(f"{path}: is not the file that was saved (checksum); export the predictor again")
+    return folder / tuned.folder
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    """SHA-256 of a folder's files by name. Raises OSError."""
     sums: dict[str, str] = {}
     for path in sorted(folder.iterdir()):
         with path.open("rb") as file:
@@ -159,32 +206,46 @@ def _sums(folder: Path) -> dict[str, str]:
     return sums
 
 
-def _about(folder: Path) -> dict[str, Any]:
-    path = folder / ABOUT
-    try:
-        about = json.loads(path.read_text())
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; is this the folder of a predictor?") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: is no JSON ({error})") from error
-    if isinstance(about, dict) and about.get("format") not in (None, FORMAT):  # before what another format may lack
-        raise CheckpointError(f"{path}: format {about['format']}; this version reads {FORMAT}: train it again")
-    kinds = {
-        "format": int,
-        "version": str,
-        "backbone": str,
-        "fingerprint": str,
-        "reads_text": bool,
-        "hidden_size": int,
-        "members": int,
-        "bounds": dict,
-        "features": list,
-        "head_sha256": str,
-        "tuned": dict | None,
-        "notes": dict,
-    }
-    for name, kind in kinds.items():
-        if not isinstance(about, dict) or not isinstance(about.get(name), kind):
-            raise CheckpointError(f"{path}: {name}: is missing, or no {getattr(kind, '__name__', 'object')}")
-    found: dict[str, Any] = about
-    return found
+class ModelsFolder:
+    """A folder of versions. It need not be there yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def current(self) -> Path | None:
+        """The version in use; None where none is. Raises CheckpointError where `current` names no version."""
+        try:
+            version = (self.folder / POINTER).read_text().strip()
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{self.folder / POINTER}: cannot be read ({error})") from error
+        if not _can_name_a_version(version) or not (self.folder / version).is_dir():
+            raise CheckpointError(f"{self.folder / POINTER}: names {version!r}, which is no folder beside it")
+        return self.folder / version
+
+    def add(self, checkpoint: Path, version: str = "") -> Path:
+        """Copy a checkpoint here, as `version` or under its own name, and promote it. Raises CheckpointError, also for
+        a version that is there already, OSError."""
+        found = load(checkpoint)
+        version = version or found.version
+        self.check_new(version)
+        folder = save(replace(found, version=version), self.folder / version)
+        self.promote(version)
+        return folder
+
+    def check_new(self, version: str) -> None:
+        """Raises CheckpointError for a name that no version can have, and for a version that is there already."""
+        if not _can_name_a_version(version):
+            raise CheckpointError(f"version: {version!r} cannot name a folder of {self.folder}; choose another")
+        if (self.folder / version).exists():
+            raise CheckpointError(f"{self.folder / version}: is there already; choose another version")
+
+    def promote(self, version: str) -> None:
+        """Make a version the one in use. Raises CheckpointError where it is not there or is not whole, OSError."""
+        load(self.folder / version)
+        replace_file(self.folder / POINTER, f"{version}\n".encode())
+
+
+def _can_name_a_version(name: str) -> bool:
+    return bool(name) and not name.startswith(".") and Path(name).name == name and name != POINTER

@@ -1,25 +1,25 @@
-"""What is wrong with a backbone, a checkpoint or the examples, in words for whoever gave them."""
+"""Errors of the learned predictor. Each message says what is wrong and what to do about it."""
 
 
 class LearnedError(ValueError):
-    """`what` was wrong, and what to do."""
+    """Base of all errors here."""
 
 
 class BackboneError(LearnedError):
-    """A backbone that cannot be loaded, or whose tokenizer is another model's."""
+    """A backbone cannot be loaded, or its tokenizer is another model's."""
 
 
 class CheckpointError(LearnedError):
-    """A checkpoint that is not whole, or that does not fit what it is to be used with."""
+    """A checkpoint is not whole, or does not fit what it is to be used with."""
 
 
 class TooFewError(LearnedError):
-    """Too few examples to train on."""
+    """There are too few questions to train on."""
 
 
 class TranscriptFileError(LearnedError):
-    """A line that is no transcript, or a file that holds none."""
+    """A line is no transcript, or a file holds none."""
 
 
 class TrainingError(LearnedError):
-    """What a training was begun with is not what it is to go on with."""
+    """The options of a training do not fit each other, or there is already a checkpoint."""

@@ -1,29 +1,75 @@
-"""Transcripts as the questions that a predictor would have been asked, each with its answer.
+"""The moments of a trajectory at which a predictor is asked how much is left, with what is known then and the answer.
 
-Purpose: (what was known, what was left) for every trajectory before its first step and after each but the last (Heddle
-4.1 decomposes history so). Invariant: all trajectories of a replay run side by side at one speed, a token at a time and
-without tools, so that what is known of siblings at a moment is what an untroubled rollout would have told; nothing is
-known of the future.
+A moment comes before the first step and after each step but the last (Heddle 4.1 decomposes history so). Its features
+are numbers: the trajectory's own progress, its siblings so far, and what the estimators without a model say. They stand
+beside the text in the learned predictor, and they are all that the gradient-boosted baseline sees.
+
+Invariants: nothing is known that came later than the moment. All trajectories of a replay run side by side at one
+speed, a token at a time and without tools, so that siblings are as far as an undisturbed rollout would have them. A
+feature vector has one entry a name of FEATURES, in their order, all finite; counts of tokens, turns and versions are
+ln(1 + x).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 from treadle_core.ranking.estimator import FirstThatAnswers, Forecast, Prior, Progress, learned_from
 from treadle_core.ranking.evidence import Ended, Evidence
 
-from treadle_learned.features import Steps, Vector, features, versions_behind
-from treadle_learned.transcript import Transcript
+from treadle_learned.transcript import Transcript, version_number
+
+Vector = npt.NDArray[np.float32]
+
+FEATURES = (
+    "turn",
+    "gen_tokens",
+    "context_tokens",
+    "prompt_tokens",
+    "last_step_tokens",
+    "longest_step_tokens",
+    "mean_step_tokens",
+    "last_obs_tokens",
+    "room_tokens",
+    "has_cap",
+    "ended_siblings",
+    "running_siblings",
+    "ended_siblings_mean_tokens",
+    "ended_siblings_most_tokens",
+    "running_siblings_most_tokens",
+    "running_siblings_ahead",
+    "forecast_tokens_p10",
+    "forecast_tokens_p50",
+    "forecast_tokens_p90",
+    "forecast_turns_p50",
+    "forecast_source",
+    "versions_behind",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Finished steps of a trajectory; last_obs_tokens: what its last finished tool answered. All 0 before the first."""
+
+    last_tokens: int = 0
+    longest_tokens: int = 0
+    last_obs_tokens: int = 0
+
+    def after(self, gen_tokens: int, obs_tokens: int) -> Steps:
+        """The same with one more step."""
+        return Steps(gen_tokens, max(self.longest_tokens, gen_tokens), obs_tokens)
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A question: trajectory `index` of those replayed, of a prompt, after `turn` steps. remaining_tokens,
-    remaining_turns: the answer; at least that, where the transcript is censored. forecast: what the estimators without
-    a model said."""
+    """A question about trajectory `index` of those replayed, after `turn` steps. remaining_tokens, remaining_turns: the
+    answer, or the least it can be where the transcript is censored. forecast: what the estimators without a model
+    said."""
 
     index: int
     prompt_id: str
@@ -36,6 +82,49 @@ class Moment:
     censored: bool
 
 
+def features_of(
+    progress: Progress, steps: Steps, evidence: Evidence, forecast: Forecast, weight_version: str = ""
+) -> Vector | None:
+    """The features of a trajectory by `evidence`; None where its group is not known. forecast: of the estimators
+    without a model. weight_version: that samples the trajectory."""
+    found = evidence.group_of(progress.trajectory_id, progress.prompt_id)
+    if found is None:
+        return None
+    ended = found[1].ended.values()
+    running = [each for name, each in found[1].running.items() if name != progress.trajectory_id]
+    room = max(0, progress.max_total_tokens - progress.gen_tokens) if progress.max_total_tokens else 0
+    ahead = sum(each.gen_tokens > progress.gen_tokens for each in running)
+    tokens, turns = forecast.remaining_tokens, forecast.remaining_turns
+    # By how many versions the weights have moved on since they sampled what is known of the prompt: lengths drift.
+    now, sampled_by = version_number(weight_version), evidence.sampled_by(progress.trajectory_id, progress.prompt_id)
+    behind = 0.0 if now is None or sampled_by is None else max(0.0, now - sampled_by)
+    values = (
+        math.log1p(progress.turn),
+        math.log1p(progress.gen_tokens),
+        math.log1p(progress.context_tokens),
+        math.log1p(progress.prompt_tokens),
+        math.log1p(steps.last_tokens),
+        math.log1p(steps.longest_tokens),
+        math.log1p(progress.gen_tokens / progress.turn) if progress.turn else 0.0,
+        math.log1p(steps.last_obs_tokens),
+        math.log1p(room),
+        1.0 if progress.max_total_tokens else 0.0,
+        math.log1p(len(ended)),
+        math.log1p(len(running)),
+        math.log1p(sum(each.gen_tokens for each in ended) / len(ended)) if ended else 0.0,
+        math.log1p(max((each.gen_tokens for each in ended), default=0)),
+        math.log1p(max((each.gen_tokens for each in running), default=0)),
+        ahead / len(running) if running else 0.0,
+        math.log1p(tokens.p10),
+        math.log1p(tokens.p50),
+        math.log1p(tokens.p90),
+        math.log1p(turns.p50),
+        float(forecast.source),
+        math.log1p(behind),
+    )
+    return np.array(values, np.float32)
+
+
 def replay(
     transcripts: Sequence[Transcript],
     earlier: Iterable[Transcript] = (),
@@ -43,8 +132,8 @@ def replay(
     asked: Callable[[int], bool] = lambda turn: True,
     prior: Prior | None = None,
 ) -> list[Moment]:
-    """The moments of all transcripts whose turn is `asked`, in the order in which they would have come. earlier: ended
-    before the first begins. prior: what is said of a mesh's first trajectories."""
+    """The moments of all transcripts whose turn is `asked`, in the order in which they would have come. earlier: those
+    that ended before the first begins. prior: the estimate for a mesh's first trajectories."""
     evidence = Evidence()
     for transcript in earlier:
         evidence.closed(ended(transcript))
@@ -72,11 +161,11 @@ def replay_apart(
     asked: Callable[[int], bool] = lambda turn: True,
     prior: Prior | None = None,
 ) -> list[Moment]:
-    """The moments of training transcripts: a fold of the prompts at a time, the others ended before. folds: of each
-    transcript; a prompt's are of one.
+    """The moments of training transcripts: one fold of the prompts at a time, with the other folds as history. folds:
+    the fold of each transcript; a prompt is in one fold.
 
-    So they know as much of earlier trajectories as those that are asked about later will, and nothing of themselves;
-    replayed all at once they would be a mesh's first, with a prior for history.
+    So they know as much of earlier trajectories as later questions will, and nothing of themselves; replayed all at
+    once they would be a mesh's first, with a prior for history.
     """
     moments: list[Moment] = []
     for number in sorted(set(folds)):
@@ -88,7 +177,7 @@ def replay_apart(
 
 
 def ended(transcript: Transcript) -> Ended:
-    """A transcript as the evidence counts it."""
+    """A transcript as evidence."""
     return Ended(
         transcript.trajectory_id,
         transcript.rollout_id,
@@ -96,7 +185,7 @@ def ended(transcript: Transcript) -> Ended:
         transcript.gen_tokens,
         len(transcript.turns),
         own_end=not transcript.censored,
-        weight_version=transcript.version_number,
+        weight_version=version_number(transcript.weight_version),
     )
 
 
@@ -130,18 +219,14 @@ class _Track:
             transcript.max_total_tokens,
         )
         forecast = estimator.estimate(progress)
-        found = evidence.group_of(transcript.trajectory_id, transcript.prompt_id)
-        assert found is not None, "it was opened"
-        group = found[1]
-        running = [each for name, each in group.running.items() if name != transcript.trajectory_id]
-        sampled_by = evidence.sampled_by(transcript.trajectory_id, transcript.prompt_id)
-        behind = versions_behind(transcript.version_number, sampled_by)
+        features = features_of(progress, self._steps, evidence, forecast, transcript.weight_version)
+        assert features is not None, "it was opened"
         return Moment(
             index=self.index,
             prompt_id=transcript.prompt_id,
             turn=turn,
             gen_tokens=self._gen_tokens,
-            features=features(progress, self._steps, group.ended.values(), running, forecast, behind),
+            features=features,
             forecast=forecast,
             remaining_tokens=transcript.gen_tokens - self._gen_tokens,
             remaining_turns=len(transcript.turns) - turn,
@@ -149,17 +234,11 @@ class _Track:
         )
 
 
-def _in_time(tracks: Sequence[_Track]) -> Iterator[tuple[_Track, int]]:
-    """(trajectory, steps finished) in the order of tokens sampled by then."""
-    at: list[int] = []
-    of: list[tuple[int, int]] = []
-    for track in tracks:
-        gen_tokens = 0
-        for turn in range(len(track.transcript.turns) + 1):
-            at.append(gen_tokens)
-            of.append((track.index, turn))
-            if turn < len(track.transcript.turns):
-                gen_tokens += track.transcript.turns[turn].gen_tokens
-    for which in np.argsort(np.array(at), kind="stable").tolist():
-        index, turn = of[which]
-        yield tracks[index], turn
+def _in_time(tracks: Sequence[_Track]) -> list[tuple[_Track, int]]:
+    """(trajectory, finished steps) in the order of tokens sampled by then."""
+    events = [
+        (gen_tokens, track, turn)
+        for track in tracks
+        for turn, gen_tokens in enumerate(accumulate((done.gen_tokens for done in track.transcript.turns), initial=0))
+    ]
+    return [(track, turn) for _, track, turn in sorted(events, key=lambda event: event[0])]

@@ -1,18 +1,15 @@
 """What the backbone reads of a trajectory: its prompt, its first step (the plan, which Heddle 4.1 calls the strongest
-early sign), and its newest steps, each squeezed to a bound.
+early sign) and its newest steps, each shortened to a bound.
 
 A question is asked while the tool of the last step runs: what that tool will say is not known yet, and is read with the
-step after it.
-Invariants: what is read only ever grows by a step at its end, so that the hidden states of what was read before are
-reused, in training (one pass over a window answers for all its steps) as in serving (only the new step runs); when a
-window is full the next one starts with the prompt, the plan and the steps that came after this one was half full. It is
-known from then on which they are, so that serving can read the next window before it is due. The same transcript gives
-the same windows, told at once or step by step.
-
-What has been read so far of a trajectory: the ids, and their keys and values in every layer.
-
-Invariant: a decoder is causal, so the keys and values of a beginning are the same whatever follows it; whoever begins
-alike (another window of the same trajectory, another sample of the same prompt) can read on from there."""
+next step.
+Invariants: the reading only grows, by a step at its end, so that the hidden states of what was read before are used
+again: in training one pass over a window answers for all its steps, in serving only the new step runs. When a window is
+full, the next one starts with the prompt, the plan and the steps that came after this one was half full; they are known
+early, so that serving can read the next window before it is due. A transcript gives the same windows, whether it is
+read at once or step by step. A decoder is causal: the keys and values of a beginning are the same whatever follows, so
+another window, or another sample of the same prompt, can be read on from there.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +28,8 @@ Tokenize = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True)
 class Bounds:
-    """Most tokens of each part. plan_tokens, step_tokens: of a step's text; obs_tokens: of what the tool before it
-    answered; window_tokens: of everything. Raises ValueError for a window without room for a prompt, a plan and two
-    steps."""
+    """Most tokens of each part: prompt; first step; later steps; tool answers; the whole window. Raises ValueError for
+    a window without room for a prompt, a plan and two steps."""
 
     prompt_tokens: int = 192
     plan_tokens: int = 96
@@ -60,12 +56,12 @@ class Window:
 
 
 class Reader:
-    """Reads one trajectory as it goes. `ids` is what is read now; a window that starts afresh has another `number`.
-    `next_ids`: with what the next one begins, as far as it is told; nothing before this one is half full."""
+    """The reading of one trajectory while it runs. ids: of the present window; number: of the window, from 0. next_ids:
+    the beginning of the next window as far as it is known; nothing before the present one is half full."""
 
     def __init__(self, bounds: Bounds, prompt: Ids) -> None:
         self._bounds = bounds
-        self._head = squeezed(prompt, bounds.prompt_tokens) or (0,)  # something must be read before the first step
+        self._head = shorten(prompt, bounds.prompt_tokens) or (0,)  # something must be read before the first step
         self._has_plan = False
         self.ids: Ids = self._head
         self.next_ids: Ids = ()
@@ -77,14 +73,14 @@ class Reader:
         return self._bounds.window_tokens - len(self.ids)
 
     def step(self, observation: Ids, text: Ids) -> None:
-        """One more step, and what the tool before it answered: nothing before the first."""
+        """Add a step, and what the tool before it answered; nothing before the first step."""
         bounds = self._bounds
         if not self._has_plan:
             self._has_plan = True
-            self._head += squeezed(text, bounds.plan_tokens)
+            self._head += shorten(text, bounds.plan_tokens)
             self.ids = self._head
             return
-        more = squeezed(observation, bounds.obs_tokens) + squeezed(text, bounds.step_tokens)
+        more = shorten(observation, bounds.obs_tokens) + shorten(text, bounds.step_tokens)
         if len(more) > self.room:
             self.ids, self.next_ids = (self.next_ids or self._head) + more, ()
             self.number += 1
@@ -95,7 +91,7 @@ class Reader:
 
 
 def windows(transcript: Transcript, tokenize: Tokenize, bounds: Bounds) -> list[Window]:
-    """All that is read of a transcript, with a question before the first step and after each but the last."""
+    """The windows of a transcript, with a question before the first step and after each but the last."""
     reader = Reader(bounds, tuple(tokenize(transcript.prompt)))
     found: list[Window] = []
     ids, ends = reader.ids, [(0, len(reader.ids))]
@@ -112,8 +108,8 @@ def windows(transcript: Transcript, tokenize: Tokenize, bounds: Bounds) -> list[
     return [*found, Window(ids, tuple(ends))]
 
 
-def squeezed(ids: Ids, most: int) -> Ids:
-    """The first and the last of them, where there are more than `most`: the head says what, the end how it went."""
+def shorten(ids: Ids, most: int) -> Ids:
+    """At most `most` ids, half from the beginning, which says what is done, and half from the end, how it went."""
     if len(ids) <= most:
         return ids
     head = (most + 1) // 2
@@ -122,33 +118,33 @@ def squeezed(ids: Ids, most: int) -> Ids:
 
 @dataclass
 class Read:
-    """See the module."""
+    """What has been read of a trajectory: the ids, and their keys and values in every layer."""
 
     ids: Ids
     cache: DynamicCache
 
     @property
     def size_bytes(self) -> int:
-        """Of its keys and values."""
+        """Bytes of the keys and values."""
         return sum(keys.nbytes + values.nbytes for keys, values in layers(self.cache))
 
     def beginning(self, count: int) -> Read:
-        """A copy of the first so many ids of it."""
+        """A copy of the first `count` ids."""
         return Read(self.ids[:count], cut(self.cache, 0, 0, count))
 
     def usable_for(self, ids: Ids) -> Read | None:
-        """From where `ids` can be read on, at least one of them: itself, or a copy of the beginning that both share;
-        None where there is none."""
-        count = min(shared(self.ids, ids), len(ids) - 1)
+        """Where reading `ids` can continue, with at least one id left to read: itself, or a copy of the beginning that
+        both share; None where they share nothing."""
+        count = min(shared_prefix(self.ids, ids), len(ids) - 1)
         if count == len(self.ids):
             return self
         return self.beginning(count) if count > 0 else None
 
 
-def shared(one: Ids, other: Ids) -> int:
-    """How many ids they begin with alike."""
+def shared_prefix(one: Ids, other: Ids) -> int:
+    """The length of the common beginning."""
     most = min(len(one), len(other))
-    if one[:most] == other[:most]:
+    if one[:most] == other[:most]:  # the usual case, compared in C
         return most
     return next(at for at in range(most) if one[at] != other[at])
 

@@ -1,9 +1,9 @@
-"""Trains the next version of a folder of predictors, and puts it to use if it is better: `python -m
-treadle_learned.refit --transcripts FILE --models DIR --version NAME`.
+"""Train the next version of a models folder, and promote it if it is better: `python -m treadle_learned.refit
+--transcripts FILE --models DIR --version NAME`.
 
-Purpose: a predictor service runs this as a process of its own, at a low priority. Invariants: a version that is worse
-on the validation prompts than the one in use is never promoted; whatever happens, the one in use stays until a better
-one is whole; one JSON line on stdout when it ends well, one line on stderr and exit code 2 when it does not.
+A predictor service runs this as a process of its own, at a low priority. Invariants: a version that is worse on the
+validation prompts than the one in use is never promoted; the one in use stays until a better one is whole. Prints one
+JSON line on success; otherwise one line on stderr, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
-from treadle_learned.asking import told
-from treadle_learned.checkpoint import Checkpoint, load
+from treadle_learned.checkpoint import Checkpoint, ModelsFolder, load
 from treadle_learned.errors import LearnedError
-from treadle_learned.fitting import loss_unseen
-from treadle_learned.models_folder import ModelsFolder
-from treadle_learned.questions import Questions, questions
+from treadle_learned.examples import TrainingSet, training_set
+from treadle_learned.head import loss_held_out
 from treadle_learned.training import Training, train
 from treadle_learned.transcript import Transcript, read_transcripts
 
@@ -36,8 +34,8 @@ PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 @dataclass(frozen=True)
 class Refit:
-    """What came of it. loss: over the validation questions, of the member that was fitted without them; current_loss:
-    of the version in use before on the same, None where none was."""
+    """The result. loss: over the validation questions, of the member that was fitted without them; current_loss: of the
+    version that was in use, on the same questions; None where there was none."""
 
     version: str
     promoted: bool
@@ -48,15 +46,15 @@ class Refit:
 def refit(
     transcripts: list[Transcript], models: ModelsFolder, version: str, *, seed: int = 0, backbone: str = ""
 ) -> Refit:
-    """Trains `version`, and promotes it if its loss is lower than that of the version in use, or none is.
+    """Train `version`, and promote it if its loss is lower than that of the version in use, or none is in use.
 
-    The prompts are split as for the version in use, whatever the seed: it would else be asked about prompts that it was
-    trained on. So is its backbone kept, with what was trained of it, where it has one. Raises LearnedError, OSError."""
+    The split, the backbone and its adapter are those of the version in use: by another split it would be scored on
+    prompts that it was trained on. Raises LearnedError, OSError."""
     models.check_new(version)
     folder = models.current()
     current = None if folder is None else load(folder)
     found = train(transcripts, _how(version, current, seed, backbone), models.folder / version)
-    asked = questions(transcripts, found.notes["seed"])
+    asked = training_set(transcripts, found.notes["seed"])
     loss = _loss(found, asked)
     current_loss = None if current is None else _loss(current, asked)
     promoted = current_loss is None or loss < current_loss
@@ -74,9 +72,9 @@ def _how(version: str, current: Checkpoint | None, seed: int, backbone: str) -> 
     return Training(version, current.backbone, tuned=current.tuned, seed=seed, bounds=current.bounds)
 
 
-def _loss(checkpoint: Checkpoint, asked: Questions) -> float:
-    judged = told(checkpoint, asked.validation, asked.transcripts)
-    return loss_unseen(checkpoint.head, judged, torch.zeros(len(judged), dtype=torch.long))
+def _loss(checkpoint: Checkpoint, asked: TrainingSet) -> float:
+    examples = checkpoint.examples(asked.validation, asked.transcripts)
+    return loss_held_out(checkpoint.head, examples, torch.zeros(len(examples), dtype=torch.long))
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -89,7 +87,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--child-of", type=int, default=0, metavar="PID", help="end when that process does")
     parser.add_argument("--backbone", default="", help="where the version in use has none; none: numbers alone")
     options = parser.parse_args(words)
-    if options.child_of and not _ends_with(options.child_of):
+    if options.child_of and not _end_with_parent(options.child_of):
         return REFUSED
     logging.disable_progress_bar()
     try:
@@ -107,9 +105,9 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _ends_with(parent: int) -> bool:
-    """Has the kernel end this process when its parent ends; False where it has already. A version is whole or not
-    there, whenever that is."""
+def _end_with_parent(parent: int) -> bool:
+    """Have the kernel kill this process when its parent ends; False where the parent has ended already. Whenever that
+    is, a version is whole or not there."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getppid() == parent

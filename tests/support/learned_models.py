@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from support.tiny_backbone import HIDDEN, tiny_backbone
 from treadle_learned.backbone import Backbone
-from treadle_learned.checkpoint import Checkpoint, save
+from treadle_learned.checkpoint import Checkpoint, ModelsFolder, save
 from treadle_learned.head import QuantileHead
-from treadle_learned.models_folder import ModelsFolder
 from treadle_learned.reading import Bounds
 
 BOUNDS = Bounds(prompt_tokens=16, plan_tokens=12, step_tokens=8, obs_tokens=6, window_tokens=64)

@@ -8,8 +8,8 @@ import pytest
 from support.tiny_backbone import tiny_backbone
 from treadle_cli.problems import UsageProblem
 from treadle_learned import scores
-from treadle_learned.comparison import Asked, truth
 from treadle_learned.moments import replay
+from treadle_learned.scores import Asked, truth
 from treadle_learned.transcript import Transcript, Turn
 from treadle_sim.workloads.workload import Step, TrajectoryWork, write_traces
 

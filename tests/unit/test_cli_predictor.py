@@ -17,10 +17,9 @@ from treadle_cli.predictor.commands import DEFAULT_BACKBONE
 from treadle_cli.predictor.sources import read_source, transcripts_of_run, transcripts_of_works
 from treadle_cli.report.records import write_summary, write_trajectories
 from treadle_learned.backbone import DEFAULT
-from treadle_learned.checkpoint import load
-from treadle_learned.models_folder import ModelsFolder
+from treadle_learned.checkpoint import ModelsFolder, load
+from treadle_learned.examples import Part, part_of
 from treadle_learned.moments import replay
-from treadle_learned.split import Part, part_of
 from treadle_learned.transcript import Turn, read_transcripts, write_transcripts
 from treadle_sim.workloads.workload import Step, TrajectoryWork, write_traces
 from typer.testing import CliRunner
@@ -156,7 +155,7 @@ def test_numbers_alone_are_learned_from_traces_without_text(tmp_path: Path) -> N
         (("harvest", "absent", "--out", "o"), "absent is not there: name trace files"),
         (("harvest", ".", "--out", "o"), "is not the folder of a finished run"),
         (("harvest", "t.jsonl", "--out", "no/o"), "No such file or directory"),
-        (("train", "bad.jsonl", "--out", "v1"), "bad.jsonl: line 1: turns: List should have at least 1 item"),
+        (("train", "bad.jsonl", "--out", "v1"), "bad.jsonl: line 1: turns: Tuple should have at least 1 item"),
         (("train", "neither.jsonl", "--out", "v1"), "neither.jsonl: line 1: prompt_id: is missing"),
         (("train", "t.jsonl", "--out", "v1", "--tune", "some"), "--tune must be frozen, lora, full, is 'some'"),
         (
@@ -197,15 +196,13 @@ def test_without_the_extra_harvest_works_and_train_says_what_to_install(tmp_path
     assert done[1].returncode == 2 and "torch is not installed: pip install 'treadle[learned]'" in done[1].stderr
 
 
-def test_ctrl_c_leaves_what_is_done_and_says_that_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_a_training_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_transcripts(told_by_the_plan(text=False), tmp_path / "t.jsonl")
     words = ("train", str(tmp_path / "t.jsonl"), "--out", str(tmp_path / "v1"), "--epochs", "3")
     with monkeypatch.context() as patched:
         patched.setattr("treadle_learned.training.save", interrupted)
-        assert "interrupted; the same command goes on" in said(*words, code=130)
-    assert (tmp_path / "v1.partial" / "numbers.pt").exists() and not (tmp_path / "v1").exists()
-    said(*words)
-    assert load(tmp_path / "v1").version == "v1" and not (tmp_path / "v1.partial").exists()
+        assert "interrupted" in said(*words, code=130)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["t.jsonl"]
 
 
 def interrupted(*_: object) -> None:

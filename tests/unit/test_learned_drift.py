@@ -5,12 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from treadle_learned.asking import told
 from treadle_learned.checkpoint import Checkpoint
-from treadle_learned.features import FEATURES
-from treadle_learned.fitting import Fitting, loss_of
-from treadle_learned.moments import Moment, replay
-from treadle_learned.split import Part, split
+from treadle_learned.examples import Part, split
+from treadle_learned.fitting import Fitting
+from treadle_learned.head import loss_of
+from treadle_learned.moments import FEATURES, Moment, replay
 from treadle_learned.training import Training, train
 from treadle_learned.transcript import Transcript, Turn
 
@@ -40,7 +39,7 @@ def asked(transcripts: list[Transcript]) -> list[Moment]:
 
 
 def loss(checkpoint: Checkpoint, transcripts: list[Transcript]) -> float:
-    return loss_of(checkpoint.head, told(checkpoint, asked(transcripts), transcripts))
+    return loss_of(checkpoint.head, checkpoint.examples(asked(transcripts), transcripts))
 
 
 def test_a_head_knows_by_how_many_versions_its_siblings_are_behind(tmp_path: Path) -> None:
@@ -49,7 +48,7 @@ def test_a_head_knows_by_how_many_versions_its_siblings_are_behind(tmp_path: Pat
     informed, other = train(known, HOW, tmp_path / "known"), train(unknown, HOW, tmp_path / "unknown")
     tested = split(known)[Part.TEST]
     assert loss(informed, tested) < 0.8 * loss(other, split(unknown)[Part.TEST])
-    question = told(informed, asked(tested)[:1], tested)
+    question = informed.examples(asked(tested)[:1], tested)
     question.features[:, BEHIND] = 0.0
     now = informed.head(question.hidden, question.features, question.has_text)
     question.features[:, BEHIND] = float(np.log1p(3))

@@ -9,15 +9,24 @@ import pytest
 import torch
 from support.tiny_backbone import HIDDEN, tiny_backbone
 from torch import Tensor
-from treadle_learned import calibration
+from treadle_learned import head as head_module
 from treadle_learned.backbone import Backbone
-from treadle_learned.calibration import calibrate, unseen
 from treadle_learned.errors import TooFewError
-from treadle_learned.examples import Examples, States, examples
-from treadle_learned.features import FEATURES
-from treadle_learned.fitting import Fitting, fit, loss_of, loss_unseen
-from treadle_learned.head import BANDS, MEDIANS, TURN, QuantileHead, band_of, pinball
-from treadle_learned.moments import replay
+from treadle_learned.examples import Examples, States
+from treadle_learned.fitting import Fitting, fit
+from treadle_learned.head import (
+    BANDS,
+    MEDIANS,
+    TURN,
+    QuantileHead,
+    band_of,
+    calibrate,
+    loss_held_out,
+    loss_of,
+    pinball,
+    predict_held_out,
+)
+from treadle_learned.moments import FEATURES, replay
 from treadle_learned.reading import Bounds
 from treadle_learned.transcript import Transcript, Turn
 
@@ -119,11 +128,11 @@ def test_each_fold_is_judged_by_a_member_that_was_fitted_without_it() -> None:
     told.targets[:] += offsets[of][:, None]
     fitted = fit(told, of, HIDDEN, QUICK)
     assert fitted.head.members == 4
-    assert fitted.loss == pytest.approx(loss_unseen(fitted.head, told, of))
-    judged, _ = unseen(fitted.head, told, of)
+    assert fitted.loss == pytest.approx(loss_held_out(fitted.head, told, of))
+    judged, _ = predict_held_out(fitted.head, told, of)
     assert len(judged) == 1_200
     others = (of + 1) % 4  # who has seen the fold
-    assert loss_unseen(fitted.head, told, others) < 0.7 * fitted.loss
+    assert loss_held_out(fitted.head, told, others) < 0.7 * fitted.loss
     assert float(below(fitted.head, told)[0]) < 0.1 and float(below(fitted.head, told)[2]) > 0.9
 
 
@@ -131,9 +140,9 @@ def test_many_questions_are_asked_a_part_at_a_time(monkeypatch: pytest.MonkeyPat
     told, of = synthetic(50, 1), folds(50)
     head = QuantileHead(HIDDEN, 4).eval()
     torch.nn.init.normal_(head.out.weight)
-    _, at_once = unseen(head, told, of)
-    monkeypatch.setattr(calibration, "ROWS", 7)
-    _, in_parts = unseen(head, told, of)
+    _, at_once = predict_held_out(head, told, of)
+    monkeypatch.setattr(head_module, "ROWS", 7)
+    _, in_parts = predict_held_out(head, told, of)
     torch.testing.assert_close(at_once, in_parts)
 
 
@@ -142,7 +151,7 @@ def test_what_is_in_no_fold_is_fitted_on_and_judges_nobody() -> None:
     some = torch.where(torch.arange(400) < 100, 0, -1)
     fitted = fit(told, some, HIDDEN, QUICK)
     assert fitted.head.members == 1
-    assert fitted.loss == pytest.approx(loss_unseen(fitted.head, told.of(torch.arange(100)), folds(100, 1)), rel=1e-4)
+    assert fitted.loss == pytest.approx(loss_held_out(fitted.head, told.of(torch.arange(100)), folds(100, 1)), rel=1e-4)
 
 
 def test_the_same_seed_gives_the_same_head() -> None:
@@ -181,14 +190,12 @@ def test_states_are_read_once_and_none_where_nothing_was_said(tmp_path: Path) ->
         return over
 
     states = States(backbone, [spoken, silent], Bounds())
-    hidden, has_text = states.read(moments, track)
-    again, _ = states.read(moments, track)
+    told, again = (states.examples(moments, track) for _ in range(2))
 
     assert read == [1, 0]
-    assert has_text == [moment.index == 0 for moment in moments]
-    assert torch.equal(hidden, again)
+    assert told.has_text.tolist() == [moment.index == 0 for moment in moments]
+    assert torch.equal(told.hidden, again.hidden)
     ids = backbone.tokenize("Do it") + backbone.tokenize("first")
     (at,) = [at for at, moment in enumerate(moments) if (moment.index, moment.turn) == (0, 1)]
-    torch.testing.assert_close(hidden[at], backbone.hidden(ids, [len(ids)])[0])
-    told = examples(moments, hidden, has_text)
+    torch.testing.assert_close(told.hidden[at], backbone.hidden(ids, [len(ids)])[0])
     assert len(told) == len(moments) and told.targets.shape == (5, 2)

@@ -4,9 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from treadle_core.ranking.estimator import Source
-from treadle_learned.features import FEATURES
-from treadle_learned.moments import Moment, replay, replay_apart
-from treadle_learned.split import Part, fold_of, part_of, split
+from treadle_learned.examples import Part, fold_of, part_of, split
+from treadle_learned.moments import FEATURES, Moment, replay, replay_apart
 from treadle_learned.transcript import Transcript, Turn
 
 

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_learned.reading import Bounds, Reader, squeezed, windows
+from treadle_learned.reading import Bounds, Reader, shorten, windows
 from treadle_learned.transcript import Transcript, Turn
 
 SMALL = Bounds(prompt_tokens=6, plan_tokens=4, step_tokens=3, obs_tokens=2, window_tokens=26)
@@ -78,9 +78,9 @@ def test_what_the_running_tool_will_say_is_not_read_yet() -> None:
 
 
 def test_what_is_long_keeps_its_head_and_its_end() -> None:
-    assert squeezed((1, 2, 3, 4, 5), 3) == (1, 2, 5)
-    assert squeezed((1, 2, 3), 1) == (1,)
-    assert squeezed((1, 2, 3), 3) == (1, 2, 3)
+    assert shorten((1, 2, 3, 4, 5), 3) == (1, 2, 5)
+    assert shorten((1, 2, 3), 1) == (1,)
+    assert shorten((1, 2, 3), 3) == (1, 2, 3)
 
 
 def test_bounds_without_room_for_two_steps_are_refused() -> None:

@@ -11,16 +11,14 @@ import pytest
 from support.tiny_backbone import tiny_backbone
 from support.transcripts import told_by_the_plan
 from treadle_learned import training
-from treadle_learned.backbone_tuned import Tune
-from treadle_learned.checkpoint import load
+from treadle_learned.backbone import Tune
+from treadle_learned.checkpoint import POINTER, ModelsFolder, load
 from treadle_learned.errors import CheckpointError, LearnedError
-from treadle_learned.fitting import Fitting
-from treadle_learned.models_folder import POINTER, ModelsFolder
+from treadle_learned.examples import FOLDS
+from treadle_learned.fitting import Fitting, Tuning
 from treadle_learned.refit import REFUSED, main, refit
-from treadle_learned.split import FOLDS
 from treadle_learned.training import Training, train
 from treadle_learned.transcript import write_transcripts
-from treadle_learned.tuning import TuneHow
 
 PATIENCE_S = 100.0
 
@@ -53,7 +51,7 @@ def test_prompts_stay_in_their_parts_and_a_trained_backbone_stays_trained(
     models: ModelsFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backbone, transcripts = str(tiny_backbone(tmp_path / "backbone")), told_by_the_plan(120)
-    how = Training("v1", backbone, tune=Tune.LORA, seed=7, fitting=Fitting(epochs=3), tuning=TuneHow(2, lora_rate=1e-3))
+    how = Training("v1", backbone, tune=Tune.LORA, seed=7, fitting=Fitting(epochs=3), tuning=Tuning(2, lora_rate=1e-3))
     train(transcripts, how, models.folder / "v1")
     models.promote("v1")
     quick = Fitting(epochs=40, patience=15, batch=64, learning_rate=5e-3)  # enough to tell the text from the numbers
@@ -71,7 +69,7 @@ def test_a_crash_leaves_the_one_in_use_and_nothing_by_the_new_name(
 ) -> None:
     transcripts = told_by_the_plan(text=False)
     refit(transcripts, models, "v1")
-    for place in ("save", "_numbers"):
+    for place in ("save", "_fit"):
         with monkeypatch.context() as patched:
             patched.setattr(training, place, crash)
             with pytest.raises(RuntimeError, match="the machine went away"):
@@ -106,7 +104,7 @@ def test_a_name_that_no_version_can_have_is_refused_before_anything_is_trained(
     version: str, models: ModelsFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (models.folder / "v1").mkdir(parents=True)
-    monkeypatch.setattr(training, "_numbers", crash)
+    monkeypatch.setattr(training, "_fit", crash)
     with pytest.raises(CheckpointError, match=r"version: .* cannot name a folder|v1: is there already"):
         refit(told_by_the_plan(text=False), models, version)
 

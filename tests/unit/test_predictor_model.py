@@ -12,7 +12,7 @@ from treadle_core.ranking.estimator import Prior, Progress, Source, learned_from
 from treadle_core.ranking.evidence import Evidence
 from treadle_learned.backbone import Backbone
 from treadle_learned.checkpoint import Checkpoint
-from treadle_learned.examples import States, examples
+from treadle_learned.examples import States
 from treadle_learned.moments import Moment, replay
 from treadle_learned.transcript import Transcript, Turn
 from treadle_predictor.convert import learn
@@ -108,7 +108,7 @@ def test_serving_asks_what_training_asked(backbone: Backbone) -> None:
 
 def expected(backbone: Backbone) -> torch.Tensor:
     moments = trained_on()
-    told = examples(moments, *States(backbone, [ASKED], BOUNDS).read(moments))
+    told = States(backbone, [ASKED], BOUNDS).examples(moments)
     return torch.expm1(random_head()(told.hidden, told.features, told.has_text))
 
 

@@ -12,7 +12,7 @@ from support.learned_models import BOUNDS as NARROW
 from support.tiny_backbone import tiny_backbone
 from treadle_core.ranking.estimator import Progress
 from treadle_learned.backbone import Backbone
-from treadle_learned.features import FEATURES
+from treadle_learned.moments import FEATURES
 from treadle_learned.reading import Read, windows
 from treadle_learned.transcript import Transcript, Turn
 from treadle_predictor.readings import READING_BYTES, Readings

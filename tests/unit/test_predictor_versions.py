@@ -7,7 +7,7 @@ from treadle.engine.v1.engine_pb2 import EngineInfo
 from treadle.telemetry.v1 import facts_pb2
 from treadle_core.ranking.estimator import Prior, Progress, learned_from
 from treadle_core.ranking.evidence import Ended, Evidence
-from treadle_learned.features import FEATURES
+from treadle_learned.moments import FEATURES
 from treadle_learned.transcript import Transcript, Turn
 from treadle_predictor.history import HistoryStore, decoded, encoded
 from treadle_predictor.recordings import Learner, Recordings

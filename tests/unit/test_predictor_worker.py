@@ -9,7 +9,7 @@ import numpy as np
 from support.conditions import until
 from treadle_core.model import Estimate
 from treadle_core.ranking.estimator import Forecast, Progress, Source
-from treadle_learned.features import FEATURES
+from treadle_learned.moments import FEATURES
 from treadle_predictor.worker import Answerer, Question, Worker
 
 LONG_S = 20.0

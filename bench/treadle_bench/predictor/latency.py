@@ -169,9 +169,8 @@ def _steps_of(
 
 
 def _untaught(backbone: Backbone, models: Path) -> None:
-    from treadle_learned.checkpoint import Checkpoint, save
+    from treadle_learned.checkpoint import Checkpoint, ModelsFolder, save
     from treadle_learned.head import QuantileHead
-    from treadle_learned.models_folder import ModelsFolder
     from treadle_learned.reading import Bounds
 
     models.mkdir()

@@ -1,10 +1,10 @@
 """How well each estimator knows what is left of a trajectory, step by step (Heddle 7.2, Figure 13).
 
-Every prompt is tested by estimators that were fitted without it (`treadle_learned.folds`), once for each of `repeats`
-ways to deal the prompts into folds: from one to the next a share moves by some points. `rows`: data, step, estimator,
-the scores of `treadle_learned.scores`, each with a bootstrap interval over prompts, and `regret` of rollouts told by
-that estimator (`predictor_regret`), one number for all steps, with its range over folds. `data`: what was read.
-`p50_ms`, `p99_ms`: of predictions by the service (`predictor_latency`); none where no step has a text.
+Every prompt is tested by estimators that were fitted without it (`treadle_learned.held_out`), once for each of
+`repeats` ways to deal the prompts into folds: from one to the next a share moves by some points. `rows`: data, step,
+estimator, the scores of `treadle_learned.scores`, each with a bootstrap interval over prompts, and `regret` of
+rollouts told by that estimator (`predictor_regret`), one number for all steps, with its range over folds. `data`:
+what was read. `p50_ms`, `p99_ms`: of predictions by the service (`predictor_latency`); none where no step has a text.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from treadle_bench.predictor import latency as predictor_latency
 from treadle_bench.predictor.regret import folds_of, regrets
 
 if TYPE_CHECKING:
-    from treadle_learned.comparison import Asked
     from treadle_learned.examples import Track
+    from treadle_learned.scores import Asked
     from treadle_learned.transcript import Transcript
 
 NAME = "predictor"
@@ -57,11 +57,11 @@ async def run(options: BenchOptions) -> dict[str, Any]:
     """See the module. Raises UsageProblem, TraceFileError, PublicTraceError, OSError."""
     try:
         from treadle_learned.backbone import Backbone
-        from treadle_learned.comparison import rows, together
         from treadle_learned.errors import LearnedError
         from treadle_learned.examples import States
-        from treadle_learned.folds import answered, folds
+        from treadle_learned.held_out import ask_estimators, deal
         from treadle_learned.reading import Bounds
+        from treadle_learned.scores import pool, rows
     except ModuleNotFoundError as error:
         raise UsageProblem(f"{error.name} is not installed: pip install 'treadle[learned]'") from error
     bounds = Bounds()
@@ -79,11 +79,11 @@ async def run(options: BenchOptions) -> dict[str, Any]:
             told += [transcript for transcript in transcripts if any(turn.text for turn in transcript.turns)]
             deals = []
             for repeat in range(options.repeats):
-                dealt = folds(transcripts, seed=options.seed + repeat, task_of=source.task_of)
+                dealt = deal(transcripts, seed=options.seed + repeat, task_of=source.task_of)
                 track = _bar(source.name, options)
-                deals.append(answered(transcripts, dealt, states, hidden_size=backbone.hidden_size, track=track))
+                deals.append(ask_estimators(transcripts, dealt, states, hidden_size=backbone.hidden_size, track=track))
                 options.progress.print(f"{source.name}: deal {repeat + 1}/{options.repeats}")
-            asked = together(deals)
+            asked = pool(deals)
             costs = _regrets(source.name, works, asked, options)
             found += [{**row, **costs[row["estimator"]]} for row in rows(source.name, asked, seed=options.seed)]
             data.append(_described(source, works))

@@ -22,7 +22,7 @@ from treadle_sim.systems import TREADLE_HOMOGENEOUS
 from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
 if TYPE_CHECKING:
-    from treadle_learned.comparison import Asked
+    from treadle_learned.scores import Asked
 
 LLM, ACCELERATOR = "Qwen3-14B", "H200"
 ENGINES = 4

@@ -67,12 +67,9 @@ def train(
     max_tuples: Annotated[int, typer.Option(min=0, help="Draw trajectories with at most so many; 0: all.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Fit a predictor and compare it with the estimators without a model, on prompts that it was not fitted to.
-
-    What is done so far is kept in OUT.partial: the same command goes on with it.
-    """
-    with ending("interrupted; the same command goes on from here"):
-        from treadle_learned.backbone_tuned import Tune
+    """Fit a predictor and compare it with the estimators without a model, on prompts that it was not fitted to."""
+    with ending():
+        from treadle_learned.backbone import Tune
         from treadle_learned.training import Training
         from treadle_learned.training import train as fit
 
@@ -91,10 +88,9 @@ def train(
             epochs=epochs,
             max_tuples=max_tuples,
         )
-        partial = out_folder.with_name(f"{out_folder.name}.partial")
         with bars(exits.err) as bar:
             _quiet()
-            found = fit(read, how, out_folder, partial=partial, bar=bar)
+            found = fit(read, how, out_folder, bar=bar)
         if as_json:
             said: dict[str, Any] = {"version": found.version, "leads": found.leads, **found.notes}
             typer.echo(json.dumps(said))
@@ -129,7 +125,7 @@ def export(
 ) -> None:
     """Copy a predictor into a folder of versions, and make it the one in use."""
     with ending():
-        from treadle_learned.models_folder import ModelsFolder
+        from treadle_learned.checkpoint import ModelsFolder
 
         folder = ModelsFolder(models).add(checkpoint, version)
         out.print(f"{folder} is in use", highlight=False, soft_wrap=True)

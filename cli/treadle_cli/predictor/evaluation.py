@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
-from treadle_learned.asking import remaining_tokens, told
 from treadle_learned.checkpoint import load
-from treadle_learned.comparison import STEPS, Asked, forecasts, rows
 from treadle_learned.errors import TooFewError
-from treadle_learned.history import PromptAverage
+from treadle_learned.examples import Part, split
+from treadle_learned.head import remaining_tokens
+from treadle_learned.held_out import PromptAverage
 from treadle_learned.moments import replay
-from treadle_learned.split import Part, split
+from treadle_learned.scores import STEPS, Asked, forecasts, rows
 from treadle_learned.transcript import Transcript
 
 COLUMNS = ("recall_top10", "pearson", "pearson_log", "pinball", "coverage_80")
@@ -25,13 +25,13 @@ def evaluated(
     transcripts: Sequence[Transcript],
     bar: Callable[[str], Callable[[Iterable[int], int], Iterable[int]]],
 ) -> dict[str, Any]:
-    """`rows` of `treadle_learned.comparison` for learned, siblings and history, asked with the training prompts for
+    """`rows` of `treadle_learned.scores` for learned, siblings and history, asked with the training prompts for
     history. Raises LearnedError."""
     found = load(checkpoint)
     parts = split(transcripts, int(found.notes.get("seed", 0)))
     tested, earlier = parts[Part.TEST], parts[Part.TRAIN]
     moments = replay(tested, earlier, asked=lambda turn: turn in STEPS)
-    asked = told(found, moments, tested, bar("reading")) if moments else None
+    asked = found.examples(moments, tested, bar("reading")) if moments else None
     if asked is None:
         raise TooFewError(f"{name}: holds no test prompt (of 4 prompts one is): harvest more rollouts")
     answers = {

@@ -11,9 +11,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
-from treadle_learned.backbone import Backbone
-from treadle_learned.reading import Bounds, Ids, Read, Reader, shared
-from treadle_learned.together import read_together
+from treadle_learned.backbone import Backbone, read_together
+from treadle_learned.reading import Bounds, Ids, Read, Reader, shared_prefix
 
 from treadle_predictor.worker import Question
 
@@ -154,8 +153,8 @@ class Readings:
     def _begun_alike(self, ids: Ids) -> Read | None:
         """A copy of the longest beginning that another trajectory shares, e.g. of the same prompt."""
         reads = [reading.read for reading in self._readings.values() if reading.read is not None]
-        found = max(reads, key=lambda read: shared(read.ids, ids), default=None)
-        count = shared(found.ids, ids) if found is not None else 0
+        found = max(reads, key=lambda read: shared_prefix(read.ids, ids), default=None)
+        count = shared_prefix(found.ids, ids) if found is not None else 0
         return found.beginning(count) if found is not None and count >= LEAST_SHARED else None
 
     def _count(self, reading: Reading) -> None:

@@ -15,7 +15,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from treadle.common.v1.tokens_pb2 import TokenIds
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.telemetry.v1.facts_pb2 import Fact, StepFinished, StepStarted, TrajectoryClosed, TrajectoryOpened
-from treadle_learned.features import Steps
+from treadle_learned.moments import Steps
 from treadle_learned.transcript import Transcript, Turn, version_number
 
 from treadle_predictor.convert import learn

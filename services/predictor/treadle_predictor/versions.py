@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 import structlog
 from treadle_core.ranking.estimator import Progress
-from treadle_learned.checkpoint import Checkpoint, backbone_of, load
+from treadle_learned.checkpoint import Checkpoint, ModelsFolder, load
 from treadle_learned.errors import CheckpointError, LearnedError
-from treadle_learned.features import FEATURES
-from treadle_learned.models_folder import ModelsFolder
+from treadle_learned.moments import FEATURES
 from treadle_learned.transcript import Turn
 
 from treadle_predictor.model import LearnedModel
@@ -27,7 +26,7 @@ TRIAL = "trial"
 def load_model(folder: Path, most_bytes: int) -> LearnedModel:
     """Raises LearnedError, saying what is wrong with it."""
     checkpoint = load(folder)
-    backbone = backbone_of(checkpoint) if checkpoint.reads_text else None
+    backbone = checkpoint.load_backbone() if checkpoint.reads_text else None
     model = LearnedModel(checkpoint, backbone, most_bytes)
     turn = Turn(8, text="1. look at the files")
     question = Question(Progress(TRIAL, TRIAL, 1, 8, 16, 8), np.zeros(len(FEATURES), np.float32), "a task", (turn,))

@@ -17,8 +17,8 @@ from typing import Protocol
 import structlog
 from treadle_core.ranking.estimator import Forecast, Progress
 from treadle_core.ranking.evidence import Evidence
-from treadle_learned.features import Vector, features, versions_behind
-from treadle_learned.transcript import Turn, version_number
+from treadle_learned.moments import Vector, features_of
+from treadle_learned.transcript import Turn
 
 from treadle_predictor.recordings import Recording
 
@@ -37,14 +37,9 @@ def question(
     progress: Progress, recording: Recording, forecast: Forecast, evidence: Evidence, prompt: str
 ) -> Question | None:
     """`forecast`: of the estimators without a model. None where the trajectory's group is not known."""
-    found = evidence.group_of(progress.trajectory_id, progress.prompt_id)
-    if found is None:
+    vector = features_of(progress, recording.steps, evidence, forecast, recording.weight_version)
+    if vector is None:
         return None
-    group = found[1]
-    running = [each for name, each in group.running.items() if name != progress.trajectory_id]
-    sampled_by = evidence.sampled_by(progress.trajectory_id, progress.prompt_id)
-    behind = versions_behind(version_number(recording.weight_version), sampled_by)
-    vector = features(progress, recording.steps, group.ended.values(), running, forecast, behind)
     return Question(progress, vector, recording.prompt or prompt, tuple(recording.turns))
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from support.tiny_backbone import HIDDEN, tiny_backbone
 from treadle_learned.backbone import Backbone
-from treadle_learned.comparison import rows
 from treadle_learned.examples import States
 from treadle_learned.fitting import Fitting
-from treadle_learned.folds import answered, folds
+from treadle_learned.held_out import ask_estimators, deal
 from treadle_learned.reading import Bounds
+from treadle_learned.scores import rows
 from treadle_learned.transcript import Transcript, Turn
 
 
@@ -31,7 +31,7 @@ def told_by_the_plan(count: int = 120) -> list[Transcript]:
 
 def test_no_prompt_is_asked_about_by_who_has_seen_it() -> None:
     transcripts = told_by_the_plan(40)
-    dealt = folds(transcripts)
+    dealt = deal(transcripts)
     asked = sorted(moment.index for fold in dealt for moment in fold.test)
     assert asked == sorted(list(range(40)) * 4)
     for fold in dealt:
@@ -45,9 +45,9 @@ def test_no_prompt_is_asked_about_by_who_has_seen_it() -> None:
 
 def test_folds_are_even_and_another_seed_deals_otherwise() -> None:
     transcripts = told_by_the_plan(42)
-    first, other = ([{moment.index for moment in fold.test} for fold in folds(transcripts, seed=s)] for s in (0, 1))
+    first, other = ([{moment.index for moment in fold.test} for fold in deal(transcripts, seed=s)] for s in (0, 1))
     assert sorted(map(len, first)) == [8, 8, 8, 9, 9]
-    assert first != other and first == [{moment.index for moment in fold.test} for fold in folds(transcripts)]
+    assert first != other and first == [{moment.index for moment in fold.test} for fold in deal(transcripts)]
 
 
 def test_prompts_of_one_task_are_in_one_fold() -> None:
@@ -59,7 +59,7 @@ def test_prompts_of_one_task_are_in_one_fold() -> None:
     by_name, by_task = (
         [
             {transcripts[moment.index].prompt_id.partition("/")[2] for moment in fold.test}
-            for fold in folds(transcripts, task_of=task_of)
+            for fold in deal(transcripts, task_of=task_of)
         ]
         for task_of in (str, lambda prompt_id: prompt_id.partition("/")[2])
     )
@@ -72,8 +72,8 @@ def test_what_only_the_plan_tells_is_known_after_it_to_who_reads_it(tmp_path: Pa
     backbone = Backbone.load(str(tiny_backbone(tmp_path)), device="cpu", dtype=torch.float32)
     states = States(backbone, transcripts, Bounds())
     how = Fitting(epochs=80, patience=15, learning_rate=5e-3)
-    asked = answered(transcripts, folds(transcripts, 4), states, hidden_size=HIDDEN, how=how)
-    pinball = {(row["step"], row["estimator"]): row["pinball"] for row in rows("made", asked, intervals=False)}
+    asked = ask_estimators(transcripts, deal(transcripts, 4), states, hidden_size=HIDDEN, how=how)
+    pinball = {(row["step"], row["estimator"]): row["pinball"] for row in rows("made", asked, with_intervals=False)}
     assert set(asked.answers) == {
         *("history", "siblings", "boosted", "numbers", "oracle", "prompt-only", "learned", "chosen")
     }
@@ -89,4 +89,4 @@ def test_what_only_the_plan_tells_is_known_after_it_to_who_reads_it(tmp_path: Pa
 
 def test_fewer_than_three_folds_are_refused() -> None:
     with pytest.raises(ValueError, match="folds must be >= 3"):
-        folds(told_by_the_plan(4), 2)
+        deal(told_by_the_plan(4), 2)
