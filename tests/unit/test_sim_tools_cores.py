@@ -2,19 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.tools.action import CPU_CORES, Action, Amdahl, Duration, Fixed, Knowledge, Range
-from treadle_core.tools.cpu import CpuManager, Machine
-from treadle_core.tools.dispatcher import Dispatcher, Resources
-from treadle_core.tools.pools import CpuNode
+from treadle_core.tools.action import CPU_CORES, Amdahl, Fixed, Range
+from treadle_core.tools.cpu import Machine
 from treadle_sim.timeline import Timeline
 from treadle_sim.tools.coding import ACTIVE_SHARE, coding_batch, shapes
-from treadle_sim.tools.cores import ElasticCores, equal_nodes
+from treadle_sim.tools.cores import ElasticCores, equal_machines
 from treadle_sim.tools.pods import PodRules, Pods, SharedCores
 from treadle_sim.tools.trace import (
     Asked,
@@ -28,21 +24,20 @@ from treadle_sim.tools.trace import (
     StuckError,
     Trace,
     play,
-    ran_s,
 )
 from treadle_sim.workloads.workload import Step, TrajectoryWork
 
 GIB = 1 << 30
 
 
-def elastic(nodes: Sequence[CpuNode], overhead_s: float = 0.0) -> Make:
+def elastic(nodes: Sequence[Machine], overhead_s: float = 0.0) -> Make:
     def make(timeline: Timeline, report: Report) -> Executor:
         return ElasticCores(timeline, report, tuple(nodes), overhead_s)
 
     return make
 
 
-def pods(nodes: Sequence[CpuNode], **rules: float) -> Make:
+def pods(nodes: Sequence[Machine], **rules: float) -> Make:
     def make(timeline: Timeline, report: Report) -> Executor:
         return Pods(timeline, report, nodes, PodRules(**rules))  # type: ignore[arg-type]
 
@@ -88,7 +83,7 @@ def most_at_once(records: Sequence[Record]) -> int:
 @given(batches())
 @settings(deadline=None, max_examples=40)
 def test_every_action_runs_once_on_cores_that_nobody_else_has(traces: tuple[Trace, ...]) -> None:
-    nodes = equal_nodes(2, 4, 8 * GIB)
+    nodes = equal_machines(2, 4, 8 * GIB)
     replay = play(traces, elastic(nodes))
     everything_ran_once(replay)
     assert most_at_once(replay.records) <= 8
@@ -98,7 +93,7 @@ def test_every_action_runs_once_on_cores_that_nobody_else_has(traces: tuple[Trac
 @given(batches())
 @settings(deadline=None, max_examples=40)
 def test_every_action_runs_once_in_its_trajectorys_pod(traces: tuple[Trace, ...]) -> None:
-    replay = play(traces, pods(equal_nodes(2, 2, 8 * GIB)))
+    replay = play(traces, pods(equal_machines(2, 2, 8 * GIB)))
     everything_ran_once(replay)
     for record in replay.records:
         assert record.execution_s >= record.asked.call.single_unit_s - 1e-6
@@ -106,7 +101,7 @@ def test_every_action_runs_once_in_its_trajectorys_pod(traces: tuple[Trace, ...]
 
 def test_commands_of_a_burst_run_in_the_order_of_their_arrival() -> None:
     traces = [Trace(f"t{index}", "coding", (command(1.0, 0.001 * index),)) for index in range(9)]
-    replay = play(traces, elastic(equal_nodes(1, 2, GIB)))
+    replay = play(traces, elastic(equal_machines(1, 2, GIB)))
     started = sorted(replay.records, key=lambda record: record.started_s)
     assert [record.asked.trace.trajectory_id for record in started] == [f"t{index}" for index in range(9)]
 
@@ -114,18 +109,18 @@ def test_commands_of_a_burst_run_in_the_order_of_their_arrival() -> None:
 def test_a_trajectory_stays_where_its_memory_is() -> None:
     """Two nodes with memory for one trajectory each: the third begins when one of the others has ended."""
     traces = [Trace(f"t{index}", "coding", (command(2.0), command(2.0)), GIB) for index in range(3)]
-    replay = play(traces, elastic(equal_nodes(2, 4, GIB)))
+    replay = play(traces, elastic(equal_machines(2, 4, GIB)))
     assert sorted(replay.ends_s.values()) == pytest.approx([4.0, 4.0, 8.0])
 
 
 def test_a_reward_alone_gets_all_cores_that_help_it_and_a_pods_runs_on_one() -> None:
     traces = [Trace("t", "coding", (suite(90.0),), GIB)]
-    (alone,) = play(traces, elastic(equal_nodes(1, 16, GIB), overhead_s=0.5)).records
+    (alone,) = play(traces, elastic(equal_machines(1, 16, GIB), overhead_s=0.5)).records
     assert alone.units == 8
     assert alone.completion_s == pytest.approx(0.5 + 90.0 * (0.1 + 0.9 / 8))
-    (in_pod,) = play(traces, pods(equal_nodes(1, 16, GIB))).records
+    (in_pod,) = play(traces, pods(equal_machines(1, 16, GIB))).records
     assert in_pod.execution_s == pytest.approx(90.0)
-    (four,) = play(traces, pods(equal_nodes(1, 16, GIB), reward_processes=8)).records
+    (four,) = play(traces, pods(equal_machines(1, 16, GIB), reward_processes=8)).records
     assert four.units == 4
     assert four.execution_s == pytest.approx(90.0 * (0.1 + 0.9 / 4))
 
@@ -133,15 +128,15 @@ def test_a_reward_alone_gets_all_cores_that_help_it_and_a_pods_runs_on_one() -> 
 def test_pods_start_one_after_the_other_and_wait_where_requests_do_not_fit() -> None:
     """One core is two pods; the third is bound when one of them leaves. One a second, and half a second each."""
     traces = [Trace(f"t{index}", "coding", (command(1.0),), 0) for index in range(3)]
-    replay = play(traces, pods(equal_nodes(1, 1, GIB), binds_per_s=1e9, starts_per_s=1.0, start_s=0.5))
+    replay = play(traces, pods(equal_machines(1, 1, GIB), binds_per_s=1e9, starts_per_s=1.0, start_s=0.5))
     assert [record.started_s for record in replay.records] == pytest.approx([1.5, 2.5, 3.0 + 1.0])
 
 
 def test_a_pod_that_is_late_is_given_up_and_asked_for_again() -> None:
     traces = [Trace(f"t{index}", "coding", (command(1.0),), 0) for index in range(2)]
     rules = {"binds_per_s": 1e9, "starts_per_s": 1.0, "start_s": 0.0}
-    patient = play(traces, pods(equal_nodes(1, 4, GIB), **rules))
-    hasty = play(traces, pods(equal_nodes(1, 4, GIB), **rules, ready_timeout_s=1.5, retry_s=1.0))
+    patient = play(traces, pods(equal_machines(1, 4, GIB), **rules))
+    hasty = play(traces, pods(equal_machines(1, 4, GIB), **rules, ready_timeout_s=1.5, retry_s=1.0))
     everything_ran_once(hasty)
     assert sorted(patient.ends_s.values()) == pytest.approx([2.0, 3.0])
     assert sorted(hasty.ends_s.values()) == pytest.approx([2.0, 4.5])
@@ -211,75 +206,11 @@ def test_an_executor_that_forgets_an_action_is_caught() -> None:
         play([Trace("t", "coding", (command(1.0),))], lambda timeline, report: Forgets())
 
 
-class Dispatched:
-    """One node behind the gateway's own dispatcher."""
-
-    def __init__(self, timeline: Timeline, report: Report, cores: int) -> None:
-        machine = Machine("node-0", (tuple(range(cores)),), GIB)
-        self._timeline, self._report = timeline, report
-        self._dispatcher = Dispatcher(Resources([CpuManager([machine])]), 0.0)
-        self._asked: dict[str, Asked] = {}
-        self._settling = False
-        self.decisions = Decisions()
-
-    def open(self, trace: Trace) -> None: ...
-
-    def close(self, trace: Trace) -> None:
-        self._dispatcher.forget(trace.trajectory_id)
-
-    def submit(self, asked: Asked) -> None:
-        call = asked.call
-        duration = Duration(Knowledge.PROFILED, call.single_unit_s)
-        self._asked[asked.action_id] = asked
-        self._dispatcher.submit(
-            Action(
-                asked.action_id,
-                asked.trace.trajectory_id,
-                len(self._asked),
-                call.cost,
-                duration,
-                call.key,
-                call.elasticity,
-            )
-        )
-        self._wake()
-
-    def _wake(self) -> None:
-        if not self._settling:
-            self._settling = True
-            self._timeline.at(self._timeline.now, self._settle)
-
-    def _settle(self) -> None:
-        self._settling = False
-        now = self._timeline.now
-        for started in self._dispatcher.decide(now):
-            asked = self._asked[started.action.action_id]
-            record = Record(asked, now, 0.0, now + ran_s(asked, started.units), started.units)
-            self._timeline.at(record.finished_s, self._finish, record)
-
-    def _finish(self, record: Record) -> None:
-        self._dispatcher.end(record.asked.action_id, self._timeline.now)
-        self._wake()
-        self._report(record)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_node_decides_as_the_gateways_dispatcher_does(seed: int) -> None:
-    """Of what comes at one instant the replay starts commands at once, so no two actions come at the same time here."""
-    rng = np.random.default_rng(seed)
-    traces = []
-    for index in range(12):
-        steps = [command(float(rng.exponential()), float(rng.exponential(3.0))) for _ in range(3)]
-        calls = [replace(step, profiled_s=step.single_unit_s) for step in steps]
-        traces.append(Trace(f"t{index}", "coding", (*calls, suite(float(rng.exponential(20.0))))))
-    ours = play(traces, elastic(equal_nodes(1, 6, GIB)))
-    theirs = play(traces, lambda timeline, report: Dispatched(timeline, report, 6))
-    assert starts(ours) == starts(theirs)
-    assert max(units for _, units in starts(ours).values()) > 1
-
-
-def starts(replay: Replay) -> dict[str, tuple[float, int]]:
-    return {record.asked.action_id: (record.started_s, record.units) for record in replay.records}
+def test_a_first_action_waits_for_memory_and_passes_nobody() -> None:
+    """Memory for one trajectory: the others run in the order of their arrival, each when one has ended."""
+    traces = [Trace(f"t{index}", "coding", (command(2.0, 0.001 * index),), GIB) for index in range(3)]
+    replay = play(traces, elastic(equal_machines(1, 4, GIB)))
+    assert [replay.ends_s[f"t{index}"] for index in range(3)] == pytest.approx([2.0, 4.0, 6.0])
 
 
 def test_shapes_of_a_trace_file_are_drawn_as_they_are() -> None:

@@ -1,11 +1,9 @@
 """Replays on reward GPUs and before a provider: what is in memory, who loads, who is refused."""
 
 import pytest
-from treadle_core.tools.action import CPU_CORES, GPUS, Fixed
-from treadle_core.tools.providers import concurrency_of
+from treadle_core.tools.action import GPUS, Fixed
 from treadle_sim.timeline import Timeline
 from treadle_sim.tools.api_calls import (
-    LIMITS,
     MOST_RETRIES,
     PROVIDER,
     Limits,
@@ -15,11 +13,9 @@ from treadle_sim.tools.api_calls import (
     manager_of,
     search_batch,
 )
-from treadle_sim.tools.coding import coding_batch
-from treadle_sim.tools.cores import ElasticCores, equal_nodes
 from treadle_sim.tools.gpus import ElasticGpus, LoadingGroups, StaticGroups
 from treadle_sim.tools.reward_models import DEGREES, JUDGE, Restoring, reading, scored_batch, services, teachers
-from treadle_sim.tools.trace import Asked, Call, Executor, Make, Record, Replay, Report, Together, Trace, play, ran_s
+from treadle_sim.tools.trace import Asked, Call, Executor, Make, Record, Replay, Report, Trace, play, ran_s
 
 NAMES = [*teachers(3), JUDGE]
 
@@ -122,27 +118,3 @@ def test_batches_are_the_same_for_the_same_seed_and_refuse_to_be_empty() -> None
     with pytest.raises(ValueError, match="at least one"):
         scored_batch(0, 0, NAMES)
     assert all(call.cost[GPUS] != Fixed(1) for trace in skewed for call in trace.calls)
-
-
-def test_tasks_of_all_kinds_run_beside_each_other_and_none_slows_another() -> None:
-    """Coding on cores, teachers on GPUs, searches before a provider: as one batch and each by itself."""
-    parts: dict[str, tuple[Trace, ...]] = {
-        CPU_CORES: coding_batch(8, 1),
-        GPUS: scored_batch(12, 1, NAMES, pace=0.05),
-        concurrency_of(PROVIDER): search_batch(8, 1),
-    }
-    makes: dict[str, Make] = {
-        CPU_CORES: lambda timeline, report: ElasticCores(timeline, report, equal_nodes(1, 64, 1 << 40), 0.0),
-        GPUS: elastic(8),
-        concurrency_of(PROVIDER): lambda timeline, report: ManagedCalls(timeline, report, ProviderModel(LIMITS)),
-    }
-
-    def together(timeline: Timeline, report: Report) -> Executor:
-        return Together({key: make(timeline, report) for key, make in makes.items()})
-
-    at_once = play([trace for traces in parts.values() for trace in traces], together)
-    ran_once(at_once)
-    alone = {key: play(parts[key], makes[key]) for key in parts}
-    ends_s = {name: end_s for replay in alone.values() for name, end_s in replay.ends_s.items()}
-    assert at_once.ends_s == pytest.approx(ends_s)
-    assert at_once.decisions.took_s

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 from treadle_core.tools.action import CPU_CORES, UnitSet, key_units
-from treadle_core.tools.pools import CpuNode
+from treadle_core.tools.cpu import Machine
 from treadle_sim.tools.coding import Floats, Shape, ToolSeconds, coding_batch, shapes
-from treadle_sim.tools.cores import ElasticCores, equal_nodes
+from treadle_sim.tools.cores import ElasticCores, equal_machines
 from treadle_sim.tools.pods import PodRules, Pods
 from treadle_sim.tools.trace import Call, Make, Trace, play
 from treadle_sim.workloads.public_traces import read_public
@@ -61,8 +61,8 @@ class Cores:
         nodes, asked = self._nodes(), rules or PodRules()
         return lambda timeline, report: Pods(timeline, report, nodes, asked)
 
-    def _nodes(self) -> tuple[CpuNode, ...]:
-        return equal_nodes(self.setting.nodes, self.cores // self.setting.nodes, NODE_MEMORY_BYTES)
+    def _nodes(self) -> tuple[Machine, ...]:
+        return equal_machines(self.setting.nodes, self.cores // self.setting.nodes, NODE_MEMORY_BYTES)
 
 
 @dataclass(frozen=True)

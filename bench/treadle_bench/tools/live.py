@@ -30,7 +30,7 @@ from treadle_cli.mesh.processes import ProcessTree
 from treadle_cli.mesh.services import HOST
 from treadle_cli.problems import UsageProblem
 from treadle_core.tools.action import CPU_CORES, Fixed
-from treadle_sim.tools.cores import ElasticCores, equal_nodes
+from treadle_sim.tools.cores import ElasticCores, equal_machines
 from treadle_sim.tools.trace import Call, Trace, play
 
 from treadle_bench.options import BenchOptions
@@ -195,7 +195,7 @@ async def replayed(tools: ToolsServiceAsyncStub, traces: Sequence[Trace]) -> dic
         for trace in traces:
             group.create_task(one(trace))
     overhead_s = Samples(each.completion_s - each.queue_s - each.slept_s for each in lived).median
-    nodes = equal_nodes(1, CORES, 0)
+    nodes = equal_machines(1, CORES, 0)
     simulated = play(traces, lambda timeline, report: ElasticCores(timeline, report, nodes, overhead_s))
     told_s = {(record.asked.trace.trajectory_id, record.asked.at): record.completion_s for record in simulated.records}
     errors = [abs(told_s[each.trajectory_id, each.at] / each.completion_s - 1.0) for each in lived]

@@ -26,6 +26,11 @@ class Machine:
     numa: tuple[tuple[int, ...], ...]
     memory_bytes: int
 
+    @property
+    def cores(self) -> int:
+        """How many cores of it actions may use."""
+        return sum(map(len, self.numa))
+
 
 @dataclass
 class _Node:

@@ -211,7 +211,7 @@ class Dispatcher:
     def decide(self, now_s: float) -> list[Started]:
         """Those that start now, in their order."""
         started: list[Started] = []
-        while len(self._waiting):
+        while len(self._waiting) and self._may_start(now_s):
             starts = decide(
                 self._waiting,
                 self.resources.pools(now_s),
@@ -247,6 +247,12 @@ class Dispatcher:
     def next_change_s(self, now_s: float) -> float:
         """When to decide again although nothing came or ended; NEVER_S: not by the clock."""
         return self.resources.next_change_s(now_s) if len(self._waiting) else NEVER_S
+
+    def _may_start(self, now_s: float) -> bool:
+        """Whether no dimension has less free than every waiting action asks for: else there is nothing to decide."""
+        free = {each.dimension: each.free for each in self.resources.usage(now_s)}
+        least = self._waiting.least[: len(self._waiting)].min(axis=0)
+        return bool((least <= [free[dimension] for dimension in self._waiting.dimensions]).all())
 
     def _begin(self, start: Start, now_s: float) -> Started:
         known = start.action.duration.knowledge is not Knowledge.UNKNOWN

@@ -10,17 +10,16 @@ A provider of an API, as it behaves: so many requests at a time, so many in a wi
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from treadle_core.tools.action import Action, Fixed
 from treadle_core.tools.dispatcher import Dispatcher, Resources, Started
-from treadle_core.tools.grants import NEVER_S
 from treadle_core.tools.providers import BasicManager, Provider, Quota
 
 from treadle_sim.timeline import Timeline
+from treadle_sim.tools.dispatched import Dispatched
 from treadle_sim.tools.reward_models import MOST_CONTEXT, MOST_TOKENS, TOOL_LLM
 from treadle_sim.tools.trace import Asked, Call, Decisions, Record, Report, Trace, generation_s
 from treadle_sim.workloads.parametric import WORKLOADS, draw
@@ -134,20 +133,14 @@ class UnmanagedCalls:
 class ManagedCalls:
     """See the module."""
 
-    def __init__(
-        self,
-        timeline: Timeline,
-        report: Report,
-        provider: ProviderModel,
-        stopwatch: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._timeline, self._report, self.provider, self._stopwatch = timeline, report, provider, stopwatch
-        self._manager = manager_of(provider.limits, PROVIDER)
-        self._dispatcher = Dispatcher(Resources([self._manager]), 0.0)
-        self._asked: dict[str, Asked] = {}
-        self._arrivals = 0
-        self._settling = False
+    def __init__(self, timeline: Timeline, report: Report, provider: ProviderModel) -> None:
+        self.provider = provider
         self.decisions = Decisions()
+        dispatcher = Dispatcher(Resources([manager_of(provider.limits, PROVIDER)]), 0.0)
+        self._timeline = timeline
+        self._report = report
+        self._gateway = Dispatched(timeline, self._leave, dispatcher, self.decisions, self._admit)
+        self._arrivals = 0
 
     def open(self, trace: Trace) -> None:
         """Nothing is held for a trajectory."""
@@ -156,50 +149,14 @@ class ManagedCalls:
         """Nothing is held for a trajectory."""
 
     def submit(self, asked: Asked) -> None:
-        began, now = self._stopwatch(), self._timeline.now
         self._arrivals += 1
         action = Action(asked.action_id, asked.trace.trajectory_id, self._arrivals, asked.call.cost)
-        self._asked[action.action_id] = asked
-        started = self._dispatcher.submit_alone(action, now)
-        if started is not None:
-            self._felt(1, began)
-            self._start(started)
-            return
-        self._dispatcher.submit(action)
-        self._wake()
+        self._gateway.submit(action, asked)
 
-    def _wake(self) -> None:
-        if not self._settling:
-            self._settling = True
-            self._timeline.at(self._timeline.now, self._settle)
+    def _admit(self, started: Started) -> float:
+        assert self.provider.admit(self._timeline.now)
+        return 0.0
 
-    def _settle(self) -> None:
-        self._settling = False
-        now = self._timeline.now
-        if all(pool.free for pool in self._manager.pools(now)):  # else none can start: each asks for all of them
-            began = self._stopwatch()
-            starting = self._dispatcher.decide(now)
-            self._felt(len(starting), began)
-            for started in starting:
-                self._start(started)
-        changes_s = self._dispatcher.next_change_s(now)
-        if changes_s < NEVER_S and len(self._dispatcher):
-            self._timeline.at(changes_s, self._wake)
-
-    def _felt(self, actions: int, began: float) -> None:
-        took_s = self._stopwatch() - began
-        self.decisions.took_s.append(took_s)
-        self.decisions.felt_s += [took_s] * actions
-
-    def _start(self, started: Started) -> None:
-        asked, now = self._asked.pop(started.action.action_id), self._timeline.now
-        assert self.provider.admit(now)
-        ends_s = now + asked.call.single_unit_s
-        self._timeline.at(ends_s, self._finish, Record(asked, now, 0.0, ends_s, 1))
-
-    def _finish(self, record: Record) -> None:
+    def _leave(self, record: Record) -> None:
         self.provider.leave()
-        self._dispatcher.end(record.asked.action_id, self._timeline.now)
-        if len(self._dispatcher):
-            self._wake()
         self._report(record)

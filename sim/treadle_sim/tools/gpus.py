@@ -11,19 +11,18 @@ request waits for a group that has its model where that takes less time than loa
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from treadle_core.tools.action import GPUS, Action, Duration, Fixed, Knowledge, Measured, key_units
 from treadle_core.tools.chunks import NODE_GPUS
-from treadle_core.tools.decision import DEPTH
 from treadle_core.tools.dispatcher import Dispatcher, Resources, Started
 from treadle_core.tools.gpu import GpuManager
 from treadle_core.tools.grants import Service
 
 from treadle_sim.timeline import Timeline
+from treadle_sim.tools.dispatched import Dispatched
 from treadle_sim.tools.reward_models import DEGREES, GPU_BYTES, Restoring
 from treadle_sim.tools.trace import Asked, Decisions, Record, Report, Trace, ran_s
 
@@ -45,19 +44,15 @@ class ElasticGpus:
         services: Sequence[Service],
         restoring: Restoring,
         aware: bool = True,
-        depth: int = DEPTH,
-        stopwatch: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._timeline, self._report, self._restoring, self._stopwatch = timeline, report, restoring, stopwatch
+        self._restoring, self._aware = restoring, aware
         nodes = [f"gpus-{at}" for at in range(-(-gpus // NODE_GPUS))]
-        self._dispatcher = Dispatcher(Resources([GpuManager(nodes, GPU_BYTES, services)]), 0.0, depth=depth)
-        self._asked: dict[str, Asked] = {}
-        self._arrivals = 0
-        self._aware = aware
-        self._missed = dict.fromkeys(DEGREES, 1.0)
-        self._settling = False
+        dispatcher = Dispatcher(Resources([GpuManager(nodes, GPU_BYTES, services)]), 0.0)
+        self._take_away(dispatcher, NODE_GPUS * len(nodes) - gpus)
         self.decisions = Decisions()
-        self._take_away(NODE_GPUS * len(nodes) - gpus)
+        self._gateway = Dispatched(timeline, report, dispatcher, self.decisions, self._restore_s)
+        self._arrivals = 0
+        self._missed = dict.fromkeys(DEGREES, 1.0)
 
     def open(self, trace: Trace) -> None:
         """Nothing is held for a trajectory."""
@@ -83,46 +78,22 @@ class ElasticGpus:
             Measured(tuple((degree, min(1.0, one_s / (degree * took))) for degree, took in seconds.items())),
             service=asked.call.service,
         )
-        self._asked[action.action_id] = asked
-        self._dispatcher.submit(action)
-        self._wake()
+        self._gateway.submit(action, asked)
 
-    def _take_away(self, gpus: int) -> None:
-        """GPUs that are not there are held for good, in chunks of their number's binary digits."""
+    @staticmethod
+    def _take_away(dispatcher: Dispatcher, gpus: int) -> None:
+        """Hold GPUs that are not there for good, in chunks of their number's binary digits."""
         for level in (1, 2, 4):
             if gpus & level:
-                self._dispatcher.submit(Action(f"missing-{level}", "missing", 0, {GPUS: Fixed(level)}))
-        self._dispatcher.decide(0.0)
+                dispatcher.submit(Action(f"missing-{level}", "missing", 0, {GPUS: Fixed(level)}))
+        dispatcher.decide(0.0)
 
-    def _wake(self) -> None:
-        if not self._settling:
-            self._settling = True
-            self._timeline.at(self._timeline.now, self._settle)
-
-    def _settle(self) -> None:
-        self._settling = False
-        began = self._stopwatch()
-        starting = self._dispatcher.decide(self._timeline.now)
-        took_s = self._stopwatch() - began
-        self.decisions.took_s.append(took_s)
-        self.decisions.felt_s += [took_s] * len(starting)
-        for started in starting:
-            self._start(started)
-
-    def _start(self, started: Started) -> None:
-        asked, now = self._asked.pop(started.action.action_id), self._timeline.now
+    def _restore_s(self, started: Started) -> float:
+        """Seconds to restore the service of an action that starts; counted in what its degree costs on average."""
         grant = started.grant.gpu
         assert grant is not None
-        overhead_s = self._restoring.seconds(started.units) if grant.restore else 0.0
         self._missed[started.units] += MISS_SHARE * (grant.restore - self._missed[started.units])
-        ends_s = now + overhead_s + ran_s(asked, started.units)
-        self._timeline.at(ends_s, self._finish, Record(asked, now, overhead_s, ends_s, started.units))
-
-    def _finish(self, record: Record) -> None:
-        self._dispatcher.end(record.asked.action_id, self._timeline.now)
-        if len(self._dispatcher):
-            self._wake()
-        self._report(record)
+        return self._restoring.seconds(started.units) if grant.restore else 0.0
 
 
 class StaticGroups:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from treadle_core.tools.pools import CpuNode
+from treadle_core.tools.cpu import Machine
 
 from treadle_sim.timeline import Timeline
 from treadle_sim.tools.trace import Asked, Decisions, Record, Report, Trace, ran_s
@@ -107,7 +107,7 @@ class PodRules:
 
 @dataclass(slots=True)
 class _Node:
-    static: CpuNode
+    machine: Machine
     requested: float
     free_memory_bytes: int
     cores: SharedCores[tuple[Asked, float, int]]
@@ -128,9 +128,9 @@ class _Pod:
 class Pods:
     """See the module."""
 
-    def __init__(self, timeline: Timeline, report: Report, nodes: Sequence[CpuNode], rules: PodRules) -> None:
+    def __init__(self, timeline: Timeline, report: Report, machines: Sequence[Machine], rules: PodRules) -> None:
         self._timeline, self._report, self._rules = timeline, report, rules
-        self._nodes = [_Node(node, 0.0, node.memory_bytes, SharedCores(node.cores)) for node in nodes]
+        self._nodes = [_Node(each, 0.0, each.memory_bytes, SharedCores(each.cores)) for each in machines]
         self._pods: dict[str, _Pod] = {}
         self._pending: deque[_Pod] = deque()
         self._binds_next_s = 0.0
@@ -165,13 +165,13 @@ class Pods:
             fits = [
                 node
                 for node in self._nodes
-                if node.requested + self._rules.request_cores <= node.static.cores
+                if node.requested + self._rules.request_cores <= node.machine.cores
                 and node.free_memory_bytes >= pod.trace.memory_bytes
             ]
             if not fits:
                 return
             self._pending.popleft()
-            node = max(fits, key=lambda each: each.static.cores - each.requested)
+            node = max(fits, key=lambda each: each.machine.cores - each.requested)
             node.requested += self._rules.request_cores
             node.free_memory_bytes -= pod.trace.memory_bytes
             pod.node = node

@@ -120,6 +120,11 @@ class Decisions:
     took_s: list[float] = field(default_factory=list)
     felt_s: list[float] = field(default_factory=list)
 
+    def add(self, took_s: float, actions: int) -> None:
+        """Count a decision that so many actions waited for."""
+        self.took_s.append(took_s)
+        self.felt_s += [took_s] * actions
+
 
 @dataclass(frozen=True, slots=True)
 class Replay:
@@ -184,28 +189,6 @@ def play(traces: Sequence[Trace], make: Make) -> Replay:
     if len(ends_s) < len(traces):
         raise StuckError(f"{len(traces) - len(ends_s)} of {len(traces)} trajectories never ended")
     return Replay(tuple(traces), tuple(records), ends_s, executor.decisions)
-
-
-class Together:
-    """Several executors as one, by the key of an action's cost: `routes` names one for each first dimension."""
-
-    def __init__(self, routes: dict[str, Executor]) -> None:
-        self._routes = routes
-        self._all = list(dict.fromkeys(routes.values()))
-        self.decisions = Decisions()
-        for each in self._all:
-            each.decisions = self.decisions
-
-    def open(self, trace: Trace) -> None:
-        for executor in self._all:
-            executor.open(trace)
-
-    def submit(self, asked: Asked) -> None:
-        self._routes[next(iter(asked.call.cost))].submit(asked)
-
-    def close(self, trace: Trace) -> None:
-        for executor in self._all:
-            executor.close(trace)
 
 
 LLM, ACCELERATOR, GPUS = "Qwen3-32B", "H200", 4  # ARL-Tangram §6.1: Qwen3-32B on Hopper GPUs; the degree is a choice
