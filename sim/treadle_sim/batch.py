@@ -1,11 +1,10 @@
-"""The sequences that an engine decodes together: a fluid between events, exact at every whole step.
+"""The batch of sequences that a simulated engine decodes together, computed from event to event in closed form.
 
-A counter holds the tokens that each of them has sampled since the engine began, so a sequence ends at a count that is
-known when it joins. x whole steps of n sequences that hold K tokens of KV take, in seconds,
-x * step(n) + k * (K x + n x (x - 1) / 2), and in between time runs along the same parabola. Sequences join at whole
-counts only, so all ends are whole. Equations: docs/simulator.md. Owner: the engine, which says how time passes.
-
-A step at a simulated engine, and who hears of it."""
+Nothing happens token by token. A counter holds the decode steps since the engine began, as a fraction while a step is
+under way, so the count at which a sequence ends is known when it joins. x steps of n sequences that hold K tokens of KV
+take, in seconds, x * step(n) + k * (K x + n x (x - 1) / 2); inside a step, time runs along the same parabola. Sequences
+join at whole counts only, so every end is at a whole count, and times there are exact. Equations: docs/simulator.md.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +15,13 @@ from typing import Protocol
 
 from treadle_sim.engine_model import EngineModel
 
+TOKEN_ROUNDING = 1e-6  # tokens; a count this near a whole one is whole
+
 
 @dataclass(slots=True)
 class EngineStep:
-    """A step at an engine. context_tokens: at its start.
-
-    done: tokens sampled before its present admission. The *_s fields add up its time so far.
-    """
+    """A step at an engine. index: of its trajectory. context_tokens: at its start. done: tokens sampled before its
+    present admission. The *_s fields add up its time so far; since_s: up to when. end_at: on the count of its batch."""
 
     step_id: str
     index: int
@@ -37,11 +36,16 @@ class EngineStep:
     decode_s: float = 0.0
     prefilled_tokens: int = 0
     preemptions: int = 0
-    end_at: float = 0.0  # on the count of its batch
+    end_at: float = 0.0
     spans: list[tuple[str, float, float]] | None = None
 
-    def passed(self, what: str, now: float) -> None:
-        """Books the time since the last change as `what`: queue, prefill or decode."""
+    @property
+    def reserved_tokens(self) -> int:
+        """KV tokens that the step needs until its end."""
+        return self.context_tokens + self.gen_tokens
+
+    def book(self, what: str, now: float) -> None:
+        """Book the time since the last change as `what`: queue, prefill or decode."""
         spent_s = now - self.since_s
         if what == "queue":
             self.queue_s += spent_s
@@ -55,20 +59,17 @@ class EngineStep:
 
 
 class StepListener(Protocol):
-    """Hears what happens to steps."""
+    """Whoever submits steps to an engine."""
 
     def step_preempted(self, step: EngineStep) -> None:
-        """Back in the queue."""
+        """The step is back in the queue."""
 
     def step_finished(self, step: EngineStep) -> None:
-        """All tokens sampled."""
-
-
-TOKEN_ROUNDING = 1e-6  # tokens; a count this near a whole one is whole
+        """All its tokens are sampled."""
 
 
 class DecodeBatch:
-    """See the module. Invariant: `kv_tokens` is the context of all steps plus what each has sampled."""
+    """Invariant: `kv_tokens` is the sum over the steps of their contexts and of what each has sampled."""
 
     def __init__(self, model: EngineModel) -> None:
         self.steps: dict[str, EngineStep] = {}
@@ -83,13 +84,13 @@ class DecodeBatch:
         return len(self.steps)
 
     @property
-    def between_steps(self) -> bool:
-        """No step is under way, so sequences may join and leave."""
+    def is_between_steps(self) -> bool:
+        """Whether no decode step is under way, so that sequences may join and leave."""
         return abs(self.counter - round(self.counter)) <= TOKEN_ROUNDING or not self.steps
 
     @property
     def step_end(self) -> float:
-        """The count at which the step under way ends."""
+        """The count at which the decode step under way ends."""
         return float(math.ceil(self.counter - TOKEN_ROUNDING))
 
     @property
@@ -98,7 +99,7 @@ class DecodeBatch:
         return self._ends[0][0]
 
     def join(self, step: EngineStep) -> None:
-        """A step comes from its prefill, which has sampled one token of it. Between steps only."""
+        """Add a step after its prefill, which has sampled one token. Between decode steps only."""
         self.counter = float(round(self.counter))
         self.steps[step.step_id] = step
         step.end_at = self.counter + step.gen_tokens - step.done - 1
@@ -107,16 +108,16 @@ class DecodeBatch:
         heapq.heappush(self._ends, (step.end_at, self._joined, step))
 
     def leave(self, step: EngineStep) -> None:
-        """A step stops before its end; `step.done` becomes the whole tokens that it has."""
-        exact = self._exactly(step)
+        """Remove a step before its end; `step.done` becomes the whole tokens that it has."""
+        exact = self._exact_tokens(step)
         del self.steps[step.step_id]
         step.done = int(exact + TOKEN_ROUNDING)
         self.kv_tokens = self.kv_tokens - step.context_tokens - exact if self.steps else 0.0
         self._ends = [entry for entry in self._ends if entry[2] is not step]
         heapq.heapify(self._ends)
 
-    def take_ended(self) -> EngineStep | None:
-        """Removes and returns a sequence that has all its tokens; None where there is none."""
+    def pop_ended(self) -> EngineStep | None:
+        """Remove and return a sequence that has all its tokens; None if there is none."""
         if not self._ends or self._ends[0][0] > self.counter + TOKEN_ROUNDING:
             return None
         step = heapq.heappop(self._ends)[2]
@@ -125,31 +126,31 @@ class DecodeBatch:
         self.kv_tokens = self.kv_tokens - step.context_tokens - step.gen_tokens if self.steps else 0.0
         return step
 
-    def sampled(self, step: EngineStep) -> int:
-        """Whole tokens of a step since its admission."""
-        return int(self._exactly(step) + TOKEN_ROUNDING) - step.done
+    def tokens_since_admission(self, step: EngineStep) -> int:
+        """Whole tokens."""
+        return int(self._exact_tokens(step) + TOKEN_ROUNDING) - step.done
 
     def seconds_to(self, count: float) -> float:
-        """How long the batch as it is takes to a count."""
+        """Seconds that the batch as it is takes to a count."""
         tokens = count - self.counter
-        return tokens * self._linear() + 0.5 * self._kv_token_s * len(self.steps) * tokens * tokens
+        return tokens * self._token_s() + 0.5 * self._kv_token_s * len(self.steps) * tokens * tokens
 
-    def reach(self, count: float) -> None:
-        """A count has come: exactly, whatever the rounding of times."""
+    def advance_to(self, count: float) -> None:
+        """Set the count exactly, whatever the rounding of times."""
         self.kv_tokens += len(self.steps) * (count - self.counter)
         self.counter = count
 
     def advance(self, elapsed_s: float) -> None:
-        """Time has passed."""
-        linear, quadratic = self._linear(), 0.5 * self._kv_token_s * len(self.steps)
+        """Let time pass: the inverse of `seconds_to`."""
+        linear, quadratic = self._token_s(), 0.5 * self._kv_token_s * len(self.steps)
         tokens = 2.0 * elapsed_s / (linear + math.sqrt(linear * linear + 4.0 * quadratic * elapsed_s))
-        self.reach(self.counter + tokens)
+        self.advance_to(self.counter + tokens)
 
-    def _linear(self) -> float:
-        """Seconds a token of the count, now. A step reads the KV that there is when it begins: n / 2 less than the
+    def _token_s(self) -> float:
+        """Seconds a token at the present count. A step reads the KV that there is when it begins: n / 2 less than the
         mean of its beginning and end."""
         n = len(self.steps)
         return self._step_s[n] + self._kv_token_s * (self.kv_tokens - 0.5 * n)
 
-    def _exactly(self, step: EngineStep) -> float:
+    def _exact_tokens(self, step: EngineStep) -> float:
         return step.gen_tokens - (step.end_at - self.counter)

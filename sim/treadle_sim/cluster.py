@@ -1,10 +1,8 @@
-"""What a simulated mesh consists of: engines, the link between them, the control plane's latencies.
-
-The placement service's answers: the core's solver, called in place."""
+"""The parts of a simulated mesh: engines, the link between them, latencies and failures, and the placement service."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass
 
 from treadle_core.actions import AskPlan
@@ -18,8 +16,8 @@ from treadle_sim.engine_model import EngineModel
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Between any two engines; an engine takes part in one transfer at a time. fixed_s: of each transfer, beside its
-    bytes."""
+    """Between any two engines; an engine takes part in one transfer at a time. fixed_s: of each transfer, whatever its
+    size."""
 
     bytes_per_s: float = 25e9  # half of a 400 Gb/s port: what RDMA of scattered KV pages reaches
     fixed_s: float = 0.05
@@ -37,7 +35,7 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An engine that dies and does not come back before `back_s`."""
+    """An engine fails at `at_s` and returns, empty, at `back_s`."""
 
     engine: int
     at_s: float
@@ -46,7 +44,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """All engines stand still for `pause_s` and then hold other weights: no KV outlives it."""
+    """All engines stop for `pause_s` and then hold new weights; no KV survives it."""
 
     at_s: float
     pause_s: float
@@ -64,15 +62,11 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
-        """Accelerators of all engines."""
         return sum(engine.gpus for engine in self.engines)
 
     def describe(self) -> str:
         """As in "32x1 + 4x8 H200"."""
-        counts: dict[tuple[int, str], int] = {}
-        for engine in self.engines:
-            key = (engine.gpus, engine.accelerator)
-            counts[key] = counts.get(key, 0) + 1
+        counts = Counter((engine.gpus, engine.accelerator) for engine in self.engines)
         return " + ".join(f"{count}x{gpus} {kind}" for (gpus, kind), count in sorted(counts.items()))
 
 
@@ -85,34 +79,35 @@ def engine_id(index: int) -> str:
     return f"e{index:04d}"
 
 
-def specs(models: Sequence[EngineModel]) -> list[EngineSpec]:
-    """The engines as their sidecars would declare them: a straight line for a curve."""
-    return [
-        EngineSpec(
-            engine_id=engine_id(index),
-            address=engine_id(index),
-            model=model.llm,
-            weight_version="0",
-            slot_limit=model.slots,
-            kv_tokens_capacity=model.kv_tokens,
-            tensor_parallel=model.gpus,
-            kv_transfer=KvTransfer.STORAGE,
-            kv_bytes_per_token=model.kv_bytes_per_token,
-            hardware_tags=model.hardware_tags,
-            decode_curve=model.curve.linear(model.slots),
-        )
-        for index, model in enumerate(models)
-    ]
+def engine_index(engine_id: str) -> int:
+    return int(engine_id[1:])
+
+
+def declare(index: int, model: EngineModel, weight_version: str) -> EngineSpec:
+    """The engine as its sidecar would declare it: with a straight line for a curve."""
+    return EngineSpec(
+        engine_id=engine_id(index),
+        address=engine_id(index),
+        model=model.llm,
+        weight_version=weight_version,
+        slot_limit=model.slots,
+        kv_tokens_capacity=model.kv_tokens,
+        tensor_parallel=model.gpus,
+        kv_transfer=KvTransfer.STORAGE,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        hardware_tags=model.hardware_tags,
+        decode_curve=model.curve.linear(model.slots),
+    )
 
 
 class SimPlacement:
-    """Owner of the memory that plans are made in, so that each does not ask for its own."""
+    """Answers as the placement service does, with the core's solver. Owns the memory that plans are made in."""
 
     def __init__(self) -> None:
         self._workspace = placement.Workspace()
 
     def plan(self, ask: AskPlan) -> PlanArrived:
-        """The plan that was asked for. Raises CoreError."""
+        """Raises CoreError."""
         work = ask.work
         plan = placement.plan_arrays(
             work.remaining_tokens,

@@ -1,10 +1,9 @@
-"""Drives the scheduler's controller through a rollout under the virtual clock.
+"""Drives the scheduler's controller through one rollout under the virtual clock.
 
-The controller is the one that the scheduler service drives (`treadle_core.controller`): the driver makes the events
-that clients, sidecars, the predictor, the placement and the migrator would send, and carries its actions out on
-simulated engines. It decides nothing. Owner of the trajectories' progress and of all times that are reported.
-
-What happens to simulated engines: they register, fail, come back, and get other weights."""
+The controller is the one that the scheduler service drives (`treadle_core.controller`). The driver makes the events
+that clients, sidecars, the predictor, the placement service and the migrator would send, and executes the controller's
+actions on simulated engines. It decides nothing. It owns the trajectories' progress and all times that are reported.
+"""
 
 from __future__ import annotations
 
@@ -44,81 +43,17 @@ from treadle_core.refusals import NoEngine
 from treadle_core.tuning import Tuning
 
 from treadle_sim.batch import EngineStep
-from treadle_sim.cluster import Cluster, SimPlacement, engine_id, specs
+from treadle_sim.cluster import Cluster, SimPlacement, declare, engine_id, engine_index
 from treadle_sim.engine import SimEngine
 from treadle_sim.migrator import Migrator
-from treadle_sim.outcome import Outcome, Progress, Span, Times
+from treadle_sim.outcome import Outcome, Progress, Span
 from treadle_sim.predictors import Predictor
 from treadle_sim.timeline import Timeline
 from treadle_sim.workloads.workload import Workload
 
-
-class Mishaps:
-    """Owner of who is dead. `tell` takes an event to the controller, `lost` the steps that an engine took with it."""
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        engines: Sequence[SimEngine],
-        timeline: Timeline,
-        lease_ttl_s: float,
-        tell: Callable[[Event], None],
-        lost: Callable[[Sequence[EngineStep]], None],
-    ) -> None:
-        self._cluster = cluster
-        self._engines = engines
-        self._timeline = timeline
-        self._lease_ttl_s = lease_ttl_s
-        self._tell = tell
-        self._lost = lost
-        self._specs = specs(cluster.engines)
-        self._dead: set[int] = set()
-        self._lives = [0] * len(engines)
-        self._weight_version = 0
-
-    def begin(self) -> None:
-        """All engines register; what is to happen to them is put on the timeline."""
-        for index in range(len(self._engines)):
-            self._register(index)
-        for failure in self._cluster.failures:
-            self._timeline.at(failure.at_s, self._fail, failure.engine)
-            self._timeline.at(failure.back_s, self._back, failure.engine)
-        for update in self._cluster.weight_updates:
-            self._timeline.at(update.at_s, self._update_weights, update.pause_s)
-
-    def dead(self, engine: int) -> bool:
-        """Whether a call to the engine is refused."""
-        return engine in self._dead
-
-    def _register(self, index: int) -> None:
-        life = self._lives[index]
-        spec = replace(self._specs[index], weight_version=str(self._weight_version))  # it loads what is served now
-        self._tell(EngineRegistered(f"r{index}.{life}", f"l{index}.{life}", spec))
-
-    def _fail(self, index: int) -> None:
-        self._dead.add(index)
-        self._timeline.after(self._lease_ttl_s, self._lease_over, index, self._lives[index])
-        self._lost(self._engines[index].fail())
-
-    def _lease_over(self, index: int, life: int) -> None:
-        if index in self._dead and life == self._lives[index]:
-            self._tell(EngineDeregistered(f"l{index}.{life}", engine_id(index)))
-
-    def _back(self, index: int) -> None:
-        self._dead.discard(index)
-        self._lives[index] += 1
-        self._register(index)
-
-    def _update_weights(self, pause_s: float) -> None:
-        self._weight_version += 1
-        for engine in self._engines:
-            engine.pause(pause_s)
-            self._tell(WeightsUpdated(engine.engine_id, str(self._weight_version)))
-
-
 TICK_S = 0.5  # as the scheduler service ticks
-RETRY_S = 0.1  # a client's pause before it asks again where it was refused
-STUCK_S = 300.0  # nothing but ticks for so long, beyond every timeout of the controller: nothing will ever happen
+RETRY_S = 0.1  # a client's pause before it repeats a request that was refused
+STUCK_S = 300.0  # of nothing but ticks, longer than every timeout of the controller: the rollout will never end
 
 
 class Driver:
@@ -139,61 +74,54 @@ class Driver:
     ) -> None:
         self._workload = workload
         self._cluster = cluster
+        self._latencies = cluster.latencies
         self._predictor = predictor
         self._placement = SimPlacement()
         self._call_tokens = call_tokens
         self._record = record
         self._log = log
         self._timeline = Timeline()
-        # No lease runs out by itself here: a failure deregisters its engine after the time that a lease takes.
+        # Leases never expire by themselves here: `Disruptions` deregisters a failed engine after its lease's time.
         self._controller = Controller(policy, replace(tuning, lease_ttl_s=float("inf")))
         self._engines = [
-            SimEngine(engine_id(index), model, self._timeline, self, preempt=policy.preempt)
+            SimEngine(engine_id(index), model, self._timeline, self, preempt=policy.preempt, record=record)
             for index, model in enumerate(cluster.engines)
         ]
-        self._engine_index = {engine.engine_id: index for index, engine in enumerate(self._engines)}
         self._all = [
-            Progress(work, f"t{index}", Times(), context_tokens=work.prompt_tokens)
-            for index, work in enumerate(workload.trajectories)
+            Progress(index, work, context_tokens=work.prompt_tokens) for index, work in enumerate(workload.trajectories)
         ]
-        self._index = {progress.trajectory_id: index for index, progress in enumerate(self._all)}
-        self._mishaps = Mishaps(cluster, self._engines, self._timeline, tuning.lease_ttl_s, self._tell, self._lost)
+        self._by_id = {progress.trajectory_id: progress for progress in self._all}
+        self._disruptions = Disruptions(
+            cluster, self._engines, self._timeline, tuning.lease_ttl_s, self._send, self._resume_elsewhere
+        )
         self._migrator = Migrator(
-            cluster.link,
-            self._timeline,
-            {progress.trajectory_id: (index, progress) for index, progress in enumerate(self._all)},
-            self._engines,
-            self._tell,
-            self._mishaps.dead,
+            cluster.link, self._timeline, self._by_id, self._engines, self._send, self._disruptions.is_down
         )
         self._left = len(self._all)
         self._events = 0
         self._idle_s = 0.0
-        self._carriers: Mapping[type, Callable[..., None]] = {
-            IssueTicket: self._issued,
-            AskPrediction: self._asked_prediction,
-            AskPlan: self._asked_plan,
-            Reprioritize: self._reprioritized,
+        self._executors: Mapping[type, Callable[..., None]] = {
+            IssueTicket: self._issue_ticket,
+            AskPrediction: self._predict,
+            AskPlan: self._plan,
+            Reprioritize: self._reprioritize,
             StartMigration: self._migrator.start,
             CancelMigration: self._migrator.cancel,
-            AnnounceClosed: self._announced,
+            AnnounceClosed: self._announce_closed,
         }
-        if record:
-            for engine in self._engines:
-                engine.spans = []
 
     def run(self) -> Outcome:
-        """Plays the rollout to its end."""
-        self._mishaps.begin()
-        for index, progress in enumerate(self._all):
-            self._open(index, progress)
+        """Simulate the rollout to its end. Raises RuntimeError if no engine ever takes some of the trajectories."""
+        self._disruptions.schedule()
+        for progress in self._all:
+            self._open(progress)
         self._timeline.after(TICK_S, self._tick)
-        # Clients ask for their first steps once their trajectories are open; where lengths are predicted they wait for
-        # the first plan, which is asked for at the first tick.
-        latencies = self._cluster.latencies
+        # Clients request their first steps once their trajectories are open. With predictions they wait for the first
+        # plan, which the controller requests at the first tick.
+        latencies = self._latencies
         first_s = max(TICK_S, latencies.predict_s) + latencies.plan_s if self._predictor is not None else 0.0
-        for index in range(len(self._all)):
-            self._timeline.after(first_s + latencies.rpc_s, self._request, index)
+        for progress in self._all:
+            self._timeline.after(first_s + latencies.rpc_s, self._request, progress)
         self._timeline.run(lambda: self._left > 0)
         if self._left:
             raise RuntimeError(f"{self._left} trajectories never ended: no engine takes them")
@@ -205,53 +133,59 @@ class Driver:
             engine_spans=tuple(tuple(engine.spans or ()) for engine in self._engines),
         )
 
-    # The controller.
+    # Events to the controller, and its actions.
 
-    def _tell(self, event: Event) -> None:
+    def _send(self, event: Event) -> None:
         self._events += 1
         now = self._timeline.now
         actions = self._controller.on_event(event, now)
         if self._log is not None:
             self._log(now, event, actions)
-        carriers = self._carriers
+        executors = self._executors
         for action in actions:
-            carrier = carriers.get(type(action))
-            if carrier is not None:
-                carrier(action)
+            execute = executors.get(type(action))
+            if execute is not None:
+                execute(action)
 
     def _tick(self) -> None:
-        self._tell(Tick())
+        self._send(Tick())
         self._idle_s = self._idle_s + TICK_S if self._timeline.idle else 0.0
         if self._idle_s < STUCK_S:
             self._timeline.after(TICK_S, self._tick)
 
-    def _announced(self, action: AnnounceClosed) -> None:
-        """NATS has it."""
-        self._timeline.after(0.0, self._tell, ClosedAnnounced(action.record.trajectory_id))
+    def _announce_closed(self, action: AnnounceClosed) -> None:
+        self._timeline.after(0.0, self._send, ClosedAnnounced(action.record.trajectory_id))
 
-    def _asked_prediction(self, ask: AskPrediction) -> None:
+    def _predict(self, ask: AskPrediction) -> None:
         if self._predictor is None:
             return
-        index = self._index[ask.trajectory_id]
-        tokens, turns = self._predictor.predict(index, self._all[index].turn, ask.gen_tokens)
+        progress = self._by_id[ask.trajectory_id]
+        tokens, turns = self._predictor.predict(progress.index, progress.turn, ask.gen_tokens)
         answer = PredictionArrived(ask.trajectory_id, ask.turn, ask.gen_tokens, tokens, turns, "sim")
-        self._timeline.after(self._cluster.latencies.predict_s, self._tell, answer)
+        self._timeline.after(self._latencies.predict_s, self._send, answer)
 
-    def _asked_plan(self, ask: AskPlan) -> None:
-        self._timeline.after(self._cluster.latencies.plan_s, self._tell, self._placement.plan(ask))
+    def _plan(self, ask: AskPlan) -> None:
+        self._timeline.after(self._latencies.plan_s, self._send, self._placement.plan(ask))
 
-    def _reprioritized(self, action: Reprioritize) -> None:
-        engine = self._engines[self._engine_index[action.engine_id]]
+    def _reprioritize(self, action: Reprioritize) -> None:
+        engine = self._engines[engine_index(action.engine_id)]
         for ticket_id, priority in action.changes:
             engine.reprioritize(ticket_id, priority)
 
-    # Trajectories.
+    def _issue_ticket(self, action: IssueTicket) -> None:
+        ticket = action.ticket
+        progress = self._by_id[ticket.trajectory_id]
+        progress.engine = engine = engine_index(ticket.engine_id)
+        progress.book_wait(self._timeline.now, self._record)
+        self._timeline.after(self._latencies.rpc_s, self._submit, progress, engine, ticket)
 
-    def _open(self, index: int, progress: Progress) -> None:
+    # What the clients do.
+
+    def _open(self, progress: Progress) -> None:
         work = progress.work
-        self._tell(
+        self._send(
             TrajectoryOpened(
-                request_id=f"o{index}",
+                request_id=f"o{progress.index}",
                 trajectory_id=progress.trajectory_id,
                 prompt_id=work.prompt_id,
                 rollout_id=self._workload.name,
@@ -262,13 +196,12 @@ class Driver:
             )
         )
 
-    def _request(self, index: int, replaces: str = "", resumed_tokens: int = 0) -> None:
-        progress = self._all[index]
+    def _request(self, progress: Progress, replaces: str = "", resumed_tokens: int = 0) -> None:
         progress.requests += 1
         progress.resumed_tokens = resumed_tokens
-        progress.asked_s = self._timeline.now
+        progress.requested_s = self._timeline.now
         request = StepRequested(
-            request_id=f"s{index}.{progress.requests}",
+            request_id=f"s{progress.index}.{progress.requests}",
             trajectory_id=progress.trajectory_id,
             turn=progress.calls,
             context_tokens=progress.context_tokens,
@@ -278,28 +211,19 @@ class Driver:
             tool_s=progress.tool_s,
         )
         try:
-            self._tell(request)
+            self._send(request)
         except NoEngine:
-            self._timeline.after(RETRY_S, self._request, index, replaces, resumed_tokens)
+            self._timeline.after(RETRY_S, self._request, progress, replaces, resumed_tokens)
 
-    def _issued(self, action: IssueTicket) -> None:
-        ticket = action.ticket
-        index = self._index[ticket.trajectory_id]
-        self._all[index].engine = engine = self._engine_index[ticket.engine_id]
-        self._all[index].waited(self._timeline.now, self._record)
-        self._timeline.after(self._cluster.latencies.rpc_s, self._submit, index, engine, ticket)
-
-    def _submit(self, index: int, engine: int, ticket: TicketRecord) -> None:
-        if self._mishaps.dead(engine):  # the connection is refused
-            self._timeline.after(RETRY_S, self._request, index, ticket.ticket_id, self._all[index].resumed_tokens)
+    def _submit(self, progress: Progress, engine: int, ticket: TicketRecord) -> None:
+        if self._disruptions.is_down(engine):  # the connection is refused
+            self._timeline.after(RETRY_S, self._request, progress, ticket.ticket_id, progress.resumed_tokens)
             return
-        progress = self._all[index]
-        work = progress.work
         step = EngineStep(
             ticket.ticket_id,
-            index,
-            work.prompt_id,
-            work.prompt_tokens,
+            progress.index,
+            progress.work.prompt_id,
+            progress.work.prompt_tokens,
             progress.context_tokens,
             progress.next_call_tokens(self._call_tokens),
             self._timeline.now,
@@ -309,45 +233,112 @@ class Driver:
         self._engines[engine].submit(step, ticket.priority, preemptible=ticket.preemptible)
 
     def step_preempted(self, step: EngineStep) -> None:
-        """See engine_step.StepListener."""
+        """As `StepListener` has it."""
         trajectory_id = self._all[step.index].trajectory_id
-        self._timeline.after(0.0, self._tell, StepPreempted(trajectory_id, step.step_id, step.done))
+        self._timeline.after(0.0, self._send, StepPreempted(trajectory_id, step.step_id, step.done))
 
     def step_finished(self, step: EngineStep) -> None:
-        """See engine_step.StepListener."""
-        self._timeline.after(0.0, self._finished, step)
+        """As `StepListener` has it."""
+        self._timeline.after(0.0, self._finish_step, step)
 
-    def _finished(self, step: EngineStep) -> None:
+    def _finish_step(self, step: EngineStep) -> None:
         progress = self._all[step.index]
-        progress.book(step)
+        progress.book_step(step)
         call, context_tokens = progress.calls, progress.context_tokens
-        turn_over = progress.called(step.gen_tokens)
-        self._tell(StepFinished(progress.trajectory_id, step.step_id, call, context_tokens, step.gen_tokens))
-        if not turn_over:  # the next chunk of the same turn: no tool in between
-            self._timeline.after(self._cluster.latencies.rpc_s, self._request, step.index)
+        turn_ends = progress.finish_call(step.gen_tokens)
+        self._send(StepFinished(progress.trajectory_id, step.step_id, call, context_tokens, step.gen_tokens))
+        if not turn_ends:  # the next call of the same turn: no tool in between
+            self._timeline.after(self._latencies.rpc_s, self._request, progress)
             return
         if self._record and progress.tool_s > 0.0:
             now = self._timeline.now
             progress.times.spans.append(Span("tool", now, now + progress.tool_s, progress.engine))
-        if not progress.over:
-            self._tell(ToolStarted(progress.trajectory_id))
-        self._timeline.after(progress.tool_s, self._close if progress.over else self._tool_over, step.index)
+        if not progress.is_over:
+            self._send(ToolStarted(progress.trajectory_id))
+        self._timeline.after(progress.tool_s, self._close if progress.is_over else self._finish_tool, progress)
 
-    def _tool_over(self, index: int) -> None:
-        self._tell(ToolFinished(self._all[index].trajectory_id))
-        self._request(index)
+    def _finish_tool(self, progress: Progress) -> None:
+        self._send(ToolFinished(progress.trajectory_id))
+        self._request(progress)
 
-    def _close(self, index: int) -> None:
-        progress = self._all[index]
-        progress.done = True
+    def _close(self, progress: Progress) -> None:
         progress.times.finished_s = self._timeline.now
         self._left -= 1
         if self._predictor is not None:
-            self._predictor.finished(index)
-        self._tell(TrajectoryClosed(f"c{index}", progress.trajectory_id, Ending.FINISHED, progress.work.reward))
+            self._predictor.finished(progress.index)
+        self._send(
+            TrajectoryClosed(f"c{progress.index}", progress.trajectory_id, Ending.FINISHED, progress.work.reward)
+        )
 
-    def _lost(self, steps: Sequence[EngineStep]) -> None:
+    def _resume_elsewhere(self, steps: Sequence[EngineStep]) -> None:
+        """An engine failed with these steps: their clients' streams break, and they go on from the tokens they have."""
         for step in steps:
-            self._all[step.index].book(step)
-            # The client's stream breaks; it goes on from the tokens that it has.
-            self._timeline.after(self._cluster.latencies.rpc_s, self._request, step.index, step.step_id, step.done)
+            progress = self._all[step.index]
+            progress.book_step(step)
+            self._timeline.after(self._latencies.rpc_s, self._request, progress, step.step_id, step.done)
+
+
+class Disruptions:
+    """Engines register, fail, return and get new weights at the times that the cluster says. Knows which are down.
+
+    `send` gives an event to the controller; `resume` gets the steps that a failed engine has lost.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        engines: Sequence[SimEngine],
+        timeline: Timeline,
+        lease_ttl_s: float,
+        send: Callable[[Event], None],
+        resume: Callable[[Sequence[EngineStep]], None],
+    ) -> None:
+        self._cluster = cluster
+        self._engines = engines
+        self._timeline = timeline
+        self._lease_ttl_s = lease_ttl_s
+        self._send = send
+        self._resume = resume
+        self._down: set[int] = set()
+        self._lives = [0] * len(engines)
+        self._weight_version = 0
+
+    def schedule(self) -> None:
+        """Register all engines, and put failures and updates of the weights on the timeline."""
+        for index in range(len(self._engines)):
+            self._register(index)
+        for failure in self._cluster.failures:
+            self._timeline.at(failure.at_s, self._fail, failure.engine)
+            self._timeline.at(failure.back_s, self._return, failure.engine)
+        for update in self._cluster.weight_updates:
+            self._timeline.at(update.at_s, self._update_weights, update.pause_s)
+
+    def is_down(self, engine: int) -> bool:
+        """Whether the engine refuses calls."""
+        return engine in self._down
+
+    def _register(self, index: int) -> None:
+        """A returning engine loads the weights that are served now."""
+        life = self._lives[index]
+        spec = declare(index, self._cluster.engines[index], str(self._weight_version))
+        self._send(EngineRegistered(f"r{index}.{life}", f"l{index}.{life}", spec))
+
+    def _fail(self, index: int) -> None:
+        self._down.add(index)
+        self._timeline.after(self._lease_ttl_s, self._expire_lease, index, self._lives[index])
+        self._resume(self._engines[index].fail())
+
+    def _expire_lease(self, index: int, life: int) -> None:
+        if index in self._down and life == self._lives[index]:
+            self._send(EngineDeregistered(f"l{index}.{life}", engine_id(index)))
+
+    def _return(self, index: int) -> None:
+        self._down.discard(index)
+        self._lives[index] += 1
+        self._register(index)
+
+    def _update_weights(self, pause_s: float) -> None:
+        self._weight_version += 1
+        for engine in self._engines:
+            engine.pause(pause_s)
+            self._send(WeightsUpdated(engine.engine_id, str(self._weight_version)))

@@ -1,15 +1,12 @@
-"""One simulated engine behind a sidecar's queue: continuous batching, prefill first, slots and KV limits, radix cache.
+"""One simulated engine behind a sidecar's queue: continuous batching, slots, a KV limit and a radix cache.
 
-The queue is the sidecar's own (`treadle_core.steps.queue`), the batch a fluid between events (decode_batch.py). What
-comes or is to be aborted while a decode step is under way waits for the end of that step. Prefills run alone and before
-decodes, as SGLang schedules them (chunks of one prefill do not let decodes in between); what arrives during one waits
-for the next. Equations and assumptions: docs/simulator.md. Owner: the driver submits, reprioritizes and cancels; it
-hears of steps through `StepListener`.
+The queue is the sidecar's own (`treadle_core.steps.queue`), the batch is `DecodeBatch`. A step that arrives or is to be
+aborted during a decode step waits for the end of that decode step. Prefills run alone and before decodes, as SGLang
+schedules them (the chunks of one prefill do not let decodes in between); a step that arrives during a prefill waits for
+the next one. Equations and assumptions: docs/simulator.md.
 
-What an engine keeps of contexts that do not run: a radix cache by trajectory, least recently used out first.
-
-Invariant: `tokens` is the sum over the entries. The prompt that samples share is counted with each of them, which
-overstates the memory; once seen it is found until the cache is cleared, which overstates the hits by a prompt."""
+The driver submits and reprioritizes steps, and learns of their ends through `StepListener`.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +19,16 @@ from treadle_sim.batch import DecodeBatch, EngineStep, StepListener
 from treadle_sim.engine_model import EngineModel
 from treadle_sim.timeline import Timeline
 
+UNBOUNDED = 1 << 40  # capacity of the queue: a rollout's client never gives up
+MOST_PREFILL_TOKENS = 16_384  # in one prefill batch: SGLang's default; the step that crosses it is still taken
+
 
 class PrefixCache:
-    """Tokens of KV by trajectory; the caller owns the capacity."""
+    """KV tokens of contexts that do not run, by trajectory; the engine owns the limit.
+
+    `tokens` is the sum over trajectories. The prompt that samples share counts with each of them, which overstates the
+    memory. A prompt that was prefilled once is found until the cache is cleared, which overstates the hits by a prompt.
+    """
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -32,49 +36,39 @@ class PrefixCache:
         self._prompts: dict[str, int] = {}
 
     def put(self, index: int, tokens: int) -> None:
-        """Keeps a context that has just stopped running, or has just arrived from elsewhere."""
+        """Keep the context of a trajectory."""
         self.tokens += tokens - self._entries.pop(index, 0)
         self._entries[index] = tokens
 
     def take(self, index: int) -> int:
-        """Removes and returns what is kept of a trajectory; 0 for nothing."""
+        """Remove and return the tokens of a trajectory; 0 for none."""
         kept = self._entries.pop(index, 0)
         self.tokens -= kept
         return kept
 
     def peek(self, index: int) -> int:
-        """What is kept of a trajectory."""
         return self._entries.get(index, 0)
 
-    def shrink(self, tokens: int) -> int:
-        """Forgets the oldest until at least `tokens` are free or nothing is left; returns how many were freed."""
-        freed = 0
-        while freed < tokens and self._entries:
-            index = next(iter(self._entries))
-            freed += self.take(index)
-        return freed
+    def free(self, tokens: int) -> None:
+        """Forget the oldest contexts until at least `tokens` are free, or nothing is left."""
+        while tokens > 0 and self._entries:
+            tokens -= self.take(next(iter(self._entries)))
 
-    def saw_prompt(self, prompt_id: str, tokens: int) -> None:
-        """A prompt has been prefilled here: its samples find it."""
+    def put_prompt(self, prompt_id: str, tokens: int) -> None:
+        """Let the other samples of a prompt find what was prefilled of it."""
         self._prompts[prompt_id] = tokens
 
-    def prompt(self, prompt_id: str) -> int:
-        """Tokens of a prompt that a sibling has prefilled here; 0 where none has."""
+    def peek_prompt(self, prompt_id: str) -> int:
         return self._prompts.get(prompt_id, 0)
 
     def clear(self) -> None:
-        """Forgets all, as an update of the weights does."""
         self.tokens = 0
         self._entries.clear()
         self._prompts.clear()
 
 
-UNBOUNDED = 1 << 40  # capacity of the waiting line: a rollout's client never gives up
-MOST_PREFILL_TOKENS = 16_384  # in one prefill batch: SGLang's default; the step that crosses it is still taken
-
-
 class SimEngine:
-    """See the module. kv_tokens 0 in the model: unbounded."""
+    """kv_tokens 0 in the model: no limit. spans: (start_s, end_s, batch), batch -1 for a prefill; None: not recorded."""
 
     def __init__(
         self,
@@ -84,12 +78,13 @@ class SimEngine:
         listener: StepListener,
         *,
         preempt: bool,
+        record: bool = False,
     ) -> None:
         self.engine_id = engine_id
         self.model = model
         self.cache = PrefixCache()
         self.busy_s = 0.0
-        self.spans: list[tuple[float, float, int]] | None = None
+        self.spans: list[tuple[float, float, int]] | None = [] if record else None
         self._timeline = timeline
         self._listener = listener
         self._queue = StepQueue(QueuePolicy(model.slots, UNBOUNDED, preempt))
@@ -97,37 +92,34 @@ class SimEngine:
         self._pending: deque[EngineStep] = deque()  # admitted, not yet prefilled
         self._prefilling: list[EngineStep] = []
         self._batch = DecodeBatch(model)
-        self._fresh: dict[str, EngineStep] = {}  # of the batch, those that have sampled too few tokens to be evicted
-        self._evicting: list[EngineStep] = []  # of the batch, those that leave it when its step under way ends
+        self._fresh: dict[str, EngineStep] = {}  # in the batch, with too few tokens to be evicted
+        self._evicting: list[EngineStep] = []  # in the batch until the decode step under way ends
         self._advanced_s = 0.0  # when the batch was last brought up to date
-        self._held = 0  # KV tokens promised to admitted steps: their contexts and what they will sample
-        self._epoch = 0
+        self._reserved = 0  # KV tokens of admitted steps: their contexts and what they will sample
+        self._epoch = 0  # calls on the timeline from an earlier one do nothing
         self._paused_until = 0.0
         self._prefill_began_s = 0.0
 
-    # What the driver calls.
-
     def submit(self, step: EngineStep, priority: float, *, preemptible: bool = True) -> None:
-        """A ticket arrived."""
+        """Put a step with a ticket into the queue."""
         self._advance()
         self._steps[step.step_id] = step
         self._queue.add(step.step_id, priority, preemptible=preemptible)
         self._decide()
 
     def receive(self, index: int, tokens: int) -> None:
-        """A trajectory's KV has come from another engine; what was left longest ago goes where there is no room."""
+        """Keep a trajectory's KV from another engine; the least recently used contexts make room for it."""
         self.cache.put(index, tokens)
-        if self.model.kv_tokens:
-            self.cache.shrink(self._held + self.cache.tokens - self.model.kv_tokens)
+        self._fit_cache()
 
     def reprioritize(self, step_id: str, priority: float) -> None:
-        """A new prediction; ignored for a step that is not here."""
+        """Change a step's priority; ignored for a step that is not here."""
         if self._queue.reprioritize(step_id, priority) and self._queue.waiting:
             self._advance()
             self._decide()
 
     def fail(self) -> list[EngineStep]:
-        """The engine dies; returns the steps that it loses, each with the tokens that it had sampled."""
+        """Lose everything; returns the steps that were here, each with the tokens that it had sampled."""
         self._advance()
         lost = list(self._steps.values())
         prefilling = {step.step_id for step in self._prefilling}
@@ -136,33 +128,33 @@ class SimEngine:
             if step.step_id in self._batch.steps:
                 what = "decode"
                 self._batch.leave(step)
-            step.passed(what, self._timeline.now)
+            step.book(what, self._timeline.now)
             self._queue.remove(step.step_id)
-        self._computed_prefill()
+        self._book_prefill()
         self._steps.clear()
         self._pending.clear()
         self._prefilling.clear()
         self._fresh.clear()
         self._evicting.clear()
-        self._held = 0
+        self._reserved = 0
         self._paused_until = 0.0
         self._epoch += 1
         self.cache.clear()
         return lost
 
     def pause(self, seconds: float) -> None:
-        """Stands still, as for an update of the weights: the KV of all contexts is void after it."""
+        """Stop for an update of the weights; all KV is void after it."""
         now = self._timeline.now
         self._advance()
         self._evict_all()
         for step in list(self._batch.steps.values()):
             self._stop(step)
-            self._queue.progress(step.step_id, 0)  # it is to be prefilled: nothing of it can be evicted now
+            self._queue.progress(step.step_id, 0)  # it is prefilled again, and cannot be evicted before
             self._pending.append(step)
-        self._computed_prefill()
+        self._book_prefill()
         for step in self._prefilling:
-            self._held -= step.context_tokens + step.gen_tokens
-            step.passed("prefill", now)
+            self._reserved -= step.reserved_tokens
+            step.book("prefill", now)
             self._pending.append(step)
         self._prefilling = []
         self.cache.clear()
@@ -170,46 +162,39 @@ class SimEngine:
         self._epoch += 1
         self._timeline.at(self._paused_until, self._resume, self._epoch)
 
-    @property
-    def waiting(self) -> int:
-        """Steps without a slot."""
-        return self._queue.waiting
-
-    # What happens by itself.
-
     def _resume(self, epoch: int) -> None:
         if epoch == self._epoch:
             self._advanced_s = self._timeline.now
             self._decide()
 
     def _decide(self) -> None:
-        """Carries out what the queue wants, then goes on."""
-        self._count_fresh()
-        self._carry_out(self._queue.decide())
-        if not self._prefilling and self._batch.between_steps:
+        """Apply the queue's decisions, then continue."""
+        self._report_progress()
+        self._apply(self._queue.decide())
+        if not self._prefilling and self._batch.is_between_steps:
             self._evict_all()
-        self._go_on()
+        self._continue()
 
-    def _count_fresh(self) -> None:
-        """Tells the queue which steps may be evicted by now: what has sampled enough is not looked at again."""
+    def _report_progress(self) -> None:
+        """Tell the queue which steps have sampled enough to be evicted."""
         if not (self._fresh and self._queue.waiting and self._queue.policy.preempt):
             return
         fresh = {}
         for step_id, step in self._fresh.items():
-            tokens = self._batch.sampled(step)
+            tokens = self._batch.tokens_since_admission(step)
             self._queue.progress(step_id, tokens)
             if tokens < self._queue.policy.min_run_tokens:
                 fresh[step_id] = step
         self._fresh = fresh
 
-    def _carry_out(self, actions: Iterable[Admit | Evict]) -> None:
+    def _apply(self, actions: Iterable[Admit | Evict]) -> None:
         for action in actions:
             step = self._steps[action.step_id]
             (self._evicting if isinstance(action, Evict) else self._pending).append(step)
 
     def _evict_all(self) -> None:
-        """Carries out the evictions, and what the queue wants then. An abort keeps the KV in the radix tree (reference:
-        SGLang), but for the last token, as long as nobody needs the room."""
+        """Evict, and apply what the queue decides then. An abort keeps the KV in SGLang's radix tree, but for the last
+        token, as long as nothing else needs the room."""
         while self._evicting:
             step = self._evicting.pop(0)
             if step.step_id not in self._batch.steps:
@@ -219,30 +204,30 @@ class SimEngine:
             step.preemptions += 1
             self._queue.evicted(step.step_id)
             self._listener.step_preempted(step)
-            self._carry_out(self._queue.decide())
+            self._apply(self._queue.decide())
 
     def _stop(self, step: EngineStep) -> None:
         self._batch.leave(step)
         self._fresh.pop(step.step_id, None)
-        self._held -= step.context_tokens + step.gen_tokens
-        step.passed("decode", self._timeline.now)
+        self._reserved -= step.reserved_tokens
+        step.book("decode", self._timeline.now)
 
-    def _go_on(self) -> None:
-        """Starts a prefill where one can start and none runs, else lets the batch decode until something is due."""
+    def _continue(self) -> None:
+        """Start a prefill if one can start and none runs; otherwise decode until something is due."""
         now = self._timeline.now
         if self._prefilling or now < self._paused_until:
             return
         self._epoch += 1
-        between = self._batch.between_steps
+        between = self._batch.is_between_steps
         if between and self._pending and self._start_prefill(now):
             return
         if self._batch:
             due = not between and (self._pending or self._evicting)
             count = self._batch.step_end if due else self._next_count()
-            self._timeline.at(now + self._batch.seconds_to(count), self._decoded, self._epoch, count)
+            self._timeline.at(now + self._batch.seconds_to(count), self._finish_decode, self._epoch, count)
 
     def _next_count(self) -> float:
-        """The count of the batch at which a sequence ends, or may be evicted for one that waits."""
+        """The count of the batch at which a sequence ends, or can be evicted for a waiting step."""
         queue, count = self._queue, self._batch.next_end
         if self._fresh and queue.waiting and queue.policy.preempt:
             first = next(iter(self._fresh.values()))
@@ -254,86 +239,88 @@ class SimEngine:
         capacity = self.model.kv_tokens
         while self._pending and batch_tokens < MOST_PREFILL_TOKENS:
             step = self._pending[0]
-            need = step.context_tokens + step.gen_tokens
-            if capacity and self._held + need > capacity and self._held:
-                break  # first come, first served: nobody overtakes the head of the line
+            if capacity and self._reserved + step.reserved_tokens > capacity and self._reserved:
+                break  # no step overtakes the first one
             self._pending.popleft()
             context = step.context_tokens + step.done
-            cached = self._hit(step, context)
-            self._held += need
-            if capacity and self._held + self.cache.tokens > capacity:
-                self.cache.shrink(self._held + self.cache.tokens - capacity)
+            cached = self._take_cached(step, context)
+            self._reserved += step.reserved_tokens
+            self._fit_cache()
             new_tokens = context - cached
             step.prefilled_tokens += new_tokens
             batch_tokens += new_tokens
             computed_s += curve.prefill_computed_s(new_tokens, cached)
             kv_tokens += context
-            step.passed("queue", now)
+            step.book("queue", now)
             self._prefilling.append(step)
         if not self._prefilling:
             return False
         self._prefill_began_s = now
         seconds = curve.prefill_batch_s(computed_s, len(self._prefilling), kv_tokens)
-        self._timeline.at(now + seconds, self._prefilled, self._epoch)
+        self._timeline.at(now + seconds, self._finish_prefill, self._epoch)
         return True
 
-    def _hit(self, step: EngineStep, context: int) -> int:
+    def _fit_cache(self) -> None:
+        """Free the cached KV that does not fit beside the reserved KV."""
+        if self.model.kv_tokens:
+            self.cache.free(self._reserved + self.cache.tokens - self.model.kv_tokens)
+
+    def _take_cached(self, step: EngineStep, context: int) -> int:
         """Tokens of the context that are cached: whole pages, and never the last token."""
-        kept = max(self.cache.take(step.index), self.cache.prompt(step.prompt_id))
+        kept = max(self.cache.take(step.index), self.cache.peek_prompt(step.prompt_id))
         kept = min(kept, context - 1)
         return kept - kept % self.model.page_tokens
 
-    def _computed_prefill(self) -> None:
-        """Books the prefill that runs, if any: it is over, or cut short."""
-        if self._prefilling:
-            self._busy(self._prefill_began_s, -1)
-
-    def _prefilled(self, epoch: int) -> None:
+    def _finish_prefill(self, epoch: int) -> None:
         if epoch != self._epoch:
             return
         now = self._timeline.now
         self._advanced_s = now
-        self._computed_prefill()
+        self._book_prefill()
         steps, self._prefilling = self._prefilling, []
         for step in steps:
-            step.passed("prefill", now)
-            self.cache.saw_prompt(step.prompt_id, step.prompt_tokens)
+            step.book("prefill", now)
+            self.cache.put_prompt(step.prompt_id, step.prompt_tokens)
             self._batch.join(step)
             self._fresh[step.step_id] = step
         self._finish_ended()
         self._decide()
 
-    def _decoded(self, epoch: int, count: float) -> None:
+    def _finish_decode(self, epoch: int, count: float) -> None:
         if epoch != self._epoch:
             return
-        self._busy(self._advanced_s, len(self._batch))
+        self._book_busy(self._advanced_s, len(self._batch))
         self._advanced_s = self._timeline.now
-        self._batch.reach(count)
+        self._batch.advance_to(count)
         self._finish_ended()
         self._decide()
 
     def _finish_ended(self) -> None:
-        while (step := self._batch.take_ended()) is not None:
+        while (step := self._batch.pop_ended()) is not None:
             self._fresh.pop(step.step_id, None)
             del self._steps[step.step_id]
             self._queue.remove(step.step_id)
-            total = step.context_tokens + step.gen_tokens
-            self._held -= total
-            step.passed("decode", self._timeline.now)
-            self.cache.put(step.index, total - 1)  # the last token was sampled and never read
+            self._reserved -= step.reserved_tokens
+            step.book("decode", self._timeline.now)
+            self.cache.put(step.index, step.reserved_tokens - 1)  # the last token was sampled and never read
             self._listener.step_finished(step)
 
     def _advance(self) -> None:
-        """Brings the batch up to now."""
+        """Bring the batch up to now."""
         now = self._timeline.now
         began_s, self._advanced_s = self._advanced_s, now
         if now > began_s and self._batch and not self._prefilling and now >= self._paused_until:
-            self._busy(began_s, len(self._batch))
+            self._book_busy(began_s, len(self._batch))
             self._batch.advance(now - began_s)
             self._finish_ended()
 
-    def _busy(self, began_s: float, batch: int) -> None:
-        """Books what the engine did until now: a prefill where `batch` is -1."""
+    def _book_prefill(self) -> None:
+        """Book the prefill that runs, if any: it has ended, or was interrupted."""
+        if self._prefilling:
+            self._book_busy(self._prefill_began_s, -1)
+
+    def _book_busy(self, began_s: float, batch: int) -> None:
+        """Book what the engine did until now: a prefill where `batch` is -1."""
         now = self._timeline.now
         self.busy_s += now - began_s
         if self.spans is None or now <= began_s:

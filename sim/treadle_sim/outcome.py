@@ -1,6 +1,4 @@
-"""What came of a simulated rollout.
-
-Where one simulated trajectory stands. Owner: the driver."""
+"""How far each trajectory of a simulated rollout is, where its time went, and the outcome of the whole rollout."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from treadle_sim.workloads.workload import Step, TrajectoryWork
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """queue, prefill, decode, tool or move of one trajectory, in seconds since the start."""
+    """A stretch of one trajectory's time, in seconds since the start. what: queue, prefill, decode, tool or move."""
 
     what: str
     start_s: float
@@ -24,8 +22,8 @@ class Span:
 
 @dataclass(slots=True)
 class Times:
-    """Where one trajectory's time went. queue_s: at an engine, and held by the controller until one has room. move_s:
-    waiting for its KV to arrive."""
+    """Where one trajectory's time went. queue_s: waiting at an engine, or for the controller to admit its first step.
+    move_s: waiting for a later ticket, mostly until the trajectory's KV has arrived. spans: empty unless recorded."""
 
     finished_s: float = 0.0
     queue_s: float = 0.0
@@ -42,7 +40,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One simulated rollout. engine_busy_s: seconds that each engine computed. events: that the controller took.
+    """One simulated rollout. engine_busy_s: seconds that each engine computed. events: how many the controller took.
 
     `engine_spans` of an engine: (start_s, end_s, batch), batch -1 for a prefill; empty unless recorded.
     """
@@ -55,7 +53,6 @@ class Outcome:
 
     @property
     def makespan_s(self) -> float:
-        """When the last trajectory ended."""
         return max((times.finished_s for times in self.times), default=0.0)
 
     @property
@@ -65,37 +62,31 @@ class Outcome:
 
     @property
     def migrations(self) -> int:
-        """Trajectories' moves."""
         return sum(times.migrations for times in self.times)
 
     @property
     def preemptions(self) -> int:
-        """Evictions of running steps."""
         return sum(times.preemptions for times in self.times)
 
     def finish_quantile_s(self, fraction: float) -> float:
         """When this fraction of the trajectories had ended."""
         return float(np.quantile([times.finished_s for times in self.times], fraction))
 
-    def active(self, at_s: float) -> int:
-        """Trajectories that had not ended."""
-        return sum(times.finished_s > at_s for times in self.times)
-
 
 @dataclass(slots=True)
 class Progress:
-    """turn: of its next step; context_tokens: at its start. engine: where it was last. tool_s: of its last tool call.
+    """How far one trajectory is. The driver owns it. turn and context_tokens: of its next step. engine: its last one.
 
-    requests: tickets asked for; calls: generations done, more than turns where long ones are made in chunks.
-    part_tokens: of the present turn, sampled in earlier chunks. resumed_tokens: of the present call, sampled on an
-    engine that was lost. asked_s: when the present call's ticket was asked for.
+    tool_s: seconds of its last tool call. requests: tickets requested. calls: generations done, more than turns where a
+    long turn takes several. part_tokens: sampled in earlier calls of the present turn. resumed_tokens: of the present
+    call, sampled on an engine that failed. requested_s: when the present call's ticket was requested.
     """
 
+    index: int
     work: TrajectoryWork
-    trajectory_id: str
-    times: Times
+    context_tokens: int
+    times: Times = field(default_factory=Times)
     turn: int = 0
-    context_tokens: int = 0
     gen_tokens: int = 0
     engine: int = -1
     tool_s: float = 0.0
@@ -103,16 +94,24 @@ class Progress:
     calls: int = 0
     part_tokens: int = 0
     resumed_tokens: int = 0
-    asked_s: float = 0.0
-    done: bool = False
+    requested_s: float = 0.0
+
+    @property
+    def trajectory_id(self) -> str:
+        return f"t{self.index}"
 
     @property
     def step(self) -> Step:
-        """The next one."""
+        """The next step."""
         return self.work.steps[self.turn]
 
-    def book(self, step: EngineStep) -> None:
-        """Adds a step's times, whole or lost in the middle."""
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps are sampled."""
+        return self.turn == len(self.work.steps)
+
+    def book_step(self, step: EngineStep) -> None:
+        """Add the times of a step that ended, or that an engine lost when it failed."""
         times = self.times
         times.queue_s += step.queue_s
         times.prefill_s += step.prefill_s
@@ -122,24 +121,24 @@ class Progress:
         for what, start_s, end_s in step.spans or ():
             times.spans.append(Span(what, start_s, end_s, self.engine))
 
-    def waited(self, now: float, record: bool) -> None:
-        """Books what the controller held the request for: the trajectory's KV on its way, or room on an engine."""
-        if now <= self.asked_s:
+    def book_wait(self, now: float, record: bool) -> None:
+        """Add the time for which the controller held the request: for the trajectory's KV, or for a slot."""
+        if now <= self.requested_s:
             return
         if self.calls:
-            self.times.move_s += now - self.asked_s
+            self.times.move_s += now - self.requested_s
         else:
-            self.times.queue_s += now - self.asked_s
+            self.times.queue_s += now - self.requested_s
         if record:
-            self.times.spans.append(Span("move" if self.calls else "queue", self.asked_s, now, self.engine))
+            self.times.spans.append(Span("move" if self.calls else "queue", self.requested_s, now, self.engine))
 
     def next_call_tokens(self, most_tokens: int) -> int:
-        """What the next call generates: the rest of the turn, or `most_tokens` of it; 0 for no limit."""
+        """Tokens that the next call generates: the rest of the turn, but at most `most_tokens`; 0 is no limit."""
         left = self.step.gen_tokens - self.part_tokens
         return min(left, most_tokens) if most_tokens else left
 
-    def called(self, gen_tokens: int) -> bool:
-        """The present call is sampled: counts it, and says whether that ends the turn."""
+    def finish_call(self, gen_tokens: int) -> bool:
+        """Count a call that has sampled `gen_tokens`; True if its turn ends with it."""
         step = self.step
         self.calls += 1
         self.gen_tokens += gen_tokens
@@ -156,8 +155,3 @@ class Progress:
         self.part_tokens = 0
         self.turn += 1
         return True
-
-    @property
-    def over(self) -> bool:
-        """All steps are sampled."""
-        return self.turn == len(self.work.steps)

@@ -1,4 +1,4 @@
-"""The virtual clock: what happens when, in the order of time and, at one time, of asking."""
+"""The virtual clock: makes calls in the order of their times, and calls of one time in the order of their requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Timeline:
-    """A queue of calls to be made at virtual times. `now` is the time of the call being made; it never goes back."""
+    """A queue of calls to make at virtual times. `now` is the time of the present call; it never goes back."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -16,12 +16,12 @@ class Timeline:
         self._count = 0
 
     def at(self, time_s: float, call: Callable[..., object], *arguments: object) -> None:
-        """Makes the call at `time_s`, or now where that has passed."""
+        """Make the call at `time_s`, or now if that has passed."""
         self._count += 1
         heapq.heappush(self._heap, (max(time_s, self.now), self._count, call, arguments))
 
     def after(self, delay_s: float, call: Callable[..., object], *arguments: object) -> None:
-        """Makes the call after `delay_s` seconds."""
+        """Make the call after `delay_s` seconds."""
         self.at(self.now + delay_s, call, *arguments)
 
     @property
@@ -30,7 +30,7 @@ class Timeline:
         return not self._heap
 
     def run(self, while_true: Callable[[], bool]) -> None:
-        """Makes calls in order until none is left or `while_true` says no."""
+        """Make calls in order until none is left or `while_true` returns False."""
         heap = self._heap
         while heap and while_true():
             self.now, _, call, arguments = heapq.heappop(heap)

@@ -1,19 +1,22 @@
-"""Toy engines and workloads for tests of the simulator, and a rollout with everything that was heard in it."""
+"""Toy engines and workloads for tests of the simulator; an engine by itself; a rollout with all its events."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from treadle_core.actions import Action
 from treadle_core.events import Event
+from treadle_sim.batch import EngineStep
 from treadle_sim.cluster import Cluster
 from treadle_sim.driver import Driver
+from treadle_sim.engine import SimEngine
 from treadle_sim.engine_model import EngineModel, StepCurve
 from treadle_sim.outcome import Outcome
 from treadle_sim.predictors import make_predictor
 from treadle_sim.systems import SYSTEMS
+from treadle_sim.timeline import Timeline
 from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload
 
 Kind = TypeVar("Kind")
@@ -32,6 +35,37 @@ def engine(gpus: int = 1, slots: int = 64, kv_tokens: int = 1_000_000) -> Engine
 def trajectory(prompt: int, steps: Sequence[tuple[int, int, float]], *, prompt_tokens: int = 200) -> TrajectoryWork:
     """Of a prompt's number and (gen_tokens, obs_tokens, tool_s) a step."""
     return TrajectoryWork(f"p{prompt}", 0, prompt_tokens, tuple(Step(*step) for step in steps))
+
+
+class LoneEngine:
+    """A simulated engine without a driver. finished and preempted: when, by step id."""
+
+    def __init__(
+        self, slots: int = 64, kv_tokens: int = 10_000_000, *, preempt: bool = False, page_tokens: int = 1
+    ) -> None:
+        self.timeline = Timeline()
+        self.finished: dict[str, float] = {}
+        self.preempted: dict[str, float] = {}
+        model = replace(engine(1, slots, kv_tokens), page_tokens=page_tokens)
+        self.engine = SimEngine("e", model, self.timeline, self, preempt=preempt, record=True)
+
+    def step_preempted(self, step: EngineStep) -> None:
+        self.preempted[step.step_id] = self.timeline.now
+
+    def step_finished(self, step: EngineStep) -> None:
+        self.finished[step.step_id] = self.timeline.now
+
+    def run(self, *arrivals: tuple[float, EngineStep, float]) -> None:
+        """Each (seconds, step, priority) arrives; until nothing is left to do."""
+        for at_s, step, priority in arrivals:
+            step.since_s = at_s
+            self.timeline.at(at_s, self.engine.submit, step, priority)
+        self.timeline.run(lambda: True)
+
+
+def engine_step(name: str, context: int, gen: int, *, index: int = 0, prompt_tokens: int = 0) -> EngineStep:
+    """A step of trajectory `index`; the whole context is its prompt unless that is given."""
+    return EngineStep(name, index, f"p{index}", prompt_tokens or context, context, gen, 0.0)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,190 @@
+"""The simulated engine: its closed form against one that goes token by token; slots, KV, caches and failures."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.simulated import SLOW, LoneEngine, engine_step
+from treadle_core.steps.queue import DEFAULT_MIN_RUN_TOKENS
+from treadle_sim.batch import EngineStep
+
+
+def token_by_token(arrivals: list[tuple[float, int, int]]) -> list[float]:
+    """Finish times of (arrival s, context, tokens), all of which fit: each decode step made one after the other."""
+    now, done = 0.0, [0] * len(arrivals)
+    finished = [0.0] * len(arrivals)
+    waiting = sorted(range(len(arrivals)), key=lambda i: arrivals[i][0])
+    running: list[int] = []
+    while waiting or running:
+        ready = [i for i in waiting if arrivals[i][0] < now]
+        if not ready and not running:
+            ready = waiting[:1]  # of those that come at once the first begins alone
+            now = arrivals[ready[0]][0]
+        if ready:
+            waiting = [i for i in waiting if i not in ready]
+            contexts = [arrivals[i][1] for i in ready]
+            computed_s = sum(SLOW.prefill_token_s * c + SLOW.prefill_pair_s * c * c / 2 for c in contexts)
+            decode_s = SLOW.decode_s(len(ready)) + SLOW.per_kv_token_s * sum(contexts)
+            now += max(SLOW.prefill_fixed_s + computed_s, decode_s)
+            running += ready
+            sampling = ready
+        else:
+            kv = sum(arrivals[i][1] + done[i] for i in running)
+            now += SLOW.decode_s(len(running)) + SLOW.per_kv_token_s * kv
+            sampling = list(running)
+        for i in sampling:
+            done[i] += 1
+            if done[i] == arrivals[i][2]:
+                finished[i] = now
+                running.remove(i)
+    return finished
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.floats(0.0, 20.0), st.integers(1, 4_000), st.integers(1, 600)), min_size=1, max_size=20))
+def test_the_closed_form_agrees_with_going_token_by_token(works: list[tuple[float, int, int]]) -> None:
+    alone = LoneEngine()
+
+    alone.run(
+        *((at_s, engine_step(str(i), context, gen, index=i), 0.0) for i, (at_s, context, gen) in enumerate(works))
+    )
+
+    fluid = np.array([alone.finished[str(i)] for i in range(len(works))])
+    assert fluid == pytest.approx(np.array(token_by_token(works)), rel=1e-9)
+
+
+def test_one_sequence_takes_what_the_curve_says() -> None:
+    alone = LoneEngine()
+
+    alone.run((0.0, engine_step("a", 1_000, 500), 0.0))
+
+    decode_s = sum(SLOW.decode_s(1) + SLOW.per_kv_token_s * (1_000 + i) for i in range(1, 500))
+    assert alone.finished["a"] == pytest.approx(SLOW.prefill_s(1_000, 0) + decode_s, rel=1e-9)
+    assert alone.engine.busy_s == pytest.approx(alone.finished["a"], rel=1e-9)
+
+
+def test_no_more_than_the_slots_run_at_once() -> None:
+    alone = LoneEngine(slots=2)
+    steps = [engine_step(str(i), 100, 100, index=i) for i in range(4)]
+
+    alone.run(*((0.0, one, float(-i)) for i, one in enumerate(steps)))
+
+    assert alone.finished["2"] > alone.finished["0"], "the third had to wait"
+    assert steps[0].queue_s == 0.0
+    assert steps[2].queue_s == pytest.approx(alone.finished["0"], rel=1e-6)
+
+
+def test_a_step_of_higher_priority_evicts_the_lowest_at_the_end_of_a_decode_step_and_its_kv_stays() -> None:
+    alone = LoneEngine(slots=1, preempt=True)
+    low, high = engine_step("low", 1_000, 400), engine_step("high", 100, 50, index=1)
+
+    alone.run((0.0, low, 1.0), (2.0, high, 2.0))
+
+    began_s = SLOW.prefill_s(1_000, 0)
+    ends_s = began_s + np.cumsum([SLOW.decode_s(1) + SLOW.per_kv_token_s * (1_000 + i) for i in range(1, 400)])
+    evicted_s = float(ends_s[ends_s > 2.0][0])
+    assert alone.preempted == {"low": pytest.approx(evicted_s)}
+    assert high.queue_s == pytest.approx(evicted_s - 2.0, rel=1e-9)
+    assert alone.finished["high"] == pytest.approx(evicted_s + high.prefill_s + high.decode_s, rel=1e-9)
+    assert alone.finished["high"] < alone.finished["low"]
+    assert low.prefilled_tokens == 1_000 + 1, "resumed from the radix tree, but for the last token"
+    assert low.queue_s == pytest.approx(high.prefill_s + high.decode_s, rel=1e-6)
+
+
+def test_a_running_step_is_evicted_as_soon_as_it_has_its_least_tokens() -> None:
+    alone = LoneEngine(slots=1, preempt=True)
+    high = engine_step("high", 100, 50, index=1)
+
+    alone.run((0.0, engine_step("low", 1_000, 400), 1.0), (0.03, high, 2.0))
+
+    decode_s = sum(SLOW.decode_s(1) + SLOW.per_kv_token_s * (1_000 + i) for i in range(1, DEFAULT_MIN_RUN_TOKENS))
+    assert high.queue_s == pytest.approx(SLOW.prefill_s(1_000, 0) + decode_s - 0.03, rel=1e-9)
+
+
+def test_where_kv_is_short_the_next_step_waits_and_the_oldest_cached_context_goes() -> None:
+    alone = LoneEngine(kv_tokens=2_000)
+    first, second = engine_step("a", 1_200, 100), engine_step("b", 1_200, 100, index=1)
+
+    alone.run((0.0, first, 0.0), (0.0, second, 0.0))
+
+    assert second.queue_s >= first.prefill_s + first.decode_s - 1e-9
+    assert alone.engine.cache.peek(0) == 0, "its room was needed"
+    assert alone.engine.cache.peek(1) == 1_299
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16])
+def test_a_returning_step_prefills_only_what_is_new_in_whole_pages_and_a_sibling_finds_the_prompt(
+    page_tokens: int,
+) -> None:
+    alone = LoneEngine(page_tokens=page_tokens)
+    again = engine_step("a2", 900, 10, prompt_tokens=500)  # 500 + 100 sampled + 300 observed
+    sibling = EngineStep("s", 7, "p0", 500, 500, 10, 0.0)
+
+    alone.run((0.0, engine_step("a1", 500, 100), 0.0), (30.0, again, 0.0), (60.0, sibling, 0.0))
+
+    assert again.prefilled_tokens == 900 - 599 // page_tokens * page_tokens
+    assert sibling.prefilled_tokens == 500 - 499 // page_tokens * page_tokens
+
+
+def test_kv_that_comes_takes_the_room_of_what_was_left_longest_ago() -> None:
+    engine = LoneEngine(kv_tokens=2_000).engine
+    for index in range(3):
+        engine.receive(index, 900)
+
+    assert [engine.cache.peek(index) for index in range(3)] == [0, 900, 900]
+
+
+def test_a_failed_engine_gives_its_steps_back_with_the_tokens_they_had() -> None:
+    alone = LoneEngine()
+    lost: list[EngineStep] = []
+    alone.timeline.at(5.0, lambda: lost.extend(alone.engine.fail()))
+    alone.run((0.0, engine_step("a", 100, 1_000), 0.0))
+
+    assert [one.step_id for one in lost] == ["a"]
+    assert 400 < lost[0].done < 500, "about 10 ms a token"
+    assert not alone.finished
+
+
+def test_what_a_failure_cuts_short_counts_as_far_as_it_came() -> None:
+    alone = LoneEngine()
+    long = engine_step("a", 100_000, 10)
+    alone.timeline.at(1.0, alone.engine.fail)
+    alone.run((0.0, long, 0.0))
+
+    assert SLOW.prefill_s(100_000, 0) > 2.0
+    assert (alone.engine.busy_s, alone.engine.spans) == (1.0, [(0.0, 1.0, -1)])
+    assert (long.queue_s, long.prefill_s) == (0.0, 1.0)
+
+
+def test_an_engine_that_fails_during_an_update_works_as_soon_as_it_is_back() -> None:
+    alone = LoneEngine()
+    alone.timeline.at(0.5, alone.engine.pause, 30.0)
+    alone.timeline.at(1.0, alone.engine.fail)
+    alone.run((5.0, engine_step("a", 100, 100), 0.0))
+
+    assert alone.finished["a"] < 10.0
+
+
+def test_an_update_of_the_weights_makes_every_context_be_computed_again() -> None:
+    alone = LoneEngine()
+    running = engine_step("a", 1_000, 1_000)
+    alone.timeline.at(5.0, alone.engine.pause, 3.0)
+    alone.run((0.0, running, 0.0))
+
+    assert running.prefilled_tokens > 2_300, "the prompt twice, and what was sampled"
+    assert running.queue_s == pytest.approx(3.0)
+
+
+def test_a_step_that_an_update_stopped_is_not_evicted_before_it_runs_again() -> None:
+    alone = LoneEngine(slots=1, preempt=True)
+    alone.timeline.at(5.0, alone.engine.pause, 3.0)
+    alone.run(
+        (0.0, engine_step("low", 100, 1_000), 1.0),
+        (1.0, engine_step("lowest", 100, 10, index=1), 0.0),
+        (6.0, engine_step("high", 100, 100, index=2), 2.0),
+    )
+
+    again_s = 8.0 + SLOW.prefill_s(600, 0)  # it has some 500 tokens by then
+    assert list(alone.preempted) == ["low"]
+    assert alone.preempted["low"] > again_s
+    assert sorted(alone.finished, key=alone.finished.__getitem__) == ["high", "low", "lowest"]
