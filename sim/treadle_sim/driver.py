@@ -265,7 +265,7 @@ class Driver:
         progress.times.finished_s = self._timeline.now
         self._left -= 1
         if self._predictor is not None:
-            self._predictor.finished(progress.index)
+            self._predictor.finish(progress.index)
         self._send(
             TrajectoryClosed(f"c{progress.index}", progress.trajectory_id, Ending.FINISHED, progress.work.reward)
         )

@@ -68,7 +68,7 @@ class PrefixCache:
 
 
 class SimEngine:
-    """kv_tokens 0 in the model: no limit. spans: (start_s, end_s, batch), batch -1 for a prefill; None: not recorded."""
+    """kv_tokens 0: no limit. spans: (start_s, end_s, batch), batch -1 for a prefill; None unless recorded."""
 
     def __init__(
         self,

@@ -1,23 +1,9 @@
-"""What a simulated control plane is told of how much is left: from the whole truth to nothing at all.
+"""Predictors for simulated rollouts, from one that knows the truth to one that knows nothing; and how good they are.
 
-Purpose: the same plan under predictions of every quality, and under the product's own estimator.
-Invariants: answers are quantiles in order, never negative, never beyond what the workload's cap leaves; every
-predictor but `Siblings` answers the same question the same whatever was asked before, so that two policies are told
-the same lies; `Siblings` sees only what a predictor service would have heard by then.
-A trajectory is named by its index in `workload.trajectories`; `turn` counts its finished steps, `gen_tokens` all that
-it has sampled.
-
-A predictor whose answers were given before: what an estimator said of each trajectory after so many steps.
-
-Purpose: estimators that are not part of the simulator are judged by the rollouts that they lead to. Between answers,
-and after the last, a quantile is what it was less what was sampled since, as the controller counts. Turns are not
-predicted.
-
-How good a predictor is, in the terms of Heddle §7.2: recall of the longest trajectories, and correlation.
-
-Invariant: all trajectories run side by side at one speed, a token at a time and without tools, so that what a
-predictor has heard by a step is what an untroubled rollout would have told it; those compared are the same ones for
-every number of steps seen."""
+Answers are quantiles in order, never negative, and never beyond what the workload's cap leaves. Every predictor but
+`Siblings` gives the same answer to the same question, whatever was asked before, so that two policies get the same
+errors. `Siblings` learns only from what a predictor service would have received by then.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +11,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,21 +22,21 @@ from treadle_core.tuning import Tuning
 from treadle_sim.workloads.workload import TrajectoryWork, Workload, groups
 
 Answer = tuple[Estimate, Estimate | None]
+Floats = npt.NDArray[np.float64]
 
 P90_Z = 1.2815515655446004  # standard deviations from the median to the 90th percentile of a normal distribution
 
-# Noisy's defaults, chosen so that before the first step it ranks trajectories about as well as someone who knows the
-# mean length of each prompt (`PromptMean`), and better with each step, as Heddle §7.2 and Figure 13 have it. What
-# that gives in recall and correlation: bench/results/workloads.md.
+# Noisy's defaults, chosen so that before the first step it ranks trajectories about as well as `PromptMean`, and better
+# with each step, as in Heddle §7.2 and Figure 13. Their recall and correlation: bench/results/workloads.md.
 SIGMA0 = 0.60  # of ln(predicted / true remaining tokens) before the first step
 DECAY = 0.85  # what each finished step leaves of it
-FRESH_SIGMA = 0.10  # more, drawn anew for each answer
+FRESH_SIGMA = 0.10  # added, drawn anew for each answer
 SHARED = 0.5  # of the variance of the lasting error, common to all samples of a prompt
 
 FEWEST = 8  # trajectories from which `Noisy` learns what is usual at a turn
 
-# A trajectory that has outlived its prompt's mean is taken to go on for this much of what it has done: nothing at all
-# would rank every straggler last.
+# A trajectory that is longer than its prompt's mean is assumed to go on for this share of what it has done; without it
+# every straggler would rank last.
 OVERRUN = 0.25
 # Of ln tokens, around a prompt's mean, where its own earlier samples do not say (a third of 0.65² is 0.38²).
 SPREAD_SIGMA = 0.4
@@ -59,52 +44,58 @@ SPREAD_SIGMA = 0.4
 BEFORE, NOW = "before", "now"  # rollouts of the estimator's evidence
 
 
-class Predictor(Protocol):
-    """Asked when a trajectory opens (turn 0) and after each of its steps."""
+class Predictor:
+    """Asked when a trajectory opens (turn 0) and after each of its steps.
 
-    def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
-        """Remaining tokens, and remaining turns where it says."""
-
-    def finished(self, index: int) -> None:
-        """The trajectory has come to its end."""
-
-
-class Oracle:
-    """The truth: what is left of the workload's own steps."""
+    index: of the trajectory in `workload.trajectories`; turn: its finished steps; gen_tokens: all that it has sampled.
+    """
 
     def __init__(self, workload: Workload) -> None:
-        self._totals = Totals(workload)
+        self._tokens = [work.gen_tokens for work in workload.trajectories]
+        self._turns = [len(work.steps) for work in workload.trajectories]
+        self._cap = workload.max_total_tokens
 
     def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
-        return exactly(self._totals.left(index, gen_tokens)), exactly(self._totals.turns_left(index, turn))
+        """Remaining tokens, and remaining turns; None for turns that are not predicted."""
+        raise NotImplementedError
 
-    def finished(self, index: int) -> None:
-        """Knew it before."""
+    def finish(self, index: int) -> None:
+        """The trajectory has ended. Only `Siblings` learns from it."""
+
+    def _tokens_left(self, index: int, gen_tokens: int) -> float:
+        return float(max(0, self._tokens[index] - gen_tokens))
+
+    def _turns_left(self, index: int, turn: int) -> float:
+        return float(max(0, self._turns[index] - turn))
+
+    def _room(self, gen_tokens: int) -> float:
+        """Tokens that the cap leaves; infinite without one."""
+        return float(max(0, self._cap - gen_tokens)) if self._cap else math.inf
 
 
-class Blind:
-    """Says of every trajectory what the controller assumes of one that nobody predicts."""
-
-    def __init__(self, workload: Workload, assumed_tokens: float = Tuning().default_remaining_tokens) -> None:
-        self._totals = Totals(workload)
-        self._assumed_tokens = assumed_tokens
+class Oracle(Predictor):
+    """Knows the truth: what is left of the workload's own steps."""
 
     def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
-        return exactly(min(self._assumed_tokens, self._totals.room(gen_tokens))), None
-
-    def finished(self, index: int) -> None:
-        """Learns nothing."""
+        return _certain(self._tokens_left(index, gen_tokens)), _certain(self._turns_left(index, turn))
 
 
-class Noisy:
-    """A trained predictor: it sees the truth through an error, and has learned how far to trust what it sees.
+class Blind(Predictor):
+    """Predicts for every trajectory what the controller assumes without a prediction."""
+
+    def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
+        return _certain(min(Tuning().default_remaining_tokens, self._room(gen_tokens))), None
+
+
+class Noisy(Predictor):
+    """A trained predictor: it sees the truth with an error, and has learned how far to trust what it sees.
 
     What it sees: ln(tokens left) + lasting[index] * sigma0 * decay**turn + fresh_sigma * z(index, turn); `shared` of
     the variance of `lasting` is common to the samples of a prompt. What it says: the quantiles of what is left given
     what it sees, where ln(tokens left) is normal over the trajectories that reach the turn (`_priors`). So its error is
-    that of a regression on a noisy feature and its quantiles are calibrated: it does not believe its own outliers, as
-    who adds noise to the truth would. Turns err by the same factor: who is thought long is thought to take more turns.
-    Raises ValueError for parameters out of range.
+    that of a regression on a noisy feature, and its quantiles are calibrated: unlike the truth with noise added, it
+    does not believe its own outliers. Turns err by the same factor: a trajectory that is predicted long is predicted to
+    take more turns. Raises ValueError for parameters out of range.
     """
 
     def __init__(
@@ -125,7 +116,7 @@ class Noisy:
         ):
             if not 0.0 <= value <= most:
                 raise ValueError(f"{name} must be from 0 to {most}, is {value}")
-        self._totals = Totals(workload)
+        super().__init__(workload)
         self._sigma0, self._decay, self._fresh_sigma = sigma0, decay, fresh_sigma
         self._priors = _priors(workload.trajectories)
         rng = np.random.default_rng([seed, 1])
@@ -139,9 +130,9 @@ class Noisy:
         self._fresh = rng.standard_normal(sum(asked)).tolist()
 
     def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
-        left = self._totals.left(index, gen_tokens)
+        left = self._tokens_left(index, gen_tokens)
         if left <= 0.0:
-            return exactly(0.0), exactly(self._totals.turns_left(index, turn))
+            return _certain(0.0), _certain(self._turns_left(index, turn))
         lasting_sigma = self._sigma0 * self._decay**turn
         seen = math.log(left) + self._lasting[index] * lasting_sigma
         seen += self._fresh_sigma * self._fresh[self._first[index] + turn]
@@ -150,27 +141,20 @@ class Noisy:
         trust = sigma**2 / (sigma**2 + variance) if variance > 0.0 else 1.0
         tokens = math.exp(mean + trust * (seen - mean))
         spread = math.exp(P90_Z * math.sqrt(trust * variance))
-        turns = self._totals.turns_left(index, turn) * tokens / left
-        return (
-            spread_around(tokens, spread, self._totals.room(gen_tokens)),
-            spread_around(turns, spread, math.inf),
-        )
-
-    def finished(self, index: int) -> None:
-        """Learns nothing."""
+        turns = self._turns_left(index, turn) * tokens / left
+        return _spread_around(tokens, spread, self._room(gen_tokens)), _spread_around(turns, spread, math.inf)
 
 
-class PromptMean:
+class PromptMean(Predictor):
     """History-based prediction, which Heddle §4.1 calls static: each prompt's mean tokens and turns in `earlier`.
 
-    A prompt that is not among `earlier` gets the mean over all. What came of this run teaches it nothing. Raises
-    ValueError without earlier trajectories.
+    A prompt that is not among `earlier` gets the mean over all. Raises ValueError without earlier trajectories.
     """
 
     def __init__(self, workload: Workload, earlier: Sequence[TrajectoryWork]) -> None:
         if not earlier:
             raise ValueError("earlier must hold at least one trajectory")
-        self._totals = Totals(workload)
+        super().__init__(workload)
         means = {prompt_id: _means(works) for prompt_id, works in groups(earlier).items()}
         others = _means(earlier)
         self._means = [means.get(work.prompt_id, others) for work in workload.trajectories]
@@ -180,20 +164,15 @@ class PromptMean:
         tokens = max(mean_tokens - gen_tokens, OVERRUN * gen_tokens)
         turns = max(mean_turns - turn, OVERRUN * turn)
         spread = math.exp(P90_Z * SPREAD_SIGMA)
-        return (
-            spread_around(tokens, spread, self._totals.room(gen_tokens)),
-            spread_around(turns, spread, math.inf),
-        )
-
-    def finished(self, index: int) -> None:
-        """Learns nothing of this epoch."""
+        return _spread_around(tokens, spread, self._room(gen_tokens)), _spread_around(turns, spread, math.inf)
 
 
-class Siblings:
-    """The product's own estimator (treadle_core.ranking.estimator), told what its service would have heard: what ran
-    how far, what ended. `earlier`: trajectories of earlier epochs, heard before the first opening."""
+class Siblings(Predictor):
+    """The product's own estimator (`treadle_core.ranking.estimator`), with the evidence that its service would have:
+    how far each trajectory ran, and which have ended. `earlier`: of earlier epochs, known before the first opening."""
 
     def __init__(self, workload: Workload, earlier: Sequence[TrajectoryWork] = ()) -> None:
+        super().__init__(workload)
         self._workload = workload
         self._evidence = Evidence()
         self._estimator = learned_from(self._evidence, Prior())
@@ -222,9 +201,41 @@ class Siblings:
         )
         return forecast.remaining_tokens, forecast.remaining_turns
 
-    def finished(self, index: int) -> None:
+    def finish(self, index: int) -> None:
         self._evidence.closed(_ended(f"{NOW}-{index}", NOW, self._workload.trajectories[index]))
         self._seen.pop(index, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Tokens left, as an estimator said after `turn` finished steps, when `gen_tokens` were sampled."""
+
+    turn: int
+    gen_tokens: int
+    remaining: Estimate
+
+
+class RecordedPredictor(Predictor):
+    """Repeats the recorded answers of an estimator that is not part of the simulator, to judge it by the rollouts.
+
+    Between answers, and after the last, a quantile is what it was less what was sampled since, as the controller
+    counts. Turns are not predicted. answers: of each trajectory of the workload, by rising turn. Raises ValueError if a
+    trajectory has none of turn 0.
+    """
+
+    def __init__(self, workload: Workload, answers: Sequence[Sequence[Recorded]]) -> None:
+        if len(answers) != len(workload.trajectories) or not all(own and own[0].turn == 0 for own in answers):
+            raise ValueError("answers must begin at turn 0 for every trajectory of the workload")
+        super().__init__(workload)
+        self._answers = answers
+
+    def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
+        own = self._answers[index]
+        last = own[bisect_right(own, turn, key=lambda answer: answer.turn) - 1]
+        since = gen_tokens - last.gen_tokens
+        room = self._room(gen_tokens)
+        quantiles = (last.remaining.p10, last.remaining.p50, last.remaining.p90)
+        return Estimate(*(min(max(0.0, each - since), room) for each in quantiles)), None
 
 
 NAMES = ("oracle", "noisy", "prompt-mean", "siblings", "blind")
@@ -247,33 +258,11 @@ def make_predictor(name: str, workload: Workload, seed: int = 0, earlier: Sequen
     raise ValueError(f"no predictor {name!r}, only {', '.join(NAMES)}")
 
 
-class Totals:
-    """What a workload's trajectories come to in the end, and what its cap leaves."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._tokens = [work.gen_tokens for work in workload.trajectories]
-        self._turns = [len(work.steps) for work in workload.trajectories]
-        self._cap = workload.max_total_tokens
-
-    def left(self, index: int, gen_tokens: int) -> float:
-        """Tokens that trajectory will still sample."""
-        return float(max(0, self._tokens[index] - gen_tokens))
-
-    def turns_left(self, index: int, turn: int) -> float:
-        """Steps that trajectory will still take."""
-        return float(max(0, self._turns[index] - turn))
-
-    def room(self, gen_tokens: int) -> float:
-        """Tokens that the cap leaves; infinite without one."""
-        return float(max(0, self._cap - gen_tokens)) if self._cap else math.inf
-
-
-def exactly(value: float) -> Estimate:
-    """An estimate without doubt."""
+def _certain(value: float) -> Estimate:
     return Estimate(value, value, value)
 
 
-def spread_around(median: float, spread: float, most: float) -> Estimate:
+def _spread_around(median: float, spread: float, most: float) -> Estimate:
     """p10 and p90 a factor of `spread` >= 1 from the median, nothing above `most`."""
     return Estimate(min(median / spread, most), min(median, most), min(median * spread, most))
 
@@ -301,43 +290,10 @@ def _ended(name: str, rollout_id: str, work: TrajectoryWork) -> Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
-    """After `turn` finished steps, when `gen_tokens` were sampled: tokens left."""
-
-    turn: int
-    gen_tokens: int
-    remaining: Estimate
-
-
-class RecordedPredictor:
-    """See the module. said: of each trajectory of the workload, by rising turn. Raises ValueError where a trajectory
-    has none of turn 0."""
-
-    def __init__(self, workload: Workload, said: Sequence[Sequence[Recorded]]) -> None:
-        if len(said) != len(workload.trajectories) or not all(each and each[0].turn == 0 for each in said):
-            raise ValueError("said must begin at turn 0 for every trajectory of the workload")
-        self._totals = Totals(workload)
-        self._said = said
-        self._turns = [[each.turn for each in of] for of in said]
-
-    def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
-        last = self._said[index][bisect_right(self._turns[index], turn) - 1]
-        since = gen_tokens - last.gen_tokens
-        room = self._totals.room(gen_tokens)
-        quantiles = (last.remaining.p10, last.remaining.p50, last.remaining.p90)
-        return Estimate(*(min(max(0.0, each - since), room) for each in quantiles)), None
-
-    def finished(self, index: int) -> None:
-        """Learns nothing."""
-
-
-Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
 class Accuracy:
-    """After `turn` steps. recall: of the longest tenth, the share among the tenth that was predicted longest. pearson:
-    of predicted and true total tokens; pearson_log: of their logarithms. bias: median of predicted over true."""
+    """Of a predictor after `turn` steps, in the terms of Heddle §7.2. recall: of the longest tenth, the share among the
+    tenth that was predicted longest. pearson: of predicted and true total tokens; pearson_log: of their logarithms.
+    bias: median of predicted over true."""
 
     turn: int
     trajectories: int
@@ -348,26 +304,24 @@ class Accuracy:
 
 
 def measure_accuracy(workload: Workload, predictor: Predictor, turns: int = 2) -> tuple[Accuracy, ...]:
-    """After 0 to `turns` steps, of the trajectories that take more steps than that. Raises ValueError for none."""
+    """After 0 to `turns` steps, of the trajectories that take more steps than that. Raises ValueError for none.
+
+    All trajectories run side by side at one speed, a token at a time and without tools, so that a predictor learns by
+    each step what an undisturbed rollout would have told it.
+    """
     compared = [index for index, work in enumerate(workload.trajectories) if len(work.steps) > turns]
     if not compared:
         raise ValueError(f"no trajectory takes more than {turns} steps")
     total = np.array([workload.trajectories[index].gen_tokens for index in compared], np.float64)
-    predicted = replay(workload, predictor, turns)[compared]
-    return tuple(_compared(turn, total, predicted[:, turn]) for turn in range(turns + 1))
-
-
-def replay(workload: Workload, predictor: Predictor, turns: int) -> Floats:
-    """Predicted total tokens [trajectory, turn], medians; NaN where a trajectory had ended by then."""
-    answers = np.full((len(workload.trajectories), turns + 1), np.nan)
-    for gen_tokens, index, turn, last in _moments(workload):
-        if last:
-            predictor.finished(index)
+    predicted = np.full((len(workload.trajectories), turns + 1), np.nan)
+    for gen_tokens, index, turn, has_ended in _moments(workload):
+        if has_ended:
+            predictor.finish(index)
             continue
         remaining, _ = predictor.predict(index, turn, gen_tokens)
         if turn <= turns:
-            answers[index, turn] = gen_tokens + remaining.p50
-    return answers
+            predicted[index, turn] = gen_tokens + remaining.p50
+    return tuple(_compare(turn, total, predicted[compared, turn]) for turn in range(turns + 1))
 
 
 def _moments(workload: Workload) -> Sequence[tuple[int, int, int, bool]]:
@@ -382,7 +336,7 @@ def _moments(workload: Workload) -> Sequence[tuple[int, int, int, bool]]:
     return sorted(moments)
 
 
-def _compared(turn: int, total: Floats, predicted: Floats) -> Accuracy:
+def _compare(turn: int, total: Floats, predicted: Floats) -> Accuracy:
     return Accuracy(
         turn,
         len(total),

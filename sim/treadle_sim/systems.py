@@ -1,9 +1,9 @@
-"""The systems that are compared: each a policy of the one controller, a predictor and a way to choose engines.
+"""The systems that are compared: each a policy of the controller, a predictor and a way to choose engines.
 
 Baselines are as strong as their authors make them and run under the same controller, engines and workload; where a
-parallelism is theirs to choose, callers try every degree and take the best. Sources: Heddle §7 (verl, verl*, slime),
-Autellix (least attained service), ThunderAgent-like tool-boundary pausing as trajectory-level FCFS with room held for
-whoever has begun.
+system chooses one degree for all engines, callers try every degree and take the best. Sources: Heddle §7 (verl, verl*,
+slime), Autellix (least attained service), and tool-boundary pausing as in ThunderAgent: trajectories first come, first
+served, with KV reserved for those that have started.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from treadle_core.placing.costs import CostModel
 from treadle_core.tuning import Tuning
 
 # Treadle's client generates a turn longer than this in several calls (ADR 0011), so that the trajectory can move, and
-# be ranked anew, in the middle of it: some 10 to 20 seconds of decoding, against a ticket and the prefill of one token.
+# be ranked again, in the middle of it: 10 to 20 seconds of decoding, for a ticket and the prefill of one token.
 CALL_TOKENS = 1_024
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """predictor: a name of predictors.named, "none", or "" for the rollout's own choice. allocated: engines of mixed
-    parallelism, planned by `cost_model`; else all of one degree. call_tokens: of one call, 0 for whole turns."""
+    """predictor: a name of `make_predictor`, "none", or "" for the setting's choice. allocated: engines of several
+    degrees, planned with `cost_model`; else all of one degree. call_tokens: most of one call, 0 for whole turns."""
 
     name: str
     title: str
@@ -36,7 +36,7 @@ class System:
 
 
 def _stepwise(placement: PlacementRule, ordering: Ordering = Ordering.ROUND_ROBIN, *, preempt: bool = False) -> Policy:
-    """As a framework without trajectories in its mind does it: no plan, no moves."""
+    """The policy of a framework that schedules steps, not trajectories: no plan, no moves."""
     return Policy(ordering=ordering, placement=placement, migrate=False, preempt=preempt)
 
 

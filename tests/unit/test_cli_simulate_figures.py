@@ -11,8 +11,8 @@ from treadle_cli.simulate.comparison import Bound, Comparison, Row, compare, lon
 from treadle_cli.simulate.request import DEFAULT_SYSTEMS, Request, SimulationPlan, plan
 from treadle_cli.simulate.scene import by_cell, drawn, scene
 from treadle_cli.simulate.sentences import tell
-from treadle_sim.rollout import best, simulate
-from treadle_sim.systems import SYSTEMS
+from treadle_sim.rollout import Run, Setting, simulate
+from treadle_sim.systems import SYSTEMS, System
 
 ASKED = Request(
     workload="coding",
@@ -33,8 +33,13 @@ ASKED = Request(
 
 def compared(asked: Request) -> tuple[SimulationPlan, Comparison]:
     chosen = plan(asked)
-    runs = {system.name: [best(system, setting) for setting in chosen.settings] for system in chosen.systems}
+    runs = {system.name: [simulate_best(system, setting) for setting in chosen.settings] for system in chosen.systems}
     return chosen, compare(chosen.systems, chosen.settings, runs)
+
+
+def simulate_best(system: System, setting: Setting) -> Run:
+    degrees = [0] if system.allocated else setting.degrees()
+    return min((simulate(system, setting, each) for each in degrees), key=lambda run: run.outcome.makespan_s)
 
 
 def slower(row: Row, by: float) -> Row:

@@ -34,7 +34,7 @@ def test_answers_lie_between_nothing_and_what_the_cap_leaves(name: str) -> None:
             assert tokens.p90 <= 6_000 - done
             assert turns is None or turns.p10 >= 0.0
             done += step.gen_tokens
-        predictor.finished(index)
+        predictor.finish(index)
 
 
 def test_the_oracle_knows_what_is_left() -> None:
@@ -57,7 +57,7 @@ def test_noise_answers_the_same_question_the_same_whenever_it_is_asked(index: in
     one, other = Noisy(SMALL, seed), Noisy(SMALL, seed)
     asked = index % 3
     other.predict((asked + 1) % 3, 0, 0)
-    other.finished((asked + 1) % 3)
+    other.finish((asked + 1) % 3)
     assert one.predict(asked, 0, 0) == other.predict(asked, 0, 0)
 
 
@@ -128,7 +128,7 @@ def test_history_knows_each_prompts_mean_and_nothing_of_the_sample() -> None:
     assert history.predict(0, 1, 100)[0].p50 == 200.0
     assert history.predict(2, 0, 0)[0].p50 == 500.0  # a prompt never seen: the mean over all
     assert history.predict(2, 1, 800)[0].p50 == 200.0  # outlived: a quarter of what it did, within the cap
-    history.finished(0)
+    history.finish(0)
     assert history.predict(1, 0, 0)[0].p50 == 300.0
     with pytest.raises(ValueError, match="earlier"):
         PromptMean(SMALL, [])
@@ -148,7 +148,7 @@ def test_siblings_learn_from_what_ended_and_nothing_before() -> None:
     for index in range(1, 8):
         siblings.predict(index, 0, 0)
         siblings.predict(index, 1, 4_000)
-        siblings.finished(index)
+        siblings.finish(index)
     later = siblings.predict(0, 0, 0)[0].p50
     assert abs(later - 8_000) < abs(first - 8_000)
     assert later == pytest.approx(8_000, rel=0.1)
@@ -162,7 +162,7 @@ def test_a_sibling_that_was_cut_counts_as_longer_than_it_was() -> None:
         for index in range(6):
             siblings.predict(index, 0, 0)
         for index in range(1, 6):
-            siblings.finished(index)
+            siblings.finish(index)
         return siblings.predict(0, 0, 0)[0].p50
 
     assert after(censored=True) > 1.5 * after(censored=False)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from treadle_core.ranking.evidence import observed, posterior
 from treadle_sim.workloads.parametric import make
-from treadle_sim.workloads.resample import Beyond, capped, gone_on, resample
+from treadle_sim.workloads.resample import Donors, apply_caps, continue_cut, resample
 from treadle_sim.workloads.workload import Step, TrajectoryWork, groups
 
 
@@ -64,15 +64,15 @@ def test_without_variance_within_every_sample_is_as_long_as_the_one_that_is_know
 def test_a_cut_trajectory_goes_on_as_one_of_its_prompt_that_went_further() -> None:
     cut = work("p", 0, 30, 20, censored=True)
     own = [cut, work("p", 1, 10), work("p", 2, 45, 25, 5)]
-    steps, censored = gone_on(cut, Beyond(own), Beyond([*own, work("q", 0, 900)]), np.random.default_rng(0))
+    steps, censored = continue_cut(cut, Donors(own), Donors([*own, work("q", 0, 900)]), np.random.default_rng(0))
     assert [step.gen_tokens for step in steps] == [30, 20, 20, 5]  # 50 of the other's 75 tokens lie behind it
     assert not censored
 
 
 def test_where_none_of_its_prompt_went_further_another_prompts_does() -> None:
     cut = work("p", 0, 50, censored=True)
-    steps, censored = gone_on(
-        cut, Beyond([cut, work("p", 1, 10)]), Beyond([cut, work("q", 0, 900)]), np.random.default_rng(0)
+    steps, censored = continue_cut(
+        cut, Donors([cut, work("p", 1, 10)]), Donors([cut, work("q", 0, 900)]), np.random.default_rng(0)
     )
     assert [step.gen_tokens for step in steps] == [50, 850]
     assert not censored
@@ -110,7 +110,7 @@ def test_going_on_gives_kaplan_and_meiers_curve(lives: list[tuple[int, bool]]) -
         assert sum(c for tokens, c in chances.items() if tokens > knot) == pytest.approx(curve[knot], abs=1e-6)
     works = [work("p", at, tokens, censored=cut) for at, (tokens, cut) in enumerate(lives)]
     drawn = {
-        sum(s.gen_tokens for s in gone_on(each, Beyond(works), Beyond(works), np.random.default_rng(at))[0])
+        sum(s.gen_tokens for s in continue_cut(each, Donors(works), Donors(works), np.random.default_rng(at))[0])
         for at, each in enumerate(works)
     }
     assert drawn <= set(chances)
@@ -127,7 +127,7 @@ def test_going_on_gives_kaplan_and_meiers_curve(lives: list[tuple[int, bool]]) -
 def test_caps_hold_and_cut_only_what_exceeds_them(
     steps: tuple[Step, ...], prompt_tokens: int, max_gen: int, max_context: int
 ) -> None:
-    kept, cut = capped(steps, prompt_tokens, max_gen, max_context)
+    kept, cut = apply_caps(steps, prompt_tokens, max_gen, max_context)
     gen = sum(step.gen_tokens for step in kept)
     assert kept and all(step.gen_tokens >= 1 for step in kept)
     assert cut == (gen < sum(step.gen_tokens for step in steps))

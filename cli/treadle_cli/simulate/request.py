@@ -14,7 +14,7 @@ from pathlib import Path
 from treadle_sim.engine_model import EngineModel, profiles
 from treadle_sim.fitting.curves import MeasuredProfileError, fit_measured
 from treadle_sim.predictors import NAMES
-from treadle_sim.rollout import Setting, final_context
+from treadle_sim.rollout import Setting
 from treadle_sim.systems import BASELINES, HEDDLE, ORACLE, SYSTEMS, TREADLE, System
 from treadle_sim.workloads.parametric import MODELS, WORKLOADS, make
 from treadle_sim.workloads.resample import resample
@@ -204,7 +204,7 @@ def _resampled(asked: Request, traces: tuple[TrajectoryWork, ...], seed: int, *,
 
 def _check_fit(setting: Setting, degree: int) -> None:
     """That some engine holds the longest trajectory, and that the budget divides into engines of `degree`."""
-    longest = max(final_context(work) for work in setting.workload.trajectories)
+    longest = max(work.final_context_tokens for work in setting.workload.trajectories)
     engines = f"{setting.models[0].llm} on {setting.models[0].accelerator}"
     known = ", ".join(str(model.gpus) for model in setting.models)
     if degree:

@@ -1,14 +1,14 @@
-"""Workloads from stated distributions: agents for coding, search and math, as Heddle §2.2, §7 and Table 1 tell of them.
+"""Workloads drawn from distributions: agents for coding, search and math, as Heddle §2.2, §7 and Table 1 describe them.
 
-Purpose: batches of the papers' size (400 prompts x 16 samples) without any data at hand.
-Invariants: a workload depends on its arguments alone; the prompts depend on name and seed, the samples on the epoch
-too, so that another epoch of the same seed is the same prompts sampled again; each step generates a token at least.
+They give batches of the papers' size (400 prompts x 16 samples) without any data. A workload depends on its arguments
+alone. The prompts depend on name and seed, the samples on the epoch too, so another epoch of the same seed is the same
+prompts sampled again. Each step generates at least one token.
 
-The model of a trajectory, z being standard normal:
+The model of a trajectory, where z is standard normal:
     ln tokens = ln median + sigma (sqrt(1 - within) z_prompt + sqrt(within) z_sample), cut at the cap
     ln steps  = ln steps_median + elasticity (ln tokens - ln median) + steps_sigma z, rounded, at least 1
     tokens over steps: log-normal weights; answers of tools, in tokens and in seconds: log-normal, cut at a limit.
-Where each parameter comes from is said beside it; docs/traces.md holds them in one table.
+The source of each parameter stands beside it; docs/traces.md has them in one table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Ints = npt.NDArray[np.int64]
 PROMPTS = 400
 SAMPLES = 16  # of a prompt (Heddle §7)
 MAX_GEN_TOKENS = 40_000  # of a trajectory (Heddle §7)
-# A choice: the model's native 40,960 and what tools answered beside it. Only long searches come near.
+# A choice: the model's native 40,960 and the answers of tools beside it. Only long searches come near.
 MAX_CONTEXT_TOKENS = 65_536
 
 # How much of the variance of log lengths is among samples of one prompt. Published runs of 39 models: 6% to 98%, half
@@ -37,7 +37,7 @@ MAX_CONTEXT_TOKENS = 65_536
 # divergent (Figure 5), hence somewhat more.
 WITHIN_PROMPT = 0.45
 
-# Rewards are a choice: about half succeed, those that need more work less often. Nothing here waits for them.
+# Rewards are a choice: about half succeed, longer trajectories less often. No simulated time depends on them.
 REWARD_OFFSET = 0.2
 REWARD_SLOPE = 1.0  # log odds a standard deviation of log tokens
 
@@ -50,7 +50,7 @@ class UnknownWorkloadError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """`median` in its unit, `sigma` of the natural log, values above `limit` are cut to it."""
+    """`sigma` is of the natural log; values above `limit` are cut to it."""
 
     median: float
     sigma: float
@@ -58,7 +58,7 @@ class LogNormal:
 
     @classmethod
     def with_mean(cls, mean: float, sigma: float, limit: float) -> LogNormal:
-        """The one whose mean, before cutting, is `mean`."""
+        """The distribution whose mean, before values are cut, is `mean`."""
         return cls(mean * math.exp(-0.5 * sigma * sigma), sigma, limit)
 
     def draw(self, rng: np.random.Generator, count: int) -> Floats:
@@ -67,7 +67,7 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """One kind of agent. tokens: of a trajectory. tool_mean_s: by model, of one call (Heddle Table 1)."""
+    """One kind of agent. tokens: of a trajectory. tool_mean_s: of one call, by model (Heddle Table 1)."""
 
     tokens_median: float
     tokens_sigma: float
@@ -160,7 +160,7 @@ def make(
 ) -> Workload:
     """`prompts` x `samples` trajectories of a named kind, prompt by prompt. A cap of 0 is none.
 
-    What a cap cuts is marked censored. Raises UnknownWorkloadError, and ValueError for counts below 1.
+    Trajectories that a cap cuts are censored. Raises UnknownWorkloadError, and ValueError for counts below 1.
     """
     if name not in WORKLOADS:
         raise UnknownWorkloadError(f"no workload {name!r}, only {', '.join(WORKLOADS)}")
@@ -181,7 +181,7 @@ def draw(
     max_gen_tokens: float,
     max_context_tokens: int,
 ) -> tuple[TrajectoryWork, ...]:
-    """The trajectories of `make` from parameters of one's own; see there."""
+    """The trajectories of `make`, from other parameters than those of WORKLOADS."""
     for argument, count in (("prompts", prompts), ("samples", samples)):
         if count < 1:
             raise ValueError(f"{argument} must be >= 1, is {count}")

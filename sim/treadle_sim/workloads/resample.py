@@ -1,20 +1,19 @@
-"""From traces to a batch of groups: any number of prompts, each with the same number of samples.
+"""Resamples traces into a batch of prompt groups: any number of prompts, each with the same number of samples.
 
-Invariants: a batch depends on traces, sizes and seed alone; a censored trajectory is never taken as short: it goes on
-where it was cut, as one that went further did; no trajectory exceeds the cap.
+A batch depends on traces, sizes and seed alone. A censored trajectory never counts as short: it goes on where it was
+cut, as a longer one did. No trajectory exceeds the caps.
 
-Rules
 - Prompts are drawn without replacement, and again from the start where the traces hold too few; a prompt's second
   appearance is a prompt of its own.
 - A prompt with repeats (at least LEAST_REPEATS trajectories): each sample is one of them, drawn with replacement.
-- A prompt with a single trajectory: its length L says where the prompt lies, with noise. ln of a sample's length is
-  m + sqrt(1 - within) (ln L - m) + sqrt(within) sigma z, with m and sigma those of all traces, gone on where cut: the
-  spread over all stays as it is, and `within` of its variance comes to lie among samples of a prompt. Steps grow with
-  tokens by STEPS_ELASTICITY; more steps than there are come from the trajectory's own, drawn with replacement.
-- A censored trajectory (cut after c tokens) goes on as one drawn evenly among those of its prompt that went beyond c,
-  else among all that did; if that one is censored too, the drawing repeats beyond its own end. This is Kaplan and
-  Meier's estimate: the mass of a cut observation goes to what lies to its right (Efron 1967). Where nobody went
-  further it stays as it is, and stays marked.
+- A prompt with a single trajectory of length L: L is a noisy sign of the prompt's typical length. ln of a sample's is
+  m + sqrt(1 - within) (ln L - m) + sqrt(within) sigma z, with m and sigma those of all traces, continued where cut:
+  the spread over all stays as it is, and `within` of its variance is among samples of a prompt. Steps grow with tokens
+  by STEPS_ELASTICITY; further steps are drawn with replacement from the trajectory's own.
+- A censored trajectory (cut after c tokens) goes on as one drawn evenly among those of its prompt that are longer than
+  c, else among all that are; if that one is censored too, the drawing repeats beyond its own end. This is Kaplan and
+  Meier's estimate: the mass of a cut observation goes to what lies to its right (Efron 1967). If no trajectory is
+  longer, it stays as it is, and stays censored.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ def resample(
 ) -> Workload:
     """`prompts` groups of `samples` from traces; another `epoch` is the same prompts sampled again.
 
-    Caps are of a trajectory, on what it generates and on all that it holds; 0 is none. What they cut is marked
-    censored. Raises ValueError for no traces, counts below 1 and `within` outside 0 to 1.
+    Caps are of a trajectory, on what it generates and on its whole context; 0 is none. What they cut is censored.
+    Raises ValueError for no traces, counts below 1 and `within` outside 0 to 1.
     """
     if not works:
         raise ValueError("works must hold at least one trajectory")
@@ -59,46 +58,46 @@ def resample(
     if not 0.0 <= within <= 1.0:
         raise ValueError(f"within must be from 0 to 1, is {within}")
     by_prompt = list(groups(works).values())
-    beyond = Beyond(works)
+    beyond = Donors(works)
     of_prompts = np.random.default_rng([seed, 2])
-    whole = [gone_on(work, beyond, beyond, of_prompts)[0] for work in works]
+    whole = [continue_cut(work, beyond, beyond, of_prompts)[0] for work in works]
     spread = Spread([sum(step.gen_tokens for step in steps) for steps in whole], within)
     rng = np.random.default_rng([seed, 2, 1 + epoch])
     batch: list[TrajectoryWork] = []
     for appearance, at in _prompt_order(of_prompts, len(by_prompt), prompts):
         own = by_prompt[at]
-        of_prompt = Beyond(own)
+        of_prompt = Donors(own)
         prompt_id = own[0].prompt_id if appearance == 0 else f"{own[0].prompt_id}~{appearance}"
         for sample in range(samples):
             base = own[int(rng.integers(len(own)))]
-            steps, censored = gone_on(base, of_prompt, beyond, rng)
+            steps, censored = continue_cut(base, of_prompt, beyond, rng)
             if len(own) < LEAST_REPEATS:
                 steps = spread.another(steps, rng)
-            steps, cut = capped(steps, base.prompt_tokens, max_gen_tokens, max_context_tokens)
+            steps, cut = apply_caps(steps, base.prompt_tokens, max_gen_tokens, max_context_tokens)
             batch.append(
                 TrajectoryWork(prompt_id, sample, base.prompt_tokens, steps, base.reward, censored=censored or cut)
             )
     return Workload(name, tuple(batch), max_gen_tokens)
 
 
-class Beyond:
-    """Trajectories by length: who went beyond so many tokens."""
+class Donors:
+    """Trajectories by length, to draw one that is longer than a cut one."""
 
     def __init__(self, works: Iterable[TrajectoryWork]) -> None:
         self._sorted = sorted(((work.gen_tokens, work) for work in works), key=lambda pair: pair[0])
         self._tokens = [tokens for tokens, _ in self._sorted]
 
     def draw(self, tokens: int, rng: np.random.Generator) -> TrajectoryWork | None:
-        """One that generated more than `tokens`, each as likely; None for none."""
+        """One that generated more than `tokens`, each equally likely; None if there is none."""
         first = bisect.bisect_right(self._tokens, tokens)
         count = len(self._sorted) - first
         return self._sorted[first + int(rng.integers(count))][1] if count else None
 
 
-def gone_on(
-    work: TrajectoryWork, of_prompt: Beyond, of_all: Beyond, rng: np.random.Generator
+def continue_cut(
+    work: TrajectoryWork, of_prompt: Donors, of_all: Donors, rng: np.random.Generator
 ) -> tuple[tuple[Step, ...], bool]:
-    """The steps of a trajectory, gone on with where it was cut; and whether it is still cut."""
+    """The steps of a trajectory, continued where it was cut; and whether it is still cut."""
     steps, censored = work.steps, work.censored
     tokens = work.gen_tokens
     while censored:
@@ -111,7 +110,7 @@ def gone_on(
     return steps, censored
 
 
-def capped(
+def apply_caps(
     steps: tuple[Step, ...], prompt_tokens: int, max_gen_tokens: int, max_context_tokens: int
 ) -> tuple[tuple[Step, ...], bool]:
     """The steps within the caps (0: none), and whether any token was cut off. One token is always left."""
@@ -131,7 +130,7 @@ def capped(
 
 
 class Spread:
-    """The model of a prompt's other samples where there is one only; see the module."""
+    """Makes further samples of a prompt of which there is only one, as the module says."""
 
     def __init__(self, tokens: Sequence[int], within: float) -> None:
         logs = np.log(tokens)
@@ -155,7 +154,7 @@ class Spread:
 
 
 def _steps_beyond(work: TrajectoryWork, tokens: int) -> list[Step]:
-    """What `work` did after its first `tokens` tokens; a step they end in counts with its rest."""
+    """The steps of `work` after its first `tokens` tokens; the step in which those end counts with its rest."""
     beyond: list[Step] = []
     done = 0
     for step in work.steps:
@@ -166,7 +165,7 @@ def _steps_beyond(work: TrajectoryWork, tokens: int) -> list[Step]:
 
 
 def _prompt_order(rng: np.random.Generator, available: int, wanted: int) -> list[tuple[int, int]]:
-    """(how often it came before, which prompt), `wanted` of them."""
+    """`wanted` pairs of how often the prompt came before, and which prompt."""
     order: list[tuple[int, int]] = []
     for appearance in range(-(-wanted // available)):
         order += [(appearance, int(at)) for at in rng.permutation(available)]
