@@ -20,7 +20,9 @@ assert "torch" not in sys.modules and "sglang" not in sys.modules
 
 HASH = """
 import torch
-from treadle_sidecar.sglang_cpu.replacements import murmur_hash32
+from treadle_sidecar.sglang_cpu.entry import define_vision_operators
+define_vision_operators()
+from treadle_sidecar.sglang_cpu.cpu_platform import murmur_hash32
 
 MASK = 0xFFFFFFFF
 
@@ -50,7 +52,9 @@ for row, (seed, position) in enumerate(zip(seeds, positions)):
 
 TRANSFERS = """
 import torch
-from treadle_sidecar.sglang_cpu import replacements as transfers
+from treadle_sidecar.sglang_cpu.entry import define_vision_operators
+define_vision_operators()
+from treadle_sidecar.sglang_cpu import cpu_platform as transfers
 
 page, pages, layers, width = 4, 6, 3, 5
 device = [torch.rand(pages * page, width) for _ in range(2 * layers)]

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from treadle_runtime.errors import FailedPrecondition
-from treadle_sidecar.engine.client import read_profile
 from treadle_sidecar.engine.process import EngineSpec, cpu_dtype, engine_command
-from treadle_sidecar.kv.prefixes import Contexts
-from treadle_sidecar.kv.storage_keys import StoredPages, page_keys
-from treadle_sidecar.steps.runner import WINDOW_S, LoadMeter
-from treadle_sidecar.steps.step import TicketBook
+from treadle_sidecar.engine.watch import read_profile
+from treadle_sidecar.prefixes import Contexts
+from treadle_sidecar.runner import WINDOW_S, LoadMeter
+from treadle_sidecar.servicer import TicketBook
+from treadle_sidecar.storage_keys import StoredPages, page_keys
 
 
 def test_a_used_ticket_is_remembered_until_its_date_refuses_it() -> None:
@@ -35,22 +35,22 @@ def test_contexts_beyond_the_limit_go_least_recently_used_first() -> None:
     contexts = Contexts(limit_tokens=10)
     contexts.remember("a", array("i", range(4)))
     contexts.remember("b", array("i", range(4)))
-    assert contexts.of("a") is not None
+    assert contexts.get("a") is not None
     contexts.remember("c", array("i", range(4)))
-    assert contexts.of("b") is None
+    assert contexts.get("b") is None
     contexts.remember("a", array("i", range(6)))
-    assert (contexts.of("a"), contexts.of("c")) == (array("i", range(6)), array("i", range(4)))
+    assert (contexts.get("a"), contexts.get("c")) == (array("i", range(6)), array("i", range(4)))
     contexts.forget("a")
     contexts.forget("a")
     contexts.remember("huge", array("i", range(50)))
-    assert contexts.of("huge") is not None, "the newest stays, whatever its length"
+    assert contexts.get("huge") is not None, "the newest stays, whatever its length"
 
 
 def test_the_load_meter_counts_the_last_seconds_only() -> None:
     meter = LoadMeter()
     assert meter.tokens_per_s(0.0) == 0.0
     for step in range(100):
-        meter.sampled(1, step * 0.1)
+        meter.add(1, step * 0.1)
     assert meter.tokens_per_s(9.9) == pytest.approx(10.0, rel=0.1)
     assert meter.tokens_per_s(9.9 + WINDOW_S + 1) == 0.0
 

@@ -6,9 +6,8 @@ from array import array
 
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_sidecar.steps.record import StepRecord
-from treadle_sidecar.steps.running import SplitStops
-from treadle_sidecar.steps.step import Reason, Sampling, Span, StepOrder
+from treadle_sidecar.engine.client import EngineChunk
+from treadle_sidecar.step import Reason, Sampling, Span, SplitStops, StepOrder, StepRecord
 
 
 def order(prompt: int = 10, resumed: int = 0) -> StepOrder:
@@ -18,18 +17,17 @@ def order(prompt: int = 10, resumed: int = 0) -> StepOrder:
 
 def test_phases_follow_each_other_and_add_up_to_the_steps_time() -> None:
     record = StepRecord(order(), now=100.0, wall=5000.0)
-    assert record.admitted(101.0).queue_s == 1.0
-    record.sampled([1], [-0.1], "v1", 0, 103.0)
-    record.sampled([2, 3], [-0.1, -0.2], "v1", 0, 104.0)
-    record.attempt_over([("v1", 0, 3)])
-    record.preempted("other", 105.0)
-    assert record.admitted(109.0).attempt == 1
-    record.sampled([4], [-0.3], "v1", 8, 109.5)
-    finished = record.finished(Reason.LENGTH, 110.0)
+    assert record.start_attempt(101.0).queue_s == 1.0
+    record.add_tokens(EngineChunk([1], [-0.1], "", "v1", 0), 103.0)
+    record.add_tokens(EngineChunk([2, 3], [-0.1, -0.2], "", "v1", 0), 104.0)
+    record.correct_spans([("v1", 0, 3)])
+    record.preempt("other", 105.0)
+    assert record.start_attempt(109.0).attempt == 1
+    record.add_tokens(EngineChunk([4], [-0.3], "", "v1", 8), 109.5)
+    finished = record.finish(Reason.LENGTH, 110.0)
 
-    timing = finished.timing
-    assert (timing.queue_s, timing.prefill_s, timing.decode_s) == (5.0, 2.5, 2.5)
-    assert (timing.accepted_at, timing.finished_at) == (5000.0, 5010.0)
+    assert (finished.queue_s, finished.prefill_s, finished.decode_s) == (5.0, 2.5, 2.5)
+    assert (finished.accepted_at, finished.finished_at) == (5000.0, 5010.0)
     assert (finished.preemptions, finished.resumed_prompt_tokens, finished.resumed_cached_tokens) == (1, 13, 8)
     assert finished.spans == (Span("v1", 0, 4),)
 
@@ -37,23 +35,23 @@ def test_phases_follow_each_other_and_add_up_to_the_steps_time() -> None:
 def test_the_engines_own_spans_replace_what_the_chunks_said() -> None:
     """A trainer updates the engine in place: a chunk may still carry the old version, the engine's account is exact."""
     record = StepRecord(order(resumed=5), now=0.0, wall=0.0)
-    record.admitted(0.0)
-    record.sampled([1, 2], [0.0, 0.0], "v1", 0, 1.0)
-    record.attempt_over([("v1", 0, 2)])
-    record.preempted("", 2.0)
-    record.admitted(3.0)
-    record.sampled([3, 4, 5], [0.0] * 3, "v1", 0, 4.0)
-    record.sampled([6], [0.0], "v2", 0, 5.0)
-    record.attempt_over([("v1", 0, 1), ("v2", 1, 4)])
-    assert record.finished(Reason.STOP, 6.0).spans == (Span("v1", 5, 8), Span("v2", 8, 11))
+    record.start_attempt(0.0)
+    record.add_tokens(EngineChunk([1, 2], [0.0, 0.0], "", "v1", 0), 1.0)
+    record.correct_spans([("v1", 0, 2)])
+    record.preempt("", 2.0)
+    record.start_attempt(3.0)
+    record.add_tokens(EngineChunk([3, 4, 5], [0.0] * 3, "", "v1", 0), 4.0)
+    record.add_tokens(EngineChunk([6], [0.0], "", "v2", 0), 5.0)
+    record.correct_spans([("v1", 0, 1), ("v2", 1, 4)])
+    assert record.finish(Reason.STOP, 6.0).spans == (Span("v1", 5, 8), Span("v2", 8, 11))
 
 
 def test_an_account_that_does_not_cover_the_attempt_is_left_aside() -> None:
     record = StepRecord(order(), now=0.0, wall=0.0)
-    record.admitted(0.0)
-    record.sampled([1, 2, 3], [0.0] * 3, "v1", 0, 1.0)
-    record.attempt_over([("v2", 0, 2)])
-    assert record.finished(Reason.STOP, 2.0).spans == (Span("v1", 0, 3),)
+    record.start_attempt(0.0)
+    record.add_tokens(EngineChunk([1, 2, 3], [0.0] * 3, "", "v1", 0), 1.0)
+    record.correct_spans([("v2", 0, 2)])
+    assert record.finish(Reason.STOP, 2.0).spans == (Span("v1", 0, 3),)
 
 
 @given(

@@ -10,7 +10,7 @@ from treadle.common.v1.tokens_pb2 import TokenIds
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.telemetry.v1 import facts_pb2
 from treadle_runtime.facts import make_fact
-from treadle_sidecar.facts import PROMPT_SHARE, ends
+from treadle_sidecar.convert import PROMPT_SHARE, ends
 
 if TYPE_CHECKING:
     from treadle_learned.transcript import Transcript

@@ -115,7 +115,7 @@ async def measure(url: str) -> dict[str, list[dict[str, float]]]:
         ends_at = time.monotonic() + START_DEADLINE_S
         while True:
             try:
-                await engine.profile()
+                await engine.describe()
                 break
             except (EngineLost, EngineRefused):
                 if time.monotonic() > ends_at:

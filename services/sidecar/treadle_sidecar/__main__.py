@@ -1,4 +1,4 @@
-"""`python -m treadle_sidecar`: the sidecar of one engine."""
+"""Run the sidecar: `python -m treadle_sidecar`."""
 
 from treadle_runtime.config import read_settings
 from treadle_runtime.server import run

@@ -1,14 +1,18 @@
-"""Settings of the sidecar, read from TREADLE_SIDECAR_*."""
+"""Settings of the sidecar, read once from TREADLE_SIDECAR_<NAME>."""
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 from treadle_core.steps.queue import DEFAULT_HYSTERESIS, DEFAULT_MIN_RUN_TOKENS
 from treadle_runtime.config import Settings, address, url
 from treadle_runtime.errors import InvalidArgument, identifier
 
 WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
+
+OptionalAddress = Annotated[str, AfterValidator(lambda value: address(value) if value else value)]
+Count = Annotated[int, Field(ge=0)]
+NotNegative = Annotated[float, Field(ge=0)]
 
 
 class SidecarSettings(Settings):
@@ -19,24 +23,24 @@ class SidecarSettings(Settings):
     listen: str = "127.0.0.1:7410"
     engine_id: str  # name of the engine in this mesh
     engine_url: str = "http://127.0.0.1:30000"  # SGLang's HTTP server
-    advertise: str = ""  # host:port that others reach this sidecar at; empty: the address it listens at
-    scheduler: str = ""  # host:port of the scheduler; empty: stand alone
-    slots: int = 0  # steps that decode at once; 0: what the engine was started for
-    queue_limit: int = 4096  # steps that may wait
+    advertise: OptionalAddress = ""  # where others reach this sidecar; empty: the address it listens at
+    scheduler: OptionalAddress = ""  # empty: stand alone
+    slots: Count = 0  # steps that decode at once; 0: what the engine was started for
+    queue_limit: Annotated[int, Field(ge=1)] = 4096  # steps that may wait
     preempt: bool = True
-    hysteresis: float = (
-        DEFAULT_HYSTERESIS  # priority units by which a waiting step must outrank a running one to evict it
-    )
-    min_run_tokens: int = DEFAULT_MIN_RUN_TOKENS  # tokens that a step makes before it may be evicted
+    # Priority units by which a waiting step must outrank a running one to evict it.
+    hysteresis: NotNegative = DEFAULT_HYSTERESIS
+    min_run_tokens: Count = DEFAULT_MIN_RUN_TOKENS  # tokens that a step makes before it may be evicted
     kv_storage_dir: str = ""  # folder of HiCache's file storage, to see what is stored; empty: not known
-    export_wait_s: float = 2.0  # how long ExportPrefix waits for the engine's asynchronous backup
-    engine_stall_s: float = 120.0  # a running step without a token for so long counts as an engine that is lost
-    tell_tokens: int = 0  # most ids of a step's output that its fact carries, for a learned predictor; 0: none
+    export_wait_s: NotNegative = 2.0  # how long ExportPrefix waits for the engine's asynchronous backup
+    # A running step without a token for so long counts as an engine that is lost.
+    engine_stall_s: Annotated[float, Field(gt=0)] = 120.0
+    tell_tokens: Count = 0  # most ids of a step's output that its fact carries, for a learned predictor; 0: none
     hardware_tags: tuple[str, ...] = ()  # JSON list, e.g. ["h200", "compute-bound"]
-    decode_base_s: float = 0.0  # declared decode curve (treadle.engine.v1.DecodeCurve); all 0: not known
-    decode_per_sequence_s: float = 0.0
-    decode_per_kv_token_s: float = 0.0
-    prefill_tokens_per_s: float = 0.0
+    decode_base_s: NotNegative = 0.0  # declared decode curve (treadle.engine.v1.DecodeCurve); all 0: not known
+    decode_per_sequence_s: NotNegative = 0.0
+    decode_per_kv_token_s: NotNegative = 0.0
+    prefill_tokens_per_s: NotNegative = 0.0
 
     @field_validator("engine_id")
     @classmethod
@@ -51,49 +55,9 @@ class SidecarSettings(Settings):
     def _engine_url_is_a_url(cls, value: str) -> str:
         return url(value, ("http", "https"), "http://127.0.0.1:30000").rstrip("/")
 
-    @field_validator("advertise", "scheduler")
-    @classmethod
-    def _is_an_address(cls, value: str) -> str:
-        return address(value) if value else value
-
-    @field_validator("slots", "min_run_tokens", "tell_tokens")
-    @classmethod
-    def _not_negative(cls, value: int) -> int:
-        if value < 0:
-            raise ValueError("a number >= 0")
-        return value
-
-    @field_validator("queue_limit")
-    @classmethod
-    def _positive_count(cls, value: int) -> int:
-        if value < 1:
-            raise ValueError("a number >= 1")
-        return value
-
-    @field_validator(
-        "hysteresis",
-        "export_wait_s",
-        "decode_base_s",
-        "decode_per_sequence_s",
-        "decode_per_kv_token_s",
-        "prefill_tokens_per_s",
-    )
-    @classmethod
-    def _not_negative_float(cls, value: float) -> float:
-        if value < 0:
-            raise ValueError("a number >= 0")
-        return value
-
-    @field_validator("engine_stall_s")
-    @classmethod
-    def _positive_seconds(cls, value: float) -> float:
-        if value <= 0:
-            raise ValueError("a number of seconds > 0")
-        return value
-
     @field_validator("kv_storage_dir")
     @classmethod
-    def _absolute_folder(cls, value: str) -> str:
+    def _is_absolute(cls, value: str) -> str:
         if value and not Path(value).is_absolute():
             raise ValueError("an absolute path")
         return value

@@ -1,58 +1,55 @@
-"""Between protobuf messages and the sidecar's dataclasses. Validation of single fields stands here too, beside the
-field's name.
+"""Convert between protobuf messages and the sidecar's dataclasses; build its facts.
+
+A function that takes a request raises InvalidArgument naming the field that is wrong.
 """
 
-import math
 from array import array
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
 from treadle.common.v1 import tokens_pb2
 from treadle.common.v1.ticket_pb2 import Ticket
 from treadle.engine.v1 import engine_pb2
-from treadle_runtime.errors import identifier, non_negative, positive, require
+from treadle.telemetry.v1 import facts_pb2
+from treadle_runtime.errors import finite, identifier, non_negative, positive, require
+from treadle_runtime.facts import make_fact
+from treadle_runtime.times import duration, require_timestamp, timestamp
 
 from treadle_sidecar.config import SidecarSettings
-from treadle_sidecar.engine.client import EngineProfile
-from treadle_sidecar.steps.step import (
+from treadle_sidecar.engine.watch import EngineProfile
+from treadle_sidecar.prefixes import Export, Prefetched
+from treadle_sidecar.step import (
     Finished,
-    PauseMode,
     Preempted,
     Reason,
     Sampling,
-    Span,
     Started,
+    StepEvent,
     StepOrder,
-    Timing,
     Tokens,
 )
 
-if TYPE_CHECKING:
-    from treadle_sidecar.kv.prefixes import Export, Prefetched
-
 INT32_BYTES = 4
 MOST_STOP_STRINGS = 32  # SGLang's MAX_STOP_COUNT
-_REASONS: Mapping[Reason, engine_pb2.FinishReason.ValueType] = {
+_REASONS: dict[Reason, engine_pb2.FinishReason.ValueType] = {
     Reason.STOP: engine_pb2.FINISH_REASON_STOP,
     Reason.LENGTH: engine_pb2.FINISH_REASON_LENGTH,
     Reason.ABORTED: engine_pb2.FINISH_REASON_ABORTED,
 }
-_MODES = {engine_pb2.PAUSE_MODE_ABORT: PauseMode.ABORT, engine_pb2.PAUSE_MODE_KEEP: PauseMode.KEEP}
+_OPTIONAL_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
+# The prompt is published with the first step alone; a trajectory's length depends on it most.
+PROMPT_SHARE = 4
 
 
 def step_order(request: engine_pb2.GenerateRequest) -> StepOrder:
-    """A validated order; which tokens and lengths the engine takes is checked where the engine is known."""
+    """Which tokens and lengths the engine takes is checked where the engine is known."""
     ticket = request.ticket
-    require(math.isfinite(ticket.priority), "ticket.priority", f"must be a finite number, is {ticket.priority}")
     prompt = token_ids("prompt", request.prompt)
     require(prompt, "prompt", "must have at least one token")
     return StepOrder(
         ticket_id=identifier("ticket.ticket_id", ticket.ticket_id),
         trajectory_id=identifier("ticket.trajectory_id", ticket.trajectory_id),
-        turn=int(non_negative("ticket.turn", ticket.turn)),
-        priority=ticket.priority,
+        turn=non_negative("ticket.turn", ticket.turn),
+        priority=finite("ticket.priority", ticket.priority),
         prompt=prompt,
         resumed=token_ids("resumed_output", request.resumed_output),
         sampling=sampling(request.sampling),
@@ -63,46 +60,35 @@ def step_order(request: engine_pb2.GenerateRequest) -> StepOrder:
 def ticket_expiry(ticket: Ticket) -> float:
     """Unix seconds."""
     require(ticket.HasField("expires_at"), "ticket.expires_at", "must be set")
-    return ticket.expires_at.ToNanoseconds() / 1e9
+    return require_timestamp("ticket.expires_at", ticket.expires_at)
 
 
 def sampling(message: tokens_pb2.SamplingParams) -> Sampling:
-    """Raises InvalidArgument naming sampling.<field>."""
-
-    def given(name: str) -> bool:
-        return message.HasField(name)  # type: ignore[arg-type]
-
+    given: dict[str, Any] = {
+        name: getattr(message, name)
+        for name in _OPTIONAL_SAMPLING
+        if message.HasField(name)  # type: ignore[arg-type]
+    }
     positive("sampling.max_new_tokens", message.max_new_tokens)
-    if given("temperature"):
-        non_negative("sampling.temperature", message.temperature)
-    require(not given("top_p") or 0 < message.top_p <= 1, "sampling.top_p", f"must be in (0, 1], is {message.top_p}")
-    require(
-        not given("top_k") or message.top_k >= 1 or message.top_k == -1,
-        "sampling.top_k",
-        f"must be >= 1, or -1 for all, is {message.top_k}",
-    )
-    require(not given("min_p") or 0 <= message.min_p <= 1, "sampling.min_p", f"must be in [0, 1], is {message.min_p}")
-    require(not given("seed") or message.seed >= 0, "sampling.seed", f"must be >= 0, is {message.seed}")
+    non_negative("sampling.temperature", message.temperature)
+    require(0 < given.get("top_p", 1) <= 1, "sampling.top_p", f"must be in (0, 1], is {message.top_p}")
+    top_k = given.get("top_k", -1)
+    require(top_k >= 1 or top_k == -1, "sampling.top_k", f"must be >= 1, or -1 for all, is {top_k}")
+    require(0 <= message.min_p <= 1, "sampling.min_p", f"must be in [0, 1], is {message.min_p}")
+    non_negative("sampling.seed", message.seed)
     require(len(message.stop) <= MOST_STOP_STRINGS, "sampling.stop", f"must be {MOST_STOP_STRINGS} strings at most")
     require(all(message.stop), "sampling.stop", "must not hold an empty string")
-    require(
-        all(token >= 0 for token in message.stop_token_ids), "sampling.stop_token_ids", "must not hold a negative id"
-    )
+    require(min(message.stop_token_ids, default=0) >= 0, "sampling.stop_token_ids", "must not hold a negative id")
     return Sampling(
         max_new_tokens=message.max_new_tokens,
-        temperature=message.temperature if given("temperature") else None,
-        top_p=message.top_p if given("top_p") else None,
-        top_k=message.top_k if given("top_k") else None,
-        min_p=message.min_p if given("min_p") else None,
-        seed=message.seed if given("seed") else None,
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        **given,
     )
 
 
 def token_ids(field: str, message: tokens_pb2.TokenIds) -> "array[int]":
-    """Raises InvalidArgument where the bytes are no int32 array, or an id is negative."""
     require(len(message.int32_le) % INT32_BYTES == 0, f"{field}.int32_le", "must be a multiple of 4 bytes long")
     ids = array("i")
     ids.frombytes(message.int32_le)
@@ -111,67 +97,57 @@ def token_ids(field: str, message: tokens_pb2.TokenIds) -> "array[int]":
 
 
 def packed(ids: "array[int]") -> tokens_pb2.TokenIds:
-    """As they travel."""
     return tokens_pb2.TokenIds(int32_le=ids.tobytes())
 
 
-def pause_mode(mode: engine_pb2.PauseMode.ValueType) -> PauseMode:
-    """Raises InvalidArgument for mode."""
-    require(mode in _MODES, "mode", "must be PAUSE_MODE_ABORT or PAUSE_MODE_KEEP")
-    return _MODES[mode]
-
-
-def generate_response(event: Started | Tokens | Preempted | Finished) -> engine_pb2.GenerateResponse:
-    """One event of the stream."""
-    if isinstance(event, Tokens):
-        return engine_pb2.GenerateResponse(
-            tokens=engine_pb2.TokenChunk(
+def generate_response(event: StepEvent) -> engine_pb2.GenerateResponse:
+    """One message of the stream."""
+    match event:
+        case Tokens():
+            tokens = engine_pb2.TokenChunk(
                 offset=event.offset,
                 token_ids=packed(event.token_ids),
                 logprobs=tokens_pb2.Logprobs(float32_le=event.logprobs.tobytes()),
                 weight_version=event.weight_version,
             )
-        )
-    if isinstance(event, Started):
-        return engine_pb2.GenerateResponse(
-            started=engine_pb2.StepStarted(queue_time=duration(event.queue_s), attempt=event.attempt)
-        )
-    if isinstance(event, Preempted):
-        return engine_pb2.GenerateResponse(
-            preempted=engine_pb2.StepPreempted(output_tokens=event.output_tokens, by_ticket_id=event.by)
-        )
-    return engine_pb2.GenerateResponse(
-        finished=engine_pb2.StepFinished(
-            reason=finish_reason(event.reason),
-            output_tokens=event.output_tokens,
-            version_spans=[_span(span) for span in event.spans],
-            timing=timing(event.timing),
-            cached_tokens=event.cached_tokens,
-            preemptions=event.preemptions,
-            resumed_prompt_tokens=event.resumed_prompt_tokens,
-            resumed_cached_tokens=event.resumed_cached_tokens,
-        )
-    )
+            return engine_pb2.GenerateResponse(tokens=tokens)
+        case Started():
+            started = engine_pb2.StepStarted(queue_time=duration(event.queue_s), attempt=event.attempt)
+            return engine_pb2.GenerateResponse(started=started)
+        case Preempted():
+            preempted = engine_pb2.StepPreempted(output_tokens=event.output_tokens, by_ticket_id=event.by)
+            return engine_pb2.GenerateResponse(preempted=preempted)
+        case Finished():
+            finished = engine_pb2.StepFinished(
+                reason=_REASONS[event.reason],
+                output_tokens=event.output_tokens,
+                version_spans=[
+                    tokens_pb2.VersionSpan(
+                        weight_version=span.weight_version, start_token=span.start, end_token=span.end
+                    )
+                    for span in event.spans
+                ],
+                timing=_timing(event),
+                cached_tokens=event.cached_tokens,
+                preemptions=event.preemptions,
+                resumed_prompt_tokens=event.resumed_prompt_tokens,
+                resumed_cached_tokens=event.resumed_cached_tokens,
+            )
+            return engine_pb2.GenerateResponse(finished=finished)
 
 
-def finish_reason(reason: Reason) -> engine_pb2.FinishReason.ValueType:
-    """The wire's name of it."""
-    return _REASONS[reason]
-
-
-def timing(value: Timing) -> engine_pb2.StepTiming:
-    """Durations and timestamps."""
+def _timing(event: Finished) -> engine_pb2.StepTiming:
     return engine_pb2.StepTiming(
-        queue=duration(value.queue_s),
-        prefill=duration(value.prefill_s),
-        decode=duration(value.decode_s),
-        accepted_at=timestamp(value.accepted_at),
-        finished_at=timestamp(value.finished_at),
+        queue=duration(event.queue_s),
+        prefill=duration(event.prefill_s),
+        decode=duration(event.decode_s),
+        accepted_at=timestamp(event.accepted_at),
+        finished_at=timestamp(event.finished_at),
     )
 
 
 def engine_info(settings: SidecarSettings, profile: EngineProfile, address: str, slots: int) -> engine_pb2.EngineInfo:
-    """What the scheduler is told."""
+    """What the sidecar registers at the scheduler."""
     return engine_pb2.EngineInfo(
         engine_id=settings.engine_id,
         address=address,
@@ -193,8 +169,7 @@ def engine_info(settings: SidecarSettings, profile: EngineProfile, address: str,
     )
 
 
-def prefetch_response(done: "Prefetched") -> engine_pb2.PrefetchPrefixResponse:
-    """What a prefetch found."""
+def prefetch_response(done: Prefetched) -> engine_pb2.PrefetchPrefixResponse:
     return engine_pb2.PrefetchPrefixResponse(
         prefix_tokens=done.prefix_tokens,
         tokens_from_cache=done.from_cache,
@@ -204,7 +179,7 @@ def prefetch_response(done: "Prefetched") -> engine_pb2.PrefetchPrefixResponse:
     )
 
 
-def export_response(export: "Export", *, counts_only: bool = False) -> engine_pb2.ExportPrefixResponse:
+def export_response(export: Export, *, counts_only: bool = False) -> engine_pb2.ExportPrefixResponse:
     """A trajectory's context, or its counts."""
     return engine_pb2.ExportPrefixResponse(
         token_ids=None if counts_only else packed(export.token_ids),
@@ -214,19 +189,83 @@ def export_response(export: "Export", *, counts_only: bool = False) -> engine_pb
     )
 
 
-def duration(seconds: float) -> Duration:
-    """Not below 0."""
-    message = Duration()
-    message.FromNanoseconds(max(round(seconds * 1e9), 0))
-    return message
+class StepFacts:
+    """Builds the facts of one engine.
+
+    published_tokens: most ids of a step's output that its fact carries, for predictors that read text; 0 for none. It
+    carries as many of the observation and PROMPT_SHARE times as many of the prompt.
+    """
+
+    def __init__(self, engine_id: str, published_tokens: int = 0) -> None:
+        self._engine_id = engine_id
+        self._published = published_tokens
+        self._source = f"sidecar/{engine_id}"
+
+    def queued(self, order: StepOrder) -> facts_pb2.Fact:
+        context_tokens = len(order.prompt) + len(order.resumed)
+        fact = facts_pb2.StepQueued(step=self._step(order), priority=order.priority, context_tokens=context_tokens)
+        return make_fact(self._source, step_queued=fact)
+
+    def started(self, order: StepOrder, event: Started) -> facts_pb2.Fact:
+        fact = facts_pb2.StepStarted(
+            step=self._step(order),
+            queue_time=duration(event.queue_s),
+            attempt=event.attempt,
+            prompt=self._prompt(order),
+        )
+        return make_fact(self._source, step_started=fact)
+
+    def preempted(self, order: StepOrder, event: Preempted) -> facts_pb2.Fact:
+        fact = facts_pb2.StepPreempted(step=self._step(order), output_tokens=event.output_tokens, by_ticket_id=event.by)
+        return make_fact(self._source, step_preempted=fact)
+
+    def finished(
+        self, order: StepOrder, event: Finished, output: "array[int]", before: "array[int] | None"
+    ) -> facts_pb2.Fact:
+        """before: the trajectory's context after its last step here, None where there was none."""
+        fact = facts_pb2.StepFinished(
+            step=self._step(order),
+            reason=_REASONS[event.reason],
+            context_tokens=len(order.prompt),
+            output_tokens=event.output_tokens,
+            cached_tokens=event.cached_tokens,
+            timing=_timing(event),
+            preemptions=event.preemptions,
+            tokens=self._tokens(order, output, before),
+        )
+        return make_fact(self._source, step_finished=fact)
+
+    def weights_updated(self, weight_version: str) -> facts_pb2.Fact:
+        fact = facts_pb2.WeightsUpdated(engine_id=self._engine_id, weight_version=weight_version)
+        return make_fact(self._source, weights_updated=fact)
+
+    def _step(self, order: StepOrder) -> facts_pb2.StepRef:
+        return facts_pb2.StepRef(
+            ticket_id=order.ticket_id, trajectory_id=order.trajectory_id, turn=order.turn, engine_id=self._engine_id
+        )
+
+    def _tokens(
+        self, order: StepOrder, output: "array[int]", before: "array[int] | None"
+    ) -> facts_pb2.StepTokens | None:
+        if not self._published:
+            return None
+        tokens = facts_pb2.StepTokens(output=packed(ends(output, self._published)), prompt=self._prompt(order))
+        if order.turn and before is not None and len(before) <= len(order.prompt):
+            observation = order.prompt[len(before) :]
+            tokens.observation.CopyFrom(packed(ends(observation, self._published)))
+            tokens.observation_tokens = len(observation)
+        return tokens
+
+    def _prompt(self, order: StepOrder) -> tokens_pb2.TokenIds | None:
+        """None after the first step."""
+        if not self._published or order.turn:
+            return None
+        return packed(ends(order.prompt, PROMPT_SHARE * self._published))
 
 
-def timestamp(unix_s: float) -> Timestamp:
-    """Of Unix seconds."""
-    message = Timestamp()
-    message.FromNanoseconds(round(unix_s * 1e9))
-    return message
-
-
-def _span(span: Span) -> tokens_pb2.VersionSpan:
-    return tokens_pb2.VersionSpan(weight_version=span.weight_version, start_token=span.start, end_token=span.end)
+def ends(ids: "array[int]", most: int) -> "array[int]":
+    """The first and the last ids, `most` in all."""
+    if len(ids) <= most:
+        return ids
+    head = (most + 1) // 2
+    return ids[:head] + ids[len(ids) - (most - head) :]

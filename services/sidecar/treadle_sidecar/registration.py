@@ -1,4 +1,4 @@
-"""The engine's lease at the scheduler: registered while the engine is there, renewed with its load, given back when
+"""Hold the engine's lease at the scheduler: register while the engine answers, renew with its load, and deregister when
 it is lost or at drain.
 """
 
@@ -12,6 +12,7 @@ import grpc.aio
 import structlog
 from treadle.engine.v1.engine_pb2 import EngineInfo, Load
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from treadle_runtime.times import seconds
 
 from treadle_sidecar.engine.watch import EngineWatch
 
@@ -23,7 +24,7 @@ RENEWALS_PER_TTL = 3  # two may be lost before the lease runs out
 
 
 class Registration:
-    """`info` and `load` are asked when they are sent; `stopping` is the drain."""
+    """`info` and `load` are called when they are sent; `stopping` is set when the drain begins."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class Registration:
         self._stopping = stopping
 
     async def run(self) -> None:
-        """Until the drain; then the lease has been given back."""
+        """Background task: until the drain; then the engine has been deregistered."""
         while not self._stopping.is_set():
             await self._first(self._watch.until_healthy(), self._stopping.wait())
             if self._stopping.is_set() or not self._watch.healthy:
@@ -51,7 +52,7 @@ class Registration:
                 log.info("engine registered", engine_id=info.engine_id, lease_id=lease.lease_id)
                 await self._hold(info, lease)
             except grpc.aio.AioRpcError as error:
-                log.warning("scheduler does not take the engine", code=error.code().name, details=error.details())
+                log.warning("the scheduler does not accept the engine", code=error.code().name, details=error.details())
                 await self._pause(RETRY_S)
 
     async def _register(self, info: EngineInfo) -> scheduler_pb2.RegisterEngineResponse:
@@ -59,7 +60,7 @@ class Registration:
         return await self._scheduler.RegisterEngine(request, timeout=CALL_TIMEOUT_S)
 
     async def _hold(self, info: EngineInfo, lease: scheduler_pb2.RegisterEngineResponse) -> None:
-        interval_s = lease.lease_ttl.ToNanoseconds() / 1e9 / RENEWALS_PER_TTL
+        interval_s = seconds(lease.lease_ttl) / RENEWALS_PER_TTL
         known = True
         try:
             while known:
@@ -69,7 +70,7 @@ class Registration:
                 known = await self._renew(info, lease)
         finally:
             if known:
-                await _to_its_end(self._give_back(info, lease))
+                await _finish(self._deregister(info, lease))
 
     async def _renew(self, info: EngineInfo, lease: scheduler_pb2.RegisterEngineResponse) -> bool:
         """False where the scheduler does not know the lease."""
@@ -80,23 +81,23 @@ class Registration:
             await self._scheduler.RenewEngineLease(request, timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
-                log.warning("lease is over, registering again", lease_id=lease.lease_id)
+                log.warning("the lease expired; registering again", lease_id=lease.lease_id)
                 return False
-            log.warning("lease not renewed", code=error.code().name, details=error.details())
+            log.warning("lease was not renewed", code=error.code().name, details=error.details())
         return True
 
-    async def _give_back(self, info: EngineInfo, lease: scheduler_pb2.RegisterEngineResponse) -> None:
+    async def _deregister(self, info: EngineInfo, lease: scheduler_pb2.RegisterEngineResponse) -> None:
         request = scheduler_pb2.DeregisterEngineRequest(
             request_id=uuid.uuid4().hex, lease_id=lease.lease_id, engine_id=info.engine_id
         )
         try:
             await self._scheduler.DeregisterEngine(request, timeout=CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:  # the lease then runs out by itself
-            log.warning("lease not given back", code=error.code().name, details=error.details())
+        except grpc.aio.AioRpcError as error:  # the lease then expires
+            log.warning("engine was not deregistered", code=error.code().name, details=error.details())
 
-    async def _pause(self, seconds: float) -> None:
-        """Shorter where the drain begins or the engine is lost."""
-        waits = [self._stopping.wait(), asyncio.sleep(seconds)]
+    async def _pause(self, timeout_s: float) -> None:
+        """Sleep, but not beyond the beginning of the drain or the loss of the engine."""
+        waits = [self._stopping.wait(), asyncio.sleep(timeout_s)]
         if self._watch.healthy:
             waits.append(self._watch.until_lost())
         await self._first(*waits)
@@ -111,8 +112,8 @@ class Registration:
                 task.cancel()
 
 
-async def _to_its_end(call: Coroutine[Any, Any, None]) -> None:
-    """Awaits `call` also where the drain cancels the present task meanwhile. The call has a timeout of its own."""
+async def _finish(call: Coroutine[Any, Any, None]) -> None:
+    """Await `call` even where the drain cancels the present task meanwhile. The call has a timeout of its own."""
     task = asyncio.ensure_future(call)
     try:
         await asyncio.shield(task)

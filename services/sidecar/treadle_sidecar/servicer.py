@@ -1,6 +1,7 @@
-"""EngineService: validate, convert, ask the sidecar's parts, convert back."""
+"""Answer EngineService: convert the request, ask the sidecar's parts, convert back. Each ticket is taken once."""
 
 import asyncio
+import heapq
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -9,25 +10,64 @@ import grpc.aio
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle_runtime.calls import remaining_s
 from treadle_runtime.config import address
-from treadle_runtime.errors import InvalidArgument, NotFound, Unavailable, finite, identifier, non_empty, require
+from treadle_runtime.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+    finite,
+    identifier,
+    non_empty,
+    require,
+)
 from treadle_runtime.idempotency import RequestRecords
+from treadle_runtime.times import duration, seconds
 
 from treadle_sidecar import convert
-from treadle_sidecar.engine.weights import Weights
-from treadle_sidecar.kv.prefixes import Contexts, Export, Prefixes
-from treadle_sidecar.steps.runner import StepRunner
-from treadle_sidecar.steps.step import Failed, TicketBook
+from treadle_sidecar.prefixes import Contexts, Export, Prefixes
+from treadle_sidecar.runner import StepRunner
+from treadle_sidecar.weights import Weights
 
 SHORTEST_WATCH_S = 0.05
 DEFAULT_WATCH_S = 1.0
-ASK_TIMEOUT_S = 30.0  # for another sidecar's ExportPrefix, where the caller's own deadline is further away
-RETRY_S = 2.0
+EXPORT_TIMEOUT_S = 30.0  # for another sidecar's ExportPrefix, where the caller's own deadline is further away
+RETRY_SOURCE_S = 2.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+class TicketBook:
+    """Accepts each ticket of one engine once: used ones are remembered until they expire. Times are Unix seconds."""
+
+    def __init__(self, engine_id: str) -> None:
+        self._engine_id = engine_id
+        self._used: set[str] = set()
+        self._expiries: list[tuple[float, str]] = []
+
+    def check(self, ticket_id: str, engine_id: str, expires_at: float, now: float) -> None:
+        """Raises FailedPrecondition TICKET_WRONG_ENGINE, TICKET_EXPIRED, TICKET_USED."""
+        if engine_id != self._engine_id:
+            reason = "TICKET_WRONG_ENGINE"
+            message = f"the ticket is for engine {engine_id!r}, this is {self._engine_id!r}"
+        elif expires_at <= now:
+            reason = "TICKET_EXPIRED"
+            message = f"the ticket expired {now - expires_at:.1f} s ago; schedule the step again"
+        elif ticket_id in self._used:
+            reason, message = "TICKET_USED", "the ticket was presented before; schedule the step again"
+        else:
+            return
+        raise FailedPrecondition(reason, message, ticket_id=ticket_id)
+
+    def use(self, ticket_id: str, expires_at: float, now: float) -> None:
+        """Record the ticket's one use, and forget those that have expired."""
+        self._used.add(ticket_id)
+        heapq.heappush(self._expiries, (expires_at, ticket_id))
+        while self._expiries[0][0] <= now:
+            self._used.discard(heapq.heappop(self._expiries)[1])
+
+
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
-    """One engine's RPCs."""
+    """`load` and `info` describe the engine at the moment; `channel` connects to another sidecar."""
 
     def __init__(
         self,
@@ -62,8 +102,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._tickets.use(order.ticket_id, expires_at, now)
         try:
             async for event in step.events():
-                if isinstance(event, Failed):
-                    raise event.error
                 yield convert.generate_response(event)
         finally:
             self._runner.abandon(step)
@@ -85,7 +123,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             finite(f"changes[{index}].priority", change.priority)
 
         async def reprioritize() -> engine_pb2.ReprioritizeResponse:
-            unknown = [c.ticket_id for c in request.changes if not self._runner.reprioritize(c.ticket_id, c.priority)]
+            unknown = [
+                c.ticket_id for c in request.changes if not self._runner.queue.reprioritize(c.ticket_id, c.priority)
+            ]
             self._runner.decide()
             return engine_pb2.ReprioritizeResponse(unknown_ticket_ids=unknown)
 
@@ -97,9 +137,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def WatchLoad(
         self, request: engine_pb2.WatchLoadRequest, context: Context
     ) -> AsyncIterator[engine_pb2.WatchLoadResponse]:
-        interval_s = DEFAULT_WATCH_S
-        if request.HasField("interval"):
-            interval_s = request.interval.ToNanoseconds() / 1e9
+        interval_s = seconds(request.interval) if request.HasField("interval") else DEFAULT_WATCH_S
         require(
             interval_s >= SHORTEST_WATCH_S, "interval", f"must be at least {SHORTEST_WATCH_S} s, is {interval_s:g} s"
         )
@@ -108,10 +146,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             await asyncio.sleep(interval_s)
 
     async def Pause(self, request: engine_pb2.PauseRequest, context: Context) -> engine_pb2.PauseResponse:
-        mode = convert.pause_mode(request.mode)
+        known = (engine_pb2.PAUSE_MODE_ABORT, engine_pb2.PAUSE_MODE_KEEP)
+        require(request.mode in known, "mode", "must be PAUSE_MODE_ABORT or PAUSE_MODE_KEEP")
 
         async def pause() -> engine_pb2.PauseResponse:
-            aborted, kept = await self._weights.pause(mode)
+            aborted, kept = await self._weights.pause(abort=request.mode == engine_pb2.PAUSE_MODE_ABORT)
             return engine_pb2.PauseResponse(aborted_steps=aborted, kept_steps=kept)
 
         return await self._records.once("Pause", request, engine_pb2.PauseResponse, pause)
@@ -131,9 +170,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
         async def update() -> engine_pb2.UpdateWeightsResponse:
             load_s, previous = await self._weights.update(model_path, version)
-            return engine_pb2.UpdateWeightsResponse(
-                load_time=convert.duration(load_s), previous_weight_version=previous
-            )
+            return engine_pb2.UpdateWeightsResponse(load_time=duration(load_s), previous_weight_version=previous)
 
         return await self._records.once("UpdateWeights", request, engine_pb2.UpdateWeightsResponse, update)
 
@@ -152,10 +189,13 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         else:
             reference: engine_pb2.PrefixRef = getattr(request, "from")
             identifier("from.trajectory_id", reference.trajectory_id)
-            _address("from.engine_address", reference.engine_address)
+            try:
+                address(reference.engine_address)
+            except ValueError as error:
+                raise InvalidArgument("from.engine_address", f"must be {error}") from None
 
             async def source() -> Export:
-                return await self._ask(reference)
+                return await self._fetch(reference)
 
         async def prefetch() -> engine_pb2.PrefetchPrefixResponse:
             done = await self._prefixes.prefetch(trajectory_id, source, request.cache_salt, request.storage_only)
@@ -186,21 +226,16 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     ) -> engine_pb2.GetEngineInfoResponse:
         return engine_pb2.GetEngineInfoResponse(info=await self._info())
 
-    async def _ask(self, reference: engine_pb2.PrefixRef) -> Export:
+    async def _fetch(self, reference: engine_pb2.PrefixRef) -> Export:
         stub = engine_pb2_grpc.EngineServiceStub(self._channel(reference.engine_address))
         request = engine_pb2.ExportPrefixRequest(trajectory_id=reference.trajectory_id)
         try:
-            response = await stub.ExportPrefix(request, timeout=min(remaining_s() or ASK_TIMEOUT_S, ASK_TIMEOUT_S))
+            response = await stub.ExportPrefix(
+                request, timeout=min(remaining_s() or EXPORT_TIMEOUT_S, EXPORT_TIMEOUT_S)
+            )
         except grpc.aio.AioRpcError as error:
             what = f"{reference.engine_address} does not export {reference.trajectory_id!r}: {error.details()}"
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 raise NotFound("PREFIX_NOT_FOUND", what, trajectory_id=reference.trajectory_id) from error
-            raise Unavailable("SOURCE_UNAVAILABLE", what, retry_after_s=RETRY_S) from error
+            raise Unavailable("SOURCE_UNAVAILABLE", what, retry_after_s=RETRY_SOURCE_S) from error
         return Export(convert.token_ids("token_ids", response.token_ids), response.cache_salt, response.stored_tokens)
-
-
-def _address(field: str, value: str) -> None:
-    try:
-        address(value)
-    except ValueError as error:
-        raise InvalidArgument(field, f"must be {error}") from None

@@ -1,39 +1,34 @@
-"""Puts the sidecar together by hand."""
+"""Assemble the sidecar of one engine."""
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import cast
 
-import grpc.aio
-from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
+from treadle.engine.v1 import engine_pb2
+from treadle.engine.v1.engine_pb2_grpc import add_EngineServiceServicer_to_server
 from treadle_core.steps.queue import QueuePolicy
-from treadle_runtime.errors import Unavailable
 from treadle_runtime.idempotency import RequestRecords
 from treadle_runtime.server import Runtime, Wiring
+from treadle_runtime.times import timestamp
 
 from treadle_sidecar import convert
 from treadle_sidecar.config import SidecarSettings
 from treadle_sidecar.engine.client import EngineClient
-from treadle_sidecar.engine.watch import EngineWatch
-from treadle_sidecar.engine.weights import Weights
-from treadle_sidecar.facts import StepFacts
-from treadle_sidecar.kv.prefixes import Contexts, Prefixes
+from treadle_sidecar.engine.watch import EngineWatch, engine_lost
+from treadle_sidecar.prefixes import Contexts, Prefixes
 from treadle_sidecar.registration import Registration
-from treadle_sidecar.servicer import EngineServicer
-from treadle_sidecar.steps.runner import StepRunner
-from treadle_sidecar.steps.step import TicketBook
-
-SERVICE_NAME = "treadle.engine.v1.EngineService"
-RETRY_S = 2.0
+from treadle_sidecar.runner import StepRunner
+from treadle_sidecar.servicer import EngineServicer, TicketBook
+from treadle_sidecar.weights import Weights
 
 
 async def wire(runtime: Runtime) -> Wiring:
-    """Everything around one engine."""
     settings = cast(SidecarSettings, runtime.settings)
     engine = EngineClient(settings.engine_url, settings.engine_stall_s)
     watch = EngineWatch(engine)
     contexts = Contexts()
-    facts = StepFacts(runtime.bus, settings.engine_id, settings.tell_tokens)
+    facts = convert.StepFacts(settings.engine_id, settings.tell_tokens)
     policy = QueuePolicy(
         slots=settings.slots,
         capacity=settings.queue_limit,
@@ -41,14 +36,14 @@ async def wire(runtime: Runtime) -> Wiring:
         hysteresis=settings.hysteresis,
         min_run_tokens=settings.min_run_tokens,
     )
-    runner = StepRunner(engine, watch, facts, contexts, policy)
+    runner = StepRunner(engine, watch, runtime.bus, facts, contexts, policy)
     storage = Path(settings.kv_storage_dir) if settings.kv_storage_dir else None
     prefixes = Prefixes(engine, watch, contexts, storage, settings.export_wait_s)
-    weights = Weights(engine, watch, runner, prefixes, facts)
+    weights = Weights(engine, watch, runner, prefixes, runtime.bus, facts)
 
     async def info() -> engine_pb2.EngineInfo:
         if watch.profile is None:
-            raise Unavailable("ENGINE_LOST", "the engine has not answered yet", retry_after_s=RETRY_S)
+            raise engine_lost("the engine has not answered yet")
         address = settings.advertise or await runtime.listening
         return convert.engine_info(settings, watch.profile, address, runner.queue.policy.slots)
 
@@ -64,12 +59,13 @@ async def wire(runtime: Runtime) -> Wiring:
             paused=runner.queue.paused,
             weight_version=watch.profile.weight_version if watch.profile else "",
             oldest_wait_s=runner.oldest_wait_s,
-            measured_at=convert.timestamp(time.time()),
+            measured_at=timestamp(time.time()),
             engine_healthy=watch.healthy,
         )
 
     # Records of this engine's own: sidecars share a NATS, and the same request id may go to several of them.
-    records = await RequestRecords.open(runtime.bus, f"sidecar_{_bucket_name(settings.engine_id)}")
+    name = "".join(char if char.isalnum() or char == "-" else "_" for char in settings.engine_id)
+    records = await RequestRecords.open(runtime.bus, f"sidecar_{name}")
     servicer = EngineServicer(
         runner=runner,
         tickets=TicketBook(settings.engine_id),
@@ -82,15 +78,12 @@ async def wire(runtime: Runtime) -> Wiring:
         channel=runtime.channel,
     )
 
-    def add(server: grpc.aio.Server) -> None:
-        engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server)
-
     tasks = [watch.run, runner.run]
     if settings.scheduler:
         registration = Registration(runtime.channel(settings.scheduler), watch, info, load, runtime.stopping)
         tasks.append(registration.run)
-    return Wiring(services={SERVICE_NAME: add}, tasks=tasks, close=engine.close)
-
-
-def _bucket_name(engine_id: str) -> str:
-    return "".join(char if char.isalnum() or char == "-" else "_" for char in engine_id)
+    return Wiring(
+        services={"treadle.engine.v1.EngineService": partial(add_EngineServiceServicer_to_server, servicer)},
+        tasks=tasks,
+        close=engine.close,
+    )

@@ -1,20 +1,107 @@
-"""Whether the engine is there, and what it is. Polls it; owns the engine's profile and the present weight version.
+"""Watch the engine: whether it answers, what it is (its profile), and which weights it serves.
 
 An engine that refuses connections is lost at once; one that is slow to answer only after several polls, because a CPU
-engine in a long prefill answers late. `changed` wakes everybody who waits for a change of health.
+engine in a long prefill answers late.
 """
 
 import asyncio
 import dataclasses
+import json
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import structlog
+from treadle_runtime.errors import Unavailable, require
 
-from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineProfile, EngineRefused
+from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused
+from treadle_sidecar.engine.process import SPARE_REQUESTS
 
 log = structlog.get_logger()
 
 POLL_S = 1.0
 SLOW_POLLS = 3  # polls in a row without an answer, each as long as EngineClient waits, after which an engine is lost
+RETRY_LOST_ENGINE_S = 2.0
+GIB = 1024**3
+# SGLang keeps these below its context length (Scheduler: max_req_len, and num_reserved tokens of max_req_input_len).
+INPUT_MARGIN_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class EngineProfile:
+    """What a running engine is. Sizes in tokens; `vocab_size` 0 and empty `end_token_ids` where they are not known."""
+
+    model_path: str
+    weight_version: str
+    max_input_tokens: int
+    max_sequence_tokens: int  # prompt and output together
+    kv_tokens: int
+    kv_bytes_per_token: int
+    slots: int
+    page_tokens: int
+    tensor_parallel: int
+    storage: bool  # HiCache with a storage backend: KV can move
+    deterministic: bool  # honours seeds, and dies of min_p together with them
+    vocab_size: int
+    end_token_ids: frozenset[int]
+
+    @property
+    def storage_suffixes(self) -> tuple[str, ...]:
+        """What HiCache's file backend appends to a page's key: for KV by rank, and for KV that ranks share (MLA)."""
+        name = self.model_path.replace("/", "-")
+        return (f"_{name}_0_{self.tensor_parallel}.bin", f"_{name}.bin")
+
+    def require_known(self, field: str, token_ids: "array[int]") -> None:
+        """Raises InvalidArgument for an id outside the vocabulary, which would kill the engine."""
+        highest, known = max(token_ids, default=0), self.vocab_size
+        require(not known or highest < known, f"{field}.int32_le", f"must hold ids below {known}, holds {highest}")
+
+
+def read_profile(server: Mapping[str, Any], model: Mapping[str, Any], vocab_size: int) -> EngineProfile:
+    """The profile out of what `EngineClient.describe` returns, and the model's own files where they are here."""
+    state = (server.get("internal_states") or [{}])[0]
+    memory = state.get("memory_usage") or {}
+    kv_tokens = int(memory.get("token_capacity") or server.get("max_total_num_tokens") or 0)
+    max_input = int(server.get("max_req_input_len") or 0)
+    requests = int(state.get("effective_max_running_requests_per_dp") or server.get("max_running_requests") or 1)
+    model_path = str(model["model_path"])
+    configs = list(_model_files(model_path))
+    return EngineProfile(
+        model_path=model_path,
+        weight_version=str(model["weight_version"]),
+        max_input_tokens=max_input,
+        max_sequence_tokens=max_input + INPUT_MARGIN_TOKENS,
+        kv_tokens=kv_tokens,
+        kv_bytes_per_token=round(float(memory.get("kvcache") or 0.0) * GIB / kv_tokens) if kv_tokens else 0,
+        slots=max(requests - SPARE_REQUESTS, 1),
+        page_tokens=int(server.get("page_size") or 1),
+        tensor_parallel=int(server.get("tp_size") or 1),
+        storage=bool(server.get("hicache_storage_backend")),
+        deterministic=bool(server.get("enable_deterministic_inference")),
+        vocab_size=vocab_size,
+        end_token_ids=frozenset(token for config in configs for token in _end_tokens(config)),
+    )
+
+
+def _model_files(model_path: str) -> Iterator[dict[str, Any]]:
+    """config.json and generation_config.json of a local model, or of a hub model in its cache beside the engine."""
+    folder = Path(model_path)
+    if not folder.is_dir():
+        hub = Path.home() / ".cache" / "huggingface" / "hub" / f"models--{model_path.replace('/', '--')}" / "snapshots"
+        folder = max(hub.glob("*"), default=folder)
+    for name in ("config.json", "generation_config.json"):
+        file = folder / name
+        if file.is_file():
+            yield json.loads(file.read_text())
+
+
+def _end_tokens(config: Mapping[str, Any]) -> list[int]:
+    tokens = config.get("eos_token_id")
+    if isinstance(tokens, int):
+        return [tokens]
+    return [int(token) for token in tokens or ()]
 
 
 class EngineWatch:
@@ -27,10 +114,10 @@ class EngineWatch:
         self.kv_tokens_used = 0
         self._changed = asyncio.Event()
         self._poll_now = asyncio.Event()
-        self._weights_told = 0
+        self._weight_reports = 0
 
     async def run(self) -> None:
-        """Polls for ever."""
+        """Background task: poll the engine."""
         missed = 0
         while True:
             self._poll_now.clear()
@@ -38,7 +125,7 @@ class EngineWatch:
                 await self._poll()
                 missed = 0
                 self._set_healthy(True)
-            except EngineRefused as error:  # it runs, and is not ready
+            except EngineRefused as error:  # it runs but is not ready
                 log.debug("engine is not ready", error=str(error))
                 self._set_healthy(False)
             except EngineLost as error:
@@ -55,35 +142,41 @@ class EngineWatch:
                 continue
 
     def suspect(self) -> None:
-        """A stream broke: ask the engine now."""
+        """Poll now, because a stream broke."""
         self._poll_now.set()
 
-    def weights_are(self, weight_version: str) -> None:
-        """The engine has said that these are its weights."""
-        self._weights_told += 1
+    def set_weight_version(self, weight_version: str) -> None:
+        """Record the weights that the engine reported."""
+        self._weight_reports += 1
         if self.profile is not None and weight_version != self.profile.weight_version:
             self.profile = dataclasses.replace(self.profile, weight_version=weight_version)
 
+    def require_profile(self) -> EngineProfile:
+        """The profile of a healthy engine. Raises Unavailable ENGINE_LOST."""
+        if self.profile is None or not self.healthy:
+            raise engine_lost("the engine does not answer")
+        return self.profile
+
     async def until_healthy(self) -> EngineProfile:
-        """The profile, once the engine is there."""
+        """The profile, once the engine answers."""
         while not self.healthy or self.profile is None:
             await self._changed.wait()
         return self.profile
 
     async def until_lost(self) -> None:
-        """Returns once the engine is away."""
+        """Return once the engine is lost."""
         while self.healthy:
             await self._changed.wait()
 
     async def _poll(self) -> None:
         if not self.healthy or self.profile is None:
-            self.profile = await self._engine.profile()
-            log.info("engine is there", **_summary(self.profile))
+            self.profile = read_profile(*await self._engine.describe())
+            log.info("engine answers", profile=self.profile)
         else:
-            told = self._weights_told
+            reports = self._weight_reports
             version = await self._engine.weight_version()
-            if told == self._weights_told:  # else an update has overtaken the answer
-                self.weights_are(version)
+            if reports == self._weight_reports:  # else an update has overtaken the answer
+                self.set_weight_version(version)
         self.kv_tokens_used = await self._engine.kv_tokens_used()
 
     def _set_healthy(self, healthy: bool) -> None:
@@ -94,13 +187,6 @@ class EngineWatch:
         changed.set()
 
 
-def _summary(profile: EngineProfile) -> dict[str, object]:
-    return {
-        "model": profile.model_path,
-        "weight_version": profile.weight_version,
-        "slots": profile.slots,
-        "kv_tokens": profile.kv_tokens,
-        "max_sequence_tokens": profile.max_sequence_tokens,
-        "storage": profile.storage,
-        "vocab_size": profile.vocab_size,
-    }
+def engine_lost(message: str) -> Unavailable:
+    """The error of every RPC that needs the engine while it is lost."""
+    return Unavailable("ENGINE_LOST", message, retry_after_s=RETRY_LOST_ENGINE_S)

@@ -1,15 +1,11 @@
-"""Moves of KV: what this engine can give away (export), and what it takes over (prefetch).
+"""Export the context of a trajectory to another sidecar, and bring one from another sidecar here (prefetch).
 
 Token ids go from sidecar to sidecar; KV goes from engine to shared storage to engine, by HiCache, when the target is
 asked to prefill a prefix whose pages are stored. Owns the limit on prefetches at once.
 
 Invariant: KV is never computed under another weight version than the one its salt names, because the salt is part of
 its name in the storage that all engines share.
-
-The token ids that the sidecar last saw of each trajectory, so that another sidecar can take one over without the
-client's help.
-
-Bounded: the least recently used go first, beyond `limit_tokens` in all."""
+"""
 
 import asyncio
 import time
@@ -21,20 +17,21 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
-from treadle_runtime.errors import FailedPrecondition, InvalidArgument, NotFound, TreadleError, Unavailable
+from treadle_runtime.errors import FailedPrecondition, InvalidArgument, NotFound
 
-from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineProfile, EngineRefused, Prefill
+from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused, Prefill
 from treadle_sidecar.engine.process import SPARE_REQUESTS
-from treadle_sidecar.engine.watch import EngineWatch
-from treadle_sidecar.kv.storage_keys import StoredPages
-from treadle_sidecar.steps.sampling import check_ids
+from treadle_sidecar.engine.watch import EngineProfile, EngineWatch, engine_lost
+from treadle_sidecar.storage_keys import StoredPages
 
 CONTEXT_LIMIT_TOKENS = 32 * 1024 * 1024  # 128 MiB of int32; a thousand trajectories of 32k tokens
 
 
 class Contexts:
-    """Trajectory id -> whole context, prompt and output."""
+    """The last context (prompt and output) that this sidecar saw of each trajectory, for another sidecar to fetch.
+
+    Beyond `limit_tokens` in all, the least recently used are forgotten.
+    """
 
     def __init__(self, limit_tokens: int = CONTEXT_LIMIT_TOKENS) -> None:
         self._limit_tokens = limit_tokens
@@ -42,7 +39,7 @@ class Contexts:
         self._contexts: OrderedDict[str, array[int]] = OrderedDict()
 
     def remember(self, trajectory_id: str, context: "array[int]") -> None:
-        """Replaces what was known of the trajectory."""
+        """Replace the trajectory's context."""
         self.forget(trajectory_id)
         self._contexts[trajectory_id] = context
         self._tokens += len(context)
@@ -50,7 +47,7 @@ class Contexts:
             _, dropped = self._contexts.popitem(last=False)
             self._tokens -= len(dropped)
 
-    def of(self, trajectory_id: str) -> "array[int] | None":
+    def get(self, trajectory_id: str) -> "array[int] | None":
         """None where the trajectory was never here, or was forgotten."""
         context = self._contexts.get(trajectory_id)
         if context is not None:
@@ -58,16 +55,13 @@ class Contexts:
         return context
 
     def forget(self, trajectory_id: str) -> None:
-        """Forgetting what is not here is fine."""
+        """Forgetting an unknown trajectory changes nothing."""
         dropped = self._contexts.pop(trajectory_id, None)
         if dropped is not None:
             self._tokens -= len(dropped)
 
 
-log = structlog.get_logger()
-
 POLL_STORAGE_S = 0.05  # a page of a small model is written in about a millisecond
-RETRY_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -94,9 +88,7 @@ Fetch = Callable[[], Awaitable[Export]]
 
 
 class Prefixes:
-    """`storage` is HiCache's folder, None where it is not known; `export_wait_s` bounds the wait for the engine's
-    backup.
-    """
+    """`storage` is HiCache's folder, None where it is not known; an export waits `export_wait_s` for the backup."""
 
     def __init__(
         self, engine: EngineClient, watch: EngineWatch, contexts: Contexts, storage: Path | None, export_wait_s: float
@@ -110,27 +102,30 @@ class Prefixes:
         self.paused = False
 
     async def export(self, trajectory_id: str, *, wait: bool = True) -> Export:
-        """Waits, within bounds and where asked to, until the context's pages are stored. Raises NotFound."""
-        context = self._contexts.of(trajectory_id)
+        """A trajectory's context; waits at most `export_wait_s` until its pages are stored. Raises NotFound."""
+        context = self._contexts.get(trajectory_id)
         if context is None:
             raise NotFound(
                 "PREFIX_NOT_FOUND", f"no context of trajectory {trajectory_id!r} is here", trajectory_id=trajectory_id
             )
-        profile = self._profile()
+        profile = self._watch.require_profile()
         stored = await self._stored_within(context, profile, self._export_wait_s if wait else 0.0)
         return Export(context, profile.weight_version, stored)
 
     async def prefetch(self, trajectory_id: str, source: Fetch, cache_salt: str, storage_only: bool) -> Prefetched:
-        """Brings the prefix here and remembers it. Raises FailedPrecondition PREFIX_NOT_STORED |
-        WEIGHT_VERSION_MISMATCH, Unavailable.
+        """Bring the prefix onto this engine and remember it.
+
+        Raises FailedPrecondition PREFIX_NOT_STORED, WEIGHT_VERSION_MISMATCH or ENGINE_PAUSED, Unavailable.
         """
         began = time.monotonic()
         export = await source()
         prefix = export.token_ids
         async with self._permits:  # weights do not change while it is held
             if self.paused:
-                raise FailedPrecondition("ENGINE_PAUSED", "the engine is paused; its device may be in other use")
-            profile = self._profile()
+                raise FailedPrecondition(
+                    "ENGINE_PAUSED", "the engine is paused; its device may be used for something else"
+                )
+            profile = self._watch.require_profile()
             salt = cache_salt or export.cache_salt or profile.weight_version
             if salt != profile.weight_version:
                 raise FailedPrecondition(
@@ -140,7 +135,7 @@ class Prefixes:
                 )
             if not 0 < len(prefix) <= profile.max_input_tokens:
                 raise InvalidArgument("token_ids", f"must be 1 to {profile.max_input_tokens} tokens, is {len(prefix)}")
-            check_ids("token_ids", prefix, profile)
+            profile.require_known("token_ids", prefix)
             if storage_only:
                 self._require_stored(prefix, profile)
             found = await self._prefill(prefix, salt)
@@ -148,8 +143,8 @@ class Prefixes:
         return Prefetched(len(prefix), found.cached, found.from_storage, found.computed, time.monotonic() - began)
 
     @asynccontextmanager
-    async def held_back(self) -> AsyncIterator[None]:
-        """Within the block no prefetch is on the engine."""
+    async def exclude(self) -> AsyncIterator[None]:
+        """Keep prefetches off the engine within the block."""
         taken = 0
         try:
             for _ in range(SPARE_REQUESTS):
@@ -168,7 +163,7 @@ class Prefixes:
             raise FailedPrecondition("ENGINE_REFUSED", f"the engine refused the prefix: {error}") from error
         except EngineLost as error:
             self._watch.suspect()
-            raise _lost(str(error)) from error
+            raise engine_lost(str(error)) from error
 
     def _require_stored(self, prefix: "array[int]", profile: EngineProfile) -> None:
         # The engine always computes the last token itself, so the pages before it are all that can come from storage.
@@ -198,12 +193,3 @@ class Prefixes:
         )
         pages.look()
         return pages
-
-    def _profile(self) -> EngineProfile:
-        if self._watch.profile is None or not self._watch.healthy:
-            raise _lost("the engine does not answer")
-        return self._watch.profile
-
-
-def _lost(message: str) -> TreadleError:
-    return Unavailable("ENGINE_LOST", message, retry_after_s=RETRY_S)

@@ -1,9 +1,8 @@
-"""Names of KV pages in HiCache storage, as SGLang 0.5.23 makes them: a chain of SHA-256 over pages of token ids,
-seeded by the cache salt.
+"""Name the KV pages in HiCache storage as SGLang 0.5.23 does: by a chain of SHA-256 over pages of token ids.
 
-The sidecar uses it to see which part of a prefix is in a shared folder; the CPU plugin gives it to SGLang in place of
-the compiled version, so that no C++ compiler is needed at run time. Standard library only: both venvs import it. A
-test with a real engine holds the names equal.
+The chain starts with the cache salt. The sidecar looks up which part of a prefix is in a shared folder; the CPU plugin
+gives these digests to SGLang in place of its compiled ones, so that no C++ compiler is needed. Standard library only,
+because the engine's venv imports it too. A test with a real engine compares the names.
 """
 
 import hashlib
@@ -42,8 +41,9 @@ def chained_digest(prior: bytes, words: Sequence[int]) -> bytes:
 
 
 class StoredPages:
-    """How many leading tokens of a prefix have their pages in `folder` (None: not known, so none); `suffixes` follow
-    the key in a file's name.
+    """Counts the leading tokens of a prefix whose pages are in `folder` (None: not known, so none).
+
+    A file's name is the page's key and one of `suffixes`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class StoredPages:
         self.tokens = 0
 
     def look(self) -> None:
-        """Looks for further pages from the first missing one on; one `stat` a page."""
+        """Look for further pages from the first missing one on; one `stat` a page."""
         while self._folder is not None and self._next is not None:
             if not any((self._folder / f"{self._next}{suffix}").exists() for suffix in self._suffixes):
                 return

@@ -1,0 +1,281 @@
+"""Run steps: carry out what the queue (treadle_core.steps.queue) decides, and pass the engine's tokens to the callers.
+
+Owns one task a step, in one TaskGroup. A step's task is the only one that changes its record; others ask the step to
+stop, or the engine to abort its attempt, and wait. Invariants: a token that the engine sampled reaches the caller's
+events exactly once, also one sampled between an abort and its acknowledgement; a slot is free again only after the
+engine has ended the attempt.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import replace
+
+import structlog
+from treadle_core.steps.queue import Admit, QueueFull, QueuePolicy, StepQueue
+from treadle_runtime.bus import Bus
+from treadle_runtime.errors import FailedPrecondition, NotFound, ResourceExhausted, TreadleError
+
+from treadle_sidecar.convert import StepFacts
+from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused
+from treadle_sidecar.engine.watch import EngineWatch, engine_lost
+from treadle_sidecar.prefixes import Contexts
+from treadle_sidecar.step import Reason, RunningStep, StepOrder
+
+log = structlog.get_logger()
+
+WINDOW_S = 5.0  # long enough for a few decode steps of a slow engine, short enough to follow a batch that shrinks
+BIN_S = 0.25
+# An abort that overtakes its request on the way to the engine is ignored there; it is repeated until the stream ends.
+REPEAT_ABORT_S = 0.25
+RETRY_FULL_QUEUE_S = 1.0  # about the time of a short step
+
+
+class LoadMeter:
+    """Measures how many tokens a second the engine decoded in the last WINDOW_S seconds."""
+
+    def __init__(self) -> None:
+        self._bins: deque[tuple[float, int]] = deque()  # start, tokens
+
+    def add(self, tokens: int, now: float) -> None:
+        if self._bins and now - self._bins[-1][0] < BIN_S:
+            start, count = self._bins[-1]
+            self._bins[-1] = (start, count + tokens)
+        else:
+            self._bins.append((now, tokens))
+        self._forget(now)
+
+    def tokens_per_s(self, now: float) -> float:
+        self._forget(now)
+        return sum(count for _, count in self._bins) / WINDOW_S
+
+    def _forget(self, now: float) -> None:
+        while self._bins and self._bins[0][0] < now - WINDOW_S:
+            self._bins.popleft()
+
+
+class StepRunner:
+    """policy.slots: steps that decode at once; 0: as many as the engine was started for."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        watch: EngineWatch,
+        bus: Bus,
+        facts: StepFacts,
+        contexts: Contexts,
+        policy: QueuePolicy,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.queue = StepQueue(policy)
+        self._slots = policy.slots
+        self.meter = LoadMeter()
+        self._engine = engine
+        self._watch = watch
+        self._bus = bus
+        self._facts = facts
+        self._contexts = contexts
+        self._clock = clock
+        self._steps: dict[str, RunningStep] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._slot_freed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Background task: hold the tasks of all steps, and end the waiting ones when the engine is lost."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            try:
+                while True:
+                    profile = await self._watch.until_healthy()
+                    self.queue.policy = replace(self.queue.policy, slots=self._slots or profile.slots)
+                    self.decide()
+                    await self._watch.until_lost()
+                    for step in [step for step in self._steps.values() if not step.admitted]:
+                        step.stop(engine_lost("the engine was lost while the step waited"))
+            finally:
+                self._tasks = None
+
+    def submit(self, order: StepOrder) -> RunningStep:
+        """Put a step into the queue. Raises InvalidArgument, ResourceExhausted QUEUE_FULL, Unavailable ENGINE_LOST."""
+        profile = self._watch.require_profile()
+        if self._tasks is None:
+            raise engine_lost("this sidecar is shutting down")
+        step = RunningStep(order, profile, self._clock(), time.time())
+        try:
+            self.queue.add(order.ticket_id, order.priority, preemptible=order.preemptible)
+        except QueueFull as error:
+            raise ResourceExhausted(
+                "QUEUE_FULL", str(error), retry_after_s=RETRY_FULL_QUEUE_S, capacity=error.capacity
+            ) from None
+        self._steps[order.ticket_id] = step
+        self._tasks.create_task(self._run_step(step), name=f"step-{order.ticket_id}")
+        return step
+
+    def abandon(self, step: RunningStep) -> None:
+        """Stop a step that has no caller any more."""
+        if step.order.ticket_id in self._steps:
+            self._stop(step)
+
+    async def abort(self, ticket_id: str) -> int:
+        """End a step. Returns its output tokens once the engine has ended it. Raises NotFound."""
+        step = self._steps.get(ticket_id)
+        if step is None:
+            raise NotFound("STEP_NOT_FOUND", f"no step with ticket {ticket_id!r} is here", ticket_id=ticket_id)
+        self._stop(step)
+        await step.over.wait()
+        return len(step.record.output)
+
+    async def pause(self, *, abort: bool) -> tuple[int, int]:
+        """Take every step off the engine. Returns (aborted, kept) steps once nothing runs there.
+
+        abort: end the steps. Otherwise they wait in the queue, and their KV stays cached.
+        """
+        self.queue.paused = True
+        steps = list(self._steps.values())
+        if abort:
+            for step in steps:
+                self._stop(step)
+            for step in steps:
+                await step.over.wait()
+            return len(steps), 0
+        self.decide()
+        while self.queue.running:
+            self._slot_freed.clear()
+            await self._slot_freed.wait()
+        return 0, len(self._steps)
+
+    def resume(self) -> None:
+        """Admit steps again."""
+        self.queue.paused = False
+        self.decide()
+
+    def decide(self) -> None:
+        """Carry out what the queue decides; nothing any more at drain."""
+        if self._tasks is None:
+            return
+        for action in self.queue.decide():
+            step = self._steps[action.step_id]
+            if isinstance(action, Admit):
+                step.admit()
+            else:
+                step.evicted_by = action.by
+                self._abort_attempt(step)
+
+    @property
+    def oldest_wait_s(self) -> float:
+        """Of the steps that wait now; 0 where none does."""
+        now = self._clock()
+        waiting = (step for ticket_id, step in self._steps.items() if ticket_id in self.queue and not step.admitted)
+        return max((now - step.waiting_since for step in waiting), default=0.0)
+
+    def _stop(self, step: RunningStep) -> None:
+        step.stop(None)
+        if step.admitted:
+            self._abort_attempt(step)
+
+    def _abort_attempt(self, step: RunningStep) -> None:
+        if self._tasks is not None and not step.aborting:
+            step.aborting = True
+            self._tasks.create_task(self._repeat_abort(step), name=f"abort-{step.order.ticket_id}")
+
+    async def _repeat_abort(self, step: RunningStep) -> None:
+        while step.aborting:
+            if step.rid:
+                try:
+                    await self._engine.abort(step.rid)
+                except (EngineLost, EngineRefused) as error:
+                    log.warning("abort did not reach the engine", ticket_id=step.order.ticket_id, error=str(error))
+            await step.wait_for_end_of_attempt(REPEAT_ABORT_S)
+
+    async def _run_step(self, step: RunningStep) -> None:
+        ticket_id, trajectory_id = step.order.ticket_id, step.order.trajectory_id
+        try:
+            await self._bus.publish(self._facts.queued(step.order))
+            self.decide()
+            reason = step.reason_to_end() or await self._run_attempts(step)
+            finished = step.record.finish(reason, self._clock())
+            before = self._contexts.get(trajectory_id)
+            self._contexts.remember(trajectory_id, step.record.context)
+            self.queue.remove(ticket_id)
+            step.emit(finished)
+            self.decide()
+            await self._bus.publish(self._facts.finished(step.order, finished, step.record.output, before))
+        except TreadleError as error:
+            self._contexts.remember(trajectory_id, step.record.context)
+            step.emit(error)
+        finally:
+            step.end_attempt()
+            self.queue.remove(ticket_id)
+            del self._steps[ticket_id]
+            step.over.set()
+            self._slot_freed.set()
+            self.decide()
+
+    async def _run_attempts(self, step: RunningStep) -> Reason:
+        while await step.wait_for_slot():
+            started = step.record.start_attempt(self._clock())
+            step.emit(started)
+            await self._bus.publish(self._facts.started(step.order, started))
+            try:
+                reason = await self._run_attempt(step)
+            finally:
+                step.end_attempt()
+            if reason is not None:
+                return reason
+            preempted = step.record.preempt(step.evicted_by, self._clock())
+            step.emit(preempted)
+            self.queue.evicted(step.order.ticket_id)
+            step.waiting_since = self._clock()
+            self._slot_freed.set()
+            await self._bus.publish(self._facts.preempted(step.order, preempted))
+            self.decide()
+        return Reason.ABORTED
+
+    async def _run_attempt(self, step: RunningStep) -> Reason | None:
+        """Why the step ended; None where it was preempted and needs another attempt."""
+        profile = self._watch.require_profile()
+        finish, message = "", ""
+        if step.aborting:  # preempted or stopped before it got to the engine
+            return self._reason(step, finish, message)
+        request = step.attempt_request(profile.weight_version)
+        step.rid = request.rid
+        try:
+            await step.learn_tail(self._engine)
+            async with aclosing(self._engine.generate(request)) as chunks:
+                async for chunk in chunks:
+                    now = self._clock()
+                    if chunk.token_ids and not step.stop_found:
+                        step.emit(step.record.add_tokens(chunk, now))
+                        self.meter.add(len(chunk.token_ids), now)
+                        if step.stops.completes(chunk.text):
+                            step.stop_found = True
+                            self._abort_attempt(step)
+                        if self.queue.progress(step.order.ticket_id, step.record.attempt_tokens):
+                            self.decide()
+                    if chunk.finish:
+                        step.record.correct_spans(chunk.spans)
+                        finish, message = chunk.finish, chunk.message
+        except EngineLost as error:
+            self._watch.suspect()
+            raise engine_lost(str(error)) from error
+        except EngineRefused as error:
+            raise FailedPrecondition("ENGINE_REFUSED", f"the engine refused the step: {error}") from error
+        step.stops.cut()
+        return self._reason(step, finish, message)
+
+    def _reason(self, step: RunningStep, finish: str, message: str) -> Reason | None:
+        if finish == "length":
+            return Reason.LENGTH
+        if finish == "stop" or step.stop_found:
+            return Reason.STOP
+        reason = step.reason_to_end()
+        if reason is not None:
+            return reason
+        if step.stopped:
+            step.raise_error()
+            return Reason.ABORTED
+        if step.aborting:
+            return None
+        raise engine_lost(f"the engine aborted the step by itself: {message}")
