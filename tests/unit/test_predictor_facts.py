@@ -5,7 +5,7 @@ from treadle.scheduler.v1 import scheduler_pb2
 from treadle.telemetry.v1 import facts_pb2
 from treadle_core.ranking.evidence import Ended, Evidence
 from treadle_predictor.convert import learn
-from treadle_predictor.history import decoded, encoded
+from treadle_predictor.history import decode, encode
 from treadle_runtime.facts import make_fact
 
 
@@ -73,4 +73,4 @@ def test_a_fact_that_says_nothing_of_use_is_left_out(fact: facts_pb2.Fact) -> No
 
 def test_a_history_reads_back_as_it_was_written() -> None:
     ended = [Ended(f"t{number}", "r", "p ä/:", number, 1, bool(number % 2)) for number in range(5)]
-    assert decoded(encoded("p ä/:", ended)) == ("p ä/:", ended)
+    assert decode(encode("p ä/:", ended)) == ("p ä/:", ended)

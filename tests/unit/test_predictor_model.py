@@ -16,9 +16,9 @@ from treadle_learned.examples import States
 from treadle_learned.moments import Moment, replay
 from treadle_learned.transcript import Transcript, Turn
 from treadle_predictor.convert import learn
+from treadle_predictor.facts import Recordings
 from treadle_predictor.model import LearnedModel
-from treadle_predictor.recordings import Recordings
-from treadle_predictor.worker import Question, question
+from treadle_predictor.worker import Question, make_question
 
 from treadle_bench.predictor.facts import facts_of
 
@@ -62,7 +62,7 @@ class Served:
 
     def hear(self, fact: Fact) -> None:
         learn(self.evidence, fact)
-        self.recordings.hear(fact)
+        self.recordings.on_fact(fact)
 
     def asked(self, of: Transcript, turn: int, cap: int = 0) -> Question:
         gen = sum(each.gen_tokens for each in of.turns[:turn])
@@ -70,10 +70,10 @@ class Served:
         progress = Progress(
             of.trajectory_id, of.prompt_id, turn, gen, of.prompt_tokens + gen + observed, of.prompt_tokens, cap
         )
-        recording = self.recordings.of(of.trajectory_id, turn)
+        recording = self.recordings.get(of.trajectory_id, turn)
         assert recording is not None
         prompt = self.recordings.prompt_of(of.prompt_id)
-        found = question(progress, recording, self.estimator.estimate(progress), self.evidence, prompt)
+        found = make_question(progress, recording, self.estimator.estimate(progress), self.evidence, prompt)
         assert found is not None
         return found
 

@@ -15,7 +15,7 @@ from treadle_learned.backbone import Backbone
 from treadle_learned.moments import FEATURES
 from treadle_learned.reading import Read, windows
 from treadle_learned.transcript import Transcript, Turn
-from treadle_predictor.readings import READING_BYTES, Readings
+from treadle_predictor.model import READING_BYTES, Readings
 from treadle_predictor.worker import Question
 
 BOUNDS = replace(NARROW, window_tokens=128)

@@ -9,9 +9,9 @@ from treadle_core.ranking.estimator import Prior, Progress, learned_from
 from treadle_core.ranking.evidence import Ended, Evidence
 from treadle_learned.moments import FEATURES
 from treadle_learned.transcript import Transcript, Turn
-from treadle_predictor.history import HistoryStore, decoded, encoded
-from treadle_predictor.recordings import Learner, Recordings
-from treadle_predictor.worker import question
+from treadle_predictor.facts import Learner, Recordings
+from treadle_predictor.history import HistoryStore, decode, encode
+from treadle_predictor.worker import make_question
 from treadle_runtime.facts import make_fact
 
 from treadle_bench.predictor.facts import facts_of
@@ -46,14 +46,14 @@ class Heard:
 
     async def hear(self, *facts: facts_pb2.Fact) -> None:
         for fact in facts:
-            await self._learner.hear(fact)
+            await self._learner.on_fact(fact)
 
     def behind(self, name: str) -> float:
-        recording = self.recordings.of(name, 1)
+        recording = self.recordings.get(name, 1)
         assert recording is not None
         progress = Progress(name, "p", 1, 10, 26, 12)
         estimator = learned_from(self.evidence, Prior(100.0, 1.0, 3.0, 1.0))
-        asked = question(progress, recording, estimator.estimate(progress), self.evidence, "")
+        asked = make_question(progress, recording, estimator.estimate(progress), self.evidence, "")
         assert asked is not None
         return float(asked.features[BEHIND])
 
@@ -88,6 +88,6 @@ async def test_versions_without_a_number_are_no_distance(version: str) -> None:
 
 def test_histories_keep_the_version_and_those_that_were_kept_without_it_are_read() -> None:
     ended = [Ended("t", "r", "p", 30, 2, True, 7), Ended("u", "r", "p", 40, 3, False)]
-    assert decoded(encoded("p", ended)) == ("p", ended)
+    assert decode(encode("p", ended)) == ("p", ended)
     old = b'{"prompt_id": "p", "ended": [["t", "r", 30, 2, true]]}'
-    assert decoded(old) == ("p", [Ended("t", "r", "p", 30, 2, True)])
+    assert decode(old) == ("p", [Ended("t", "r", "p", 30, 2, True)])

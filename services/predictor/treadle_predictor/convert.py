@@ -1,4 +1,4 @@
-"""Between messages and the core: questions in, forecasts out, facts into evidence."""
+"""Convert between messages and the core: questions in, forecasts out, facts into evidence."""
 
 from array import array
 
@@ -14,7 +14,6 @@ from treadle_runtime.errors import identifier, non_empty, non_negative, require
 LONGEST_PROMPT_ID_CHARS = 256
 TOKEN_ID_BYTES = 4  # int32
 
-# The facts that are learned from.
 FACT_KINDS = (
     "trajectory_opened",
     "step_started",
@@ -33,7 +32,7 @@ ESTIMATORS = {
 
 
 def progress_of(query: predictor_pb2.Query, at: str) -> Progress:
-    """The question in a query; `at` is its path in the request. Raises InvalidArgument naming the field."""
+    """Check and convert a query; `at` is its path in the request. Raises InvalidArgument naming the field."""
     identifier(f"{at}.trajectory_id", query.trajectory_id)
     non_empty(f"{at}.prompt_id", query.prompt_id)
     require(
@@ -60,10 +59,8 @@ def progress_of(query: predictor_pb2.Query, at: str) -> Progress:
 
 
 def context_of(query: predictor_pb2.Query) -> list[int]:
-    """The token ids that came with a question; none where it brought none."""
-    ids = array("i")
-    ids.frombytes(query.context.int32_le)
-    return ids.tolist()
+    """The token ids in a query; none where it has none."""
+    return array("i", query.context.int32_le).tolist()
 
 
 def prediction_of(trajectory_id: str, forecast: Forecast) -> predictor_pb2.Prediction:
@@ -78,15 +75,16 @@ def prediction_of(trajectory_id: str, forecast: Forecast) -> predictor_pb2.Predi
 
 
 def quantiles_of(estimate: Estimate) -> Quantiles:
+    """Percentiles as a message."""
     return Quantiles(p10=estimate.p10, p50=estimate.p50, p90=estimate.p90)
 
 
 def learn(evidence: Evidence, fact: Fact, weight_version: int | None = None) -> Ended | None:
-    """Folds a fact in; told again it changes nothing. The trajectory that ended, where one newly did. weight_version:
-    of what sampled the one that the fact says has ended.
+    """Add a fact to the evidence, once, and return the trajectory that it ended, if any. weight_version: that sampled
+    the trajectory that ended.
 
-    Facts that say nothing of use (no trajectory, no prompt, a negative count) are left out: they came from elsewhere
-    and there is nobody to refuse them to.
+    Facts without a trajectory or a prompt, or with a negative count, are left out: there is no caller to refuse them
+    to.
     """
     match fact.WhichOneof("fact"):
         case "trajectory_opened":

@@ -1,112 +1,62 @@
-"""Puts the learned part together: the only module of the service that needs torch to be imported.
+"""Load, try, and refit versions of the learned model: the only module of the service that needs torch to be imported.
 
-Refits in the background: enough trajectories have ended, so a process of its own trains a candidate on them and
-promotes it if it is better.
-
-Purpose: the policy changes with every update of its weights, and so do its lengths. Invariants: one refit at a time;
-training takes no time of the service's event loop or of its model's thread; however it ends, what answers goes on
-answering. Owner of the files `refit-*` in the folder of models."""
+Invariants: the version that answers is replaced only by one that has answered a trial question; whatever is wrong with
+a new version, the old one stays, and `refused` says why. One refit runs at a time, in a process of its own, which takes
+no time of the event loop or the model's thread; however it ends, the service goes on answering.
+"""
 
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import structlog
 import torch
+from treadle_core.ranking.estimator import Progress
 from treadle_learned.backbone import load_tokenizer
-from treadle_learned.errors import BackboneError
-from treadle_learned.transcript import Transcript, write_transcripts
+from treadle_learned.checkpoint import Checkpoint, ModelsFolder, load
+from treadle_learned.errors import BackboneError, CheckpointError, LearnedError
+from treadle_learned.moments import FEATURES
+from treadle_learned.transcript import Turn, write_transcripts
 from treadle_runtime.errors import StartError
 
-from treadle_predictor.asking import LearnedPart
 from treadle_predictor.config import PredictorSettings
+from treadle_predictor.facts import Recordings
 from treadle_predictor.model import LearnedModel
-from treadle_predictor.recordings import Recordings
-from treadle_predictor.versions import ModelKeeper
-from treadle_predictor.worker import Worker
+from treadle_predictor.worker import Question, Worker
 
 log = structlog.get_logger()
 
-LOOK_EVERY_S = 1.0
-END_S = 5.0
-KINDNESS = 10  # of the refit's process to everything else on the machine
+CHECK_EVERY_S = 1.0  # whether another version is in use, and whether a refit is due
+TERMINATE_S = 5.0  # that a refit's process has to end when the service stops
+NICENESS = 10  # of a refit's process
 TRANSCRIPTS = "refit-transcripts.jsonl.gz"
+TRIAL = "trial"
 
 
-class Refits:
-    """See the module."""
+@dataclass(frozen=True)
+class LearnedPart:
+    """What a predictor with a models folder has beside the other estimators."""
 
-    def __init__(self, folder: Path, recordings: Recordings, settings: PredictorSettings) -> None:
-        self._folder = folder
-        self._recordings = recordings
-        self._settings = settings
-        self._done_at = 0  # trajectories that had ended at the last refit
+    loader: "ModelLoader"
+    worker: Worker
+    recordings: Recordings
 
-    async def run(self) -> None:
-        """Looks whether one is due, for ever; a refit that runs when the service stops is ended."""
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            ended = self._recordings.ended_total
-            if ended - self._done_at >= self._settings.refit_every:
-                self._done_at = ended
-                await self._refit(tuple(self._recordings.ended), f"refit-{ended}-{os.getpid()}")
-
-    async def _refit(self, transcripts: Sequence[Transcript], version: str) -> None:
-        try:
-            file = self._folder / TRANSCRIPTS
-            await asyncio.to_thread(self._written, transcripts, file)
-            code, said, complaint = await self._run(file, version)
-        except OSError as error:
-            log.error("a refit could not start", version=version, error=str(error))
-            return
-        if code == 0:
-            log.info("refitted", version=version, trajectories=len(transcripts), said=said)
-        else:
-            log.error("a refit failed; the old version goes on answering", version=version, code=code, error=complaint)
-
-    def _written(self, transcripts: Sequence[Transcript], file: Path) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        write_transcripts(transcripts, file)
-
-    async def _run(self, file: Path, version: str) -> tuple[int, str, str]:
-        options = [
-            "--transcripts",
-            str(file),
-            "--models",
-            str(self._folder),
-            "--version",
-            version,
-            "--child-of",
-            str(os.getpid()),
-        ]
-        options += ["--backbone", self._settings.backbone] if self._settings.backbone else []
-        process = await asyncio.create_subprocess_exec(
-            *("nice", "-n", str(KINDNESS), sys.executable, "-m", "treadle_learned.refit", *options),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": str(self._settings.threads)},
-        )
-        try:
-            said, complaint = await process.communicate()
-        finally:
-            if process.returncode is None:
-                process.terminate()
-                try:
-                    async with asyncio.timeout(END_S):
-                        await process.wait()
-                except TimeoutError:
-                    process.kill()
-        return process.returncode or 0, said.decode().strip(), complaint.decode().strip()[-400:]
+    def on_start(self, trajectory_id: str, prompt: str) -> None:
+        """Have the prompt read while the trajectory's first step runs."""
+        if self.loader.leads:
+            self.worker.begin(trajectory_id, prompt)
 
 
-async def learned_part(
+async def load_learned_part(
     settings: PredictorSettings, folder: Path
 ) -> tuple[LearnedPart, list[Callable[[], Coroutine[Any, Any, None]]]]:
-    """And the tasks that it needs. The version in use is loaded already; one that is refused is only said. Raises
-    StartError for a tokenizer that cannot be loaded."""
+    """The learned part and the tasks that it needs. The version in use is loaded already; a version that is refused is
+    only logged. Raises StartError for a tokenizer that cannot be loaded."""
     torch.set_num_threads(settings.threads)
     recordings = Recordings(lambda ids: "")
     if settings.tokenizer:
@@ -116,14 +66,143 @@ async def learned_part(
             raise StartError(f"TREADLE_PREDICTOR_TOKENIZER={settings.tokenizer!r} is refused: {error}") from error
         recordings.decode = tokenizer.decode
 
-    def note(model: LearnedModel) -> None:
+    def use_tokenizer(model: LearnedModel) -> None:
         if not settings.tokenizer and model.backbone is not None:
             recordings.decode = model.backbone.tokenizer.decode
 
     worker = Worker(settings.deadline_s, settings.gather_s, settings.most_batch)
-    keeper = ModelKeeper(folder, worker, settings.kept_bytes, note)
-    await keeper.look()
-    tasks: list[Callable[[], Coroutine[Any, Any, None]]] = [keeper.run, worker.run]
+    loader = ModelLoader(folder, worker, settings.kept_bytes, use_tokenizer)
+    await loader.check()
+    tasks: list[Callable[[], Coroutine[Any, Any, None]]] = [loader.run, worker.run]
     if settings.refit_every:
         tasks.append(Refits(folder, recordings, settings).run)
-    return LearnedPart(keeper, worker, recordings), tasks
+    return LearnedPart(loader, worker, recordings), tasks
+
+
+class ModelLoader:
+    """Loads the version in use into the worker. on_loaded: called with each version that begins to answer. most_bytes:
+    of what is kept of trajectories."""
+
+    def __init__(
+        self, folder: Path, worker: Worker, most_bytes: int, on_loaded: Callable[[LearnedModel], None]
+    ) -> None:
+        self._models = ModelsFolder(folder)
+        self.checkpoint: Checkpoint | None = None
+        self.refused = ""
+        self._worker = worker
+        self._most_bytes = most_bytes
+        self._on_loaded = on_loaded
+        self._checked: Path | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether the model is asked at all."""
+        return self.checkpoint is not None and self.checkpoint.leads
+
+    @property
+    def version(self) -> str:
+        """The version that answers; empty where none does."""
+        return self.checkpoint.version if self.checkpoint is not None else ""
+
+    async def run(self) -> None:
+        """Follow the version in use, for ever."""
+        while True:
+            await self.check()
+            await asyncio.sleep(CHECK_EVERY_S)
+
+    async def check(self) -> None:
+        """Load the version in use, where it is another one."""
+        try:
+            current = await asyncio.to_thread(self._models.current)
+            if current is None or current == self._checked:
+                return
+            self._checked = current
+            model = await asyncio.to_thread(load_model, current, self._most_bytes)
+        except (LearnedError, OSError) as error:
+            if self.refused != str(error):
+                log.error("the learned model is refused", error=str(error), answering=self.version)
+            self.refused = str(error)
+            return
+        self._worker.model = model
+        self.checkpoint = model.checkpoint
+        self.refused = ""
+        self._on_loaded(model)
+        log.info("the learned model answers", version=self.version, leads=self.leads)
+
+
+def load_model(folder: Path, most_bytes: int) -> LearnedModel:
+    """Load a version and ask it a trial question. Raises LearnedError saying what is wrong."""
+    checkpoint = load(folder)
+    backbone = checkpoint.load_backbone() if checkpoint.reads_text else None
+    model = LearnedModel(checkpoint, backbone, most_bytes)
+    turn = Turn(8, text="1. look at the files")
+    question = Question(Progress(TRIAL, TRIAL, 1, 8, 16, 8), np.zeros(len(FEATURES), np.float32), "a task", (turn,))
+    try:
+        (forecast,) = model.answer([question])
+    except (ValueError, RuntimeError) as error:  # quantiles that are no numbers, shapes that do not fit
+        raise CheckpointError(f"{folder}: does not answer ({str(error).splitlines()[0]}); export it again") from error
+    if forecast is None:
+        raise CheckpointError(f"{folder}: does not answer; export it again")
+    model.forget(TRIAL)
+    return model
+
+
+class Refits:
+    """Trains and promotes the next version after every `refit_every` ended trajectories: the policy changes with every
+    update of its weights, and so do its lengths. Owns the files `refit-*` in the models folder."""
+
+    def __init__(self, folder: Path, recordings: Recordings, settings: PredictorSettings) -> None:
+        self._folder = folder
+        self._recordings = recordings
+        self._settings = settings
+        self._done_at = 0  # trajectories that had ended at the last refit
+
+    async def run(self) -> None:
+        """Refit when it is due, for ever; a refit that runs when the service stops is terminated."""
+        while True:
+            await asyncio.sleep(CHECK_EVERY_S)
+            ended = self._recordings.ended_total
+            if ended - self._done_at >= self._settings.refit_every:
+                self._done_at = ended
+                await self._refit(f"refit-{ended}-{os.getpid()}")
+
+    async def _refit(self, version: str) -> None:
+        transcripts, file = tuple(self._recordings.ended), self._folder / TRANSCRIPTS
+
+        def write() -> None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_transcripts(transcripts, file)
+
+        try:
+            await asyncio.to_thread(write)
+            code, output, complaint = await self._train(file, version)
+        except OSError as error:
+            log.error("a refit could not start", version=version, error=str(error))
+            return
+        if code == 0:
+            log.info("refitted", version=version, trajectories=len(transcripts), said=output)
+        else:
+            log.error("a refit failed; the old version goes on answering", version=version, code=code, error=complaint)
+
+    async def _train(self, file: Path, version: str) -> tuple[int, str, str]:
+        """Exit code, stdout and the end of stderr of the process that trains."""
+        options = ["--transcripts", str(file), "--models", str(self._folder), "--version", version]
+        options += ["--child-of", str(os.getpid())]
+        options += ["--backbone", self._settings.backbone] if self._settings.backbone else []
+        process = await asyncio.create_subprocess_exec(
+            *("nice", "-n", str(NICENESS), sys.executable, "-m", "treadle_learned.refit", *options),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": str(self._settings.threads)},
+        )
+        try:
+            output, complaint = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.terminate()
+                try:
+                    async with asyncio.timeout(TERMINATE_S):
+                        await process.wait()
+                except TimeoutError:
+                    process.kill()
+        return process.returncode or 0, output.decode().strip(), complaint.decode().strip()[-400:]

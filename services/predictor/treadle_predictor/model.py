@@ -1,23 +1,30 @@
-"""The learned model at work: questions in, forecasts out.
+"""The learned model at work: forecasts for questions, and what was read of running trajectories.
 
-Used by one thread at a time. Invariant: a forecast never exceeds what the trajectory's cap leaves.
+Used by one thread at a time. Invariants: a forecast never exceeds what the trajectory's cap leaves. What was read is
+kept for the next steps, within a bound of bytes: next windows that were read ahead go first, then the trajectories that
+were asked about least recently, which are read afresh; reading ahead never pushes out what is kept. States are those of
+reading a window at once, to rounding, however much of it was read before.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from treadle_core.model import Estimate
 from treadle_core.ranking.estimator import Forecast, Progress, Source
-from treadle_learned.backbone import Backbone
+from treadle_learned.backbone import Backbone, read_together
 from treadle_learned.checkpoint import Checkpoint
+from treadle_learned.reading import Bounds, Ids, Read, Reader, shared_prefix
 
-from treadle_predictor.readings import Readings
 from treadle_predictor.worker import Question
+
+READING_BYTES = 16_384  # of a trajectory beside keys and values: ids, texts, objects
+LEAST_SHARED = 16  # ids that another trajectory must begin with for a copy to be worth it
 
 
 class LearnedModel:
-    """backbone: None for a checkpoint that reads no text. most_bytes: of what is kept of trajectories."""
+    """A checkpoint that answers. backbone: None for a checkpoint that reads no text. most_bytes: of what is kept."""
 
     def __init__(self, checkpoint: Checkpoint, backbone: Backbone | None, most_bytes: int) -> None:
         self.checkpoint = checkpoint
@@ -26,12 +33,12 @@ class LearnedModel:
 
     @property
     def gains_together(self) -> bool:
-        """A processor reads eight steps in the time of eight; the first of them would wait for the last."""
+        """On a GPU; a CPU reads eight steps in the time of eight, and the first would wait for the last."""
         return self.backbone is None or self.backbone.device != "cpu"
 
     @torch.inference_mode()
     def answer(self, questions: Sequence[Question]) -> list[Forecast | None]:
-        """In their order; None where the model reads text and there is none yet."""
+        """Forecasts in the order of the questions; None where the model reads text and there is none yet."""
         asked = [at for at, question in enumerate(questions) if self.backbone is None or question.prompt]
         found: list[Forecast | None] = [None] * len(questions)
         if asked:
@@ -44,16 +51,16 @@ class LearnedModel:
         return found
 
     def begin(self, trajectory_id: str, prompt: str) -> None:
-        """It will be asked about; its prompt is something to read ahead."""
+        """Note a trajectory that will be asked about, whose prompt can be read ahead."""
         if self._readings is not None:
             self._readings.begin(trajectory_id, prompt)
 
     def read_ahead(self) -> bool:
-        """A little of what will be asked about; False where nothing is left to read."""
+        """Read a little of what will be asked about; False where nothing is left to read."""
         return self._readings is not None and self._readings.read_ahead()
 
     def forget(self, trajectory_id: str) -> None:
-        """It has ended. Forgetting what is not here is fine."""
+        """Drop what is kept of a trajectory, if anything is."""
         if self._readings is not None:
             self._readings.forget(trajectory_id)
 
@@ -68,3 +75,152 @@ class LearnedModel:
             room = float(max(0, progress.max_total_tokens - progress.gen_tokens))
             tokens = [min(each, room) for each in tokens]
         return Forecast(Estimate(*tokens), Estimate(*turns), Source.MODEL, self.checkpoint.version)
+
+
+class Reading:
+    """One trajectory. turns: steps that its reader has. read: of its window. ahead: of the next window. state: after
+    all ids of `read`, where it is known. counted_bytes: its share of `Readings.kept_bytes`."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self.turns = 0
+        self.read: Read | None = None
+        self.ahead: Read | None = None
+        self.state: torch.Tensor | None = None
+        self.counted_bytes = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all that is kept."""
+        return READING_BYTES + sum(read.size_bytes for read in (self.read, self.ahead) if read is not None)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether `state` is that of its whole window."""
+        return self.state is not None and self.read is not None and self.read.ids == self.reader.ids
+
+    @property
+    def next_ids(self) -> Ids:
+        """The ids to read ahead: the prompt, then the next window; none where that is read."""
+        if not self.turns:
+            return () if self.is_read else self.reader.ids
+        ahead = len(self.ahead.ids) if self.ahead is not None else 0
+        return self.reader.next_ids if self.is_read and ahead < len(self.reader.next_ids) else ()
+
+    @property
+    def room(self) -> int:
+        """The number of ids that can still come before `next_ids` are needed."""
+        return self.reader.room if self.turns else 0
+
+    def take_before(self) -> Read | None:
+        """Take what its window is read on from."""
+        read, self.read, self.state = self.read, None, None
+        if self.ahead is not None and self.ahead.ids == self.reader.ids[: len(self.ahead.ids)]:
+            read, self.ahead = self.ahead, None
+        return read
+
+    def read_ahead(self, backbone: Backbone, most: int) -> None:
+        """Read at most `most` more of `next_ids`."""
+        ids = self.next_ids
+        if not self.turns:
+            before = self.take_before()
+        elif self.ahead is not None:
+            before, self.ahead = self.ahead, None
+        else:
+            before = self.read.usable_for(ids) if self.read is not None else None
+        state, read = backbone.read_on(ids[: (len(before.ids) if before is not None else 0) + most], before)
+        if self.turns:
+            self.ahead = read
+        else:
+            self.read, self.state = read, state
+
+
+class Readings:
+    """What was read of all running trajectories. most_bytes: of what is kept."""
+
+    def __init__(self, backbone: Backbone, bounds: Bounds, most_bytes: int) -> None:
+        self._backbone = backbone
+        self._bounds = bounds
+        self._most_bytes = most_bytes
+        self._readings: OrderedDict[str, Reading] = OrderedDict()  # least recently asked about first
+        self._id_bytes = 0  # of one id; not known before something is read
+        self.kept_bytes = 0
+
+    def states(self, questions: Sequence[Question]) -> torch.Tensor:
+        """The state after the newest step of each question's trajectory, [n, hidden_size]."""
+        readings = [self._update(question) for question in questions]
+        unread = [reading for reading in readings if not reading.is_read]
+        if unread:
+            asked = [(reading.reader.ids, reading.take_before()) for reading in unread]
+            for reading, (state, read) in zip(unread, read_together(self._backbone, asked), strict=True):
+                reading.state, reading.read = state, read
+                self._count(reading)
+            self._keep_within_bound()
+        return torch.stack([reading.state for reading in readings if reading.state is not None])
+
+    def begin(self, trajectory_id: str, prompt: str) -> None:
+        """Note a trajectory whose first step runs, where there is room to read its prompt ahead."""
+        more_bytes = READING_BYTES + self._bounds.prompt_tokens * self._id_bytes
+        if trajectory_id not in self._readings and self.kept_bytes + more_bytes <= self._most_bytes:
+            self._begin(trajectory_id, prompt)
+
+    def read_ahead(self) -> bool:
+        """Read a step's worth of what will be needed soonest; False where there is nothing, or no room for it."""
+        due = [reading for reading in self._readings.values() if reading.next_ids]
+        if not due:
+            return False
+        reading = min(due, key=lambda each: each.room)
+        ids = reading.next_ids
+        if self.kept_bytes + len(ids) * self._id_bytes > self._most_bytes:
+            return False
+        reading.read_ahead(self._backbone, self._bounds.step_tokens + self._bounds.obs_tokens)
+        self._count(reading)
+        self._keep_within_bound()
+        return True
+
+    def forget(self, trajectory_id: str) -> None:
+        """Drop what is kept of a trajectory, if anything is."""
+        reading = self._readings.pop(trajectory_id, None)
+        if reading is not None:
+            self.kept_bytes -= reading.counted_bytes
+
+    def _update(self, question: Question) -> Reading:
+        name, tokenize = question.progress.trajectory_id, self._backbone.tokenize
+        reading = self._readings.get(name)
+        if reading is None or reading.turns > len(question.turns):
+            self.forget(name)
+            reading = self._begin(name, question.prompt)
+        self._readings.move_to_end(name)
+        for at in range(reading.turns, len(question.turns)):
+            observation = question.turns[at - 1].obs_text if at else ""
+            reading.reader.step(tuple(tokenize(observation)), tuple(tokenize(question.turns[at].text)))
+        reading.turns = len(question.turns)
+        return reading
+
+    def _begin(self, name: str, prompt: str) -> Reading:
+        reading = self._readings[name] = Reading(Reader(self._bounds, tuple(self._backbone.tokenize(prompt))))
+        reading.read = self._copy_shared(reading.reader.ids)
+        self._count(reading)
+        return reading
+
+    def _copy_shared(self, ids: Ids) -> Read | None:
+        """A copy of the longest beginning that another trajectory shares, e.g. a sample of the same prompt."""
+        reads = [reading.read for reading in self._readings.values() if reading.read is not None]
+        found = max(reads, key=lambda read: shared_prefix(read.ids, ids), default=None)
+        count = shared_prefix(found.ids, ids) if found is not None else 0
+        return found.beginning(count) if found is not None and count >= LEAST_SHARED else None
+
+    def _count(self, reading: Reading) -> None:
+        if reading.read is not None:
+            self._id_bytes = reading.read.size_bytes // len(reading.read.ids)
+        size_bytes = reading.size_bytes
+        self.kept_bytes += size_bytes - reading.counted_bytes
+        reading.counted_bytes = size_bytes
+
+    def _keep_within_bound(self) -> None:
+        for reading in self._readings.values():
+            if self.kept_bytes > self._most_bytes and reading.ahead is not None:
+                reading.ahead = None
+                self._count(reading)
+        while self.kept_bytes > self._most_bytes and self._readings:
+            self.forget(next(iter(self._readings)))

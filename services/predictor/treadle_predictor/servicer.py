@@ -10,23 +10,23 @@ from treadle_core.ranking.estimator import Forecast, Progress, Source, best_sour
 from treadle_core.ranking.evidence import Evidence
 from treadle_runtime.errors import require
 
-from treadle_predictor.asking import Asking
 from treadle_predictor.convert import ESTIMATORS, context_of, prediction_of, progress_of
-from treadle_predictor.recordings import Learner
+from treadle_predictor.facts import Learner
+from treadle_predictor.forecaster import Forecaster
 
 MOST_QUERIES = 4_096
-# Predictions made before others get their turn on the event loop; one takes from 40 us to 0.3 ms.
+# Predictions made before other tasks run on the event loop; one takes from 40 us to 0.3 ms.
 QUERIES_AT_ONCE = 128
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
-    """Answers from what the learner has heard so far; waits for the learned model alone, and for that not long."""
+    """Answers from the facts so far; waits for nothing but the learned model, and for that not long."""
 
-    def __init__(self, evidence: Evidence, asking: Asking, learner: Learner) -> None:
+    def __init__(self, evidence: Evidence, forecaster: Forecaster, learner: Learner) -> None:
         self._evidence = evidence
-        self._asking = asking
+        self._forecaster = forecaster
         self._learner = learner
 
     async def PredictRemaining(
@@ -34,7 +34,7 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
     ) -> predictor_pb2.PredictRemainingResponse:
         require(request.HasField("query"), "query", "must be set")
         progress = progress_of(request.query, "query")
-        forecast = await self._asking.forecast(progress, context_of(request.query))
+        forecast = await self._forecaster.forecast(progress, context_of(request.query))
         return predictor_pb2.PredictRemainingResponse(prediction=prediction_of(progress.trajectory_id, forecast))
 
     async def BatchPredictRemaining(
@@ -43,11 +43,11 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
         count = len(request.queries)
         require(1 <= count <= MOST_QUERIES, "queries", f"must be 1 to {MOST_QUERIES}, are {count}")
         asked = [progress_of(query, f"queries[{index}]") for index, query in enumerate(request.queries)]
-        if self._asking.leads:
+        if self._forecaster.model_leads:
             contexts = [context_of(query) for query in request.queries]
-            forecasts = await asyncio.gather(*map(self._asking.forecast, asked, contexts))
+            forecasts = await asyncio.gather(*map(self._forecaster.forecast, asked, contexts))
         else:
-            forecasts = [forecast async for forecast in self._at_once(asked)]
+            forecasts = [forecast async for forecast in self._in_turns(asked)]
         return predictor_pb2.BatchPredictRemainingResponse(
             predictions=[
                 prediction_of(progress.trajectory_id, forecast)
@@ -70,21 +70,21 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
             learned=learned,
         )
 
-    async def _at_once(self, asked: Sequence[Progress]) -> AsyncIterator[Forecast]:
+    async def _in_turns(self, asked: Sequence[Progress]) -> AsyncIterator[Forecast]:
         for index, progress in enumerate(asked):
-            yield self._asking.without_model(progress)
+            yield self._forecaster.forecast_without_model(progress)
             if index % QUERIES_AT_ONCE == QUERIES_AT_ONCE - 1:
                 await asyncio.sleep(0)
 
     def _learned(self) -> predictor_pb2.LearnedModel | None:
-        part = self._asking.learned
+        part = self._forecaster.learned
         if part is None:
             return None
-        checkpoint, counts = part.keeper.checkpoint, part.worker.counts
+        counts = part.worker.counts
         return predictor_pb2.LearnedModel(
-            version=checkpoint.version if checkpoint is not None else "",
-            leads=part.keeper.leads,
-            refused=part.keeper.refused,
+            version=part.loader.version,
+            leads=part.loader.leads,
+            refused=part.loader.refused,
             answered=counts.answered,
             late=counts.late,
             replaced=counts.replaced,

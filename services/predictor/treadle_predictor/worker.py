@@ -1,12 +1,11 @@
-"""Questions on their way to the learned model: gathered for a moment, answered in a thread of their own, together where
-that gains time.
+"""Pass questions to the learned model in a thread of its own, within a deadline.
 
-Invariants: nobody waits longer than the deadline, whatever the model does; of one trajectory only the newest question
-is worth the model's time, and an older one that still waits is given back unanswered; an answer that comes too late is
-not wasted, since what was read for it is kept for the next step. While nobody asks, the model reads ahead, a little
-at a time, so that a question waits for no more than that.
-
-What the learned model is asked: a trajectory's numbers and texts at the end of a step, as they were in training."""
+Questions are gathered for a moment, and answered together where that gains time. Invariants: no question waits longer
+than the deadline, whatever the model does; of one trajectory only the newest question is answered, and an older one
+that still waits is returned unanswered; an answer that comes too late is not wasted, since what was read for it is kept
+for the next step. While there are no questions the model reads ahead, a little at a time, so that a question waits for
+no more than that.
+"""
 
 import asyncio
 from collections import OrderedDict
@@ -20,12 +19,15 @@ from treadle_core.ranking.evidence import Evidence
 from treadle_learned.moments import Vector, features_of
 from treadle_learned.transcript import Turn
 
-from treadle_predictor.recordings import Recording
+from treadle_predictor.facts import Recording
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
 class Question:
-    """turns: finished, with their texts; the tool of the last one still runs. prompt: empty where it is not known."""
+    """A trajectory's features and texts at the end of a step, as in training. turns: finished, with their texts; the
+    tool of the last one still runs. prompt: empty where it is not known."""
 
     progress: Progress
     features: Vector
@@ -33,17 +35,14 @@ class Question:
     turns: tuple[Turn, ...]
 
 
-def question(
+def make_question(
     progress: Progress, recording: Recording, forecast: Forecast, evidence: Evidence, prompt: str
 ) -> Question | None:
-    """`forecast`: of the estimators without a model. None where the trajectory's group is not known."""
-    vector = features_of(progress, recording.steps, evidence, forecast, recording.weight_version)
-    if vector is None:
+    """forecast: of the estimators without a model. None where the trajectory's group is not known."""
+    features = features_of(progress, recording.steps, evidence, forecast, recording.weight_version)
+    if features is None:
         return None
-    return Question(progress, vector, recording.prompt or prompt, tuple(recording.turns))
-
-
-log = structlog.get_logger()
+    return Question(progress, features, recording.prompt or prompt, tuple(recording.turns))
 
 
 class Answerer(Protocol):
@@ -52,28 +51,23 @@ class Answerer(Protocol):
     @property
     def gains_together(self) -> bool:
         """Whether several questions at once take less time than one after the other."""
-        ...
 
     def answer(self, questions: list[Question]) -> list[Forecast | None]:
-        """In their order."""
-        ...
+        """One forecast for each question, in their order."""
 
     def begin(self, trajectory_id: str, prompt: str) -> None:
-        """It will be asked about; its prompt is something to read ahead."""
-        ...
+        """Note a trajectory whose prompt can be read ahead."""
 
     def read_ahead(self) -> bool:
-        """A little of what will be asked about, a step's worth at the most; False where nothing is left to read."""
-        ...
+        """Read at most a step's worth of what will be asked about; False where nothing is left to read."""
 
     def forget(self, trajectory_id: str) -> None:
-        """It has ended."""
-        ...
+        """Drop what is kept of a trajectory that has ended."""
 
 
 @dataclass
 class Counts:
-    """Since the service began."""
+    """Questions since the service began."""
 
     answered: int = 0
     late: int = 0
@@ -81,7 +75,7 @@ class Counts:
 
 
 class Worker:
-    """deadline_s: the longest that a question waits. gather_s: how long the first of a batch waits for others.
+    """deadline_s: the longest that a question waits. gather_s: how long the first question of a batch waits for others.
     most_batch: questions in one run of the model."""
 
     def __init__(self, deadline_s: float, gather_s: float, most_batch: int) -> None:
@@ -99,9 +93,7 @@ class Worker:
     async def ask(self, question: Question) -> Forecast | None:
         """The model's forecast; None where it has none in time."""
         name = question.progress.trajectory_id
-        older = self._waiting.pop(name, None)
-        if older is not None and not older[1].done():
-            older[1].set_result(None)
+        if self._give_back(name):
             self.counts.replaced += 1
         future: asyncio.Future[Forecast | None] = asyncio.get_running_loop().create_future()
         self._waiting[name] = (question, future)
@@ -117,21 +109,19 @@ class Worker:
         return forecast
 
     def begin(self, trajectory_id: str, prompt: str) -> None:
-        """Its first step runs: the prompt is read ahead."""
+        """Have the prompt read ahead: the trajectory's first step runs."""
         self._begun[trajectory_id] = prompt
         self._more.set()
 
     def forget(self, trajectory_id: str) -> None:
-        """It has ended: what is kept of it goes with the next batch, and nobody waits for its forecast any more."""
-        _, future = self._waiting.pop(trajectory_id, (None, None))
-        if future is not None and not future.done():
-            future.set_result(None)
+        """Drop a trajectory that has ended: what is kept of it goes with the next batch."""
+        self._give_back(trajectory_id)
         self._begun.pop(trajectory_id, None)
         self._ended.append(trajectory_id)
         self._more.set()
 
     async def run(self) -> None:
-        """Answers, for ever."""
+        """Answer questions, for ever."""
         try:
             while True:
                 await self._more.wait()
@@ -143,6 +133,14 @@ class Worker:
                     pass
         finally:
             self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _give_back(self, name: str) -> bool:
+        """Return a trajectory's waiting question unanswered; whether there was one."""
+        _, future = self._waiting.pop(name, (None, None))
+        if future is None or future.done():
+            return False
+        future.set_result(None)
+        return True
 
     async def _read_ahead(self) -> bool:
         if self.model is None:
@@ -160,22 +158,20 @@ class Worker:
         model, ended, self._ended = self.model, self._ended, []
         most = self._most_batch if model is None or model.gains_together else 1
         some = [self._waiting.popitem(last=False)[1] for _ in range(min(most, len(self._waiting)))]
-        if model is None:
-            found: list[Forecast | None] = [None] * len(some)
-        else:
+        found: list[Forecast | None] = [None] * len(some)
+        if model is not None:
             try:
                 questions = [question for question, _ in some]
                 loop = asyncio.get_running_loop()
-                found = await loop.run_in_executor(self._thread, _answered, model, ended, questions)
-            except (RuntimeError, ValueError):  # of torch, out of memory among them; answers that are no numbers
+                found = await loop.run_in_executor(self._thread, _answer, model, ended, questions)
+            except (RuntimeError, ValueError):  # of torch, e.g. out of memory; quantiles that are no numbers
                 log.exception("the learned model failed; siblings and history answer")
-                found = [None] * len(some)
         for (_, future), forecast in zip(some, found, strict=True):
             if not future.done():
                 future.set_result(forecast)
 
 
-def _answered(model: Answerer, ended: list[str], questions: list[Question]) -> list[Forecast | None]:
+def _answer(model: Answerer, ended: list[str], questions: list[Question]) -> list[Forecast | None]:
     for trajectory_id in ended:
         model.forget(trajectory_id)
     return model.answer(questions) if questions else []

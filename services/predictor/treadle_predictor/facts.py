@@ -1,8 +1,8 @@
-"""Trajectories as they run, from the facts about their steps: what a learned predictor reads, and what it is trained on
-once they have ended.
+"""Learn from facts, and record running trajectories for the learned model: what it reads, and, once they have ended,
+what it is trained on.
 
-Invariants: a recording of which a step was missed is not `whole` and is neither read nor trained on; a fact told again
-changes nothing. Bounded: the least recently heard of go first.
+Invariants: a recording that misses a step is not `whole` and is neither read nor trained on; a fact that comes twice
+changes nothing. The number of recordings is bounded; those without a fact for longest go first.
 """
 
 import asyncio
@@ -17,20 +17,55 @@ from treadle.scheduler.v1 import scheduler_pb2
 from treadle.telemetry.v1.facts_pb2 import Fact, StepFinished, StepStarted, TrajectoryClosed, TrajectoryOpened
 from treadle_learned.moments import Steps
 from treadle_learned.transcript import Transcript, Turn, version_number
+from treadle_runtime.times import seconds
 
 from treadle_predictor.convert import learn
 from treadle_predictor.history import HistoryStore
 
-MOST_RUNNING = 8_192  # some kilobytes each, where texts are told
+MOST_RUNNING = 8_192  # recordings; some kilobytes each where facts carry texts
 MOST_ENDED = 4_096  # for the next refit
 MOST_PROMPTS = 4_096
 
 Decode = Callable[[list[int]], str]
 
 
+class Learner:
+    """Takes in facts. updated_at: the time of the newest fact, None before the first. recordings: of a learned model.
+    on_start: called when a trajectory's first step starts, with its prompt; on_end: when a trajectory ends."""
+
+    def __init__(
+        self,
+        store: HistoryStore,
+        recordings: "Recordings | None" = None,
+        on_start: Callable[[str, str], None] = lambda trajectory_id, prompt: None,
+        on_end: Callable[[str], None] = lambda trajectory_id: None,
+    ) -> None:
+        self._store = store
+        self._recordings = recordings
+        self._on_start = on_start
+        self._on_end = on_end
+        self.updated_at: Timestamp | None = None
+
+    async def on_fact(self, fact: Fact) -> None:
+        """Take in one fact."""
+        recordings = self._recordings
+        version = recordings.version_of(fact.trajectory_closed.trajectory_id) if recordings is not None else None
+        ended = learn(self._store.evidence, fact, version)
+        if recordings is not None:
+            recordings.on_fact(fact)
+            started = recordings.get(fact.step_started.step.trajectory_id, turn=0)
+            if started is not None and started.prompt:
+                self._on_start(started.trajectory_id, started.prompt)
+        if ended is not None:
+            self._on_end(ended.trajectory_id)
+            self._store.write_soon(ended.prompt_id)
+        if self.updated_at is None or seconds(fact.time) > seconds(self.updated_at):
+            self.updated_at = fact.time
+
+
 @dataclass
 class Recording:
-    """One that runs. context_tokens: after its newest step. weight_version: the policy's when it was opened."""
+    """A running trajectory. context_tokens: after its newest step. weight_version: the policy's when it was opened."""
 
     trajectory_id: str
     rollout_id: str
@@ -45,7 +80,7 @@ class Recording:
 
 
 class Recordings:
-    """See the module. `decode` makes text of the policy's token ids."""
+    """Recordings of running trajectories, and transcripts of ended ones. decode: from the policy's ids to text."""
 
     def __init__(self, decode: Decode) -> None:
         self.decode = decode
@@ -53,20 +88,20 @@ class Recordings:
         self.ended_total = 0
         self._running: OrderedDict[str, Recording] = OrderedDict()
         self._prompts: OrderedDict[str, str] = OrderedDict()
-        self._weight_version = ""  # the newest that was told of
+        self._weight_version = ""  # the newest
         self._awaited: dict[str, list[asyncio.Event]] = {}
 
-    def hear(self, fact: Fact) -> None:
-        """Folds a fact in."""
+    def on_fact(self, fact: Fact) -> None:
+        """Take in one fact."""
         match fact.WhichOneof("fact"):
             case "trajectory_opened":
-                self._opened(fact.trajectory_opened)
+                self._open(fact.trajectory_opened)
             case "step_started":
-                self._started(fact.step_started)
+                self._start_step(fact.step_started)
             case "step_finished":
-                self._stepped(fact.step_finished)
+                self._finish_step(fact.step_finished)
             case "trajectory_closed":
-                self._closed(fact.trajectory_closed)
+                self._close(fact.trajectory_closed)
             case "engine_joined":
                 self._weight_version = self._weight_version or fact.engine_joined.info.weight_version
             case "weights_updated":
@@ -77,35 +112,35 @@ class Recordings:
         found = self._running.get(trajectory_id)
         return version_number(found.weight_version) if found is not None else None
 
-    def of(self, trajectory_id: str, turn: int) -> Recording | None:
-        """The recording after exactly so many steps; None where there is none."""
+    def get(self, trajectory_id: str, turn: int) -> Recording | None:
+        """The recording after exactly `turn` steps; None where there is none."""
         found = self._running.get(trajectory_id)
         return found if found is not None and found.whole and len(found.turns) == turn else None
 
-    async def until(self, trajectory_id: str, turn: int, within_s: float) -> Recording | None:
-        """The same, with some time for the fact of the newest step, which comes at about the time of the question."""
+    async def wait_for(self, trajectory_id: str, turn: int, within_s: float) -> Recording | None:
+        """As `get`, with some time for the fact of the newest step, which comes at about the time of the question."""
         found = self._running.get(trajectory_id)
         if found is not None and found.whole and len(found.turns) < turn:
-            news = asyncio.Event()
-            self._awaited.setdefault(trajectory_id, []).append(news)
+            arrived = asyncio.Event()
+            self._awaited.setdefault(trajectory_id, []).append(arrived)
             try:
                 async with asyncio.timeout(within_s):
-                    while self.of(trajectory_id, turn) is None:
-                        await news.wait()
-                        news.clear()
+                    while self.get(trajectory_id, turn) is None:
+                        await arrived.wait()
+                        arrived.clear()
             except TimeoutError:
                 pass
             finally:
-                self._awaited[trajectory_id].remove(news)
+                self._awaited[trajectory_id].remove(arrived)
                 if not self._awaited[trajectory_id]:
                     del self._awaited[trajectory_id]
-        return self.of(trajectory_id, turn)
+        return self.get(trajectory_id, turn)
 
     def prompt_of(self, prompt_id: str) -> str:
-        """What stands before the first step of the prompt's trajectories; empty before one of them was told."""
+        """The text of a prompt; empty before a fact of one of its trajectories has brought it."""
         return self._prompts.get(prompt_id, "")
 
-    def _opened(self, opened: TrajectoryOpened) -> None:
+    def _open(self, opened: TrajectoryOpened) -> None:
         if opened.trajectory_id and opened.prompt_id and opened.trajectory_id not in self._running:
             self._running[opened.trajectory_id] = Recording(
                 opened.trajectory_id, opened.rollout_id, opened.prompt_id, opened.prompt_tokens, self._weight_version
@@ -113,12 +148,12 @@ class Recordings:
             if len(self._running) > MOST_RUNNING:
                 self._running.popitem(last=False)
 
-    def _started(self, step: StepStarted) -> None:
+    def _start_step(self, step: StepStarted) -> None:
         recording = self._running.get(step.step.trajectory_id)
         if recording is not None and not recording.turns and not step.step.turn:
-            self._note_prompt(recording, step.prompt)
+            self._set_prompt(recording, step.prompt)
 
-    def _stepped(self, step: StepFinished) -> None:
+    def _finish_step(self, step: StepFinished) -> None:
         recording = self._running.get(step.step.trajectory_id)
         if recording is None or step.step.turn < len(recording.turns) or step.output_tokens < 0:
             return
@@ -129,19 +164,19 @@ class Recordings:
         observation_tokens = 0
         if recording.turns:
             observation_tokens = max(0, step.context_tokens - recording.context_tokens)
-            # What another engine has run since is no observation.
+            # Tokens of a step that ran on another engine since are no observation.
             known = step.tokens.observation_tokens == observation_tokens
-            text = self._text(step.tokens.observation) if known else ""
+            text = self._decode(step.tokens.observation) if known else ""
             recording.turns[-1] = replace(recording.turns[-1], obs_tokens=observation_tokens, obs_text=text)
         else:
-            self._note_prompt(recording, step.tokens.prompt)
-        recording.turns.append(Turn(step.output_tokens, text=self._text(step.tokens.output)))
+            self._set_prompt(recording, step.tokens.prompt)
+        recording.turns.append(Turn(step.output_tokens, text=self._decode(step.tokens.output)))
         recording.steps = recording.steps.after(step.output_tokens, observation_tokens)
         recording.context_tokens = step.context_tokens + step.output_tokens
-        for news in self._awaited.get(step.step.trajectory_id, ()):
-            news.set()
+        for arrived in self._awaited.get(step.step.trajectory_id, ()):
+            arrived.set()
 
-    def _closed(self, closed: TrajectoryClosed) -> None:
+    def _close(self, closed: TrajectoryClosed) -> None:
         recording = self._running.pop(closed.trajectory_id, None)
         if recording is None or not recording.whole or not recording.turns:
             return
@@ -159,53 +194,14 @@ class Recordings:
             )
         )
 
-    def _note_prompt(self, recording: Recording, prompt: TokenIds) -> None:
+    def _set_prompt(self, recording: Recording, prompt: TokenIds) -> None:
         if not prompt.int32_le:
             return
-        recording.prompt = self._text(prompt)
+        recording.prompt = self._decode(prompt)
         self._prompts[recording.prompt_id] = recording.prompt
         self._prompts.move_to_end(recording.prompt_id)
         if len(self._prompts) > MOST_PROMPTS:
             self._prompts.popitem(last=False)
 
-    def _text(self, tokens: TokenIds) -> str:
-        if not tokens.int32_le:
-            return ""
-        ids = array("i")
-        ids.frombytes(tokens.int32_le)
-        return self.decode(ids.tolist())
-
-
-class Learner:
-    """Hears facts. `updated_at` is the time of the newest one heard, None before the first. recordings: where they are
-    kept for a learned model. on_begun: told of each trajectory whose first step has started, with its prompt; on_ended:
-    of each that newly ended."""
-
-    def __init__(
-        self,
-        store: HistoryStore,
-        recordings: Recordings | None = None,
-        on_begun: Callable[[str, str], None] = lambda trajectory_id, prompt: None,
-        on_ended: Callable[[str], None] = lambda trajectory_id: None,
-    ) -> None:
-        self._store = store
-        self._recordings = recordings
-        self._on_begun = on_begun
-        self._on_ended = on_ended
-        self.updated_at: Timestamp | None = None
-
-    async def hear(self, fact: Fact) -> None:
-        """Folds one fact in; told again it changes nothing."""
-        recordings = self._recordings
-        version = recordings.version_of(fact.trajectory_closed.trajectory_id) if recordings is not None else None
-        ended = learn(self._store.evidence, fact, version)
-        if recordings is not None:
-            recordings.hear(fact)
-            begun = recordings.of(fact.step_started.step.trajectory_id, turn=0)
-            if begun is not None and begun.prompt:
-                self._on_begun(begun.trajectory_id, begun.prompt)
-        if ended is not None:
-            self._on_ended(ended.trajectory_id)
-            self._store.changed(ended.prompt_id)
-        if self.updated_at is None or fact.time.ToNanoseconds() > self.updated_at.ToNanoseconds():
-            self.updated_at = fact.time
+    def _decode(self, tokens: TokenIds) -> str:
+        return self.decode(array("i", tokens.int32_le).tolist()) if tokens.int32_le else ""
