@@ -59,7 +59,7 @@ async def test_a_tool_on_a_backend_that_is_missing_leaves_the_others_alone(
 @pytest.mark.parametrize("networks", ["host", "egress,host", "container:other"])
 def test_the_hosts_own_network_cannot_be_allowed(networks: str) -> None:
     with pytest.raises(ValidationError, match="not host"):
-        ToolsSettings(networks=networks)
+        ToolsSettings.model_validate({"networks": networks})
 
 
 def test_a_network_or_backend_that_nobody_allowed_is_refused_at_start() -> None:

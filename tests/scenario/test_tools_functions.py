@@ -17,7 +17,7 @@ from support.rewards import RewardCalls
 from support.rpc import error_of
 from support.tools import ToolsCalls, calls_to, limits
 from treadle.tools.v1 import rewards_pb2, tools_pb2
-from treadle_tools.remote.caller import SHORTEST_WARM_S
+from treadle_tools.functions import SHORTEST_WARM_S
 
 OK, ERROR, TIMED_OUT = (
     tools_pb2.RESULT_STATUS_OK,

@@ -288,7 +288,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"gpus": None}, "needs `[gpus]`"),
     ({"judge": [{"name": "j", "prompt": "p", "service": "none"}]}, "no gpu_service 'none'"),
     ({"gpus": {"gpu_bytes": 100, "nodes": {"n": [0, 1]}}}, "any chunk of 1 GPUs"),
-    ({"gpus": {"gpu_bytes": 100, "nodes": {"n": [9]}}}, "from 0 to 7"),
+    ({"gpus": {"gpu_bytes": 100, "nodes": {"n": [9]}}}, "gpus.nodes.n.0"),
     ({"gpus": {"gpu_bytes": 50, "nodes": {"n": [0]}}}, "bytes_per_gpu"),
 ]
 

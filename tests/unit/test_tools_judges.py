@@ -1,8 +1,11 @@
 """What a judge is asked, and the score in what it says."""
 
+import json
+
 import pytest
-from treadle_tools.rewards.judge import Judge
-from treadle_tools.rewards.judging import NoScore, answer_in, question, score_in
+from treadle_tools.functions import Reply
+from treadle_tools.rewards.scorers import NoScore, chat_request, read_answer, read_score
+from treadle_tools.tool import Judge
 
 JUDGE = Judge(prompt="Q: $question\nA: ${answer} costs $$5", system="Be $mood.", model="m", low=1, high=5)
 
@@ -13,13 +16,13 @@ def test_a_template_names_its_arguments_once_each() -> None:
 
 
 def test_arguments_stand_where_they_are_named_and_are_no_templates_themselves() -> None:
-    body = question(JUDGE, {"question": "what is $answer?", "answer": ["x", 1], "mood": "fair"})
+    body = chat_request(JUDGE, {"question": "what is $answer?", "answer": ["x", 1], "mood": "fair"})
     assert body["messages"] == [
         {"role": "system", "content": "Be fair."},
         {"role": "user", "content": 'Q: what is $answer?\nA: ["x", 1] costs $5'},
     ]
     assert (body["model"], body["temperature"]) == ("m", 0.0)
-    assert question(JUDGE, {"question": "", "answer": "", "mood": ""}, again=True)["temperature"] > 0
+    assert chat_request(JUDGE, {"question": "", "answer": "", "mood": ""}, again=True)["temperature"] > 0
 
 
 @pytest.mark.parametrize(
@@ -33,16 +36,16 @@ def test_arguments_stand_where_they_are_named_and_are_no_templates_themselves() 
     ],
 )
 def test_the_last_score_counts(text: str, score: float) -> None:
-    assert score_in(JUDGE, text) == score
+    assert read_score(JUDGE, text) == score
 
 
 @pytest.mark.parametrize("text", ["", "no idea", "Score: 0", "Score: 6", "Score: -1", "Score: many"])
 def test_what_is_no_score_in_range_is_none(text: str) -> None:
     with pytest.raises(NoScore):
-        score_in(JUDGE, text)
+        read_score(JUDGE, text)
 
 
 @pytest.mark.parametrize("reply", [{}, [], None, {"choices": []}, {"choices": [{"message": {"content": None}}]}])
 def test_what_is_no_completion_has_no_answer(reply: object) -> None:
     with pytest.raises(NoScore):
-        answer_in(reply)
+        read_answer(Reply(json.dumps(reply).encode(), "application/json"))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from treadle_runtime.errors import InvalidArgument, NotFound
 from treadle_tools.builtin import FROZEN_LAKE, PYTHON, REASONING_GYM, TOOLS
-from treadle_tools.registry import RegistrationError, Registry, load
+from treadle_tools.registry import RegistrationError, Registry, load_registry
 from treadle_tools.tool import Limits, Tool
 
 
@@ -31,16 +31,16 @@ def test_a_tool_that_is_not_usable_is_refused(tool: Tool, says: str) -> None:
 
 def test_a_module_without_tools_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RegistrationError, match="cannot be imported"):
-        load(TOOLS, ["no_such_module_anywhere"])
+        load_registry(TOOLS, ["no_such_module_anywhere"])
     empty = types.ModuleType("empty_tools")
     monkeypatch.setitem(sys.modules, "empty_tools", empty)
     with pytest.raises(RegistrationError, match="has no TOOLS"):
-        load(TOOLS, ["empty_tools"])
+        load_registry(TOOLS, ["empty_tools"])
     monkeypatch.setattr(empty, "TOOLS", ["python"], raising=False)
     with pytest.raises(RegistrationError, match="has no TOOLS"):
-        load(TOOLS, ["empty_tools"])
+        load_registry(TOOLS, ["empty_tools"])
     monkeypatch.setattr(empty, "TOOLS", [replace(PYTHON, name="mine")])
-    assert {tool.name for tool in load([PYTHON], ["empty_tools"])} == {"python", "mine"}
+    assert {tool.name for tool in load_registry([PYTHON], ["empty_tools"])} == {"python", "mine"}
 
 
 def test_a_tool_is_found_by_name_and_kind() -> None:

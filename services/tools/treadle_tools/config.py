@@ -1,16 +1,60 @@
-"""Settings of the tools service: TREADLE_TOOLS_*."""
+"""Settings of the tools service, read once from TREADLE_TOOLS_<NAME>."""
 
 import os
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_settings import NoDecode
 from treadle_runtime.config import Settings
 
-from treadle_tools.builtin import TOOLS
-from treadle_tools.builtin_rewards import REWARDS
+from treadle_tools.builtin import REWARDS, TOOLS
 from treadle_tools.tool import Tool
+
+
+def _split(text: Any) -> Any:
+    return tuple(filter(None, map(str.strip, text.split(",")))) if isinstance(text, str) else text
+
+
+def _each(is_valid: Callable[[str], bool], expected: str) -> AfterValidator:
+    def check(names: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(map(is_valid, names)):
+            raise ValueError(expected)
+        return names
+
+    return AfterValidator(check)
+
+
+def _names_of(tools: Iterable[Tool]) -> AfterValidator:
+    known = [tool.name for tool in tools]
+    return _each(known.__contains__, f"names out of {','.join(known)} separated by commas")
+
+
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]  # separated by commas
+ModuleNames = Annotated[
+    Names,
+    _each(
+        lambda name: all(part.isidentifier() for part in name.split(".")),
+        "Python module names separated by commas, e.g. my_tools,other.tools",
+    ),
+]
+NetworkNames = Annotated[
+    Names,
+    _each(
+        lambda name: name not in ("host", "none") and ":" not in name,
+        "names of networks made for tools; not host, nor another container's",
+    ),
+]
+DockerHosts = Annotated[
+    Names,
+    Field(min_length=1),
+    _each(
+        lambda name: name.startswith(("unix:///", "tcp://")),
+        "addresses such as unix:///var/run/docker.sock or tcp://10.0.0.7:2376, by commas",
+    ),
+]
 
 
 class ToolsSettings(Settings):
@@ -19,11 +63,13 @@ class ToolsSettings(Settings):
     service: ClassVar[str] = "tools"
 
     listen: str = "127.0.0.1:7405"
-    bwrap: str = "bwrap"  # a path, or a name that is looked up on PATH
-    builtin: str = ",".join(tool.name for tool in TOOLS)  # which of the tools that come with the service are on
+    bwrap: Annotated[str, Field(min_length=1)] = "bwrap"  # a path, or a name that is looked up on PATH
+    builtin: Annotated[Names, _names_of(TOOLS)] = tuple(
+        tool.name for tool in TOOLS
+    )  # which of the tools that come with the service are on
     functions: str = ""  # a file, TOML or JSON, of HTTP functions that are tools or rewards
-    function_hosts: str = ""  # where they may be: hosts, host:port or *.domain, separated by commas
-    modules: str = ""  # Python modules with a list TOOLS, separated by commas
+    function_hosts: Names = ()  # where they may be: hosts, host:port or *.domain, separated by commas
+    modules: ModuleNames = ()  # Python modules with a list TOOLS, separated by commas
     cores: int = Field(default=0, ge=0)  # that actions may use at a time; 0: all this process may run on
     pin: Literal["auto", "off"] = "auto"  # auto: an action runs on cores of its own, where control groups can say so
     memory_bytes: int = Field(default=0, ge=0)  # for what tools reserve; 0: all of the machine's
@@ -33,7 +79,7 @@ class ToolsSettings(Settings):
     session_idle_s: float = Field(default=1800.0, gt=0)  # until an unused session is closed
     max_snapshots: int = Field(default=64, ge=0)  # kept at a time
     snapshot_kept_s: float = Field(default=1800.0, gt=0)  # until a snapshot is dropped
-    rewards: str = ",".join(reward.name for reward in REWARDS)  # which of the built-in rewards are on
+    rewards: Annotated[Names, _names_of(REWARDS)] = tuple(reward.name for reward in REWARDS)  # which of them are on
     reward_slots: int = Field(default=0, ge=0)  # rewards in the sandbox at a time; 0: as many as cores
     max_rewards: int = Field(default=65_536, ge=1)  # that may wait
     reward_kept_s: float = Field(default=3600.0, gt=0)  # how long a reward that has ended can be asked for
@@ -46,89 +92,19 @@ class ToolsSettings(Settings):
     backend: Literal["bubblewrap", "docker", "kubernetes"] = "bubblewrap"  # of tools that name none
     image: str = ""  # of containers, for tools that name none
     code_in_image: bool = False  # containers show the worker's code from here, or their image has it
-    networks: str = ""  # that tools may name, separated by commas; a container that names none has none
+    networks: NetworkNames = ()  # that tools may name, separated by commas; a container that names none has none
     owner: str = ""  # whose containers they are; empty: this machine's at this port
-    docker_hosts: str = "unix:///var/run/docker.sock"  # daemons, separated by commas
+    docker_hosts: DockerHosts = ("unix:///var/run/docker.sock",)  # daemons, separated by commas
     docker_tls: str = ""  # a folder with ca.pem, cert.pem and key.pem, for tcp:// daemons
     docker_mirror: str = ""  # a registry that has the images too, and is asked first
     kubernetes_namespace: str = ""  # empty: the one of this pod, else "default"
     kubernetes_runtime_class: str = ""  # of the pods, such as one for gVisor or Kata Containers
     cgroups: Literal["auto", "off"] = "auto"  # off: memory is watched from outside
 
-    @field_validator("bwrap")
-    @classmethod
-    def _bwrap_is_named(cls, value: str) -> str:
-        if not value.strip():
-            raise ValueError("a program's path, or a name that is looked up on PATH")
-        return value
-
-    @field_validator("modules")
-    @classmethod
-    def _modules_are_names(cls, value: str) -> str:
-        for name in _names(value):
-            if not all(part.isidentifier() for part in name.split(".")):
-                raise ValueError("Python module names separated by commas, e.g. my_tools,other.tools")
-        return value
-
-    @field_validator("builtin")
-    @classmethod
-    def _builtin_are_tools(cls, value: str) -> str:
-        known = [tool.name for tool in TOOLS]
-        if not set(_names(value)) <= set(known):
-            raise ValueError(f"names out of {','.join(known)} separated by commas")
-        return value
-
-    @field_validator("rewards")
-    @classmethod
-    def _rewards_are_rewards(cls, value: str) -> str:
-        known = [reward.name for reward in REWARDS]
-        if not set(_names(value)) <= set(known):
-            raise ValueError(f"names out of {','.join(known)} separated by commas")
-        return value
-
-    @property
-    def builtin_rewards(self) -> tuple[Tool, ...]:
-        """`rewards`, one by one."""
-        return tuple(reward for reward in REWARDS if reward.name in _names(self.rewards))
-
-    @field_validator("docker_hosts")
-    @classmethod
-    def _docker_hosts_are_addresses(cls, value: str) -> str:
-        if not _names(value) or not all(name.startswith(("unix:///", "tcp://")) for name in _names(value)):
-            raise ValueError("addresses such as unix:///var/run/docker.sock or tcp://10.0.0.7:2376, by commas")
-        return value
-
-    @field_validator("networks")
-    @classmethod
-    def _networks_are_walls(cls, value: str) -> str:
-        if any(name in ("host", "none") or ":" in name for name in _names(value)):
-            raise ValueError("names of networks made for tools; not host, nor another container's")
-        return value
-
-    @property
-    def docker_addresses(self) -> tuple[str, ...]:
-        """`docker_hosts`, one by one."""
-        return _names(self.docker_hosts)
-
-    @property
-    def network_names(self) -> tuple[str, ...]:
-        """`networks`, one by one."""
-        return _names(self.networks)
-
     @property
     def builtin_tools(self) -> tuple[Tool, ...]:
-        """`builtin`, one by one."""
-        return tuple(tool for tool in TOOLS if tool.name in _names(self.builtin))
-
-    @property
-    def allowed_hosts(self) -> tuple[str, ...]:
-        """`function_hosts`, one by one."""
-        return _names(self.function_hosts)
-
-    @property
-    def module_names(self) -> tuple[str, ...]:
-        """`modules`, one by one."""
-        return _names(self.modules)
+        """The tools and rewards that are on, in the order of the module `builtin`."""
+        return tuple(tool for tool in (*TOOLS, *REWARDS) if tool.name in {*self.builtin, *self.rewards})
 
     @property
     def state_folder(self) -> Path:
@@ -141,7 +117,3 @@ class ToolsSettings(Settings):
         if runtime:
             return Path(runtime) / f"treadle-tools-{owner}"
         return Path(tempfile.gettempdir()) / f"treadle-tools-{os.geteuid()}-{owner}"
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, map(str.strip, text.split(","))))

@@ -1,24 +1,29 @@
-"""Which tools there are: the built-in ones and those of the modules named in the settings.
+"""Keep the tools by name, and check the arguments of their calls.
 
-Invariants: names are unique and identifiers, schemas are valid JSON Schema, limits are positive. A module that breaks
-one, or cannot be imported, is refused at start.
+Tools are the built-in ones, those of a file of declarations and those of the modules named in the settings.
+Invariants: names are unique and identifiers, schemas are valid JSON Schema, limits are positive. A tool that breaks
+one, or a module that cannot be imported, is refused at start.
 """
 
 import importlib
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jsonschema
+from jsonschema.exceptions import best_match
 from jsonschema.protocols import Validator
 from treadle_core.tools.action import InvalidActionError
 from treadle_runtime.errors import InvalidArgument, NotFound, identifier
 
-from treadle_tools.arguments import Checked, checked
-from treadle_tools.rewards.judge import Judge
 from treadle_tools.scheduling.demand import check_scaling
-from treadle_tools.tool import Kind, Tool
+from treadle_tools.tool import Judge, Kind, Result, Tool
 
 BACKENDS = ("", "bubblewrap", "docker", "kubernetes")
+FIELD = "arguments_json"
+LARGEST_BYTES = 1024 * 1024  # code and answers are kilobytes; a worker's frame and its JSON parser hold a few copies
+
+Arguments = dict[str, Any]
 
 
 class RegistrationError(Exception):
@@ -117,30 +122,13 @@ class Registry:
             raise NotFound("TOOL_NOT_FOUND", f"tool: there is no tool {name[:64]!r}; there are {known}", tool=name)
         return self._tools[name]
 
-    def step_arguments(self, tool: Tool, text: str) -> Checked:
+    def step_arguments(self, tool: Tool, text: str) -> Arguments:
         """Arguments of one call or step. Raises InvalidArgument naming what is wrong."""
-        return checked(text, self._arguments[tool.name])
+        return check_arguments(text, self._arguments[tool.name])
 
-    def open_arguments(self, tool: Tool, text: str) -> Checked:
+    def open_arguments(self, tool: Tool, text: str) -> Arguments:
         """Arguments that open a session. Raises InvalidArgument naming what is wrong."""
-        return checked(text, self._opening[tool.name])
-
-
-def load(
-    builtin: Iterable[Tool], modules: Iterable[str], providers: Collection[str] = (), networks: Collection[str] = ()
-) -> Registry:
-    """The tools of `builtin` and the `TOOLS` of each module. Raises RegistrationError."""
-    tools = list(builtin)
-    for name in modules:
-        try:
-            module = importlib.import_module(name)
-        except ImportError as error:
-            raise RegistrationError(f"module {name!r} cannot be imported: {error}") from error
-        found = getattr(module, "TOOLS", None)
-        if not isinstance(found, list | tuple) or not all(isinstance(tool, Tool) for tool in found):
-            raise RegistrationError(f"module {name!r} has no TOOLS: a list of treadle_tools.tool.Tool")
-        tools += found
-    return Registry(tools, providers, networks)
+        return check_arguments(text, self._opening[tool.name])
 
 
 def _validator(tool: Tool, schema: Mapping[str, Any]) -> Validator:
@@ -149,3 +137,59 @@ def _validator(tool: Tool, schema: Mapping[str, Any]) -> Validator:
     except jsonschema.SchemaError as error:
         raise RegistrationError(f"tool {tool.name!r}: its schema is no JSON Schema: {error.message}") from error
     return jsonschema.Draft202012Validator(dict(schema))
+
+
+def load_registry(
+    tools: Iterable[Tool], modules: Iterable[str], providers: Collection[str] = (), networks: Collection[str] = ()
+) -> Registry:
+    """`tools` and the `TOOLS` of each module. Raises RegistrationError."""
+    every = list(tools)
+    for name in modules:
+        try:
+            module = importlib.import_module(name)
+        except ImportError as error:
+            raise RegistrationError(f"module {name!r} cannot be imported: {error}") from error
+        found = getattr(module, "TOOLS", None)
+        if not isinstance(found, list | tuple) or not all(isinstance(tool, Tool) for tool in found):
+            raise RegistrationError(f"module {name!r} has no TOOLS: a list of treadle_tools.tool.Tool")
+        every += found
+    return Registry(every, providers, networks)
+
+
+def refuse_invalid(result: Result) -> None:
+    """Raises InvalidArgument where the tool refused an argument."""
+    if result.invalid is not None:
+        name, description = result.invalid
+        raise InvalidArgument(f"{FIELD}.{name}", description)
+
+
+def check_arguments(text: str, validator: Validator) -> Arguments:
+    """The JSON object in `text` ({} where it is empty). Raises InvalidArgument naming what does not fit the schema."""
+    if len(text) > LARGEST_BYTES:
+        raise InvalidArgument(FIELD, f"must be at most {LARGEST_BYTES} characters, is {len(text)}")
+    try:
+        arguments = json.loads(text or "{}", parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(FIELD, f"is no JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise InvalidArgument(FIELD, f"must be a JSON object, is {type(arguments).__name__}")
+    problem = best_match(validator.iter_errors(arguments))
+    if problem is not None:
+        raise InvalidArgument(".".join((FIELD, *_path(problem))), problem.message)
+    return arguments
+
+
+def _path(problem: jsonschema.ValidationError) -> list[str]:
+    """Where the problem is; a property that is missing, or one too many, is named itself."""
+    path = [str(part) for part in problem.absolute_path]
+    found, rule, schema = problem.instance, problem.validator_value, problem.schema
+    if isinstance(found, dict) and isinstance(schema, Mapping):
+        if problem.validator == "required" and isinstance(rule, list):
+            path += [name for name in rule if name not in found][:1]
+        elif problem.validator == "additionalProperties":
+            path += [name for name in found if name not in schema.get("properties", {})][:1]
+    return path
+
+
+def _refuse_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON number")

@@ -1,45 +1,35 @@
-"""Between the contract's messages and the service's nouns. Only this module knows both."""
+"""Convert between the messages of the contract and the service's values. Only this module knows both."""
 
 import json
 import math
 
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
 from treadle.telemetry.v1 import facts_pb2
+from treadle.tools.v1 import rewards_pb2
 from treadle.tools.v1 import tools_pb2 as pb
-from treadle_core.tools.providers import State
+from treadle_core.tools.providers import State as BreakerState
 from treadle_runtime.bus import Bus
 from treadle_runtime.errors import require
 from treadle_runtime.facts import make_fact
+from treadle_runtime.times import duration, seconds, timestamp
 
+from treadle_tools.rewards.reward import Reward, State
 from treadle_tools.scheduling.standing import Standing
 from treadle_tools.sessions.session import Session
 from treadle_tools.sessions.snapshots import Snapshot
 from treadle_tools.tool import Kind, Limits, Result, Status, Tool
 
 KINDS = {Kind.STATELESS: pb.TOOL_KIND_STATELESS, Kind.ENVIRONMENT: pb.TOOL_KIND_ENVIRONMENT}
-STATUSES = {
-    Status.OK: pb.RESULT_STATUS_OK,
-    Status.TOOL_ERROR: pb.RESULT_STATUS_TOOL_ERROR,
-    Status.TIMED_OUT: pb.RESULT_STATUS_TIMED_OUT,
-    Status.OUT_OF_MEMORY: pb.RESULT_STATUS_OUT_OF_MEMORY,
-    Status.CRASHED: pb.RESULT_STATUS_CRASHED,
-}
-
-BREAKERS = {
-    State.CLOSED: pb.BREAKER_STATE_CLOSED,
-    State.OPEN: pb.BREAKER_STATE_OPEN,
-    State.HALF_OPEN: pb.BREAKER_STATE_HALF_OPEN,
-}
+STATUSES = {status: pb.ResultStatus.Value(f"RESULT_STATUS_{status.name}") for status in Status}
+BREAKERS = {state: pb.BreakerState.Value(f"BREAKER_STATE_{state.name}") for state in BreakerState}
+REWARD_STATES = {state: rewards_pb2.RewardState.Value(f"REWARD_STATE_{state.name}") for state in State}
 
 
 def limits_of(message: pb.Limits, most: Limits) -> Limits:
     """What a caller asks for, 0 meaning the tool's own. Raises InvalidArgument for a negative or too large one."""
-    wall_s = message.wall_time.seconds + message.wall_time.nanos / 1e9
     return Limits(
         cpu_cores=int(_limit("cpu_cores", message.cpu_cores, most.cpu_cores)),
         memory_bytes=int(_limit("memory_bytes", message.memory_bytes, most.memory_bytes)),
-        wall_s=_limit("wall_time", wall_s, most.wall_s),
+        wall_s=_limit("wall_time", seconds(message.wall_time), most.wall_s),
         output_bytes=int(_limit("output_bytes", message.output_bytes, most.output_bytes)),
     )
 
@@ -50,7 +40,6 @@ def _limit(name: str, asked: float, most: float) -> float:
 
 
 def limits_message(limits: Limits) -> pb.Limits:
-    """The contract's form."""
     return pb.Limits(
         cpu_cores=limits.cpu_cores,
         memory_bytes=limits.memory_bytes,
@@ -60,7 +49,6 @@ def limits_message(limits: Limits) -> pb.Limits:
 
 
 def tool_message(tool: Tool) -> pb.Tool:
-    """The contract's form."""
     environment = tool.kind is Kind.ENVIRONMENT
     return pb.Tool(
         name=tool.name,
@@ -73,7 +61,6 @@ def tool_message(tool: Tool) -> pb.Tool:
 
 
 def session_message(session: Session) -> pb.Session:
-    """The contract's form."""
     return pb.Session(
         session_id=session.session_id,
         tool=session.tool.name,
@@ -86,7 +73,6 @@ def session_message(session: Session) -> pb.Session:
 
 
 def resources_message(standing: Standing) -> pb.GetResourcesResponse:
-    """The contract's form."""
     resources = [
         pb.Resource(
             dimension=each.dimension,
@@ -110,7 +96,6 @@ def resources_message(standing: Standing) -> pb.GetResourcesResponse:
 
 
 def snapshot_message(snapshot: Snapshot) -> pb.Snapshot:
-    """The contract's form."""
     return pb.Snapshot(
         snapshot_id=snapshot.snapshot_id,
         tool=snapshot.tool.name,
@@ -123,7 +108,6 @@ def snapshot_message(snapshot: Snapshot) -> pb.Snapshot:
 
 
 def result_message(result: Result) -> pb.ToolResult:
-    """The contract's form."""
     message = pb.ToolResult(
         status=STATUSES[result.status],
         output=text(result.output),
@@ -138,25 +122,10 @@ def result_message(result: Result) -> pb.ToolResult:
     return message
 
 
-def timing_message(result: Result) -> pb.ActionTiming:
-    """The contract's form."""
+def timing_message(times: Result | Reward) -> pb.ActionTiming:
     return pb.ActionTiming(
-        queue=duration(result.queue_s), overhead=duration(result.overhead_s), execution=duration(result.execution_s)
+        queue=duration(times.queue_s), overhead=duration(times.overhead_s), execution=duration(times.execution_s)
     )
-
-
-def duration(seconds: float) -> Duration:
-    """Seconds as a Duration."""
-    message = Duration()
-    message.FromNanoseconds(round(seconds * 1e9))
-    return message
-
-
-def timestamp(seconds: float) -> Timestamp:
-    """Seconds since the epoch as a Timestamp."""
-    message = Timestamp()
-    message.FromNanoseconds(round(seconds * 1e9))
-    return message
 
 
 def text(foreign: str) -> str:
@@ -164,8 +133,36 @@ def text(foreign: str) -> str:
     return foreign.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-class BusFacts:
-    """Tells actions on the bus. source: service and instance."""
+def function_message(tool: Tool) -> rewards_pb2.RewardFunction:
+    return rewards_pb2.RewardFunction(
+        name=tool.name,
+        description=tool.description,
+        arguments_schema_json=json.dumps(tool.arguments_schema),
+        limits=limits_message(tool.limits),
+    )
+
+
+def reward_message(reward: Reward) -> rewards_pb2.Reward:
+    return rewards_pb2.Reward(
+        reward_id=reward.reward_id,
+        trajectory_id=reward.trajectory_id,
+        job=reward.job,
+        reward=reward.name,
+        state=REWARD_STATES[reward.state],
+        score=reward.score,
+        output=text(reward.output),
+        data_json=text(reward.data_json),
+        error=text(" ".join(reward.error.split())),
+        tries=reward.tries,
+        timing=timing_message(reward),
+        accepted_at=timestamp(reward.accepted_at),
+        ended_at=timestamp(reward.ended_at) if reward.ended else None,
+        revision=reward.revision,
+    )
+
+
+class FactPublisher:
+    """Publishes what happened to actions and rewards. source: service and instance."""
 
     def __init__(self, bus: Bus, source: str) -> None:
         self._bus = bus
@@ -182,3 +179,18 @@ class BusFacts:
             trajectory_id=trajectory_id, tool=tool, status=STATUSES[result.status], timing=timing_message(result)
         )
         await self._bus.publish(make_fact(self._source, tool_finished=finished))
+
+    async def reward_ended(self, reward: Reward) -> None:
+        """Publish reward_ended, under the same id each time."""
+        ended = facts_pb2.RewardEnded(
+            reward_id=reward.reward_id,
+            trajectory_id=reward.trajectory_id,
+            job=reward.job,
+            reward=reward.name,
+            state=REWARD_STATES[reward.state],
+            score=reward.score,
+            timing=timing_message(reward),
+        )
+        fact = make_fact(self._source, reward_ended=ended)
+        fact.fact_id = f"reward-ended-{reward.reward_id}"
+        await self._bus.publish(fact)

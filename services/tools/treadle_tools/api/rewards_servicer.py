@@ -1,4 +1,4 @@
-"""RewardsService: validate, convert, ask the pool, convert back."""
+"""Serve RewardsService: check the request, convert it, ask the pool, convert the answer."""
 
 import time
 import uuid
@@ -11,7 +11,7 @@ from treadle.tools.v1 import rewards_pb2_grpc
 from treadle_runtime.errors import InvalidArgument, identifier, require
 from treadle_runtime.idempotency import RequestRecords
 
-from treadle_tools.api import convert_rewards as convert
+from treadle_tools.api import convert
 from treadle_tools.registry import Registry
 from treadle_tools.rewards.pool import RewardPool
 from treadle_tools.rewards.reward import DEFAULT_JOB, Reward
@@ -59,22 +59,22 @@ class RewardsServicer(rewards_pb2_grpc.RewardsServiceServicer):
     async def WatchRewards(
         self, request: pb.WatchRewardsRequest, context: Context
     ) -> AsyncIterator[pb.WatchRewardsResponse]:
-        async for reward in self._watched(request):
+        async for reward in self._watch(request):
             yield pb.WatchRewardsResponse(reward=convert.reward_message(reward))
 
-    def _watched(self, request: pb.WatchRewardsRequest) -> AsyncIterator[Reward]:
+    def _watch(self, request: pb.WatchRewardsRequest) -> AsyncIterator[Reward]:
         named = [bool(request.reward_ids), bool(request.job), bool(request.trajectory_id)]
         require(sum(named) == 1, "reward_ids", "name rewards, or a job, or a trajectory: exactly one of the three")
         require(len(request.reward_ids) <= MOST_WATCHED, "reward_ids", f"must be at most {MOST_WATCHED}")
         for reward_id in request.reward_ids:
             self._pool.get(identifier("reward_ids", reward_id))
         if request.reward_ids:
-            return self._pool.board.watch_until_ended(request.reward_ids)
+            return self._pool.table.watch_until_ended(request.reward_ids)
         if request.job:
             job = identifier("job", request.job)
-            return self._pool.board.watch(lambda reward: reward.job == job)
+            return self._pool.table.watch(lambda reward: reward.job == job)
         trajectory_id = identifier("trajectory_id", request.trajectory_id)
-        return self._pool.board.watch(lambda reward: reward.trajectory_id == trajectory_id)
+        return self._pool.table.watch(lambda reward: reward.trajectory_id == trajectory_id)
 
     async def CancelReward(self, request: pb.CancelRewardRequest, context: Context) -> pb.CancelRewardResponse:
         async def call() -> pb.CancelRewardResponse:

@@ -1,14 +1,14 @@
-"""Rounds: a service holds GPUs for as long as it is asked, and other services' turns come in between.
+"""Share GPUs among services: a service gets them for a round, and rounds of other services come in between.
 
-A round is one action of the scheduler. What is asked of a service while it has a round joins it, up to what its server
-takes at once, so that the server has batches; more begins another round, on other GPUs where some are free. A round
-that others wait for takes nobody in after `turn_s`. Owns: the rounds. Invariant: GPUs are given back once nobody asks.
+A round is one action of the scheduler. Requests to a service join its round, up to what its server takes at once, so
+that the server has batches; more requests begin another round, on other GPUs where some are free. A round that others
+wait for accepts no request after `turn_s`. Invariant: GPUs are given back once nobody asks.
 """
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import nats.errors
@@ -17,8 +17,7 @@ from treadle_core.tools.grants import SERVED, End, Ended, GpuGrant
 from treadle_runtime.errors import TreadleError, Unavailable
 
 from treadle_tools.background import Background
-from treadle_tools.gpu.residents import Residents
-from treadle_tools.gpu.servers import Gpus, GpuService, Server
+from treadle_tools.gpu.servers import Gpus, GpuService, Residents, Server
 from treadle_tools.scheduling.turns import Turn, Turns
 
 RECENT_SHARE = 0.2  # of the newest round in the learned duration
@@ -34,24 +33,22 @@ class Round:
     asked: int = 0
     began_s: float | None = None
     closed: bool = False
-    failed: bool = False
+    broken: bool = False
     empty: asyncio.Event = field(default_factory=asyncio.Event)
 
-
-@dataclass(frozen=True)
-class RoundSeat:
-    """See judges.endpoints.Seat."""
-
-    url: str
-    round: Round
+    @property
+    def url(self) -> str:
+        """Of its server, once it is ready."""
+        return self.ready.result().url
 
     def failed(self) -> None:
-        """It did not answer: whoever comes next is not sent there unseen."""
-        self.round.failed = self.round.closed = True
+        """The server did not answer: no further request joins, and its state is looked at before the next round."""
+        self.broken = True
+        self.closed = True
 
 
 class Rounds:
-    """See the module. numbers: of actions, ascending over all that share the turns."""
+    """All rounds. numbers: of actions, ascending over all that share the turns."""
 
     def __init__(
         self, gpus: Gpus, turns: Turns, residents: Residents, background: Background, numbers: Iterator[int]
@@ -67,20 +64,20 @@ class Rounds:
         self._single_gpu_s: dict[str, float] = {}
 
     @asynccontextmanager
-    async def seat(self, service: str) -> AsyncIterator[RoundSeat]:
-        """A place to ask `service`, for one request. Raises Unavailable, ResourceExhausted."""
-        joined = self._joined(self._services[service])
+    async def join(self, service: str) -> AsyncIterator[Round]:
+        """A round in which `service` can be asked once. Raises Unavailable, ResourceExhausted."""
+        joined = self._open_round(self._services[service])
         joined.asked += 1
         try:
-            server = await asyncio.shield(joined.ready)
-            yield RoundSeat(server.url, joined)
+            await asyncio.shield(joined.ready)
+            yield joined
         finally:
             joined.asked -= 1
             if joined.asked == 0:
                 joined.closed = True
                 joined.empty.set()
 
-    def _joined(self, service: GpuService) -> Round:
+    def _open_round(self, service: GpuService) -> Round:
         for one in self._rounds[service.name]:
             if not one.closed and one.asked < service.at_once and not self._is_over(one):
                 return one
@@ -96,7 +93,7 @@ class Rounds:
         return lasted_s > self._gpus.turn_s and self._turns.dispatcher.waiting_for().get(GPUS, 0) > 0
 
     async def _run(self, one: Round) -> None:
-        """Never raises: what goes wrong is said to those who wait for it."""
+        """Never raises: what goes wrong is raised in those who wait for the round."""
         try:
             async with self._turns.hold(self._action(one.service)) as turn:
                 if one.asked:
@@ -104,7 +101,7 @@ class Rounds:
                 else:
                     turn.ended = Ended(End.ABANDONED)
         except (TreadleError, nats.errors.Error) as error:
-            self._say(one, error)
+            _fail(one, error)
         finally:
             one.closed = True
             self._rounds[one.service.name].remove(one)
@@ -117,21 +114,22 @@ class Rounds:
         assert grant.service is not None
         server = self._servers[one.service.name, grant.service.degree, grant.chunk.node_id, grant.chunk.first]
         try:
-            await self._residents.bring(server, self._evicted(grant))
+            await self._residents.bring(server, self._servers_to_evict(grant))
         except (Unavailable, nats.errors.Error) as error:
             turn.ended = Ended(End.FAILED)
-            self._residents.left(server, failed=True)
-            self._say(one, error)
+            self._residents.leave(server, failed=True)
+            _fail(one, error)
             return
         one.began_s = time.monotonic()
         one.ready.set_result(server)
         await one.empty.wait()
-        self._residents.left(server, failed=one.failed)
-        turn.ended = Ended(End.FAILED) if one.failed else SERVED
-        if not one.failed:
-            self._learn(one, grant.service.degree)
+        failed = one.broken
+        self._residents.leave(server, failed=failed)
+        turn.ended = Ended(End.FAILED) if failed else SERVED
+        if not failed:
+            self._learn(one.service, grant.service.degree, max(time.monotonic() - one.began_s, 1e-6))
 
-    def _evicted(self, grant: GpuGrant) -> list[Server]:
+    def _servers_to_evict(self, grant: GpuGrant) -> list[Server]:
         return [
             self._servers[resident.service.name, resident.service.degree, resident.chunk.node_id, resident.chunk.first]
             for resident in grant.evicted
@@ -152,29 +150,15 @@ class Rounds:
             service=service.name,
         )
 
-    def _learn(self, one: Round, degree: int) -> None:
-        assert one.began_s is not None
-        speedup = Amdahl(one.service.serial_share).efficiency(degree) * degree
-        newest_s = max(time.monotonic() - one.began_s, 1e-6) * speedup
-        known_s = self._single_gpu_s.setdefault(one.service.name, newest_s)
-        self._single_gpu_s[one.service.name] = known_s + RECENT_SHARE * (newest_s - known_s)
-
-    @staticmethod
-    def _say(one: Round, error: Exception) -> None:
-        if one.ready.done():
-            return
-        if not isinstance(error, TreadleError):
-            error = Unavailable("GPU_SERVICE_UNAVAILABLE", f"NATS does not answer: {error!r}", retry_after_s=RETRY_S)
-        one.ready.set_exception(error)
+    def _learn(self, service: GpuService, degree: int, lasted_s: float) -> None:
+        newest_s = lasted_s * Amdahl(service.serial_share).efficiency(degree) * degree
+        known_s = self._single_gpu_s.setdefault(service.name, newest_s)
+        self._single_gpu_s[service.name] = known_s + RECENT_SHARE * (newest_s - known_s)
 
 
-class ServiceEndpoints:
-    """A judge's endpoint that is a GPU service; see judges.endpoints.Endpoints."""
-
-    def __init__(self, rounds: Rounds, service: str) -> None:
-        self._rounds = rounds
-        self._service = service
-
-    def seat(self) -> AbstractAsyncContextManager[RoundSeat]:
-        """See Endpoints."""
-        return self._rounds.seat(self._service)
+def _fail(one: Round, error: Exception) -> None:
+    if one.ready.done():
+        return
+    if not isinstance(error, TreadleError):
+        error = Unavailable("GPU_SERVICE_UNAVAILABLE", f"NATS does not answer: {error!r}", retry_after_s=RETRY_S)
+    one.ready.set_exception(error)

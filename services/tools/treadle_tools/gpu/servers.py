@@ -1,9 +1,38 @@
-"""The nouns: a GPU service, and the servers that run it, one for each chunk of GPUs that it may be on."""
+"""GPU services, their SGLang servers, and which servers hold GPU memory.
 
-from collections.abc import Mapping
+`Residents` brings servers' GPU memory into the state that is wanted. SGLang leaves two things to its caller: a release
+while anything runs, or a resume of what is not released, ends the server's scheduler (an assertion, a KeyError). So the
+cache is flushed first, which is refused while anything runs; and the `Ledger` keeps the state, which no endpoint
+reports. A server that has been started anew is recognised by how long its start took.
+"""
+
+import asyncio
+import enum
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import aiohttp
+import nats.errors
+import structlog
+from nats.js.kv import KeyValue
+from pydantic import TypeAdapter
 from treadle_core.tools.chunks import level_of
+from treadle_runtime.bus import entries_of, kv_key
+from treadle_runtime.errors import Unavailable
+
+BUCKET = "treadle-tools-gpus"
+
+CONNECT_S = 2.0
+ANSWER_S = 10.0  # of a question
+IDLE_WAIT_S = 20.0  # for the last requests to end before a release
+MEMORY_S = 120.0  # 140 GB over PCIe take seconds, a busy host some more
+RETRY_S = 2.0
+WATCH_PERIOD_S = 5.0  # a server that has just come up keeps others of its GPUs from starting
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -18,16 +47,16 @@ class Server:
 
     @property
     def gpus(self) -> frozenset[tuple[str, int]]:
-        """Those it is on."""
+        """(node, number) of each GPU it is on."""
         return frozenset((self.node, self.first + index) for index in range(self.degree))
 
 
 @dataclass(frozen=True)
 class GpuService:
-    """A model that is served on any of `bytes_per_gpu`'s numbers of GPUs, each a service of its own (§5.3).
+    """A model that can be served on each number of GPUs in `bytes_per_gpu`, each a service of its own (§5.3).
 
-    serial_share: of the work, in [0, 1], what more GPUs do not make faster. at_once: requests under way at one server,
-    which runs them as a batch.
+    servers: one for each chunk of GPUs that it may be on. serial_share: of the work, in [0, 1], what more GPUs do not
+    make faster. at_once: requests under way at one server, which runs them as a batch.
     """
 
     name: str
@@ -39,8 +68,8 @@ class GpuService:
 
 @dataclass(frozen=True)
 class Gpus:
-    """All there is. nodes: the GPUs of each. gpu_bytes: of each GPU. turn_s: how long a service may keep GPUs that
-    another one waits for.
+    """All GPUs and services. nodes: the GPUs of each. gpu_bytes: of each GPU. turn_s: how long a service may keep GPUs
+    that another one waits for.
     """
 
     nodes: Mapping[str, tuple[int, ...]]
@@ -66,3 +95,208 @@ def places(nodes: Mapping[str, tuple[int, ...]], degree: int) -> list[tuple[str,
         for first in range(0, max(numbers, default=-1) + 1, size)
         if all(number in numbers for number in range(first, first + size))
     ]
+
+
+class Residents:
+    """Changes which servers hold GPU memory. Owns a lock for each server.
+
+    Invariants: from `bring` until the next call for the same GPUs, no further memory of them is taken; a server is
+    resumed only where it is known to be released since its last start; a server whose last change was cut short is left
+    alone until it has been started anew.
+    """
+
+    def __init__(self, servers: Sequence[Server], memory: "EngineMemory", ledger: "Ledger") -> None:
+        self._servers = servers
+        self._memory = memory
+        self._ledger = ledger
+        self._locks = {server.url: asyncio.Lock() for server in servers}
+        # Servers whose entry in the ledger is from before a restart of this service or a failure.
+        self._doubted = {server.url for server in servers}
+        self._wanted: set[str] = set()  # servers that serve, or are about to
+
+    async def bring(self, server: Server, evict: Sequence[Server]) -> None:
+        """Returns once `server` can be asked. evict: servers on its GPUs that have to release their memory for it.
+
+        Raises EngineAway, EngineTrouble, nats.errors.Error.
+        """
+        self._wanted.add(server.url)
+        # Servers of its GPUs that may hold memory unknown to the scheduler release theirs too.
+        unknown = [one for one in self._servers if one.gpus & server.gpus and one.url in self._doubted - self._wanted]
+        going = {one.url: one for one in (*evict, *unknown)}.values()
+        ended = await asyncio.gather(*(self._change(one, State.RELEASED) for one in going), return_exceptions=True)
+        for problem in ended:
+            if problem is not None:
+                raise problem
+        await self._change(server, State.HELD)
+
+    def leave(self, server: Server, *, failed: bool) -> None:
+        """Nobody asks it any more. failed: it did not answer as it should."""
+        self._wanted.discard(server.url)
+        if failed:
+            self._doubted.add(server.url)
+
+    async def watch(self) -> None:
+        """Release servers that come up while nobody wants them, for ever: others of their GPUs could not start."""
+        while True:
+            for server in self._servers:
+                if server.url in self._doubted and server.url not in self._wanted:
+                    try:
+                        await self._change(server, State.RELEASED)
+                    except (Unavailable, nats.errors.Error) as error:
+                        log.warning("a GPU server is not released", server=server.url, why=str(error))
+            await asyncio.sleep(WATCH_PERIOD_S)
+
+    async def _change(self, server: Server, wanted: "State") -> None:
+        """Make the change to its end, also where the caller is cancelled: one that is cut short leaves it unknown."""
+        change = asyncio.ensure_future(self._bring_into(server.url, wanted))
+        cancelled: asyncio.CancelledError | None = None
+        while not change.done():
+            try:
+                await asyncio.wait((change,))
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            change.exception()
+            raise cancelled
+        change.result()
+
+    async def _bring_into(self, url: str, wanted: "State") -> None:
+        async with self._locks[url]:
+            if wanted is State.RELEASED and url in self._wanted:
+                return  # it was asked for in between
+            entry = self._ledger.get(url)
+            if url not in self._doubted and entry is not None and entry.state is wanted:
+                return
+            try:
+                identity = await self._memory.identity(url)
+            except EngineAway:
+                self._doubted.add(url)
+                if wanted is State.RELEASED:
+                    return  # what does not run holds nothing
+                raise
+            if entry is None or entry.identity != identity:
+                entry = Entry(identity, State.HELD)  # a server that starts takes its memory
+            if entry.state is State.CHANGING:
+                raise EngineTrouble(
+                    "ENGINE_UNSURE",
+                    f"{url} was cut short as it released or resumed its memory: start it anew",
+                    retry_after_s=RETRY_S,
+                )
+            if entry.state is not wanted:
+                await self._ledger.put(url, Entry(identity, State.CHANGING))
+                change = self._memory.resume if wanted is State.HELD else self._memory.release
+                await change(url)
+            await self._ledger.put(url, Entry(identity, wanted))
+            self._doubted.discard(url)
+
+
+class State(enum.StrEnum):
+    """Of a server's GPU memory. The values are stored."""
+
+    HELD = "held"
+    RELEASED = "released"
+    CHANGING = "changing"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """identity: of the start of the server in which it has this state. Stored: names are only added."""
+
+    identity: str
+    state: State
+
+
+STORED = TypeAdapter(Entry)
+
+
+class Ledger:
+    """Keeps each server's state in a JetStream bucket across restarts of this service, one key a server.
+
+    `changing` is written before a change and the new state after it: where a restart finds `changing`, nobody knows
+    whether the server holds memory.
+    """
+
+    def __init__(self, bucket: KeyValue) -> None:
+        self._bucket = bucket
+        self._entries: dict[str, Entry] = {}
+
+    async def load(self) -> None:
+        """Read what was written before a restart."""
+        for entry in await entries_of(self._bucket):
+            self._entries[entry.key] = STORED.validate_json(entry.value or b"")
+
+    def get(self, url: str) -> Entry | None:
+        """None of a server that was never seen."""
+        return self._entries.get(kv_key(url))
+
+    async def put(self, url: str, entry: Entry) -> None:
+        """Returns once it is on disk. Raises nats.errors.Error."""
+        key = kv_key(url)
+        if self._entries.get(key) != entry:
+            await self._bucket.put(key, STORED.dump_json(entry))
+            self._entries[key] = entry
+
+
+class EngineAway(Unavailable):
+    """No server answers at this address."""
+
+
+class EngineTrouble(Unavailable):
+    """It answers, and does not do as it should; the message says what to do about it."""
+
+
+class EngineMemory:
+    """Asks SGLang servers over HTTP to release their GPU memory to the host and to resume it (SGLang 0.5).
+
+    Owns the HTTP session.
+    """
+
+    def __init__(self) -> None:
+        self._session = aiohttp.ClientSession()
+
+    async def close(self) -> None:
+        """Break off requests under way."""
+        await self._session.close()
+
+    async def identity(self, url: str) -> str:
+        """Text that differs after each start of the server.
+
+        Raises EngineAway; EngineTrouble for a server that would lose its weights.
+        """
+        info = json.loads(await self._ask("GET", url, "/server_info", ANSWER_S))
+        saves = bool(info.get("enable_memory_saver"))
+        if saves and not info.get("enable_weights_cpu_backup"):
+            raise EngineTrouble(
+                "ENGINE_LOSES_WEIGHTS",
+                f"{url} would resume without its weights: start it with --enable-weights-cpu-backup",
+                retry_after_s=RETRY_S,
+            )
+        start = [info.get("startup_time"), info.get("random_seed"), saves]
+        return hashlib.blake2b(json.dumps(start, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+    async def release(self, url: str) -> None:
+        """Returns once its GPU memory is free. Raises EngineAway, EngineTrouble where it does not become idle."""
+        await self._ask("POST", url, f"/flush_cache?timeout={IDLE_WAIT_S:g}", IDLE_WAIT_S + ANSWER_S)
+        await self._ask("POST", url, "/release_memory_occupation", MEMORY_S, {})
+
+    async def resume(self, url: str) -> None:
+        """Returns once it can be asked. It must have been released. Raises EngineAway, EngineTrouble."""
+        await self._ask("POST", url, "/resume_memory_occupation", MEMORY_S, {})
+
+    async def _ask(self, method: str, url: str, path: str, within_s: float, body: Any = None) -> str:
+        timeout = aiohttp.ClientTimeout(total=within_s, sock_connect=CONNECT_S)
+        try:
+            async with self._session.request(method, url + path, json=body, timeout=timeout) as response:
+                text = await response.text()
+        except TimeoutError as error:
+            raise EngineTrouble(
+                "ENGINE_SILENT", f"{url}{path} did not answer within {within_s:g} s", retry_after_s=RETRY_S
+            ) from error
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise EngineAway("ENGINE_AWAY", f"{url}{path} does not answer: {error!r}", retry_after_s=RETRY_S) from error
+        if response.status == 200:
+            return text
+        answer = " ".join(text.split())[:300]
+        raise EngineTrouble(
+            "ENGINE_REFUSED", f"{url}{path} answered HTTP {response.status}: {answer}", retry_after_s=RETRY_S
+        )

@@ -1,18 +1,9 @@
-"""The pool: rewards of all jobs, accepted at once, scored as slots come free, told when they have ended.
+"""Accept rewards of all jobs at once, score them as slots come free, and publish those that have ended.
 
-Owns: the board, the lanes, a task for each reward that runs. Invariants: an accepted reward is in the journal before
-its caller knows, and stays there until it has ended; after a restart those that had not ended are scored, a second time
-where the first was cut; a function that cannot be asked for the moment is asked again, one that crashes `MOST_TRIES`
-times in all.
-
-Lanes: what waits for one kind of resource, shared out equally among jobs, a fixed number at a time.
-
-Owns: the fair share and the slots of each lane. Nothing here runs anything: `starts` says what is to be started.
-
-The rewards as they stand, and who watches them.
-
-Invariants: a watcher is told of every reward that matches, as it stands when it is read: one that changes faster than
-its watcher reads is told once, with its newest state; a change is never missed."""
+Invariants: an accepted reward is in the journal before its caller knows, and stays there until it has ended; after a
+restart the rewards that had not ended are scored, a second time where the first was cut; a function that cannot be
+asked for the moment is asked again, and one that crashes `MOST_TRIES` times in all.
+"""
 
 import asyncio
 import time
@@ -33,133 +24,9 @@ from treadle_runtime.errors import (
     Unavailable,
 )
 
-from treadle_tools.rewards.journal import RewardJournal
-from treadle_tools.rewards.reward import Reward, State
-from treadle_tools.rewards.scorer import Scorer
+from treadle_tools.rewards.reward import Reward, RewardJournal, State
+from treadle_tools.rewards.scorers import Scorer
 from treadle_tools.tool import Result, Status
-
-Matches = Callable[[Reward], bool]
-
-
-class _Watcher:
-    def __init__(self, matches: Matches) -> None:
-        self.matches = matches
-        self.changed: OrderedDict[str, None] = OrderedDict()
-        self.wake = asyncio.Event()
-
-    def note(self, reward: Reward) -> None:
-        if self.matches(reward):
-            self.changed[reward.reward_id] = None
-            self.wake.set()
-
-
-class Board:
-    """See the module."""
-
-    def __init__(self) -> None:
-        self._rewards: dict[str, Reward] = {}
-        self._watchers: set[_Watcher] = set()
-
-    def __iter__(self) -> Iterator[Reward]:
-        return iter(self._rewards.values())
-
-    def get(self, reward_id: str) -> Reward | None:
-        """None where there is none of that id."""
-        return self._rewards.get(reward_id)
-
-    def put(self, reward: Reward) -> None:
-        """A new reward, or a newer state of one."""
-        self._rewards[reward.reward_id] = reward
-        for watcher in self._watchers:
-            watcher.note(reward)
-
-    def remove(self, reward_id: str) -> None:
-        """It was kept for long enough."""
-        self._rewards.pop(reward_id, None)
-
-    async def watch(self, matches: Matches) -> AsyncIterator[Reward]:
-        """Each reward that matches, then each change, for ever."""
-        watcher = _Watcher(matches)
-        for reward in self._rewards.values():
-            watcher.note(reward)
-        self._watchers.add(watcher)
-        try:
-            while True:
-                await watcher.wake.wait()
-                watcher.wake.clear()
-                while watcher.changed:
-                    reward_id, _ = watcher.changed.popitem(last=False)
-                    if (newest := self._rewards.get(reward_id)) is not None:
-                        yield newest
-        finally:
-            self._watchers.discard(watcher)
-
-    async def watch_until_ended(self, reward_ids: Iterable[str]) -> AsyncIterator[Reward]:
-        """As `watch`, of these, until all of them have ended."""
-        left = set(reward_ids)
-        wanted = frozenset(left)
-        async for reward in self.watch(lambda reward: reward.reward_id in wanted):
-            yield reward
-            if reward.ended:
-                left.discard(reward.reward_id)
-            if not left:
-                return
-
-
-QUANTUM_S = 0.1  # of a slot: cheap functions go a few at a time, judges one by one
-UNKNOWN_S = 1.0  # what a function is taken to cost before it has run
-RECENT_SHARE = 0.2  # of the newest time in the learned one
-
-
-@dataclass(frozen=True)
-class Start:
-    """Give `reward_id` of `job` a slot of `lane`; `charged_s` was taken from its job's share."""
-
-    lane: str
-    job: str
-    function: str
-    reward_id: str
-    charged_s: float
-
-
-class _Lane:
-    def __init__(self, slots: int) -> None:
-        self.free = slots
-        self.share: FairShare[tuple[str, str]] = FairShare(QUANTUM_S)
-
-
-class Lanes:
-    """See the module. slots: of each lane."""
-
-    def __init__(self, slots: dict[str, int]) -> None:
-        self._lanes = {name: _Lane(count) for name, count in slots.items()}
-        self._learned_s: dict[str, float] = {}
-
-    def __len__(self) -> int:
-        """How many wait."""
-        return sum(len(lane.share) for lane in self._lanes.values())
-
-    def add(self, lane: str, job: str, function: str, reward_id: str) -> None:
-        """One more waits."""
-        self._lanes[lane].share.add(job, (function, reward_id), self._learned_s.get(function, UNKNOWN_S))
-
-    def starts(self) -> Iterator[Start]:
-        """What is to be started now; each takes a slot until `ended`."""
-        for name, lane in self._lanes.items():
-            while lane.free and (taken := lane.share.take()) is not None:
-                lane.free -= 1
-                job, (function, reward_id), charged_s = taken
-                yield Start(name, job, function, reward_id, charged_s)
-
-    def ended(self, start: Start, busy_s: float) -> None:
-        """Give the slot back. busy_s: how long it was used; 0.0 where it was not."""
-        lane = self._lanes[start.lane]
-        lane.free += 1
-        lane.share.settle(start.job, start.charged_s, busy_s)
-        if busy_s > 0:
-            known = self._learned_s.setdefault(start.function, busy_s)
-            self._learned_s[start.function] = known + RECENT_SHARE * (busy_s - known)
-
 
 log = structlog.get_logger()
 
@@ -171,17 +38,22 @@ SWEEP_PERIOD_S = 60.0
 LONGEST_DATA_CHARS = 128 * 1024  # of data_json in UTF-8 and JSON: within half of NATS's default max_payload
 LONGEST_OUTPUT_CHARS = 16 * 1024  # kept in memory, as the judge's reasons or a traceback, for as long as the reward
 
+QUANTUM_S = 0.1  # of a slot: cheap functions go a few at a time, judges one by one
+UNKNOWN_S = 1.0  # what a function is taken to cost before it has run
+RECENT_SHARE = 0.2  # of the newest time in the learned one
+
 # The function is not to blame, and may answer later.
 NOT_NOW = (Unavailable, ResourceExhausted, FailedPrecondition)
 
 Arguments = Mapping[str, Any]
+Matches = Callable[[Reward], bool]
 
 
 class RewardPool:
-    """See the module.
+    """Owns the rewards, their action queues, and a task for each reward that runs.
 
-    read: the arguments of a function by its name, out of their JSON; raises TreadleError. tell: publishes a reward that
-    has ended. most_waiting: rewards that may wait. kept_s: how long one that has ended is kept.
+    read: the arguments of a function by its name, out of their JSON; raises TreadleError. publish: publishes a reward
+    that has ended. most_waiting: rewards that may wait. kept_s: how long a reward that has ended is kept.
     """
 
     def __init__(
@@ -190,30 +62,33 @@ class RewardPool:
         journal: RewardJournal,
         *,
         read: Callable[[str, str], Arguments],
-        tell: Callable[[Reward], Awaitable[None]],
+        publish: Callable[[Reward], Awaitable[None]],
         most_waiting: int,
         kept_s: float,
     ) -> None:
-        self.board = Board()
+        self.table = RewardTable()
         self._scorers = scorers
         self._journal = journal
         self._read = read
-        self._tell = tell
+        self._publish = publish
         self._most_waiting = most_waiting
         self._kept_s = kept_s
-        self._lanes = Lanes({scorer.lane: scorer.slots for scorer in scorers.values()})
+        self._queues = ActionQueues({scorer.queue: scorer.slots for scorer in scorers.values()})
         self._arguments: dict[str, Arguments] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._unwanted: set[str] = set()  # cancelled by a caller, not by the drain
         self._wake = asyncio.Event()
 
     async def accept(self, reward: Reward, arguments_json: str) -> Reward:
-        """Take it in, or find the one of the same id. Raises InvalidArgument, ResourceExhausted, nats.errors.Error."""
-        present = self.board.get(reward.reward_id)
+        """Accept a reward, or return the one of the same id.
+
+        Raises InvalidArgument, ResourceExhausted, nats.errors.Error.
+        """
+        present = self.table.get(reward.reward_id)
         if present is not None:
             return present
         arguments = self._read(reward.name, arguments_json)
-        if len(self._lanes) >= self._most_waiting:
+        if len(self._queues) >= self._most_waiting:
             raise ResourceExhausted(
                 "REWARDS_WAITING", f"{self._most_waiting} rewards wait already", retry_after_s=FULL_RETRY_S
             )
@@ -223,7 +98,7 @@ class RewardPool:
 
     def get(self, reward_id: str) -> Reward:
         """Raises NotFound."""
-        reward = self.board.get(reward_id)
+        reward = self.table.get(reward_id)
         if reward is None:
             raise NotFound(
                 "REWARD_NOT_FOUND",
@@ -248,11 +123,11 @@ class RewardPool:
         return self.get(reward_id)
 
     async def load(self) -> None:
-        """Take up what an earlier life of the service accepted."""
+        """Take up what was accepted before a restart of the service."""
         for reward, arguments_json in await self._journal.load():
             if reward.ended:
-                self.board.put(reward)
-                await self._tell(reward)  # it may have ended before it could be told; the fact has the same id
+                self.table.put(reward)
+                await self._publish(reward)  # its end may not have been published; the fact has the same id
                 continue
             try:
                 self._enqueue(reward, self._read(reward.name, arguments_json))
@@ -260,29 +135,29 @@ class RewardPool:
                 await self._end(replace(reward, state=State.FAILED, error=error.message))
 
     async def run(self) -> None:
-        """Score what waits, until cancelled."""
+        """Score waiting rewards until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._sweep())
             while True:
                 self._wake.clear()
-                for start in self._lanes.starts():
+                for start in self._queues.take_starts():
                     self._running[start.reward_id] = group.create_task(self._serve(start))
                 await self._wake.wait()
 
     def _enqueue(self, reward: Reward, arguments: Arguments) -> None:
-        self.board.put(reward)
+        self.table.put(reward)
         self._arguments[reward.reward_id] = arguments
-        self._lanes.add(self._scorers[reward.name].lane, reward.job, reward.name, reward.reward_id)
+        self._queues.add(self._scorers[reward.name].queue, reward.job, reward.name, reward.reward_id)
         self._wake.set()
 
-    async def _serve(self, start: Start) -> None:
+    async def _serve(self, start: "Start") -> None:
         """Score one reward, holding its slot."""
-        reward = self.board.get(start.reward_id)
+        reward = self.table.get(start.reward_id)
         begun = time.monotonic()
         busy_s = 0.0
         try:
             if reward is not None and not reward.ended:  # else it was cancelled while it waited
-                ended = await self._scored(reward)
+                ended = await self._score(reward)
                 busy_s = time.monotonic() - begun
                 await self._end(ended)
         except asyncio.CancelledError:
@@ -291,11 +166,11 @@ class RewardPool:
             await self._end(replace(self.get(start.reward_id), state=State.CANCELLED))
         finally:
             del self._running[start.reward_id]
-            self._lanes.ended(start, busy_s)
+            self._queues.give_back(start, busy_s)
             self._wake.set()
 
-    async def _scored(self, reward: Reward) -> Reward:
-        """The reward as it ends."""
+    async def _score(self, reward: Reward) -> Reward:
+        """Score until there is a result, and return the reward as it ends."""
         scorer, arguments = self._scorers[reward.name], self._arguments[reward.reward_id]
         pause_s = FIRST_PAUSE_S
         tries = 0
@@ -304,7 +179,7 @@ class RewardPool:
             reward = replace(
                 reward, state=State.RUNNING, tries=tries + 1, queue_s=queue_s, revision=reward.revision + 1
             )
-            self.board.put(reward)
+            self.table.put(reward)
             try:
                 result = await scorer.score(arguments)
             except InvalidArgument as refused:
@@ -315,12 +190,12 @@ class RewardPool:
             else:
                 tries += 1
                 if result.status is not Status.CRASHED or tries >= MOST_TRIES:
-                    return _ended(reward, result)
+                    return _end_of(reward, result)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _end(self, reward: Reward) -> None:
-        """Keep and tell how it ended. While NATS is away, waits."""
+        """Store and publish how it ended. While NATS is away, waits."""
         reward = replace(reward, ended_at=time.time(), revision=reward.revision + 1)
         pause_s = FIRST_PAUSE_S
         while True:
@@ -333,23 +208,23 @@ class RewardPool:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         self._arguments.pop(reward.reward_id, None)
         self._unwanted.discard(reward.reward_id)
-        self.board.put(reward)
-        await self._tell(reward)
+        self.table.put(reward)
+        await self._publish(reward)
 
     async def _sweep(self) -> None:
         while True:
             oldest = time.time() - self._kept_s
-            for reward in [reward for reward in self.board if reward.ended and reward.ended_at < oldest]:
+            for reward in [reward for reward in self.table if reward.ended and reward.ended_at < oldest]:
                 try:
                     await self._journal.forget(reward.reward_id)
                 except nats.errors.Error as error:
                     log.warning("sweep interrupted", error=repr(error))
                     break
-                self.board.remove(reward.reward_id)
+                self.table.remove(reward.reward_id)
             await asyncio.sleep(min(SWEEP_PERIOD_S, self._kept_s / 2))
 
 
-def _ended(reward: Reward, result: Result) -> Reward:
+def _end_of(reward: Reward, result: Result) -> Reward:
     done = result.status is Status.OK
     return replace(
         reward,
@@ -362,3 +237,125 @@ def _ended(reward: Reward, result: Result) -> Reward:
         overhead_s=result.overhead_s,
         execution_s=result.execution_s,
     )
+
+
+@dataclass(frozen=True)
+class Start:
+    """Give `reward_id` of `job` a slot of `queue`; `charged_s` was taken from its job's share."""
+
+    queue: str
+    job: str
+    function: str
+    reward_id: str
+    charged_s: float
+
+
+class _Queue:
+    def __init__(self, slots: int) -> None:
+        self.free = slots
+        self.share: FairShare[tuple[str, str]] = FairShare(QUANTUM_S)
+
+
+class ActionQueues:
+    """Decides which waiting rewards start: the slots of each queue are shared equally among jobs.
+
+    slots: of each queue.
+    """
+
+    def __init__(self, slots: dict[str, int]) -> None:
+        self._queues = {name: _Queue(count) for name, count in slots.items()}
+        self._learned_s: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return sum(len(queue.share) for queue in self._queues.values())
+
+    def add(self, queue: str, job: str, function: str, reward_id: str) -> None:
+        """One more waits."""
+        self._queues[queue].share.add(job, (function, reward_id), self._learned_s.get(function, UNKNOWN_S))
+
+    def take_starts(self) -> Iterator[Start]:
+        """The rewards that start now; each takes a slot until `give_back`."""
+        for name, queue in self._queues.items():
+            while queue.free and (taken := queue.share.take()) is not None:
+                queue.free -= 1
+                job, (function, reward_id), charged_s = taken
+                yield Start(name, job, function, reward_id, charged_s)
+
+    def give_back(self, start: Start, busy_s: float) -> None:
+        """Free the slot. busy_s: how long it was used; 0.0 where it was not."""
+        queue = self._queues[start.queue]
+        queue.free += 1
+        queue.share.settle(start.job, start.charged_s, busy_s)
+        if busy_s > 0:
+            known = self._learned_s.setdefault(start.function, busy_s)
+            self._learned_s[start.function] = known + RECENT_SHARE * (busy_s - known)
+
+
+class _Watcher:
+    def __init__(self, matches: Matches) -> None:
+        self.matches = matches
+        self.changed: OrderedDict[str, None] = OrderedDict()
+        self.wake = asyncio.Event()
+
+    def note(self, reward: Reward) -> None:
+        if self.matches(reward):
+            self.changed[reward.reward_id] = None
+            self.wake.set()
+
+
+class RewardTable:
+    """All rewards by id, and who watches them.
+
+    Invariant: a watcher gets every matching reward in its newest state. States in between may be left out; the last one
+    never is.
+    """
+
+    def __init__(self) -> None:
+        self._rewards: dict[str, Reward] = {}
+        self._watchers: set[_Watcher] = set()
+
+    def __iter__(self) -> Iterator[Reward]:
+        return iter(self._rewards.values())
+
+    def get(self, reward_id: str) -> Reward | None:
+        """None where there is none of that id."""
+        return self._rewards.get(reward_id)
+
+    def put(self, reward: Reward) -> None:
+        """A new reward, or a newer state of one."""
+        self._rewards[reward.reward_id] = reward
+        for watcher in self._watchers:
+            watcher.note(reward)
+
+    def remove(self, reward_id: str) -> None:
+        """Forget a reward."""
+        self._rewards.pop(reward_id, None)
+
+    async def watch(self, matches: Matches) -> AsyncIterator[Reward]:
+        """Each reward that matches, then each change, for ever."""
+        watcher = _Watcher(matches)
+        for reward in self:
+            watcher.note(reward)
+        self._watchers.add(watcher)
+        try:
+            while True:
+                await watcher.wake.wait()
+                watcher.wake.clear()
+                while watcher.changed:
+                    reward_id, _ = watcher.changed.popitem(last=False)
+                    if (newest := self._rewards.get(reward_id)) is not None:
+                        yield newest
+        finally:
+            self._watchers.discard(watcher)
+
+    async def watch_until_ended(self, reward_ids: Iterable[str]) -> AsyncIterator[Reward]:
+        """As `watch`, of these, until all of them have ended."""
+        wanted = frozenset(reward_ids)
+        left = set(wanted)
+        async for reward in self.watch(lambda reward: reward.reward_id in wanted):
+            yield reward
+            if reward.ended:
+                left.discard(reward.reward_id)
+            if not left:
+                return

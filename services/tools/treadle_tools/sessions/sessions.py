@@ -19,9 +19,8 @@ from typing import Any
 import structlog
 from treadle_runtime.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 
-from treadle_tools.arguments import refuse_invalid
 from treadle_tools.limits import Granted, Limits
-from treadle_tools.registry import Registry
+from treadle_tools.registry import Registry, refuse_invalid
 from treadle_tools.sandbox.bubblewrap.cell import CellLost
 from treadle_tools.sandbox.seam import Cell, Found
 from treadle_tools.scheduling.actions import Actions, result_of

@@ -97,7 +97,7 @@ def _docker(settings: ToolsSettings, owner: str) -> Sequence[Host]:
         raise BackendMissing(f"{error}: pip install aiodocker") from error
     return [
         DockerHost(url, owner=owner, mirror=settings.docker_mirror, tls=settings.docker_tls)
-        for url in settings.docker_addresses
+        for url in settings.docker_hosts
     ]
 
 

@@ -1,0 +1,427 @@
+"""Call tools and rewards that are HTTP functions, within the caller's time.
+
+`FunctionTools` runs such a tool as one action; `Caller` makes the HTTP calls: it waits longer for a function that may
+have been scaled to zero, retries, honours Retry-After, and counts each try against the limits of the tool's provider.
+
+Invariants: a call ends by its deadline, waits included. Redirects are not followed, so a call goes to the host that was
+allowed. A refused call (429, 502, 503, 504, no connection) is sent again; a call whose answer was lost is sent again
+only where the function is idempotent; always under the same Idempotency-Key.
+"""
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import aiohttp
+import tenacity
+from opentelemetry import propagate
+from treadle_core.tools.action import Action
+from treadle_core.tools.grants import SERVED, End, Ended
+from treadle_core.tools.providers import BasicManager
+from treadle_runtime.calls import remaining_s
+from treadle_runtime.errors import Unavailable
+
+from treadle_tools.scheduling.actions import Facts
+from treadle_tools.scheduling.meters import NO_METERS, Meters
+from treadle_tools.scheduling.turns import Turns
+from treadle_tools.tool import HttpFunction, Kind, Limits, Result, Status, Tool
+
+ANSWER_MARGIN_S = 0.25  # of the caller's time, kept for sending it the result
+ABANDONED = Ended(End.ABANDONED)
+RETRY_S = 1.0  # before a reward's function is asked again
+RECENT_SHARE = 0.2  # of the newest time in the learned one, as in Actions
+REWARD_FIELDS = ("reward", "score")
+
+AWAY = frozenset({502, 503, 504})
+RETRIED = AWAY | {429}
+FIRST_PAUSE_S = 0.2  # drawn from 0 to this, doubling: full jitter
+LONGEST_PAUSE_S = 20.0
+QUOTED_CHARS = 300  # of a refusal's body
+PIECE_BYTES = 64 * 1024  # of a body that is read
+
+MEAN_SHARE = 1 / 8  # of the newest wait in the mean, RFC 6298
+DEVIATION_SHARE = 1 / 4
+DEVIATIONS = 4
+SHORTEST_WARM_S = 5.0  # a pause of a garbage collector or a busy node is no failure
+SHORTEST_COLD_S = 20.0  # an image may have to be pulled this time
+
+
+class FunctionTools:
+    """Runs tools that are HTTP functions. They need no cores, so they wait only for their provider."""
+
+    def __init__(self, caller: "Caller", facts: Facts, meters: Meters = NO_METERS) -> None:
+        self._caller = caller
+        self._facts = facts
+        self._meters = meters
+        self._learned_s: dict[str, float] = {}
+
+    async def run(
+        self, tool: Tool, function: HttpFunction, arguments: Mapping[str, Any], limits: Limits, trajectory_id: str
+    ) -> Result:
+        """Call `function`. queue_s of the result: until its last try began; execution_s: of that try.
+
+        Raises Unavailable for a reward whose function does not answer now.
+        """
+        arrived = time.monotonic()
+        left_s = remaining_s()
+        within_s = limits.wall_s if left_s is None else min(limits.wall_s, max(left_s - ANSWER_MARGIN_S, 0.001))
+        await self._facts.started(trajectory_id, tool.name, self._learned_s.get(tool.name, 0.0))
+        result = Result(Status.CRASHED, error="cancelled", alive=False)
+        try:
+            try:
+                reply = await self._caller.call(function, arguments, within_s, tool.provider)
+            except CallFailed as failure:
+                if failure.again and tool.kind is Kind.REWARD:
+                    # A trajectory that was scored badly by a busy network would be trained on.
+                    raise Unavailable(
+                        "FUNCTION_UNAVAILABLE", str(failure), retry_after_s=failure.retry_after_s or RETRY_S
+                    ) from failure
+                tried = f" ({failure.tries} tries)" if failure.tries > 1 else ""
+                status = Status.TIMED_OUT if failure.timed_out else Status.TOOL_ERROR
+                result = Result(status, error=f"{failure}{tried}", queue_s=time.monotonic() - arrived)
+            else:
+                total_s = time.monotonic() - arrived
+                result = replace(
+                    result_of_reply(reply, tool.kind, limits.output_bytes),
+                    queue_s=reply.waited_s,
+                    execution_s=total_s - reply.waited_s,
+                )
+                known = self._learned_s.setdefault(tool.name, total_s)
+                self._learned_s[tool.name] = known + RECENT_SHARE * (total_s - known)
+            return result
+        finally:
+            await self._facts.finished(trajectory_id, tool.name, result)
+            self._meters.ended(tool, result)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer of status 2xx. tries: it took. waited_s: until the last of them began."""
+
+    body: bytes
+    content_type: str
+    tries: int = 1
+    waited_s: float = 0.0
+
+
+class CallFailed(Exception):  # noqa: N818 - what happened, as callers speak of it
+    """There is no answer; the message says why.
+
+    again: the call may be sent again. retry_after_s: not before so many seconds, where the function said so. tries:
+    begun. timed_out: the caller's time was up.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        again: bool = False,
+        retry_after_s: float | None = None,
+        tries: int = 1,
+        timed_out: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.again = again
+        self.retry_after_s = retry_after_s
+        self.tries = tries
+        self.timed_out = timed_out
+
+
+def result_of_reply(reply: Reply, kind: Kind, output_bytes: int) -> Result:
+    """The Result of an HTTP answer; an answer that cannot be read is a TOOL_ERROR.
+
+    A JSON object with `output` has the fields of `tool.Outcome` (output, reward, done, data, error); any other JSON is
+    data, and its text the output; everything else is text. Of a reward, a number is the score, and so is `score` or
+    `reward` of an object.
+    """
+    body = reply.body.decode("utf-8", "replace")
+    if "json" not in reply.content_type:
+        return _cut(Result(Status.OK, output=body), output_bytes)
+    try:
+        value = json.loads(body)
+    except ValueError as error:
+        return Result(Status.TOOL_ERROR, error=f"the answer says it is JSON and is none: {error}")
+    reward = None
+    if kind is Kind.REWARD:
+        scores = [value[name] for name in REWARD_FIELDS if name in value] if isinstance(value, Mapping) else [value]
+        reward = _number(scores[0]) if scores else None
+    if not (isinstance(value, Mapping) and isinstance(value.get("output"), str)):
+        return _cut(Result(Status.OK, output=body, data_json=json.dumps(value), reward=reward), output_bytes)
+    problem = str(value.get("error") or "")
+    outcome = Result(
+        Status.TOOL_ERROR if problem else Status.OK,
+        output=value["output"],
+        error=problem,
+        reward=reward if reward is not None else _number(value.get("reward")),
+        done=value.get("done") is True,
+        data_json=json.dumps(value["data"]) if value.get("data") is not None else "",
+    )
+    return _cut(outcome, output_bytes)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _cut(result: Result, output_bytes: int) -> Result:
+    encoded = result.output.encode("utf-8", "backslashreplace")
+    if len(encoded) <= output_bytes:
+        return result
+    text = encoded[:output_bytes].decode("utf-8", "ignore")
+    return replace(result, output=f"{text}\n[output cut at {output_bytes} bytes]", truncated=True)
+
+
+class Providers:
+    """Lets a call to a provider start when the provider's limits allow it; jobs and tools share those limits.
+
+    Each call of a function that has a provider is an action of its own. What a provider allows, and how long it is left
+    alone after it refused or failed, is decided by its Basic manager (ARL-Tangram §5.1). numbers: of actions, ascending
+    over all that share the turns.
+    """
+
+    def __init__(self, turns: Turns, providers: Mapping[str, BasicManager], numbers: Iterator[int]) -> None:
+        self._turns = turns
+        self._providers = providers
+        self._numbers = numbers
+
+    @asynccontextmanager
+    async def admit(self, provider: str, within_s: float) -> AsyncIterator["Try"]:
+        """Wait until one call may be sent, which is then made inside the block; "" admits it at once.
+
+        Raises CallFailed where the provider is to be left alone for longer than `within_s`.
+        """
+        attempt = Try()
+        if not provider:
+            yield attempt
+            return
+        manager = self._providers[provider]
+        rest_s = manager.rests_s(time.monotonic())
+        if rest_s > within_s:
+            raise CallFailed(
+                f"provider {provider!r} is left alone for another {rest_s:.1f} s", again=True, retry_after_s=rest_s
+            )
+        number = next(self._numbers)
+        action = Action(f"call-{number}", f"call-{number}", number, manager.cost())
+        failure: CallFailed | None = None
+        async with self._turns.hold(action) as turn:
+            try:
+                yield attempt
+            except CallFailed as failed:
+                failure = failed  # raised once the turn has ended, which would otherwise count the call as abandoned
+            turn.ended = attempt.ended
+        if failure is not None:
+            raise failure
+
+
+@dataclass
+class Try:
+    """One call under way. Whoever makes it sets how it ended for the provider."""
+
+    ended: Ended = ABANDONED
+
+
+class Caller:
+    """Calls functions. Owns the HTTP session, and each function's patience and slots.
+
+    environment: where headers' secrets are. clock: seconds that never fall.
+    """
+
+    def __init__(
+        self, providers: Providers, environment: Mapping[str, str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._providers = providers
+        self._environment = environment
+        self._clock = clock
+        self._patience: dict[str, Patience] = {}
+        self._slots: dict[str, asyncio.Semaphore] = {}
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), auto_decompress=True, cookie_jar=aiohttp.DummyCookieJar()
+        )
+
+    async def close(self) -> None:
+        """Break off calls under way."""
+        await self._session.close()
+
+    async def call(self, function: HttpFunction, arguments: Any, within_s: float, provider: str = "") -> Reply:
+        """The answer to `arguments`. Raises CallFailed, at the latest when `within_s` are over.
+
+        provider: whose limits each try counts against.
+        """
+        began = self._clock()
+        headers = self._headers(function)
+        slots = self._slots.setdefault(function.url, asyncio.Semaphore(function.at_once))
+        tries = 0
+        waited_s = 0.0
+
+        async def send() -> Reply:
+            nonlocal tries, waited_s
+            left_s = within_s - (self._clock() - began)
+            async with slots, self._providers.admit(provider, left_s) as attempt:
+                tries += 1
+                waited_s = self._clock() - began
+                return await self._send(function, arguments, headers, within_s - waited_s, attempt)
+
+        retrying = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception(lambda error: isinstance(error, CallFailed) and error.again),
+            stop=tenacity.stop_after_attempt(function.tries) | tenacity.stop_before_delay(within_s),
+            wait=_pause_s,
+            reraise=True,
+        )
+        try:
+            async with asyncio.timeout(within_s):
+                reply: Reply = await retrying(send)
+        except CallFailed as failed:
+            failed.tries = tries
+            raise
+        except TimeoutError:
+            raise CallFailed(f"no answer within {within_s:g} s", tries=tries, timed_out=True) from None
+        return replace(reply, tries=tries, waited_s=waited_s)
+
+    def _headers(self, function: HttpFunction) -> dict[str, str]:
+        headers = {"Idempotency-Key": uuid.uuid4().hex, **function.headers}
+        for name, variable in function.headers_from_env.items():
+            headers[name] = self._environment[variable]
+        propagate.inject(headers)
+        return headers
+
+    async def _send(
+        self, function: HttpFunction, arguments: Any, headers: Mapping[str, str], left_s: float, attempt: Try
+    ) -> Reply:
+        patience = self._patience.setdefault(function.url, Patience(function.cold_s, function.idle_s))
+        began = self._clock()
+        # Where a lost answer cannot be asked for again, all there is to gain is to wait for it.
+        silence_s = patience.longest_s(began) if function.learns and function.idempotent else function.cold_s
+        timeout = aiohttp.ClientTimeout(total=max(left_s, 0.001), sock_connect=function.connect_s, sock_read=silence_s)
+        body = {"params": _query(arguments)} if function.method == "GET" else {"json": arguments}
+        try:
+            async with self._session.request(
+                function.method, function.url, headers=headers, timeout=timeout, allow_redirects=False, **body
+            ) as response:
+                if response.status in AWAY:
+                    patience.failed()  # it is a proxy that answers: the function may still have to start
+                elif response.status not in RETRIED:
+                    patience.answered(began, self._clock())
+                attempt.ended = SERVED
+                content = await _read_body(response, function.response_bytes)
+                return _reply(response, content, attempt)
+        except (aiohttp.ClientError, ConnectionError) as error:
+            patience.failed()
+            attempt.ended = Ended(End.FAILED)
+            if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+                raise CallFailed(f"no connection to {function.url}: {error}", again=True) from error
+            silent = isinstance(error, aiohttp.SocketTimeoutError)
+            problem = f"was silent for {silence_s:.1f} s" if silent else f"broke off: {error!r}"
+            raise CallFailed(f"{function.url} {problem}", again=function.idempotent) from error
+
+
+def _pause_s(state: tenacity.RetryCallState) -> float:
+    """Full jitter over an exponential bound, and at least what the function asked for."""
+    jittered = tenacity.wait_random_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S)(state)
+    error = state.outcome.exception() if state.outcome is not None else None
+    asked_s = error.retry_after_s if isinstance(error, CallFailed) else None
+    return max(jittered, asked_s or 0.0)
+
+
+async def _read_body(response: aiohttp.ClientResponse, most: int) -> bytes:
+    content = bytearray()
+    async for piece in response.content.iter_chunked(PIECE_BYTES):
+        content += piece
+        if len(content) > most:
+            raise CallFailed(f"{response.url} answered with more than {most} bytes")
+    return bytes(content)
+
+
+def _reply(response: aiohttp.ClientResponse, content: bytes, attempt: Try) -> Reply:
+    quoted = " ".join(content[:QUOTED_CHARS].decode(errors="replace").split())
+    refusal = f"HTTP {response.status} from {response.url}: {quoted}"
+    if response.status in RETRIED:
+        after_s = retry_after_s(response.headers.get("Retry-After", ""), time.time())
+        attempt.ended = Ended(End.REFUSED if response.status == 429 else End.FAILED, after_s)
+        if after_s is not None:
+            refusal = f"{refusal} (retry after {after_s:g} s)"
+        raise CallFailed(refusal, again=True, retry_after_s=after_s)
+    if response.status >= 500:
+        attempt.ended = Ended(End.FAILED)
+    if not 200 <= response.status < 300:
+        raise CallFailed(refusal)
+    return Reply(content, response.content_type)
+
+
+def retry_after_s(header: str, now_epoch_s: float) -> float | None:
+    """Seconds of a Retry-After, which is a number of seconds or a date (RFC 9110, 10.2.3); None where it is neither."""
+    if header.strip().isdigit():
+        return float(header)
+    try:
+        return max(0.0, parsedate_to_datetime(header).timestamp() - now_epoch_s)
+    except ValueError:
+        return None
+
+
+def _query(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Texts as they are, everything else as JSON."""
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in arguments.items()}
+
+
+@dataclass
+class _Waits:
+    """Mean and mean deviation of waits, as TCP learns its retransmission timeout (RFC 6298)."""
+
+    mean_s: float = 0.0
+    deviation_s: float = 0.0
+    count: int = 0
+
+    def add(self, waited_s: float) -> None:
+        if self.count == 0:
+            self.mean_s, self.deviation_s = waited_s, waited_s / 2
+        else:
+            self.deviation_s += DEVIATION_SHARE * (abs(waited_s - self.mean_s) - self.deviation_s)
+            self.mean_s += MEAN_SHARE * (waited_s - self.mean_s)
+        self.count += 1
+
+    @property
+    def longest_s(self) -> float:
+        return self.mean_s + DEVIATIONS * self.deviation_s
+
+
+class Patience:
+    """How long to wait for a function's first byte: long where it may have been scaled to zero, else as learned.
+
+    cold_s: the longest wait at all. idle_s: after so long without an answer the function may be cold.
+    """
+
+    def __init__(self, cold_s: float, idle_s: float) -> None:
+        self._cold_s = cold_s
+        self._idle_s = idle_s
+        self._warm = _Waits()
+        self._cold = _Waits()
+        self._answered_at_s: float | None = None  # None: it never did, or failed since
+
+    def is_cold(self, now_s: float) -> bool:
+        """Whether it may have to start."""
+        return self._answered_at_s is None or now_s - self._answered_at_s > self._idle_s
+
+    def longest_s(self, now_s: float) -> float:
+        """How long a call that begins now waits for its first byte."""
+        if self.is_cold(now_s):
+            learned_s = max(self._cold.longest_s, SHORTEST_COLD_S) if self._cold.count else self._cold_s
+        elif self._warm.count:
+            learned_s = max(self._warm.longest_s, SHORTEST_WARM_S)
+        else:
+            learned_s = self._cold_s  # one cold answer says nothing of warm ones
+        return min(learned_s, self._cold_s)
+
+    def answered(self, began_s: float, now_s: float) -> None:
+        """A call that began then has its first byte now."""
+        (self._cold if self.is_cold(began_s) else self._warm).add(now_s - began_s)
+        self._answered_at_s = now_s
+
+    def failed(self) -> None:
+        """A call got no byte in time, or no connection: the next one waits as for a cold function, its whole time."""
+        self._answered_at_s = None
+        self._cold = _Waits()

@@ -1,0 +1,211 @@
+"""Score one trajectory: with a tool of kind REWARD, or by asking an LLM judge.
+
+Invariants: a score is finite. A fault of the reward function is a Result; what keeps it from answering for the moment
+is raised, and the pool tries again.
+"""
+
+import json
+import math
+import re
+import string
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from treadle_runtime.errors import Unavailable
+
+from treadle_tools.functions import Caller, CallFailed, Reply
+from treadle_tools.tool import HttpFunction, Judge, Limits, Result, Status, Tool
+
+SANDBOX_QUEUE = "(sandbox)"  # no name of a tool
+
+CHAT_PATH = "/v1/chat/completions"
+RETRY_S = 2.0  # before a judge that did not answer is asked again
+TRIES_AT_ONE = 2  # of one endpoint, before another one is asked
+ANSWER_BYTES = 4 * 1024 * 1024
+AGAIN_TEMPERATURE = 0.7  # asked again at 0 a model says the same
+AVOIDED_S = 10.0  # an endpoint that failed; a server restarts in minutes, a network hiccup is over in seconds
+
+Call = Callable[[Tool, Mapping[str, Any], Limits, str], Awaitable[Result]]
+
+
+class Scorer(Protocol):
+    """One reward function. Scorers of one `queue` share its slots, which are how many of them run at a time."""
+
+    @property
+    def queue(self) -> str: ...
+    @property
+    def slots(self) -> int: ...
+
+    async def score(self, arguments: Mapping[str, Any]) -> Result:
+        """The score is `reward` of a result whose status is OK.
+
+        Raises InvalidArgument where the function refuses an argument; Unavailable, ResourceExhausted or
+        FailedPrecondition where it cannot be asked at the moment.
+        """
+        ...
+
+
+class ToolScorer:
+    """A registered function, in the sandbox or over HTTP. call: Gateway.call. sandbox_slots: of all in the sandbox."""
+
+    def __init__(self, tool: Tool, call: Call, sandbox_slots: int) -> None:
+        self._tool = tool
+        self._call = call
+        self.queue = SANDBOX_QUEUE if tool.remote is None else tool.name
+        self.slots = sandbox_slots if tool.remote is None else tool.remote.at_once
+
+    async def score(self, arguments: Mapping[str, Any]) -> Result:
+        """See Scorer. Its actions belong to no trajectory: the trajectory has ended."""
+        result = await self._call(self._tool, arguments, self._tool.limits, "")
+        if result.refused_s is not None:
+            raise Unavailable("PROVIDER_REFUSED", result.error or "refused", retry_after_s=result.refused_s)
+        if result.status is not Status.OK:
+            return result
+        if result.reward is None:
+            return replace(result, status=Status.TOOL_ERROR, error="the reward function gave no reward")
+        if not math.isfinite(result.reward):
+            error = f"the reward is {result.reward}, no finite number"
+            return replace(result, status=Status.TOOL_ERROR, error=error)
+        return result
+
+
+class Endpoint(Protocol):
+    """A server with OpenAI's chat API that takes one question now."""
+
+    @property
+    def url(self) -> str: ...
+    def failed(self) -> None:
+        """It did not answer."""
+        ...
+
+
+# Waits for an endpoint that takes a question, and reserves a place there for the block.
+Endpoints = Callable[[], AbstractAsyncContextManager[Endpoint]]
+
+
+@dataclass
+class _Endpoint:
+    url: str
+    asked: int = 0
+    avoided_until_s: float = float("-inf")
+
+    def failed(self) -> None:
+        self.avoided_until_s = time.monotonic() + AVOIDED_S
+
+
+class FixedEndpoints:
+    """Endpoints at known URLs (at least one): the one with the fewest questions, and one that failed lately last."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._endpoints = [_Endpoint(url) for url in urls]
+
+    @asynccontextmanager
+    async def choose(self) -> AsyncIterator[Endpoint]:
+        """See Endpoints. Never waits."""
+        now_s = time.monotonic()
+        chosen = min(self._endpoints, key=lambda one: (one.avoided_until_s > now_s, one.asked))
+        chosen.asked += 1
+        try:
+            yield chosen
+        finally:
+            chosen.asked -= 1
+
+
+class JudgeScorer:
+    """Asks a judge at one of its endpoints. name: of the reward, which has an action queue of its own."""
+
+    def __init__(self, name: str, judge: Judge, provider: str, endpoints: Endpoints, caller: Caller) -> None:
+        self._judge = judge
+        self._provider = provider
+        self._endpoints = endpoints
+        self._caller = caller
+        self.queue = name
+        self.slots = judge.at_once
+
+    async def score(self, arguments: Mapping[str, Any]) -> Result:
+        """See Scorer. queue_s: until an endpoint took the question; execution_s: of the last answer."""
+        arrived = time.monotonic()
+        problem = ""
+        for attempt in range(self._judge.tries):
+            body = chat_request(self._judge, arguments, again=attempt > 0)
+            async with self._endpoints() as endpoint:
+                began = time.monotonic()
+                function = self._function(endpoint.url)
+                try:
+                    reply = await self._caller.call(function, body, self._judge.wall_s, self._provider)
+                except CallFailed as failed:
+                    if failed.again or failed.timed_out:
+                        endpoint.failed()
+                        raise Unavailable(
+                            "JUDGE_UNAVAILABLE", str(failed), retry_after_s=failed.retry_after_s or RETRY_S
+                        ) from failed
+                    return Result(Status.TOOL_ERROR, error=str(failed))
+            took_s = time.monotonic() - began
+            try:
+                text = read_answer(reply)
+                score = read_score(self._judge, text)
+            except NoScore as error:
+                problem = str(error)
+                continue
+            return Result(Status.OK, output=text, reward=score, queue_s=began - arrived, execution_s=took_s)
+        return Result(Status.TOOL_ERROR, error=f"{problem} ({self._judge.tries} tries)")
+
+    def _function(self, base_url: str) -> HttpFunction:
+        judge = self._judge
+        return HttpFunction(
+            url=base_url.rstrip("/").removesuffix("/v1") + CHAT_PATH,
+            headers_from_env={"Authorization": judge.authorization_from_env} if judge.authorization_from_env else {},
+            cold_s=judge.wall_s,
+            learns=False,  # how long an answer takes says nothing of the next one's length
+            tries=TRIES_AT_ONE,
+            response_bytes=ANSWER_BYTES,
+            at_once=judge.at_once,
+        )
+
+
+class NoScore(Exception):  # noqa: N818 - what the answer has, as callers speak of it
+    """The answer has no score, or one out of range; the message says which."""
+
+
+def chat_request(judge: Judge, arguments: Mapping[str, Any], *, again: bool = False) -> dict[str, Any]:
+    """The body of a request to /v1/chat/completions. again: the judge's last answer had no score."""
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in arguments.items()}
+    parts = {"system": judge.system, "user": judge.prompt}
+    return {
+        "model": judge.model,
+        "messages": [
+            {"role": role, "content": string.Template(template).substitute(texts)}
+            for role, template in parts.items()
+            if template
+        ],
+        "temperature": max(judge.temperature, AGAIN_TEMPERATURE) if again else judge.temperature,
+        "max_tokens": judge.max_tokens,
+    }
+
+
+def read_answer(reply: Reply) -> str:
+    """The text of a chat completion. Raises NoScore where the reply is no chat completion, or has no text."""
+    try:
+        text = json.loads(reply.body)["choices"][0]["message"]["content"]
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise NoScore("the server's answer is no chat completion") from None
+    if not isinstance(text, str):
+        raise NoScore("the judge said nothing")  # all its tokens went into reasoning, or into a call of a tool
+    return text
+
+
+def read_score(judge: Judge, text: str) -> float:
+    """The last score in `text`, from 0 to 1. Raises NoScore."""
+    found = list(re.finditer(judge.score, text))
+    if not found:
+        raise NoScore(f"the judge gave no score: {text[-200:]!r}")
+    try:
+        value = float(found[-1][1])
+    except ValueError:
+        raise NoScore(f"the judge's score is no number: {found[-1][1]!r}") from None
+    if not (math.isfinite(value) and judge.low <= value <= judge.high):
+        raise NoScore(f"the judge's score is not within {judge.low:g} and {judge.high:g}: {value:g}")
+    return (value - judge.low) / (judge.high - judge.low)
