@@ -18,5 +18,4 @@ for file in "${files[@]}"; do
   folder=$(dirname "$file")
   # A proto without a service leaves an empty grpc stub behind.
   grep -q '^service ' "$file" || rm -f "$out/${file%.proto}_pb2_grpc.py" "$out/${file%.proto}_pb2_grpc.pyi"
-  touch "$out/$folder/__init__.py" "$out/$(dirname "$folder")/__init__.py"
 done

@@ -167,3 +167,18 @@ async def test_a_mesh_without_a_rollout_service_says_so() -> None:
         with pytest.raises(treadle.TreadleError) as refused:
             await client.rollout(PROMPTS, one_turn)
         assert refused.value.reason == "NO_ROLLOUT_SERVICE"
+
+
+async def test_an_error_of_a_callback_comes_out_as_itself_and_ends_the_rollout() -> None:
+    """Not in an ExceptionGroup, although samples run in a task group."""
+
+    def refuse_second(prompt: treadle.Prompt, sample: int) -> str:
+        if sample == 1:
+            raise ValueError("no engine is named")
+        return "e0"
+
+    async with fake_mesh() as mesh, mesh.client() as client:
+        with pytest.raises(ValueError, match="no engine is named"):
+            await client.rollout(PROMPTS, one_turn, samples_per_prompt=3, pin=refuse_second)
+        assert not mesh.scheduler.open_trajectories
+        assert len(mesh.rollout.requests("CancelRollout")) == 1

@@ -14,7 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 from support.fake_servicer import FakeServicer, Refusal, refuse
 from treadle.common.v1 import tokens_pb2
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
-from treadle.tokens import pack_ids, pack_logprobs, unpack_ids
+from treadle.types import pack_ids, pack_logprobs, unpack_ids
 
 CHUNK_TOKENS = 2
 HOUR_S = 3600.0  # a lost engine may stay away for long; whoever goes elsewhere does not wait for it

@@ -5,8 +5,7 @@ from treadle.assembly import StepAssembly
 from treadle.common.v1 import tokens_pb2
 from treadle.engine.v1 import engine_pb2
 from treadle.errors import StreamBroken
-from treadle.tokens import pack_ids, pack_logprobs
-from treadle.types import VersionSpan
+from treadle.types import VersionSpan, pack_ids, pack_logprobs
 
 LENGTH = engine_pb2.FINISH_REASON_LENGTH
 
@@ -29,19 +28,19 @@ def finished(
 
 def begun() -> StepAssembly:
     step = StepAssembly(turn=3, now=0.0)
-    step.engine("e0")
-    step.started(1.0)
+    step.set_engine("e0")
+    step.start_prefill(1.0)
     return step
 
 
 def test_times_are_queue_until_admitted_prefill_until_the_first_token_decode_until_the_end() -> None:
     step = begun()
-    step.chunk(chunk(0, 2), 3.0)
-    step.chunk(chunk(2, 2), 4.0)
-    step.preempted(engine_pb2.StepPreempted(output_tokens=4), 5.0)
-    step.started(7.0)
-    step.chunk(chunk(4, 1), 7.5)
-    result = step.finished(finished(5, ("1", 0, 5)), 9.0)
+    step.add_chunk(chunk(0, 2), 3.0)
+    step.add_chunk(chunk(2, 2), 4.0)
+    step.preempt(engine_pb2.StepPreempted(output_tokens=4), 5.0)
+    step.start_prefill(7.0)
+    step.add_chunk(chunk(4, 1), 7.5)
+    result = step.finish(finished(5, ("1", 0, 5)), 9.0)
     assert [(s.kind, s.start_s, s.end_s, s.engine_id, s.turn) for s in result.spans] == [
         ("queue", 0.0, 1.0, "e0", 3),
         ("prefill", 1.0, 3.0, "e0", 3),
@@ -56,12 +55,12 @@ def test_times_are_queue_until_admitted_prefill_until_the_first_token_decode_unt
 
 def test_the_engines_account_of_versions_replaces_that_of_its_chunks_but_not_of_another_engine() -> None:
     step = begun()
-    step.chunk(chunk(0, 3, "1"), 2.0)
-    step.lost(3.0)
-    step.engine("e1")
-    step.started(4.0)
-    step.chunk(chunk(3, 3, "1"), 5.0)
-    result = step.finished(finished(6, ("1", 3, 4), ("2", 4, 6)), 6.0)
+    step.add_chunk(chunk(0, 3, "1"), 2.0)
+    step.wait_for_engine(3.0)
+    step.set_engine("e1")
+    step.start_prefill(4.0)
+    step.add_chunk(chunk(3, 3, "1"), 5.0)
+    result = step.finish(finished(6, ("1", 3, 4), ("2", 4, 6)), 6.0)
     assert result.version_spans == (VersionSpan("1", 0, 4), VersionSpan("2", 4, 6))
     assert result.engine_ids == ("e0", "e1")
 
@@ -76,9 +75,9 @@ def test_the_engines_account_of_versions_replaces_that_of_its_chunks_but_not_of_
 )
 def test_a_chunk_that_does_not_join_is_an_error(message: engine_pb2.TokenChunk, says: str) -> None:
     step = begun()
-    step.chunk(chunk(0, 2), 2.0)
+    step.add_chunk(chunk(0, 2), 2.0)
     with pytest.raises(StreamBroken, match=says):
-        step.chunk(message, 3.0)
+        step.add_chunk(message, 3.0)
     assert step.token_ids == [0, 1]
 
 
@@ -95,13 +94,13 @@ def test_a_chunk_that_does_not_join_is_an_error(message: engine_pb2.TokenChunk, 
 )
 def test_a_last_word_that_does_not_agree_is_an_error(message: engine_pb2.StepFinished, says: str) -> None:
     step = begun()
-    step.chunk(chunk(0, 2), 2.0)
+    step.add_chunk(chunk(0, 2), 2.0)
     with pytest.raises(StreamBroken, match=says):
-        step.finished(message, 3.0)
+        step.finish(message, 3.0)
 
 
 def test_a_preemption_that_counts_other_tokens_is_an_error() -> None:
     step = begun()
-    step.chunk(chunk(0, 2), 2.0)
+    step.add_chunk(chunk(0, 2), 2.0)
     with pytest.raises(StreamBroken, match="preempted after 5"):
-        step.preempted(engine_pb2.StepPreempted(output_tokens=5), 3.0)
+        step.preempt(engine_pb2.StepPreempted(output_tokens=5), 3.0)

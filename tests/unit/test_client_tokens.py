@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from treadle.errors import StreamBroken
-from treadle.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from treadle.types import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1)))

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from treadle.common.v1 import tokens_pb2
 from treadle.engine.v1 import engine_pb2
 from treadle.scheduler.v1 import scheduler_pb2
-from treadle.tokens import pack_ids
+from treadle.types import pack_ids
 from treadle_cli.mesh.engines import forget_caches
 from treadle_cli.mesh.mesh import Mesh
 

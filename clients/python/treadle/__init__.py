@@ -5,8 +5,8 @@ protos/.
 """
 
 from treadle.client import Client
+from treadle.connection import RetryPolicy, Timeouts
 from treadle.errors import FieldViolation, StreamBroken, TokensSpent, TreadleError
-from treadle.retry import RetryPolicy, Timeouts
 from treadle.rewards import PendingReward, RewardResult
 from treadle.session import Session
 from treadle.trajectory import Trajectory

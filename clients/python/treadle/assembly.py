@@ -1,8 +1,8 @@
-"""Puts one step together from the events of one or several streams.
+"""Assemble one step from the events of its streams: output, version spans and time spans.
 
-Purpose: the step's output, version spans and time spans, however many engines it took. Pure: the caller passes the
-time in. Invariants: offsets are contiguous, every token has a logprob, the engine's final word (count, version spans)
-agrees with what arrived; anything else raises StreamBroken. Spans follow one another without overlap.
+Pure: the caller passes the time in. Invariants: offsets are contiguous, every token has a logprob, the engine's final
+account (count, version spans) agrees with what arrived; anything else raises StreamBroken. Time spans follow one
+another without overlap.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Iterable
 
 from treadle.engine.v1 import engine_pb2
 from treadle.errors import StreamBroken
-from treadle.tokens import unpack_ids, unpack_logprobs
-from treadle.types import Chunk, FinishReason, Span, SpanKind, Step, VersionSpan
+from treadle.types import Chunk, FinishReason, Span, SpanKind, Step, VersionSpan, unpack_ids, unpack_logprobs
 
 _REASONS: dict[int, FinishReason] = {
     engine_pb2.FINISH_REASON_STOP: "stop",
@@ -22,7 +21,7 @@ _REASONS: dict[int, FinishReason] = {
 
 
 class StepAssembly:
-    """The step in the making. Owns its lists; nobody else writes them."""
+    """A step that is still running. Owns its lists; nobody else writes them."""
 
     def __init__(self, turn: int, now: float) -> None:
         self.turn = turn
@@ -38,21 +37,21 @@ class StepAssembly:
         self._cached_tokens = 0
         self._resumed = 0  # tokens that came from engines before the present one
         self.calls = 0  # finished: a long step takes several
-        self.called = 0  # tokens of these
+        self.called = 0  # tokens of these calls
 
-    def engine(self, engine_id: str) -> None:
+    def set_engine(self, engine_id: str) -> None:
         """A ticket for engine_id was issued; its stream begins at the present count of tokens."""
         self._engine_id = engine_id
         self._resumed = len(self.token_ids)
         if not self._engine_ids or self._engine_ids[-1] != engine_id:
             self._engine_ids.append(engine_id)
 
-    def started(self, now: float) -> None:
+    def start_prefill(self, now: float) -> None:
         """The engine admitted the step."""
         self._enter("prefill", now)
 
-    def chunk(self, message: engine_pb2.TokenChunk, now: float) -> Chunk:
-        """Appends the tokens of one message."""
+    def add_chunk(self, message: engine_pb2.TokenChunk, now: float) -> Chunk:
+        """Append the tokens of one message."""
         offset = message.offset + self.called
         if offset != len(self.token_ids):
             count = len(self.token_ids)
@@ -72,7 +71,7 @@ class StepAssembly:
         _append(self._versions, message.weight_version, offset, offset + len(ids))
         return Chunk(offset, ids, logprobs, message.weight_version)
 
-    def preempted(self, message: engine_pb2.StepPreempted, now: float) -> None:
+    def preempt(self, message: engine_pb2.StepPreempted, now: float) -> None:
         """The engine put the step back into its queue."""
         arrived = len(self.token_ids) - self.called
         if message.output_tokens != arrived:
@@ -80,18 +79,18 @@ class StepAssembly:
         self.preemptions += 1
         self._enter("queue", now)
 
-    def lost(self, now: float) -> None:
-        """The stream ended without the engine's word: the step waits for another engine."""
+    def wait_for_engine(self, now: float) -> None:
+        """The stream broke: the step waits for another engine."""
         self._enter("queue", now)
 
-    def call_over(self, now: float) -> None:
-        """One call's tokens are all here, and the step goes on with another, which waits for its engine now."""
+    def end_call(self, now: float) -> None:
+        """All tokens of one call have arrived; the next call waits for its engine now."""
         self.calls += 1
         self.called = len(self.token_ids)
         self._enter("queue", now)
 
-    def finished(self, message: engine_pb2.StepFinished, now: float) -> Step:
-        """The step, checked against the engine's final word."""
+    def finish(self, message: engine_pb2.StepFinished, now: float) -> Step:
+        """The step, checked against the engine's final account."""
         count = len(self.token_ids)
         if message.output_tokens + self.called != count:
             raise StreamBroken(
@@ -114,10 +113,10 @@ class StepAssembly:
             raise StreamBroken(f"finish reason {message.reason} of turn {self.turn} is unknown")
         if self.calls == 0:  # of a later call the step's own output is a part
             self._cached_tokens = message.cached_tokens
-        return self.ended(reason, now)
+        return self.end(reason, now)
 
-    def ended(self, reason: FinishReason, now: float) -> Step:
-        """The step with what has arrived, without an engine's final word."""
+    def end(self, reason: FinishReason, now: float) -> Step:
+        """The step out of what has arrived, without an engine's final account."""
         self._enter(None, now)
         spent = {
             kind: sum(s.end_s - s.start_s for s in self._spans if s.kind == kind)
@@ -146,13 +145,13 @@ class StepAssembly:
         self._kind, self._since = kind, now
 
 
-def shifted(spans: Iterable[VersionSpan], by_tokens: int) -> list[VersionSpan]:
-    """The same spans with other indexes: from a step's output to the trajectory's tokens."""
+def shift_spans(spans: Iterable[VersionSpan], by_tokens: int) -> list[VersionSpan]:
+    """Move the indexes of spans, from a step's output to the trajectory's tokens."""
     return [VersionSpan(s.weight_version, s.start_token + by_tokens, s.end_token + by_tokens) for s in spans]
 
 
 def _append(spans: list[VersionSpan], weight_version: str, start: int, end: int) -> None:
-    """Adds [start, end), joined to the last span where they touch under one version; an empty one adds nothing."""
+    """Add [start, end), joined to the last span where they touch under one version; an empty one adds nothing."""
     if start == end:
         return
     last = spans[-1] if spans else None

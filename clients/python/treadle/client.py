@@ -1,7 +1,7 @@
-"""treadle.Client: the door to a mesh.
+"""treadle.Client opens trajectories in a mesh, runs rollouts and takes training batches.
 
-Purpose: opens trajectories, runs rollouts, takes batches. Invariants: one address is enough; leaving the `async with`
-block leaves no trajectory open and no channel behind. Made for one event loop and any number of tasks on it.
+One address is enough. Leaving the `async with` block closes every open trajectory and every channel. For one event loop
+and any number of tasks on it.
 """
 
 from __future__ import annotations
@@ -9,21 +9,20 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
 import grpc
 
-from treadle.connection import Channels, Mesh, request_id
+from treadle.connection import Mesh, RetryPolicy, Timeouts, finish, request_id
 from treadle.errors import TreadleError
-from treadle.retry import Calls, RetryPolicy, Timeouts
-from treadle.rewards import PendingReward, ask
+from treadle.rewards import PendingReward, request_reward
 from treadle.rollout.v1 import rollout_pb2
 from treadle.rollouts import Agent, RolloutRun, batch_of
 from treadle.scheduler.v1 import scheduler_pb2
-from treadle.tasks import to_the_end
 from treadle.trajectory import Trajectory
-from treadle.types import Batch, Clock, Prompt, RolloutEvent, RolloutResult
+from treadle.types import Batch, Prompt, RolloutEvent, RolloutResult
 
 # Some 10 to 20 seconds of decoding, against a ticket and the prefill of one token (ADR 0011).
 CALL_TOKENS = 1_024
@@ -34,9 +33,9 @@ class Client:
 
     timeouts: deadlines of logical calls. retry: how attempts are spaced. credentials: for TLS; none means plain text.
     interceptors: of grpc.aio, e.g. OpenTelemetry's, which adds the trace context. seed: of the jitter. call_tokens: a
-    turn longer than this is generated in several calls, each scheduled anew, so that its trajectory is ranked and moved
-    in the middle of it; the caller sees one step. 0 for one call a turn. job: whose share of the pooled rewards this
-    client's take, e.g. the name of the training run; empty: each rollout is a job. Raises ValueError.
+    turn longer than this is generated in several calls with a ticket each, so that its trajectory is ranked again and
+    may move in the middle of it; the caller sees one step. 0 for one call a turn. job: whose share of the pooled
+    rewards this client uses, e.g. the name of the training run; empty: each rollout is a job. Raises ValueError.
     """
 
     def __init__(
@@ -53,24 +52,28 @@ class Client:
     ) -> None:
         if call_tokens < 0:
             raise ValueError(f"call_tokens must be >= 0, is {call_tokens}; 0 generates each turn in one call")
-        self._address = address
-        self._call_tokens, self._job = call_tokens, job
-        self._timeouts = timeouts or Timeouts()
-        self._calls = Calls(retry or RetryPolicy(), random.Random(seed))
-        self._channels = Channels(credentials, interceptors)
+        self._connect = partial(
+            Mesh,
+            address,
+            credentials,
+            interceptors,
+            timeouts or Timeouts(),
+            retry or RetryPolicy(),
+            random.Random(seed),
+            call_tokens,
+            job,
+        )
         self._mesh: Mesh | None = None
         self._open: set[Trajectory] = set()
 
     async def __aenter__(self) -> Client:
-        self._mesh = Mesh(
-            self._address, self._channels, self._calls, self._timeouts, Clock(), self._call_tokens, self._job
-        )
+        self._mesh = self._connect()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
-        await to_the_end(self._close())
+        await finish(self._close())
         return False
 
     async def open(
@@ -85,7 +88,7 @@ class Client:
         pinned_engine_id: str = "",
         on_change: Callable[[Trajectory, Literal["step", "tool"]], None] | None = None,
     ) -> Trajectory:
-        """Admits a trajectory.
+        """Open a trajectory.
 
         prompt: token ids, at least one. max_total_tokens: cap on generated tokens of all turns, 0 for none.
         hardware_tags: only engines that carry all of them. pinned_engine_id: run there and never migrate. on_change:
@@ -106,8 +109,8 @@ class Client:
         try:
             await asyncio.wait({admission})
         except asyncio.CancelledError:
-            # An answer that nobody waits for would leave a trajectory open that nobody knows.
-            await to_the_end(_undo(admission, mesh.timeouts.cleanup_s))
+            # Without a caller, the answer would leave a trajectory open that nobody knows.
+            await finish(_undo(admission, mesh.timeouts.cleanup_s))
             raise
         return admission.result()
 
@@ -123,10 +126,10 @@ class Client:
         max_total_tokens: int = 0,
         pin: Callable[[Prompt, int], str] | None = None,
     ) -> RolloutResult:
-        """Runs `agent(trajectory, prompt)` on samples_per_prompt samples of each prompt and hands each finished one in.
+        """Run `agent(trajectory, prompt)` on samples_per_prompt samples of each prompt and submit each finished one.
 
         agent: returns the reward, None, or the PendingReward of Trajectory.score, whose trajectory is closed at once
-        and handed in when the score is there; may close the trajectory itself to say another outcome. One that raises
+        and submitted when the score is there; may close the trajectory itself with another outcome. One that raises
         fails its trajectory alone. keep_per_prompt: a group settles once that many are in, and its unfinished
         siblings are cancelled; 0 keeps all. max_staleness: weight versions that a kept token may lag behind at
         get_batch, -1 for no bound. concurrency: trajectories open at once, None for all. on_event: called from the
@@ -147,14 +150,14 @@ class Client:
     async def score(
         self, trajectory_id: str, reward: str, arguments: Mapping[str, Any], job: str = ""
     ) -> PendingReward:
-        """Has a trajectory that has ended scored; returns once that is accepted. Trajectory.score says the same.
+        """Request a reward for a trajectory that has ended; returns once the request is accepted.
 
         reward: the name of a reward function of the tools service. arguments: what it reads, see its schema. job: whose
         share of the pool, default this client's. Errors: TreadleError NOT_FOUND REWARD_FUNCTION_NOT_FOUND,
         INVALID_ARGUMENT with field_violations.
         """
         mesh = self._connected()
-        return await ask(mesh, trajectory_id, reward, arguments, job or mesh.job)
+        return await request_reward(mesh, trajectory_id, reward, arguments, job or mesh.job)
 
     async def get_batch(
         self,
@@ -164,7 +167,7 @@ class Client:
         wait: bool = True,
         timeout_s: float | None = None,
     ) -> Batch:
-        """Takes up to max_groups settled groups for training, oldest first, none staler than the rollout's bound.
+        """Take up to max_groups settled groups for training, oldest first, none staler than the rollout's bound.
 
         weight_version: the trainer's present one. wait: for max_groups rather than answer with fewer, up to timeout_s
         (default timeouts.batch_s). Errors: TreadleError NOT_FOUND ROLLOUT_NOT_FOUND, DEADLINE_EXCEEDED.
@@ -178,7 +181,7 @@ class Client:
             wait=wait,
         )
         service = await mesh.rollout()
-        return batch_of(await mesh.calls.unary(service.GetBatch, request, timeout_s or mesh.timeouts.batch_s))
+        return batch_of(await mesh.call(service.GetBatch, request, timeout_s or mesh.timeouts.batch_s))
 
     async def _admit(
         self,
@@ -187,7 +190,7 @@ class Client:
         prompt: Sequence[int],
         on_change: Callable[[Trajectory, Literal["step", "tool"]], None] | None,
     ) -> Trajectory:
-        answer = await mesh.calls.unary(mesh.scheduler.OpenTrajectory, request, mesh.timeouts.control_s)
+        answer = await mesh.call(mesh.scheduler.OpenTrajectory, request, mesh.timeouts.control_s)
         trajectory = Trajectory(
             mesh, answer.trajectory, prompt, request.max_total_tokens, on_change=on_change, on_close=self._open.discard
         )
@@ -195,13 +198,13 @@ class Client:
         return trajectory
 
     async def _close(self) -> None:
-        """Closes what is left open, all at once, then the channels.
+        """Close the open trajectories, all at once, then the channels.
 
-        A scheduler out of reach forgets it by its own timeout.
+        A scheduler that cannot be reached closes them by its own timeout.
         """
         closing: list[Awaitable[None]] = [trajectory.close(outcome="cancelled") for trajectory in list(self._open)]
         results = await asyncio.gather(*closing, return_exceptions=True)
-        await self._channels.close()
+        await self._connected().close()
         for failure in results:
             if isinstance(failure, BaseException) and not (
                 isinstance(failure, TreadleError) and failure.lost_connection
@@ -215,7 +218,7 @@ class Client:
 
 
 async def _undo(admission: asyncio.Task[Trajectory], timeout_s: float) -> None:
-    """Closes the trajectory that `admission` still opens, if it does so in time."""
+    """Close the trajectory that `admission` still opens, if it does so in time."""
     await asyncio.wait({admission}, timeout=timeout_s)
     if not admission.done():
         admission.cancel()

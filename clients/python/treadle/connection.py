@@ -1,73 +1,198 @@
-"""What every part of the client shares: channels, the call policy, the clock, and where the services are.
+"""Reach the services of a mesh: channels, deadlines, retries, and one clock for everything the client records.
 
-Invariant: one address, the scheduler's, is enough; the others come from Scheduler.GetDirectory at first use.
-Owned by Client; trajectories, sessions and rollouts borrow it.
+Mesh is owned by Client; trajectories, sessions and rollouts borrow it. Invariants: one address, the scheduler's, is
+enough, because the others come from Scheduler.GetDirectory at first use; a logical call ends by its deadline, retries
+included; its request, and so its request_id, is the same in every attempt, so that a server answers a repeat from its
+record.
 
-Channels to the mesh: one for each address, opened at first use and closed with the client.
-
-Invariant: a channel reconnects by itself within about a second of its peer's return, because every wait above it is
-bounded too."""
+Retried are UNAVAILABLE and a connection that broke under the call (safe, because every mutation carries a request_id),
+and RESOURCE_EXHAUSTED where the server sent a RetryInfo. gRPC's own retryPolicy is not used: it cannot see RetryInfo,
+stops at 5 attempts, and two layers of retries multiply. Its transparent retries, of calls that never left this process,
+stay on.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import random
+import time
 import uuid
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import grpc
 
 from treadle.engine.v1 import engine_pb2_grpc
-from treadle.errors import refused
-from treadle.retry import Calls, Timeouts
+from treadle.errors import TreadleError, error_from, refused
 from treadle.rollout.v1 import rollout_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from treadle.tools.v1 import rewards_pb2_grpc, tools_pb2_grpc
-from treadle.types import Clock
 
 if TYPE_CHECKING:
     from treadle.engine.v1.engine_pb2_grpc import EngineServiceAsyncStub
     from treadle.rollout.v1.rollout_pb2_grpc import RolloutServiceAsyncStub
-    from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
     from treadle.tools.v1.rewards_pb2_grpc import RewardsServiceAsyncStub
     from treadle.tools.v1.tools_pb2_grpc import ToolsServiceAsyncStub
+
+T = TypeVar("T")
+Q = TypeVar("Q", contravariant=True)
+A = TypeVar("A", covariant=True)
 
 # GetBatch answers with whole groups of long trajectories; gRPC's own limit of 4 MiB is about 350k tokens with
 # logprobs and mask.
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-# A machine that vanished sends no reset: pings find out within their sum. Treadle's servers allow this often.
-_KEEPALIVE_MS = 10_000
-_KEEPALIVE_TIMEOUT_MS = 5_000
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    (
-        "grpc.max_reconnect_backoff_ms",
-        1_000,
-    ),  # gRPC's default grows to 120 s: a restarted scheduler would be missed for minutes
+    ("grpc.max_reconnect_backoff_ms", 1_000),  # the default of 120 s would miss a restarted scheduler for minutes
     ("grpc.min_reconnect_backoff_ms", 5_000),  # how long one attempt to connect may take
-    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+    # A machine that vanished sends no reset: pings notice within 15 s. Treadle's servers allow them this often.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
     # Two clients of one process, or of one test, never share a connection and so never each other's backoff.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
-class Channels:
-    """Stubs by address. Owns the channels."""
+class UnaryMethod(Protocol[Q, A]):
+    """A unary method of a generated stub on a grpc.aio channel."""
+
+    def __call__(self, request: Q, *, timeout: float | None = None) -> Awaitable[A]: ...
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """Exponential backoff: the n-th wait is drawn evenly from half to the whole of first_delay_s · growth^n, at most
+    max_delay_s. A server's RetryInfo is a lower bound of the wait."""
+
+    first_delay_s: float = 0.05
+    growth: float = 2.0
+    max_delay_s: float = 2.0  # a scheduler restarts in seconds; waiting longer would only add idle time
+
+    def delay_s(self, attempt: int, draw: float, at_least_s: float | None) -> float:
+        """Seconds before the next attempt; attempt counts from 0, draw is uniform in [0, 1)."""
+        longest = min(self.first_delay_s * self.growth ** min(attempt, 32), self.max_delay_s)
+        return max(longest * (0.5 + 0.5 * draw), at_least_s or 0.0)
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Deadlines of whole logical calls in seconds, retries included."""
+
+    control_s: float = 60.0  # open, close, submit, ask: outlasts a restart of the scheduler
+    schedule_s: float = 300.0  # a step waits this long for an engine, or for an answer of the scheduler
+    step_s: float = 3600.0  # one step: queue, all resumptions, and up to 64k tokens at 20 tokens a second
+    tool_s: float = 600.0  # the tool's own wall-time limit is shorter
+    reward_s: float = 3600.0  # how long a score is waited for; it may wait behind those of other jobs
+    batch_s: float = 600.0  # how long get_batch(wait=True) waits
+    cleanup_s: float = 10.0  # abort and close on the way out, where nobody wants to wait
+
+
+class Backoff:
+    """The waits of one logical call: between attempts, never past its deadline."""
+
+    def __init__(self, policy: RetryPolicy, rng: random.Random, timeout_s: float) -> None:
+        self._policy, self._rng = policy, rng
+        self._deadline = time.monotonic() + timeout_s
+        self._attempt = 0
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds to the deadline; may be negative."""
+        return self._deadline - time.monotonic()
+
+    def restart(self) -> None:
+        """Make the next wait a first one again, because progress was made."""
+        self._attempt = 0
+
+    async def wait(self, error: TreadleError, at_least_s: float | None) -> None:
+        """Sleep before the next attempt; raise `error` when the deadline would come first."""
+        delay_s = self._policy.delay_s(self._attempt, self._rng.random(), at_least_s)
+        self._attempt += 1
+        if delay_s >= self.remaining_s:
+            raise error
+        await asyncio.sleep(delay_s)
+
+
+class Mesh:
+    """The services of one mesh. Owns a channel for each address, opened at first use; needs a running event loop.
+
+    call_tokens: most tokens of one call to an engine, 0 for whole turns. job: whose share of pooled services this
+    client's work takes; empty: its rollout's.
+    """
 
     def __init__(
         self,
-        credentials: grpc.ChannelCredentials | None = None,
-        interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
+        address: str,
+        credentials: grpc.ChannelCredentials | None,
+        interceptors: Sequence[grpc.aio.ClientInterceptor],
+        timeouts: Timeouts,
+        retry: RetryPolicy,
+        rng: random.Random,
+        call_tokens: int,
+        job: str,
     ) -> None:
+        self.timeouts, self.call_tokens, self.job = timeouts, call_tokens, job
         self._credentials, self._interceptors = credentials, tuple(interceptors)
+        self._retry, self._rng = retry, rng
+        self._clock_offset_s = time.time() - time.monotonic()
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._engines: dict[str, EngineServiceAsyncStub] = {}
+        self._directory: scheduler_pb2.GetDirectoryResponse | None = None
+        self._directory_lock = asyncio.Lock()
+        self.scheduler = scheduler_pb2_grpc.SchedulerServiceStub(self._channel(address))
 
-    def channel(self, address: str) -> grpc.aio.Channel:
-        """The channel to host:port."""
+    def clock(self) -> float:
+        """Seconds of Unix time that never go back, so that spans of one client are comparable."""
+        return time.monotonic() + self._clock_offset_s
+
+    def engine(self, address: str) -> EngineServiceAsyncStub:
+        """The sidecar at host:port; made once an address, because each step asks for it."""
+        stub = self._engines.get(address)
+        if stub is None:
+            stub = self._engines[address] = engine_pb2_grpc.EngineServiceStub(self._channel(address))
+        return stub
+
+    async def tools(self) -> ToolsServiceAsyncStub:
+        """The tools service; FAILED_PRECONDITION NO_TOOLS_SERVICE where the mesh runs none."""
+        return tools_pb2_grpc.ToolsServiceStub(self._channel(await self._address_of("tools")))
+
+    async def rewards(self) -> RewardsServiceAsyncStub:
+        """The rewards of the tools service; FAILED_PRECONDITION NO_TOOLS_SERVICE where the mesh runs none."""
+        return rewards_pb2_grpc.RewardsServiceStub(self._channel(await self._address_of("tools")))
+
+    async def rollout(self) -> RolloutServiceAsyncStub:
+        """The rollout service; FAILED_PRECONDITION NO_ROLLOUT_SERVICE where the mesh runs none."""
+        return rollout_pb2_grpc.RolloutServiceStub(self._channel(await self._address_of("rollout")))
+
+    def backoff(self, timeout_s: float) -> Backoff:
+        """A fresh deadline with waits by the client's policy."""
+        return Backoff(self._retry, self._rng, timeout_s)
+
+    async def call(self, method: UnaryMethod[Q, A], request: Q, timeout_s: float, not_retried: str = "") -> A:
+        """The response; TreadleError when the server refuses or the deadline passes.
+
+        not_retried: the reason of a refusal that the caller handles itself.
+        """
+        backoff = self.backoff(timeout_s)
+        while True:
+            try:
+                return await method(request, timeout=max(backoff.remaining_s, 0.001))
+            except grpc.aio.AioRpcError as failure:
+                error = error_from(failure)
+            if not error.retryable or (not_retried and error.reason == not_retried):
+                raise error
+            await backoff.wait(error, error.retry_after_s)
+
+    async def close(self) -> None:
+        """Close every channel; calls still in flight on them are cancelled."""
+        channels, self._channels, self._engines = list(self._channels.values()), {}, {}
+        for channel in channels:
+            await channel.close()
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
         channel = self._channels.get(address)
         if channel is None:
             if self._credentials is None:
@@ -77,41 +202,15 @@ class Channels:
             self._channels[address] = channel
         return channel
 
-    def scheduler(self, address: str) -> SchedulerServiceAsyncStub:
-        """The scheduler at host:port."""
-        return scheduler_pb2_grpc.SchedulerServiceStub(self.channel(address))
-
-    def engine(self, address: str) -> EngineServiceAsyncStub:
-        """The sidecar at host:port; made once an address, because each step asks for it."""
-        stub = self._engines.get(address)
-        if stub is None:
-            stub = self._engines[address] = engine_pb2_grpc.EngineServiceStub(self.channel(address))
-        return stub
-
-    def tools(self, address: str) -> ToolsServiceAsyncStub:
-        """The tools service at host:port."""
-        return tools_pb2_grpc.ToolsServiceStub(self.channel(address))
-
-    def rewards(self, address: str) -> RewardsServiceAsyncStub:
-        """The rewards of the tools service at host:port."""
-        return rewards_pb2_grpc.RewardsServiceStub(self.channel(address))
-
-    def rollout(self, address: str) -> RolloutServiceAsyncStub:
-        """The rollout service at host:port."""
-        return rollout_pb2_grpc.RolloutServiceStub(self.channel(address))
-
-    async def close(self) -> None:
-        """Closes every channel; calls still in flight on them are cancelled."""
-        channels, self._channels = list(self._channels.values()), {}
-        self._engines = {}
-        for channel in channels:
-            await channel.close()
-
-
-if TYPE_CHECKING:
-    from treadle.rollout.v1.rollout_pb2_grpc import RolloutServiceAsyncStub
-    from treadle.tools.v1.rewards_pb2_grpc import RewardsServiceAsyncStub
-    from treadle.tools.v1.tools_pb2_grpc import ToolsServiceAsyncStub
+    async def _address_of(self, service: str) -> str:
+        async with self._directory_lock:
+            if self._directory is None:
+                request = scheduler_pb2.GetDirectoryRequest()
+                self._directory = await self.call(self.scheduler.GetDirectory, request, self.timeouts.control_s)
+        address: str = getattr(self._directory, f"{service}_address")
+        if not address:
+            raise refused(f"NO_{service.upper()}_SERVICE", f"the scheduler's directory names no {service} service")
+        return address
 
 
 def request_id() -> str:
@@ -119,50 +218,20 @@ def request_id() -> str:
     return uuid.uuid4().hex
 
 
-class Mesh:
-    """The mesh as this client reaches it."""
+async def finish(work: Coroutine[Any, Any, T]) -> T:
+    """Await `work` even where the caller is cancelled meanwhile; the cancellation is raised afterwards.
 
-    def __init__(
-        self,
-        address: str,
-        channels: Channels,
-        calls: Calls,
-        timeouts: Timeouts,
-        clock: Clock,
-        call_tokens: int = 0,
-        job: str = "",
-    ) -> None:
-        self.channels, self.calls, self.timeouts, self.clock = channels, calls, timeouts, clock
-        self.call_tokens = call_tokens  # most tokens of one call to an engine, 0 for whole turns
-        self.job = job  # whose share of pooled services this client's work takes; empty: its rollout's
-        self.scheduler = channels.scheduler(address)
-        self._directory: scheduler_pb2.GetDirectoryResponse | None = None
-        self._asking = asyncio.Lock()
-
-    async def tools(self) -> ToolsServiceAsyncStub:
-        """The tools service; FAILED_PRECONDITION NO_TOOLS_SERVICE where the mesh runs none."""
-        return self.channels.tools(await self._tools_address())
-
-    async def rewards(self) -> RewardsServiceAsyncStub:
-        """The rewards of the tools service; FAILED_PRECONDITION NO_TOOLS_SERVICE where the mesh runs none."""
-        return self.channels.rewards(await self._tools_address())
-
-    async def rollout(self) -> RolloutServiceAsyncStub:
-        """The rollout service; FAILED_PRECONDITION NO_ROLLOUT_SERVICE where the mesh runs none."""
-        address = (await self._where()).rollout_address
-        if not address:
-            raise refused("NO_ROLLOUT_SERVICE", "the scheduler's directory names no rollout service")
-        return self.channels.rollout(address)
-
-    async def _tools_address(self) -> str:
-        address = (await self._where()).tools_address
-        if not address:
-            raise refused("NO_TOOLS_SERVICE", "the scheduler's directory names no tools service")
-        return address
-
-    async def _where(self) -> scheduler_pb2.GetDirectoryResponse:
-        async with self._asking:
-            if self._directory is None:
-                request = scheduler_pb2.GetDirectoryRequest()
-                self._directory = await self.calls.unary(self.scheduler.GetDirectory, request, self.timeouts.control_s)
-            return self._directory
+    For cleaning up only: `work` must be bounded in time by itself.
+    """
+    task = asyncio.get_running_loop().create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})  # unlike awaiting the task, this does not hand our cancellation on to it
+        except asyncio.CancelledError as cancellation:
+            cancelled = cancellation
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # retrieved, so that asyncio does not log it: the cancellation says more
+        raise cancelled
+    return task.result()

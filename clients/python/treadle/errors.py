@@ -1,8 +1,7 @@
-"""Errors of the client: a gRPC status read back into typed fields.
+"""Read a failed call's gRPC status into TreadleError, whose `reason` a program can act on.
 
-Purpose: every failed call raises TreadleError, whose `reason` a program can act on and whose text a person can read.
-Invariants: the details come from `grpc-status-details-bin` (wire-equal to google.rpc.Status) and are read with
-Treadle's own messages, so that googleapis is not needed; a status without details still gives a code and a message.
+The details come from `grpc-status-details-bin` (wire-equal to google.rpc.Status) and are read with Treadle's own
+messages, so that googleapis is not needed; a status without details still gives a code and a message.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from google.protobuf.message import DecodeError, Message
 from treadle.common.v1 import status_pb2
 
 _DETAILS_KEY = "grpc-status-details-bin"
-# What grpc itself says when a connection or a stream dies under a call; a servicer's own INTERNAL or UNKNOWN says
-# none of these.
+# Words of grpc itself when a connection or a stream breaks under a call; a servicer's INTERNAL or UNKNOWN has none.
 _TRANSPORT_WORDS = ("RST_STREAM", "Stream removed", "GOAWAY", "Connection reset", "Socket closed", "recvmsg")
 
 
@@ -43,8 +41,8 @@ class TreadleError(Exception):
     """A call to the mesh failed.
 
     code: the gRPC status code. reason: stable UPPER_SNAKE word, e.g. TRAJECTORY_NOT_FOUND, empty where the server
-    gave none. domain: who says so. metadata: the ids that the reason speaks of. field_violations: the fields that
-    were refused. retry_after_s: the server's own wish, None where it has none.
+    gave none. domain: which service raised it. metadata: the ids that the reason is about. field_violations: the
+    fields that were refused. retry_after_s: the least wait that the server asks for, None where it asks for none.
     """
 
     def __init__(self, code: grpc.StatusCode, message: str, details: ErrorDetails | None = None) -> None:
@@ -63,20 +61,25 @@ class TreadleError(Exception):
 
     @property
     def lost_connection(self) -> bool:
-        """Whether the peer or the way to it went away, so that the call says nothing about the request itself."""
+        """Whether the connection failed, so that the error says nothing about the request itself."""
         if self.code is grpc.StatusCode.UNAVAILABLE:
             return True
         if self.reason:
             return False
-        if (
-            self.code is grpc.StatusCode.CANCELLED
-        ):  # the caller's own cancellation never comes here: it raises CancelledError
+        if self.code is grpc.StatusCode.CANCELLED:  # by the peer: the caller's own cancellation raises CancelledError
             return True
         transport = self.code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
         return transport and any(word in self.message for word in _TRANSPORT_WORDS)
 
+    @property
+    def retryable(self) -> bool:
+        """Whether the same request may be sent again as it is."""
+        if self.code is grpc.StatusCode.RESOURCE_EXHAUSTED:  # without RetryInfo it is a limit, e.g. of message size
+            return self.retry_after_s is not None
+        return self.lost_connection
 
-class StreamBroken(TreadleError):  # noqa: N818 - said as what happened
+
+class StreamBroken(TreadleError):  # noqa: N818 - named as what happened
     """A token stream broke its contract: a gap, a repeated token, counts or version spans that do not agree.
 
     Never repaired.
@@ -99,7 +102,7 @@ def refused(reason: str, message: str) -> TreadleError:
 
 
 def error_from(error: grpc.aio.AioRpcError) -> TreadleError:
-    """Reads a failed call's status and details. Details that do not parse are left out, never guessed."""
+    """The error of a failed call. Details that do not parse are left out."""
     raw: bytes | None = None
     for key, value in error.trailing_metadata() or ():
         if key == _DETAILS_KEY and isinstance(value, bytes):

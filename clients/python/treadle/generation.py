@@ -1,15 +1,13 @@
-"""One step from ticket to last token, over as many engines as it takes.
+"""Generate one step, from its ticket to its last token, on as many engines as it takes.
 
-Purpose: StepRun.chunks() is the iterator behind Trajectory.generate. Invariants: the tokens form one sequence without
-gap or repeat, whatever engines are lost on the way; a step that is left early is aborted on its engine, so that it
-burns no slot; a step that raises commits nothing, and the trajectory stays as it was before it. Owned by its
-trajectory, which has at most one.
+StepRun.chunks() is the iterator behind Trajectory.generate. A long step is generated in several calls, each with a
+ticket of its own, so that its trajectory is ranked again and may move in the middle of it (ADR 0011). For the scheduler
+each call is a turn without a tool behind it; for the caller there is one step.
 
-What a step is asked for, and the calls that it is cut into.
-
-Purpose: a long turn is generated in several calls, each with a ticket of its own, so that its trajectory is ranked anew
-and may move in the middle of it (ADR 0011). For the scheduler each call is a turn without a tool behind it; for the
-caller there is one step. Pure."""
+Invariants: the tokens form one sequence without gap or repeat, whatever engines are lost on the way; a step that is
+left early is aborted on its engine, so that it takes up no slot; a step that raises commits nothing, and the trajectory
+stays as it was before it. A trajectory has at most one StepRun in flight.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +20,20 @@ import grpc
 
 from treadle.assembly import StepAssembly
 from treadle.common.v1 import ticket_pb2, tokens_pb2
-from treadle.connection import Mesh, request_id
+from treadle.connection import Backoff, Mesh, finish, request_id
 from treadle.engine.v1 import engine_pb2
 from treadle.errors import StreamBroken, TreadleError, error_from
-from treadle.retry import Backoff, retryable
 from treadle.scheduler.v1 import scheduler_pb2
-from treadle.tasks import to_the_end
-from treadle.tokens import pack_ids
-from treadle.types import Chunk, FinishReason, Sampling, Step, duration
+from treadle.types import Chunk, FinishReason, Sampling, Step, duration, pack_ids
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """What a step runs with.
 
-    turn: the caller's; call: what the scheduler counts as a turn, of which a long step takes several. tool_s: the time
-    since the turn before. lost_ticket_id: of this call, its stream never ended. unanswered: a ScheduleStep of this call
-    that was cancelled before its answer, so that a ticket may be out that nobody has seen.
+    turn: as the caller counts. call: as the scheduler counts turns, of which a long step takes several. tool_s: the
+    time since the turn before. lost_ticket_id: the ticket of this call whose stream never ended. unanswered: a
+    ScheduleStep of this call that was cancelled before its answer, so that a ticket may exist that nobody received.
     """
 
     trajectory_id: str
@@ -51,7 +46,7 @@ class StepPlan:
     unanswered: scheduler_pb2.ScheduleStepRequest | None
 
     def part(self, number: int, output: list[int], call_tokens: int) -> Part:
-        """The call that goes on after `output`, which belongs to its prompt.
+        """The call that continues after `output`, which belongs to its prompt.
 
         A step that stops at a string is one call: the string could lie across two of them.
         """
@@ -68,7 +63,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Part:
-    """One call of a step: what the scheduler gives a ticket for, and an engine runs."""
+    """One call of a step: one ticket, one stream (or more, where engines are lost)."""
 
     call: int
     prompt: tokens_pb2.TokenIds
@@ -77,15 +72,15 @@ class Part:
     tool_s: float
 
 
-def goes_on(reason: FinishReason, assembly: StepAssembly, plan: StepPlan, part: Part) -> bool:
-    """Whether a call ended at its own limit and not at the step's, nor at the engine's context."""
+def needs_another_call(reason: FinishReason, assembly: StepAssembly, plan: StepPlan, part: Part) -> bool:
+    """Whether a call ended at its own limit, and not at the step's or at the engine's context."""
     count = len(assembly.token_ids)
     at_limit = reason == "length" and count - assembly.called == part.sampling.max_new_tokens
     return at_limit and count < plan.sampling.max_new_tokens
 
 
-def complete(output: list[int], sampling: Sampling) -> FinishReason | None:
-    """Why the call was over although its last event was lost with the engine; None where more tokens are due."""
+def reason_if_complete(output: list[int], sampling: Sampling) -> FinishReason | None:
+    """Why a call is complete whose last event was lost with the engine; None where more tokens are due."""
     if output and output[-1] in sampling.stop_token_ids:
         return "stop"
     return "length" if len(output) >= sampling.max_new_tokens else None
@@ -156,11 +151,11 @@ class StepRun:
             part = plan.part(0, [], self._mesh.call_tokens)
             self.call = part.call
             self.lost_ticket_id, self.unanswered = plan.lost_ticket_id, plan.unanswered
-            backoff = self._mesh.calls.backoff(self._mesh.timeouts.step_s)
+            backoff = self._mesh.backoff(self._mesh.timeouts.step_s)
             fruitless = 0
             error: TreadleError | None = None
             while not self._stopping:
-                known, heard = len(assembly.token_ids), False
+                known, received = len(assembly.token_ids), False
                 opening = self._open(plan.trajectory_id, part, assembly, backoff, error)
                 try:
                     call = await self._unless_stopped(opening)
@@ -168,14 +163,14 @@ class StepRun:
                     if refusal.reason != CONTEXT_TOO_LONG or assembly.calls == 0:
                         raise
                     # In one call the engine would have ended the step where its context is full.
-                    self._commit_once(assembly.ended("length", self._mesh.clock()))
+                    self._commit_once(assembly.end("length", self._mesh.clock()))
                     return
                 if call is None:
                     break
                 error = None
                 try:
                     async for event in call:
-                        heard = True
+                        received = True
                         chunk = self._take(event, assembly)
                         if chunk is None:
                             continue
@@ -184,13 +179,13 @@ class StepRun:
                         yield chunk
                         self._held = False
                         if self._ended.is_set():  # left while held
-                            await to_the_end(self._abort())
+                            await finish(self._abort())
                             return
                 except grpc.aio.AioRpcError as failure:
                     error = error_from(failure)
                 self._call = None
                 if (step := self._step) is not None:
-                    if not goes_on(step.finish_reason, assembly, plan, part):
+                    if not needs_another_call(step.finish_reason, assembly, plan, part):
                         self._commit_once(step)
                         return
                     part = self._next_part(plan, assembly)
@@ -198,24 +193,24 @@ class StepRun:
                     continue
                 if error is None:
                     raise StreamBroken(f"the stream of turn {plan.turn} ended without StepFinished")
-                assembly.lost(self._mesh.clock())
-                fruitless = fruitless + heard if len(assembly.token_ids) == known else 0
-                if fruitless >= MAX_FRUITLESS_LOSSES or not _elsewhere(error):
+                assembly.wait_for_engine(self._mesh.clock())
+                fruitless = fruitless + received if len(assembly.token_ids) == known else 0
+                if fruitless >= MAX_FRUITLESS_LOSSES or not _may_resume_elsewhere(error):
                     raise error
-                reason = complete(assembly.token_ids[assembly.called :], part.sampling)
-                if reason is not None and goes_on(reason, assembly, plan, part):
+                reason = reason_if_complete(assembly.token_ids[assembly.called :], part.sampling)
+                if reason is not None and needs_another_call(reason, assembly, plan, part):
                     part = self._next_part(plan, assembly)
                     error, fruitless = None, 0
                 elif reason is not None:
-                    self._commit_once(assembly.ended(reason, self._mesh.clock()))
+                    self._commit_once(assembly.end(reason, self._mesh.clock()))
                     return
-            self._left()
+            self._commit_partial()
         except (GeneratorExit, asyncio.CancelledError):
-            self._left()
-            await to_the_end(self._abort())
+            self._commit_partial()
+            await finish(self._abort())
             raise
         except TreadleError:
-            await to_the_end(self._abort())
+            await finish(self._abort())
             raise
         finally:
             self._ended.set()
@@ -230,7 +225,7 @@ class StepRun:
         if not self._held:
             return False
         self._ended.set()
-        self._left()
+        self._commit_partial()
         return True
 
     async def stop(self) -> None:
@@ -239,7 +234,7 @@ class StepRun:
         Once over: does nothing.
         """
         if self.leave():
-            await to_the_end(self._abort())
+            await finish(self._abort())
             return
         self._stopping = True  # another task is reading
         if self._opening is not None:
@@ -247,10 +242,10 @@ class StepRun:
         await self._abort(keep_stream=True)  # its stream ends in order, with the tokens sampled until then
         await self._ended.wait()
 
-    def _left(self) -> None:
+    def _commit_partial(self) -> None:
         """Without any token there was no step: its turn is still to come."""
         if self._assembly is not None and self._assembly.token_ids:
-            self._commit_once(self._assembly.ended("aborted", self._mesh.clock()))
+            self._commit_once(self._assembly.end("aborted", self._mesh.clock()))
 
     def _commit_once(self, step: Step) -> None:
         if not self._committed:
@@ -259,7 +254,7 @@ class StepRun:
 
     def _next_part(self, plan: StepPlan, assembly: StepAssembly) -> Part:
         """The step goes on with another call."""
-        assembly.call_over(self._mesh.clock())
+        assembly.end_call(self._mesh.clock())
         part = plan.part(assembly.calls, assembly.token_ids, self._mesh.call_tokens)
         self._step, self.call, self.lost_ticket_id = None, part.call, ""
         return part
@@ -304,13 +299,13 @@ class StepRun:
         )
         self._ticket = ticket = await self._schedule(request, timeout_s)
         self.lost_ticket_id = ticket.ticket_id
-        assembly.engine(ticket.engine_id)
+        assembly.set_engine(ticket.engine_id)
         generate = engine_pb2.GenerateRequest(
             ticket=ticket, prompt=part.prompt, sampling=sampling_message(part.sampling)
         )
         if output:
             generate.resumed_output.int32_le = pack_ids(output)
-        engine = mesh.channels.engine(ticket.engine_address)
+        engine = mesh.engine(ticket.engine_address)
         self._call = engine.Generate(generate, timeout=backoff.remaining_s)
         return self._call
 
@@ -318,13 +313,13 @@ class StepRun:
         self.unanswered = request
         while True:
             try:
-                answer = await self._mesh.calls.unary(
-                    self._mesh.scheduler.ScheduleStep, request, timeout_s, told=STEP_HELD
+                answer = await self._mesh.call(
+                    self._mesh.scheduler.ScheduleStep, request, timeout_s, not_retried=STEP_HELD
                 )
             except TreadleError as error:
                 if error.reason != STEP_HELD:
                     raise
-                # It is in the scheduler's line, which says so time and again: the deadline is for a silent scheduler.
+                # The step waits in the scheduler, which repeats that: the deadline is for a scheduler that is silent.
                 await asyncio.sleep(error.retry_after_s or 0.0)
                 continue
             self.unanswered = None
@@ -336,14 +331,14 @@ class StepRun:
         if self._step is not None:
             raise StreamBroken(f"{kind} after StepFinished in turn {assembly.turn}")
         if kind == "tokens":
-            chunk = assembly.chunk(event.tokens, now)
+            chunk = assembly.add_chunk(event.tokens, now)
             return chunk if chunk.token_ids else None
         if kind == "started":
-            assembly.started(now)
+            assembly.start_prefill(now)
         elif kind == "preempted":
-            assembly.preempted(event.preempted, now)
+            assembly.preempt(event.preempted, now)
         elif kind == "finished":
-            self._step = assembly.finished(event.finished, now)
+            self._step = assembly.finish(event.finished, now)
             self.lost_ticket_id = ""
         return None
 
@@ -353,7 +348,7 @@ class StepRun:
             call, ticket = self._call, self._ticket
             if call is None or ticket is None or self._step is not None:
                 return
-            engine = self._mesh.channels.engine(ticket.engine_address)
+            engine = self._mesh.engine(ticket.engine_address)
             request = engine_pb2.AbortRequest(request_id=request_id(), ticket_id=ticket.ticket_id)
             try:
                 await engine.Abort(request, timeout=self._mesh.timeouts.cleanup_s)
@@ -364,8 +359,8 @@ class StepRun:
                 call.cancel()
 
 
-def _elsewhere(error: TreadleError) -> bool:
+def _may_resume_elsewhere(error: TreadleError) -> bool:
     """Whether a new ticket may help where this one did not."""
     if error.code is grpc.StatusCode.FAILED_PRECONDITION:
         return error.reason in _STALE_TICKET
-    return retryable(error)
+    return error.retryable

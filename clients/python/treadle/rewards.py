@@ -1,7 +1,7 @@
-"""Rewards that the mesh computes: asked for when a trajectory ends, waited for off its path.
+"""Request rewards that the mesh computes, and wait for them while other trajectories go on.
 
-Invariant: asking returns as soon as the service has accepted; what it has accepted it scores, also after a restart, and
-waiting goes on through one.
+A request returns as soon as the tools service has accepted it; what it has accepted it scores, also after a restart of
+the service, and waiting continues through one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import grpc
 
 from treadle.connection import Mesh, request_id
 from treadle.errors import TreadleError, error_from, refused
-from treadle.retry import retryable
 from treadle.tools.v1 import rewards_pb2
 from treadle.types import seconds
 
@@ -55,13 +54,13 @@ class PendingReward:
         self._mesh = mesh
 
     async def result(self, timeout_s: float | None = None) -> RewardResult:
-        """How it ended, once it has; TreadleError NOT_FOUND REWARD_NOT_FOUND long afterwards, DEADLINE_EXCEEDED.
+        """The result, once there is one; TreadleError NOT_FOUND REWARD_NOT_FOUND long afterwards, DEADLINE_EXCEEDED.
 
         timeout_s: default timeouts.reward_s.
         """
         stub = await self._mesh.rewards()
         request = rewards_pb2.WatchRewardsRequest(reward_ids=[self.reward_id])
-        backoff = self._mesh.calls.backoff(timeout_s or self._mesh.timeouts.reward_s)
+        backoff = self._mesh.backoff(timeout_s or self._mesh.timeouts.reward_s)
         while True:
             try:
                 async for answer in stub.WatchRewards(request, timeout=max(backoff.remaining_s, 0.001)):
@@ -71,19 +70,21 @@ class PendingReward:
                 error = TreadleError(grpc.StatusCode.UNAVAILABLE, "the watch ended before the reward did")
             except grpc.aio.AioRpcError as failure:
                 error = error_from(failure)
-            if not retryable(error):
+            if not error.retryable:
                 raise error
             await backoff.wait(error, error.retry_after_s)
 
     async def cancel(self) -> None:
-        """Nobody wants it any more. One that has ended stays as it is."""
+        """Cancel the reward. One that has ended stays as it is."""
         stub = await self._mesh.rewards()
         request = rewards_pb2.CancelRewardRequest(request_id=request_id(), reward_id=self.reward_id)
-        await self._mesh.calls.unary(stub.CancelReward, request, self._mesh.timeouts.control_s)
+        await self._mesh.call(stub.CancelReward, request, self._mesh.timeouts.control_s)
 
 
-async def ask(mesh: Mesh, trajectory_id: str, reward: str, arguments: Mapping[str, Any], job: str) -> PendingReward:
-    """Has a trajectory scored. TypeError for arguments that are not JSON; see Client.score."""
+async def request_reward(
+    mesh: Mesh, trajectory_id: str, reward: str, arguments: Mapping[str, Any], job: str
+) -> PendingReward:
+    """Request a reward; see Client.score. TypeError for arguments that are not JSON."""
     request = rewards_pb2.ScoreTrajectoryRequest(
         request_id=request_id(),
         trajectory_id=trajectory_id,
@@ -92,7 +93,7 @@ async def ask(mesh: Mesh, trajectory_id: str, reward: str, arguments: Mapping[st
         arguments_json=json.dumps(dict(arguments)),
     )
     stub = await mesh.rewards()
-    accepted = await mesh.calls.unary(stub.ScoreTrajectory, request, mesh.timeouts.control_s)
+    accepted = await mesh.call(stub.ScoreTrajectory, request, mesh.timeouts.control_s)
     return PendingReward(mesh, accepted.reward.reward_id)
 
 

@@ -1,28 +1,22 @@
-"""A rollout: one agent over prompts × samples, each trajectory handed to the rollout service as it ends.
+"""Run one agent over prompts × samples, and submit each trajectory to the rollout service as it ends.
 
-Purpose: RolloutRun behind Client.rollout. Invariants: every sample ends in exactly one TrajectoryResult; an agent
-that raises harms its own trajectory only; when the run ends, however it ends, no trajectory of it is open and no task
-of it runs.
-
-Trajectories on their way to and from the rollout service: conversion between its messages and the client's nouns.
-
-Invariant: tokens, loss mask and logprobs are equally long on both sides; a message where they are not raises
-StreamBroken."""
+RolloutRun is behind Client.rollout. Invariants: every sample ends in exactly one TrajectoryResult; an agent that raises
+fails its own trajectory only; when the run ends, however it ends, no trajectory of it is open and no task of it runs.
+In messages tokens, loss mask and logprobs are equally long; one where they are not raises StreamBroken.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from treadle.common.v1 import tokens_pb2
-from treadle.connection import Mesh, request_id
+from treadle.connection import Mesh, finish, request_id
 from treadle.errors import StreamBroken, TokensSpent, TreadleError
 from treadle.rewards import PendingReward, score_of
 from treadle.rollout.v1 import rollout_pb2
-from treadle.tasks import Tasks, outcome_of, to_the_end
-from treadle.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from treadle.trajectory import Trajectory
 from treadle.types import (
     Batch,
@@ -35,14 +29,16 @@ from treadle.types import (
     TrajectoryResult,
     VersionSpan,
     duration,
+    pack_ids,
+    pack_logprobs,
     seconds,
+    unpack_ids,
+    unpack_logprobs,
 )
 
 
 def finished_message(trajectory: Trajectory) -> rollout_pb2.FinishedTrajectory:
-    """A closed trajectory as SubmitTrajectory takes it; no reward counts as 0, and one that its agent gave up as
-    failed.
-    """
+    """A closed trajectory for SubmitTrajectory. No reward counts as 0; a cancelled trajectory as failed."""
     closed_s = trajectory.closed_s if trajectory.closed_s is not None else trajectory.opened_s
     return rollout_pb2.FinishedTrajectory(
         trajectory_id=trajectory.trajectory_id,
@@ -105,6 +101,7 @@ def _training(message: rollout_pb2.FinishedTrajectory) -> TrainingTrajectory:
     )
 
 
+T = TypeVar("T")
 Agent = Callable[[Trajectory, Prompt], Coroutine[Any, Any, float | PendingReward | None]]
 
 
@@ -133,27 +130,27 @@ class RolloutRun:
         mesh, started_s = self._mesh, self._mesh.clock()
         service = await mesh.rollout()
         request = rollout_pb2.CreateRolloutRequest(request_id=request_id(), spec=spec)
-        self._rollout_id = (
-            await mesh.calls.unary(service.CreateRollout, request, mesh.timeouts.control_s)
-        ).rollout.rollout_id
+        self._rollout_id = (await mesh.call(service.CreateRollout, request, mesh.timeouts.control_s)).rollout.rollout_id
         self._max_total_tokens = spec.max_total_tokens
         order = [(prompt, sample) for prompt in prompts for sample in range(spec.samples_per_prompt)]
         slots = asyncio.Semaphore(concurrency or len(order))
         whole = False
         try:
-            async with Tasks() as tasks:
+            async with asyncio.TaskGroup() as tasks:
                 for prompt, sample in order:
                     self._results[prompt.id, sample] = _never_opened(prompt.id, sample)
-                    self._unfinished[prompt.id, sample] = tasks.start(self._sample(prompt, sample, slots))
+                    self._unfinished[prompt.id, sample] = tasks.create_task(self._sample(prompt, sample, slots))
             whole = True
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None  # callers catch the error itself, not a group
         finally:
             if not whole:
-                await to_the_end(self._cancel())
+                await finish(self._cancel())
         results = tuple(self._results[prompt.id, sample] for prompt, sample in order)
         return RolloutResult(self._rollout_id, results, mesh.clock() - started_s)
 
     async def _sample(self, prompt: Prompt, sample: int, slots: asyncio.Semaphore) -> None:
-        """One sample from open to hand-in."""
+        """Run one sample from its opening to its submission."""
         key = (prompt.id, sample)
         pending: PendingReward | None = None
         async with slots:
@@ -166,9 +163,9 @@ class RolloutRun:
                 self._results[key], pending = await self._play(trajectory, prompt)
                 message = finished_message(trajectory)
             self._unfinished.pop(key, None)
-        if pending is not None:  # its slot is another sample's by now
-            message = await self._rewarded(trajectory, pending, key)
-        await self._hand_in(message, key)
+        if pending is not None:  # waited for outside of `slots`, so that another sample runs
+            message = await self._await_reward(trajectory, pending, key)
+        await self._submit(message, key)
 
     async def _open_one(self, prompt: Prompt, sample: int) -> Trajectory:
         trajectory = await self._open(
@@ -178,33 +175,32 @@ class RolloutRun:
             rollout_id=self._rollout_id,
             max_total_tokens=self._max_total_tokens,
             pinned_engine_id=self._pin(prompt, sample) if self._pin else "",
-            on_change=self._tell,
+            on_change=self._report,
         )
-        self._tell(trajectory, "opened")
+        self._report(trajectory, "opened")
         return trajectory
 
     async def _play(self, trajectory: Trajectory, prompt: Prompt) -> tuple[TrajectoryResult, PendingReward | None]:
-        """Runs the agent and closes its trajectory, whichever way the agent ends; and the reward that it waits for."""
+        """Run the agent and close its trajectory, however the agent ends. Returns the reward to wait for, if any."""
         try:
-            played = await outcome_of(self._agent(trajectory, prompt))
+            played = await _play_to_end(self._agent(trajectory, prompt))
         except asyncio.CancelledError:
-            error_line = await to_the_end(self._end(trajectory, "cancelled"))
+            error_line = await finish(self._end(trajectory, "cancelled"))
             self._results[trajectory.prompt_id, trajectory.sample] = _result(trajectory, error_line)
             raise
-        self._unfinished.pop(
-            (trajectory.prompt_id, trajectory.sample), None
-        )  # its end is no longer anybody's to cancel
-        reward, outcome, error_line = _judge(trajectory, played)
+        # From here on a settled group does not cancel it any more.
+        self._unfinished.pop((trajectory.prompt_id, trajectory.sample), None)
+        reward, outcome, error_line = _ending(trajectory, played)
         pending, reward = (reward, None) if isinstance(reward, PendingReward) else (None, reward)
         if trajectory.outcome is not None and trajectory.reward is None:
-            trajectory.reward = reward  # the agent closed it, and said the reward by returning it
-        close_error = await to_the_end(self._end(trajectory, outcome, reward))
+            trajectory.reward = reward  # the agent closed it and then returned the reward
+        close_error = await finish(self._end(trajectory, outcome, reward))
         return _result(trajectory, error_line or close_error), pending
 
-    async def _rewarded(
+    async def _await_reward(
         self, trajectory: Trajectory, pending: PendingReward, key: tuple[str, int]
     ) -> rollout_pb2.FinishedTrajectory:
-        """Waits for the score. A trajectory that gets none has failed."""
+        """Wait for the score. A trajectory that gets none has failed."""
         try:
             trajectory.reward = await score_of(pending)
         except TreadleError as error:
@@ -216,20 +212,20 @@ class RolloutRun:
         self._results[key] = replace(self._results[key], reward=trajectory.reward)
         return finished_message(trajectory)
 
-    async def _hand_in(self, message: rollout_pb2.FinishedTrajectory, key: tuple[str, int]) -> None:
-        """Submits; when the verdict settles the group, its unfinished siblings are cancelled."""
+    async def _submit(self, message: rollout_pb2.FinishedTrajectory, key: tuple[str, int]) -> None:
+        """Submit; when the answer settles the group, its unfinished siblings are cancelled."""
         mesh, result = self._mesh, self._results[key]
         request = rollout_pb2.SubmitTrajectoryRequest(
             request_id=request_id(), rollout_id=self._rollout_id, trajectory=message
         )
         try:
             service = await mesh.rollout()
-            verdict = await mesh.calls.unary(service.SubmitTrajectory, request, mesh.timeouts.control_s)
+            answer = await mesh.call(service.SubmitTrajectory, request, mesh.timeouts.control_s)
         except TreadleError as error:
             self._results[key] = replace(result, error=result.error or f"submit: {error}")
             return
-        self._results[key] = replace(result, kept=verdict.kept, drop_reason=drop_reason_of(verdict.drop_reason))
-        if verdict.group_settled:
+        self._results[key] = replace(result, kept=answer.kept, drop_reason=drop_reason_of(answer.drop_reason))
+        if answer.group_settled:
             self._settle(message.prompt_id)
 
     def _settle(self, prompt_id: str) -> None:
@@ -240,13 +236,13 @@ class RolloutRun:
             self._on_event(RolloutEvent("settled", self._mesh.clock(), prompt_id))
 
     async def _end(self, trajectory: Trajectory, outcome: Outcome, reward: float | None = None) -> str:
-        """Closes; the error line where that fails. The scheduler forgets by itself what it was not told of."""
+        """Close; the error line where that fails. The scheduler closes it by its own timeout then."""
         try:
             await trajectory.close(reward, outcome)
         except TreadleError as error:
             return f"close: {error}"
         finally:
-            self._tell(trajectory, "closed")
+            self._report(trajectory, "closed")
         return ""
 
     async def _cancel(self) -> None:
@@ -254,12 +250,12 @@ class RolloutRun:
         request = rollout_pb2.CancelRolloutRequest(request_id=request_id(), rollout_id=self._rollout_id)
         service = await mesh.rollout()
         try:
-            await mesh.calls.unary(service.CancelRollout, request, mesh.timeouts.cleanup_s)
+            await mesh.call(service.CancelRollout, request, mesh.timeouts.cleanup_s)
         except TreadleError as error:
             if not error.lost_connection:
                 raise
 
-    def _tell(self, trajectory: Trajectory, kind: Literal["opened", "step", "tool", "closed"]) -> None:
+    def _report(self, trajectory: Trajectory, kind: Literal["opened", "step", "tool", "closed"]) -> None:
         if self._on_event is None:
             return
         self._on_event(
@@ -276,7 +272,21 @@ class RolloutRun:
         )
 
 
-def _judge(trajectory: Trajectory, played: asyncio.Task[Any]) -> tuple[float | PendingReward | None, Outcome, str]:
+async def _play_to_end(agent: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """The agent's finished task, whatever it raised. A cancellation of the caller ends the agent first."""
+    task = asyncio.get_running_loop().create_task(agent)
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        task.cancel()
+        await finish(asyncio.wait({task}))
+        if not task.cancelled():
+            task.exception()  # retrieved, so that asyncio does not log it
+        raise
+    return task
+
+
+def _ending(trajectory: Trajectory, played: asyncio.Task[Any]) -> tuple[float | PendingReward | None, Outcome, str]:
     """Reward, outcome and error line of an agent that has ended."""
     if played.cancelled():
         return None, "cancelled", ""
@@ -292,7 +302,7 @@ def _judge(trajectory: Trajectory, played: asyncio.Task[Any]) -> tuple[float | P
 
 
 def _result(trajectory: Trajectory, error: str) -> TrajectoryResult:
-    """As it stands before its verdict."""
+    """The result before the rollout service has answered."""
     closed_s = trajectory.closed_s if trajectory.closed_s is not None else trajectory.opened_s
     return TrajectoryResult(
         trajectory_id=trajectory.trajectory_id,

@@ -47,7 +47,7 @@ class Session:
         request = tools_pb2.CloseSessionRequest(request_id=request_id(), session_id=self.session_id)
         try:
             tools = await self._mesh.tools()
-            await self._mesh.calls.unary(tools.CloseSession, request, self._mesh.timeouts.cleanup_s)
+            await self._mesh.call(tools.CloseSession, request, self._mesh.timeouts.cleanup_s)
         except TreadleError as error:
             if error.reason != "SESSION_NOT_FOUND":
                 raise
@@ -72,7 +72,7 @@ async def open_session(
 
     async def first() -> ToolResult:
         nonlocal opened
-        opened = await mesh.calls.unary(tools.OpenSession, call, mesh.timeouts.tool_s)
+        opened = await mesh.call(tools.OpenSession, call, mesh.timeouts.tool_s)
         return result_of(opened.first)
 
     observation = await timed(first)
@@ -84,7 +84,7 @@ async def invoke(mesh: Mesh, call: tools_pb2.InvokeRequest, arguments: Mapping[s
     """Runs one action. TypeError for arguments that are not JSON."""
     call.request_id, call.arguments_json = request_id(), json.dumps(dict(arguments))
     tools = await mesh.tools()
-    return result_of((await mesh.calls.unary(tools.Invoke, call, mesh.timeouts.tool_s)).result)
+    return result_of((await mesh.call(tools.Invoke, call, mesh.timeouts.tool_s)).result)
 
 
 def result_of(message: tools_pb2.ToolResult) -> ToolResult:

@@ -1,8 +1,8 @@
-"""One trajectory: its tokens, its steps, its tools, and its end.
+"""One open trajectory: its tokens with their loss mask and logprobs, its steps, its tools, and its end.
 
-Purpose: what an agent's loop holds. Invariants: tokens, loss_mask and logprobs are equally long at every moment;
-loss_mask is 1 exactly where the policy sampled; a step is in flight at most once, and whatever is done next leaves it
-first; close happens once. Opened by Client.open; the client closes what its user left open.
+The loss mask is built here: `loss_mask` is 1 exactly where the policy sampled. Invariants: tokens, loss_mask and
+logprobs are equally long at every moment; at most one step is in flight, and any other operation leaves it first; close
+happens once. Opened by Client.open; the client closes what its user left open.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from types import TracebackType
 from typing import Any, Literal
 
-from treadle.assembly import shifted
+from treadle.assembly import shift_spans
 from treadle.connection import Mesh, request_id
 from treadle.errors import TokensSpent, TreadleError, refused
 from treadle.generation import StepPlan, StepRun
-from treadle.rewards import PendingReward, ask
+from treadle.rewards import PendingReward, request_reward
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.session import Session, invoke, open_session
 from treadle.tools.v1 import tools_pb2
@@ -53,9 +53,10 @@ class Trajectory:
         self.prompt_id = opened.prompt_id
         self.sample = opened.sample
         self.max_total_tokens = max_total_tokens
-        self.tokens: list[int] = list(prompt)
-        self.loss_mask: list[int] = [0] * len(self.tokens)
-        self.logprobs: list[float] = [0.0] * len(self.tokens)
+        self.tokens: list[int] = []
+        self.loss_mask: list[int] = []
+        self.logprobs: list[float] = []
+        self._append(prompt, [0.0] * len(prompt), loss_mask=0)
         self.version_spans: list[VersionSpan] = []
         self.steps: list[Step] = []
         self.spans: list[Span] = []
@@ -98,9 +99,7 @@ class Trajectory:
         self._require_open()
         if self._run is not None and not self._run.leave():
             raise refused("STEP_IN_FLIGHT", "another task is reading generate(): finish or close it before observe()")
-        self.tokens += token_ids
-        self.loss_mask += [0] * len(token_ids)
-        self.logprobs += [0.0] * len(token_ids)
+        self._append(token_ids, [0.0] * len(token_ids), loss_mask=0)
 
     async def tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Runs a stateless tool in the mesh's sandbox.
@@ -122,7 +121,9 @@ class Trajectory:
 
         To be called as it ends, before or after `close`. reward, arguments, errors: see Client.score.
         """
-        return await ask(self._mesh, self.trajectory_id, reward, arguments, self._mesh.job or self.rollout_id)
+        return await request_reward(
+            self._mesh, self.trajectory_id, reward, arguments, self._mesh.job or self.rollout_id
+        )
 
     async def close(self, reward: float | None = None, outcome: Outcome = "finished") -> None:
         """Ends the trajectory here and at the scheduler, its step and its sessions first. Once closed: does nothing.
@@ -167,7 +168,7 @@ class Trajectory:
         )
         timeouts = self._mesh.timeouts
         timeout_s = timeouts.cleanup_s if self.outcome == "cancelled" else timeouts.control_s
-        await self._mesh.calls.unary(self._mesh.scheduler.CloseTrajectory, request, timeout_s)
+        await self._mesh.call(self._mesh.scheduler.CloseTrajectory, request, timeout_s)
         self.closed_s = self._mesh.clock()
         if self._on_close is not None:
             self._on_close(self)
@@ -199,12 +200,16 @@ class Trajectory:
         if self._run is not None:
             await self._run.stop()
 
+    def _append(self, token_ids: Sequence[int], logprobs: Sequence[float], *, loss_mask: int) -> None:
+        """loss_mask: 1 for sampled tokens, which are trained on; 0 for the prompt and observations."""
+        self.tokens += token_ids
+        self.loss_mask += [loss_mask] * len(token_ids)
+        self.logprobs += logprobs
+
     def _commit(self, step: Step) -> None:
         start = len(self.tokens)
-        self.tokens += step.token_ids
-        self.loss_mask += [1] * len(step.token_ids)
-        self.logprobs += step.logprobs
-        self.version_spans += shifted(step.version_spans, start)
+        self._append(step.token_ids, step.logprobs, loss_mask=1)
+        self.version_spans += shift_spans(step.version_spans, start)
         self.spans += step.spans
         self.steps.append(step)
         assert self._run is not None, "it commits"

@@ -1,22 +1,21 @@
-"""The nouns of the client's API, as frozen dataclasses.
+"""The values of the client's API as frozen dataclasses, and their form in messages.
 
-Units: times in seconds (`*_s`), moments in seconds of unix time on ONE clock, the client's; token indexes from 0;
-logprobs are natural logarithms. Token lists are plain lists so that they go straight into a tensor or JSON.
-
-The client's one clock: unix time that never steps back.
-
-Invariant: read once from the wall clock, then carried on by the monotonic one, so that spans of one client are
-comparable.
-
-Seconds and google.protobuf.Duration, both ways."""
+Units: times in seconds (`*_s`), moments in seconds of Unix time on one clock, the client's; token indexes from 0;
+logprobs are natural logarithms. Token lists are plain lists so that they go straight into a tensor or JSON. In messages
+token ids and logprobs are packed little-endian int32 and float32 (see treadle/common/v1/tokens.proto).
+"""
 
 from __future__ import annotations
 
-import time
+import sys
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from google.protobuf.duration_pb2 import Duration
+
+from treadle.errors import StreamBroken
 
 FinishReason = Literal["stop", "length", "aborted"]
 Outcome = Literal["finished", "truncated", "failed", "cancelled"]
@@ -26,10 +25,7 @@ ToolStatus = Literal["ok", "tool_error", "timed_out", "out_of_memory", "crashed"
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample one step; None takes the engine's default.
-
-    See SamplingParams in treadle/common/v1/tokens.proto for ranges.
-    """
+    """How to sample one step; None takes the engine's default. Ranges: SamplingParams in tokens.proto."""
 
     max_new_tokens: int
     temperature: float | None = None
@@ -219,16 +215,6 @@ class Batch:
     exhausted: bool
 
 
-class Clock:
-    """Calling it gives seconds of unix time."""
-
-    def __init__(self) -> None:
-        self._offset_s = time.time() - time.monotonic()
-
-    def __call__(self) -> float:
-        return time.monotonic() + self._offset_s
-
-
 def duration(seconds: float) -> Duration:
     """A Duration of `seconds` >= 0, cut to nanoseconds."""
     whole = int(seconds)
@@ -236,5 +222,43 @@ def duration(seconds: float) -> Duration:
 
 
 def seconds(message: Duration) -> float:
-    """Seconds as a float."""
     return message.seconds + message.nanos / 1e9
+
+
+_BYTES_PER_ITEM = 4  # of int32 and float32
+_SWAP = sys.byteorder == "big"
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """4 bytes a token. OverflowError for an id outside int32, TypeError for what is not an integer."""
+    return _packed(array("i", ids))
+
+
+def pack_logprobs(logprobs: Sequence[float]) -> bytes:
+    """4 bytes a logprob (natural log)."""
+    return _packed(array("f", logprobs))
+
+
+def unpack_ids(packed: bytes) -> list[int]:
+    """Token ids; StreamBroken when the length is not a multiple of 4."""
+    return _unpacked(array("i"), packed)
+
+
+def unpack_logprobs(packed: bytes) -> list[float]:
+    """Logprobs (natural log); StreamBroken when the length is not a multiple of 4."""
+    return _unpacked(array("f"), packed)
+
+
+def _packed(items: array[int] | array[float]) -> bytes:
+    if _SWAP:
+        items.byteswap()
+    return items.tobytes()
+
+
+def _unpacked(items: array, packed: bytes) -> list:  # type: ignore[type-arg]
+    if len(packed) % _BYTES_PER_ITEM:
+        raise StreamBroken(f"{len(packed)} packed bytes are not a whole number of 4-byte items")
+    items.frombytes(packed)
+    if _SWAP:
+        items.byteswap()
+    return items.tolist()

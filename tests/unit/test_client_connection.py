@@ -1,11 +1,13 @@
 """What is tried again, and when."""
 
+import asyncio
+
 import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from treadle.connection import RetryPolicy, finish
 from treadle.errors import ErrorDetails, TreadleError
-from treadle.retry import RetryPolicy, retryable
 
 CODE = grpc.StatusCode
 
@@ -46,4 +48,23 @@ def test_the_servers_wish_is_a_lower_bound_of_the_wait() -> None:
     ],
 )
 def test_what_is_tried_again(code: grpc.StatusCode, message: str, details: ErrorDetails | None, again: bool) -> None:
-    assert retryable(TreadleError(code, message, details)) is again
+    assert TreadleError(code, message, details).retryable is again
+
+
+async def test_cleaning_up_goes_on_through_two_cancellations_and_passes_them_on() -> None:
+    release, finished = asyncio.Event(), asyncio.Event()
+
+    async def clean() -> None:
+        await release.wait()
+        finished.set()
+
+    running = asyncio.ensure_future(finish(clean()))
+    for _ in range(2):
+        await asyncio.sleep(0)
+        running.cancel()
+    await asyncio.sleep(0)
+    assert not running.done()
+    release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert finished.is_set()
