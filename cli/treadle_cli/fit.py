@@ -1,6 +1,6 @@
-"""`treadle fit`: engine curves from public measurements, or from a profile measured on a live engine, with their error.
+"""`treadle fit`: fits engine curves to public measurements, or to a profile measured on a live engine.
 
-The fitting is `treadle_sim.fitting`; here are tables, files and pictures of it.
+The fitting is `treadle_sim.fitting`; this module prints and writes its results.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from treadle_sim.fitting.curves import FitError, MeasuredEngine, MeasuredProfile
 from treadle_sim.fitting.fit import FitReport, FittedEngine, fit_public
 from treadle_sim.fitting.tables import FitDataError
 
-from treadle_cli.fit_page import page
 from treadle_cli.fit_picture import draw_measured, draw_public
 from treadle_cli.problems import UsageProblem
+from treadle_cli.templates import render
 
+COMMAND = "treadle fit --data DIR --out bench/results --profiles sim/treadle_sim/profiles"
 SHOWN_BATCH = 100  # slots of an engine in the papers
 SHOWN_CONTEXT = 8_192  # tokens of each sequence in the table's larger step
 
 
 def fit_data(data: Path, out_folder: Path | None, profiles_folder: Path | None, progress: Console) -> FitReport:
-    """Fits all public measurements under `data`; writes fit.json, fit.md and fit.png, and the profiles, where asked.
-
-    Raises UsageProblem for tables that are missing or no such tables.
-    """
+    """Fit all public measurements under `data`. Writes fit.json, fit.md and fit.png to out_folder, and the profiles to
+    profiles_folder, unless these are None. Raises UsageProblem for missing or unreadable tables."""
     try:
         with progress.status("fitting curves"):
             report = fit_public(data)
@@ -38,7 +37,7 @@ def fit_data(data: Path, out_folder: Path | None, profiles_folder: Path | None, 
     if out_folder is not None:
         out_folder.mkdir(parents=True, exist_ok=True)
         _write_json(out_folder / "fit.json", public_figures(report))
-        (out_folder / "fit.md").write_text(page(report))
+        (out_folder / "fit.md").write_text(render("treadle_cli", "fit.md.j2", command=COMMAND, report=report))
         with progress.status("drawing"):
             draw_public(report, out_folder / "fit.png")
     if profiles_folder is not None:
@@ -50,12 +49,10 @@ def fit_data(data: Path, out_folder: Path | None, profiles_folder: Path | None, 
 
 
 def fit_profile(file: Path, out_folder: Path | None) -> MeasuredEngine:
-    """Fits one measured profile; draws NAME.png and writes NAME.json where asked. Raises UsageProblem."""
+    """Fit one measured profile; writes NAME-fit.json and NAME-fit.png to out_folder unless it is None. Raises
+    UsageProblem."""
     try:
-        document = json.loads(file.read_text())
-        if not isinstance(document, dict):
-            raise MeasuredProfileError("the file holds no JSON object")
-        measured = fit_measured(document)
+        measured = fit_measured(json.loads(file.read_text()))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, MeasuredProfileError) as error:
         raise UsageProblem(f"{file}: {error}") from error
     if out_folder is not None:
@@ -84,13 +81,7 @@ def public_figures(report: FitReport) -> dict[str, Any]:
             for served in report.served
         ],
         "checks": [
-            {
-                "label": check.label,
-                "rows": check.rows,
-                "median": check.median,
-                "p90": check.p90,
-                "bias": check.bias,
-            }
+            {name: getattr(check, name) for name in ("label", "rows", "median", "p90", "bias")}
             for check in report.checks
         ],
         "skipped": list(report.skipped),

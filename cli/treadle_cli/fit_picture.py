@@ -1,4 +1,4 @@
-"""Draws fits against what they were fitted to. Writes PNG files; knows no figures of its own."""
+"""Draws fitted curves against the measurements, as PNG files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLUMNS = 8  # two models of four degrees a row
 PANEL_INCHES = (1.9, 1.75)
 DPI = 100
 TITLE_CHARACTERS = 45
-LEAST_SPAN = 1.3  # of the time axis beyond the points, so that noise of a per cent does not look like a trend
+LEAST_SPAN = 1.3  # of the time axis around the points, so that noise of a per cent does not look like a trend
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 COLOURS = colormaps["viridis"]
 CONTEXTS = LogNorm(256, 32_768)
@@ -33,7 +33,7 @@ DEGREE_COLOURS = {1: "#777777", 2: "#4477aa", 4: "#228833", 8: "#ee6677"}
 
 
 def draw_public(report: FitReport, path: Path) -> None:
-    """Requests predicted against measured, then a panel for each decode curve that stands on measurements."""
+    """Requests predicted against measured, then a panel for each decode curve that was fitted to measurements."""
     curves = [fitted for fitted in report.engines if fitted.points and fitted.engine in (SHIPPED_ENGINE, "splitwise")]
     rows = -(-len(curves) // COLUMNS)
     size = (PANEL_INCHES[0] * COLUMNS, PANEL_INCHES[1] * (rows + 2))
@@ -85,8 +85,8 @@ def _requests(axes: Axes, served: ServingFit) -> None:
 
 
 def _check(axes: Axes, check: Check) -> None:
-    measured, predicted = np.array(check.measured), np.array(check.predicted)
-    _diagonal(axes, measured, predicted, np.array(check.gpus))
+    measured, predicted, gpus = np.array(check.pairs).T
+    _diagonal(axes, measured, predicted, gpus.astype(int))
     label = "\n".join(wrap(check.label, TITLE_CHARACTERS))
     axes.set_title(f"{label}:\noff {check.median:.1%}, {check.rows} rows, none seen", fontsize=8)
 

@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from treadle_core.model import DecodeCurve
 from treadle_core.placing.costs import CostModel
-from treadle_sim.allocation.annealing import anneal, first_allocation, makespan, merge, redistribute, split
+from treadle_sim.allocation.annealing import (
+    COOLING,
+    EPSILON_S,
+    anneal,
+    draw_first_allocation,
+    makespan_s,
+    merge,
+    redistribute,
+    split,
+)
 from treadle_sim.allocation.plan import PLANNED_MODELS, EngineKind, allocate, prepare
 
 KINDS = [EngineKind(d, 20, 200_000 * d, DecodeCurve(0.014 / d**0.7, 5e-5, 1e-8 / d, 1e4 * d)) for d in (1, 2, 4, 8)]
@@ -55,7 +64,7 @@ def test_a_merge_makes_one_engine_less_of_the_same_gpus(counts: np.ndarray, rng:
 @given(st.integers(1, 40), seeds)
 def test_the_first_allocation_spends_the_budget(budget: int, rng: np.random.Generator) -> None:
     problem = prepare(LENGTHS, CONTEXTS, budget, KINDS, CostModel.GROUP_SIZE)
-    assert first_allocation(problem, rng) @ problem.gpus == budget
+    assert draw_first_allocation(problem, rng) @ problem.gpus == budget
 
 
 @pytest.mark.parametrize("model", list(PLANNED_MODELS))
@@ -71,15 +80,16 @@ def test_annealing_never_beats_the_exact_plan_and_comes_near_it(model: CostModel
 
 def test_the_temperature_starts_at_the_first_makespan_and_falls_to_the_threshold() -> None:
     problem = prepare(LENGTHS, CONTEXTS, 32, KINDS, CostModel.GROUP_SIZE)
-    start_s = makespan(problem, first_allocation(problem, np.random.default_rng(3)))
-    found = anneal(LENGTHS, CONTEXTS, 32, KINDS, np.random.default_rng(3), cooling=0.9, epsilon_s=0.25)
-    assert found.iterations == math.ceil(math.log(start_s / 0.25) / math.log(1 / 0.9))
+    start_s = makespan_s(problem, draw_first_allocation(problem, np.random.default_rng(3)))
+    found = anneal(LENGTHS, CONTEXTS, 32, KINDS, np.random.default_rng(3))
+    assert found.iterations == math.ceil(math.log(start_s / EPSILON_S) / math.log(1 / COOLING))
 
 
-def test_a_threshold_above_the_first_makespan_leaves_the_first_allocation() -> None:
-    problem = prepare(LENGTHS, CONTEXTS, 32, KINDS, CostModel.GROUP_SIZE)
-    first = first_allocation(problem, np.random.default_rng(3))
-    found = anneal(LENGTHS, CONTEXTS, 32, KINDS, np.random.default_rng(3), epsilon_s=1e9)
+def test_where_the_first_makespan_is_below_the_threshold_the_first_allocation_stays() -> None:
+    short = LENGTHS / 1e3
+    problem = prepare(short, CONTEXTS, 32, KINDS, CostModel.GROUP_SIZE)
+    first = draw_first_allocation(problem, np.random.default_rng(3))
+    found = anneal(short, CONTEXTS, 32, KINDS, np.random.default_rng(3))
     assert found.iterations == 0
     assert found.allocation.degrees == tuple(np.repeat(problem.gpus, first).tolist())
 

@@ -8,16 +8,14 @@ import pytest
 from treadle_core.model import DecodeCurve
 from treadle_core.placing.costs import CostModel
 from treadle_core.placing.placement import uncertain
-from treadle_core.placing.question import InvalidEngineError, InvalidTrajectoryError, NoEnginesError
+from treadle_core.placing.question import InvalidEngineError, InvalidTrajectoryError
 from treadle_core.placing.rank_scenarios import RankSamples, best_partition
 from treadle_core.refusals import CoreError
-from treadle_sim.allocation.annealing import InvalidCoolingError, anneal
 from treadle_sim.allocation.plan import (
     PLANNED_MODELS,
     RECOURSE,
     EngineKind,
     InvalidBudgetError,
-    InvalidModelError,
     NoKindFitsError,
     Problem,
     allocate,
@@ -42,25 +40,11 @@ KINDS = [kind(1), kind(2), kind(4)]
     ("changed", "error", "field"),
     [
         ({"lengths": [1.0, math.nan], "contexts": [0, 0]}, InvalidTrajectoryError, "trajectories[1].remaining_tokens"),
-        ({"lengths": [1.0, -1.0], "contexts": [0, 0]}, InvalidTrajectoryError, "trajectories[1].remaining_tokens"),
-        ({"lengths": [math.inf], "contexts": [0]}, InvalidTrajectoryError, "trajectories[0].remaining_tokens"),
         ({"lengths": [1.0], "contexts": [math.nan]}, InvalidTrajectoryError, "trajectories[0].context_tokens"),
         ({"lengths": [1.0], "contexts": [0, 0]}, InvalidTrajectoryError, "trajectories"),
-        ({"lengths": [], "contexts": []}, InvalidTrajectoryError, "trajectories"),
-        ({"lengths": [[1.0]], "contexts": [0]}, InvalidTrajectoryError, "trajectories.remaining_tokens"),
-        ({"lengths": ["long"], "contexts": [0]}, InvalidTrajectoryError, "trajectories.remaining_tokens"),
-        ({"gpus": 0}, InvalidBudgetError, "gpus"),
-        ({"gpus": -8}, InvalidBudgetError, "gpus"),
-        ({"gpus": 2.5}, InvalidBudgetError, "gpus"),
-        ({"gpus": True}, InvalidBudgetError, "gpus"),
-        ({"gpus": 10**9}, InvalidBudgetError, "gpus"),
-        ({"kinds": []}, NoEnginesError, "kinds"),
-        ({"kinds": [kind(1), kind(1)]}, InvalidEngineError, "kinds[1].gpus"),
-        ({"kinds": [EngineKind(0, 8, None, DecodeCurve())]}, InvalidEngineError, "kinds[0].gpus"),
-        ({"kinds": [kind(1), kind(2, slots=0)]}, InvalidEngineError, "kinds[1].slot_limit"),
-        ({"kinds": [kind(1, capacity=-1)]}, InvalidEngineError, "kinds[0].kv_tokens_capacity"),
-        ({"kinds": [kind(1, base_s=math.nan)]}, InvalidEngineError, "kinds[0].decode_curve.base_s"),
-        ({"kinds": [kind(1, base_s=-1.0)]}, InvalidEngineError, "kinds[0].decode_curve.base_s"),
+        ({"gpus": 0}, NoKindFitsError, "kinds"),
+        ({"kinds": [kind(1), kind(2, slots=0)]}, InvalidEngineError, "engines[1].slot_limit"),
+        ({"kinds": [kind(1, base_s=math.nan)]}, InvalidEngineError, "engines[0].decode_curve.base_s"),
         ({"kinds": [kind(16)]}, NoKindFitsError, "kinds"),
         ({"kinds": [kind(1, capacity=0), kind(2, capacity=4009)]}, NoKindFitsError, "kinds"),
         ({"gpus": 7, "kinds": [kind(2), kind(4)]}, InvalidBudgetError, "gpus"),
@@ -74,11 +58,6 @@ def test_bad_input_is_refused_by_name(
     with pytest.raises(error) as refused:
         planner(given["lengths"], given["contexts"], given["gpus"], given["kinds"])
     assert refused.value.field == field
-
-
-def test_a_cost_model_without_a_bound_is_refused() -> None:
-    with pytest.raises(InvalidModelError, match="model: must be one of GROUP_SIZE, LINEAR_INTEGRAL"):
-        allocate(LENGTHS, CONTEXTS, 8, KINDS, CostModel.PIECEWISE_INTEGRAL)
 
 
 def test_a_budget_that_the_degrees_do_not_add_up_to_is_told_the_next_below() -> None:
@@ -151,17 +130,6 @@ def test_a_plan_does_not_depend_on_the_order_in_which_kinds_or_trajectories_are_
     assert again.makespan_s == pytest.approx(found.makespan_s, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("cooling", "epsilon_s", "field"),
-    [(1.0, 0.5, "cooling"), (0.0, 0.5, "cooling"), (math.nan, 0.5, "cooling"), (0.9, 0.0, "epsilon_s")],
-)
-def test_annealing_that_would_never_end_is_refused(cooling: float, epsilon_s: float, field: str) -> None:
-    rng = np.random.default_rng(0)
-    with pytest.raises(InvalidCoolingError) as refused:
-        anneal(LENGTHS, CONTEXTS, 8, KINDS, rng, cooling=cooling, epsilon_s=epsilon_s)
-    assert refused.value.field == field
-
-
 def guesses(doubt: float) -> dict[str, Any]:
     """A long tail of 200 medians, each as uncertain."""
     lengths = np.random.default_rng(5).lognormal(7.5, 0.8, 200)
@@ -205,7 +173,6 @@ def test_uncertain_lengths_get_engines_that_are_done_sooner_on_average_than_thos
         ({"log_sigma": [0.1, math.nan, 0.1, 0.1]}, "trajectories[1].log_sigma"),
         ({"log_sigma": [0.1, -1.0, 0.1, 0.1]}, "trajectories[1].log_sigma"),
         ({"log_sigma": [0.1]}, "trajectories"),
-        ({"log_sigma": ["much"] * 4}, "trajectories.log_sigma"),
         ({"log_sigma": [0.1] * 4, "room_tokens": [1.0, 1.0, -1.0, 1.0]}, "trajectories[2].room_tokens"),
     ],
 )

@@ -62,10 +62,9 @@ def test_a_flat_curve_is_flat_for_planners_too(step_s: float, slots: int) -> Non
     assert curve.linear(slots).per_sequence_s == 0.0
 
 
-@pytest.mark.parametrize("matrix", [np.ones((0, 1)), np.ones((3, 1)), np.full((2, 1), np.nan)])
-def test_least_squares_refuses_what_is_no_problem(matrix: np.ndarray) -> None:
-    with pytest.raises(ValueError, match="least squares"):
-        non_negative_least_squares(matrix, np.ones(0 if not matrix.size else 2))
+def test_least_squares_refuses_values_that_are_not_finite() -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        non_negative_least_squares(np.full((2, 1), np.nan), np.ones(2))
 
 
 def test_a_curve_with_a_knee_is_found_with_its_knee_and_without_idle_knots() -> None:

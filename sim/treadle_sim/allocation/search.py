@@ -1,25 +1,25 @@
-"""The exact resource plan: which engines a GPU budget is dealt out in, and what each runs, solved as one problem.
+"""Compiled search for the exact resource plan: which engines to run on a budget of GPUs, and what each runs.
 
-Purpose: over ALL multisets of engine kinds whose GPUs add up to at most the budget, and all partitions of the
-descending order into one contiguous group an engine (engines in the order of `costs.tabulate`, fastest kind first),
-the least makespan (Heddle §6.1, its two subproblems undivided). Kernels; the entry is `allocation.allocate`.
+Over all multisets of engine kinds whose GPUs add up to at most the budget, and all partitions of the trajectories,
+longest first, into one contiguous group an engine (fastest kind first), it finds the least makespan: Heddle §6.1, its
+two subproblems solved as one. `plan.allocate` calls it.
 
 Why a probe is exact. For a limit T let far(k, r) be the furthest end that an engine of kind k reaches from rank r with
 a cost <= T, and reach(k, g) the furthest rank covered by engines of the kinds 0..k on at most g GPUs. Then
     reach(k, g) = max(reach(k - 1, g), far(k, reach(k, g - gpus_k))),
-because far never falls as r grows: a group that loses its head never costs more (`costs.group_cost`), so the group that
-serves r < r' to its end also serves r' to it. So of all ways to spend g GPUs on the first kinds only the one that
-reaches furthest matters; a shorter one is dominated whatever engines follow. The budget is enough within T exactly
-where reach(last kind, budget) covers all ranks. A probe takes kinds * budget extensions of O(log n).
+because far never falls as r grows: a group that loses its longest never costs more (`costs.group_cost`), so an engine
+that runs from r < r' to some end can also run from r' to it. So of all ways to spend g GPUs on the first kinds only the
+one that reaches furthest matters. The budget is enough within T exactly if reach(last kind, budget) covers all ranks. A
+probe takes kinds * budget extensions of O(log n).
 
-Why the bisection ends on the optimum itself: a probe that succeeds proves the largest cost of its groups, and one that
-fails proves that nothing below the least cost of an extended group can succeed, since up to there every far, and so
-every reach, is the same. Both are costs of real groups, and the interval between them empties.
+Why the bisection ends on the optimum itself: a probe that succeeds proves the largest cost of its groups. One that
+fails proves that no limit below the least cost of an extended group can succeed, since up to there every far, and so
+every reach, is the same. Both are costs of real groups, and the interval between them becomes empty.
 
-Beyond the bottleneck: many multisets have the least makespan, above all where one long trajectory sets it. The
+Beyond the bottleneck: many multisets have the least makespan, mostly where one long trajectory sets it. The
 bottleneck's group and engine are fixed, and the ranks before it (on kinds as fast or faster) and after it (as fast or
 slower) are solved again together on the GPUs that are left: the least second-largest cost given the first, and so on
-until nothing is left or the work allowed is spent. The first round's optimum is exact; later ones refine it.
+until nothing is left or REFINE_EXTENSIONS is spent. The first round's optimum is exact; later ones refine it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import numpy.typing as npt
 from treadle_core.compiled import compiled
 from treadle_core.placing.costs import Indexes, Table, group_cost
 
-# Extensions of groups tried for the sake of balance before the rest stays as the last bisection left it: some 50 ms of
-# compiled code, reached only with hundreds of engines. The first round, which is the optimum, is never cut short.
+# Extensions of groups after which balancing ends and the rest stays as the last bisection left it: some 50 ms of
+# compiled code, reached only with hundreds of engines. The first round, which is the optimum, always completes.
 REFINE_EXTENSIONS = 100_000
 
 
@@ -38,7 +38,7 @@ REFINE_EXTENSIONS = 100_000
 def far(table: Table, kind: int, at: int, end: int, hint: int, limit_s: float) -> int:
     """The largest rank up to which an engine of this kind runs [at, rank) within the limit; `at` where nothing fits.
 
-    Looked for from `at + hint` outwards: gallop, then bisect.
+    Searches from `at + hint` outwards: gallop, then bisect.
     """
     low = at
     high = end + 1  # `low` fits, `high` does not
@@ -116,7 +116,7 @@ def cover(
 
 
 @compiled
-def lay_out(
+def place_engines(
     table: Table,
     gpus: Indexes,
     segment: Indexes,
@@ -127,7 +127,7 @@ def lay_out(
     engines: Indexes,
     count: int,
 ) -> tuple[int, float]:
-    """Appends the engines of a cover to `engines` as (kind, first rank, end rank); returns their number and the largest
+    """Append the engines of a cover to `engines` as (kind, first rank, end rank); returns their number and the largest
     cost."""
     begin = count
     kind = completed
@@ -162,7 +162,7 @@ def probe(
     took: npt.NDArray[np.bool_],
     engines: Indexes,
 ) -> tuple[bool, float, float, int, int]:
-    """Covers every segment within the limit, each on as few GPUs as it can.
+    """Cover every segment within the limit, each on as few GPUs as it can.
 
     Returns whether the budget was enough, the largest cost, the least cost at which anything changes, the number of
     engines laid out, and the extensions tried.
@@ -178,7 +178,7 @@ def probe(
         tried += steps
         if least > budget:
             return False, np.inf, extension, 0, tried
-        count, cost = lay_out(table, gpus, segment, least, completed, limit_s, took, engines, count)
+        count, cost = place_engines(table, gpus, segment, least, completed, limit_s, took, engines, count)
         largest = max(largest, cost)
         budget -= least
     return True, largest, extension, count, tried
@@ -223,8 +223,8 @@ def bisect(
 
 
 @compiled
-def search(table: Table, gpus: Indexes, budget: int, refine_extensions: int, counts: Indexes) -> tuple[float, int]:
-    """Writes how many engines of each kind to run into `counts` and returns the makespan and the GPUs they take.
+def search(table: Table, gpus: Indexes, budget: int, counts: Indexes) -> tuple[float, int]:
+    """Write how many engines of each kind to run into `counts`; returns the makespan and the GPUs they take.
 
     `table.engines` has one row a kind, `gpus` its GPUs; each kind fits the budget. At least one trajectory.
     """
@@ -248,7 +248,7 @@ def search(table: Table, gpus: Indexes, budget: int, refine_extensions: int, cou
         tried += steps
         if makespan < 0.0:
             makespan = known
-        if tried > refine_extensions:
+        if tried > REFINE_EXTENSIONS:
             for engine in range(count):
                 counts[engines[engine, 0]] += 1
                 left -= gpus[engines[engine, 0]]

@@ -1,20 +1,16 @@
-"""A decode curve from measured steps: piecewise linear in the batch, plus a term for each KV token read.
+"""Fits decode and prefill curves to measured steps, with their errors; and an engine from a measured profile.
 
-Knots are taken from the measured batch sizes, one after another, as long as each lowers the held-out error: so that a
-curve has no more of them than its data carry. Coefficients are not negative, so that no larger batch and no longer
-context is ever predicted to be faster.
-
-A prefill's seconds from measured prefills: fixed, by new token, by pair of a new token and one before it, and by
-pair of any two tokens, for an attention that computes the queries of cached tokens too.
-
-Least squares with no negative coefficient: what keeps every fitted curve monotone and every cost a cost.
-
-How far a fit is from what was measured, on the points that it saw and on points that it did not."""
+All fits are least squares of the relative error without negative coefficients, so that no larger batch and no longer
+context is ever predicted to be faster. A decode curve is piecewise linear in the batch, plus a term for each KV token
+read; measured batch sizes become its knots one after another, as long as each lowers the held-out error. A prefill
+costs a fixed part, a part for each new token, one for each pair of a new token and one before it, and one for each pair
+of any two tokens, for attention that computes the queries of cached tokens too.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -29,48 +25,10 @@ Array = npt.NDArray[np.float64]
 # Below this share of the target's norm, a gradient counts as zero, and so does what a column adds: double precision
 # leaves about 1e-15 of noise a row, and another processor other noise.
 SLACK = 1e-10
-
-
-def non_negative_least_squares(matrix: Array, target: Array) -> Array:
-    """Argmin over x >= 0 of |matrix x - target|: matrix (rows, columns), target (rows,), result (columns,).
-
-    Lawson and Hanson's active set, on columns scaled to norm 1. Raises ValueError for shapes that do not fit, for
-    values that are not finite, and for no rows.
-    """
-    if matrix.ndim != 2 or target.shape != (matrix.shape[0],) or not target.size:
-        raise ValueError(f"shapes {matrix.shape} and {target.shape} are no least squares problem")
-    if not (np.isfinite(matrix).all() and np.isfinite(target).all()):
-        raise ValueError("least squares of values that are not finite")
-    norms = np.linalg.norm(matrix, axis=0)
-    scale = np.where(norms > 0, norms, 1.0)
-    scaled = matrix / scale
-    slack = SLACK * float(np.linalg.norm(target))
-    solution = np.zeros(matrix.shape[1])
-    free = np.zeros(matrix.shape[1], dtype=bool)
-    for _ in range(3 * matrix.shape[1]):  # ends long before where columns are not nearly parallel
-        gradient = np.where(free, 0.0, scaled.T @ (target - scaled @ solution))
-        if not (gradient > slack).any():
-            break
-        # Of columns that help alike, parallel ones above all, the first: rounding must not choose.
-        free[int(np.argmax(gradient >= gradient.max() - slack))] = True
-        solution = _settle(scaled, target, solution, free)
-    return np.asarray(np.where(solution > slack, solution, 0.0) / scale)
-
-
-def _settle(matrix: Array, target: Array, solution: Array, free: npt.NDArray[np.bool_]) -> Array:
-    """Moves to the least squares of the free columns; a column that would turn negative on the way is fixed at zero."""
-    while True:
-        aim = np.zeros_like(solution)
-        aim[free] = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
-        below = free & (aim <= 0.0)
-        if not below.any():
-            return aim
-        room = np.full_like(solution, np.inf)
-        room[below] = solution[below] / (solution[below] - aim[below] + np.finfo(float).tiny)
-        first = int(np.argmin(room))
-        solution = solution + min(float(room[first]), 1.0) * (aim - solution)
-        free[first] = False
-        solution[~free] = 0.0
+FOLDS = 5
+# A further knot has to lower the held-out mean square error by this share; less is noise of the folds.
+KNOT_GAIN = 0.05
+MOST_KNOTS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,37 +54,62 @@ class FitError:
         )
 
 
-Indices = npt.NDArray[np.intp]
-Refit = Callable[[Indices], Callable[[Indices], Array]]
+def non_negative_least_squares(matrix: Array, target: Array) -> Array:
+    """Argmin over x >= 0 of |matrix x - target|: matrix (rows, columns), target (rows,), result (columns,).
 
-
-def relative_fit(matrix: Array) -> Refit:
-    """Refits a linear model whose rows were divided by what was measured, so that each row's target is 1.
-
-    Indices of the rows to fit give a function from indices of any rows to their relative errors.
+    Lawson and Hanson's active set, on columns scaled to norm 1. Raises ValueError for values that are not finite.
     """
+    if not (np.isfinite(matrix).all() and np.isfinite(target).all()):
+        raise ValueError("least squares of values that are not finite")
+    norms = np.linalg.norm(matrix, axis=0)
+    scale = np.where(norms > 0, norms, 1.0)
+    scaled = matrix / scale
+    slack = SLACK * float(np.linalg.norm(target))
+    solution = np.zeros(matrix.shape[1])
+    free = np.zeros(matrix.shape[1], dtype=bool)
+    for _ in range(3 * matrix.shape[1]):  # ends long before where columns are not nearly parallel
+        gradient = np.where(free, 0.0, scaled.T @ (target - scaled @ solution))
+        if not (gradient > slack).any():
+            break
+        # Of columns that help alike, mostly parallel ones, the first: rounding must not choose.
+        free[int(np.argmax(gradient >= gradient.max() - slack))] = True
+        solution = _solve_free(scaled, target, solution, free)
+    return np.asarray(np.where(solution > slack, solution, 0.0) / scale)
 
-    def refit(seen: Indices) -> Callable[[Indices], Array]:
-        terms = non_negative_least_squares(matrix[seen], np.ones(seen.size))
-        return lambda rows: matrix[rows] @ terms - 1.0
 
-    return refit
+def _solve_free(matrix: Array, target: Array, solution: Array, free: npt.NDArray[np.bool_]) -> Array:
+    """Move to the least squares of the free columns; a column that would turn negative on the way is fixed at zero."""
+    while True:
+        aim = np.zeros_like(solution)
+        aim[free] = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
+        below = free & (aim <= 0.0)
+        if not below.any():
+            return aim
+        room = np.full_like(solution, np.inf)
+        room[below] = solution[below] / (solution[below] - aim[below] + np.finfo(float).tiny)
+        first = int(np.argmin(room))
+        solution = solution + min(float(room[first]), 1.0) * (aim - solution)
+        free[first] = False
+        solution[~free] = 0.0
 
 
-def held_out(groups: Sequence[Hashable], refit: Refit, count: int) -> Array:
-    """Relative errors (count,) of points 0 to count - 1 in order, each by a fit that saw no point of its group."""
-    labels = list(groups)
-    errors = np.zeros(count)
-    for group in dict.fromkeys(labels):
-        out = np.array([label == group for label in labels])
-        errors[out] = refit(np.flatnonzero(~out))(np.flatnonzero(out))
+def fit_relative(matrix: Array) -> tuple[Array, Array]:
+    """Coefficients and relative errors of a linear model whose rows were divided by what was measured: all targets are
+    1."""
+    terms = non_negative_least_squares(matrix, np.ones(len(matrix)))
+    return terms, matrix @ terms - 1.0
+
+
+def held_out_errors(matrix: Array, groups: Sequence[Hashable]) -> Array:
+    """Relative errors (rows,) of `fit_relative`, each row by a fit that saw no row of its group; in sample if there is
+    only one group."""
+    if len(set(groups)) < 2:
+        return fit_relative(matrix)[1]
+    errors = np.zeros(len(matrix))
+    for group in dict.fromkeys(groups):
+        out = np.array([label == group for label in groups])
+        errors[out] = matrix[out] @ fit_relative(matrix[~out])[0] - 1.0
     return errors
-
-
-FOLDS = 5
-# A further knot has to lower the held-out mean square error by this share; less is noise of the folds.
-KNOT_GAIN = 0.05
-MOST_KNOTS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +123,7 @@ class DecodePoint:
 
 @dataclass(frozen=True, slots=True)
 class DecodeFit:
-    """step_s at each of batch_sizes with no KV, seconds for each KV token, and how far off it is."""
+    """step_s at each of batch_sizes with no KV, seconds for each KV token, and the error."""
 
     batch_sizes: tuple[float, ...]
     step_s: tuple[float, ...]
@@ -160,27 +143,21 @@ def fit_decode(points: Sequence[DecodePoint]) -> DecodeFit:
     batch = np.array([point.batch for point in ordered])
     kv_tokens = np.array([point.kv_tokens for point in ordered])
     step_s = np.array([point.step_s for point in ordered])
-    knots = _choose_knots(batch, kv_tokens, step_s)
-    matrix = _matrix(batch, kv_tokens, knots) / step_s[:, None]
-    coefficients = non_negative_least_squares(matrix, np.ones(step_s.size))
-    alone = _held_out(matrix, _cells(batch, kv_tokens))
-    return DecodeFit(
-        batch_sizes=knots,
-        step_s=tuple(float(step) for step in np.cumsum(coefficients[:-1])),
-        per_kv_token_s=float(coefficients[-1]),
-        error=FitError.of(matrix @ coefficients - 1.0, alone),
-    )
+    # Repeats of one measurement share a cell, so that they are held out together.
+    numbers: dict[tuple[float, float], int] = {}
+    cells = [numbers.setdefault((point.batch, point.kv_tokens), len(numbers)) for point in ordered]
 
-
-def _choose_knots(batch: Array, kv_tokens: Array, step_s: Array) -> tuple[float, ...]:
-    sizes = [float(size) for size in np.unique(batch)]
-    chosen = {sizes[0], sizes[-1]}
-    folds = [cell % FOLDS for cell in _cells(batch, kv_tokens)]
+    def design(knots: Sequence[float]) -> Array:
+        """Columns: the step at the first knot, the rise from each knot to the next, KV tokens."""
+        rises = [np.clip((batch - low) / (high - low), 0.0, 1.0) for low, high in pairwise(knots)]
+        return np.asarray(np.column_stack([np.ones_like(batch), *rises, kv_tokens]) / step_s[:, None])
 
     def loss(knots: set[float]) -> float:
-        matrix = _matrix(batch, kv_tokens, tuple(sorted(knots))) / step_s[:, None]
-        return float(np.mean(_held_out(matrix, folds) ** 2))
+        folds = [cell % FOLDS for cell in cells]
+        return float(np.mean(held_out_errors(design(sorted(knots)), folds) ** 2))
 
+    sizes = [float(size) for size in np.unique(batch)]
+    chosen = {sizes[0], sizes[-1]}
     best = loss(chosen)
     while len(chosen) < MOST_KNOTS:
         tried = [(loss(chosen | {size}), size) for size in sizes if size not in chosen]
@@ -188,26 +165,14 @@ def _choose_knots(batch: Array, kv_tokens: Array, step_s: Array) -> tuple[float,
             break
         best, size = min(tried)
         chosen.add(size)
-    return tuple(sorted(chosen))
-
-
-def _cells(batch: Array, kv_tokens: Array) -> list[int]:
-    """A number for each point; repeats of one measurement share it, so that they are held out together."""
-    cells: dict[tuple[float, float], int] = {}
-    return [cells.setdefault(shape, len(cells)) for shape in zip(batch.tolist(), kv_tokens.tolist(), strict=True)]
-
-
-def _held_out(matrix: Array, groups: list[int]) -> Array:
-    """Relative errors of rows that were divided by what was measured, so that 1 is the target of each."""
-    if len(set(groups)) < 2:
-        return np.asarray(matrix @ non_negative_least_squares(matrix, np.ones(len(matrix))) - 1.0)
-    return held_out(groups, relative_fit(matrix), len(matrix))
-
-
-def _matrix(batch: Array, kv_tokens: Array, knots: tuple[float, ...]) -> Array:
-    """Columns: the step at the first knot, the rise from each knot to the next, KV tokens."""
-    rises = [np.clip((batch - low) / (high - low), 0.0, 1.0) for low, high in pairwise(knots)]
-    return np.column_stack([np.ones_like(batch), *rises, kv_tokens])
+    matrix = design(sorted(chosen))
+    coefficients, errors = fit_relative(matrix)
+    return DecodeFit(
+        batch_sizes=tuple(sorted(chosen)),
+        step_s=tuple(float(step) for step in np.cumsum(coefficients[:-1])),
+        per_kv_token_s=float(coefficients[-1]),
+        error=FitError.of(errors, held_out_errors(matrix, cells)),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,22 +205,19 @@ def fit_prefill(points: Sequence[PrefillPoint]) -> PrefillFit:
     # Without a cached token the last two cannot be told apart, and pairs of new tokens are what all attention computes.
     square = np.where((cached > 0).any(), (cached + new) ** 2, 0.0)
     matrix = np.column_stack([np.ones_like(new), new, new * (cached + 0.5 * new), square]) / seconds[:, None]
-
-    terms = non_negative_least_squares(matrix, np.ones(seconds.size))
-    errors = matrix @ terms - 1.0
+    terms, errors = fit_relative(matrix)
     shapes = list(zip(new.tolist(), cached.tolist(), strict=True))  # repeats of a prefill are held out together
-    alone = held_out(shapes, relative_fit(matrix), seconds.size) if len(set(shapes)) > 1 else errors
-    fixed_s, token_s, pair_s, square_s = (float(term) for term in terms)
-    return PrefillFit(fixed_s, token_s, pair_s, square_s, FitError.of(errors, alone))
+    fixed_s, token_s, pair_s, square_s = terms.tolist()
+    return PrefillFit(fixed_s, token_s, pair_s, square_s, FitError.of(errors, held_out_errors(matrix, shapes)))
 
 
 class MeasuredProfileError(ValueError):
-    """A measured profile lacks a field or holds a value that cannot be; the message names it."""
+    """A measured profile lacks a field or holds an impossible value; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredEngine:
-    """An engine fitted from what was measured on it, the measurements, and the errors against them."""
+    """An engine fitted from measurements on it, the measurements, and the errors against them."""
 
     engine: EngineModel
     decode: tuple[DecodePoint, ...]
@@ -264,8 +226,11 @@ class MeasuredEngine:
     prefill_error: FitError | None
 
 
-def fit_measured(document: dict[str, Any]) -> MeasuredEngine:
-    """Fits a measured profile; without prefills they cost nothing. Raises MeasuredProfileError."""
+def fit_measured(document: Any) -> MeasuredEngine:
+    """Fit a profile that was measured on a live engine, as parsed JSON (sim/README.md, "Profiles"). Without prefills
+    they cost nothing. Raises MeasuredProfileError."""
+    if not isinstance(document, dict):
+        raise MeasuredProfileError("the file holds no JSON object")
     decode = tuple(
         DecodePoint(_number(row, "batch", 1.0), _number(row, "kv_tokens", 0.0), _number(row, "step_s", 0.0, above=True))
         for row in _rows(document, "decode")

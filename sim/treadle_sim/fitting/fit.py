@@ -1,13 +1,11 @@
-"""Fits every engine that the public measurements cover: the shipped profiles, their errors, and checks on other data.
+"""Fits all engines that the public measurements cover: the shipped profiles, their errors, and checks on other data.
 
-Kernels give a step's shape (`decode_fit`), engines measured whole its level and the price of prefill (`serving_fit`),
-a roofline the accelerators without data (`roofline`). sim/README.md has the reasoning and every assumption.
-
-Curves of accelerators that nobody measured for us, scaled from one that was: marked `derived` wherever they show.
-
-A step is bound by memory or by arithmetic. What reads memory (weights at small batches, KV) scales with bandwidth; what
-computes (prefill, and the weights once a batch is large) scales with FLOP/s, at the share of the peak that prefill
-reached on the measured card. The host's part of a step (launches, sampling, the scheduler) is the same everywhere."""
+Kernels give a step's shape (`curves`), engines measured whole its level and the cost of prefill (`serving`). Curves of
+accelerators without data are scaled from a measured one by a roofline, and are marked `derived`: what reads memory
+(weights at small batches, KV) scales with bandwidth; what computes (prefill, and the weights once a batch is large)
+scales with FLOP/s, at the share of the peak that prefill reached on the measured card. The host's part of a step
+(launches, sampling, the scheduler) is the same everywhere. sim/README.md has the reasons and every assumption.
+"""
 
 from __future__ import annotations
 
@@ -35,55 +33,6 @@ from treadle_sim.fitting.tables import FitDataError, KernelSet, ServedRow, read_
 # A forward pass of a few tokens costs about a decode step, one of many its tokens: the larger of the two. StepCurve
 # adds them instead; with half a step as the fixed part the sum is nowhere more than half a step off.
 FIXED_SHARE_OF_STEP = 0.5
-
-
-def serving_curve(kernels: DecodeFit, level: ServingLevel, llm: Llm, card: Accelerator, gpus: int) -> StepCurve:
-    """The curve of a whole engine on the card that its kernels were measured on."""
-    sizes = np.array(kernels.batch_sizes)
-    steps = level.steps_s(np.array(kernels.step_s), sizes, llm)
-    return _curve(sizes, steps, level.kernel_factor * kernels.per_kv_token_s, level, llm, card, gpus)
-
-
-def derived_curve(
-    kernels: DecodeFit, level: ServingLevel, llm: Llm, measured: Accelerator, card: Accelerator, gpus: int
-) -> StepCurve:
-    """The curve of a whole engine on `card`, from kernels that were measured on `measured`."""
-    slower = measured.memory_bytes_per_s / card.memory_bytes_per_s
-    compute_s = level.compute * llm.token_flops / (gpus * card.bf16_flops)
-    link_s = level.link * llm.reduced_bytes(gpus) * (1.0 / card.link_bytes_per_s - 1.0 / measured.link_bytes_per_s)
-    sizes = np.array(kernels.batch_sizes)
-    memory_s = slower * level.kernel_factor * np.array(kernels.step_s)
-    sizes, memory_s = _with_crossings(sizes, memory_s, compute_s)
-    kernels_s = np.maximum(memory_s, compute_s * sizes) + link_s * sizes
-    steps = kernels_s + level.layer_s * llm.layers + level.sequence_s * sizes
-    return _curve(sizes, steps, slower * level.kernel_factor * kernels.per_kv_token_s, level, llm, card, gpus)
-
-
-def _with_crossings(sizes: Array, times: Array, slope: float) -> tuple[Array, Array]:
-    """A knot more wherever the curve crosses slope * size, so that the larger of the two has all its corners."""
-    above = times - slope * sizes
-    crossings = [
-        low + (high - low) * left / (left - right)
-        for low, high, left, right in zip(sizes, sizes[1:], above, above[1:], strict=False)
-        if left * right < 0
-    ]
-    more = np.sort(np.concatenate([sizes, crossings]))
-    return more, np.interp(more, sizes, times)
-
-
-def _curve(
-    sizes: Array, steps: Array, kv_token_s: float, level: ServingLevel, llm: Llm, card: Accelerator, gpus: int
-) -> StepCurve:
-    return StepCurve(
-        batch_sizes=tuple(float(size) for size in sizes),
-        step_s=tuple(float(step) for step in steps),
-        per_kv_token_s=kv_token_s,
-        prefill_fixed_s=FIXED_SHARE_OF_STEP * float(steps[0]),
-        prefill_token_s=level.prefill_token_s(llm, card, gpus),
-        prefill_pair_s=level.prefill_pair_s(llm, card, gpus),
-    )
-
-
 SHIPPED_ENGINE = "sglang"  # the engine that Treadle's sidecar drives; other engines are fitted to compare
 CALIBRATED_ON = ("Qwen3-32B", "H100")  # the one dense bf16 model that is measured both by kernel and whole
 LEAST_CONTEXTS = 3  # fewer context lengths do not tell a KV token's time from a sequence's
@@ -107,28 +56,39 @@ class FittedEngine:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A prediction of data that no fit saw: what was measured and predicted, and on how many GPUs each.
-
-    median and p90 of the relative error's size; bias: its signed median.
-    """
+    """A prediction of data that no fit saw: (measured, predicted, GPUs) of each row."""
 
     label: str
-    measured: tuple[float, ...]
-    predicted: tuple[float, ...]
-    gpus: tuple[int, ...]
-    median: float
-    p90: float
-    bias: float
+    pairs: tuple[tuple[float, float, int], ...]
+
+    @property
+    def _errors(self) -> Array:
+        measured, predicted, _ = np.array(self.pairs).T
+        return np.asarray(predicted / measured - 1.0)
 
     @property
     def rows(self) -> int:
-        """Measurements that were predicted."""
-        return len(self.measured)
+        return len(self.pairs)
+
+    @property
+    def median(self) -> float:
+        """Of the relative error's size."""
+        return float(np.median(np.abs(self._errors)))
+
+    @property
+    def p90(self) -> float:
+        """90th percentile of the relative error's size."""
+        return float(np.quantile(np.abs(self._errors), 0.9))
+
+    @property
+    def bias(self) -> float:
+        """Median of the relative error with its sign."""
+        return float(np.median(self._errors))
 
 
 @dataclass(frozen=True, slots=True)
 class FitReport:
-    """All that `treadle fit --data` found. skipped: kernel sets too small to fit."""
+    """The result of `treadle fit --data`. skipped: kernel sets that are too small to fit."""
 
     served: tuple[ServingFit, ...]
     engines: tuple[FittedEngine, ...]
@@ -137,12 +97,12 @@ class FitReport:
 
     @property
     def shipped(self) -> list[Profile]:
-        """The profiles of the product's engine and those of Splitwise's, which has other models."""
+        """The profiles of SGLang, and those of Splitwise's engine, which has other models."""
         return [fitted.profile for fitted in self.engines if fitted.engine in (SHIPPED_ENGINE, "splitwise")]
 
 
 def fit_public(data: Path) -> FitReport:
-    """Fits all of it from the folder that holds the tables. Raises FitDataError."""
+    """Fit everything in the folder that holds the tables. Raises FitDataError."""
     kernel_sets = read_kernels(data)
     served_rows = read_served(data)
     curves = {key: fit_decode(points) for key, points in kernel_sets.items() if _contexts(points) >= LEAST_CONTEXTS}
@@ -150,7 +110,7 @@ def fit_public(data: Path) -> FitReport:
     for engine in sorted({key.engine for key in curves}):
         degrees = _degrees(curves, engine, *CALIBRATED_ON)
         rows = [row for row in _served(served_rows, engine, *CALIBRATED_ON) if row.gpus in degrees]
-        if has_room(rows):
+        if any(has_room(row) for row in rows):
             levels[engine] = fit_serving(rows, degrees)
     if SHIPPED_ENGINE not in levels:
         raise FitDataError(
@@ -171,7 +131,7 @@ def fit_public(data: Path) -> FitReport:
             for key, points in kernel_sets.items()
             if key not in curves
         ),
-        checks=tuple(check for check in checks if check is not None),
+        checks=tuple(check for check in checks if check.pairs),
     )
 
 
@@ -220,59 +180,39 @@ def _splitwise(data: Path) -> Iterator[FittedEngine]:
         )
 
 
-def _other_model(
-    rows: list[ServedRow], curves: dict[KernelSet, DecodeFit], levels: dict[str, ServingFit]
-) -> Check | None:
+def _other_model(rows: list[ServedRow], curves: dict[KernelSet, DecodeFit], levels: dict[str, ServingFit]) -> Check:
     """Llama-3.1-8B under TensorRT-LLM from Qwen3-8B's kernels and SGLang's level: another model and another engine."""
     kernels = _degrees(curves, SHIPPED_ENGINE, "Qwen3-8B", "H100")
     used = [row for row in _served(rows, "trtllm", "Llama-3.1-8B", "H100") if row.gpus in kernels]
-    if not used:
-        return None
-    level = levels[SHIPPED_ENGINE].level
-    predicted = level.request_s(used, [kernels[row.gpus] for row in used], LLMS["Llama-3.1-8B"])
-    return _check(
+    level, llm = levels[SHIPPED_ENGINE].level, LLMS["Llama-3.1-8B"]
+    predicted = level.request_s(used, [kernels[row.gpus] for row in used], llm) if used else ()
+    return Check(
         "a request of Llama-3.1-8B on TensorRT-LLM, H100, from Qwen3-8B on SGLang",
-        [(row.request_s, float(second), row.gpus) for row, second in zip(used, predicted, strict=True)],
+        tuple((row.request_s, float(second), row.gpus) for row, second in zip(used, predicted, strict=True)),
     )
 
 
-def _other_card(
-    rows: list[ServedRow], curves: dict[KernelSet, DecodeFit], levels: dict[str, ServingFit]
-) -> Check | None:
-    """H200 over H100 for Llama-3.1-70B under vLLM: does the level of one card serve the other? Its weights are fp8 and
-    the kernels bf16, so that only the ratio of the cards is compared."""
+def _other_card(rows: list[ServedRow], curves: dict[KernelSet, DecodeFit], levels: dict[str, ServingFit]) -> Check:
+    """H200 over H100 for Llama-3.1-70B under vLLM: whether the level of one card holds for the other. Its weights are
+    fp8 and the kernels bf16, so only the ratio of the cards is compared."""
     llm, engine = LLMS["Llama-3.1-70B"], "vllm"
-    if engine not in levels:
-        return None
-    level = levels[engine].level
-    old, new = (_by_shape(rows, engine, llm.name, card) for card in ("H100", "H200"))
+    old, new = (
+        {
+            (row.gpus, row.batch, row.prompt_tokens, row.gen_tokens): row
+            for row in rows
+            if (row.engine, row.llm, row.accelerator) == (engine, llm.name, card)
+        }
+        for card in ("H100", "H200")
+    )
     ratios = []
-    for shape in sorted(old.keys() & new.keys()):
+    for shape in sorted(old.keys() & new.keys()) if engine in levels else ():
+        level = levels[engine].level
         gpus, batch, prompt, gen = shape
         pair = [KernelSet(card, engine, llm.name, gpus) for card in ("H100", "H200")]
         if all(key in curves for key in pair) and batch * (prompt + gen) <= kv_tokens(llm, ACCELERATORS["H100"], gpus):
             before, after = level.request_s([old[shape], new[shape]], [curves[key] for key in pair], llm)
             ratios.append((new[shape].request_s / old[shape].request_s, float(after / before), gpus))
-    return _check("H200 over H100, a request of Llama-3.1-70B on vLLM", ratios)
-
-
-def _check(label: str, pairs: list[tuple[float, float, int]]) -> Check | None:
-    """From (measured, predicted, gpus); None where there is nothing to compare."""
-    if not pairs:
-        return None
-    measured = tuple(pair[0] for pair in pairs)
-    predicted = tuple(pair[1] for pair in pairs)
-    errors = np.array(predicted) / np.array(measured) - 1.0
-    size = np.abs(errors)
-    return Check(
-        label,
-        measured,
-        predicted,
-        tuple(pair[2] for pair in pairs),
-        float(np.median(size)),
-        float(np.quantile(size, 0.9)),
-        float(np.median(errors)),
-    )
+    return Check("H200 over H100, a request of Llama-3.1-70B on vLLM", tuple(ratios))
 
 
 def _profile(llm: str, accelerator: str, gpus: int, origin: str, curve: StepCurve) -> Profile:
@@ -283,14 +223,6 @@ def _profile(llm: str, accelerator: str, gpus: int, origin: str, curve: StepCurv
 def _served(rows: list[ServedRow], engine: str, llm: str, accelerator: str) -> list[ServedRow]:
     kind = (engine, llm, accelerator, "")
     return [row for row in rows if (row.engine, row.llm, row.accelerator, row.precision) == kind]
-
-
-def _by_shape(rows: list[ServedRow], engine: str, llm: str, card: str) -> dict[tuple[int, int, int, int], ServedRow]:
-    return {
-        (row.gpus, row.batch, row.prompt_tokens, row.gen_tokens): row
-        for row in rows
-        if (row.engine, row.llm, row.accelerator) == (engine, llm, card)
-    }
 
 
 def _degrees(curves: dict[KernelSet, DecodeFit], engine: str, llm: str, accelerator: str) -> dict[int, DecodeFit]:
@@ -305,3 +237,50 @@ def _contexts(points: list[DecodePoint]) -> int:
 def _order(fitted: FittedEngine) -> tuple[str, str, float, int]:
     profile = fitted.profile
     return fitted.engine, profile.accelerator, LLMS[profile.llm].parameters, profile.gpus
+
+
+def serving_curve(kernels: DecodeFit, level: ServingLevel, llm: Llm, card: Accelerator, gpus: int) -> StepCurve:
+    """The curve of a whole engine on the card that its kernels were measured on."""
+    sizes = np.array(kernels.batch_sizes)
+    steps = level.steps_s(np.array(kernels.step_s), sizes, llm)
+    return _curve(sizes, steps, level.kernel_factor * kernels.per_kv_token_s, level, llm, card, gpus)
+
+
+def derived_curve(
+    kernels: DecodeFit, level: ServingLevel, llm: Llm, measured: Accelerator, card: Accelerator, gpus: int
+) -> StepCurve:
+    """The curve of a whole engine on `card`, from kernels that were measured on `measured`."""
+    slower = measured.memory_bytes_per_s / card.memory_bytes_per_s
+    compute_s = level.compute * llm.token_flops / (gpus * card.bf16_flops)
+    link_s = level.link * llm.reduced_bytes(gpus) * (1.0 / card.link_bytes_per_s - 1.0 / measured.link_bytes_per_s)
+    sizes = np.array(kernels.batch_sizes)
+    memory_s = slower * level.kernel_factor * np.array(kernels.step_s)
+    sizes, memory_s = _with_crossings(sizes, memory_s, compute_s)
+    kernels_s = np.maximum(memory_s, compute_s * sizes) + link_s * sizes
+    steps = kernels_s + level.layer_s * llm.layers + level.sequence_s * sizes
+    return _curve(sizes, steps, slower * level.kernel_factor * kernels.per_kv_token_s, level, llm, card, gpus)
+
+
+def _with_crossings(sizes: Array, times: Array, slope: float) -> tuple[Array, Array]:
+    """Add a knot wherever the curve crosses slope * size, so that the larger of the two has all its corners."""
+    above = times - slope * sizes
+    crossings = [
+        low + (high - low) * left / (left - right)
+        for low, high, left, right in zip(sizes, sizes[1:], above, above[1:], strict=False)
+        if left * right < 0
+    ]
+    more = np.sort(np.concatenate([sizes, crossings]))
+    return more, np.interp(more, sizes, times)
+
+
+def _curve(
+    sizes: Array, steps: Array, kv_token_s: float, level: ServingLevel, llm: Llm, card: Accelerator, gpus: int
+) -> StepCurve:
+    return StepCurve(
+        batch_sizes=tuple(float(size) for size in sizes),
+        step_s=tuple(float(step) for step in steps),
+        per_kv_token_s=kv_token_s,
+        prefill_fixed_s=FIXED_SHARE_OF_STEP * float(steps[0]),
+        prefill_token_s=level.prefill_token_s(llm, card, gpus),
+        prefill_pair_s=level.prefill_pair_s(llm, card, gpus),
+    )

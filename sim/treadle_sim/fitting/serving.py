@@ -1,20 +1,21 @@
-"""The level of whole engines: what sampling, norms, scheduler and launch gaps add to kernels, and what prefill costs.
+"""Fits what whole engines add to kernels (sampling, norms, scheduler, gaps between launches), and what prefill costs.
 
-Fitted on engines that were measured whole. A request's life there holds, whatever the order in which the engine takes
-prompts and steps, its own decode steps and one prefill of each of the `batch` requests that are served at a time (each
-request that leaves makes room for one prompt). So, with n = gen_tokens - 1 steps at the mean context of the answer,
+The data are engines that were measured whole. Whatever the order in which such an engine takes prompts and steps, a
+request there lasts for its own decode steps and for one prefill of each of the `batch` requests that are served at a
+time (each request that leaves makes room for one prompt). So, with n = gen_tokens - 1 steps at the mean context of the
+answer,
 
     request_s = n * (kernel_factor * kernels(batch, kv) + layer_s * layers + sequence_s * batch)
               + batch * (compute * flops / peak + link * reduced bytes / link speed + pair * attention flops / peak)
 
 which is linear in its six coefficients. Time to first token and time between tokens alone depend on that order; their
-sum over a request does not, which is why it is what is fitted. Rows whose requests do not fit the KV cache together are
-left out: they wait for room, which is no cost of a step.
+sum over a request does not, which is why it is fitted. Rows whose requests do not fit the KV cache together are left
+out: they wait for room, which is no cost of a step.
 
-Accelerators and language models as data sheets give them: what bounds a step before anything is measured.
-
-Peaks are dense bf16 without sparsity. Memory counts in 1e9 bytes, which is a little less than the card holds (an H100
-of 80 GB reports 85.5e9 bytes): the engine's context, CUDA graphs and fragments live in the difference."""
+Accelerators and language models are as data sheets give them. Peaks are dense bf16 without sparsity. Memory counts in
+1e9 bytes, a little less than the card holds (an H100 of 80 GB reports 85.5e9 bytes): the engine's context, CUDA graphs
+and fragments take the difference.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from treadle_sim.fitting.curves import Array, DecodeFit, FitError, held_out, non_negative_least_squares, relative_fit
+from treadle_sim.fitting.curves import Array, DecodeFit, FitError, fit_relative, held_out_errors
 from treadle_sim.fitting.tables import ServedRow
 
 BF16_BYTES = 2
 # Share of the memory that the engine takes for weights and KV, SGLang's --mem-fraction-static on large cards.
 MEMORY_FRACTION = 0.88
-# An engine that cannot hold the KV of one trajectory at the papers' cap of 40K tokens is of no use to a rollout.
+# A rollout cannot use an engine without room for the KV of one trajectory at the papers' cap of 40K tokens.
 LEAST_KV_TOKENS = 40_960
 
 
@@ -59,22 +60,22 @@ class Llm:
 
     @property
     def weight_bytes(self) -> float:
-        """Of all weights in bf16."""
+        """Bytes of all weights in bf16."""
         return self.parameters * BF16_BYTES
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of all layers in bf16, over all the cards of an engine together."""
+        """Bytes of keys and values of all layers in bf16, over all cards of an engine."""
         return 2 * self.layers * self.kv_heads * self.head_dim * BF16_BYTES
 
     @property
     def token_flops(self) -> float:
-        """Of one token through the weights."""
+        """FLOPs of one token through the weights."""
         return 2.0 * self.parameters
 
     @property
     def pair_flops(self) -> float:
-        """Of attention between one query token and one earlier token: scores and values, a multiply and an add each."""
+        """FLOPs of attention between a token and an earlier one: scores and values, a multiply and an add each."""
         return 4.0 * self.layers * self.heads * self.head_dim
 
     def reduced_bytes(self, gpus: int) -> float:
@@ -114,9 +115,9 @@ def kv_tokens(llm: Llm, accelerator: Accelerator, gpus: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ServingLevel:
-    """What a family of engines adds to kernels and pays for prefill.
+    """What one engine software adds to kernels and pays for prefill.
 
-    kernel_factor: of kernel time, below 1 where kernels run faster back to back than when each is measured alone.
+    kernel_factor: of kernel time, below 1 if kernels run faster one after another than when each is measured alone.
     layer_s: a step's fixed seconds for each layer. sequence_s: a step's seconds for each sequence. compute, link, pair:
     how many times longer than its peak the hardware takes for a prefill's weights, all-reduces and attention.
     """
@@ -148,7 +149,7 @@ class ServingLevel:
 
 @dataclass(frozen=True, slots=True)
 class ServingFit:
-    """A family's level, the rows that it was fitted on, and its errors with one degree, batch or prompt size unseen.
+    """A level, the rows that it was fitted on, and its errors with one degree, batch or prompt size unseen.
 
     steps: of decode steps alone, from answers of different lengths to the same prompts; held out by degree.
     """
@@ -167,20 +168,16 @@ class ServingFit:
 
 
 def fit_serving(rows: Sequence[ServedRow], curves: dict[int, DecodeFit]) -> ServingFit:
-    """The level of one engine, model and accelerator; `curves` by degree. Raises ValueError for no usable rows."""
-    used = [row for row in rows if row.gpus in curves and _has_room(row)]
+    """Fit the level of one engine, model and accelerator; `curves` by degree. Raises ValueError for no usable rows."""
+    used = [row for row in rows if row.gpus in curves and has_room(row)]
     if not used:
         raise ValueError("no measured engine has both kernels and room for its requests")
     llm = LLMS[used[0].llm]
     request_s = np.array([row.request_s for row in used])
     matrix = _design(used, [curves[row.gpus] for row in used], llm) / request_s[:, None]
 
-    def unseen(groups: list[int]) -> Array:
-        return held_out(groups, relative_fit(matrix), len(used))
-
-    best = non_negative_least_squares(matrix, np.ones(len(used)))
-    errors = matrix @ best - 1.0
-    unseen_gpus = unseen([row.gpus for row in used])
+    best, errors = fit_relative(matrix)
+    unseen_gpus = held_out_errors(matrix, [row.gpus for row in used])
     return ServingFit(
         engine=used[0].engine,
         llm=llm.name,
@@ -190,18 +187,14 @@ def fit_serving(rows: Sequence[ServedRow], curves: dict[int, DecodeFit]) -> Serv
         left_out=len(rows) - len(used),
         level=ServingLevel(*(float(value) for value in best)),
         unseen_gpus=FitError.of(errors, unseen_gpus),
-        unseen_batch=FitError.of(errors, unseen([row.batch for row in used])),
-        unseen_prompt=FitError.of(errors, unseen([row.prompt_tokens for row in used])),
+        unseen_batch=FitError.of(errors, held_out_errors(matrix, [row.batch for row in used])),
+        unseen_prompt=FitError.of(errors, held_out_errors(matrix, [row.prompt_tokens for row in used])),
         steps=FitError.of(_step_errors(used, errors), _step_errors(used, unseen_gpus)),
     )
 
 
-def has_room(rows: Sequence[ServedRow]) -> bool:
-    """Whether any row's requests fit the KV cache together, so that a level can be fitted."""
-    return any(_has_room(row) for row in rows)
-
-
-def _has_room(row: ServedRow) -> bool:
+def has_room(row: ServedRow) -> bool:
+    """Whether the row's requests fit the KV cache together."""
     room = kv_tokens(LLMS[row.llm], ACCELERATORS[row.accelerator], row.gpus)
     return row.batch * (row.prompt_tokens + row.gen_tokens) <= room
 

@@ -1,6 +1,6 @@
-"""Reads the public engine measurements that curves are fitted from; bench/README.md says where they come from.
+"""Reads the public engine measurements that curves are fitted from; bench/README.md names their sources.
 
-Times become seconds. Rows that cannot be what they say are left out here, each kind with its reason.
+Times become seconds. Rows that contradict themselves are left out, each kind with its reason.
 """
 
 from __future__ import annotations
