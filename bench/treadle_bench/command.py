@@ -1,10 +1,11 @@
-"""The command `treadle bench`: takes its options, runs one bench and prints its figures.
+"""The command `treadle bench`: all benches, and the command line that runs one and prints its figures.
 
 `treadle` finds `app` through the entry point "bench" of the group "treadle.commands".
 """
 
 import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,11 +16,36 @@ from treadle_cli.app import DEFAULT_SLOTS, Model, Seed, Slots, engine_plan
 from treadle_cli.mesh.engines import DEFAULT_MODEL
 from treadle_cli.problems import UsageProblem
 
-from treadle_bench.benches import BENCHES
-from treadle_bench.options import BenchOptions
+from treadle_bench.affinity.measure import BENCH as AFFINITY
+from treadle_bench.bench import Bench, BenchOptions
+from treadle_bench.control_plane.measure import BENCH as CONTROL_PLANE
+from treadle_bench.controller.measure import BENCH as CONTROLLER
+from treadle_bench.controller.replan import BENCH as REPLAN
+from treadle_bench.fidelity.measure import BENCH as FIDELITY
+from treadle_bench.heddle4.measure import BENCH as HEDDLE4
+from treadle_bench.heddle12.measure import BENCH as HEDDLE12
+from treadle_bench.heddle14.measure import BENCH as HEDDLE14
+from treadle_bench.heddle15.measure import BENCH as HEDDLE15
+from treadle_bench.heddle16.measure import BENCH as HEDDLE16
+from treadle_bench.heddle_tables.measure import BENCH as HEDDLE_TABLES
+from treadle_bench.long_tail.measure import BENCH as LONG_TAIL
+from treadle_bench.placement.measure import BENCH as PLACEMENT
+from treadle_bench.predictor.measure import BENCH as PREDICTOR
+from treadle_bench.resources.measure import BENCH as RESOURCES
+from treadle_bench.simulator.measure import BENCH as SIMULATOR
+from treadle_bench.tools.measure import BENCH as TOOLS
+from treadle_bench.workloads.measure import BENCH as WORKLOADS
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 out = Console()
+
+BENCHES: Mapping[str, Bench] = {
+    bench.name: bench
+    for bench in (
+        *(CONTROL_PLANE, FIDELITY, CONTROLLER, REPLAN, LONG_TAIL, PLACEMENT, RESOURCES, WORKLOADS),
+        *(HEDDLE12, HEDDLE4, HEDDLE14, HEDDLE15, HEDDLE16, HEDDLE_TABLES, AFFINITY, PREDICTOR, TOOLS, SIMULATOR),
+    )
+}
 
 
 @app.command()
@@ -53,7 +79,7 @@ def bench(
         if chosen.page is None or pictures is None:
             exits.end(UsageProblem("--redraw needs --pictures, and a bench that can draw again"))
         try:
-            chosen.put_down(json.loads(redraw.read_text()), pictures)
+            chosen.write(json.loads(redraw.read_text()), pictures)
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             exits.end(UsageProblem(f"--redraw {redraw}: {error}"))
         return
@@ -63,7 +89,7 @@ def bench(
         options = BenchOptions(
             plan, seed, repeats, traces, data, pictures, hurry=hurry, scale=scale, model=model, quick=quick
         )
-        figures.update(await chosen.measured(options))
+        figures.update(await chosen.run(options))
         if as_json:
             typer.echo(json.dumps(figures))
         else:

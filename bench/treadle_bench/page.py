@@ -1,55 +1,22 @@
-"""What stands beside a figure: its page in Markdown, its JSON and its picture, one name for all three."""
+"""Pages of figures: fills `<bench>/page.md.j2` with the figures of a run. Templates hold words and tables.
+
+A template sees the keys of the bench's JSON, what the bench prepares for its page, and the names below. A name that is
+missing is an error. `MACHINE` describes where the committed results were made.
+"""
 
 from __future__ import annotations
 
-import json
-import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
 MACHINE = "2 cores of an AMD EPYC, no accelerator: everything is simulated"
-COLUMNS = 140  # of text in a page
-
-Draw = Callable[[Mapping[str, Any], Path], None]
-Write = Callable[[Mapping[str, Any]], Iterable[str]]
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """Lines of a Markdown table."""
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
-    return lines
-
-
-def command(name: str, found: Mapping[str, Any]) -> str:
-    """What printed it, from the `seeds`, `repeats` and `scale` that it holds."""
-    scale = f" --scale {found['scale']:g}" if "scale" in found else ""
-    seed, repeats = found["seeds"][0], found["repeats"]
-    return f"treadle bench {name} --seed {seed} --repeats {repeats}{scale} --pictures bench/results"
-
-
-def paragraph(*sentences: str) -> list[str]:
-    """Lines of text, and an empty one."""
-    return [*_wrapped(" ".join(sentences), ""), ""]
-
-
-def point(*sentences: str) -> list[str]:
-    """Lines of one item of a list."""
-    return _wrapped("- " + " ".join(sentences), "  ")
-
-
-def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
-def put_down(name: str, found: Mapping[str, Any], folder: Path, write: Write, draw: Draw | None = None) -> None:
-    """Writes NAME.json, NAME.md and NAME.png into `folder`, which is made where it is missing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-    (folder / f"{name}.md").write_text("\n".join(write(found)) + "\n")
-    if draw is not None:
-        draw(found, folder / f"{name}.png")
+def render(name: str, values: Mapping[str, Any]) -> str:
+    """The page of bench `name` in Markdown. Raises jinja2.UndefinedError for a value that its template needs."""
+    return _templates.get_template(f"{name.replace('-', '_')}/page.md.j2").render(values, name=name)
 
 
 def seconds(value: float) -> str:
@@ -59,10 +26,48 @@ def seconds(value: float) -> str:
 
 def ratio(value: float, spread: Sequence[float] | None = None) -> str:
     """As in 1.24 or 1.24 (1.19–1.30)."""
-    return f"{value:.2f} ({spread[0]:.2f}–{spread[1]:.2f})" if spread and spread[0] < spread[1] else f"{value:.2f}"
+    return f"{value:.2f} ({value_range(spread)})" if spread and spread[0] < spread[1] else f"{value:.2f}"
 
 
-def seeds(found: Mapping[str, Any]) -> str:
+def value_range(values: Iterable[float]) -> str:
+    """Least and greatest, as in 1.02–1.31; nothing of no values."""
+    found = list(values)
+    return f"{min(found):.2f}–{max(found):.2f}" if found else ""
+
+
+def describe_seeds(seeds: Sequence[int]) -> str:
     """As in "seed 0" or "median of seeds 0 to 4"."""
-    first, last = found["seeds"][0], found["seeds"][-1]
-    return f"seed {first}" if first == last else f"median of seeds {first} to {last}"
+    return f"seed {seeds[0]}" if len(seeds) == 1 else f"median of seeds {seeds[0]} to {seeds[-1]}"
+
+
+def command(name: str, seeds: Sequence[int], repeats: int, scale: float | None = None) -> str:
+    """The command that printed the figures."""
+    scaled = "" if scale is None else f" --scale {scale:g}"
+    return f"treadle bench {name} --seed {seeds[0]} --repeats {repeats}{scaled} --pictures bench/results"
+
+
+def heading(cells: Iterable[object]) -> str:
+    """First two lines of a Markdown table whose columns depend on the figures."""
+    line = row(cells)
+    return f"{line}\n|{'---|' * (line.count('|') - 1)}"
+
+
+def row(cells: Iterable[object]) -> str:
+    """One line of a Markdown table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+_templates = Environment(
+    loader=PackageLoader("treadle_bench", ""),
+    undefined=StrictUndefined,
+    keep_trailing_newline=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    autoescape=False,
+)
+_templates.globals |= {"machine": MACHINE, "command": command, "heading": heading, "row": row}
+_templates.filters |= {"seconds": seconds, "ratio": ratio, "range": value_range, "seeds": describe_seeds}
+_templates.filters |= {
+    "fixed": lambda value, digits=2: f"{value:,.{digits}f}",
+    "percent": lambda value, digits=0: f"{value:.{digits}%}",
+}

@@ -1,4 +1,4 @@
-"""The look that the simulated figures share: a titled sheet, quiet axes, lines and bars in the product's colours."""
+"""What the pictures of all figures share: a titled sheet, plain axes, bars, and the product's colours."""
 
 from __future__ import annotations
 
@@ -14,24 +14,19 @@ from matplotlib.figure import Figure
 from treadle_cli.report.palette import COLOURS, FAINT, GRID, INK
 
 WIDTH_IN, DPI = 11.0, 150
-BARS_WIDTH = 0.84  # of the place that a group of bars has
-# In the order in which series are drawn; the first is ours.
-SERIES = (
-    COLOURS["decode"],
-    COLOURS["queue"],
-    COLOURS["tool"],
-    COLOURS["migration"],
-    COLOURS["prefill"],
-    FAINT,
-    COLOURS["other"],
-)
+BARS_WIDTH = 0.84  # fraction of a group's width that its bars take
+# In the order in which series are drawn; the first is Treadle's.
+SERIES = (*(COLOURS[part] for part in ("decode", "queue", "tool", "migration", "prefill")), FAINT, COLOURS["other"])
 
 
 @contextmanager
-def figure_with(title: str, note: str, file: Path, *, height_in: float, top: float) -> Iterator[Figure]:
-    """A sheet with a title and a note, written to `file` in the end; what the body draws lies below `top`."""
+def sheet(
+    title: str, note: str, file: Path, *, height_in: float, top: float, width_in: float = WIDTH_IN
+) -> Iterator[Figure]:
+    """A figure with a title and a note, which is written to `file` when the block ends. top: where the axes end, as a
+    fraction of the height."""
     with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "axes.labelcolor": INK}):
-        figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, facecolor="white")
+        figure = Figure(figsize=(width_in, height_in), dpi=DPI, facecolor="white")
         figure.subplots_adjust(left=0.08, right=0.985, top=top, bottom=0.42 / height_in, wspace=0.12)
         yield figure
         figure.text(0.015, 1.0 - 0.30 / height_in, title, size=15, weight="bold")
@@ -39,42 +34,56 @@ def figure_with(title: str, note: str, file: Path, *, height_in: float, top: flo
         figure.savefig(file)
 
 
-def tidy(axes: Axes) -> None:
-    """No frame, faint ticks, a grid behind."""
+def style(axes: Axes, title: str = "", *, size: float = 10) -> None:
+    """No frame, faint ticks, a grid behind the data, a title at the left."""
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)
     axes.tick_params(length=0, which="both", colors=FAINT)
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
+    if title:
+        axes.set_title(title, loc="left", size=size, weight="bold")
 
 
-def bars(axes: Axes, title: str, rows: Sequence[Mapping[str, Any]], key: str) -> None:
-    """A group of bars for each row of an ablation, one for each variant, ours first. The legend is the caller's."""
-    names = list(rows[0]["variants"])
-    width = BARS_WIDTH / len(names)
-    for at, name in enumerate(names):
-        places = np.arange(len(rows)) + (at - 0.5 * (len(names) - 1)) * width
-        heights = [row["variants"].get(name, {}).get(key, 0.0) for row in rows]
-        axes.bar(places, heights, 0.9 * width, color=SERIES[at % len(SERIES)], label=name)
-    axes.set_xticks(range(len(rows)), [row["workload"] for row in rows])
-    axes.set_title(title, loc="left", size=10, weight="bold")
-    tidy(axes)
+def draw_groups(
+    axes: Axes,
+    title: str,
+    groups: Sequence[str],
+    heights: Mapping[str, Sequence[float]],
+    colours: Sequence[str] = SERIES,
+) -> None:
+    """One group of bars for each of `groups`, with a bar for each series of `heights`. The caller draws the legend."""
+    width = BARS_WIDTH / len(heights)
+    for at, (name, of_series) in enumerate(heights.items()):
+        places = np.arange(len(groups)) + (at - 0.5 * (len(heights) - 1)) * width
+        axes.bar(places, of_series, 0.9 * width, color=colours[at % len(colours)], label=name)
+    axes.set_xticks(range(len(groups)), groups)
+    style(axes, title)
     axes.grid(visible=False, axis="x")
 
 
-def draw_bars(
+def draw_variants(axes: Axes, title: str, rows: Sequence[Mapping[str, Any]], key: str) -> None:
+    """The value `key` of each variant, grouped by workload; `rows` as `ablation.ablate` gives them."""
+    names = list(rows[0]["variants"])
+    heights = {name: [row["variants"].get(name, {}).get(key, 0.0) for row in rows] for name in names}
+    draw_groups(axes, title, [row["workload"] for row in rows], heights)
+
+
+def draw_panels(
     title: str, note: str, panels: Sequence[Sequence[tuple[str, Mapping[str, Any], str]]], file: Path
 ) -> None:
-    """Panels of bars, rows by columns, each a title, what an ablation found, and the key of its heights."""
+    """Panels of variants, rows by columns: each a title, the figures of an ablation, and the key of its heights."""
     height_in = 1.3 + 2.6 * len(panels)
-    with figure_with(title, note, file, height_in=height_in, top=1.0 - 1.25 / height_in) as figure:
+    with sheet(title, note, file, height_in=height_in, top=1.0 - 1.25 / height_in) as figure:
         figure.subplots_adjust(hspace=0.35)
-        sheet = figure.subplots(len(panels), len(panels[0]), squeeze=False)
-        for axes, (name, found, key) in zip(sheet.flat, (panel for row in panels for panel in row), strict=True):
-            bars(axes, name, found["rows"], key)
-        handles, labels = sheet[0][0].get_legend_handles_labels()
-        place = (0.008, 1.0 - 0.58 / height_in)
-        figure.legend(handles, labels, loc="upper left", bbox_to_anchor=place, ncols=len(labels), frameon=False)
+        grid = figure.subplots(len(panels), len(panels[0]), squeeze=False)
+        for axes, (name, found, key) in zip(grid.flat, (panel for row in panels for panel in row), strict=True):
+            draw_variants(axes, name, found["rows"], key)
+        legend_above(figure, grid[0][0], 0.58 / height_in)
 
 
-__all__ = ["COLOURS", "FAINT", "INK", "SERIES", "bars", "draw_bars", "figure_with", "tidy"]
+def legend_above(figure: Figure, axes: Axes, below_top: float) -> None:
+    """One line with the series of `axes`, under the note of the sheet. below_top: fraction of the height."""
+    handles, labels = axes.get_legend_handles_labels()
+    place = (0.008, 1.0 - below_top)
+    figure.legend(handles, labels, loc="upper left", bbox_to_anchor=place, ncols=len(labels), frameon=False)

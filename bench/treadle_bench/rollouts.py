@@ -1,6 +1,6 @@
-"""Simulated rollouts for the figures: what is played, in processes of their own, and what is kept of each.
+"""Simulated rollouts for the figures: plays jobs in child processes and keeps what the figures need of each.
 
-A Batch says which trajectories come to which GPUs; it and a Job are small and picklable, so that each process makes
+A Batch says which trajectories run on which GPUs. A Batch and a Job are small and can be pickled; each process makes
 the trajectories itself. The same job gives the same figures in any process and in any order.
 """
 
@@ -25,17 +25,16 @@ from treadle_sim.workloads import parametric
 from treadle_sim.workloads.resample import resample
 from treadle_sim.workloads.workload import TrajectoryWork, read_traces
 
-from treadle_bench.options import BenchOptions
+from treadle_bench.bench import BenchOptions
 
 ACCELERATOR = "H200"
-DEGREES = (1, 2, 4, 8)
+DEGREES = (1, 2, 4, 8)  # GPUs of an engine
 GPUS = 64  # Heddle's testbed
 SAMPLES = parametric.SAMPLES
-SLOTS = 100  # sequences that decode at once on an engine; Heddle: batch size 100 a rollout worker
-# Of the GPUs and the trajectories, where many seeds are to be played.
-SMALL_SCALE = 0.25
-TRACES = "traces"  # the workload that --traces gives
-SCENES_KEPT = 4
+SLOTS = 100  # sequences that decode at once for each GPU of an engine; Heddle's batch size of a rollout worker
+SMALL_SCALE = 0.25  # of GPUs and trajectories, where many seeds are played
+TRACES = "traces"  # name of the workload of --traces
+SETTINGS_CACHED = 4
 
 Binding = Literal["work", "tail", "tools"]
 
@@ -55,13 +54,14 @@ class Batch:
 
     @property
     def trajectories(self) -> int:
-        """How many."""
+        """Their number."""
         return self.prompts * SAMPLES
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One rollout. degree: of all engines, 0 where the system allocates. curve: whether to keep all ends."""
+    """One rollout. degree: GPUs of each engine, 0 where the system allocates. curve: keep when each trajectory
+    ended."""
 
     batch: Batch
     system: System
@@ -71,8 +71,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Where one trajectory's time went, in seconds. queue_s: in an engine's queue, or held back before it, or on the
-    way. whole_s: all of it."""
+    """Where one trajectory's time went, in seconds. whole_s: all of it. queue_s: what no other part explains: in an
+    engine's queue, before admission, or on the way."""
 
     whole_s: float
     queue_s: float
@@ -81,11 +81,17 @@ class Wait:
     tool_s: float
     move_s: float
 
+    @classmethod
+    def of(cls, times: Times) -> Wait:
+        """From the simulator's times of the trajectory."""
+        queue_s = times.finished_s - times.prefill_s - times.decode_s - times.tool_s - times.move_s
+        return cls(times.finished_s, queue_s, times.prefill_s, times.decode_s, times.tool_s, times.move_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What is kept of a rollout. engines: as in "8x1 + 1x8 H200". last: the trajectory that ended last; longest: the
-    one with most tokens. finished_s: of each trajectory, where the job wants them. took_s: of the simulation."""
+    """What is kept of a rollout. engines: as in "8x1 + 1x8 H200". last: the trajectory that ended last. longest: the
+    one with most tokens. took_s: wall seconds of the simulation. finished_s: of each trajectory, where the job asks."""
 
     makespan_s: float
     tokens_per_s: float
@@ -101,8 +107,9 @@ class Played:
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
-    """The makespan that no schedule beats, and what sets it: all work, the longest trajectory, or that one's tools."""
+class Bound:
+    """The makespan that no schedule beats, and what sets it: all work together, the longest trajectory, or its
+    tools."""
 
     bound_s: float
     bound_by: Binding
@@ -110,25 +117,25 @@ class Floor:
     alone_s: float
 
 
-def floor(batch: Batch) -> Floor:
-    """See Floor."""
-    here = setting(batch)
-    works = here.workload.trajectories
-    usable = [model for model in here.models if model.kv_tokens > 0 and model.gpus <= here.gpus]
-    longest_s, all_s = longest_alone_s(here.workload, usable), work_s(here.workload, usable, here.gpus)
+def find_bound(batch: Batch) -> Bound:
+    """The lower bound of the batch's makespan."""
+    setting = setting_of(batch)
+    works = setting.workload.trajectories
+    usable = [model for model in setting.models if model.kv_tokens > 0 and model.gpus <= setting.gpus]
+    longest_s, all_s = longest_alone_s(setting.workload, usable), work_s(setting.workload, usable, setting.gpus)
     longest = max(works, key=lambda work: _alone_s(work, usable))
     tail: Binding = "tools" if longest.tool_s > 0.5 * longest_s else "tail"
-    bound_s = lower_bound_s(here.workload, here.models, here.gpus)
-    return Floor(bound_s, "work" if all_s >= longest_s else tail, all_s, longest_s)
+    bound_s = lower_bound_s(setting.workload, setting.models, setting.gpus)
+    return Bound(bound_s, "work" if all_s >= longest_s else tail, all_s, longest_s)
 
 
 def _alone_s(work: TrajectoryWork, models: Sequence[EngineModel]) -> float:
     return min(alone_s(work, model) for model in models)
 
 
-@lru_cache(maxsize=SCENES_KEPT)
-def setting(batch: Batch) -> Setting:
-    """The batch as the simulator takes it, with one earlier epoch of the same prompts to plan engines from. Raises
+@lru_cache(maxsize=SETTINGS_CACHED)
+def setting_of(batch: Batch) -> Setting:
+    """The batch for the simulator, with an earlier epoch of the same prompts from which engines are planned. Raises
     TraceFileError, OSError, UnknownWorkloadError and UnknownEngineError."""
     models = tuple(engine_model(batch.llm, batch.accelerator, degree, batch.slots * degree) for degree in DEGREES)
     if batch.traces is not None:
@@ -145,14 +152,14 @@ def setting(batch: Batch) -> Setting:
     return Setting(now, batch.gpus, models, before.trajectories, seed=batch.seed)
 
 
-def played(job: Job) -> Played:
-    """Plays it here and now."""
-    here = setting(job.batch)
+def play_job(job: Job) -> Played:
+    """Play one rollout in this process."""
+    setting = setting_of(job.batch)
     began = time.perf_counter()
-    run = simulate(job.system, here, job.degree)
+    run = simulate(job.system, setting, job.degree)
     took_s = time.perf_counter() - began
     outcome = run.outcome
-    works = here.workload.trajectories
+    works = setting.workload.trajectories
     last = max(range(len(works)), key=lambda index: outcome.times[index].finished_s)
     longest = max(range(len(works)), key=lambda index: works[index].gen_tokens)
     return Played(
@@ -163,37 +170,28 @@ def played(job: Job) -> Played:
         migrations=outcome.migrations,
         preemptions=outcome.preemptions,
         events=outcome.events,
-        last=waited(outcome.times[last]),
-        longest=waited(outcome.times[longest]),
+        last=Wait.of(outcome.times[last]),
+        longest=Wait.of(outcome.times[longest]),
         took_s=took_s,
         finished_s=tuple(times.finished_s for times in outcome.times) if job.curve else (),
     )
 
 
-def waited(times: Times) -> Wait:
-    """Queueing is what is left: the engine's queue is only one place to wait in."""
-    queue_s = times.finished_s - times.prefill_s - times.decode_s - times.tool_s - times.move_s
-    return Wait(times.finished_s, queue_s, times.prefill_s, times.decode_s, times.tool_s, times.move_s)
-
-
 async def play_all(jobs: Sequence[Job], options: BenchOptions, what: str) -> list[Played]:
-    """What came of each job, in their order; `options.workers` at a time, in processes of their own where over one."""
+    """Play the jobs, `options.workers` at a time; results in the order of the jobs. With one worker: in this
+    process."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=options.progress, transient=True) as progress:
         task = progress.add_task(what, total=len(jobs))
         if options.workers <= 1:
-            found = []
-            for job in jobs:
-                found.append(played(job))
-                progress.advance(task)
-            return found
+            return [play_job(job) for job in progress.track(jobs, task_id=task)]
         loop = asyncio.get_running_loop()
         with ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
 
             async def play_one(job: Job) -> Played:
-                one = await loop.run_in_executor(pool, played, job)
+                played = await loop.run_in_executor(pool, play_job, job)
                 progress.advance(task)
-                return one
+                return played
 
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(play_one(job)) for job in jobs]
@@ -201,7 +199,7 @@ async def play_all(jobs: Sequence[Job], options: BenchOptions, what: str) -> lis
 
 
 def batch_for(workload: str, llm: str, scale: float, seed: int, options: BenchOptions, *, degree: int = 1) -> Batch:
-    """A batch of SLOTS trajectories for each engine of `degree` that a part `scale` of GPUS makes."""
+    """A batch on the fraction `scale` of GPUS: SLOTS trajectories for each engine of `degree` GPUs."""
     gpus = max(round(GPUS * scale), 1)
     prompts = max(round(SLOTS * gpus / degree / SAMPLES), 1)
     return Batch(workload, llm, gpus, prompts, seed, traces=options.traces)

@@ -15,16 +15,20 @@ from treadle_sim.cluster import Latencies, Link
 from treadle_sim.fitting.curves import fit_measured
 from treadle_sim.systems import SYSTEMS
 
-from treadle_bench.benches import BENCHES
-from treadle_bench.fidelity import plot as fidelity_picture
-from treadle_bench.fidelity.control import Control
-from treadle_bench.fidelity.figures import figures, same_engine
-from treadle_bench.fidelity.live import Play, Played
-from treadle_bench.fidelity.measure import ENGINES, POLICIES
-from treadle_bench.fidelity.profile import decode_rows
-from treadle_bench.fidelity.simulated import engine_models, simulate, slowed, slowness
-from treadle_bench.fidelity.stage import Case, LivePlay, policy_message
-from treadle_bench.fidelity.trace import GEN_TOKENS, OBS_TOKENS, STEPS, TOOL_S, token_ids, workload
+from treadle_bench.command import BENCHES
+from treadle_bench.fidelity.live import GEN_TOKENS, OBS_TOKENS, STEPS, TOOL_S, Play, Played, make_workload, token_ids
+from treadle_bench.fidelity.measure import ENGINES, POLICIES, compare_plays, same_engine
+from treadle_bench.fidelity.plot import draw
+from treadle_bench.fidelity.profile import Control, decode_rows
+from treadle_bench.fidelity.stage import (
+    Case,
+    LivePlay,
+    engine_models,
+    policy_message,
+    simulate_play,
+    slow_down,
+    slowness_of,
+)
 
 SLOTS = 3
 BASE_S, SEQUENCE_S, TOKEN_S = 0.05, 0.01, 2e-5
@@ -56,9 +60,9 @@ def profile() -> dict[str, object]:
 
 
 def test_the_work_is_the_seeds_alone_keeps_its_bounds_and_has_a_tail() -> None:
-    assert workload(3) == workload(3) != workload(4)
+    assert make_workload(3) == make_workload(3) != make_workload(4)
     for seed in range(5):
-        works = workload(seed).trajectories
+        works = make_workload(seed).trajectories
         assert all(STEPS[0] <= len(work.steps) <= STEPS[1] for work in works)
         for step in (step for work in works for step in work.steps):
             assert GEN_TOKENS[0] <= step.gen_tokens <= GEN_TOKENS[1]
@@ -69,11 +73,11 @@ def test_the_work_is_the_seeds_alone_keeps_its_bounds_and_has_a_tail() -> None:
 
 
 def test_samples_share_their_prompts_tokens_and_nothing_else_and_another_salt_shares_nothing() -> None:
-    one, other = (token_ids(work, "a") for work in workload(0).trajectories[:2])
+    one, other = (token_ids(work, "a") for work in make_workload(0).trajectories[:2])
     assert one[0] == other[0]
     assert one[1] != other[1]
-    assert [len(said) for said in one[1]] == [step.obs_tokens for step in workload(0).trajectories[0].steps]
-    assert token_ids(workload(0).trajectories[0], "b")[0] != one[0]
+    assert [len(said) for said in one[1]] == [step.obs_tokens for step in make_workload(0).trajectories[0].steps]
+    assert token_ids(make_workload(0).trajectories[0], "b")[0] != one[0]
 
 
 def test_only_tokens_of_a_whole_batch_count_as_its_steps() -> None:
@@ -101,10 +105,10 @@ def test_the_simulator_steps_at_the_measured_curve_while_its_planner_sees_the_de
 def test_a_pulse_that_takes_half_as_long_again_makes_the_engine_as_much_slower() -> None:
     measured = fit_measured(profile())
     rows = [{"batch": 3, "kv_tokens": 600, "step_s": 1.5 * (BASE_S + 3 * SEQUENCE_S + 600 * TOKEN_S)}]
-    factor = slowness(measured, rows)
+    factor = slowness_of(measured, rows)
     assert factor == pytest.approx(1.5, rel=0.01)
     (model,) = engine_models([registered("engine-0")], [measured])
-    slow = slowed(model, factor)
+    slow = slow_down(model, factor)
     assert slow.curve.decode_s(2) == pytest.approx(factor * model.curve.decode_s(2))
     assert slow.curve.prefill_s(50, 100) == pytest.approx(factor * model.curve.prefill_s(50, 100))
     assert slow.curve.linear(SLOTS) == model.curve.linear(SLOTS)
@@ -114,8 +118,8 @@ def test_a_pulse_that_takes_half_as_long_again_makes_the_engine_as_much_slower()
 def test_a_simulated_play_has_every_step_on_an_engine_and_all_of_its_time_in_parts(name: str) -> None:
     models = engine_models([registered("engine-0")], [fit_measured(profile())])
     control = Control(Latencies(predict_s=0.005, plan_s=0.002, rpc_s=0.0), Link())
-    work = workload(1)
-    play = simulate(work, models * ENGINES, SYSTEMS[name], control)
+    work = make_workload(1)
+    play = simulate_play(work, models * ENGINES, SYSTEMS[name], control)
     for one, made in zip(work.trajectories, play.trajectories, strict=True):
         assert len(made.engines) == len(one.steps)
         assert set(made.engines) <= {"engine-0", "engine-1"}
@@ -126,17 +130,17 @@ def test_a_simulated_play_has_every_step_on_an_engine_and_all_of_its_time_in_par
 
 
 def case(name: str, lives: list[Play], simulated: Play) -> Case:
-    return Case(name, workload(0), tuple(LivePlay(play, 0.0) for play in lives), simulated)
+    return Case(name, make_workload(0), tuple(LivePlay(play, 0.0) for play in lives), simulated)
 
 
 def test_a_play_is_like_itself() -> None:
     models = engine_models([registered("engine-0")], [fit_measured(profile())])
-    play = simulate(workload(0), models * ENGINES, SYSTEMS["verl"], Control(Latencies(), Link()))
-    found = figures(case("verl", [play, play], play))
+    play = simulate_play(make_workload(0), models * ENGINES, SYSTEMS["verl"], Control(Latencies(), Link()))
+    found = compare_plays(case("verl", [play, play], play))
     assert (found["makespan_rel_err"], found["time_corr"], found["same_engine"]) == (0.0, 1.0, 1.0)
     assert (found["live_time_corr"], found["live_same_engine"]) == (1.0, 1.0)
     assert found["parts_live_s"] == found["parts_simulated_s"]
-    assert "live_time_corr" not in figures(case("verl", [play], play))
+    assert "live_time_corr" not in compare_plays(case("verl", [play], play))
 
 
 def test_figures_tell_how_far_the_simulated_play_is_from_the_mean_of_the_live_ones() -> None:
@@ -145,14 +149,14 @@ def test_figures_tell_how_far_the_simulated_play_is_from_the_mean_of_the_live_on
     live = Play((played(4.0, *spans), played(8.0, ("decode", 0.0, 8.0, "engine-1"))), migrations=1)
     slower = tuple((kind, 2 * start_s, 2 * end_s, engine_id) for kind, start_s, end_s, engine_id in spans)
     simulated = Play((played(8.0, *slower), played(16.0, ("decode", 0.0, 16.0, "engine-0"))), migrations=0)
-    found = figures(case("verl", [live], simulated))
+    found = compare_plays(case("verl", [live], simulated))
     assert found["makespan_rel_err"] == 1.0
     assert found["time_abs_err_median"] == 1.0
     assert found["time_corr"] == pytest.approx(1.0)
     assert found["same_engine"] == 0.5
     assert found["parts_live_s"] == {"queue": 0.5, "prefill": 0.0, "decode": 5.0, "tool": 0.5, "other": 0.0}
     assert found["migrations"] == [1, 0]
-    both = figures(case("verl", [live, simulated], live))
+    both = compare_plays(case("verl", [live, simulated], live))
     assert both["makespan_rel_err"] == pytest.approx(8.0 / 12.0 - 1.0, abs=1e-4)
     assert both["live_same_engine"] == 0.5
     json.dumps(found)
@@ -179,11 +183,11 @@ def test_the_picture_is_drawn_and_the_bench_names_its_engines(tmp_path: Path) ->
     control = Control(Latencies(), Link())
     cases = []
     for name in POLICIES:
-        one = simulate(workload(0), models, SYSTEMS[name], control)
-        other = simulate(workload(0), [replace(model, slots=2) for model in models], SYSTEMS[name], control)
+        one = simulate_play(make_workload(0), models, SYSTEMS[name], control)
+        other = simulate_play(make_workload(0), [replace(model, slots=2) for model in models], SYSTEMS[name], control)
         cases.append(case(name, [one, one], other))
-        assert np.isfinite(figures(cases[-1])["time_corr"])
-    fidelity_picture.draw(cases, tmp_path)
+        assert np.isfinite(compare_plays(cases[-1])["time_corr"])
+    draw(cases, tmp_path / "fidelity.png")
     assert (tmp_path / "fidelity.png").stat().st_size > 10_000
     assert BENCHES["fidelity"].engines == ENGINES
     assert BENCHES["control-plane"].engines == 1

@@ -13,11 +13,10 @@ from treadle_learned.scores import Asked, truth
 from treadle_learned.transcript import Transcript, Turn
 from treadle_sim.workloads.workload import Step, TrajectoryWork, write_traces
 
-from treadle_bench.benches import BENCHES
-from treadle_bench.options import BenchOptions
+from treadle_bench.bench import BenchOptions
+from treadle_bench.command import BENCHES
 from treadle_bench.predictor import latency as predictor_latency
-from treadle_bench.predictor.measure import some_prompts
-from treadle_bench.predictor.regret import folds_of, regrets
+from treadle_bench.predictor.measure import draw_prompts, folds_of, measure_regrets
 
 
 def works(prompts: int = 60) -> list[TrajectoryWork]:
@@ -46,7 +45,7 @@ async def test_every_estimator_is_scored_at_each_step_and_drawn(
         pictures=tmp_path / "out",
         model=str(tiny_backbone(tmp_path / "backbone")),
     )
-    found = await BENCHES["predictor"].measured(options)
+    found = await BENCHES["predictor"].run(options)
     assert {row["estimator"] for row in found["rows"]} == {
         *("history", "siblings", "boosted", "numbers", "prompt-only", "learned", "chosen", "oracle")
     }
@@ -72,12 +71,12 @@ async def test_every_estimator_is_scored_at_each_step_and_drawn(
 
 def test_prompts_are_drawn_whole_and_by_the_seed() -> None:
     every = works()
-    some = some_prompts(every, 10, seed=1)
+    some = draw_prompts(every, 10, seed=1)
     drawn = {work.prompt_id for work in some}
     assert len(drawn) == 10
     assert some == [work for work in every if work.prompt_id in drawn]
-    assert some == some_prompts(every, 10, seed=1) != some_prompts(every, 10, seed=2)
-    assert some_prompts(every, 0, seed=1) == some_prompts(every, 60, seed=1) == every
+    assert some == draw_prompts(every, 10, seed=1) != draw_prompts(every, 10, seed=2)
+    assert draw_prompts(every, 0, seed=1) == draw_prompts(every, 60, seed=1) == every
 
 
 def test_who_says_the_truth_backwards_costs_time_in_every_fold() -> None:
@@ -89,27 +88,27 @@ def test_who_says_the_truth_backwards_costs_time_in_every_fold() -> None:
     moments = [moment for moment in replay(told) if moment.turn == 0]
     moments.sort(key=lambda moment: moment.index)
     asked = Asked(moments, told, {"oracle": truth(moments), "backwards": truth(moments)[::-1]}, parts=np.arange(96) % 2)
-    found = regrets(every, asked, folds_of(asked))
+    found = measure_regrets(every, asked, folds_of(asked))
     assert found["oracle"] == [0.0, 0.0]
     assert min(found["backwards"]) > 0.05
 
 
 async def test_without_trajectories_it_says_what_it_needs() -> None:
     with pytest.raises(UsageProblem, match=r"--traces FILE .* or --data DIR"):
-        await BENCHES["predictor"].measured(BenchOptions())
+        await BENCHES["predictor"].run(BenchOptions())
 
 
 async def test_too_few_trajectories_are_named_and_so_is_a_folder_without_a_model(tmp_path: Path) -> None:
     write_traces(tmp_path / "own.jsonl", works(4))
     backbone = str(tiny_backbone(tmp_path / "backbone"))
     with pytest.raises(UsageProblem, match="4 prompts are too few for 5 folds"):
-        await BENCHES["predictor"].measured(BenchOptions(traces=tmp_path / "own.jsonl", model=backbone))
+        await BENCHES["predictor"].run(BenchOptions(traces=tmp_path / "own.jsonl", model=backbone))
     with pytest.raises(UsageProblem, match="cannot be loaded"):
-        await BENCHES["predictor"].measured(BenchOptions(traces=tmp_path / "own.jsonl", model=str(tmp_path)))
+        await BENCHES["predictor"].run(BenchOptions(traces=tmp_path / "own.jsonl", model=str(tmp_path)))
 
 
 async def test_a_backbone_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     write_traces(tmp_path / "own.jsonl", works(4))
     with pytest.raises(UsageProblem, match="is not there yet: `treadle demo` makes it"):
-        await BENCHES["predictor"].measured(BenchOptions(traces=tmp_path / "own.jsonl"))
+        await BENCHES["predictor"].run(BenchOptions(traces=tmp_path / "own.jsonl"))

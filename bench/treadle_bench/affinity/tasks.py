@@ -1,6 +1,6 @@
-"""Two tasks on either side of what RollArt tells apart, and how their trajectories are sent to accelerators.
+"""A prefill-heavy and a decode-heavy task, and ways to route their trajectories to accelerators.
 
-Invariants: a batch depends on its arguments alone; routing only adds hardware tags, no trajectory is lost or changed.
+Invariants: a batch depends on its arguments alone; routing only adds hardware tags.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from treadle_sim.workloads.workload import TrajectoryWork
 LLM = "Qwen3-8B"
 BANDWIDTH, COMPUTE = "H20", "H800"
 POOLS = {BANDWIDTH: 6, COMPUTE: 2}  # GPUs that cost about the same (RollArt §3.1)
-SLOTS = 32  # so many contexts of the prefill-heavy task fit beside the weights of an H800
+SLOTS = 32  # contexts of the prefill-heavy task that fit beside the weights of an H800
 SAMPLES = 8  # of a prompt (RollArt §7.1)
-BLOCK = 3 * SAMPLES  # goes into any pool's engines evenly, in the order of arrival
-PROMPTS = 48  # of a task: both pools have to queue
+BLOCK = 3 * SAMPLES  # divides evenly among the engines of any pool, in the order of arrival
+PROMPTS = 48  # of a task; enough that steps queue on both pools
 MAX_CONTEXT_TOKENS = 32_768
 
-# FrozenLake and GEM-math of RollArt are told apart by turns and thinking alone; the numbers here are chosen to lie on
-# either side. Many turns, long observations and a short answer; few turns with long thinking.
+# RollArt describes FrozenLake and GEM-math by turns and thinking only, so these numbers are choices: many turns with
+# long observations and short answers, and few turns with long thinking.
 PREFILL_HEAVY = Parameters(
     tokens_median=150.0,
     tokens_sigma=0.3,
@@ -56,25 +56,25 @@ DECODE_HEAVY = Parameters(
 TASKS = {"prefill-heavy": (PREFILL_HEAVY, COMPUTE), "decode-heavy": (DECODE_HEAVY, BANDWIDTH)}
 
 
-def works_of(kind: Parameters, prompts: int, seed: int, name: str, *, epoch: int = 0) -> tuple[TrajectoryWork, ...]:
+def draw_works(kind: Parameters, prompts: int, seed: int, name: str, *, epoch: int = 0) -> tuple[TrajectoryWork, ...]:
     """A batch of one task."""
     return draw(name, kind, prompts, SAMPLES, seed, epoch, LLM.lower(), math.inf, MAX_CONTEXT_TOKENS)
 
 
-def tagged(works: Sequence[TrajectoryWork], accelerator: str) -> list[TrajectoryWork]:
-    """The same, for engines of that accelerator alone."""
+def tag(works: Sequence[TrajectoryWork], accelerator: str) -> list[TrajectoryWork]:
+    """Let the trajectories run on engines of that accelerator only."""
     return [replace(work, hardware_tags=(accelerator,)) for work in works]
 
 
-def interleaved(tasks: Sequence[Sequence[TrajectoryWork]]) -> list[TrajectoryWork]:
-    """Both tasks by turns, BLOCK of one at a time."""
+def interleave(tasks: Sequence[Sequence[TrajectoryWork]]) -> list[TrajectoryWork]:
+    """The tasks in turns, BLOCK trajectories of one at a time."""
     longest = max(len(works) for works in tasks)
     return [work for at in range(0, longest, BLOCK) for works in tasks for work in works[at : at + BLOCK]]
 
 
-def routed(works: Sequence[TrajectoryWork], earlier: Sequence[TrajectoryWork]) -> list[TrajectoryWork]:
-    """Prompts to accelerators by what they took in `earlier`: those to COMPUTE whose work is the cheaper there the
-    more, until both pools have the same to do. For two pools no other split ends sooner, work being divisible."""
+def route(works: Sequence[TrajectoryWork], earlier: Sequence[TrajectoryWork]) -> list[TrajectoryWork]:
+    """Assign each prompt to an accelerator by its cost in the epoch `earlier`: those that gain most go to COMPUTE until
+    both pools have the same work. If work could be divided, no other split of two pools would end sooner."""
     models = {name: engine_model(LLM, name, 1, SLOTS) for name in POOLS}
     costs: dict[str, dict[str, float]] = {}
     for work in earlier:
@@ -91,7 +91,7 @@ def routed(works: Sequence[TrajectoryWork], earlier: Sequence[TrajectoryWork]) -
 
 
 def work_s(work: TrajectoryWork, model: EngineModel) -> float:
-    """Seconds of an engine whose batch is full that a trajectory takes, its prefix always cached."""
+    """Seconds of an engine with a full batch that a trajectory takes if its prefix is always cached."""
     curve, context, seconds_ = model.curve, work.prompt_tokens, 0.0
     cached = 0
     batch = min(float(model.slots), model.kv_tokens / max(1, work.prompt_tokens + work.gen_tokens))
@@ -104,6 +104,6 @@ def work_s(work: TrajectoryWork, model: EngineModel) -> float:
 
 
 def prefill_over_decode(works: Sequence[TrajectoryWork]) -> float:
-    """Tokens to read, each once, over tokens written."""
+    """Tokens read, each once, over tokens written."""
     read = sum(work.prompt_tokens + sum(step.obs_tokens for step in work.steps[:-1]) for work in works)
     return read / sum(work.gen_tokens for work in works)

@@ -1,76 +1,270 @@
 """What the control plane costs, on a mesh of this machine with one real engine.
 
-Two parts. ScheduleStep: first tickets of open trajectories, one call after the other and 32 in flight. Sidecar: the
-same steps through Engine.Generate and through the engine's own HTTP, in turns. Both are measured from a process of
-their own over loopback, so a figure holds the cost of a Python caller too.
+ScheduleStep: first tickets of open trajectories, one call after the other and IN_FLIGHT at once. Each repeat opens new
+trajectories, asks for their tickets and closes them; only the tickets are timed, and nothing is generated.
+
+Sidecar: the same steps through Engine.Generate and through the engine's own HTTP. The two alternate (A B, then B A, so
+that a drift of the machine affects both alike), greedy and of fixed length, each from a cold KV cache. The figure is
+the median of the differences within pairs. The engine is read from a bare socket, so that no HTTP library adds to its
+time. Tickets are requested before the clock starts.
+
+All calls come from a Python process over loopback, so a figure includes what a Python caller costs.
 """
 
+from __future__ import annotations
+
+import asyncio
+import json
 import os
-import shutil
-import tempfile
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+import random
+import time
+import uuid
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
-import grpc
 import grpc.aio
-from treadle.engine.v1 import engine_pb2_grpc
-from treadle.scheduler.v1 import scheduler_pb2_grpc
-from treadle_cli.mesh.engines import EnginePlan
-from treadle_cli.mesh.mesh import Mesh, MeshPlan, StartBoard
-from treadle_cli.mesh.processes import ProcessTree
+import numpy as np
+from treadle.common.v1 import tokens_pb2
+from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
+from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from treadle.types import pack_ids
+from treadle_cli.mesh.engines import forget_caches
+from treadle_cli.mesh.mesh import Mesh
 
-from treadle_bench.control_plane.schedule_steps import ScheduleTimes, measure_schedule
-from treadle_bench.control_plane.sidecar_steps import SidecarTimes, measure_sidecar
-from treadle_bench.options import BenchOptions
+from treadle_bench.bench import Bench, BenchOptions
+from treadle_bench.processes import run_mesh
 
 if TYPE_CHECKING:
     from treadle.engine.v1.engine_pb2_grpc import EngineServiceAsyncStub
     from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
 
+Done = TypeVar("Done")
+
 MS = 1000.0
+SEQUENTIAL = 128  # trajectories a repeat; 5 repeats give 640 samples, enough for a 99th percentile
+IN_FLIGHT = 32
+BURST = 512  # trajectories a repeat with IN_FLIGHT calls at once: half a second
+CONTEXT_TOKENS, MAX_NEW_TOKENS = 256, 64
+DEADLINE_S = 30.0
+
+PROMPTS = 4  # a repeat
+PROMPT_TOKENS = 128
+OUTPUT_TOKENS = 32  # about 2 s on one core, where a token takes 60 ms
+HIGHEST_TOKEN_ID = 40_000  # below the vocabulary of every model that the demo serves
+STEP_DEADLINE_S = 300.0
 
 
-async def run(options: BenchOptions) -> dict[str, float]:
-    """Starts a mesh with one engine, measures, and stops it. Raises ProcessError, grpc.aio.AioRpcError."""
-    folder = Path(tempfile.mkdtemp(prefix="treadle-bench-"))
-    plan = MeshPlan(_one_engine(options), folder / "state")
-    try:
-        async with ProcessTree(folder / "logs", hurry=options.hurry) as tree:
-            with StartBoard(options.progress) as board:
-                mesh = await Mesh.start(plan, tree, board)
-            async with (
-                grpc.aio.insecure_channel(mesh.where.scheduler) as to_scheduler,
-                grpc.aio.insecure_channel(next(iter(mesh.where.sidecars.values()))) as to_sidecar,
-            ):
-                scheduler: SchedulerServiceAsyncStub = scheduler_pb2_grpc.SchedulerServiceStub(to_scheduler)
-                sidecar: EngineServiceAsyncStub = engine_pb2_grpc.EngineServiceStub(to_sidecar)
-                steps = await measure_schedule(scheduler, options)
-                tokens = await measure_sidecar(mesh, scheduler, sidecar, options)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return figures(steps, tokens)
+async def measure(options: BenchOptions) -> dict[str, float]:
+    """Raises ProcessError, grpc.aio.AioRpcError."""
+    engine = replace(options.engines, count=1, cores=options.engines.cores[:1])
+    async with (
+        run_mesh(engine, options) as mesh,
+        grpc.aio.insecure_channel(mesh.where.scheduler) as to_scheduler,
+        grpc.aio.insecure_channel(next(iter(mesh.where.sidecars.values()))) as to_sidecar,
+    ):
+        scheduler: SchedulerServiceAsyncStub = scheduler_pb2_grpc.SchedulerServiceStub(to_scheduler)
+        sidecar: EngineServiceAsyncStub = engine_pb2_grpc.EngineServiceStub(to_sidecar)
+        schedule = await _measure_schedule(scheduler, options)
+        return summarize(schedule, await _measure_sidecar(mesh, scheduler, sidecar, options))
 
 
-def figures(steps: ScheduleTimes, tokens: SidecarTimes) -> dict[str, float]:
-    """The keys of the bench; times in milliseconds, shares in percent."""
+@dataclass(frozen=True)
+class ScheduleTimes:
+    """sequential_s, in_flight_s: of single calls. rates: calls a second with IN_FLIGHT at once, one for each repeat."""
+
+    sequential_s: Sequence[float]
+    in_flight_s: Sequence[float]
+    rates: Sequence[float]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds from the request to the first token, and to the end."""
+
+    first_token_s: float
+    whole_s: float
+
+
+def summarize(schedule: ScheduleTimes, pairs: Sequence[tuple[StepTime, StepTime]]) -> dict[str, float]:
+    """The figures: times in milliseconds, shares in percent. pairs: (engine alone, through the sidecar)."""
+
+    def milliseconds(times_s: Sequence[float], quantile: float) -> float:
+        return round(float(np.quantile(times_s, quantile)) * MS, 3)
+
+    first_added_s = median(through.first_token_s - alone.first_token_s for alone, through in pairs)
+    step_added = median(through.whole_s / alone.whole_s - 1 for alone, through in pairs)
+    added_s = median(through.whole_s - alone.whole_s for alone, through in pairs)
     return {
-        "schedule_step_p50_ms": round(steps.sequential_s.quantile(0.50) * MS, 3),
-        "schedule_step_p99_ms": round(steps.sequential_s.quantile(0.99) * MS, 3),
-        "schedule_steps_per_s": round(steps.per_s, 1),
-        "sidecar_first_token_added_ms": round(tokens.first_token_added_s * MS, 3),
-        "sidecar_step_added_pct": round(tokens.step_added_fraction * 100, 3),
-        "schedule_step_in_flight_p50_ms": round(steps.in_flight_s.quantile(0.50) * MS, 3),
-        "schedule_step_in_flight_p99_ms": round(steps.in_flight_s.quantile(0.99) * MS, 3),
-        "schedule_step_samples": float(len(steps.sequential_s)),
-        "engine_first_token_ms": round(tokens.engine_first_token_s * MS, 3),
-        "engine_step_ms": round(tokens.engine_step_s * MS, 3),
-        "sidecar_step_added_ms_per_token": round(tokens.added_s_per_token * MS, 4),
-        "sidecar_pairs": float(tokens.pairs),
+        "schedule_step_p50_ms": milliseconds(schedule.sequential_s, 0.50),
+        "schedule_step_p99_ms": milliseconds(schedule.sequential_s, 0.99),
+        "schedule_steps_per_s": round(median(schedule.rates), 1),
+        "sidecar_first_token_added_ms": round(first_added_s * MS, 3),
+        "sidecar_step_added_pct": round(step_added * 100, 3),
+        "schedule_step_in_flight_p50_ms": milliseconds(schedule.in_flight_s, 0.50),
+        "schedule_step_in_flight_p99_ms": milliseconds(schedule.in_flight_s, 0.99),
+        "schedule_step_samples": float(len(schedule.sequential_s)),
+        "engine_first_token_ms": round(median(alone.first_token_s for alone, _ in pairs) * MS, 3),
+        "engine_step_ms": round(median(alone.whole_s for alone, _ in pairs) * MS, 3),
+        "sidecar_step_added_ms_per_token": round(added_s / OUTPUT_TOKENS * MS, 4),
+        "sidecar_pairs": float(len(pairs)),
         "cpus": float(len(os.sched_getaffinity(0))),
     }
 
 
-def _one_engine(options: BenchOptions) -> EnginePlan:
-    plan = options.engines
-    return replace(plan, count=1, cores=plan.cores[:1])
+async def _measure_schedule(scheduler: SchedulerServiceAsyncStub, options: BenchOptions) -> ScheduleTimes:
+    """The first repeat is not counted."""
+    sequential_s: list[float] = []
+    in_flight_s: list[float] = []
+    rates: list[float] = []
+    for repeat in range(options.repeats + 1):
+        sequential = await _gather(_open(scheduler, CONTEXT_TOKENS) for _ in range(SEQUENTIAL))
+        alone_s = [await _time_ticket(scheduler, trajectory_id) for trajectory_id in sequential]
+        burst = await _gather(_open(scheduler, CONTEXT_TOKENS) for _ in range(BURST))
+        begun_s = time.perf_counter()
+        together_s = await _time_tickets(scheduler, burst)
+        rate = len(burst) / (time.perf_counter() - begun_s)
+        await _gather(_close(scheduler, trajectory_id) for trajectory_id in (*sequential, *burst))
+        if repeat > 0:
+            sequential_s += alone_s
+            in_flight_s += together_s
+            rates.append(rate)
+            options.progress.print(f"ScheduleStep {repeat}/{options.repeats}: {rate:.0f} a second", highlight=False)
+    return ScheduleTimes(sequential_s, in_flight_s, rates)
+
+
+async def _gather(calls: Iterable[Coroutine[Any, Any, Done]]) -> list[Done]:
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(call) for call in calls]
+    return [task.result() for task in tasks]
+
+
+async def _open(scheduler: SchedulerServiceAsyncStub, prompt_tokens: int) -> str:
+    """Open a trajectory; its id."""
+    request = scheduler_pb2.OpenTrajectoryRequest(
+        request_id=uuid.uuid4().hex, prompt_id="bench", prompt_tokens=prompt_tokens
+    )
+    return (await scheduler.OpenTrajectory(request, timeout=DEADLINE_S)).trajectory.trajectory_id
+
+
+async def _close(scheduler: SchedulerServiceAsyncStub, trajectory_id: str) -> None:
+    request = scheduler_pb2.CloseTrajectoryRequest(
+        request_id=uuid.uuid4().hex, trajectory_id=trajectory_id, outcome=scheduler_pb2.OUTCOME_CANCELLED
+    )
+    await scheduler.CloseTrajectory(request, timeout=DEADLINE_S)
+
+
+def _ask(trajectory_id: str, context_tokens: int, max_new_tokens: int) -> scheduler_pb2.ScheduleStepRequest:
+    return scheduler_pb2.ScheduleStepRequest(
+        request_id=uuid.uuid4().hex,
+        trajectory_id=trajectory_id,
+        turn=0,
+        context_tokens=context_tokens,
+        max_new_tokens=max_new_tokens,
+    )
+
+
+async def _time_ticket(scheduler: SchedulerServiceAsyncStub, trajectory_id: str) -> float:
+    request = _ask(trajectory_id, CONTEXT_TOKENS, MAX_NEW_TOKENS)
+    begun_s = time.perf_counter()
+    await scheduler.ScheduleStep(request, timeout=DEADLINE_S)
+    return time.perf_counter() - begun_s
+
+
+async def _time_tickets(scheduler: SchedulerServiceAsyncStub, trajectory_ids: Sequence[str]) -> list[float]:
+    left = iter(trajectory_ids)
+
+    async def work() -> list[float]:
+        return [await _time_ticket(scheduler, trajectory_id) for trajectory_id in left]
+
+    return [time_s for times_s in await _gather(work() for _ in range(IN_FLIGHT)) for time_s in times_s]
+
+
+async def _measure_sidecar(
+    mesh: Mesh, scheduler: SchedulerServiceAsyncStub, sidecar: EngineServiceAsyncStub, options: BenchOptions
+) -> list[tuple[StepTime, StepTime]]:
+    """PROMPTS pairs a repeat (engine alone, through the sidecar); a first pair is not counted."""
+    rng = random.Random(options.seed)
+    pairs: list[tuple[StepTime, StepTime]] = []
+    for number in range(options.repeats * PROMPTS + 1):
+        prompt = [rng.randrange(HIGHEST_TOKEN_ID) for _ in range(PROMPT_TOKENS)]
+        times: dict[str, StepTime] = {}
+        for side in ("alone", "through") if number % 2 else ("through", "alone"):
+            await forget_caches(mesh.engines, mesh.hicache_folder, mesh.board.note)
+            if side == "alone":
+                times[side] = await time_engine(mesh.engines[0].url, prompt)
+            else:
+                times[side] = await _time_sidecar(scheduler, sidecar, prompt)
+        if number > 0:
+            pairs.append((times["alone"], times["through"]))
+        if number and number % PROMPTS == 0:
+            options.progress.print(f"steps {number // PROMPTS}/{options.repeats}", highlight=False)
+    return pairs
+
+
+async def time_engine(url: str, prompt: list[int]) -> StepTime:
+    """One step at the engine's /generate, with the sidecar's parameters. Raises OSError, ValueError."""
+    parts = urlsplit(url)
+    sampling = {"max_new_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True, "sampling_seed": 0}
+    body = json.dumps(
+        {
+            "rid": uuid.uuid4().hex,
+            "input_ids": prompt,
+            "sampling_params": {**sampling, "skip_special_tokens": False},
+            "cache_salt": "bench",
+            "stream": True,
+            "return_logprob": True,
+        }
+    ).encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    try:
+        begun_s, first_s, received = time.perf_counter(), 0.0, 0
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        async with asyncio.timeout(STEP_DEADLINE_S):
+            async for line in reader:
+                if line.startswith(b"data: {"):
+                    received = int(json.loads(line[6:])["meta_info"]["completion_tokens"])
+                    first_s = first_s or time.perf_counter()
+                elif line.startswith(b"data: [DONE]"):
+                    break
+        ended_s = time.perf_counter()
+    finally:
+        writer.close()
+        await writer.wait_closed()
+    if received != OUTPUT_TOKENS:
+        raise ValueError(f"the engine gave {received} of {OUTPUT_TOKENS} tokens")
+    return StepTime(first_s - begun_s, ended_s - begun_s)
+
+
+async def _time_sidecar(
+    scheduler: SchedulerServiceAsyncStub, sidecar: EngineServiceAsyncStub, prompt: list[int]
+) -> StepTime:
+    trajectory_id = await _open(scheduler, len(prompt))
+    asked = await scheduler.ScheduleStep(_ask(trajectory_id, len(prompt), OUTPUT_TOKENS), timeout=DEADLINE_S)
+    request = engine_pb2.GenerateRequest(
+        ticket=asked.ticket,
+        prompt=tokens_pb2.TokenIds(int32_le=pack_ids(prompt)),
+        sampling=tokens_pb2.SamplingParams(max_new_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True),
+    )
+    begun_s, first_s, received = time.perf_counter(), 0.0, 0
+    async for event in sidecar.Generate(request, timeout=STEP_DEADLINE_S):
+        if event.WhichOneof("event") == "tokens":
+            first_s = first_s or time.perf_counter()
+            received += len(event.tokens.token_ids.int32_le) // 4
+    ended_s = time.perf_counter()
+    await _close(scheduler, trajectory_id)
+    if received != OUTPUT_TOKENS:
+        raise ValueError(f"the sidecar gave {received} of {OUTPUT_TOKENS} tokens")
+    return StepTime(first_s - begun_s, ended_s - begun_s)
+
+
+BENCH = Bench(
+    "control-plane",
+    "What the control plane costs: ScheduleStep alone and 32 in flight, and a step through the sidecar against the "
+    "engine's HTTP alone. Takes about 4 minutes on 2 cores.",
+    measure,
+    engines=1,
+)

@@ -17,8 +17,8 @@ from treadle_core.model import TREADLE_POLICY, PlacementRule, Policy, Replanning
 from treadle_core.placing import balance
 from treadle_core.tuning import Tuning
 
+from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.controller.load import Told, World
-from treadle_bench.options import BenchOptions
 
 TRAJECTORIES = 6_400
 ENGINES = 64
@@ -32,7 +32,7 @@ POLICIES = {
 }
 
 
-async def run(options: BenchOptions) -> dict[str, Any]:
+async def measure(options: BenchOptions) -> dict[str, Any]:
     """events_per_s: the median over the repeats, for Treadle's own policy; the rest by policy and by kind of event."""
     balance.warm_up()
     World(200, 4, options.seed, TREADLE_POLICY, Tuning()).run()
@@ -99,3 +99,11 @@ def _by_kind(told: Sequence[Told], policy: Policy) -> dict[str, float]:
         counts[kind] += 1
     means = {kind: round(MICROSECONDS * seconds[kind] / counts[kind], 1) for kind in seconds}
     return dict(sorted(means.items(), key=lambda pair: -seconds[pair[0]]))
+
+
+BENCH = Bench(
+    "controller",
+    "Events a second of the scheduler's controller, on the events of 6,400 trajectories on 64 engines. Takes "
+    "about 4 minutes.",
+    measure,
+)

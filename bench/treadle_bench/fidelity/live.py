@@ -1,26 +1,83 @@
-"""Plays a workload on a live mesh, with steps of exactly the lengths that the workload says.
+"""The work that `treadle bench fidelity` plays, and one live play of it with steps of exactly the lengths that it has.
 
-Every trajectory is opened first. When the scheduler has had its first tick, each one's loop runs by itself: generate
-(greedy, end of sequence ignored, so that lengths hold), sleep for the tool, observe random tokens. The simulator's
-clients begin in the same way. Times are the client's own, from the first opening.
+A workload depends on its seed alone: samples that share prompts, a few steps each, heavy-tailed lengths, tools that
+take seconds; short enough for a CPU, and its KV fits one engine, so that memory is not tested.
+
+In a play every trajectory is opened first. After the scheduler's first tick each trajectory's loop runs by itself:
+generate (greedy, end of sequence ignored, so that lengths are exact), sleep for the tool, observe random tokens. The
+simulator's clients start in the same way. Times are the client's own, from the first opening.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import nats
+import numpy as np
 from nats.aio.msg import Msg
 from treadle import Client, Sampling, Span, Trajectory
 from treadle.telemetry.v1.facts_pb2 import Fact, MigrationEnded
 from treadle_sim.driver import TICK_S
-from treadle_sim.workloads.workload import TrajectoryWork, Workload
+from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload
 
-from treadle_bench.fidelity.trace import token_ids
+PROMPTS, SAMPLES = 8, 3
+PROMPT_TOKENS = (64, 160)
+STEPS = (2, 6)
+STEPS_MEAN = 3.4
+GEN_TOKENS = (8, 120)  # of a step
+GEN_MEDIAN = 24.0
+PROMPT_SIGMA, SAMPLE_SIGMA, STEP_SIGMA = 0.7, 0.3, 0.5  # of ln tokens: of a prompt, of a sample, of a step
+OBS_TOKENS = (10, 60)  # of a tool's answer
+TOOL_S = (0.3, 3.0)
+TOOL_MEDIAN_S, TOOL_SIGMA = 0.8, 0.7
+STREAM = 1  # of the seeds' streams: the first whose traces all take about 50 s on two cores
+HIGHEST_TOKEN_ID = 40_000  # below the vocabulary of any model that runs on a CPU here
+
+
+def make_workload(seed: int) -> Workload:
+    """PROMPTS times SAMPLES trajectories."""
+    rng = np.random.default_rng([seed, STREAM])
+    works = []
+    for number in range(PROMPTS):
+        prompt_tokens = int(rng.integers(PROMPT_TOKENS[0], PROMPT_TOKENS[1] + 1))
+        of_prompt = PROMPT_SIGMA * rng.standard_normal()
+        for sample in range(SAMPLES):
+            level = of_prompt + SAMPLE_SIGMA * rng.standard_normal()
+            count = int(np.clip(rng.geometric(1.0 / (STEPS_MEAN - STEPS[0] + 1.0)) + STEPS[0] - 1, *STEPS))
+            works.append(
+                TrajectoryWork(
+                    prompt_id=f"p{number}",
+                    sample=sample,
+                    prompt_tokens=prompt_tokens,
+                    steps=tuple(_step(rng, level) for _ in range(count)),
+                )
+            )
+    return Workload(f"fidelity-{seed}", tuple(works))
+
+
+def token_ids(work: TrajectoryWork, salt: str) -> tuple[list[int], list[list[int]]]:
+    """Random tokens of the prompt and of each tool's answer. Samples of a prompt share its tokens; another `salt` gives
+    other tokens."""
+    prompt = random.Random(f"{salt} {work.prompt_id}")
+    own = random.Random(f"{salt} {work.prompt_id} {work.sample}")
+    observed = [[own.randrange(HIGHEST_TOKEN_ID) for _ in range(step.obs_tokens)] for step in work.steps]
+    return [prompt.randrange(HIGHEST_TOKEN_ID) for _ in range(work.prompt_tokens)], observed
+
+
+def _step(rng: np.random.Generator, level: float) -> Step:
+    gen_tokens = GEN_MEDIAN * np.exp(level + STEP_SIGMA * rng.standard_normal())
+    tool_s = TOOL_MEDIAN_S * np.exp(TOOL_SIGMA * rng.standard_normal())
+    return Step(
+        gen_tokens=int(np.clip(round(gen_tokens), *GEN_TOKENS)),
+        obs_tokens=int(rng.integers(OBS_TOKENS[0], OBS_TOKENS[1] + 1)),
+        tool_s=float(np.clip(tool_s, *TOOL_S)),
+    )
+
 
 ALL_FACTS = "treadle.facts.>"
 FIRST_STEPS_S = TICK_S + 0.05  # after the first opening: a tick, and the plan that is asked for at it
@@ -65,16 +122,16 @@ class Play:
 
 
 @dataclass
-class Heard:
-    """What the bus told of: migrations that ended, and seconds from a step's end to the prediction that followed."""
+class FactLog:
+    """Collects from facts the migrations that ended, and seconds from a step's end to the prediction that followed."""
 
     migrations: list[MigrationEnded] = field(default_factory=list)
     predict_s: list[float] = field(default_factory=list)
     _step_ends: dict[tuple[str, int], float] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
 
-    def take(self, fact: Fact) -> None:
-        """Keeps what counts; a fact that arrives twice counts once."""
+    def record(self, fact: Fact) -> None:
+        """Record a fact; a fact that arrives twice counts once."""
         if fact.fact_id in self._seen:
             return
         self._seen.add(fact.fact_id)
@@ -85,31 +142,31 @@ class Heard:
             step = fact.step_finished.step
             self._step_ends[step.trajectory_id, step.turn + 1] = at_s
         elif fact.HasField("trajectory_predicted"):
-            told = fact.trajectory_predicted
-            ended_s = self._step_ends.get((told.trajectory_id, told.turn))
+            predicted = fact.trajectory_predicted
+            ended_s = self._step_ends.get((predicted.trajectory_id, predicted.turn))
             if ended_s is not None:
                 self.predict_s.append(at_s - ended_s)
 
 
 @asynccontextmanager
-async def listening(nats_url: str) -> AsyncIterator[Heard]:
-    """Collects facts until the block ends. A plain subscription: it forgets with the block."""
-    heard = Heard()
+async def collect_facts(nats_url: str) -> AsyncIterator[FactLog]:
+    """Collect facts until the block ends, with a plain subscription, of which NATS keeps nothing."""
+    log = FactLog()
     client = await nats.connect(nats_url)
 
     async def on_message(message: Msg) -> None:
-        heard.take(Fact.FromString(message.data))
+        log.record(Fact.FromString(message.data))
 
     await client.subscribe(ALL_FACTS, cb=on_message)
     await client.flush()
     try:
-        yield heard
+        yield log
     finally:
         await client.drain()
 
 
-async def play(scheduler: str, workload: Workload, salt: str) -> tuple[Played, ...]:
-    """All trajectories at once. salt: of the random tokens. Raises TreadleError, ValueError for a wrong length."""
+async def play_live(scheduler: str, workload: Workload, salt: str) -> tuple[Played, ...]:
+    """Play all trajectories at once. salt: of the random tokens. Raises TreadleError, ValueError for a wrong length."""
     async with Client(scheduler) as client:
         started_s = time.time()
         opened = [await _open(client, workload, work, salt) for work in workload.trajectories]
@@ -161,7 +218,7 @@ async def _run(
 
 
 async def generate(trajectory: Trajectory, gen_tokens: int) -> list[float]:
-    """One step of exactly so many tokens; unix seconds at which each chunk of it came. Raises ValueError."""
+    """Run one step of exactly `gen_tokens` tokens; the unix time of each of its chunks. Raises ValueError."""
     sampling = Sampling(max_new_tokens=gen_tokens, temperature=0.0, ignore_eos=True)
     came_s = [time.time() async for _ in trajectory.generate(sampling)]
     if len(trajectory.steps[-1].token_ids) != gen_tokens:

@@ -1,62 +1,59 @@
-"""Is the simulator honest? The same work through two live engines, and through the simulator with their profile.
+"""How close the simulator is: the same work on two live engines, and in the simulator with their measured profile.
 
-One mesh of two engines, each on a core of its own. First the engines and the control plane's latencies are measured
-(fidelity_profile.py, fidelity_control.py), then each policy plays each trace, live some times and simulated once
-(fidelity_stage.py), and what differs is counted (fidelity_figures.py).
+One mesh of two engines, each on its own core. First the engines and the control plane are measured (profile.py). Then
+each policy plays each trace, several times live and once simulated (stage.py), and the plays are compared trajectory by
+trajectory.
+
+All trajectories open at time 0, so a trajectory's time is when it ended. A live step's prefill begins when its sidecar
+admits it, a simulated one when the engine computes it: the time between counts as prefill live, and as queue in the
+simulator. Live plays differ from each other, so each figure is a mean over them, and `live_*` gives the same figure
+between live plays: no simulator can be closer.
 """
 
 from __future__ import annotations
 
 import itertools
-import shutil
-import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 from treadle_cli.demo.run import warm_engines
-from treadle_cli.mesh.mesh import Mesh, MeshPlan, StartBoard
-from treadle_cli.mesh.processes import ProcessTree
 from treadle_cli.problems import UsageProblem
 from treadle_sim.fitting.curves import MeasuredEngine
 from treadle_sim.workloads.workload import TraceFileError, Workload, read_traces
 
-from treadle_bench.fidelity import plot as fidelity_picture
-from treadle_bench.fidelity.figures import figures, rounded
+from treadle_bench.bench import Bench, BenchOptions
+from treadle_bench.fidelity.live import Play, make_workload, token_ids
+from treadle_bench.fidelity.plot import PARTS, draw
 from treadle_bench.fidelity.stage import Case, LivePlay, Stage
-from treadle_bench.fidelity.trace import token_ids, workload
-from treadle_bench.options import BenchOptions
+from treadle_bench.processes import run_mesh
+from treadle_bench.summary import rounded
 
 ENGINES = 2
 TRACES = 2
-POLICIES = ("verl", "treadle")  # systems of the simulator: pinned and in order of arrival; the product's own
+POLICIES = ("verl", "treadle")  # systems of the simulator: pinned and in order of arrival; Treadle
 MS = 1e3
 US = 1e6
 
 
-async def run(options: BenchOptions) -> dict[str, Any]:
-    """Measures, plays, compares. repeats: live plays of each trace under each policy. Raises ProcessError,
-    TreadleError, UsageProblem for a trace file that cannot be read."""
+async def measure(options: BenchOptions) -> dict[str, Any]:
+    """repeats: live plays of each trace under each policy. Raises ProcessError, TreadleError, and UsageProblem for a
+    trace file that cannot be read."""
     works = _workloads(options)
-    folder = Path(tempfile.mkdtemp(prefix="treadle-bench-"))
-    try:
-        async with ProcessTree(folder / "logs", hurry=options.hurry) as tree:
-            with StartBoard(options.progress) as board:
-                mesh = await Mesh.start(MeshPlan(options.engines, folder / "state"), tree, board)
-                await warm_engines(mesh.engines, token_ids(works[0].trajectories[0], "warm")[0])
-            options.progress.print("measuring the engines, about a minute", highlight=False)
-            stage = await Stage.of(mesh, options.seed)
-            cases = await _cases(stage, works, options)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    async with run_mesh(options.engines, options) as mesh:
+        await warm_engines(mesh.engines, token_ids(works[0].trajectories[0], "warm")[0])
+        options.progress.print("measuring the engines, about a minute", highlight=False)
+        stage = await Stage.measure(mesh, options.seed)
+        cases = await _play_cases(stage, works, options)
     if options.pictures is not None:
-        fidelity_picture.draw(cases, options.pictures)
-    return report(cases, stage)
+        draw(cases, options.pictures / "fidelity.png")
+    return _report(cases, stage)
 
 
-async def _cases(stage: Stage, works: Sequence[Workload], options: BenchOptions) -> list[Case]:
-    """Rounds of one live play of every trace under every policy, a pulse before each, and then all simulated."""
+async def _play_cases(stage: Stage, works: Sequence[Workload], options: BenchOptions) -> list[Case]:
+    """Rounds of one live play of every trace under every policy, with a pulse before each; then all simulated plays."""
     lives: dict[tuple[int, str], list[LivePlay]] = defaultdict(list)
     for number in range(options.repeats):
         for at, name in itertools.product(range(len(works)), POLICIES):
@@ -66,12 +63,21 @@ async def _cases(stage: Stage, works: Sequence[Workload], options: BenchOptions)
             line = f"{works[at].name} {name}: {live.play.makespan_s:.1f} s, other programs took {live.others_share:.0%}"
             options.progress.print(line, highlight=False)
     played = [(works[at], name, tuple(plays)) for (at, name), plays in lives.items()]
-    return [Case(name, work, plays, stage.simulated(work, name)) for work, name, plays in played]
+    return [Case(name, work, plays, stage.simulate(work, name)) for work, name, plays in played]
 
 
-def report(cases: Sequence[Case], stage: Stage) -> dict[str, Any]:
+def _workloads(options: BenchOptions) -> list[Workload]:
+    if options.traces is None:
+        return [make_workload(options.seed + number) for number in range(TRACES)]
+    try:
+        return [Workload(options.traces.stem, read_traces(options.traces))]
+    except (TraceFileError, OSError) as error:
+        raise UsageProblem(f"--traces: {error}") from error
+
+
+def _report(cases: Sequence[Case], stage: Stage) -> dict[str, Any]:
     """makespan_rel_err and time_corr are the worst of all cases, each the mean over its live plays."""
-    rows = [{"policy": case.policy, "trace": case.workload.name, **figures(case)} for case in cases]
+    rows = [{"policy": case.policy, "trace": case.workload.name, **compare_plays(case)} for case in cases]
     latencies = stage.control.latencies
     return {
         "makespan_rel_err": max((row["makespan_rel_err"] for row in rows), key=abs),
@@ -79,7 +85,7 @@ def report(cases: Sequence[Case], stage: Stage) -> dict[str, Any]:
         "service_corr": min(row["service_corr"] for row in rows),
         "cases": rows,
         "engines": [_engine_row(f"engine-{at}", engine) for at, engine in enumerate(stage.measured)],
-        "slowness": [[rounded(factor) for factor in factors] for factors in stage.slowness],
+        "slowness": rounded([list(factors) for factors in stage.slowness]),
         "latencies_ms": {
             "rpc": round(latencies.rpc_s * MS, 1),
             "predict": round(latencies.predict_s * MS, 1),
@@ -87,15 +93,6 @@ def report(cases: Sequence[Case], stage: Stage) -> dict[str, Any]:
             "move": round(stage.control.link.fixed_s * MS, 1),
         },
     }
-
-
-def _workloads(options: BenchOptions) -> list[Workload]:
-    if options.traces is None:
-        return [workload(options.seed + number) for number in range(TRACES)]
-    try:
-        return [Workload(options.traces.stem, read_traces(options.traces))]
-    except (TraceFileError, OSError) as error:
-        raise UsageProblem(f"--traces: {error}") from error
 
 
 def _engine_row(engine_id: str, measured: MeasuredEngine) -> dict[str, Any]:
@@ -116,3 +113,71 @@ def _engine_row(engine_id: str, measured: MeasuredEngine) -> dict[str, Any]:
         row["prefill_fit_err_median"] = rounded(prefill_error.median)
         row["prefill_fit_err_p90"] = rounded(prefill_error.p90)
     return row
+
+
+def compare_plays(case: Case) -> dict[str, Any]:
+    """makespan_rel_err: simulated over the mean of live, minus 1. Correlations are Pearson's over trajectories."""
+    plays, simulated = case.plays, case.simulated
+    live_s = fmean(play.makespan_s for play in plays)
+    errors = np.abs(_ends(simulated) / np.mean([_ends(play) for play in plays], axis=0) - 1.0)
+    correlations = [_correlation(_ends(play), _ends(simulated)) for play in plays]
+    found: dict[str, Any] = {
+        "live_makespan_s": [round(play.makespan_s, 2) for play in plays],
+        "simulated_makespan_s": round(simulated.makespan_s, 2),
+        "makespan_rel_err": simulated.makespan_s / live_s - 1.0,
+        "time_corr": fmean(correlations),
+        "time_corr_of_each": correlations,
+        "service_corr": fmean(_correlation(_served(play), _served(simulated)) for play in plays),
+        "time_abs_err_median": float(np.median(errors)),
+        "time_abs_err_p90": float(np.quantile(errors, 0.9)),
+        "same_engine": fmean(same_engine(play, simulated) for play in plays),
+        "parts_live_s": _mean_parts(plays),
+        "parts_simulated_s": _mean_parts([simulated]),
+        "preemptions": [sum(played.preemptions for played in play.trajectories) for play in (*plays, simulated)],
+        "migrations": [play.migrations for play in (*plays, simulated)],
+        "other_programs_share": [live.others_share for live in case.lives],
+    }
+    if pairs := list(itertools.combinations(plays, 2)):
+        found["live_time_corr"] = fmean(_correlation(_ends(one), _ends(other)) for one, other in pairs)
+        found["live_same_engine"] = fmean(same_engine(one, other) for one, other in pairs)
+    return rounded(found)
+
+
+def same_engine(one: Play, other: Play) -> float:
+    """Fraction of steps that ran on the same engine in both plays. The engines are alike, so their names in one play
+    are permuted to give the greatest fraction."""
+    sides = [[engine for played in play.trajectories for engine in played.engines] for play in (one, other)]
+    names = sorted({*sides[0], *sides[1]})
+    return max(
+        fmean(dict(zip(names, renamed, strict=True))[a] == b for a, b in zip(*sides, strict=True))
+        for renamed in itertools.permutations(names)
+    )
+
+
+def _correlation(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.corrcoef(one, other)[0, 1])
+
+
+def _ends(play: Play) -> np.ndarray:
+    return np.array([played.finished_s for played in play.trajectories])
+
+
+def _served(play: Play) -> np.ndarray:
+    return np.array([played.service_s for played in play.trajectories])
+
+
+def _mean_parts(plays: Sequence[Play]) -> dict[str, float]:
+    """Mean seconds of a trajectory by part. `other`: what no part covers, which is calls of the control plane."""
+    all_played = [played for play in plays for played in play.trajectories]
+    seconds = {part: fmean(played.part_s(part) for played in all_played) for part in PARTS}
+    seconds["other"] = fmean(played.finished_s for played in all_played) - sum(seconds.values())
+    return {part: round(value, 2) for part, value in seconds.items()}
+
+
+BENCH = Bench(
+    "fidelity",
+    "The same rollout on two live engines and in the simulator, on the profile measured on them. --repeats: live plays "
+    "of each policy. Takes 2 minutes, and 2 a repeat, on 2 cores.",
+    measure,
+    engines=ENGINES,
+)

@@ -1,9 +1,10 @@
-"""Measures engines through the mesh that they will be used through, in the profile format of sim/README.md.
+"""Measures engines and the control plane of a mesh for its simulation, through the mesh itself.
 
 All engines are measured at the same time and by the same client as in the plays, because they share their cores with
-the services and the client. Steps: batches of 1 to `slots` at each of DECODE_CONTEXTS, while the batch is whole.
-Prefills: alone on the engine, first a prompt that nobody has seen, then the same context with something new behind it.
-A pulse is one full batch: a shared machine is not always as fast as while its profile was taken.
+the services and the client. The profile has the format of sim/README.md. Decode steps: batches of 1 to `slots` at each
+of DECODE_CONTEXTS, while the batch is whole. Prefills: alone on the engine, first an unknown prompt, then the same
+context with new tokens behind it. A pulse is one full batch: it shows how fast the machine is at that moment. Of the
+control plane: seconds of tickets, predictions, plans and moves.
 """
 
 from __future__ import annotations
@@ -12,16 +13,24 @@ import asyncio
 import itertools
 import math
 import random
+import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
+import grpc.aio
+from google.protobuf.duration_pb2 import Duration
 from treadle import Client
+from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
+from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
+from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from treadle.scheduler.v1.scheduler_pb2 import RegisteredEngine
+from treadle_cli.mesh.mesh import Mesh
+from treadle_sim.cluster import Latencies, Link
 
-from treadle_bench.fidelity.live import generate
-from treadle_bench.fidelity.trace import HIGHEST_TOKEN_ID
-from treadle_bench.samples import Samples
+from treadle_bench.fidelity.live import HIGHEST_TOKEN_ID, generate
 
 DECODE_CONTEXTS = (80, 400)  # tokens: a young trajectory of the trace, and an old one
 DECODE_TOKENS = 20
@@ -30,27 +39,27 @@ PREFILL_CONTEXTS = (64, 160, 400)
 PREFILL_OBSERVED = (12, 30, 56)  # tokens put behind the context, one after the other
 PREFILL_TOKENS = 4  # sampled after each
 PREFILL_ROUNDS = 3
-REST_S = 0.2  # between prefills, so that what the engine writes to storage is written
+REST_S = 0.2  # between prefills, so that the engine can finish its writes to storage
 
 Rows = list[dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """profiles: by engine id, as fit_measured takes them. queue_s: what steps waited that found a slot free: two calls
-    and no queue."""
+    """profiles: by engine id, for fit_measured. queue_s: of steps that found a slot free, which is the time of two
+    calls."""
 
     profiles: dict[str, dict[str, Any]]
-    queue_s: Samples
+    queue_s: list[float]
 
 
-async def measure(client: Client, engines: Sequence[RegisteredEngine], seed: int) -> Measured:
-    """About a minute for five slots. Raises TreadleError, ValueError."""
+async def measure_engines(client: Client, engines: Sequence[RegisteredEngine], seed: int) -> Measured:
+    """Takes about a minute for five slots. Raises TreadleError, ValueError."""
     rng = random.Random(f"profile {seed}")
     ids = [engine.info.engine_id for engine in engines]
     decode: dict[str, Rows] = {engine_id: [] for engine_id in ids}
     prefill: dict[str, Rows] = {engine_id: [] for engine_id in ids}
-    queue_s = Samples()
+    queue_s: list[float] = []
     slots = min(engine.info.slot_limit for engine in engines)
     for context, batch in itertools.product(DECODE_CONTEXTS, range(1, slots + 1)):
         for engine_id, rows in (await _batches(client, rng, ids, batch, context)).items():
@@ -68,16 +77,16 @@ async def measure(client: Client, engines: Sequence[RegisteredEngine], seed: int
     return Measured(profiles, queue_s)
 
 
-async def pulse(client: Client, engines: Sequence[RegisteredEngine], seed: str) -> dict[str, Rows]:
-    """Decode rows of one full batch on each engine, in some 4 s. Raises TreadleError, ValueError."""
+async def measure_pulse(client: Client, engines: Sequence[RegisteredEngine], seed: str) -> dict[str, Rows]:
+    """Decode rows of one full batch on each engine; takes about 4 s. Raises TreadleError, ValueError."""
     slots = min(engine.info.slot_limit for engine in engines)
     ids = [engine.info.engine_id for engine in engines]
     return await _batches(client, random.Random(f"pulse {seed}"), ids, slots, PULSE_CONTEXT)
 
 
 def decode_rows(came_s: Sequence[Sequence[float]], context: int) -> Rows:
-    """A row of the profile for each sequence of a batch: seconds a token while all of them decode. came_s: when each
-    token of each sequence came, the first after its prefill; context: tokens of each at its start."""
+    """A row of the profile for each sequence of a batch: seconds of a token while all sequences decode. came_s: when
+    each token of each sequence came, the first after its prefill. context: tokens of each sequence at its start."""
     whole_s, broken_s = max(times[0] for times in came_s), min(times[-1] for times in came_s)
     rows = []
     for times in came_s:
@@ -106,7 +115,7 @@ async def _batches(
 
 
 async def _batch(client: Client, rng: random.Random, engine_id: str, batch: int, context: int) -> list[list[float]]:
-    """When each token of each sequence of a batch came."""
+    """The times of the tokens of each sequence of a batch."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(_alone(client, engine_id, _tokens(rng, context))) for _ in range(batch)]
     return [task.result() for task in tasks]
@@ -120,7 +129,7 @@ async def _alone(client: Client, engine_id: str, prompt: list[int]) -> list[floa
 
 
 async def _growing(client: Client, rng: random.Random, engine_id: str, context: int) -> tuple[Rows, list[float]]:
-    """Prefills of one growing context, and what each of its steps waited."""
+    """Prefill rows of one growing context, and the queue seconds of each of its steps."""
     rows, queue_s = [], []
     async with await client.open(
         prompt_id="profile", sample=0, prompt=_tokens(rng, context), pinned_engine_id=engine_id
@@ -159,3 +168,111 @@ def _document(engine: RegisteredEngine, decode: Rows, prefill: Rows) -> dict[str
         "prefill": prefill,
         "page_tokens": math.gcd(*(int(row["cached_tokens"]) for row in prefill)) or 1,
     }
+
+
+if TYPE_CHECKING:
+    from treadle.migrator.v1.migrator_pb2_grpc import MigratorServiceAsyncStub
+
+CALL_TIMEOUT_S = 30.0
+PLANS, PLAN_TRAJECTORIES = 9, 32
+MOVES, MOVE_CONTEXT, MOVE_TOKENS = 4, 200, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """Latencies of the simulated control plane."""
+
+    latencies: Latencies
+    link: Link
+
+
+async def list_engines(scheduler: str) -> list[RegisteredEngine]:
+    """The engines that are registered, by id."""
+    async with grpc.aio.insecure_channel(scheduler) as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        answer = await stub.ListEngines(scheduler_pb2.ListEnginesRequest(), timeout=CALL_TIMEOUT_S)
+    return sorted(answer.engines, key=lambda engine: str(engine.info.engine_id))
+
+
+async def measure_control(
+    mesh: Mesh,
+    client: Client,
+    engines: Sequence[RegisteredEngine],
+    queue_s: Sequence[float],
+    predict_s: Sequence[float],
+) -> Control:
+    """queue_s: of steps that found a slot free. predict_s: from a step's end to the prediction that followed it. Raises
+    statistics.StatisticsError where one is empty."""
+    plan_s = await _plans(mesh.where.services["placement"], engines)
+    moves_s = await _moves(mesh, client, engines)
+    return Control(
+        Latencies(predict_s=median(predict_s), plan_s=median(plan_s), rpc_s=median(queue_s)),
+        Link(fixed_s=median(moves_s)),
+    )
+
+
+async def _plans(placement: str, engines: Sequence[RegisteredEngine]) -> list[float]:
+    request = placement_pb2.PlanPlacementRequest(
+        trajectories=[
+            placement_pb2.PlacedTrajectory(
+                trajectory_id=f"t{number}", remaining_tokens=50.0 + number, context_tokens=200
+            )
+            for number in range(PLAN_TRAJECTORIES)
+        ],
+        engines=[
+            placement_pb2.PlacementEngine(
+                engine_id=engine.info.engine_id,
+                slot_limit=engine.info.slot_limit,
+                kv_tokens_capacity=engine.info.kv_tokens_capacity,
+                tensor_parallel=engine.info.tensor_parallel,
+                decode_curve=engine.info.decode_curve,
+            )
+            for engine in engines
+        ],
+        cost_model=placement_pb2.COST_MODEL_LINEAR_INTEGRAL,
+    )
+    taken_s: list[float] = []
+    async with grpc.aio.insecure_channel(placement) as channel:
+        stub = placement_pb2_grpc.PlacementServiceStub(channel)
+        for number in range(PLANS + 1):
+            begun_s = time.perf_counter()
+            await stub.PlanPlacement(request, timeout=CALL_TIMEOUT_S)
+            if number > 0:  # the first one compiles
+                taken_s.append(time.perf_counter() - begun_s)
+    return taken_s
+
+
+async def _moves(mesh: Mesh, client: Client, engines: Sequence[RegisteredEngine]) -> list[float]:
+    """Seconds of moves, from the migrator, of a context of about MOVE_CONTEXT tokens between its steps."""
+    infos = {engine.info.engine_id: engine.info for engine in engines}
+    taken_s: list[float] = []
+    async with grpc.aio.insecure_channel(mesh.where.services["migrator"]) as channel:
+        stub = migrator_pb2_grpc.MigratorServiceStub(channel)
+        for number in range(MOVES):
+            prompt = [(number * MOVE_CONTEXT + at) % HIGHEST_TOKEN_ID for at in range(MOVE_CONTEXT)]
+            async with await client.open(prompt_id="move", sample=number, prompt=prompt) as trajectory:
+                await generate(trajectory, MOVE_TOKENS)
+                source = infos[trajectory.steps[-1].engine_ids[-1]]
+                target = next(info for engine_id, info in infos.items() if engine_id != source.engine_id)
+                request = migrator_pb2.StartMigrationRequest(
+                    request_id=uuid.uuid4().hex,
+                    trajectory_id=trajectory.trajectory_id,
+                    source=migrator_pb2.Endpoint(engine_id=source.engine_id, address=source.address),
+                    target=migrator_pb2.Endpoint(engine_id=target.engine_id, address=target.address),
+                    expected_revision=1,
+                    cache_salt=source.weight_version,
+                    allow_prefill=True,
+                    give_up_after=Duration(seconds=int(CALL_TIMEOUT_S)),
+                )
+                taken_s.append(await _one_move(stub, request))
+    return taken_s
+
+
+async def _one_move(stub: MigratorServiceAsyncStub, request: migrator_pb2.StartMigrationRequest) -> float:
+    move = (await stub.StartMigration(request, timeout=CALL_TIMEOUT_S)).migration
+    watch = migrator_pb2.WatchMigrationRequest(migration_id=move.migration_id)
+    async for answer in stub.WatchMigration(watch, timeout=CALL_TIMEOUT_S):
+        move = answer.migration  # the stream ends when the move has ended
+    if move.state != migrator_pb2.MIGRATION_STATE_DONE:
+        raise ValueError(f"a move between idle engines failed: {move.failure_reason}")
+    return float(move.ended_at.ToNanoseconds() - move.started_at.ToNanoseconds()) / 1e9

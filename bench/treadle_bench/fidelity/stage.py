@@ -1,42 +1,110 @@
-"""What the plays of `treadle bench fidelity` run on, live and simulated.
+"""Plays of `treadle bench fidelity`: live ones on a mesh, and simulated ones on the engines as they were measured.
 
-Invariants: a play begins with a control plane that was just started, so that no predictor knows an earlier play, and
-with tokens that no cache holds; the simulated play has the same policy, slots, declared curves and estimator. Nothing
-is fitted to a play: the profile is measured before all of them, and scaled by the mean of pulses between them.
+Invariants: a live play begins with a new control plane, so that no predictor knows an earlier play, and with tokens
+that no cache holds. The simulated play has the same policy, slots, declared curves and estimator. Nothing is fitted to
+a play: the profile is measured before all plays, and scaled by the mean of the pulses between them. The simulated
+planner uses the decode curve that each sidecar declares, as the live one does, not the measured curve.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 
 import grpc.aio
 from rich.console import Console
-from treadle import Client
+from treadle import Client, Span
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
+from treadle.scheduler.v1.scheduler_pb2 import RegisteredEngine
 from treadle_cli.mesh.checks import OtherPrograms
 from treadle_cli.mesh.mesh import Mesh, StartBoard
-from treadle_core.model import Policy
-from treadle_sim.engine_model import EngineModel
+from treadle_core.model import DecodeCurve, Policy
+from treadle_sim.cluster import Cluster
+from treadle_sim.driver import Driver
+from treadle_sim.engine_model import EngineModel, StepCurve
 from treadle_sim.fitting.curves import MeasuredEngine, fit_measured
-from treadle_sim.systems import SYSTEMS
+from treadle_sim.outcome import Times
+from treadle_sim.predictors import Siblings
+from treadle_sim.systems import SYSTEMS, System
 from treadle_sim.workloads.workload import Workload
 
-from treadle_bench.fidelity.control import Control, measure_control, registered
-from treadle_bench.fidelity.live import Play, listening, play
-from treadle_bench.fidelity.profile import measure, pulse
-from treadle_bench.fidelity.simulated import engine_models, simulate, slowed, slowness
-from treadle_bench.samples import Samples
+from treadle_bench.fidelity.live import Play, Played, collect_facts, play_live
+from treadle_bench.fidelity.profile import Control, list_engines, measure_control, measure_engines, measure_pulse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeclaredCurve(StepCurve):
+    """A measured curve, with the sidecar's declared curve for planners."""
+
+    declared: DecodeCurve
+
+    def linear(self, slots: int) -> DecodeCurve:
+        """The declared curve."""
+        return self.declared
+
+
+def engine_models(engines: Sequence[RegisteredEngine], measured: Sequence[MeasuredEngine]) -> list[EngineModel]:
+    """The engines for the simulator; `measured` in the order of `engines`."""
+    models = []
+    for engine, fitted in zip(engines, measured, strict=True):
+        said = engine.info.decode_curve
+        declared = DecodeCurve(said.base_s, said.per_sequence_s, said.per_kv_token_s, said.prefill_tokens_per_s)
+        model = fitted.engine
+        models.append(replace(model, curve=DeclaredCurve(**asdict(model.curve), declared=declared)))
+    return models
+
+
+def slowness_of(measured: MeasuredEngine, rows: Sequence[Mapping[str, float]]) -> float:
+    """Seconds of the steps of `rows` over the profile's, as a mean factor. Raises ValueError without rows."""
+    curve = measured.engine.curve
+    return fmean(
+        row["step_s"] / (curve.decode_s(row["batch"]) + curve.per_kv_token_s * row["kv_tokens"]) for row in rows
+    )
+
+
+def slow_down(model: EngineModel, factor: float) -> EngineModel:
+    """The same engine when everything on it takes `factor` times as long; its declared curve stays."""
+    curve = model.curve
+    return replace(
+        model,
+        curve=replace(
+            curve,
+            step_s=tuple(factor * step_s for step_s in curve.step_s),
+            per_kv_token_s=factor * curve.per_kv_token_s,
+            prefill_fixed_s=factor * curve.prefill_fixed_s,
+            prefill_token_s=factor * curve.prefill_token_s,
+            prefill_pair_s=factor * curve.prefill_pair_s,
+            prefill_square_s=factor * curve.prefill_square_s,
+        ),
+    )
+
+
+def simulate_play(workload: Workload, models: Sequence[EngineModel], system: System, control: Control) -> Play:
+    """One rollout under the system's policy."""
+    cluster = Cluster(tuple(models), link=control.link, latencies=control.latencies)
+    driver = Driver(workload, cluster, system.policy, system.tuning, Siblings(workload), record=True)
+    outcome = driver.run()
+    return Play(tuple(_played(times) for times in outcome.times), outcome.migrations)
+
+
+def _played(times: Times) -> Played:
+    """A step ends with its tool call, so the tool calls before a span count its turn."""
+    spans, turn = [], 0
+    for span in sorted(times.spans, key=lambda span: (span.start_s, span.end_s)):
+        spans.append(Span(span.what, span.start_s, span.end_s, f"engine-{span.engine}", turn))  # type: ignore[arg-type]
+        turn += span.what == "tool"
+    return Played(times.finished_s, tuple(spans), times.preemptions, cached_tokens=0)
+
 
 CALL_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class LivePlay:
-    """One play. others_share: of the machine, that other programs took meanwhile."""
+    """One play. others_share: the fraction of the machine that other programs used meanwhile."""
 
     play: Play
     others_share: float
@@ -59,7 +127,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The engines as they registered, were measured and are simulated, in this order."""
+    """The engines, in one order: as registered, as measured, and as simulated."""
 
     mesh: Mesh
     engines: Sequence[pb.RegisteredEngine]
@@ -69,22 +137,22 @@ class Stage:
     slowness: Sequence[list[float]]  # of each engine over its profile, a factor a pulse
 
     @classmethod
-    async def of(cls, mesh: Mesh, seed: int) -> Stage:
-        """Measures everything, in about a minute. Raises TreadleError, AioRpcError, ValueError."""
-        engines = await registered(mesh.where.scheduler)
+    async def measure(cls, mesh: Mesh, seed: int) -> Stage:
+        """Measure engines and control plane; takes about a minute. Raises TreadleError, AioRpcError, ValueError."""
+        engines = await list_engines(mesh.where.scheduler)
         async with Client(mesh.where.scheduler) as client:
-            async with listening(mesh.nats_url) as heard:
-                profile = await measure(client, engines, seed)
-            control = await measure_control(mesh, client, engines, profile.queue_s, Samples(heard.predict_s))
+            async with collect_facts(mesh.nats_url) as log:
+                profile = await measure_engines(client, engines, seed)
+            control = await measure_control(mesh, client, engines, profile.queue_s, log.predict_s)
         measured = [fit_measured(profile.profiles[engine.info.engine_id]) for engine in engines]
         return cls(mesh, engines, measured, engine_models(engines, measured), control, [[] for _ in engines])
 
     async def pulse(self, number: int) -> None:
-        """Notes how fast the engines are now: a shared machine is not always as fast as while its profile was taken."""
+        """Measure how fast the engines are now: a shared machine is not always as fast as during its profile."""
         async with Client(self.mesh.where.scheduler) as client:
-            rows = await pulse(client, self.engines, str(number))
+            rows = await measure_pulse(client, self.engines, str(number))
         for measured, engine, factors in zip(self.measured, self.engines, self.slowness, strict=True):
-            factors.append(slowness(measured, rows[engine.info.engine_id]))
+            factors.append(slowness_of(measured, rows[engine.info.engine_id]))
 
     async def play(self, work: Workload, name: str, number: int) -> LivePlay:
         """The work under one of the simulator's systems, live. number: of the play, for fresh tokens."""
@@ -94,14 +162,14 @@ class Stage:
             await self.mesh.renew_control_plane(preempt=system.policy.preempt)
         await _set_policy(self.mesh.where.scheduler, system.policy)
         others = OtherPrograms()
-        async with listening(self.mesh.nats_url) as heard:
-            trajectories = await play(self.mesh.where.scheduler, work, f"{work.name} {name} {number}")
-        return LivePlay(Play(trajectories, sum(move.moved for move in heard.migrations)), others.share())
+        async with collect_facts(self.mesh.nats_url) as log:
+            trajectories = await play_live(self.mesh.where.scheduler, work, f"{work.name} {name} {number}")
+        return LivePlay(Play(trajectories, sum(move.moved for move in log.migrations)), others.share())
 
-    def simulated(self, work: Workload, name: str) -> Play:
-        """The same in the simulator, on engines as fast as all pulses say on average."""
-        models = [slowed(model, fmean(factors)) for model, factors in zip(self.models, self.slowness, strict=True)]
-        return simulate(work, models, SYSTEMS[name], self.control)
+    def simulate(self, work: Workload, name: str) -> Play:
+        """The same in the simulator, on engines slowed by the mean factor of all pulses."""
+        models = [slow_down(model, fmean(factors)) for model, factors in zip(self.models, self.slowness, strict=True)]
+        return simulate_play(work, models, SYSTEMS[name], self.control)
 
 
 async def _set_policy(scheduler: str, policy: Policy) -> None:
@@ -112,7 +180,7 @@ async def _set_policy(scheduler: str, policy: Policy) -> None:
 
 
 def policy_message(policy: Policy) -> pb.Policy:
-    """The simulator's policy as the live scheduler takes it."""
+    """The simulator's policy as a message for the live scheduler."""
     return pb.Policy(
         ordering=pb.Ordering.Value(f"ORDERING_{policy.ordering.name}"),
         objective=pb.Objective.Value(f"OBJECTIVE_{policy.objective.name}"),

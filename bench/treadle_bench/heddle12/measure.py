@@ -1,14 +1,14 @@
 """Heddle's Figure 12: three workloads on three models, every system on the same 64 GPUs.
 
 `cells`: one seed at the paper's size, 100 trajectories for each engine of the degree that the paper gives its baselines
-(1, 1 and 2 GPUs for 8B, 14B and 32B), so 6,400 or 3,200. `dense_cells`: the 32B with 6,400. `small`: cells of a
-quarter of the GPUs and the trajectories, medians over `repeats` seeds with their range, where the first seed is that
-of `cells`. With --scale all of it is one size: that part, over `repeats` seeds.
+(1, 1 and 2 GPUs for 8B, 14B and 32B), so 6,400 or 3,200. `dense_cells`: the 32B with 6,400. `small`: cells with a
+quarter of GPUs and trajectories, medians over `repeats` seeds with their range; the first seed is that of `cells`. With
+--scale there is one size, over `repeats` seeds.
 
-A cell: `policy` gives makespans in seconds, a baseline's at the degree that suits it best (`degree`);
-`ratio_to_X` is X's makespan over Treadle's: above 1 Treadle is faster. `ratio_to` has every baseline,
-`ratio_at_paper_degree` the same at the paper's degree, `spread` least and greatest of the ratios over seeds.
-`bound_by`: what no schedule beats, `work` or the longest trajectory (`tail`, or `tools` where most of it is tools).
+A cell: `policy` has makespans in seconds, a baseline's at its best degree (`degree`). `ratio_to_X`: X's makespan over
+Treadle's, above 1 Treadle is faster. `ratio_to`: every baseline. `ratio_at_paper_degree`: the same at the paper's
+degree. `spread`: range of the ratios over seeds. `bound_by`: what sets the lower bound: `work`, the longest trajectory
+(`tail`), or `tools` where most of that trajectory is tools.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from typing import Any
 
 from treadle_sim.systems import BASELINES, HEDDLE, ORACLE, TREADLE, TREADLE_WHOLE_TURNS
 
-from treadle_bench.options import BenchOptions
+from treadle_bench.bench import Bench, BenchOptions
+from treadle_bench.heddle12.page import page_values
+from treadle_bench.heddle12.plot import draw
 from treadle_bench.rollouts import (
     ACCELERATOR,
     GPUS,
@@ -28,44 +30,40 @@ from treadle_bench.rollouts import (
     Job,
     Played,
     batch_for,
-    floor,
+    find_bound,
     play_all,
-    setting,
+    setting_of,
     workloads,
 )
+from treadle_bench.summary import range_of, rounded
 
-NAME = "heddle12"
 PAPER_DEGREE = {"Qwen3-8B": 1, "Qwen3-14B": 1, "Qwen3-32B": 2}
-DENSE = ("Qwen3-32B",)  # models whose batch would be smaller than the others', played with as many too
+DENSE = ("Qwen3-32B",)  # models with fewer trajectories than the others, which are also played with as many
 PLANNED = (HEDDLE, TREADLE, TREADLE_WHOLE_TURNS, ORACLE)
-DIGITS = 4
 
 
-async def run(options: BenchOptions) -> dict[str, Any]:
-    """See the module. Raises TraceFileError, OSError."""
-    seeds = [options.seed + repeat for repeat in range(options.repeats)]
+async def measure(options: BenchOptions) -> dict[str, Any]:
+    """Raises TraceFileError, OSError."""
     found: dict[str, Any] = {"accelerator": ACCELERATOR, "predictor": "noisy", "repeats": options.repeats}
     if options.scale is not None:
-        found |= await _size(options.scale, seeds, options)
-    else:
-        found |= await _size(1.0, seeds[:1], options)
-        found["small"] = await _size(SMALL_SCALE, seeds, options)
-    return found
+        return found | await _play_size(options.scale, options.seeds, options)
+    found |= await _play_size(1.0, options.seeds[:1], options)
+    return found | {"small": await _play_size(SMALL_SCALE, options.seeds, options)}
 
 
-async def _size(scale: float, seeds: Sequence[int], options: BenchOptions) -> dict[str, Any]:
-    sizes = [(llm, PAPER_DEGREE[llm]) for llm in PAPER_DEGREE] + [(llm, 1) for llm in DENSE]
+async def _play_size(scale: float, seeds: Sequence[int], options: BenchOptions) -> dict[str, Any]:
+    sizes = [*PAPER_DEGREE.items(), *((llm, 1) for llm in DENSE)]
     cells = {
-        (name, llm, fill): [batch_for(name, llm, scale, seed, options, degree=fill) for seed in seeds]
+        (name, llm, degree): [batch_for(name, llm, scale, seed, options, degree=degree) for seed in seeds]
         for name in workloads(options)
-        for llm, fill in sizes
+        for llm, degree in sizes
     }
-    jobs = [job for batches in cells.values() for batch in batches for job in jobs_of(batch)]
-    what = f"heddle12 on {round(GPUS * scale)} GPUs"
-    done = dict(zip(jobs, await play_all(jobs, options, what), strict=True))
+    jobs = [job for batches in cells.values() for batch in batches for job in _jobs_of(batch)]
+    played = await play_all(jobs, options, f"heddle12 on {round(GPUS * scale)} GPUs")
+    done = dict(zip(jobs, played, strict=True))
     rows: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-    for (_name, llm, fill), batches in cells.items():
-        rows[fill == PAPER_DEGREE[llm]].append(merged([cell_of(batch, done) for batch in batches]))
+    for (_name, llm, degree), batches in cells.items():
+        rows[degree == PAPER_DEGREE[llm]].append(merge_seeds([_make_cell(batch, done) for batch in batches]))
     return {
         "gpus": round(GPUS * scale),
         "scale": scale,
@@ -75,19 +73,17 @@ async def _size(scale: float, seeds: Sequence[int], options: BenchOptions) -> di
     }
 
 
-def jobs_of(batch: Batch) -> list[Job]:
-    """Every baseline at every degree that holds the batch, and the systems that allocate."""
-    degrees = setting(batch).degrees()
+def _jobs_of(batch: Batch) -> list[Job]:
+    """Every baseline at every degree whose engines hold the batch, and the systems that allocate engines."""
+    degrees = setting_of(batch).degrees()
     return [Job(batch, system, degree) for system in BASELINES for degree in degrees] + [
         Job(batch, system) for system in PLANNED
     ]
 
 
-def cell_of(batch: Batch, done: Mapping[Job, Played]) -> dict[str, Any]:
+def _make_cell(batch: Batch, done: Mapping[Job, Played]) -> dict[str, Any]:
     """One cell of one seed."""
-    policy: dict[str, float] = {}
     degree: dict[str, int] = {}
-    engines: dict[str, str] = {}
     at_paper_degree: dict[str, float] = {}
     of: dict[str, Played] = {}
     for system in BASELINES:
@@ -96,65 +92,62 @@ def cell_of(batch: Batch, done: Mapping[Job, Played]) -> dict[str, Any]:
         of[system.name] = runs[degree[system.name]]
         if PAPER_DEGREE[batch.llm] in runs:
             at_paper_degree[system.name] = runs[PAPER_DEGREE[batch.llm]].makespan_s
-    for system in PLANNED:
-        of[system.name] = done[Job(batch, system)]
-        engines[system.name] = of[system.name].engines
+    of |= {system.name: done[Job(batch, system)] for system in PLANNED}
     policy = {name: one.makespan_s for name, one in of.items()}
-    treadle_s = policy[TREADLE.name]
+    treadle = of[TREADLE.name]
     best = min((system.name for system in BASELINES), key=lambda name: policy[name])
-    floor_here = floor(batch)
-    last = of[TREADLE.name].last
+    bound = find_bound(batch)
     return {
         "workload": batch.workload,
         "model": batch.llm,
         "trajectories": batch.trajectories,
         "policy": policy,
         "degree": degree,
-        "engines": engines,
+        "engines": {system.name: of[system.name].engines for system in PLANNED},
         "policy_at_paper_degree": at_paper_degree,
         "paper_degree": PAPER_DEGREE[batch.llm],
         "best_baseline": best,
-        "ratio_to_best_baseline": policy[best] / treadle_s,
-        "ratio_to_verl": policy["verl"] / treadle_s,
-        "ratio_to_slime": policy["slime"] / treadle_s,
-        "ratio_to_heddle": policy[HEDDLE.name] / treadle_s,
-        "ratio_to_oracle": policy[ORACLE.name] / treadle_s,
+        "ratio_to_best_baseline": policy[best] / treadle.makespan_s,
+        **{f"ratio_to_{name}": policy[name] / treadle.makespan_s for name in ("verl", "slime", "heddle", "oracle")},
         "whole_turns_to_best_baseline": policy[best] / policy[TREADLE_WHOLE_TURNS.name],
-        "ratio_to_bound": floor_here.bound_s / treadle_s,
-        "ratio_to": {system.name: policy[system.name] / treadle_s for system in BASELINES},
-        "ratio_at_paper_degree": {name: each / treadle_s for name, each in at_paper_degree.items()},
-        "bound_s": floor_here.bound_s,
-        "bound_by": floor_here.bound_by,
-        "work_s": floor_here.work_s,
-        "alone_s": floor_here.alone_s,
+        "ratio_to_bound": bound.bound_s / treadle.makespan_s,
+        "ratio_to": {system.name: policy[system.name] / treadle.makespan_s for system in BASELINES},
+        "ratio_at_paper_degree": {name: each / treadle.makespan_s for name, each in at_paper_degree.items()},
+        "bound_s": bound.bound_s,
+        "bound_by": bound.bound_by,
+        "work_s": bound.work_s,
+        "alone_s": bound.alone_s,
         "p50_s": {name: one.p50_s for name, one in of.items()},
         "tokens_per_s": {name: one.tokens_per_s for name, one in of.items()},
-        "last": {"queue_s": last.queue_s, "prefill_s": last.prefill_s, "decode_s": last.decode_s}
-        | {"tool_s": last.tool_s, "move_s": last.move_s},
-        "migrations": of[TREADLE.name].migrations,
-        "took_s": of[TREADLE.name].took_s,
+        "last": {
+            part: getattr(treadle.last, part) for part in ("queue_s", "prefill_s", "decode_s", "tool_s", "move_s")
+        },
+        "migrations": treadle.migrations,
+        "took_s": treadle.took_s,
     }
 
 
-def merged(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Medians over seeds of what is a number, the commonest of what is not, and the range of the ratios."""
-    spread = {
-        key: [_rounded(min(of_seeds)), _rounded(max(of_seeds))]
-        for key in cells[0]
-        if key.startswith("ratio_to_")
-        for of_seeds in [[cell[key] for cell in cells]]
-    }
-    return {**_middle(cells), "spread": spread if len(cells) > 1 else None}
+def merge_seeds(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Medians over seeds of numbers, the commonest of strings, and the range of the ratios."""
+    ratios = [key for key in cells[0] if key.startswith("ratio_to_")]
+    spread = {key: range_of(cell[key] for cell in cells) for key in ratios}
+    return {**_merge(cells), "spread": spread if len(cells) > 1 else None}
 
 
-def _middle(values: Sequence[Any]) -> Any:
+def _merge(values: Sequence[Any]) -> Any:
     first = values[0]
     if isinstance(first, dict):
-        return {key: _middle([value[key] for value in values]) for key in first}
+        return {key: _merge([value[key] for value in values]) for key in first}
     if isinstance(first, str):
         return max(sorted(set(values)), key=values.count)
-    return _rounded(float(median(values))) if isinstance(first, float) else median_low(values)
+    return rounded(float(median(values))) if isinstance(first, float) else median_low(values)
 
 
-def _rounded(value: float) -> float:
-    return round(value, DIGITS)
+BENCH = Bench(
+    "heddle12",
+    "Heddle's Figure 12: coding, search and math on three models and 64 GPUs, every system and the bound; "
+    "--scale for a part of it. Takes about an hour on 2 cores.",
+    measure,
+    page=page_values,
+    draw=draw,
+)

@@ -1,12 +1,11 @@
-"""Heddle's Figure 14: which step runs first, everything else Treadle's. See ablation.py for the keys.
+"""Heddle's Figure 14: rollouts that differ only in which waiting step runs first. The keys are those of ablation.py.
 
-`rows` with the paper's 100 slots an engine; `crowded` the same with half the slots, so that steps must wait: with a
-slot for every trajectory there is little to order.
+`rows`: with the paper's 100 slots an engine. `crowded`: with half the slots, so that steps have to wait; with a slot
+for every trajectory the order hardly matters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,86 +13,67 @@ from typing import Any
 from treadle_core.model import Ordering
 from treadle_sim.systems import TREADLE, System
 
-from treadle_bench.ablation import LLM, Variant, ablate, lines, losses, ratios
-from treadle_bench.options import BenchOptions
-from treadle_bench.page import MACHINE, command, paragraph, point, seeds
-from treadle_bench.pictures import draw_bars
+from treadle_bench.ablation import LLM, Variant, ablate, page_values
+from treadle_bench.bench import Bench, BenchOptions, Figures
+from treadle_bench.page import describe_seeds
+from treadle_bench.pictures import draw_panels
 from treadle_bench.rollouts import SLOTS
 
-NAME = "heddle14"
-PAPER = "1.1–1.26×"
 CROWDED_SLOTS = SLOTS // 2
-PROGRESSIVE = "progressive"
-UNHELD = "round-robin, no room held"
+UNRESERVED = "round-robin, no room held"
 
 
-def _ordered(ordering: Ordering, *, preempt: bool, reserve: bool = True) -> System:
+def _order_by(ordering: Ordering, *, preempt: bool, reserve: bool = True) -> System:
     policy = replace(TREADLE.policy, ordering=ordering, preempt=preempt, reserve=reserve)
     return replace(TREADLE, name=ordering.value, policy=policy)
 
 
-# Orderings that never look at how much is left do not preempt either; the two that Autellix could mean do, as it does.
+# Orderings that ignore the remaining work do not preempt; both readings of Autellix do, as Autellix does.
 VARIANTS = (
-    Variant(PROGRESSIVE, TREADLE),
-    Variant("FCFS", _ordered(Ordering.FCFS, preempt=False)),
-    Variant("round-robin", _ordered(Ordering.ROUND_ROBIN, preempt=False)),
-    Variant("least attained", _ordered(Ordering.LEAST_ATTAINED, preempt=True)),
-    Variant("shortest first", _ordered(Ordering.SHORTEST_FIRST, preempt=True)),
-    Variant(UNHELD, _ordered(Ordering.ROUND_ROBIN, preempt=False, reserve=False)),
+    Variant("progressive", TREADLE),
+    Variant("FCFS", _order_by(Ordering.FCFS, preempt=False)),
+    Variant("round-robin", _order_by(Ordering.ROUND_ROBIN, preempt=False)),
+    Variant("least attained", _order_by(Ordering.LEAST_ATTAINED, preempt=True)),
+    Variant("shortest first", _order_by(Ordering.SHORTEST_FIRST, preempt=True)),
+    Variant(UNRESERVED, _order_by(Ordering.ROUND_ROBIN, preempt=False, reserve=False)),
 )
 
 
-async def run(options: BenchOptions) -> dict[str, Any]:
-    """See the module. Raises TraceFileError, OSError."""
-    found = await ablate(f"{NAME}, {SLOTS} slots", VARIANTS, options)
-    found["crowded"] = await ablate(f"{NAME}, {CROWDED_SLOTS} slots", VARIANTS, options, slots=CROWDED_SLOTS)
+async def measure(options: BenchOptions) -> dict[str, Any]:
+    """Raises TraceFileError, OSError."""
+    found = await ablate(f"heddle14, {SLOTS} slots", VARIANTS, options)
+    found["crowded"] = await ablate(f"heddle14, {CROWDED_SLOTS} slots", VARIANTS, options, slots=CROWDED_SLOTS)
     return found
 
 
-def page(found: Mapping[str, Any]) -> Iterator[str]:
-    others = [variant.name for variant in VARIANTS[1:] if variant.name != UNHELD]
-    yield "# heddle14: which step runs first"
-    yield ""
-    yield from paragraph(
-        f"`{command(NAME, found)}`, on {MACHINE}. {LLM}, {found['trajectories']:,} trajectories on {found['gpus']}",
-        f"{found['accelerator']} GPUs; Treadle's engines, placement and moves throughout, only the ordering differs.",
-        "Autellix is two columns: what it publishes (least attained service) and what the paper calls it (shortest",
-        "first, which needs a predictor). Those two and ours preempt. In all of these an engine holds room for the KV",
-        "of whoever has begun; the last column is round-robin without that, as frameworks run it: what it loses beside",
-        "round-robin is prefixes that are evicted and computed again, not order.",
-    )
-    yield "![rollout time and waiting of the longest](heddle14.png)"
-    yield ""
-    yield f"## {found['slots']} slots an engine, as in the paper"
-    yield ""
-    yield from lines(found, queue=True)
-    yield ""
-    yield f"## {found['crowded']['slots']} slots an engine"
-    yield ""
-    yield from lines(found["crowded"], queue=True)
-    yield ""
-    yield "## What to know"
-    yield ""
-    yield from point(
-        f"The paper reports {PAPER} over FCFS, round-robin and Autellix. Here: {ratios(found, others)}, with half the",
-        f"slots {ratios(found['crowded'], others)}; over round-robin without room held {ratios(found, [UNHELD])} and",
-        f"{ratios(found['crowded'], [UNHELD])}.",
-    )
-    yield from losses(found)
-    yield from losses(found["crowded"], " with half the slots")
+def _page(found: Figures) -> Figures:
+    published = [variant.name for variant in VARIANTS[1:] if variant.name != UNRESERVED]
+    sizes = (found, found["crowded"])
+    return {
+        "published": [page_values(size, published) for size in sizes],
+        "unreserved": [page_values(size, [UNRESERVED])["measured_ratio"] for size in sizes],
+        "found": found,
+    }
 
 
-def draw(found: Mapping[str, Any], file: Path) -> None:
-    title = "Which step runs first"
+def draw(found: Figures, file: Path) -> None:
+    """Write the picture."""
+    crowded = found["crowded"]
     note = (
-        f"{LLM}, {found['gpus']} {found['accelerator']} GPUs, {seeds(found)}. Left: "
-        f"{found['slots']} slots an engine; right: {found['crowded']['slots']}."
+        f"{LLM}, {found['gpus']} {found['accelerator']} GPUs, {describe_seeds(found['seeds'])}. "
+        f"Left: {found['slots']} slots an engine; right: {crowded['slots']}."
     )
     panels = [
-        [("rollout seconds", found, "makespan_s"), ("rollout seconds, half the slots", found["crowded"], "makespan_s")],
-        [
-            ("seconds the longest waits", found, "longest_queue_s"),
-            ("seconds the longest waits, half the slots", found["crowded"], "longest_queue_s"),
-        ],
+        [(title, found, key), (f"{title}, half the slots", crowded, key)]
+        for title, key in (("rollout seconds", "makespan_s"), ("seconds the longest waits", "longest_queue_s"))
     ]
-    draw_bars(title, note, panels, file)
+    draw_panels("Which step runs first", note, panels, file)
+
+
+BENCH = Bench(
+    "heddle14",
+    "Heddle's Figure 14: which step runs first. Takes about 20 minutes, a few with --scale 0.25.",
+    measure,
+    page=_page,
+    draw=draw,
+)

@@ -23,7 +23,7 @@ from treadle_cli.report.palette import COLOURS, FAINT, GRID, INK
 from treadle_sim.workloads.parametric import SAMPLES, WORKLOADS, make
 from treadle_sim.workloads.workload import TrajectoryWork, groups, read_traces
 
-from treadle_bench.options import BenchOptions
+from treadle_bench.bench import Bench, BenchOptions
 
 GROUP_SIZES = (4, 16, 64, 256)
 VARIATIONS = (0.5, 1.0, 2.0)
@@ -43,8 +43,8 @@ PANELS = {0.5: "mild", 1.0: "reasoning", 2.0: "open-ended"}
 WIDTH_IN, HEIGHT_IN, DPI = 9.0, 4.4, 150
 
 
-async def run(options: BenchOptions) -> dict[str, Any]:
-    """See the module. Raises TraceFileError."""
+async def measure(options: BenchOptions) -> dict[str, Any]:
+    """Raises TraceFileError."""
     drawn = {
         k: [_log_maxima(k, np.random.default_rng([options.seed, repeat, k])) for repeat in range(options.repeats)]
         for k in GROUP_SIZES
@@ -203,3 +203,10 @@ def _panel(axes: Axes, rows: Sequence[Mapping[str, Any]], colour: str) -> None:
     axes.tick_params(length=0, which="both", colors=FAINT)
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)
+
+
+BENCH = Bench(
+    "long-tail",
+    "The longest of K log-normal lengths: a formula that is taught, against drawing. Takes seconds.",
+    measure,
+)

@@ -1,23 +1,22 @@
-"""What a plan costs: the exact partition from unsorted lengths, and how it compares with Heddle's dynamic program.
+"""How long the exact partition takes from unsorted lengths, and how it compares with Heddle's dynamic program.
 
-Keys: `n`, `m`, `ms`, `dp_ms`, `max_rel_diff` and the parts `sort_ms`, `solve_ms` are those of the smallest size under
-the default cost model. `ms` is the whole of `plan_arrays` for trajectories that have no engine yet: checks, sort and
-running sums (`sort_ms`), partition with balance (`solve_ms`), and the engine of each. The memory is a workspace that
-the caller keeps between plans; `fresh_ms` is without one. `replan_ms` is a plan for trajectories that all have an
-engine, so that the groups are dealt to those that hold most of them. `max_rel_diff` is the largest relative difference
-from the dynamic program over that size and `cases` random small ones, all cost models and unlike engines among them.
-`rows` has every size and cost model; `bound_ratio` is the makespan over a time that no assignment whatever beats.
+Keys: `n`, `m`, `ms`, `dp_ms`, `sort_ms` and `solve_ms` are those of the smallest size under the default cost model.
+`ms`: the whole of `plan_arrays` for trajectories without an engine: checks, sort and running sums (`sort_ms`),
+partition with balance (`solve_ms`), and the engine of each trajectory, in a workspace that the caller keeps between
+plans. `fresh_ms`: without such a workspace. `replan_ms`: a plan for trajectories that all have an engine, where each
+group goes to the engine that holds most of it. `max_rel_diff`: the largest relative difference from the dynamic
+program, over that size and `cases` random small ones with all cost models and with engines that differ. `rows`: every
+size and cost model. `bound_ratio`: the makespan over a time that no assignment beats.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rich.progress import Progress
+from rich.progress import track
 from treadle_core.model import DecodeCurve
 from treadle_core.placing.bound import aggregated, least_makespan
 from treadle_core.placing.costs import BatchCurve, CostModel, Costs, tabulate
@@ -26,14 +25,14 @@ from treadle_core.placing.question import PlanEngine
 from treadle_core.placing.solver import partition
 from treadle_sim.workloads.workload import read_traces
 
-from treadle_bench.options import BenchOptions
-from treadle_bench.samples import Samples
+from treadle_bench.bench import Bench, BenchOptions
+from treadle_bench.summary import milliseconds
 
 Floats = npt.NDArray[np.float64]
 
 SIZES = ((6_400, 16), (6_400, 64), (100_000, 128), (1_000_000, 1_024))
 CASES = 300
-# A mid-sized model on one accelerator, in seconds; only the order of magnitude matters here.
+# A mid-sized model on one accelerator, in seconds; only the order of magnitude matters.
 ENGINE = DecodeCurve(base_s=0.01, per_sequence_s=2e-4, per_kv_token_s=1e-8, prefill_tokens_per_s=2e4)
 SLOTS = 100
 KV_TOKENS = 400_000
@@ -41,34 +40,25 @@ BENDS = BatchCurve(((1, 0.0102), (16, 0.0115), (64, 0.02), (128, 0.035)))
 # Predicted lengths: log-normal, most about 1,800 tokens, the longest cut at 40,000.
 LOG_MEAN, LOG_SIGMA, MOST_TOKENS = 7.5, 1.1, 40_000.0
 LEAST_CONTEXT, MOST_CONTEXT = 500.0, 4_000.0
-# The paper aggregates short trajectories: here those of the lower nine tenths, 16 at a time.
+# The paper bundles short trajectories: here the shortest nine tenths, 16 at a time.
 SHORT_QUANTILE, BUNDLE = 0.9, 16
-# A repeat is a median of so many plans.
-PLANS = 5
+PLANS = 5  # timed in each repeat
 
 
-async def run(options: BenchOptions) -> dict[str, Any]:
-    """See the module. With `traces` the lengths are drawn, with replacement, from the file's generated tokens and the
+async def measure(options: BenchOptions) -> dict[str, Any]:
+    """With `traces` the lengths are drawn, with replacement, from the file's generated tokens and the
     contexts are its prompts. Raises TraceFileError, OSError."""
     works = read_traces(options.traces) if options.traces is not None else ()
     pool = np.array([(work.gen_tokens, work.prompt_tokens) for work in works], np.float64)
     sizes = [(n, m, model) for n, m in SIZES for model in CostModel]
-    with Progress(console=options.progress, transient=True) as progress:
-        task = progress.add_task("placement", total=len(sizes) + 2)
-        rows = []
-        for n, m, model in sizes:
-            rows.append(_row(*_workload(n, options.seed, pool), m, model, options))
-            progress.advance(task)
-        first = next(row for row in rows if row["model"] == CostModel.LINEAR_INTEGRAL.name.lower())
-        n, m = first["n"], first["m"]
-        costs = _costs(*_workload(n, options.seed, pool), m, CostModel.LINEAR_INTEGRAL)
-        program = _against_program(costs, options.repeats)
-        progress.advance(task)
-        difference = max(program.pop("rel_diff"), _largest_difference(options.seed))
-        progress.advance(task)
-    keys = ("n", "m", "ms", "sort_ms", "solve_ms")
+    bar = track(sizes, "placement", console=options.progress, transient=True)
+    rows = [_row(*_workload(n, options.seed, pool), m, model, options) for n, m, model in bar]
+    first = next(row for row in rows if row["model"] == CostModel.LINEAR_INTEGRAL.name.lower())
+    costs = _costs(*_workload(first["n"], options.seed, pool), first["m"], CostModel.LINEAR_INTEGRAL)
+    program = _compare_with_program(costs, options.repeats)
+    difference = max(program.pop("rel_diff"), _largest_difference(options.seed))
     return {
-        **{key: first[key] for key in keys},
+        **{key: first[key] for key in ("n", "m", "ms", "sort_ms", "solve_ms")},
         **program,
         "max_rel_diff": difference,
         "cases": CASES,
@@ -105,60 +95,43 @@ def _row(lengths: Floats, contexts: Floats, m: int, model: CostModel, options: B
     def plan(current: npt.NDArray[np.int64], memory: Workspace | None) -> None:
         plan_arrays(lengths, contexts, current, engines, model, curves=curves, workspace=memory)
 
-    whole = _milliseconds(lambda: plan(nowhere, workspace), options.repeats)
-    fresh = _milliseconds(lambda: plan(nowhere, None), options.repeats)
-    again = _milliseconds(lambda: plan(placed, workspace), options.repeats)
-    unplaced = nowhere >= 0
-    sort = _milliseconds(
-        lambda: tabulate(model, lengths, contexts, unplaced, engines, curves=curves, workspace=workspace),
-        options.repeats,
-    )
+    whole = milliseconds(lambda: plan(nowhere, workspace), options.repeats, PLANS)
+    fresh = milliseconds(lambda: plan(nowhere, None), options.repeats, PLANS)
+    again = milliseconds(lambda: plan(placed, workspace), options.repeats, PLANS)
+    sort = milliseconds(lambda: _costs(lengths, contexts, m, model, workspace), options.repeats, PLANS)
     costs = _costs(lengths, contexts, m, model, workspace)
-    solve = _milliseconds(lambda: partition(costs), options.repeats)
+    solve = milliseconds(lambda: partition(costs), options.repeats, PLANS)
     found = plan_arrays(lengths, contexts, nowhere, engines, model, curves=curves, bound=True)
     return {
         "n": n,
         "m": m,
         "model": model.name.lower(),
-        "ms": whole.median,
+        "ms": median(whole),
         "ms_range": [min(whole), max(whole)],
-        "sort_ms": sort.median,
-        "solve_ms": solve.median,
-        "fresh_ms": fresh.median,
-        "replan_ms": again.median,
+        "sort_ms": median(sort),
+        "solve_ms": median(solve),
+        "fresh_ms": median(fresh),
+        "replan_ms": median(again),
         "bound_ratio": found.makespan_s / found.lower_bound_s if found.lower_bound_s else 1.0,
     }
 
 
-def _milliseconds(call: Callable[[], object], repeats: int) -> Samples:
-    """One median a repeat; the first call of all is not counted."""
-    call()
-    return Samples(Samples(_once(call) for _ in range(PLANS)).median for _ in range(max(repeats, 1)))
-
-
-def _once(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return (time.perf_counter() - began) * 1e3
-
-
-def _against_program(costs: Costs, repeats: int) -> dict[str, Any]:
-    """The dynamic program on one workload, whole and with short trajectories in bundles."""
+def _compare_with_program(costs: Costs, repeats: int) -> dict[str, Any]:
+    """The dynamic program on one workload, with all trajectories and with short trajectories in bundles."""
     cuts = aggregated(costs, float(np.quantile(costs.table.lengths, SHORT_QUANTILE)), BUNDLE)
-    least_makespan(costs, cuts)  # compiled now
-    repeats = max(min(repeats, 3), 1)  # seconds each
+    repeats = min(repeats, 3)  # it takes seconds
     exact_s, bundled_s = least_makespan(costs), least_makespan(costs, cuts)
     makespan_s = partition(costs)[1]
     return {
-        "dp_ms": Samples(_once(lambda: least_makespan(costs)) for _ in range(repeats)).median,
-        "dp_aggregated_ms": Samples(_once(lambda: least_makespan(costs, cuts)) for _ in range(repeats)).median,
+        "dp_ms": median(milliseconds(lambda: least_makespan(costs), repeats, 1)),
+        "dp_aggregated_ms": median(milliseconds(lambda: least_makespan(costs, cuts), repeats, 1)),
         "dp_aggregated_loss": bundled_s / exact_s - 1.0,
         "rel_diff": abs(makespan_s - exact_s) / exact_s,
     }
 
 
 def _largest_difference(seed: int) -> float:
-    """From the dynamic program, over random workloads: sizes, tails, engines and cost models of every sort."""
+    """The largest relative difference from the dynamic program over random workloads, engines and cost models."""
     rng = np.random.default_rng([seed, CASES])
     largest = 0.0
     for case in range(CASES):
@@ -182,3 +155,11 @@ def _largest_difference(seed: int) -> float:
         exact_s = least_makespan(costs)
         largest = max(largest, abs(partition(costs)[1] - exact_s) / max(exact_s, 1e-300))
     return largest
+
+
+BENCH = Bench(
+    "placement",
+    "The exact placement of up to 1,000,000 trajectories on 1,024 engines, against the dynamic program. Takes "
+    "about a minute.",
+    measure,
+)

@@ -1,4 +1,4 @@
-"""The facts that a mesh would publish of a transcript, with its texts as ids of a tokenizer."""
+"""The facts that a mesh publishes of a trajectory, made from a transcript, with its texts as token ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ Tokenize = Callable[[str], Sequence[int]]
 def facts_of(
     transcript: Transcript, tokenize: Tokenize, *, close: bool = True, most: int = 1 << 20
 ) -> Iterator[facts_pb2.Fact]:
-    """Opened, one a step, closed. most: ids of an output or an observation, four times as many of the prompt."""
+    """Opened, one fact for each step, closed. most: ids of each output and observation; the prompt may have
+    PROMPT_SHARE times as many."""
     name = transcript.trajectory_id
     yield make_fact(
         "scheduler",
@@ -70,7 +71,7 @@ def facts_of(
 
 
 def prompt_started(transcript: Transcript, tokenize: Tokenize, *, most: int = 1 << 20) -> facts_pb2.Fact:
-    """Its first step gets a slot. most: as in `facts_of`."""
+    """The fact that the first step has started, with the prompt. most: as in `facts_of`."""
     name = transcript.trajectory_id
     return make_fact(
         "sidecar/e0",

@@ -1,18 +1,16 @@
-"""How long a prediction takes: a predictor as a process, with a learned model, asked as a scheduler asks.
+"""How long a prediction takes: a predictor service with a learned model, called as the scheduler calls it.
 
-Trajectories run side by side, their steps end at random, RATE_PER_S of them a second in all; the prompt is told when
-the first step starts. At the end of each step its fact is published, with its texts, and the question asked at once. A
-call's time is the caller's, over loopback; what the model kept of earlier steps, and read ahead while nobody asked, is
-used as it is in a mesh. The head has learned nothing, which changes no time.
-Predictions before the first step are left out: no text is known then, and siblings answer at once.
+SIDE_BY_SIDE trajectories run at once; their steps end at random, RATE_PER_S of them a second together. At the end of
+each step its fact is published, with its texts, and a prediction is requested at once. Times are those of the caller,
+over loopback. The service uses what it kept of earlier steps and what it read ahead, as in a mesh. Its head has learned
+nothing, which does not change the time. Predictions before the first step are not counted: no text is known then, and
+siblings answer at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -23,13 +21,11 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 import numpy as np
 from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
-from treadle_cli.mesh.embedded_nats import start_nats
-from treadle_cli.mesh.processes import ProcessTree
-from treadle_cli.mesh.services import HOST, free_port
 from treadle_runtime.bus import Bus, open_bus
 
-from treadle_bench.options import BenchOptions
+from treadle_bench.bench import BenchOptions
 from treadle_bench.predictor.facts import facts_of, prompt_started
+from treadle_bench.processes import run_service
 
 if TYPE_CHECKING:
     from treadle.telemetry.v1.facts_pb2 import Fact
@@ -38,11 +34,11 @@ if TYPE_CHECKING:
 
 RATE_PER_S = 4.0
 SIDE_BY_SIDE = 16
-REQUESTS = 240  # a minute's, a repeat
-WARM_UP = 40  # steps before them
-TOLD_TOKENS = 128  # ids a part that a sidecar is set to tell (`TELL_TOKENS`)
-UNHURRIED_S = 20.0  # a deadline that no answer misses: late ones are to be measured, not answered by others
-START_S, CALL_S = 120.0, 60.0
+REQUESTS = 240  # a repeat: one minute
+WARM_UP = 40  # steps before them, which are not counted
+TOLD_TOKENS = 128  # ids of each text in a fact (`TELL_TOKENS` of a sidecar)
+DEADLINE_S = 20.0  # so long that the model answers every question and slow answers are measured too
+CALL_S = 60.0
 VERSION = "bench"
 MS = 1e3
 
@@ -52,7 +48,7 @@ class Latency:
     """Milliseconds of each answered call."""
 
     took_ms: list[float] = field(default_factory=list)
-    others: int = 0  # that the learned model did not answer
+    others: int = 0  # answers that are not from the learned model
 
     def figures(self) -> dict[str, Any]:
         """p50_ms, p99_ms: of all calls of all repeats."""
@@ -67,29 +63,28 @@ class Latency:
 
 
 async def measure(transcripts: Sequence[Transcript], backbone: Backbone, options: BenchOptions) -> dict[str, Any]:
-    """No figures for no transcripts. Raises ProcessError."""
-    told = [transcript for transcript in transcripts if len(transcript.turns) > 1]
-    if not told:
+    """The figures, none without transcripts of several turns. Raises ProcessError."""
+    played = [transcript for transcript in transcripts if len(transcript.turns) > 1]
+    if not played:
         return {}
     found = Latency()
-    folder = Path(tempfile.mkdtemp(prefix="treadle-bench-"))
-    try:
-        _untaught(backbone, folder / "models")
-        async with ProcessTree(folder / "logs", hurry=options.hurry) as tree:
-            _, nats_url = await start_nats(tree, folder, dict(os.environ))
-            address = await _start(tree, folder, nats_url)
-            async with open_bus(nats_url, "bench") as bus, grpc.aio.insecure_channel(address) as channel:
-                stub = predictor_pb2_grpc.PredictorServiceStub(channel)
-                for repeat in range(options.repeats):
-                    options.progress.print(f"latency {repeat + 1}/{options.repeats}: {REQUESTS} predictions")
-                    await _repeat(told, backbone, bus, stub, found, options.seed + repeat)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="treadle-bench-") as models:
+        _save_untrained_model(backbone, Path(models))
+        settings = {"MODELS": models, "DEADLINE_S": str(DEADLINE_S), "THREADS": str(os.cpu_count() or 1)}
+        async with (
+            run_service("predictor", options, **settings) as service,
+            open_bus(service.nats_url, "bench") as bus,
+            grpc.aio.insecure_channel(service.address) as channel,
+        ):
+            stub = predictor_pb2_grpc.PredictorServiceStub(channel)
+            for number, seed in enumerate(options.seeds, 1):
+                options.progress.print(f"latency {number}/{options.repeats}: {REQUESTS} predictions")
+                await _repeat(played, backbone, bus, stub, found, seed)
     return found.figures()
 
 
 async def _repeat(
-    told: Sequence[Transcript],
+    played: Sequence[Transcript],
     backbone: Backbone,
     bus: Bus,
     stub: predictor_pb2_grpc.PredictorServiceAsyncStub,
@@ -97,9 +92,9 @@ async def _repeat(
     seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
-    steps = _steps(told, backbone, rng, f"bench-{seed}")
+    steps = _steps(played, backbone, rng, f"bench-{seed}")
     asked = 0
-    while asked < WARM_UP:  # one after the other: a rollout's first burst is not what is measured
+    while asked < WARM_UP:  # one after the other: the first burst of a rollout is not measured
         facts, query = next(steps)
         for fact in facts:
             await bus.publish(fact)
@@ -132,15 +127,15 @@ async def _ask(stub: predictor_pb2_grpc.PredictorServiceAsyncStub, query: predic
 
 
 def _steps(
-    told: Sequence[Transcript], backbone: Backbone, rng: np.random.Generator, name: str
+    played: Sequence[Transcript], backbone: Backbone, rng: np.random.Generator, name: str
 ) -> Iterator[tuple[list[Fact], predictor_pb2.Query]]:
-    """Facts of a step's end, and the question after it; of a trajectory's beginning or end, and none. Of trajectories
-    that run side by side, for ever."""
+    """Endless steps of trajectories that run side by side: the facts of a step's end and the question after it. At the
+    start and end of a trajectory the question is empty."""
     running: list[Iterator[tuple[list[Fact], predictor_pb2.Query]]] = []
     number = 0
     while True:
         while len(running) < SIDE_BY_SIDE:
-            running.append(_steps_of(told[int(rng.integers(len(told)))], f"{name}-{number}", backbone))
+            running.append(_steps_of(played[int(rng.integers(len(played)))], f"{name}-{number}", backbone))
             number += 1
         at = int(rng.integers(len(running)))
         step = next(running[at], None)
@@ -165,36 +160,15 @@ def _steps_of(
                 trajectory_id=own.trajectory_id, prompt_id=own.prompt_id, turn=turn, gen_tokens=gen_tokens
             ),
         )
-    yield list(facts), predictor_pb2.Query()  # its end
+    yield list(facts), predictor_pb2.Query()
 
 
-def _untaught(backbone: Backbone, models: Path) -> None:
+def _save_untrained_model(backbone: Backbone, models: Path) -> None:
     from treadle_learned.checkpoint import Checkpoint, ModelsFolder, save
     from treadle_learned.head import QuantileHead
     from treadle_learned.reading import Bounds
 
-    models.mkdir()
     head = QuantileHead(backbone.hidden_size).eval()
     checkpoint = Checkpoint(VERSION, backbone.name, backbone.fingerprint, backbone.hidden_size, Bounds(), head)
     save(checkpoint, models / VERSION)
     ModelsFolder(models).promote(VERSION)
-
-
-async def _start(tree: ProcessTree, folder: Path, nats_url: str) -> str:
-    address = f"{HOST}:{free_port()}"
-    ready = folder / "predictor.ready.json"
-    settings = {
-        "LISTEN": address,
-        "READY_FILE": str(ready),
-        "NATS_URL": nats_url,
-        "MODELS": str(folder / "models"),
-        "DEADLINE_S": str(UNHURRIED_S),
-        "THREADS": str(os.cpu_count() or 1),
-    }
-    env = {**os.environ, **{f"TREADLE_PREDICTOR_{name}": value for name, value in settings.items()}}
-    child = tree.start("predictor", [sys.executable, "-m", "treadle_predictor"], env=env)
-
-    async def is_ready() -> str | None:
-        return address if ready.exists() else None
-
-    return await child.until(is_ready, "ready file", START_S)

@@ -1,44 +1,58 @@
-"""How well each estimator knows what is left of a trajectory, step by step (Heddle 7.2, Figure 13).
+"""How well each estimator knows the remaining tokens of a trajectory, step by step (Heddle §7.2, Figure 13).
 
-Every prompt is tested by estimators that were fitted without it (`treadle_learned.held_out`), once for each of
-`repeats` ways to deal the prompts into folds: from one to the next a share moves by some points. `rows`: data, step,
-estimator, the scores of `treadle_learned.scores`, each with a bootstrap interval over prompts, and `regret` of
-rollouts told by that estimator (`predictor_regret`), one number for all steps, with its range over folds. `data`:
-what was read. `p50_ms`, `p99_ms`: of predictions by the service (`predictor_latency`); none where no step has a text.
+Every prompt is tested by estimators that were fitted without it (`treadle_learned.held_out`). Prompts are dealt into
+folds in `repeats` ways, because a share moves by some points from one way to the next. `rows`: for each data set, step
+and estimator the scores of `treadle_learned.scores`, each with a bootstrap interval over prompts, and `regret`, which
+is one number for all steps, with its range over folds. `data`: what was read. `p50_ms`, `p99_ms`: of predictions by the
+service (latency.py); absent where no step has a text.
+
+Regret is what planning with an estimator costs. The trajectories of each test fold are one batch on ENGINES simulated
+engines that hold a part of them at once (OVERSUBSCRIBED), so that both the place and the order of trajectories matter.
+Treadle's whole policy plays it, with plans hedged by the estimator's quantiles. The estimator is asked at the opening
+and after each step up to `held_out.LAST_TURN`. Regret is the makespan over that of the same rollout with every length
+known, less 1. It can be below 0: the policy is a heuristic, also when it knows the truth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.progress import track as tracked
+from rich.progress import track
 from treadle_cli.mesh.engines import DEFAULT_MODEL, default_model_folder
 from treadle_cli.predictor.sources import transcripts_of_works
 from treadle_cli.problems import UsageProblem
+from treadle_core.model import Estimate
+from treadle_sim.cluster import homogeneous
+from treadle_sim.driver import Driver
+from treadle_sim.engine_model import engine_model
+from treadle_sim.predictors import Recorded, RecordedPredictor
+from treadle_sim.systems import TREADLE_HOMOGENEOUS
 from treadle_sim.workloads.public_traces import read_public
-from treadle_sim.workloads.workload import TrajectoryWork, groups, read_traces
+from treadle_sim.workloads.workload import TrajectoryWork, Workload, groups, read_traces
 
-from treadle_bench.options import BenchOptions
-from treadle_bench.predictor import latency as predictor_latency
-from treadle_bench.predictor.regret import folds_of, regrets
+from treadle_bench.bench import Bench, BenchOptions
+from treadle_bench.predictor import latency
+from treadle_bench.predictor.page import page_values
+from treadle_bench.predictor.plot import draw
+from treadle_bench.summary import rounded
 
 if TYPE_CHECKING:
-    from treadle_learned.examples import Track
     from treadle_learned.scores import Asked
     from treadle_learned.transcript import Transcript
 
-NAME = "predictor"
-DIGITS = 4
+LLM, ACCELERATOR = "Qwen3-14B", "H200"
+ENGINES = 4
+OVERSUBSCRIBED = 4  # trajectories for each slot
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set of --data. prompts: most that are used of it, drawn by the seed, each with all its samples; 0 for all.
-    task_of: of a prompt's name what says its text."""
+    """A data set of --data. prompts: how many are used, drawn by the seed, each with all its samples; 0: all. task_of:
+    the part of a prompt's name that determines its text."""
 
     name: str
     prompts: int = 0
@@ -48,45 +62,52 @@ class Source:
 SOURCES = (
     Source("swebench_verified_mini_gemini3"),
     Source("tau_airline_gpt4o"),
-    # Its 2,886 prompts are 74 tasks under 39 models; there are counts of steps, and no text but the task's.
+    # Its 2,886 prompts are 74 tasks under 39 models; steps are counted, and only the task has a text.
     Source("mcpmark", prompts=100, task_of=lambda prompt_id: prompt_id.partition("/")[2]),
 )
 
 
-async def run(options: BenchOptions) -> dict[str, Any]:
-    """See the module. Raises UsageProblem, TraceFileError, PublicTraceError, OSError."""
-    try:
-        from treadle_learned.backbone import Backbone
-        from treadle_learned.errors import LearnedError
-        from treadle_learned.examples import States
-        from treadle_learned.held_out import ask_estimators, deal
-        from treadle_learned.reading import Bounds
-        from treadle_learned.scores import pool, rows
-    except ModuleNotFoundError as error:
-        raise UsageProblem(f"{error.name} is not installed: pip install 'treadle[learned]'") from error
+async def measure(options: BenchOptions) -> dict[str, Any]:
+    """Raises UsageProblem, TraceFileError, PublicTraceError, OSError."""
+    # Imported here: torch takes seconds, and the other benches do not need it.
+    from treadle_learned.backbone import Backbone
+    from treadle_learned.errors import LearnedError
+    from treadle_learned.examples import States
+    from treadle_learned.held_out import ask_estimators, deal
+    from treadle_learned.reading import Bounds
+    from treadle_learned.scores import pool, rows
+
     bounds = Bounds()
     found: list[dict[str, Any]] = []
     data: list[dict[str, Any]] = []
-    told: list[Transcript] = []  # whose steps have texts
-    sets = list(_works(options))
+    with_texts: list[Transcript] = []
+
+    def show_reading(over: Iterable[int], count: int) -> Iterable[int]:
+        return track(over, "reading", count, console=options.progress)
+
     try:
-        backbone = Backbone.load(_backbone(options.model))
+        sets = list(_read_sources(options))
+        backbone = Backbone.load(_backbone_folder(options.model))
         for source, works in sets:
             transcripts = transcripts_of_works(works)
             options.progress.print(f"{source.name}: {len(transcripts)} trajectories")
-            with_text = any(transcript.has_text for transcript in transcripts)
-            states = States(backbone, transcripts, bounds) if with_text else None
-            told += [transcript for transcript in transcripts if any(turn.text for turn in transcript.turns)]
+            has_text = any(transcript.has_text for transcript in transcripts)
+            states = States(backbone, transcripts, bounds) if has_text else None
+            with_texts += [transcript for transcript in transcripts if any(turn.text for turn in transcript.turns)]
             deals = []
-            for repeat in range(options.repeats):
-                dealt = deal(transcripts, seed=options.seed + repeat, task_of=source.task_of)
-                track = _bar(source.name, options)
-                deals.append(ask_estimators(transcripts, dealt, states, hidden_size=backbone.hidden_size, track=track))
-                options.progress.print(f"{source.name}: deal {repeat + 1}/{options.repeats}")
+            for seed in options.seeds:
+                dealt = deal(transcripts, seed=seed, task_of=source.task_of)
+                size = backbone.hidden_size
+                deals.append(ask_estimators(transcripts, dealt, states, hidden_size=size, track=show_reading))
+                options.progress.print(f"{source.name}: deal {len(deals)}/{options.repeats}")
             asked = pool(deals)
-            costs = _regrets(source.name, works, asked, options)
+            played = track(folds_of(asked), f"{source.name}: rollouts", console=options.progress)
+            costs = {
+                estimator: {"regret": float(np.mean(of_folds)), "regret_range": [min(of_folds), max(of_folds)]}
+                for estimator, of_folds in measure_regrets(works, asked, played).items()
+            }
             found += [{**row, **costs[row["estimator"]]} for row in rows(source.name, asked, seed=options.seed)]
-            data.append(_described(source, works))
+            data.append(_describe_source(source, works))
     except LearnedError as error:
         raise UsageProblem(str(error)) from error
     return {
@@ -96,13 +117,13 @@ async def run(options: BenchOptions) -> dict[str, Any]:
         "repeats": options.repeats,
         "traces": options.traces.name if options.traces is not None else None,
         "data": data,
-        "rows": [_rounded(row) for row in found],
-        **await predictor_latency.measure(told, backbone, options),
+        "rows": rounded(found),
+        **await latency.measure(with_texts, backbone, options),
     }
 
 
-def some_prompts(works: Sequence[TrajectoryWork], most: int, seed: int) -> list[TrajectoryWork]:
-    """Of so many prompts, drawn without replacement, all trajectories, in their order. most: 0 for all prompts."""
+def draw_prompts(works: Sequence[TrajectoryWork], most: int, seed: int) -> list[TrajectoryWork]:
+    """All trajectories, in their order, of `most` prompts that are drawn without replacement; 0: of all prompts."""
     names = list(groups(works))
     if not most or len(names) <= most:
         return list(works)
@@ -110,18 +131,18 @@ def some_prompts(works: Sequence[TrajectoryWork], most: int, seed: int) -> list[
     return [work for work in works if work.prompt_id in kept]
 
 
-def _works(options: BenchOptions) -> Iterable[tuple[Source, Sequence[TrajectoryWork]]]:
+def _read_sources(options: BenchOptions) -> Iterator[tuple[Source, Sequence[TrajectoryWork]]]:
     if options.traces is not None:
         yield Source(options.traces.name), read_traces(options.traces)
     elif options.data is not None:
         for source in SOURCES:
             works = read_public(source.name, options.data, options.seed)
-            yield source, some_prompts(works, source.prompts, options.seed)
+            yield source, draw_prompts(works, source.prompts, options.seed)
     else:
         raise UsageProblem("this bench needs trajectories to learn from: --traces FILE (docs/traces.md) or --data DIR")
 
 
-def _described(source: Source, works: Sequence[TrajectoryWork]) -> dict[str, Any]:
+def _describe_source(source: Source, works: Sequence[TrajectoryWork]) -> dict[str, Any]:
     return {
         "name": source.name,
         "trajectories": len(works),
@@ -132,25 +153,7 @@ def _described(source: Source, works: Sequence[TrajectoryWork]) -> dict[str, Any
     }
 
 
-def _regrets(
-    name: str, works: Sequence[TrajectoryWork], asked: Asked, options: BenchOptions
-) -> Mapping[str, dict[str, Any]]:
-    """By estimator what goes into its rows."""
-    played = tracked(folds_of(asked), f"{name}: rollouts", console=options.progress)
-    return {
-        estimator: {"regret": float(np.mean(of_folds)), "regret_range": (min(of_folds), max(of_folds))}
-        for estimator, of_folds in regrets(works, asked, played).items()
-    }
-
-
-def _bar(name: str, options: BenchOptions) -> Track:
-    def track(over: Iterable[int], count: int) -> Iterable[int]:
-        return tracked(over, f"{name}: reading", count, console=options.progress)
-
-    return track
-
-
-def _backbone(model: str) -> str:
+def _backbone_folder(model: str) -> str:
     if model != DEFAULT_MODEL:
         return model
     folder = default_model_folder()
@@ -159,12 +162,50 @@ def _backbone(model: str) -> str:
     return str(folder)
 
 
-def _rounded(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: round(value, DIGITS)
-        if isinstance(value, float)
-        else [round(each, DIGITS) for each in value]
-        if isinstance(value, tuple)
-        else value
-        for name, value in row.items()
-    }
+def measure_regrets(works: Sequence[TrajectoryWork], asked: Asked, played: Iterable[int]) -> dict[str, list[float]]:
+    """The regret of each estimator, one for each fold in `played`. works: the trajectories, as the questions number
+    them. Raises ValueError where a trajectory was not asked about at its opening."""
+    found: dict[str, list[float]] = {name: [] for name in asked.answers}
+    for fold in played:
+        makespans = _play_fold(works, asked, fold)
+        for name, makespan_s in makespans.items():
+            found[name].append(makespan_s / makespans["oracle"] - 1.0)
+    return found
+
+
+def folds_of(asked: Asked) -> list[int]:
+    """Their numbers."""
+    return [0] if asked.parts is None else np.unique(asked.parts).tolist()
+
+
+def _play_fold(works: Sequence[TrajectoryWork], asked: Asked, fold: int) -> Mapping[str, float]:
+    """The makespan with each estimator."""
+    rows = [at for at in range(len(asked.moments)) if asked.parts is None or asked.parts[at] == fold]
+    rows.sort(key=lambda at: asked.moments[at].turn)
+    of: dict[int, list[int]] = {}
+    for at in rows:
+        of.setdefault(asked.moments[at].index, []).append(at)
+    batch = Workload(f"fold-{fold}", tuple(works[index] for index in of))
+    slots = max(1, len(of) // (ENGINES * OVERSUBSCRIBED))
+    cluster = homogeneous(engine_model(LLM, ACCELERATOR, 1, slots), ENGINES)
+    system = TREADLE_HOMOGENEOUS
+    makespans: dict[str, float] = {}
+    for name, quantiles in asked.answers.items():
+        said = [
+            [Recorded(moment.turn, moment.gen_tokens, Estimate(*quantiles[at].tolist())) for at, moment in own]
+            for own in ([(at, asked.moments[at]) for at in of_work] for of_work in of.values())
+        ]
+        predictor = RecordedPredictor(batch, said)
+        driver = Driver(batch, cluster, system.policy, system.tuning, predictor, call_tokens=system.call_tokens)
+        makespans[name] = driver.run().makespan_s
+    return makespans
+
+
+BENCH = Bench(
+    "predictor",
+    "Predictors of remaining tokens (--data or --traces): history, siblings, trees, the learned one; every prompt is "
+    "tested once; regret in the simulator. --model: the backbone. About 40 minutes with --data.",
+    measure,
+    page=page_values,
+    draw=draw,
+)

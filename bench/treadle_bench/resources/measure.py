@@ -30,7 +30,7 @@ from treadle_sim.engine_model import engine_model
 from treadle_sim.workloads.parametric import WORKLOADS, make
 from treadle_sim.workloads.workload import TrajectoryWork, read_traces
 
-from treadle_bench.options import BenchOptions
+from treadle_bench.bench import Bench, BenchOptions
 
 Floats = npt.NDArray[np.float64]
 Batch = tuple[Floats, Floats]  # lengths and contexts, tokens
@@ -72,8 +72,8 @@ class Trial:
     trajectories: int
 
 
-async def run(options: BenchOptions) -> dict[str, Any]:
-    """See the module. Raises TraceFileError."""
+async def measure(options: BenchOptions) -> dict[str, Any]:
+    """Raises TraceFileError."""
     kinds = engine_kinds()
     for model in PLANNED_MODELS:  # compile before the clock runs
         trial(log_normal(options.seed, 0, 64, 1.0), 8, kinds, model, np.random.default_rng(0))
@@ -226,3 +226,11 @@ def _ms_range(seconds: list[float]) -> list[float]:
 
 def _rounded(figure: float) -> float:
     return round(figure, 5)
+
+
+BENCH = Bench(
+    "resources",
+    "The exact resource plan for 64 and 1,024 GPUs, against annealing and the best single degree. Takes about "
+    "2 minutes.",
+    measure,
+)

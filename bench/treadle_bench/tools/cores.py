@@ -1,4 +1,4 @@
-"""Coding on CPU cores: the elastic scheduler against a pod a trajectory and fixed degrees (Figures 3, 6, 7, 8a, 9)."""
+"""Coding on CPU cores: the elastic scheduler against a pod for each trajectory and fixed degrees (Figures 3, 6–9)."""
 
 from __future__ import annotations
 
@@ -18,37 +18,35 @@ from treadle_sim.tools.trace import Call, Make, Trace, play
 from treadle_sim.workloads.public_traces import read_public
 from treadle_sim.workloads.workload import read_traces
 
-from treadle_bench.options import BenchOptions
+from treadle_bench.bench import BenchOptions
+from treadle_bench.summary import median_by_key, rounded
 from treadle_bench.tools.setting import (
-    DIGITS,
+    DecisionSeconds,
     Plan,
     Setting,
-    Timed,
-    act_s,
-    middle,
+    by_arrival,
+    decision_seconds,
+    mean_act_s,
+    mean_action,
     overheads,
-    parts,
-    per_action,
-    rounded,
-    timed,
-    windows,
+    split_times,
 )
 
 NODE_MEMORY_BYTES = 2_400_000_000_000  # §6.1
-OVERHEAD_S = 0.024  # of an action: what the paper's own system takes at batch 1,280 (Table 1); ours is measured live
-READY_TIMEOUT_S = 60.0  # a choice; the paper says that the control plane times out at 1,536 and not when
+OVERHEAD_S = 0.024  # of an action: the paper's own system at batch 1,280 (Table 1); ours is measured live
+READY_TIMEOUT_S = 60.0  # a choice; the paper says that the control plane times out at 1,536, but not after how long
 SOURCE = "swebench_verified_mini_gemini3"
 GAPS = "claude_code_sessions_kvct"
-GAPS_FLOOR_S = 3.0  # the least gap in the sessions, in whole seconds: the harness's own turn-around
+GAPS_FLOOR_S = 3.0  # the smallest gap in the sessions, in whole seconds: time of the harness itself
 WINDOW_S = 30.0
-SMALL_NODE = 64  # cores: twice what a reward may have
+SMALL_NODE = 64  # cores: twice the most that a reward may have
 
 Batch = Callable[[int, int], tuple[Trace, ...]]
 
 
 @dataclass(frozen=True)
 class Cores:
-    """One size of the cluster, and who may run on it."""
+    """A cluster of one size, and the systems that run on it."""
 
     setting: Setting
     cores: int
@@ -75,7 +73,7 @@ class Cell:
     batch: Batch
 
 
-def run(options: BenchOptions, plan: Plan) -> dict[str, Any]:
+def measure(options: BenchOptions, plan: Plan) -> dict[str, Any]:
     """Raises PublicTraceError, TraceFileError, OSError."""
     setting, among = plan.setting, _shapes(options)
     batch = partial(coding_batch, among=among)
@@ -84,46 +82,50 @@ def run(options: BenchOptions, plan: Plan) -> dict[str, Any]:
     clusters = [Cores(setting, cores) for cores in setting.cores_tried]
     pairs = [(whole, size) for size in setting.batches] + [(at, setting.batch) for at in clusters]
     cells = [Cell(at, size, seed, batch) for at, size in pairs for seed in plan.seeds]
-    done = plan.each("coding", played, cells)
+    done = plan.run_jobs("coding", play_cell, cells)
     rows = [
-        {"batch": size, "cores": at.cores, **middle([figures for figures, _ in done[first : first + len(plan.seeds)]])}
+        {
+            "batch": size,
+            "cores": at.cores,
+            **median_by_key([figures for figures, _ in done[first : first + len(plan.seeds)]]),
+        }
         for (at, size), first in zip(pairs, range(0, len(cells), len(plan.seeds)), strict=True)
     ]
     found["batches"] = [row for row in rows if row["cores"] == setting.cores]
     found["cores"] = sorted((row for row in rows if row["batch"] == setting.batch), key=lambda row: int(row["cores"]))
     found |= overheads([part for _, part in done])
-    plan.told("coding, one batch from near")
-    found["near"] = near(batch(setting.batch, plan.seeds[0]), whole, Cores(setting, setting.cores // 2))
+    plan.report("coding, one batch in detail")
+    found["near"] = _play_in_detail(batch(setting.batch, plan.seeds[0]), whole, Cores(setting, setting.cores // 2))
     large = play(batch(setting.large_batch, plan.seeds[0]), whole.elastic())
     found["varied_batch"] = setting.varied_batch
     found["table1"] = [
         {"batch": setting.batch, **found["near"]["elastic"]},
-        {"batch": setting.large_batch, **parts(large)},
+        {"batch": setting.large_batch, **split_times(large)},
     ]
     found["sensitivity"] = sensitivity(options, plan, among)
     return found
 
 
-def played(cell: Cell) -> tuple[dict[str, float], Timed]:
-    """One batch on one cluster, by everybody; ratios are to the elastic scheduler."""
+def play_cell(cell: Cell) -> tuple[dict[str, float], DecisionSeconds]:
+    """One batch on one cluster under every system; ratios are to the elastic scheduler."""
     at, traces = cell.at, cell.batch(cell.size, cell.seed)
     elastic = play(traces, at.elastic())
-    ours_s = act_s(elastic)
+    ours_s = mean_act_s(elastic)
     found = {"elastic_s": ours_s, "least_s": least_s(traces)}
     others = {
         "pods": (traces, at.pods()),
         "pods_timeouts": (traces, at.pods(PodRules(ready_timeout_s=READY_TIMEOUT_S))),
         "as_printed": (traces, at.elastic(foresees=False)),
-        "degree_4": (fixed(traces, 4), at.elastic()),
-        "degree_16": (fixed(traces, 16), at.elastic()),
+        "degree_4": (fix_degree(traces, 4), at.elastic()),
+        "degree_16": (fix_degree(traces, 16), at.elastic()),
     }
     for name, (asked, make) in others.items():
-        found[f"{name}_s"] = act_s(play(asked, make))
+        found[f"{name}_s"] = mean_act_s(play(asked, make))
         found[f"ratio_{name}"] = found[f"{name}_s"] / ours_s
-    return rounded(found), timed(elastic)
+    return rounded(found), decision_seconds(elastic)
 
 
-def fixed(traces: Sequence[Trace], degree: int) -> tuple[Trace, ...]:
+def fix_degree(traces: Sequence[Trace], degree: int) -> tuple[Trace, ...]:
     """The same trajectories, each reward with exactly so many cores (Figure 9)."""
     return tuple(
         replace(
@@ -137,7 +139,7 @@ def fixed(traces: Sequence[Trace], degree: int) -> tuple[Trace, ...]:
 
 
 def least_s(traces: Sequence[Trace]) -> float:
-    """What no scheduler can be below: every action at once, on the most cores that it may have."""
+    """The lowest mean ACT that is possible: every action starts at once on the most cores that it may have."""
     return OVERHEAD_S * float(np.mean([len(trace.calls) for trace in traces])) + float(
         np.mean([sum(_at_most_s(call) for call in trace.calls) for trace in traces])
     )
@@ -148,27 +150,28 @@ def _at_most_s(call: Call) -> float:
     return call.single_unit_s / (1.0 if call.elasticity is None else call.elasticity.efficiency(most) * most)
 
 
-def near(traces: Sequence[Trace], whole: Cores, half: Cores) -> dict[str, Any]:
-    """One batch as Figures 3, 6 and 7 show it."""
+def _play_in_detail(traces: Sequence[Trace], whole: Cores, half: Cores) -> dict[str, Any]:
+    """One batch with the values of Figures 3, 6 and 7."""
     elastic, pods = play(traces, whole.elastic()), play(traces, whole.pods())
     shares = [trace.single_unit_s / (trace.single_unit_s + trace.generation_s) for trace in traces]
     halves = {"elastic": play(traces, half.elastic()), "pods": play(traces, half.pods())}
     return {
-        "elastic": parts(elastic),
-        "pods": parts(pods),
-        "windows": {"elastic": windows(elastic, WINDOW_S), "pods": windows(pods, WINDOW_S)},
-        "active_share": round(float(np.mean(shares)), DIGITS),
+        "elastic": split_times(elastic),
+        "pods": split_times(pods),
+        "windows": {"elastic": by_arrival(elastic, WINDOW_S), "pods": by_arrival(pods, WINDOW_S)},
+        "active_share": rounded(float(np.mean(shares))),
         "active_share_deciles": np.percentile(shares, range(0, 101, 10)).round(3).tolist(),
-        "half": {name: {"act_s": round(act_s(each), DIGITS), **parts(each)} for name, each in halves.items()},
-        "act_s": {"elastic": round(act_s(elastic), DIGITS), "pods": round(act_s(pods), DIGITS)},
+        "half": {name: {"act_s": rounded(mean_act_s(each)), **split_times(each)} for name, each in halves.items()},
+        "act_s": {"elastic": rounded(mean_act_s(elastic)), "pods": rounded(mean_act_s(pods))},
         "actions": float(len(elastic.records)),
-        "per_action_pods": rounded(per_action(pods.records)),
+        "per_action_pods": rounded(mean_action(pods.records)),
     }
 
 
 @dataclass(frozen=True)
 class Changed:
-    """One assumption changed, at one size of a batch, against pods (0) or rewards with so many cores."""
+    """One changed assumption at one batch size. degree: cores of each reward of the baseline; 0: the baseline is
+    pods."""
 
     name: str
     batch: Batch
@@ -180,8 +183,7 @@ class Changed:
 
 
 def sensitivity(options: BenchOptions, plan: Plan, among: Sequence[Shape]) -> list[dict[str, Any]]:
-    """The ratios to pods at three sizes and to fixed degrees at one each (Figure 9), one seed, with one assumption
-    changed at a time."""
+    """Ratios to pods at three sizes and to two fixed degrees (Figure 9), one seed, one assumption changed at a time."""
     setting = plan.setting
     batch, whole = partial(coding_batch, among=among), Cores(setting, setting.cores)
     changed: dict[str, tuple[Batch, PodRules, Cores]] = {"as assumed": (batch, PodRules(), whole)}
@@ -203,20 +205,20 @@ def sensitivity(options: BenchOptions, plan: Plan, among: Sequence[Shape]) -> li
     sizes += [(setting.small_batch, 4), (setting.batch, 16)]
     jobs = [Changed(name, *how, size, plan.seeds[0], degree) for name, how in changed.items() for size, degree in sizes]
     rows: dict[str, dict[str, Any]] = {}
-    for job, found in zip(jobs, plan.each("coding, what it hangs on", compared, jobs), strict=True):
+    for job, found in zip(jobs, plan.run_jobs("coding, one assumption changed", play_changed, jobs), strict=True):
         rows.setdefault(job.name, {"changed": job.name}).update(found)
     return list(rows.values())
 
 
-def compared(job: Changed) -> dict[str, float]:
-    """Whom the elastic scheduler is held against, and what the batch is like."""
+def play_changed(job: Changed) -> dict[str, float]:
+    """The ratio of the baseline to the elastic scheduler; against pods also the seconds of tools and rewards."""
     traces = job.batch(job.size, job.seed)
-    ours_s = act_s(play(traces, job.at.elastic()))
+    ours_s = mean_act_s(play(traces, job.at.elastic()))
     if job.degree:
         return rounded(
-            {f"ratio_degree_{job.degree}": act_s(play(fixed(traces, job.degree), job.at.elastic())) / ours_s}
+            {f"ratio_degree_{job.degree}": mean_act_s(play(fix_degree(traces, job.degree), job.at.elastic())) / ours_s}
         )
-    pods_s = act_s(play(traces, job.at.pods(job.rules)))
+    pods_s = mean_act_s(play(traces, job.at.pods(job.rules)))
     rewards_s = float(np.mean([trace.calls[-1].single_unit_s for trace in traces]))
     tools_s = float(np.mean([trace.single_unit_s for trace in traces])) - rewards_s
     return rounded({f"ratio_{job.size}": pods_s / ours_s, "tools_s": tools_s, "rewards_s": rewards_s})
@@ -224,7 +226,7 @@ def compared(job: Changed) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Resampled:
-    """Seconds drawn from measured ones."""
+    """Draws tool seconds from measured ones."""
 
     values: tuple[float, ...]
 
@@ -247,7 +249,7 @@ def _shapes_from(options: BenchOptions) -> str:
 
 
 def _measured_tools(data: Path) -> Mapping[str, ToolSeconds]:
-    """Tool times as two public data sets have them; both hold more than the tool (the page says what)."""
+    """Tool times of two public data sets; both include more than the tool, as the page says."""
     of_runs = [step.tool_s for work in read_public(SOURCE, data) for step in work.steps[:-1]]
     of_sessions = [
         max(0.0, step.tool_s - GAPS_FLOOR_S)

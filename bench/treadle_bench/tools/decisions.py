@@ -1,8 +1,8 @@
 """How long one decision of the elastic scheduler takes, in real milliseconds.
 
-1,536 waiting actions and 1,280 cores, as one pool and as ten nodes of 128, with none, half and 90% of them in use, half
-of those by actions that could be scaled. By quantile over draws of the queue; the first decision, which compiles, is
-left out, and so is the garbage collector, which is the process's own.
+1,536 waiting actions and 1,280 cores, as one pool and as ten nodes of 128, with none, half and 90% of the cores in use,
+half of these by elastic actions. Quantiles are over random queues; the first decision, which compiles, is not counted,
+and the garbage collector is off.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from treadle_core.tools.queue import Waiting
 from treadle_bench.tools.setting import Plan
 
 CORES = 1_280
-DECISIONS_OF_A_DRAW = 40  # so that the 99th percentile of a state is not its one slowest
+DECISIONS_OF_A_DRAW = 40  # enough that the 99th percentile of a state is not its slowest decision
 GIB = 1 << 30
 SHAPES = ("range", "wide range", "set", "wide set", "linear", "rough", "mixed")
 
 
 class Took(NamedTuple):
-    """Milliseconds of one decision: of a clock on the wall, and of a processor."""
+    """Milliseconds of one decision: wall time and processor time."""
 
     wall_ms: float
     processor_ms: float
 
 
-def run(plan: Plan) -> dict[str, Any]:
+def measure(plan: Plan) -> dict[str, Any]:
     setting = plan.setting
     rows: list[dict[str, Any]] = []
     everything: list[Took] = []
-    plan.told("decisions")
+    plan.report("decisions")
     for shape, nodes, busy in itertools.product(SHAPES, (1, 10), (0.0, 0.5, 0.9)):
         took: list[Took] = []
         started: list[int] = []
         for seed in plan.seeds:
-            state = drawn(shape, nodes, busy, setting.waiting, seed)
+            state = draw_state(shape, nodes, busy, setting.waiting, seed)
             started.append(len(decide(*state, typical_s=5.0)))
-            took += _timed(state)
+            took += _time_decisions(state)
         row = {"shape": shape, "nodes": nodes, "busy": busy, **quantiles(took)}
         rows.append({**row, "started": float(np.mean(started))})
         everything += took
@@ -65,8 +65,7 @@ def run(plan: Plan) -> dict[str, Any]:
 
 
 def quantiles(took: Sequence[Took]) -> dict[str, float]:
-    """Milliseconds: as a clock on the wall has them, and of a processor, which others on the machine do not lengthen as
-    much."""
+    """Quantiles of wall time, and of processor time, which other programs on the machine lengthen less."""
     wall, processor = np.array(took).T
     return {
         "p50_ms": round(float(np.percentile(wall, 50)), 3),
@@ -77,7 +76,7 @@ def quantiles(took: Sequence[Took]) -> dict[str, float]:
     }
 
 
-def _timed(state: tuple[Waiting, list[Pool], list[Executing]]) -> list[Took]:
+def _time_decisions(state: tuple[Waiting, list[Pool], list[Executing]]) -> list[Took]:
     found = []
     gc.disable()
     try:
@@ -91,7 +90,7 @@ def _timed(state: tuple[Waiting, list[Pool], list[Executing]]) -> list[Took]:
 
 
 def demand(shape: str, rng: np.random.Generator) -> tuple[Demand, Elasticity]:
-    """What an action of this shape may get, and how it scales."""
+    """The resources that an action of this shape may have, and how it scales with them."""
     amdahl = Amdahl(float(rng.uniform(0.0, 0.3)))
     if shape == "mixed":
         return demand(str(rng.choice(["range", "wide range", "set", "rough"])), rng)
@@ -108,10 +107,10 @@ def demand(shape: str, rng: np.random.Generator) -> tuple[Demand, Elasticity]:
     return shapes[shape]
 
 
-def drawn(
+def draw_state(
     shape: str, nodes: int, busy: float, waiting_count: int, seed: int
 ) -> tuple[Waiting, list[Pool], list[Executing]]:
-    """A state to decide on. Of ten actions one has no known duration, and seven belong where their trajectory is."""
+    """A random state. One action in ten has no known duration, and seven in ten must run on their trajectory's node."""
     rng = np.random.default_rng(seed)
     size = CORES // nodes
     held = int(size * busy)

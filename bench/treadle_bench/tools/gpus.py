@@ -1,4 +1,4 @@
-"""Reward models on GPUs: evict on execution, groups of their own, and loading (Figures 3b and 8b, Table 1)."""
+"""Reward models on GPUs: a shared pool against groups of GPUs for each model, and against loading (Figures 3b, 8b)."""
 
 from __future__ import annotations
 
@@ -21,22 +21,20 @@ from treadle_sim.tools.reward_models import (
 )
 from treadle_sim.tools.trace import Make, play
 
+from treadle_bench.summary import median_by_key, rounded
 from treadle_bench.tools.setting import (
-    DIGITS,
+    DecisionSeconds,
     Plan,
     Setting,
-    Timed,
-    act_s,
-    middle,
+    decision_seconds,
+    mean_act_s,
+    mean_action,
     overheads,
-    per_action,
-    rounded,
-    timed,
 )
 
 GROUP = 4  # §6.1: four GPUs a model
 JUDGE_GROUP, JUDGE_REPLICAS = 8, 5  # §6.1: of search alone
-# Serverless loading: what its authors' local storage gives each node, or the host's memory; a new engine each time.
+# Serverless loading, each time into a new engine: from its authors' local storage of a node, or from the host's memory.
 STORAGE_BYTES_PER_S = 10e9
 ENGINE_START_S = 1.0  # contexts and communicators; a choice
 BUSY_TEACHERS = 12  # Figure 3b
@@ -60,7 +58,7 @@ def loading(gpus: int, bytes_per_s: float) -> Make:
 
 @dataclass(frozen=True)
 class Cell:
-    """One batch of rewards. fewer: on how few GPUs else it is tried."""
+    """One batch of rewards. fewer: other numbers of GPUs on which it is played."""
 
     models: tuple[str, ...]
     gpus: int
@@ -70,34 +68,38 @@ class Cell:
     fewer: tuple[int, ...] = ()
 
 
-def run(plan: Plan) -> dict[str, Any]:
+def measure(plan: Plan) -> dict[str, Any]:
     setting = plan.setting
     models = (*teachers(setting.gpus // GROUP - 1), JUDGE)
     pairs = [(size, name) for size in setting.scored_batches for name in PACES]
     cells = [Cell(models, setting.gpus, size, PACES[name], seed) for size, name in pairs for seed in plan.seeds]
-    done = plan.each("rewards", played, cells)
+    done = plan.run_jobs("rewards", play_cell, cells)
     rows = [
-        {"batch": size, "pace": name, **middle([figures for figures, _ in done[first : first + len(plan.seeds)]])}
+        {
+            "batch": size,
+            "pace": name,
+            **median_by_key([figures for figures, _ in done[first : first + len(plan.seeds)]]),
+        }
         for (size, name), first in zip(pairs, range(0, len(cells), len(plan.seeds)), strict=True)
     ]
     fractions = {name: _fraction(plan, models, pace) for name, pace in PACES.items()}
-    plan.told("one judge; twelve teachers")
+    plan.report("one judge; twelve teachers")
     return {
         "batches": rows,
         "fractions": fractions,
-        "judge": middle([_judge(setting, seed) for seed in plan.seeds]),
-        "busy": _busy(setting, plan.seeds[0]),
-        "skewed": middle([_skewed(setting, models, seed) for seed in plan.seeds]),
+        "judge": median_by_key([_play_judge(setting, seed) for seed in plan.seeds]),
+        "busy": _measure_busy(setting, plan.seeds[0]),
+        "skewed": median_by_key([_play_skewed(setting, models, seed) for seed in plan.seeds]),
         **overheads([part for _, part in done]),
     }
 
 
-def played(cell: Cell) -> tuple[dict[str, float], Timed]:
-    """One batch by everybody; ratios are to the elastic scheduler."""
+def play_cell(cell: Cell) -> tuple[dict[str, float], DecisionSeconds]:
+    """One batch under every system; ratios are to the elastic scheduler."""
     models, gpus = cell.models, cell.gpus
     traces = scored_batch(cell.size, cell.seed, models, pace=cell.pace)
     ours = play(traces, elastic(gpus, models))
-    found = {"elastic_s": act_s(ours), **per_action(ours.records)}
+    found = {"elastic_s": mean_act_s(ours), **mean_action(ours.records)}
     found["units"] = float(np.mean([record.units for record in ours.records]))
     others = {
         "static": static(models),
@@ -106,28 +108,28 @@ def played(cell: Cell) -> tuple[dict[str, float], Timed]:
         "as_printed": elastic(gpus, models, aware=False),
     }
     for name, make in others.items():
-        found[f"{name}_s"] = act_s(play(traces, make))
+        found[f"{name}_s"] = mean_act_s(play(traces, make))
         found[f"ratio_{name}"] = found[f"{name}_s"] / found["elastic_s"]
-    return rounded(found), timed(ours)
+    return rounded(found), decision_seconds(ours)
 
 
-def on_fewer(cell: Cell) -> dict[str, float]:
-    """Groups of their own on all GPUs, how busy they are, and ours on fewer."""
+def play_on_fewer(cell: Cell) -> dict[str, float]:
+    """Own groups on all GPUs, how busy they are, and our pool on fewer GPUs."""
     traces = scored_batch(cell.size, cell.seed, cell.models, pace=cell.pace)
     own = play(traces, static(cell.models))
     executed_s = sum(record.execution_s for record in own.records)
-    found = {"static_s": act_s(own), "static_busy": executed_s / len(cell.models) / max(own.ends_s.values())}
+    found = {"static_s": mean_act_s(own), "static_busy": executed_s / len(cell.models) / max(own.ends_s.values())}
     for gpus in cell.fewer:
-        found[f"elastic_{gpus}_s"] = act_s(play(traces, elastic(gpus, cell.models)))
-        found[f"loading_memory_{gpus}_s"] = act_s(play(traces, loading(gpus, HOST_BYTES_PER_S)))
+        found[f"elastic_{gpus}_s"] = mean_act_s(play(traces, elastic(gpus, cell.models)))
+        found[f"loading_memory_{gpus}_s"] = mean_act_s(play(traces, loading(gpus, HOST_BYTES_PER_S)))
     return found
 
 
 def _fraction(plan: Plan, models: tuple[str, ...], pace: float) -> dict[str, Any]:
-    """On how few GPUs the rewards of one batch complete as soon as on groups of their own (Figure 8b, right)."""
+    """The fewest GPUs on which the rewards of one batch complete as soon as on own groups (Figure 8b, right)."""
     setting = plan.setting
     cells = [Cell(models, setting.gpus, setting.scored_batch, pace, seed, setting.gpus_tried) for seed in plan.seeds]
-    found = middle(plan.each("rewards on fewer GPUs", on_fewer, cells))
+    found = median_by_key(plan.run_jobs("rewards on fewer GPUs", play_on_fewer, cells))
     rows = [
         {"gpus": gpus, **{key: found[f"{key[:-2]}_{gpus}_s"] for key in ("elastic_s", "loading_memory_s")}}
         for gpus in setting.gpus_tried
@@ -137,35 +139,40 @@ def _fraction(plan: Plan, models: tuple[str, ...], pace: float) -> dict[str, Any
         "static_s": found["static_s"],
         "static_busy": found["static_busy"],
         "gpus": rows,
-        "fraction": round(min(enough) / setting.gpus, DIGITS) if enough else None,
+        "fraction": rounded(min(enough) / setting.gpus) if enough else None,
     }
 
 
-def _judge(setting: Setting, seed: int) -> dict[str, float]:
-    """Search alone, one judge on all GPUs: five replicas of eight against the pool."""
+def _play_judge(setting: Setting, seed: int) -> dict[str, float]:
+    """Search alone, one judge on all GPUs: five replicas of eight GPUs against the pool."""
     traces = scored_batch(setting.search_batch, seed, [JUDGE], pace=DENSE)
     ours = play(traces, elastic(setting.gpus, [JUDGE]))
     replicas = min(JUDGE_REPLICAS, setting.gpus // JUDGE_GROUP)
-    own_s = act_s(play(traces, static([JUDGE], JUDGE_GROUP, replicas)))
+    own_s = mean_act_s(play(traces, static([JUDGE], JUDGE_GROUP, replicas)))
     return rounded(
-        {"elastic_s": act_s(ours), "static_s": own_s, "ratio": own_s / act_s(ours), **per_action(ours.records)}
+        {
+            "elastic_s": mean_act_s(ours),
+            "static_s": own_s,
+            "ratio": own_s / mean_act_s(ours),
+            **mean_action(ours.records),
+        }
     )
 
 
-def _skewed(setting: Setting, models: Sequence[str], seed: int) -> dict[str, float]:
+def _play_skewed(setting: Setting, models: Sequence[str], seed: int) -> dict[str, float]:
     """Domains whose shares fall as 1 / rank, at the batch of Table 1."""
     traces = scored_batch(setting.search_batch, seed, models, pace=DENSE, skew=1.0)
-    ours_s, own_s = act_s(play(traces, elastic(setting.gpus, models))), act_s(play(traces, static(models)))
+    ours_s, own_s = mean_act_s(play(traces, elastic(setting.gpus, models))), mean_act_s(play(traces, static(models)))
     return rounded({"elastic_s": ours_s, "static_s": own_s, "ratio": own_s / ours_s})
 
 
-def _busy(setting: Setting, seed: int) -> dict[str, Any]:
-    """How busy each of twelve teachers' own groups are (Figure 3b)."""
+def _measure_busy(setting: Setting, seed: int) -> dict[str, Any]:
+    """How busy the own groups of each of twelve teachers are (Figure 3b)."""
     names = teachers(BUSY_TEACHERS)
     replay = play(scored_batch(setting.scored_batch, seed, names, pace=SPARSE), static(names))
     executed: dict[str, float] = defaultdict(float)
     for record in replay.records:
         executed[record.asked.call.service] += record.execution_s
     span_s = max(replay.ends_s.values())
-    shares = [round(executed[name] / span_s, DIGITS) for name in names]
-    return {"shares": shares, "mean": round(float(np.mean(shares)), DIGITS)}
+    shares = [rounded(executed[name] / span_s) for name in names]
+    return {"shares": shares, "mean": rounded(float(np.mean(shares)))}

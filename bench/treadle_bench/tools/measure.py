@@ -1,83 +1,137 @@
 """`treadle bench tools`: ARL-Tangram's evaluation under a virtual clock, and the tools service itself.
 
-`act_ratio_*`: mean completion time of a trajectory's actions under the baseline over that under the elastic scheduler,
-medians over `repeats` seeds. `pod`: a pod for each trajectory, without timeouts; `_1280` at that batch on 1,280 cores,
-`_min` the least over batches. `dop4_256`, `dop16_1280`: the same scheduler with a fixed number of cores a reward, at
-that batch. gpu_fraction_same_act: the least part of the GPUs on which rewards complete as soon as on groups of their
-own, null where none does; at the pace of Figure 3b. decision_p99_ms: real, of the worst state; overhead_pct: real
-seconds of the decisions that actions waited for, over the virtual seconds that they executed. live_*: null where there
-is no sandbox, and `live.missing` says why.
+`act_ratio_*`: mean action completion time of a trajectory under the baseline over that under the elastic scheduler,
+medians over `repeats` seeds. `pod`: a pod for each trajectory, without timeouts; `_1280`: at that batch on 1,280 cores;
+`_min`: the least over batches. `dop4_256`, `dop16_1280`: the same scheduler with a fixed number of cores for a reward,
+at that batch. `gpu_fraction_same_act`: the smallest fraction of the GPUs on which rewards complete as soon as on groups
+of GPUs of their own, null where there is none; at the pace of Figure 3b. `decision_p99_ms`: real, of the worst state.
+`overhead_pct`: real seconds of the decisions that actions waited for, over the virtual seconds that actions executed.
+`live_*`: null where there is no sandbox; `live.missing` says why.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treadle_bench.options import BenchOptions
-from treadle_bench.tools import calls as tools_calls
-from treadle_bench.tools import cores as tools_cores
-from treadle_bench.tools import decisions as tools_decisions
-from treadle_bench.tools import gpus as tools_gpus
-from treadle_bench.tools import live as tools_live
-from treadle_bench.tools.setting import FULL, QUICK, planned
+import numpy as np
+from treadle_sim.tools.api_calls import LIMITS, ManagedCalls, ProviderModel, UnmanagedCalls, search_batch
+from treadle_sim.tools.trace import Make, Replay, play
 
-NAME = "tools"
-KEYS = (
-    "decision_p99_ms",
-    "overhead_pct",
-    "act_ratio_pod_1280",
-    "act_ratio_min",
-    "act_ratio_dop4_256",
-    "act_ratio_dop16_1280",
-    "gpu_fraction_same_act",
-    "live_p50_ms",
-    "live_p99_ms",
-    "sessions_ok",
+from treadle_bench.bench import Bench, BenchOptions
+from treadle_bench.summary import median_by_key, rounded
+from treadle_bench.tools import cores, decisions, gpus, live
+from treadle_bench.tools.page import page_values
+from treadle_bench.tools.plot import draw
+from treadle_bench.tools.setting import (
+    FULL,
+    QUICK,
+    Plan,
+    by_arrival,
+    decision_seconds,
+    mean_act_s,
+    open_plan,
+    overheads,
 )
 
+CALLS_WINDOW_S = 15.0
 
-async def run(options: BenchOptions) -> dict[str, Any]:
-    """See the module. Raises PublicTraceError, TraceFileError, OSError, ProcessError."""
+
+async def measure(options: BenchOptions) -> dict[str, Any]:
+    """Raises PublicTraceError, TraceFileError, OSError, ProcessError."""
     setting = QUICK if options.quick else FULL
 
-    def told(what: str) -> None:
+    def report(what: str) -> None:
         options.progress.print(f"tools: {what}", style="dim", highlight=False)
 
-    told("the live service")
-    live = await tools_live.run(options, setting)
-    seeds = range(options.seed, options.seed + options.repeats)
-    with planned(setting, seeds, setting.workers or options.workers, told) as plan:
-        decisions = await asyncio.to_thread(tools_decisions.run, plan)
-        cores = await asyncio.to_thread(tools_cores.run, options, plan)
-        gpus = await asyncio.to_thread(tools_gpus.run, plan)
-        calls = await asyncio.to_thread(tools_calls.run, plan)
-    at_batch = {row["batch"]: row for row in cores["batches"]}
-    here = live["missing"] is None
+    report("the live service")
+    lived = await live.measure(options, setting)
+    with open_plan(setting, options.seeds, setting.workers or options.workers, report) as plan:
+        decided = await asyncio.to_thread(decisions.measure, plan)
+        coding = await asyncio.to_thread(cores.measure, options, plan)
+        rewards = await asyncio.to_thread(gpus.measure, plan)
+        calls = await asyncio.to_thread(_play_calls, plan)
+    at_batch = {row["batch"]: row for row in coding["batches"]}
+    here = lived["missing"] is None
     return {
-        "decision_p99_ms": decisions["worst_row_p99_ms"],
-        "overhead_pct": cores["overhead_pct"],
+        "decision_p99_ms": decided["worst_row_p99_ms"],
+        "overhead_pct": coding["overhead_pct"],
         "act_ratio_pod_1280": at_batch[setting.batch]["ratio_pods"],
-        "act_ratio_min": min(_column(cores["batches"], "ratio_pods")),
+        "act_ratio_min": min(float(row["ratio_pods"]) for row in coding["batches"]),
         "act_ratio_dop4_256": at_batch[setting.small_batch]["ratio_degree_4"],
         "act_ratio_dop16_1280": at_batch[setting.batch]["ratio_degree_16"],
-        "gpu_fraction_same_act": gpus["fractions"][tools_gpus.SPARSE_PACE]["fraction"],
-        "live_p50_ms": live["invoke"]["p50_ms"] if here else None,
-        "live_p99_ms": live["invoke"]["p99_ms"] if here else None,
-        "sessions_ok": live["sessions"]["ok"] if here else None,
+        "gpu_fraction_same_act": rewards["fractions"][gpus.SPARSE_PACE]["fraction"],
+        "live_p50_ms": lived["invoke"]["p50_ms"] if here else None,
+        "live_p99_ms": lived["invoke"]["p99_ms"] if here else None,
+        "sessions_ok": lived["sessions"]["ok"] if here else None,
         "repeats": options.repeats,
-        "seeds": [seeds[0], seeds[-1]],
+        "seeds": [options.seeds[0], options.seeds[-1]],
         "quick": options.quick,
-        "setting": {"cores": setting.cores, "nodes": setting.nodes, "gpus": setting.gpus, "batch": setting.batch}
-        | {"small_batch": setting.small_batch, "scored_batch": setting.scored_batch},
-        "decisions": decisions,
-        "cores": cores,
-        "gpus": gpus,
+        "setting": {
+            key: getattr(setting, key) for key in ("cores", "nodes", "gpus", "batch", "small_batch", "scored_batch")
+        },
+        "decisions": decided,
+        "cores": coding,
+        "gpus": rewards,
         "calls": calls,
-        "live": live,
+        "live": lived,
     }
 
 
-def _column(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    return [float(row[key]) for row in rows]
+def _play_calls(plan: Plan) -> dict[str, Any]:
+    """API calls of search agents: each agent calls and retries by itself, or all calls go through the Basic manager
+    (Figures 3d, 6)."""
+    plan.report("API calls")
+    rows: dict[str, list[dict[str, float]]] = {"managed": [], "unmanaged": []}
+    kept = []
+    windows: dict[str, Any] = {}
+    for seed in plan.seeds:
+        traces = search_batch(plan.setting.search_batch, seed)
+        for name in rows:
+            provider = ProviderModel(LIMITS)
+            replay = play(traces, _handle_calls(name, provider, seed))
+            rows[name].append(_summarize_calls(replay, provider))
+            windows.setdefault(name, by_arrival(replay, CALLS_WINDOW_S))
+            if name == "managed":
+                kept.append(decision_seconds(replay))
+    return {
+        "batch": plan.setting.search_batch,
+        "limits": {"concurrency": LIMITS.concurrency, "quota": LIMITS.quota, "period_s": LIMITS.period_s},
+        **{name: median_by_key(of_seeds) for name, of_seeds in rows.items()},
+        "windows": windows,
+        **overheads(kept),
+    }
+
+
+def _handle_calls(name: str, provider: ProviderModel, seed: int) -> Make:
+    if name == "managed":
+        return lambda timeline, report: ManagedCalls(timeline, report, provider)
+    return lambda timeline, report: UnmanagedCalls(timeline, report, provider, seed)
+
+
+def _summarize_calls(replay: Replay, provider: ProviderModel) -> dict[str, float]:
+    answered = [record for record in replay.records if not record.failed]
+    lost = {record.asked.trace.trajectory_id for record in replay.records if record.failed}
+    total_s = sum(record.completion_s for record in replay.records)
+    return rounded(
+        {
+            "act_s": mean_act_s(replay),
+            "call_s": float(np.mean([record.completion_s for record in replay.records])),
+            "answered_call_s": total_s / len(answered),
+            "whole_trajectory_s": total_s / (len(replay.traces) - len(lost)),
+            "failed_calls": 1.0 - len(answered) / len(replay.records),
+            "failed_trajectories": len(lost) / len(replay.traces),
+            "refused": float(provider.refused),
+            "makespan_s": max(replay.ends_s.values()),
+        }
+    )
+
+
+BENCH = Bench(
+    "tools",
+    "Actions of tools and rewards: the elastic scheduler against pods, fixed degrees, GPU groups and retries under a "
+    "virtual clock; decisions and the live service in real time. --quick: seconds. Takes 10 minutes.",
+    measure,
+    page=page_values,
+    draw=draw,
+)

@@ -1,27 +1,27 @@
-"""What every part of `treadle bench tools` plays on: the paper's testbed, its sizes, and a smaller one for --quick."""
+"""What the parts of `treadle bench tools` share: sizes, replays turned into figures, and processes for their jobs."""
 
 from __future__ import annotations
 
 import multiprocessing
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from treadle_sim.tools.trace import Record, Replay
 
-DIGITS = 4
+from treadle_bench.summary import rounded
+
 Job = TypeVar("Job")
 Done = TypeVar("Done")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes of ARL-Tangram §6. cores: in `nodes` machines. batches: of Figure 8a; fewer of both in a quick run."""
+    """Sizes of ARL-Tangram §6; a quick run has smaller ones. cores: in `nodes` machines. batches: of Figure 8a."""
 
     nodes: int = 5
     cores: int = 1_280
@@ -30,17 +30,17 @@ class Setting:
     small_batch: int = 256  # §6.4: against degree 4
     large_batch: int = 1_536  # §6.3
     cores_tried: tuple[int, ...] = (768, 1_024, 1_920)  # beside `cores`
-    varied_batch: int = 512  # of what the ratios hang on
+    varied_batch: int = 512  # where assumptions are changed
     gpus: int = 40  # five nodes of eight
     scored_batches: tuple[int, ...] = (256, 1_024, 2_048, 3_072)
     scored_batch: int = 1_024  # §6.3, figure 8b right
     gpus_tried: tuple[int, ...] = (8, 11, 12, 16, 20, 24, 32, 40)
     search_batch: int = 2_048  # §6.1
-    waiting: int = 1_536  # of the decisions that are timed
+    waiting: int = 1_536  # actions, in the decisions that are timed
     sessions: int = 200
     live_calls: int = 400
     live_trajectories: int = 24
-    workers: int | None = None  # processes; None: as many as the bench is given
+    workers: int | None = None  # processes; None: as many as the options say
 
 
 FULL = Setting()
@@ -66,16 +66,16 @@ QUICK = Setting(
 )
 
 
-def act_s(replay: Replay) -> float:
-    """Mean over trajectories of their actions' completion times, summed (§6.3); what came to nothing counts too."""
+def mean_act_s(replay: Replay) -> float:
+    """Mean over trajectories of the sum of their actions' completion times (§6.3), failed actions included."""
     totals: dict[str, float] = defaultdict(float)
     for record in replay.records:
         totals[record.asked.trace.trajectory_id] += record.completion_s
     return float(np.mean(list(totals.values())))
 
 
-def parts(replay: Replay) -> dict[str, float]:
-    """Seconds a trajectory by part of its life, and of an action by part of its completion (Figure 7, Table 1)."""
+def split_times(replay: Replay) -> dict[str, float]:
+    """Seconds of a trajectory's tools, rewards and generation, and of an action's parts (Figure 7, Table 1)."""
     count = len(replay.traces)
     of = {
         kind: [record for record in replay.records if record.asked.call.reward == reward]
@@ -83,15 +83,15 @@ def parts(replay: Replay) -> dict[str, float]:
     }
     found = {f"{kind}_s": sum(record.completion_s for record in records) / count for kind, records in of.items()}
     found["generation_s"] = sum(trace.generation_s for trace in replay.traces) / count
-    found |= per_action(replay.records)
+    found |= mean_action(replay.records)
     found["makespan_s"] = max(replay.ends_s.values())
     if of["rewards"]:
         found["reward_units"] = float(np.mean([record.units for record in of["rewards"]]))
     return rounded(found)
 
 
-def per_action(records: Sequence[Record]) -> dict[str, float]:
-    """Mean seconds of an action: executing, queueing, and the system's own (Table 1); the 99th percentile of ACT."""
+def mean_action(records: Sequence[Record]) -> dict[str, float]:
+    """Mean seconds of an action: execution, queue, the system's overhead (Table 1); 99th percentile of completion."""
     return {
         "execution_s": float(np.mean([record.execution_s for record in records])),
         "queue_s": float(np.mean([record.queue_s for record in records])),
@@ -100,54 +100,38 @@ def per_action(records: Sequence[Record]) -> dict[str, float]:
     }
 
 
-def windows(replay: Replay, width_s: float) -> dict[str, list[float]]:
-    """By window of the time of arrival: mean ACT of the actions that came in it, and how many did (Figures 3d, 6)."""
-    came: dict[int, list[float]] = defaultdict(list)
+def by_arrival(replay: Replay, width_s: float) -> dict[str, list[float]]:
+    """For each window of `width_s` seconds: mean completion time and number of the actions that arrived in it
+    (Figures 3d, 6)."""
+    arrived: dict[int, list[float]] = defaultdict(list)
     for record in replay.records:
-        came[int(record.asked.arrived_s // width_s)].append(record.completion_s)
-    order = sorted(came)
+        arrived[int(record.asked.arrived_s // width_s)].append(record.completion_s)
+    order = sorted(arrived)
     return {
         "at_s": [at * width_s for at in order],
-        "act_s": [round(float(np.mean(came[at])), DIGITS) for at in order],
-        "actions": [float(len(came[at])) for at in order],
+        "act_s": [rounded(float(np.mean(arrived[at]))) for at in order],
+        "actions": [float(len(arrived[at])) for at in order],
     }
 
 
-def middle(of_seeds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Of each key the median over seeds, and under `spread` least and greatest."""
-    found: dict[str, Any] = {key: round(median(each[key] for each in of_seeds), DIGITS) for key in of_seeds[0]}
-    if len(of_seeds) > 1:
-        found["spread"] = {
-            key: [
-                round(min(each[key] for each in of_seeds), DIGITS),
-                round(max(each[key] for each in of_seeds), DIGITS),
-            ]
-            for key in of_seeds[0]
-        }
-    return found
-
-
-def rounded(values: Mapping[str, float]) -> dict[str, float]:
-    return {key: round(value, DIGITS) for key, value in values.items()}
-
-
-class Timed(NamedTuple):
-    """Real seconds of a replay's decisions: each of them, and those that actions waited for, summed; and the virtual
-    seconds that its actions executed."""
+class DecisionSeconds(NamedTuple):
+    """Real seconds of a replay's decisions: took_s: of each decision. felt_s: of the decisions that actions waited for,
+    summed over actions. executed_s: virtual seconds that its actions executed."""
 
     took_s: list[float]
     felt_s: float
     executed_s: float
 
 
-def timed(replay: Replay) -> Timed:
+def decision_seconds(replay: Replay) -> DecisionSeconds:
+    """Of one replay."""
     executed_s = sum(record.execution_s for record in replay.records)
-    return Timed(replay.decisions.took_s, sum(replay.decisions.felt_s), executed_s)
+    return DecisionSeconds(replay.decisions.took_s, sum(replay.decisions.felt_s), executed_s)
 
 
-def overheads(parts: Sequence[Timed]) -> dict[str, float]:
-    """Real seconds of decisions against the virtual seconds of what they started. `overhead_pct`: each action counts
-    the whole decision that it waited for; `busy_pct`: each decision counts once."""
+def overheads(parts: Sequence[DecisionSeconds]) -> dict[str, float]:
+    """Real seconds of decisions over the virtual seconds of what they started. `overhead_pct`: each action counts the
+    whole decision that it waited for. `busy_pct`: each decision counts once."""
     executed_s = sum(part.executed_s for part in parts)
     took_s = [took for part in parts for took in part.took_s]
     return {
@@ -161,24 +145,24 @@ def overheads(parts: Sequence[Timed]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the bench is run. told: of each step that begins. pool: processes that take jobs; None: this one does."""
+    """How the bench is run. report: prints which part begins. pool: processes for jobs; None: jobs run in this one."""
 
     setting: Setting
     seeds: Sequence[int]
-    told: Callable[[str], None]
+    report: Callable[[str], None]
     pool: ProcessPoolExecutor | None = None
 
-    def each(self, what: str, function: Callable[[Job], Done], jobs: Sequence[Job]) -> list[Done]:
-        """What comes of each job, in their order. A job and what comes of it can be pickled."""
-        self.told(what)
+    def run_jobs(self, what: str, function: Callable[[Job], Done], jobs: Sequence[Job]) -> list[Done]:
+        """The result of each job, in their order. Jobs and results are pickled."""
+        self.report(what)
         return list(map(function, jobs) if self.pool is None else self.pool.map(function, jobs))
 
 
 @contextmanager
-def planned(setting: Setting, seeds: Sequence[int], workers: int, told: Callable[[str], None]) -> Iterator[Plan]:
-    """A plan, with processes of its own where there are to be several."""
+def open_plan(setting: Setting, seeds: Sequence[int], workers: int, report: Callable[[str], None]) -> Iterator[Plan]:
+    """A plan, with a pool of processes where there are several workers."""
     if workers <= 1:
-        yield Plan(setting, seeds, told)
+        yield Plan(setting, seeds, report)
         return
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield Plan(setting, seeds, told, pool)
+        yield Plan(setting, seeds, report, pool)

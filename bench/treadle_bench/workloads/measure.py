@@ -1,8 +1,8 @@
-"""What the simulator's workloads are like, beside what the papers say of theirs, and beside public traces.
+"""Distributions of the simulator's workloads, beside those of the papers and of public traces.
 
-Keys: `workloads` the parametric ones (medians over repeats, each another seed), `traces` those of --traces and of the
-sources found under --data, as they are; `predictors` recall of the longest tenth and correlation after 0, 1 and 2
-steps. Distributions are percentiles over trajectories (tokens, steps) and over calls (tool_s, obs_tokens).
+Keys: `workloads`: the parametric ones, medians over repeats with a seed each. `traces`: those of --traces and of the
+sources under --data. `predictors`: recall of the longest tenth and correlation after 0, 1 and 2 steps. Distributions
+are percentiles over trajectories (tokens, steps) and over calls (tool_s, obs_tokens).
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from treadle_sim.workloads.parametric import MODELS, WORKLOADS, make
 from treadle_sim.workloads.public_traces import SOURCES, read_public
 from treadle_sim.workloads.workload import TrajectoryWork, Workload, groups, read_traces
 
-from treadle_bench.options import BenchOptions
+from treadle_bench.bench import Bench, BenchOptions
+from treadle_bench.summary import range_of, rounded
 from treadle_bench.workloads.plot import draw
 
 PERCENTILES = (10, 50, 90, 99, 100)
-TURNS = 2  # steps after which the papers ask a predictor
-SIBLINGS_PROMPTS = 100  # of the product's estimator, which takes 0.5 ms an answer: a quarter of the batch
-LEAST_REPEATS = 2  # samples that a prompt must have to tell how far apart they lie
+TURNS = 2  # steps after which the papers last ask a predictor
+SIBLINGS_PROMPTS = 100  # for the estimator without a model, which takes 0.5 ms an answer: a quarter of the batch
+LEAST_REPEATS = 2  # samples that a prompt must have for a variance
 UNTIMED = ("mcpmark", "tau_airline_gpt4o")  # sources whose tool seconds are drawn, not measured
 
 
-async def run(options: BenchOptions) -> dict[str, Any]:
-    """See the module. Raises TraceFileError, PublicTraceError and UsageProblem."""
-    batches = {
-        name: [make(name, seed=options.seed + repeat) for repeat in range(options.repeats)] for name in WORKLOADS
-    }
-    traces = _traces(options)
+async def measure(options: BenchOptions) -> dict[str, Any]:
+    """Raises TraceFileError, PublicTraceError and UsageProblem."""
+    batches = {name: [make(name, seed=seed) for seed in options.seeds] for name in WORKLOADS}
+    traces = _read_traces(options)
     found = {
-        "workloads": [_parametric(name, of_name) for name, of_name in batches.items()],
-        "traces": [_named(name, described(works), timed=name not in UNTIMED) for name, works in traces.items()],
-        "predictors": [row for name in WORKLOADS for row in _predictors(name, options)],
+        "workloads": [_describe_parametric(name, of_name) for name, of_name in batches.items()],
+        "traces": [_named(name, describe(works), timed=name not in UNTIMED) for name, works in traces.items()],
+        "predictors": [row for name in WORKLOADS for row in _score_predictors(name, options)],
     }
     if options.pictures is not None:
         timed = {name for name in traces if name not in UNTIMED}
-        draw({name: of_name[0] for name, of_name in batches.items()}, traces, timed, found, options.pictures)
+        first = {name: of_name[0] for name, of_name in batches.items()}
+        draw(first, traces, timed, found, options.pictures / "workloads.png")
     return found
 
 
-def described(works: Sequence[TrajectoryWork]) -> dict[str, Any]:
-    """What a batch is like. `within_prompt` is the share of the variance of log lengths among samples of one prompt,
-    None where no prompt has several."""
+def describe(works: Sequence[TrajectoryWork]) -> dict[str, Any]:
+    """Distributions of a batch. `within_prompt` is the share of the variance of log lengths among samples of one
+    prompt, None where no prompt has several."""
     tokens = np.array([work.gen_tokens for work in works], np.float64)
     steps = [step for work in works for step in work.steps]
     turns = np.array([len(work.steps) for work in works], np.float64)
@@ -76,13 +76,14 @@ def described(works: Sequence[TrajectoryWork]) -> dict[str, Any]:
 
 
 def percentiles(values: Sequence[float] | np.ndarray[Any, Any]) -> dict[str, float]:
-    """Those of PERCENTILES, and the greatest value as "max"."""
+    """Those of PERCENTILES, and the maximum as "max"."""
     found = np.percentile(values, PERCENTILES).tolist()
     return {"max" if at == 100 else f"p{at}": value for at, value in zip(PERCENTILES, found, strict=True)}
 
 
 def within_prompt(works: Sequence[TrajectoryWork]) -> float | None:
-    """Mean variance of log lengths within a prompt over the variance of all of those prompts; within 0 to 1."""
+    """Mean variance of log lengths within a prompt over the variance over all these prompts, 0 to 1; None where no
+    prompt has several samples."""
     logs = [np.log([work.gen_tokens for work in group]) for group in groups(works).values()]
     repeated = [group for group in logs if len(group) >= LEAST_REPEATS]
     if not repeated:
@@ -96,31 +97,26 @@ def within_prompt(works: Sequence[TrajectoryWork]) -> float | None:
 
 
 def _correlation(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float | None:
-    """None where either does not vary."""
+    """Pearson's; None where one of both is constant."""
     return float(np.corrcoef(one, other)[0, 1]) if np.ptp(one) > 0.0 and np.ptp(other) > 0.0 else None
 
 
-def _parametric(name: str, batches: Sequence[Workload]) -> dict[str, Any]:
-    each = [described(batch.trajectories) for batch in batches]
+def _describe_parametric(name: str, batches: Sequence[Workload]) -> dict[str, Any]:
+    each = [describe(batch.trajectories) for batch in batches]
     row = _named(name, _median(each), timed=True)
-    longest = [batch["longest_over_median"] for batch in each]
-    row["longest_over_median_range"] = _range(longest)
+    row["longest_over_median_range"] = range_of(batch["longest_over_median"] for batch in each)
     row["tool_s_mean_by_model"] = {
         llm: {
             "paper": WORKLOADS[name].tool_mean_s[llm],
-            "drawn": round(described(make(name, llm=llm).trajectories)["tool_s_mean"], 4),
+            "drawn": round(describe(make(name, llm=llm).trajectories)["tool_s_mean"], 4),
         }
         for llm in MODELS
     }
     return row
 
 
-def _range(values: Sequence[float]) -> list[float]:
-    return [round(min(values), 4), round(max(values), 4)]
-
-
 def _median(rows: Sequence[Any]) -> Any:
-    """Of numbers within equal shapes; None where one is."""
+    """Medians of the numbers in rows of equal shape; None where a value is None."""
     first = rows[0]
     if isinstance(first, dict):
         return {key: _median([row[key] for row in rows]) for key in first}
@@ -130,19 +126,13 @@ def _median(rows: Sequence[Any]) -> Any:
 
 
 def _named(name: str, row: dict[str, Any], *, timed: bool) -> dict[str, Any]:
-    rounded = {key: _rounded(value) for key, value in row.items()}
+    found = rounded(row)
     if not timed:
-        rounded["tool_s"] = rounded["tool_s_mean"] = None  # the source has none
-    return {"name": name, **rounded}
+        found["tool_s"] = found["tool_s_mean"] = None  # the source has none
+    return {"name": name, **found}
 
 
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
-    return round(value, 4) if isinstance(value, float) else value
-
-
-def _traces(options: BenchOptions) -> dict[str, Sequence[TrajectoryWork]]:
+def _read_traces(options: BenchOptions) -> dict[str, Sequence[TrajectoryWork]]:
     traces: dict[str, Sequence[TrajectoryWork]] = {}
     if options.traces is not None:
         traces[options.traces.name] = read_traces(options.traces)
@@ -156,11 +146,10 @@ def _traces(options: BenchOptions) -> dict[str, Sequence[TrajectoryWork]]:
     return traces
 
 
-def _predictors(name: str, options: BenchOptions) -> list[dict[str, Any]]:
+def _score_predictors(name: str, options: BenchOptions) -> list[dict[str, Any]]:
     rows: dict[str, list[list[dict[str, float]]]] = {}
-    for repeat in range(options.repeats):
-        options.progress.print(f"predictors of {name}, {repeat + 1} of {options.repeats}")
-        seed = options.seed + repeat
+    for number, seed in enumerate(options.seeds, 1):
+        options.progress.print(f"predictors of {name}, {number} of {options.repeats}")
         whole = (make(name, seed=seed), make(name, seed=seed, epoch=1).trajectories)
         part = (make(name, SIBLINGS_PROMPTS, seed=seed), make(name, SIBLINGS_PROMPTS, seed=seed, epoch=1).trajectories)
         asked: dict[str, tuple[Workload, Predictor]] = {
@@ -181,10 +170,18 @@ def _predictors(name: str, options: BenchOptions) -> list[dict[str, Any]]:
             "workload": name,
             "predictor": label,
             "turn": turn,
-            **_rounded(_median([each[turn] for each in repeats])),
-            "recall_range": _range([each[turn]["recall"] for each in repeats]),
-            "pearson_range": _range([each[turn]["pearson"] for each in repeats]),
+            **rounded(_median([each[turn] for each in repeats])),
+            "recall_range": range_of([each[turn]["recall"] for each in repeats]),
+            "pearson_range": range_of([each[turn]["pearson"] for each in repeats]),
         }
         for label, repeats in rows.items()
         for turn in range(TURNS + 1)
     ]
+
+
+BENCH = Bench(
+    "workloads",
+    "Lengths, steps and tool times of the simulator's workloads and of public traces (--data), and what each "
+    "predictor finds of the longest. Takes about 2 minutes.",
+    measure,
+)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from treadle_sim.workloads.workload import Step, TrajectoryWork
 
-from treadle_bench.benches import BENCHES
+from treadle_bench.bench import BenchOptions
 from treadle_bench.long_tail.measure import (
     GROUP_SIZES,
     PRINTED,
@@ -15,10 +15,9 @@ from treadle_bench.long_tail.measure import (
     VARIATIONS,
     expected_maximum,
     formula,
-    run,
+    measure,
 )
-from treadle_bench.options import BenchOptions
-from treadle_bench.workloads.measure import described, within_prompt
+from treadle_bench.workloads.measure import describe, within_prompt
 
 
 def work(prompt_id: str, sample: int, *gen_tokens: int) -> TrajectoryWork:
@@ -41,14 +40,13 @@ def test_the_longer_of_two_is_as_the_closed_form_has_it() -> None:
 
 
 async def test_what_is_drawn_agrees_with_the_integral(tmp_path: Path) -> None:
-    found = await run(BenchOptions(repeats=2, pictures=tmp_path))
+    found = await measure(BenchOptions(repeats=2, pictures=tmp_path))
     assert len(found["rows"]) == len(GROUP_SIZES) * len(VARIATIONS)
     for row in found["rows"]:
         assert row["expected_max"] == pytest.approx(row["expected_max_exact"], rel=0.03)
         assert row["max_p10"] < row["max_p50"] < row["max_p90"]
     assert json.loads(json.dumps(found)) == found
     assert (tmp_path / "long-tail.png").stat().st_size > 10_000
-    assert {"long-tail", "workloads"} <= BENCHES.keys()
 
 
 def test_the_share_within_prompts_is_none_without_repeats_and_all_where_prompts_are_alike() -> None:
@@ -59,7 +57,7 @@ def test_the_share_within_prompts_is_none_without_repeats_and_all_where_prompts_
 
 
 def test_a_description_counts_what_is_held_and_what_is_read() -> None:
-    found = described([work("p", 0, 20, 30), work("q", 0, 50)])
+    found = describe([work("p", 0, 20, 30), work("q", 0, 50)])
     assert found["context_tokens"]["max"] == 160.0  # prompt, 50 generated, the first answer: nobody reads the last
     assert found["prefill_over_decode"] == pytest.approx((160 + 150 - 100) / 100)
     assert (found["steps_mean"], found["tool_s_mean"]) == (1.5, 0.5)

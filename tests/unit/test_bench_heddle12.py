@@ -1,4 +1,4 @@
-"""Heddle's Figure 12 as a bench: what a cell holds, what its page says, and that a picture needs the JSON alone."""
+"""Heddle's Figure 12: what a cell holds, who wins in it and why, and that page and picture need the JSON alone."""
 
 import asyncio
 import json
@@ -9,12 +9,11 @@ import pytest
 from treadle_sim.systems import BASELINES, TREADLE, VERL
 from treadle_sim.workloads.workload import Step, TrajectoryWork, write_traces
 
-from treadle_bench.benches import BENCHES
-from treadle_bench.heddle12.aims import aims
-from treadle_bench.heddle12.measure import merged
-from treadle_bench.heddle12.page import where_it_loses
-from treadle_bench.options import BenchOptions
-from treadle_bench.rollouts import Job, batch_for, floor, play_all
+from treadle_bench.bench import BenchOptions
+from treadle_bench.command import BENCHES
+from treadle_bench.heddle12.measure import merge_seeds
+from treadle_bench.heddle12.page import check_aims, where_it_loses
+from treadle_bench.rollouts import Job, batch_for, find_bound, play_all
 
 ONE_GPU = 1 / 64
 CELL_KEYS = {
@@ -43,7 +42,7 @@ def traces(tmp_path: Path) -> Path:
 async def test_a_cell_holds_every_ratio_and_no_policy_beats_the_bound(traces: Path, tmp_path: Path) -> None:
     drawn = tmp_path / "drawn"
     options = BenchOptions(repeats=2, traces=traces, scale=ONE_GPU, workers=1, pictures=drawn)
-    found = await BENCHES["heddle12"].measured(options)
+    found = await BENCHES["heddle12"].run(options)
     assert [cell["model"] for cell in found["cells"]] == ["Qwen3-8B", "Qwen3-14B", "Qwen3-32B"]
     for cell in [*found["cells"], *found["dense_cells"]]:
         assert cell.keys() >= CELL_KEYS
@@ -54,7 +53,7 @@ async def test_a_cell_holds_every_ratio_and_no_policy_beats_the_bound(traces: Pa
         assert cell["ratio_to_best_baseline"] <= min(cell["ratio_to_verl"], cell["ratio_to_slime"])
     assert json.loads((drawn / "heddle12.json").read_text()) == json.loads(json.dumps(found))
 
-    BENCHES["heddle12"].put_down(json.loads((drawn / "heddle12.json").read_text()), tmp_path / "again")
+    BENCHES["heddle12"].write(json.loads((drawn / "heddle12.json").read_text()), tmp_path / "again")
     for file in ("heddle12.md", "heddle12.png"):
         assert (tmp_path / "again" / file).read_bytes() == (drawn / file).read_bytes()
 
@@ -78,9 +77,9 @@ def test_tools_bind_where_most_of_the_longest_trajectory_is_tools(tmp_path: Path
         ]
         write_traces(file, works)
         batch = batch_for("traces", "Qwen3-8B", ONE_GPU, 0, BenchOptions(traces=file))
-        here = floor(batch)
-        assert here.bound_by == expected
-        assert here.bound_s == here.alone_s > here.work_s
+        bound = find_bound(batch)
+        assert bound.bound_by == expected
+        assert bound.bound_s == bound.alone_s > bound.work_s
 
 
 def test_seeds_are_merged_to_medians_with_the_range_of_the_ratios() -> None:
@@ -88,14 +87,14 @@ def test_seeds_are_merged_to_medians_with_the_range_of_the_ratios() -> None:
         {"model": "m", "ratio_to_verl": value, "policy": {"verl": 10.0 * value}, "degree": {"verl": degree}}
         for value, degree in ((1.0, 1), (3.0, 4), (2.0, 4))
     ]
-    assert merged(cells) == {
+    assert merge_seeds(cells) == {
         "model": "m",
         "ratio_to_verl": 2.0,
         "policy": {"verl": 20.0},
         "degree": {"verl": 4},
         "spread": {"ratio_to_verl": [1.0, 3.0]},
     }
-    assert merged(cells[:1])["spread"] is None
+    assert merge_seeds(cells[:1])["spread"] is None
 
 
 def _cell(treadle: float, best: float, oracle: float, bound: float) -> dict[str, Any]:
@@ -110,11 +109,14 @@ def _cell(treadle: float, best: float, oracle: float, bound: float) -> dict[str,
 @pytest.mark.parametrize(
     ("cell", "says"),
     [
-        (_cell(treadle=100.0, best=150.0, oracle=90.0, bound=80.0), "to nobody"),
+        (_cell(treadle=100.0, best=150.0, oracle=90.0, bound=80.0), "nowhere"),
         (_cell(treadle=105.0, best=102.0, oracle=104.0, bound=100.0), "nothing to win"),
-        (_cell(treadle=200.0, best=150.0, oracle=100.0, bound=80.0), "by the predictor's error"),
-        (_cell(treadle=200.0, best=150.0, oracle=199.0, bound=80.0), "by the plan itself"),
-        (_cell(treadle=200.0, best=150.0, oracle=170.0, bound=80.0), "both"),
+        (_cell(treadle=200.0, best=150.0, oracle=100.0, bound=80.0), "because of the predictor's error"),
+        (_cell(treadle=200.0, best=150.0, oracle=199.0, bound=80.0), "because of the plan:"),
+        (
+            _cell(treadle=200.0, best=150.0, oracle=170.0, bound=80.0),
+            "because of the plan and of the predictor's error",
+        ),
     ],
 )
 def test_the_page_says_who_is_faster_and_why(cell: dict[str, Any], says: str) -> None:
@@ -148,12 +150,12 @@ def test_the_page_counts_the_cells_that_reach_each_aim_and_those_that_do_not() -
             **ratios,
         }
 
-    lines = list(aims({"gpus": 64, "cells": [cell("tail", 1.6, 0.8, 2.6), cell("work", 0.97, 0.95, None)]}))
+    rows = check_aims({"gpus": 64, "cells": [cell("tail", 1.6, 0.8, 2.6), cell("work", 0.97, 0.95, None)]})
 
-    assert lines[2:7] == [
-        "| 1.5 times the best baseline where the tail binds | 1 of 1 cells (1.60–1.60) | 1 of 1 cells (2.00–2.00) |",
-        "| nowhere below 0.98 times the best baseline | 1 of 2 cells (0.97–1.60) | 2 of 2 cells (1.02–2.00) |",
-        "| 0.9 of the planner that is told every length | 1 of 2 cells (0.80–0.95) |  |",
-        "| 2.5 times slime at the paper's degree, where the paper has it | 1 of 1 cells (2.60–2.60) |  |",
-        "| 2.3 times verl at the paper's degree, where the paper has it | no such cell |  |",
+    assert [row[1:] for row in rows] == [
+        ["1 of 1 cells (1.60–1.60)", "1 of 1 cells (2.00–2.00)"],
+        ["1 of 2 cells (0.97–1.60)", "2 of 2 cells (1.02–2.00)"],
+        ["1 of 2 cells (0.80–0.95)", ""],
+        ["1 of 1 cells (2.60–2.60)", ""],
+        ["no such cell", ""],
     ]

@@ -1,4 +1,4 @@
-"""The simulated figures that exchange one part, and RollArt's affinity: their arithmetic, and that they run."""
+"""The simulated figures that exchange one part, Heddle's tables, and RollArt's affinity."""
 
 import json
 from dataclasses import replace
@@ -20,19 +20,19 @@ from treadle_bench.affinity.tasks import (
     DECODE_HEAVY,
     LLM,
     PREFILL_HEAVY,
-    interleaved,
+    draw_works,
+    interleave,
     prefill_over_decode,
-    routed,
-    tagged,
+    route,
+    tag,
     work_s,
-    works_of,
 )
-from treadle_bench.benches import BENCHES
-from treadle_bench.heddle14.measure import UNHELD
+from treadle_bench.bench import BenchOptions
+from treadle_bench.command import BENCHES
+from treadle_bench.heddle14.measure import UNRESERVED
 from treadle_bench.heddle14.measure import VARIANTS as ORDERINGS
 from treadle_bench.heddle15.measure import VARIANTS as PLACEMENTS
 from treadle_bench.heddle_tables.measure import MoveLog
-from treadle_bench.options import BenchOptions
 
 ONE_GPU = 1 / 64
 
@@ -52,25 +52,25 @@ def tiny(tmp_path: Path) -> BenchOptions:
 
 @pytest.mark.parametrize("name", ["heddle4", "heddle14", "heddle15", "heddle16"])
 async def test_a_figure_writes_what_it_needs_to_be_drawn_again(name: str, tiny: BenchOptions, tmp_path: Path) -> None:
-    found = await BENCHES[name].measured(tiny)
+    found = await BENCHES[name].run(tiny)
     assert tiny.pictures is not None
     assert json.loads((tiny.pictures / f"{name}.json").read_text()) == json.loads(json.dumps(found))
     for row in found["rows"]:
         for value in row.get("ratio_to", {}).values():
             assert value > 0.0
-    BENCHES[name].put_down(found, tmp_path / "again")
+    BENCHES[name].write(found, tmp_path / "again")
     assert (tmp_path / "again" / f"{name}.md").read_bytes() == (tiny.pictures / f"{name}.md").read_bytes()
     assert (tmp_path / "again" / f"{name}.png").stat().st_size > 0
 
 
 async def test_the_simulator_is_timed_on_the_batch_that_it_names(tiny: BenchOptions) -> None:
-    found = await BENCHES["simulator"].measured(replace(tiny, repeats=1))
+    found = await BENCHES["simulator"].run(replace(tiny, repeats=1))
     assert (found["gpus"], found["trajectories"]) == (1, 96)
     assert found["s"] == max(row["s"] for row in found["rows"] if row["system"] == "treadle") > 0.0
 
 
 async def test_the_tables_measure_every_cell(tiny: BenchOptions) -> None:
-    found = await BENCHES["heddle-tables"].measured(replace(tiny, repeats=1))
+    found = await BENCHES["heddle-tables"].run(replace(tiny, repeats=1))
     assert [row["model"] for row in found["rows"]] == ["Qwen3-8B", "Qwen3-14B", "Qwen3-32B"]
     for row in found["rows"]:
         assert row["tool_s"] == pytest.approx(0.1)
@@ -85,7 +85,7 @@ def test_the_ablations_exchange_the_part_that_they_name_and_no_other() -> None:
             ordering=ours.policy.ordering,
             preempt=ours.policy.preempt,
         )
-        assert (same == ours.policy) == (variant.name != UNHELD)  # that one holds no room either, and says so
+        assert (same == ours.policy) == (variant.name != UNRESERVED)  # that one does not reserve either, and says so
         assert (variant.system.allocated, variant.degree) == (ours.allocated, 0)
     planned = PLACEMENTS[0].system
     for variant in PLACEMENTS:
@@ -107,9 +107,11 @@ def test_a_move_is_masked_where_it_ends_before_its_tool_call() -> None:
 
 def test_work_that_reads_goes_to_the_compute_bound_pool() -> None:
     tasks = {"reads": PREFILL_HEAVY, "writes": DECODE_HEAVY}
-    now, before = ({name: works_of(kind, 6, 0, name, epoch=epoch) for name, kind in tasks.items()} for epoch in (0, 1))
+    now, before = (
+        {name: draw_works(kind, 6, 0, name, epoch=epoch) for name, kind in tasks.items()} for epoch in (0, 1)
+    )
     assert prefill_over_decode(now["reads"]) > 10.0 > 1.0 > prefill_over_decode(now["writes"])
-    split = routed([*now["reads"], *now["writes"]], [*before["reads"], *before["writes"]])
+    split = route([*now["reads"], *now["writes"]], [*before["reads"], *before["writes"]])
     on_compute = [work.prompt_id for work in split if work.hardware_tags == (COMPUTE,)]
     reads = sum(prompt.startswith("reads") for prompt in on_compute)
     writes = len(on_compute) - reads
@@ -127,25 +129,23 @@ def test_work_costs_what_the_curve_says_of_a_full_batch() -> None:
 
 
 def test_tasks_by_turns_lose_no_trajectory() -> None:
-    works = [works_of(kind, 5, 0, name) for name, kind in (("a", PREFILL_HEAVY), ("b", DECODE_HEAVY))]
-    mixed = interleaved(works)
+    works = [draw_works(kind, 5, 0, name) for name, kind in (("a", PREFILL_HEAVY), ("b", DECODE_HEAVY))]
+    mixed = interleave(works)
     assert sorted(map(id, mixed)) == sorted(id(work) for each in works for work in each)
     assert {work.prompt_id[0] for work in mixed[:BLOCK]} == {"a"}
     assert mixed[BLOCK].prompt_id[0] == "b"
 
 
 def test_tagged_trajectories_run_on_engines_that_carry_their_tag() -> None:
-    works = works_of(DECODE_HEAVY, 2, 0, "b")[:6]
+    works = draw_works(DECODE_HEAVY, 2, 0, "b")[:6]
     engines = (engine_model(LLM, "H20", 1, 8), engine_model(LLM, COMPUTE, 1, 8))
-    outcome = Driver(
-        Workload("x", tuple(tagged(works, COMPUTE))), Cluster(engines), VERL.policy, VERL.tuning, None
-    ).run()
+    outcome = Driver(Workload("x", tuple(tag(works, COMPUTE))), Cluster(engines), VERL.policy, VERL.tuning, None).run()
     assert outcome.engine_busy_s[0] == 0.0 < outcome.engine_busy_s[1]
 
 
 async def test_affinity_compares_every_system_under_every_routing(tmp_path: Path) -> None:
     options = BenchOptions(repeats=1, scale=0.01, workers=1, pictures=tmp_path)
-    found = await BENCHES["affinity"].measured(options)
+    found = await BENCHES["affinity"].run(options)
     assert {row["task"]: row["suited"] for row in found["alone"]} == {"prefill-heavy": "H800", "decode-heavy": "H20"}
     ratios = {(row["system"], row["routing"]): row["ratio"] for row in found["mixed"]}
     assert len(ratios) == 3 * 3

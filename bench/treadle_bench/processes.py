@@ -1,0 +1,64 @@
+"""Child processes of the benches that measure live: a mesh with engines, or one service with NATS, in a temporary
+folder. They are stopped and the folder is removed when the block ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from treadle_cli.mesh.embedded_nats import start_nats
+from treadle_cli.mesh.engines import EnginePlan
+from treadle_cli.mesh.mesh import Mesh, MeshPlan, StartBoard
+from treadle_cli.mesh.processes import ProcessTree
+from treadle_cli.mesh.services import HOST
+
+from treadle_bench.bench import BenchOptions
+
+START_TIMEOUT_S = 120.0
+SERVICE_STAGE = 2  # the service is stopped before NATS
+
+
+@asynccontextmanager
+async def run_mesh(engines: EnginePlan, options: BenchOptions) -> AsyncIterator[Mesh]:
+    """A mesh on this machine. Raises ProcessError."""
+    async with _run_tree(options) as (tree, folder):
+        with StartBoard(options.progress) as board:
+            mesh = await Mesh.start(MeshPlan(engines, folder / "state"), tree, board)
+        yield mesh
+
+
+@dataclass(frozen=True)
+class Service:
+    """Where a service and its NATS listen."""
+
+    address: str
+    nats_url: str
+
+
+@asynccontextmanager
+async def run_service(name: str, options: BenchOptions, **settings: str) -> AsyncIterator[Service]:
+    """One service without the rest of the mesh. settings: in upper case, without the prefix. Raises ProcessError."""
+    async with _run_tree(options) as (tree, folder):
+        _, nats_url = await start_nats(tree, folder, dict(os.environ))
+        ready = folder / "ready.json"
+        own = {"LISTEN": f"{HOST}:0", "READY_FILE": str(ready), "NATS_URL": nats_url, **settings}
+        env = {**os.environ, **{f"TREADLE_{name.upper()}_{key}": value for key, value in own.items()}}
+        child = tree.start(name, [sys.executable, "-m", f"treadle_{name}"], env=env, stage=SERVICE_STAGE)
+
+        async def read_address() -> str | None:
+            return str(json.loads(ready.read_text())["address"]) if ready.exists() else None
+
+        yield Service(await child.until(read_address, "ready file", START_TIMEOUT_S), nats_url)
+
+
+@asynccontextmanager
+async def _run_tree(options: BenchOptions) -> AsyncIterator[tuple[ProcessTree, Path]]:
+    with tempfile.TemporaryDirectory(prefix="treadle-bench-", ignore_cleanup_errors=True) as name:
+        async with ProcessTree(Path(name) / "logs", hurry=options.hurry) as tree:
+            yield tree, Path(name)
