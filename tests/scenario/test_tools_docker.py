@@ -10,12 +10,13 @@ import grpc
 import grpc.aio
 import pytest
 from support.docker_daemon import DockerDaemon, docker_daemon
-from support.fleets import COUNTER, OnCores, fleet_on
+from support.fleets import COUNTER, fleet_on
 from support.processes import StartService
 from support.rpc import error_of
 from support.tools import ToolsCalls, tools
 from treadle.tools.v1 import tools_pb2 as pb
 from treadle_tools.builtin import PYTHON
+from treadle_tools.limits import Granted
 from treadle_tools.sandbox.containers.docker import DockerHost
 
 __all__ = ["docker_daemon"]
@@ -111,7 +112,7 @@ async def test_granted_cores_are_the_containers_before_each_action(
         limits = COUNTER.limits
         await cell.ask("open", {"start": 1}, limits, 64)
         told = []
-        for granted in (OnCores(cpu_cores=1, cores=(1,)), OnCores(cpu_cores=1, cores=(0,)), OnCores(cpu_cores=2)):
+        for granted in (Granted(cpu_cores=1, cores=(1,)), Granted(cpu_cores=1, cores=(0,)), Granted(cpu_cores=2)):
             reply = await cell.ask("step", {"code": files + look}, granted, 64)
             told.append(reply["output"].split()[:2])
         (name,) = [name for name in docker_daemon.containers(owner, running=True) if name == cell.name]

@@ -17,7 +17,7 @@ import pytest
 from support.conditions import until, until_said
 from support.processes import StartService, import_path
 from support.rpc import error_of
-from support.tools import ToolsCalls, calls_to, gone, groups_of, keeper_of, tools
+from support.tools import ToolsCalls, calls_to, daemon_of, gone, groups_of, tools
 from treadle.telemetry.v1.facts_pb2 import Fact
 from treadle.tools.v1 import tools_pb2 as pb
 from treadle_runtime.bus import open_bus
@@ -285,17 +285,17 @@ async def test_memory_is_watched_while_there_is_no_service(
     """
     GIVEN   no control groups, and a step whose children will hold 160 MiB where 64 are allowed
     WHEN    the service is killed before they do
-    Result: the keeper kills the cell; the next service says that the session has ended
+    Result: the daemon kills the cell; the next service says that the session has ended
     """
     async with own_life(start_service, state, tmp_path, CGROUPS="off") as calls:
         session_id = (await calls.open("hoards")).session.session_id
         hoarding = asyncio.create_task(calls.step(session_id, {}, id="hoard"))
-        keeper = keeper_of(calls)
+        daemon = daemon_of(calls)
         await asyncio.sleep(0.3)
         calls.process.kill()
         await asyncio.gather(hoarding, return_exceptions=True)
-        await said(Path(state) / "keeper.log", "a cell outgrew its memory")
-        assert keeper.is_running()
+        await said(Path(state) / "daemon.log", "a sandbox outgrew its memory")
+        assert daemon.is_running()
     async with own_life(start_service, state, tmp_path, CGROUPS="off") as calls:
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await calls.step(session_id, {}, id="hoard")
@@ -306,18 +306,18 @@ async def test_sessions_outlive_an_orderly_end_where_they_are_told_to(start_serv
     async with life(start_service, state, "frozen_lake", KEEP_ON_EXIT="true") as calls:
         session_id = (await calls.open("frozen_lake", {"seed": 7})).session.session_id
         await calls.step(session_id, {"action": "down"})
-        keeper = keeper_of(calls)
+        daemon = daemon_of(calls)
         calls.process.terminate()
         assert await calls.process.wait() == 0
-        assert keeper.is_running()
+        assert daemon.is_running()
     async with life(start_service, state, "frozen_lake") as calls:
         moved = await calls.step(session_id, {"action": "down"})
         assert json.loads(moved.data_json) == {"row": 2, "column": 0}
-        inside = keeper.children(recursive=True)
+        inside = daemon.children(recursive=True)
         calls.process.terminate()
         assert await calls.process.wait() == 0
-        await gone([keeper, *inside])
-        assert groups_of(keeper) == []
+        await gone([daemon, *inside])
+        assert groups_of(daemon) == []
 
 
 async def test_a_closed_session_stays_closed(start_service: StartService, state: str) -> None:
@@ -341,10 +341,10 @@ async def test_a_session_whose_sandbox_died_meanwhile_says_so(start_service: Sta
     async with life(start_service, state, "frozen_lake") as calls:
         session_id = (await calls.open("frozen_lake")).session.session_id
         await calls.step(session_id, {"action": "left"})
-        keeper = keeper_of(calls)
-        inside = keeper.children(recursive=True)
+        daemon = daemon_of(calls)
+        inside = daemon.children(recursive=True)
         calls.process.kill()
-        for process in keeper.children():
+        for process in daemon.children():
             process.kill()
         await gone(inside)
     async with life(start_service, state, "frozen_lake") as calls:
@@ -368,23 +368,23 @@ async def test_sessions_of_a_tool_that_is_off_now_are_closed(start_service: Star
 
 async def test_what_a_killed_machine_leaves_in_the_folder_harms_nobody(start_service: StartService, state: str) -> None:
     """
-    WHEN    service and keeper are killed together
-    Result: the next service finds a socket that nobody listens to, starts a keeper of its own and knows no session
+    WHEN    service and daemon are killed together
+    Result: the next service finds a socket that nobody listens to, starts a daemon of its own and knows no session
     """
     async with life(start_service, state, "frozen_lake") as calls:
         session_id = (await calls.open("frozen_lake")).session.session_id
-        keeper = keeper_of(calls)
-        inside = keeper.children(recursive=True)
+        daemon = daemon_of(calls)
+        inside = daemon.children(recursive=True)
         calls.process.kill()
-        keeper.kill()
+        daemon.kill()
         await gone(inside)
-        assert (Path(state) / "keeper.sock").exists()
+        assert (Path(state) / "daemon.sock").exists()
     async with life(start_service, state, "frozen_lake") as calls:
         with pytest.raises(grpc.aio.AioRpcError) as missing:
             await calls.session(session_id)
         assert error_of(missing.value).reason == "SESSION_NOT_FOUND"
         assert (await calls.open("frozen_lake")).session.session_id
-        assert groups_of(keeper) == []
+        assert groups_of(daemon) == []
 
 
 async def test_a_second_service_on_one_folder_is_refused(start_service: StartService, state: str) -> None:
@@ -395,7 +395,7 @@ async def test_a_second_service_on_one_folder_is_refused(start_service: StartSer
         assert "TREADLE_TOOLS_STATE_DIR" in line
         assert "another tools service" in line
         assert (await calls.python("1 + 1")).output == "2\n"
-        assert psutil.Process(keeper_of(calls).pid).is_running()
+        assert psutil.Process(daemon_of(calls).pid).is_running()
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770])

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from support.processes import StartService, import_path
 from support.rpc import error_of
-from support.tools import CALL_S, GONE_WITHIN_S, ToolsCalls, gone, groups_of, keeper_of, tools
+from support.tools import CALL_S, GONE_WITHIN_S, ToolsCalls, daemon_of, gone, groups_of, tools
 from treadle.tools.v1 import tools_pb2 as pb
 
 
@@ -27,11 +27,11 @@ async def sandboxed(calls: ToolsCalls) -> list[psutil.Process]:
 async def test_sigterm_leaves_nothing_behind(start_service: StartService, tmp_path: Path) -> None:
     async with tools(start_service, "python", "frozen_lake", STATE_DIR=str(tmp_path / "state")) as calls:
         running = await sandboxed(calls)
-        keeper = keeper_of(calls)
+        daemon = daemon_of(calls)
         calls.process.terminate()
         assert await calls.process.wait() == 0
         await gone(running)
-        assert groups_of(keeper) == []
+        assert groups_of(daemon) == []
         assert not (tmp_path / "state").exists()
 
 
@@ -54,7 +54,7 @@ async def test_sigkill_leaves_nothing_behind_once_nobody_has_come(start_service:
     state = tmp_path / "state"
     async with tools(start_service, "python", "frozen_lake", STATE_DIR=str(state), KEEP_S="0.5") as calls:
         running = await sandboxed(calls)
-        keeper = keeper_of(calls)
+        daemon = daemon_of(calls)
         busy = asyncio.create_task(calls.python("while True: pass"))
         await asyncio.sleep(0.3)
         running += psutil.Process(calls.process.pid).children(recursive=True)
@@ -63,7 +63,7 @@ async def test_sigkill_leaves_nothing_behind_once_nobody_has_come(start_service:
         await gone(running)
         with pytest.raises(grpc.aio.AioRpcError):
             await busy
-        assert groups_of(keeper) == []
+        assert groups_of(daemon) == []
         assert not state.exists()
 
 
@@ -74,7 +74,7 @@ async def test_a_lost_worker_is_replaced(start_service: StartService) -> None:
     """
     async with tools(start_service, "python") as calls:
         await calls.python("1")
-        for process in keeper_of(calls).children():
+        for process in daemon_of(calls).children():
             process.kill()
         await runs_again(calls)
 
@@ -82,9 +82,9 @@ async def test_a_lost_worker_is_replaced(start_service: StartService) -> None:
 async def test_a_session_of_a_lost_worker_has_crashed(start_service: StartService) -> None:
     async with tools(start_service, "frozen_lake") as calls:
         session_id = (await calls.open("frozen_lake")).session.session_id
-        keeper = keeper_of(calls)
-        running = keeper.children(recursive=True)
-        for process in keeper.children():
+        daemon = daemon_of(calls)
+        running = daemon.children(recursive=True)
+        for process in daemon.children():
             process.kill()
         await gone(running)
         result = await calls.step(session_id, {"action": "left"})
@@ -94,20 +94,20 @@ async def test_a_session_of_a_lost_worker_has_crashed(start_service: StartServic
 
 async def test_a_lost_keeper_takes_its_sandboxes_with_it_and_is_replaced(start_service: StartService) -> None:
     """
-    WHEN    the keeper is killed
-    Result: everything in its sandboxes dies at once; its session has crashed; a new keeper serves
+    WHEN    the daemon is killed
+    Result: everything in its sandboxes dies at once; its session has crashed; a new daemon serves
     """
     async with tools(start_service, "python", "frozen_lake") as calls:
         session_id = (await calls.open("frozen_lake")).session.session_id
-        keeper = keeper_of(calls)
-        running = keeper.children(recursive=True)
-        keeper.kill()
+        daemon = daemon_of(calls)
+        running = daemon.children(recursive=True)
+        daemon.kill()
         await gone(running)
         result = await calls.step(session_id, {"action": "left"})
         assert result.status == pb.RESULT_STATUS_CRASHED
         await runs_again(calls)
-        assert keeper_of(calls) != keeper
-        assert keeper_of(calls).net_connections("inet") == []  # or the service's port would be taken after its end
+        assert daemon_of(calls) != daemon
+        assert daemon_of(calls).net_connections("inet") == []  # or the service's port would be taken after its end
 
 
 async def runs_again(calls: ToolsCalls) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from support.fake_host import started
+from support.fake_host import start_worker
 
 STDIN, STDOUT = 0, 1
 NAMESPACE = "rollouts"
@@ -114,7 +114,7 @@ class FakeApiServer:
         body = await request.json()
         pod = FakePod(body, waiting=self.waiting)
         if not self.waiting:
-            pod.process, pod.end = started(body["spec"]["containers"][0]["command"], self._paths)
+            pod.process, pod.end = start_worker(body["spec"]["containers"][0]["command"], self._paths)
         self.pods[body["metadata"]["name"]] = pod
         return web.json_response(pod.shown(), status=201)
 

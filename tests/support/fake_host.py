@@ -1,6 +1,6 @@
-"""A fake host of containers: each "container" is a plain process of this machine that runs the real worker, unwalled.
+"""A fake host of containers: each "container" is a plain process of this machine that runs the real worker, unisolated.
 
-What it shows is how the service deals with hosts, lines and sessions; what it cannot show is any wall.
+It shows how the service deals with hosts, connections and sessions; it cannot show that anything is isolated.
 """
 
 import asyncio
@@ -9,22 +9,22 @@ import socket
 import subprocess
 import sys
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
-from treadle_tools.sandbox.containers.recipe import Allotment, Ending, HostFailed, Recipe, VesselLost
+from treadle_tools.sandbox.containers.hosts import Allotment, ContainerLost, Ending, HostFailed, Recipe
 
 BOOT = """
 import sys, json
 config = json.loads(sys.argv[1])
 sys.path += config["paths"]
-from treadle_tools.sandbox.inside import cell
-from treadle_tools.sandbox.inside import container
-cell.close_doors = lambda: None
+from treadle_tools.sandbox.inside import container, isolation
+isolation.drop_privileges = lambda: None
 container.main(config)
 """
 
 
-def started(argv: Sequence[str], paths: Sequence[str]) -> "tuple[subprocess.Popen[bytes], socket.socket]":
-    """A worker as a recipe's command starts it, but here, and our end of its standard input and output."""
+def start_worker(argv: Sequence[str], paths: Sequence[str]) -> "tuple[subprocess.Popen[bytes], socket.socket]":
+    """Start a worker as a recipe's command does, but here; and our end of its standard input and output."""
     config = {**json.loads(argv[-1]), "paths": paths}
     end, theirs = socket.socketpair()
     with theirs:
@@ -36,28 +36,27 @@ def started(argv: Sequence[str], paths: Sequence[str]) -> "tuple[subprocess.Pope
 
 
 class FakePipe:
-    """Bytes to and from a process that others may be attached to later."""
+    """A `Pipe` to a process that others may attach to later."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end.dup()
         self._end.setblocking(False)
         self._cut = asyncio.Event()
 
-    async def write(self, piece: bytes) -> None:
-        """See `vessel.Pipe`."""
+    async def write(self, data: bytes) -> None:
         if self._cut.is_set():
             raise ConnectionError("it is cut")
-        await asyncio.get_running_loop().sock_sendall(self._end, piece)
+        await asyncio.get_running_loop().sock_sendall(self._end, data)
 
-    async def read(self) -> bytes:
-        """See `vessel.Pipe`."""
+    async def read(self) -> tuple[bool, bytes] | None:
         reading = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(self._end, 65536))
         cut = asyncio.ensure_future(self._cut.wait())
         try:
             await asyncio.wait((reading, cut), return_when=asyncio.FIRST_COMPLETED)
-            return b"" if self._cut.is_set() else await reading
+            data = b"" if self._cut.is_set() else await reading
+            return (False, data) if data else None
         except ConnectionError:
-            return b""
+            return None
         finally:
             reading.cancel()
             cut.cancel()
@@ -65,89 +64,73 @@ class FakePipe:
             if self._cut.is_set():
                 self._end.close()
 
-    @property
-    def complaints(self) -> str:
-        """See `vessel.Pipe`."""
-        return ""
-
     async def close(self) -> None:
-        """See `vessel.Pipe`."""
         self._cut.set()
         self._end.close()
 
     def cut(self) -> None:
-        """The line breaks, for whoever reads it."""
+        """Break the connection, for whoever reads it."""
         self._cut.set()
 
 
-class FakeVessel:
-    """One process."""
+@dataclass
+class FakeContainer:
+    """One process, and what was asked of it."""
 
-    def __init__(self, host: "FakeHost", name: str, process: "subprocess.Popen[bytes]", end: socket.socket) -> None:
-        self.name = name
-        self.process = process
-        self.allotted: list[Allotment] = []
-        self.pipes: list[FakePipe] = []
-        self._host = host
-        self._end = end
-
-    async def attach(self) -> FakePipe:
-        """See `vessel.Vessel`."""
-        if self.name not in self._host.vessels:
-            raise VesselLost(self.name)
-        self.pipes.append(FakePipe(self._end))
-        return self.pipes[-1]
-
-    async def allot(self, allotment: Allotment) -> None:
-        """See `vessel.Vessel`."""
-        self.allotted.append(allotment)
-
-    async def ending(self) -> Ending:
-        """See `vessel.Vessel`."""
-        code = self.process.poll()
-        return Ending(runs=code is None, exit_code=None if code is None else (code if code >= 0 else 128 - code))
-
-    async def remove(self) -> None:
-        """See `vessel.Vessel`."""
-        if self._host.vessels.pop(self.name, None) is not None:
-            self.process.kill()
-            self.process.wait()
-            self._end.close()
+    process: "subprocess.Popen[bytes]"
+    end: socket.socket
+    allotted: list[Allotment] = field(default_factory=list)
+    pipes: list[FakePipe] = field(default_factory=list)
 
 
 class FakeHost:
-    """See the module. fails: how many of the next creations it refuses."""
+    """A `Host`. fails: how many of the next creations it refuses."""
 
     def __init__(self, name: str = "fake", fails: int = 0) -> None:
         self.name = name
         self.fails = fails
         self.asked = 0
-        self.vessels: dict[str, FakeVessel] = {}
+        self.containers: dict[str, FakeContainer] = {}
 
     async def check(self) -> str:
-        """See `vessel.Host`."""
         return "fake 1"
 
-    async def make(self, recipe: Recipe, name: str) -> FakeVessel:
-        """See `vessel.Host`."""
+    async def make(self, recipe: Recipe, name: str) -> None:
         self.asked += 1
         if self.fails:
             self.fails -= 1
             raise HostFailed(f"{self.name} refuses")
-        process, end = started(recipe.argv, sorted({str(path.parent) for path, _ in recipe.code}))
-        self.vessels[name] = FakeVessel(self, name, process, end)
-        return self.vessels[name]
+        worker = start_worker(recipe.argv, sorted({str(path.parent) for path, _ in recipe.code}))
+        self.containers[name] = FakeContainer(*worker)
 
-    async def running(self) -> Sequence[FakeVessel]:
-        """See `vessel.Host`."""
-        return [vessel for vessel in self.vessels.values() if vessel.process.poll() is None]
+    async def attach(self, name: str) -> FakePipe:
+        if name not in self.containers:
+            raise ContainerLost(name)
+        pipe = FakePipe(self.containers[name].end)
+        self.containers[name].pipes.append(pipe)
+        return pipe
+
+    async def allot(self, name: str, allotment: Allotment) -> None:
+        self.containers[name].allotted.append(allotment)
+
+    async def ending(self, name: str) -> Ending:
+        code = self.containers[name].process.poll()
+        return Ending(runs=code is None, exit_code=None if code is None else (code if code >= 0 else 128 - code))
+
+    async def remove(self, name: str) -> None:
+        if (container := self.containers.pop(name, None)) is not None:
+            container.process.kill()
+            container.process.wait()
+            container.end.close()
+
+    async def running(self) -> Sequence[str]:
+        return [name for name, container in self.containers.items() if container.process.poll() is None]
 
     async def sweep(self, kept: Collection[str]) -> int:
-        """See `vessel.Host`."""
-        swept = [vessel for name, vessel in self.vessels.items() if name not in kept]
-        for vessel in swept:
-            await vessel.remove()
+        swept = [name for name in self.containers if name not in kept]
+        for name in swept:
+            await self.remove(name)
         return len(swept)
 
     async def close(self) -> None:
-        """See `vessel.Host`."""
+        pass

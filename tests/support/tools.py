@@ -107,15 +107,15 @@ def shared_tools(folder: Path, *builtin: str, **settings: str) -> Iterator[Servi
         nats.kill()
 
 
-def keeper_of(calls: ToolsCalls) -> psutil.Process:
-    """The keeper that this life of the service has started."""
+def daemon_of(calls: ToolsCalls) -> psutil.Process:
+    """The sandbox daemon that this run of the service has started."""
     started = psutil.Process(calls.process.pid).children()
-    return next(process for process in started if "treadle_tools.sandbox.keeper" in process.cmdline())
+    return next(process for process in started if "treadle_tools.sandbox.daemon" in process.cmdline())
 
 
-def groups_of(keeper: psutil.Process) -> list[Path]:
+def groups_of(daemon: psutil.Process) -> list[Path]:
     """Its control groups."""
-    return list(Path("/sys/fs/cgroup").glob(f"**/treadle-tools-{keeper.pid}"))
+    return list(Path("/sys/fs/cgroup").glob(f"**/treadle-tools-{daemon.pid}"))
 
 
 async def gone(processes: list[psutil.Process]) -> None:

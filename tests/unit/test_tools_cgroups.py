@@ -4,9 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-from treadle_tools.sandbox.bubblewrap.cgroups import V1, V2, Cgroups, Root, Slot
-from treadle_tools.sandbox.bubblewrap.hierarchy import find_cgroups
-from treadle_tools.sandbox.bubblewrap.memory import PAGE_BYTES, private_bytes
+from treadle_tools.sandbox.bubblewrap.cgroups import V1, V2, Cgroups, Root, Slot, find_cgroups
+from treadle_tools.sandbox.bubblewrap.sandbox import PAGE_BYTES, read_private_bytes
 
 
 def slot_of(version: int, folder: Path) -> tuple[Slot, dict[str, Path]]:
@@ -149,6 +148,6 @@ def test_memory_is_summed_over_descendants(tmp_path: Path) -> None:
     fake_process(tmp_path, 2, 200, 40, "4 ")
     fake_process(tmp_path, 3, 50, 50, "5 ")  # 5 has just ended
     fake_process(tmp_path, 4, 70, 0, "")
-    assert private_bytes(1, proc=tmp_path) == (60 + 160 + 0 + 70) * PAGE_BYTES
-    assert private_bytes(1, 60 * PAGE_BYTES, proc=tmp_path) == (0 + 100 + 0 + 10) * PAGE_BYTES
-    assert private_bytes(99, proc=tmp_path) == 0
+    assert read_private_bytes(1, proc=tmp_path) == (60 + 160 + 0 + 70) * PAGE_BYTES
+    assert read_private_bytes(1, 60 * PAGE_BYTES, proc=tmp_path) == (0 + 100 + 0 + 10) * PAGE_BYTES
+    assert read_private_bytes(99, proc=tmp_path) == 0

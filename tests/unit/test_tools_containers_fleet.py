@@ -3,103 +3,96 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.fake_host import FakeHost, FakeVessel
-from support.fleets import COUNTER, OnCores, fleet_on
+from support.conditions import until
+from support.fake_host import FakeContainer, FakeHost
+from support.fleets import COUNTER, fleet_on
 from treadle_tools.builtin import PYTHON
-from treadle_tools.sandbox.bubblewrap.cell import WORKER_BYTES, CellLost, WorkerFailed
-from treadle_tools.sandbox.inside.container import Post
-from treadle_tools.sandbox.seam import Cell
-from treadle_tools.tool import Kind, Limits, Tool
+from treadle_tools.limits import MIB, WORKER_BYTES, Granted, Limits
+from treadle_tools.sandbox.inside.container import LineRequests
+from treadle_tools.sandbox.sandboxes import Sandbox, SandboxLost, WorkerFailed
+from treadle_tools.tool import Kind, Tool
 
-MIB = 1024 * 1024
 RECORD = {"session_id": "s-1", "tool": "counter"}
 
 
-async def until(true: Callable[[], bool]) -> None:
-    """Returns once something holds; the test's own time limit ends it otherwise."""
-    while not true():  # noqa: ASYNC110 - nobody tells
-        await asyncio.sleep(0.01)
+async def open_counter(sandbox: Sandbox, start: int = 1) -> None:
+    assert (await sandbox.ask("open", {"start": start}, COUNTER.limits, 64, request_id="o"))["output"] == str(start)
 
 
-async def opened(cell: Cell, start: int = 1) -> None:
-    assert (await cell.ask("open", {"start": start}, COUNTER.limits, 64, request_id="o"))["output"] == str(start)
+async def step(sandbox: Sandbox, id: str, **arguments: object) -> str:
+    return str((await sandbox.ask("step", arguments, COUNTER.limits, 64, request_id=id))["output"])
 
 
-async def step(cell: Cell, id: str, **arguments: object) -> str:
-    return str((await cell.ask("step", arguments, COUNTER.limits, 64, request_id=id))["output"])
-
-
-def vessel_of(host: FakeHost, cell: Cell) -> FakeVessel:
-    return host.vessels[cell.name]
+def container_of(host: FakeHost, sandbox: Sandbox) -> FakeContainer:
+    return host.containers[sandbox.name]
 
 
 async def test_each_cell_is_used_once_and_removed(tmp_path: Path) -> None:
     host = FakeHost()
-    async with fleet_on([host], tmp_path, tools=[PYTHON], spares=2) as fleet:
+    async with fleet_on([host], tmp_path, tools=[PYTHON], warm=2) as fleet:
         names = set()
         for n in range(4):
-            cell = await fleet.take("python")
-            assert (await cell.ask("call", {"code": f"{n} * 2"}, PYTHON.limits, 64))["output"] == f"{n * 2}\n"
-            names.add(cell.name)
-            cell.close()
-            cell.close()
-            assert not cell.alive
+            sandbox = await fleet.take("python")
+            assert (await sandbox.ask("call", {"code": f"{n} * 2"}, PYTHON.limits, 64))["output"] == f"{n * 2}\n"
+            names.add(sandbox.name)
+            sandbox.close()
+            sandbox.close()
+            assert not sandbox.alive
         assert len(names) == 4
-        await until(lambda: not names & set(host.vessels))
-    assert host.vessels == {}
+        await until(lambda: not names & set(host.containers))
+    assert host.containers == {}
 
 
 async def test_limits_are_written_before_an_action_and_only_where_they_change(tmp_path: Path) -> None:
     """Cores for each action; memory when a session opens, and not again in its steps."""
     host = FakeHost()
     async with fleet_on([host], tmp_path, tools=[COUNTER]) as fleet:
-        cell = await fleet.take("counter")
-        allotted = vessel_of(host, cell).allotted
+        sandbox = await fleet.take("counter")
+        allotted = container_of(host, sandbox).allotted
         ready = len(allotted)
         small = Limits(memory_bytes=64 * MIB)
-        await cell.ask("open", {}, small, 64)
-        for granted in (OnCores(cores=(3,)), OnCores(cores=(3,)), OnCores(cpu_cores=2, cores=(4, 5)), Limits()):
-            await cell.ask("step", {"add": 1}, granted, 64)
+        await sandbox.ask("open", {}, small, 64)
+        for granted in (Granted(cores=(3,)), Granted(cores=(3,)), Granted(cpu_cores=2, cores=(4, 5)), Limits()):
+            await sandbox.ask("step", {"add": 1}, granted, 64)
         written = allotted[ready:]
         assert [one.cores for one in written] == [(), (3,), (4, 5), ()]
         assert [one.cpu_cores for one in written] == [1, 1, 2, 1]
         assert len({one.memory_bytes for one in written}) == 1
         assert written[0].memory_bytes is not None
         assert 64 * MIB + WORKER_BYTES < written[0].memory_bytes < 64 * MIB + WORKER_BYTES + 100 * MIB
-        cell.close()
+        sandbox.close()
 
 
 async def test_a_line_that_breaks_is_laid_again_and_a_step_is_taken_once(tmp_path: Path) -> None:
     host = FakeHost()
     async with fleet_on([host], tmp_path, tools=[COUNTER]) as fleet:
-        cell = await fleet.take("counter")
-        await opened(cell)
-        slow = asyncio.create_task(step(cell, "s1", add=2, pause_s=0.5))
+        sandbox = await fleet.take("counter")
+        await open_counter(sandbox)
+        slow = asyncio.create_task(step(sandbox, "s1", add=2, pause_s=0.5))
         await asyncio.sleep(0.2)
-        vessel_of(host, cell).pipes[-1].cut()
+        container_of(host, sandbox).pipes[-1].cut()
         assert await slow == "3"
-        vessel_of(host, cell).pipes[-1].cut()
-        assert await step(cell, "s2", add=4) == "7"
-        assert len(vessel_of(host, cell).pipes) == 3
-        cell.close()
+        container_of(host, sandbox).pipes[-1].cut()
+        assert await step(sandbox, "s2", add=4) == "7"
+        assert len(container_of(host, sandbox).pipes) == 3
+        sandbox.close()
 
 
 async def test_a_worker_that_is_killed_is_lost_and_says_how(tmp_path: Path) -> None:
     host = FakeHost()
     async with fleet_on([host], tmp_path, tools=[COUNTER]) as fleet:
-        cell = await fleet.take("counter")
-        await opened(cell)
-        slow = asyncio.create_task(step(cell, "s1", add=2, pause_s=5.0))
+        sandbox = await fleet.take("counter")
+        await open_counter(sandbox)
+        slow = asyncio.create_task(step(sandbox, "s1", add=2, pause_s=5.0))
         await asyncio.sleep(0.2)
-        os.kill(vessel_of(host, cell).process.pid, signal.SIGKILL)
-        with pytest.raises(CellLost, match="exit code 137") as lost:
+        os.kill(container_of(host, sandbox).process.pid, signal.SIGKILL)
+        with pytest.raises(SandboxLost, match="exit code 137") as lost:
             await slow
         assert not lost.value.timed_out and not lost.value.out_of_memory
-        cell.close()
+        sandbox.close()
 
 
 async def test_the_next_life_finds_sessions_and_removes_all_else(tmp_path: Path) -> None:
@@ -111,54 +104,54 @@ async def test_the_next_life_finds_sessions_and_removes_all_else(tmp_path: Path)
     """
     host = FakeHost()
     async with fleet_on([host], tmp_path, tools=[COUNTER], keep_on_exit=True) as fleet:
-        cell, other = await fleet.take("counter"), await fleet.take("counter")
-        fleet.bind(RECORD, cell)
+        sandbox, other = await fleet.take("counter"), await fleet.take("counter")
+        fleet.bind(RECORD, sandbox)
         fleet.bind({"session_id": "s-2", "tool": "counter"}, other)
-        await opened(cell)
-        assert await step(cell, "s1", add=1) == "2"
+        await open_counter(sandbox)
+        assert await step(sandbox, "s1", add=1) == "2"
         fleet.note("s-1", {"steps": 1})
         fleet.forget("s-2", closed_by="close-request")
-        await vessel_of(host, cell).pipes[-1].write(b'{"op":"step","id":"half","argum')
+        await container_of(host, sandbox).pipes[-1].write(b'{"op":"step","id":"half","argum')
     async with fleet_on([host], tmp_path, tools=[COUNTER]) as fleet:
         (found,) = fleet.found
         assert found.record == {**RECORD, "steps": 1}
         assert fleet.closed == {"s-2": "close-request"}
-        assert found.cell is not None
-        assert cell.name in host.vessels and other.name not in host.vessels
-        assert (await found.cell.ask("recall", None, COUNTER.limits, 64))["id"] == "s1"
-        assert await step(found.cell, "s2", add=5) == "7"
+        assert found.sandbox is not None
+        assert sandbox.name in host.containers and other.name not in host.containers
+        assert (await found.sandbox.ask("recall", None, COUNTER.limits, 64))["id"] == "s1"
+        assert await step(found.sandbox, "s2", add=5) == "7"
         fleet.forget("s-1")
-        found.cell.close()
-    assert host.vessels == {}
+        found.sandbox.close()
+    assert host.containers == {}
 
 
 async def test_a_session_whose_container_is_gone_is_found_without_a_cell(tmp_path: Path) -> None:
     host = FakeHost()
     async with fleet_on([host], tmp_path, tools=[COUNTER], keep_on_exit=True) as fleet:
-        cell = await fleet.take("counter")
-        fleet.bind(RECORD, cell)
-        await opened(cell)
-    await host.vessels[cell.name].remove()
+        sandbox = await fleet.take("counter")
+        fleet.bind(RECORD, sandbox)
+        await open_counter(sandbox)
+    await host.remove(sandbox.name)
     (tmp_path / "s-3.session.json").write_text("{ written by")
     async with fleet_on([host], tmp_path, tools=[COUNTER]) as fleet:
-        assert [(found.record, found.cell) for found in fleet.found] == [(RECORD, None)]
+        assert [(found.record, found.sandbox) for found in fleet.found] == [(RECORD, None)]
 
 
 async def test_an_orderly_end_leaves_neither_containers_nor_records(tmp_path: Path) -> None:
     host = FakeHost()
     async with fleet_on([host], tmp_path, tools=[COUNTER]) as fleet:
-        cell = await fleet.take("counter")
-        fleet.bind(RECORD, cell)
-    assert host.vessels == {}
+        sandbox = await fleet.take("counter")
+        fleet.bind(RECORD, sandbox)
+    assert host.containers == {}
     assert os.listdir(tmp_path) == []  # noqa: PTH208 - a moment at the end of a test
 
 
 async def test_a_refused_creation_is_tried_on_the_other_host(tmp_path: Path) -> None:
     bad, good = FakeHost("bad", fails=99), FakeHost("good")
     async with fleet_on([bad, good], tmp_path, tools=[PYTHON]) as fleet:
-        cell = await fleet.take("python")
-        assert cell.name in good.vessels and bad.asked == 1
-        cell.close()
+        sandbox = await fleet.take("python")
+        assert sandbox.name in good.containers and bad.asked == 1
+        sandbox.close()
 
 
 async def test_a_tool_that_cannot_be_imported_fails_its_callers_with_the_reason(tmp_path: Path) -> None:
@@ -175,10 +168,10 @@ async def test_a_silent_service_is_not_waited_for(tmp_path: Path) -> None:
     """A container that hears nothing for long enough ends by itself; half a message is no request."""
     ours, theirs = os.pipe()
     heard, said = os.pipe()
-    post = Post(ours, said, silence_s=0.05)
+    requests = LineRequests(ours, said, silence_s=0.05)
     os.write(theirs, b'{"op":"call","id":"half\n\n{"op":"hello","hello":"word"}\n{"op":"call","id":"whole"}\n')
-    assert post.next_request() == ({"op": "call", "id": "whole"}, None)
+    assert requests.next_request() == ({"op": "call", "id": "whole"}, None)
     assert b'"hello":"word"' in os.read(heard, 4096)
-    assert post.next_request() is None
+    assert requests.next_request() is None
     for descriptor in (ours, theirs, heard, said):
         os.close(descriptor)

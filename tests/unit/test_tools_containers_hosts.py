@@ -3,13 +3,11 @@
 from itertools import pairwise
 
 import pytest
-from support.container_tools import TOOLS
-from treadle_tools.sandbox.containers.hosts import LONGEST_REST_S, TRIES, Hosts, split
-from treadle_tools.sandbox.containers.recipe import HostFailed, Recipe, recipe_of
+from support.fleets import COUNTER, make_recipe
+from treadle_tools.sandbox.containers.hosts import LONGEST_REST_S, TRIES, HostFailed, Hosts, Recipe
 from treadle_tools.tool import Kind, Tool
 
-(COUNTER,) = TOOLS
-RECIPE = recipe_of(COUNTER, image="python", code_in_image=False, silence_s=60.0)
+RECIPE = make_recipe(COUNTER)
 
 
 class FakeTime:
@@ -36,12 +34,11 @@ class FakeMaker:
         self.fails = fails
         self.made = 0
 
-    async def make(self, recipe: Recipe, name: str) -> str:
+    async def make(self, recipe: Recipe, name: str) -> None:
         if self.fails:
             self.fails -= 1
             raise HostFailed(f"{self.name} refuses")
         self.made += 1
-        return name
 
 
 def hosts_of(clock: FakeTime, *makers: FakeMaker) -> Hosts:
@@ -51,13 +48,12 @@ def hosts_of(clock: FakeTime, *makers: FakeMaker) -> Hosts:
 async def test_the_least_loaded_host_is_taken() -> None:
     a, b, c = FakeMaker("a"), FakeMaker("b"), FakeMaker("c")
     hosts = hosts_of(FakeTime(), a, b, c)
-    hosts.carries("a")
+    hosts.add_load("a", 1)
     for number in range(5):
         await hosts.make(RECIPE, str(number))
     assert (a.made, b.made, c.made) == (1, 2, 2)
-    hosts.freed("b")
-    hosts.freed("b")
-    assert (await hosts.make(RECIPE, "x"))[0].name == "b"
+    hosts.add_load("b", -2)
+    assert (await hosts.make(RECIPE, "x")).name == "b"
 
 
 async def test_a_host_that_fails_rests_longer_each_time_while_others_work() -> None:
@@ -93,23 +89,10 @@ async def test_where_all_hosts_fail_it_is_tried_with_pauses_and_then_given_up() 
     assert max(clock.slept) == LONGEST_REST_S
 
 
-@pytest.mark.parametrize(
-    ("image", "repository", "tag"),
-    [
-        ("python", "python", "latest"),
-        ("python:3.12-slim", "python", "3.12-slim"),
-        ("registry:5000/team/python", "registry:5000/team/python", "latest"),
-        ("registry:5000/team/python:3.12", "registry:5000/team/python", "3.12"),
-    ],
-)
-def test_an_image_has_a_repository_and_a_tag(image: str, repository: str, tag: str) -> None:
-    assert split(image) == (repository, tag)
-
-
 def test_a_recipe_shows_the_tools_own_code_unless_the_image_has_it() -> None:
     shown = {place.rpartition("/")[2] for _, place in RECIPE.code}
     assert shown == {"treadle_tools", "support"}
-    assert recipe_of(COUNTER, image="python", code_in_image=True, silence_s=60.0).code == ()
+    assert make_recipe(COUNTER, code_in_image=True).code == ()
     absent = Tool(name="x", kind=Kind.STATELESS, description="", entry="no_such_module:f", arguments_schema={})
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-        recipe_of(absent, image="python", code_in_image=False, silence_s=60.0)
+        make_recipe(absent)

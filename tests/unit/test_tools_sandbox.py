@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from treadle_tools.builtin import FROZEN_LAKE, PYTHON, TOOLS
-from treadle_tools.sandbox.bubblewrap.command import Bubblewrap, SandboxMissing, find_sandbox, program_of
+from treadle_tools.sandbox.bubblewrap.command import Bubblewrap, BubblewrapMissing, find_bubblewrap, find_code
 from treadle_tools.sandbox.inside import frames
 from treadle_tools.sandbox.inside.child import Captured
 
@@ -25,9 +25,7 @@ def binds(command: list[str]) -> set[str]:
 @pytest.mark.parametrize("drop_root", [False, True])
 def test_the_sandbox_sees_python_and_nothing_else_of_the_host(drop_root: bool) -> None:
     for tool in TOOLS:
-        program = program_of(tool)
-        sandbox = Bubblewrap("/usr/bin/bwrap", "0.8.0", user=None, drop_root=drop_root)
-        command = sandbox.command(readable=program.readable, work_bytes=1, argv=program.argv(tool, drop_root=drop_root))
+        command = list(Bubblewrap("/usr/bin/bwrap", "0.8.0", user=None, drop_root=drop_root).recipe(tool).command)
         package = Path(sys.modules["treadle_tools"].__path__[0])
         allowed = [Path("/usr"), Path("/lib"), Path("/lib64"), Path(sys.base_prefix), SITE, package]
         for bind in map(Path, binds(command)):
@@ -52,20 +50,19 @@ def test_a_tool_of_a_module_brings_its_package_along(tmp_path: Path, monkeypatch
     (tmp_path / "my_module.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     tool = replace(PYTHON, name="mine", entry="my_package.code:run", preload=("my_module", "json"))
-    program = program_of(tool)
-    assert tmp_path / "my_package" in program.readable
-    assert tmp_path / "my_module.py" in program.readable
-    assert tmp_path not in program.readable
-    assert tmp_path in program.paths
+    readable, paths = find_code(tool)
+    assert {tmp_path / "my_package", tmp_path / "my_module.py"} <= set(readable)
+    assert tmp_path not in readable
+    assert tmp_path in paths
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
-        program_of(replace(FROZEN_LAKE, entry="no_such_package:x"))
+        find_code(replace(FROZEN_LAKE, entry="no_such_package:x"))
 
 
-def test_the_same_tool_has_the_same_recipe_in_every_life_of_the_service() -> None:
-    """A keeper drops the cells of a tool whose recipe has changed; hashes, and so sets, differ between processes."""
+def test_the_same_tool_has_the_same_recipe_in_every_run_of_the_service() -> None:
+    """The daemon ends sandboxes whose tool's recipe has changed; hashes, and so sets, differ between processes."""
     code = (
-        "from treadle_tools.builtin import TOOLS; from treadle_tools.sandbox.bubblewrap.command import program_of; "
-        "print([program_of(tool) for tool in TOOLS])"
+        "from treadle_tools.builtin import TOOLS; from treadle_tools.sandbox.bubblewrap.command import find_code; "
+        "print([find_code(tool) for tool in TOOLS])"
     )
     told = set()
     for seed in ("1", "2", "3", "4"):
@@ -76,8 +73,8 @@ def test_the_same_tool_has_the_same_recipe_in_every_life_of_the_service() -> Non
 
 @pytest.mark.parametrize("name", ["/nowhere/bwrap", "no-such-bwrap", "/usr/bin/false"])
 async def test_a_missing_bubblewrap_names_the_command_that_installs_it(name: str) -> None:
-    with pytest.raises(SandboxMissing, match="apt-get install bubblewrap"):
-        await find_sandbox(name)
+    with pytest.raises(BubblewrapMissing, match="apt-get install bubblewrap"):
+        await find_bubblewrap(name)
 
 
 def test_frames_pass_and_bad_ones_are_refused() -> None:
@@ -86,7 +83,7 @@ def test_frames_pass_and_bad_ones_are_refused() -> None:
         frames.send(ours, {"text": "\ud800 é", "number": 1})
         assert frames.receive(theirs) == {"text": "\ud800 é", "number": 1}
         ours.sendall(frames.HEADER.pack(3) + b"[1]")
-        with pytest.raises(frames.FrameError, match="no JSON object"):
+        with pytest.raises(frames.FrameError, match="not a JSON object"):
             frames.receive(theirs)
         ours.sendall(frames.HEADER.pack(frames.MAX_FRAME_BYTES + 1))
         with pytest.raises(frames.FrameError, match="are the most"):

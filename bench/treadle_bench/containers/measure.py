@@ -15,25 +15,17 @@ import json
 import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from treadle_tools.builtin import PYTHON
-from treadle_tools.limits import Limits
-from treadle_tools.sandbox.containers.cell import ContainerCell
+from treadle_tools.limits import Granted, Limits
 from treadle_tools.sandbox.containers.docker import DockerHost
-from treadle_tools.sandbox.containers.recipe import Allotment, recipe_of
+from treadle_tools.sandbox.containers.hosts import Allotment, Recipe
+from treadle_tools.sandbox.containers.sandbox import ContainerSandbox
 
 OWNER = "treadle-bench-containers"
 SILENCE_S = 300.0
-
-
-@dataclass(frozen=True)
-class OnCores(Limits):
-    """Limits, and which cores were granted."""
-
-    cores: tuple[int, ...] = ()
 
 
 def quantiles(times_s: list[float]) -> dict[str, float]:
@@ -55,44 +47,45 @@ async def main(url: str, image: str, repeats: int) -> None:
     """Measure, and print."""
     host = DockerHost(url, owner=OWNER)
     version = await host.check()
-    recipe = recipe_of(PYTHON, image=image, code_in_image=False, silence_s=SILENCE_S)
+    recipe = Recipe.for_tool(PYTHON, image=image, code_in_image=False, silence_s=SILENCE_S)
     cores = sorted(os.sched_getaffinity(0))
-    cells: list[ContainerCell] = []
+    sandboxes: list[ContainerSandbox] = []
     async with asyncio.TaskGroup() as group:
 
         def spawn(work: Coroutine[Any, Any, None]) -> None:
             group.create_task(work)
 
         async def make(number: int) -> None:
-            vessel = await host.make(recipe, f"{OWNER}-{os.getpid()}-{number}")
-            cells.append(ContainerCell(vessel, spawn, lambda cell: None))
-            await cells[-1].ready(PYTHON.limits)
+            name = f"{OWNER}-{os.getpid()}-{number}"
+            await host.make(recipe, name)
+            sandboxes.append(ContainerSandbox(host, name, spawn, lambda sandbox: None))
+            await sandboxes[-1].start(PYTHON.limits)
 
         few = max(2, repeats // 10)
         report: dict[str, object] = {"docker": version, "repeats": repeats, "containers": few}
         report["ready_ms"] = await timed(few, make)
-        cell = cells[0]
+        sandbox = sandboxes[0]
 
-        async def ask(number: int, limits: Limits = PYTHON.limits, cell: ContainerCell = cell) -> None:
-            reply = await cell.ask("call", {"code": "1 + 1"}, limits, PYTHON.processes)
+        async def ask(number: int, limits: Limits = PYTHON.limits, sandbox: ContainerSandbox = sandbox) -> None:
+            reply = await sandbox.ask("call", {"code": "1 + 1"}, limits, PYTHON.processes)
             assert reply["output"] == "2\n"
 
         async def execute(number: int) -> None:
             process = await asyncio.create_subprocess_exec(
-                *("docker", "-H", url, "exec", cell.name, "python3", "-I", "-S", "-c", "")
+                *("docker", "-H", url, "exec", sandbox.name, "python3", "-I", "-S", "-c", "")
             )
             assert await process.wait() == 0
 
-        report["first_ask_ms"] = await timed(few, lambda number: ask(number, cell=cells[number]))
+        report["first_ask_ms"] = await timed(few, lambda number: ask(number, sandbox=sandboxes[number]))
         report["update_ms"] = await timed(
-            repeats, lambda number: cell.vessel.allot(Allotment(1, (cores[number % len(cores)],)))
+            repeats, lambda number: host.allot(sandbox.name, Allotment(1, (cores[number % len(cores)],)))
         )
         report["ask_ms"] = await timed(repeats, ask)
         report["ask_with_update_ms"] = await timed(
-            repeats, lambda number: ask(number, OnCores(cores=(cores[number % len(cores)],)))
+            repeats, lambda number: ask(number, Granted(cores=(cores[number % len(cores)],)))
         )
         report["docker_exec_ms"] = await timed(few, execute)
-        report["remove_ms"] = await timed(few, lambda number: cells[number].vessel.remove())
+        report["remove_ms"] = await timed(few, lambda number: host.remove(sandboxes[number].name))
     await host.sweep(())
     await host.close()
     print(json.dumps({**report, "load_1m": round(os.getloadavg()[0], 1)}, indent=2))

@@ -1,4 +1,4 @@
-"""Work that outlives the call that began it: a step that must not be half done, a cell that is being killed.
+"""Work that outlives the call that began it: a step that must not be half done, an opening.
 
 Owns: one TaskGroup, from `run` (a background task of the service) until the drain.
 """

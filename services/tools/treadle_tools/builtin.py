@@ -13,7 +13,7 @@ PYTHON = Tool(
     name="python",
     kind=Kind.STATELESS,
     description="Runs Python: what it prints, then the value of the last expression. Nothing is kept between calls.",
-    entry="treadle_tools.sandbox.inside.snippet:run_tool",
+    entry="treadle_tools.sandbox.inside.program:run_snippet",
     arguments_schema={
         "type": "object",
         "properties": {"code": {"type": "string", "description": "Python source"}},

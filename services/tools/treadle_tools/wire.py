@@ -34,9 +34,8 @@ from treadle_tools.rewards.pool import RewardPool
 from treadle_tools.rewards.reward import BUCKET as REWARDS_BUCKET
 from treadle_tools.rewards.reward import RewardJournal
 from treadle_tools.rewards.scorers import Endpoints, FixedEndpoints, JudgeScorer, Scorer, ToolScorer
-from treadle_tools.sandbox.backends import find_pools
-from treadle_tools.sandbox.keeper.folder import SNAPSHOTS
-from treadle_tools.sandbox.pools import KeptCells
+from treadle_tools.sandbox.backends import start_backends
+from treadle_tools.sandbox.sandboxes import ReusedSandboxes
 from treadle_tools.scheduling.actions import Actions
 from treadle_tools.scheduling.demand import Demands, Durations
 from treadle_tools.scheduling.meters import Meters
@@ -63,7 +62,7 @@ async def wire(runtime: Runtime) -> Wiring:
         raise StartError(f"TREADLE_TOOLS_PROVIDERS_FILE={settings.providers_file!r} is refused: {error}") from error
     declared, gpu_managers = _read_functions(settings)
     registry = _load_registry(settings, declared, providers)
-    pools = await find_pools(settings, registry)
+    backends = await start_backends(settings, registry)
     background = Background()
     facts = FactPublisher(bus, f"tools/{socket.gethostname()}")
     node = node_of(settings.cores, settings.memory_bytes)
@@ -85,36 +84,26 @@ async def wire(runtime: Runtime) -> Wiring:
         meters=meters,
         numbers=numbers,
     )
-    snapshots = Snapshots(
-        (pools.folder or settings.state_folder) / SNAPSHOTS,
-        most=settings.max_snapshots,
-        kept_s=settings.snapshot_kept_s,
-    )
+    snapshots = Snapshots(backends.snapshots, most=settings.max_snapshots, kept_s=settings.snapshot_kept_s)
     sessions = Sessions(
         actions,
-        pools.take,
+        backends.take,
         most=settings.max_sessions,
         idle_s=settings.session_idle_s,
-        release=lambda cell: background.spawn(pools.put_away(cell)),
-        memory=pools,
+        store=backends,
         snapshots=snapshots,
     )
     caller = Caller(Providers(turns, providers, numbers), os.environ)
-    kept = KeptCells(
-        lambda cell: background.spawn(pools.put_away(cell)),
-        most=settings.reused_sandboxes,
-        kept_s=settings.reused_sandbox_s,
-    )
+    reused = ReusedSandboxes(most=settings.reused_sandboxes, kept_s=settings.reused_sandbox_s)
     gateway = Gateway(
         registry,
-        pools,
+        backends,
         actions,
         sessions,
-        background,
         standing,
         snapshots,
         FunctionTools(caller, facts, meters),
-        kept,
+        reused,
     )
 
     ledger = Ledger(await bus.key_value(GPU_BUCKET))
@@ -142,24 +131,24 @@ async def wire(runtime: Runtime) -> Wiring:
     await rewards.load()
 
     async def run() -> None:
-        # Rewards that are cut at the drain still put their sandboxes away, so they end first.
+        # Rewards that are cut at the drain may still start background work, so they end first.
         async with run_beside([background.run]), run_beside([rewards.run]):
             await asyncio.Event().wait()
 
     async def close() -> None:
         await caller.close()
         await memory.close()
-        for backend in pools.backends:
+        for backend in backends.running:
             await backend.close()
 
-    if pools.folder is not None:
+    if backends.running:
         snapshots.load(registry)
-    sessions.restore(pools.found, registry, pools.closed)
+    sessions.restore(backends.found, registry, backends.closed)
 
     async def watch_meters() -> None:
         await meters.watch(standing)
 
-    tasks = [run, turns.run, watch_meters, sessions.reap, sessions.recall, kept.reap, residents.watch]
+    tasks = [run, turns.run, watch_meters, sessions.expire, sessions.recall, reused.expire, residents.watch]
 
     settle()
     tools_servicer = ToolsServicer(gateway, runtime.records, background)
@@ -169,7 +158,7 @@ async def wire(runtime: Runtime) -> Wiring:
             SERVICE: functools.partial(tools_pb2_grpc.add_ToolsServiceServicer_to_server, tools_servicer),
             REWARDS_SERVICE: functools.partial(rewards_pb2_grpc.add_RewardsServiceServicer_to_server, rewards_servicer),
         },
-        tasks=(*tasks, *(backend.run for backend in pools.backends)),
+        tasks=(*tasks, *(backend.run for backend in backends.running)),
         close=close,
     )
 

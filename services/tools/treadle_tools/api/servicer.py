@@ -21,8 +21,8 @@ from treadle_tools.background import Background
 from treadle_tools.functions import FunctionTools
 from treadle_tools.limits import Granted, Limits
 from treadle_tools.registry import FIELD, Registry, refuse_invalid
-from treadle_tools.sandbox.pools import KeptCells, Pools
-from treadle_tools.sandbox.seam import Cell
+from treadle_tools.sandbox.backends import Backends
+from treadle_tools.sandbox.sandboxes import ReusedSandboxes, Sandbox
 from treadle_tools.scheduling.actions import Actions
 from treadle_tools.scheduling.standing import Standing
 from treadle_tools.sessions.session import Opening, Session
@@ -39,62 +39,60 @@ class Gateway:
     def __init__(
         self,
         registry: Registry,
-        pools: Pools,
+        backends: Backends,
         actions: Actions,
         sessions: Sessions,
-        background: Background,
         standing: Standing,
         snapshots: Snapshots,
         functions: FunctionTools,
-        kept: KeptCells,
+        reused: ReusedSandboxes,
     ) -> None:
         self.registry = registry
         self.standing = standing
-        self.pools = pools
+        self.backends = backends
         self.sessions = sessions
         self.snapshots = snapshots
         self._actions = actions
-        self._background = background
         self._functions = functions
-        self._kept = kept
+        self._reused = reused
 
     async def call(self, tool: Tool, arguments: Mapping[str, Any], limits: Limits, trajectory_id: str) -> Result:
         """Run a stateless tool. The caller's going away stops it."""
         if isinstance(tool.remote, HttpFunction):
             return await self._functions.run(tool, tool.remote, arguments, limits, trajectory_id)
-        self.pools.require(tool)
+        self.backends.require(tool)
 
         async def work(granted: Granted) -> Mapping[str, Any]:
-            kept = self._kept.take(trajectory_id, tool)
-            if kept is not None:
-                reply = await self._asked(kept, tool, arguments, granted, trajectory_id)
+            reused = self._reused.take(trajectory_id, tool)
+            if reused is not None:
+                reply = await self._ask(reused, tool, arguments, granted, trajectory_id)
                 if not reply.get("soiled"):
                     return reply
-            return await self._asked(await self.pools.take(tool), tool, arguments, granted, trajectory_id)
+            return await self._ask(await self.backends.take(tool), tool, arguments, granted, trajectory_id)
 
         result = await self._actions.run(tool, trajectory_id, limits, work)
         refuse_invalid(result)
         return result
 
-    async def _asked(
-        self, cell: Cell, tool: Tool, arguments: Mapping[str, Any], granted: Granted, trajectory_id: str
+    async def _ask(
+        self, sandbox: Sandbox, tool: Tool, arguments: Mapping[str, Any], granted: Granted, trajectory_id: str
     ) -> Mapping[str, Any]:
-        """The answer to one call in `cell`, which is kept for the trajectory's next one or put away."""
-        again = tool.kind is Kind.STATELESS and self._kept.wanted(cell, trajectory_id)
+        """Make one call in `sandbox`, which is kept for the trajectory's next call or closed."""
+        again = tool.kind is Kind.STATELESS and self._reused.wants(sandbox, trajectory_id)
         keep = False
         try:
-            reply = await cell.ask("call", arguments, granted, tool.processes, again=again)
+            reply = await sandbox.ask("call", arguments, granted, tool.processes, again=again)
             keep = bool(reply.get("again"))
             return reply
         finally:
             if keep:
-                self._kept.keep(trajectory_id, tool, cell)
+                self._reused.add(trajectory_id, tool, sandbox)
             else:
-                self._background.spawn(self.pools.put_away(cell))
+                sandbox.close()
 
     async def open(self, opening: Opening) -> tuple[Session, Result]:
         """Start a session of an environment."""
-        self.pools.require(opening.tool)
+        self.backends.require(opening.tool)
         return await self.sessions.open(opening)
 
 
@@ -108,7 +106,7 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
 
     async def ListTools(self, request: pb.ListToolsRequest, context: Context) -> pb.ListToolsResponse:
         tools = [convert.tool_message(tool) for tool in self._gateway.registry.tools]
-        return pb.ListToolsResponse(tools=tools, sandbox=self._gateway.pools.version)
+        return pb.ListToolsResponse(tools=tools, sandbox=self._gateway.backends.version)
 
     async def Invoke(self, request: pb.InvokeRequest, context: Context) -> pb.InvokeResponse:
         async def call() -> pb.InvokeResponse:

@@ -1,1 +1,1 @@
-"""The service's side of the sandbox: bubblewrap, zygotes, cells, cgroups. Nothing of a tool's code is imported here."""
+"""Where tools run: sandboxes of bubblewrap, Docker or Kubernetes. The service imports no code of a tool."""

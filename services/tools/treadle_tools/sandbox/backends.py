@@ -1,28 +1,116 @@
-"""Finds the backends that the tools ask for: bubblewrap's keeper, fleets of containers. What is missing refuses its own
-tools' calls, and says what to do; the service starts all the same.
+"""Starts the backends that the tools ask for, and finds the backend of each tool and session.
+
+Invariant: no tool runs outside a sandbox. A backend that is missing is missing for its own tools only: their calls are
+refused with what to do, and the service starts all the same. The libraries of Docker and Kubernetes are imported only
+where a tool needs them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import structlog
-from treadle_runtime.errors import StartError
+from treadle_runtime.errors import FailedPrecondition, StartError
 
 from treadle_tools.config import ToolsSettings
-from treadle_tools.sandbox.bubblewrap.command import Bubblewrap, SandboxMissing, find_sandbox
-from treadle_tools.sandbox.containers.start import BackendMissing, ledger_folder, start_fleet
-from treadle_tools.sandbox.keeper.client import KeeperClient, KeeperFailed, Terms
-from treadle_tools.sandbox.keeper.folder import FolderRefused, StateFolder
-from treadle_tools.sandbox.pools import Pools
-from treadle_tools.sandbox.seam import Backend
+from treadle_tools.limits import Limits
+from treadle_tools.sandbox.bubblewrap.command import BubblewrapMissing, find_bubblewrap
+from treadle_tools.sandbox.containers.fleet import Fleet, SessionFiles, default_owner
+from treadle_tools.sandbox.containers.hosts import Host, HostFailed, Hosts, Recipe
+from treadle_tools.sandbox.daemon.client import DaemonClient, DaemonFailed, Terms
+from treadle_tools.sandbox.daemon.state_folder import SNAPSHOTS, FolderRefused, StateFolder
+from treadle_tools.sandbox.sandboxes import Backend, FoundSession, Sandbox
 from treadle_tools.tool import Kind, Tool
 
 log = structlog.get_logger()
 
 BUBBLEWRAP = "bubblewrap"
+SILENCE_GRACE_S = 600.0  # over what a session may be idle: a container must not end before its session is closed
+NO_IMAGE = "no image: set TREADLE_TOOLS_IMAGE to one with Python 3.11 or later and what the tools import"
+REMEDIES = {
+    "docker": "start the Docker daemon, or set TREADLE_TOOLS_DOCKER_HOSTS",
+    "kubernetes": "run in a pod whose service account may make pods (k8s/components/tools-pods), or set KUBECONFIG",
+}
 
 
-async def find_pools(settings: ToolsSettings, registered: Iterable[Tool]) -> Pools:
-    """Each backend that some tool runs on. Raises StartError where a state folder is another service's."""
+class BackendMissing(Exception):  # noqa: N818 - a state of the machine more than an error
+    """There is no such backend here; the message says why and what to do."""
+
+
+class Backends:
+    """The backends of all tools, as one `SessionStore`.
+
+    of_tool: the name of each tool's backend. missing: why a backend is not there. versions: of those that are there.
+    snapshots: the folder for snapshots of sessions.
+    """
+
+    def __init__(
+        self,
+        of_tool: Mapping[str, str],
+        backends: Mapping[str, Backend],
+        missing: Mapping[str, str],
+        versions: Iterable[str],
+        snapshots: Path,
+    ) -> None:
+        self._of_tool = of_tool
+        self._backends = backends
+        self._missing = missing
+        self._by_session: dict[str, Backend] = {}
+        self.version = ", ".join(versions)
+        self.snapshots = snapshots
+        self.found: list[FoundSession[Any]] = []
+        self.closed: dict[str, str] = {}
+        for backend in backends.values():
+            self.closed |= backend.closed
+            for session in backend.found:
+                self.found.append(session)
+                self._by_session[str(session.record["session_id"])] = backend
+
+    @property
+    def running(self) -> Sequence[Backend]:
+        """The backends that are there."""
+        return list(self._backends.values())
+
+    def require(self, tool: Tool) -> Backend:
+        """The backend of `tool`. Raises FailedPrecondition SANDBOX_UNAVAILABLE where it is missing."""
+        name = self._of_tool[tool.name]
+        if name not in self._backends:
+            raise FailedPrecondition(
+                "SANDBOX_UNAVAILABLE",
+                f"tools run in a sandbox only: {self._missing[name]}; then start the service again",
+            )
+        return self._backends[name]
+
+    async def take(self, tool: Tool) -> Sandbox:
+        """A fresh sandbox of `tool`. Raises FailedPrecondition where its backend is missing, WorkerFailed where its
+        worker does not start.
+        """
+        return await self.require(tool).take(tool.name)
+
+    def bind(self, record: Mapping[str, Any], sandbox: Sandbox) -> None:
+        """Store a session and the sandbox that it lives in."""
+        backend = self._backends[self._of_tool[str(record["tool"])]]
+        self._by_session[str(record["session_id"])] = backend
+        backend.bind(record, sandbox)
+
+    def note(self, session_id: str, facts: Mapping[str, Any]) -> None:
+        """Change fields of its record."""
+        if session_id in self._by_session:
+            self._by_session[session_id].note(session_id, facts)
+
+    def forget(self, session_id: str, closed_by: str = "") -> None:
+        """Remove a closed session."""
+        if session_id in self._by_session:
+            self._by_session.pop(session_id).forget(session_id, closed_by)
+
+    async def flush(self) -> None:
+        """Return once all of that is stored even if this process is killed."""
+        for backend in self._backends.values():
+            await backend.flush()
+
+
+async def start_backends(settings: ToolsSettings, registered: Iterable[Tool]) -> Backends:
+    """Start each backend that some tool runs on. Raises StartError where a state folder cannot be used."""
     here = [tool for tool in registered if tool.remote is None]
     of_tool = {tool.name: tool.backend or settings.backend for tool in here}
     backends: dict[str, Backend] = {}
@@ -30,55 +118,120 @@ async def find_pools(settings: ToolsSettings, registered: Iterable[Tool]) -> Poo
     versions: list[str] = []
     for name in dict.fromkeys(of_tool.values()):
         tools = [tool for tool in here if of_tool[tool.name] == name]
+        start = _start_daemon(settings, tools) if name == BUBBLEWRAP else _start_fleet(name, settings, tools)
         try:
-            backend, version = await _started(name, settings, tools)
-        except (SandboxMissing, BackendMissing) as why:
+            backends[name], version = await start
+        except (BubblewrapMissing, BackendMissing) as why:
             log.error("no sandbox: every call of these tools will be refused", backend=name, why=str(why))
             missing[name] = str(why)
+        except (FolderRefused, DaemonFailed) as refused:
+            raise StartError(f"TREADLE_TOOLS_STATE_DIR={settings.state_dir!r}: {refused}") from refused
         else:
-            backends[name] = backend
             versions.append(version)
-    folder = None
-    if BUBBLEWRAP in backends:
-        folder = settings.state_folder
-    elif backends:
-        folder = ledger_folder(settings.state_folder, next(iter(backends)))
-    return Pools(of_tool, backends, missing, versions, folder)
+            log.info("sandbox", backend=version, sessions=len(backends[name].found))
+    holder = BUBBLEWRAP if BUBBLEWRAP in backends else next(iter(backends), BUBBLEWRAP)
+    return Backends(of_tool, backends, missing, versions, _folder_of(holder, settings) / SNAPSHOTS)
 
 
-async def _started(name: str, settings: ToolsSettings, tools: Sequence[Tool]) -> tuple[Backend, str]:
-    if name == BUBBLEWRAP:
-        sandbox = await find_sandbox(settings.bwrap)
-        return await _keeper(settings, tools, sandbox), f"{BUBBLEWRAP} {sandbox.version}"
-    try:
-        fleet, version = await start_fleet(name, settings, tools)
-    except FolderRefused as refused:
-        folder = ledger_folder(settings.state_folder, name)
-        raise StartError(f"TREADLE_TOOLS_STATE_DIR={settings.state_dir!r}: {folder}: {refused}") from refused
-    log.info("sandbox", backend=version, sessions=len(fleet.found))
-    return fleet, version
+def _folder_of(backend: str, settings: ToolsSettings) -> Path:
+    """The state folder of a backend. Those of containers stand beside the daemon's, which that one removes."""
+    folder = settings.state_folder
+    return folder if backend == BUBBLEWRAP else folder.with_name(f"{folder.name}-{backend}")
 
 
-async def _keeper(settings: ToolsSettings, tools: Sequence[Tool], sandbox: Bubblewrap) -> KeeperClient:
+R = TypeVar("R")
+
+
+def _make_recipes(tools: Sequence[Tool], make: Callable[[Tool], R]) -> tuple[list[R], dict[str, str]]:
+    """Recipes of those tools whose modules are here, and why the others have none."""
     recipes, failures = [], {}
     for tool in tools:
         try:
-            recipes.append(sandbox.recipe(tool))
+            recipes.append(make(tool))
         except ModuleNotFoundError as error:
             log.error("a tool cannot be started", tool=tool.name, error=str(error))
             failures[tool.name] = str(error)
+    return recipes, failures
+
+
+async def _start_daemon(settings: ToolsSettings, tools: Sequence[Tool]) -> tuple[DaemonClient, str]:
+    """A client of the sandbox daemon, and its version. Raises BubblewrapMissing, FolderRefused, DaemonFailed."""
+    bubblewrap = await find_bubblewrap(settings.bwrap)
+    recipes, failures = _make_recipes(tools, bubblewrap.recipe)
     terms = Terms(
-        tuple(recipes), failures, spares=settings.warm_sandboxes, cgroups=settings.cgroups == "auto",
-        keep_s=settings.keep_s, keep_on_exit=settings.keep_on_exit,
+        tuple(recipes),
+        failures,
+        warm=settings.warm_sandboxes,
+        cgroups=settings.cgroups == "auto",
+        keep_s=settings.keep_s,
+        keep_on_exit=settings.keep_on_exit,
         lazy=frozenset(tool.name for tool in tools if tool.kind is Kind.REWARD),
-    )  # fmt: skip
+    )
+    client = DaemonClient(StateFolder.take(settings.state_folder), terms)
+    await client.connect()
+    log.info("bubblewrap", user=bubblewrap.user, drop_root=bubblewrap.drop_root, cgroups=client.cgroups_version)
+    return client, f"{BUBBLEWRAP} {bubblewrap.version}"
+
+
+async def _start_fleet(kind: str, settings: ToolsSettings, tools: Sequence[Tool]) -> tuple[Fleet, str]:
+    """Containers on "docker" or "kubernetes", and its version. Raises BackendMissing, FolderRefused."""
+    if not settings.image and not all(tool.image for tool in tools):
+        raise BackendMissing(NO_IMAGE)
+    owner = settings.owner or default_owner(settings.listen)
+    hosts = _find_hosts(kind, settings, owner)
+    version = await _check(kind, hosts)
+
+    def make(tool: Tool) -> tuple[Recipe, Limits]:
+        code_in_image = settings.code_in_image or kind == "kubernetes"
+        silence_s = settings.session_idle_s + settings.keep_s + SILENCE_GRACE_S
+        recipe = Recipe.for_tool(tool, image=settings.image, code_in_image=code_in_image, silence_s=silence_s)
+        return recipe, tool.limits
+
+    recipes, failures = _make_recipes(tools, make)
+    folder = StateFolder.take(_folder_of(kind, settings))
+    fleet = Fleet(
+        Hosts(hosts),
+        SessionFiles(folder.path),
+        recipes,
+        owner=owner,
+        warm=settings.warm_sandboxes,
+        failures=failures,
+        keep_on_exit=settings.keep_on_exit,
+        release=lambda: folder.release(keep=settings.keep_on_exit),
+    )
+    await fleet.connect()
+    return fleet, version
+
+
+def _find_hosts(kind: str, settings: ToolsSettings, owner: str) -> Sequence[Host]:
+    """The hosts that the settings name. Raises BackendMissing without the library that talks to them."""
     try:
-        keeper = KeeperClient(StateFolder.take(settings.state_folder), terms)
-        await keeper.connect()
-    except (FolderRefused, KeeperFailed) as refused:
-        raise StartError(f"TREADLE_TOOLS_STATE_DIR={settings.state_dir!r}: {refused}") from refused
-    log.info(
-        "sandbox", bubblewrap=sandbox.version, as_user=sandbox.user, drop_root=sandbox.drop_root,
-        cgroups=keeper.cgroups_version, sessions=len(keeper.found),
-    )  # fmt: skip
-    return keeper
+        if kind == "docker":
+            from treadle_tools.sandbox.containers.docker import DockerHost
+
+            mirror, tls = settings.docker_mirror, settings.docker_tls
+            return [DockerHost(url, owner=owner, mirror=mirror, tls=tls) for url in settings.docker_hosts]
+        from treadle_tools.sandbox.containers.kubernetes import KubernetesHost
+    except ModuleNotFoundError as error:
+        library = "aiodocker" if kind == "docker" else "kubernetes-asyncio"
+        raise BackendMissing(f"{error}: pip install {library}") from error
+    namespace, runtime_class = settings.kubernetes_namespace, settings.kubernetes_runtime_class
+    return [KubernetesHost(owner=owner, namespace=namespace, runtime_class=runtime_class)]
+
+
+async def _check(kind: str, hosts: Sequence[Host]) -> str:
+    """The version of the first host that answers; the others are tried again when they are needed. Raises
+    BackendMissing where none answers.
+    """
+    versions, problems = [], []
+    for host in hosts:
+        try:
+            versions.append(await host.check())
+        except HostFailed as failure:
+            problems.append(str(failure))
+            log.error("a host of containers does not answer", host=host.name, error=str(failure))
+    if not versions:
+        for host in hosts:
+            await host.close()
+        raise BackendMissing(f"{'; '.join(problems)}: {REMEDIES[kind]}")
+    return versions[0]

@@ -17,7 +17,7 @@ from treadle_runtime.calls import remaining_s
 from treadle_runtime.errors import Unavailable
 
 from treadle_tools.limits import Granted, Limits
-from treadle_tools.sandbox.bubblewrap.cell import CellLost, WorkerFailed
+from treadle_tools.sandbox.sandboxes import SandboxLost, WorkerFailed
 from treadle_tools.scheduling.demand import Demands, Durations
 from treadle_tools.scheduling.meters import NO_METERS, Meters
 from treadle_tools.scheduling.turns import Turn, Turns
@@ -84,7 +84,7 @@ class Actions:
         self._numbers = itertools.count() if numbers is None else numbers
 
     async def run(self, tool: Tool, trajectory_id: str, limits: Limits, work: Work, holder: str = "") -> Result:
-        """What came of `work`, which asks a cell and may raise CellLost or WorkerFailed.
+        """What came of `work`, which asks a sandbox and may raise SandboxLost or WorkerFailed.
 
         holder: whose memory is held until `forget`; empty: it is held for the action alone. Raises ResourceExhausted
         when too many wait, Unavailable where the tool's worker does not start or its provider is not to be asked in the
@@ -167,7 +167,7 @@ class Actions:
         began = time.monotonic()
         try:
             result = result_of(await call.work(granted))
-        except CellLost as lost:
+        except SandboxLost as lost:
             result = result_of_lost(lost)
         except WorkerFailed as failure:
             raise Unavailable("TOOL_NOT_READY", str(failure), retry_after_s=RETRY_WORKER_S) from failure
@@ -208,8 +208,8 @@ def result_of(reply: Mapping[str, Any]) -> Result:
     )
 
 
-def result_of_lost(lost: CellLost) -> Result:
-    """What is left to say of a cell that gave no answer."""
+def result_of_lost(lost: SandboxLost) -> Result:
+    """What is left to say of a sandbox that gave no answer."""
     if lost.timed_out:
         status = Status.TIMED_OUT
     elif lost.out_of_memory:

@@ -1,23 +1,23 @@
-"""One session as the service knows it, and as the keeper remembers it for the service's next life."""
+"""One session: a stateful environment, its sandbox, its last answer, and its record for the service's next run."""
 
 import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from treadle_runtime.errors import FailedPrecondition
 
 from treadle_tools.limits import Limits
-from treadle_tools.sandbox.seam import Cell
-from treadle_tools.sessions.snapshots import Snapshot
-from treadle_tools.tool import Result, Status, Tool
+from treadle_tools.sandbox.sandboxes import Sandbox
+from treadle_tools.sessions.snapshots import RESULT, Snapshot
+from treadle_tools.tool import Result, Tool
 
 
 @dataclass(frozen=True)
 class Opening:
-    """What is asked for. snapshot: to start from, instead of arguments. ends_at: when the caller's time is over
-    (time.monotonic); None: never.
+    """A request to open a session. snapshot: to start from, instead of arguments. ends_at: the caller's deadline
+    (time.monotonic); None: none.
     """
 
     tool: Tool
@@ -30,21 +30,21 @@ class Opening:
 
     @property
     def key(self) -> str:
-        """Of this request within its session."""
+        """Names this request within its session."""
         return f"open:{self.request_id}"
 
 
 def step_key(request_id: str) -> str:
-    """Of a step within its session: the same id may have opened it."""
+    """Name a step within its session, other than an opening with the same request id."""
     return f"step:{request_id}"
 
 
 @dataclass
 class Session:
-    """One environment. opened_at, last_used_at: seconds since the epoch. ended: why it takes no more steps, if so.
+    """opened_at, last_used_at: seconds since the epoch. ended: why it takes no more steps; empty: it does.
 
-    last_key, last: the newest request that the environment has answered, and its answer, where it is known. heard:
-    False until the cell has been asked what it answered last, after a life of the service that ended before it heard.
+    last_key, last: the newest request that the environment has answered, and its answer, where known. recalled: False
+    until the sandbox of a session of an earlier run has been asked for its last answer, which that run may have missed.
     """
 
     session_id: str
@@ -52,46 +52,46 @@ class Session:
     trajectory_id: str
     limits: Limits
     opened_by: str
-    cell: Cell | None = None
+    sandbox: Sandbox | None = None
     steps: int = 0
     ended: str = ""
     last_key: str = ""
     last: Result | None = None
-    heard: bool = True
+    recalled: bool = True
     opened_at: float = field(default_factory=time.time)
     last_used_at: float = field(default_factory=time.time)
     idle_since: float = field(default_factory=time.monotonic)
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # of the present step
 
-    def standing(self) -> Cell:
-        """The cell, to be asked. Raises FailedPrecondition where the session has ended."""
-        if self.ended or self.cell is None:
+    def require(self) -> Sandbox:
+        """The sandbox. Raises FailedPrecondition where the session has ended."""
+        if self.ended or self.sandbox is None:
             raise FailedPrecondition(
                 "SESSION_ENDED",
                 f"session {self.session_id!r} takes no more steps: {self.ended or 'closed'}",
                 session_id=self.session_id,
             )
-        return self.cell
+        return self.sandbox
 
-    def used(self) -> None:
-        """It has just been used."""
+    def touch(self) -> None:
+        """Restart the time that it may be idle."""
         self.last_used_at = time.time()
         self.idle_since = time.monotonic()
 
     def record(self) -> dict[str, Any]:
-        """Everything that is to be remembered, as JSON."""
-        fixed = {
+        """Everything that the next run needs, as JSON."""
+        return {
             "session_id": self.session_id,
             "tool": self.tool.name,
             "trajectory_id": self.trajectory_id,
             "limits": asdict(self.limits),
             "opened_by": self.opened_by,
             "opened_at": self.opened_at,
+            **self.facts(),
         }
-        return {**fixed, **self.facts()}
 
     def facts(self) -> dict[str, Any]:
-        """What changes of it. The last answer only where the cell, which has it too, is no more."""
+        """The fields of the record that change. The last answer only where no sandbox has it any more."""
         last = asdict(self.last) if self.ended and self.last is not None else None
         return {
             "steps": self.steps,
@@ -102,9 +102,8 @@ class Session:
         }
 
     @classmethod
-    def of(cls, record: Mapping[str, Any], tool: Tool, cell: Cell | None) -> "Session":
-        """From a record of an earlier life of the service."""
-        last = record["last"]
+    def restore(cls, record: Mapping[str, Any], tool: Tool, sandbox: Sandbox | None) -> "Session":
+        """A session of an earlier run, from its record."""
         used_s = max(0.0, time.time() - record["last_used_at"])
         return cls(
             session_id=str(record["session_id"]),
@@ -112,37 +111,13 @@ class Session:
             trajectory_id=str(record["trajectory_id"]),
             limits=Limits(**record["limits"]),
             opened_by=str(record["opened_by"]),
-            cell=cell,
+            sandbox=sandbox,
             steps=int(record["steps"]),
             ended=str(record["ended"]),
             last_key=str(record["last_key"]),
-            last=None if last is None else _result(last),
-            heard=False,
+            last=None if record["last"] is None else RESULT.validate_python(record["last"]),
+            recalled=False,
             opened_at=float(record["opened_at"]),
             last_used_at=float(record["last_used_at"]),
             idle_since=time.monotonic() - used_s,
         )
-
-
-class Memory(Protocol):
-    """Where sessions are remembered for the service's next life; see keeper/client.py."""
-
-    def bind(self, record: Mapping[str, Any], cell: Cell) -> None:
-        """A session lives in a cell."""
-        ...
-
-    def note(self, session_id: str, facts: Mapping[str, Any]) -> None:
-        """What has changed of it."""
-        ...
-
-    def forget(self, session_id: str, closed_by: str = "") -> None:
-        """It is closed."""
-        ...
-
-    async def told(self) -> None:
-        """Returns once all of that will be remembered, come what may."""
-        ...
-
-
-def _result(message: Mapping[str, Any]) -> Result:
-    return Result(**{**message, "status": Status(message["status"]), "invalid": None})

@@ -1,8 +1,8 @@
-"""States of environments, kept on disk for sessions that are to start where another one stood.
+"""States of environments on disk, from which other sessions can start.
 
-Owns: the folder `snapshots` of the state folder: a tar that the sandbox wrote (`inside/snapshot.py`) and what the
-service knows of it, per snapshot. Invariants: a snapshot is listed once it is whole; there are at most `most`, each
-gone `kept_s` after it was taken. They outlive the service as long as its keeper does.
+Owns: the folder `snapshots` of the state folder, with two files for each snapshot: a tar that the sandbox wrote
+(`inside/program.py`), and what the service knows of it. Invariants: a snapshot is listed once it is whole; there are at
+most `most`, each removed `kept_s` after it was taken. Snapshots outlive the service as long as its sandbox daemon does.
 """
 
 import contextlib
@@ -10,25 +10,27 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import structlog
+from pydantic import TypeAdapter
 from treadle_runtime.errors import NotFound, ResourceExhausted
 
-from treadle_tools.tool import Result, Status, Tool
+from treadle_tools.tool import Result, Tool
 
 log = structlog.get_logger()
 
 FULL_RETRY_S = 10.0
+RESULT = TypeAdapter(Result)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One state. steps: that its session had taken. last: what its environment had said last. Times since the epoch."""
+    """One state. steps: of its session until then. last: its last answer until then. Times in s since the epoch."""
 
     snapshot_id: str
     tool: Tool
@@ -39,22 +41,22 @@ class Snapshot:
     taken_at: float
     expires_at: float
 
-    def said(self) -> dict[str, Any]:
-        """What a session that starts from here says first."""
+    def first_observation(self) -> dict[str, Any]:
+        """The first observation of a session that starts from here."""
         return {"output": self.last.output, "reward": self.last.reward, "data_json": self.last.data_json}
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A snapshot that is being written to `file`, a descriptor. whole: says that it is."""
+    """A snapshot that is being written to `file`, a descriptor. finish: lists it, once it is whole."""
 
     snapshot_id: str
     file: int
-    whole: Callable[[Tool, str, int, Result], Snapshot]
+    finish: Callable[[Tool, str, int, Result], Snapshot]
 
 
 class Snapshots:
-    """See the module."""
+    """The snapshots of one service. Call `load` first."""
 
     def __init__(self, folder: Path, *, most: int, kept_s: float) -> None:
         self._folder = folder
@@ -64,22 +66,24 @@ class Snapshots:
         self._writing = 0
 
     def load(self, tools: Iterable[Tool]) -> None:
-        """Find those of an earlier life of the service; remove what is of no use."""
+        """Find the snapshots of an earlier run, and remove all other files."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         by_name = {tool.name: tool for tool in tools}
         for path in self._folder.glob("*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                snapshot = _snapshot(json.loads(path.read_text()), by_name)
+                message = json.loads(path.read_text())
+                last = RESULT.validate_python(message["last"])
+                snapshot = Snapshot(**{**message, "tool": by_name[message["tool"]], "last": last})
                 self._snapshots[snapshot.snapshot_id] = snapshot
-        self.sweep()
+        self.expire()
         for path in self._folder.iterdir():
             if path.stem not in self._snapshots:
                 path.unlink()
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[Unfinished]:
-        """A new one, dropped at the end of the block unless it is whole by then. Raises ResourceExhausted."""
-        self.sweep()
+    def write(self) -> Iterator[Unfinished]:
+        """A new snapshot, removed at the end of the block unless it is finished by then. Raises ResourceExhausted."""
+        self.expire()
         if len(self._snapshots) + self._writing >= self._most:
             raise ResourceExhausted(
                 "SNAPSHOTS_FULL", f"{self._most} snapshots are kept already", retry_after_s=FULL_RETRY_S
@@ -106,8 +110,8 @@ class Snapshots:
         return snapshot
 
     def get(self, snapshot_id: str) -> Snapshot:
-        """Raises NotFound."""
-        self.sweep()
+        """Find a snapshot. Raises NotFound."""
+        self.expire()
         if snapshot_id not in self._snapshots:
             raise NotFound(
                 "SNAPSHOT_NOT_FOUND",
@@ -117,16 +121,16 @@ class Snapshots:
         return self._snapshots[snapshot_id]
 
     @contextlib.contextmanager
-    def reading(self, snapshot: Snapshot) -> Iterator[int]:
-        """Its file, open for the block."""
+    def read(self, snapshot: Snapshot) -> Iterator[int]:
+        """A descriptor of its file, open for the block."""
         file = os.open(self._tar(snapshot.snapshot_id), os.O_RDONLY)
         try:
             yield file
         finally:
             os.close(file)
 
-    def sweep(self) -> None:
-        """Drop those whose time is over."""
+    def expire(self) -> None:
+        """Remove those whose time is over."""
         now = time.time()
         for snapshot in [one for one in self._snapshots.values() if one.expires_at <= now]:
             self._remove(snapshot.snapshot_id)
@@ -138,9 +142,3 @@ class Snapshots:
 
     def _tar(self, snapshot_id: str) -> Path:
         return self._folder / f"{snapshot_id}.tar"
-
-
-def _snapshot(message: Mapping[str, Any], tools: Mapping[str, Tool]) -> Snapshot:
-    last = message["last"]
-    result = Result(**{**last, "status": Status(last["status"]), "invalid": None})
-    return Snapshot(**{**message, "tool": tools[message["tool"]], "last": result})

@@ -1,10 +1,9 @@
-"""Control groups: memory, cores and processes of a whole cell, its children included.
+"""Control groups: the memory, cores and processes of a whole sandbox, its child processes included.
 
-Owns: one group `treadle-tools-<pid>` below the keeper's own, and a slot in it per door (`sandbox/door.py`); it
-joins once, because that waits some 10 ms for the kernel. The keeper makes and removes them; the service writes the
-limits of a slot before each action in it (`Slot.limit`). Version 1 and 2 have the same nouns with other file names.
-Where the service may not write them, `hierarchy.find_cgroups` returns None and memory is watched from outside instead
-(`sandbox/memory.py`).
+Owns: one group `treadle-tools-<pid>` below the daemon's own, with a slot for each spawner. A spawner joins its slot
+once, because the kernel takes some 10 ms for it. The daemon makes and removes slots; the service writes a slot's limits
+before each action in it (`Slot.limit`). Versions 1 and 2 of control groups have the same nouns with other file names.
+Where this process may not write any, `find_cgroups` returns None, and the service watches memory itself.
 """
 
 import contextlib
@@ -25,12 +24,12 @@ PERIOD_US = 100_000  # the kernel's own default: quotas count per this
 PREFIX = "treadle-tools-"
 SERVICE_GROUP = "treadle-service"
 PAGE_BYTES = 4096
-REMOVAL_TRIES, REMOVAL_WAIT_S = 50, 0.02  # a killed cell's processes leave their group a little later
+REMOVAL_TRIES, REMOVAL_WAIT_S = 50, 0.02  # a killed sandbox's processes leave their group a little later
 
 
 @dataclass(frozen=True)
 class Names:
-    """How a version of cgroups calls its files."""
+    """File names of one version of control groups."""
 
     memory_most: str
     swap_most: str
@@ -44,8 +43,9 @@ V2 = Names("memory.max", "memory.swap.max", "memory.events", "pids.max")
 
 @dataclass(frozen=True)
 class Root:
-    """Where slots are made. folders: per controller; in version 2 all the same. cores: all there are, as the kernel
-    lists them."""
+    """Where slots are made. folders: by controller; in version 2 all the same. cores: all there are, as the kernel
+    lists them; empty where slots cannot be pinned to cores.
+    """
 
     version: int
     folders: Mapping[str, Path]
@@ -53,23 +53,22 @@ class Root:
 
     @property
     def names(self) -> Names:
-        """Of this version's files."""
         return V1 if self.version == 1 else V2
 
-    def message(self) -> dict[str, Any]:
-        """As the keeper tells it to the service."""
+    def encode(self) -> dict[str, Any]:
+        """Encode it as JSON."""
         folders = {name: str(folder) for name, folder in self.folders.items()}
         return {"version": self.version, "folders": folders, "cores": self.cores}
 
     @classmethod
-    def of(cls, message: Mapping[str, Any]) -> "Root":
-        """From a message."""
+    def decode(cls, message: Mapping[str, Any]) -> "Root":
+        """Decode a message."""
         folders = {str(name): Path(folder) for name, folder in message["folders"].items()}
         return cls(int(message["version"]), folders, str(message["cores"]))
 
 
 class Slot:
-    """The group of a door and its cells. Blocking calls, each well under a millisecond but `join`."""
+    """The group of a spawner and its sandbox. Its calls block, each for well under a millisecond except `join`."""
 
     def __init__(self, root: Root, name: str) -> None:
         self.name = name
@@ -79,25 +78,27 @@ class Slot:
         for folder in set(self._folders.values()):
             folder.mkdir(parents=True, exist_ok=True)
         if root.version == 1 and "cpuset" in root.folders:
-            inherit_cpuset(self._folders["cpuset"])
+            _inherit_cpuset(self._folders["cpuset"])
 
     def limit(self, *, memory_bytes: int | None, cpu_cores: int, processes: int, cores: tuple[int, ...] = ()) -> None:
-        """Set what the slot's cell may use from now on. memory_bytes: None leaves it as it is. cores: which; empty:
-        any."""
-        names = self._root.names
+        """Limit the slot's sandbox from now on. memory_bytes: None leaves it as it is. cores: which; empty: any."""
         if memory_bytes is not None:
             self._limit_memory(memory_bytes)
-        self._allot(cpu_cores)
-        self._write("pids", names.processes_most, str(processes))
+        quota_us = cpu_cores * PERIOD_US
+        if self._root.version == 1:
+            self._write("cpu", "cpu.cfs_quota_us", str(quota_us))
+        else:
+            self._write("cpu", "cpu.max", f"{quota_us} {PERIOD_US}")
+        self._write("pids", self._root.names.processes_most, str(processes))
         self._pin(cores)
 
     def unpin(self) -> None:
-        """Any core will do from now on: those of the last action are another's."""
-        with contextlib.suppress(FileNotFoundError):  # removed after the cell's end
+        """Allow all cores again: another action gets those of the last one."""
+        with contextlib.suppress(FileNotFoundError):  # removed after the sandbox's end
             self._pin(())
 
     def cpu_s(self) -> float | None:
-        """CPU seconds that the group has used over its life; None where nobody counts, or once it is removed."""
+        """CPU seconds of the group over its life; None where the kernel does not count, or once it is removed."""
         with contextlib.suppress(FileNotFoundError):
             if self._root.version == 2:
                 lines = _read(self._folders["cpu"] / "cpu.stat").splitlines()
@@ -105,13 +106,6 @@ class Slot:
             if "cpuacct" in self._folders:
                 return int(_read(self._folders["cpuacct"] / "cpuacct.usage")) / 1e9
         return None
-
-    def _allot(self, cpu_cores: int) -> None:
-        quota_us = cpu_cores * PERIOD_US
-        if self._root.version == 1:
-            self._write("cpu", "cpu.cfs_quota_us", str(quota_us))
-        else:
-            self._write("cpu", "cpu.max", f"{quota_us} {PERIOD_US}")
 
     def _pin(self, cores: tuple[int, ...]) -> None:
         if "cpuset" in self._folders:
@@ -124,7 +118,7 @@ class Slot:
             return
         if self._written.get(V1.memory_most) == str(memory_bytes):
             return
-        # Memory with swap may never be the smaller of the two: lift it out of the way first.
+        # Memory with swap may never be the smaller of the two, so raise it first.
         self._write("memory", V1.swap_most, "-1", optional=True)
         self._write("memory", V1.memory_most, str(memory_bytes))
         self._write("memory", V1.swap_most, str(memory_bytes), optional=True)
@@ -155,16 +149,15 @@ class Slot:
 
 
 class Cgroups:
-    """The service's slots."""
+    """The daemon's slots."""
 
     def __init__(self, root: Root) -> None:
-        self.version = root.version
         self.root = root
         self._free: list[Slot] = []
         self._made: list[Slot] = []
 
     def take(self) -> Slot:
-        """A slot with no process in it."""
+        """Take a slot that has no process in it."""
         if self._free:
             return self._free.pop()
         slot = Slot(self.root, f"slot-{len(self._made)}")
@@ -172,11 +165,11 @@ class Cgroups:
         return slot
 
     def give_back(self, slot: Slot) -> None:
-        """The slot's processes are dead."""
+        """Return a slot whose processes are dead."""
         self._free.append(slot)
 
     def close(self) -> None:
-        """Remove every slot and the service's group."""
+        """Remove every slot and the daemon's group."""
         for slot in self._made:
             with contextlib.suppress(OSError):
                 slot.remove()
@@ -187,8 +180,157 @@ class Cgroups:
                 log.warning("a control group is left behind", folder=str(folder), error=str(error))
 
 
+def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
+    """Slots below this process's own groups; None where it may not make them. Removes what dead daemons have left.
+
+    Version 2 is tried first, where this process's group belongs to it alone; then version 1.
+    """
+    for version, parents in ((2, _own_v2(proc)), (1, _own_v1(proc))):
+        if not set(CONTROLLERS) <= set(parents):
+            continue
+        folders = {controller: parent / f"{PREFIX}{os.getpid()}" for controller, parent in parents.items()}
+        try:
+            if version == 2:
+                _delegate(parents["memory"])
+            for parent in set(parents.values()):
+                _sweep(parent)
+            _make(folders)
+            if version == 2:
+                _enable(folders["memory"])
+            cores = _cpuset_cores(version, folders)
+            if not cores:
+                folders.pop("cpuset", None)
+            cgroups = Cgroups(Root(version, folders, cores))
+            slot = cgroups.take()
+            slot.limit(memory_bytes=1 << 30, cpu_cores=1, processes=64)
+            slot.oom_kills()
+            slot.cpu_s()
+            cgroups.give_back(slot)
+        except OSError as error:
+            log.info("control groups cannot be written", version=version, error=str(error))
+            for folder in set(folders.values()):
+                _clear(folder)
+            continue
+        return cgroups
+    return None
+
+
+def _mounts(proc: Path, kind: str) -> list[tuple[str, Path, set[str]]]:
+    """List root, mount point and options of every mount of a file system `kind`."""
+    found = []
+    for line in (proc / "mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        if after.split()[0] == kind:
+            fields = before.split()
+            found.append((fields[3], Path(fields[4]), set(after.split()[2].split(","))))
+    return found
+
+
+def _memberships(proc: Path) -> list[tuple[set[str], str]]:
+    """List controllers and path of every hierarchy this process is in; version 2 has no controllers here."""
+    lines = (proc / "cgroup").read_text().splitlines()
+    fields = [line.split(":", 2) for line in lines]
+    return [(set(controllers.split(",")) - {""}, path) for _, controllers, path in fields]
+
+
+def _own_v1(proc: Path) -> dict[str, Path]:
+    own = {}
+    for controllers, path in _memberships(proc):
+        for root, point, options in _mounts(proc, "cgroup"):
+            for controller in controllers & options & {*CONTROLLERS, *OPTIONAL}:
+                own[controller] = _below(point, root, path)
+    return own
+
+
+def _own_v2(proc: Path) -> dict[str, Path]:
+    path = next((path for controllers, path in _memberships(proc) if not controllers), None)
+    for root, point, _ in _mounts(proc, "cgroup2"):
+        if path is not None:
+            folder = _below(point, root, path)
+            if folder.name == SERVICE_GROUP:
+                folder = folder.parent
+            try:
+                present = (folder / "cgroup.controllers").read_text().split()
+            except OSError:
+                continue
+            if set(CONTROLLERS) <= set(present):
+                return dict.fromkeys((*CONTROLLERS, *({"cpuset"} & set(present))), folder)
+    return {}
+
+
+def _below(point: Path, root: str, path: str) -> Path:
+    """Find the folder of a group `path`, seen through a mount of `root` at `point`."""
+    inner = path.removeprefix(root) if root != "/" else path
+    return point / inner.lstrip("/")
+
+
+def _delegate(own: Path) -> None:
+    """Give controllers to child groups. Version 2 does so only in a group without processes: move the daemon and its
+    service to a child group where needed.
+    """
+    try:
+        _enable(own)
+    except OSError:
+        processes = (own / "cgroup.procs").read_text().split()
+        if not set(processes) <= {str(os.getpid()), str(os.getppid())}:
+            raise  # other processes share the group, and must not be moved
+        leaf = own / SERVICE_GROUP
+        leaf.mkdir(exist_ok=True)
+        for pid in processes:
+            (leaf / "cgroup.procs").write_text(pid)
+        _enable(own)
+
+
+def _enable(folder: Path) -> None:
+    wanted = " ".join(f"+{controller}" for controller in CONTROLLERS)
+    try:
+        (folder / "cgroup.subtree_control").write_text(f"{wanted} +cpuset")
+    except OSError:
+        (folder / "cgroup.subtree_control").write_text(wanted)
+
+
+def _make(folders: dict[str, Path]) -> None:
+    """Make the daemon's groups; drop an optional controller that may not be written."""
+    for controller, folder in list(folders.items()):
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError:
+            if controller not in OPTIONAL:
+                raise
+            del folders[controller]
+
+
+def _cpuset_cores(version: int, folders: Mapping[str, Path]) -> str:
+    """All cores that slots may use, once the daemon's group has them; empty where slots cannot be pinned."""
+    if "cpuset" not in folders:
+        return ""
+    try:
+        if version == 2:
+            given = (folders["cpuset"] / "cgroup.subtree_control").read_text()
+            return (folders["cpuset"] / "cpuset.cpus.effective").read_text().strip() if "cpuset" in given else ""
+        _inherit_cpuset(folders["cpuset"])
+        return (folders["cpuset"] / "cpuset.cpus").read_text().strip()
+    except OSError as error:
+        log.info("actions cannot be pinned to cores", version=version, error=str(error))
+        return ""
+
+
+def _sweep(parent: Path) -> None:
+    """Remove the groups of daemons that were killed."""
+    for group in parent.glob(f"{PREFIX}*"):
+        pid = group.name.removeprefix(PREFIX)
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            _clear(group)
+
+
+def _clear(group: Path) -> None:
+    for folder in (*group.glob("slot-*"), group):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
 def _put(path: Path, text: str) -> None:
-    """Write a file of the kernel's, as every action does several times: pathlib takes twice as long."""
+    """Write a file of the kernel, as every action does several times: pathlib takes twice as long."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
     try:
         os.write(descriptor, text.encode())
@@ -197,7 +339,7 @@ def _put(path: Path, text: str) -> None:
 
 
 def _read(path: Path) -> str:
-    """Read one; none that is asked for is longer than a page."""
+    """Read a file of the kernel; none that is read here is longer than a page."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(descriptor, PAGE_BYTES).decode()
@@ -205,8 +347,8 @@ def _read(path: Path) -> str:
         os.close(descriptor)
 
 
-def inherit_cpuset(folder: Path) -> None:
-    """A new group of version 1 has no cores and no memory nodes, and takes no process before it has both."""
+def _inherit_cpuset(folder: Path) -> None:
+    """Copy cores and memory nodes of the parent: a new group of version 1 has none, and takes no process before."""
     for file in ("cpuset.mems", "cpuset.cpus"):
         if not (folder / file).exists() or not (folder / file).read_text().strip():
             (folder / file).write_text((folder.parent / file).read_text())

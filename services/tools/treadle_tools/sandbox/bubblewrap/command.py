@@ -1,50 +1,44 @@
-"""bubblewrap: whether it works here, and the command line that walls a worker off from the host.
+"""bubblewrap: whether it works here, and the command line that isolates a fork server from the host.
 
 Invariants of the sandbox: no network, no capabilities, read-only everything but /tmp, uid 65534, namespaces of its own,
-an empty environment, gone with the service. Nothing runs without it: where it does not work, `find_sandbox` says why
+an empty environment, ended with the daemon. No tool runs without it: where it does not work, `find_bubblewrap` says why
 and what to do.
 """
 
 import asyncio
-import json
 import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from treadle_tools.sandbox.keeper.recipe import Recipe
+from treadle_tools.sandbox.worker import NOBODY, PACKAGE, VARIABLES, find_top_level, worker_arguments
 from treadle_tools.tool import Tool
 
 INSTALL = "apt-get install bubblewrap"
 PROBE_TIMEOUT_S = 10.0  # the probe takes 50 ms on an idle machine
-NOBODY = 65534
-PRIVATE = Path("/tmp")  # each cell has its own
+PRIVATE = Path("/tmp")  # each sandbox has its own
 MOVED = Path("/moved")  # where the sandbox shows what lies under PRIVATE on the host
 LIBRARY_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # links into /usr on a merged system
 
-ENVIRONMENT = {
-    "PATH": "/usr/bin:/bin",
-    "HOME": "/tmp",
-    "LANG": "C.UTF-8",
-    "OPENBLAS_NUM_THREADS": "1",  # a zygote must have one thread; and one action, one core
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "MPLBACKEND": "Agg",
-    "MPLCONFIGDIR": "/tmp",
-}
-BOOT = (
-    "import sys, json; config = json.loads(sys.argv[1]); sys.path += config['paths']; "
-    "from treadle_tools.sandbox.inside.zygote import main; main(config)"
-)
 
-
-class SandboxMissing(Exception):  # noqa: N818 - a state of the machine more than an error
+class BubblewrapMissing(Exception):  # noqa: N818 - a state of the machine more than an error
     """bubblewrap is not there or cannot run; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the daemon starts the fork server of one tool. command: bubblewrap with the fork server in it. user: None for
+    the daemon's own. memory_bytes: of a sandbox, beside its worker.
+    """
+
+    tool: str
+    command: tuple[str, ...]
+    user: int | None
+    memory_bytes: int
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ class Bubblewrap:
 
     def command(self, *, readable: Sequence[Path], work_bytes: int, argv: Sequence[str]) -> list[str]:
         """The command line that runs `argv` with /usr and `readable` to read and `work_bytes` of /tmp to write."""
-        command = [self.path, *_system_folders()]
+        command = [self.path, *_bind_system_folders()]
         command += ["--perms", "1777", "--size", str(work_bytes), "--tmpfs", "/tmp"]
         # bubblewrap makes missing parents for root alone to enter; the worker is nobody.
         shown = {folder: inside(folder) for folder in readable}
@@ -80,29 +74,27 @@ class Bubblewrap:
         else:
             command += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
         command.append("--clearenv")
-        for name, value in ENVIRONMENT.items():
+        for name, value in {"PATH": "/usr/bin:/bin", **VARIABLES}.items():
             command += ["--setenv", name, value]
         return [*command, *argv]
 
     def recipe(self, tool: Tool) -> Recipe:
-        """How a worker of `tool` is started. Raises ModuleNotFoundError where a module of the tool's is missing."""
-        program = program_of(tool)
-        command = self.command(
-            readable=program.readable,
-            work_bytes=tool.work_bytes,
-            argv=program.argv(tool, drop_root=self.drop_root),
-        )
+        """How the fork server of `tool` is started. Raises ModuleNotFoundError where it needs a missing module."""
+        readable, paths = find_code(tool)
+        shown = [str(inside(path)) for path in paths]
+        argv = [*_interpreter(), *worker_arguments(tool, "fork_server", shown, drop_root=self.drop_root)]
+        command = self.command(readable=readable, work_bytes=tool.work_bytes, argv=argv)
         return Recipe(tool.name, tuple(command), self.user, tool.limits.memory_bytes)
 
 
 def inside(path: Path) -> Path:
-    """Where the sandbox shows `path` of the host: the same path, but for a checkout under /tmp, which a cell's own /tmp
-    would cover.
+    """Where the sandbox shows `path` of the host: the same path, except for one under /tmp, which the sandbox's own
+    /tmp would cover.
     """
     return MOVED / path.relative_to(PRIVATE) if path.is_relative_to(PRIVATE) else path
 
 
-def _system_folders() -> list[str]:
+def _bind_system_folders() -> list[str]:
     arguments = ["--ro-bind", "/usr", "/usr"]
     for name in LIBRARY_FOLDERS:
         folder = Path("/") / name
@@ -113,46 +105,22 @@ def _system_folders() -> list[str]:
     return arguments
 
 
-@dataclass(frozen=True)
-class Program:
-    """What a worker needs of the host to run one tool: folders to read, folders to import from."""
-
-    readable: tuple[Path, ...]
-    paths: tuple[Path, ...]
-
-    def argv(self, tool: Tool, *, drop_root: bool) -> list[str]:
-        """The command of the zygote of `tool`."""
-        config: Mapping[str, Any] = {
-            "paths": [str(inside(path)) for path in self.paths],
-            "tool": tool.name,
-            "entry": tool.entry,
-            "environment": tool.kind == "environment",
-            "preload": list(tool.preload),
-            "work_bytes": tool.work_bytes,
-            "processes": tool.processes,
-            "drop_root": drop_root,
-        }
-        return [*interpreter(), "-c", BOOT, json.dumps(config)]
-
-
-def interpreter() -> list[str]:
+def _interpreter() -> list[str]:
     """Python without the user's environment, site folders or bytecode writing."""
     return [str(inside(Path(sys.executable).resolve())), "-I", "-S", "-B", "-X", "utf8"]
 
 
-def program_of(tool: Tool) -> Program:
-    """What `tool` needs: the interpreter, its site-packages, this package, the packages of the tool itself.
+def find_code(tool: Tool) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    """What `tool` needs of the host, as folders to read and folders to import from: the interpreter, its
+    site-packages, this package, the packages of the tool itself.
 
-    Raises ModuleNotFoundError where a module of the tool's is not installed.
+    Raises ModuleNotFoundError where a module that it needs is not installed.
     """
     site = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]
     readable = [Path(sys.base_prefix), *site]
     paths = list(site)
-    for name in (__name__, tool.entry.partition(":")[0], *tool.preload):
-        top = name.partition(".")[0]
-        spec = find_spec(top)
-        if spec is None:
-            raise ModuleNotFoundError(f"tool {tool.name!r}: no module named {top!r}", name=top)
+    for name in (PACKAGE, tool.entry, *tool.preload):
+        spec = find_top_level(tool, name)
         if spec.origin is None or spec.origin in ("built-in", "frozen"):
             folders = [Path(place) for place in spec.submodule_search_locations or ()]
         else:
@@ -161,7 +129,7 @@ def program_of(tool: Tool) -> Program:
         for folder in folders:
             readable.append(folder)
             paths.append(folder.parent)
-    return Program(_outermost(readable), tuple(dict.fromkeys(paths)))
+    return _outermost(readable), tuple(dict.fromkeys(paths))
 
 
 def _outermost(folders: Sequence[Path]) -> tuple[Path, ...]:
@@ -173,14 +141,14 @@ def _outermost(folders: Sequence[Path]) -> tuple[Path, ...]:
     return tuple(kept)
 
 
-async def find_sandbox(name: str) -> Bubblewrap:
-    """The bubblewrap called `name` (a path, or looked up on PATH), tried out. Raises SandboxMissing."""
+async def find_bubblewrap(name: str) -> Bubblewrap:
+    """Find the bubblewrap called `name` (a path, or a name on PATH) and try it out. Raises BubblewrapMissing."""
     path = shutil.which(name)
     if path is None:
-        raise SandboxMissing(f"{name} is not installed: {INSTALL}")
+        raise BubblewrapMissing(f"{name} is not installed: {INSTALL}")
     code, text = await _run([path, "--version"], user=None)
     if code != 0:
-        raise SandboxMissing(f"{path} does not run ({text}): {INSTALL}")
+        raise BubblewrapMissing(f"{path} does not run ({text}): {INSTALL}")
     version = text.split()[-1] if text else "of unknown version"
     choices = [Bubblewrap(path, version, user=None, drop_root=False)]
     if os.geteuid() == 0:
@@ -189,12 +157,12 @@ async def find_sandbox(name: str) -> Bubblewrap:
     problems = []
     for choice in choices:
         readable = _outermost([Path(sys.base_prefix)])
-        command = choice.command(readable=readable, work_bytes=1 << 20, argv=[*interpreter(), "-c", ""])
+        command = choice.command(readable=readable, work_bytes=1 << 20, argv=[*_interpreter(), "-c", ""])
         code, text = await _run(command, user=choice.user)
         if code == 0:
             return choice
         problems.append(text)
-    raise SandboxMissing(
+    raise BubblewrapMissing(
         f"bubblewrap {version} cannot make a sandbox here ({'; '.join(problems)}): allow user namespaces "
         f"(sysctl kernel.unprivileged_userns_clone=1), or, if it is broken, {INSTALL}"
     )
@@ -208,7 +176,7 @@ async def _run(command: Sequence[str], *, user: int | None) -> tuple[int, str]:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            **identity(user),
+            **run_as(user),
         )
     except OSError as error:
         return 1, str(error)
@@ -223,6 +191,6 @@ async def _run(command: Sequence[str], *, user: int | None) -> tuple[int, str]:
     return process.returncode or 0, lines[-1] if lines else ""
 
 
-def identity(user: int | None) -> dict[str, Any]:
+def run_as(user: int | None) -> dict[str, Any]:
     """Arguments of create_subprocess_exec that run a program as `user`."""
     return {} if user is None else {"user": user, "group": user, "extra_groups": []}

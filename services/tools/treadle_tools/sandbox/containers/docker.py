@@ -1,127 +1,81 @@
 """Containers of a Docker daemon.
 
 Owns: the connection to the daemon. Invariants: a container has no network unless its recipe names one, no capability,
-no way to more privileges, a read-only root, a /tmp of a limited size, and limits on memory, processes and cores; it is
-labelled with its owner, who finds it again.
-
-The line to process 1 of a container, over its attached input and outputs."""
+no way to more privileges, a read-only root, a /tmp of a limited size, and limits on memory, processes and cores; its
+label names its owner, who finds it again by that.
+"""
 
 import asyncio
 import contextlib
 import ssl
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiodocker
 import aiohttp
+import structlog
 from aiodocker.containers import DockerContainer
 from aiodocker.stream import Stream
+from tenacity import retry_if_exception
 
-from treadle_tools.sandbox.containers.hosts import Images
-from treadle_tools.sandbox.containers.recipe import (
+from treadle_tools.limits import WORK_FOLDER_INODES
+from treadle_tools.sandbox.containers.hosts import (
     MOST_DESCRIPTORS,
-    MOST_FILES,
-    USER,
     Allotment,
+    ContainerLost,
     Ending,
     HostFailed,
     Pipe,
     Recipe,
-    VesselLost,
+    retry_after,
 )
+from treadle_tools.sandbox.worker import NOBODY, VARIABLES
 
-COMPLAINTS_BYTES = 8192  # of what it wrote to stderr, the newest
+log = structlog.get_logger()
+
 STDERR = 2
+OWNER = "treadle.tools.owner"
+TOOL = "treadle.tools.tool"
+PERIOD_US = 100_000
+CALL_TIMEOUT_S = 60.0  # of one call to the daemon; a container is made in half a second on an idle machine
+UNIX = "unix://"
+PULL_PAUSES_S = (1.0, 4.0, 16.0)  # a registry that refuses is busy: back off
+FINAL_STATUSES = (400, 401, 403, 404)  # a registry answers the same in a moment
 
 
 class DockerPipe:
-    """Bytes to and from process 1, attached."""
+    """The attached standard input and outputs of a container's init."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._complaints = b""
 
-    async def write(self, piece: bytes) -> None:
-        """See `vessel.Pipe`."""
+    async def write(self, data: bytes) -> None:
+        """Write to its standard input. Raises ConnectionError where the container is gone."""
         try:
-            await self._stream.write_in(piece)
+            await self._stream.write_in(data)
         # The library asserts that there is a connection.
         except (aiohttp.ClientError, OSError, AssertionError, RuntimeError) as error:
             raise ConnectionError(str(error) or "the connection is gone") from error
 
-    async def read(self) -> bytes:
-        """See `vessel.Pipe`."""
-        try:
-            while (message := await self._stream.read_out()) is not None:
-                if message.stream != STDERR:
-                    return message.data
-                self._complaints = (self._complaints + message.data)[-COMPLAINTS_BYTES:]
-        except (aiohttp.ClientError, OSError, aiodocker.DockerError):
-            pass
-        return b""
-
-    @property
-    def complaints(self) -> str:
-        """See `vessel.Pipe`."""
-        return self._complaints.decode(errors="replace").strip()
+    async def read(self) -> tuple[bool, bytes] | None:
+        """Read its outputs: whether it is standard error, and the next bytes; None at their end."""
+        with contextlib.suppress(aiohttp.ClientError, OSError, aiodocker.DockerError):
+            if (message := await self._stream.read_out()) is not None:
+                return message.stream == STDERR, message.data
+        return None
 
     async def close(self) -> None:
-        """See `vessel.Pipe`."""
+        """Disconnect; the container goes on."""
         with contextlib.suppress(AssertionError):  # the library's, where the other end has gone first
             await self._stream.close()
 
 
-OWNER = "treadle.tools.owner"
-TOOL = "treadle.tools.tool"
-PERIOD_US = 100_000
-CALL_TIMEOUT_S = 60.0  # of one question to the daemon; a container is made in half a second on an idle machine
-UNIX = "unix://"
-
-
-class DockerVessel:
-    """One container. pipe: the one that was laid before it was started, so that nothing it says is missed."""
-
-    def __init__(self, host: "DockerHost", container: DockerContainer, name: str, pipe: Pipe | None = None) -> None:
-        self.name = name
-        self._host = host
-        self._container = container
-        self._pipe = pipe
-
-    async def attach(self) -> Pipe:
-        """See `vessel.Vessel`."""
-        pipe, self._pipe = self._pipe, None
-        if pipe is None:
-            with _failures(f"container {self.name}"):
-                pipe = await attached(self._container)
-        return pipe
-
-    async def allot(self, allotment: Allotment) -> None:
-        """See `vessel.Vessel`: what `docker update` does."""
-        with _failures(f"container {self.name}"):
-            await self._host.update(self._container, allotment)
-
-    async def ending(self) -> Ending:
-        """See `vessel.Vessel`."""
-        try:
-            with _failures(f"container {self.name}"):
-                state = (await self._container.show())["State"]
-        except VesselLost:
-            return Ending()
-        return Ending(
-            runs=bool(state["Running"]), exit_code=int(state["ExitCode"]), out_of_memory=bool(state["OOMKilled"])
-        )
-
-    async def remove(self) -> None:
-        """See `vessel.Vessel`."""
-        if self._pipe is not None:
-            await self._pipe.close()
-        with contextlib.suppress(VesselLost), _failures(f"container {self.name}"):
-            await removed(self._container)
-
-
 class DockerHost:
-    """See the module. tls: a folder with ca.pem, cert.pem and key.pem, for a daemon that is not on this machine."""
+    """A `Host`. mirror: a registry that is asked first for images, such as `registry.local:5000`; empty: none. tls: a
+    folder with ca.pem, cert.pem and key.pem, for a daemon that is not on this machine.
+    """
 
     def __init__(self, url: str, *, owner: str, mirror: str = "", tls: str = "") -> None:
         self.name = url
@@ -131,84 +85,113 @@ class DockerHost:
         self._docker: aiodocker.Docker | None = None
         self._images: Images | None = None
         self._all_cores = ""
+        # Of new containers: attached before the start, so that nothing is missed that they write.
+        self._pipes: dict[str, DockerPipe] = {}
 
     async def check(self) -> str:
-        """See `vessel.Host`."""
+        """What the daemon runs, with its version."""
         with _failures(self.name):
-            docker = await self._connected()
-            about = await docker.system.info()
+            about = await self._connect().system.info()
         self._all_cores = f"0-{int(about['NCPU']) - 1}"
         return f"docker {about['ServerVersion']}"
 
-    async def make(self, recipe: Recipe, name: str) -> DockerVessel:
-        """See `vessel.Host`."""
+    async def make(self, recipe: Recipe, name: str) -> None:
+        """Make and start a container; nothing is left of it where this fails."""
         try:
             if not self._all_cores:  # it did not answer when the service started
                 await self.check()
             with _failures(self.name):
-                docker = await self._connected()
+                docker = self._connect()
                 assert self._images is not None
                 await self._images.require(recipe.image)
-                container = await created(docker, self._config(recipe), name)
+                container = await _create(docker, self._config(recipe), name)
                 try:
-                    pipe = await attached(container)
+                    pipe = await _attach(container)
                     try:
                         await container.start()
                     except BaseException:
                         await pipe.close()
                         raise
                 except BaseException:
-                    await removed(container)
+                    await _remove(container)
                     raise
-        except VesselLost as missing:
+        except ContainerLost as missing:
             raise HostFailed(str(missing)) from missing
-        return DockerVessel(self, container, name, pipe)
+        self._pipes[name] = pipe
 
-    async def running(self) -> Sequence[DockerVessel]:
-        """See `vessel.Host`."""
-        with _failures(self.name):
-            return [DockerVessel(self, one, name_of(one)) for one in await self._ours(status=["running"])]
+    async def attach(self, name: str) -> Pipe:
+        """A pipe to a container."""
+        if (pipe := self._pipes.pop(name, None)) is not None:
+            return pipe
+        with _failures(f"container {name}"):
+            return await _attach(self._container(name))
 
-    async def sweep(self, kept: Collection[str]) -> int:
-        """See `vessel.Host`."""
-        swept = [one for one in await self._ours() if name_of(one) not in kept]
-        for one in swept:
-            with contextlib.suppress(VesselLost), _failures(self.name):
-                await removed(one)
-        return len(swept)
-
-    async def close(self) -> None:
-        """See `vessel.Host`."""
-        if self._docker is not None:
-            docker, self._docker = self._docker, None
-            await docker.close()
-            await docker.connector.close()
-
-    async def update(self, container: DockerContainer, allotment: Allotment) -> None:
-        """Write limits of a container that runs. Cores by number are this machine's, and mean nothing on another."""
-        docker = await self._connected()
+    async def allot(self, name: str, allotment: Allotment) -> None:
+        """Change what a container may use, as `docker update` does. Core numbers are those of this machine, and mean
+        nothing on another.
+        """
         limits: dict[str, Any] = {"CpuPeriod": PERIOD_US, "CpuQuota": allotment.cpu_cores * PERIOD_US}
         if self.name.startswith(UNIX):
             limits["CpusetCpus"] = ",".join(map(str, allotment.cores)) or self._all_cores
         if allotment.memory_bytes is not None:
             limits |= {"Memory": allotment.memory_bytes, "MemorySwap": allotment.memory_bytes}
-        # The library has no word of its own for it.
-        await docker._query_json(f"containers/{container.id}/update", method="POST", data=limits)
+        with _failures(f"container {name}"):
+            # The library has no method for it.
+            await self._connect()._query_json(f"containers/{name}/update", method="POST", data=limits)
 
-    async def _ours(self, **filters: list[str]) -> list[DockerContainer]:
+    async def ending(self, name: str) -> Ending:
+        """Whether a container has ended, and how."""
+        try:
+            with _failures(f"container {name}"):
+                state = (await self._container(name).show())["State"]
+        except ContainerLost:
+            return Ending()
+        return Ending(
+            runs=bool(state["Running"]), exit_code=int(state["ExitCode"]), out_of_memory=bool(state["OOMKilled"])
+        )
+
+    async def remove(self, name: str) -> None:
+        """Kill everything in a container and remove it, if it is there."""
+        if (pipe := self._pipes.pop(name, None)) is not None:
+            await pipe.close()
+        with contextlib.suppress(ContainerLost), _failures(f"container {name}"):
+            await _remove(self._container(name))
+
+    async def running(self) -> Sequence[str]:
+        """Names of this owner's containers that run."""
+        return await self._list(status=["running"])
+
+    async def sweep(self, kept: Collection[str]) -> int:
+        """Remove this owner's other containers, running or not; how many there were."""
+        swept = [name for name in await self._list() if name not in kept]
+        for name in swept:
+            await self.remove(name)
+        return len(swept)
+
+    async def close(self) -> None:
+        """Disconnect from the daemon."""
+        if self._docker is not None:
+            docker, self._docker = self._docker, None
+            await docker.close()
+            await docker.connector.close()
+
+    async def _list(self, **filters: list[str]) -> list[str]:
         with _failures(self.name):
-            docker = await self._connected()
-            asked = {"label": [f"{OWNER}={self._owner}"], **filters}
-            return await docker.containers.list(all=True, filters=asked)
+            labelled = {"label": [f"{OWNER}={self._owner}"], **filters}
+            found = await self._connect().containers.list(all=True, filters=labelled)
+        return [str(container["Names"][0]).removeprefix("/") for container in found]
 
-    async def _connected(self) -> aiodocker.Docker:
+    def _container(self, name: str) -> DockerContainer:
+        return self._connect().containers.container(name)
+
+    def _connect(self) -> aiodocker.Docker:
         if self._docker is None:
-            # A connection for each container that is attached: the library's own connector stops at a hundred.
+            # Each attached container holds a connection, and the library's own connector stops at a hundred.
             connector: aiohttp.BaseConnector
             if self.name.startswith(UNIX):
                 connector = aiohttp.UnixConnector(self.name.removeprefix(UNIX), limit=0)
             else:
-                connector = aiohttp.TCPConnector(limit=0, ssl=self._context())
+                connector = aiohttp.TCPConnector(limit=0, ssl=self._make_context())
             url = self.name.replace("tcp://", "https://" if self._tls else "http://")
             self._docker = aiodocker.Docker(
                 url if not url.startswith(UNIX) else f"{UNIX}localhost",
@@ -218,7 +201,7 @@ class DockerHost:
             self._images = Images(self._docker, self._mirror)
         return self._docker
 
-    def _context(self) -> ssl.SSLContext | bool:
+    def _make_context(self) -> ssl.SSLContext | bool:
         if not self._tls:
             return True
         folder = Path(self._tls)
@@ -235,14 +218,14 @@ class DockerHost:
             "Image": recipe.image,
             "Entrypoint": [recipe.argv[0]],
             "Cmd": list(recipe.argv[1:]),
-            "Env": [f"{name}={value}" for name, value in recipe.variables.items()],
-            "User": f"{USER}:{USER}",
+            "Env": [f"{name}={value}" for name, value in VARIABLES.items()],
+            "User": f"{NOBODY}:{NOBODY}",
             "WorkingDir": "/tmp",
             "Hostname": "sandbox",
             "Labels": {OWNER: self._owner, TOOL: recipe.tool},
             "AttachStdin": True,
             "OpenStdin": True,
-            "StdinOnce": False,  # the input stays open for the service's next life
+            "StdinOnce": False,  # the input stays open for the service's next run
             "Tty": False,
             "HostConfig": {
                 "NetworkMode": recipe.network or "none",
@@ -250,7 +233,7 @@ class DockerHost:
                 "SecurityOpt": ["no-new-privileges"],
                 "ReadonlyRootfs": True,
                 "Tmpfs": {
-                    "/tmp": f"rw,exec,nosuid,nodev,size={recipe.work_bytes},nr_inodes={MOST_FILES},mode=1777",
+                    "/tmp": f"rw,exec,nosuid,nodev,size={recipe.work_bytes},nr_inodes={WORK_FOLDER_INODES},mode=1777",
                 },
                 "ShmSize": recipe.work_bytes,
                 "IpcMode": "private",
@@ -265,33 +248,32 @@ class DockerHost:
                     {"Name": "core", "Soft": 0, "Hard": 0},
                     {"Name": "fsize", "Soft": recipe.work_bytes, "Hard": recipe.work_bytes},
                 ],
-                "LogConfig": {"Type": "none"},  # answers are nobody else's to read
+                "LogConfig": {"Type": "none"},  # a log would let others read the answers
                 "RestartPolicy": {"Name": "no"},
                 "Mounts": mounts,
             },
         }
 
 
-async def created(docker: aiodocker.Docker, settings: dict[str, Any], name: str) -> DockerContainer:
-    """A container. The daemon makes it although its caller is cancelled: then it is waited for, and removed."""
+async def _create(docker: aiodocker.Docker, settings: dict[str, Any], name: str) -> DockerContainer:
+    """Create a container. The daemon does so even if this call is cancelled: then wait for it, and remove it."""
     creating = asyncio.ensure_future(docker.containers.create(settings, name=name))
     try:
         return await asyncio.shield(creating)
     except asyncio.CancelledError:
         with contextlib.suppress(aiodocker.DockerError, aiohttp.ClientError):
-            await removed(await creating)
+            await _remove(await creating)
         raise
 
 
-async def attached(container: DockerContainer) -> DockerPipe:
-    """A pipe to the container's process 1."""
+async def _attach(container: DockerContainer) -> DockerPipe:
     stream = container.attach(stdin=True, stdout=True, stderr=True)
     await stream.__aenter__()
     return DockerPipe(stream)
 
 
-async def removed(container: DockerContainer) -> None:
-    """Kill and remove; one whose removal has begun already is as good as gone."""
+async def _remove(container: DockerContainer) -> None:
+    """Kill and remove a container; nothing where it is gone (404), or its removal has begun (409)."""
     try:
         await container.delete(force=True, v=True)
     except aiodocker.DockerError as error:
@@ -299,19 +281,68 @@ async def removed(container: DockerContainer) -> None:
             raise
 
 
-def name_of(container: DockerContainer) -> str:
-    """Of a container that was listed."""
-    return str(container["Names"][0]).removeprefix("/")
-
-
 @contextlib.contextmanager
 def _failures(what: str) -> Iterator[None]:
-    """The daemon's failures in our own words."""
+    """Raise failures of the daemon as ContainerLost or HostFailed."""
     try:
         yield
     except aiodocker.DockerError as error:
         if error.status == 404:
-            raise VesselLost(f"{what}: {error.message}") from error
+            raise ContainerLost(f"{what}: {error.message}") from error
         raise HostFailed(f"{what}: {error.message}") from error
     except (aiohttp.ClientError, OSError, TimeoutError, ssl.SSLError) as error:
         raise HostFailed(f"{what} does not answer ({str(error) or type(error).__name__})") from error
+
+
+class Images:
+    """Images of one daemon, taken from the nearest place: the daemon itself, the mirror, the image's own registry.
+
+    RollArt §8: a reset of an environment fails most often where an image is fetched, and takes longest there.
+    Invariant: an image is fetched once at a time, however many containers wait for it.
+    """
+
+    def __init__(self, docker: aiodocker.Docker, mirror: str) -> None:
+        self._docker = docker
+        self._mirror = mirror
+        self._fetching: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def require(self, image: str) -> None:
+        """Return once the daemon has it. Raises aiodocker.DockerError where no registry gives it."""
+        async with self._fetching[image]:
+            if not await self._has(image):
+                worth_it = retry_if_exception(_may_pass)
+                await retry_after(PULL_PAUSES_S, worth_it, "an image is fetched again", image=image)(self._fetch, image)
+
+    async def _has(self, image: str) -> bool:
+        try:
+            await self._docker.images.inspect(image)
+        except aiodocker.DockerError as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    async def _fetch(self, image: str) -> None:
+        if self._mirror:
+            mirrored = f"{self._mirror}/{image}"
+            try:
+                await self._docker.images.pull(mirrored)
+            except aiodocker.DockerError as error:
+                log.warning("the mirror does not have an image", image=mirrored, error=error.message)
+            else:
+                repository, tag = split_image(image)
+                await self._docker.images.tag(mirrored, repository, tag=tag)
+                return
+        await self._docker.images.pull(image)
+
+
+def _may_pass(error: BaseException) -> bool:
+    return isinstance(error, aiodocker.DockerError) and error.status not in FINAL_STATUSES
+
+
+def split_image(image: str) -> tuple[str, str]:
+    """Split a reference into repository and tag."""
+    repository, _, tag = image.rpartition(":")
+    if not repository or "/" in tag:  # the colon was a registry's port, or there was none
+        return image, "latest"
+    return repository, tag

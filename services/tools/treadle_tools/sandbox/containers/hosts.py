@@ -1,34 +1,181 @@
-"""On which host the next container is made: the least loaded of those that work.
+"""How a tool's container is made, and on which host: what Docker daemons and Kubernetes clusters have in common.
 
-RollArt §8 (environment stability): a creation that fails is tried again elsewhere, with longer and longer pauses where
-there is no elsewhere. Owns: what each host carries, and which of them rest after a failure.
-
-Images of containers, from the nearest place that has them: the host itself, the mirror, the image's own registry.
-
-RollArt §8: a reset of an environment fails most often where an image is fetched, and takes longest there. Invariant: an
-image is fetched once at a time, however many containers wait for it."""
+Implemented by `docker.py` and `kubernetes.py`. RollArt §8 (environment stability): a creation that fails is tried again
+elsewhere, with longer and longer pauses where there is no other host.
+"""
 
 import asyncio
 import time
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
-import aiodocker
 import structlog
+from tenacity import AsyncRetrying, RetryCallState, stop_after_attempt, wait_chain, wait_fixed
+from tenacity.retry import RetryBaseT
 
-from treadle_tools.sandbox.containers.recipe import Host, HostFailed, Recipe, Vessel
+from treadle_tools.limits import MIB, WORKER_PROCESSES
+from treadle_tools.sandbox.worker import PACKAGE, find_top_level, worker_arguments
+from treadle_tools.tool import Tool
 
 log = structlog.get_logger()
 
+CODE = "/opt/treadle-code"  # where the container shows the worker's code, unless the image has it
+START_BYTES = 512 * MIB  # for imports, until the worker has said what it holds
+MOST_DESCRIPTORS = 1024
+INTERPRETER = ("python3", "-I", "-B", "-X", "utf8")
 TRIES = 5
 REST_S = 0.5  # after a host's first failure; twice as long after each further one
 LONGEST_REST_S = 30.0
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """How the container of a tool is made, wherever it runs. code: path on this machine -> path inside, read-only;
+    empty: the image has it. network: the name of one; empty: none.
+    """
+
+    tool: str
+    image: str
+    argv: tuple[str, ...]
+    code: tuple[tuple[Path, str], ...]
+    cpu_cores: int
+    memory_bytes: int
+    work_bytes: int
+    processes: int
+    network: str = ""
+
+    @classmethod
+    def for_tool(cls, tool: Tool, *, image: str, code_in_image: bool, silence_s: float) -> "Recipe":
+        """The recipe of `tool`. silence_s: seconds without a request after which its worker ends by itself.
+
+        Raises ModuleNotFoundError where its code is to be shown from this machine and is not here.
+        """
+        paths = () if code_in_image else (CODE,)
+        return cls(
+            tool=tool.name,
+            image=tool.image or image,
+            argv=(*INTERPRETER, *worker_arguments(tool, "container", paths, silence_s=silence_s)),
+            code=() if code_in_image else _find_code(tool),
+            cpu_cores=tool.limits.cpu_cores,
+            memory_bytes=tool.limits.memory_bytes + START_BYTES,
+            work_bytes=tool.work_bytes,
+            processes=tool.processes + WORKER_PROCESSES,
+            network=tool.network,
+        )
+
+
+def _find_code(tool: Tool) -> tuple[tuple[Path, str], ...]:
+    """This package, and the package or module of the tool itself; the image has what those import."""
+    shown = {}
+    for name in (PACKAGE, tool.entry):
+        spec = find_top_level(tool, name)
+        places = list(spec.submodule_search_locations or ())
+        if not places and spec.origin is None:
+            raise ModuleNotFoundError(f"tool {tool.name!r}: {spec.name!r} has no files", name=spec.name)
+        path = Path(places[0] if places else str(spec.origin))
+        shown[path.resolve()] = f"{CODE}/{path.name}"
+    return tuple(shown.items())
+
+
+class HostFailed(Exception):  # noqa: N818 - named for what happened
+    """A host does not answer, or refuses; another one, or a later try, may do better. The message says why."""
+
+
+class ContainerLost(Exception):  # noqa: N818 - an answer to the caller, not a fault
+    """A container is gone."""
+
+
+@dataclass(frozen=True)
+class Allotment:
+    """What a container may use from now on. cores: which, by this machine's numbers; empty: any. memory_bytes: None
+    leaves it as it is.
+    """
+
+    cpu_cores: int
+    cores: tuple[int, ...] = ()
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Whether and how a container ended. exit_code: None where unknown."""
+
+    runs: bool = False
+    exit_code: int | None = None
+    out_of_memory: bool = False
+
+    def __str__(self) -> str:
+        if self.runs:
+            return "its connection broke"
+        return "it is gone" if self.exit_code is None else f"exit code {self.exit_code}"
+
+
+class Pipe(Protocol):
+    """Bytes to and from the init of a container."""
+
+    async def write(self, data: bytes) -> None:
+        """Write to its standard input. Raises ConnectionError where the container is gone."""
+        ...
+
+    async def read(self) -> tuple[bool, bytes] | None:
+        """Read its outputs: whether it is standard error, and the next bytes; None at their end."""
+        ...
+
+    async def close(self) -> None:
+        """Disconnect; the container goes on."""
+        ...
+
+
+class Host(Protocol):
+    """Makes containers, which run by then, and finds those of this owner again. name: tells it from the other hosts.
+
+    Every method raises HostFailed. `attach` and `allot` raise ContainerLost too.
+    """
+
+    name: str
+
+    async def check(self) -> str:
+        """What it runs, with its version."""
+        ...
+
+    async def make(self, recipe: Recipe, name: str) -> None:
+        """Make and start a container; nothing is left of it where this fails."""
+        ...
+
+    async def attach(self, name: str) -> Pipe:
+        """A pipe to a container."""
+        ...
+
+    async def allot(self, name: str, allotment: Allotment) -> None:
+        """Change what a container may use."""
+        ...
+
+    async def ending(self, name: str) -> Ending:
+        """Whether a container has ended, and how."""
+        ...
+
+    async def remove(self, name: str) -> None:
+        """Kill everything in a container and remove it, if it is there."""
+        ...
+
+    async def running(self) -> Sequence[str]:
+        """Names of this owner's containers that run."""
+        ...
+
+    async def sweep(self, kept: Collection[str]) -> int:
+        """Remove this owner's other containers, running or not; how many there were."""
+        ...
+
+    async def close(self) -> None:
+        """Disconnect from the host."""
+        ...
+
+
 @dataclass
-class _Standing:
-    """Of one host. load: containers that it carries, those being made included."""
+class _HostState:
+    """load: containers on the host, those being made included."""
 
     host: Host
     load: int = 0
@@ -37,7 +184,7 @@ class _Standing:
 
 
 class Hosts:
-    """See the module. clock: seconds, as time.monotonic. sleep: as asyncio.sleep."""
+    """Chooses the least loaded host that works. clock: seconds, as time.monotonic. sleep: as asyncio.sleep."""
 
     def __init__(
         self,
@@ -45,113 +192,61 @@ class Hosts:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._standings = {host.name: _Standing(host) for host in hosts}
+        self._states = {host.name: _HostState(host) for host in hosts}
         self._clock = clock
         self._sleep = sleep
 
     def __iter__(self) -> Iterator[Host]:
-        return iter([standing.host for standing in self._standings.values()])
+        return iter([state.host for state in self._states.values()])
 
     def load(self, name: str) -> int:
-        """Containers that a host carries."""
-        return self._standings[name].load
+        """How many containers a host has."""
+        return self._states[name].load
 
-    def carries(self, name: str) -> None:
-        """A container was found on a host."""
-        self._standings[name].load += 1
+    def add_load(self, name: str, containers: int) -> None:
+        """Count containers that were found on a host, or removed from it (negative)."""
+        self._states[name].load += containers
 
-    def freed(self, name: str) -> None:
-        """A container is gone from a host."""
-        self._standings[name].load -= 1
-
-    async def make(self, recipe: Recipe, name: str) -> tuple[Host, Vessel]:
-        """A container on the best host, or the next best. Raises HostFailed where none makes it in TRIES tries."""
+    async def make(self, recipe: Recipe, name: str) -> Host:
+        """Make a container on the best host, or the next best, in TRIES tries. Raises HostFailed."""
         for tries_left in reversed(range(TRIES)):
-            standing = self._best()
-            await self._sleep(max(0.0, standing.rests_until - self._clock()))
-            standing.load += 1
+            state = self._best()
+            await self._sleep(max(0.0, state.rests_until - self._clock()))
+            state.load += 1
             try:
-                vessel = await standing.host.make(recipe, name)
+                await state.host.make(recipe, name)
             except HostFailed as failure:
-                standing.load -= 1
-                self._rest(standing)
+                state.load -= 1
+                state.rests_until = self._clock() + min(LONGEST_REST_S, REST_S * 2**state.failures)
+                state.failures += 1
                 if not tries_left:
                     raise
-                log.warning("a container is tried elsewhere, or again", host=standing.host.name, error=str(failure))
+                log.warning("a container is tried elsewhere, or again", host=state.host.name, error=str(failure))
             except BaseException:
-                standing.load -= 1
+                state.load -= 1
                 raise
             else:
-                standing.failures = 0
-                return standing.host, vessel
+                state.failures = 0
+                return state.host
         raise AssertionError("the last try returns or raises")
 
-    def _best(self) -> _Standing:
-        """Whoever need not rest, then carries least; where all rest, whoever is back first."""
+    def _best(self) -> _HostState:
+        """The host that need not rest and has least load; where all rest, the first to be back."""
         now = self._clock()
-        return min(self._standings.values(), key=lambda one: (max(0.0, one.rests_until - now), one.load))
-
-    def _rest(self, standing: _Standing) -> None:
-        rest_s = min(LONGEST_REST_S, REST_S * 2**standing.failures)
-        standing.failures += 1
-        standing.rests_until = self._clock() + rest_s
+        return min(self._states.values(), key=lambda state: (max(0.0, state.rests_until - now), state.load))
 
 
-log_images = structlog.get_logger()
+def retry_after(pauses_s: Sequence[float], retry: RetryBaseT, what: str, **fields: Any) -> AsyncRetrying:
+    """Calls a coroutine function again after each of `pauses_s`, and logs `what` each time. Raises the last error."""
 
-PULL_PAUSES_S = (1.0, 4.0, 16.0)  # a registry that refuses is busy: back off
+    def report(state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome is not None else None
+        log.warning(what, error=str(error), **fields)
 
-
-class Images:
-    """Of one daemon. mirror: a registry that is asked first, such as `registry.local:5000`; empty: none."""
-
-    def __init__(self, docker: aiodocker.Docker, mirror: str) -> None:
-        self._docker = docker
-        self._mirror = mirror
-        self._fetching: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-
-    async def require(self, image: str) -> None:
-        """Returns once the host has it. Raises aiodocker.DockerError where nobody gives it."""
-        async with self._fetching[image]:
-            if await self._present(image):
-                return
-            for pause_s in PULL_PAUSES_S:
-                try:
-                    await self._fetch(image)
-                    return
-                except aiodocker.DockerError as error:
-                    if error.status in (400, 401, 403, 404):  # it will be the same in a moment
-                        raise
-                    log_images.warning("an image is fetched again", image=image, error=error.message, pause_s=pause_s)
-                await asyncio.sleep(pause_s)
-            await self._fetch(image)
-
-    async def _present(self, image: str) -> bool:
-        try:
-            await self._docker.images.inspect(image)
-        except aiodocker.DockerError as error:
-            if error.status == 404:
-                return False
-            raise
-        return True
-
-    async def _fetch(self, image: str) -> None:
-        if self._mirror:
-            mirrored = f"{self._mirror}/{image}"
-            try:
-                await self._docker.images.pull(mirrored)
-            except aiodocker.DockerError as error:
-                log_images.warning("the mirror does not have an image", image=mirrored, error=error.message)
-            else:
-                repository, tag = split(image)
-                await self._docker.images.tag(mirrored, repository, tag=tag)
-                return
-        await self._docker.images.pull(image)
-
-
-def split(image: str) -> tuple[str, str]:
-    """Repository and tag."""
-    repository, _, tag = image.rpartition(":")
-    if not repository or "/" in tag:  # the colon was a registry's port, or there was none
-        return image, "latest"
-    return repository, tag
+    return AsyncRetrying(
+        retry=retry,
+        wait=wait_chain(*map(wait_fixed, pauses_s)),
+        stop=stop_after_attempt(len(pauses_s) + 1),
+        before_sleep=report,
+        reraise=True,
+    )

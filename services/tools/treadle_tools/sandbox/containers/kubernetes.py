@@ -1,15 +1,12 @@
-"""Pods of a Kubernetes cluster. The cluster chooses the node, and has the caches of images.
+"""Pods of a Kubernetes cluster. The cluster chooses the node and caches images.
 
-Owns: the connection to the API server. Invariants: as `pod.py` says; a pod is labelled with its owner, who finds it
-again. Cores follow each action by in-place resize where the server has it (on by default from 1.33, stable from 1.35):
-the kubelet carries it out a little after the action has begun, and knows no cores by number.
-
-The pod of a recipe, as the API takes it: Kubernetes' `restricted` security standard, and a little more.
-
-What a pod cannot be told: a limit on processes (the kubelet has one for all, `podPidsLimit`), and to have no network (a
-NetworkPolicy does it, by the label `treadle.tools/network`, where the cluster's network carries it out).
-
-The line to process 1 of a pod, over a web socket of the API server."""
+Owns: the connection to the API server. A pod obeys Kubernetes' `restricted` security standard, and a little more; its
+label names its owner, who finds it again by that. Its specification cannot limit processes (the kubelet has one limit
+for all pods, `podPidsLimit`) nor refuse a network (a NetworkPolicy does, by the label `treadle.tools/network`, on
+clusters that enforce policies). The cores of each action are set by in-place resize where the server has it (on by
+default from 1.33, stable from 1.35): the kubelet does so a little after the action has started, and knows no core
+numbers.
+"""
 
 import asyncio
 import contextlib
@@ -27,122 +24,19 @@ from kubernetes_asyncio.client.exceptions import ApiException
 from kubernetes_asyncio.config.config_exception import ConfigException
 from kubernetes_asyncio.stream import WsApiClient
 
-from treadle_tools.sandbox.containers.recipe import USER, Allotment, Ending, HostFailed, Pipe, Recipe, VesselLost
+from treadle_tools.sandbox.containers.hosts import Allotment, ContainerLost, Ending, HostFailed, Pipe, Recipe
+from treadle_tools.sandbox.worker import NOBODY, VARIABLES
+
+log = structlog.get_logger()
 
 OWNER, TOOL, NETWORK = "treadle.tools/owner", "treadle.tools/tool", "treadle.tools/network"
 NO_NETWORK = "none"
 CONTAINER = "worker"
-# What the cluster's scheduler counts for a container that mostly waits; the service itself decides who runs when.
+# What the cluster's scheduler counts for a container that mostly waits; the service itself schedules actions.
 REQUESTED_CPU = "50m"
-
-
-def pod_of(recipe: Recipe, *, name: str, owner: str, runtime_class: str) -> dict[str, Any]:
-    """A Pod object."""
-    memory = str(recipe.memory_bytes)
-    spec: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": 0,
-        "hostname": "sandbox",
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "fsGroup": USER,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "containers": [
-            {
-                "name": CONTAINER,
-                "image": recipe.image,
-                "command": list(recipe.argv),
-                "env": [{"name": name, "value": value} for name, value in recipe.variables.items()],
-                "workingDir": "/tmp",
-                "stdin": True,
-                "stdinOnce": False,  # the input stays open for the service's next life
-                "securityContext": {
-                    "allowPrivilegeEscalation": False,
-                    "readOnlyRootFilesystem": True,
-                    "capabilities": {"drop": ["ALL"]},
-                },
-                "resources": {
-                    "requests": {"cpu": REQUESTED_CPU, "memory": memory},
-                    "limits": {"cpu": str(recipe.cpu_cores), "memory": memory},
-                },
-                "resizePolicy": [{"resourceName": "cpu", "restartPolicy": "NotRequired"}],
-                "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
-            }
-        ],
-        # In memory its size is the kernel's to hold; on disk the kubelet would look every few minutes, and evict.
-        "volumes": [{"name": "tmp", "emptyDir": {"medium": "Memory", "sizeLimit": str(recipe.work_bytes)}}],
-    }
-    if runtime_class:
-        spec["runtimeClassName"] = runtime_class
-    labels = {
-        "app.kubernetes.io/part-of": "treadle",
-        "app.kubernetes.io/component": "tools-sandbox",
-        OWNER: label(owner),
-        TOOL: label(recipe.tool),
-        NETWORK: label(recipe.network) if recipe.network else NO_NETWORK,
-    }
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec}
-
-
-def resized(cpu_cores: int) -> dict[str, Any]:
-    """The patch of a pod's resize subresource. What is requested stays: no scheduler need be asked."""
-    return {"spec": {"containers": [{"name": CONTAINER, "resources": {"limits": {"cpu": str(cpu_cores)}}}]}}
-
-
-def label(text: str) -> str:
-    """A label's value may hold letters, digits, '-', '_', '.', and begin and end with the first two."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)[:63].strip("-_.")
-
-
 PIECE_BYTES = 32 * 1024  # of a message to a pod: what the kubelet itself sends at a time
-COMPLAINTS_BYTES = 8192  # of what it wrote to stderr, the newest
 STDIN, STDOUT, STDERR = 0, 1, 2
-
-
-class PodPipe:
-    """Bytes to and from process 1, attached over a web socket; its first byte names the channel."""
-
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self._socket = socket
-        self._complaints = b""
-
-    async def write(self, piece: bytes) -> None:
-        """See `vessel.Pipe`."""
-        try:
-            for start in range(0, len(piece), PIECE_BYTES):
-                await self._socket.send_bytes(bytes([STDIN]) + piece[start : start + PIECE_BYTES])
-        except (aiohttp.ClientError, OSError, RuntimeError) as error:
-            raise ConnectionError(str(error) or "the connection is gone") from error
-
-    async def read(self) -> bytes:
-        """See `vessel.Pipe`."""
-        with contextlib.suppress(aiohttp.ClientError, OSError):
-            while (message := await self._socket.receive()).type is aiohttp.WSMsgType.BINARY:
-                channel, data = message.data[0], message.data[1:]
-                if channel == STDOUT and data:
-                    return bytes(data)
-                if channel == STDERR:
-                    self._complaints = (self._complaints + data)[-COMPLAINTS_BYTES:]
-        return b""
-
-    @property
-    def complaints(self) -> str:
-        """See `vessel.Pipe`."""
-        return self._complaints.decode(errors="replace").strip()
-
-    async def close(self) -> None:
-        """See `vessel.Pipe`."""
-        await self._socket.close()
-
-
-log = structlog.get_logger()
-
-RESIZE_MINOR = 33  # of version 1: the first whose servers resize pods in place unasked
+RESIZE_MINOR = 33  # of version 1: the first that resizes pods in place by default
 START_TIMEOUT_S = 120.0  # an image may have to be fetched first
 LOOK_PAUSE_S = 0.2
 LONGEST_LOOK_PAUSE_S = 2.0
@@ -159,32 +53,94 @@ IN_CLUSTER = "KUBERNETES_SERVICE_HOST"
 OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
-class PodVessel:
-    """One pod."""
+def make_pod(recipe: Recipe, *, name: str, owner: str, runtime_class: str) -> dict[str, Any]:
+    """The Pod object of a recipe, as the API takes it."""
+    memory = str(recipe.memory_bytes)
+    spec: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": 0,
+        "hostname": "sandbox",
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": NOBODY,
+            "runAsGroup": NOBODY,
+            "fsGroup": NOBODY,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [
+            {
+                "name": CONTAINER,
+                "image": recipe.image,
+                "command": list(recipe.argv),
+                "env": [{"name": name, "value": value} for name, value in VARIABLES.items()],
+                "workingDir": "/tmp",
+                "stdin": True,
+                "stdinOnce": False,  # the input stays open for the service's next run
+                "securityContext": {
+                    "allowPrivilegeEscalation": False,
+                    "readOnlyRootFilesystem": True,
+                    "capabilities": {"drop": ["ALL"]},
+                },
+                "resources": {
+                    "requests": {"cpu": REQUESTED_CPU, "memory": memory},
+                    "limits": {"cpu": str(recipe.cpu_cores), "memory": memory},
+                },
+                "resizePolicy": [{"resourceName": "cpu", "restartPolicy": "NotRequired"}],
+                "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+            }
+        ],
+        # In memory, because the kernel enforces its size; on disk the kubelet looks every few minutes, and evicts.
+        "volumes": [{"name": "tmp", "emptyDir": {"medium": "Memory", "sizeLimit": str(recipe.work_bytes)}}],
+    }
+    if runtime_class:
+        spec["runtimeClassName"] = runtime_class
+    labels = {
+        "app.kubernetes.io/part-of": "treadle",
+        "app.kubernetes.io/component": "tools-sandbox",
+        OWNER: make_label(owner),
+        TOOL: make_label(recipe.tool),
+        NETWORK: make_label(recipe.network) if recipe.network else NO_NETWORK,
+    }
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec}
 
-    def __init__(self, host: "KubernetesHost", name: str) -> None:
-        self.name = name
-        self._host = host
 
-    async def attach(self) -> Pipe:
-        """See `vessel.Vessel`."""
-        return await self._host.attached(self.name)
+def make_label(text: str) -> str:
+    """Make a label's value: letters, digits, '-', '_', '.', with a letter or digit first and last."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)[:63].strip("-_.")
 
-    async def allot(self, allotment: Allotment) -> None:
-        """See `vessel.Vessel`. Memory stays as it was made with."""
-        await self._host.resize(self.name, allotment.cpu_cores)
 
-    async def ending(self) -> Ending:
-        """See `vessel.Vessel`."""
-        return await self._host.ending(self.name)
+class PodPipe:
+    """The attached standard input and outputs of a pod's init, over a web socket; a message's first byte names one."""
 
-    async def remove(self) -> None:
-        """See `vessel.Vessel`."""
-        await self._host.remove(self.name)
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket = socket
+
+    async def write(self, data: bytes) -> None:
+        """Write to its standard input. Raises ConnectionError where the pod is gone."""
+        try:
+            for start in range(0, len(data), PIECE_BYTES):
+                await self._socket.send_bytes(bytes([STDIN]) + data[start : start + PIECE_BYTES])
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:
+            raise ConnectionError(str(error) or "the connection is gone") from error
+
+    async def read(self) -> tuple[bool, bytes] | None:
+        """Read its outputs: whether it is standard error, and the next bytes; None at their end."""
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            while (message := await self._socket.receive()).type is aiohttp.WSMsgType.BINARY:
+                channel, data = message.data[0], bytes(message.data[1:])
+                if channel in (STDOUT, STDERR) and data:
+                    return channel == STDERR, data
+        return None
+
+    async def close(self) -> None:
+        """Disconnect; the pod goes on."""
+        await self._socket.close()
 
 
 class KubernetesHost:
-    """See the module. namespace: empty: of this pod, or "default". runtime_class: of the pods; empty: the cluster's."""
+    """A `Host`. namespace: empty: of this pod, or "default". runtime_class: of the pods; empty: the cluster's."""
 
     def __init__(self, *, owner: str, namespace: str = "", runtime_class: str = "") -> None:
         self.name = "kubernetes"
@@ -196,63 +152,41 @@ class KubernetesHost:
         self._resizes = False
 
     async def check(self) -> str:
-        """See `vessel.Host`."""
-        api = await self._connected()
+        """What the cluster runs, with its version."""
+        api = await self._connect()
         with _failures("the API server"):
             about = await client.VersionApi(api.api_client).get_code(_request_timeout=CALL_TIMEOUT_S)
             await api.list_namespaced_pod(self._namespace, limit=1, _request_timeout=CALL_TIMEOUT_S)
-        self._resizes = resizes(about.major, about.minor)
+        self._resizes = can_resize(about.major, about.minor)
         if not self._resizes:
             log.warning(
                 "this Kubernetes does not resize pods in place: cores stay as a pod was made", version=about.git_version
             )
         return f"kubernetes {about.git_version}"
 
-    async def make(self, recipe: Recipe, name: str) -> PodVessel:
-        """See `vessel.Host`. Returns once the pod runs, or has ended already."""
-        api = await self._connected()
-        pod = pod_of(recipe, name=name, owner=self._owner, runtime_class=self._runtime_class)
+    async def make(self, recipe: Recipe, name: str) -> None:
+        """Make a pod and wait until it runs, or has ended; nothing is left of it where this fails."""
+        pod = make_pod(recipe, name=name, owner=self._owner, runtime_class=self._runtime_class)
         try:
-            with _failures(f"pod {name}"):
-                await api.create_namespaced_pod(self._namespace, pod, _request_timeout=CALL_TIMEOUT_S)
+            await self._call(f"pod {name}", "create_namespaced_pod", pod)
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
-                    await self._started(name)
+                    await self._wait_started(name)
             except BaseException:
                 await self.remove(name)
                 raise
-        except VesselLost as lost:
+        except ContainerLost as lost:
             raise HostFailed(str(lost)) from lost
         except TimeoutError:
             raise HostFailed(f"pod {name} did not run within {START_TIMEOUT_S:g} s") from None
-        return PodVessel(self, name)
 
-    async def running(self) -> Sequence[PodVessel]:
-        """See `vessel.Host`."""
-        return [PodVessel(self, pod.metadata.name) for pod in await self._ours() if pod.status.phase == "Running"]
-
-    async def sweep(self, kept: Collection[str]) -> int:
-        """See `vessel.Host`."""
-        swept = [pod.metadata.name for pod in await self._ours() if pod.metadata.name not in kept]
-        for name in swept:
-            await self.remove(name)
-        return len(swept)
-
-    async def close(self) -> None:
-        """See `vessel.Host`."""
-        for api in (self._api, self._streams):
-            if api is not None:
-                await api.api_client.close()
-
-    async def attached(self, name: str) -> PodPipe:
-        """A pipe to the pod's process 1. Not `exec`, which would be a process that foreign code in the pod can reach.
-
-        Raises VesselLost, with the last line that it has said, where it has ended.
+    async def attach(self, name: str) -> Pipe:
+        """A pipe to a pod. Not `exec`, which would start a process that foreign code in the pod can reach. A pod that
+        has ended raises ContainerLost with the last line of its output.
         """
-        await self._connected()
-        assert self._streams is not None
+        await self._connect()
         if not (await self.ending(name)).runs:
-            raise VesselLost(await self._last_words(name))
+            raise ContainerLost(await self._read_last_line(name))
         with _failures(f"pod {name}"):
             opening = await self._streams.connect_get_namespaced_pod_attach(
                 name, self._namespace, container=CONTAINER, stdin=True, stdout=True, stderr=True, tty=False,
@@ -260,23 +194,20 @@ class KubernetesHost:
             )  # fmt: skip
             return PodPipe(await opening)
 
-    async def resize(self, name: str, cpu_cores: int) -> None:
-        """Have the kubelet change the pod's limit of cores. It does so soon; nobody waits for it."""
-        if not self._resizes:
-            return
-        api = await self._connected()
-        with _failures(f"pod {name}"):
-            await api.patch_namespaced_pod_resize(
-                name, self._namespace, resized(cpu_cores), _request_timeout=CALL_TIMEOUT_S
-            )
+    async def allot(self, name: str, allotment: Allotment) -> None:
+        """Have the kubelet change a pod's limit of cores, without waiting until it has. Memory stays as it was made
+        with, and so does what the pod requests, so that the cluster's scheduler need not be asked.
+        """
+        if self._resizes:
+            limits = {"limits": {"cpu": str(allotment.cpu_cores)}}
+            patch = {"spec": {"containers": [{"name": CONTAINER, "resources": limits}]}}
+            await self._call_pod("patch_namespaced_pod_resize", name, patch)
 
     async def ending(self, name: str) -> Ending:
-        """How it stands with a pod."""
-        api = await self._connected()
+        """Whether a pod has ended, and how."""
         try:
-            with _failures(f"pod {name}"):
-                pod = await api.read_namespaced_pod(name, self._namespace, _request_timeout=CALL_TIMEOUT_S)
-        except VesselLost:
+            pod = await self._call_pod("read_namespaced_pod", name)
+        except ContainerLost:
             return Ending()
         for status in pod.status.container_statuses or ():
             if status.state.terminated is not None:
@@ -285,18 +216,31 @@ class KubernetesHost:
         return Ending(runs=pod.status.phase == "Running")
 
     async def remove(self, name: str) -> None:
-        """Kill and delete it."""
-        api = await self._connected()
-        with contextlib.suppress(VesselLost), _failures(f"pod {name}"):
-            await api.delete_namespaced_pod(
-                name, self._namespace, grace_period_seconds=0, _request_timeout=CALL_TIMEOUT_S
-            )
+        """Kill everything in a pod and delete it, if it is there."""
+        with contextlib.suppress(ContainerLost):
+            await self._call_pod("delete_namespaced_pod", name, grace_period_seconds=0)
 
-    async def _started(self, name: str) -> None:
-        api, pause_s = await self._connected(), LOOK_PAUSE_S
+    async def running(self) -> Sequence[str]:
+        """Names of this owner's pods that run."""
+        return [pod.metadata.name for pod in await self._list() if pod.status.phase == "Running"]
+
+    async def sweep(self, kept: Collection[str]) -> int:
+        """Delete this owner's other pods, running or not; how many there were."""
+        swept = [pod.metadata.name for pod in await self._list() if pod.metadata.name not in kept]
+        for name in swept:
+            await self.remove(name)
+        return len(swept)
+
+    async def close(self) -> None:
+        """Disconnect from the API server."""
+        for api in (self._api, self._streams):
+            if api is not None:
+                await api.api_client.close()
+
+    async def _wait_started(self, name: str) -> None:
+        pause_s = LOOK_PAUSE_S
         while True:
-            with _failures(f"pod {name}"):
-                pod = await api.read_namespaced_pod(name, self._namespace, _request_timeout=CALL_TIMEOUT_S)
+            pod = await self._call_pod("read_namespaced_pod", name)
             if pod.status.phase in ("Running", "Succeeded", "Failed"):
                 return
             for status in pod.status.container_statuses or ():
@@ -306,27 +250,33 @@ class KubernetesHost:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_LOOK_PAUSE_S)
 
-    async def _last_words(self, name: str) -> str:
-        api = await self._connected()
+    async def _read_last_line(self, name: str) -> str:
         try:
-            with _failures(f"pod {name}"):
-                said = await api.read_namespaced_pod_log(
-                    name, self._namespace, tail_lines=LOG_LINES, _request_timeout=CALL_TIMEOUT_S
-                )
-        except VesselLost as lost:
+            output = await self._call_pod("read_namespaced_pod_log", name, tail_lines=LOG_LINES)
+        except ContainerLost as lost:
             return str(lost)
-        lines = str(said).strip().splitlines()
+        lines = str(output).strip().splitlines()
         return lines[-1] if lines else f"pod {name} has ended"
 
-    async def _ours(self) -> Sequence[Any]:
-        api = await self._connected()
-        with _failures("the API server"):
-            found = await api.list_namespaced_pod(
-                self._namespace, label_selector=f"{OWNER}={label(self._owner)}", _request_timeout=CALL_TIMEOUT_S
-            )
+    async def _list(self) -> Sequence[Any]:
+        owned = f"{OWNER}={make_label(self._owner)}"
+        found = await self._call("the API server", "list_namespaced_pod", label_selector=owned)
         return list(found.items)
 
-    async def _connected(self) -> Any:
+    async def _call(self, what: str, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call a method of the API in this namespace. what: is named in HostFailed or ContainerLost."""
+        api = await self._connect()
+        with _failures(what):
+            return await getattr(api, method)(self._namespace, *arguments, _request_timeout=CALL_TIMEOUT_S, **options)
+
+    async def _call_pod(self, method: str, name: str, *arguments: Any, **options: Any) -> Any:
+        api = await self._connect()
+        with _failures(f"pod {name}"):
+            return await getattr(api, method)(
+                name, self._namespace, *arguments, _request_timeout=CALL_TIMEOUT_S, **options
+            )
+
+    async def _connect(self) -> Any:
         if self._api is None:
             settings: Any = client.Configuration()
             settings.connection_pool_maxsize = None  # a connection for each pod that is attached
@@ -337,35 +287,35 @@ class KubernetesHost:
                     await config.load_kube_config(client_configuration=settings)
             except (ConfigException, OSError) as error:
                 raise HostFailed(f"no cluster is known ({error})") from error
-            self._namespace = self._namespace or own_namespace()
+            self._namespace = self._namespace or _own_namespace()
             self._api = client.CoreV1Api(client.ApiClient(settings))
             self._streams = client.CoreV1Api(WsApiClient(settings))
         return self._api
 
 
-def own_namespace() -> str:
-    """Of this pod; outside of one, the API's default."""
+def _own_namespace() -> str:
+    """The namespace of this pod; outside of one, the API's default."""
     return OWN_NAMESPACE.read_text().strip() if OWN_NAMESPACE.exists() else "default"
 
 
-def resizes(major: str, minor: str) -> bool:
-    """Whether servers of a version resize pods in place unasked. minor: as they tell it, such as "33+"."""
+def can_resize(major: str, minor: str) -> bool:
+    """Whether servers of a version resize pods in place by default. minor: as the server reports it, such as "33+"."""
     digits = re.match(r"\d+", minor)
     return int(major) > 1 or (digits is not None and int(digits[0]) >= RESIZE_MINOR)
 
 
 @contextlib.contextmanager
 def _failures(what: str) -> Iterator[None]:
-    """The API's failures in our own words."""
+    """Raise failures of the API as ContainerLost or HostFailed."""
     try:
         yield
     except ApiException as error:
         if error.status == 404:
-            raise VesselLost(f"{what}: {_reason(error)}") from error
+            raise ContainerLost(f"{what}: {_reason(error)}") from error
         raise HostFailed(f"{what}: {error.status} {_reason(error)}") from error
     except aiohttp.WSServerHandshakeError as error:
         if error.status == 404:
-            raise VesselLost(f"{what}: it is gone") from error
+            raise ContainerLost(f"{what}: it is gone") from error
         raise HostFailed(f"{what}: {error.status} {error.message}") from error
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise HostFailed(f"{what} does not answer ({str(error) or type(error).__name__})") from error

@@ -1,2 +1,3 @@
-"""What runs inside the sandbox: standard library only, started with `python -I -S`, imports no other part of the
-service but `treadle_tools.tool`."""
+"""Code that runs inside the sandbox, started with `python -I -S`. It imports the standard library, `treadle_tools.tool`
+and `treadle_tools.limits` only.
+"""

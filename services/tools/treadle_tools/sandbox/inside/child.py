@@ -1,13 +1,9 @@
-"""A forked process whose output is captured and which answers over a link of frames, until a deadline.
+"""A forked process whose output is captured, and which answers over a socket until a deadline.
 
 Owns: the fork, its pipes, its resource limits. Invariants: the parent never blocks on what the child writes or does not
-write; the child holds no descriptor but its own pipe and link, and no other process may look into its memory until it
-says so itself.
-
-What a call has left in its cell: removes it, so that the next call finds the cell as the first one did.
-
-Runs in process 1, which no foreign code can look into or stop. Invariant: what cannot be removed is named, and then
-nothing runs in that cell again."""
+write; the child holds no descriptor but its own pipe and socket, and no other process may read its memory until it
+allows that itself.
+"""
 
 import contextlib
 import io
@@ -16,35 +12,34 @@ import os
 import random
 import resource
 import select
-import shutil
 import signal
 import socket
-import stat
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-from treadle_tools.sandbox.inside import frames, kernel
+from treadle_tools.sandbox.inside import frames, isolation
 
 READ_BYTES = 64 * 1024  # a pipe's whole buffer at a time
 MOST_DESCRIPTORS = 256
-CPU_GRACE_S = 1  # of CPU seconds over wall clock x cores, so that the wall clock speaks first
+CPU_GRACE_S = 1  # of CPU seconds above wall clock x cores, so that the wall clock ends the action first
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What the child may use. baseline_bytes: address space that the preloaded worker takes before anything runs."""
+    """What the child may use. baseline_bytes: address space of the preloaded worker before anything runs. cpu_s: None
+    where the wall clock alone limits it.
+    """
 
     memory_bytes: int
     baseline_bytes: int
     file_bytes: int
     processes: int
-    cpu_s: float | None  # None where wall clock alone bounds it
+    cpu_s: float | None
 
     def enforce(self) -> None:
-        """Set the limits of this process, for good."""
+        """Set the limits of this process, which cannot raise them again."""
         pairs = [
             (resource.RLIMIT_AS, self.baseline_bytes + self.memory_bytes),
             (resource.RLIMIT_FSIZE, self.file_bytes),
@@ -64,7 +59,7 @@ class Budget:
 
 
 class Captured:
-    """The first `most` bytes of an output; whether there was more."""
+    """The first `most` bytes of an output. cut: there was more."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -72,33 +67,32 @@ class Captured:
         self.cut = False
 
     def add(self, piece: bytes) -> None:
-        """Keep what still fits."""
         room = self._most - len(self._bytes)
         self._bytes += piece[:room]
         self.cut = self.cut or len(piece) > room
 
     def text(self) -> str:
-        """What was kept, and a line that says so where something was cut."""
+        """The output, with a last line that says so where it was cut."""
         text = self._bytes.decode("utf-8", "ignore" if self.cut else "backslashreplace")
         return f"{text}\n[output cut at {self._most} bytes]" if self.cut else text
 
 
 @dataclass(frozen=True)
 class Exited:
-    """The child has ended. wait_status: as of waitpid."""
+    """The child has ended. wait_status: as waitpid returns it."""
 
     wait_status: int
 
 
 class TimedOut:
-    """The deadline has passed; the child still runs."""
+    """The deadline has passed, and the child still runs."""
 
 
 Event = dict[str, object] | Exited | TimedOut
 
 
 class Child:
-    """One forked process. `main(link)` runs in it; whatever it does, the process ends after it."""
+    """One forked process, which runs `main(link)` and ends, whatever that does."""
 
     def __init__(self, main: Callable[[socket.socket], None]) -> None:
         output, their_output = os.pipe()
@@ -118,7 +112,7 @@ class Child:
             self._poll.register(descriptor, select.POLLIN)
 
     def send(self, message: dict[str, object], file: int | None = None) -> None:
-        """Send a frame to the child, and an open file with it. Raises OSError where it is gone."""
+        """Send a message to the child, and an open file with it. Raises OSError where the child is gone."""
         self.link.setblocking(True)
         try:
             frames.send(self.link, message, file)
@@ -126,12 +120,12 @@ class Child:
             self.link.setblocking(False)
 
     def next_event(self, deadline: float, captured: Captured) -> Event:
-        """The next frame, the end, or the deadline (time.monotonic); output up to then goes to `captured`.
+        """Wait for the child's next message, its end, or the deadline (time.monotonic); add its output to `captured`.
 
-        Raises FrameError where the child sends what is no frame.
+        Raises FrameError where the child sends something else than frames.
         """
         while True:
-            message = frames.taken(self._received)
+            message = frames.take_message(self._received)
             if message is not None:
                 self._drain(captured)
                 return message
@@ -149,7 +143,7 @@ class Child:
                 return Exited(os.waitpid(self.pid, 0)[1])
 
     def kill(self) -> None:
-        """Kill the process and what it left in its process group, and reap it."""
+        """Kill the process and its process group, and reap it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
@@ -185,7 +179,7 @@ class Child:
 
 
 def _run(main: Callable[[socket.socket], None], link: socket.socket, output: int) -> None:
-    """The child's side: never returns."""
+    """Run the child's side. Never returns."""
     try:
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -195,10 +189,10 @@ def _run(main: Callable[[socket.socket], None], link: socket.socket, output: int
         kept = link.fileno()
         os.closerange(3, kept)
         os.closerange(kept + 1, MOST_DESCRIPTORS * 4)
-        kernel.set_dumpable(False)
-        # A killed snippet still shows what it printed; a lone surrogate is no reason to fail.
-        sys.stdout, sys.stderr = _printing_to(1), _printing_to(2)
-        reseed()
+        isolation.set_dumpable(False)
+        # Line buffering: a killed snippet still shows what it printed. A lone surrogate must not fail.
+        sys.stdout, sys.stderr = _open_output(1), _open_output(2)
+        _reseed()
         main(link)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -206,80 +200,14 @@ def _run(main: Callable[[socket.socket], None], link: socket.socket, output: int
         os._exit(0)
 
 
-def _printing_to(descriptor: int) -> io.TextIOWrapper:
+def _open_output(descriptor: int) -> io.TextIOWrapper:
     raw = io.FileIO(descriptor, "w", closefd=False)
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
-def reseed() -> None:
-    """Forks of one process must not share their random numbers."""
+def _reseed() -> None:
+    """Seed the random generators anew: forks of one process must not share their random numbers."""
     random.seed()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed(int.from_bytes(os.urandom(4), "big"))  # without a number it takes 7 ms to find one
-
-
-FOLDERS = (Path("/tmp"), Path("/dev/shm"))  # all that a cell can write
-FOLDER_MODE = 0o700
-ALL_CORES = range(1024)  # the widest mask that the kernel takes from the standard library
-LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
-
-
-@dataclass(frozen=True)
-class Standing:
-    """What processes of the same user may change of process 1, and its children inherit."""
-
-    limits: tuple[tuple[int, int], ...]
-    priority: int
-    scheduler: int
-
-    @classmethod
-    def now(cls) -> "Standing":
-        """Of this process."""
-        limits = tuple(resource.getrlimit(which) for which in LIMITS)
-        return cls(limits, os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0))
-
-
-def removable() -> bool:
-    """Whether this is process 1 of namespaces of its own, so that every other process is the calls'."""
-    return os.getpid() == 1
-
-
-def remove(before: Standing) -> str:
-    """What could not be removed or put right; empty where the cell is as it was. before: of process 1, at its start.
-
-    Only where `removable`: it kills every other process that it sees.
-    """
-    _kill_all()
-    try:
-        for folder in FOLDERS:
-            _empty(folder)
-        # A mask that was set here holds for every later child; within what the control group allows, all is as before.
-        os.sched_setaffinity(0, ALL_CORES)
-    except (OSError, RecursionError) as error:
-        return f"left behind: {error}"
-    if kernel.ipc_objects():
-        return "left behind: System V IPC objects"
-    return "" if Standing.now() == before else "process 1 has other limits than before"
-
-
-def _kill_all() -> None:
-    """Kill and reap every other process of the cell. One that forks meanwhile is killed before its fork is done."""
-    with contextlib.suppress(ProcessLookupError):
-        while True:
-            os.kill(-1, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                while True:
-                    os.waitpid(-1, 0)
-
-
-def _empty(folder: Path) -> None:
-    if stat.S_IMODE(folder.stat().st_mode) != FOLDER_MODE:
-        folder.chmod(FOLDER_MODE)
-    for each in folder.iterdir():
-        if each.is_dir() and not each.is_symlink():
-            shutil.rmtree(each)
-        else:
-            each.unlink()
-    for name in os.listxattr(folder):
-        os.removexattr(folder, name)
+        numpy.random.seed(int.from_bytes(os.urandom(4), "big"))  # with no number given it takes 7 ms

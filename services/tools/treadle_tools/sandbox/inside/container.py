@@ -1,32 +1,29 @@
-"""The first program of a container or a pod: imports a tool once, then answers the service on its standard input.
+"""The init of a container or a pod: imports a tool once, then answers the service on its standard input and output.
 
-Each message is one line: the body of a frame (ASCII JSON holds no line break). A service that comes after one which was
-killed in the middle of a message begins with an empty line, and so finds the border again; it says hello with a word of
-its own and passes over everything until it hears it back. Owns: process 1 of the container. Invariants: foreign code
-never runs in this process and cannot reach its input or output, so nothing in the container speaks in its place; it
-ends when it has heard nothing for `silence_s`, so that a container nobody remembers does not live for ever.
+Each message is one line: the body of a frame (ASCII JSON holds no line break). A service may be killed in the middle of
+a message: the next one begins with an empty line, which is a border, and then says hello with a word of its own and
+ignores everything until that word comes back. Invariants: foreign code never runs in this process and cannot reach its
+input or output, so nothing in the container answers in its place; it ends where no request comes for `silence_s`, so
+that a container which no service knows any more ends too.
 """
 
 import base64
 import contextlib
 import gc
-import json
 import os
 import resource
 import select
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treadle_tools.sandbox.inside import cell, frames
-from treadle_tools.sandbox.inside.supervisor import Supervisor
-from treadle_tools.sandbox.inside.zygote import load
+from treadle_tools.sandbox.inside import frames, isolation
+from treadle_tools.sandbox.inside.supervisor import Supervisor, Worker
 
 HELLO = "hello"
 READ_BYTES = 1024 * 1024
-# The kernel counts a user's processes over all containers alike; this container's own limit is the one that holds.
+# The kernel counts a user's processes over all containers together; the container's own limit holds instead.
 ANY_PROCESSES = 1 << 22
 MOST_STATE_BYTES = frames.MAX_FRAME_BYTES * 3 // 4 - 65536  # of a snapshot: it travels within a message
 CPU_USAGE, CPU_STAT = Path("/sys/fs/cgroup/cpuacct/cpuacct.usage"), Path("/sys/fs/cgroup/cpu.stat")
@@ -34,49 +31,49 @@ OOM_COUNTS = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/
 
 
 def main(config: Mapping[str, Any]) -> None:
-    """config: as a zygote's, and {"silence_s": seconds}."""
-    orders, answers = os.dup(0), os.dup(1)
+    """config: that of a fork server, and {"silence_s": seconds}."""
+    requests, answers = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
     os.close(nothing)
-    worker = replace(load(config), processes=ANY_PROCESSES)
+    worker = replace(Worker.load(config), processes=ANY_PROCESSES)
     gc.collect()
-    gc.freeze()  # as in a zygote: every action is a fork of this process
-    cell.close_doors()
-    Supervisor(worker).converse(Post(orders, answers, silence_s=float(config["silence_s"])))
+    gc.freeze()  # every action is a fork of this process, as in a fork server
+    isolation.drop_privileges()
+    Supervisor(worker).serve(LineRequests(requests, answers, silence_s=float(config["silence_s"])))
 
 
-class Post:
-    """Requests that come as lines. orders, answers: descriptors."""
+class LineRequests:
+    """Requests that come as lines. requests, answers: descriptors."""
 
-    def __init__(self, orders: int, answers: int, *, silence_s: float) -> None:
-        self._orders = orders
+    def __init__(self, requests: int, answers: int, *, silence_s: float) -> None:
+        self._requests = requests
         self._answers = answers
         self._silence_ms = int(silence_s * 1e3)
         self._received = bytearray()
-        self._looked = 0
+        self._searched = 0
         self._state: int | None = None  # a copy of the file that the present request writes
 
     def next_request(self) -> tuple[dict[str, Any], int | None] | None:
-        """The next request, and the file that it writes or reads; None at the end of the input, or of patience."""
+        """The next request, and the file that it writes or reads; None where no more comes within `silence_s`."""
         while (line := self._next_line()) is not None:
             with contextlib.suppress(frames.FrameError):  # half a message: its sender was killed
                 request = frames.decode(line)
                 if request.get("op") != HELLO:
-                    return request, self._file_of(request)
-                self.answer({HELLO: request[HELLO], "resident_bytes": resident_bytes()})
+                    return request, self._open_file(request)
+                self.answer({HELLO: request[HELLO], "resident_bytes": read_resident_bytes()})
         return None
 
     def answer(self, message: Mapping[str, Any]) -> None:
-        """Say it, together with what the kernel has counted here: kills for memory, CPU seconds."""
-        told = {**message, **self._written(), "oom_kills": oom_kills(), "cpu_used_s": cpu_used_s()}
-        left = memoryview(frames.encode(told)[frames.HEADER.size :] + b"\n")
+        """Send an answer, with what the kernel has counted here: processes killed for memory, CPU seconds."""
+        whole = {**message, **self._read_state(), "oom_kills": count_oom_kills(), "cpu_used_s": read_cpu_used_s()}
+        left = memoryview(frames.encode(whole)[frames.HEADER.size :] + b"\n")
         while left:
             left = left[os.write(self._answers, left) :]
 
-    def _file_of(self, request: dict[str, Any]) -> int | None:
-        """No file comes over a line: one in memory stands for it, and what is in it travels within the message."""
+    def _open_file(self, request: dict[str, Any]) -> int | None:
+        """A file in memory for a snapshot, whose content travels within a message: no descriptor can reach here."""
         if request["op"] not in ("snapshot", "restore"):
             return None
         file = os.memfd_create("state")
@@ -88,7 +85,7 @@ class Post:
             os.lseek(file, 0, os.SEEK_SET)
         return file
 
-    def _written(self) -> dict[str, Any]:
+    def _read_state(self) -> dict[str, Any]:
         if self._state is None:
             return {}
         with os.fdopen(self._state, "rb") as state:
@@ -102,30 +99,30 @@ class Post:
 
     def _next_line(self) -> bytes | None:
         poll = select.poll()
-        poll.register(self._orders, select.POLLIN)
+        poll.register(self._requests, select.POLLIN)
         while True:
-            end = self._received.find(b"\n", self._looked)
+            end = self._received.find(b"\n", self._searched)
             if end >= 0:
                 line = bytes(self._received[:end])
                 del self._received[: end + 1]
-                self._looked = 0
+                self._searched = 0
                 return line
-            self._looked = len(self._received)
-            if self._looked > frames.MAX_FRAME_BYTES or not poll.poll(self._silence_ms):
+            self._searched = len(self._received)
+            if self._searched > frames.MAX_FRAME_BYTES or not poll.poll(self._silence_ms):
                 return None
-            piece = os.read(self._orders, READ_BYTES)
+            piece = os.read(self._requests, READ_BYTES)
             if not piece:
                 return None
             self._received += piece
 
 
-def resident_bytes() -> int:
-    """Of this process: what the container's memory limit must leave room for before any action."""
+def read_resident_bytes() -> int:
+    """Memory of this process, which the container's limit must leave room for beside any action."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def oom_kills() -> int:
-    """Processes that the kernel has killed in this container for its memory; 0 where it does not say."""
+def count_oom_kills() -> int:
+    """Processes that the kernel has killed in this container for its memory; 0 where it does not count."""
     for file in OOM_COUNTS:
         with contextlib.suppress(OSError):
             lines = [line.split() for line in file.read_text().splitlines()]
@@ -133,15 +130,11 @@ def oom_kills() -> int:
     return 0
 
 
-def cpu_used_s() -> float | None:
-    """CPU seconds of this container's whole life; None where nobody counts."""
+def read_cpu_used_s() -> float | None:
+    """CPU seconds of this container's whole life; None where the kernel does not count."""
     with contextlib.suppress(OSError):
         return int(CPU_USAGE.read_text()) / 1e9
     with contextlib.suppress(OSError):
         lines = [line.split() for line in CPU_STAT.read_text().splitlines()]
         return next((int(count) / 1e6 for name, count in lines if name == "usage_usec"), None)
     return None
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

@@ -1,240 +1,261 @@
-"""Process 1 of a cell: takes the service's requests, runs the tool in processes of its own, says how each ended.
+"""The init of a sandbox: takes the service's requests, runs the tool in processes of its own, answers how each ended.
 
-Owns: the cell's children and their deadlines. Invariant: foreign code never runs in this process, so nothing in the
-cell can speak to the service in its place; the kernel lets nobody inside the cell kill or stop process 1.
+Owns: the sandbox's child processes and their deadlines. Invariants: foreign code never runs in this process, so that
+nothing in the sandbox can answer the service in its place; the kernel lets nobody inside the sandbox kill or stop init.
+What a call left behind is removed before another call of the same trajectory runs; where that fails, none runs again.
 """
 
+import contextlib
+import importlib
 import os
+import resource
+import shutil
 import signal
-import socket
+import stat
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
-from treadle_tools.sandbox.inside import child as leftovers
-from treadle_tools.sandbox.inside import environments, frames, kernel, snippet
+from treadle_tools.limits import Limits
+from treadle_tools.sandbox.inside import frames, isolation
 from treadle_tools.sandbox.inside.child import Budget, Captured, Child, Exited, TimedOut
-from treadle_tools.sandbox.inside.frames import Lines
+from treadle_tools.sandbox.inside.program import run_order
 from treadle_tools.tool import Status
 
 ENVIRONMENT_GRACE_S = 1.0  # for an environment to answer after code that it ran has used up the time
+WRITABLE = (Path("/tmp"), Path("/dev/shm"))  # all folders that a sandbox can write
+WRITABLE_MODE = 0o700
+ALL_CORES = range(1024)  # the widest mask that the standard library can set
+RESOURCE_LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What a zygote knows of its tool. program: what the tool's `entry` names."""
+    """A tool that this process has imported. program: what the tool's `entry` names. baseline_bytes: address space."""
 
     program: Callable[..., Any]
-    environment: bool
     work_bytes: int
     processes: int
     baseline_bytes: int
 
-
-@dataclass(frozen=True)
-class Allowance:
-    """The limits of one request, as they arrive."""
-
-    memory_bytes: int
-    wall_s: float
-    output_bytes: int
-    cpu_cores: int
-
-    @property
-    def cpu_s(self) -> float:
-        """CPU seconds that fit in."""
-        return self.wall_s * self.cpu_cores
-
     @classmethod
-    def of(cls, request: Mapping[str, Any]) -> "Allowance":
-        """The `limits` of a request."""
-        return cls(**request["limits"])
+    def load(cls, config: Mapping[str, Any]) -> "Worker":
+        """Import the tool and its preloaded modules. Any failure ends the process; its stderr has the reason."""
+        for name in config["preload"]:
+            importlib.import_module(name)
+        module, _, attribute = str(config["entry"]).partition(":")
+        program: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        return cls(program, int(config["work_bytes"]), int(config["processes"]), pages * resource.getpagesize())
 
 
 class Requests(Protocol):
-    """Where requests come from, and answers go to."""
+    """Where requests come from and answers go."""
 
     def next_request(self) -> tuple[dict[str, Any], int | None] | None:
-        """The next one, and the open file that came with it; None where there will be no more."""
+        """The next request, and the open file that came with it; None where there will be no more."""
         ...
 
     def answer(self, message: Mapping[str, Any]) -> None:
-        """Say it to whoever asks, if anybody still does."""
+        """Send an answer, if anybody still listens."""
         ...
 
 
 class Supervisor:
     """Answers requests one at a time: `call` (stateless); `open`, `step`, `snapshot` and `restore` (environment, the
-    last two with a file); `recall` (the last answer).
+    last two with a file); `recall` (the last answer again).
 
-    After a call that says that there will be another (`again`, and so does its answer) what it left is removed. Where
-    that cannot be done, the next call is refused (`soiled`) and has not run.
+    `again` in a call says that another will follow: then what the call left is removed, and its answer says `again`
+    too. Where that could not be done, the next call is refused (`soiled`) and has not run.
 
-    The last answer stays here, with the id of its request: a service that was killed before it had passed it on can be
-    followed by one that does.
+    The last answer stays here, with the id of its request: the service may be killed before it has passed the answer
+    on, and the next service can `recall` it.
     """
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._environment: Child | None = None
-        self._spare: Child | None = None
-        self._spent: Child | None = None
+        self._warm: Child | None = None
+        self._finished: Child | None = None
         self._has_run_python = False
         self._last: dict[str, Any] = {"id": ""}
-        self._before = leftovers.Standing.now()
+        self._before = _InitState.read()
         self._soiled = ""
+        self._fork()
 
-    def serve(self, control: socket.socket) -> None:
-        """Answer whoever the keeper sends a line from, the newest alone, until the keeper lets go of `control`."""
-        self._prepare()
-        frames.send(control, {"hello": os.getpid()})
-        self.converse(Lines(control))
-
-    def converse(self, requests: Requests) -> None:
+    def serve(self, requests: Requests) -> None:
         """Answer one request after the other until there are no more."""
-        self._prepare()
         while (received := requests.next_request()) is not None:
             request, file = received
             if request["op"] == "snapshot":  # changes nothing, so that the last answer stays the last step's
-                requests.answer(self._timed_answer(request, file))
+                requests.answer(self._answer(request, file))
             else:
                 if request["op"] != "recall":
-                    self._last = self._timed_answer(request, file)
+                    self._last = self._answer(request, file)
                 requests.answer(self._last)
-            if self._spent is not None:  # after the answer: it takes half a millisecond, and nobody needs it
-                self._spent.kill()
-                self._spent = None
+            if self._finished is not None:  # after the answer, because it takes half a millisecond
+                self._finished.kill()
+                self._finished = None
                 if self._last["again"]:
-                    self._soiled = leftovers.remove(self._before)
-                    self._prepare()
+                    self._soiled = _clean(self._before)
+                    self._fork()
             if file is not None:
                 os.close(file)
             if self._has_run_python:
-                self._prepare()
+                self._fork()
 
-    def _timed_answer(self, request: Mapping[str, Any], file: int | None) -> dict[str, Any]:
+    def _answer(self, request: Mapping[str, Any], file: int | None) -> dict[str, Any]:
         started = time.monotonic()
-        reply = self._answer(request, Allowance.of(request), file)
+        reply = self._carry_out(request, Limits(**request["limits"]), file)
         reply["id"] = request["id"]
         reply["execution_s"] = time.monotonic() - started
         reply["alive"] = self._environment is not None
-        reply["again"] = bool(request.get("again")) and not self._soiled and leftovers.removable()
+        # Only process 1 of namespaces of its own can remove what a call left: every other process is the call's.
+        reply["again"] = bool(request.get("again")) and not self._soiled and os.getpid() == 1
         return reply
 
-    def _prepare(self) -> None:
+    def _fork(self) -> None:
         """Have a process ready for the next order: forking one of a worker with large libraries takes milliseconds."""
-        if self._spare is None:
-            self._spare = Child(lambda link: labour(self._worker, link))
+        if self._warm is None:
+            self._warm = Child(lambda link: run_order(self._worker.program, link))
 
-    def _ordered(self, op: str, arguments: Any, allowed: Allowance, file: int | None = None) -> Child:
-        """A process that has been told what to do. An environment's CPU seconds add up over its steps: no limit
-        there.
-        """
-        self._prepare()
-        child, self._spare = self._spare, None
+    def _start(self, op: str, arguments: Any, limits: Limits, file: int | None = None) -> Child:
+        """Give a process its order. An environment's CPU seconds add up over its steps, so it has no limit there."""
+        self._fork()
+        child, self._warm = self._warm, None
         assert child is not None
         budget = Budget(
-            memory_bytes=allowed.memory_bytes,
+            memory_bytes=limits.memory_bytes,
             baseline_bytes=self._worker.baseline_bytes,
             file_bytes=self._worker.work_bytes,
             processes=self._worker.processes,
-            cpu_s=None if op in ("open", "restore") else allowed.cpu_s,
+            cpu_s=None if op in ("open", "restore") else _cpu_s(limits),
         )
-        child.send({"op": op, "arguments": arguments, "budget": asdict(budget), "cores": allowed.cpu_cores}, file)
+        child.send({"op": op, "arguments": arguments, "budget": asdict(budget), "cores": limits.cpu_cores}, file)
         return child
 
-    def _answer(self, request: Mapping[str, Any], allowed: Allowance, file: int | None) -> dict[str, Any]:
+    def _carry_out(self, request: Mapping[str, Any], limits: Limits, file: int | None) -> dict[str, Any]:
         op, arguments = str(request["op"]), request["arguments"]
         if op == "call" and self._soiled:
             return _reply(Status.CRASHED, Captured(0), error=self._soiled) | {"soiled": True}
         if op == "call":
-            self._spent = self._ordered(op, arguments, allowed)
-            return self._heard(self._spent, allowed)
+            self._finished = self._start(op, arguments, limits)
+            return _receive_answer(self._finished, limits)
         if op in ("open", "restore"):
-            self._environment = self._ordered(op, arguments, allowed, file)
+            self._environment = self._start(op, arguments, limits, file)
         elif self._environment is not None:
-            self._environment.send({op: arguments, "cores": allowed.cpu_cores}, file)
-        return self._environment_answer(allowed)
+            self._environment.send({op: arguments, "cores": limits.cpu_cores}, file)
+        return self._receive_environment_answer(limits)
 
-    def _heard(self, child: Child, allowed: Allowance) -> dict[str, Any]:
-        """The one answer of a child, which is to be killed afterwards."""
-        captured = Captured(allowed.output_bytes)
-        try:
-            event = child.next_event(time.monotonic() + allowed.wall_s, captured)
-        except frames.FrameError as error:
-            return _reply(Status.CRASHED, captured, error=str(error))
-        return _told(event, captured, allowed)
-
-    def _environment_answer(self, allowed: Allowance) -> dict[str, Any]:
-        """The environment's next answer; on the way there it may ask for Python to be run."""
+    def _receive_environment_answer(self, limits: Limits) -> dict[str, Any]:
+        """Wait for the environment's next answer, and run the Python that it asks for until then."""
         environment = self._environment
         if environment is None:
             return _reply(Status.CRASHED, Captured(0), error="the environment has ended")
-        deadline = time.monotonic() + allowed.wall_s
-        unread = Captured(0)  # an environment's prints are nobody's observation
+        deadline = time.monotonic() + limits.wall_s
+        unread = Captured(0)  # what an environment prints is no observation
         try:
             while True:
                 event = environment.next_event(deadline, unread)
                 if not isinstance(event, dict) or "python" not in event:
                     break
                 self._has_run_python = True
-                child = self._ordered("python", {"code": event["python"]}, allowed)
+                child = self._start("python", {"code": event["python"]}, limits)
                 try:
-                    answer = self._heard(child, allowed)
+                    answer = _receive_answer(child, limits)
                 finally:
                     child.kill()
                 environment.send(answer)
                 deadline = max(deadline, time.monotonic() + ENVIRONMENT_GRACE_S)
         except (frames.FrameError, OSError) as error:
             event = {"status": Status.CRASHED, "error": str(error), "fatal": True}
-        captured = Captured(allowed.output_bytes)
+        captured = Captured(limits.output_bytes)
         if not isinstance(event, dict) or event.pop("fatal", False):
             environment.kill()
             self._environment = None
-        return _told(event, captured, allowed)
+        return _reply_to(event, captured, limits)
 
 
-def _told(event: dict[str, Any] | Exited | TimedOut, captured: Captured, allowed: Allowance) -> dict[str, Any]:
+def _cpu_s(limits: Limits) -> float:
+    return limits.wall_s * limits.cpu_cores
+
+
+def _receive_answer(child: Child, limits: Limits) -> dict[str, Any]:
+    """Wait for the one answer of a child, which the caller kills afterwards."""
+    captured = Captured(limits.output_bytes)
+    try:
+        event = child.next_event(time.monotonic() + limits.wall_s, captured)
+    except frames.FrameError as error:
+        return _reply(Status.CRASHED, captured, error=str(error))
+    return _reply_to(event, captured, limits)
+
+
+def _reply_to(event: dict[str, Any] | Exited | TimedOut, captured: Captured, limits: Limits) -> dict[str, Any]:
     if isinstance(event, TimedOut):
-        return _reply(Status.TIMED_OUT, captured, error=f"stopped after {allowed.wall_s:g} s")
+        return _reply(Status.TIMED_OUT, captured, error=f"stopped after {limits.wall_s:g} s")
+    if isinstance(event, Exited) and os.WIFSIGNALED(event.wait_status):
+        number = os.WTERMSIG(event.wait_status)
+        if number == signal.SIGXCPU:
+            return _reply(Status.TIMED_OUT, captured, error=f"stopped after more than {_cpu_s(limits):g} CPU seconds")
+        return _reply(Status.CRASHED, captured, error=f"killed by {signal.Signals(number).name}")
     if isinstance(event, Exited):
-        return _ended(event.wait_status, captured, allowed)
+        code = os.waitstatus_to_exitcode(event.wait_status)
+        return _reply(Status.CRASHED, captured, error=f"ended without an answer, exit code {code}")
     captured.add(str(event.pop("output", "")).encode("utf-8", "backslashreplace"))
     reply = _reply(Status(str(event.pop("status", Status.CRASHED))), captured)
     return {**event, **reply, "error": str(event.get("error", ""))}
-
-
-def _ended(wait_status: int, captured: Captured, allowed: Allowance) -> dict[str, Any]:
-    """A process that ended without an answer."""
-    if not os.WIFSIGNALED(wait_status):
-        code = os.waitstatus_to_exitcode(wait_status)
-        return _reply(Status.CRASHED, captured, error=f"ended without an answer, exit code {code}")
-    number = os.WTERMSIG(wait_status)
-    if number == signal.SIGXCPU:
-        return _reply(Status.TIMED_OUT, captured, error=f"stopped after more than {allowed.cpu_s:g} CPU seconds")
-    return _reply(Status.CRASHED, captured, error=f"killed by {signal.Signals(number).name}")
 
 
 def _reply(status: Status, captured: Captured, *, error: str = "") -> dict[str, Any]:
     return {"status": status, "output": captured.text(), "truncated": captured.cut, "error": error}
 
 
-def labour(worker: Worker, link: socket.socket) -> None:
-    """The main of a child: waits for its one order and does it, within the order's budget."""
-    received = frames.receive_with_file(link)
-    if received is None:
-        return
-    order, file = received
-    Budget(**order["budget"]).enforce()
-    arguments = order["arguments"]
-    environments.tell_cores(order)
-    if order["op"] == "open":
-        environments.begin(worker.program, arguments, link)
-        return
-    if order["op"] == "restore" and file is not None:
-        environments.go_on(file, arguments, link)
-        return
-    kernel.set_dumpable(True)  # nothing to hide, and some programs read their own /proc
-    program = snippet.run_tool if order["op"] == "python" else worker.program
-    environments.answer(link, lambda: program(arguments))
+@dataclass(frozen=True)
+class _InitState:
+    """What processes of the same user may change of init, and its children inherit."""
+
+    limits: tuple[tuple[int, int], ...]
+    priority: int
+    scheduler: int
+
+    @classmethod
+    def read(cls) -> "_InitState":
+        limits = tuple(resource.getrlimit(which) for which in RESOURCE_LIMITS)
+        return cls(limits, os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0))
+
+
+def _clean(before: _InitState) -> str:
+    """Remove what a call left in the sandbox, and kill every other process. before: the state of init at its start.
+
+    Returns what could not be removed; empty where the sandbox is as it was.
+    """
+    with contextlib.suppress(ProcessLookupError):  # a process that forks meanwhile is killed before its fork is done
+        while True:
+            os.kill(-1, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                while True:
+                    os.waitpid(-1, 0)
+    try:
+        for folder in WRITABLE:
+            _empty(folder)
+        # A mask of cores that the call set here would hold for later children; the control group's still holds.
+        os.sched_setaffinity(0, ALL_CORES)
+    except (OSError, RecursionError) as error:
+        return f"left behind: {error}"
+    if isolation.count_ipc_objects():
+        return "left behind: System V IPC objects"
+    return "" if _InitState.read() == before else "init has other limits than before"
+
+
+def _empty(folder: Path) -> None:
+    if stat.S_IMODE(folder.stat().st_mode) != WRITABLE_MODE:
+        folder.chmod(WRITABLE_MODE)
+    for each in folder.iterdir():
+        if each.is_dir() and not each.is_symlink():
+            shutil.rmtree(each)
+        else:
+            each.unlink()
+    for name in os.listxattr(folder):
+        os.removexattr(folder, name)

@@ -1,4 +1,4 @@
-"""The keeper by itself, with a real bubblewrap: lines that break anywhere, its own end, who may talk to it."""
+"""The daemon by itself, with a real bubblewrap: lines that break anywhere, its own end, who may talk to it."""
 
 import asyncio
 import os
@@ -12,29 +12,30 @@ import pytest
 from support.tools import gone, groups_of
 from treadle_tools.builtin import PYTHON
 from treadle_tools.limits import Limits
-from treadle_tools.sandbox.bubblewrap.cell import Cell, CellLost
-from treadle_tools.sandbox.bubblewrap.command import find_sandbox
+from treadle_tools.sandbox.bubblewrap.command import find_bubblewrap
+from treadle_tools.sandbox.bubblewrap.sandbox import BubblewrapSandbox
+from treadle_tools.sandbox.daemon import channel
+from treadle_tools.sandbox.daemon.channel import Channel
+from treadle_tools.sandbox.daemon.client import DaemonClient, Terms
+from treadle_tools.sandbox.daemon.state_folder import FolderRefused, StateFolder
 from treadle_tools.sandbox.inside import frames
-from treadle_tools.sandbox.keeper import channel as protocol
-from treadle_tools.sandbox.keeper.channel import Channel
-from treadle_tools.sandbox.keeper.client import KeeperClient, Terms
-from treadle_tools.sandbox.keeper.folder import FolderRefused, StateFolder
+from treadle_tools.sandbox.sandboxes import SandboxLost
 
 LIMITS = Limits(output_bytes=4 * 1024 * 1024)
-RECORD = {"session_id": "s-1", "note": "the keeper's own it is not"}
+RECORD = {"session_id": "s-1", "note": "the daemon's own it is not"}
 LARGE = 2 * 1024 * 1024  # more than any socket buffer holds
 
 
 async def terms(**changes: Any) -> Terms:
-    sandbox = await find_sandbox("bwrap")
-    fields = {"spares": 1, "cgroups": False, "keep_s": 30.0, "keep_on_exit": True, **changes}
+    sandbox = await find_bubblewrap("bwrap")
+    fields = {"warm": 1, "cgroups": False, "keep_s": 30.0, "keep_on_exit": True, **changes}
     return Terms((sandbox.recipe(PYTHON),), {}, **fields)
 
 
 @asynccontextmanager
-async def service(state: Path, **changes: Any) -> AsyncIterator[KeeperClient]:
-    """A service's side of a keeper, which outlives it unless told otherwise."""
-    client = KeeperClient(StateFolder.take(state), await terms(**changes))
+async def service(state: Path, **changes: Any) -> AsyncIterator[DaemonClient]:
+    """A service's side of a daemon, which outlives it unless told otherwise."""
+    client = DaemonClient(StateFolder.take(state), await terms(**changes))
     await client.connect()
     running = asyncio.create_task(client.run())
     try:
@@ -46,16 +47,16 @@ async def service(state: Path, **changes: Any) -> AsyncIterator[KeeperClient]:
         await client.close()
 
 
-def keeper_process(state: Path) -> psutil.Process:
-    """The keeper of a folder."""
+def daemon_process(state: Path) -> psutil.Process:
+    """The daemon of a folder."""
     for process in psutil.Process().children():
         if process.status() != psutil.STATUS_ZOMBIE and process.cmdline()[-1:] == [str(state)]:
             return process
-    raise AssertionError("there is no keeper")
+    raise AssertionError("there is no daemon")
 
 
-async def run(cell: Cell, code: str, request_id: str) -> dict[str, Any]:
-    return await cell.ask("call", {"code": code}, LIMITS, PYTHON.processes, request_id=request_id)
+async def run(sandbox: BubblewrapSandbox, code: str, request_id: str) -> dict[str, Any]:
+    return await sandbox.ask("call", {"code": code}, LIMITS, PYTHON.processes, request_id=request_id)
 
 
 def request(code: str, request_id: str) -> bytes:
@@ -66,45 +67,45 @@ def request(code: str, request_id: str) -> bytes:
 async def test_an_answer_that_was_read_by_half_is_heard_whole(tmp_path: Path) -> None:
     """
     WHEN    a service goes after it has read a part of a large answer
-    Result: the next one gets a fresh line, hears the whole answer, and the cell goes on
+    Result: the next one gets a fresh line, hears the whole answer, and the sandbox goes on
     """
     async with service(tmp_path / "s") as first:
-        cell = await first.take("python")
-        first.bind(RECORD, cell)
+        sandbox = await first.take("python")
+        first.bind(RECORD, sandbox)
         loop = asyncio.get_running_loop()
-        await loop.sock_sendall(cell._line, request(f"print('x' * {LARGE})", "one"))
-        assert len(await loop.sock_recv(cell._line, 1000)) > 0
+        await loop.sock_sendall(sandbox._connection, request(f"print('x' * {LARGE})", "one"))
+        assert len(await loop.sock_recv(sandbox._connection, 1000)) > 0
     async with service(tmp_path / "s", keep_on_exit=False) as second:
         (found,) = second.found
         assert found.record == RECORD
-        assert found.cell is not None
-        reply = await found.cell.ask("recall", None, LIMITS, 1)
+        assert found.sandbox is not None
+        reply = await found.sandbox.ask("recall", None, LIMITS, 1)
         assert (reply["id"], len(reply["output"])) == ("one", LARGE + 1)
-        assert (await run(found.cell, "1 + 1", "two"))["output"] == "2\n"
+        assert (await run(found.sandbox, "1 + 1", "two"))["output"] == "2\n"
 
 
 async def test_a_request_that_was_sent_by_half_never_happened(tmp_path: Path) -> None:
     async with service(tmp_path / "s") as first:
-        cell = await first.take("python")
-        first.bind(RECORD, cell)
+        sandbox = await first.take("python")
+        first.bind(RECORD, sandbox)
         whole = request("open('/tmp/x', 'w').write('x')", "one")
-        await asyncio.get_running_loop().sock_sendall(cell._line, whole[: len(whole) // 2])
+        await asyncio.get_running_loop().sock_sendall(sandbox._connection, whole[: len(whole) // 2])
     async with service(tmp_path / "s", keep_on_exit=False) as second:
         (found,) = second.found
-        assert found.cell is not None
-        assert await found.cell.ask("recall", None, LIMITS, 1) == {"id": ""}
-        assert (await run(found.cell, "import os; os.listdir('/tmp')", "two"))["output"] == "[]\n"
+        assert found.sandbox is not None
+        assert await found.sandbox.ask("recall", None, LIMITS, 1) == {"id": ""}
+        assert (await run(found.sandbox, "import os; os.listdir('/tmp')", "two"))["output"] == "[]\n"
 
 
 async def test_only_cells_of_sessions_outlive_a_service(tmp_path: Path) -> None:
-    """What is noted of a session is there, what is forgotten is not; a cell that is no session's is killed."""
+    """What is noted of a session is there, what is forgotten is not; a sandbox that is no session's is killed."""
     async with service(tmp_path / "s") as first:
         kept, closed, loose = [await first.take("python") for _ in range(3)]
         first.bind(RECORD, kept)
         first.bind({"session_id": "s-2"}, closed)
         first.note("s-1", {"note": "changed"})
         first.forget("s-2", closed_by="r-2")
-        processes = [psutil.Process(cell._pid) for cell in (closed, loose)]
+        processes = [psutil.Process(sandbox._pid) for sandbox in (closed, loose)]
     await gone(processes)
     async with service(tmp_path / "s", keep_on_exit=False) as second:
         assert [found.record for found in second.found] == [{**RECORD, "note": "changed"}]
@@ -113,50 +114,50 @@ async def test_only_cells_of_sessions_outlive_a_service(tmp_path: Path) -> None:
 
 async def test_a_cell_that_is_put_away_is_dead_and_its_session_is_remembered(tmp_path: Path) -> None:
     async with service(tmp_path / "s") as first:
-        cell = await first.take("python")
-        first.bind(RECORD, cell)
-        process = psutil.Process(cell._pid)
-        cell.close()
+        sandbox = await first.take("python")
+        first.bind(RECORD, sandbox)
+        process = psutil.Process(sandbox._pid)
+        sandbox.close()
         await gone([process])
-        with pytest.raises(CellLost):
-            await run(cell, "1", "late")
+        with pytest.raises(SandboxLost):
+            await run(sandbox, "1", "late")
     async with service(tmp_path / "s", keep_on_exit=False) as second:
-        assert [(found.record, found.cell) for found in second.found] == [(RECORD, None)]
+        assert [(found.record, found.sandbox) for found in second.found] == [(RECORD, None)]
 
 
 @pytest.mark.parametrize("keep_s", [0.0, 0.2])
 async def test_a_keeper_that_nobody_comes_to_ends_with_all_it_holds(tmp_path: Path, keep_s: float) -> None:
     async with service(tmp_path / "s", keep_s=keep_s, cgroups=True) as first:
-        keeper = keeper_process(tmp_path / "s")
+        daemon = daemon_process(tmp_path / "s")
         first.bind(RECORD, await first.take("python"))
-        running = [keeper, *keeper.children(recursive=True)]
+        running = [daemon, *daemon.children(recursive=True)]
     await gone(running[1:])
-    await ended(keeper)
-    assert groups_of(keeper) == []
+    await ended(daemon)
+    assert groups_of(daemon) == []
     assert not (tmp_path / "s").exists()
 
 
 async def test_a_keeper_ends_on_sigterm_with_all_it_holds(tmp_path: Path) -> None:
     async with service(tmp_path / "s", keep_on_exit=False) as first:
-        keeper = keeper_process(tmp_path / "s")
+        daemon = daemon_process(tmp_path / "s")
         first.bind(RECORD, await first.take("python"))
-        running = keeper.children(recursive=True)
-        keeper.terminate()
+        running = daemon.children(recursive=True)
+        daemon.terminate()
         await gone(running)
-        await ended(keeper)
+        await ended(daemon)
 
 
 async def test_a_service_of_another_version_gets_a_keeper_of_its_own(tmp_path: Path) -> None:
     """The old one ends on the first word that it does not understand, and its sessions with it."""
     async with service(tmp_path / "s") as first:
-        old = keeper_process(tmp_path / "s")
+        old = daemon_process(tmp_path / "s")
         first.bind(RECORD, await first.take("python"))
         running = old.children(recursive=True)
     folder = StateFolder.take(tmp_path / "s")
     end = folder.connect()
     assert end is not None
     newer = Channel(end)
-    newer.post({protocol.OP: protocol.HELLO, "protocol": protocol.PROTOCOL + 1})
+    newer.post({channel.OP: channel.HELLO, "protocol": channel.PROTOCOL + 1})
     assert await newer.receive() is None
     newer.close()
     folder.release(keep=True)
@@ -170,7 +171,7 @@ async def test_a_service_of_another_version_gets_a_keeper_of_its_own(tmp_path: P
 async def test_other_control_groups_need_another_keeper(tmp_path: Path) -> None:
     async with service(tmp_path / "s", cgroups=False) as first:
         first.bind(RECORD, await first.take("python"))
-        old = keeper_process(tmp_path / "s")
+        old = daemon_process(tmp_path / "s")
     async with service(tmp_path / "s", cgroups=True, keep_on_exit=False) as second:
         assert second.found == []
         await ended(old)
@@ -217,15 +218,15 @@ async def test_frames_and_descriptors_arrive_in_their_order(tmp_path: Path) -> N
         for descriptor in descriptors:
             assert os.read(descriptor, 10) == str(number).encode()
             os.close(descriptor)
-    await here.flushed()
+    await here.flush()
     here.close()
     assert await there.receive() is None
     there.post({"to": "nobody"})
     there.close()
-    (tmp_path / "s" / "keeper.sock").unlink()
+    (tmp_path / "s" / "daemon.sock").unlink()
     folder.release(keep=True)
 
 
-async def ended(keeper: psutil.Process) -> None:
+async def ended(daemon: psutil.Process) -> None:
     """Returns once it is gone: this process has started it and reaps it."""
-    await asyncio.to_thread(keeper.wait, 20)
+    await asyncio.to_thread(daemon.wait, 20)

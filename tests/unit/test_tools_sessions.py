@@ -7,7 +7,7 @@ import pytest
 from treadle_runtime.errors import Unavailable
 from treadle_tools.builtin import FROZEN_LAKE
 from treadle_tools.sessions.session import Opening
-from treadle_tools.sessions.sessions import opened
+from treadle_tools.sessions.sessions import open_with_retries
 from treadle_tools.tool import Result, Status
 
 OPENING = Opening(FROZEN_LAKE, {}, FROZEN_LAKE.limits, "t", "r")
@@ -35,7 +35,7 @@ class Attempts:
 @pytest.mark.parametrize("lost", [CRASHED, TIMED_OUT, NOT_READY])
 async def test_an_environment_that_is_lost_is_opened_again(lost: Result | Unavailable) -> None:
     attempts = Attempts(lost, lost, OK)
-    assert await opened(OPENING, attempts, (0.0, 0.0)) == OK
+    assert await open_with_retries(OPENING, attempts, (0.0, 0.0)) == OK
     assert attempts.made == 3
 
 
@@ -50,21 +50,21 @@ async def test_an_environment_that_is_lost_is_opened_again(lost: Result | Unavai
 )
 async def test_one_that_refuses_is_not(refusal: Result) -> None:
     attempts = Attempts(refusal)
-    assert await opened(OPENING, attempts, (0.0, 0.0)) == refusal
+    assert await open_with_retries(OPENING, attempts, (0.0, 0.0)) == refusal
     assert attempts.made == 1
 
 
 async def test_the_last_try_is_the_answer() -> None:
     attempts = Attempts(CRASHED, NOT_READY, TIMED_OUT)
-    assert await opened(OPENING, attempts, (0.0, 0.0)) == TIMED_OUT
+    assert await open_with_retries(OPENING, attempts, (0.0, 0.0)) == TIMED_OUT
     attempts = Attempts(CRASHED, CRASHED, NOT_READY)
     with pytest.raises(Unavailable):
-        await opened(OPENING, attempts, (0.0, 0.0))
+        await open_with_retries(OPENING, attempts, (0.0, 0.0))
 
 
 async def test_nothing_is_tried_after_the_callers_time() -> None:
     short = replace(OPENING, ends_at=time.monotonic() + 1.0)
     attempts = Attempts(CRASHED)
-    assert await opened(short, attempts, (60.0,)) == CRASHED
+    assert await open_with_retries(short, attempts, (60.0,)) == CRASHED
     with pytest.raises(Unavailable):
-        await opened(short, Attempts(NOT_READY), (60.0,))
+        await open_with_retries(short, Attempts(NOT_READY), (60.0,))

@@ -6,21 +6,14 @@ from pathlib import Path
 
 import kubernetes_validate
 import pytest
-from support.container_tools import TOOLS
 from support.fake_api_server import NAMESPACE, FakeApiServer
-from support.fleets import COUNTER, OnCores, fleet_on
+from support.fleets import COUNTER, fleet_on, make_recipe
 from treadle_tools.builtin import PYTHON
-from treadle_tools.sandbox.bubblewrap.cell import CellLost
-from treadle_tools.sandbox.containers.kubernetes import KubernetesHost, label, pod_of, resizes
-from treadle_tools.sandbox.containers.recipe import recipe_of
+from treadle_tools.limits import Granted
+from treadle_tools.sandbox.containers.kubernetes import KubernetesHost, can_resize, make_label, make_pod
+from treadle_tools.sandbox.sandboxes import SandboxLost
 
-PATHS = sorted(
-    {
-        str(path.parent)
-        for tool in TOOLS
-        for path, _ in recipe_of(tool, image="i", code_in_image=False, silence_s=60.0).code
-    }
-)
+PATHS = sorted({str(path.parent) for path, _ in make_recipe(COUNTER).code})
 
 
 @pytest.fixture
@@ -43,18 +36,18 @@ async def test_a_pod_is_made_asked_resized_and_deleted(server: FakeApiServer, tm
     pods = host()
     assert await pods.check() == "kubernetes v1.35.0-fake"
     async with fleet_on([pods], tmp_path / "ledger", tools=[COUNTER]) as fleet:
-        cell = await fleet.take("counter")
-        await cell.ask("open", {"start": 1}, COUNTER.limits, 64)
-        reply = await cell.ask("step", {"add": 2}, OnCores(cpu_cores=4, cores=(0, 1, 2, 3)), 64)
+        sandbox = await fleet.take("counter")
+        await sandbox.ask("open", {"start": 1}, COUNTER.limits, 64)
+        reply = await sandbox.ask("step", {"add": 2}, Granted(cpu_cores=4, cores=(0, 1, 2, 3)), 64)
         assert (reply["output"], reply["status"]) == ("3", "ok")
-        assert (await cell.ask("step", {"code": "print('x' * 200_000)"}, OnCores(output_bytes=10**6), 64))[
+        assert (await sandbox.ask("step", {"code": "print('x' * 200_000)"}, Granted(output_bytes=10**6), 64))[
             "output"
         ] == ("x" * 200_000 + "\n")
-        pod = server.pods[cell.name]
+        pod = server.pods[sandbox.name]
         cores = [patch["spec"]["containers"][0]["resources"] for patch in pod.resized]
         assert {"limits": {"cpu": "4"}} in cores
         assert pod.body["metadata"]["labels"]["treadle.tools/owner"] == "my-mesh-7405"
-        cell.close()
+        sandbox.close()
     assert server.pods == {}
 
 
@@ -63,53 +56,53 @@ async def test_an_old_server_is_asked_for_no_resize(server: FakeApiServer, tmp_p
     pods = host()
     await pods.check()
     async with fleet_on([pods], tmp_path / "ledger", tools=[PYTHON]) as fleet:
-        cell = await fleet.take("python")
-        assert (await cell.ask("call", {"code": "1"}, OnCores(cpu_cores=2), 64))["output"] == "1\n"
-        assert server.pods[cell.name].resized == []
+        sandbox = await fleet.take("python")
+        assert (await sandbox.ask("call", {"code": "1"}, Granted(cpu_cores=2), 64))["output"] == "1\n"
+        assert server.pods[sandbox.name].resized == []
     assert not any(path.endswith("/resize") for _, path in server.requests)
 
 
 async def test_sessions_of_pods_outlive_the_service(server: FakeApiServer, tmp_path: Path) -> None:
     folder = tmp_path / "ledger"
     async with fleet_on([host()], folder, tools=[COUNTER], keep_on_exit=True) as fleet:
-        cell, spare = await fleet.take("counter"), await fleet.take("counter")
-        fleet.bind({"session_id": "s-1", "tool": "counter"}, cell)
-        await cell.ask("open", {"start": 1}, COUNTER.limits, 64)
-        await cell.ask("step", {"add": 2}, COUNTER.limits, 64, request_id="s1")
-    assert cell.name in server.pods and spare.name not in server.pods
+        sandbox, warm = await fleet.take("counter"), await fleet.take("counter")
+        fleet.bind({"session_id": "s-1", "tool": "counter"}, sandbox)
+        await sandbox.ask("open", {"start": 1}, COUNTER.limits, 64)
+        await sandbox.ask("step", {"add": 2}, COUNTER.limits, 64, request_id="s1")
+    assert sandbox.name in server.pods and warm.name not in server.pods
     async with fleet_on([host()], folder, tools=[COUNTER]) as fleet:
         (found,) = fleet.found
-        assert found.cell is not None
-        assert (await found.cell.ask("recall", None, COUNTER.limits, 64))["output"] == "3"
-        assert (await found.cell.ask("step", {"add": 2}, COUNTER.limits, 64))["output"] == "5"
+        assert found.sandbox is not None
+        assert (await found.sandbox.ask("recall", None, COUNTER.limits, 64))["output"] == "3"
+        assert (await found.sandbox.ask("step", {"add": 2}, COUNTER.limits, 64))["output"] == "5"
     assert server.pods == {}
 
 
 async def test_a_pod_that_the_kernel_killed_for_memory_is_told_so(server: FakeApiServer, tmp_path: Path) -> None:
     async with fleet_on([host()], tmp_path / "ledger", tools=[COUNTER]) as fleet:
-        cell = await fleet.take("counter")
-        await cell.ask("open", {}, COUNTER.limits, 64)
-        process = server.pods[cell.name].process
+        sandbox = await fleet.take("counter")
+        await sandbox.ask("open", {}, COUNTER.limits, 64)
+        process = server.pods[sandbox.name].process
         assert process is not None
         process.terminate()
         process.wait()
-        with pytest.raises(CellLost) as lost:
-            await cell.ask("step", {"add": 1}, COUNTER.limits, 64)
+        with pytest.raises(SandboxLost) as lost:
+            await sandbox.ask("step", {"add": 1}, COUNTER.limits, 64)
         assert lost.value.out_of_memory
-        cell.close()
+        sandbox.close()
 
 
 async def test_a_refused_or_hopeless_pod_is_tried_again_and_not_left(server: FakeApiServer, tmp_path: Path) -> None:
     """A quota that is full for a moment; then an image that nobody has."""
     server.refuses = [403, 500]
     async with fleet_on([host()], tmp_path / "ledger", tools=[PYTHON]) as fleet:
-        cell = await fleet.take("python")
-        cell.close()
+        sandbox = await fleet.take("python")
+        sandbox.close()
     created = [path for method, path in server.requests if method == "POST"]
     assert len(created) >= 3
     server.waiting = "ImagePullBackOff"
     pods = host()
-    recipe = recipe_of(PYTHON, image="nobody/has-it", code_in_image=True, silence_s=60.0)
+    recipe = make_recipe(PYTHON, "nobody/has-it", code_in_image=True)
     with pytest.raises(Exception, match="ImagePullBackOff: told so"):
         await pods.make(recipe, "pod-x")
     await pods.close()
@@ -118,8 +111,8 @@ async def test_a_refused_or_hopeless_pod_is_tried_again_and_not_left(server: Fak
 
 def test_a_pod_is_valid_and_restricted() -> None:
     """Against the schemas of Kubernetes; and the rules of its `restricted` standard, one by one."""
-    recipe = recipe_of(PYTHON, image="image", code_in_image=True, silence_s=60.0)
-    pod = pod_of(recipe, name="pod-x", owner="me", runtime_class="gvisor")
+    recipe = make_recipe(PYTHON, code_in_image=True)
+    pod = make_pod(recipe, name="pod-x", owner="me", runtime_class="gvisor")
     kubernetes_validate.validate(json.loads(json.dumps(pod)), "1.37", strict=True)
     spec, (container,) = pod["spec"], pod["spec"]["containers"]
     assert spec["securityContext"]["runAsNonRoot"] is True
@@ -134,9 +127,9 @@ def test_a_pod_is_valid_and_restricted() -> None:
 
 @pytest.mark.parametrize(("minor", "resized"), [("31", False), ("32+", False), ("33", True), ("35+", True)])
 def test_servers_resize_from_a_version_on(minor: str, resized: bool) -> None:
-    assert resizes("1", minor) is resized
+    assert can_resize("1", minor) is resized
 
 
 def test_an_owner_becomes_a_label() -> None:
-    assert label("host.example:7405") == "host.example-7405"
-    assert len(label("x" * 100)) == 63
+    assert make_label("host.example:7405") == "host.example-7405"
+    assert len(make_label("x" * 100)) == 63

@@ -1,15 +1,14 @@
-"""Frames with open descriptors over a unix socket, between the service and its keeper.
+"""Messages with open descriptors over a unix socket, between the service and its daemon; and the names of messages.
 
-Owns: the socket; a descriptor that is posted is closed once it is on its way. Invariants: frames arrive in the order
-they were posted; what `flushed` has seen leave reaches the other side even where this process is killed at once.
+Owns: the socket; a descriptor that is posted is closed once it is on its way. Invariants: messages arrive in the order
+in which they were posted; what was sent before `flush` returns reaches the other side even if this process is killed.
 
-What a service and its keeper say to each other, one frame each (`channel.py`).
-
-The service: `hello` first (protocol, recipes, spares, cgroups, keep_s); then `want` (tool, count), `away` (cell),
-`bind` (record, cell), `note` (session, facts), `forget` (session, closed_by), `end`. None of them is answered: they are
-carried out in their order, also those that a service left behind when it was killed.
-The keeper: `welcome` (cgroups, closed), a `session` (record, and its cell if it lives) each, `ready`; then `cell` and
-`failed` as cells are made. A cell comes with one descriptor: a line to its first process."""
+The service sends `hello` first (protocol, recipes, warm, cgroups, keep_s); then `request` (tool, count), `kill`
+(sandbox), `bind` (record, sandbox), `note` (session, facts), `forget` (session, closed_by), `end`. The daemon answers
+none of them, and carries them out in their order, also after the service was killed.
+The daemon sends `welcome` (cgroups, closed), a `session` (record, and its sandbox if that is alive) each, `ready`; then
+`sandbox` and `failed` as sandboxes are made. A sandbox comes with one descriptor: a connection to its init.
+"""
 
 import asyncio
 import contextlib
@@ -19,8 +18,16 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treadle_tools.sandbox.bubblewrap.held import readable
+from treadle_tools.sandbox.bubblewrap.fork_server import wait_readable
 from treadle_tools.sandbox.inside import frames
+
+# Raised with every change that an older daemon, or a sandbox of an older worker, would not understand. Such a daemon
+# ends when a service says hello, and its sessions with it.
+PROTOCOL = 2
+
+OP = "op"  # the field that names a message
+HELLO, REQUEST, KILL, BIND, NOTE, FORGET, END = "hello", "request", "kill", "bind", "note", "forget", "end"
+WELCOME, SESSION, READY, SANDBOX, FAILED = "welcome", "session", "ready", "sandbox", "failed"
 
 READ_BYTES = 64 * 1024
 MOST_DESCRIPTORS = 64  # in one read; a message carries one at most
@@ -28,7 +35,7 @@ DESCRIPTORS = "descriptors"  # how many belong to a message
 
 
 class Channel:
-    """See the module."""
+    """One end of the connection."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -40,7 +47,7 @@ class Channel:
         self._descriptors: deque[int] = deque()
 
     def post(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Send without waiting. To an end that is gone it sends nothing: `receive` says so."""
+        """Send without waiting. Nothing is sent where the other side has gone; `receive` reports that."""
         if self._socket.fileno() < 0:
             _close(descriptors)
             return
@@ -48,17 +55,17 @@ class Channel:
         if len(self._outgoing) == 1:
             self._send()
 
-    async def flushed(self) -> None:
-        """Returns once all that was posted is the kernel's to deliver."""
+    async def flush(self) -> None:
+        """Return once the kernel has all that was posted."""
         await self._empty.wait()
 
     async def receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """The next message and its descriptors, which are the caller's; None once the other side has gone.
+        """The next message and its descriptors, which the caller closes; None once the other side has gone.
 
-        Raises FrameError where the other side speaks something else.
+        Raises FrameError where the other side sends something else than frames.
         """
-        while (message := frames.taken(self._received)) is None:
-            await readable(self._socket)
+        while (message := frames.take_message(self._received)) is None:
+            await wait_readable(self._socket)
             try:
                 piece, descriptors, _, _ = socket.recv_fds(
                     self._socket, READ_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
@@ -75,7 +82,7 @@ class Channel:
         return message, [self._descriptors.popleft() for _ in range(count)]
 
     def close(self) -> None:
-        """Hang up; what was not sent is lost."""
+        """Disconnect; what was not sent is lost."""
         self._drop()
         _close(self._descriptors)
         self._descriptors.clear()
@@ -116,13 +123,3 @@ def _close(descriptors: Sequence[int] | deque[int]) -> None:
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
-
-
-# Raised with every change that an older keeper, or a cell that an older worker has made, would not understand. Such a
-# keeper ends when it is greeted, and its sessions with it.
-PROTOCOL = 1
-
-# What names a message, and its other fields.
-OP = "op"
-HELLO, WANT, AWAY, BIND, NOTE, FORGET, END = "hello", "want", "away", "bind", "note", "forget", "end"
-WELCOME, SESSION, READY, CELL, FAILED = "welcome", "session", "ready", "cell", "failed"

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import aiodocker
 import pytest
-from treadle_tools.sandbox.containers import hosts as images
-from treadle_tools.sandbox.containers.hosts import Images
+from treadle_tools.sandbox.containers import docker
+from treadle_tools.sandbox.containers.docker import Images, split_image
 
 MIRROR = "registry.local:5000"
 
@@ -52,7 +52,7 @@ def images_of(fake: FakeDocker, mirror: str = "") -> Images:
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for a registry here."""
-    monkeypatch.setattr(images, "PULL_PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(docker, "PULL_PAUSES_S", (0.0, 0.0, 0.0))
 
 
 async def test_an_image_that_the_host_has_is_not_fetched() -> None:
@@ -93,3 +93,16 @@ async def test_many_who_wait_for_an_image_fetch_it_once() -> None:
     both = images_of(fake)
     await asyncio.gather(*(both.require(name) for name in ["python:3.12", "node:22"] * 20))
     assert sorted(fake.images.pulled) == ["node:22", "python:3.12"]
+
+
+@pytest.mark.parametrize(
+    ("image", "repository", "tag"),
+    [
+        ("python", "python", "latest"),
+        ("python:3.12-slim", "python", "3.12-slim"),
+        ("registry:5000/team/python", "registry:5000/team/python", "latest"),
+        ("registry:5000/team/python:3.12", "registry:5000/team/python", "3.12"),
+    ],
+)
+def test_an_image_has_a_repository_and_a_tag(image: str, repository: str, tag: str) -> None:
+    assert split_image(image) == (repository, tag)

@@ -11,11 +11,11 @@ from treadle.tools.v1 import tools_pb2 as pb
 
 KEPT = 3
 
-# Cells that live at the same time have work folders on different devices. Of two calls in one cell the second has the
-# larger process id, and the first call of any cell has the same one.
+# Sandboxes that live at the same time have work folders on different devices. Of two calls in one sandbox the second
+# has the larger process id, and the first call of any sandbox has the same one.
 WHERE = "import os; print(os.stat('/tmp').st_dev, os.getpid())"
 
-# What a call can see of its cell.
+# What a call can see of its sandbox.
 LOOK = """
 import ctypes, os, resource, stat
 libc = ctypes.CDLL(None)
@@ -104,13 +104,13 @@ async def runs_in_a_fresh_cell(calls: ToolsCalls, trajectory_id: str) -> bool:
 async def test_what_a_call_leaves_is_removed(calls: ToolsCalls, left: str) -> None:
     """
     WHEN    a call leaves files, processes, or settings that later ones would inherit
-    Result: the trajectory's next call runs in the same cell and sees what a first call sees
+    Result: the trajectory's next call runs in the same sandbox and sees what a first call sees
     """
     left_id = left.replace(" ", "-")
     fresh = await calls.python(LOOK, trajectory_id=f"before.{left_id}")
-    cell = await device(calls, left_id)
+    sandbox = await device(calls, left_id)
     await calls.python(REMOVED[left], trajectory_id=left_id)
-    assert await device(calls, left_id) == cell
+    assert await device(calls, left_id) == sandbox
     looked = await calls.python(LOOK, trajectory_id=left_id)
     assert (looked.output, looked.error) == (fresh.output, "")
 
@@ -118,8 +118,8 @@ async def test_what_a_call_leaves_is_removed(calls: ToolsCalls, left: str) -> No
 @pytest.mark.parametrize("left", TOO_MUCH)
 async def test_what_cannot_be_removed_costs_the_cell(calls: ToolsCalls, left: str) -> None:
     """
-    WHEN    a call leaves what its cell's process 1 cannot or will not remove
-    Result: nothing runs in that cell again: the next call has a fresh one, and nobody notices
+    WHEN    a call leaves what its sandbox's process 1 cannot or will not remove
+    Result: nothing runs in that sandbox again: the next call has a fresh one, and nobody notices
     """
     left_id = left.replace(" ", "-")
     fresh = await calls.python(LOOK, trajectory_id=f"before.{left_id}")
@@ -131,10 +131,10 @@ async def test_what_cannot_be_removed_costs_the_cell(calls: ToolsCalls, left: st
 
 
 async def test_a_stopped_call_costs_its_trajectory_nothing(calls: ToolsCalls) -> None:
-    """A fork bomb that is stopped at the wall clock, then the next call in the same cell."""
-    cell = await device(calls, "bomb")
+    """A fork bomb that is stopped at the wall clock, then the next call in the same sandbox."""
+    sandbox = await device(calls, "bomb")
     assert (await calls.python(FORK_BOMB, trajectory_id="bomb", limits=limits(0.5))).status != pb.RESULT_STATUS_OK
-    assert await device(calls, "bomb") == cell
+    assert await device(calls, "bomb") == sandbox
 
 
 async def test_no_two_trajectories_share_a_cell(calls: ToolsCalls) -> None:
@@ -155,8 +155,8 @@ async def test_two_calls_at_once_have_a_cell_each(calls: ToolsCalls) -> None:
 
 async def test_as_many_wait_as_are_allowed(calls: ToolsCalls) -> None:
     """
-    WHEN    one trajectory more has called than cells may wait
-    Result: the one that has waited longest has a fresh cell next, the others do not
+    WHEN    one trajectory more has called than sandboxes may wait
+    Result: the one that has waited longest has a fresh sandbox next, the others do not
     """
     names = [f"waiting-{at}" for at in range(KEPT + 1)]
     for name in names:

@@ -1,7 +1,7 @@
-"""The state folder of one service: where it finds its keeper again.
+"""The state folder of one service: where its next run finds the sandbox daemon, snapshots and session records.
 
-Owns: the folder (mode 0700), its lock, the socket `keeper.sock` in it. Invariants: one service at a time holds the
-lock, and the kernel lets go of it when that process ends, however it ends; only the holder makes a socket or a keeper.
+Owns: the folder (mode 0700), its lock, the socket `daemon.sock` in it. Invariants: one service at a time holds the
+lock, and the kernel releases it when that process ends, however it ends; only the holder makes a socket or a daemon.
 """
 
 import contextlib
@@ -12,18 +12,18 @@ import socket
 import stat
 from pathlib import Path
 
-SOCKET = "keeper.sock"
-LOG = "keeper.log"
+SOCKET = "daemon.sock"
+LOG = "daemon.log"
 SNAPSHOTS = "snapshots"
 BACKLOG = 8
 
 
 class FolderRefused(Exception):  # noqa: N818 - the folder's state, not a fault
-    """The folder cannot be used; the message says why and what to do."""
+    """The state folder cannot be used; the message says why and what to do."""
 
 
 class StateFolder:
-    """See the module. Made by `StateFolder.take`."""
+    """A folder that this process has locked. Made by `StateFolder.take`."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -31,7 +31,7 @@ class StateFolder:
 
     @classmethod
     def take(cls, path: Path) -> "StateFolder":
-        """The folder, made where it is missing, and locked. Raises FolderRefused."""
+        """Lock the folder, and make it where it is missing. Raises FolderRefused."""
         while True:
             try:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -49,11 +49,11 @@ class StateFolder:
             except BaseException:
                 os.close(descriptor)
                 raise
-            os.close(descriptor)  # its keeper has just removed it
+            os.close(descriptor)  # its daemon has just removed it
 
     @property
     def log(self) -> Path:
-        """Where the keeper writes what it has to say."""
+        """The daemon's log."""
         return self.path / LOG
 
     @property
@@ -62,7 +62,7 @@ class StateFolder:
         return f"/proc/self/fd/{self._descriptor}/{SOCKET}"
 
     def connect(self) -> socket.socket | None:
-        """To the keeper that runs; None where there is none."""
+        """Connect to the daemon that runs; None where there is none."""
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             end.connect(self._socket)
@@ -72,7 +72,7 @@ class StateFolder:
         return end
 
     def listen(self) -> socket.socket:
-        """The socket of a keeper that is about to start. The folder has no keeper that runs."""
+        """Make the socket of a daemon that is about to start. No other may run in the folder."""
         Path(self._socket).unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -83,20 +83,15 @@ class StateFolder:
             raise
         return listener
 
-    @property
-    def snapshots(self) -> Path:
-        """Where the service keeps snapshots."""
-        return self.path / SNAPSHOTS
-
     def release(self, *, keep: bool) -> None:
-        """Let another service have it. keep: with what is in it, for a keeper that runs on; else it is removed."""
+        """Unlock the folder. keep: leave its content to a daemon that goes on; else the folder is removed."""
         if not keep:
             _remove(self.path)
         os.close(self._descriptor)
 
 
 def clear(path: Path) -> None:
-    """A keeper's last act, after its socket: remove its log, and the folder unless a service holds it."""
+    """End a daemon's use of the folder, after its socket: remove its log, and the folder unless a service holds it."""
     with contextlib.suppress(OSError):
         (path / LOG).unlink(missing_ok=True)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -108,7 +103,7 @@ def clear(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """A folder of somebody else's, with more in it, stays."""
+    """Remove snapshots and the folder, unless it holds files of somebody else."""
     shutil.rmtree(path / SNAPSHOTS, ignore_errors=True)
     with contextlib.suppress(OSError):
         path.rmdir()
@@ -123,7 +118,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _is(path: Path, descriptor: int) -> bool:
-    """Whether the open folder is still the one that `path` names."""
+    """Whether `path` still names the open folder."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:

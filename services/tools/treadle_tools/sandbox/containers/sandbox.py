@@ -1,0 +1,297 @@
+"""One container as the service sees it: a connection to its init, its cores before each action, its removal at the end.
+
+Owns: the connection. Invariants: the cores of an action are written before it is sent (ARL-Tangram §5.2, allocate on
+execution); memory is set when a call or a session begins, and kept until its end; a connection that breaks while the
+container runs is made again, and a request that has an id is carried out once all the same.
+"""
+
+import asyncio
+import base64
+import contextlib
+import os
+import uuid
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import structlog
+from tenacity import retry_if_exception_type
+
+from treadle_tools.limits import BACKSTOP_S, WORKER_BYTES, Limits
+from treadle_tools.sandbox.containers.hosts import (
+    Allotment,
+    ContainerLost,
+    Ending,
+    Host,
+    HostFailed,
+    Pipe,
+    retry_after,
+)
+from treadle_tools.sandbox.inside import frames
+from treadle_tools.sandbox.inside.container import HELLO
+from treadle_tools.sandbox.sandboxes import SandboxLost
+from treadle_tools.tool import Status
+
+log = structlog.get_logger()
+
+STDERR_BYTES = 8192  # of what the worker wrote to stderr, the newest
+ALLOT_TIMEOUT_S = 30.0  # 10 ms on an idle machine
+RECONNECT_PAUSES_S = (0.1, 0.5, 2.0)  # a daemon that is being restarted is back within seconds
+ENDING_PAUSES_S = (0.05, 0.2, 0.5, 1.0)  # a host may learn a little later than this process that a container has ended
+
+Spawn = Callable[[Coroutine[Any, Any, None]], None]
+
+
+class Disconnected(Exception):  # noqa: N818 - named for what happened
+    """The connection has ended, or the other side sends something else than lines."""
+
+
+class Connection:
+    """Messages to and from a container's init, one a line. `pump` must run beside whoever uses it.
+
+    Invariant: `open` turns False as soon as the other end is gone.
+    """
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+        self._lines: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._received = bytearray()
+        self._searched = 0
+        self._stderr = b""
+        self.open = True
+
+    @property
+    def stderr(self) -> str:
+        """The last that the worker has written to standard error."""
+        return self._stderr.decode(errors="replace").strip()
+
+    async def pump(self) -> None:
+        """Read until the end."""
+        try:
+            while self.open and (piece := await self._pipe.read()) is not None:
+                is_stderr, data = piece
+                if is_stderr:
+                    self._stderr = (self._stderr + data)[-STDERR_BYTES:]
+                else:
+                    self._split(data)
+        finally:
+            await self.close()
+
+    async def greet(self) -> dict[str, Any]:
+        """Find the border of a message, ignore answers to an earlier service, return the hello. Raises Disconnected."""
+        word = uuid.uuid4().hex
+        await self._write(b"\n" + _encode({"op": HELLO, HELLO: word}))
+        while True:
+            with contextlib.suppress(frames.FrameError):
+                message = frames.decode(await self._next())
+                if message.get(HELLO) == word:
+                    return message
+
+    async def exchange(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a request and return its answer. Raises Disconnected."""
+        await self._write(_encode(request))
+        try:
+            return frames.decode(await self._next())
+        except frames.FrameError as error:
+            raise Disconnected(str(error)) from error
+
+    async def close(self) -> None:
+        """Disconnect. Safe to call again."""
+        self.open = False
+        self._lines.put_nowait(None)
+        await self._pipe.close()
+
+    async def _write(self, data: bytes) -> None:
+        if not self.open:
+            raise Disconnected("it has ended")
+        try:
+            await self._pipe.write(data)
+        except ConnectionError as error:
+            raise Disconnected(str(error)) from error
+
+    async def _next(self) -> bytes:
+        line = await self._lines.get()
+        if line is None:
+            self._lines.put_nowait(None)
+            raise Disconnected("it has ended")
+        return line
+
+    def _split(self, data: bytes) -> None:
+        self._received += data
+        while (end := self._received.find(b"\n", self._searched)) >= 0:
+            self._lines.put_nowait(bytes(self._received[:end]))
+            del self._received[: end + 1]
+            self._searched = 0
+        self._searched = len(self._received)
+        if self._searched > frames.MAX_FRAME_BYTES:
+            self.open = False
+
+
+def _encode(message: Mapping[str, Any]) -> bytes:
+    return frames.encode(message)[frames.HEADER.size :] + b"\n"
+
+
+class ContainerSandbox:
+    """A `Sandbox`. spawn: starts what runs beside it. on_close: called once, to remove the container."""
+
+    reusable = False  # its process 1 may be the image's own
+
+    def __init__(self, host: Host, name: str, spawn: Spawn, on_close: Callable[["ContainerSandbox"], None]) -> None:
+        self.host = host
+        self.name = name
+        self._spawn = spawn
+        self._on_close = on_close
+        self._connection: Connection | None = None
+        self._resident_bytes = 0
+        self._oom_kills = 0
+        self._cpu_used_s: float | None = None
+        self._allotted: Allotment | None = None
+        self._closed = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can take a request. One that was found again counts as alive until it is asked."""
+        return not self._closed and (self._connection is None or self._connection.open)
+
+    @property
+    def stderr(self) -> str:
+        """The last that its worker has written to standard error."""
+        return "" if self._connection is None else self._connection.stderr
+
+    async def start(self, limits: Limits) -> None:
+        """Wait until its worker answers, and give it `limits`. Raises Disconnected, ContainerLost, HostFailed."""
+        await self._connect()
+        await self._allot("call", limits)
+
+    async def ask(
+        self,
+        op: str,
+        arguments: Any,
+        limits: Limits,
+        processes: int,
+        *,
+        request_id: str = "",
+        file: int | None = None,
+        again: bool = False,
+    ) -> dict[str, Any]:
+        """Send one request and return its answer, as `Sandbox.ask` says. processes: set when the container was made."""
+        request = {"op": op, "id": request_id, "arguments": arguments, "limits": limits.message()}
+        if op == "restore" and file is not None:
+            request["file"] = await asyncio.to_thread(_read, file)
+        try:
+            await self._prepare(op, limits)
+            async with asyncio.timeout(limits.wall_s + BACKSTOP_S):
+                reply = await self._exchange(request)
+        except TimeoutError:
+            raise SandboxLost.after_wall_clock(limits) from None
+        except ContainerLost as lost:
+            raise SandboxLost(f"the container is gone ({lost})") from lost
+        except HostFailed as failed:
+            raise SandboxLost(f"the container cannot be reached: {failed}") from failed
+        except frames.FrameError as error:
+            raise SandboxLost(str(error)) from error
+        except Disconnected:
+            raise await self._explain_loss(limits) from None
+        if (written := reply.pop("file", None)) is not None and file is not None:
+            await asyncio.to_thread(_write, file, written)
+        before_s, self._cpu_used_s = self._cpu_used_s, reply.pop("cpu_used_s", None)
+        if before_s is not None and self._cpu_used_s is not None:
+            reply["cpu_s"] = self._cpu_used_s - before_s
+        kills, self._oom_kills = self._oom_kills, int(reply.pop("oom_kills", 0))
+        if reply.get("status") == Status.CRASHED and self._oom_kills > kills:
+            reply |= {"status": Status.OUT_OF_MEMORY, "error": str(SandboxLost.above_memory(limits))}
+        return reply
+
+    def close(self) -> None:
+        """Have the container removed, without waiting. Safe to call again."""
+        if not self._closed:
+            self._closed = True
+            if self._connection is not None:
+                self._connection.open = False  # its pump closes the pipe
+            self._on_close(self)
+
+    async def disconnect(self) -> None:
+        """Close the connection and leave the container as it is."""
+        if self._connection is not None:
+            await self._connection.close()
+
+    async def _prepare(self, op: str, limits: Limits) -> None:
+        """Connect, and write what the action may use; a host that fails is asked again."""
+
+        async def prepare() -> None:
+            await self._connect()
+            await self._allot(op, limits)
+
+        failed = retry_if_exception_type(HostFailed)
+        retry = retry_after(RECONNECT_PAUSES_S, failed, "a container's host is asked again", container=self.name)
+        try:
+            async with asyncio.timeout(ALLOT_TIMEOUT_S + limits.wall_s):  # one that was found may be in a step
+                await retry(prepare)
+        except TimeoutError:
+            raise HostFailed(f"no answer in {ALLOT_TIMEOUT_S + limits.wall_s:g} s") from None
+
+    async def _connect(self) -> Connection:
+        if self._connection is None or not self._connection.open:
+            self._connection = connection = Connection(await self.host.attach(self.name))
+            self._spawn(connection.pump())
+            hello = await connection.greet()
+            self._resident_bytes = int(hello["resident_bytes"])
+            self._oom_kills, self._cpu_used_s = int(hello["oom_kills"]), hello["cpu_used_s"]
+        return self._connection
+
+    async def _allot(self, op: str, limits: Limits) -> None:
+        if op == "recall":
+            return
+        memory_bytes = None if op in ("step", "snapshot") else self._resident_bytes + limits.memory_bytes + WORKER_BYTES
+        if memory_bytes is None and self._allotted is not None:
+            memory_bytes = self._allotted.memory_bytes
+        allotment = Allotment(limits.cpu_cores, tuple(getattr(limits, "cores", ())), memory_bytes)
+        if allotment != self._allotted:
+            await self.host.allot(self.name, allotment)
+            self._allotted = allotment
+
+    async def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer, also where the connection breaks on the way but not the container."""
+        connection = await self._connect()
+        for pause_s in RECONNECT_PAUSES_S:
+            try:
+                return await connection.exchange(request)
+            except Disconnected:
+                if not request["id"] or not (await self.host.ending(self.name)).runs:
+                    raise
+            log.warning("a container is connected to again", container=self.name)
+            await asyncio.sleep(pause_s)
+            connection = await self._connect()
+            last = await connection.exchange({**request, "op": "recall", "arguments": None})
+            if last["id"] == request["id"]:
+                return last
+        return await connection.exchange(request)
+
+    async def _explain_loss(self, limits: Limits) -> SandboxLost:
+        try:
+            ending = await self.wait_ending()
+        except HostFailed as failed:
+            return SandboxLost(f"the container cannot be reached: {failed}")
+        if ending.out_of_memory:
+            return SandboxLost.above_memory(limits)
+        if self.stderr:
+            log.error("a container's worker ended", container=self.name, stderr=self.stderr)
+        return SandboxLost(f"the container ended without an answer ({ending})")
+
+    async def wait_ending(self) -> Ending:
+        """How the container ended, after its connection has. Raises HostFailed."""
+        for pause_s in ENDING_PAUSES_S:
+            ending = await self.host.ending(self.name)
+            if not ending.runs:
+                break
+            await asyncio.sleep(pause_s)
+        return ending
+
+
+def _read(file: int) -> str:
+    with os.fdopen(os.dup(file), "rb") as state:
+        return base64.b64encode(state.read()).decode("ascii")
+
+
+def _write(file: int, written: str) -> None:
+    with os.fdopen(os.dup(file), "wb") as state:
+        state.write(base64.b64decode(written))

@@ -1,0 +1,258 @@
+"""The service's side of the sandbox daemon: finds the one that runs or starts one, requests sandboxes, stores sessions.
+
+Owns: the connection, and the daemon's process where this service has started it. Invariant: the daemon carries out what
+was posted even if this process is killed right afterwards. A daemon that is lost takes every sandbox with it; the
+client starts another.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import structlog
+
+from treadle_tools.sandbox.bubblewrap.cgroups import Root, Slot
+from treadle_tools.sandbox.bubblewrap.command import Recipe
+from treadle_tools.sandbox.bubblewrap.sandbox import BubblewrapSandbox
+from treadle_tools.sandbox.daemon import channel
+from treadle_tools.sandbox.daemon.channel import Channel
+from treadle_tools.sandbox.daemon.state_folder import StateFolder
+from treadle_tools.sandbox.inside import frames
+from treadle_tools.sandbox.sandboxes import FoundSession, Sandbox, WarmSandboxes, WorkerFailed
+
+log = structlog.get_logger()
+
+TRIES = 5  # one daemon may just be ending, and another be of an older version
+START_TIMEOUT_S = 30.0  # 0.2 s on an idle core
+END_TIMEOUT_S = 30.0  # killing what it holds takes well under a second
+RESTART_PAUSE_S = 1.0
+
+
+class DaemonFailed(Exception):  # noqa: N818 - named for what happened
+    """There is no sandbox daemon and none can be started; the message says why."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the service wants of its daemon. failures: why a tool has no recipe. warm: sandboxes per tool that wait for
+    a call. keep_s: how long to wait for the next service. keep_on_exit: whether sessions outlive an orderly end of the
+    service too. lazy: tools whose worker starts with the first call.
+    """
+
+    recipes: tuple[Recipe, ...]
+    failures: Mapping[str, str]
+    warm: int
+    cgroups: bool
+    keep_s: float
+    keep_on_exit: bool
+    lazy: frozenset[str] = frozenset()
+
+
+class DaemonClient:
+    """A `Backend`. found, closed: what the daemon knew when this service came."""
+
+    def __init__(self, folder: StateFolder, terms: Terms) -> None:
+        self._folder = folder
+        self._terms = terms
+        self._channel: Channel | None = None
+        self._started: list[int] = []  # daemons by process id, not reaped yet
+        self._root: Root | None = None
+        self._slots: dict[str, Slot] = {}
+        self._warm: dict[str, WarmSandboxes[BubblewrapSandbox]] = {}
+        self._sandboxes: dict[str, BubblewrapSandbox] = {}  # all that came and were not ended
+        self.found: list[FoundSession[BubblewrapSandbox]] = []
+        self.closed: dict[str, str] = {}
+        for recipe in terms.recipes:
+            self._warm[recipe.tool] = WarmSandboxes(
+                terms.warm, self._requester(recipe.tool), lazy=recipe.tool in terms.lazy
+            )
+        for tool, why in terms.failures.items():
+            self._warm[tool] = WarmSandboxes(0, self._requester(tool))
+            self._warm[tool].fail(why)
+
+    @property
+    def cgroups_version(self) -> int | None:
+        """Which control groups limit the sandboxes; None where none do."""
+        return None if self._root is None else self._root.version
+
+    async def connect(self) -> None:
+        """Find the daemon of the folder, or start one. Raises DaemonFailed."""
+        for _ in range(TRIES):
+            connection = Channel(self._folder.connect() or self._start())
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    welcome = await self._greet(connection)
+            except (TimeoutError, frames.FrameError) as error:
+                log.warning("the sandbox daemon gave no welcome", error=str(error))
+                welcome = False
+            except BaseException:
+                connection.close()
+                raise
+            if welcome:
+                self._channel = connection
+                for recipe in self._terms.recipes:
+                    self._warm[recipe.tool].fill()
+                return
+            connection.close()
+        raise DaemonFailed(f"no sandbox daemon starts in {self._folder.path}; {self._folder.log} says why")
+
+    async def run(self) -> None:
+        """Take in sandboxes until cancelled, and replace a daemon that is lost."""
+        while True:
+            try:
+                await self._receive_sandboxes()
+            except frames.FrameError as error:
+                log.error("the sandbox daemon sends no frames", error=str(error))
+            log.error("the sandbox daemon is gone: its sessions have crashed")
+            self._disconnect()
+            for warm in self._warm.values():
+                warm.drop()
+            while self._channel is None:
+                try:
+                    await self.connect()
+                except DaemonFailed as failure:
+                    log.error("no sandbox daemon", error=str(failure))
+                    await asyncio.sleep(RESTART_PAUSE_S)
+            for session in self.found:  # of yet another daemon: this service has called them crashed already
+                if session.sandbox is not None:
+                    session.sandbox.close()
+                self.forget(str(session.record["session_id"]))
+
+    async def take(self, tool: str) -> BubblewrapSandbox:
+        """A fresh sandbox. Raises WorkerFailed where the tool's worker does not start."""
+        if self._channel is None:
+            raise WorkerFailed("the sandbox daemon is being started again")
+        return await self._warm[tool].take()
+
+    def bind(self, record: Mapping[str, Any], sandbox: Sandbox) -> None:
+        """Store a session and the sandbox that it lives in."""
+        self._post({channel.OP: channel.BIND, "record": record, "sandbox": sandbox.name})
+
+    def note(self, session_id: str, facts: Mapping[str, Any]) -> None:
+        """Change fields of its record."""
+        self._post({channel.OP: channel.NOTE, "session": session_id, "facts": facts})
+
+    def forget(self, session_id: str, closed_by: str = "") -> None:
+        """Remove a closed session."""
+        self._post({channel.OP: channel.FORGET, "session": session_id, "closed_by": closed_by})
+
+    async def flush(self) -> None:
+        """Return once the daemon gets all of that even if this process is killed."""
+        if self._channel is not None:
+            await self._channel.flush()
+
+    async def close(self) -> None:
+        """Disconnect. With `keep_on_exit` the daemon waits for the next service, else it ends with everything in it."""
+        if self._channel is not None and not self._terms.keep_on_exit:
+            self._post({channel.OP: channel.END})
+            try:
+                async with asyncio.timeout(END_TIMEOUT_S):
+                    while (received := await self._channel.receive()) is not None:
+                        for descriptor in received[1]:
+                            os.close(descriptor)
+                    for pid in self._started:
+                        await asyncio.to_thread(_has_ended, pid, 0)
+            except TimeoutError:
+                log.error("the sandbox daemon does not end", folder=str(self._folder.path))
+        self._disconnect()
+        for sandbox in self._sandboxes.values():
+            sandbox.disconnect()
+        self._folder.release(keep=self._terms.keep_on_exit)
+
+    def _start(self) -> socket.socket:
+        """Start a daemon, and connect to it."""
+        self._started = [pid for pid in self._started if not _has_ended(pid, os.WNOHANG)]
+        with self._folder.listen() as listener, self._folder.log.open("wb") as output:
+            program = [sys.executable, "-m", __package__, str(self._folder.path.absolute())]
+            descriptors = ((listener.fileno(), 0), (output.fileno(), 1), (output.fileno(), 2))
+            # Not a child that asyncio waits for, since it may outlive this process; in a session of its own, so that
+            # Ctrl-C at the service's terminal does not reach it.
+            actions = [(os.POSIX_SPAWN_DUP2, ours, theirs) for ours, theirs in descriptors]
+            self._started.append(os.posix_spawn(sys.executable, program, os.environ, file_actions=actions, setsid=True))
+            connection = self._folder.connect()
+        if connection is None:
+            raise DaemonFailed(f"nothing listens in {self._folder.path}; {self._folder.log} says why")
+        return connection
+
+    async def _greet(self, connection: Channel) -> bool:
+        """Say hello and take over the sessions. False where the daemon ended instead."""
+        terms = self._terms
+        connection.post({
+            channel.OP: channel.HELLO, "protocol": channel.PROTOCOL, "warm": terms.warm,
+            "recipes": [asdict(recipe) for recipe in terms.recipes],
+            "cgroups": terms.cgroups, "keep_s": terms.keep_s,
+        })  # fmt: skip
+        self.found, self._slots = [], {}
+        while (received := await connection.receive()) is not None:
+            message, descriptors = received
+            op = message.get(channel.OP)
+            if op == channel.WELCOME:
+                self._root = None if message["cgroups"] is None else Root.decode(message["cgroups"])
+                self.closed = message["closed"]
+            elif op == channel.SESSION:
+                self.found.append(FoundSession(message["record"], self._sandbox(connection, message, descriptors)))
+            elif op == channel.READY:
+                return True
+        return False
+
+    async def _receive_sandboxes(self) -> None:
+        connection = self._channel
+        assert connection is not None
+        while (received := await connection.receive()) is not None:
+            message, descriptors = received
+            if message.get(channel.OP) == channel.FAILED:
+                log.error("a tool's worker failed", tool=message["tool"], error=message["error"])
+                self._warm[message["tool"]].fail(str(message["error"]))
+            elif (sandbox := self._sandbox(connection, message, descriptors)) is not None:
+                self._warm[message["sandbox"]["tool"]].add(sandbox)
+
+    def _sandbox(
+        self, connection: Channel, message: Mapping[str, Any], descriptors: Sequence[int]
+    ) -> BubblewrapSandbox | None:
+        """The sandbox that comes with a message. It is ended through the daemon that made it, never through another."""
+        if not descriptors:
+            return None
+        made = message["sandbox"]
+        name = str(made["name"])
+
+        def end() -> None:
+            self._sandboxes.pop(name, None)
+            connection.post({channel.OP: channel.KILL, "sandbox": name})
+
+        own = socket.socket(fileno=descriptors[0])
+        sandbox = BubblewrapSandbox(name, own, made["pid"], self._slot(made["slot"]), end)
+        self._sandboxes[name] = sandbox
+        return sandbox
+
+    def _slot(self, name: str | None) -> Slot | None:
+        if name is None or self._root is None:
+            return None
+        if name not in self._slots:
+            self._slots[name] = Slot(self._root, name)
+        return self._slots[name]
+
+    def _requester(self, tool: str) -> Callable[[int], None]:
+        return lambda count: self._post({channel.OP: channel.REQUEST, "tool": tool, "count": count})
+
+    def _post(self, message: Mapping[str, Any]) -> None:
+        if self._channel is not None:
+            self._channel.post(message)
+
+    def _disconnect(self) -> None:
+        if self._channel is not None:
+            with contextlib.suppress(OSError):
+                self._channel.close()
+            self._channel = None
+
+
+def _has_ended(pid: int, options: int) -> bool:
+    """Whether a child process has ended, perhaps reaped by somebody else. options: as of waitpid."""
+    try:
+        return os.waitpid(pid, options)[0] == pid
+    except ChildProcessError:
+        return True
