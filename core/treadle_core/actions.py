@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from treadle_core.model import EngineRecord, EngineSpec, Outcome, Policy, TicketRecord, TrajectoryRecord
-from treadle_core.placing.question import CostModel, PlanEngine, PlanWork
+from treadle_core.model import CostModel, EngineRecord, EngineSpec, Outcome, Policy, TicketRecord, TrajectoryRecord
+from treadle_core.placing.question import PlanEngine, PlanWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class IssueTicket:
 
 
 @dataclass(frozen=True, slots=True)
-class HoldStep:
-    """No ticket yet: StepRequested is answered by a later IssueTicket, or asked again."""
+class KeepWaiting:
+    """Answer StepRequested with a later IssueTicket, or let the client ask again."""
 
     trajectory_id: str
 
@@ -181,7 +181,7 @@ Action = (
     | RemoveEngine
     | SavePolicy
     | IssueTicket
-    | HoldStep
+    | KeepWaiting
     | AskPrediction
     | AskPlan
     | Reprioritize

@@ -1,87 +1,60 @@
-"""The control plane's state machine: `on_event(event, now) -> actions`.
+"""The control plane's state machine: `Controller.on_event(event, now)` returns the actions that are to be done.
 
-It owns no task, client, clock or random source: time comes with each event, ids with the event or from what is known.
-The scheduler service and the simulator drive the same controller. An event either changes state and says what is to be
-done, or, a request, is refused with an exception of `refusals.py` and changes nothing. The same events at the same
-times give the same actions.
-
-The handlers stand by noun: `lifecycle.py` (trajectories), `stepping.py` (steps, tools, predictions), `moves.py` (plans,
-migrations), `leases.py` (engines). What they share is `state.py`.
+It owns no task, client, clock or random numbers: the time comes with each event, ids come with the event or follow from
+known ones. The scheduler service and the simulator drive the same controller, and the same events at the same times
+give the same actions. A request that cannot be granted is refused with an exception of `refusals` and changes nothing.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from treadle_core import events as ev
 from treadle_core.actions import Action, SavePolicy
-from treadle_core.events import (
-    ClosedAnnounced,
-    EngineDeregistered,
-    EngineRegistered,
-    Event,
-    LeaseRenewed,
-    MoveAccepted,
-    MoveEnded,
-    PlanArrived,
-    PolicySet,
-    PredictionArrived,
-    StepFinished,
-    StepPreempted,
-    StepRequested,
-    SwitchRequested,
-    Tick,
-    ToolFinished,
-    ToolStarted,
-    TrajectoryClosed,
-    TrajectoryOpened,
-    WeightsUpdated,
-)
 from treadle_core.model import EngineRecord, Policy, TrajectoryRecord
 from treadle_core.steps import admission, leases, lifecycle, moves, requests
 from treadle_core.steps.state import State
 from treadle_core.tuning import Tuning
 
-Handler = Callable[[State, Any, float], list[Action]]
 
-
-def _policy_set(state: State, event: PolicySet, _now: float) -> list[Action]:
+def _set_policy(state: State, event: ev.PolicySet, _now: float) -> list[Action]:
     state.policy = event.policy
     return [SavePolicy(event.policy)]
 
 
-def _ticked(state: State, _event: Tick, now: float) -> list[Action]:
+def _tick(state: State, _event: ev.Tick, now: float) -> list[Action]:
     return [
-        *leases.expired(state, now),
-        *moves.timed_out(state, now),
+        *leases.expire_leases(state, now),
+        *moves.expire_moves(state, now),
         *lifecycle.announce_due(state, now),
-        *lifecycle.swept(state, now),
+        *lifecycle.sweep(state, now),
     ]
 
 
-HANDLERS: Mapping[type, Handler] = {
-    TrajectoryOpened: lifecycle.opened,
-    TrajectoryClosed: lifecycle.closed,
-    ClosedAnnounced: lifecycle.announced,
-    StepRequested: requests.requested,
-    StepPreempted: requests.preempted,
-    StepFinished: requests.finished,
-    ToolStarted: requests.tool_started,
-    ToolFinished: requests.tool_finished,
-    PredictionArrived: requests.predicted,
-    PlanArrived: moves.plan_arrived,
-    MoveAccepted: moves.accepted,
-    MoveEnded: moves.ended,
-    SwitchRequested: moves.switched,
-    EngineRegistered: leases.registered,
-    LeaseRenewed: leases.renewed,
-    EngineDeregistered: leases.deregistered,
-    WeightsUpdated: leases.weights_updated,
-    PolicySet: _policy_set,
-    Tick: _ticked,
+HANDLERS: Mapping[type[ev.Event], Callable[[State, Any, float], list[Action]]] = {
+    ev.TrajectoryOpened: lifecycle.open_trajectory,
+    ev.TrajectoryClosed: lifecycle.close_trajectory,
+    ev.ClosedAnnounced: lifecycle.confirm_announcement,
+    ev.StepRequested: requests.request_step,
+    ev.StepPreempted: requests.preempt_step,
+    ev.StepFinished: requests.finish_step,
+    ev.ToolStarted: requests.start_tool,
+    ev.ToolFinished: requests.finish_tool,
+    ev.PredictionArrived: requests.take_prediction,
+    ev.PlanArrived: moves.take_plan,
+    ev.MoveAccepted: moves.accept_move,
+    ev.MoveEnded: moves.end_move,
+    ev.SwitchRequested: moves.switch_engine,
+    ev.EngineRegistered: leases.register_engine,
+    ev.LeaseRenewed: leases.renew_lease,
+    ev.EngineDeregistered: leases.deregister_engine,
+    ev.WeightsUpdated: leases.update_weights,
+    ev.PolicySet: _set_policy,
+    ev.Tick: _tick,
 }
 
 
 class Controller:
-    """See the module. `epoch_s` is when this control plane first started; priorities count time from it."""
+    """`epoch_s` is when this control plane first started; priorities count time from it."""
 
     def __init__(self, policy: Policy | None = None, tuning: Tuning | None = None, epoch_s: float = 0.0) -> None:
         self._state = State.new(policy or Policy(), tuning or Tuning(), epoch_s)
@@ -89,37 +62,37 @@ class Controller:
     def restore(
         self, trajectories: Iterable[TrajectoryRecord], engines: Iterable[EngineRecord], now: float
     ) -> list[Action]:
-        """Takes over what an earlier run stored; call it once, before the first event."""
+        """Take over what an earlier run stored; call it once, before the first event."""
         state = self._state
         state.engines.restore(engines, now)
         actions: list[Action] = []
         for record in sorted(trajectories, key=lambda record: (record.opened_s, record.trajectory_id)):
             state.table.put(record)
             if not record.is_open and not record.announced:
-                state.unannounced[record.trajectory_id] = now
+                state.announcements[record.trajectory_id] = now
             state.sweeps.set(record.trajectory_id, lifecycle.sweep_s(state, record))
         state.planner.restore(state.table.open_records())
         for record in state.table.open_records():
             if record.engine_id and record.engine_id not in state.engines:
-                actions += leases.placed_again(state, record)
+                actions += leases.place_again(state, record)
         state.siting.restore()
         state.planner.note_engines()
         return actions
 
-    def on_event(self, event: Event, now: float) -> list[Action]:
-        """Takes one event at `now` (seconds, never going back) and says what is to be done, in order. Raises Refusal
-        for a request that cannot be granted, which then has changed nothing."""
+    def on_event(self, event: ev.Event, now: float) -> list[Action]:
+        """Handle one event at `now` (seconds, never going back); returns the actions to be done, in order. Raises
+        Refusal for a request that cannot be granted."""
         state = self._state
         kind = type(event)
         actions = HANDLERS[kind](state, event, now)
-        if state.held:
-            actions = [*actions, *admission.answered(state, event, now)]
-        ask = state.planner.ask(now, ticked=kind is Tick)
+        if len(state.waiting):
+            actions = [*actions, *admission.answer_waiting(state, event, now)]
+        ask = state.planner.ask(now, ticked=kind is ev.Tick)
         return [*actions, ask] if ask is not None else actions
 
     @property
     def policy(self) -> Policy:
-        """The policy of trajectories opened from now on."""
+        """The policy of new trajectories."""
         return self._state.policy
 
     def trajectory(self, trajectory_id: str) -> TrajectoryRecord:
@@ -127,17 +100,17 @@ class Controller:
         return self._state.table.require(trajectory_id)
 
     def trajectories(self) -> list[TrajectoryRecord]:
-        """All that are not forgotten, in the order of opening."""
+        """All trajectories that are not forgotten, in the order of opening."""
         return list(self._state.table)
 
     def engines(self) -> list[EngineRecord]:
-        """All that hold a lease, by id."""
+        """All engines that hold a lease, by id."""
         return list(self._state.engines)
 
     def engine(self, engine_id: str) -> EngineRecord | None:
-        """One engine, or None where it holds no lease."""
+        """One engine; None where it holds no lease."""
         return self._state.engines.get(engine_id)
 
     def open_on(self, engine_id: str) -> int:
-        """Open trajectories whose engine this is."""
+        """The number of open trajectories of an engine."""
         return self._state.table.tally(engine_id).trajectories

@@ -3,7 +3,7 @@ others."""
 
 from dataclasses import dataclass
 
-from treadle_core.placing.costs import CostModel
+from treadle_core.model import CostModel
 
 
 @dataclass(frozen=True, slots=True)

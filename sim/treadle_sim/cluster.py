@@ -10,6 +10,7 @@ from treadle_core.events import PlanArrived
 from treadle_core.model import EngineSpec, KvTransfer
 from treadle_core.placing import placement
 from treadle_core.placing.question import EngineOf
+from treadle_core.placing.workload import Workspace
 
 from treadle_sim.engine_model import EngineModel
 
@@ -104,7 +105,7 @@ class SimPlacement:
     """Answers as the placement service does, with the core's solver. Owns the memory that plans are made in."""
 
     def __init__(self) -> None:
-        self._workspace = placement.Workspace()
+        self._workspace = Workspace()
 
     def plan(self, ask: AskPlan) -> PlanArrived:
         """Raises CoreError."""

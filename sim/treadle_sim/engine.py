@@ -149,7 +149,7 @@ class SimEngine:
         self._evict_all()
         for step in list(self._batch.steps.values()):
             self._stop(step)
-            self._queue.progress(step.step_id, 0)  # it is prefilled again, and cannot be evicted before
+            self._queue.report_progress(step.step_id, 0)  # it is prefilled again, and cannot be evicted before
             self._pending.append(step)
         self._book_prefill()
         for step in self._prefilling:
@@ -182,7 +182,7 @@ class SimEngine:
         fresh = {}
         for step_id, step in self._fresh.items():
             tokens = self._batch.tokens_since_admission(step)
-            self._queue.progress(step_id, tokens)
+            self._queue.report_progress(step_id, tokens)
             if tokens < self._queue.policy.min_run_tokens:
                 fresh[step_id] = step
         self._fresh = fresh
@@ -202,7 +202,7 @@ class SimEngine:
             self._stop(step)
             self.cache.put(step.index, step.context_tokens + step.done - 1)
             step.preemptions += 1
-            self._queue.evicted(step.step_id)
+            self._queue.confirm_eviction(step.step_id)
             self._listener.step_preempted(step)
             self._apply(self._queue.decide())
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
-from treadle_core.placing.costs import CostModel
-from treadle_core.ranking.remaining import log_deviation
+from treadle_core.model import CostModel
+from treadle_core.ranking.priorities import log_deviation
 from treadle_core.tuning import Tuning
 
 from treadle_sim.allocation.plan import EngineKind, allocate

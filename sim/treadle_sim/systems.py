@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from treadle_core.model import TREADLE_POLICY, Ordering, PlacementRule, Policy, Replanning
-from treadle_core.placing.costs import CostModel
+from treadle_core.model import TREADLE_POLICY, CostModel, Ordering, PlacementRule, Policy, Replanning
 from treadle_core.tuning import Tuning
 
 # Treadle's client generates a turn longer than this in several calls (ADR 0011), so that the trajectory can move, and

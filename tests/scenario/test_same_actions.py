@@ -11,14 +11,7 @@ from functools import cache
 
 import pytest
 from support.scheduler_replay import NO_LEASE_ENDS_S, SENT, Service, as_done, service_tuning
-from treadle_core.actions import (
-    Action,
-    AnnounceClosed,
-    AskPlan,
-    HoldStep,
-    IssueTicket,
-    StartMigration,
-)
+from treadle_core.actions import Action, AnnounceClosed, AskPlan, IssueTicket, KeepWaiting, StartMigration
 from treadle_core.controller import Controller
 from treadle_core.events import (
     EngineDeregistered,
@@ -30,7 +23,7 @@ from treadle_core.events import (
     SwitchRequested,
     WeightsUpdated,
 )
-from treadle_core.model import TrajectoryRecord, changed
+from treadle_core.model import TrajectoryRecord, copy_with
 from treadle_runtime.bus import open_bus
 from treadle_scheduler.driver import engine_key, trajectory_key
 from treadle_sim.cluster import Cluster, Failure, WeightUpdate
@@ -104,7 +97,7 @@ async def check_same(service: Service, stream: Sequence[Heard], *, aside: type[A
             done, wanted = without(aside, done), without(aside, wanted)
         assert done == wanted, what
         for action in heard.actions:
-            if isinstance(action, HoldStep):
+            if isinstance(action, KeepWaiting):
                 waiting.add(action.trajectory_id)
             elif isinstance(action, IssueTicket):
                 waiting.discard(action.ticket.trajectory_id)
@@ -141,9 +134,9 @@ def known(controller: Controller) -> dict[str, TrajectoryRecord]:
     a trajectory stands that has not begun (each plan says so anew)."""
     records: dict[str, TrajectoryRecord] = {}
     for record in controller.trajectories():
-        record = changed(record, tool_over=False, tool_expected_s=0.0)
+        record = copy_with(record, tool_over=False, tool_expected_s=0.0)
         if record.ticket is None:
-            record = changed(record, engine_id="", revision=0, priority=0.0)
+            record = copy_with(record, engine_id="", revision=0, priority=0.0)
         records[record.trajectory_id] = record
     return records
 
@@ -179,7 +172,7 @@ def test_the_recordings_hold_what_matters() -> None:
         StepPreempted,
         SwitchRequested,
     } <= events
-    assert {AskPlan, HoldStep, StartMigration} <= actions
+    assert {AskPlan, KeepWaiting, StartMigration} <= actions
 
 
 @pytest.mark.parametrize("at_s", RESTARTS_AT_S)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
-from treadle_core.model import DecodeCurve
-from treadle_core.placing.costs import BatchCurve, CostModel, Costs, group_cost, tabulate
+from treadle_core.model import CostModel, DecodeCurve
+from treadle_core.placing.costs import BatchCurve, Costs, group_cost, tabulate
 from treadle_core.placing.question import PlanEngine
 
 curves = st.builds(

@@ -11,8 +11,8 @@ from typing import Any
 from treadle_core.actions import (
     Action,
     ForgetTrajectory,
-    HoldStep,
     IssueTicket,
+    KeepWaiting,
     RemoveEngine,
     SaveEngine,
     SavePolicy,
@@ -144,7 +144,7 @@ def as_done(actions: Iterable[Action]) -> list[tuple[str, object]]:
                 done.append((engine_key(engine_id), None))
             case SavePolicy(policy):
                 done.append((POLICY_KEY, MeshRecord(policy, 0.0)))
-            case IssueTicket() | HoldStep():
+            case IssueTicket() | KeepWaiting():
                 pass
             case _:
                 done.append((SENT, action))

@@ -5,8 +5,18 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.rollouts.buffer import Advanced, Batch, Event, GroupTooLargeError, RolloutState, SampleBuffer
-from treadle_core.rollouts.groups import DropReason, RolloutSpec, Sample, Verdict
+from treadle_core.rollouts.buffer import (
+    Advanced,
+    Batch,
+    DropReason,
+    Event,
+    GroupTooLargeError,
+    RolloutSpec,
+    RolloutState,
+    Sample,
+    SampleBuffer,
+    Verdict,
+)
 
 ROOMY = 1 << 30
 

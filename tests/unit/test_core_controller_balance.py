@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from support.control import CURVE, Scenario, all_of
 from treadle_core import actions as act
 from treadle_core import events as ev
+from treadle_core.compiled import Flags, Floats, Indexes
 from treadle_core.model import DecodeCurve, EngineSpec, Estimate
 from treadle_core.placing import balance
-from treadle_core.placing.balance import EngineTable
-from treadle_core.placing.worksheet import Flags, Floats, Indexes
+from treadle_core.placing.balance import EngineRows
 from treadle_core.tuning import Tuning
 
 MARGIN = 0.1
@@ -24,15 +24,15 @@ def compiled() -> None:
     balance.warm_up()
 
 
-def engines(count: int, slots: int) -> EngineTable:
-    return balance.engine_table(
+def engines(count: int, slots: int) -> EngineRows:
+    return balance.engine_rows(
         [EngineSpec(f"e{i}", f"e{i}:1", slot_limit=slots, decode_curve=CURVE) for i in range(count)]
     )
 
 
 def works(lengths: list[float], tool_s: float = 0.0) -> Floats:
     count = len(lengths)
-    return balance.works(np.array(lengths), np.full(count, 100.0), np.full(count, tool_s))
+    return balance.work_rows(np.array(lengths), np.full(count, 100.0), np.full(count, tool_s))
 
 
 def anywhere(seed: int, count: int, engine_count: int) -> Indexes:
@@ -48,7 +48,7 @@ def test_a_rebalance_never_makes_the_last_engine_later(lengths: list[float], cou
     rows, jobs = engines(count, slots).rows, works(lengths)
     present = anywhere(seed, len(lengths), count)
     before = balance.finish_times(rows, jobs, present)
-    after = balance.finish_times(rows, jobs, balance.rebalanced(rows, jobs, present, MARGIN, all_may(len(lengths))))
+    after = balance.finish_times(rows, jobs, balance.rebalance(rows, jobs, present, MARGIN, all_may(len(lengths))))
     assert after.max() <= before.max() * (1 + 1e-9)
     # Nor, where that one is bound, any engine after it.
     assert tuple(np.sort(after)[::-1]) <= tuple(np.sort(before)[::-1] * (1 + 1e-9))
@@ -58,13 +58,13 @@ def test_a_rebalance_never_makes_the_last_engine_later(lengths: list[float], cou
 def test_what_may_not_move_stays(lengths: list[float]) -> None:
     rows, jobs = engines(2, 1).rows, works(lengths)
     movable = np.arange(len(lengths)) % 2 == 0
-    result = balance.rebalanced(rows, jobs, np.zeros(len(lengths), np.int64), MARGIN, movable)
+    result = balance.rebalance(rows, jobs, np.zeros(len(lengths), np.int64), MARGIN, movable)
     assert (result[~movable] == 0).all()
 
 
 def test_a_heap_on_one_engine_is_spread() -> None:
     rows, jobs = engines(4, 2).rows, works([1_000.0] * 16)
-    result = balance.rebalanced(rows, jobs, np.zeros(16, np.int64), MARGIN, all_may(16))
+    result = balance.rebalance(rows, jobs, np.zeros(16, np.int64), MARGIN, all_may(16))
     assert np.bincount(result, minlength=4).tolist() == [4, 4, 4, 4]
 
 
@@ -72,23 +72,21 @@ def test_one_trajectory_that_sets_the_bound_does_not_hide_the_imbalance_of_the_r
     """Degenerate minimax (reference point 5): the giant cannot be relieved; the other engines still are."""
     rows, jobs = engines(3, 1).rows, works([1e6, *[1_000.0] * 6])
     present = np.array([0, *[1] * 6])
-    result = balance.rebalanced(rows, jobs, present, MARGIN, all_may(7))
+    result = balance.rebalance(rows, jobs, present, MARGIN, all_may(7))
     assert result[0] == 0
     assert np.bincount(result, minlength=3).tolist() == [1, 3, 3]
 
 
 def test_groups_of_equal_engines_keep_the_names_that_leave_most_context_where_it_is() -> None:
     present, swapped = np.array([0, 0, 1, 1]), np.array([1, 1, 0, 0])
-    kept = balance.relabelled(swapped, present, np.full(4, 100.0), all_may(4), engines(2, 2).kinds)
+    kept = balance.relabel(swapped, present, np.full(4, 100.0), all_may(4), engines(2, 2).kinds)
     assert kept.tolist() == present.tolist()
 
 
 def test_engines_that_differ_are_not_renamed() -> None:
     specs = [EngineSpec(f"e{i}", f"e{i}:1", slot_limit=slots, decode_curve=CURVE) for i, slots in enumerate((2, 8))]
     planned = np.array([1, 0])
-    kept = balance.relabelled(
-        planned, np.array([0, 1]), np.full(2, 100.0), all_may(2), balance.engine_table(specs).kinds
-    )
+    kept = balance.relabel(planned, np.array([0, 1]), np.full(2, 100.0), all_may(2), balance.engine_rows(specs).kinds)
     assert kept.tolist() == planned.tolist()
 
 
@@ -101,12 +99,10 @@ def test_an_engine_is_never_done_before_its_longest_trajectory_alone() -> None:
 def test_an_engine_whose_kv_is_short_takes_longer_than_its_slots_would() -> None:
     """Four contexts of 1,000 tokens where the KV of two fits: two at a time."""
     curve = DecodeCurve(base_s=0.01, per_sequence_s=0.0, per_kv_token_s=0.0)
-    jobs = balance.works(np.full(4, 100.0), np.full(4, 950.0), np.zeros(4))
+    jobs = balance.work_rows(np.full(4, 100.0), np.full(4, 950.0), np.zeros(4))
     times = [
         balance.finish_times(
-            balance.engine_table(
-                [EngineSpec("e", "e:1", slot_limit=4, kv_tokens_capacity=kv, decode_curve=curve)]
-            ).rows,
+            balance.engine_rows([EngineSpec("e", "e:1", slot_limit=4, kv_tokens_capacity=kv, decode_curve=curve)]).rows,
             jobs,
             np.zeros(4, np.int64),
         )[0]
@@ -125,11 +121,11 @@ def test_the_move_that_is_chosen_is_the_best_of_all(
 ) -> None:
     """Against trying each: one move from the engine that finishes last to the one that finishes first."""
     curves = [CURVE, DecodeCurve(base_s=0.02, per_sequence_s=0.0005, per_kv_token_s=1e-7)]
-    rows = balance.engine_table(
+    rows = balance.engine_rows(
         [EngineSpec(f"e{i}", "e:1", slot_limit=2, decode_curve=c) for i, c in enumerate(curves)]
     ).rows
     count = len(jobs)
-    work = balance.works(np.array([j[0] for j in jobs]), np.full(count, 50.0), np.array([j[1] for j in jobs]))
+    work = balance.work_rows(np.array([j[0] for j in jobs]), np.full(count, 50.0), np.array([j[1] for j in jobs]))
     present, movable = anywhere(seed, count, 2), np.array(may[:count])
     before = balance.finish_times(rows, work, present)
     source, target = (0, 1) if before[0] > before[1] else (1, 0)
@@ -139,7 +135,7 @@ def test_the_move_that_is_chosen_is_the_best_of_all(
             moved = present.copy()
             moved[index] = target
             tried.append(balance.finish_times(rows, work, moved).max())
-    moving = balance.rebalanced(rows, work, present, 0.0, movable)
+    moving = balance.rebalance(rows, work, present, 0.0, movable)
     after = balance.finish_times(rows, work, moving).max()
     if tried and min(tried) < before.max() * (1 - 1e-9):
         assert after <= min(tried) * (1 + 1e-9)

@@ -37,7 +37,7 @@ def waiting(scenario: Scenario, lengths: dict[str, float]) -> list[str]:
     held: list[str] = []
     for name in lengths:
         scenario.open(name)
-        held += [action.trajectory_id for action in all_of(ask(scenario, name), act.HoldStep)]
+        held += [action.trajectory_id for action in all_of(ask(scenario, name), act.KeepWaiting)]
     for name, tokens in lengths.items():
         scenario.predict(name, tokens)
     return held
@@ -136,7 +136,7 @@ def test_a_repeated_request_gets_the_ticket_that_was_issued_meanwhile() -> None:
     request = ev.StepRequested("the-request", "t", 0, context_tokens=100, max_new_tokens=64)
     scenario.open("other")  # unpredicted, so that the mesh is not taken for idle
     ask(scenario, "other")
-    assert one(scenario.send(request), act.HoldStep)
+    assert one(scenario.send(request), act.KeepWaiting)
     issued = [action.ticket for action in all_of(scenario.advance(1.0), act.IssueTicket)]
 
     again = one(scenario.send(request), act.IssueTicket).ticket
@@ -150,7 +150,7 @@ def test_after_a_restart_those_that_waited_ask_again_and_begin() -> None:
     waiting(scenario, {"first": 1_500.0, "second": 1_400.0})
     scenario.advance(1.0)
     scenario.restart()
-    assert one(ask(scenario, "second"), act.HoldStep)
+    assert one(ask(scenario, "second"), act.KeepWaiting)
 
     assert tickets(scenario.close("first")) == ["second"]
 
@@ -177,7 +177,7 @@ def test_a_step_waits_for_its_kv_on_the_way_and_runs_at_the_source_where_the_mov
         move = started[0]
         scenario.send(ev.MoveAccepted(move.trajectory_id, move.move_id, "m"))
 
-        assert one(ask(scenario, move.trajectory_id, 1), act.HoldStep)
+        assert one(ask(scenario, move.trajectory_id, 1), act.KeepWaiting)
         if moved:
             scenario.send(ev.SwitchRequested("s", move.trajectory_id, move.expected_revision, "e1"))
         ended = scenario.send(ev.MoveEnded(move.trajectory_id, "m", move.move_id, moved=moved))

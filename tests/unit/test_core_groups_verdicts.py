@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.rollouts.groups import DropReason, Group, RolloutSpec, Sample, SampleTakenError, Verdict, is_stale
+from treadle_core.rollouts.buffer import DropReason, Group, RolloutSpec, Sample, SampleTakenError, Verdict, is_stale
 
 
 def spec_of(samples: int, keep: int, bound: int | None = None) -> RolloutSpec:

@@ -5,10 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.placements import engines, tokens
-from treadle_core.model import DecodeCurve
-from treadle_core.placing.costs import CostModel, InvalidTrajectoryError, NoEnginesError, NothingFitsError
-from treadle_core.placing.placement import Workspace, plan, plan_arrays
-from treadle_core.placing.question import PlanEngine, PlanTrajectory
+from treadle_core.model import CostModel, DecodeCurve
+from treadle_core.placing.placement import plan, plan_arrays
+from treadle_core.placing.question import (
+    InvalidTrajectoryError,
+    NoEnginesError,
+    NothingFitsError,
+    PlanEngine,
+    PlanTrajectory,
+)
+from treadle_core.placing.workload import Workspace
 
 CURVE = DecodeCurve(0.01, 0.001, 1e-8, 1e4)
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.placements import contiguous_costs, group_seconds, makespans_of_all, workloads
-from treadle_core.model import DecodeCurve
-from treadle_core.placing.bound import aggregated, least_makespan, lower_bound
-from treadle_core.placing.costs import BatchCurve, CostModel, Costs, group_cost, tabulate
+from treadle_core.model import CostModel, DecodeCurve
+from treadle_core.placing.bound import aggregate, least_makespan, lower_bound
+from treadle_core.placing.costs import BatchCurve, Costs, group_cost, tabulate
 from treadle_core.placing.question import PlanEngine
 from treadle_core.placing.solver import partition
 
@@ -137,7 +137,7 @@ def test_bundles_of_short_trajectories_lose_little_and_only_what_one_bundle_adds
     spec = PlanEngine("e", 40, 0, 1, DecodeCurve(0.01, 2e-4, 1e-8))
     costs = tabulate(model, lengths, rng.uniform(0, 900, 600), np.zeros(600, bool), [spec] * 6, curves=[BENT] * 6)
     exact_s = least_makespan(costs)
-    cuts = aggregated(costs, float(np.quantile(lengths, 0.8)), 8)
+    cuts = aggregate(costs, float(np.quantile(lengths, 0.8)), 8)
     assert len(cuts) < 200
     assert exact_s <= least_makespan(costs, cuts) <= exact_s * 1.02
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.placements import bent_curves, eq4_s, levelled, tokens
-from treadle_core.model import DecodeCurve
-from treadle_core.placing.costs import BatchCurve, CostModel, InvalidCurveError, group_cost, tabulate
+from treadle_core.model import CostModel, DecodeCurve
+from treadle_core.placing.costs import BatchCurve, InvalidCurveError, group_cost, tabulate
 from treadle_core.placing.question import PlanEngine
 
 lists = st.lists(tokens, min_size=1, max_size=30)

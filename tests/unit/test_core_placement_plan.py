@@ -6,10 +6,15 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.model import DecodeCurve
-from treadle_core.placing.costs import CostModel, InvalidEngineError, InvalidTrajectoryError, NoEnginesError
+from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing.placement import Plan, plan
-from treadle_core.placing.question import PlanEngine, PlanTrajectory
+from treadle_core.placing.question import (
+    InvalidEngineError,
+    InvalidTrajectoryError,
+    NoEnginesError,
+    PlanEngine,
+    PlanTrajectory,
+)
 from treadle_core.refusals import CoreError
 
 CURVE = DecodeCurve(base_s=0.01, per_sequence_s=0.001, per_kv_token_s=1e-8, prefill_tokens_per_s=1e4)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.placing.workload import LAG, Workspace, ranked, ranked_by_numpy
+from treadle_core.placing.workload import LAG, Workspace, rank, rank_by_numpy
 
 lengths = st.one_of(
     st.floats(0.0, 1e15),
@@ -19,8 +19,8 @@ def same(given: list[float], workspace: Workspace | None = None) -> None:
     n = len(values)
     contexts = np.array([index % 7 * 100.5 for index in range(n)])
     placed = np.arange(n) % 3 == 0
-    order, ranks = ranked(values, contexts, placed, workspace)
-    expected_order, expected = ranked_by_numpy(values, contexts, placed)
+    order, ranks = rank(values, contexts, placed, workspace)
+    expected_order, expected = rank_by_numpy(values, contexts, placed)
     assert order.tolist() == expected_order.tolist()
     assert (ranks == expected).all()
 

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from support.control import Scenario, all_of
 from treadle_core import actions as act
 from treadle_core import events as ev
-from treadle_core.model import Policy, TrajectoryRecord, changed
+from treadle_core.model import Policy, TrajectoryRecord, copy_with
 from treadle_core.placing import balance
 from treadle_core.placing.question import EngineOf
-from treadle_core.placing.worksheet import FIRST_ROWS
-from treadle_core.ranking.remaining import remaining_tokens
+from treadle_core.ranking.priorities import remaining_tokens
 from treadle_core.steps.state import Deadlines
+from treadle_core.tables.columns import FIRST_ROWS
 from treadle_core.tables.trajectories import TrajectoryTable
 from treadle_core.tuning import Tuning
 
@@ -27,7 +27,7 @@ def compiled() -> None:
 
 
 @given(st.lists(st.tuples(NAMES, st.integers(0, 9), st.booleans()), max_size=40), st.integers(0, 2 * FIRST_ROWS))
-def test_the_worksheet_says_what_a_walk_over_the_open_records_would(
+def test_the_live_columns_say_what_a_walk_over_the_open_records_would(
     changes: list[tuple[int, int, bool]], opened: int
 ) -> None:
     """Many open, some change, some leave and make room, some come back."""
@@ -42,18 +42,18 @@ def test_the_worksheet_says_what_a_walk_over_the_open_records_would(
         table.put(record)
         if leaves:
             table.forget(f"t{number}")
-    live, sheet = table.worksheet.live(), table.worksheet
+    live, columns = table.columns.read(), table.columns
     walked = table.open_records()
-    assert len(live) == len(sheet) == len(walked)
-    assert set(sheet.names[live.rows]) == {record.trajectory_id for record in walked}
+    assert len(live) == len(columns) == len(walked)
+    assert set(columns.ids[live.rows]) == {record.trajectory_id for record in walked}
     by_name = {record.trajectory_id: record for record in walked}
-    engines = sheet.engines.values()
-    for at, name in enumerate(sheet.names[live.rows]):
+    engines = columns.engines.values()
+    for at, name in enumerate(columns.ids[live.rows]):
         record = by_name[name]
         assert live.tokens[at] == remaining_tokens(record, tuning)
         assert live.context_tokens[at] == (record.context_tokens or record.prompt_tokens)
         assert engines[live.engine_number[at]] == record.engine_id
-        assert sheet.row(name) == live.rows[at]
+        assert columns.row(name) == live.rows[at]
     for engine_id in ("", "e0", "e1", "e2"):
         there = [record for record in walked if record.engine_id == engine_id]
         assert table.tally(engine_id).trajectories == len(there)
@@ -62,10 +62,10 @@ def test_the_worksheet_says_what_a_walk_over_the_open_records_would(
 
 def test_a_changed_record_is_another_one() -> None:
     record = TrajectoryRecord("t", "p", Policy(), 0.0, "r")
-    other = changed(record, gen_tokens=5)
+    other = copy_with(record, gen_tokens=5)
     assert (record.gen_tokens, other.gen_tokens) == (0, 5)
     assert other == TrajectoryRecord("t", "p", Policy(), 0.0, "r", gen_tokens=5)
-    assert changed(other, gen_tokens=0) == record
+    assert copy_with(other, gen_tokens=0) == record
     with pytest.raises(AttributeError):
         other.gen_tokens = 6  # type: ignore[misc]
 
@@ -75,9 +75,9 @@ def test_what_is_due_comes_once_and_by_its_last_time() -> None:
     deadlines.set("a", 5.0)
     deadlines.set("b", 3.0)
     deadlines.set("a", 4.0)
-    assert deadlines.due(2.0) == []
-    assert deadlines.due(9.0) == ["b", "a"]
-    assert deadlines.due(9.0) == []
+    assert deadlines.take_due(2.0) == []
+    assert deadlines.take_due(9.0) == ["b", "a"]
+    assert deadlines.take_due(9.0) == []
 
 
 def heaped() -> Scenario:

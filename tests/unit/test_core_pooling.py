@@ -3,16 +3,16 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from treadle_core.compiled import Floats, Indexes
 from treadle_core.placing import balance
-from treadle_core.placing.worksheet import Floats, Indexes
-from treadle_core.planning import replanning as pooling
+from treadle_core.planning import snapshot
 
 ENGINES = np.tile(np.array([0.01, 0.001, 0.0, 100.0, np.inf]), (3, 1))
 
 
 def work(lengths: list[float]) -> Floats:
     tokens = np.array(lengths)
-    return balance.works(tokens, np.zeros(len(tokens)), np.zeros(len(tokens)))
+    return balance.work_rows(tokens, np.zeros(len(tokens)), np.zeros(len(tokens)))
 
 
 def dealt(lengths: list[float], placement: list[int], free: list[bool], slack: float = 2.0) -> Indexes:
@@ -20,7 +20,9 @@ def dealt(lengths: list[float], placement: list[int], free: list[bool], slack: f
     makespan_s = float(balance.finish_times(ENGINES, rows, at).max())
     order = np.argsort(-np.array(lengths), kind="stable")
     order = order[np.array(free)[order]]
-    return pooling.dealt(ENGINES, rows, at, np.array(free), order, pooling.pool(ENGINES, rows, at, makespan_s, slack))
+    return snapshot.deal(
+        ENGINES, rows, at, np.array(free), order, snapshot.find_pool(ENGINES, rows, at, makespan_s, slack)
+    )
 
 
 def test_the_engine_of_the_longest_is_left_alone_and_the_rest_is_spread() -> None:

@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 from support.control import Scenario, all_of
 from treadle_core import actions as act
 from treadle_core import events as ev
-from treadle_core.model import Policy, Replanning
+from treadle_core.model import CostModel, Policy, Replanning
 from treadle_core.placing import balance
-from treadle_core.placing.costs import CostModel
 from treadle_core.placing.question import EngineOf
-from treadle_core.planning.replanning import InvalidSizesError, Ranks, Scaled
+from treadle_core.planning.plans import InvalidSizesError, Ranks, ScaledGroups
 from treadle_core.tuning import Tuning
 
 HEDDLE = Policy(replanning=Replanning.RANK_SCALING)
@@ -44,7 +43,7 @@ def test_a_rank_is_the_place_in_the_sorted_order(changes: list[tuple[int, float 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 60))
 def test_sizes_scale_to_those_that_are_left(sizes: list[int], active: int) -> None:
     """Against the formula: worker i ends at S_i n* / n; all ranks have a worker, in the plan's order."""
-    scaled = Scaled([f"e{index}" for index in range(len(sizes))], sizes)
+    scaled = ScaledGroups([f"e{index}" for index in range(len(sizes))], sizes)
     n = sum(sizes)
     engines = [scaled.engine(rank, active) for rank in range(active)]
     if n == 0:
@@ -56,14 +55,14 @@ def test_sizes_scale_to_those_that_are_left(sizes: list[int], active: int) -> No
 
 
 def test_a_rank_that_is_not_there_has_no_engine() -> None:
-    scaled = Scaled(["e0"], [3])
+    scaled = ScaledGroups(["e0"], [3])
     assert [scaled.engine(rank, 3) for rank in (-1, 3)] == ["", ""]
 
 
 @pytest.mark.parametrize(("engines", "sizes"), [(["e0"], [-1]), (["e0"], []), (["e0", "e1"], [1])])
 def test_sizes_that_cannot_be_scaled_raise_a_named_error(engines: list[str], sizes: list[int]) -> None:
     with pytest.raises(InvalidSizesError, match="sizes"):
-        Scaled(engines, sizes)
+        ScaledGroups(engines, sizes)
 
 
 def planned(policy: Policy = HEDDLE, tuning: Tuning | None = None) -> tuple[Scenario, list[str]]:

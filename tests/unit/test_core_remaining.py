@@ -5,7 +5,7 @@ import math
 import pytest
 from treadle_core.model import Estimate
 from treadle_core.placing.question import MOST_LOG_SIGMA
-from treadle_core.ranking.remaining import log_deviation
+from treadle_core.ranking.priorities import log_deviation
 
 
 @pytest.mark.parametrize(

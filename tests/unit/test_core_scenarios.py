@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_core.model import DecodeCurve, EngineSpec
+from treadle_core.compiled import Floats, Indexes
+from treadle_core.model import CostModel, DecodeCurve, EngineSpec
 from treadle_core.placing import balance, placement, rank_scenarios, scenarios
 from treadle_core.placing.bound import least_makespan
-from treadle_core.placing.costs import CostModel, tabulate
+from treadle_core.placing.costs import tabulate
 from treadle_core.placing.question import PlanEngine
-from treadle_core.placing.rank_scenarios import SHARES, hedged
-from treadle_core.placing.scenarios import LEAST_SAMPLES, MOST_SAMPLES, Floats, Indexes, Samples
+from treadle_core.placing.rank_scenarios import SHARES, hedge
+from treadle_core.placing.scenarios import LEAST_SAMPLES, MOST_SAMPLES, Samples
 from treadle_core.placing.solver import partition
 
 NO_CAP = 1e18
@@ -20,7 +21,9 @@ NO_CAP = 1e18
 
 def samples_of(lengths: Floats, doubt: float, room: float = NO_CAP) -> Samples:
     n = len(lengths)
-    return scenarios.sampled(np.arange(n), lengths, np.full(n, 300.0), np.zeros(n), np.full(n, doubt), np.full(n, room))
+    return scenarios.draw_samples(
+        np.arange(n), lengths, np.full(n, 300.0), np.zeros(n), np.full(n, doubt), np.full(n, room)
+    )
 
 
 def engines(count: int, slots: int = 1_000) -> list[PlanEngine]:
@@ -29,6 +32,11 @@ def engines(count: int, slots: int = 1_000) -> list[PlanEngine]:
 
 def rows(count: int) -> Floats:
     return np.tile(np.array([0.01, 2e-4, 1e-8, 1_000.0, np.inf, 0.0]), (count, 1))
+
+
+def makespans(engines: Floats, samples: Samples, placement: Indexes) -> Floats:
+    contexts, tool_s, prefill = samples.contexts, samples.tool_s, samples.prefill
+    return scenarios.finish_samples(engines, samples.lengths, contexts, tool_s, prefill, placement)[0]
 
 
 def test_samples_are_spread_about_the_median_as_stated() -> None:
@@ -43,7 +51,7 @@ def test_samples_are_spread_about_the_median_as_stated() -> None:
 
 def test_a_row_fares_alike_at_each_plan_and_thousands_need_fewer_samples() -> None:
     first = samples_of(np.full(100, 1_000.0), 0.5).lengths
-    again = scenarios.sampled(
+    again = scenarios.draw_samples(
         np.array([7, 3]), np.full(2, 1_000.0), np.ones(2), np.ones(2), np.full(2, 0.5), np.full(2, NO_CAP)
     ).lengths
     assert np.array_equal(again, first[[7, 3]])
@@ -66,15 +74,15 @@ def test_the_mean_makespan_is_that_of_the_cost_model_sample_by_sample(
     lengths, tool_s = np.array([job[0] for job in jobs]), np.array([job[1] for job in jobs])
     place, contexts = np.array([job[2] for job in jobs]), np.linspace(0.0, 5_000.0, len(jobs))
     specs = [EngineSpec(f"e{at}", "", slot_limit=4 * at + 1, kv_tokens_capacity=50_000) for at in range(3)]
-    table = balance.engine_table(specs).rows
+    table = balance.engine_rows(specs).rows
     n = len(jobs)
-    samples = scenarios.sampled(np.arange(n), lengths, contexts, tool_s, np.full(n, doubt), np.full(n, 1e6))
+    samples = scenarios.draw_samples(np.arange(n), lengths, contexts, tool_s, np.full(n, doubt), np.full(n, 1e6))
     expected = [
-        balance.finish_times(table, balance.works(samples.lengths[:, at], contexts, tool_s), place).max()
+        balance.finish_times(table, balance.work_rows(samples.lengths[:, at], contexts, tool_s), place).max()
         for at in range(samples.lengths.shape[1])
     ]
-    assert scenarios.makespans(table, samples, place) == pytest.approx(expected, rel=1e-12)
-    assert scenarios.mean_makespan(table, samples, place) == pytest.approx(np.mean(expected), rel=1e-12)
+    assert makespans(table, samples, place) == pytest.approx(expected, rel=1e-12)
+    assert scenarios.judge(table, samples, place).mean_makespan_s == pytest.approx(np.mean(expected), rel=1e-12)
 
 
 @given(
@@ -86,33 +94,34 @@ def test_what_is_said_of_a_placement_holds_against_every_other(
     jobs: list[tuple[float, float]], doubt: float, seed: int
 ) -> None:
     specs = [EngineSpec(f"e{at}", "", slot_limit=1 + at, kv_tokens_capacity=50_000) for at in (1, 0, 1)]
-    table, n = balance.engine_table(specs).rows, len(jobs)
+    table, n = balance.engine_rows(specs).rows, len(jobs)
     lengths, tool_s = np.array(jobs).T
-    samples = scenarios.sampled(np.arange(n), lengths, np.full(n, 100.0), tool_s, np.full(n, doubt), np.full(n, 1e6))
+    samples = scenarios.draw_samples(
+        np.arange(n), lengths, np.full(n, 100.0), tool_s, np.full(n, doubt), np.full(n, 1e6)
+    )
     place = np.random.default_rng(seed).integers(0, 3, n)
     if seed % 4 == 0:  # as spread as may be
         place = np.argsort(-lengths).argsort() % 3
-    fate, times_s = scenarios.fate(table, samples, place), scenarios.makespans(table, samples, place)
-    assert fate.mean_makespan_s == scenarios.mean_makespan(table, samples, place)
+    fate, times_s = scenarios.judge(table, samples, place), makespans(table, samples, place)
     for other in itertools.product(range(3), repeat=n):
-        others_s = scenarios.makespans(table, samples, np.array(other))
+        others_s = makespans(table, samples, np.array(other))
         leaves_critical = any(fate.critical[here] and there != here for here, there in zip(place, other, strict=True))
         if fate.least or not leaves_critical:
             assert (others_s >= times_s * (1 - 1e-9)).all()
 
 
 def test_nothing_beats_a_placement_whose_last_ones_have_the_fastest_engines_to_themselves() -> None:
-    long_alone = scenarios.fate(rows(3), samples_of(np.array([90_000.0, 100.0, 100.0]), 0.5), np.array([1, 0, 2]))
+    long_alone = scenarios.judge(rows(3), samples_of(np.array([90_000.0, 100.0, 100.0]), 0.5), np.array([1, 0, 2]))
     assert long_alone.least
     assert long_alone.critical.tolist() == [False, True, False]
     slow = rows(3)
     slow[1, 0] *= 2
-    assert not scenarios.fate(slow, samples_of(np.array([90_000.0, 100.0, 100.0]), 0.5), np.array([1, 0, 2])).least
-    assert not scenarios.fate(rows(3), samples_of(np.array([90_000.0, 100.0, 100.0]), 0.5), np.array([1, 1, 2])).least
+    assert not scenarios.judge(slow, samples_of(np.array([90_000.0, 100.0, 100.0]), 0.5), np.array([1, 0, 2])).least
+    assert not scenarios.judge(rows(3), samples_of(np.array([90_000.0, 100.0, 100.0]), 0.5), np.array([1, 1, 2])).least
 
 
 def test_without_engines_nothing_is_last_and_nothing_is_claimed() -> None:
-    fate = scenarios.fate(rows(0), samples_of(np.array([100.0, 900.0]), 0.5), np.array([-1, -1]))
+    fate = scenarios.judge(rows(0), samples_of(np.array([100.0, 900.0]), 0.5), np.array([-1, -1]))
     assert (fate.mean_makespan_s, len(fate.critical), fate.least) == (0.0, 0, False)
 
 
@@ -125,10 +134,12 @@ def test_a_partition_is_judged_as_the_placement_that_it_is(seed: int, n: int, m:
     costs = tabulate(CostModel.LINEAR_INTEGRAL, lengths, contexts, placed, specs)
     order, doubts = costs.order, np.full(n, doubt)
     bounds = np.concatenate(([0], np.sort(rng.integers(0, n + 1, m - 1)), [n]))
-    mean_s, least = rank_scenarios.judged(costs, rank_scenarios.sampled(costs, contexts, doubts, room), bounds)
+    mean_s, least = rank_scenarios.judge_partition(
+        costs, rank_scenarios.draw_rank_samples(costs, contexts, doubts, room), bounds
+    )
     prefill = np.where(placed, 0.0, contexts)[order]
-    samples = scenarios.sampled(order, lengths[order], contexts[order], np.zeros(n), doubts, room[order], prefill)
-    fate = scenarios.fate(costs.table.engines, samples, np.repeat(np.arange(m), np.diff(bounds)))
+    samples = scenarios.draw_samples(order, lengths[order], contexts[order], np.zeros(n), doubts, room[order], prefill)
+    fate = scenarios.judge(costs.table.engines, samples, np.repeat(np.arange(m), np.diff(bounds)))
     assert mean_s == pytest.approx(fate.mean_makespan_s, rel=1e-9)
     assert least == fate.least
 
@@ -146,13 +157,13 @@ def test_a_hedged_plan_is_done_no_later_on_average_than_the_plan_of_the_medians_
 ) -> None:
     lengths = np.random.default_rng(seed).lognormal(7.0, 1.0, 120)
     samples = samples_of(lengths, doubt)  # a trajectory's place among the lengths is its row: those of the plan
-    hedged_s = scenarios.mean_makespan(rows(4), samples, plan_of(lengths, doubt))
+    hedged_s = makespans(rows(4), samples, plan_of(lengths, doubt)).mean()
     costs = tabulate(CostModel.LINEAR_INTEGRAL, lengths, np.full(120, 300.0), np.zeros(120, np.bool_), engines(4))
     for share in (0.0, 0.5, 1.0):
-        bounds, _ = partition(hedged(costs, share))
+        bounds, _ = partition(hedge(costs, share))
         engine_of = np.empty(120, np.int64)
         engine_of[costs.order] = np.repeat(np.arange(4), np.diff(bounds))
-        assert hedged_s <= scenarios.mean_makespan(rows(4), samples, engine_of) * (1 + 1e-9)
+        assert hedged_s <= makespans(rows(4), samples, engine_of).mean() * (1 + 1e-9)
 
 
 def test_the_less_is_known_the_evener_the_work() -> None:
@@ -169,7 +180,7 @@ def test_the_less_is_known_the_evener_the_work() -> None:
 @pytest.mark.parametrize("share", SHARES)
 def test_each_share_is_solved_exactly(share: float) -> None:
     lengths = np.random.default_rng(2).lognormal(7.0, 1.0, 60)
-    costs = hedged(
+    costs = hedge(
         tabulate(CostModel.LINEAR_INTEGRAL, lengths, np.full(60, 300.0), np.zeros(60, np.bool_), engines(3)), share
     )
     assert partition(costs)[1] == pytest.approx(least_makespan(costs), rel=1e-9)

@@ -1,34 +1,45 @@
-"""Lines of those that wait to begin: kept as they go, they are what sorting everybody again would give."""
+"""Waiting steps: the queue of each engine is what sorting all of its waiting steps would give."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.steps.state import Lines, Waiter
+from treadle_core.events import StepRequested
+from treadle_core.steps.state import WaitingSteps
 
 ENGINES = ("e0", "e1", "e2")
-PUT = st.tuples(st.integers(0, 9), st.sampled_from(ENGINES), st.floats(-3.0, 3.0).map(round))
-STEPS = st.lists(st.one_of(PUT, st.integers(0, 9)), max_size=60)
+ENQUEUE = st.tuples(st.integers(0, 9), st.sampled_from(ENGINES), st.floats(-3.0, 3.0).map(round))
+
+
+def request(name: str) -> StepRequested:
+    return StepRequested("r", name, 0, 100, 64)
 
 
 @settings(deadline=None)
-@given(STEPS)
-def test_lines_equal_a_sort_of_all_that_stand_in_them(steps: list[tuple[int, str, float] | int]) -> None:
-    lines, stand = Lines(), dict[int, tuple[str, Waiter]]()
-    for step in steps:
-        if isinstance(step, int):
-            lines.drop(f"t{step}")
-            stand.pop(step, None)
+@given(st.lists(st.one_of(ENQUEUE, st.integers(0, 9)), max_size=60))
+def test_queues_equal_a_sort_of_all_steps_that_wait_in_them(calls: list[tuple[int, str, float] | int]) -> None:
+    waiting = WaitingSteps()
+    stands: dict[str, tuple[str, float, int]] = {}
+    for arrival, call in enumerate(calls):
+        if isinstance(call, int):
+            waiting.remove(f"t{call}")
+            stands.pop(f"t{call}", None)
         else:
-            number, engine_id, rank = step
-            stand[number] = (engine_id, Waiter(rank, number, f"t{number}"))
-            lines.put(*stand[number])
+            name, engine_id, priority = f"t{call[0]}", call[1], call[2]
+            if waiting.add(request(name)):
+                stands[name] = (engine_id, -priority, arrival)
+            stands[name] = (engine_id, -priority, stands[name][2])
+            waiting.enqueue(engine_id, name, priority)
         for engine_id in ENGINES:
-            assert list(lines.line(engine_id)) == sorted(waiter for at, waiter in stand.values() if at == engine_id)
-        assert lines.engine_ids() == sorted({at for at, _ in stand.values()})
+            there = sorted((*rank, name) for name, (at, *rank) in stands.items() if at == engine_id)
+            assert [place.trajectory_id for place in waiting.queue(engine_id)] == [name for *_, name in there]
+        assert waiting.queued_engines() == sorted({at for at, *_ in stands.values()})
+        assert waiting.by_arrival(stands) == sorted(stands, key=lambda name: stands[name][2])
 
 
-def test_of_equal_rank_who_asked_first_is_first() -> None:
-    lines = Lines()
-    lines.put("e0", Waiter(-5.0, 2, "late"))
-    lines.put("e0", Waiter(-5.0, 1, "early"))
-    lines.put("e0", Waiter(-9.0, 3, "long"))
-    assert [waiter.trajectory_id for waiter in lines.line("e0")] == ["long", "early", "late"]
+def test_a_repeated_request_keeps_its_arrival_and_the_newest_values_count() -> None:
+    waiting = WaitingSteps()
+    assert waiting.add(request("a"))
+    assert waiting.add(request("b"))
+    again = StepRequested("again", "a", 0, 200, 64)
+    assert not waiting.add(again)
+    assert waiting.by_arrival({"b", "a", "unknown"}) == ["a", "b"]
+    assert waiting.request("a") is again

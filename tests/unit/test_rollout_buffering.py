@@ -8,7 +8,7 @@ import pytest
 from support.finished_trajectories import CALL_S, RolloutCalls, finished, members, rollout_service
 from support.rpc import error_of
 from treadle.rollout.v1 import rollout_pb2 as pb
-from treadle_core.rollouts.groups import RolloutSpec, Sample
+from treadle_core.rollouts.buffer import RolloutSpec, Sample
 from treadle_rollout.rollouts import BatchRequest, Rollouts, UnknownRolloutError
 from treadle_rollout.storage import LOG_BUCKET, PAYLOAD_BUCKET, PayloadLostError, PayloadStore, RolloutLog
 from treadle_rollout.wire import Janitor

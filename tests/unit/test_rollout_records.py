@@ -1,8 +1,17 @@
 """Stored records of a rollout: what goes in comes out."""
 
 import pytest
-from treadle_core.rollouts.buffer import Advanced, Arrived, Batch, Cancelled, Event
-from treadle_core.rollouts.groups import DropReason, RolloutSpec, Sample, Verdict
+from treadle_core.rollouts.buffer import (
+    Advanced,
+    Arrived,
+    Batch,
+    Cancelled,
+    DropReason,
+    Event,
+    RolloutSpec,
+    Sample,
+    Verdict,
+)
 from treadle_rollout.records import COMPRESS_FROM_BYTES, Created, Record, decode, encode
 
 SPEC = RolloutSpec(("p.0", "p:1"), 4, 2, max_staleness=1, max_total_tokens=100)

@@ -30,12 +30,12 @@ def test_a_waiting_step_that_outranks_the_lowest_running_one_evicts_it() -> None
     q.add("mid", 2.0)
     q.decide()
     for step in ("low", "mid"):
-        q.progress(step, 4)
+        q.report_progress(step, 4)
     q.add("high", 3.0)
 
     assert q.decide() == [Evict("low", "high")]
     assert q.decide() == [], "an eviction is decided once"
-    q.evicted("low")
+    q.confirm_eviction("low")
     assert q.decide() == [Admit("high")]
 
 
@@ -43,7 +43,7 @@ def test_an_equal_priority_evicts_nobody() -> None:
     q = queue()
     q.add("first", 1.0)
     q.decide()
-    q.progress("first", 10)
+    q.report_progress("first", 10)
     q.add("second", 1.0)
     assert q.decide() == []
 
@@ -56,12 +56,12 @@ def test_a_step_is_not_evicted_before_it_has_made_its_tokens_since_its_admission
     q.add("low", 1.0)
     q.decide()
     q.add("high", 9.0)
-    assert not q.progress("low", 3)
+    assert not q.report_progress("low", 3)
     assert q.decide() == []
-    assert q.progress("low", 4), "now it is worth asking again"
-    assert not q.progress("low", 5)
+    assert q.report_progress("low", 4), "now it is worth asking again"
+    assert not q.report_progress("low", 5)
     assert q.decide() == [Evict("low", "high")]
-    q.evicted("low")
+    q.confirm_eviction("low")
     assert q.decide() == [Admit("high")]
     q.reprioritize("low", 99.0)
     assert q.decide() == [], "the new one has made none yet"
@@ -71,7 +71,7 @@ def test_the_hysteresis_keeps_a_small_lead_from_evicting() -> None:
     q = queue(hysteresis=2.0)
     q.add("low", 1.0)
     q.decide()
-    q.progress("low", 4)
+    q.report_progress("low", 4)
     q.add("near", 3.0)
     assert q.decide() == []
     q.reprioritize("near", 3.1)
@@ -82,11 +82,11 @@ def test_an_evicted_step_waits_with_its_original_arrival() -> None:
     q = queue()
     q.add("early", 1.0)
     q.decide()
-    q.progress("early", 4)
+    q.report_progress("early", 4)
     q.add("late", 1.0)
     q.add("high", 2.0)
     q.decide()
-    q.evicted("early")
+    q.confirm_eviction("early")
     q.decide()
     q.remove("high")
     assert q.decide() == [Admit("early")]
@@ -96,7 +96,7 @@ def test_a_free_slot_is_used_before_anybody_is_evicted() -> None:
     q = queue(slots=2)
     q.add("low", 1.0)
     q.decide()
-    q.progress("low", 4)
+    q.report_progress("low", 4)
     q.add("high", 5.0)
     assert q.decide() == [Admit("high")]
 
@@ -105,7 +105,7 @@ def test_without_preemption_the_running_step_stays() -> None:
     q = queue(preempt=False)
     q.add("low", 1.0)
     q.decide()
-    q.progress("low", 100)
+    q.report_progress("low", 100)
     q.add("high", 5.0)
     assert q.decide() == []
 
@@ -119,9 +119,9 @@ def test_a_step_that_is_not_preemptible_is_never_evicted_and_one_that_ranks_abov
     q.add("higher", 9.0)
     assert q.decide() == [], "neither has made its tokens yet"
     for step in ("not preemptible", "preemptible"):
-        q.progress(step, 100)
+        q.report_progress(step, 100)
     assert q.decide() == [Evict("preemptible", "higher")]
-    q.evicted("preemptible")
+    q.confirm_eviction("preemptible")
     assert q.decide() == [Admit("higher")]
     q.reprioritize("not preemptible", -9.0)
     assert q.decide() == []
@@ -134,8 +134,8 @@ def test_a_pause_evicts_all_and_admits_nobody_until_it_ends() -> None:
     q.decide()
     q.paused = True
     assert q.decide() == [Evict("a", ""), Evict("b", "")]
-    q.evicted("a")
-    q.evicted("b")
+    q.confirm_eviction("a")
+    q.confirm_eviction("b")
     assert q.decide() == []
     q.paused = False
     assert q.decide() == [Admit("a"), Admit("b")]
@@ -190,7 +190,7 @@ def test_the_invariants_hold_after_any_reports(slots: int, hysteresis: float, ev
             q.add(step, value, preemptible=preemptible[step])
         elif kind == "progress" and step in holding:
             holding[step] += 3
-            q.progress(step, holding[step])
+            q.report_progress(step, holding[step])
         elif kind == "finish" and step in priorities:
             q.remove(step)
             del priorities[step]
@@ -200,7 +200,7 @@ def test_the_invariants_hold_after_any_reports(slots: int, hysteresis: float, ev
             q.reprioritize(step, value)
             priorities[step] = value
         elif kind == "acknowledge" and step in evicting:
-            q.evicted(step)
+            q.confirm_eviction(step)
             evicting.discard(step)
             del holding[step]
         for action in q.decide():

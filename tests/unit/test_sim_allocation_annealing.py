@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.model import DecodeCurve
-from treadle_core.placing.costs import CostModel
+from treadle_core.model import CostModel, DecodeCurve
 from treadle_sim.allocation.annealing import (
     COOLING,
     EPSILON_S,

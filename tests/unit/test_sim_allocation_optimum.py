@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.model import DecodeCurve
+from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing.bound import least_makespan
-from treadle_core.placing.costs import CostModel, group_cost
+from treadle_core.placing.costs import group_cost
 from treadle_core.placing.solver import partition
 from treadle_sim.allocation.plan import PLANNED_MODELS, Allocation, EngineKind, Problem, allocate, homogeneous, prepare
 

@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from treadle_core.model import DecodeCurve
-from treadle_core.placing.costs import CostModel
-from treadle_core.placing.placement import uncertain
+from treadle_core.model import CostModel, DecodeCurve
+from treadle_core.placing.placement import sample_lengths
 from treadle_core.placing.question import InvalidEngineError, InvalidTrajectoryError
 from treadle_core.placing.rank_scenarios import RankSamples, best_partition
 from treadle_core.refusals import CoreError
@@ -131,7 +130,7 @@ def test_a_plan_does_not_depend_on_the_order_in_which_kinds_or_trajectories_are_
 
 
 def guesses(doubt: float) -> dict[str, Any]:
-    """A long tail of 200 medians, each as uncertain."""
+    """A long tail of 200 medians, each as sample_lengths."""
     lengths = np.random.default_rng(5).lognormal(7.5, 0.8, 200)
     return {
         "lengths": lengths,
@@ -152,7 +151,7 @@ def test_uncertain_lengths_get_engines_that_are_done_sooner_on_average_than_thos
         given = guesses(doubt)
         problem = prepare(given["lengths"], given["contexts"], given["gpus"], given["kinds"], CostModel.LINEAR_INTEGRAL)
         sigmas = RECOURSE * given["log_sigma"]
-        samples = uncertain(problem.costs, given["contexts"], sigmas, None)
+        samples = sample_lengths(problem.costs, given["contexts"], sigmas, None)
         assert samples is not None
 
         def mean_s(degrees: tuple[int, ...], problem: Problem = problem, samples: RankSamples = samples) -> float:

@@ -16,7 +16,7 @@ from treadle_core.actions import Action, AskPlan
 from treadle_core.events import Event, PlanArrived
 from treadle_core.model import TREADLE_POLICY, Policy
 from treadle_core.placing import balance
-from treadle_core.planning.replanning import Ranks
+from treadle_core.planning.plans import Ranks
 from treadle_core.tuning import Tuning
 
 from treadle_bench.bench import Bench, BenchOptions

@@ -18,8 +18,9 @@ import numpy as np
 from rich.progress import track
 from treadle_core.actions import Action, StartMigration
 from treadle_core.events import Event, MoveEnded, ToolFinished
-from treadle_core.placing.placement import Workspace, plan_arrays
+from treadle_core.placing.placement import plan_arrays
 from treadle_core.placing.question import PlanEngine
+from treadle_core.placing.workload import Workspace
 from treadle_sim.allocation.plan import EngineKind, allocate
 from treadle_sim.cluster import Cluster, Latencies
 from treadle_sim.driver import Driver

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from rich.progress import track
-from treadle_core.model import DecodeCurve
-from treadle_core.placing.bound import aggregated, least_makespan
-from treadle_core.placing.costs import BatchCurve, CostModel, Costs, tabulate
-from treadle_core.placing.placement import Workspace, plan_arrays
+from treadle_core.model import CostModel, DecodeCurve
+from treadle_core.placing.bound import aggregate, least_makespan
+from treadle_core.placing.costs import BatchCurve, Costs, tabulate
+from treadle_core.placing.placement import plan_arrays
 from treadle_core.placing.question import PlanEngine
 from treadle_core.placing.solver import partition
+from treadle_core.placing.workload import Workspace
 from treadle_sim.workloads.workload import read_traces
 
 from treadle_bench.bench import Bench, BenchOptions
@@ -118,7 +119,7 @@ def _row(lengths: Floats, contexts: Floats, m: int, model: CostModel, options: B
 
 def _compare_with_program(costs: Costs, repeats: int) -> dict[str, Any]:
     """The dynamic program on one workload, with all trajectories and with short trajectories in bundles."""
-    cuts = aggregated(costs, float(np.quantile(costs.table.lengths, SHORT_QUANTILE)), BUNDLE)
+    cuts = aggregate(costs, float(np.quantile(costs.table.lengths, SHORT_QUANTILE)), BUNDLE)
     repeats = min(repeats, 3)  # it takes seconds
     exact_s, bundled_s = least_makespan(costs), least_makespan(costs, cuts)
     makespan_s = partition(costs)[1]

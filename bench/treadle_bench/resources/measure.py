@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from rich.progress import track
-from treadle_core.placing.costs import CostModel
+from treadle_core.model import CostModel
 from treadle_core.placing.solver import partition
 from treadle_sim.allocation.annealing import COOLING, EPSILON_S, anneal
 from treadle_sim.allocation.plan import PLANNED_MODELS, Allocation, EngineKind, allocate, homogeneous, prepare

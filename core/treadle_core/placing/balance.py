@@ -1,10 +1,10 @@
-"""When would each engine finish? And is a plan better than what we have?
+"""When each engine finishes under a placement, and moves that balance a placement.
 
-One cost function judges every candidate placement (the present one, the placement service's plan, a rebalance of the
-present one), so that a plan is never adopted on its own word. It is the linear-integral cost (`costs.py`) without
-prefill: `a * max(L_max, sum L / slots, sum Q / kv_capacity) + b * sum L + k * sum Q`, exact for a linear engine that is
-never idle, and never less than its longest trajectory takes there alone, tool calls included: tools can be the bound.
-Pure functions over arrays; nothing is kept. A placement is one engine's index a trajectory, -1 for none.
+One cost function judges every candidate placement: the present one, the plan of the placement service, and a rebalance
+of the present one. It is the linear-integral cost (`costs`) without prefill: `a * max(L_max, sum L / slots,
+sum Q / kv_capacity) + b * sum L + k * sum Q`, exact for a linear engine that is never idle, and never less than the
+engine's longest trajectory takes alone, tool calls included, as tools can be the bound. Pure functions over arrays; a
+placement is the index of each trajectory's engine, -1 for none.
 """
 
 from collections.abc import Sequence
@@ -12,33 +12,32 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treadle_core.compiled import compiled, inlined, lean
+from treadle_core.compiled import Flags, Floats, Indexes, compiled, inlined, lean
 from treadle_core.model import EngineSpec
-from treadle_core.placing.worksheet import Flags, Floats, Indexes
 
-# Moves that one rebalance tries at most; the next one, a few dozen events later, goes on from there.
+# Most moves that one rebalance tries; the next one, a few dozen events later, continues.
 REBALANCE_MOVES = 32
 
-# Columns of EngineTable.rows; the last, for `scenarios`, is 0: what is placed is prefilled.
+# Columns of EngineRows.rows; the last, for `scenarios`, is 0: trajectories that are placed are prefilled.
 BASE_S, PER_SEQUENCE_S, PER_KV_TOKEN_S, SLOTS, KV_TOKENS, PREFILL_S = range(6)
-# Columns of works: tokens left, KV tokens read over the rest, seconds of tool calls left.
+# Columns of work: tokens left, KV tokens read over the rest, seconds of tool calls left.
 TOKENS, KV, TOOL_S = range(3)
 
 
 @dataclass(frozen=True)
-class EngineTable:
-    """Engines as the kernels read them: one row an engine, and a number that only engines with equal rows share."""
+class EngineRows:
+    """Engines as the kernels read them: a row for each, and a number that engines with equal figures share."""
 
     rows: Floats
     kinds: Indexes
 
 
-def engine_table(specs: Sequence[EngineSpec]) -> EngineTable:
+def engine_rows(specs: Sequence[EngineSpec]) -> EngineRows:
     """The engines in the caller's order."""
     rows = np.array([_row(spec) for spec in specs]).reshape(len(specs), PREFILL_S + 1)
     kinds: dict[tuple[object, ...], int] = {}
     of = [kinds.setdefault((*_row(spec), spec.tensor_parallel, spec.decode_curve), len(kinds)) for spec in specs]
-    return EngineTable(rows, np.array(of, np.int64))
+    return EngineRows(rows, np.array(of, np.int64))
 
 
 def _row(spec: EngineSpec) -> tuple[float, ...]:
@@ -47,14 +46,14 @@ def _row(spec: EngineSpec) -> tuple[float, ...]:
     return (curve.base_s, curve.per_sequence_s, curve.per_kv_token_s, float(max(1, spec.slot_limit)), kv_tokens, 0.0)
 
 
-def works(tokens: Floats, context_tokens: Floats, tool_s: Floats) -> Floats:
-    """What the kernels read of each trajectory. A context grows by one token a step."""
+def work_rows(tokens: Floats, context_tokens: Floats, tool_s: Floats) -> Floats:
+    """What is left of each trajectory, as the kernels read it. A context grows by one token a step."""
     return np.column_stack((tokens, tokens * (context_tokens + 0.5 * tokens), tool_s))
 
 
 @inlined
 def finish_s(engine: Floats, longest_tokens: float, longest_alone_s: float, tokens: float, kv_tokens: float) -> float:
-    """Seconds until one engine has done all of it; 0 for nothing."""
+    """Seconds until one engine has finished a group; 0 for none."""
     steps = max(longest_tokens, tokens / engine[3], kv_tokens / engine[4])
     return float(max(engine[0] * steps + engine[1] * tokens + engine[2] * kv_tokens, longest_alone_s))
 
@@ -81,7 +80,7 @@ def finish_times(engines: Floats, work: Floats, placement: Indexes) -> Floats:
 def best_move(
     engines: Floats, work: Floats, source: int, target: int, head: Indexes, following: Indexes, movable: Flags
 ) -> tuple[float, int]:
-    """The move that leaves the two engines soonest done: (seconds, trajectory). (inf, -1) where there is none."""
+    """The move after which the later of two engines finishes earliest: (seconds, trajectory); (inf, -1) for none."""
     here, there = engines[source], engines[target]
     there_longest = there_alone = there_tokens = there_kv = 0.0
     index = head[target]
@@ -146,12 +145,12 @@ def group_finish_s(engine: Floats, work: Floats, head: int, following: Indexes) 
 
 
 @compiled
-def rebalanced(engines: Floats, work: Floats, placement: Indexes, margin: float, movable: Flags) -> Indexes:
-    """The placement after moving trajectories one by one from the engine that finishes last to the one that finishes
-    first, while that helps and they differ by more than `margin`.
+def rebalance(engines: Floats, work: Floats, placement: Indexes, margin: float, movable: Flags) -> Indexes:
+    """Move trajectories one by one from the engine that finishes last to the one that finishes first, while that helps
+    and the two differ by more than `margin`.
 
-    Moves few: it starts from what is. An engine that no move relieves is left as it is, and the others are balanced
-    among themselves. Ties go to the smaller index, so that the result is determined.
+    An engine that no move makes faster is left as it is, and the others are balanced among themselves. Of equal moves
+    the smaller index is taken.
     """
     m = len(engines)
     result = placement.copy()
@@ -198,9 +197,9 @@ def rebalanced(engines: Floats, work: Floats, placement: Indexes, margin: float,
 
 
 @compiled
-def relabelled(planned: Indexes, present: Indexes, context_tokens: Floats, movable: Flags, kinds: Indexes) -> Indexes:
-    """The same partition of what may move, with the groups of equal engines renamed so that the most context stays
-    where it is; greedy, most kept context first."""
+def relabel(planned: Indexes, present: Indexes, context_tokens: Floats, movable: Flags, kinds: Indexes) -> Indexes:
+    """The same partition with groups of equal engines exchanged so that most context stays where it is; greedy, most
+    context first."""
     m = len(kinds)
     overlap = np.zeros(m * m)
     for index in range(len(planned)):
@@ -216,7 +215,7 @@ def relabelled(planned: Indexes, present: Indexes, context_tokens: Floats, movab
         if renamed[group] < 0 and not taken[here]:
             renamed[group] = here
             taken[here] = True
-    for group in range(m):  # groups that overlap nothing take what is left, among their equals
+    for group in range(m):  # groups without overlap take the engines of their kind that are left
         if renamed[group] < 0:
             for other in range(m):
                 if not taken[other] and kinds[other] == kinds[group]:
@@ -232,8 +231,8 @@ def relabelled(planned: Indexes, present: Indexes, context_tokens: Floats, movab
 
 @compiled
 def savings_s(engines: Floats, work: Floats, placement: Indexes, moving: Indexes, targets: Indexes) -> Floats:
-    """For each trajectory that is to move, the seconds by which the later of its two engines would finish earlier if it
-    alone moved there from where it is. O(n + m), all together."""
+    """For each trajectory in `moving`, the seconds by which the later of its two engines finishes earlier if it alone
+    moves. O(n + m) for all together."""
     m = len(engines)
     sums = np.zeros((m, 6))  # longest, next longest, the same in seconds alone, tokens, KV tokens
     for index in range(len(work)):
@@ -276,10 +275,10 @@ def savings_s(engines: Floats, work: Floats, placement: Indexes, moving: Indexes
 
 
 def warm_up() -> None:
-    """Compiles all kernels, or loads them: the first plan must not wait for a compiler."""
-    table = engine_table([EngineSpec("a", ""), EngineSpec("b", "")])
-    work = works(np.ones(2), np.ones(2), np.zeros(2))
+    """Compile all kernels, or load them: the first plan must not wait for a compiler."""
+    table = engine_rows([EngineSpec("a", ""), EngineSpec("b", "")])
+    work = work_rows(np.ones(2), np.ones(2), np.zeros(2))
     placement, movable = np.zeros(2, np.int64), np.ones(2, np.bool_)
-    finish_times(table.rows, work, rebalanced(table.rows, work, placement, 0.0, movable))
-    relabelled(placement, placement, np.ones(2), movable, table.kinds)
+    finish_times(table.rows, work, rebalance(table.rows, work, placement, 0.0, movable))
+    relabel(placement, placement, np.ones(2), movable, table.kinds)
     savings_s(table.rows, work, placement, placement[:1], placement[:1] + 1)

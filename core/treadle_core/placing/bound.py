@@ -1,28 +1,26 @@
-"""A time that no placement beats under a cost model, contiguous or not: what a plan's makespan is measured against.
+"""A lower bound of the makespan, against which plans are measured, and Heddle's dynamic program, the solver's oracle.
 
-Purpose: the denominator of every claim about a plan. Invariant: `lower_bound(costs)` <= the makespan of every
-assignment of the trajectories to the engines, to rounding. Bounds, of which the largest counts:
+`lower_bound` is at most the makespan of every assignment of the trajectories to the engines, contiguous or not, to
+rounding. It is the largest of:
 - the costliest trajectory alone on the engine that is best for it;
 - GROUP_SIZE, engines that are alike: the optimum itself, since some optimum is contiguous (Heddle's Lemma 5.1);
 - GROUP_SIZE, others: of the q longest, the engines must hold q; in time T they hold as many as their sizes allow at
   length L_q;
-- the integrals: the sum of all work over the summed speed of the engines, once with slots as the limit of what runs
-  at once and once with KV. With a curve that bends, at the batch of the least seconds a token.
+- the integrals: all work over the engines' summed speed, once with slots as the limit of what runs at once and once
+  with KV; with a curve that bends, at the batch of the least seconds a token.
 
-Heddle's dynamic program (eq. 3), O(n² m): what the fast solver is held against; and its remedy for that cost.
-
-Purpose: tests and benchmarks only. It shares nothing with the solver but the cost of a group, and allows empty groups
-as the solver does.
-Aggregation (Heddle §5.2): trajectories below a threshold are taken in bundles, so that a group may end only at some
-ranks. With the solver's O(m log n) a probe it is never needed: at 1,000,000 trajectories sorting takes longer than
-solving. It is for who must run the dynamic program itself beyond some thousands."""
+The dynamic program (eq. 3, O(n² m)) serves tests and benchmarks. It shares only the cost of a group with the solver,
+and allows empty groups as the solver does. Heddle §5.2 makes it faster by aggregation: short trajectories are taken in
+bundles, so that a group may end only at some ranks. The solver needs none: it takes less time than sorting.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from treadle_core.compiled import compiled
-from treadle_core.placing.costs import FROM_LANE, LANE_S, CostModel, Costs, Floats, Indexes, Table, group_cost
+from treadle_core.compiled import Floats, Indexes, compiled
+from treadle_core.model import CostModel
+from treadle_core.placing.costs import FROM_SEQUENCE, SEQUENCE_S, Costs, Table, group_cost
 from treadle_core.placing.solver import partition
 
 # The q longest are tried for these many q, evenly in log q: each gives a valid bound, and neighbours nearly the same
@@ -54,7 +52,7 @@ def costliest_alone(table: Table) -> float:
     if table.model == CostModel.GROUP_SIZE:
         return float(lengths[0] * alone_s.min())
     if table.model == CostModel.PIECEWISE_INTEGRAL:
-        alone_s = table.pieces[:, 0, LANE_S]
+        alone_s = table.pieces[:, 0, SEQUENCE_S]
     kinds = np.unique(np.column_stack([table.engines, alone_s]), axis=0)
     kv_work = np.diff(table.sum_kv)
     prefill = np.diff(table.sum_prefill)
@@ -93,7 +91,7 @@ def pigeonhole(engines: Floats, lengths: Floats, counts: Indexes) -> float:
 
 
 def shared_work(table: Table) -> float:
-    """All work over the engines' summed speed, by the engine to which the others compare worst being the yardstick.
+    """All work over the engines' summed speed; the yardstick is the engine that gives the largest bound.
 
     An engine's time is at least sum L * (a / slots + b) + sum Q * k + sum P / rate, and at least the same with a taken
     from KV (sum Q * (a / capacity + k) + sum L * b); for a curve that bends a / slots + b is the least PTL(batch) /
@@ -125,13 +123,13 @@ def token_s(table: Table) -> tuple[Floats, Floats]:
     if table.model != CostModel.PIECEWISE_INTEGRAL:
         return base_s / slots + sequence_s, sequence_s
     pieces = table.pieces
-    step_s = pieces[:, 0, LANE_S].copy()  # at the batch that the pieces before have reached
+    step_s = pieces[:, 0, SEQUENCE_S].copy()  # at the batch that the pieces before have reached
     batch = np.ones(len(pieces))
     with_base, without = step_s.copy(), step_s - base_s
     for piece in range(1, pieces.shape[1]):  # the least is at a knot or at the slots
-        last = pieces[:, piece + 1, FROM_LANE] if piece + 1 < pieces.shape[1] else np.full(len(pieces), np.inf)
+        last = pieces[:, piece + 1, FROM_SEQUENCE] if piece + 1 < pieces.shape[1] else np.full(len(pieces), np.inf)
         end = np.maximum(np.minimum(last, slots), batch)
-        step_s += pieces[:, piece, LANE_S] * (end - batch)
+        step_s += pieces[:, piece, SEQUENCE_S] * (end - batch)
         batch = end
         np.minimum(with_base, step_s / batch, out=with_base)
         np.minimum(without, (step_s - base_s) / batch, out=without)
@@ -163,7 +161,7 @@ def dynamic_program(table: Table, cuts: Indexes) -> float:
     return float(best[-1])
 
 
-def aggregated(costs: Costs, threshold_tokens: float, bundle: int) -> Indexes:
+def aggregate(costs: Costs, threshold_tokens: float, bundle: int) -> Indexes:
     """Cuts that take the trajectories below the threshold `bundle` at a time; no group's cost is estimated.
 
     A plan so restricted is worse by at most what its costliest bundle adds to a group.

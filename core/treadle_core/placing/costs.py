@@ -1,12 +1,9 @@
 """What it costs an engine to run a group of trajectories: the cost models that placement minimises.
 
-Purpose: describe engines and trajectories as arrays, sorted and summed once, so that the cost of any contiguous
-group of the sorted order is O(1) (`group_cost`).
-Invariant, on which the exactness of the solver rests: for one engine the cost of the group [first, end) of the
-descending order never falls when `end` grows and never grows when `first` grows. For GROUP_SIZE and LINEAR_INTEGRAL
-that holds in floating point too (prefix sums of what is not negative); for PIECEWISE_INTEGRAL to rounding, and only
-with a curve that never falls: another is refused. Owner: `Costs` is built by `tabulate` and read by the solver, the
-bound and the oracle; nobody changes it.
+Engines and trajectories become arrays, sorted and summed once (`tabulate`), so that the cost of any contiguous group of
+the sorted order is O(1) (`group_cost`). The solver is exact because, for one engine, the cost of the group [first, end)
+of the descending order never falls when `end` grows and never grows when `first` grows. That holds in floating point
+for GROUP_SIZE and LINEAR_INTEGRAL (prefix sums of what is not negative), and to rounding for PIECEWISE_INTEGRAL.
 
 Cost models, in seconds; an engine decodes a step of a batch in a + b * batch + k * KV tokens (`model.DecodeCurve`):
 - GROUP_SIZE, Heddle eq. 2: F(size) * L_max * T. F * T is the step time at `size` sequences of the workload's mean
@@ -17,26 +14,17 @@ Cost models, in seconds; an engine decodes a step of a batch in a + b * batch + 
   sum Q / kv_capacity is the bound that KV sets: capacity over the token-weighted mean context sequences run at once
   (weighted so, because with a mean over trajectories a short one would make its group cheaper). P: context that must be
   prefilled, 0 where the trajectory has an engine (a move there brings its KV along while a tool runs).
-- PIECEWISE_INTEGRAL, DARTS eq. 4 with a piecewise-linear engine (`piecewise`): the same with a curve that bends; equal
-  to LINEAR_INTEGRAL where it does not.
+- PIECEWISE_INTEGRAL, DARTS eq. 4 with a decode curve that bends: PTL(b), the seconds of a step at b sequences, is
+  linear between the knots that a profile measured. Eq. 4 sums PTL(sequences left) * (L_i - L_(i-1)) over the lengths
+  in rising order; by parts that is the sum over sequences j = 0, 1, ... of l_j * (PTL(j + 1) - PTL(j)), l_j the j-th
+  longest and PTL(0) is 0. On one linear piece the difference is the same for all sequences, so a piece costs one
+  difference of running sums: O(knots + log slots). Of more than c trajectories only c run: the longest keep a slot
+  each, and the rest share the other slots evenly, a sequence of `level` tokens in each, as longest-remaining-first with
+  preemption does. Waits that a KV capacity forces cost the curve's step at no sequence (its first piece carried on to
+  0, at least 0). With one linear piece it equals LINEAR_INTEGRAL. A curve that falls somewhere is refused, as costs
+  could then fall when a group grows.
 An engine whose KV holds less than the context of one of a group cannot run the group: its cost is infinite.
-
-Decode curves with bends: DARTS eq. 4 for a group of any size, from running sums, in O(knots + log slots).
-
-Purpose: the cost model PIECEWISE_INTEGRAL. PTL(b) is the seconds of a decode step at b sequences, linear between the
-knots that a profile measured. Eq. 4 sums PTL(sequences left) * (L_i - L_(i-1)) over the lengths in rising order; by
-parts that is sum over lanes j = 0, 1, ... of l_j * (PTL(j + 1) - PTL(j)), where l_j is the j-th longest and PTL(0) is
-0. On one linear piece the difference is the same for all lanes, so a piece costs one difference of running sums.
-
-Slots. Of more than c trajectories only c run. They are levelled: the longest keep a lane each, and the rest share the
-other lanes evenly, a lane of `level` tokens each, as longest-remaining-first scheduling with preemption would have it.
-With one linear piece that is a * max(L_max, sum L / c) + b * sum L: the cost LINEAR_INTEGRAL. The waits that a KV
-capacity forces cost the curve's step at no sequence at all (its first piece carried on to 0, at least 0), as they do
-there.
-
-Invariant: costs never fall as a group grows at its end and never grow as it loses its head, to rounding. For l_j,
-sorted, is the larger of L_j and the level, both of which only rise when a trajectory is added or grows; and the
-differences of a curve that never falls are >= 0. So a curve that falls somewhere is refused."""
+"""
 
 from __future__ import annotations
 
@@ -45,29 +33,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from treadle_core.compiled import inlined, lean
-from treadle_core.model import DecodeCurve
-from treadle_core.placing.question import (
-    MOST_SECONDS,
-    CostModel,
-    InvalidEngineError,
-    InvalidTrajectoryError,
-    NoEnginesError,
-    NothingFitsError,
-    PlanEngine,
-    check_fit,
-    check_workload,
-    engine_rows,
-)
-from treadle_core.placing.workload import LENGTH, SUM_KV, SUM_LENGTHS, SUM_PREFILL, Workspace, ranked
-from treadle_core.placing.worksheet import Floats, Indexes
+from treadle_core.compiled import Flags, Floats, Indexes, inlined, lean
+from treadle_core.model import CostModel, DecodeCurve
+from treadle_core.placing.question import MOST_SECONDS, PlanEngine, check_engines, check_fit, check_workload
+from treadle_core.placing.workload import LENGTH, SUM_KV, SUM_LENGTHS, SUM_PREFILL, Workspace, rank
 from treadle_core.refusals import CoreError
 
-# Columns of a piece: the first lane it holds for, and the seconds a token that each of its lanes adds to a step.
-FROM_LANE, LANE_S = range(2)
-MOST_SEQUENCES = 1_000_000_000  # at once on one engine; more is a mistake
+# Columns of a piece: its first sequence, and the seconds that a token of each of its sequences adds to a step.
+FROM_SEQUENCE, SEQUENCE_S = range(2)
+MOST_SEQUENCES = 1_000_000_000  # at once on one engine
 
 
 class InvalidCurveError(CoreError):
@@ -86,7 +61,7 @@ class BatchCurve:
 
 
 def pieces_of(curve: BatchCurve | DecodeCurve, field: str, most_s: float) -> list[tuple[float, float]]:
-    """(first lane, seconds a token a lane) of each piece; raises InvalidCurveError for `field`."""
+    """(first sequence, seconds a token of a sequence) of each piece; raises InvalidCurveError for `field`."""
     if isinstance(curve, DecodeCurve):
         return [(0.0, curve.base_s + curve.per_sequence_s), (1.0, curve.per_sequence_s)]
     if not curve.knots:
@@ -108,7 +83,7 @@ def pieces_of(curve: BatchCurve | DecodeCurve, field: str, most_s: float) -> lis
 def piece_table(
     engines: Sequence[PlanEngine], curves: Sequence[BatchCurve | None] | None, most_s: float
 ) -> tuple[Floats, Floats]:
-    """pieces[m, P, 2], padded with pieces that no lane reaches, and base_s[m], the step at no sequence.
+    """pieces[m, P, 2], padded with pieces that no sequence reaches, and base_s[m], the step at no sequence.
 
     None is an engine's own linear curve. Raises InvalidCurveError naming the engine or the knot.
     """
@@ -121,23 +96,23 @@ def piece_table(
         for index, (engine, curve) in enumerate(zip(engines, curves, strict=True))
     ]
     table = np.full((len(each), max(map(len, each)), 2), np.inf)
-    table[:, :, LANE_S] = 0.0
+    table[:, :, SEQUENCE_S] = 0.0
     for index, pieces in enumerate(each):
         table[index, : len(pieces)] = pieces
-    slopes = table[:, 1, LANE_S] if table.shape[1] > 1 else np.zeros(len(each))
-    return table, np.maximum(table[:, 0, LANE_S] - slopes, 0.0)
+    slopes = table[:, 1, SEQUENCE_S] if table.shape[1] > 1 else np.zeros(len(each))
+    return table, np.maximum(table[:, 0, SEQUENCE_S] - slopes, 0.0)
 
 
 @lean
-def lanes_s(ranks: Floats, pieces: Floats, engine: int, slots: int, first: int, end: int) -> tuple[float, float]:
-    """Seconds of eq. 4 for ranks [first, end), and the tokens of the longest lane."""
-    lanes = min(end - first, slots)
-    own = lanes  # lanes with one trajectory
+def sequences_s(ranks: Floats, pieces: Floats, engine: int, slots: int, first: int, end: int) -> tuple[float, float]:
+    """Seconds of eq. 4 for ranks [first, end), and the tokens of the longest sequence."""
+    sequences = min(end - first, slots)
+    own = sequences  # of one trajectory each
     level = 0.0
     if end - first > slots:
         low = 0
         high = slots - 1
-        while low < high:  # the first lane whose trajectory is no longer than its share of what is left
+        while low < high:  # the first trajectory that is no longer than its share of what is left
             middle = (low + high) // 2
             left = ranks[end, SUM_LENGTHS] - ranks[first + middle, SUM_LENGTHS]
             if ranks[first + middle, LENGTH] * (slots - middle) <= left:
@@ -147,49 +122,33 @@ def lanes_s(ranks: Floats, pieces: Floats, engine: int, slots: int, first: int, 
         own = low
         level = (ranks[end, SUM_LENGTHS] - ranks[first + own, SUM_LENGTHS]) / (slots - own)
     longest = ranks[first, LENGTH] if own > 0 else level
-    seconds = longest * pieces[engine, 0, LANE_S]
+    seconds = longest * pieces[engine, 0, SEQUENCE_S]
     count = pieces.shape[1]
     for piece in range(1, count):
-        begin = pieces[engine, piece, FROM_LANE]
-        if begin >= lanes:
+        begin = pieces[engine, piece, FROM_SEQUENCE]
+        if begin >= sequences:
             break
-        stop = lanes
-        if piece + 1 < count and pieces[engine, piece + 1, FROM_LANE] < lanes:
-            stop = int(pieces[engine, piece + 1, FROM_LANE])
+        stop = sequences
+        if piece + 1 < count and pieces[engine, piece + 1, FROM_SEQUENCE] < sequences:
+            stop = int(pieces[engine, piece + 1, FROM_SEQUENCE])
         start = int(begin)
         tokens = 0.0
         if start < own:
             tokens = ranks[first + min(stop, own), SUM_LENGTHS] - ranks[first + start, SUM_LENGTHS]
         tokens += max(stop - max(start, own), 0) * level
-        seconds += tokens * pieces[engine, piece, LANE_S]
+        seconds += tokens * pieces[engine, piece, SEQUENCE_S]
     return seconds, longest
-
-
-__all__ = [
-    "BatchCurve",
-    "CostModel",
-    "Costs",
-    "Floats",
-    "Indexes",
-    "InvalidEngineError",
-    "InvalidTrajectoryError",
-    "NoEnginesError",
-    "NothingFitsError",
-    "Table",
-    "group_cost",
-    "tabulate",
-]
 
 
 class Table(NamedTuple):
     """What the kernels read: a workload, longest first, and the engines in the order in which they take it.
 
-    `engines` has one row an engine: base_s, per_sequence_s, per_kv_token_s, slots, KV tokens (inf where unknown),
+    `engines` has a row for each engine: base_s, per_sequence_s, per_kv_token_s, slots, KV tokens (inf where unknown),
     seconds a prefilled token. `lengths` has n entries; the sums have n + 1, the first of them 0; all four are views of
-    `ranks` (`ranking`), which has them side by side. `pieces` are the engines' decode curves (`piecewise`), without
-    entries under the other models. reach[reach_of[e], r] is the first rank from r on whose context engine e cannot
+    `ranks` (`workload`), which has them side by side. `pieces` are the engines' decode curves under PIECEWISE_INTEGRAL,
+    otherwise empty. reach[reach_of[e], r] is the first rank from r on whose context engine e cannot
     hold, n + 1 where there is none; `reach` has no rows where everything fits everywhere. Under LINEAR_INTEGRAL no
-    group counts as having a longest trajectory below `least_longest` tokens (`hedging`); 0 but there.
+    group counts as having a longest trajectory below `least_longest` tokens (`rank_scenarios`); 0 but there.
     """
 
     model: int
@@ -235,8 +194,8 @@ def group_cost(table: Table, engine: int, first: int, end: int) -> float:
         steps = max(longest, table.least_longest, work / slots, kv_work / table.engines[engine, 4])
         decode_s = table.engines[engine, 0] * steps + table.engines[engine, 1] * work
     else:
-        decode_s, lane = lanes_s(table.ranks, table.pieces, engine, int(slots), first, end)
-        decode_s += table.engines[engine, 0] * max(0.0, kv_work / table.engines[engine, 4] - lane)
+        decode_s, longest = sequences_s(table.ranks, table.pieces, engine, int(slots), first, end)
+        decode_s += table.engines[engine, 0] * max(0.0, kv_work / table.engines[engine, 4] - longest)
     return float(decode_s + table.engines[engine, 2] * kv_work + table.engines[engine, 5] * prefill)
 
 
@@ -244,13 +203,13 @@ def tabulate(
     model: CostModel,
     lengths: Floats,
     contexts: Floats,
-    placed: npt.NDArray[np.bool_],
+    placed: Flags,
     engines: Sequence[PlanEngine],
     *,
     curves: Sequence[BatchCurve | None] | None = None,
     workspace: Workspace | None = None,
 ) -> Costs:
-    """Sorts and sums a workload: lengths and contexts in tokens, `placed` where some engine has a trajectory's KV.
+    """Sort and sum a workload: lengths and contexts in tokens, `placed` where some engine has a trajectory's KV.
 
     Trajectories of equal length keep the caller's order. Engines come fastest first (seconds a token alone), then by
     parallelism, then fewest slots: the head of the order are few and long. `curves`, one an engine, are read under
@@ -261,9 +220,9 @@ def tabulate(
     contexts = np.ascontiguousarray(contexts, np.float64)
     check_workload(lengths, contexts)
     workspace = workspace or Workspace()
-    rows = workspace.derived(engines, engine_rows) if isinstance(engines, tuple) else engine_rows(engines)
+    rows = workspace.derive_once(engines, check_engines) if isinstance(engines, tuple) else check_engines(engines)
     check_fit(contexts, rows[:, 4])
-    order, ranks = ranked(lengths, contexts, placed, workspace)
+    order, ranks = rank(lengths, contexts, placed, workspace)
     total = float(ranks[-1, SUM_LENGTHS])
     mean_context = float(ranks[-1, SUM_KV]) / total if total > 0.0 else 0.0
     pieces = np.zeros((0, 0, 2))
@@ -274,7 +233,7 @@ def tabulate(
         pieces, rows[:, 0] = piece_table(engines, curves, MOST_SECONDS)
         alone_s = pieces[:, 0, 1] + rows[:, 2] * mean_context
     engine_order = np.lexsort((rows[:, 4], rows[:, 3], -rows[:, 6], alone_s))
-    reach, reach_of = reaches(contexts, order, rows[engine_order, 4])
+    reach, reach_of = find_reach(contexts, order, rows[engine_order, 4])
     table = Table(
         model=int(model),
         engines=np.ascontiguousarray(rows[engine_order, :6]),
@@ -291,7 +250,7 @@ def tabulate(
     return Costs(table, order, engine_order)
 
 
-def reaches(contexts: Floats, order: Indexes, capacities: Floats) -> tuple[Indexes, Indexes]:
+def find_reach(contexts: Floats, order: Indexes, capacities: Floats) -> tuple[Indexes, Indexes]:
     """`Table.reach` and `reach_of` for engines with these KV capacities; no rows where all contexts fit all."""
     n = len(contexts)
     if n == 0 or contexts.max() <= capacities.min():

@@ -1,30 +1,17 @@
 """Where each trajectory runs: Heddle's presorted placement (§5.2, §6.2 for unequal engines), solved exactly.
 
-Purpose: from predicted remaining work and the present engines to one group of trajectories an engine.
-Invariants: a plan depends on its arguments alone; every trajectory is in exactly one group; groups come in the caller's
-order of engines, each longest first; the makespan is the least that any contiguous partition of the descending order
-has under the cost model, and the bound is a time that no partition whatever beats under it.
-Among engines that are alike the groups are dealt so that the most context stays where it is: that costs nothing and
-saves moves. Re-planning is calling `plan` again with the REMAINING work.
-Lengths that come with a standard deviation are planned for by `hedging`: the plan is then the best of a few exact ones
-by its mean makespan over samples, and its own makespan, of the medians, may be more than the least.
+From predicted remaining work and the present engines to one group of trajectories for each engine. Every trajectory is
+in exactly one group; groups come in the caller's order of engines, longest trajectory first. The makespan is the least
+of any contiguous partition of the descending order under the cost model; no partition at all is below the lower bound.
+Lengths with a standard deviation are planned for by `rank_scenarios`: the plan is then the best of a few exact ones by
+its mean makespan over samples, and its own makespan, of the medians, may be more than the least. Re-planning is calling
+`plan` again with the remaining work.
 
-Arrays in, arrays out, for a caller that plans often (no object a trajectory):
+Between engines with equal figures the plan is free which takes which group, so a group goes where most of its context
+is, which saves moves at no cost: greedy, most context first, at least half of the best possible.
 
-    plan_arrays(lengths: float64[n], contexts: float64[n], current: int64[n], engines: Sequence[PlanEngine],
-                model=CostModel.LINEAR_INTEGRAL, *, curves=None, bound=False, workspace=None)
-        -> ArrayPlan(engine_of: int64[n], finish_s: float64[m], makespan_s: float, lower_bound_s: float | None)
-    with log_sigma=None, room_tokens=None: float64[n] of lengths that are not certain
-
-`lengths` is remaining tokens, `contexts` tokens in KV now, `current` the index of the engine that holds that KV or -1;
-`engine_of` and `finish_s` are by the caller's order of trajectories and engines.
-
-Who gets which group: among engines that are alike, the one that holds most of it already.
-
-Purpose: a plan says how the ranks are cut; between engines with equal figures it is free which takes which piece, so
-the pieces go where most of their context is. That costs the plan nothing and saves moves.
-Invariant: an engine is dealt a group only from engines with the same row of the cost table. Greedy, most kept context
-first, the earlier pair among equals; at least half of the best possible."""
+`plan_arrays` is for callers that plan often: arrays in, arrays out, no object for a trajectory.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +20,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treadle_core.compiled import compiled, lean
+from treadle_core.compiled import Floats, Indexes, compiled, lean
+from treadle_core.model import CostModel
 from treadle_core.placing.bound import lower_bound
-from treadle_core.placing.costs import BatchCurve, CostModel, Costs, Floats, Indexes, tabulate
+from treadle_core.placing.costs import BatchCurve, Costs, tabulate
 from treadle_core.placing.question import (
     InvalidEngineError,
     InvalidTrajectoryError,
     PlanEngine,
     PlanTrajectory,
     check_current,
-    check_doubt,
+    check_uncertainty,
 )
-from treadle_core.placing.rank_scenarios import RankSamples, best_partition, hedgeable, sampled
+from treadle_core.placing.rank_scenarios import RankSamples, best_partition, draw_rank_samples, is_hedgeable
 from treadle_core.placing.solver import group_costs, partition
 from treadle_core.placing.workload import Workspace
 
@@ -73,14 +61,14 @@ def deal(costs: Costs, group_of: Indexes, current: Indexes, contexts: Floats) ->
 def most_kept(
     group_of: Indexes, current: Indexes, contexts: Floats, at_of_engine: Indexes, alike: Indexes, dealt: Indexes
 ) -> None:
-    """Writes which of the table's engines takes each group. O(n + m^2) where few groups want the same engine."""
+    """Write which of the table's engines takes each group. O(n + m^2) where few groups want the same engine."""
     m = len(dealt)
     kept = np.zeros((m, m))
     for index in range(len(group_of)):
         if current[index] >= 0:  # one token more, so that a trajectory without context counts too
             kept[group_of[index], at_of_engine[current[index]]] += contexts[index] + 1.0
     taken = np.zeros(m, np.bool_)
-    wish = np.full(m, -1)  # the engine left that holds most of a group, and how much
+    wish = np.full(m, -1)  # the free engine that holds most of a group, and how much
     wish_kept = np.zeros(m)
     dealt[:] = -1
     for group in range(m):
@@ -101,7 +89,7 @@ def most_kept(
         for other in range(m):
             if alike[other] == alike[group] and not taken[other] and kept[group, other] > wish_kept[group]:
                 wish[group], wish_kept[group] = other, kept[group, other]
-    for group in range(m):  # what nobody holds takes what is left of its kind
+    for group in range(m):  # groups that no engine holds take the engines of their kind that are left
         if dealt[group] < 0:
             for engine in range(m):
                 if alike[engine] == alike[group] and not taken[engine]:
@@ -112,13 +100,10 @@ def most_kept(
 
 @lean
 def spread(order: Indexes, bounds: Indexes, group_of: Indexes) -> None:
-    """Writes each trajectory's group."""
+    """Write each trajectory's group."""
     for group in range(len(bounds) - 1):
         for rank in range(bounds[group], bounds[group + 1]):
             group_of[order[rank]] = group
-
-
-__all__ = ["ArrayPlan", "BatchCurve", "Group", "Plan", "Workspace", "plan", "plan_arrays"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +147,13 @@ def plan_arrays(
     log_sigma: Floats | None = None,
     room_tokens: Floats | None = None,
 ) -> ArrayPlan:
-    """The plan of least makespan, balanced beyond the bottleneck; see the module for the arguments.
+    """The plan of least makespan, balanced beyond the bottleneck.
 
-    `curves` (one an engine, or None for its own linear one) are read under PIECEWISE_INTEGRAL. `bound` asks for the
-    lower bound too. `workspace` spares a caller who plans again and again the cost of fresh memory; the plan itself
-    does not refer to it. `log_sigma` is the standard deviation of ln(length), `room_tokens` what the trajectory's cap
-    leaves (inf without one); without `log_sigma` the lengths are certain. Raises NoEnginesError, InvalidEngineError,
+    For n trajectories: `lengths` is remaining tokens, `contexts` tokens in KV now, `current` the index of the engine
+    that holds that KV or -1, `log_sigma` the standard deviation of ln(length), `room_tokens` what the cap leaves (inf
+    without one); without `log_sigma` the lengths are certain. `curves` (one for each engine, None for its own linear
+    one) are read under PIECEWISE_INTEGRAL. `bound` asks for the lower bound too. `workspace` saves a caller who plans
+    again and again the cost of fresh memory; the plan does not refer to it. Raises NoEnginesError, InvalidEngineError,
     InvalidCurveError, InvalidTrajectoryError (of which NothingFitsError: a context that no engine's KV holds), naming
     the field as `plan` does.
     """
@@ -176,7 +162,7 @@ def plan_arrays(
     current = np.ascontiguousarray(current, np.int64)
     check_current(current, len(lengths), len(engines))
     costs = tabulate(model, lengths, contexts, current >= 0, engines, curves=curves, workspace=workspace)
-    samples = uncertain(costs, contexts, log_sigma, room_tokens, workspace)
+    samples = sample_lengths(costs, contexts, log_sigma, room_tokens, workspace)
     found, _, _ = cut(costs, current, contexts, bound, samples)
     return found
 
@@ -202,7 +188,7 @@ def plan(
     costs = tabulate(model, lengths, contexts, current >= 0, engines, curves=curves)
     log_sigma = np.fromiter((trajectory.log_sigma for trajectory in trajectories), np.float64, n)
     room_tokens = np.fromiter((trajectory.room_tokens for trajectory in trajectories), np.float64, n)
-    samples = uncertain(costs, contexts, log_sigma, room_tokens)
+    samples = sample_lengths(costs, contexts, log_sigma, room_tokens)
     found, bounds, engine_of_group = cut(costs, current, contexts, True, samples)
     groups: list[Group | None] = [None] * len(engines)
     order, ends = costs.order.tolist(), bounds.tolist()
@@ -212,26 +198,26 @@ def plan(
     return Plan(tuple(group for group in groups if group is not None), found.makespan_s, found.lower_bound_s or 0.0)
 
 
-def uncertain(
+def sample_lengths(
     costs: Costs,
     contexts: Floats,
     log_sigma: Floats | None,
     room_tokens: Floats | None,
     workspace: Workspace | None = None,
 ) -> RankSamples | None:
-    """What could come of the lengths, rank by rank; None where they are certain. Raises InvalidTrajectoryError."""
+    """Samples of the lengths, rank by rank; None where they are certain. Raises InvalidTrajectoryError."""
     if log_sigma is None:
         return None
     room_tokens = np.full(len(contexts), np.inf) if room_tokens is None else room_tokens
-    check_doubt(log_sigma, room_tokens, len(contexts))
-    return sampled(costs, contexts, log_sigma, room_tokens, workspace) if log_sigma.any() else None
+    check_uncertainty(log_sigma, room_tokens, len(contexts))
+    return draw_rank_samples(costs, contexts, log_sigma, room_tokens, workspace) if log_sigma.any() else None
 
 
 def cut(
     costs: Costs, current: Indexes, contexts: Floats, bound: bool, samples: RankSamples | None
 ) -> tuple[ArrayPlan, Indexes, Indexes]:
     """The plan of a table, with the bounds of its groups and the engine (the caller's index) of each."""
-    if samples is not None and hedgeable(costs):
+    if samples is not None and is_hedgeable(costs):
         bounds, _ = best_partition(costs, samples)
     else:
         bounds, _ = partition(costs)
@@ -250,7 +236,7 @@ def cut(
 
 @lean
 def translate(values: Indexes, by: Indexes) -> None:
-    """In place, which saves fresh memory."""
+    """Replace each value by by[value], in place."""
     for index in range(len(values)):
         values[index] = by[values[index]]
 
@@ -260,14 +246,16 @@ def check_ids(trajectories: Sequence[PlanTrajectory], engines: Sequence[PlanEngi
     ids: set[str] = set()
     for index, engine in enumerate(engines):
         if not engine.engine_id or engine.engine_id in ids:
-            raise InvalidEngineError(f"engines[{index}].engine_id", wrong_id(engine.engine_id))
+            raise InvalidEngineError(f"engines[{index}].engine_id", describe_wrong_id(engine.engine_id))
         ids.add(engine.engine_id)
     ids = set()
     for index, trajectory in enumerate(trajectories):
         if not trajectory.trajectory_id or trajectory.trajectory_id in ids:
-            raise InvalidTrajectoryError(f"trajectories[{index}].trajectory_id", wrong_id(trajectory.trajectory_id))
+            raise InvalidTrajectoryError(
+                f"trajectories[{index}].trajectory_id", describe_wrong_id(trajectory.trajectory_id)
+            )
         ids.add(trajectory.trajectory_id)
 
 
-def wrong_id(given: str) -> str:
+def describe_wrong_id(given: str) -> str:
     return f"{given!r} comes twice" if given else "must not be empty"

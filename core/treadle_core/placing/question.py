@@ -1,18 +1,12 @@
-"""A placement question and its answer: engines, the cost that is minimised, and the trajectories, one by one or as
-columns without an object for each.
+"""A placement question and its answer, and the checks of every figure that placement reads.
 
-Invariants: all columns of one value are of one length; nobody writes to them. Two values are equal where their columns
-are.
-
-What a plan is asked of, checked: every figure that placement reads, and the error that names a bad one.
-
-Purpose: a NaN, a negative figure or an engine that can hold nothing is refused here, so that no kernel meets it.
-Invariant: an error's `field` is the path of the input as the caller of `placement.plan` wrote it. Whole arrays are
-checked at once; the first bad entry is looked for only when there is one."""
+Trajectories come one by one or as columns, which are all of one length and never written. A NaN, a negative figure or
+an engine that can hold nothing is refused here, so that no kernel meets it; an error's `field` is the path of the input
+as the caller of `placement.plan` wrote it. Whole arrays are checked at once.
+"""
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,17 +14,9 @@ from functools import cached_property
 
 import numpy as np
 
+from treadle_core.compiled import Floats, Indexes, Names
 from treadle_core.model import DecodeCurve
-from treadle_core.placing.worksheet import Floats, Indexes, Names
 from treadle_core.refusals import CoreError
-
-
-class CostModel(enum.IntEnum):
-    """What a group of trajectories costs an engine; see `costs`."""
-
-    GROUP_SIZE = 1
-    LINEAR_INTEGRAL = 2
-    PIECEWISE_INTEGRAL = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +62,7 @@ class PlanWork:
 
     @cached_property
     def trajectory_ids(self) -> tuple[str, ...]:
-        """The ids, made when they are asked for: who answers by `EngineOf` needs none."""
+        """The ids; made on demand, as an answer by `EngineOf` needs none."""
         return tuple(self.names[self.rows].tolist())
 
     def __eq__(self, other: object) -> bool:
@@ -109,7 +95,7 @@ class EngineOf:
         return hash(self.indexes.tobytes())
 
 
-# Beyond these a figure is a mistake, and sums and products could leave the floats.
+# Figures beyond these are mistakes, and sums and products could leave the range of floats.
 MOST_SECONDS = 1e12
 LEAST_SECONDS = 1e-18  # or 0
 MOST_TOKENS = 1e15
@@ -147,7 +133,7 @@ def check_workload(lengths: Floats, contexts: Floats) -> None:
         )
 
 
-def check_doubt(log_sigma: Floats, room_tokens: Floats, count: int) -> None:
+def check_uncertainty(log_sigma: Floats, room_tokens: Floats, count: int) -> None:
     """Raises InvalidTrajectoryError for a deviation that is no finite number >= 0 or a cap that is no number >= 0."""
     for name, values, most in (("log_sigma", log_sigma, MOST_LOG_SIGMA), ("room_tokens", room_tokens, np.inf)):
         if values.shape != (count,):
@@ -183,9 +169,11 @@ def check_fit(contexts: Floats, capacities: Floats) -> None:
         )
 
 
-def engine_rows(engines: Sequence[PlanEngine]) -> Floats:
-    """rows[m, 7]: base_s, per_sequence_s, per_kv_token_s, slots, KV tokens (inf where unknown), seconds a prefilled
-    token (0 where unknown), tensor_parallel. Raises NoEnginesError or InvalidEngineError naming the first bad figure.
+def check_engines(engines: Sequence[PlanEngine]) -> Floats:
+    """Check the engines and return rows[m, 7]: base_s, per_sequence_s, per_kv_token_s, slots, KV tokens (inf where
+    unknown), seconds a prefilled token (0 where unknown), tensor_parallel.
+
+    Raises NoEnginesError or InvalidEngineError naming the first bad figure.
     """
     if not engines:
         raise NoEnginesError("engines", "at least one engine is needed")
@@ -210,13 +198,13 @@ def engine_rows(engines: Sequence[PlanEngine]) -> Floats:
     good &= (rate == 0.0) | ((rate >= LEAST_PREFILL_TOKENS_PER_S) & (rate <= MOST_TOKENS))
     if not good.all():
         index = int(np.argmin(good))
-        raise wrong_engine(engines[index], f"engines[{index}]")
+        raise describe_wrong_engine(engines[index], f"engines[{index}]")
     capacity[capacity == 0.0] = np.inf
     np.divide(1.0, rate, out=rate, where=rate > 0.0)
     return rows
 
 
-def wrong_engine(engine: PlanEngine, at: str) -> InvalidEngineError:
+def describe_wrong_engine(engine: PlanEngine, at: str) -> InvalidEngineError:
     """The error for the first figure of an engine that is out of its range."""
     for name, count, least in (
         ("slot_limit", engine.slot_limit, 1),

@@ -1,17 +1,15 @@
-"""Samples of a sorted workload: what could come of the predictions, rank by rank, for plans that cut the ranks.
+"""Plan for uncertain lengths: of several exact plans, the one with the least mean makespan over samples.
 
-As `scenarios`, with the same draws, but for partitions alone: sums are kept block by block, so that a group's time
-takes its blocks and its two ends instead of its trajectories, and several plans are judged in the time of one. Tool
+Samples of the sorted workload are as in `scenarios`, with the same draws, but for contiguous groups alone: sums are
+kept for blocks of ranks, so that a group's time takes its blocks and its two ends instead of all its trajectories. Tool
 time is in the lengths already, as tokens, and prefill in the table's sums.
 
-A plan for lengths that are not known: of several exact plans the one with the least mean makespan over samples of
-what could come (`scenarios`). Beyond the papers.
-
-The plans differ in how much of the longest trajectory every group is taken to hide, `least_longest` of the cost table.
-At 0 it is Heddle's plan, which takes each median for the truth and gives a group of short ones all the work that its
-longest leaves time for. At 1 every group may turn out to have the longest of all, so that only work is balanced: the
-plan of someone who knows nothing. Between them those that are surely long get engines to themselves and the others are
-balanced. Each is the exact optimum of its own cost and takes no second sort, so that trying several costs little."""
+The plans differ in `least_longest` of the cost table, the share of the longest trajectory that every group is taken to
+contain. At 0 it is Heddle's plan, which takes each median for certain and gives a group of short trajectories all the
+work that its longest one leaves time for. At 1 every group may turn out to have the longest of all, so only work is
+balanced, as without any prediction. Between them trajectories that are surely long get engines to themselves and the
+others are balanced. Each plan is the exact optimum of its own cost and takes no second sort. (Not in the papers.)
+"""
 
 from __future__ import annotations
 
@@ -20,13 +18,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from treadle_core.compiled import compiled, inlined, lean
+from treadle_core.compiled import Floats, Indexes, compiled, inlined, lean
+from treadle_core.model import CostModel
 from treadle_core.placing.balance import finish_s
-from treadle_core.placing.costs import CostModel, Costs
+from treadle_core.placing.costs import Costs
 from treadle_core.placing.scenarios import ROUNDING, draw_one, draws, least_alone_s, sample_count
 from treadle_core.placing.solver import partition
 from treadle_core.placing.workload import LENGTH, SUM_PREFILL, Workspace
-from treadle_core.placing.worksheet import Floats, Indexes
 
 BLOCK = 8  # ranks
 
@@ -43,11 +41,11 @@ class RankSamples:
     longest: Floats
 
 
-def sampled(
+def draw_rank_samples(
     costs: Costs, contexts: Floats, log_sigma: Floats, room_tokens: Floats, workspace: Workspace | None = None
 ) -> RankSamples:
-    """Samples of the workload of a table; contexts, log_sigma, the standard deviation of ln(length), and room_tokens,
-    what each cap leaves, by the caller's order. What is given a `workspace` holds until its next use."""
+    """Samples of the workload of a table, in memory of `workspace`. By the caller's order: contexts; log_sigma, the
+    standard deviation of ln(length); room_tokens, what each cap leaves."""
     n = len(costs.order)
     count = sample_count(max(n, 1))
     blocks = n // BLOCK + 1
@@ -71,9 +69,9 @@ def sampled(
     return samples
 
 
-def judged(costs: Costs, samples: RankSamples, bounds: Indexes) -> tuple[float, bool]:
-    """Where engine e of the table runs ranks [bounds[e], bounds[e + 1]): the mean over the samples of seconds until the
-    last engine is done, and whether no placement whatever is done sooner in any of them (`scenarios.Fate.least`)."""
+def judge_partition(costs: Costs, samples: RankSamples, bounds: Indexes) -> tuple[float, bool]:
+    """Mean makespan over the samples where engine e of the table runs ranks [bounds[e], bounds[e + 1]), and whether no
+    placement ends earlier in any of them (`scenarios.Fate.least`)."""
     engines = costs.table.engines
     times_s, last = makespans(engines, costs.table.ranks, bounds, *_arrays(samples))
     least = bool((bounds[last + 1] - bounds[last] == 1).all())
@@ -102,7 +100,7 @@ def draw(
     lengths: Floats,
     contexts_of_ranks: Floats,
 ) -> None:
-    """Writes the samples. A trajectory's place in the caller's order is its row of the draws."""
+    """Write the samples. A trajectory's index in the caller's order is its row of the draws."""
     for rank in range(len(order)):
         index = order[rank]
         contexts_of_ranks[rank] = contexts[index]
@@ -112,7 +110,7 @@ def draw(
 
 @lean
 def sum_up(lengths: Floats, contexts: Floats, tokens: Floats, kv: Floats, longest: Floats) -> None:
-    """Writes the sums of whole blocks. Loops so that samples are side by side and a block's sums in registers."""
+    """Write the sums of whole blocks; the loops keep samples side by side and a block's sums in registers."""
     tokens[0] = 0.0
     kv[0] = 0.0
     for block in range(len(lengths) // BLOCK):
@@ -131,7 +129,7 @@ def sum_up(lengths: Floats, contexts: Floats, tokens: Floats, kv: Floats, longes
 
 @inlined
 def add(tokens: Floats, kv: Floats, longest: Floats, lengths: Floats, context: float) -> None:
-    """One more trajectory in a group. A loop for each sum, as in `scenarios.add`."""
+    """Add a trajectory to a group. A loop for each sum, as in `scenarios.add`."""
     for sample in range(len(lengths)):
         longest[sample] = max(longest[sample], lengths[sample])
     for sample in range(len(lengths)):
@@ -151,7 +149,7 @@ def makespans(
     block_kv: Floats,
     block_longest: Floats,
 ) -> tuple[Floats, Indexes]:
-    """Seconds until the last engine is done, in each sample, and which that is: the linear-integral cost of `costs`."""
+    """Seconds until the last engine finishes by the linear-integral cost, and which one that is, in each sample."""
     count = lengths.shape[1]
     times, last = np.zeros(count), np.zeros(count, np.int64)
     tokens, kv, longest = np.empty(count), np.empty(count), np.empty(count)
@@ -183,33 +181,33 @@ def makespans(
     return times, last
 
 
-# Of the longest, what every group is taken to hide.
+# Shares of the longest trajectory that every group is taken to contain.
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def hedgeable(costs: Costs) -> bool:
-    """Whether there is a choice, where lengths are uncertain: more than one engine, and a cost with a longest in it."""
+def is_hedgeable(costs: Costs) -> bool:
+    """Whether plans can differ by share: more than one engine, and a cost that depends on the longest."""
     return len(costs.table.engines) > 1 and costs.table.model == CostModel.LINEAR_INTEGRAL
 
 
-def hedged(costs: Costs, share: float) -> Costs:
-    """The same workload and engines, every group hiding `share` of the longest."""
+def hedge(costs: Costs, share: float) -> Costs:
+    """The same workload and engines, with every group taken to contain `share` of the longest trajectory."""
     table = costs.table
     longest = float(table.lengths[0]) if len(table.lengths) else 0.0
     return replace(costs, table=table._replace(least_longest=share * longest))
 
 
 def best_partition(costs: Costs, samples: RankSamples) -> tuple[Indexes, float]:
-    """Bounds of the groups of the best plan, and its mean makespan over the samples, which come in the order of ranks.
+    """Bounds of the groups of the best plan, and its mean makespan over the samples.
 
-    Every other share is tried, and then those beside the best; the less hedged one of equals. Where the plan of the
-    medians cannot be beaten in any sample, it is the plan.
+    Tries every other share, then those beside the best; of equal plans the smaller share wins. Where the plan of the
+    medians cannot be beaten in any sample, it is taken at once.
     """
     found: dict[int, tuple[float, Indexes]] = {}
 
     def try_share(at: int) -> bool:
-        bounds, _ = partition(hedged(costs, SHARES[at]))
-        mean_s, least = judged(costs, samples, bounds)
+        bounds, _ = partition(hedge(costs, SHARES[at]))
+        mean_s, least = judge_partition(costs, samples, bounds)
         found[at] = (mean_s, bounds)
         return least
 

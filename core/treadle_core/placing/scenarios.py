@@ -1,13 +1,12 @@
-"""What could come of the predictions: a few samples of everybody's lengths at once, and when a placement would be done
-in each.
+"""Samples of predicted lengths, and when a placement would finish in each of them.
 
-Beyond the papers, which plan on one number a trajectory. A plan made of medians puts hundreds that are guessed short on
-one engine, and one of them is long after all and decodes beside the hundreds: with the errors that predictors have,
-such a plan ends later than plain balance. The mean makespan over the samples says so before it happens.
+A plan made of medians puts hundreds of trajectories that are predicted short on one engine; one of them is long after
+all and decodes beside the hundreds, so with the errors of real predictors the plan ends later than plain balance. The
+mean makespan over samples shows it before it happens. (The papers plan on one number for each trajectory.)
 
-Invariants: the same arguments give the same samples, so that two placements are compared under the same fates, and the
-same row fares alike at each plan (row r takes row r of the draws). A length is its median times exp(log_sigma * z),
-never more than what the trajectory's cap leaves; without any deviation there is one sample, the medians.
+The same arguments give the same samples, so that placements are compared under the same lengths, and row r always takes
+row r of the draws. A length is its median times exp(log_sigma * z), at most what the trajectory's cap leaves; without
+any deviation there is one sample, the medians.
 """
 
 from __future__ import annotations
@@ -19,15 +18,11 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from treadle_core.compiled import compiled, inlined
+from treadle_core.compiled import Flags, Floats, Indexes, compiled, inlined
 from treadle_core.placing.balance import finish_s
 
-Floats = npt.NDArray[np.float64]
-Indexes = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
-
-# Samples of one plan: enough that their mean says more than chance (32), and few enough that thousands of
-# trajectories, whose number evens chance out, take no longer than a sort of them.
+# Samples of one plan: 32 are enough for their mean; with thousands of trajectories, which even out chance among
+# themselves, fewer, so that they take no longer than a sort.
 MOST_SAMPLES = 32
 LEAST_SAMPLES = 8
 CELLS = 1 << 16  # samples times trajectories, about
@@ -71,7 +66,7 @@ def sample_count(trajectories: int) -> int:
     return min(MOST_SAMPLES, max(LEAST_SAMPLES, CELLS // trajectories // LANES * LANES))
 
 
-def sampled(
+def draw_samples(
     rows: Indexes,
     lengths: Floats,
     contexts: Floats,
@@ -94,11 +89,11 @@ def sampled(
 
 @dataclass(frozen=True)
 class Fate:
-    """What samples make of a placement.
+    """How a placement ends in the samples.
 
-    critical: of each engine whether it is the last in one of them; a placement under which nothing leaves a critical
-    engine is done no sooner in any sample. least: whether no placement whatever is, as what is last in each has an
-    engine to itself already, and none would be faster.
+    critical: for each engine whether it is the last one in some sample; a placement that takes nothing from a critical
+    engine ends no earlier in any sample. least: whether no placement ends earlier, as the last trajectory of each
+    sample has an engine to itself already and no engine is faster.
     """
 
     mean_makespan_s: float
@@ -106,23 +101,17 @@ class Fate:
     least: bool
 
 
-def makespans(engines: Floats, samples: Samples, placement: Indexes) -> Floats:
-    """Seconds until the last engine is done, in each sample. engines: rows of base_s, per_sequence_s, per_kv_token_s,
-    slots, KV tokens (inf where unknown), and seconds a prefilled token (0 where unknown); placement: an engine's row a
-    trajectory, -1 for none."""
-    return _finished(engines, samples, placement)[0]
+def judge(engines: Floats, samples: Samples, placement: Indexes) -> Fate:
+    """How a placement ends in the samples.
 
-
-def mean_makespan(engines: Floats, samples: Samples, placement: Indexes) -> float:
-    """The mean of `makespans`; 0 for nothing."""
-    return float(makespans(engines, samples, placement).mean())
-
-
-def fate(engines: Floats, samples: Samples, placement: Indexes) -> Fate:
-    """The mean of `makespans`, and what it is due to."""
-    times_s, last = _finished(engines, samples, placement)
+    engines: rows of base_s, per_sequence_s, per_kv_token_s, slots, KV tokens (inf where unknown), and seconds a
+    prefilled token (0 where unknown); placement: row of each trajectory's engine, -1 for none.
+    """
+    times_s, last = finish_samples(
+        engines, samples.lengths, samples.contexts, samples.tool_s, samples.prefill, placement
+    )
     critical = np.zeros(len(engines), np.bool_)
-    if not len(engines):  # the last one has left since the plan was asked for
+    if not len(engines):  # all have left since the plan was asked for
         return Fate(0.0, critical, False)
     critical[last] = True
     runs = np.flatnonzero(critical[placement] & (placement >= 0))
@@ -138,17 +127,13 @@ def fate(engines: Floats, samples: Samples, placement: Indexes) -> Fate:
 
 
 def least_alone_s(engines: Floats, lengths: Floats, contexts: Floats, tool_s: Floats, prefill: Floats) -> Floats:
-    """Seconds that each of these trajectories takes at the least, alone on whichever engine is fastest for it."""
+    """Seconds that each of these trajectories takes alone on the engine that is fastest for it."""
     kv = lengths * (contexts + 0.5 * lengths)
     base_s, per_sequence_s, per_kv_token_s, slots, kv_tokens, prefill_s = engines.T[:, :, None]
     steps = np.maximum(np.maximum(lengths, lengths / slots), kv / kv_tokens)
     done_s = base_s * steps + per_sequence_s * lengths + per_kv_token_s * kv + prefill_s * prefill
     least_s: Floats = np.maximum(done_s, lengths * base_s + tool_s).min(axis=0)
     return least_s
-
-
-def _finished(engines: Floats, samples: Samples, placement: Indexes) -> tuple[Floats, Indexes]:
-    return finished(engines, samples.lengths, samples.contexts, samples.tool_s, samples.prefill, placement)
 
 
 @compiled
@@ -161,7 +146,7 @@ def draw(
     factors: Floats,
     count: int,
 ) -> Floats:
-    """`sampled`'s lengths."""
+    """The lengths of `draw_samples`."""
     result = np.empty((len(lengths), count))
     for index in range(len(lengths)):
         row = strata[rows[index] % len(strata)]
@@ -178,7 +163,7 @@ def draw_one(
     row: npt.NDArray[np.uint8],
     factors: Floats,
 ) -> None:
-    """Writes the samples of one trajectory. row: its strata."""
+    """Write the samples of one trajectory. row: its strata."""
     factor = factors[min(int(log_sigma / SIGMA_STEP + 0.5), len(factors) - 1)]
     for sample in range(len(lengths)):
         lengths[sample] = min(median * factor[row[sample]], room_tokens)
@@ -186,9 +171,9 @@ def draw_one(
 
 @inlined
 def add(sums: Floats, lengths: Floats, base_s: float, context: float, tool_s: float) -> None:
-    """One more trajectory on an engine. sums[4, samples]: longest, longest alone in seconds, tokens, KV tokens read.
+    """Add a trajectory to an engine. sums[4, samples]: longest, longest alone in seconds, tokens, KV tokens read.
 
-    A loop for each sum: the compiler then takes several samples at once, which it does not where one loop writes all.
+    A loop for each sum, as the compiler then takes several samples at once.
     """
     for sample in range(sums.shape[1]):
         sums[0, sample] = max(sums[0, sample], lengths[sample])
@@ -202,7 +187,7 @@ def add(sums: Floats, lengths: Floats, base_s: float, context: float, tool_s: fl
 
 @inlined
 def end(times: Floats, last: Indexes, at: int, sums: Floats, engine: Floats, prefill_s: float) -> None:
-    """Engine `at` is done: the linear-integral cost of `costs.py`, and never before its longest alone."""
+    """Finish engine `at`: by the linear-integral cost of `costs`, and never before its longest trajectory alone."""
     for sample in range(len(times)):
         decoded_s = finish_s(engine, sums[0, sample], 0.0, sums[2, sample], sums[3, sample])
         done_s = max(decoded_s + prefill_s, sums[1, sample])
@@ -212,10 +197,10 @@ def end(times: Floats, last: Indexes, at: int, sums: Floats, engine: Floats, pre
 
 
 @compiled
-def finished(
+def finish_samples(
     engines: Floats, lengths: Floats, contexts: Floats, tool_s: Floats, prefill: Floats, placement: Indexes
 ) -> tuple[Floats, Indexes]:
-    """`makespans`, and the engine that each is due to, of trajectories in any order."""
+    """Seconds until the last engine finishes, and which one that is, in each sample; trajectories in any order."""
     prefill_s = np.zeros(len(engines))
     sums = np.zeros((len(engines), 4, lengths.shape[1]))
     for index in range(len(placement)):
@@ -231,7 +216,7 @@ def finished(
 
 
 def warm_up() -> None:
-    """Compiles the kernels, or loads them."""
+    """Compile the kernels, or load them."""
     one = np.ones(1)
-    samples = sampled(np.zeros(1, np.int64), one, one, one, one, one)
-    makespans(np.ones((1, 6)), samples, np.zeros(1, np.int64))
+    samples = draw_samples(np.zeros(1, np.int64), one, one, one, one, one)
+    judge(np.ones((1, 6)), samples, np.zeros(1, np.int64))

@@ -1,42 +1,34 @@
-"""The exact partition of a sorted workload: bisection on the makespan with a greedy fill, then balance.
+"""The exact partition of a sorted workload into one contiguous group for each engine (Heddle eq. 3).
 
-Purpose: of all partitions of the descending order into one contiguous group an engine (groups may be empty), the one
-whose largest cost is least (Heddle eq. 3), and among those one that leaves no engine idle for nothing. How it is found
-and why it is exact: `placement_filling`; the balance: `placement_levelling`.
-
-What the exact partition is made of: a greedy fill of engines within a limit, and the least limit that is met.
-
-Why the fill is exact: an engine given as much as it can finish by T never reaches less far than in any other partition
-that meets T, because costs never fall as a group grows at its end and never grow as it loses its head
-(`costs.group_cost`).
-Why the search ends on the optimum itself and not near it: a fill that meets T proves the largest cost it has, and one
+The largest cost of a group is the least possible; groups may be empty. It is found by bisecting on the makespan with a
+greedy fill. The fill is exact: an engine that is given as much as it can finish by T reaches at least as far as in any
+other partition that meets T, because costs never fall as a group grows at its end and never grow as it loses its head
+(`costs.group_cost`). The search ends on the optimum itself: a fill that meets T proves the largest cost it has, and one
 that fails proves that nothing below the cheapest extension of its groups can succeed; both are costs of real groups.
-Invariant: `bounds` holds a whole partition at all times; only a better one is copied over it.
+`bounds` holds a whole partition at all times; only a better one is copied over it.
 
-Balance beyond the bottleneck, so that no engine stands empty for nothing.
-
-With one over-long trajectory every fill of the rest is "optimal", and a greedy one leaves engines empty. So the
-bottleneck's group is fixed, as small as it can be, and the engines before and after it are solved for what is left to
-them, and so on: the least largest cost, then the least second largest.
-
-Where work has a long tail most engines are bottlenecks one after the other, each by one trajectory that it decodes
-alone: `taken_alone` finds how many in one search, where solving for the rest after each would take engines squared."""
+Then the partition is balanced, so that no engine is idle for nothing: with one very long trajectory every fill of the
+rest is optimal, and a greedy one leaves engines empty. The bottleneck's group is fixed, as small as it can be, and the
+engines before and after it are solved for what is left to them, and so on: the least largest cost, then the least
+second largest. Where work has a long tail most engines are bottlenecks one after the other, each by one trajectory that
+it runs alone; `count_alone` finds how many in one search, where solving after each would take engines squared.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from treadle_core.compiled import compiled, lean
-from treadle_core.placing.costs import Costs, Floats, Indexes, Table, group_cost
+from treadle_core.compiled import Floats, Indexes, compiled, lean
+from treadle_core.placing.costs import Costs, Table, group_cost
 
-# A better limit is looked for this part below the one known, then eight times as far below, until one is not met.
+# A better limit is tried this part below the known one, then eight times as far below, until one is not met.
 FIRST_DROP = 1.0 / 4096.0
 DROP_GROWTH = 8.0
 
 
 @lean
 def furthest(table: Table, engine: int, at: int, end: int, hint: int, limit_s: float) -> tuple[int, float, float]:
-    """The largest rank up to which an engine runs [at, rank) within the limit, looked for from `hint` outwards.
+    """The largest rank up to which an engine runs [at, rank) within the limit, searched from `hint` outwards.
 
     Returns with it the cost of that group and the cost with one rank more, infinite where there is none. at < end.
     """
@@ -71,10 +63,10 @@ def fill(
     end: int,
     limit_s: float,
 ) -> tuple[bool, float, float]:
-    """Gives each engine in turn all that it finishes within `limit_s`; writes bounds[engine + 1], the end of its group.
+    """Give each engine in turn all that it finishes within `limit_s`; writes bounds[engine + 1], the end of its group.
 
-    What `bounds` held before tells where to look. Returns whether [first, end) was placed, the largest cost of a group,
-    and the least cost above the limit that a group would have with one more. O(engines * log n).
+    The search starts at what `bounds` held before. Returns whether [first, end) was placed, the largest cost of a
+    group, and the least cost above the limit that a group would have with one more. O(engines * log n).
     """
     largest = 0.0
     extension = np.inf
@@ -160,7 +152,7 @@ def largest_cost(table: Table, bounds: Indexes, first_engine: int, end_engine: i
 def tighten(
     table: Table, bounds: Indexes, scratch: Indexes, tight: int, end_engine: int, end: int, limit_s: float
 ) -> int:
-    """Makes the bottleneck's group the least with which the engines behind it still meet the limit; counts the fills.
+    """Make the bottleneck's group the least with which the engines behind it still meet the limit; counts the fills.
 
     Only where cost does not grow with the group (a flat decode curve) is it less than what the greedy fill gave.
     """
@@ -202,13 +194,13 @@ def same_kind(table: Table, one: int, other: int) -> bool:
 
 
 @lean
-def taken_alone(table: Table, bounds: Indexes, scratch: Indexes, first_engine: int, end_engine: int) -> tuple[int, int]:
+def count_alone(table: Table, bounds: Indexes, scratch: Indexes, first_engine: int, end_engine: int) -> tuple[int, int]:
     """How many engines from `first_engine` on take one rank each because the first of what is left, alone, is the least
     largest cost of the rest; writes their groups and a fill of the rest that meets it. Counts the fills too.
 
-    Of engines of one kind, whose ranks cost no more one after the other, these are all up to the last for which it
-    holds: a fill that meets the cost of a later rank, with one rank and one engine more, meets that of an earlier one.
-    So the last is looked for by doubling and halving. No engine of another kind may be cheaper for it.
+    Among engines of one kind, whose ranks cost no more one after the other, it holds for all up to the last for which
+    it holds: a fill that meets the cost of a later rank, with one rank and one engine more, meets that of an earlier
+    one. So the last is searched by doubling and halving. No engine of another kind may be cheaper for it.
     """
     first, end = bounds[first_engine], bounds[end_engine]
     most = 0  # as far as the engines are alike and the costs fall
@@ -243,7 +235,7 @@ def taken_alone(table: Table, bounds: Indexes, scratch: Indexes, first_engine: i
 
 @compiled
 def balance(table: Table, bounds: Indexes, scratch: Indexes, makespan_s: float, fill_budget: int) -> None:
-    """Fixes the bottleneck's group and solves again for the engines before and behind it, until all are fixed."""
+    """Fix the bottleneck's group and solve again for the engines before and behind it, until all are fixed."""
     m = len(table.engines)
     # Ranges of engines whose ranks are fixed and whose least largest cost is known.
     ranges = np.zeros((2 * m + 2, 2), np.int64)
@@ -260,7 +252,7 @@ def balance(table: Table, bounds: Indexes, scratch: Indexes, makespan_s: float, 
         if end_engine - first_engine < 2 or begin == end:
             continue
         if begin < bounds[first_engine + 1] and group_cost(table, first_engine, begin, begin + 1) >= limit:
-            alone, fills = taken_alone(table, bounds, scratch, first_engine, end_engine)
+            alone, fills = count_alone(table, bounds, scratch, first_engine, end_engine)
             used += fills * (end_engine - first_engine)
             if alone > 0:
                 first_engine += alone
@@ -283,10 +275,9 @@ def balance(table: Table, bounds: Indexes, scratch: Indexes, makespan_s: float, 
                 depth += 1
 
 
-# Groups filled for the sake of balance before the rest is left as the last bisection put it: about 0.1 s of compiled
-# code.
+# Most groups filled for the sake of balance, about 0.1 s of compiled code; the rest stays as the last bisection put it.
 BALANCE_FILLS = 4_000_000
-# The first probe is this part above what the engines could do if work were a fluid, the next twice as far above, ...
+# The first probe is this part above what the engines could do if work were a fluid, the next twice as far above.
 GUESS_SLACK = 1.0 / 128.0
 
 
@@ -320,7 +311,7 @@ def bottleneck(table: Table, bounds: Indexes, scratch: Indexes) -> float:
 
 @compiled
 def solve(table: Table, fill_budget: int, bounds: Indexes) -> float:
-    """Writes the ends of the groups into bounds[1:], m + 1 entries, and returns the makespan in seconds."""
+    """Write the ends of the groups into bounds[1:], m + 1 entries, and returns the makespan in seconds."""
     n = len(table.lengths)
     m = len(table.engines)
     if n == 0 or table.lengths[0] <= 0.0:  # nothing is left of any: no cost to balance by, so balance by number
@@ -342,7 +333,7 @@ def solve(table: Table, fill_budget: int, bounds: Indexes) -> float:
 
 @lean
 def group_costs(table: Table, bounds: Indexes, costs_s: Floats) -> None:
-    """Writes what each engine of the table needs for its group."""
+    """Write what each engine of the table needs for its group."""
     for engine in range(len(costs_s)):
         costs_s[engine] = group_cost(table, engine, bounds[engine], bounds[engine + 1])
 

@@ -1,11 +1,11 @@
 """A workload longest first, with the running sums that make the cost of any group O(1): one sort, one pass.
 
-Purpose: `ranked` is what a plan of many trajectories spends most of its time on, so it is written for memory: two
-counting passes over keys of 22 bits instead of comparisons, then the few that share a key put in exact order. Where
-many share one (most lengths less than a 2^24th of the longest, or alike to the last bits) it sorts by comparing.
-Invariants: exactly the order of a stable descending sort (trajectories of equal length keep the caller's order), with
-or without numba; the sums are the plain left-to-right ones. Owner: a `Workspace` belongs to one caller, who makes one
-plan at a time with it; what was ranked with it holds until the next plan with it.
+A plan of many trajectories spends most of its time in `rank`, so that is written for memory: two counting passes over
+keys of 22 bits instead of comparisons, then the few trajectories that share a key are put in exact order. Where many
+share one (most lengths below a 2^24th of the longest, or equal to the last bits) it sorts by comparing. With or without
+numba the order is that of a stable descending sort, and the sums are the plain left-to-right ones.
+
+A `Workspace` belongs to one caller, who makes one plan at a time with it; what was ranked with it is valid until then.
 """
 
 from __future__ import annotations
@@ -14,13 +14,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from treadle_core.compiled import HAVE_NUMBA, compiled, lean
+from treadle_core.compiled import HAVE_NUMBA, Flags, Floats, Indexes, compiled, lean
 
-Floats = npt.NDArray[np.float64]
-Indexes = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
 Source = TypeVar("Source", bound=tuple[Any, ...])
 
 # Columns of `ranks`: sums over the ranks before this one of length, KV work and prefill; and the rank's own length.
@@ -44,7 +40,7 @@ LAG = 64
 
 
 class Workspace:
-    """Memory that the plans of one caller share: fresh pages can cost more than the plan itself."""
+    """Memory that the plans of one caller share, since fresh pages can cost more time than the plan itself."""
 
     def __init__(self) -> None:
         self._memory: dict[str, Floats] = {}
@@ -58,24 +54,24 @@ class Workspace:
             memory = self._memory[use] = np.empty(count)
         return memory[:count]
 
-    def derived(self, source: Source, derive: Callable[[Source], Floats]) -> Floats:
-        """A copy of what is derived from a tuple, which is derived anew only when another tuple comes."""
+    def derive_once(self, source: Source, derive: Callable[[Source], Floats]) -> Floats:
+        """A copy of `derive(source)`, which is computed again only for another tuple."""
         if self._source is not source:
             self._derived, self._source = derive(source), source
         return self._derived.copy()
 
 
-def ranked(
+def rank(
     lengths: Floats, contexts: Floats, placed: Flags, workspace: Workspace | None = None
 ) -> tuple[Indexes, Floats]:
-    """order[r], the index of rank r, and ranks[n + 1, 4], the columns above; O(n).
+    """Sort longest first: order[r], the index of rank r, and ranks[n + 1, 4], the columns above; O(n).
 
     `lengths` and `contexts` in tokens, >= 0 and finite (the caller has checked); `placed` where KV is on an engine and
     needs no prefill. KV work is length * (context + length / 2): tokens of KV read until it is done.
     """
     n = len(lengths)
     if not HAVE_NUMBA or n == 0:
-        return ranked_by_numpy(lengths, contexts, placed)
+        return rank_by_numpy(lengths, contexts, placed)
     memory = (workspace or Workspace()).floats(3 * n + COLUMNS * (n + 1), "ranks")
     order = memory[:n].view(np.int64)
     payload = memory[n : 3 * n]
@@ -87,12 +83,12 @@ def ranked(
     count_and_place(lengths, top, shift, (top - low) >> shift, payload[:n].view(np.int64), order)
     fetch(lengths, contexts, placed, order, payload.reshape(n, 2), ranks)
     if not finish(order, ranks):
-        return ranked_by_numpy(lengths, contexts, placed)
+        return rank_by_numpy(lengths, contexts, placed)
     return order, ranks
 
 
-def ranked_by_numpy(lengths: Floats, contexts: Floats, placed: Flags) -> tuple[Indexes, Floats]:
-    """The same to the last bit, in O(n log n)."""
+def rank_by_numpy(lengths: Floats, contexts: Floats, placed: Flags) -> tuple[Indexes, Floats]:
+    """`rank`, equal to the last bit, in O(n log n)."""
     order = np.argsort(-lengths, kind="stable").astype(np.int64)
     ranks = np.zeros((len(lengths) + 1, COLUMNS))
     descending = lengths[order]
@@ -105,7 +101,7 @@ def ranked_by_numpy(lengths: Floats, contexts: Floats, placed: Flags) -> tuple[I
 
 @compiled
 def count_and_place(lengths: Floats, top: int, shift: int, last: int, half: Indexes, order: Indexes) -> None:
-    """Orders (key, index) by key, indexes rising within one: least digit first. `half` is scratch of n."""
+    """Sort (key, index) by key, indexes rising within one: least digit first. `half` is scratch of n."""
     n = len(lengths)
     bits = lengths.view(np.int64)
     low_digit = np.zeros(DIGITS, np.int64)
@@ -133,7 +129,7 @@ def count_and_place(lengths: Floats, top: int, shift: int, last: int, half: Inde
 
 @lean
 def fetch(lengths: Floats, contexts: Floats, placed: Flags, order: Indexes, payload: Floats, ranks: Floats) -> None:
-    """Brings each rank's length and context to its place; `payload` is scratch of [n, 2]."""
+    """Bring each rank's length and context to its place; `payload` is scratch of [n, 2]."""
     for index in range(len(order)):  # side by side, so that a rank costs one trip to memory
         payload[index, 0] = lengths[index]
         payload[index, 1] = -contexts[index] if placed[index] else contexts[index]  # the sign says: no prefill
@@ -145,9 +141,9 @@ def fetch(lengths: Floats, contexts: Floats, placed: Flags, order: Indexes, payl
 
 @lean
 def finish(order: Indexes, ranks: Floats) -> bool:
-    """Puts those that share a key in exact order, strips the keys, and sums.
+    """Put ranks that share a key in exact order, remove the keys, and sum.
 
-    False, with nothing of use done, where one is out of its place by more than LAG: then too many share a key.
+    False, with nothing of use done, where a rank is out of place by more than LAG: then too many share a key.
     """
     n = len(order)
     sum_lengths = 0.0

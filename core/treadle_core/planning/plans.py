@@ -1,82 +1,68 @@
-"""Plans: when to ask for one, and where each trajectory should be according to the one in force.
+"""Plans: when to ask the placement service for one, and where each trajectory should be by the plan in force."""
 
-Owns the plan in force of each replanning rule. A trajectory is replanned by the rule of the policy it was opened under
-(`model.Replanning`): `resolving.py` or `rank_scaling.py`. Everything that speaks of all trajectories works on the
-columns of the worksheet: a question, its answer and the judgement of it take about as long as sorting the trajectories
-does.
-
-When a plan is asked for: enough has changed, none is under way, and not too often.
-
-Owns the counts since the last question. Two kinds of change: what was known has moved on (a step done, a trajectory
-closed), which is asked about every so many events and no more often than `plan_interval_s`; and something new is known
-(a trajectory opened, its first prediction came), which makes the last plan one for another population. As soon as half
-of what is known is new, a plan is due at once; less than that is due at the next tick."""
-
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from treadle_core.actions import AskPlan
+from treadle_core.compiled import Flags, Indexes
 from treadle_core.events import PlanArrived
-from treadle_core.model import PlacementRule, Replanning, TrajectoryRecord
+from treadle_core.model import CostModel, PlacementRule, Replanning, TrajectoryRecord
 from treadle_core.placing import balance
-from treadle_core.placing.costs import CostModel
 from treadle_core.placing.question import PlanWork
-from treadle_core.placing.worksheet import Flags, Indexes
-from treadle_core.planning import replanning
-from treadle_core.planning import replanning as rank_scaling
-from treadle_core.planning.picture import Picture, Pictures
-from treadle_core.planning.replanning import Ranks, Scaled
 from treadle_core.planning.siting import carries_tags
-from treadle_core.ranking.remaining import remaining_tokens
-from treadle_core.tables.engines import EngineRegistry
+from treadle_core.planning.snapshot import Snapshot, Snapshots, choose_placement
+from treadle_core.ranking.priorities import remaining_tokens
+from treadle_core.refusals import CoreError
+from treadle_core.tables.engines import EngineTable
 from treadle_core.tables.trajectories import RULE_NUMBERS, TrajectoryTable
 from treadle_core.tuning import Tuning
 
-# A plan made before this share of the present trajectories was known is a plan for others.
+# A plan is due at once when this share of the open trajectories is new or first predicted since the last one.
 NEW_SHARE = 0.5
 
 
 class PlanTiming:
-    """Counts for one replanning rule. `follows_work`: whether work done makes a new plan due, or news alone."""
+    """When to ask for a plan under one re-planning rule, by counts since the last question.
+
+    Finished steps and closed trajectories (work) make one due every so many events, at most every `plan_interval_s`,
+    where the rule follows work. New trajectories and first predictions (news) make the last plan one for another
+    population: from NEW_SHARE of the open trajectories on a plan is due at once, with fewer at the next tick.
+    """
 
     def __init__(self, tuning: Tuning, follows_work: bool) -> None:
         self._tuning = tuning
         self._follows_work = follows_work
-        self.noted = False  # whether anything was noted since the last question
-        self._done = 0
+        self.noted = False  # any work or news since the last question
+        self._work = 0
         self._news = 0
         self._asked_s: float | None = None
         self._last_asked_s = float("-inf")
 
     def note_work(self) -> None:
-        """Remaining work became less."""
         if self._follows_work:
-            self._done += 1
+            self._work += 1
             self.noted = True
 
     def note_news(self, count: int = 1) -> None:
-        """Something is known that was not."""
         self._news += count
         self.noted = True
 
-    def asked(self, now: float) -> None:
-        """The question is out."""
-        self.nothing_to_ask()
+    def note_question(self, now: float) -> None:
+        self.reset()
         self._asked_s = self._last_asked_s = now
 
-    def answered(self) -> None:
-        """And its answer is here."""
+    def note_answer(self) -> None:
         self._asked_s = None
 
-    def nothing_to_ask(self) -> None:
-        """It was due, but there is nothing to choose."""
-        self._done = self._news = 0
+    def reset(self) -> None:
+        self._work = self._news = 0
         self.noted = False
 
-    def due(self, now: float, open_count: int, ticked: bool) -> bool:
-        """Whether to ask now, with so many open trajectories; `ticked`: at a tick."""
+    def is_due(self, now: float, open_count: int, ticked: bool) -> bool:
+        """Whether to ask now, with so many open trajectories. ticked: at a tick."""
         if not self.noted:
             return False
         tuning = self._tuning
@@ -89,18 +75,106 @@ class PlanTiming:
             return False
         if ticked and self._news:
             return True
-        # Of few trajectories each event changes much, and at the tail engines fall idle; of many it changes little.
+        # With few trajectories each event changes much, and at the tail engines fall idle; with many it changes little.
         few, many = min(tuning.plan_every_events, open_count // 2), open_count // tuning.plan_trajectories_per_event
-        return self._done + self._news >= max(few, many, 1) and now - self._last_asked_s >= tuning.plan_interval_s
+        return self._work + self._news >= max(few, many, 1) and now - self._last_asked_s >= tuning.plan_interval_s
 
 
-# The cost model that each rule's plans are made by, unless the tuning names one.
+class InvalidSizesError(CoreError):
+    """Group sizes that cannot be scaled: a negative one, or not one for each engine."""
+
+
+class Ranks:
+    """Trajectories by length, longest first; equal ones in the order of arrival.
+
+    One sorted list: an update is two binary searches and two moves of memory within it, 3 microseconds with 6,400
+    trajectories; the moves would matter above some 100,000.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[tuple[float, int]] = []
+        self._key_of: dict[str, tuple[float, int]] = {}
+        self._arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def put(self, trajectory_id: str, length: float) -> None:
+        """Add a trajectory, or change its length."""
+        old = self._key_of.get(trajectory_id)
+        if old is None:
+            key = (-length, self._arrivals)
+            self._arrivals += 1
+        else:
+            key = (-length, old[1])
+            if key == old:
+                return
+            del self._keys[bisect_left(self._keys, old)]
+        self._key_of[trajectory_id] = key
+        insort(self._keys, key)
+
+    def drop(self, trajectory_id: str) -> None:
+        """Remove a trajectory, if it is here."""
+        key = self._key_of.pop(trajectory_id, None)
+        if key is not None:
+            del self._keys[bisect_left(self._keys, key)]
+
+    def rank(self, trajectory_id: str) -> int:
+        """The rank of a trajectory, 0 for the longest; -1 where it is not here."""
+        key = self._key_of.get(trajectory_id)
+        return -1 if key is None else bisect_left(self._keys, key)
+
+
+class ScaledGroups:
+    """Re-planning as Heddle 5.3 prints it: the group sizes of the first plan, scaled to the open trajectories.
+
+    That plan gives s_i of n trajectories to engine i, longest first. Whenever a prediction changes, also while a step
+    runs, the trajectory gets a new rank among the n* open ones by predicted remaining tokens; engine i takes
+    s_i * n* / n of the ranks, in the plan's order, and a trajectory on another engine than that of its rank migrates.
+    No cost, gain or rest between moves is weighed; a trajectory has one move at a time. Raises InvalidSizesError.
+    """
+
+    def __init__(self, engine_ids: Sequence[str], sizes: Sequence[int]) -> None:
+        if len(sizes) != len(engine_ids):
+            raise InvalidSizesError("sizes", f"{len(sizes)} sizes for {len(engine_ids)} engines")
+        if any(size < 0 for size in sizes):
+            raise InvalidSizesError("sizes", f"must be >= 0, are {list(sizes)}")
+        self.engine_ids = tuple(engine_ids)
+        self._ends = np.cumsum(np.array(sizes, np.int64)).tolist() if sizes else []
+
+    def engine(self, rank: int, active: int) -> str:
+        """The engine of a rank among `active` trajectories: the first whose group ends behind it. Groups end at
+        S_i * n* / n, S_i the sum of the first i sizes. Empty where the plan placed no trajectory."""
+        planned = self._ends[-1] if self._ends else 0
+        if planned == 0 or not 0 <= rank < active:
+            return ""
+        # rank < S_i * n* / n, in whole numbers.
+        return self.engine_ids[bisect_right(self._ends, rank * planned // active)]
+
+
+def scale_groups(work: PlanWork, engine_ids: Sequence[str], engine_of: Indexes) -> ScaledGroups:
+    """The groups of a plan, in the order of ranks. engine_of: index of each trajectory's engine, -1 for none.
+
+    Groups are contiguous in length, so the longest and then the shortest trajectory of each put them in order.
+    """
+    placed = engine_of >= 0
+    lengths, at = work.remaining_tokens[placed], engine_of[placed]
+    count = len(engine_ids)
+    sizes = np.bincount(at, minlength=count)
+    longest, shortest = np.zeros(count), np.full(count, np.inf)
+    np.maximum.at(longest, at, lengths)
+    np.minimum.at(shortest, at, lengths)
+    order = [int(index) for index in np.lexsort((np.arange(count), -shortest, -longest)) if sizes[index]]
+    return ScaledGroups([engine_ids[index] for index in order], [int(sizes[index]) for index in order])
+
+
+# The cost model of each rule's plans, unless the tuning names one.
 COST_MODELS = {Replanning.RESOLVE: CostModel.LINEAR_INTEGRAL, Replanning.RANK_SCALING: CostModel.GROUP_SIZE}
 
 
 @dataclass(frozen=True)
 class Question:
-    """A plan that was asked for, its rows numbered in this layout of the worksheet."""
+    """A plan that was asked for; the rows of its trajectories are of this layout of the live columns."""
 
     ask: AskPlan
     layout: int
@@ -108,8 +182,8 @@ class Question:
 
 @dataclass
 class Course:
-    """One rule's plan: the question that is out, the engines that trajectories should go to, and for those whose KV
-    moves with them the seconds that it saves."""
+    """The plan in force of one rule: the question that is out, the engines that trajectories should go to, and the
+    seconds that a move of KV saves."""
 
     rule: Replanning
     timing: PlanTiming
@@ -119,33 +193,32 @@ class Course:
 
 
 class Planner:
-    """Asks for plans, judges them, and knows where each trajectory should be."""
+    """Asks for plans, judges the answers, and knows where each trajectory should be.
 
-    def __init__(self, engines: EngineRegistry, table: TrajectoryTable, tuning: Tuning) -> None:
+    A trajectory is re-planned by the rule of the policy under which it was opened. Questions, answers and their
+    judgement work on the live columns, so each takes about as long as sorting the trajectories.
+    """
+
+    def __init__(self, engines: EngineTable, table: TrajectoryTable, tuning: Tuning) -> None:
         self._engines = engines
         self._table = table
         self._tuning = tuning
-        self._pictures = Pictures(engines, table.worksheet)
+        self._snapshots = Snapshots(engines, table.columns)
         self._plan_id = 0
-        self._resolved = Course(Replanning.RESOLVE, PlanTiming(tuning, follows_work=True))
-        self._scaled = Course(Replanning.RANK_SCALING, PlanTiming(tuning, follows_work=False))
+        self._resolve = Course(Replanning.RESOLVE, PlanTiming(tuning, follows_work=True))
+        self._scaling = Course(Replanning.RANK_SCALING, PlanTiming(tuning, follows_work=False))
         self._ranks = Ranks()
-        self._groups = Scaled((), ())
+        self._groups = ScaledGroups((), ())
 
-    # What happens to trajectories and engines.
-
-    def opened(self, record: TrajectoryRecord) -> None:
-        """A trajectory has come."""
+    def note_opening(self, record: TrajectoryRecord) -> None:
         self._course(record).timing.note_news()
         if _ranked(record):
             self._ranks.put(record.trajectory_id, remaining_tokens(record, self._tuning))
 
-    def stepped(self, record: TrajectoryRecord) -> None:
-        """A step of it is done."""
+    def note_step(self, record: TrajectoryRecord) -> None:
         self._course(record).timing.note_work()
 
-    def predicted(self, record: TrajectoryRecord, first: bool) -> None:
-        """Its prediction is updated; `first`: it had none."""
+    def note_prediction(self, record: TrajectoryRecord, *, first: bool) -> None:
         course = self._course(record)
         if first:
             course.timing.note_news()
@@ -159,160 +232,157 @@ class Planner:
         else:
             course.targets[record.trajectory_id] = target.spec.engine_id
 
-    def closed(self, record: TrajectoryRecord) -> None:
-        """It has left."""
-        self.settle(record)
+    def note_closing(self, record: TrajectoryRecord) -> None:
+        self.drop_target(record)
         self._ranks.drop(record.trajectory_id)
         self._course(record).timing.note_work()
 
-    def settle(self, record: TrajectoryRecord) -> None:
-        """It has moved, or failed to: the plan has no wish for it any more."""
+    def drop_target(self, record: TrajectoryRecord) -> None:
+        """Let the trajectory stay where it is until the next plan, as it has moved or could not."""
         self._course(record).targets.pop(record.trajectory_id, None)
 
     def restore(self, records: Iterable[TrajectoryRecord]) -> None:
-        """These are open, from an earlier run."""
+        """Take over the open trajectories of an earlier run."""
         for record in records:
-            self.opened(record)
+            self.note_opening(record)
 
     def note_engines(self) -> None:
-        """The engines have changed: the plans in force are void and new ones due."""
-        self._groups = Scaled((), ())
-        for course in (self._resolved, self._scaled):
+        """Drop the plans in force, as the engines have changed; new ones are due."""
+        self._groups = ScaledGroups((), ())
+        for course in (self._resolve, self._scaling):
             course.targets.clear()
             course.timing.note_news(max(self._tuning.plan_every_events, self._table.open_count()))
 
-    # Plans.
-
     def target(self, record: TrajectoryRecord) -> str:
-        """Where the plan in force wants a trajectory; empty where it says nothing."""
+        """Id of the engine where the plan in force wants a trajectory; empty for none."""
         return self._course(record).targets.get(record.trajectory_id, "")
 
-    def wishes(self) -> Iterator[str]:
-        """Those for which `target` names an engine."""
-        yield from self._resolved.targets
-        yield from self._scaled.targets
+    def targeted(self) -> Iterator[str]:
+        """Ids of the trajectories for which `target` names an engine."""
+        yield from self._resolve.targets
+        yield from self._scaling.targets
 
     def ask(self, now: float, *, ticked: bool = False) -> AskPlan | None:
-        """The question, where one is due and there is a choice to make."""
-        for course in (self._resolved, self._scaled):
-            if course.timing.noted and course.timing.due(now, self._table.open_count(), ticked):
+        """The question for a plan, where one is due and there is a choice to make."""
+        for course in (self._resolve, self._scaling):
+            if course.timing.noted and course.timing.is_due(now, self._table.open_count(), ticked):
                 question = self._question(course.rule)
                 if question is None:
-                    course.timing.nothing_to_ask()
+                    course.timing.reset()
                 else:
-                    course.timing.asked(now)
+                    course.timing.note_question(now)
                     course.question = question
                     return question.ask
         return None
 
-    def arrived(self, event: PlanArrived) -> list[str]:
-        """Takes a plan over, as far as its rule does; names the trajectories that should move.
+    def take_plan(self, event: PlanArrived) -> list[str]:
+        """Judge a plan and follow it; returns the ids of the trajectories whose KV should move.
 
-        A plan that is not the last one asked for is ignored: its engines or lengths may be gone.
+        Only the answer to the last question counts: the engines of an older one may be gone.
         """
-        for course in (self._resolved, self._scaled):
+        for course in (self._resolve, self._scaling):
             question = course.question
             if question is not None and question.ask.plan_id == event.plan_id:
                 course.question = None
-                course.timing.answered()
+                course.timing.note_answer()
                 return self._follow(course, question, event)
         return []
 
     def saving_s(self, record: TrajectoryRecord) -> float:
-        """Seconds that the move which the plan wants is worth: its share of what the plan saves, or what it saves the
-        two engines by itself, when the plan was made."""
+        """Seconds that the move to `target` saved when the plan was made: its share of what the plan saves, or what it
+        saves its two engines alone, whichever is more."""
         return self._course(record).savings_s.get(record.trajectory_id, 0.0)
 
     def _course(self, record: TrajectoryRecord) -> Course:
-        return self._resolved if record.policy.replanning is Replanning.RESOLVE else self._scaled
+        return self._resolve if record.policy.replanning is Replanning.RESOLVE else self._scaling
 
     def _question(self, replanning: Replanning) -> Question | None:
-        picture = self._pictures.now()
-        if len(picture.roster.specs) < 2:
+        snapshot = self._snapshots.take()
+        if len(snapshot.roster.specs) < 2:
             return None
-        chosen = np.flatnonzero(picture.movable(RULE_NUMBERS[replanning]))
+        chosen = np.flatnonzero(snapshot.movable(RULE_NUMBERS[replanning]))
         if not len(chosen):
             return None
-        live, worksheet = picture.live, self._table.worksheet
+        live, columns = snapshot.live, self._table.columns
         which = slice(None) if len(chosen) == len(live) else chosen
         work = PlanWork(
-            names=worksheet.names,
+            names=columns.ids,
             rows=live.rows[which],
-            remaining_tokens=picture.lengths[which],
+            remaining_tokens=snapshot.lengths[which],
             context_tokens=live.context_tokens[which],
-            current=picture.placement[which],
+            current=snapshot.placement[which],
             log_sigma=live.log_sigma[which],
-            room_tokens=picture.room_tokens[which],
+            room_tokens=snapshot.room_tokens[which],
         )
         self._plan_id += 1
         cost_model = self._tuning.plan_cost_model or COST_MODELS[replanning]
-        ask = AskPlan(self._plan_id, work, picture.roster.plan_engines, cost_model)
-        return Question(ask, worksheet.layout)
+        ask = AskPlan(self._plan_id, work, snapshot.roster.plan_engines, cost_model)
+        return Question(ask, columns.layout)
 
     def _follow(self, course: Course, question: Question, event: PlanArrived) -> list[str]:
-        picture = self._pictures.now()
-        movable = picture.movable(RULE_NUMBERS[course.rule])
-        engine_of = self._engine_of(question, event)
-        planned = self._planned(picture, question, engine_of, movable)
+        snapshot = self._snapshots.take()
+        movable = snapshot.movable(RULE_NUMBERS[course.rule])
+        engine_of = _read_answer(question.ask, event)
+        planned = self._place_answer(snapshot, question, engine_of, movable)
         if course.rule is Replanning.RANK_SCALING:
             engine_ids = [engine.engine_id for engine in question.ask.engines]
-            self._groups = rank_scaling.scaled(question.ask.work, engine_ids, engine_of)
-            return self._wished(course, picture, planned, np.flatnonzero(planned != picture.placement))
-        verdict = replanning.judged(picture, planned, movable, self._tuning)
-        moved = np.flatnonzero((verdict.placement != picture.placement) & (verdict.placement >= 0))
+            self._groups = scale_groups(question.ask.work, engine_ids, engine_of)
+            return self._set_targets(course, snapshot, planned, np.flatnonzero(planned != snapshot.placement))
+        placement, share_s = choose_placement(snapshot, planned, movable, self._tuning)
+        moved = np.flatnonzero((placement != snapshot.placement) & (placement >= 0))
         savings_s = np.maximum(
-            verdict.share_s,
-            balance.savings_s(
-                picture.roster.table.rows, picture.work, picture.placement, moved, verdict.placement[moved]
-            ),
+            share_s,
+            balance.savings_s(snapshot.roster.rows.rows, snapshot.work, snapshot.placement, moved, placement[moved]),
         )
-        begun = picture.live.begun[moved]
-        worth = savings_s >= self._tuning.move_gain_factor * self._tuning.move_fixed_s  # or the gate would refuse it
-        self._wished(course, picture, verdict.placement, moved[~begun | worth])
-        names: list[str] = self._table.worksheet.names[picture.live.rows[moved[begun & worth]]].tolist()
-        course.savings_s = dict(zip(names, savings_s[begun & worth].tolist(), strict=True))
+        started = snapshot.live.started[moved]
+        worth = (
+            savings_s >= self._tuning.move_gain_factor * self._tuning.move_fixed_s
+        )  # any other would not pass the cost gate
+        self._set_targets(course, snapshot, placement, moved[~started | worth])
+        names: list[str] = self._table.columns.ids[snapshot.live.rows[moved[started & worth]]].tolist()
+        course.savings_s = dict(zip(names, savings_s[started & worth].tolist(), strict=True))
         return names
 
-    def _wished(self, course: Course, picture: Picture, placement: Indexes, moved: Indexes) -> list[str]:
-        """Notes where the plan wants these, and names them."""
-        specs = picture.roster.specs
-        names: list[str] = self._table.worksheet.names[picture.live.rows[moved]].tolist()
+    def _set_targets(self, course: Course, snapshot: Snapshot, placement: Indexes, moved: Indexes) -> list[str]:
+        """Store where the plan wants these trajectories; returns their ids."""
+        specs = snapshot.roster.specs
+        names: list[str] = self._table.columns.ids[snapshot.live.rows[moved]].tolist()
         engine_ids = [specs[index].engine_id for index in placement[moved].tolist()]
         course.targets = dict(zip(names, engine_ids, strict=True))
         return names
 
-    def _engine_of(self, question: Question, event: PlanArrived) -> Indexes:
-        """For each trajectory of the question the index of its engine there; -1 where the answer says nothing of it."""
-        ask = question.ask
-        engine_of = np.full(len(ask.work), -1, np.int64)
-        if event.engine_of is not None:
-            if len(event.engine_of) == len(ask.work):
-                engine_of[:] = event.engine_of.indexes
-                engine_of[engine_of >= len(ask.engines)] = -1
-        elif event.groups:
-            place = {trajectory_id: at for at, trajectory_id in enumerate(ask.work.trajectory_ids)}
-            index_of = {engine.engine_id: index for index, engine in enumerate(ask.engines)}
-            for engine_id, trajectory_ids in event.groups:
-                at = [place[trajectory_id] for trajectory_id in trajectory_ids if trajectory_id in place]
-                engine_of[np.array(at, np.int64)] = index_of.get(engine_id, -1)
-        return engine_of
-
-    def _planned(self, picture: Picture, question: Question, engine_of: Indexes, movable: Flags) -> Indexes:
-        """The plan as a placement of the trajectories and engines that are here now."""
-        worksheet, roster = self._table.worksheet, picture.roster
+    def _place_answer(self, snapshot: Snapshot, question: Question, engine_of: Indexes, movable: Flags) -> Indexes:
+        """The answer as a placement of the present trajectories on the present engines."""
+        columns, roster = self._table.columns, snapshot.roster
         rows = question.ask.work.rows
-        if worksheet.layout != question.layout:
-            rows = np.array([worksheet.row(name) for name in question.ask.work.trajectory_ids], np.int64)
+        if columns.layout != question.layout:
+            rows = np.array([columns.row(name) for name in question.ask.work.trajectory_ids], np.int64)
         here = np.array([roster.index_of.get(engine.engine_id, -1) for engine in question.ask.engines], np.int64)
-        wanted = np.full(worksheet.used, -1, np.int64)
+        wanted = np.full(columns.used, -1, np.int64)
         known = (rows >= 0) & (engine_of >= 0)
         wanted[rows[known]] = here[engine_of[known]]
-        wanted = wanted[picture.live.rows]
-        return np.where(movable & (wanted >= 0), wanted, picture.placement)
+        wanted = wanted[snapshot.live.rows]
+        return np.where(movable & (wanted >= 0), wanted, snapshot.placement)
 
 
-def gated(record: TrajectoryRecord) -> bool:
-    """Whether a move of the trajectory must be worth its cost, and it rests between moves."""
+def _read_answer(ask: AskPlan, event: PlanArrived) -> Indexes:
+    """For each trajectory of the question the index of its engine there; -1 where the answer has none."""
+    engine_of = np.full(len(ask.work), -1, np.int64)
+    if event.engine_of is not None:
+        if len(event.engine_of) == len(ask.work):
+            engine_of[:] = event.engine_of.indexes
+            engine_of[engine_of >= len(ask.engines)] = -1
+    elif event.groups:
+        place = {trajectory_id: at for at, trajectory_id in enumerate(ask.work.trajectory_ids)}
+        index_of = {engine.engine_id: index for index, engine in enumerate(ask.engines)}
+        for engine_id, trajectory_ids in event.groups:
+            at = [place[trajectory_id] for trajectory_id in trajectory_ids if trajectory_id in place]
+            engine_of[np.array(at, np.int64)] = index_of.get(engine_id, -1)
+    return engine_of
+
+
+def must_gain(record: TrajectoryRecord) -> bool:
+    """Whether a move of the trajectory must save more than it costs, and the trajectory rests between moves."""
     return record.policy.replanning is not Replanning.RANK_SCALING
 
 

@@ -1,16 +1,14 @@
-"""Which engine runs a trajectory: the placement rules, as choices among the engines that can.
+"""Siting: which engine runs the next step of a trajectory, by the placement rule of its policy.
 
-A pinned engine always wins. Any rule leaves an engine that is gone or unhealthy. The rules, and whose they are:
-- PINNED (verl): round-robin at the opening, then never anywhere else.
-- LEAST_LOAD (slime): at each step the engine with the fewest steps out a slot, wherever the prefix is.
+A pinned engine always wins, and every rule avoids an engine that is gone or unhealthy.
+- PINNED (verl): engines in turn at the opening, then always the same.
+- LEAST_LOAD (slime): at each step the engine with the fewest live tickets for each slot, wherever the prefix is.
 - CACHE_AWARE (the SGLang router, as Heddle's Verl* uses it): the engine that holds the prefix, its own or, before the
-  first step, a sibling's of the same prompt; but while the loads are skewed, the least loaded. Skewed is what the
-  router calls imbalanced: the most loaded has over `skew_steps` steps more than the least loaded AND over `skew_ratio`
-  times as many. (Heddle prints the 32 as a ratio; as one it would hardly ever be met, and the baseline be weaker.)
-- PLANNED: opens where least predicted work is, goes where the plan says as long as no step has run (a move is free
-  then), and stays afterwards: later moves are migrations (`moves.py`).
-
-Owns the place of the round-robin and, for CACHE_AWARE, which engine saw each prompt last.
+  first step, a sibling's of the same prompt; while the loads are skewed, the least loaded one. Skewed is what the
+  router calls imbalanced: the most loaded engine has over `skew_steps` steps more than the least loaded AND over
+  `skew_ratio` times as many. (Heddle prints the 32 as a ratio, which would hardly ever be met: a weaker baseline.)
+- PLANNED: opens where least predicted work is, goes where the plan says until its first step, as moving is free until
+  then, and stays afterwards: later moves are migrations (`steps.moves`).
 """
 
 import math
@@ -18,20 +16,20 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from treadle_core.model import EngineRecord, PlacementRule, TrajectoryRecord
-from treadle_core.ranking.remaining import remaining_tokens, token_s
+from treadle_core.ranking.priorities import remaining_tokens, token_s
 from treadle_core.refusals import ContextTooLong
-from treadle_core.tables.engines import EngineRegistry
+from treadle_core.tables.engines import EngineTable
 from treadle_core.tables.trajectories import TrajectoryTable
 from treadle_core.tuning import Tuning
 
-# Prompts whose engine is remembered; beyond them the oldest has most likely left the engine's cache as well.
+# Prompts whose engine is remembered; an older one has most likely left the engine's cache as well.
 MOST_PROMPTS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
 class Able:
-    """Engines that may run trajectories with some tags, by id. usable: those that new steps should go to, all where
-    none should. fits_all: a context that each of them takes, in tokens."""
+    """Engines, by id, that may run trajectories with some tags. usable: engines for new steps, or all where none is
+    usable. fits_all: context tokens that each of them takes."""
 
     engines: list[EngineRecord]
     usable: list[EngineRecord]
@@ -39,27 +37,26 @@ class Able:
 
     @classmethod
     def of(cls, engines: list[EngineRecord]) -> "Able":
-        """Sorts them out."""
         limits = [engine.spec.max_context_tokens for engine in engines if engine.spec.max_context_tokens]
         usable = [engine for engine in engines if engine.usable] or engines
         return cls(engines, usable, min(limits) - 1 if limits else math.inf)
 
     def fitting(self, context_tokens: int) -> "Able":
-        """Those that take a context this long and one token more. Raises ContextTooLong where there are engines and
-        none does."""
+        """The engines that take a context this long and one token more. Raises ContextTooLong where there are engines
+        and none does."""
         if context_tokens <= self.fits_all:
             return self
-        return Able.of(_fitting_or_raises(self.engines, context_tokens))
+        return Able.of(_require_fitting(self.engines, context_tokens))
 
     def without(self, engine_id: str) -> "Able":
-        """All but one, unless it is the only one."""
+        """All engines but this one, unless it is the only one."""
         return Able.of([engine for engine in self.engines if engine.spec.engine_id != engine_id] or self.engines)
 
 
 class Siting:
-    """Chooses engines; see the module."""
+    """Chooses engines. Keeps the position of the round-robin, and which engine saw each prompt last."""
 
-    def __init__(self, engines: EngineRegistry, table: TrajectoryTable, tuning: Tuning) -> None:
+    def __init__(self, engines: EngineTable, table: TrajectoryTable, tuning: Tuning) -> None:
         self._engines = engines
         self._table = table
         self._tuning = tuning
@@ -69,15 +66,15 @@ class Siting:
         self._able_revision = -1
 
     def restore(self) -> None:
-        """Goes on counting where the stored trajectories left off."""
+        """Continue from the stored trajectories of an earlier run."""
         for record in self._table:
             if record.engine_id and record.policy.placement is PlacementRule.PINNED:
                 self._pinned += 1
             elif record.ticket is not None:
-                self.ran(record)
+                self.note_step(record)
 
-    def ran(self, record: TrajectoryRecord) -> None:
-        """A step of it goes to its engine, where the prompt will be cached."""
+    def note_step(self, record: TrajectoryRecord) -> None:
+        """A step of the trajectory goes to its engine, which will cache the prompt."""
         if record.policy.placement is PlacementRule.CACHE_AWARE:
             self._prompts[record.prompt_id] = record.engine_id
             self._prompts.move_to_end(record.prompt_id)
@@ -89,14 +86,14 @@ class Siting:
     ) -> EngineRecord | None:
         """The engine for the trajectory's next step, or None where none may take it now.
 
-        `target` is the plan's wish; `avoid` an engine that has just lost a stream of this trajectory, taken only where
-        there is no other. Raises ContextTooLong where engines exist and none takes `context_tokens`.
+        target: the engine that the plan wants; avoid: one that has just lost a stream of this trajectory, taken only
+        where there is no other. Raises ContextTooLong where engines exist and none takes `context_tokens`.
         """
         if record.pinned_engine_id:
             pinned = self._engines.get(record.pinned_engine_id)
             if pinned is None or not _healthy(pinned):
                 return None
-            return _fitting_or_raises([pinned], context_tokens)[0]
+            return _require_fitting([pinned], context_tokens)[0]
         rule = record.policy.placement
         if rule is PlacementRule.PLANNED or rule is PlacementRule.PINNED:
             free = rule is PlacementRule.PLANNED and record.ticket is None
@@ -120,7 +117,7 @@ class Siting:
         if rule is PlacementRule.CACHE_AWARE:
             return self._cache_aware(record, able)
         for engine in able.engines:
-            if engine.spec.engine_id == record.engine_id:  # its own was to be avoided, and is the only one
+            if engine.spec.engine_id == record.engine_id:  # its own was to be avoided and is the only one
                 return engine
         if rule is PlacementRule.PINNED:
             self._pinned += 1
@@ -132,7 +129,7 @@ class Siting:
         self._able_for(record).fitting(context_tokens)
 
     def _able_for(self, record: TrajectoryRecord) -> Able:
-        """Healthy engines with its tags; kept until the engines change."""
+        """Healthy engines with the trajectory's tags; kept until the engines change."""
         if self._able_revision != self._engines.revision:
             self._able.clear()
             self._able_revision = self._engines.revision
@@ -154,8 +151,8 @@ class Siting:
         return self._least_loaded(able)
 
     def _least_loaded(self, able: Able) -> EngineRecord:
-        """Fewest steps out a slot, then fewest that wait there, then the smaller id. The count of tickets is newer than
-        any measured load."""
+        """Fewest live tickets for each slot, then fewest waiting steps, then the smaller id. The count of tickets is
+        newer than any measured load."""
         tally = self._table.tally
         best, least = able.usable[0], (math.inf, math.inf)
         for engine in able.usable:
@@ -196,8 +193,7 @@ def _fits(engine: EngineRecord, context_tokens: int) -> bool:
     return not engine.spec.max_context_tokens or context_tokens < engine.spec.max_context_tokens
 
 
-def _fitting_or_raises(able: list[EngineRecord], context_tokens: int) -> list[EngineRecord]:
-    """Those that take a context this long."""
+def _require_fitting(able: list[EngineRecord], context_tokens: int) -> list[EngineRecord]:
     fitting = [engine for engine in able if _fits(engine, context_tokens)]
     if able and not fitting:
         longest = max(engine.spec.max_context_tokens for engine in able)

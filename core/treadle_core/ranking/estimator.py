@@ -21,8 +21,8 @@ from typing import Protocol
 
 import numpy as np
 
+from treadle_core.compiled import Floats
 from treadle_core.model import Estimate
-from treadle_core.placing.worksheet import Floats
 from treadle_core.ranking.evidence import (
     TOKEN_KNOTS,
     TURN_KNOTS,

@@ -1,22 +1,172 @@
 """The sample buffer of one rollout: groups on their way from submission to training (RollArt's SampleBuffer).
 
-Decide and apply are apart: `decide_*` is policy, changes nothing and returns what would happen; `apply` folds what
-did happen, so that a stored list of events rebuilds the buffer even after the policy has changed. Invariants: each
-kept trajectory leaves exactly once, taken or dropped; a group leaves whole; a batch id names one batch for ever;
-`revision` is the number of events applied. Owner: one caller at a time.
+A prompt is sampled `samples_per_prompt` times. Its group settles once `keep_per_prompt` samples are kept (first-K:
+RollArt's redundant environment rollouts, DARTS' early stopping) or all samples are in, however many of them failed. A
+settled group stays settled; a trajectory keeps its first verdict; a sample that would be dropped now would be dropped
+at any later time, so a caller may act on an early look at the verdict.
+
+`decide_*` changes nothing and returns what would happen; `apply` folds what did happen, so that a stored list of events
+rebuilds the buffer even after the policy has changed. A kept trajectory leaves exactly once, taken or dropped; a group
+leaves whole; a batch id always names the same batch; `revision` is the number of events applied.
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
-
-from treadle_core.rollouts.groups import DropReason, Group, RolloutSpec, Sample, Verdict, is_stale
 
 NO_VERSION = float("inf")  # ranks groups without a weight version behind those that can grow stale
 
 
+class DropReason(Enum):
+    """Why a trajectory is not trained on. The values are stored: do not rename them."""
+
+    GROUP_SETTLED = "group_settled"
+    STALE = "stale"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSpec:
+    """What one rollout asks for. `max_staleness` and `max_total_tokens` are None where there is no bound."""
+
+    prompt_ids: tuple[str, ...]
+    samples_per_prompt: int
+    keep_per_prompt: int  # K, 1..samples_per_prompt
+    max_staleness: int | None = None  # weight versions
+    max_total_tokens: int | None = None  # sampled tokens of one trajectory
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a spec no group could satisfy."""
+        if not self.prompt_ids or len(set(self.prompt_ids)) != len(self.prompt_ids):
+            raise ValueError("prompt_ids must be at least one, and distinct")
+        if not 1 <= self.keep_per_prompt <= self.samples_per_prompt:
+            raise ValueError("keep_per_prompt must be 1..samples_per_prompt")
+        if self.max_staleness is not None and self.max_staleness < 0:
+            raise ValueError("max_staleness must be >= 0, or None for no bound")
+        if self.max_total_tokens is not None and self.max_total_tokens < 1:
+            raise ValueError("max_total_tokens must be >= 1, or None for no cap")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A trajectory that was submitted, without its tokens."""
+
+    trajectory_id: str
+    prompt_id: str
+    sample: int  # 0..samples_per_prompt - 1
+    failed: bool = False
+    oldest_version: int | None = None  # weight version of its oldest sampled token; None where no bound asks for it
+    payload_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What happened to a sample when it was submitted. `drop_reason` is None where it was kept."""
+
+    drop_reason: DropReason | None
+    group_settled: bool  # then its running siblings are no longer wanted
+
+    @property
+    def kept(self) -> bool:
+        """Whether the sample waits for training."""
+        return self.drop_reason is None
+
+
+class SampleTakenError(Exception):
+    """This sample of the prompt was submitted before, by another trajectory."""
+
+    def __init__(self, prompt_id: str, sample: int, trajectory_id: str) -> None:
+        super().__init__(f"sample {sample} of prompt {prompt_id} was handed in by trajectory {trajectory_id}")
+        self.prompt_id = prompt_id
+        self.sample = sample
+        self.trajectory_id = trajectory_id
+
+
+def is_stale(oldest_version: int | None, newest_version: int | None, bound: int | None) -> bool:
+    """Whether the oldest sampled token is over `bound` versions behind the newest (RollArt's asynchronous bound)."""
+    if oldest_version is None or newest_version is None or bound is None:
+        return False
+    return newest_version - oldest_version > bound
+
+
+@dataclass(frozen=True)
+class Group:
+    """The samples of one prompt; frozen. `kept` wait to be taken, in order of arrival; `settled_order` ranks groups."""
+
+    prompt_id: str
+    kept: tuple[Sample, ...] = ()
+    verdicts: Mapping[str, Verdict] = field(default_factory=dict)  # by trajectory
+    owners: Mapping[int, str] = field(default_factory=dict)  # sample index -> trajectory
+    settled_order: int | None = None
+    taken: bool = False
+
+    @property
+    def received(self) -> int:
+        """The number of samples submitted."""
+        return len(self.verdicts)
+
+    @property
+    def settled(self) -> bool:
+        return self.settled_order is not None
+
+    @property
+    def ready(self) -> bool:
+        return self.settled and not self.taken and bool(self.kept)
+
+    @property
+    def oldest_version(self) -> int | None:
+        return min((s.oldest_version for s in self.kept if s.oldest_version is not None), default=None)
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(sample.payload_bytes for sample in self.kept)
+
+    def judge(self, sample: Sample, spec: RolloutSpec, newest_version: int | None, cancelled: bool) -> Verdict:
+        """The verdict for a sample; for a known trajectory its first one. Raises SampleTakenError."""
+        first = self.verdicts.get(sample.trajectory_id)
+        if first is not None:
+            return first
+        owner = self.owners.get(sample.sample)
+        if owner is not None:
+            raise SampleTakenError(self.prompt_id, sample.sample, owner)
+        reason = self._drop_reason(sample, spec, newest_version, cancelled)
+        enough = reason is None and len(self.kept) + 1 >= spec.keep_per_prompt
+        everything_in = self.received + 1 >= spec.samples_per_prompt
+        return Verdict(reason, group_settled=self.settled or cancelled or enough or everything_in)
+
+    def _drop_reason(
+        self, sample: Sample, spec: RolloutSpec, newest_version: int | None, cancelled: bool
+    ) -> DropReason | None:
+        if cancelled:
+            return DropReason.CANCELLED
+        if sample.failed:
+            return DropReason.FAILED
+        if self.settled:
+            return DropReason.GROUP_SETTLED
+        if is_stale(sample.oldest_version, newest_version, spec.max_staleness):
+            return DropReason.STALE
+        return None
+
+    def with_sample(self, sample: Sample, verdict: Verdict, settled_order: int) -> "Group":
+        """The group after a verdict; `settled_order` is its rank if this sample settles it."""
+        settles = verdict.group_settled and not self.settled
+        return replace(
+            self,
+            kept=(*self.kept, sample) if verdict.kept else self.kept,
+            verdicts={**self.verdicts, sample.trajectory_id: verdict},
+            owners={**self.owners, sample.sample: sample.trajectory_id},
+            settled_order=settled_order if settles else self.settled_order,
+        )
+
+    def without(self, trajectory_ids: Collection[str]) -> "Group":
+        """The group without some of its kept samples; settled or not as before."""
+        return replace(self, kept=tuple(s for s in self.kept if s.trajectory_id not in trajectory_ids))
+
+
 class RolloutState(Enum):
-    """Where a rollout stands; the last two are final."""
+    """The last two are final."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -25,7 +175,7 @@ class RolloutState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A sample came in and got its verdict."""
+    """A sample was submitted and got its verdict."""
 
     sample: Sample
     verdict: Verdict
@@ -41,7 +191,7 @@ class Advanced:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Whole groups that went out under one id: (prompt, trajectories in order of arrival)."""
+    """Whole groups that leave under one id: (prompt, trajectories in order of arrival)."""
 
     batch_id: str
     groups: tuple[tuple[str, tuple[str, ...]], ...]
@@ -69,12 +219,12 @@ class GroupTooLargeError(Exception):
 
 
 class SampleBuffer:
-    """State of one rollout. Read its attributes freely; only `apply` changes them."""
+    """State of one rollout. Only `apply` changes its attributes."""
 
     def __init__(self, spec: RolloutSpec) -> None:
         self.spec = spec
         self.groups = {prompt_id: Group(prompt_id) for prompt_id in spec.prompt_ids}
-        self.samples: dict[str, Sample] = {}  # every sample that came in, by trajectory
+        self.samples: dict[str, Sample] = {}  # every sample submitted, by trajectory
         self.batches: dict[str, Batch] = {}
         self.drops: Counter[DropReason] = Counter()
         self.newest_version: int | None = None
@@ -86,39 +236,32 @@ class SampleBuffer:
 
     @property
     def state(self) -> RolloutState:
-        """Running until every group has settled or somebody cancelled."""
         if self.cancelled:
             return RolloutState.CANCELLED
         return RolloutState.FINISHED if self.settled_total == len(self.groups) else RolloutState.RUNNING
 
     @property
     def over(self) -> bool:
-        """Whether no further sample will be kept."""
         return self.state is not RolloutState.RUNNING
 
     @property
     def buffered(self) -> int:
-        """Trajectories kept and not yet taken."""
+        """The number of trajectories kept and not yet taken."""
         return self._buffered
 
     @property
     def kept_fraction(self) -> float:
-        """Trajectories taken or still waiting, of all that came in.
-
-        1.0 before the first. A standing metric of wasted work.
-        """
+        """Share of the submitted trajectories that are kept or taken, 1.0 before the first: a metric of wasted work."""
         return (self.taken_total + self._buffered) / len(self.samples) if self.samples else 1.0
 
     def decide_arrival(self, sample: Sample) -> Arrived:
-        """Verdict for a sample (a known trajectory gets its first one again).
-
-        Raises KeyError for a foreign prompt, SampleTakenError.
-        """
+        """The verdict for a sample; for a known trajectory its first one. Raises KeyError for an unknown prompt,
+        SampleTakenError."""
         group = self.groups[sample.prompt_id]
         return Arrived(sample, group.judge(sample, self.spec, self.newest_version, self.cancelled))
 
     def decide_version(self, version: int) -> Advanced | None:
-        """What a trainer at `version` makes stale (in groups not yet taken); None where that is no news."""
+        """What a trainer at `version` makes stale in groups not yet taken; None for a version that is not newer."""
         if self.newest_version is not None and version <= self.newest_version:
             return None
         bound = self.spec.max_staleness
@@ -132,11 +275,10 @@ class SampleBuffer:
         return Advanced(version, tuple(stale))
 
     def decide_batch(self, batch_id: str, max_groups: int, wait: bool, max_bytes: int) -> Batch | None:
-        """Whole groups for training, those with the oldest tokens first, equal ones as they settled.
+        """Whole groups for training, oldest tokens first, then as they settled; a known id gives its batch again.
 
         None where the caller should wait: fewer than `max_groups` are ready, `wait` is set and more can come. A batch
-        is also full at `max_bytes`. Raises GroupTooLargeError where the oldest group alone is larger. A known id
-        gives its batch again.
+        is also full at `max_bytes`. Raises GroupTooLargeError where the oldest group alone is larger.
         """
         first = self.batches.get(batch_id)
         if first is not None:
@@ -158,20 +300,14 @@ class SampleBuffer:
         return Batch(batch_id, groups, exhausted=self.over and len(chosen) == len(ready))
 
     def decide_cancel(self) -> Cancelled | None:
-        """Cancelling drops what had not settled and leaves settled groups to be taken.
-
-        None where the rollout is over already.
-        """
+        """What cancelling drops: kept samples of groups that have not settled; None where the rollout is over."""
         if self.over:
             return None
         dropped = (s.trajectory_id for group in self.groups.values() if not group.settled for s in group.kept)
         return Cancelled(tuple(dropped))
 
     def apply(self, event: Event) -> None:
-        """Fold one event.
-
-        Events come in the order in which they were decided, each decided on the state it is applied to.
-        """
+        """Apply an event that was decided on the present state."""
         match event:
             case Arrived():
                 self._apply_arrival(event)

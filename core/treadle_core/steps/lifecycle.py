@@ -1,4 +1,6 @@
-"""Trajectories come and go: opening, closing, announcing, forgetting."""
+"""Handlers of trajectories: opening, closing, announcing the closing, forgetting."""
+
+from dataclasses import fields
 
 from treadle_core.actions import (
     AbortStep,
@@ -12,7 +14,7 @@ from treadle_core.actions import (
     SaveTrajectory,
 )
 from treadle_core.events import ClosedAnnounced, TrajectoryClosed, TrajectoryOpened
-from treadle_core.model import Outcome, TrajectoryRecord, TrajectoryState, changed
+from treadle_core.model import Outcome, TrajectoryRecord, TrajectoryState, copy_with
 from treadle_core.refusals import EngineNotFound, RequestIdReused, TrajectoryExists, TrajectoryIsClosed
 from treadle_core.steps import tickets
 from treadle_core.steps.state import State
@@ -24,13 +26,16 @@ CLOSED_STATES = {
     Outcome.CANCELLED: TrajectoryState.CANCELLED,
 }
 
-# close_request_id of a trajectory that the scheduler itself gave up.
-ABANDONED = "abandoned"
+ABANDONED = "abandoned"  # close_request_id of a trajectory that the scheduler closed itself
+
+# Fields that the request and the record of an opening have in common.
+OPENING_FIELDS = [field.name for field in fields(TrajectoryOpened) if field.name != "request_id"]
 
 
-def opened(state: State, event: TrajectoryOpened, now: float) -> list[Action]:
-    """Admits a trajectory, placed where an engine is there. Raises TrajectoryExists, RequestIdReused,
+def open_trajectory(state: State, event: TrajectoryOpened, now: float) -> list[Action]:
+    """Admit a trajectory, and place it where there is an engine. Raises TrajectoryExists, RequestIdReused,
     EngineNotFound."""
+    values = {name: getattr(event, name) for name in OPENING_FIELDS}
     known = state.table.get(event.trajectory_id)
     if known is not None:
         if known.open_request_id != event.request_id:
@@ -38,7 +43,7 @@ def opened(state: State, event: TrajectoryOpened, now: float) -> list[Action]:
                 f"{event.trajectory_id} was opened by another request; leave trajectory_id empty to have one minted",
                 trajectory_id=event.trajectory_id,
             )
-        if _asked(known) != event:
+        if any(getattr(known, name) != value for name, value in values.items()):
             raise RequestIdReused(
                 "request_id", f"{event.request_id} has opened {event.trajectory_id} with other values"
             )
@@ -48,33 +53,25 @@ def opened(state: State, event: TrajectoryOpened, now: float) -> list[Action]:
             f"pinned_engine_id: no engine {event.pinned_engine_id} holds a lease", engine_id=event.pinned_engine_id
         )
     record = TrajectoryRecord(
-        trajectory_id=event.trajectory_id,
-        prompt_id=event.prompt_id,
+        **values,
         policy=state.policy,
         opened_s=now,
         open_request_id=event.request_id,
-        rollout_id=event.rollout_id,
-        sample=event.sample,
-        prompt_tokens=event.prompt_tokens,
-        max_total_tokens=event.max_total_tokens,
-        deadline_s=event.deadline_s,
-        hardware_tags=event.hardware_tags,
-        pinned_engine_id=event.pinned_engine_id,
         requested_s=now,
         touched_s=now,
     )
     engine = state.siting.choose(record)
     if engine is not None:
-        record = changed(record, engine_id=engine.spec.engine_id, revision=1)
-    record = changed(record, priority=state.priority(record))
+        record = copy_with(record, engine_id=engine.spec.engine_id, revision=1)
+    record = copy_with(record, priority=state.priority(record))
     state.table.put(record)
-    state.planner.opened(record)
+    state.planner.note_opening(record)
     state.sweeps.set(record.trajectory_id, now + state.tuning.abandon_after_s)
-    return [SaveTrajectory(record), AnnounceOpened(record), asked_prediction(record)]
+    return [SaveTrajectory(record), AnnounceOpened(record), ask_prediction(record)]
 
 
-def asked_prediction(record: TrajectoryRecord) -> AskPrediction:
-    """The question how much is left of a trajectory as it is now."""
+def ask_prediction(record: TrajectoryRecord) -> AskPrediction:
+    """Ask how much is left of a trajectory."""
     return AskPrediction(
         trajectory_id=record.trajectory_id,
         prompt_id=record.prompt_id,
@@ -87,8 +84,8 @@ def asked_prediction(record: TrajectoryRecord) -> AskPrediction:
     )
 
 
-def closed(state: State, event: TrajectoryClosed, now: float) -> list[Action]:
-    """Ends a trajectory. Raises TrajectoryNotFound, TrajectoryIsClosed, RequestIdReused."""
+def close_trajectory(state: State, event: TrajectoryClosed, now: float) -> list[Action]:
+    """End a trajectory. Raises TrajectoryNotFound, TrajectoryIsClosed, RequestIdReused."""
     record = state.table.require(event.trajectory_id)
     if not record.is_open:
         if record.close_request_id != event.request_id:
@@ -103,45 +100,45 @@ def closed(state: State, event: TrajectoryClosed, now: float) -> list[Action]:
     return _close(state, record, event.request_id, event.outcome, event.reward, now)
 
 
-def announced(state: State, event: ClosedAnnounced, _now: float) -> list[Action]:
-    """The closing is published."""
-    state.unannounced.pop(event.trajectory_id, None)
+def confirm_announcement(state: State, event: ClosedAnnounced, _now: float) -> list[Action]:
+    """Note that a closing has been published."""
+    state.announcements.pop(event.trajectory_id, None)
     record = state.table.get(event.trajectory_id)
     if record is None or record.announced:
         return []
-    record = changed(record, announced=True)
+    record = copy_with(record, announced=True)
     state.table.put(record)
     return [SaveTrajectory(record)]
 
 
-def announce_if_settled(state: State, record: TrajectoryRecord, now: float) -> list[Action]:
-    """Publishes a closing once all its tokens are counted."""
+def announce_if_counted(state: State, record: TrajectoryRecord, now: float) -> list[Action]:
+    """Publish a closing whose tokens are all counted."""
     if record.is_open or record.announced or record.uncounted:
         return []
     return _announce(state, record, now)
 
 
 def announce_due(state: State, now: float) -> list[Action]:
-    """Publishes closings that have waited long enough for the last tokens, or for a confirmation."""
+    """Publish closings that have waited long enough for their last tokens, or for a confirmation."""
     actions: list[Action] = []
-    for trajectory_id in [trajectory_id for trajectory_id, due_s in state.unannounced.items() if due_s <= now]:
+    for trajectory_id in [trajectory_id for trajectory_id, due_s in state.announcements.items() if due_s <= now]:
         record = state.table.get(trajectory_id)
         if record is None:
-            del state.unannounced[trajectory_id]
+            del state.announcements[trajectory_id]
         else:
             actions += _announce(state, record, now)
     return actions
 
 
-def swept(state: State, now: float) -> list[Action]:
-    """Closes what nobody touches any more, and forgets what closed long ago."""
+def sweep(state: State, now: float) -> list[Action]:
+    """Close trajectories that no client uses any more, and forget those that closed long ago."""
     actions: list[Action] = []
-    for trajectory_id in state.sweeps.due(now):
+    for trajectory_id in state.sweeps.take_due(now):
         record = state.table.get(trajectory_id)
         if record is None:
             continue
         due_s = sweep_s(state, record)
-        if due_s > now:  # touched since
+        if due_s > now:  # used since
             state.sweeps.set(trajectory_id, due_s)
         elif record.is_open:
             actions += _close(state, record, ABANDONED, Outcome.FAILED, None, now)
@@ -154,7 +151,7 @@ def swept(state: State, now: float) -> list[Action]:
 
 
 def sweep_s(state: State, record: TrajectoryRecord) -> float:
-    """When a trajectory is to be closed as abandoned, or, if it is closed, to be forgotten."""
+    """When to close an open trajectory as abandoned, or to forget a closed one."""
     if record.closed_s is None:
         return record.touched_s + state.tuning.abandon_after_s
     return record.closed_s + state.tuning.keep_closed_s
@@ -172,8 +169,8 @@ def _close(
         actions.append(CancelMigration(record.trajectory_id, move.migration_id))
     if engine is not None and record.ticket is not None:
         actions.append(ReleasePrefix(engine.address, record.trajectory_id))
-    record = changed(
-        tickets.left_behind(record),
+    record = copy_with(
+        tickets.end_ticket(record),
         state=CLOSED_STATES[outcome],
         outcome=outcome,
         reward=reward,
@@ -183,29 +180,13 @@ def _close(
         touched_s=now,
     )
     state.table.put(record)
-    state.planner.closed(record)
+    state.planner.note_closing(record)
     state.sweeps.set(record.trajectory_id, now + state.tuning.keep_closed_s)
-    state.unannounced[record.trajectory_id] = now + state.tuning.close_settle_s
-    return [SaveTrajectory(record), *actions, *announce_if_settled(state, record, now)]
+    state.announcements[record.trajectory_id] = now + state.tuning.close_settle_s
+    return [SaveTrajectory(record), *actions, *announce_if_counted(state, record, now)]
 
 
 def _announce(state: State, record: TrajectoryRecord, now: float) -> list[Action]:
     assert record.outcome is not None, "a closed trajectory has an outcome"
-    state.unannounced[record.trajectory_id] = now + state.tuning.announce_again_s
+    state.announcements[record.trajectory_id] = now + state.tuning.announce_again_s
     return [AnnounceClosed(record, record.outcome)]
-
-
-def _asked(record: TrajectoryRecord) -> TrajectoryOpened:
-    """The request that opened a trajectory."""
-    return TrajectoryOpened(
-        request_id=record.open_request_id,
-        trajectory_id=record.trajectory_id,
-        prompt_id=record.prompt_id,
-        rollout_id=record.rollout_id,
-        sample=record.sample,
-        prompt_tokens=record.prompt_tokens,
-        max_total_tokens=record.max_total_tokens,
-        deadline_s=record.deadline_s,
-        hardware_tags=record.hardware_tags,
-        pinned_engine_id=record.pinned_engine_id,
-    )

@@ -1,8 +1,4 @@
-"""Steps: issuing tickets, hearing what engines, tools and the predictor say of them.
-
-Invariants: at most one live ticket a trajectory; a live ticket's revision and engine are its trajectory's; no ticket
-for an engine without a lease.
-"""
+"""Handlers of steps: requests for tickets, and what engines, tools and the predictor report."""
 
 from treadle_core.actions import Action, AnnouncePredicted, IssueTicket, Reprioritize, SaveTrajectory
 from treadle_core.events import (
@@ -13,70 +9,66 @@ from treadle_core.events import (
     ToolFinished,
     ToolStarted,
 )
-from treadle_core.model import Prediction, TrajectoryRecord, changed
+from treadle_core.model import Prediction, copy_with
 from treadle_core.steps import admission, lifecycle, moves, tickets
 from treadle_core.steps.state import State
 from treadle_core.steps.tickets import StepKind
 
 
-def requested(state: State, event: StepRequested, now: float) -> list[Action]:
-    """Answers with a ticket. Raises what `steps.check` raises, TrajectoryNotFound, ContextTooLong, NoEngine."""
+def request_step(state: State, event: StepRequested, now: float) -> list[Action]:
+    """Answer with a ticket, or let the step wait for one. Raises what `check_request` raises, TrajectoryNotFound,
+    ContextTooLong, NoEngine."""
     record = state.table.require(event.trajectory_id)
-    kind = tickets.check(record, event)
+    kind = tickets.check_request(record, event)
     if kind is StepKind.REPEAT:
         assert record.ticket is not None, "only a ticket's own request repeats"
         return [IssueTicket(record.ticket)]
     if kind is StepKind.NEXT and admission.must_wait(state, record):
-        return admission.held(state, event)
-    return tickets.granted(state, record, event, kind, now)
+        return admission.let_wait(state, event)
+    return tickets.issue_ticket(state, record, event, kind, now)
 
 
-def preempted(_state: State, _event: StepPreempted, _now: float) -> list[Action]:
-    """A step waits again, and ranks as it did: nothing is to be done."""
+def preempt_step(_state: State, _event: StepPreempted, _now: float) -> list[Action]:
+    """Nothing changes: the step keeps its ticket and its priority."""
     return []
 
 
-def finished(state: State, event: StepFinished, now: float) -> list[Action]:
-    """An engine's account of a step: count it, ask how much is left, and see whether the trajectory should move
-    meanwhile."""
+def finish_step(state: State, event: StepFinished, now: float) -> list[Action]:
+    """Count the tokens of a step, ask how much is left, and see whether the trajectory should move meanwhile."""
     record = state.table.get(event.trajectory_id)
-    record = tickets.finished(record, event, now) if record is not None else None
+    record = tickets.count_step(record, event, now) if record is not None else None
     if record is None:
         return []
     state.table.put(record)
-    state.planner.stepped(record)
+    state.planner.note_step(record)
     if not record.is_open:
-        return [SaveTrajectory(record), *lifecycle.announce_if_settled(state, record, now)]
-    return [SaveTrajectory(record), lifecycle.asked_prediction(record), *moves.considered(state, record, now)]
+        return [SaveTrajectory(record), *lifecycle.announce_if_counted(state, record, now)]
+    return [SaveTrajectory(record), lifecycle.ask_prediction(record), *moves.start_move(state, record, now)]
 
 
-def tool_started(state: State, event: ToolStarted, _now: float) -> list[Action]:
-    """What a tool call is expected to take bounds what a move may take."""
+def start_tool(state: State, event: ToolStarted, _now: float) -> list[Action]:
+    """Note how long the tool call is expected to take: a move should be over by then."""
     record = state.table.get(event.trajectory_id)
-    if record is None or not record.is_open:
-        return []
-    state.table.put(changed(record, tool_over=False, tool_expected_s=event.expected_s))
+    if record is not None and record.is_open:
+        state.table.put(copy_with(record, tool_over=False, tool_expected_s=event.expected_s))
     return []
 
 
-def tool_finished(state: State, event: ToolFinished, _now: float) -> list[Action]:
-    """The next step is about to be asked for: no move starts now."""
+def finish_tool(state: State, event: ToolFinished, _now: float) -> list[Action]:
+    """Start no move from now on, as the next step is about to be requested."""
     record = state.table.get(event.trajectory_id)
-    if record is None or not record.is_open:
-        return []
-    state.table.put(changed(record, tool_over=True))
+    if record is not None and record.is_open:
+        state.table.put(copy_with(record, tool_over=True))
     return []
 
 
-def predicted(state: State, event: PredictionArrived, now: float) -> list[Action]:
-    """Takes a prediction over unless a newer one is here, reorders a step that is out, and considers a move."""
+def take_prediction(state: State, event: PredictionArrived, now: float) -> list[Action]:
+    """Store a prediction unless a newer one is here; send an engine the new priority of a step, or start a move."""
     record = state.table.get(event.trajectory_id)
     if record is None or not record.is_open:
         return []
-    if record.prediction is not None and (event.turn, event.gen_tokens) < (
-        record.prediction.turn,
-        record.prediction.gen_tokens,
-    ):
+    known = record.prediction
+    if known is not None and (event.turn, event.gen_tokens) < (known.turn, known.gen_tokens):
         return []
     prediction = Prediction(
         event.turn,
@@ -86,27 +78,17 @@ def predicted(state: State, event: PredictionArrived, now: float) -> list[Action
         event.model_version,
         event.learned,
     )
-    first = record.prediction is None
-    record = changed(record, prediction=prediction)
-    record = changed(record, priority=state.priority(record))
+    record = copy_with(record, prediction=prediction)
+    record = copy_with(record, priority=state.priority(record))
     state.table.put(record)
-    state.planner.predicted(record, first)
+    state.planner.note_prediction(record, first=known is None)
     actions: list[Action] = [SaveTrajectory(record), AnnouncePredicted(record)]
     ticket = record.live_ticket
-    if ticket is not None and state.orderings.changed(record.policy, ticket.priority, record.priority):
-        actions += _reprioritized(state, record, record.priority)
-        return actions  # a ticket is out: nothing moves now
-    return actions + moves.considered(state, record, now)
-
-
-def _reprioritized(state: State, record: TrajectoryRecord, priority: float) -> list[Action]:
-    ticket = record.live_ticket
-    assert ticket is not None, "only a live ticket is reprioritized"
-    if ticket.priority == priority:
-        return []
-    record = changed(record, ticket=changed(ticket, priority=priority))
-    state.table.put(record)
-    return [
-        SaveTrajectory(record),
-        Reprioritize(ticket.engine_id, ticket.engine_address, ((ticket.ticket_id, priority),)),
-    ]
+    if ticket is None:
+        return actions + moves.start_move(state, record, now)
+    if state.priorities.must_report(record.policy, ticket.priority, record.priority):
+        record = copy_with(record, ticket=copy_with(ticket, priority=record.priority))
+        state.table.put(record)
+        reprioritize = Reprioritize(ticket.engine_id, ticket.engine_address, ((ticket.ticket_id, record.priority),))
+        actions += [SaveTrajectory(record), reprioritize]
+    return actions

@@ -1,19 +1,8 @@
-"""What the controller holds, as one bundle that its handlers share. Each part owns its own invariants; this file adds
-none.
-
-What falls due when: a heap that a tick asks, so that no tick walks over everything there is.
-
-Invariant: each id has at most one time that counts, the last one set; what it said before is passed over. A time that
-turns out too early (the trajectory was touched since) is set again by the caller, so that a touch costs nothing.
-
-Those that wait to begin, in a line for each engine.
-
-Invariants: nobody stands in two lines, and each line is in order: the best ranked first, of equals whoever asked first.
-A place in a line is as of when it was last given (`put`): what is predicted since changes nothing until then."""
+"""The state of the controller, which the handlers of all events share. Each part keeps its own invariants."""
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,112 +10,131 @@ from treadle_core.events import StepRequested
 from treadle_core.model import Policy, TrajectoryRecord
 from treadle_core.planning.plans import Planner
 from treadle_core.planning.siting import Siting
-from treadle_core.ranking.orderings import Orderings
-from treadle_core.ranking.remaining import token_s
-from treadle_core.tables.engines import EngineRegistry
+from treadle_core.ranking.priorities import Priorities, token_s
+from treadle_core.tables.engines import EngineTable
 from treadle_core.tables.trajectories import TrajectoryTable
 from treadle_core.tuning import Tuning
 
 
 class Deadlines:
-    """Ids by the time when somebody should look at them."""
+    """One time for each id, in a heap, so that a tick looks only at ids whose time has come."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, str]] = []
         self._due_s: dict[str, float] = {}
 
     def set(self, name: str, due_s: float) -> None:
-        """Look at it then, and not before."""
+        """Set the time of an id, in place of an earlier one."""
         self._due_s[name] = due_s
         heapq.heappush(self._heap, (due_s, name))
 
-    def due(self, now: float) -> list[str]:
-        """Those whose time has come, the earliest first; they have none any more."""
+    def take_due(self, now: float) -> list[str]:
+        """Remove and return the ids whose time has come, earliest first."""
         names: list[str] = []
         while self._heap and self._heap[0][0] <= now:
             due_s, name = heapq.heappop(self._heap)
-            if self._due_s.get(name) == due_s:
+            if self._due_s.get(name) == due_s:  # otherwise it was set again later
                 del self._due_s[name]
                 names.append(name)
         return names
 
 
-class Waiter(NamedTuple):
-    """One of a line; the smallest begins first. place: how many had been held before it."""
+class Place(NamedTuple):
+    """A place in the queue of an engine; the smallest starts first."""
 
-    rank: float  # its priority, negated
-    place: int
+    negated_priority: float
+    arrival: int
     trajectory_id: str
 
 
-class Lines:
-    """The lines, by engine."""
+class WaitingSteps:
+    """Requests for tickets that are not answered yet; those of first steps stand in one queue for each engine.
+
+    A trajectory stands in at most one queue, by its priority at the time of `enqueue`, then by arrival. Nothing of it
+    is stored: after a restart the clients ask again.
+    """
 
     def __init__(self) -> None:
-        self._lines: dict[str, list[Waiter]] = {}
-        self._stands: dict[str, tuple[str, Waiter]] = {}
+        self._requests: dict[str, tuple[int, StepRequested]] = {}
+        self._arrivals = 0
+        self._queues: dict[str, list[Place]] = {}
+        self._places: dict[str, tuple[str, Place]] = {}
 
-    def engine_ids(self) -> list[str]:
-        """Those with a line, in order."""
-        return sorted(self._lines)
+    def __len__(self) -> int:
+        return len(self._requests)
 
-    def line(self, engine_id: str) -> Sequence[Waiter]:
-        """The line of an engine, as it is at any time; the next to begin is first."""
-        return self._lines.get(engine_id, ())
+    def __contains__(self, trajectory_id: str) -> bool:
+        return trajectory_id in self._requests
 
-    def put(self, engine_id: str, waiter: Waiter) -> None:
-        """Gives a trajectory this place, whatever it had before."""
-        stands = (engine_id, waiter)
-        if self._stands.get(waiter.trajectory_id) == stands:
+    def add(self, event: StepRequested) -> bool:
+        """Keep a request; a repeat replaces it and keeps its arrival. Returns whether it is new."""
+        known = self._requests.get(event.trajectory_id)
+        self._arrivals += known is None
+        self._requests[event.trajectory_id] = (known[0] if known else self._arrivals, event)
+        return known is None
+
+    def request(self, trajectory_id: str) -> StepRequested:
+        return self._requests[trajectory_id][1]
+
+    def by_arrival(self, trajectory_ids: Iterable[str]) -> list[str]:
+        """Those of the trajectories that wait, in the order of arrival."""
+        return sorted(self._requests.keys() & trajectory_ids, key=lambda each: self._requests[each][0])
+
+    def remove(self, trajectory_id: str) -> None:
+        """Remove a request, if it is here."""
+        self._requests.pop(trajectory_id, None)
+        self.dequeue(trajectory_id)
+
+    def queued_engines(self) -> list[str]:
+        """Ids of the engines that have a queue, in order."""
+        return sorted(self._queues)
+
+    def queue(self, engine_id: str) -> Sequence[Place]:
+        """The queue of an engine, next to start first: a view that changes with it."""
+        return self._queues.get(engine_id, ())
+
+    def enqueue(self, engine_id: str, trajectory_id: str, priority: float) -> None:
+        """Give a waiting trajectory this place instead of its former one."""
+        place = Place(-priority, self._requests[trajectory_id][0], trajectory_id)
+        if self._places.get(trajectory_id) == (engine_id, place):
             return
-        self.drop(waiter.trajectory_id)
-        self._stands[waiter.trajectory_id] = stands
-        insort(self._lines.setdefault(engine_id, []), waiter)
+        self.dequeue(trajectory_id)
+        self._places[trajectory_id] = (engine_id, place)
+        insort(self._queues.setdefault(engine_id, []), place)
 
-    def drop(self, trajectory_id: str) -> None:
-        """It waits no more, if it did."""
-        stands = self._stands.pop(trajectory_id, None)
-        if stands is not None:
-            engine_id, waiter = stands
-            line = self._lines[engine_id]
-            del line[bisect_left(line, waiter)]
-            if not line:
-                del self._lines[engine_id]
-
-
-class Held(NamedTuple):
-    """A request that waits; place: how many had been held before it."""
-
-    event: StepRequested
-    place: int
+    def dequeue(self, trajectory_id: str) -> None:
+        """Take a trajectory out of its queue, if it is in one; its request stays."""
+        found = self._places.pop(trajectory_id, None)
+        if found is not None:
+            engine_id, place = found
+            queue = self._queues[engine_id]
+            del queue[bisect_left(queue, place)]
+            if not queue:
+                del self._queues[engine_id]
 
 
 @dataclass
 class State:
-    """The parts. `unannounced`: closed trajectories whose closing is to be published, and from when on. `sweeps`: when
-    each trajectory might be abandoned, or be forgotten. `mean_tool_s`: over all calls; `mean_observed_tokens`: of the
-    context, a turn, that tools brought. `held`: requests for tickets that are not answered yet (`holding.py`);
-    `held_count`: how many there ever were; `lines`: those of them that wait to begin."""
+    """The parts. announcements: closed trajectories whose closing is to be published, and when. sweeps: when each
+    trajectory may be closed as abandoned, or forgotten. mean_tool_s: over all tool calls. mean_observed_tokens: what
+    tools add to a context in a turn."""
 
     tuning: Tuning
     policy: Policy
-    engines: EngineRegistry
+    engines: EngineTable
     table: TrajectoryTable
     siting: Siting
     planner: Planner
-    orderings: Orderings
-    unannounced: dict[str, float] = field(default_factory=dict)
-    sweeps: Deadlines = field(default_factory=Deadlines)
+    priorities: Priorities
+    mean_observed_tokens: float
     mean_tool_s: float = 0.0
-    mean_observed_tokens: float = 0.0
-    held: dict[str, "Held"] = field(default_factory=dict)
-    held_count: int = 0
-    lines: Lines = field(default_factory=Lines)
+    announcements: dict[str, float] = field(default_factory=dict)
+    sweeps: Deadlines = field(default_factory=Deadlines)
+    waiting: WaitingSteps = field(default_factory=WaitingSteps)
 
     @classmethod
     def new(cls, policy: Policy, tuning: Tuning, epoch_s: float) -> "State":
-        """An empty one."""
-        engines = EngineRegistry(tuning.lease_ttl_s)
+        engines = EngineTable(tuning.lease_ttl_s)
         table = TrajectoryTable(tuning)
         return cls(
             tuning=tuning,
@@ -135,10 +143,10 @@ class State:
             table=table,
             siting=Siting(engines, table, tuning),
             planner=Planner(engines, table, tuning),
-            orderings=Orderings(tuning, epoch_s),
+            priorities=Priorities(tuning, epoch_s),
             mean_observed_tokens=tuning.expected_observed_tokens,
         )
 
     def priority(self, record: TrajectoryRecord) -> float:
-        """The priority of a trajectory's step on the engine where it is."""
-        return self.orderings.priority(record, token_s(self.engines.spec(record.engine_id)))
+        """The priority of a trajectory's step on its present engine."""
+        return self.priorities.priority(record, token_s(self.engines.spec(record.engine_id)))

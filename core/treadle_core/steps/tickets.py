@@ -1,36 +1,33 @@
-"""Tickets: the right to run one step once, on the engine that the placement rule chooses.
+"""Tickets: check a request for one, issue it on the engine that the placement rule chooses, and end it.
 
-Invariants: at most one live ticket a trajectory; a live ticket's revision and engine are its trajectory's; no ticket
-for an engine without a lease.
-
-The rules of one trajectory's steps: which may be asked for, what a finished one changes. Pure functions over
-records.
-
-Turns count from 0 without gaps. At most one ticket of a trajectory is live. The client's word that a turn is over (it
-asks for the next) is taken before the engine's own account arrives: the account's tokens are added when it does
-(`uncounted`)."""
+Turns count from 0 without gaps. A trajectory has at most one live ticket; its revision and engine are the trajectory's,
+and the engine holds a lease. When the client asks for the next turn before the engine's account of the last one
+(`step_finished`) has arrived, the last ticket is done and `uncounted` until then.
+"""
 
 import enum
 import hashlib
+from operator import attrgetter
 
 from treadle_core.actions import AbortStep, Action, IssueTicket, SaveTrajectory
 from treadle_core.events import StepFinished, StepRequested
-from treadle_core.model import EngineRecord, TicketRecord, TicketStatus, TrajectoryRecord, TrajectoryState, changed
-from treadle_core.ranking import remaining
+from treadle_core.model import EngineSpec, TicketRecord, TicketStatus, TrajectoryRecord, TrajectoryState, copy_with
+from treadle_core.ranking import priorities
 from treadle_core.refusals import BadField, NoEngine, RequestIdReused, StepInFlight, TrajectoryIsClosed, TurnOutOfOrder
 from treadle_core.steps import moves
 from treadle_core.steps.state import State
 
-# 48 bits in front of every ticket id. The engine matches request ids by prefix when it aborts, so no ticket id may be a
-# prefix of another: ids of other steps differ within these characters.
+# 48 bits in front of every ticket id: the engine matches ids by prefix when it aborts, so no ticket id may be a prefix
+# of another.
 TICKET_DIGEST_CHARACTERS = 12
 
-# Tickets left behind whose account is still awaited; more than a few only where accounts are lost for good.
-UNCOUNTED_KEPT = 8
+MOST_UNCOUNTED = 8  # tickets of a trajectory; more only where `step_finished` is lost for good
+
+REQUEST_FIELDS = attrgetter("turn", "context_tokens", "max_new_tokens", "replaces_ticket_id", "resumed_tokens")
 
 
 class StepKind(enum.Enum):
-    """REPEAT: the request was answered before. NEXT: a new turn. AGAIN: the same turn, its stream having been lost."""
+    """REPEAT: the request was answered before. NEXT: a new turn. AGAIN: the same turn, as its stream was lost."""
 
     REPEAT = "repeat"
     NEXT = "next"
@@ -38,30 +35,18 @@ class StepKind(enum.Enum):
 
 
 def ticket_id(trajectory_id: str, turn: int, attempt: int) -> str:
-    """The id of a step's ticket; unique, and no prefix of another."""
+    """The id of a ticket; unique, and no prefix of another."""
     name = f"{trajectory_id}.{turn}.{attempt}"
     return f"{hashlib.sha256(name.encode()).hexdigest()[:TICKET_DIGEST_CHARACTERS]}.{name}"
 
 
-def check(record: TrajectoryRecord, event: StepRequested) -> StepKind:
-    """What the request is. Raises TrajectoryIsClosed, TurnOutOfOrder, StepInFlight, BadField, RequestIdReused."""
+def check_request(record: TrajectoryRecord, event: StepRequested) -> StepKind:
+    """The kind of a request. Raises TrajectoryIsClosed, TurnOutOfOrder, StepInFlight, BadField, RequestIdReused."""
     if not record.is_open:
         raise TrajectoryIsClosed(f"{record.trajectory_id} is {record.state.value}", trajectory_id=record.trajectory_id)
     ticket = record.ticket
     if ticket is not None and ticket.request_id == event.request_id:
-        if (
-            ticket.turn,
-            ticket.context_tokens,
-            ticket.max_new_tokens,
-            ticket.replaces_ticket_id,
-            ticket.resumed_tokens,
-        ) != (
-            event.turn,
-            event.context_tokens,
-            event.max_new_tokens,
-            event.replaces_ticket_id,
-            event.resumed_tokens,
-        ):
+        if REQUEST_FIELDS(ticket) != REQUEST_FIELDS(event):
             raise RequestIdReused(
                 "request_id", f"{event.request_id} has asked for turn {ticket.turn} with other values"
             )
@@ -112,47 +97,45 @@ def _out_of_order(record: TrajectoryRecord, event: StepRequested, expected: int)
     )
 
 
-def left_behind(record: TrajectoryRecord) -> TrajectoryRecord:
-    """The record with its out ticket, if any, taken as done on the client's word, its tokens still to be counted."""
+def end_ticket(record: TrajectoryRecord) -> TrajectoryRecord:
+    """The record with its ticket, if one is out, done and uncounted: the client says that the step is over."""
     ticket = record.ticket
     if ticket is None or ticket.status is TicketStatus.DONE:
         return record
-    return changed(
+    return copy_with(
         record,
-        ticket=changed(ticket, status=TicketStatus.DONE),
-        uncounted=(*record.uncounted, ticket.ticket_id)[-UNCOUNTED_KEPT:],
+        ticket=copy_with(ticket, status=TicketStatus.DONE),
+        uncounted=(*record.uncounted, ticket.ticket_id)[-MOST_UNCOUNTED:],
         next_turn=ticket.turn + 1,
         state=TrajectoryState.IDLE,
     )
 
 
-def taken_back(record: TrajectoryRecord) -> TrajectoryRecord:
-    """The record as if the last ticket's step had not finished: the client never got its end and asks for the turn
-    again."""
+def reopen_turn(record: TrajectoryRecord) -> TrajectoryRecord:
+    """The record as if the last step had not finished: the client did not get its end and asks for the turn again."""
     ticket = record.ticket
     if ticket is None or ticket.status is not TicketStatus.DONE:
         return record
-    return changed(
+    return copy_with(
         record,
         gen_tokens=record.gen_tokens - ticket.output_tokens,
-        ticket=changed(ticket, output_tokens=0),
+        ticket=copy_with(ticket, output_tokens=0),
         uncounted=tuple(other for other in record.uncounted if other != ticket.ticket_id),
         next_turn=ticket.turn,
     )
 
 
-def finished(record: TrajectoryRecord, event: StepFinished, now: float) -> TrajectoryRecord | None:
-    """The record after an engine's account of a step, or None where it changes nothing (heard before, or of a replaced
-    ticket)."""
+def count_step(record: TrajectoryRecord, event: StepFinished, now: float) -> TrajectoryRecord | None:
+    """The record after `step_finished`; None where the ticket was replaced or the event arrived before."""
     ticket = record.ticket
     if event.ticket_id in record.uncounted:
-        counted = changed(
+        counted = copy_with(
             record,
             gen_tokens=record.gen_tokens + event.output_tokens,
             uncounted=tuple(other for other in record.uncounted if other != event.ticket_id),
         )
         if ticket is not None and ticket.ticket_id == event.ticket_id:
-            counted = changed(counted, ticket=changed(ticket, output_tokens=event.output_tokens))
+            counted = copy_with(counted, ticket=copy_with(ticket, output_tokens=event.output_tokens))
         return counted
     if (
         not record.is_open
@@ -161,9 +144,9 @@ def finished(record: TrajectoryRecord, event: StepFinished, now: float) -> Traje
         or ticket.status is TicketStatus.DONE
     ):
         return None
-    return changed(
+    return copy_with(
         record,
-        ticket=changed(ticket, status=TicketStatus.DONE, output_tokens=event.output_tokens),
+        ticket=copy_with(ticket, status=TicketStatus.DONE, output_tokens=event.output_tokens),
         gen_tokens=record.gen_tokens + event.output_tokens,
         context_tokens=event.context_tokens + event.output_tokens,
         next_turn=ticket.turn + 1,
@@ -175,56 +158,43 @@ def finished(record: TrajectoryRecord, event: StepFinished, now: float) -> Traje
     )
 
 
-def granted(state: State, record: TrajectoryRecord, event: StepRequested, kind: StepKind, now: float) -> list[Action]:
-    """The ticket that was asked for. Raises ContextTooLong, NoEngine."""
-    actions: list[Action] = []
-    lost_at = ""
-    if kind is StepKind.AGAIN:
-        lost_at = _lost_stream_at(record, now)
-        again = taken_back(record)
-    else:
-        again = left_behind(record)
+def issue_ticket(
+    state: State, record: TrajectoryRecord, event: StepRequested, kind: StepKind, now: float
+) -> list[Action]:
+    """Answer a checked request with a ticket. Raises ContextTooLong, NoEngine."""
+    out = record.live_ticket
+    # A ticket too old to be accepted by its engine is no sign that the engine lost the stream.
+    lost = out if kind is StepKind.AGAIN and out is not None and now < out.expires_s else None
+    record = reopen_turn(record) if kind is StepKind.AGAIN else end_ticket(record)
     engine = state.siting.choose(
-        again, target=state.planner.target(record), avoid=lost_at, context_tokens=event.context_tokens
+        record,
+        target=state.planner.target(record),
+        avoid=lost.engine_id if lost is not None else "",
+        context_tokens=event.context_tokens,
     )
     if engine is None:
         raise NoEngine(
             "no engine may run this step now: none is registered and healthy that it could go to",
             trajectory_id=record.trajectory_id,
         )
-    if lost_at:
-        actions += _give_up_stream(state, record, now)
-    actions += moves.withdrawn(again)
-    record = _ticketed(state, again, event, kind, engine, now)
-    assert record.ticket is not None, "it was just made"
+    actions: list[Action] = []
+    if lost is not None:
+        state.engines.suspect(lost.engine_id, now)
+        actions.append(AbortStep(lost.engine_address, lost.ticket_id))
+    actions += moves.cancel_migration(record)
+    record, ticket = _add_ticket(state, record, event, kind, engine.spec, now)
     state.table.put(record)
-    state.siting.ran(record)
-    return [SaveTrajectory(record), IssueTicket(record.ticket), *actions]
+    state.siting.note_step(record)
+    return [SaveTrajectory(record), IssueTicket(ticket), *actions]
 
 
-def _lost_stream_at(record: TrajectoryRecord, now: float) -> str:
-    """The engine at which a live ticket's stream was lost; empty where the engine's own loss is known already, or the
-    ticket was merely too old to be accepted.
-    """
-    ticket = record.live_ticket
-    return ticket.engine_id if ticket is not None and now < ticket.expires_s else ""
-
-
-def _give_up_stream(state: State, record: TrajectoryRecord, now: float) -> list[Action]:
-    ticket = record.live_ticket
-    assert ticket is not None, "only a live ticket's stream is given up"
-    state.engines.suspect(ticket.engine_id, now)
-    return [AbortStep(ticket.engine_address, ticket.ticket_id)]
-
-
-def _ticketed(
-    state: State, record: TrajectoryRecord, event: StepRequested, kind: StepKind, engine: EngineRecord, now: float
-) -> TrajectoryRecord:
-    spec = engine.spec
+def _add_ticket(
+    state: State, record: TrajectoryRecord, event: StepRequested, kind: StepKind, spec: EngineSpec, now: float
+) -> tuple[TrajectoryRecord, TicketRecord]:
     moved = spec.engine_id != record.engine_id
     attempt = record.ticket.attempt + 1 if kind is StepKind.AGAIN and record.ticket is not None else 0
-    tool_s = _mean_tool_s(state, record, event) if kind is StepKind.NEXT else record.tool_s
-    record = changed(
+    tool_s = _learn_tool_s(state, record, event) if kind is StepKind.NEXT else record.tool_s
+    record = copy_with(
         record,
         state=TrajectoryState.STEPPING,
         engine_id=spec.engine_id,
@@ -238,7 +208,7 @@ def _ticketed(
     _learn_observed(state, record)
     priority = state.priority(record)
     if moved:
-        state.planner.settle(record)
+        state.planner.drop_target(record)
     ticket = TicketRecord(
         ticket_id=ticket_id(record.trajectory_id, event.turn, attempt),
         trajectory_id=record.trajectory_id,
@@ -259,12 +229,12 @@ def _ticketed(
         preemptible=record.policy.preempt,
         kv_reserve_tokens=reserve_tokens(state, record) if record.policy.reserve else 0,
     )
-    return changed(record, priority=priority, ticket=ticket)
+    return copy_with(record, priority=priority, ticket=ticket), ticket
 
 
 def reserve_tokens(state: State, record: TrajectoryRecord) -> int:
-    """KV tokens that an engine should hold room for when it takes the trajectory."""
-    return remaining.reserve_tokens(record, state.mean_observed_tokens, state.tuning)
+    """KV tokens that an engine reserves for a trajectory which it starts."""
+    return priorities.reserve_tokens(record, state.mean_observed_tokens, state.tuning)
 
 
 def _learn_observed(state: State, record: TrajectoryRecord) -> None:
@@ -274,7 +244,7 @@ def _learn_observed(state: State, record: TrajectoryRecord) -> None:
         state.mean_observed_tokens += weight * (observed / record.next_turn - state.mean_observed_tokens)
 
 
-def _mean_tool_s(state: State, record: TrajectoryRecord, event: StepRequested) -> float:
+def _learn_tool_s(state: State, record: TrajectoryRecord, event: StepRequested) -> float:
     if event.tool_s <= 0.0:
         return record.tool_s
     weight = state.tuning.tool_mean_weight

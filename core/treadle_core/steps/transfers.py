@@ -1,17 +1,44 @@
-"""Which waiting moves start now: Heddle's trajectory-aware transmission scheduler (§5.3).
+"""Moves of KV between engines: what one costs, whether it is worth that, and which of several start now (Heddle 5.3).
 
-Longest trajectory first; an engine takes part in one move at a time, as source or as target; what one call returns
-can run strictly in parallel. A long move that has to wait for an engine does not hold back a shorter one between two
-free engines. Pure: the caller owns the waiting list and knows which engines are busy.
+A prefix moves while the trajectory's tool runs; the part of the move that the tool does not hide delays the next step.
+Without shared storage the target computes the prefix again, which takes its time from others even when it is hidden.
 """
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from treadle_core.model import DEFAULT_PREFILL_TOKENS_PER_S, EngineSpec, KvTransfer
+from treadle_core.tuning import Tuning
+
+
+def move_cost_s(context_tokens: int, source: EngineSpec, target: EngineSpec, tuning: Tuning) -> float:
+    """Seconds from asking for a move to the switch."""
+    if moves_by_storage(source, target):
+        return tuning.move_fixed_s + context_tokens * source.kv_bytes_per_token / tuning.storage_bytes_per_s
+    rate = target.decode_curve.prefill_tokens_per_s or DEFAULT_PREFILL_TOKENS_PER_S
+    return tuning.move_fixed_s + context_tokens / rate
+
+
+def moves_by_storage(source: EngineSpec, target: EngineSpec) -> bool:
+    """Whether both engines read the same store of KV."""
+    return source.kv_transfer is KvTransfer.STORAGE and target.kv_transfer is KvTransfer.STORAGE
+
+
+def longest_useful_move_s(
+    *, context_tokens: int, tool_left_s: float, saving_s: float, source: EngineSpec, target: EngineSpec, tuning: Tuning
+) -> float | None:
+    """Seconds that a move may take before it costs more than the `saving_s` it is worth; None where it is not worth
+    its cost at all. `tool_left_s`: seconds that the tool call is expected to last."""
+    cost_s = move_cost_s(context_tokens, source, target, tuning)
+    # A hidden read from storage costs nobody; a hidden prefill costs the target's other trajectories.
+    price_s = max(0.0, cost_s - tool_left_s) if moves_by_storage(source, target) else cost_s
+    worth = saving_s >= tuning.move_gain_factor * max(price_s, tuning.move_fixed_s)
+    return tool_left_s + saving_s if worth else None
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A move that waits. Equal lengths go in the order in which they were asked for."""
+    """A move that waits to start."""
 
     transfer_id: str
     source: str
@@ -21,8 +48,10 @@ class Transfer:
 
 
 def next_transfers(waiting: Iterable[Transfer], busy_engines: Collection[str]) -> list[Transfer]:
-    """Return the moves to start in this scheduling epoch, longest first, no two of them (nor a busy one) sharing an
-    engine.
+    """The moves to start now: longest trajectory first, of equal ones the one asked for first.
+
+    An engine takes part in one move at a time, as source or target, so what one call returns runs in parallel. A long
+    move that waits for an engine does not hold back a shorter one between two free engines.
     """
     taken = set(busy_engines)
     chosen: list[Transfer] = []

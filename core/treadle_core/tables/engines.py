@@ -1,20 +1,19 @@
-"""The registry of engines and the leases that hold them.
+"""The table of engines and their leases.
 
-Owns every EngineRecord. Invariants: an engine is here exactly while its lease runs; one lease an engine; a lease is
-renewed only by its own id; `revision` moves with each change and `membership` with those of what the engines are or
-whether they are usable, so that others may keep what they derive from them until it does. Time is handed in; whoever
-owns the registry calls `expired` now and then and removes what it names.
+Owns every EngineRecord. An engine is here while its lease runs; it has one lease, which only the lease's own id renews.
+`revision` grows with every change, `membership` when an engine comes, goes, changes its spec or whether it is usable:
+callers keep what they derive from the table until these change. Whoever owns the table removes what `expired` names.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from treadle_core.events import EngineDeregistered, EngineRegistered, LeaseRenewed
+from treadle_core.events import EngineRegistered, LeaseRenewed
 from treadle_core.model import EngineRecord, EngineSpec
 from treadle_core.refusals import LeaseNotFound, RequestIdReused
 
 
-class EngineRegistry:
+class EngineTable:
     """Engines by id, in the order of their ids."""
 
     def __init__(self, lease_ttl_s: float) -> None:
@@ -36,26 +35,23 @@ class EngineRegistry:
         return engine_id in self._engines
 
     def get(self, engine_id: str) -> EngineRecord | None:
-        """The engine, or None where none of that id holds a lease."""
         return self._engines.get(engine_id)
 
     def spec(self, engine_id: str) -> EngineSpec | None:
-        """What the engine is, or None."""
         record = self._engines.get(engine_id)
         return record.spec if record is not None else None
 
     def restore(self, records: Iterable[EngineRecord], now: float) -> None:
-        """Takes over stored engines. Nobody could renew while the scheduler was away, so each gets a whole lease."""
+        """Take over stored engines, each with a whole lease, as none could renew while the scheduler was away."""
         for record in records:
             self._put(replace(record, lease_expires_s=now + self._lease_ttl_s))
 
-    def known(self, event: EngineRegistered) -> EngineRecord | None:
-        """The record of the same request made before. Raises RequestIdReused where the request says something else
-        now."""
+    def find_repeat(self, event: EngineRegistered) -> EngineRecord | None:
+        """The record of the same request made before. Raises RequestIdReused where its other values differ now."""
         record = self._engines.get(event.spec.engine_id)
         if record is None or record.register_request_id != event.request_id:
             return None
-        declared = replace(event.spec, weight_version=record.spec.weight_version)  # which may have moved since
+        declared = replace(event.spec, weight_version=record.spec.weight_version)  # may have changed since
         if declared != record.spec:
             raise RequestIdReused(
                 "request_id", f"{event.request_id} has registered {event.spec.engine_id} with another description"
@@ -63,7 +59,7 @@ class EngineRegistry:
         return record
 
     def register(self, event: EngineRegistered, now: float) -> EngineRecord:
-        """Takes an engine in, in place of an older one of that id."""
+        """Add an engine, in place of an older one of that id."""
         record = EngineRecord(
             spec=event.spec,
             lease_id=event.lease_id,
@@ -74,8 +70,8 @@ class EngineRegistry:
         return record
 
     def renew(self, event: LeaseRenewed, now: float) -> EngineRecord:
-        """Extends a lease and takes the load over. A renewal shows that the sidecar is alive. Raises LeaseNotFound."""
-        record = self._held(event.lease_id, event.engine_id)
+        """Extend a lease and store the load; the engine is not suspect any more. Raises LeaseNotFound."""
+        record = self.require_lease(event.lease_id, event.engine_id)
         spec, load = record.spec, record.load
         if event.load is not None:
             load = event.load
@@ -85,18 +81,14 @@ class EngineRegistry:
         self._put(renewed)
         return renewed
 
-    def check_deregistration(self, event: EngineDeregistered) -> EngineRecord:
-        """The engine to take away. Raises LeaseNotFound."""
-        return self._held(event.lease_id, event.engine_id)
-
     def suspect(self, engine_id: str, now: float) -> None:
-        """A client lost a stream there: no new steps until the next renewal."""
+        """Send no new steps there until the next renewal, as a client has lost a stream."""
         record = self._engines.get(engine_id)
         if record is not None:
             self._put(replace(record, suspect_s=now))
 
     def set_weight_version(self, engine_id: str, weight_version: str) -> EngineRecord | None:
-        """The engine with its new weights, or None where it is not here or had them."""
+        """Store a weight version; None where the engine is not here or has it already."""
         record = self._engines.get(engine_id)
         if record is None or record.spec.weight_version == weight_version:
             return None
@@ -105,16 +97,16 @@ class EngineRegistry:
         return updated
 
     def remove(self, engine_id: str) -> None:
-        """Forgets an engine."""
         if self._engines.pop(engine_id, None) is not None:
             self.membership += 1
             self._changed()
 
     def expired(self, now: float) -> list[str]:
-        """Engines whose lease has run out."""
+        """Ids of engines whose lease has run out."""
         return [record.spec.engine_id for record in self if record.lease_expires_s <= now]
 
-    def _held(self, lease_id: str, engine_id: str) -> EngineRecord:
+    def require_lease(self, lease_id: str, engine_id: str) -> EngineRecord:
+        """The engine that holds this lease. Raises LeaseNotFound."""
         record = self._engines.get(engine_id)
         if record is None or record.lease_id != lease_id:
             raise LeaseNotFound(

@@ -1,48 +1,46 @@
-"""The table of trajectories, with the sums over each engine that placement asks for all the time.
+"""The table of trajectories, with sums for each engine that placement and admission read.
 
-Owns every TrajectoryRecord, the tallies and the worksheet, and names to who watches them the records that are new.
-Invariant: tallies and worksheet equal what a walk over the open records would give; only `put` and `forget` write.
+Owns every TrajectoryRecord, the sums (`Tally`) and the live columns, which equal what a walk over the open records
+would give: only `put` and `forget` write. Collects the ids of watched trajectories whose record has changed.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from treadle_core.model import PlacementRule, Replanning, TicketStatus, TrajectoryRecord
-from treadle_core.placing.worksheet import NOT_PLANNED, Worksheet
-from treadle_core.ranking.remaining import log_sigma, remaining_tokens, remaining_tool_s, room_tokens
+from treadle_core.ranking.priorities import log_sigma, remaining_tokens, remaining_tool_s, room_tokens
 from treadle_core.refusals import TrajectoryNotFound
+from treadle_core.tables.columns import NOT_PLANNED, LiveColumns
 from treadle_core.tuning import Tuning
 
-# Numbers of the replanning rules in the worksheet.
-RESOLVED, SCALED = 1.0, 2.0
-RULE_NUMBERS = {Replanning.RESOLVE: RESOLVED, Replanning.RANK_SCALING: SCALED}
+# Numbers of the re-planning rules in the live columns.
+RULE_NUMBERS = {Replanning.RESOLVE: 1.0, Replanning.RANK_SCALING: 2.0}
 
 
 @dataclass(slots=True)
 class Tally:
-    """Of one engine: open trajectories, live tickets, predicted tokens left, those of them that have begun, and the KV
-    tokens that these may grow to."""
+    """Sums over the open trajectories of one engine: their number, how many have started, the KV tokens reserved for
+    those, live tickets, predicted tokens left."""
 
     trajectories: int = 0
-    begun: int = 0
+    started: int = 0
     kv_reserve_tokens: int = 0
     live_tickets: int = 0
     tokens: float = 0.0
 
 
-NOTHING = Tally()  # of an engine that has none; nobody writes it
+NOTHING = Tally()  # of an engine without trajectories; never written
 
 
 @dataclass(slots=True)
 class _Counted:
-    """What an open trajectory stands for in the sums: on which engine, which tokens, whether its ticket is live,
-    whether it has begun, the KV tokens that it may grow to."""
+    """What one open trajectory has added to the tally of its engine."""
 
     engine_id: str
     tally: Tally
     tokens: float
     live: bool
-    begun: bool
+    started: bool
     reserve: int
 
 
@@ -50,7 +48,7 @@ class TrajectoryTable:
     """Trajectories by id, in the order of opening."""
 
     def __init__(self, tuning: Tuning) -> None:
-        self.worksheet = Worksheet()
+        self.columns = LiveColumns()
         self._tuning = tuning
         self._records: dict[str, TrajectoryRecord] = {}
         self._counted: dict[str, _Counted] = {}  # of each open trajectory, in the order of opening
@@ -58,7 +56,7 @@ class TrajectoryTable:
         self._tallies: dict[str, Tally] = {}
         self._moving: dict[str, None] = {}
         self._watched: set[str] = set()
-        self._news: set[str] = set()
+        self._changed: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._records)
@@ -67,7 +65,6 @@ class TrajectoryTable:
         return iter(list(self._records.values()))
 
     def get(self, trajectory_id: str) -> TrajectoryRecord | None:
-        """The trajectory, or None."""
         return self._records.get(trajectory_id)
 
     def require(self, trajectory_id: str) -> TrajectoryRecord:
@@ -80,49 +77,43 @@ class TrajectoryTable:
         return record
 
     def open_records(self) -> list[TrajectoryRecord]:
-        """Those that are open, in the order of opening."""
+        """Open trajectories, in the order of opening."""
         return [self._records[trajectory_id] for trajectory_id in self._counted]
 
     def on(self, engine_id: str) -> list[TrajectoryRecord]:
-        """The open ones whose engine this is."""
+        """Open trajectories of an engine."""
         return [self._records[trajectory_id] for trajectory_id in self._on.get(engine_id, ())]
 
-    def ids_on(self, engine_id: str) -> Iterable[str]:
-        """The ids of the open ones whose engine this is."""
-        return self._on.get(engine_id, ())
-
     def moving(self) -> list[TrajectoryRecord]:
-        """Those with a move under way."""
+        """Trajectories with a move in progress."""
         return [self._records[trajectory_id] for trajectory_id in self._moving]
 
     def open_count(self) -> int:
-        """How many are open."""
         return len(self._counted)
 
     def tally(self, engine_id: str) -> Tally:
-        """The sums of an engine, to be read only; zeros where it has none."""
+        """The sums of an engine, to be read only."""
         return self._tallies.get(engine_id, NOTHING)
 
     def watch(self, trajectory_id: str) -> None:
-        """From now on `news` names it once its record is another."""
+        """Let `take_changed` name the trajectory from now on when its record has changed."""
         self._watched.add(trajectory_id)
 
     def unwatch(self, trajectory_id: str) -> None:
-        """No more."""
         self._watched.discard(trajectory_id)
-        self._news.discard(trajectory_id)
+        self._changed.discard(trajectory_id)
 
-    def news(self) -> set[str]:
-        """Those watched that have another record, or none, since this was last asked."""
-        news, self._news = self._news, set()
-        return news
+    def take_changed(self) -> set[str]:
+        """Watched trajectories whose record was replaced or removed since the last call."""
+        changed, self._changed = self._changed, set()
+        return changed
 
     def put(self, record: TrajectoryRecord) -> None:
-        """Makes this the record of its trajectory."""
+        """Store the record of a trajectory."""
         trajectory_id = record.trajectory_id
         self._records[trajectory_id] = record
         if trajectory_id in self._watched:
-            self._news.add(trajectory_id)
+            self._changed.add(trajectory_id)
         if record.move is not None:
             self._moving[trajectory_id] = None
         elif trajectory_id in self._moving:
@@ -133,10 +124,10 @@ class TrajectoryTable:
             self._discount(trajectory_id)
 
     def forget(self, trajectory_id: str) -> None:
-        """Removes a trajectory."""
+        """Remove a trajectory."""
         if self._records.pop(trajectory_id, None) is not None:
             if trajectory_id in self._watched:
-                self._news.add(trajectory_id)
+                self._changed.add(trajectory_id)
             self._moving.pop(trajectory_id, None)
             self._discount(trajectory_id)
 
@@ -144,7 +135,7 @@ class TrajectoryTable:
         trajectory_id, engine_id = record.trajectory_id, record.engine_id
         tokens = remaining_tokens(record, self._tuning)
         ticket = record.ticket
-        begun = ticket is not None
+        started = ticket is not None
         live = ticket is not None and ticket.status is TicketStatus.LIVE
         reserve = ticket.kv_reserve_tokens if ticket is not None else 0
         counted = self._counted.get(trajectory_id)
@@ -152,9 +143,9 @@ class TrajectoryTable:
             tally = counted.tally
             tally.tokens += tokens - counted.tokens
             tally.live_tickets += live - counted.live
-            tally.begun += begun - counted.begun
+            tally.started += started - counted.started
             tally.kv_reserve_tokens += reserve - counted.reserve
-            counted.tokens, counted.live, counted.begun, counted.reserve = tokens, live, begun, reserve
+            counted.tokens, counted.live, counted.started, counted.reserve = tokens, live, started, reserve
         else:
             if counted is not None:
                 self._leave(trajectory_id, counted)
@@ -162,21 +153,21 @@ class TrajectoryTable:
             tally.trajectories += 1
             tally.tokens += tokens
             tally.live_tickets += live
-            tally.begun += begun
+            tally.started += started
             tally.kv_reserve_tokens += reserve
-            self._counted[trajectory_id] = _Counted(engine_id, tally, tokens, live, begun, reserve)
+            self._counted[trajectory_id] = _Counted(engine_id, tally, tokens, live, started, reserve)
             self._on.setdefault(engine_id, {})[trajectory_id] = None
-        worksheet = self.worksheet
-        worksheet.put(
+        columns = self.columns
+        columns.put(
             trajectory_id,
             (
                 tokens,
                 record.context_tokens or record.prompt_tokens,
                 remaining_tool_s(record),
-                worksheet.engines.of(engine_id),
-                _rule(record),
-                worksheet.tags.of(record.hardware_tags),
-                float(begun),
+                columns.engines.number(engine_id),
+                _rule_number(record),
+                columns.tags.number(record.hardware_tags),
+                float(started),
                 log_sigma(record),
                 room_tokens(record),
             ),
@@ -186,7 +177,7 @@ class TrajectoryTable:
         counted = self._counted.pop(trajectory_id, None)
         if counted is not None:
             self._leave(trajectory_id, counted)
-            self.worksheet.drop(trajectory_id)
+            self.columns.drop(trajectory_id)
 
     def _leave(self, trajectory_id: str, counted: _Counted) -> None:
         tally = counted.tally
@@ -194,20 +185,15 @@ class TrajectoryTable:
         tally.trajectories -= 1
         tally.tokens -= counted.tokens
         tally.live_tickets -= counted.live
-        tally.begun -= counted.begun
+        tally.started -= counted.started
         tally.kv_reserve_tokens -= counted.reserve
         if tally.trajectories == 0:
             del self._tallies[counted.engine_id]  # and with it the rounding of its sums
             del self._on[counted.engine_id]
 
 
-def _rule(record: TrajectoryRecord) -> float:
-    """The number of the rule that may move a trajectory, as far as its record says."""
+def _rule_number(record: TrajectoryRecord) -> float:
+    """The number of the rule that may move a trajectory; NOT_PLANNED for none."""
     policy = record.policy
-    if (
-        policy.placement is PlacementRule.PLANNED
-        and not record.pinned_engine_id
-        and (policy.migrate or record.ticket is None)
-    ):
-        return RESOLVED if policy.replanning is Replanning.RESOLVE else SCALED
-    return NOT_PLANNED
+    planned = policy.placement is PlacementRule.PLANNED and not record.pinned_engine_id
+    return RULE_NUMBERS[policy.replanning] if planned and (policy.migrate or record.ticket is None) else NOT_PLANNED

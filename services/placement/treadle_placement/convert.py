@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from treadle.engine.v1.engine_pb2 import DecodeCurve as CurveMessage
 from treadle.placement.v1 import placement_pb2 as pb
-from treadle_core.model import DecodeCurve
-from treadle_core.placing.costs import CostModel
+from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing.placement import Plan
 from treadle_core.placing.question import PlanEngine, PlanTrajectory
 from treadle_runtime.errors import InvalidArgument

@@ -6,8 +6,7 @@ from typing import Any
 
 from treadle.placement.v1 import placement_pb2 as pb
 from treadle.placement.v1 import placement_pb2_grpc
-from treadle_core.model import DecodeCurve
-from treadle_core.placing.costs import CostModel
+from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing.placement import plan
 
 from treadle_placement.convert import engines_of, model_of, response_of, trajectories_of

@@ -5,8 +5,7 @@ from functools import partial
 from typing import cast
 
 from treadle.placement.v1.placement_pb2_grpc import add_PlacementServiceServicer_to_server
-from treadle_core.model import DecodeCurve
-from treadle_core.placing.costs import CostModel
+from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing.placement import plan
 from treadle_core.placing.question import PlanEngine, PlanTrajectory
 from treadle_core.refusals import CoreError

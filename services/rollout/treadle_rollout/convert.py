@@ -12,8 +12,7 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 from treadle.common.v1.tokens_pb2 import VersionSpan
 from treadle.rollout.v1 import rollout_pb2 as pb
-from treadle_core.rollouts.buffer import Batch, RolloutState
-from treadle_core.rollouts.groups import DropReason, Group, RolloutSpec, Sample, Verdict
+from treadle_core.rollouts.buffer import Batch, DropReason, Group, RolloutSpec, RolloutState, Sample, Verdict
 from treadle_runtime.errors import finite, identifier, non_negative, require
 
 from treadle_rollout.rollouts import BatchRequest, Rollout

@@ -8,8 +8,17 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
-from treadle_core.rollouts.buffer import Advanced, Arrived, Batch, Cancelled, Event
-from treadle_core.rollouts.groups import DropReason, RolloutSpec, Sample, Verdict
+from treadle_core.rollouts.buffer import (
+    Advanced,
+    Arrived,
+    Batch,
+    Cancelled,
+    DropReason,
+    Event,
+    RolloutSpec,
+    Sample,
+    Verdict,
+)
 
 # A rollout of thousands of prompts, or a batch of them, comes near NATS's 1 MiB; ids compress to a fraction.
 COMPRESS_FROM_BYTES = 64 * 1024

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import nats.errors
 import structlog
-from treadle_core.rollouts.buffer import Arrived, Batch, Event, SampleBuffer
-from treadle_core.rollouts.groups import RolloutSpec, Sample, Verdict
+from treadle_core.rollouts.buffer import Arrived, Batch, Event, RolloutSpec, Sample, SampleBuffer, Verdict
 
 from treadle_rollout.records import Created, Record, decode, encode
 from treadle_rollout.storage import PayloadLostError, PayloadStore, RolloutLog

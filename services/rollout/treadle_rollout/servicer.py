@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator
 import grpc.aio
 from treadle.rollout.v1 import rollout_pb2 as pb
 from treadle.rollout.v1 import rollout_pb2_grpc
-from treadle_core.rollouts.buffer import SampleBuffer
-from treadle_core.rollouts.groups import DropReason
+from treadle_core.rollouts.buffer import DropReason, SampleBuffer
 from treadle_runtime.errors import FailedPrecondition, identifier, non_negative, positive
 from treadle_runtime.idempotency import RequestRecords
 

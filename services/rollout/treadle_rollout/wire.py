@@ -12,8 +12,7 @@ from collections.abc import Iterator
 import nats.errors
 import structlog
 from treadle.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from treadle_core.rollouts.buffer import GroupTooLargeError
-from treadle_core.rollouts.groups import SampleTakenError
+from treadle_core.rollouts.buffer import GroupTooLargeError, SampleTakenError
 from treadle_runtime.errors import AlreadyExists, ErrorTable, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from treadle_runtime.server import Runtime, Wiring
 

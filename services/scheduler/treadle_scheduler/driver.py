@@ -23,8 +23,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from treadle_core.actions import (
     Action,
     ForgetTrajectory,
-    HoldStep,
     IssueTicket,
+    KeepWaiting,
     RemoveEngine,
     SaveEngine,
     SavePolicy,
@@ -312,7 +312,7 @@ class Driver:
                     waiting = self._waiting.get(ticket.trajectory_id)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(ticket)  # a later repeat of the request gets the ticket from the record
-                case HoldStep():
+                case KeepWaiting():
                     pass
                 case _:
                     self._send(action)

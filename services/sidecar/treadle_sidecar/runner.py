@@ -226,7 +226,7 @@ class StepRunner:
                 return reason
             preempted = step.record.preempt(step.evicted_by, self._clock())
             step.emit(preempted)
-            self.queue.evicted(step.order.ticket_id)
+            self.queue.confirm_eviction(step.order.ticket_id)
             step.waiting_since = self._clock()
             self._slot_freed.set()
             await self._bus.publish(self._facts.preempted(step.order, preempted))
@@ -252,7 +252,7 @@ class StepRunner:
                         if step.stops.completes(chunk.text):
                             step.stop_found = True
                             self._abort_attempt(step)
-                        if self.queue.progress(step.order.ticket_id, step.record.attempt_tokens):
+                        if self.queue.report_progress(step.order.ticket_id, step.record.attempt_tokens):
                             self.decide()
                     if chunk.finish:
                         step.record.correct_spans(chunk.spans)

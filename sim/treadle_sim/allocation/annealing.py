@@ -24,7 +24,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from treadle_core.placing.costs import CostModel, Indexes
+from treadle_core.compiled import Indexes
+from treadle_core.model import CostModel
 from treadle_core.placing.solver import partition
 
 from treadle_sim.allocation.plan import Allocation, EngineKind, Problem, lay_out, prepare, reachable_sums

@@ -19,9 +19,10 @@ assignment, contiguous or not, to rounding. It is the larger of two:
 from __future__ import annotations
 
 import numpy as np
-from treadle_core.compiled import compiled
+from treadle_core.compiled import Floats, Indexes, compiled
+from treadle_core.model import CostModel
 from treadle_core.placing.bound import costliest_alone
-from treadle_core.placing.costs import CostModel, Floats, Indexes, Table, group_cost
+from treadle_core.placing.costs import Table, group_cost
 
 from treadle_sim.allocation.search import far
 

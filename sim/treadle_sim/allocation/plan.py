@@ -10,7 +10,7 @@ first. The makespan is that of the core's `partition` on these engines, as the p
 
 Ties: many multisets have the least makespan. Of these the plan has the least second-largest cost of a group, and so on
 (within an amount of work, `search.REFINE_EXTENSIONS`). GPUs that are left even then become further engines, fastest
-kind first: one more engine makes no plan worse, and the predictions are uncertain.
+kind first: one more engine makes no plan worse, and the predictions are sample_lengths.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from treadle_core.model import DecodeCurve
-from treadle_core.placing.costs import CostModel, Costs, Floats, Indexes, group_cost, tabulate
-from treadle_core.placing.placement import uncertain
+from treadle_core.compiled import Floats, Indexes
+from treadle_core.model import CostModel, DecodeCurve
+from treadle_core.placing.costs import Costs, group_cost, tabulate
+from treadle_core.placing.placement import sample_lengths
 from treadle_core.placing.question import PlanEngine, check_workload
-from treadle_core.placing.rank_scenarios import SHARES, RankSamples, best_partition, hedged
+from treadle_core.placing.rank_scenarios import SHARES, RankSamples, best_partition, hedge
 from treadle_core.placing.solver import partition
 from treadle_core.refusals import CoreError
 
@@ -145,7 +146,7 @@ def allocate(
     if log_sigma is not None and model is CostModel.LINEAR_INTEGRAL:
         sigmas = RECOURSE * _floats(log_sigma)
         room = None if room_tokens is None else _floats(room_tokens)
-        samples = uncertain(problem.costs, _floats(contexts), sigmas, room)
+        samples = sample_lengths(problem.costs, _floats(contexts), sigmas, room)
         if samples is not None:
             return lay_out(problem, _choose_hedged_counts(problem, samples), optimal=False)
     return lay_out(problem, _find_counts(problem), optimal=True)
@@ -248,7 +249,7 @@ def _find_counts(problem: Problem) -> Indexes:
 def _choose_hedged_counts(problem: Problem, samples: RankSamples) -> Indexes:
     """Engines of each kind in the plan of least mean makespan over the samples, of those that are exact if a share of
     the longest is hidden in each group (`SHARES`), the single degrees, and mixtures of two degrees."""
-    tried = [_find_counts(replace(problem, costs=hedged(problem.costs, share))) for share in SHARES]
+    tried = [_find_counts(replace(problem, costs=hedge(problem.costs, share))) for share in SHARES]
     tried += _mixtures(problem)
     seen: dict[tuple[int, ...], float] = {}
     for counts in tried:

@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from treadle_core.compiled import compiled
-from treadle_core.placing.costs import Indexes, Table, group_cost
+from treadle_core.compiled import Indexes, compiled
+from treadle_core.placing.costs import Table, group_cost
 
 # Extensions of groups after which balancing ends and the rest stays as the last bisection left it: some 50 ms of
 # compiled code, reached only with hundreds of engines. The first round, which is the optimum, always completes.

@@ -1,0 +1,154 @@
+"""Live columns: the open trajectories as columns of numbers, so that a plan for thousands of them starts from arrays.
+
+`TrajectoryTable` alone writes them, at each event, one row for each open trajectory; the rows are in the order of
+opening. The row of a closed trajectory is never used again and keeps its id: when room runs out, the live rows get new
+numbers all at once in a new array of ids, and `layout` grows. So who holds `ids` and some rows knows whose they are.
+"""
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+
+from treadle_core.compiled import Flags, Floats, Indexes, Names, compiled
+
+FIRST_ROWS = 64
+
+# Columns: tokens left to sample, tokens of context now, seconds of tool calls left, number of the engine, number of the
+# re-planning rule that may move it (NOT_PLANNED for none), number of its set of hardware tags, 1 where it has started,
+# standard deviation of ln(tokens left), tokens that the cap leaves (inf without one).
+TOKENS, CONTEXT, TOOL_S, ENGINE, RULE, TAGS, STARTED, LOG_SIGMA, ROOM = range(9)
+ROW = struct.Struct("9d")
+
+NOT_PLANNED = 0.0
+CLOSED = -1.0  # in RULE
+
+Row = tuple[float, float, float, float, float, float, float, float, float]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Copies of the live columns at one moment, in the order of opening."""
+
+    rows: Indexes
+    tokens: Floats
+    context_tokens: Floats
+    tool_s: Floats
+    engine_number: Indexes
+    rule: Floats
+    tags_number: Indexes
+    started: Flags
+    log_sigma: Floats
+    room_tokens: Floats
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class Numbers:
+    """Numbers 0, 1, ... for values, in the order in which they were first seen."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[object, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def number(self, value: object) -> int:
+        """The number of a value; a new value gets the next one."""
+        return self._numbers.setdefault(value, len(self._numbers))
+
+    def values(self) -> list[object]:
+        return list(self._numbers)
+
+
+@compiled
+def gather(cells: Floats, rows: Indexes) -> Floats:
+    """Some rows, column by column, in a third of the time that numpy takes."""
+    columns = np.empty((cells.shape[1], len(rows)))
+    for index in range(len(rows)):
+        row = rows[index]
+        for column in range(cells.shape[1]):
+            columns[column, index] = cells[row, column]
+    return columns
+
+
+class LiveColumns:
+    """The rows of all open trajectories."""
+
+    def __init__(self) -> None:
+        self.engines = Numbers()  # engine ids
+        self.tags = Numbers()  # sets of hardware tags, as tuples
+        self.layout = 0
+        self.ids: Names = np.empty(FIRST_ROWS, np.object_)
+        self.used = 0  # rows, those of closed trajectories included
+        self._cells = np.zeros((FIRST_ROWS, ROW.size // 8))
+        self._buffer = self._cells.data
+        self._rows: dict[str, int] = {}
+        self._written: dict[str, Row] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def cells(self) -> Floats:
+        """All used rows, to be read only."""
+        return self._cells[: self.used]
+
+    def put(self, trajectory_id: str, cells: Row) -> None:
+        """Write the row of an open trajectory."""
+        if self._written.get(trajectory_id) == cells:
+            return
+        row = self._rows.get(trajectory_id)
+        if row is None:
+            if self.used == len(self._cells):
+                self._renumber()
+            row = self._rows[trajectory_id] = self.used
+            self.ids[row] = trajectory_id
+            self.used += 1
+        self._written[trajectory_id] = cells
+        ROW.pack_into(self._buffer, row * ROW.size, *cells)
+
+    def drop(self, trajectory_id: str) -> None:
+        """Remove a trajectory, if it is here."""
+        row = self._rows.pop(trajectory_id, None)
+        if row is not None:
+            del self._written[trajectory_id]
+            self._cells[row, RULE] = CLOSED
+
+    def read(self) -> Columns:
+        """Copy the columns."""
+        cells = self.cells
+        rows = np.flatnonzero(cells[:, RULE] != CLOSED)
+        columns = gather(cells, rows)
+        return Columns(
+            rows=rows,
+            tokens=columns[TOKENS],
+            context_tokens=columns[CONTEXT],
+            tool_s=columns[TOOL_S],
+            engine_number=columns[ENGINE].astype(np.int64),
+            rule=columns[RULE],
+            tags_number=columns[TAGS].astype(np.int64),
+            started=columns[STARTED] > 0.0,
+            log_sigma=columns[LOG_SIGMA],
+            room_tokens=columns[ROOM],
+        )
+
+    def row(self, trajectory_id: str) -> int:
+        """The row of an open trajectory; -1 for any other."""
+        return self._rows.get(trajectory_id, -1)
+
+    def _renumber(self) -> None:
+        """Make room: drop the rows of closed trajectories; where that frees less than half, double the rows."""
+        rows = np.array(list(self._rows.values()), np.int64)
+        size = len(self._cells) * (2 if 2 * len(rows) > len(self._cells) else 1)
+        cells, ids = np.zeros((size, ROW.size // 8)), np.empty(size, np.object_)
+        cells[: len(rows)], ids[: len(rows)] = self._cells[rows], self.ids[rows]
+        self._cells, self._buffer, self.ids, self.used = cells, cells.data, ids, len(rows)
+        self._rows = {trajectory_id: row for row, trajectory_id in enumerate(self._rows)}
+        self.layout += 1
+
+
+def warm_up() -> None:
+    """Compile the kernel, or load it."""
+    LiveColumns().read()
