@@ -212,7 +212,7 @@ def trace(
     ] = None,
 ) -> None:
     """Draw the report of a finished run again, from its trajectories.jsonl and summary.json."""
-    from treadle_cli.predictor.run_traces import write_run
+    from treadle_cli.predictor.sources import write_run
     from treadle_cli.report.render import render
 
     try:

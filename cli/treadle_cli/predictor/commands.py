@@ -1,21 +1,33 @@
-"""The commands of `treadle predictor`: options in, exit codes out."""
+"""The commands of `treadle predictor`: harvest, train, evaluate, export.
+
+The imports of torch stand in the functions, so that the other commands need no torch.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from treadle_learned.errors import LearnedError
+from treadle_learned.transcript import Transcript
 
 from treadle_cli import exits
 from treadle_cli.mesh.engines import DEFAULT_MODEL, default_model_folder
-from treadle_cli.predictor.bars import bars
-from treadle_cli.predictor.ending import ending
 from treadle_cli.problems import UsageProblem
+from treadle_cli.report.records import RecordError
 
 DEFAULT_BACKBONE = "Qwen/Qwen3-0.6B"  # Heddle 4.1; treadle_learned.backbone says the same, and would import torch
+
+COLUMNS = ("recall_top10", "pearson", "pearson_log", "pinball", "coverage_80")  # of the table of evaluate
+Track = Callable[[Iterable[int], int], Iterable[int]]
+Bar = Callable[[str], Track]  # as treadle_learned.examples has it
 
 commands = typer.Typer(no_args_is_help=True, help="Learn from ended trajectories how long running ones will be.")
 out = Console()
@@ -38,9 +50,9 @@ def harvest(
     as_json: AsJson = False,
 ) -> None:
     """Gather trajectories of all sources into one file to train on."""
-    from treadle_cli.predictor.harvest import harvest as gather
+    from treadle_cli.predictor.sources import harvest as gather
 
-    with ending():
+    with _end_with_one_line():
         found = gather(sources, out_file, tokenizer)
         if as_json:
             typer.echo(json.dumps(found))
@@ -68,7 +80,7 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Fit a predictor and compare it with the estimators without a model, on prompts that it was not fitted to."""
-    with ending():
+    with _end_with_one_line():
         from treadle_learned.backbone import Tune
         from treadle_learned.training import Training
         from treadle_learned.training import train as fit
@@ -88,7 +100,7 @@ def train(
             epochs=epochs,
             max_tuples=max_tuples,
         )
-        with bars(exits.err) as bar:
+        with _bars(exits.err) as bar:
             _quiet()
             found = fit(read, how, out_folder, bar=bar)
         if as_json:
@@ -103,18 +115,17 @@ def train(
 @commands.command()
 def evaluate(checkpoint: CheckpointFolder, transcripts: Transcripts, as_json: AsJson = False) -> None:
     """Score a predictor, siblings and history on the test prompts, which no training looks at."""
-    with ending():
-        from treadle_cli.predictor.evaluation import evaluated, table
+    with _end_with_one_line():
         from treadle_cli.predictor.sources import read_source
 
         read = read_source(transcripts)
-        with bars(exits.err) as bar:
+        with _bars(exits.err) as bar:
             _quiet()
-            found = evaluated(checkpoint, transcripts.name, read, bar)
+            found = evaluate_checkpoint(checkpoint, transcripts.name, read, bar)
         if as_json:
             typer.echo(json.dumps(found))
         else:
-            out.print(table(found))
+            out.print(_table(found))
 
 
 @commands.command()
@@ -124,11 +135,54 @@ def export(
     version: Version = "",
 ) -> None:
     """Copy a predictor into a folder of versions, and make it the one in use."""
-    with ending():
+    with _end_with_one_line():
         from treadle_learned.checkpoint import ModelsFolder
 
         folder = ModelsFolder(models).add(checkpoint, version)
         out.print(f"{folder} is in use", highlight=False, soft_wrap=True)
+
+
+def evaluate_checkpoint(checkpoint: Path, name: str, transcripts: Sequence[Transcript], bar: Bar) -> dict[str, Any]:
+    """Rows of `treadle_learned.scores` for learned, siblings and history on the test prompts, with the training prompts
+    as history. Raises LearnedError."""
+    from treadle_learned.checkpoint import load
+    from treadle_learned.errors import TooFewError
+    from treadle_learned.examples import Part, split
+    from treadle_learned.head import remaining_tokens
+    from treadle_learned.held_out import PromptAverage
+    from treadle_learned.moments import replay
+    from treadle_learned.scores import STEPS, Asked, forecasts, rows
+
+    found = load(checkpoint)
+    parts = split(transcripts, int(found.notes.get("seed", 0)))
+    tested, earlier = parts[Part.TEST], parts[Part.TRAIN]
+    moments = replay(tested, earlier, asked=lambda turn: turn in STEPS)
+    if not moments:
+        raise TooFewError(f"{name}: holds no test prompt (of 4 prompts one is): harvest more rollouts")
+    asked = found.examples(moments, tested, bar("reading"))
+    answers = {
+        "learned": remaining_tokens(found.head, asked),
+        "siblings": forecasts(moments),
+        "history": PromptAverage(earlier).predict(moments, tested),
+    }
+    return {
+        "version": found.version,
+        "leads": found.leads,
+        "validation": found.notes.get("validation", {}),
+        "test": {"prompts": len({each.prompt_id for each in tested}), "trajectories": len(tested)},
+        "rows": rows(name, Asked(moments, tested, answers)),
+    }
+
+
+def _table(found: dict[str, Any]) -> Table:
+    drawn = Table(title=f"{found['version']} on {found['test']['prompts']} test prompts, 95% intervals")
+    for column in ("step", "trajectories", "estimator", *COLUMNS):
+        drawn.add_column(column, justify="left" if column == "estimator" else "right")
+    for row in found["rows"]:
+        intervals = [(name, row[f"{name}_interval"]) for name in COLUMNS]
+        scores = [f"{row[name]:.2f} [{low:.2f}, {high:.2f}]" for name, (low, high) in intervals]
+        drawn.add_row(str(row["step"]), str(row["trajectories"]), row["estimator"], *scores)
+    return drawn
 
 
 def _backbone(named: str) -> str:
@@ -149,3 +203,39 @@ def _quiet() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+@contextmanager
+def _end_with_one_line() -> Iterator[None]:
+    """Print what the user can correct as one line and exit with code 2; Ctrl-C: one line and 130."""
+    try:
+        yield
+    except (*exits.USERS, LearnedError, RecordError, OSError) as error:
+        exits.end(error)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("treadle"):
+            raise
+        exits.end(UsageProblem(f"{error.name} is not installed: pip install 'treadle[learned]'"))
+    except KeyboardInterrupt:
+        exits.err.print("interrupted", highlight=False)
+        raise typer.Exit(exits.INTERRUPTED) from None
+
+
+@contextmanager
+def _bars(console: Console) -> Iterator[Bar]:
+    """Progress bars on stderr, that may stand inside each other; a bar disappears when it is done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
+
+        def bar(words: str) -> Track:
+            def track(over: Iterable[int], count: int) -> Iterable[int]:
+                if count:
+                    task = progress.add_task(words, total=count)
+                    try:
+                        yield from progress.track(over, task_id=task)
+                    finally:
+                        progress.remove_task(task)
+
+            return track
+
+        yield bar

@@ -1,7 +1,7 @@
-"""Where transcripts come from: trace files, transcript files, folders of finished runs.
+"""Read transcripts from trace files, transcript files and folders of finished runs, and write runs as trace files.
 
-Invariant: nothing is made up. A run keeps token ids; they are texts again where its model's tokenizer is at hand, and
-counts where it is not. What did not end by itself is censored.
+Invariant: nothing is made up. A run keeps token ids; they become texts where its model's tokenizer is there, and counts
+where it is not. A trajectory that did not end by itself is censored.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import gzip
 import itertools
 import json
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
-from treadle_learned.transcript import Transcript, Turn, read_transcripts
-from treadle_sim.workloads.workload import TrajectoryWork, read_traces
+from treadle_learned.transcript import Transcript, Turn, read_transcripts, write_transcripts
+from treadle_sim.workloads.workload import Step, TrajectoryWork, read_traces, write_traces
 
 from treadle_cli.mesh.engines import DEFAULT_MODEL, default_model_folder
 from treadle_cli.problems import UsageProblem
@@ -25,8 +26,8 @@ ENDED = "finished"  # any other outcome: it was cut, and would have gone on
 
 
 def read_source(path: Path, tokenizer: Path | None = None) -> list[Transcript]:
-    """All of one source. `tokenizer`: folder of the model that a run was of, where it is not the run's own. Raises
-    UsageProblem, RecordError, TraceFileError, TranscriptFileError."""
+    """The transcripts of one source. tokenizer: folder of a run's model, where it is elsewhere. Raises UsageProblem,
+    RecordError, TraceFileError, TranscriptFileError."""
     if path.is_dir():
         run = read_run(path)
         return transcripts_of_run(run, tokenizer_of(run.record.model, tokenizer))
@@ -37,8 +38,30 @@ def read_source(path: Path, tokenizer: Path | None = None) -> list[Transcript]:
     return transcripts_of_works(read_traces(path), path.name)
 
 
+def harvest(sources: Iterable[Path], out: Path, tokenizer: Path | None = None) -> dict[str, int]:
+    """Write the transcripts of all sources to one file, and count them; tuples are questions with their answers. Raises
+    what `read_source` raises, UsageProblem for a trajectory in two sources, OSError."""
+    found: dict[str, Transcript] = {}
+    for source in sources:
+        for transcript in read_source(source, tokenizer):
+            if transcript.trajectory_id in found:
+                raise UsageProblem(f"{source}: trajectory {transcript.trajectory_id!r} is in another source too")
+            found[transcript.trajectory_id] = transcript
+    if not found:
+        raise UsageProblem("no source holds a trajectory that sampled anything")
+    transcripts = list(found.values())
+    write_transcripts(transcripts, out)
+    return {
+        "trajectories": len(transcripts),
+        "prompts": len({transcript.prompt_id for transcript in transcripts}),
+        "tuples": sum(len(transcript.turns) for transcript in transcripts),
+        "censored": sum(transcript.censored for transcript in transcripts),
+        "with_text": sum(transcript.has_text for transcript in transcripts),
+    }
+
+
 def transcripts_of_works(works: Sequence[TrajectoryWork], rollout_id: str = "traces") -> list[Transcript]:
-    """As a rollout of their own."""
+    """Trajectories of a workload as one rollout."""
     return [
         Transcript(
             f"{rollout_id}/{work.prompt_id}#{work.sample}",
@@ -54,7 +77,8 @@ def transcripts_of_works(works: Sequence[TrajectoryWork], rollout_id: str = "tra
 
 
 def transcripts_of_run(run: Run, tokenizer: Tokenizer | None = None) -> list[Transcript]:
-    """Each arm as a rollout; what sampled nothing is left out. Prompts of another seed are other prompts."""
+    """Each arm of a run as a rollout, without trajectories that sampled nothing. Prompts of another seed are other
+    prompts."""
     found = []
     for record in run.trajectories:
         spans = [(sampled, list(ids)) for sampled, ids in _spans(record)]
@@ -77,12 +101,12 @@ def transcripts_of_run(run: Run, tokenizer: Tokenizer | None = None) -> list[Tra
 
 
 def run_id_of(run: Run, record: TrajectoryRecord) -> str:
-    """What a trajectory is called among those of many runs."""
+    """The id of a trajectory among those of many runs."""
     return f"{run.record.run_id}/{record.arm}/{record.trajectory_id}"
 
 
 def _spans(record: TrajectoryRecord) -> list[tuple[bool, list[int]]]:
-    """Tokens that were sampled one after the other, and those between them."""
+    """Runs of sampled tokens, and the tokens between them."""
     pairs = zip(record.loss_mask, record.token_ids, strict=True)
     return [(bool(mask), [token for _, token in each]) for mask, each in itertools.groupby(pairs, lambda pair: pair[0])]
 
@@ -100,7 +124,8 @@ def _text(tokenizer: Tokenizer | None, ids: Sequence[int]) -> str:
 
 
 def tokenizer_of(model: str, named: Path | None = None) -> Tokenizer | None:
-    """Of a run's model, or of the folder named instead; None where it is not on this machine. Raises UsageProblem."""
+    """The tokenizer of a run's model, or of the folder `named` instead; None where it is not on this machine. Raises
+    UsageProblem."""
     if named is not None and not (named / "tokenizer.json").is_file():
         raise UsageProblem(f"--tokenizer {named}: holds no tokenizer.json; name the folder of the run's model")
     own = default_model_folder() if model == DEFAULT_MODEL else Path(model)
@@ -109,10 +134,51 @@ def tokenizer_of(model: str, named: Path | None = None) -> Tokenizer | None:
 
 
 def _holds_transcripts(path: Path) -> bool:
-    """By its first line; what is neither is left to `read_traces`, which says what a line must have."""
+    """Whether the first line is a transcript; `read_traces` says what the line of another file must have."""
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
             line = json.loads(next((line for line in lines if line.strip()), b"{}"))
     except (ValueError, EOFError, gzip.BadGzipFile, zlib.error):
         return False
     return isinstance(line, dict) and "turns" in line and "steps" not in line
+
+
+def write_run(folder: Path, out: Path) -> int:
+    """Write a run as a trace file (docs/traces.md), and count its trajectories. Raises RecordError, OSError."""
+    run = read_run(folder)
+    works = list(works_of_run(run, tokenizer_of(run.record.model)))
+    write_traces(out, works)
+    return len(works)
+
+
+def works_of_run(run: Run, tokenizer: Tokenizer | None = None) -> Iterator[TrajectoryWork]:
+    """The trajectories that sampled anything. The samples of a prompt are numbered over all arms."""
+    transcripts = {transcript.trajectory_id: transcript for transcript in transcripts_of_run(run, tokenizer)}
+    samples: Counter[str] = Counter()
+    for record in run.trajectories:
+        transcript = transcripts.get(run_id_of(run, record))
+        if transcript is not None:
+            yield _work(record, transcript, samples[record.prompt_id])
+            samples[record.prompt_id] += 1
+
+
+def _work(record: TrajectoryRecord, transcript: Transcript, sample: int) -> TrajectoryWork:
+    tools = [span for span in record.spans if span.kind == "tool"]
+    return TrajectoryWork(
+        prompt_id=record.prompt_id,
+        sample=sample,
+        prompt_tokens=transcript.prompt_tokens,
+        steps=tuple(
+            Step(
+                turn.gen_tokens,
+                turn.obs_tokens,
+                sum(span.end_s - span.start_s for span in tools if span.turn == at),
+                turn.text,
+                turn.obs_text,
+            )
+            for at, turn in enumerate(transcript.turns)
+        ),
+        reward=record.reward,
+        censored=transcript.censored,
+        prompt=transcript.prompt,
+    )
