@@ -8,8 +8,8 @@ from typing import Any
 
 from treadle.common.v1 import tokens_pb2
 from treadle.common.v1.ticket_pb2 import Ticket
-from treadle.engine.v1 import engine_pb2
-from treadle.telemetry.v1 import facts_pb2
+from treadle.engine.v1 import engine_pb2 as pb
+from treadle.telemetry.v1 import facts_pb2 as facts
 from treadle_runtime.errors import finite, identifier, non_negative, positive, require
 from treadle_runtime.facts import make_fact
 from treadle_runtime.times import duration, require_timestamp, timestamp
@@ -30,17 +30,17 @@ from treadle_sidecar.step import (
 
 INT32_BYTES = 4
 MOST_STOP_STRINGS = 32  # SGLang's MAX_STOP_COUNT
-_REASONS: dict[Reason, engine_pb2.FinishReason.ValueType] = {
-    Reason.STOP: engine_pb2.FINISH_REASON_STOP,
-    Reason.LENGTH: engine_pb2.FINISH_REASON_LENGTH,
-    Reason.ABORTED: engine_pb2.FINISH_REASON_ABORTED,
+_REASONS: dict[Reason, pb.FinishReason.ValueType] = {
+    Reason.STOP: pb.FINISH_REASON_STOP,
+    Reason.LENGTH: pb.FINISH_REASON_LENGTH,
+    Reason.ABORTED: pb.FINISH_REASON_ABORTED,
 }
 _OPTIONAL_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 # The prompt is published with the first step alone; a trajectory's length depends on it most.
 PROMPT_SHARE = 4
 
 
-def step_order(request: engine_pb2.GenerateRequest) -> StepOrder:
+def step_order(request: pb.GenerateRequest) -> StepOrder:
     """Which tokens and lengths the engine takes is checked where the engine is known."""
     ticket = request.ticket
     prompt = token_ids("prompt", request.prompt)
@@ -100,25 +100,25 @@ def packed(ids: "array[int]") -> tokens_pb2.TokenIds:
     return tokens_pb2.TokenIds(int32_le=ids.tobytes())
 
 
-def generate_response(event: StepEvent) -> engine_pb2.GenerateResponse:
+def generate_response(event: StepEvent) -> pb.GenerateResponse:
     """One message of the stream."""
     match event:
         case Tokens():
-            tokens = engine_pb2.TokenChunk(
+            tokens = pb.TokenChunk(
                 offset=event.offset,
                 token_ids=packed(event.token_ids),
                 logprobs=tokens_pb2.Logprobs(float32_le=event.logprobs.tobytes()),
                 weight_version=event.weight_version,
             )
-            return engine_pb2.GenerateResponse(tokens=tokens)
+            return pb.GenerateResponse(tokens=tokens)
         case Started():
-            started = engine_pb2.StepStarted(queue_time=duration(event.queue_s), attempt=event.attempt)
-            return engine_pb2.GenerateResponse(started=started)
+            started = pb.StepStarted(queue_time=duration(event.queue_s), attempt=event.attempt)
+            return pb.GenerateResponse(started=started)
         case Preempted():
-            preempted = engine_pb2.StepPreempted(output_tokens=event.output_tokens, by_ticket_id=event.by)
-            return engine_pb2.GenerateResponse(preempted=preempted)
+            preempted = pb.StepPreempted(output_tokens=event.output_tokens, by_ticket_id=event.by)
+            return pb.GenerateResponse(preempted=preempted)
         case Finished():
-            finished = engine_pb2.StepFinished(
+            finished = pb.StepFinished(
                 reason=_REASONS[event.reason],
                 output_tokens=event.output_tokens,
                 version_spans=[
@@ -133,11 +133,11 @@ def generate_response(event: StepEvent) -> engine_pb2.GenerateResponse:
                 resumed_prompt_tokens=event.resumed_prompt_tokens,
                 resumed_cached_tokens=event.resumed_cached_tokens,
             )
-            return engine_pb2.GenerateResponse(finished=finished)
+            return pb.GenerateResponse(finished=finished)
 
 
-def _timing(event: Finished) -> engine_pb2.StepTiming:
-    return engine_pb2.StepTiming(
+def _timing(event: Finished) -> pb.StepTiming:
+    return pb.StepTiming(
         queue=duration(event.queue_s),
         prefill=duration(event.prefill_s),
         decode=duration(event.decode_s),
@@ -146,9 +146,9 @@ def _timing(event: Finished) -> engine_pb2.StepTiming:
     )
 
 
-def engine_info(settings: SidecarSettings, profile: EngineProfile, address: str, slots: int) -> engine_pb2.EngineInfo:
+def engine_info(settings: SidecarSettings, profile: EngineProfile, address: str, slots: int) -> pb.EngineInfo:
     """What the sidecar registers at the scheduler."""
-    return engine_pb2.EngineInfo(
+    return pb.EngineInfo(
         engine_id=settings.engine_id,
         address=address,
         model=profile.model_path,
@@ -157,10 +157,10 @@ def engine_info(settings: SidecarSettings, profile: EngineProfile, address: str,
         kv_tokens_capacity=profile.kv_tokens,
         max_context_tokens=profile.max_sequence_tokens,
         tensor_parallel=profile.tensor_parallel,
-        kv_transfer=engine_pb2.KV_TRANSFER_STORAGE if profile.storage else engine_pb2.KV_TRANSFER_PREFILL,
+        kv_transfer=pb.KV_TRANSFER_STORAGE if profile.storage else pb.KV_TRANSFER_PREFILL,
         kv_bytes_per_token=profile.kv_bytes_per_token,
         hardware_tags=settings.hardware_tags,
-        decode_curve=engine_pb2.DecodeCurve(
+        decode_curve=pb.DecodeCurve(
             base_s=settings.decode_base_s,
             per_sequence_s=settings.decode_per_sequence_s,
             per_kv_token_s=settings.decode_per_kv_token_s,
@@ -169,8 +169,8 @@ def engine_info(settings: SidecarSettings, profile: EngineProfile, address: str,
     )
 
 
-def prefetch_response(done: Prefetched) -> engine_pb2.PrefetchPrefixResponse:
-    return engine_pb2.PrefetchPrefixResponse(
+def prefetch_response(done: Prefetched) -> pb.PrefetchPrefixResponse:
+    return pb.PrefetchPrefixResponse(
         prefix_tokens=done.prefix_tokens,
         tokens_from_cache=done.from_cache,
         tokens_from_storage=done.from_storage,
@@ -179,9 +179,9 @@ def prefetch_response(done: Prefetched) -> engine_pb2.PrefetchPrefixResponse:
     )
 
 
-def export_response(export: Export, *, counts_only: bool = False) -> engine_pb2.ExportPrefixResponse:
+def export_response(export: Export, *, counts_only: bool = False) -> pb.ExportPrefixResponse:
     """A trajectory's context, or its counts."""
-    return engine_pb2.ExportPrefixResponse(
+    return pb.ExportPrefixResponse(
         token_ids=None if counts_only else packed(export.token_ids),
         cache_salt=export.cache_salt,
         stored_tokens=export.stored_tokens,
@@ -201,13 +201,13 @@ class StepFacts:
         self._published = published_tokens
         self._source = f"sidecar/{engine_id}"
 
-    def queued(self, order: StepOrder) -> facts_pb2.Fact:
+    def queued(self, order: StepOrder) -> facts.Fact:
         context_tokens = len(order.prompt) + len(order.resumed)
-        fact = facts_pb2.StepQueued(step=self._step(order), priority=order.priority, context_tokens=context_tokens)
+        fact = facts.StepQueued(step=self._step(order), priority=order.priority, context_tokens=context_tokens)
         return make_fact(self._source, step_queued=fact)
 
-    def started(self, order: StepOrder, event: Started) -> facts_pb2.Fact:
-        fact = facts_pb2.StepStarted(
+    def started(self, order: StepOrder, event: Started) -> facts.Fact:
+        fact = facts.StepStarted(
             step=self._step(order),
             queue_time=duration(event.queue_s),
             attempt=event.attempt,
@@ -215,15 +215,15 @@ class StepFacts:
         )
         return make_fact(self._source, step_started=fact)
 
-    def preempted(self, order: StepOrder, event: Preempted) -> facts_pb2.Fact:
-        fact = facts_pb2.StepPreempted(step=self._step(order), output_tokens=event.output_tokens, by_ticket_id=event.by)
+    def preempted(self, order: StepOrder, event: Preempted) -> facts.Fact:
+        fact = facts.StepPreempted(step=self._step(order), output_tokens=event.output_tokens, by_ticket_id=event.by)
         return make_fact(self._source, step_preempted=fact)
 
     def finished(
         self, order: StepOrder, event: Finished, output: "array[int]", before: "array[int] | None"
-    ) -> facts_pb2.Fact:
+    ) -> facts.Fact:
         """before: the trajectory's context after its last step here, None where there was none."""
-        fact = facts_pb2.StepFinished(
+        fact = facts.StepFinished(
             step=self._step(order),
             reason=_REASONS[event.reason],
             context_tokens=len(order.prompt),
@@ -235,21 +235,19 @@ class StepFacts:
         )
         return make_fact(self._source, step_finished=fact)
 
-    def weights_updated(self, weight_version: str) -> facts_pb2.Fact:
-        fact = facts_pb2.WeightsUpdated(engine_id=self._engine_id, weight_version=weight_version)
+    def weights_updated(self, weight_version: str) -> facts.Fact:
+        fact = facts.WeightsUpdated(engine_id=self._engine_id, weight_version=weight_version)
         return make_fact(self._source, weights_updated=fact)
 
-    def _step(self, order: StepOrder) -> facts_pb2.StepRef:
-        return facts_pb2.StepRef(
+    def _step(self, order: StepOrder) -> facts.StepRef:
+        return facts.StepRef(
             ticket_id=order.ticket_id, trajectory_id=order.trajectory_id, turn=order.turn, engine_id=self._engine_id
         )
 
-    def _tokens(
-        self, order: StepOrder, output: "array[int]", before: "array[int] | None"
-    ) -> facts_pb2.StepTokens | None:
+    def _tokens(self, order: StepOrder, output: "array[int]", before: "array[int] | None") -> facts.StepTokens | None:
         if not self._published:
             return None
-        tokens = facts_pb2.StepTokens(output=packed(ends(output, self._published)), prompt=self._prompt(order))
+        tokens = facts.StepTokens(output=packed(ends(output, self._published)), prompt=self._prompt(order))
         if order.turn and before is not None and len(before) <= len(order.prompt):
             observation = order.prompt[len(before) :]
             tokens.observation.CopyFrom(packed(ends(observation, self._published)))

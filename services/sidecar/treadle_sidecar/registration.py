@@ -43,23 +43,20 @@ class Registration:
     async def run(self) -> None:
         """Background task: until the drain; then the engine has been deregistered."""
         while not self._stopping.is_set():
-            await self._first(self._watch.until_healthy(), self._stopping.wait())
+            await _first(self._watch.until_healthy(), self._stopping.wait())
             if self._stopping.is_set() or not self._watch.healthy:
                 continue
             try:
                 info = await self._info()
-                lease = await self._register(info)
+                request = scheduler_pb2.RegisterEngineRequest(request_id=uuid.uuid4().hex, info=info)
+                lease = await self._scheduler.RegisterEngine(request, timeout=CALL_TIMEOUT_S)
                 log.info("engine registered", engine_id=info.engine_id, lease_id=lease.lease_id)
-                await self._hold(info, lease)
+                await self._hold(info.engine_id, lease)
             except grpc.aio.AioRpcError as error:
-                log.warning("the scheduler does not accept the engine", code=error.code().name, details=error.details())
+                log.warning("the scheduler does not accept the engine", **_brief(error))
                 await self._pause(RETRY_S)
 
-    async def _register(self, info: EngineInfo) -> scheduler_pb2.RegisterEngineResponse:
-        request = scheduler_pb2.RegisterEngineRequest(request_id=uuid.uuid4().hex, info=info)
-        return await self._scheduler.RegisterEngine(request, timeout=CALL_TIMEOUT_S)
-
-    async def _hold(self, info: EngineInfo, lease: scheduler_pb2.RegisterEngineResponse) -> None:
+    async def _hold(self, engine_id: str, lease: scheduler_pb2.RegisterEngineResponse) -> None:
         interval_s = seconds(lease.lease_ttl) / RENEWALS_PER_TTL
         known = True
         try:
@@ -67,56 +64,51 @@ class Registration:
                 await self._pause(interval_s)
                 if self._stopping.is_set() or not self._watch.healthy:
                     return
-                known = await self._renew(info, lease)
+                known = await self._renew(engine_id, lease.lease_id)
         finally:
             if known:
-                await _finish(self._deregister(info, lease))
+                # The drain cancels this task; the call has a timeout of its own.
+                deregistering = asyncio.ensure_future(self._deregister(engine_id, lease.lease_id))
+                try:
+                    await asyncio.shield(deregistering)
+                except asyncio.CancelledError:
+                    await deregistering
+                    raise
 
-    async def _renew(self, info: EngineInfo, lease: scheduler_pb2.RegisterEngineResponse) -> bool:
+    async def _renew(self, engine_id: str, lease_id: str) -> bool:
         """False where the scheduler does not know the lease."""
-        request = scheduler_pb2.RenewEngineLeaseRequest(
-            lease_id=lease.lease_id, engine_id=info.engine_id, load=self._load()
-        )
+        request = scheduler_pb2.RenewEngineLeaseRequest(lease_id=lease_id, engine_id=engine_id, load=self._load())
         try:
             await self._scheduler.RenewEngineLease(request, timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.NOT_FOUND:
-                log.warning("the lease expired; registering again", lease_id=lease.lease_id)
-                return False
-            log.warning("lease was not renewed", code=error.code().name, details=error.details())
+            log.warning("lease was not renewed", lease_id=lease_id, **_brief(error))
+            return error.code() is not grpc.StatusCode.NOT_FOUND
         return True
 
-    async def _deregister(self, info: EngineInfo, lease: scheduler_pb2.RegisterEngineResponse) -> None:
+    async def _deregister(self, engine_id: str, lease_id: str) -> None:
         request = scheduler_pb2.DeregisterEngineRequest(
-            request_id=uuid.uuid4().hex, lease_id=lease.lease_id, engine_id=info.engine_id
+            request_id=uuid.uuid4().hex, lease_id=lease_id, engine_id=engine_id
         )
         try:
             await self._scheduler.DeregisterEngine(request, timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:  # the lease then expires
-            log.warning("engine was not deregistered", code=error.code().name, details=error.details())
+            log.warning("engine was not deregistered", **_brief(error))
 
     async def _pause(self, timeout_s: float) -> None:
         """Sleep, but not beyond the beginning of the drain or the loss of the engine."""
-        waits = [self._stopping.wait(), asyncio.sleep(timeout_s)]
-        if self._watch.healthy:
-            waits.append(self._watch.until_lost())
-        await self._first(*waits)
-
-    @staticmethod
-    async def _first(*waits: Awaitable[object]) -> None:
-        tasks = [asyncio.ensure_future(wait) for wait in waits]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
+        lost = [self._watch.until_lost()] if self._watch.healthy else []
+        await _first(self._stopping.wait(), asyncio.sleep(timeout_s), *lost)
 
 
-async def _finish(call: Coroutine[Any, Any, None]) -> None:
-    """Await `call` even where the drain cancels the present task meanwhile. The call has a timeout of its own."""
-    task = asyncio.ensure_future(call)
+async def _first(*waits: Coroutine[Any, Any, object]) -> None:
+    """Return when one of them does, and cancel the others."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await task
-        raise
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _brief(error: grpc.aio.AioRpcError) -> dict[str, object]:
+    return {"code": error.code().name, "details": error.details()}

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc.aio
-from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
+from treadle.engine.v1 import engine_pb2 as pb
+from treadle.engine.v1 import engine_pb2_grpc
 from treadle_runtime.calls import remaining_s
 from treadle_runtime.config import address
 from treadle_runtime.errors import (
@@ -32,8 +33,6 @@ SHORTEST_WATCH_S = 0.05
 DEFAULT_WATCH_S = 1.0
 EXPORT_TIMEOUT_S = 30.0  # for another sidecar's ExportPrefix, where the caller's own deadline is further away
 RETRY_SOURCE_S = 2.0
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TicketBook:
@@ -78,8 +77,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         prefixes: Prefixes,
         weights: Weights,
         records: RequestRecords,
-        load: Callable[[], engine_pb2.Load],
-        info: Callable[[], Awaitable[engine_pb2.EngineInfo]],
+        load: Callable[[], pb.Load],
+        info: Callable[[], Awaitable[pb.EngineInfo]],
         channel: Callable[[str], grpc.aio.Channel],
     ) -> None:
         self._runner = runner
@@ -92,9 +91,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._info = info
         self._channel = channel
 
-    async def Generate(
-        self, request: engine_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[engine_pb2.GenerateResponse]:
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         order = convert.step_order(request)
         expires_at, now = convert.ticket_expiry(request.ticket), time.time()
         self._tickets.check(order.ticket_id, request.ticket.engine_id, expires_at, now)
@@ -106,77 +103,69 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         finally:
             self._runner.abandon(step)
 
-    async def Abort(self, request: engine_pb2.AbortRequest, context: Context) -> engine_pb2.AbortResponse:
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         ticket_id = identifier("ticket_id", request.ticket_id)
 
-        async def abort() -> engine_pb2.AbortResponse:
-            return engine_pb2.AbortResponse(output_tokens=await self._runner.abort(ticket_id))
+        async def abort() -> pb.AbortResponse:
+            return pb.AbortResponse(output_tokens=await self._runner.abort(ticket_id))
 
-        return await self._records.once("Abort", request, engine_pb2.AbortResponse, abort)
+        return await self._records.once("Abort", request, pb.AbortResponse, abort)
 
-    async def Reprioritize(
-        self, request: engine_pb2.ReprioritizeRequest, context: Context
-    ) -> engine_pb2.ReprioritizeResponse:
+    async def Reprioritize(self, request: pb.ReprioritizeRequest, context: Any) -> pb.ReprioritizeResponse:
         require(request.changes, "changes", "must have at least one change")
         for index, change in enumerate(request.changes):
             identifier(f"changes[{index}].ticket_id", change.ticket_id)
             finite(f"changes[{index}].priority", change.priority)
 
-        async def reprioritize() -> engine_pb2.ReprioritizeResponse:
+        async def reprioritize() -> pb.ReprioritizeResponse:
             unknown = [
                 c.ticket_id for c in request.changes if not self._runner.queue.reprioritize(c.ticket_id, c.priority)
             ]
             self._runner.decide()
-            return engine_pb2.ReprioritizeResponse(unknown_ticket_ids=unknown)
+            return pb.ReprioritizeResponse(unknown_ticket_ids=unknown)
 
-        return await self._records.once("Reprioritize", request, engine_pb2.ReprioritizeResponse, reprioritize)
+        return await self._records.once("Reprioritize", request, pb.ReprioritizeResponse, reprioritize)
 
-    async def GetLoad(self, request: engine_pb2.GetLoadRequest, context: Context) -> engine_pb2.GetLoadResponse:
-        return engine_pb2.GetLoadResponse(load=self._load())
+    async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.GetLoadResponse:
+        return pb.GetLoadResponse(load=self._load())
 
-    async def WatchLoad(
-        self, request: engine_pb2.WatchLoadRequest, context: Context
-    ) -> AsyncIterator[engine_pb2.WatchLoadResponse]:
+    async def WatchLoad(self, request: pb.WatchLoadRequest, context: Any) -> AsyncIterator[pb.WatchLoadResponse]:
         interval_s = seconds(request.interval) if request.HasField("interval") else DEFAULT_WATCH_S
         require(
             interval_s >= SHORTEST_WATCH_S, "interval", f"must be at least {SHORTEST_WATCH_S} s, is {interval_s:g} s"
         )
         while True:
-            yield engine_pb2.WatchLoadResponse(load=self._load())
+            yield pb.WatchLoadResponse(load=self._load())
             await asyncio.sleep(interval_s)
 
-    async def Pause(self, request: engine_pb2.PauseRequest, context: Context) -> engine_pb2.PauseResponse:
-        known = (engine_pb2.PAUSE_MODE_ABORT, engine_pb2.PAUSE_MODE_KEEP)
+    async def Pause(self, request: pb.PauseRequest, context: Any) -> pb.PauseResponse:
+        known = (pb.PAUSE_MODE_ABORT, pb.PAUSE_MODE_KEEP)
         require(request.mode in known, "mode", "must be PAUSE_MODE_ABORT or PAUSE_MODE_KEEP")
 
-        async def pause() -> engine_pb2.PauseResponse:
-            aborted, kept = await self._weights.pause(abort=request.mode == engine_pb2.PAUSE_MODE_ABORT)
-            return engine_pb2.PauseResponse(aborted_steps=aborted, kept_steps=kept)
+        async def pause() -> pb.PauseResponse:
+            aborted, kept = await self._weights.pause(abort=request.mode == pb.PAUSE_MODE_ABORT)
+            return pb.PauseResponse(aborted_steps=aborted, kept_steps=kept)
 
-        return await self._records.once("Pause", request, engine_pb2.PauseResponse, pause)
+        return await self._records.once("Pause", request, pb.PauseResponse, pause)
 
-    async def Resume(self, request: engine_pb2.ResumeRequest, context: Context) -> engine_pb2.ResumeResponse:
-        async def resume() -> engine_pb2.ResumeResponse:
+    async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeResponse:
+        async def resume() -> pb.ResumeResponse:
             await self._weights.resume()
-            return engine_pb2.ResumeResponse()
+            return pb.ResumeResponse()
 
-        return await self._records.once("Resume", request, engine_pb2.ResumeResponse, resume)
+        return await self._records.once("Resume", request, pb.ResumeResponse, resume)
 
-    async def UpdateWeights(
-        self, request: engine_pb2.UpdateWeightsRequest, context: Context
-    ) -> engine_pb2.UpdateWeightsResponse:
+    async def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: Any) -> pb.UpdateWeightsResponse:
         version = identifier("weight_version", request.weight_version)
         model_path = non_empty("model_path", request.model_path)
 
-        async def update() -> engine_pb2.UpdateWeightsResponse:
+        async def update() -> pb.UpdateWeightsResponse:
             load_s, previous = await self._weights.update(model_path, version)
-            return engine_pb2.UpdateWeightsResponse(load_time=duration(load_s), previous_weight_version=previous)
+            return pb.UpdateWeightsResponse(load_time=duration(load_s), previous_weight_version=previous)
 
-        return await self._records.once("UpdateWeights", request, engine_pb2.UpdateWeightsResponse, update)
+        return await self._records.once("UpdateWeights", request, pb.UpdateWeightsResponse, update)
 
-    async def PrefetchPrefix(
-        self, request: engine_pb2.PrefetchPrefixRequest, context: Context
-    ) -> engine_pb2.PrefetchPrefixResponse:
+    async def PrefetchPrefix(self, request: pb.PrefetchPrefixRequest, context: Any) -> pb.PrefetchPrefixResponse:
         trajectory_id = identifier("trajectory_id", request.trajectory_id)
         kind = request.WhichOneof("prefix")
         require(kind, "prefix", "must be set: token_ids or from")
@@ -187,7 +176,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             async def source() -> Export:
                 return Export(prefix, "", 0)
         else:
-            reference: engine_pb2.PrefixRef = getattr(request, "from")
+            reference: pb.PrefixRef = getattr(request, "from")
             identifier("from.trajectory_id", reference.trajectory_id)
             try:
                 address(reference.engine_address)
@@ -197,38 +186,32 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             async def source() -> Export:
                 return await self._fetch(reference)
 
-        async def prefetch() -> engine_pb2.PrefetchPrefixResponse:
+        async def prefetch() -> pb.PrefetchPrefixResponse:
             done = await self._prefixes.prefetch(trajectory_id, source, request.cache_salt, request.storage_only)
             return convert.prefetch_response(done)
 
-        return await self._records.once("PrefetchPrefix", request, engine_pb2.PrefetchPrefixResponse, prefetch)
+        return await self._records.once("PrefetchPrefix", request, pb.PrefetchPrefixResponse, prefetch)
 
-    async def ExportPrefix(
-        self, request: engine_pb2.ExportPrefixRequest, context: Context
-    ) -> engine_pb2.ExportPrefixResponse:
+    async def ExportPrefix(self, request: pb.ExportPrefixRequest, context: Any) -> pb.ExportPrefixResponse:
         trajectory_id = identifier("trajectory_id", request.trajectory_id)
         export = await self._prefixes.export(trajectory_id, wait=not request.counts_only)
         return convert.export_response(export, counts_only=request.counts_only)
 
-    async def ReleasePrefix(
-        self, request: engine_pb2.ReleasePrefixRequest, context: Context
-    ) -> engine_pb2.ReleasePrefixResponse:
+    async def ReleasePrefix(self, request: pb.ReleasePrefixRequest, context: Any) -> pb.ReleasePrefixResponse:
         trajectory_id = identifier("trajectory_id", request.trajectory_id)
 
-        async def release() -> engine_pb2.ReleasePrefixResponse:
+        async def release() -> pb.ReleasePrefixResponse:
             self._contexts.forget(trajectory_id)
-            return engine_pb2.ReleasePrefixResponse()
+            return pb.ReleasePrefixResponse()
 
-        return await self._records.once("ReleasePrefix", request, engine_pb2.ReleasePrefixResponse, release)
+        return await self._records.once("ReleasePrefix", request, pb.ReleasePrefixResponse, release)
 
-    async def GetEngineInfo(
-        self, request: engine_pb2.GetEngineInfoRequest, context: Context
-    ) -> engine_pb2.GetEngineInfoResponse:
-        return engine_pb2.GetEngineInfoResponse(info=await self._info())
+    async def GetEngineInfo(self, request: pb.GetEngineInfoRequest, context: Any) -> pb.GetEngineInfoResponse:
+        return pb.GetEngineInfoResponse(info=await self._info())
 
-    async def _fetch(self, reference: engine_pb2.PrefixRef) -> Export:
+    async def _fetch(self, reference: pb.PrefixRef) -> Export:
         stub = engine_pb2_grpc.EngineServiceStub(self._channel(reference.engine_address))
-        request = engine_pb2.ExportPrefixRequest(trajectory_id=reference.trajectory_id)
+        request = pb.ExportPrefixRequest(trajectory_id=reference.trajectory_id)
         try:
             response = await stub.ExportPrefix(
                 request, timeout=min(remaining_s() or EXPORT_TIMEOUT_S, EXPORT_TIMEOUT_S)

@@ -1,13 +1,12 @@
-"""How a SGLang server is launched, on a CPU core or on GPUs.
+"""Launch a SGLang server on a CPU core or on GPUs.
 
-`engine_command` is a pure function from an `EngineSpec` to the command line, the environment and the folder; whoever
-wants the process starts it (`treadle up`, the engine tests, or `python -m treadle_sidecar.engine.process`). The
-engine lives in a venv of its own (engine/install.sh), so this module imports nothing of it.
+`engine_command` is a pure function from an `EngineSpec` to the command line, the environment and the folder; the caller
+starts it (`treadle up`, the engine tests, or `python -m treadle_sidecar.engine.process`). The engine lives in a venv of
+its own (engine/install.sh), so this module imports nothing of it.
 
-Invariants: an engine listens on loopback only; a CPU engine uses one thread a core and is pinned to its cores, so
-that an idle engine helps nobody; no engine leaves the machine to look for a model.
-
-In what numbers an engine on a CPU computes."""
+Invariants: an engine listens on loopback only; a CPU engine uses one thread a core and is pinned to its cores; no
+engine downloads a model.
+"""
 
 import argparse
 import json
@@ -26,7 +25,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def cpu_dtype(cpu_info: Path = CPU_INFO) -> str:
-    """SGLang's name for them: auto, which is the model's own, where the processor has bf16, else float32."""
+    """SGLang's name of the numbers to compute in: auto (the model's own) on a processor with bf16, else float32."""
     try:
         return "auto" if has_bf16(cpu_info.read_text()) else "float32"
     except OSError:
@@ -35,9 +34,7 @@ def cpu_dtype(cpu_info: Path = CPU_INFO) -> str:
 
 ENGINE_HOST = "127.0.0.1"  # the sidecar beside it is the only client
 PAGE_TOKENS = 16  # KV page: what HiCache stores and moves; a prefix is shared in multiples of it
-HICACHE_RATIO = (
-    2  # host copies of the device pool; host memory is what write-through passes KV through on its way to storage
-)
+HICACHE_RATIO = 2  # host copies of the device pool; write-through passes KV through host memory on its way to storage
 SPARE_REQUESTS = 2  # engine slots above the queue's, so that a prefetch of a prefix never waits for a decoding step
 _REMOVED = (
     "SGLANG_USE_CPU_ENGINE",
@@ -75,9 +72,7 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """What to pass to `subprocess.Popen` or `asyncio.create_subprocess_exec`; `env` is complete (it inherits what was
-    passed in).
-    """
+    """Arguments for `subprocess.Popen` or `asyncio.create_subprocess_exec`; `env` is complete."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
@@ -155,9 +150,7 @@ def _environment(spec: EngineSpec, environ: Mapping[str, str]) -> dict[str, str]
 
 
 def start_engine(spec: EngineSpec, log_path: Path) -> "subprocess.Popen[bytes]":
-    """Starts the engine in a process group of its own (SGLang forks workers; stop them together with `stop_engine`);
-    logs to `log_path`.
-    """
+    """Start the engine in a process group of its own (SGLang forks workers), with its log in `log_path`."""
     command = engine_command(spec)
     if spec.hicache_dir is not None:
         spec.hicache_dir.mkdir(parents=True, exist_ok=True)
@@ -168,9 +161,7 @@ def start_engine(spec: EngineSpec, log_path: Path) -> "subprocess.Popen[bytes]":
 
 
 def stop_engine(process: "subprocess.Popen[bytes]", grace_s: float = 5.0) -> None:
-    """SIGTERM to the engine's process group, then SIGKILL after `grace_s`; returns once the leader is gone. Calling
-    it twice is fine.
-    """
+    """Send SIGTERM to the engine's process group, then SIGKILL after `grace_s`; return once the leader is gone."""
     for sent, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, None)):
         try:
             os.killpg(process.pid, sent)
@@ -184,38 +175,30 @@ def stop_engine(process: "subprocess.Popen[bytes]", grace_s: float = 5.0) -> Non
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one engine in the foreground, in place of this process."""
+    """Run one engine in the foreground, in place of this process."""
     parser = argparse.ArgumentParser(prog="python -m treadle_sidecar.engine.process", description=main.__doc__)
     parser.add_argument("--engine-id", default="engine-0")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--cpu", action="store_true", help="run on the CPU through Treadle's platform plugin")
-    parser.add_argument("--model", required=True, help="folder that SGLang serves, or a model name on a GPU machine")
     parser.add_argument(
-        "--python", type=Path, default=Path(sys.executable), help="python of the venv that holds SGLang"
+        "--model", dest="model_path", required=True, help="folder that SGLang serves, or a model name on a GPU machine"
     )
-    parser.add_argument("--cores", type=int, nargs="*", default=None, help="cores to pin a CPU engine to")
+    parser.add_argument(
+        "--python",
+        dest="venv_python",
+        type=Path,
+        default=Path(sys.executable),
+        help="python of the venv that holds SGLang",
+    )
+    parser.add_argument("--cores", type=int, nargs="*", default=(), help="cores to pin a CPU engine to")
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--kv-tokens", type=int, default=0)
     parser.add_argument("--context-tokens", type=int, default=0)
     parser.add_argument("--hicache-dir", type=Path, default=None)
     parser.add_argument("--seed", type=int, default=0)
     known, extra = parser.parse_known_args(arguments)
-    command = engine_command(
-        EngineSpec(
-            engine_id=known.engine_id,
-            port=known.port,
-            cpu=known.cpu,
-            model_path=known.model,
-            venv_python=known.python,
-            cores=tuple(known.cores) if known.cores else None,
-            slots=known.slots,
-            kv_tokens=known.kv_tokens,
-            context_tokens=known.context_tokens,
-            hicache_dir=known.hicache_dir,
-            extra_args=tuple(arg for arg in extra if arg != "--"),
-            seed=known.seed,
-        )
-    )
+    known.cores = tuple(known.cores) or None
+    command = engine_command(EngineSpec(**vars(known), extra_args=tuple(arg for arg in extra if arg != "--")))
     if known.hicache_dir is not None:
         known.hicache_dir.mkdir(parents=True, exist_ok=True)
     os.chdir(command.cwd)
