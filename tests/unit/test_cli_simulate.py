@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from treadle_cli.app import app
-from treadle_cli.simulate import jobs
+from treadle_cli.simulate import run as simulate_run
 from treadle_sim.workloads.parametric import make
 from treadle_sim.workloads.workload import write_traces
 from typer.testing import CliRunner
@@ -149,7 +149,7 @@ def test_an_engine_that_was_measured_takes_the_place_of_a_shipped_one(tmp_path: 
 
 
 def test_cores_change_no_figure(tmp_path: Path, small: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "ALONE_TRAJECTORIES", 0)
+    monkeypatch.setattr(simulate_run, "ALONE_TRAJECTORIES", 0)
     found = simulated(tmp_path, "coding", *SMALL, "--systems", "verl,slime,treadle")
     by_name = {row["system"]: row["makespan_s"] for row in small["systems"]}
     assert [row["makespan_s"] for row in found["systems"]] == [by_name[name] for name in ("verl", "slime", "treadle")]

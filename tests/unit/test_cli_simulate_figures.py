@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_cli.simulate.comparison import Bound, Comparison, Row, compare, longest_first, once_tokens
-from treadle_cli.simulate.request import DEFAULT_SYSTEMS, Request, SimulationPlan, plan
-from treadle_cli.simulate.scene import by_cell, drawn, scene
-from treadle_cli.simulate.sentences import tell
+from treadle_cli.simulate.comparison import Bound, Comparison, Row, compare, count_once_tokens, sort_longest_first
+from treadle_cli.simulate.output import describe
+from treadle_cli.simulate.request import DEFAULT_SYSTEMS, Request, SimulationPlan, make_plan
+from treadle_cli.simulate.scene import average_cells, choose_systems, make_scene
 from treadle_sim.rollout import Run, Setting, simulate
 from treadle_sim.systems import SYSTEMS, System
 
@@ -32,7 +32,7 @@ ASKED = Request(
 
 
 def compared(asked: Request) -> tuple[SimulationPlan, Comparison]:
-    chosen = plan(asked)
+    chosen = make_plan(asked)
     runs = {system.name: [simulate_best(system, setting) for setting in chosen.settings] for system in chosen.systems}
     return chosen, compare(chosen.systems, chosen.settings, runs)
 
@@ -59,7 +59,7 @@ def test_cells_hold_all_of_an_engines_work(gaps: list[tuple[float, float, int]])
         spans.append((at_s + idle_s, at_s + idle_s + length_s, batch))
         at_s += idle_s + length_s
     edges = np.linspace(0.0, max(at_s, 1.0), 38)
-    decoding, prefill = by_cell(spans, edges)
+    decoding, prefill = average_cells(spans, edges)
     width = np.diff(edges)
     decoded = sum((end_s - start_s) * size for start_s, end_s, size in spans if size > 0)
     prefilled = sum(end_s - start_s for start_s, end_s, size in spans if size < 0)
@@ -72,12 +72,12 @@ def test_every_panel_shows_the_same_longest_trajectories_without_gaps_and_its_la
     chosen, comparison = compared(ASKED)
     setting = chosen.settings[0]
     runs = [simulate(SYSTEMS[name], setting, 1, record=True) for name in ("verl", "treadle")]
-    shown = scene(runs, setting.workload, comparison)
+    shown = make_scene(runs, setting.workload, comparison)
     assert shown.end_s == max(run.outcome.makespan_s for run in runs)
     for panel, run in zip(shown.panels, runs, strict=True):
         assert [bars.label for bars in panel.bars[:12]] == [bars.label for bars in shown.panels[0].bars[:12]]
         assert len(panel.lanes) == len(run.cluster.engines)
-        for bars, index in zip(panel.bars, longest_first(setting.workload), strict=False):
+        for bars, index in zip(panel.bars, sort_longest_first(setting.workload), strict=False):
             ordered = sorted(bars.spans, key=lambda span: span.start_s)
             assert ordered[0].start_s == 0.0
             assert ordered[-1].end_s == pytest.approx(run.outcome.times[index].finished_s)
@@ -85,12 +85,12 @@ def test_every_panel_shows_the_same_longest_trajectories_without_gaps_and_its_la
                 assert after.start_s == pytest.approx(before.end_s, abs=1e-9)
 
 
-def test_the_best_baseline_heddle_and_treadle_are_drawn() -> None:
+def test_the_best_baseline_heddle_and_treadle_are_choose_systems() -> None:
     _, comparison = compared(ASKED)
     systems = [SYSTEMS[name] for name in DEFAULT_SYSTEMS.split(",")]
-    assert drawn(systems, comparison) == ["verl", "heddle", "treadle"]
+    assert choose_systems(systems, comparison) == ["verl", "heddle", "treadle"]
     only_oracle = replace(comparison, best_baseline="")
-    assert drawn([SYSTEMS["oracle"]], only_oracle) == ["oracle"]
+    assert choose_systems([SYSTEMS["oracle"]], only_oracle) == ["oracle"]
 
 
 @pytest.mark.parametrize(
@@ -105,23 +105,23 @@ def test_the_best_baseline_heddle_and_treadle_are_drawn() -> None:
 )
 def test_the_first_sentence_says_what_bounds_the_workload(bound: Bound, said: str) -> None:
     chosen, comparison = compared(ASKED)
-    assert said in tell(chosen, replace(comparison, bound=bound)).bound
+    assert said in describe(chosen, replace(comparison, bound=bound)).bound
 
 
 def test_where_treadle_loses_is_said_and_only_there() -> None:
     chosen, comparison = compared(ASKED)
     verl, treadle, oracle = comparison.rows
-    won = tell(chosen, replace(comparison, rows=(slower(treadle, 1.5), treadle, oracle)))
+    won = describe(chosen, replace(comparison, rows=(slower(treadle, 1.5), treadle, oracle)))
     assert won.losses == ()
     assert not any(line.startswith("Where treadle loses") for line in won.lines())
-    lost = tell(chosen, replace(comparison, rows=(verl, slower(treadle, 1.5), oracle)))
+    lost = describe(chosen, replace(comparison, rows=(verl, slower(treadle, 1.5), oracle)))
     assert lost.losses[0].startswith(f"verl ({verl.median.makespan_s:.1f} s) ends earlier than its")
     assert any(each.startswith("half of the trajectories have ended after") for each in lost.losses)
 
 
 def test_what_is_prefilled_once_counts_prompts_once_and_last_answers_never() -> None:
-    chosen = plan(replace(ASKED, prompts=1, samples=2))
+    chosen = make_plan(replace(ASKED, prompts=1, samples=2))
     workload = chosen.settings[0].workload
     first, second = workload.trajectories
     answers = [max(1, step.obs_tokens) for work in (first, second) for step in work.steps[:-1]]
-    assert once_tokens(workload) == first.prompt_tokens + sum(answers) + 1
+    assert count_once_tokens(workload) == first.prompt_tokens + sum(answers) + 1

@@ -1,14 +1,14 @@
-"""What the simulated rollouts come to, side by side: one definition of every figure for all that shows it.
+"""The figures of simulated rollouts side by side: one definition of each, for the terminal, the page and the JSON.
 
-Invariants: a ratio is the other's makespan over the system's own, so above 1 is faster, whatever it is taken to; the
-best baseline is the fastest of those simulated, seed by seed; over several seeds every figure is the median.
+A ratio is the other's makespan over the system's own, so above 1 is faster, whatever the other is. The best baseline is
+the fastest of those simulated, seed by seed. Over several seeds every figure is the median.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,8 @@ MOST = 0.9  # of the trajectories
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One rollout. queue_share_longest: of the wall time of the longest tenth, what is neither prefill nor decode nor
-    tool: at an engine, or before a ticket for one. recomputed_tokens: prefilled beyond once."""
+    """One rollout. queue_share_longest: the share of the wall time of the longest tenth that is neither prefill nor
+    decode nor tool, but waiting at an engine or for a ticket. recomputed_tokens: prefilled more than once."""
 
     makespan_s: float
     tokens_per_s: float
@@ -38,7 +38,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A system. engines: of the first seed. Ratios are None where what they are taken to was not simulated."""
+    """A system. engines: of the first seed. A ratio is None if the other was not simulated."""
 
     system: System
     engines: str
@@ -47,13 +47,13 @@ class Row:
     to_best_baseline: float | None
     to_verl: float | None
     to_oracle: float | None
-    to_bound: float
+    to_bound: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Medians over seeds. longest_alone_s: of the slowest trajectory on an engine of `longest_gpus`, longest_tools_s of
-    which are tools; work_s: all work spread evenly."""
+    """Medians over seeds. longest_alone_s: of the slowest trajectory on an engine of `longest_gpus`, of which
+    longest_tools_s are tools; work_s: all work spread evenly."""
 
     lower_s: float
     longest_alone_s: float
@@ -71,11 +71,10 @@ class Comparison:
     best_baseline: str
 
     def row(self, name: str) -> Row | None:
-        """That of a system."""
         return next((row for row in self.rows if row.system.name == name), None)
 
     def as_json(self) -> dict[str, Any]:
-        """See cli/README.md."""
+        """The part of summary.json that cli/README.md describes."""
         return {
             "bound": asdict(self.bound),
             "best_baseline": self.best_baseline or None,
@@ -100,34 +99,37 @@ def compare(systems: Sequence[System], settings: Sequence[Setting], runs: Mappin
     """runs: of each system's name one a setting, in the settings' order."""
     makespans = {name: [run.outcome.makespan_s for run in each] for name, each in runs.items()}
     bounds = [_bound(setting) for setting in settings]
+    lower_s = [bound.lower_s for bound in bounds]
     baselines = [system.name for system in BASELINES if system.name in runs]
     best_s = [min(makespans[name][at] for name in baselines) for at in range(len(settings))] if baselines else None
-    rows = [
-        Row(
-            system=system,
-            engines=runs[system.name][0].cluster.describe(),
-            median=_median(
-                [figures(run, setting.workload) for run, setting in zip(runs[system.name], settings, strict=True)]
-            ),
-            makespans_s=tuple(makespans[system.name]),
-            to_best_baseline=_ratio(best_s, makespans[system.name]),
-            to_verl=_ratio(makespans.get(VERL.name), makespans[system.name]),
-            to_oracle=_ratio(makespans.get(ORACLE.name), makespans[system.name]),
-            to_bound=_ratio([bound.lower_s for bound in bounds], makespans[system.name]) or 0.0,
+
+    def make_row(system: System) -> Row:
+        own = runs[system.name]
+        own_s = makespans[system.name]
+        figures = [_figures(run, setting.workload) for run, setting in zip(own, settings, strict=True)]
+        others = (best_s, makespans.get(VERL.name), makespans.get(ORACLE.name), lower_s)
+        ratios = (
+            statistics.median(other / each for other, each in zip(other_s, own_s, strict=True)) if other_s else None
+            for other_s in others
         )
-        for system in systems
-    ]
+        return Row(system, own[0].cluster.describe(), Figures(*_medians(figures)), tuple(own_s), *ratios)
+
     return Comparison(
-        bound=Bound(*(statistics.median(values) for values in zip(*(_values(bound) for bound in bounds), strict=True))),
-        rows=tuple(rows),
+        bound=Bound(*_medians(bounds)),
+        rows=tuple(make_row(system) for system in systems),
         best_baseline=min(baselines, key=lambda name: statistics.median(makespans[name]), default=""),
     )
 
 
-def figures(run: Run, workload: Workload) -> Figures:
-    """Of one rollout."""
+def _medians(each: Sequence[Figures] | Sequence[Bound]) -> list[Any]:
+    """Of every field, in their order."""
+    return [statistics.median(values) for values in zip(*map(astuple, each), strict=True)]
+
+
+def _figures(run: Run, workload: Workload) -> Figures:
     outcome = run.outcome
-    longest = [outcome.times[index] for index in longest_first(workload)[: tail_count(workload)]]
+    tail = max(1, round(TAIL * len(workload.trajectories)))
+    longest = [outcome.times[index] for index in sort_longest_first(workload)[:tail]]
     wall_s = sum(times.finished_s for times in longest)
     queue_s = wall_s - sum(times.prefill_s + times.decode_s + times.tool_s for times in longest)
     prefilled = sum(times.prefilled_tokens for times in outcome.times)
@@ -140,22 +142,17 @@ def figures(run: Run, workload: Workload) -> Figures:
         migrations=outcome.migrations,
         preemptions=outcome.preemptions,
         prefilled_tokens=prefilled,
-        recomputed_tokens=max(0, prefilled - once_tokens(workload)),
+        recomputed_tokens=max(0, prefilled - count_once_tokens(workload)),
     )
 
 
-def longest_first(workload: Workload) -> list[int]:
+def sort_longest_first(workload: Workload) -> list[int]:
     """Indices of the trajectories, the one with the most tokens first."""
     tokens = [work.gen_tokens for work in workload.trajectories]
     return [int(index) for index in np.argsort(np.negative(tokens), kind="stable")]
 
 
-def tail_count(workload: Workload) -> int:
-    """How many the longest tenth are, at least one."""
-    return max(1, round(TAIL * len(workload.trajectories)))
-
-
-def once_tokens(workload: Workload) -> int:
+def count_once_tokens(workload: Workload) -> int:
     """Tokens that any schedule prefills: each prompt once, and what tools answered before a further step.
 
     A step whose context is all cached computes one token; those count as computed once too.
@@ -175,17 +172,3 @@ def _bound(setting: Setting) -> Bound:
 
     slowest = max(setting.workload.trajectories, key=fastest)
     return Bound(max(longest_s, work_all_s), longest_s, slowest.tool_s, fastest(slowest)[1], work_all_s)
-
-
-def _values(figures_or_bound: Figures | Bound) -> tuple[float, ...]:
-    return tuple(asdict(figures_or_bound).values())
-
-
-def _median(each: Sequence[Figures]) -> Figures:
-    return Figures(*(statistics.median(values) for values in zip(*map(_values, each), strict=True)))
-
-
-def _ratio(others_s: Sequence[float] | None, own_s: Sequence[float]) -> float | None:
-    if others_s is None:
-        return None
-    return statistics.median(other / own for other, own in zip(others_s, own_s, strict=True))

@@ -69,7 +69,7 @@ class SimulationPlan:
     from_file: bool
 
 
-def plan(asked: Request) -> SimulationPlan:
+def make_plan(asked: Request) -> SimulationPlan:
     """Checks every option and reads the files. Raises UsageProblem."""
     systems = _systems(DEFAULT_SYSTEMS if asked.systems is None else asked.systems)
     if asked.predictor not in NAMES:

@@ -1,53 +1,77 @@
-"""`treadle simulate` from a checked request to figures, files and what is printed."""
+"""`treadle simulate` from the options to what is printed: simulates on all cores, compares, writes a folder.
+
+The result of a job depends on the job alone, so the number of cores and the order of jobs change nothing. No worker
+process outlives the command, however it ends. Spans are recorded only for the systems that are drawn, since they take
+most of a rollout's memory.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from treadle_sim.rollout import Run
+from treadle_core.refusals import CoreError
+from treadle_sim.rollout import Run, Setting, simulate
+from treadle_sim.systems import System
 
 from treadle_cli.problems import UsageProblem
 from treadle_cli.simulate.comparison import Comparison, compare
-from treadle_cli.simulate.files import (
+from treadle_cli.simulate.output import (
     PAGE,
     PICTURE,
     SUMMARY,
     TRAJECTORIES,
-    document,
+    Sentences,
+    describe,
+    heading,
+    make_document,
     new_folder,
+    print_comparison,
     write_trajectories,
 )
-from treadle_cli.simulate.jobs import Job, jobs_of, simulate_all
-from treadle_cli.simulate.request import Request, SimulationPlan, plan
-from treadle_cli.simulate.scene import Scene, drawn, scene
-from treadle_cli.simulate.sentences import Told, tell
-from treadle_cli.simulate.terminal import heading, print_comparison
+from treadle_cli.simulate.request import Request, SimulationPlan, make_plan
+from treadle_cli.simulate.scene import choose_systems, make_scene
+
+MOST_WORKERS = 8  # each has its own numpy, numba and rollout: some 250 MB
+# Trajectories over all jobs up to which one process is as fast: workers take about two seconds to start.
+ALONE_TRAJECTORIES = 4_000
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
-async def run_simulate(asked: Request, out_folder: Path, as_json: bool, out: Console, progress: Console) -> int:
-    """Simulates, writes a folder under `out_folder`, prints; the exit code. Raises UsageProblem."""
+async def run_simulate(request: Request, out_folder: Path, as_json: bool, out: Console, progress: Console) -> int:
+    """Simulate, write a folder under `out_folder`, print; returns the exit code. Raises UsageProblem."""
     with progress.status("drawing the workload"):
-        chosen = plan(asked)
-    folder = _folder(out_folder)
+        plan = make_plan(request)
     try:
-        found, told, comparison = await _into(folder, chosen, progress)
+        folder = new_folder(out_folder)
+    except OSError as error:
+        raise UsageProblem(f"--out: {out_folder}: {error.strerror}") from error
+    try:
+        comparison, sentences = await _simulate_into(folder, plan, progress)
     finally:
         if not any(folder.iterdir()):  # interrupted
             folder.rmdir()
     if as_json:
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(make_document(plan, comparison, sentences, folder)))
     else:
-        print_comparison(out, chosen, comparison, told, folder)
+        print_comparison(out, plan, comparison, sentences, folder)
     return 0
 
 
-async def _into(folder: Path, chosen: SimulationPlan, progress: Console) -> tuple[dict[str, Any], Told, Comparison]:
-    """Simulates and writes all files; returns what summary.json holds, and what it was made of."""
+async def _simulate_into(folder: Path, plan: SimulationPlan, progress: Console) -> tuple[Comparison, Sentences]:
+    """Simulate, and write all files."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -56,84 +80,128 @@ async def _into(folder: Path, chosen: SimulationPlan, progress: Console) -> tupl
         console=progress,
         transient=True,
     ) as bar:
-        runs = await _all_runs(chosen, bar)
-        comparison = compare(chosen.systems, chosen.settings, runs)
-        recorded = await _recorded(chosen, comparison, runs, bar)
-    told = tell(chosen, comparison)
+        runs = await _run_systems(plan, bar)
+        comparison = compare(plan.systems, plan.settings, runs)
+        recorded = await _record_systems(plan, comparison, runs, bar)
+    sentences = describe(plan, comparison)
     with progress.status("drawing"):
-        from treadle_cli.simulate.page import write_page  # a second of imports, which bad options need not wait for
-        from treadle_cli.simulate.picture import draw
+        from treadle_cli.simulate import pictures  # a second of imports, which bad options need not wait for
 
-        shown = scene(recorded, chosen.settings[0].workload, comparison)
-        draw(shown, title(shown), heading(chosen), folder / PICTURE)
-        write_page(shown, title(shown), heading(chosen), comparison, told, folder / PAGE)
-        found = document(chosen, comparison, told, folder)
-        (folder / SUMMARY).write_text(json.dumps(found, indent=1) + "\n")
-        write_trajectories(chosen, runs, folder / TRAJECTORIES)
-    return found, told, comparison
-
-
-def title(shown: Scene) -> str:
-    """The makespans in a line."""
-    spans = " · ".join(f"{panel.name} {panel.makespan_s:.0f} s" for panel in shown.panels)
-    return f"Makespan: {spans}"
+        scene = make_scene(recorded, plan.settings[0].workload, comparison)
+        title = "Makespan: " + " · ".join(f"{panel.name} {panel.makespan_s:.0f} s" for panel in scene.panels)
+        pictures.draw(scene, title, heading(plan), folder / PICTURE)
+        pictures.write_page(scene, title, heading(plan), comparison, sentences, folder / PAGE)
+        document = make_document(plan, comparison, sentences, folder)
+        (folder / SUMMARY).write_text(json.dumps(document, indent=1) + "\n")
+        write_trajectories(plan, runs, folder / TRAJECTORIES)
+    return comparison, sentences
 
 
-async def _all_runs(chosen: SimulationPlan, bar: Progress) -> dict[str, list[Run]]:
-    """Of each system one run a seed, on the degree that suits it best."""
-    jobs = [
-        job
-        for system in chosen.systems
-        for index, setting in enumerate(chosen.settings)
-        for job in jobs_of(system, setting, index, chosen.degree)
-    ]
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A system's rollout in a setting (`index` of the plan's). degree: of its engines, 0 for its own allocation."""
+
+    system: System
+    setting: Setting
+    index: int
+    degree: int = 0
+    record: bool = False
+
+
+async def _run_systems(plan: SimulationPlan, bar: Progress) -> dict[str, list[Run]]:
+    """For each system one run a seed, on the degree that suits it best."""
+    jobs = []
+    for system in plan.systems:
+        for index, setting in enumerate(plan.settings):
+            degrees = [plan.degree] if plan.degree or system.allocated else setting.degrees()
+            jobs += [Job(system, setting, index, degree) for degree in degrees]
     task = bar.add_task("simulating", total=len(jobs))
     best: dict[tuple[str, int], Run] = {}
 
-    def heard(job: Job, run: Run) -> None:
+    def keep(job: Job, run: Run) -> None:
         bar.update(task, advance=1, description=f"{job.system.name} on {run.cluster.describe()}")
         key = (job.system.name, job.index)
-        if key not in best or _better(run, best[key]):
-            best[key] = run
+        best[key] = min(best.get(key, run), run, key=_rank)
 
-    await simulate_all(jobs, heard)
-    return {
-        system.name: [best[system.name, index] for index in range(len(chosen.settings))] for system in chosen.systems
-    }
+    await run_jobs(jobs, keep)
+    return {system.name: [best[system.name, index] for index in range(len(plan.settings))] for system in plan.systems}
 
 
-def _better(run: Run, other: Run) -> bool:
-    """Sooner; of two that end at once, the one of fewer GPUs an engine, whichever came first from its core."""
-    return (run.outcome.makespan_s, -len(run.cluster.engines)) < (
-        other.outcome.makespan_s,
-        -len(other.cluster.engines),
-    )
+def _rank(run: Run) -> tuple[float, int]:
+    """The run that ends first; of two that end at once, the one with fewer GPUs an engine."""
+    return run.outcome.makespan_s, -len(run.cluster.engines)
 
 
-async def _recorded(
-    chosen: SimulationPlan, comparison: Comparison, runs: dict[str, list[Run]], bar: Progress
+async def _record_systems(
+    plan: SimulationPlan, comparison: Comparison, runs: dict[str, list[Run]], bar: Progress
 ) -> list[Run]:
     """The first seed's runs of the systems to draw, once more and with their spans."""
-    names = drawn(chosen.systems, comparison)
+    names = choose_systems(plan.systems, comparison)
     jobs = []
-    for system in chosen.systems:
+    for system in plan.systems:
         if system.name in names:
             run = runs[system.name][0]
-            degree = 0 if system.allocated and not chosen.degree else run.cluster.engines[0].gpus
-            jobs.append(Job(system, chosen.settings[0], 0, degree, record=True))
+            degree = 0 if system.allocated and not plan.degree else run.cluster.engines[0].gpus
+            jobs.append(Job(system, plan.settings[0], 0, degree, record=True))
     task = bar.add_task("recording", total=len(jobs))
     found: dict[str, Run] = {}
 
-    def heard(job: Job, run: Run) -> None:
+    def keep(job: Job, run: Run) -> None:
         bar.update(task, advance=1, description=f"recording {job.system.name}")
         found[job.system.name] = run
 
-    await simulate_all(jobs, heard)
+    await run_jobs(jobs, keep)
     return [found[name] for name in names]
 
 
-def _folder(out: Path) -> Path:
+async def run_jobs(jobs: Sequence[Job], keep: Callable[[Job, Run], None]) -> None:
+    """Call `keep` with each result when it is there. Raises what a job raises; then, and if the caller is cancelled,
+    workers end at once."""
+    workers = min(MOST_WORKERS, len(jobs), len(os.sched_getaffinity(0)))
+    size = sum(len(job.setting.workload.trajectories) for job in jobs)
+    if workers < 2 or size <= ALONE_TRAJECTORIES:
+        for job in jobs:
+            keep(job, _run_job(job))
+            await asyncio.sleep(0)  # lets the loop handle a signal
+        return
+    others = set(multiprocessing.active_children())
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker, (os.getpid(),)) as pool:
+        waiting = _submit(pool, jobs)
+        try:
+            while waiting:
+                ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for future in ended:
+                    keep(waiting.pop(future), future.result())
+        finally:
+            if waiting:
+                for future in waiting:
+                    future.cancel()
+                for child in set(multiprocessing.active_children()) - others:
+                    child.terminate()
+
+
+def _run_job(job: Job) -> Run:
+    """Raises UsageProblem if the budget gives the system no engines."""
     try:
-        return new_folder(out)
-    except OSError as error:
-        raise UsageProblem(f"--out: {out}: {error.strerror}") from error
+        return simulate(job.system, job.setting, job.degree, record=job.record)
+    except CoreError as error:  # has two arguments, so it cannot be sent back from another process
+        raise UsageProblem(f"{job.system.name} finds no engines: {error}") from None
+
+
+def _submit(pool: ProcessPoolExecutor, jobs: Sequence[Job]) -> dict[asyncio.Future[Run], Job]:
+    """Workers start here and inherit the signal mask: Ctrl-C in a terminal goes to all processes, and only this one
+    handles it."""
+    loop = asyncio.get_running_loop()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return {loop.run_in_executor(pool, _run_job, job): job for job in jobs}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin_worker(parent_pid: int) -> None:
+    """Make the kernel kill this worker when the command ends, even if that was killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)

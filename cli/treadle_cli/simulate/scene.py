@@ -1,8 +1,7 @@
-"""What the pictures show, drawn by picture.py and page.py: engines over time, and where the longest trajectories' time
-went.
+"""The data of the pictures: engines over time, and where the longest trajectories' time went.
 
-Invariants: all systems show the same trajectories in the same order, so that a row compares across systems; below them
-comes each system's last to end where it is not one of them; a cell of a strip is the mean over its time.
+All systems show the same trajectories in the same order, so that a row compares across systems. Below them comes the
+trajectory that ends last, unless it is one of them. A cell of a strip is the mean over its time.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from treadle_sim.rollout import Run
 from treadle_sim.systems import HEDDLE, TREADLE, System
 from treadle_sim.workloads.workload import Workload
 
-from treadle_cli.simulate.comparison import Comparison, longest_first
+from treadle_cli.simulate.comparison import Comparison, sort_longest_first
 
 MOST_BARS = 12  # trajectories of a panel
 CELLS = 900  # of time: about one a pixel
@@ -28,8 +27,8 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """One trajectory, without gaps: what is nothing else is queue, also where it waits for its ticket. moved_s: when it
-    went on with another engine than it had before."""
+    """One trajectory without gaps: time without a span is queue, also the wait for a ticket. moved_s: when it continued
+    on another engine."""
 
     label: str
     spans: tuple[Span, ...]
@@ -38,7 +37,7 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One engine. batch: mean sequences that decode, prefill: share of the time that it prefills; both by cell."""
+    """One engine, by cell. batch: mean sequences that decode; prefill: share of the time that it prefills."""
 
     engine_id: str
     gpus: int
@@ -48,8 +47,6 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One system."""
-
     name: str
     title: str
     engines: str
@@ -60,7 +57,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """All panels, on one axis from 0 to end_s. cells_s: edges of the lanes' cells."""
+    """All panels, on one axis from 0 to end_s. cells_s: edges of the cells."""
 
     panels: tuple[Panel, ...]
     cells_s: Floats
@@ -68,27 +65,26 @@ class Scene:
 
     @property
     def end_s(self) -> float:
-        """The last makespan."""
         return float(self.cells_s[-1])
 
     @property
     def most_batch(self) -> float:
-        """Of any lane's cell."""
+        """Largest mean batch of any cell."""
         return max((float(lane.batch.max()) for panel in self.panels for lane in panel.lanes), default=1.0) or 1.0
 
 
-def drawn(systems: Sequence[System], comparison: Comparison) -> list[str]:
-    """Names of the systems that are drawn: the best baseline, Heddle and Treadle, else the first two."""
+def choose_systems(systems: Sequence[System], comparison: Comparison) -> list[str]:
+    """Names of the systems to draw: the best baseline, Heddle and Treadle, else the first two."""
     known = [system.name for system in systems]
     wanted = [name for name in (comparison.best_baseline, HEDDLE.name, TREADLE.name) if name in known]
     return wanted or known[:2]
 
 
-def scene(runs: Sequence[Run], workload: Workload, comparison: Comparison) -> Scene:
-    """runs: recorded, of the systems to draw."""
+def make_scene(runs: Sequence[Run], workload: Workload, comparison: Comparison) -> Scene:
+    """runs: of the systems to draw, with spans."""
     end_s = max(run.outcome.makespan_s for run in runs)
     edges = np.linspace(0.0, end_s, CELLS + 1)
-    longest = longest_first(workload)[:MOST_BARS]
+    longest = sort_longest_first(workload)[:MOST_BARS]
     return Scene(
         panels=tuple(_panel(run, workload, edges, longest, comparison) for run in runs),
         cells_s=edges,
@@ -108,7 +104,7 @@ def _panel(run: Run, workload: Workload, edges: Floats, longest: list[int], comp
         engines=run.cluster.describe(),
         makespan_s=run.outcome.makespan_s,
         lanes=tuple(
-            Lane(engine_id(index), model.gpus, *by_cell(spans, edges))
+            Lane(engine_id(index), model.gpus, *average_cells(spans, edges))
             for index, (model, spans) in enumerate(zip(run.cluster.engines, run.outcome.engine_spans, strict=True))
         ),
         bars=tuple(_bars(workload, index, before, times[index].spans) for index, before in shown),
@@ -127,7 +123,7 @@ def _bars(workload: Workload, index: int, before: str, spans: Sequence[Span]) ->
     return Bars(f"{before}{work.prompt_id} #{work.sample} · {work.gen_tokens:,} tok", (*waits, *ordered), moved)
 
 
-def by_cell(spans: Sequence[tuple[float, float, int]], edges: Floats) -> tuple[Floats, Floats]:
+def average_cells(spans: Sequence[tuple[float, float, int]], edges: Floats) -> tuple[Floats, Floats]:
     """Mean batch and share of prefill between each two edges; spans in order of time, batch -1 for a prefill."""
     if not spans:
         return np.zeros(len(edges) - 1), np.zeros(len(edges) - 1)

@@ -153,10 +153,11 @@ def _parse_work(text: str) -> TrajectoryWork:
         raise _FieldError("", f"must be JSON ({error})") from None
     if not isinstance(line, dict):
         raise _FieldError("", "must be a JSON object")
+    prompt_id = _field(line, "prompt_id", lambda value: _is_text(value) and value, "a non-empty string")
     steps = _field(line, "steps", lambda value: isinstance(value, list) and value, "a list of at least one step")
     reward = _field(line, "reward", lambda value: value is None or _is_number(value), "a finite number or null", None)
     return TrajectoryWork(
-        prompt_id=_field(line, "prompt_id", lambda value: _is_text(value) and value, "a non-empty string"),
+        prompt_id=prompt_id,
         sample=_count(line, "sample", 0),
         prompt_tokens=_count(line, "prompt_tokens", 1),
         steps=tuple(_parse_step(step, f"steps[{index}]") for index, step in enumerate(steps)),

@@ -1,0 +1,279 @@
+"""What a simulation says, prints and writes: sentences, tables, summary.json and trajectories.jsonl.
+
+trajectories.jsonl holds columns, not rows: its first line is the workload's, then a line for each system and seed, all
+in the order of the workload. 6,400 trajectories of nine systems are about 3 MB.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from treadle_sim.outcome import Times
+from treadle_sim.rollout import Run
+from treadle_sim.systems import ORACLE, TREADLE
+
+from treadle_cli.simulate.comparison import Bound, Comparison, Row
+from treadle_cli.simulate.request import SimulationPlan
+
+SUMMARY, TRAJECTORIES, PICTURE, PAGE = "summary.json", "trajectories.jsonl", "simulate.png", "simulate.html"
+SECONDS = ("finished_s", "queue_s", "prefill_s", "decode_s", "tool_s")
+COUNTS = ("prefilled_tokens", "preemptions", "migrations")
+NOTHING = "–"
+SAME = 0.01  # a difference below this share is none
+MOSTLY = 0.5  # of the longest trajectory's time, from which its tools bound the workload
+CLOSE = 1.1  # two bounds nearer than this factor both hold
+
+
+@dataclass(frozen=True, slots=True)
+class Sentences:
+    """The comparison in words. bound: what no schedule beats; verdict: how Treadle does; losses: where it is worse."""
+
+    bound: str
+    verdict: str
+    losses: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        lost = [f"Where treadle loses: {'; '.join(self.losses)}."] if self.losses else []
+        return [line for line in (self.bound, self.verdict, *lost, *self.notes) if line]
+
+
+def describe(plan: SimulationPlan, comparison: Comparison) -> Sentences:
+    treadle = comparison.row(TREADLE.name)
+    return Sentences(
+        bound=_bound_sentence(comparison.bound, plan.settings[0].gpus),
+        verdict=_verdict(comparison, treadle) if treadle else "",
+        losses=_losses(comparison, treadle) if treadle else (),
+        notes=_notes(plan, comparison),
+    )
+
+
+def _bound_sentence(bound: Bound, gpus: int) -> str:
+    engine = f"{bound.longest_gpus} GPU{'s' if bound.longest_gpus > 1 else ''}"
+    tools = f", {bound.longest_tools_s:.1f} s of them in tools" if bound.longest_tools_s >= 0.05 else ""
+    longest = f"the longest trajectory, alone on {engine}, takes {bound.longest_alone_s:.1f} s{tools}"
+    work = f"all work, spread over {gpus} GPUs that never idle, takes {bound.work_s:.1f} s"
+    if bound.longest_alone_s > bound.work_s * CLOSE:
+        first, second = longest, work
+        by_tools = bound.longest_tools_s > MOSTLY * bound.longest_alone_s
+        so = "The tools of its longest trajectory bound it." if by_tools else "Its longest trajectory bounds it."
+    elif bound.work_s > bound.longest_alone_s * CLOSE:
+        first, second, so = work, longest, "The amount of work bounds it, not its tail."
+    else:
+        first, second, so = longest, work, "Its longest trajectory and the amount of work bound it about equally."
+    return f"No schedule ends this workload before {bound.lower_s:.1f} s: {first}; {second}. {so}"
+
+
+def _verdict(comparison: Comparison, treadle: Row) -> str:
+    parts = []
+    best = comparison.row(comparison.best_baseline)
+    if best and treadle.to_best_baseline is not None:
+        parts.append(
+            f"is {treadle.to_best_baseline:.2f} times as fast as the best baseline, {best.system.name} "
+            f"({best.median.makespan_s:.1f} s on {best.engines})"
+        )
+    if treadle.to_oracle is not None:
+        parts.append(f"takes {_longer(treadle.to_oracle)} if it knew every length ({ORACLE.name})")
+    parts.append(f"takes {_longer(treadle.to_bound or 0.0)} the bound")
+    return f"Treadle {', '.join(parts[:-1])}{' and ' if len(parts) > 1 else ''}{parts[-1]}."
+
+
+def _longer(ratio: float) -> str:
+    """As in "12% longer than"; ratio: of the other's seconds over the own."""
+    change = 1.0 / ratio - 1.0
+    if abs(change) < SAME / 2:
+        return "as long as"
+    return f"{abs(change):.0%} {'longer' if change > 0 else 'less'} than"
+
+
+def _losses(comparison: Comparison, treadle: Row) -> tuple[str, ...]:
+    """Against every system but the oracle."""
+    others = [row for row in comparison.rows if row.system.name not in (TREADLE.name, ORACLE.name)]
+    own = treadle.median
+    found = []
+    faster = [row for row in others if row.median.makespan_s < own.makespan_s * (1.0 - SAME)]
+    if faster:
+        named = ", ".join(f"{row.system.name} ({row.median.makespan_s:.1f} s)" for row in faster)
+        found.append(f"{named} end{'s' if len(faster) == 1 else ''} earlier than its {own.makespan_s:.1f} s")
+    for what, name in (("half of", "half_ended_s"), ("90% of", "most_ended_s")):
+        first = min(others, key=lambda row: getattr(row.median, name), default=None)
+        if first and getattr(first.median, name) < getattr(own, name) * (1.0 - SAME):
+            found.append(
+                f"{what} the trajectories have ended after {getattr(first.median, name):.1f} s with "
+                f"{first.system.name}, after {getattr(own, name):.1f} s with treadle"
+            )
+    least = min(others, key=lambda row: row.median.recomputed_tokens, default=None)
+    if least and least.median.recomputed_tokens < own.recomputed_tokens - SAME * own.prefilled_tokens:
+        found.append(
+            f"it prefills {own.recomputed_tokens:,.0f} tokens more than once, {least.system.name} "
+            f"{least.median.recomputed_tokens:,.0f}"
+        )
+    return tuple(found)
+
+
+def _notes(plan: SimulationPlan, comparison: Comparison) -> tuple[str, ...]:
+    notes = []
+    cut = sum(work.censored for work in plan.settings[0].workload.trajectories)
+    if plan.from_file and cut:
+        count = len(plan.settings[0].workload.trajectories)
+        notes.append(f"{cut} of the {count} trajectories were cut off by a limit, and run as if that were their end.")
+    if len(plan.settings) == 1:
+        notes.append("One seed; --repeats shows how much another one changes.")
+    else:
+        spread = max(max(row.makespans_s) / min(row.makespans_s) - 1.0 for row in comparison.rows)
+        notes.append(f"Medians of {len(plan.settings)} seeds, whose makespans lie up to {spread:.0%} apart.")
+    notes.append(
+        f"All of this is simulated: docs/simulator.md states every assumption. The engine's curve is {plan.origin} "
+        "(sim/README.md)."
+    )
+    return tuple(notes)
+
+
+def new_folder(out: Path) -> Path:
+    """Create simulate-<time>-<four letters> in `out`. Raises OSError."""
+    folder = out / f"simulate-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def make_document(plan: SimulationPlan, comparison: Comparison, sentences: Sentences, folder: Path) -> dict[str, Any]:
+    """The JSON object that --json prints and summary.json holds."""
+    setting = plan.settings[0]
+    works = setting.workload.trajectories
+    return {
+        "workload": plan.workload,
+        "trajectories": len(works),
+        "prompts": len({work.prompt_id for work in works}),
+        "gen_tokens": setting.workload.gen_tokens,
+        "llm": plan.llm,
+        "accelerator": plan.accelerator,
+        "curve": plan.origin,
+        "gpus": setting.gpus,
+        "slots_per_gpu": setting.models[0].slots // setting.models[0].gpus,
+        "degree": plan.degree or None,
+        "predictor": setting.predictor,
+        "seeds": [each.seed for each in plan.settings],
+        **comparison.as_json(),
+        "told": sentences.lines(),
+        "losses": list(sentences.losses),
+        "folder": str(folder),
+    }
+
+
+def write_trajectories(plan: SimulationPlan, runs: Mapping[str, Sequence[Run]], path: Path) -> None:
+    """Write the columns of the workload and of each run."""
+    works = plan.settings[0].workload.trajectories
+    lines: list[dict[str, Any]] = [
+        {
+            "workload": plan.workload,
+            "seed": plan.seed,
+            "prompt_id": [work.prompt_id for work in works],
+            "sample": [work.sample for work in works],
+            "gen_tokens": [work.gen_tokens for work in works],
+        }
+    ]
+    for name, each in runs.items():
+        for setting, run in zip(plan.settings, each, strict=True):
+            lines.append({"system": name, "seed": setting.seed, **_columns(run.outcome.times)})
+    path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+
+
+def _columns(times: Sequence[Times]) -> dict[str, list[float]]:
+    seconds = {name: [round(getattr(each, name), 3) for each in times] for name in SECONDS}
+    return {**seconds, **{name: [getattr(each, name) for each in times] for name in COUNTS}}
+
+
+def heading(plan: SimulationPlan) -> str:
+    """What was simulated, on one line."""
+    setting = plan.settings[0]
+    works = setting.workload.trajectories
+    prompts = len({work.prompt_id for work in works})
+    return (
+        f"{plan.workload}: {len(works):,} trajectories of {prompts:,} prompts, {setting.workload.gen_tokens:,} tokens; "
+        f"{plan.llm} on {setting.gpus} {plan.accelerator}, predictor {setting.predictor}, seed {plan.seed}"
+    )
+
+
+def _seconds(row: Row) -> str:
+    shown = f"{row.median.makespan_s:.1f} s"
+    if len(row.makespans_s) > 1:
+        shown += f"\n{min(row.makespans_s):.0f}–{max(row.makespans_s):.0f}"
+    return shown
+
+
+def _ratio(ratio: float | None) -> str:
+    return NOTHING if ratio is None else f"{ratio:.2f}"
+
+
+# Of each table its columns: heading and cell.
+HOW_LONG: Mapping[str, Callable[[Row], str]] = {
+    "system": lambda row: row.system.name,
+    "engines": lambda row: row.engines,
+    "makespan": _seconds,
+    "best\nbaseline": lambda row: _ratio(row.to_best_baseline),
+    "\nverl": lambda row: _ratio(row.to_verl),
+    "\noracle": lambda row: _ratio(row.to_oracle),
+    "the\nbound": lambda row: _ratio(row.to_bound),
+}
+MEANWHILE: Mapping[str, Callable[[Row], str]] = {
+    "system": lambda row: row.system.name,
+    "tokens/s": lambda row: f"{row.median.tokens_per_s:,.0f}",
+    "half\nended": lambda row: f"{row.median.half_ended_s:.1f} s",
+    "90%\nended": lambda row: f"{row.median.most_ended_s:.1f} s",
+    "longest\n10% in\nqueue": lambda row: f"{row.median.queue_share_longest:.0%}",
+    "migra-\ntions": lambda row: f"{row.median.migrations:,.0f}",
+    "preemp-\ntions": lambda row: f"{row.median.preemptions:,.0f}",
+    "prefilled\nagain": lambda row: f"{row.median.recomputed_tokens / 1000:,.0f}K",
+}
+
+
+def text_tables(comparison: Comparison) -> list[list[list[str]]]:
+    """Both tables as text, their headings first."""
+    return [
+        [
+            [name.replace("-\n", "").replace("\n", " ").strip() for name in columns],
+            *([cell(row) for cell in columns.values()] for row in comparison.rows),
+        ]
+        for columns in (HOW_LONG, MEANWHILE)
+    ]
+
+
+def print_comparison(
+    console: Console, plan: SimulationPlan, comparison: Comparison, sentences: Sentences, folder: Path
+) -> None:
+    """Paths come last, because that is where a reader looks."""
+    console.print(heading(plan), style="bold", highlight=False)
+    console.print()
+    console.print(_terminal_table(HOW_LONG, comparison))
+    console.print("Times as fast as: another's makespan over the system's own.", style="dim", highlight=False)
+    console.print()
+    console.print(_terminal_table(MEANWHILE, comparison))
+    console.print()
+    for line in sentences.lines():
+        console.print(line, highlight=False, markup=False)
+    console.print(
+        f"Picture: {folder / PICTURE} (and {PAGE}, {SUMMARY}, {TRAJECTORIES})",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+    )
+
+
+def _terminal_table(columns: Mapping[str, Callable[[Row], str]], comparison: Comparison) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        left = name in ("system", "engines")
+        table.add_column(name, justify="left" if left else "right", vertical="top", no_wrap=left, overflow="fold")
+    for row in comparison.rows:
+        name = row.system.name
+        style = "bold" if name == TREADLE.name else "green" if name == comparison.best_baseline else ""
+        table.add_row(*(cell(row) for cell in columns.values()), style=style)
+    return table

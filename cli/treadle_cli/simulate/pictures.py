@@ -1,0 +1,289 @@
+"""Draws a scene: simulate.png, and simulate.html, one page that loads nothing and shows figures under the pointer.
+
+One panel a system on a shared time axis, its engines above, the longest trajectories below. An engine's row is as high
+as it has GPUs, so that white in a strip is GPU time that was not used. The page holds plotly's script: about 5 MB.
+"""
+
+from __future__ import annotations
+
+import html
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import plotly.graph_objects as go
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from plotly.subplots import make_subplots
+
+from treadle_cli.report.palette import COLOURS, FAINT, GRID, INK, MEANINGS
+from treadle_cli.simulate.comparison import Comparison
+from treadle_cli.simulate.output import Sentences, text_tables
+from treadle_cli.simulate.scene import Panel, Scene
+from treadle_cli.templates import render
+
+WIDTH_IN, DPI = 12.0, 110
+STRIP_IN = 0.85  # height of a system's engines
+ROW_IN = 0.15  # of a trajectory: a label of 6.5 points fits
+TITLE_IN, HEAD_IN, FOOT_IN, GAP_IN = 0.36, 0.84, 0.36, 0.08
+LEFT, RIGHT = 0.155, 0.975
+BAR_KINDS = ("queue", "prefill", "decode", "tool")
+# White is idle. One sequence looks different from none, which a linear scale to a hundred would hide.
+BATCH_COLOURS = LinearSegmentedColormap.from_list("batch", ["#C9D6E2", "#5B7FA3", "#0B2545"])
+BATCH_POWER = 0.5
+BOUND = "#CC3D3D"
+
+# Of the page: pixels, and bars' height in rows.
+BAR_ROWS = 0.82
+ROW_PX, STRIP_PX, GAP_PX = 16, 110, 40
+BATCH_SCALE = [[0.0, "#FFFFFF"], [0.001, "#C9D6E2"], [0.3, "#5B7FA3"], [1.0, "#0B2545"]]
+PREFILL_SCALE = [[0.0, "rgba(86,180,233,0)"], [1.0, COLOURS["prefill"]]]
+FOLDED_CELLS = 2  # cells of the picture in one of the page: zooming does not need them to be finer
+
+
+def draw(scene: Scene, title: str, facts: str, path: Path) -> None:
+    """Write the PNG."""
+    heights = [STRIP_IN + GAP_IN + ROW_IN * (len(panel.bars) + 0.6) for panel in scene.panels]
+    height = HEAD_IN + sum(heights) + TITLE_IN * len(heights) + FOOT_IN
+    with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "axes.labelcolor": INK}):
+        figure = Figure(figsize=(WIDTH_IN, height), dpi=DPI, facecolor="white")
+        top = height - HEAD_IN
+        for index, (panel, panel_in) in enumerate(zip(scene.panels, heights, strict=True)):
+            top -= TITLE_IN
+            strip = figure.add_axes((LEFT, (top - STRIP_IN) / height, RIGHT - LEFT, STRIP_IN / height))
+            bars_in = panel_in - STRIP_IN - GAP_IN
+            bars = figure.add_axes((LEFT, (top - panel_in) / height, RIGHT - LEFT, bars_in / height))
+            _strip(strip, panel, scene)
+            _bars(bars, panel)
+            for axes in (strip, bars):
+                _frame(axes, panel, scene)
+            bars.tick_params(labelbottom=index == len(heights) - 1)
+            top -= panel_in
+        figure.axes[-1].set_xlabel("seconds", loc="right", size=8, color=FAINT)
+        figure.text(0.012, 1 - 0.30 / height, title, size=14.5, weight="bold")
+        figure.text(0.012, 1 - 0.53 / height, facts, size=9, color=FAINT)
+        _legend(figure, scene, height)
+        figure.savefig(path)
+
+
+def _strip(axes: Axes, panel: Panel, scene: Scene) -> None:
+    edges = np.concatenate([[0], np.cumsum([lane.gpus for lane in panel.lanes])])
+    norm = PowerNorm(BATCH_POWER, 0.0, scene.most_batch)
+    cells = np.ones((len(panel.lanes), len(scene.cells_s) - 1, 3))
+    for row, lane in enumerate(panel.lanes):
+        colours = BATCH_COLOURS(norm(lane.batch))[:, :3]
+        seen = np.clip(lane.batch, 0.0, 1.0)[:, None]  # paler below one sequence on average
+        share = lane.prefill[:, None]
+        cells[row] = (1.0 - share) * (seen * colours + (1.0 - seen)) + share * np.array(to_rgb(COLOURS["prefill"]))
+    axes.pcolormesh(scene.cells_s, edges, cells)
+    for edge in edges[1:-1]:
+        axes.axhline(edge, color="white", linewidth=0.6 if len(panel.lanes) <= 16 else 0.2)
+    axes.set_ylim(edges[-1], 0)
+    axes.set_yticks([])
+    axes.set_ylabel(f"engines\n{panel.engines}", rotation=0, ha="right", va="center", size=8, color=INK, labelpad=6)
+    axes.set_title(panel.title, loc="left", size=10.5, weight="bold", pad=5)
+    axes.tick_params(labelbottom=False)
+
+
+def _bars(axes: Axes, panel: Panel) -> None:
+    for row, bars in enumerate(panel.bars):
+        for kind in BAR_KINDS:
+            spans = [(span.start_s, span.end_s - span.start_s) for span in bars.spans if span.what == kind]
+            if spans:
+                axes.broken_barh(spans, (row - 0.4, 0.8), color=COLOURS[kind], linewidth=0)
+        axes.plot(
+            bars.moved_s,
+            [row] * len(bars.moved_s),
+            "D",
+            color=COLOURS["migration"],
+            markersize=3.5,
+            markeredgecolor="white",
+            markeredgewidth=0.5,
+        )
+    axes.set_ylim(len(panel.bars) - 0.4, -0.6)
+    axes.set_yticks(range(len(panel.bars)), [bars.label for bars in panel.bars], size=6.5)
+
+
+def _frame(axes: Axes, panel: Panel, scene: Scene) -> None:
+    axes.set_xlim(0, scene.end_s * 1.07)
+    axes.axvline(scene.bound_s, color=BOUND, linestyle=":", linewidth=1.8)
+    axes.axvline(panel.makespan_s, color=INK, linestyle="--", linewidth=1.1)
+    if axes.get_title(loc="left"):
+        axes.annotate(
+            f"{panel.makespan_s:.0f} s",
+            (panel.makespan_s, 0.5),
+            xycoords=("data", "axes fraction"),
+            xytext=(5, 0),
+            textcoords="offset points",
+            size=11,
+            weight="bold",
+            va="center",
+        )
+    for side in ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(length=0, colors=FAINT)
+    axes.grid(axis="x", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def _legend(figure: Figure, scene: Scene, height: float) -> None:
+    most = scene.most_batch
+    handles: list[Patch | Line2D] = [
+        Patch(facecolor="white", edgecolor=GRID, label="engine idle"),
+        Patch(color=BATCH_COLOURS(PowerNorm(BATCH_POWER, 0.0, most)(1.0)), label="1 sequence"),
+        Patch(color=BATCH_COLOURS(1.0), label=f"{most:.0f} sequences"),
+        *(Patch(color=COLOURS[kind], label=kind) for kind in BAR_KINDS),
+        Line2D([], [], marker="D", color=COLOURS["migration"], linestyle="", markersize=5, label="other engine"),
+        Line2D([], [], color=INK, linestyle="--", linewidth=1.1, label="makespan"),
+        Line2D(
+            [], [], color=BOUND, linestyle=":", linewidth=1.5, label=f"no schedule ends before {scene.bound_s:.0f} s"
+        ),
+    ]
+    figure.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(0.004, 1 - 0.55 / height),
+        ncols=len(handles),
+        frameon=False,
+        fontsize=8.5,
+        handlelength=1.4,
+        columnspacing=1.1,
+    )
+
+
+def write_page(scene: Scene, title: str, facts: str, comparison: Comparison, sentences: Sentences, path: Path) -> None:
+    """Write the HTML page."""
+    drawing = _page_drawing(scene).to_html(
+        full_html=False, include_plotlyjs=True, config={"displaylogo": False, "responsive": True}
+    )
+    how_long, meanwhile = text_tables(comparison)
+    page = render(
+        "treadle_cli.simulate",
+        "page.html.j2",
+        style=render("treadle_cli", "style.css.j2"),
+        title=title,
+        facts=facts,
+        sentences=sentences,
+        drawing=drawing,
+        how_long=how_long,
+        meanwhile=meanwhile,
+    )
+    path.write_text(page)
+
+
+def _page_drawing(scene: Scene) -> go.Figure:
+    heights = [px for panel in scene.panels for px in (STRIP_PX, ROW_PX * (len(panel.bars) + 1))]
+    total = sum(heights) + GAP_PX * len(heights)
+    titles = [
+        text
+        for panel in scene.panels
+        for text in (f"<b>{html.escape(panel.title)}</b> · {panel.engines} · {panel.makespan_s:.1f} s", "")
+    ]
+    figure = make_subplots(
+        rows=len(heights),
+        cols=1,
+        shared_xaxes="all",
+        row_heights=heights,
+        vertical_spacing=GAP_PX / total,
+        subplot_titles=titles,
+    )
+    for index, panel in enumerate(scene.panels):
+        strip, rows = 2 * index + 1, 2 * index + 2
+        for heat in _page_strip(panel, scene):
+            figure.add_trace(heat, row=strip, col=1)
+        figure.update_yaxes(autorange="reversed", showticklabels=False, row=strip, col=1)
+        for kind in BAR_KINDS:
+            figure.add_trace(_page_bars(panel, kind, legend=index == 0), row=rows, col=1)
+        figure.add_trace(_page_moves(panel, legend=index == 0), row=rows, col=1)
+        labels = [bars.label for bars in panel.bars]
+        figure.update_yaxes(
+            tickvals=list(range(len(labels))),
+            ticktext=labels,
+            range=[len(labels) - 0.4, -0.6],
+            tickfont={"size": 10},
+            row=rows,
+            col=1,
+        )
+        for row in (strip, rows):
+            figure.add_vline(x=panel.makespan_s, line={"color": INK, "width": 1, "dash": "dash"}, row=row, col=1)
+            figure.add_vline(x=scene.bound_s, line={"color": BOUND, "width": 1, "dash": "dot"}, row=row, col=1)
+    figure.update_xaxes(
+        gridcolor=GRID, zeroline=False, ticksuffix=" s", range=[0, scene.end_s * 1.03], showticklabels=True
+    )
+    for strip in range(1, len(heights), 2):
+        figure.update_xaxes(showticklabels=False, row=strip, col=1)
+    figure.update_layout(
+        barmode="overlay",
+        height=total + 100,
+        plot_bgcolor="white",
+        paper_bgcolor="white",
+        font={"family": "system-ui, sans-serif", "color": INK, "size": 12},
+        legend={"orientation": "h", "y": 1 + 34 / total, "yanchor": "bottom", "x": 0.0, "xanchor": "left"},
+        margin={"l": 210, "r": 20, "t": 80, "b": 30},
+    )
+    figure.update_annotations(x=0.0, xanchor="left", font={"size": 13})
+    return figure
+
+
+def _page_strip(panel: Panel, scene: Scene) -> tuple[go.Heatmap, go.Heatmap]:
+    """Two layers: sequences that decode, and the share of prefill."""
+    edges = scene.cells_s[::FOLDED_CELLS]
+    batch = np.stack([_fold(lane.batch) for lane in panel.lanes])
+    prefill = np.stack([_fold(lane.prefill) for lane in panel.lanes])
+    rows = np.concatenate([[0], np.cumsum([lane.gpus for lane in panel.lanes])])
+    names = [[f"{lane.engine_id}, {lane.gpus} GPUs"] * batch.shape[1] for lane in panel.lanes]
+    where = {"x": np.round(edges, 3).tolist(), "y": rows.tolist(), "showscale": False}
+    decoding = go.Heatmap(
+        **where,
+        z=np.round(batch, 2).tolist(),
+        text=names,
+        customdata=np.round(prefill, 3).tolist(),
+        zmin=0.0,
+        zmax=scene.most_batch,
+        colorscale=BATCH_SCALE,
+        hovertemplate="%{text} at %{x:.1f} s: %{z:.1f} decode, prefill %{customdata:.0%} of the time<extra></extra>",
+    )
+    shares = np.round(prefill, 3).tolist()
+    return decoding, go.Heatmap(**where, z=shares, zmin=0.0, zmax=1.0, colorscale=PREFILL_SCALE, hoverinfo="skip")
+
+
+def _fold(cells: np.ndarray) -> np.ndarray:
+    return np.asarray(cells.reshape(-1, FOLDED_CELLS).mean(axis=1))
+
+
+def _page_bars(panel: Panel, kind: str, *, legend: bool) -> go.Bar:
+    spans = [(row, bars.label, span) for row, bars in enumerate(panel.bars) for span in bars.spans if span.what == kind]
+    return go.Bar(
+        x=[round(span.end_s - span.start_s, 4) for _, _, span in spans],
+        base=[round(span.start_s, 4) for _, _, span in spans],
+        y=[row for row, _, _ in spans],
+        customdata=[
+            f"{html.escape(label)}<br>{panel.lanes[span.engine].engine_id}: {span.end_s - span.start_s:.2f} s from "
+            f"{span.start_s:.2f} s"
+            for _, label, span in spans
+        ],
+        orientation="h",
+        width=BAR_ROWS,
+        name=kind,
+        legendgroup=kind,
+        showlegend=legend,
+        marker={"color": COLOURS[kind], "line": {"width": 0}},
+        hovertemplate=f"%{{customdata}}<br><b>{kind}</b>: {MEANINGS[kind]}<extra></extra>",
+    )
+
+
+def _page_moves(panel: Panel, *, legend: bool) -> go.Scatter:
+    moves = [(moved_s, row) for row, bars in enumerate(panel.bars) for moved_s in bars.moved_s]
+    return go.Scatter(
+        x=[moved_s for moved_s, _ in moves],
+        y=[row for _, row in moves],
+        mode="markers",
+        marker={"symbol": "diamond", "size": 8, "color": COLOURS["migration"], "line": {"width": 1, "color": "white"}},
+        name="other engine",
+        legendgroup="moved",
+        showlegend=legend,
+        hovertemplate="goes on with another engine at %{x:.2f} s<extra></extra>",
+    )
