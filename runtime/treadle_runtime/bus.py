@@ -133,11 +133,6 @@ class Bus:
         return self._js
 
     @property
-    def connected(self) -> bool:
-        """Whether NATS answers at the moment."""
-        return self._client.is_connected
-
-    @property
     def max_payload_bytes(self) -> int:
         """The longest message that this NATS server takes."""
         return self._client.max_payload

@@ -34,18 +34,14 @@ from treadle_runtime.errors import (
     TreadleError,
     Unavailable,
     Unimplemented,
-    code_of,
     message_of,
     status_of,
 )
 
 log = structlog.get_logger()
 
-Behavior = Callable[[Any, Any], Awaitable[Any]]
-
 MESSAGE_FIELD = "(message)"  # stands for the whole request where no field is to blame
-RETRY_BUS_S = 0.2  # a NATS server that was restarted is back about then
-RETRY_UPSTREAM_S = 0.2
+RETRY_S = 0.2  # a NATS server or service that was restarted is back about then
 RETRY_DRAINING_S = 0.5  # by then a client has found another server, or this one has been replaced
 
 # gRPC's own services have rules of their own: health checks and reflection come without a deadline from common tools.
@@ -78,7 +74,7 @@ def remaining_s() -> float | None:
 
 
 def detached_context() -> contextvars.Context:
-    """The present context without the deadline, for `create_task(..., context=)` of work that outlives its RPC."""
+    """The present context without the deadline: `create_task(..., context=)` for work that outlives its RPC."""
     context = contextvars.copy_context()
     context.run(_served.set, None)
     return context
@@ -86,7 +82,7 @@ def detached_context() -> contextvars.Context:
 
 @contextmanager
 def limit_to(time_remaining_s: float | None) -> Iterator[None]:
-    """Within the block, `remaining_s` counts down from `time_remaining_s`; None: no deadline."""
+    """Set the deadline that `remaining_s` counts down to within the block; None: no deadline."""
     if time_remaining_s is None:
         yield
         return
@@ -132,7 +128,7 @@ class StreamDeadlines(grpc.aio.UnaryStreamClientInterceptor):
 
 
 class Channels:
-    """The channels of one process."""
+    """The channels of one process, one for each address."""
 
     def __init__(self, receive_limit_bytes: int, tracing: Sequence[grpc.aio.ClientInterceptor] = ()) -> None:
         self._options = [
@@ -146,7 +142,7 @@ class Channels:
         self._interceptors = [*tracing, UnaryDeadlines(), StreamDeadlines()]
         self._open: dict[str, grpc.aio.Channel] = {}
 
-    def to(self, address: str) -> grpc.aio.Channel:
+    def get(self, address: str) -> grpc.aio.Channel:
         """The channel to `address` (host:port), made at the first use."""
         if address not in self._open:
             self._open[address] = grpc.aio.insecure_channel(
@@ -155,7 +151,7 @@ class Channels:
         return self._open[address]
 
     async def close(self) -> None:
-        """Close all; calls in flight on them are cancelled."""
+        """Close all channels; calls in flight on them are cancelled."""
         while self._open:
             _, channel = self._open.popitem()
             await channel.close()
@@ -163,7 +159,7 @@ class Channels:
 
 @dataclass(frozen=True)
 class _Unreadable:
-    """Takes the place of a request that was refused before it was parsed."""
+    """Stands for a request that was refused before it was parsed."""
 
     error: TreadleError
 
@@ -190,8 +186,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def idle(self) -> None:
-        """Returns once no call is being served, servicer code included."""
+    async def wait_until_idle(self) -> None:
+        """Wait until no call is being served, servicer code included."""
         await self._idle.wait()
 
     async def intercept_service(
@@ -213,10 +209,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
     async def _guarded(
         self, handler: grpc.RpcMethodHandler[Any, Any], details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        name = details.method.rpartition("/")[2]
+        behavior: Any = self._behavior(handler, details.method.rpartition("/")[2])
         deserialize = self._limited(handler.request_deserializer)
-        serve: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
-        behavior: Any = self._stream(serve, name) if handler.response_streaming else self._unary(serve, name)
         if self._tracing is not None:
             # To OpenTelemetry both kinds are one coroutine; given a generator, it would close ours late and elsewhere.
             plain = grpc.unary_unary_rpc_method_handler(behavior, deserialize, handler.response_serializer)
@@ -230,29 +224,25 @@ class Interceptor(grpc.aio.ServerInterceptor):
             return grpc.unary_stream_rpc_method_handler(behavior, deserialize, handler.response_serializer)
         return grpc.unary_unary_rpc_method_handler(behavior, deserialize, handler.response_serializer)
 
-    def _unary(self, serve: Callable[[Any, Any], Awaitable[Any]], name: str) -> Behavior:
+    def _behavior(self, handler: grpc.RpcMethodHandler[Any, Any], name: str) -> Callable[[Any, Any], Awaitable[Any]]:
+        serve: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
+
+        async def respond(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            if not handler.response_streaming:
+                return await serve(request, context)
+            async with aclosing(serve(request, context)) as responses:
+                if name.startswith("Watch"):
+                    return await self._write_until_stopping(responses, context)
+                async for response in responses:
+                    await context.write(response)
+            return None
+
         async def behavior(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             self._count(context)
             try:
-                with self._admitted(request, context, name):
-                    return await serve(request, context)
+                with self._admit(request, context, name):
+                    return await respond(request, context)
             except Exception as error:  # noqa: BLE001 - the one place that turns any exception into a status
-                await self._abort(error, context, name)
-
-        return behavior
-
-    def _stream(self, serve: Callable[[Any, Any], AsyncGenerator[Any, None]], name: str) -> Behavior:
-        async def behavior(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            self._count(context)
-            try:
-                with self._admitted(request, context, name):
-                    async with aclosing(serve(request, context)) as responses:
-                        if name.startswith("Watch"):
-                            await self._write_until_stopping(responses, context)
-                        else:
-                            async for response in responses:
-                                await context.write(response)
-            except Exception as error:  # noqa: BLE001 - as above
                 await self._abort(error, context, name)
 
         return behavior
@@ -260,7 +250,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
     async def _write_until_stopping(
         self, responses: AsyncGenerator[Any, None], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """A watch has no end of its own; at drain it is sent away rather than waited for."""
+        """End a watch at drain, since it has no end of its own."""
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
             while True:
@@ -280,7 +270,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
             stopping.cancel()
 
     def _count(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """In flight until gRPC is done with the call's task: servicer code has ended and the answer is sent."""
+        """Count a call as in flight until gRPC is done with its task: servicer code has ended, the answer is sent."""
         self._in_flight += 1
         self._idle.clear()
         context.add_done_callback(self._uncount)  # type: ignore[arg-type]
@@ -291,7 +281,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
             self._idle.set()
 
     @contextmanager
-    def _admitted(self, request: Any, context: grpc.aio.ServicerContext[Any, Any], name: str) -> Iterator[None]:
+    def _admit(self, request: Any, context: grpc.aio.ServicerContext[Any, Any], name: str) -> Iterator[None]:
         if isinstance(request, _Unreadable):
             raise request.error
         left = cast(float | None, context.time_remaining())  # the stubs forget the call without a deadline
@@ -319,7 +309,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
     async def _abort(self, raised: Exception, context: grpc.aio.ServicerContext[Any, Any], name: str) -> None:
         error = self._mapped(raised, name, context.time_remaining() == 0)
         details = status_of(error, self._domain).SerializeToString()
-        await context.abort(code_of(error), message_of(error), ((DETAILS_KEY, details),))
+        await context.abort(error.code, message_of(error), ((DETAILS_KEY, details),))
 
     def _mapped(self, raised: Exception, name: str, late: bool) -> TreadleError:
         error = _leaf(raised)
@@ -328,7 +318,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
         if late and isinstance(error, TimeoutError):
             return DeadlineExceeded("DEADLINE_EXCEEDED", f"{name} did not finish before the deadline")
         known = next((base for base in type(error).__mro__ if base in self._errors), None)
-        mapped = _unexpected(error, name) if known is None else self._errors[known](error)
+        said = f"{name} failed unexpectedly ({type(error).__name__}); the service's log has more"
+        mapped = Internal("INTERNAL", said) if known is None else self._errors[known](error)
         if isinstance(mapped, Internal):
             log.error("unexpected error", rpc=name, exc_info=raised)
         return mapped
@@ -338,7 +329,7 @@ _END = object()
 
 
 def _leaf(error: Exception) -> Exception:
-    """The error to report out of a TaskGroup's: the first that a caller can read, else the first."""
+    """The error of an ExceptionGroup to report: the first that a caller can read, else the first."""
     if not isinstance(error, ExceptionGroup):
         return error
     readable = error.subgroup(TreadleError)
@@ -346,29 +337,19 @@ def _leaf(error: Exception) -> Exception:
     return _leaf(group.exceptions[0])
 
 
-def _unexpected(error: Exception, name: str) -> TreadleError:
-    return Internal("INTERNAL", f"{name} failed unexpectedly ({type(error).__name__}); the service's log has more")
-
-
-def _bus_unavailable(error: Exception) -> TreadleError:
-    return Unavailable("BUS_UNAVAILABLE", f"NATS does not answer ({type(error).__name__})", retry_after_s=RETRY_BUS_S)
-
-
 def _upstream(error: grpc.aio.AioRpcError) -> TreadleError:
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded("UPSTREAM_DEADLINE_EXCEEDED", f"a service this one asks was late: {error.details()}")
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         message = f"a service this one asks is not reachable: {error.details()}"
-        return Unavailable("UPSTREAM_UNAVAILABLE", message, retry_after_s=RETRY_UPSTREAM_S)
+        return Unavailable("UPSTREAM_UNAVAILABLE", message, retry_after_s=RETRY_S)
     return Internal("UPSTREAM_ERROR", f"a service this one asks failed: {error.code()} {error.details()}")
 
 
-def _unimplemented(_: NotImplementedError) -> TreadleError:
-    return Unimplemented("UNIMPLEMENTED", "this service does not answer that RPC")
-
-
 _RUNTIME_ERRORS: ErrorTable = {
-    nats.errors.Error: _bus_unavailable,
+    nats.errors.Error: lambda error: Unavailable(
+        "BUS_UNAVAILABLE", f"NATS does not answer ({type(error).__name__})", retry_after_s=RETRY_S
+    ),
     grpc.aio.AioRpcError: _upstream,
-    NotImplementedError: _unimplemented,
+    NotImplementedError: lambda _: Unimplemented("UNIMPLEMENTED", "this service does not answer that RPC"),
 }

@@ -1,17 +1,15 @@
-"""The errors a servicer may raise, and how each looks on the wire.
+"""Errors that a servicer may raise, their form on the wire, and checks of request fields.
 
-Owns: the exception classes, the one table from class to gRPC code, and the google.rpc details. A servicer raises
-these, or core exceptions that its `ErrorTable` maps to these; only the interceptor (`interceptor.py`) turns them into
-a status. The details are `treadle.common.v1.Status`, wire-equal to google.rpc.Status, so that any google.rpc parser
-reads them.
-
-Checks of request fields. Each raises InvalidArgument naming the field and what would be right, and returns the
-value."""
+A servicer raises these errors, or core exceptions that its `ErrorTable` maps to them; only the interceptor (`calls.py`)
+turns them into a status. Details are `treadle.common.v1.Status`, wire-equal to google.rpc.Status, so that any parser of
+google.rpc reads them. Each check of a field raises InvalidArgument naming the field and what would be right, and
+returns the value.
+"""
 
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -28,19 +26,17 @@ MOST_METADATA_ENTRIES = 8
 
 
 class StartError(Exception):
-    """The service cannot start. The message is the one line that is printed: what is missing and what to do about it.
-
-    A service's `wire` may raise it.
-    """
+    """The service cannot start. The message is the one line that is printed: what is missing and what to do."""
 
 
 class TreadleError(Exception):
     """Base of all errors that reach a caller.
 
-    reason: UPPER_SNAKE, stable, what a program reads. message: for a person, what is wrong and what to do.
-    metadata: ids the reason speaks of. retry_after_s: wait at least this long before the next try; None says nothing.
+    reason: UPPER_SNAKE, stable, for programs. message: for a person, what is wrong and what to do. metadata: ids that
+    the reason speaks of. retry_after_s: wait at least this long before the next try; None says nothing.
     """
 
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     retry_after_s: float | None = None
 
     def __init__(self, reason: str, message: str, **metadata: object) -> None:
@@ -53,6 +49,8 @@ class TreadleError(Exception):
 class InvalidArgument(TreadleError):  # noqa: N818 - named as the gRPC code
     """A field of the request is wrong by itself, whatever the state of the service."""
 
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
     def __init__(self, field: str, description: str, reason: str = "INVALID_ARGUMENT", **metadata: object) -> None:
         super().__init__(reason, f"{field}: {description}" if field else description, **metadata)
         self.field = field
@@ -62,25 +60,37 @@ class InvalidArgument(TreadleError):  # noqa: N818 - named as the gRPC code
 class NotFound(TreadleError):  # noqa: N818
     """The named resource is not here."""
 
+    code = grpc.StatusCode.NOT_FOUND
+
 
 class AlreadyExists(TreadleError):  # noqa: N818
     """The resource to create is there already, made by another request."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
 
 
 class FailedPrecondition(TreadleError):  # noqa: N818
     """The state of the service does not allow the call; the same call again will not help."""
 
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
 
 class Aborted(TreadleError):  # noqa: N818
     """Lost against a concurrent change: read again and retry at a higher level."""
+
+    code = grpc.StatusCode.ABORTED
 
 
 class DeadlineExceeded(TreadleError):  # noqa: N818
     """The caller's time ran out here."""
 
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
 
 class Unimplemented(TreadleError):  # noqa: N818
     """This service does not answer that RPC."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
 
 
 class Internal(TreadleError):  # noqa: N818
@@ -93,34 +103,20 @@ class _RetryableError(TreadleError):
         self.retry_after_s = retry_after_s
 
 
-class ResourceExhausted(_RetryableError):  # noqa: N818
-    """A queue or quota is full."""
-
-
 class Unavailable(_RetryableError):  # noqa: N818
     """Not possible at the moment; the same call later may be."""
 
+    code = grpc.StatusCode.UNAVAILABLE
 
-# A service's own mapping of core exceptions, looked up along the exception's bases.
+
+class ResourceExhausted(_RetryableError):  # noqa: N818
+    """A queue or quota is full."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+# A service's own mapping of core exceptions; a subclass without an entry takes that of its base.
 ErrorTable = Mapping[type[Exception], Callable[[Any], TreadleError]]
-
-CODES: Mapping[type[TreadleError], grpc.StatusCode] = {
-    InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
-    NotFound: grpc.StatusCode.NOT_FOUND,
-    AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
-    FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
-    Aborted: grpc.StatusCode.ABORTED,
-    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Unavailable: grpc.StatusCode.UNAVAILABLE,
-    Unimplemented: grpc.StatusCode.UNIMPLEMENTED,
-    Internal: grpc.StatusCode.INTERNAL,
-}
-
-
-def code_of(error: TreadleError) -> grpc.StatusCode:
-    """The gRPC code of an error; a subclass has its base's."""
-    return next((CODES[base] for base in type(error).__mro__ if base in CODES), grpc.StatusCode.INTERNAL)
 
 
 def message_of(error: TreadleError) -> str:
@@ -133,7 +129,7 @@ def status_of(error: TreadleError, domain: str) -> status_pb2.Status:
 
     domain: the service that says so, e.g. `scheduler.treadle`.
     """
-    status = status_pb2.Status(code=code_of(error).value[0], message=message_of(error))
+    status = status_pb2.Status(code=error.code.value[0], message=message_of(error))
     info = status_pb2.ErrorInfo(reason=error.reason, domain=domain)
     for key, value in list(error.metadata.items())[:MOST_METADATA_ENTRIES]:
         info.metadata[key] = _shortened(value, LONGEST_METADATA_CHARS)
@@ -200,8 +196,6 @@ def non_empty(field: str, value: str) -> str:
 def identifier(field: str, value: str) -> str:
     """An id: 1 to 128 characters of A-Z a-z 0-9 _ . : -"""
     require(value, field, "must not be empty")
-    if not _IDENTIFIER.fullmatch(value):
-        raise InvalidArgument(
-            field, f"must be 1 to {LONGEST_IDENTIFIER_CHARS} characters of A-Z a-z 0-9 _ . : -, is {value[:64]!r}"
-        )
+    valid = _IDENTIFIER.fullmatch(value)
+    require(valid, field, f"must be 1 to 128 characters of A-Z a-z 0-9 _ . : -, is {value[:64]!r}")
     return value

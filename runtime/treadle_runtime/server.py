@@ -37,12 +37,11 @@ from treadle_runtime.telemetry import Tracing, configure_logging, configure_trac
 
 log = structlog.get_logger()
 
-# gRPC itself refuses a message longer than its receive limit without naming field or limit. Its limit stands this much
-# higher, so that the interceptor can say it clearly; only beyond does gRPC answer RESOURCE_EXHAUSTED by itself.
+# gRPC refuses a message longer than its receive limit without naming field or limit. Its limit is this much higher, so
+# that the interceptor can answer clearly.
 RECEIVE_LIMIT_FACTOR = 4
 LOWEST_RECEIVE_LIMIT_BYTES = 64 * 1024 * 1024
 LAST_WORDS_S = 0.2  # once our calls are done only watches of health are left, and they never end by themselves
-_SERVING = health_pb2.HealthCheckResponse.SERVING
 START_FAILED_EXIT_CODE = 1
 TASK_FAILED_EXIT_CODE = 3
 KILLED_EXIT_CODE = 128  # plus the signal's number, as shells say it
@@ -67,7 +66,7 @@ class Runtime:
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """The channel to `address` (host:port): one per address, closed at drain; deadline and trace go with it."""
-        return self.channels.to(address)
+        return self.channels.get(address)
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ async def _main(settings: Settings, wire: Wire) -> None:
 async def serving(settings: Settings, wire: Wire, *, tracing: Tracing | None = None) -> AsyncIterator[Serving]:
     """Serve for the time of the block, then drain; what `run` does, without signals and process, e.g. for tests.
 
-    Raises StartError, StartError, and whatever a background task raises (in an ExceptionGroup).
+    Raises StartError, and whatever a background task raises (in an ExceptionGroup).
     """
     tracing = tracing or configure_tracing(settings)
     metrics = Metrics(settings)
@@ -161,10 +160,7 @@ async def serving(settings: Settings, wire: Wire, *, tracing: Tracing | None = N
             runtime = Runtime(settings, bus, records, stopping, channels, tracing, metrics, listening)
             wiring = await wire(runtime)
             try:
-                async with (
-                    run_beside(wiring.tasks),
-                    _listening(settings, wiring, stopping, tracing) as address,
-                ):
+                async with run_beside(wiring.tasks), _listening(settings, wiring, stopping, tracing) as address:
                     listening.set_result(address)
                     yield Serving(address, runtime)
             finally:
@@ -202,11 +198,15 @@ async def _listening(
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     reflection.enable_server_reflection([*wiring.services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    address = _bound(server, settings.listen)
+    address = _bind(server, settings.listen)
     await server.start()
     for service in ("", *wiring.services):
-        await healthy.set(service, _SERVING)
-    _write_ready_file(settings, address)
+        await healthy.set(service, health_pb2.HealthCheckResponse.SERVING)
+    ready = Path(settings.ready_file) if settings.ready_file else None
+    if ready is not None:
+        unfinished = ready.with_name(f"{ready.name}.{os.getpid()}")
+        unfinished.write_text(json.dumps({"address": address, "pid": os.getpid()}) + "\n")
+        unfinished.replace(ready)
     log.info("serving", address=address)
     try:
         yield address
@@ -215,14 +215,15 @@ async def _listening(
         await healthy.enter_graceful_shutdown()
         stopping.set()
         await _stop(server, interceptor, settings.drain_grace_s)
-        _remove_ready_file(settings)
+        if ready is not None:
+            ready.unlink(missing_ok=True)
 
 
 async def _stop(server: grpc.aio.Server, interceptor: Interceptor, grace_s: float) -> None:
     """Refuse new calls, let those in flight finish. Watches of health are not waited for."""
     async with asyncio.TaskGroup() as group:
         stop = group.create_task(server.stop(grace_s))
-        idle = group.create_task(interceptor.idle())
+        idle = group.create_task(interceptor.wait_until_idle())
         await asyncio.wait((stop, idle), return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait((stop,), timeout=LAST_WORDS_S)
         if not stop.done():
@@ -236,7 +237,7 @@ def receive_limit_bytes(settings: Settings) -> int:
     return max(RECEIVE_LIMIT_FACTOR * settings.max_message_bytes, LOWEST_RECEIVE_LIMIT_BYTES)
 
 
-def _bound(server: grpc.aio.Server, listen: str) -> str:
+def _bind(server: grpc.aio.Server, listen: str) -> str:
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError as error:
@@ -244,17 +245,3 @@ def _bound(server: grpc.aio.Server, listen: str) -> str:
     if port == 0:
         raise StartError(f"cannot listen on {listen}: is the port taken?")
     return f"{listen.rpartition(':')[0]}:{port}"
-
-
-def _write_ready_file(settings: Settings, address: str) -> None:
-    if not settings.ready_file:
-        return
-    path = Path(settings.ready_file)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps({"address": address, "pid": os.getpid()}) + "\n")
-    unfinished.replace(path)
-
-
-def _remove_ready_file(settings: Settings) -> None:
-    if settings.ready_file:
-        Path(settings.ready_file).unlink(missing_ok=True)

@@ -74,7 +74,7 @@ def configure_tracing(settings: Settings) -> Tracing:
 
 
 def resource_of(settings: Settings) -> Resource:
-    """Who speaks."""
+    """The attributes that name this service in traces and metrics."""
     return Resource.create({"service.name": f"treadle-{settings.service}", "service.namespace": "treadle"})
 
 
@@ -85,7 +85,7 @@ def configure_logging(settings: Settings) -> None:
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        _naming(settings.service),
+        lambda _, __, event: event | {"service": event.get("service", settings.service)},
         _with_trace_ids,
     ]
     if settings.log_format == "json":
@@ -108,14 +108,6 @@ def configure_logging(settings: Settings) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(max(level, logging.WARNING))  # libraries speak up only when something is wrong
-
-
-def _naming(service: str) -> Callable[..., Any]:
-    def name(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-        event.setdefault("service", service)
-        return event
-
-    return name
 
 
 def _with_trace_ids(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:

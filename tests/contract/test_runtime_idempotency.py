@@ -156,7 +156,7 @@ async def test_an_answer_that_could_not_be_recorded_is_kept_and_recorded_by_the_
         with pytest.raises(nats.errors.Error):
             await mutate("r-1")
         nats_server.start()
-        await until(lambda: bus.connected)
+        await until(lambda: bus._client.is_connected)
         assert await mutate("r-1") == 1
         afterwards = Mutation(await RequestRecords.open(bus, "probe"))
         assert await afterwards("r-1") == 1
@@ -179,7 +179,7 @@ async def test_an_answer_that_need_not_wait_is_recorded_afterwards_and_by_a_repe
         assert await mutate("r-2") == 2
         await later.pop()
         nats_server.start()
-        await until(lambda: bus.connected)
+        await until(lambda: bus._client.is_connected)
         assert await mutate("r-2") == 2
         assert not later
     async with open_bus(nats_server.url, "test") as bus:
