@@ -9,10 +9,11 @@ from support.finished_trajectories import CALL_S, RolloutCalls, finished, member
 from support.rpc import error_of
 from treadle.rollout.v1 import rollout_pb2 as pb
 from treadle_core.rollouts.buffer import RolloutSpec, Sample
-from treadle_rollout.rollouts import BatchRequest, Rollouts, UnknownRolloutError
-from treadle_rollout.storage import LOG_BUCKET, PAYLOAD_BUCKET, PayloadLostError, PayloadStore, RolloutLog
+from treadle_rollout.rollouts import BatchRequest, Rollouts
+from treadle_rollout.storage import LOG_BUCKET, PAYLOAD_BUCKET, PayloadStore, RolloutLog
 from treadle_rollout.wire import Janitor
 from treadle_runtime.bus import Bus, open_bus
+from treadle_runtime.errors import FailedPrecondition, NotFound
 
 
 async def test_the_first_k_samples_are_kept_and_come_back_whole(nats_url: str) -> None:
@@ -213,10 +214,10 @@ async def test_the_janitor_removes_what_nobody_can_ask_for_and_nothing_else(nats
         await janitor.sweep(now_s + 61.0)
         with pytest.raises(ExceptionGroup) as lost:
             await rollout.payloads_of(batch)
-        assert lost.group_contains(PayloadLostError)
+        assert lost.group_contains(FailedPrecondition)
         following = await rollout.take(asks("b1"), 1000)
         assert await rollout.payloads_of(following) == {"t1": b"tokens"}
         await janitor.sweep(now_s + 5000.0)
-        with pytest.raises(UnknownRolloutError):
+        with pytest.raises(NotFound):
             await rollouts.find("r")
         assert [entry async for entry in log.everything()] == []

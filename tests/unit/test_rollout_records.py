@@ -12,7 +12,7 @@ from treadle_core.rollouts.buffer import (
     Sample,
     Verdict,
 )
-from treadle_rollout.records import COMPRESS_FROM_BYTES, Created, Record, decode, encode
+from treadle_rollout.storage import COMPRESS_FROM_BYTES, Created, Record, decode, encode
 
 SPEC = RolloutSpec(("p.0", "p:1"), 4, 2, max_staleness=1, max_total_tokens=100)
 
@@ -31,6 +31,30 @@ SPEC = RolloutSpec(("p.0", "p:1"), 4, 2, max_staleness=1, max_total_tokens=100)
 def test_a_record_comes_out_as_it_went_in(body: Created | Event) -> None:
     record = Record(12.5, body, request="f", payload="d.2")
     assert decode(encode(record)) == record
+
+
+@pytest.mark.parametrize(
+    ("stored", "body"),
+    [
+        (
+            b'{"kind":"created","at_s":1.5,"rollout_id":"r","spec":{"prompt_ids":["p.0","p:1"],"samples_per_prompt":4,'
+            b'"keep_per_prompt":2,"max_staleness":1,"max_total_tokens":100},"request_id":"req"}',
+            Created("r", SPEC, "req"),
+        ),
+        (
+            b'{"kind":"arrived","at_s":1.5,"sample":{"trajectory_id":"t","prompt_id":"p.0","sample":3,"failed":true,'
+            b'"oldest_version":null,"payload_bytes":0},"verdict":{"drop_reason":"failed","group_settled":true}}',
+            Arrived(Sample("t", "p.0", 3, failed=True), Verdict(DropReason.FAILED, group_settled=True)),
+        ),
+        (
+            b'{"kind":"batch","at_s":1.5,"batch_id":"b","groups":[["p.0",["a","b"]]],"exhausted":true}',
+            Batch("b", (("p.0", ("a", "b")),), exhausted=True),
+        ),
+    ],
+)
+def test_records_are_stored_in_this_form(stored: bytes, body: Created | Event) -> None:
+    assert encode(Record(1.5, body)) == stored
+    assert decode(stored) == Record(1.5, body)
 
 
 def test_a_rollout_of_ten_thousand_prompts_fits_into_one_nats_message() -> None:

@@ -1,24 +1,20 @@
-"""Protobuf messages to this service's values and to core's, and back."""
+"""Convert between the messages of the contract and this service's values, and check those of a request."""
 
 import uuid
 
 from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle.telemetry.v1.facts_pb2 import Fact, MigrationEnded
 from treadle_core.steps.transfers import Transfer
+from treadle_runtime.config import address
+from treadle_runtime.errors import InvalidArgument, identifier, non_empty, non_negative, positive, require
 from treadle_runtime.facts import make_fact
+from treadle_runtime.times import duration, require_duration, timestamp
 
-from treadle_migrator.migration import Endpoint, Migration, Move, Path, State
+from treadle_migrator.migrations import Endpoint, Migration, Move, Path, State
 
 FACT_SOURCE = "migrator"
-STATES = {
-    State.PENDING: pb.MIGRATION_STATE_PENDING,
-    State.PREPARING: pb.MIGRATION_STATE_PREPARING,
-    State.SWITCHING: pb.MIGRATION_STATE_SWITCHING,
-    State.DONE: pb.MIGRATION_STATE_DONE,
-    State.FAILED: pb.MIGRATION_STATE_FAILED,
-    State.CANCELLED: pb.MIGRATION_STATE_CANCELLED,
-}
-PATHS = {Path.STORAGE: pb.MIGRATION_PATH_STORAGE, Path.PREFILL: pb.MIGRATION_PATH_PREFILL}
+STATES = {state: pb.MigrationState.Value(f"MIGRATION_STATE_{state.name}") for state in State}
+PATHS = {path: pb.MigrationPath.Value(f"MIGRATION_PATH_{path.name}") for path in Path}
 
 
 def migration_id_of(request_id: str) -> str:
@@ -27,18 +23,32 @@ def migration_id_of(request_id: str) -> str:
 
 
 def move_from(request: pb.StartMigrationRequest, default_give_up_s: float) -> Move:
-    """A checked request."""
-    asked_s = request.give_up_after.ToNanoseconds() / 1e9 if request.HasField("give_up_after") else default_give_up_s
+    """What the request asks for. Raises InvalidArgument naming the field."""
+    source, target = _endpoint_from("source", request.source), _endpoint_from("target", request.target)
+    require(source.engine_id != target.engine_id, "target.engine_id", "must be another engine than source")
+    require(source.address != target.address, "target.address", "must be another sidecar than source")
+    non_negative("expected_revision", request.expected_revision)
+    non_negative("remaining_tokens", request.remaining_tokens)
+    give_up_after_s = default_give_up_s
+    if request.HasField("give_up_after"):
+        give_up_after_s = positive("give_up_after", require_duration("give_up_after", request.give_up_after))
     return Move(
-        trajectory_id=request.trajectory_id,
-        source=Endpoint(request.source.engine_id, request.source.address),
-        target=Endpoint(request.target.engine_id, request.target.address),
+        trajectory_id=identifier("trajectory_id", request.trajectory_id),
+        source=source,
+        target=target,
         expected_revision=request.expected_revision,
         remaining_tokens=request.remaining_tokens,
-        cache_salt=request.cache_salt,
+        cache_salt=non_empty("cache_salt", request.cache_salt),
         allow_prefill=request.allow_prefill,
-        give_up_after_s=asked_s,
+        give_up_after_s=give_up_after_s,
     )
+
+
+def _endpoint_from(name: str, message: pb.Endpoint) -> Endpoint:
+    try:
+        return Endpoint(identifier(f"{name}.engine_id", message.engine_id), address(message.address))
+    except ValueError as error:
+        raise InvalidArgument(f"{name}.address", f"must be {error}") from error
 
 
 def transfer_from(migration: Migration) -> Transfer:
@@ -54,7 +64,7 @@ def transfer_from(migration: Migration) -> Transfer:
 
 
 def migration_to(migration: Migration) -> pb.Migration:
-    """The resource as it stands."""
+    """The resource of the contract."""
     move, prefix = migration.move, migration.prefix
     message = pb.Migration(
         migration_id=migration.migration_id,
@@ -70,16 +80,16 @@ def migration_to(migration: Migration) -> pb.Migration:
         message.prefix_tokens = prefix.tokens
         message.tokens_from_storage = prefix.from_storage
         message.tokens_prefilled = prefix.prefilled
-    message.created_at.FromNanoseconds(_nanoseconds(migration.created_at_s))
+    message.created_at.CopyFrom(timestamp(migration.created_at_s))
     if migration.started_at_s is not None:
-        message.started_at.FromNanoseconds(_nanoseconds(migration.started_at_s))
+        message.started_at.CopyFrom(timestamp(migration.started_at_s))
     if migration.ended_at_s is not None:
-        message.ended_at.FromNanoseconds(_nanoseconds(migration.ended_at_s))
+        message.ended_at.CopyFrom(timestamp(migration.ended_at_s))
     return message
 
 
 def fact_of(migration: Migration) -> Fact:
-    """The fact of a migration's end. Its id is the migration's, so that one published twice is heard once."""
+    """The fact of a migration's end. Its id is the migration's, so that a repeat is recognised."""
     move, prefix = migration.move, migration.prefix
     ended = MigrationEnded(
         migration_id=migration.migration_id,
@@ -93,13 +103,9 @@ def fact_of(migration: Migration) -> Fact:
     )
     started_at_s = migration.created_at_s if migration.started_at_s is None else migration.started_at_s
     ended_at_s = started_at_s if migration.ended_at_s is None else migration.ended_at_s
-    ended.elapsed.FromNanoseconds(max(0, _nanoseconds(ended_at_s) - _nanoseconds(started_at_s)))
+    ended.elapsed.CopyFrom(duration(ended_at_s - started_at_s))
     if migration.started_at_s is not None:
-        ended.started_at.FromNanoseconds(_nanoseconds(migration.started_at_s))
+        ended.started_at.CopyFrom(timestamp(migration.started_at_s))
     fact = make_fact(FACT_SOURCE, migration_ended=ended)
     fact.fact_id = f"migration-ended-{migration.migration_id}"
     return fact
-
-
-def _nanoseconds(seconds: float) -> int:
-    return round(seconds * 1e9)

@@ -1,20 +1,16 @@
-"""Performs one move (Heddle §5.3): prepare, verify, switch owner by compare-and-swap, release.
+"""Run moves (Heddle §5.3): choose which may run now, prepare, verify, switch the owner, release.
 
-Invariants: the owner changes by the scheduler's SwitchEngine alone, and only after the target has reported as many
-tokens as the source holds; before that, any failure ends the move with the source as owner; once SwitchEngine has
-been sent, what the scheduler says is the outcome, however long it takes to hear it. Releasing is best effort: a
-sidecar forgets by itself what is not used.
-
-The calls that a move makes: to the two sidecars and to the scheduler.
-
-Request ids are derived from the migration, so that a call repeated after a lost answer, or by the process that comes
-after this one, is answered from the peer's record. Every method raises grpc.aio.AioRpcError."""
+Invariants: the owner changes by the scheduler's SwitchEngine alone (a compare-and-swap), and only after the target has
+reported as many tokens as the source holds; before that, any failure ends the move with the source as owner; once
+SwitchEngine has been sent, the outcome is what the scheduler says, however long it takes to answer. Releasing is best
+effort: a sidecar drops an unused prefix by itself.
+"""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -23,99 +19,16 @@ import structlog
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle.errors import TreadleError, error_from
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from treadle_core.steps.transfers import next_transfers
 
-from treadle_migrator.book import MigrationBook
-from treadle_migrator.migration import Endpoint, Migration, Path, Prefix, State
-
-if TYPE_CHECKING:
-    from treadle.engine.v1.engine_pb2_grpc import EngineServiceAsyncStub
-    from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """How much the source holds of a trajectory. The tokens themselves never come here (docs/adr/0007)."""
-
-    tokens: int
-    cache_salt: str
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """What the scheduler says: whose a trajectory is, and at which revision."""
-
-    engine_id: str
-    revision: int
-
-
-class Peers:
-    """Stubs over the process's channels. Timeouts are in seconds."""
-
-    def __init__(self, channel: Callable[[str], grpc.aio.Channel], scheduler: str) -> None:
-        self._channel = channel
-        self._scheduler = scheduler
-
-    async def prefetch(self, migration: Migration, *, storage_only: bool, timeout_s: float) -> Prefix:
-        """The target brings the source's prefix to its engine."""
-        move = migration.move
-        request = engine_pb2.PrefetchPrefixRequest(
-            request_id=f"{migration.migration_id}.{'fetch' if storage_only else 'prefill'}",
-            trajectory_id=move.trajectory_id,
-            cache_salt=move.cache_salt,
-            storage_only=storage_only,
-        )
-        prefix_ref = getattr(request, "from")  # a keyword in Python
-        prefix_ref.engine_address = move.source.address
-        prefix_ref.trajectory_id = move.trajectory_id
-        response = await self._sidecar(move.target).PrefetchPrefix(request, timeout=timeout_s)
-        return Prefix(
-            # An engine computes a few tokens of a stored prefix too (its last page at least).
-            path=Path.STORAGE if storage_only else Path.PREFILL,
-            tokens=response.prefix_tokens,
-            from_storage=response.tokens_from_storage,
-            prefilled=response.tokens_prefilled,
-        )
-
-    async def exported(self, migration: Migration, *, timeout_s: float) -> Exported:
-        """What the source holds now."""
-        request = engine_pb2.ExportPrefixRequest(trajectory_id=migration.move.trajectory_id, counts_only=True)
-        response = await self._sidecar(migration.move.source).ExportPrefix(request, timeout=timeout_s)
-        return Exported(response.prefix_tokens, response.cache_salt)
-
-    async def release(self, migration: Migration, endpoint: Endpoint, *, timeout_s: float) -> None:
-        """An engine that is not the owner forgets the prefix."""
-        request = engine_pb2.ReleasePrefixRequest(
-            request_id=f"{migration.migration_id}.release", trajectory_id=migration.move.trajectory_id
-        )
-        await self._sidecar(endpoint).ReleasePrefix(request, timeout=timeout_s)
-
-    async def switch(self, migration: Migration, *, timeout_s: float) -> None:
-        """Compare-and-swap of the owner."""
-        request = scheduler_pb2.SwitchEngineRequest(
-            request_id=f"{migration.migration_id}.switch",
-            trajectory_id=migration.move.trajectory_id,
-            expected_revision=migration.move.expected_revision,
-            target_engine_id=migration.move.target.engine_id,
-        )
-        await self._scheduler_stub().SwitchEngine(request, timeout=timeout_s)
-
-    async def owner(self, trajectory_id: str, *, timeout_s: float) -> Owner:
-        """Who owns a trajectory now."""
-        request = scheduler_pb2.GetTrajectoryRequest(trajectory_id=trajectory_id)
-        response = await self._scheduler_stub().GetTrajectory(request, timeout=timeout_s)
-        return Owner(response.trajectory.engine_id, response.trajectory.revision)
-
-    def _sidecar(self, endpoint: Endpoint) -> "EngineServiceAsyncStub":
-        return engine_pb2_grpc.EngineServiceStub(self._channel(endpoint.address))
-
-    def _scheduler_stub(self) -> "SchedulerServiceAsyncStub":
-        return scheduler_pb2_grpc.SchedulerServiceStub(self._channel(self._scheduler))
-
+from treadle_migrator.convert import transfer_from
+from treadle_migrator.migrations import Endpoint, Migration, MigrationStore, Path, Prefix, State
 
 RETRY_S = 0.2  # a peer or NATS that restarts is back about then
 ASK_TIMEOUT_S = 5.0  # of a question to the scheduler, which answers from memory
 RELEASE_TIMEOUT_S = 2.0  # an engine that is slower than this gets the next move, and forgets later by itself
 
+INTERRUPTED = "INTERRUPTED"  # by a restart of the migrator
 GAVE_UP = "GAVE_UP"  # the move took longer than it saves
 NOT_SWITCHED = frozenset({State.PENDING, State.PREPARING, State.SWITCHING})
 # Codes that say that the switch was refused; after any other the switch may or may not have happened.
@@ -133,24 +46,99 @@ REFUSALS = frozenset(
 log = structlog.get_logger()
 
 
-class MoveFailedError(Exception):
-    """The move ends before its switch; `reason` is UPPER_SNAKE."""
+class Runner:
+    """Decides which moves run, with the transmission scheduler of the core, after each change of the store.
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    Each decision looks at the store alone, so a missed `wake` costs nothing once the next one comes. Owns a task for
+    each move that runs, and the set of engines that take part in one. An engine is free again when the end of its move
+    has been announced and the prefix released.
+    """
+
+    def __init__(self, store: MigrationStore, mover: "Mover") -> None:
+        self._store = store
+        self._mover = mover
+        self._woken = asyncio.Event()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._moving: set[str] = set()  # those of the tasks that a cancelled migration stops
+        self._engines: dict[str, frozenset[str]] = {}  # taken part in, by migration
+
+    def wake(self) -> None:
+        """Call this after each change of the store."""
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Run moves until cancelled, which leaves moves under way as they are for the next process."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                self._woken.clear()
+                self._start_moves(group)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._next_expiry_s()):
+                        await self._woken.wait()
+
+    async def recover(self) -> None:
+        """Call before `run`: fail what an earlier process left before its switch; the source is still the owner."""
+        for migration in self._store.open():
+            if migration.state in (State.PENDING, State.PREPARING):
+                await self._store.change(
+                    migration.migration_id, State.FAILED, out_of={migration.state}, failure_reason=INTERRUPTED
+                )
+
+    def _start_moves(self, group: asyncio.TaskGroup) -> None:
+        waiting: dict[str, Migration] = {}
+        for migration in self._store.open():
+            migration_id = migration.migration_id
+            if migration_id in self._tasks:
+                if migration.state is State.CANCELLED and migration_id in self._moving:
+                    self._moving.discard(migration_id)
+                    self._tasks[migration_id].cancel()
+            elif migration.ended:
+                self._start(group, migration_id, self._mover.conclude(migration))
+            elif migration.state is State.SWITCHING:
+                self._start(group, migration_id, self._finish(migration))
+            elif migration.give_up_at_s <= time.time():
+                self._start(group, migration_id, self._mover.move(migration))  # which gives up at once
+            else:
+                waiting[migration_id] = migration
+        busy = {engine_id for engines in self._engines.values() for engine_id in engines}
+        for transfer in next_transfers(map(transfer_from, waiting.values()), busy):
+            self._engines[transfer.transfer_id] = frozenset((transfer.source, transfer.target))
+            self._moving.add(transfer.transfer_id)
+            self._start(group, transfer.transfer_id, self._mover.move(waiting[transfer.transfer_id]))
+
+    def _start(self, group: asyncio.TaskGroup, migration_id: str, work: Coroutine[Any, Any, None]) -> None:
+        task = group.create_task(work, name=f"migration {migration_id}")
+        self._tasks[migration_id] = task
+        task.add_done_callback(lambda _: self._forget_task(migration_id))
+
+    def _forget_task(self, migration_id: str) -> None:
+        del self._tasks[migration_id]
+        self._moving.discard(migration_id)
+        if not self._store.is_open(migration_id):
+            self._engines.pop(migration_id, None)
+        self.wake()
+
+    async def _finish(self, migration: Migration) -> None:
+        """End a migration whose switch an earlier process may have sent."""
+        await self._mover.settle(migration, INTERRUPTED)
+        await self._mover.conclude(migration)
+
+    def _next_expiry_s(self) -> float | None:
+        """Seconds until the next waiting move is no longer worth it; None where none waits."""
+        waiting = (m for m in self._store.open() if m.state is State.PENDING and m.migration_id not in self._tasks)
+        return min((max(0.0, m.give_up_at_s - time.time()) for m in waiting), default=None)
 
 
 class Mover:
-    """Works on one migration per call; `announce` publishes the end of one and returns once that is safe."""
+    """Works on one migration in each call; `announce` publishes an end and returns once that is safe."""
 
-    def __init__(self, book: MigrationBook, peers: Peers, announce: Callable[[Migration], Awaitable[None]]) -> None:
-        self._book = book
+    def __init__(self, store: MigrationStore, peers: "Peers", announce: Callable[[Migration], Awaitable[None]]) -> None:
+        self._store = store
         self._peers = peers
         self._announce = announce
 
     async def move(self, migration: Migration) -> None:
-        """From pending to its end, announced."""
+        """Take a pending migration to its end, and announce that."""
         ready, reason = False, ""
         try:
             if (left_s := _left_s(migration)) <= 0:
@@ -171,14 +159,14 @@ class Mover:
         await self.conclude(migration)
 
     async def settle(self, migration: Migration, reason: str) -> None:
-        """Ends a migration whose switch may have happened as the scheduler says.
+        """End a migration whose switch may have happened, as the scheduler says; waits for its answer.
 
-        `reason` where it did not. Waits for its answer.
+        reason: of the failure, where the owner has not changed.
         """
         move = migration.move
         while True:
             try:
-                owner = await self._peers.owner(move.trajectory_id, timeout_s=ASK_TIMEOUT_S)
+                trajectory = await self._peers.trajectory(move.trajectory_id, timeout_s=ASK_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.NOT_FOUND:
                     await self._end(migration, State.FAILED, error_from(error).reason or "TRAJECTORY_NOT_FOUND")
@@ -186,16 +174,16 @@ class Mover:
                 log.warning("scheduler does not answer", migration_id=migration.migration_id, code=error.code().name)
                 await asyncio.sleep(RETRY_S)
                 continue
-            moved = owner.engine_id == move.target.engine_id and owner.revision > move.expected_revision
+            moved = trajectory.engine_id == move.target.engine_id and trajectory.revision > move.expected_revision
             await self._end(migration, State.DONE if moved else State.FAILED, "" if moved else reason)
             return
 
     async def conclude(self, migration: Migration) -> None:
-        """What follows an end: the fact, then the engine that is not the owner forgets."""
-        ended = self._book.get(migration.migration_id)
+        """After an end: publish the fact, then have the engine that is not the owner release the prefix."""
+        ended = self._store.get(migration.migration_id)
         if not ended.ended or ended.announced:
             return
-        await self._stored(lambda: self._announce(ended))
+        await self._store_surely(lambda: self._announce(ended))
         endpoint = ended.move.source if ended.state is State.DONE else ended.move.target
         # After a lost compare-and-swap the trajectory may be anywhere, at the target too.
         if ended.started_at_s is not None and ended.failure_reason != "REVISION_MISMATCH":
@@ -208,19 +196,19 @@ class Mover:
                     engine_id=endpoint.engine_id,
                     code=error.code().name,
                 )
-        await self._stored(lambda: self._book.mark_announced(migration.migration_id))
+        await self._store_surely(lambda: self._store.mark_announced(migration.migration_id))
 
     async def _make_ready(self, migration: Migration) -> bool:
         """True where the switch may be sent now; False where somebody cancelled. Raises MoveFailedError."""
         migration_id = migration.migration_id
-        if await self._book.change(migration_id, State.PREPARING, out_of={State.PENDING}) is None:
+        if await self._store.change(migration_id, State.PREPARING, out_of={State.PENDING}) is None:
             return False
         prefix = await self._prepare(migration)
-        following = await self._book.change(migration_id, State.SWITCHING, out_of={State.PREPARING}, prefix=prefix)
+        following = await self._store.change(migration_id, State.SWITCHING, out_of={State.PREPARING}, prefix=prefix)
         return following is not None
 
     async def _prepare(self, migration: Migration) -> Prefix:
-        """Storage first, prefill where that is allowed, then the comparison with what the source holds."""
+        """Prefetch from storage, else by prefill where that is allowed; then compare with what the source holds."""
         try:
             prefix = await self._prefetch(migration, storage_only=True)
         except MoveFailedError as failure:
@@ -228,12 +216,12 @@ class Mover:
                 raise
             prefix = await self._prefetch(migration, storage_only=False)
         try:
-            exported = await self._peers.exported(migration, timeout_s=_left_s(migration))
+            exported = await self._peers.export_counts(migration, timeout_s=_left_s(migration))
         except grpc.aio.AioRpcError as error:
             raise MoveFailedError(_reason_of(error_from(error), "SOURCE")) from error
         if exported.cache_salt != migration.move.cache_salt:
             raise MoveFailedError("WEIGHT_VERSION_MISMATCH")
-        if prefix.tokens != exported.tokens or prefix.tokens == 0:
+        if prefix.tokens != exported.prefix_tokens or prefix.tokens == 0:
             raise MoveFailedError("PREFIX_MISMATCH")
         return prefix
 
@@ -244,10 +232,7 @@ class Mover:
             raise MoveFailedError(_reason_of(error_from(error), "TARGET")) from error
 
     async def _switch(self, migration: Migration) -> None:
-        """Sends the compare-and-swap until it is answered.
-
-        What cannot be heard in time, the scheduler is asked for afterwards.
-        """
+        """Send the compare-and-swap until it is answered; without an answer in time, ask the scheduler how it ended."""
         while (left_s := _left_s(migration)) > 0:
             try:
                 await self._peers.switch(migration, timeout_s=left_s)
@@ -263,12 +248,12 @@ class Mover:
         await self.settle(migration, GAVE_UP)
 
     async def _end(self, migration: Migration, state: State, reason: str) -> None:
-        await self._stored(
-            lambda: self._book.change(migration.migration_id, state, out_of=NOT_SWITCHED, failure_reason=reason)
+        await self._store_surely(
+            lambda: self._store.change(migration.migration_id, state, out_of=NOT_SWITCHED, failure_reason=reason)
         )
 
-    async def _stored(self, write: Callable[[], Awaitable[Any]]) -> None:
-        """An end must be stored, however long NATS is away."""
+    async def _store_surely(self, write: Callable[[], Awaitable[Any]]) -> None:
+        """Try until it is stored: an end must be, however long NATS is away."""
         while True:
             try:
                 await write()
@@ -277,6 +262,79 @@ class Mover:
                 await asyncio.sleep(RETRY_S)
             else:
                 return
+
+
+class MoveFailedError(Exception):
+    """The move ends before its switch; `reason` is UPPER_SNAKE."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Peers:
+    """Calls the two sidecars and the scheduler over the process's channels.
+
+    Request ids are derived from the migration's, so that a call repeated after a lost answer, or by the next process,
+    is answered from the peer's record. Every method raises grpc.aio.AioRpcError.
+    """
+
+    def __init__(self, channel: Callable[[str], grpc.aio.Channel], scheduler: str) -> None:
+        self._channel = channel
+        self._scheduler = scheduler
+
+    async def prefetch(self, migration: Migration, *, storage_only: bool, timeout_s: float) -> Prefix:
+        """Have the target bring the source's prefix to its engine."""
+        move = migration.move
+        request = engine_pb2.PrefetchPrefixRequest(
+            request_id=f"{migration.migration_id}.{'fetch' if storage_only else 'prefill'}",
+            trajectory_id=move.trajectory_id,
+            cache_salt=move.cache_salt,
+            storage_only=storage_only,
+        )
+        prefix_ref = getattr(request, "from")  # a keyword in Python
+        prefix_ref.engine_address = move.source.address
+        prefix_ref.trajectory_id = move.trajectory_id
+        stub = engine_pb2_grpc.EngineServiceStub(self._channel(move.target.address))
+        response = await stub.PrefetchPrefix(request, timeout=timeout_s)
+        return Prefix(
+            # An engine computes a few tokens of a stored prefix too (its last page at least).
+            path=Path.STORAGE if storage_only else Path.PREFILL,
+            tokens=response.prefix_tokens,
+            from_storage=response.tokens_from_storage,
+            prefilled=response.tokens_prefilled,
+        )
+
+    async def export_counts(self, migration: Migration, *, timeout_s: float) -> engine_pb2.ExportPrefixResponse:
+        """How many tokens the source holds now. The tokens themselves never come here (docs/adr/0007)."""
+        request = engine_pb2.ExportPrefixRequest(trajectory_id=migration.move.trajectory_id, counts_only=True)
+        stub = engine_pb2_grpc.EngineServiceStub(self._channel(migration.move.source.address))
+        return await stub.ExportPrefix(request, timeout=timeout_s)
+
+    async def release(self, migration: Migration, endpoint: Endpoint, *, timeout_s: float) -> None:
+        """Have an engine that is not the owner drop the prefix."""
+        request = engine_pb2.ReleasePrefixRequest(
+            request_id=f"{migration.migration_id}.release", trajectory_id=migration.move.trajectory_id
+        )
+        stub = engine_pb2_grpc.EngineServiceStub(self._channel(endpoint.address))
+        await stub.ReleasePrefix(request, timeout=timeout_s)
+
+    async def switch(self, migration: Migration, *, timeout_s: float) -> None:
+        """Compare-and-swap of the owner."""
+        request = scheduler_pb2.SwitchEngineRequest(
+            request_id=f"{migration.migration_id}.switch",
+            trajectory_id=migration.move.trajectory_id,
+            expected_revision=migration.move.expected_revision,
+            target_engine_id=migration.move.target.engine_id,
+        )
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel(self._scheduler))
+        await stub.SwitchEngine(request, timeout=timeout_s)
+
+    async def trajectory(self, trajectory_id: str, *, timeout_s: float) -> scheduler_pb2.Trajectory:
+        """The trajectory as the scheduler has it: its owner, and the revision of that."""
+        request = scheduler_pb2.GetTrajectoryRequest(trajectory_id=trajectory_id)
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel(self._scheduler))
+        return (await stub.GetTrajectory(request, timeout=timeout_s)).trajectory
 
 
 def _left_s(migration: Migration) -> float:

@@ -1,8 +1,4 @@
-"""The RPCs of MigratorService: validate, convert, ask the book, convert back. Moves themselves run in runner.py.
-
-Pages of migrations, oldest first.
-
-A page token says after which migration the next page begins; it stays good as others come and go."""
+"""Serve MigratorService: check the request, convert it, ask the store, convert the answer. Moves run in mover.py."""
 
 import base64
 import binascii
@@ -11,23 +7,95 @@ from collections.abc import AsyncIterator, Iterable
 import grpc.aio
 from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle.migrator.v1 import migrator_pb2_grpc
-from treadle_runtime.config import address
-from treadle_runtime.errors import InvalidArgument, identifier, non_empty, non_negative, positive, require
+from treadle_runtime.errors import InvalidArgument, identifier, require
 from treadle_runtime.idempotency import RequestRecords
 
-from treadle_migrator.book import MigrationBook
 from treadle_migrator.convert import migration_id_of, migration_to, move_from
-from treadle_migrator.migration import Migration, State
-from treadle_migrator.runner import Runner
+from treadle_migrator.migrations import Migration, MigrationStore, State
+from treadle_migrator.mover import Runner
 
 DEFAULT_PAGE_SIZE = 100
 LARGEST_PAGE_SIZE = 1000
+
+Context = grpc.aio.ServicerContext[object, object]
+
+
+class MigratorServicer(migrator_pb2_grpc.MigratorServiceServicer):
+    """Holds no state: migrations are in `store`."""
+
+    def __init__(self, store: MigrationStore, runner: Runner, records: RequestRecords, *, give_up_s: float) -> None:
+        self._store = store
+        self._runner = runner
+        self._records = records
+        self._give_up_s = give_up_s
+
+    async def StartMigration(self, request: pb.StartMigrationRequest, context: Context) -> pb.StartMigrationResponse:
+        """Store a move, then answer; it runs as soon as its engines are free."""
+        move = move_from(request, self._give_up_s)
+
+        async def start() -> pb.StartMigrationResponse:
+            migration = await self._store.create(migration_id_of(request.request_id), move)
+            self._runner.wake()
+            return pb.StartMigrationResponse(migration=migration_to(migration))
+
+        return await self._records.once("StartMigration", request, pb.StartMigrationResponse, start)
+
+    async def GetMigration(self, request: pb.GetMigrationRequest, context: Context) -> pb.GetMigrationResponse:
+        """A migration as it stands."""
+        return pb.GetMigrationResponse(migration=migration_to(self._find(request.migration_id)))
+
+    async def WatchMigration(
+        self, request: pb.WatchMigrationRequest, context: Context
+    ) -> AsyncIterator[pb.WatchMigrationResponse]:
+        """The present state, then each change; a reader that is slower than the move misses states between."""
+        async for migration in self._changes(self._find(request.migration_id)):
+            yield pb.WatchMigrationResponse(migration=migration_to(migration))
+
+    async def CancelMigration(self, request: pb.CancelMigrationRequest, context: Context) -> pb.CancelMigrationResponse:
+        """Cancels what has not begun to switch; a switch under way is waited for, and the answer says how it ended."""
+        migration = self._find(request.migration_id)
+
+        async def cancel() -> pb.CancelMigrationResponse:
+            await self._store.change(migration.migration_id, State.CANCELLED, out_of={State.PENDING, State.PREPARING})
+            self._runner.wake()
+            async for last in self._changes(self._store.get(migration.migration_id)):
+                ended = last
+            return pb.CancelMigrationResponse(migration=migration_to(ended))
+
+        return await self._records.once("CancelMigration", request, pb.CancelMigrationResponse, cancel)
+
+    async def ListMigrations(self, request: pb.ListMigrationsRequest, context: Context) -> pb.ListMigrationsResponse:
+        """One page, oldest first."""
+        if request.trajectory_id:
+            identifier("trajectory_id", request.trajectory_id)
+        wanted = (m for m in self._store if request.trajectory_id in ("", m.move.trajectory_id))
+        page, token = page_of(wanted, request.page_size, request.page_token)
+        return pb.ListMigrationsResponse(migrations=map(migration_to, page), next_page_token=token)
+
+    def _find(self, migration_id: str) -> Migration:
+        return self._store.get(identifier("migration_id", migration_id))
+
+    async def _changes(self, migration: Migration) -> AsyncIterator[Migration]:
+        """The migration, then each later state until it has ended."""
+        yield migration
+        while not migration.ended:
+            changed = self._store.watch(migration.migration_id)
+            following = self._store.get(migration.migration_id)
+            if following.revision != migration.revision:
+                migration = following
+                yield migration
+            else:
+                await changed.wait()
+
 
 _Key = tuple[float, str]
 
 
 def page_of(migrations: Iterable[Migration], page_size: int, page_token: str) -> tuple[list[Migration], str]:
-    """One page and the token of the next, empty at the end. Raises InvalidArgument naming the field."""
+    """One page, oldest first, and the token of the next, empty at the end. Raises InvalidArgument naming the field.
+
+    A token says after which migration the next page begins, so that it stays valid as migrations come and go.
+    """
     require(
         0 <= page_size <= LARGEST_PAGE_SIZE,
         "page_size",
@@ -53,94 +121,3 @@ def _key_from(token: str) -> _Key:
         return float.fromhex(created_at), migration_id
     except (binascii.Error, ValueError) as error:
         raise InvalidArgument("page_token", "must be the next_page_token of an earlier answer") from error
-
-
-Context = grpc.aio.ServicerContext[object, object]
-
-
-class MigratorServicer(migrator_pb2_grpc.MigratorServiceServicer):
-    """Owns nothing: state is in `book`."""
-
-    def __init__(self, book: MigrationBook, runner: Runner, records: RequestRecords, *, give_up_s: float) -> None:
-        self._book = book
-        self._runner = runner
-        self._records = records
-        self._give_up_s = give_up_s
-
-    async def StartMigration(self, request: pb.StartMigrationRequest, context: Context) -> pb.StartMigrationResponse:
-        """Accepts a move; it is stored before the answer goes out."""
-        _check_start(request)
-
-        async def start() -> pb.StartMigrationResponse:
-            move = move_from(request, self._give_up_s)
-            migration = await self._book.create(migration_id_of(request.request_id), move)
-            self._runner.wake()
-            return pb.StartMigrationResponse(migration=migration_to(migration))
-
-        return await self._records.once("StartMigration", request, pb.StartMigrationResponse, start)
-
-    async def GetMigration(self, request: pb.GetMigrationRequest, context: Context) -> pb.GetMigrationResponse:
-        """A migration as it stands."""
-        return pb.GetMigrationResponse(migration=migration_to(self._find(request.migration_id)))
-
-    async def WatchMigration(
-        self, request: pb.WatchMigrationRequest, context: Context
-    ) -> AsyncIterator[pb.WatchMigrationResponse]:
-        """The present state, then each change; a reader that is slower than the move misses states between."""
-        async for migration in self._changes(self._find(request.migration_id)):
-            yield pb.WatchMigrationResponse(migration=migration_to(migration))
-
-    async def CancelMigration(self, request: pb.CancelMigrationRequest, context: Context) -> pb.CancelMigrationResponse:
-        """Cancels what has not begun to switch; a switch under way is waited for, and the answer says how it ended."""
-        migration = self._find(request.migration_id)
-
-        async def cancel() -> pb.CancelMigrationResponse:
-            await self._book.change(migration.migration_id, State.CANCELLED, out_of={State.PENDING, State.PREPARING})
-            self._runner.wake()
-            async for last in self._changes(self._book.get(migration.migration_id)):
-                ended = last
-            return pb.CancelMigrationResponse(migration=migration_to(ended))
-
-        return await self._records.once("CancelMigration", request, pb.CancelMigrationResponse, cancel)
-
-    async def ListMigrations(self, request: pb.ListMigrationsRequest, context: Context) -> pb.ListMigrationsResponse:
-        """One page, oldest first."""
-        if request.trajectory_id:
-            identifier("trajectory_id", request.trajectory_id)
-        wanted = (m for m in self._book if request.trajectory_id in ("", m.move.trajectory_id))
-        page, token = page_of(wanted, request.page_size, request.page_token)
-        return pb.ListMigrationsResponse(migrations=map(migration_to, page), next_page_token=token)
-
-    def _find(self, migration_id: str) -> Migration:
-        return self._book.get(identifier("migration_id", migration_id))
-
-    async def _changes(self, migration: Migration) -> AsyncIterator[Migration]:
-        """The migration, then each later state until it has ended."""
-        yield migration
-        while not migration.ended:
-            changed = self._book.watch(migration.migration_id)
-            following = self._book.get(migration.migration_id)
-            if following.revision != migration.revision:
-                migration = following
-                yield migration
-            else:
-                await changed.wait()
-
-
-def _check_start(request: pb.StartMigrationRequest) -> None:
-    identifier("trajectory_id", request.trajectory_id)
-    for name, endpoint in (("source", request.source), ("target", request.target)):
-        identifier(f"{name}.engine_id", endpoint.engine_id)
-        try:
-            address(endpoint.address)
-        except ValueError as error:
-            raise InvalidArgument(f"{name}.address", f"must be {error}") from error
-    require(
-        request.source.engine_id != request.target.engine_id, "target.engine_id", "must be another engine than source"
-    )
-    require(request.source.address != request.target.address, "target.address", "must be another sidecar than source")
-    non_negative("expected_revision", request.expected_revision)
-    non_negative("remaining_tokens", request.remaining_tokens)
-    non_empty("cache_salt", request.cache_salt)
-    if request.HasField("give_up_after"):
-        positive("give_up_after", request.give_up_after.ToNanoseconds())

@@ -1,8 +1,8 @@
-"""Settings of the rollout service. Read once; environment variables are TREADLE_ROLLOUT_<NAME>."""
+"""Settings of the rollout service, read once from TREADLE_ROLLOUT_<NAME>."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import field_validator
+from pydantic import Field
 from treadle_runtime.config import Settings
 
 DEFAULT_BATCH_REPLAY_S = 3600.0  # as long as request records live: a trainer that retries later than that has restarted
@@ -10,17 +10,10 @@ DEFAULT_RETENTION_S = 7 * 86400.0  # a rollout nobody touched for a week belongs
 
 
 class RolloutSettings(Settings):
-    """What the rollout service can be told."""
+    """batch_replay_s: how long a batch can be repeated. retention_s: how long an untouched rollout is kept."""
 
     service: ClassVar[str] = "rollout"
 
     listen: str = "127.0.0.1:7406"
-    batch_replay_s: float = DEFAULT_BATCH_REPLAY_S
-    retention_s: float = DEFAULT_RETENTION_S
-
-    @field_validator("batch_replay_s", "retention_s")
-    @classmethod
-    def _is_a_positive_time(cls, value: float) -> float:
-        if value <= 0:
-            raise ValueError("a number of seconds > 0")
-        return value
+    batch_replay_s: Annotated[float, Field(gt=0)] = DEFAULT_BATCH_REPLAY_S
+    retention_s: Annotated[float, Field(gt=0)] = DEFAULT_RETENTION_S

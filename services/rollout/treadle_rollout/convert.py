@@ -1,38 +1,35 @@
-"""Protobuf messages to core values and back. The only module of this service that knows both.
-
-What a submitted trajectory must satisfy before it is counted.
-
-Every refusal names the field and what would be right."""
+"""Convert between the messages of the contract and the core's values, and check those of a request."""
 
 import hashlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from google.protobuf.message import Message
 from treadle.common.v1.tokens_pb2 import VersionSpan
 from treadle.rollout.v1 import rollout_pb2 as pb
-from treadle_core.rollouts.buffer import Batch, DropReason, Group, RolloutSpec, RolloutState, Sample, Verdict
-from treadle_runtime.errors import finite, identifier, non_negative, require
+from treadle_core.rollouts.buffer import (
+    Batch,
+    DropReason,
+    Group,
+    RolloutSpec,
+    RolloutState,
+    Sample,
+    SampleBuffer,
+    Verdict,
+)
+from treadle_runtime.errors import finite, identifier, non_negative, positive, require
+from treadle_runtime.times import require_duration, timestamp
 
 from treadle_rollout.rollouts import BatchRequest, Rollout
 
-STATES = {
-    RolloutState.RUNNING: pb.ROLLOUT_STATE_RUNNING,
-    RolloutState.FINISHED: pb.ROLLOUT_STATE_FINISHED,
-    RolloutState.CANCELLED: pb.ROLLOUT_STATE_CANCELLED,
-}
-DROP_REASONS = {
-    DropReason.GROUP_SETTLED: pb.DROP_REASON_GROUP_SETTLED,
-    DropReason.STALE: pb.DROP_REASON_STALE,
-    DropReason.FAILED: pb.DROP_REASON_FAILED,
-    DropReason.CANCELLED: pb.DROP_REASON_CANCELLED,
-}
+STATES = {state: pb.RolloutState.Value(f"ROLLOUT_STATE_{state.name}") for state in RolloutState}
+DROP_REASONS = {reason: pb.DropReason.Value(f"DROP_REASON_{reason.name}") for reason in DropReason}
 NO_BOUND = -1  # of max_staleness on the wire
 
 
 def spec_from(message: pb.RolloutSpec) -> RolloutSpec:
-    """A checked spec: 0 keep is all, -1 staleness and 0 tokens are no bound."""
+    """The spec of a request, where keep 0 is all, staleness -1 and tokens 0 no bound. Raises InvalidArgument."""
+    _check_spec(message)
     return RolloutSpec(
         prompt_ids=tuple(message.prompt_ids),
         samples_per_prompt=message.samples_per_prompt,
@@ -56,7 +53,7 @@ def spec_to(spec: RolloutSpec) -> pb.RolloutSpec:
 def rollout_to(rollout: Rollout) -> pb.Rollout:
     """The resource as it stands."""
     buffer = rollout.buffer
-    message = pb.Rollout(
+    return pb.Rollout(
         rollout_id=rollout.rollout_id,
         spec=spec_to(buffer.spec),
         state=STATES[buffer.state],
@@ -65,26 +62,13 @@ def rollout_to(rollout: Rollout) -> pb.Rollout:
         drops=[pb.DropCount(reason=DROP_REASONS[reason], count=count) for reason, count in buffer.drops.items()],
         buffered_trajectories=buffer.buffered,
         taken_trajectories=buffer.taken_total,
+        created_at=timestamp(rollout.created_at_s),
     )
-    message.created_at.FromNanoseconds(round(rollout.created_at_s * 1e9))
-    return message
 
 
 def _group_to(group: Group) -> pb.GroupStatus:
     return pb.GroupStatus(
         prompt_id=group.prompt_id, received=group.received, kept=len(group.kept), settled=group.settled
-    )
-
-
-def sample_from(trajectory: pb.FinishedTrajectory, oldest_version: int | None) -> Sample:
-    """What the buffer needs to know of a checked trajectory."""
-    return Sample(
-        trajectory_id=trajectory.trajectory_id,
-        prompt_id=trajectory.prompt_id,
-        sample=trajectory.sample,
-        failed=trajectory.failed,
-        oldest_version=oldest_version,
-        payload_bytes=trajectory.ByteSize(),
     )
 
 
@@ -99,24 +83,16 @@ def verdict_to(verdict: Verdict) -> pb.SubmitTrajectoryResponse:
 
 
 def batch_request_from(request: pb.GetBatchRequest) -> BatchRequest:
-    """A checked request."""
+    """What the request asks for; its fingerprint is the same after a restart. Raises InvalidArgument."""
+    positive("max_groups", request.max_groups)
+    non_negative("weight_version", request.weight_version)
     return BatchRequest(
-        request_id=request.request_id,
-        fingerprint=fingerprint_of(request),
+        request_id=identifier("request_id", request.request_id),
+        fingerprint=hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()[:16],
         max_groups=request.max_groups,
         weight_version=request.weight_version,
         wait=request.wait,
     )
-
-
-def fingerprint_of(message: Message) -> str:
-    """Equal for equal requests, also after a restart."""
-    return hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()[:16]
-
-
-def payload_from(trajectory: pb.FinishedTrajectory) -> bytes:
-    """A trajectory as it is stored."""
-    return trajectory.SerializeToString()
 
 
 def batch_to(batch: Batch, payloads: Mapping[str, bytes]) -> pb.GetBatchResponse:
@@ -132,8 +108,7 @@ def batch_to(batch: Batch, payloads: Mapping[str, bytes]) -> pb.GetBatchResponse
 ITEM_BYTES = 4  # of an int32 token id and of a float32 log-probability
 
 
-def check_spec(spec: pb.RolloutSpec) -> None:
-    """Refuse a spec that no rollout could have."""
+def _check_spec(spec: pb.RolloutSpec) -> None:
     require(spec.samples_per_prompt >= 1, "spec.samples_per_prompt", f"must be >= 1, is {spec.samples_per_prompt}")
     require(
         0 <= spec.keep_per_prompt <= spec.samples_per_prompt,
@@ -150,33 +125,37 @@ def check_spec(spec: pb.RolloutSpec) -> None:
     require(len(set(spec.prompt_ids)) == len(spec.prompt_ids), "spec.prompt_ids", "must be distinct")
 
 
-def check_trajectory(
-    trajectory: pb.FinishedTrajectory,
-    *,
-    prompt_ids: Container[str],
-    samples_per_prompt: int,
-    token_cap: int | None,
-    bounded: bool,
-) -> int | None:
-    """Refuse a trajectory a trainer could not use, by the spec of its rollout; `bounded`: whether staleness is.
+def sample_from(trajectory: pb.FinishedTrajectory, buffer: SampleBuffer) -> Sample:
+    """What the buffer of its rollout keeps of a trajectory. Raises InvalidArgument for one that no trainer could use.
 
-    Returns the weight version of its oldest token, None where staleness is not bounded. A failed trajectory may have
-    no tokens at all; what it has must still fit together.
+    A failed trajectory may have no tokens at all; what it has must still fit together.
     """
-    identifier("trajectory.trajectory_id", trajectory.trajectory_id)
+    spec = buffer.spec
     identifier("trajectory.prompt_id", trajectory.prompt_id)
-    require(trajectory.prompt_id in prompt_ids, "trajectory.prompt_id", "must be a prompt of the rollout")
+    require(trajectory.prompt_id in buffer.groups, "trajectory.prompt_id", "must be a prompt of the rollout")
     require(
-        0 <= trajectory.sample < samples_per_prompt,
+        0 <= trajectory.sample < spec.samples_per_prompt,
         "trajectory.sample",
-        f"must be 0..{samples_per_prompt - 1}, is {trajectory.sample}",
+        f"must be 0..{spec.samples_per_prompt - 1}, is {trajectory.sample}",
     )
     finite("trajectory.reward", trajectory.reward)
     non_negative("trajectory.turns", trajectory.turns)
-    non_negative("trajectory.elapsed", trajectory.elapsed.ToNanoseconds())
+    require_duration("trajectory.elapsed", trajectory.elapsed)
     mask = _check_tokens(trajectory)
-    _check_cap(int(mask.sum()), token_cap)
-    return _check_spans(trajectory.version_spans, mask, bounded=bounded)
+    sampled, cap = int(mask.sum()), spec.max_total_tokens
+    require(
+        cap is None or sampled <= cap,
+        "trajectory.tokens",
+        f"must hold at most {cap} sampled tokens (max_total_tokens of the rollout), holds {sampled}",
+    )
+    return Sample(
+        trajectory_id=identifier("trajectory.trajectory_id", trajectory.trajectory_id),
+        prompt_id=trajectory.prompt_id,
+        sample=trajectory.sample,
+        failed=trajectory.failed,
+        oldest_version=_check_spans(trajectory.version_spans, mask, bounded=spec.max_staleness is not None),
+        payload_bytes=trajectory.ByteSize(),
+    )
 
 
 def _check_tokens(trajectory: pb.FinishedTrajectory) -> npt.NDArray[np.uint8]:
@@ -207,18 +186,10 @@ def _check_tokens(trajectory: pb.FinishedTrajectory) -> npt.NDArray[np.uint8]:
     return mask
 
 
-def _check_cap(sampled: int, cap: int | None) -> None:
-    require(
-        cap is None or sampled <= cap,
-        "trajectory.tokens",
-        f"must hold at most {cap} sampled tokens (max_total_tokens of the rollout), holds {sampled}",
-    )
-
-
 def _check_spans(spans: Sequence[VersionSpan], mask: npt.NDArray[np.uint8], *, bounded: bool) -> int | None:
-    """Spans lie over sampled tokens, none twice.
+    """The oldest weight version where staleness is bounded, else None.
 
-    Under a staleness bound they cover them all and their versions are integers.
+    Spans must lie over sampled tokens, none twice. Under a bound they must cover them all, with integers as versions.
     """
     covered = np.zeros(len(mask), dtype=bool)
     versions: list[int] = []

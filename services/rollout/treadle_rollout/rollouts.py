@@ -1,8 +1,8 @@
-"""Rollouts as this process holds them: a pure buffer each, folded from a log that every change enters first.
+"""Rollouts in memory: each is a buffer of the core, to which the records of its log are applied.
 
-Invariants: what a caller was told stands in the log; memory is never ahead of it. After a write whose outcome is
-unknown (NATS gone, RPC cancelled) and after losing a position to another process, the log is read again before the
-next decision. Owner: the servicer and the janitor; each rollout serialises its own changes.
+Invariants: every change is in the log before it is in memory and before a caller sees it. After a write whose outcome
+is unknown (NATS gone, RPC cancelled) and after losing a position to another process, the log is read again before the
+next decision. Each rollout makes its own changes one at a time.
 """
 
 import asyncio
@@ -13,36 +13,21 @@ from dataclasses import dataclass
 import nats.errors
 import structlog
 from treadle_core.rollouts.buffer import Arrived, Batch, Event, RolloutSpec, Sample, SampleBuffer, Verdict
+from treadle_runtime.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
 
-from treadle_rollout.records import Created, Record, decode, encode
-from treadle_rollout.storage import PayloadLostError, PayloadStore, RolloutLog
+from treadle_rollout.storage import Created, PayloadStore, Record, RolloutLog, decode, encode, payload_lost
 
 # A waiting batch reads the log again that often: an entry may be there that this process never saw acknowledged, or
 # that the process it is about to replace has written. One read costs about 0.2 ms.
 RECHECK_S = 1.0
+RETRY_DRAINING_S = 0.5  # by then the process that comes after this one listens
 
 log = structlog.get_logger()
 
 
-class UnknownRolloutError(Exception):
-    """No rollout has this id."""
-
-
-class RolloutExistsError(Exception):
-    """A rollout of this id was created by another request."""
-
-
-class DrainingError(Exception):
-    """This process is shutting down: ask again, of the one that comes after it."""
-
-
-class BatchReusedError(Exception):
-    """The request_id named a batch before, with other parameters."""
-
-
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """What GetBatch asks. `fingerprint` tells a repeat from another request under the same id."""
+    """What GetBatch asks for. A repeat has the same `fingerprint`; another request of the same id has not."""
 
     request_id: str
     fingerprint: str
@@ -70,10 +55,10 @@ class Rollout:
         self._position = 1  # of the next entry; the first is the creation
         self._unsure = True  # another process may have written since the log was read
         self._forgotten = False
-        self._ended: Exception | None = None  # what to tell those who wait for a change
+        self._ended: Exception | None = None  # raised in those who wait for a change
 
-    def fold(self, record: Record) -> None:
-        """Take one entry of the log into memory."""
+    def apply(self, record: Record) -> None:
+        """Apply one record of the log to memory."""
         body = record.body
         if isinstance(body, Created):
             raise ValueError(f"rollout {self.rollout_id} is created twice in its log")
@@ -89,7 +74,7 @@ class Rollout:
         self.changed = asyncio.Event()
 
     async def submit(self, sample: Sample, payload: bytes) -> Verdict:
-        """Take a sample in; its tokens are stored before its verdict is. Raises SampleTakenError."""
+        """Decide on a sample; its tokens are stored before its verdict is. Raises SampleTakenError."""
         name = ""
         if sample.trajectory_id not in self.buffer.samples and self.buffer.decide_arrival(sample).verdict.kept:
             name = await self._payloads.put(self.rollout_id, sample.trajectory_id, payload)
@@ -144,7 +129,7 @@ class Rollout:
             await self._commit(self.buffer.decide_cancel)
 
     async def payloads_of(self, batch: Batch) -> dict[str, bytes]:
-        """The tokens of a batch's trajectories, by trajectory. Raises PayloadLostError (in a group)."""
+        """The tokens of a batch's trajectories, by trajectory. Raises FailedPrecondition (in a group)."""
         members = [trajectory_id for _, trajectory_ids in batch.groups for trajectory_id in trajectory_ids]
         async with asyncio.TaskGroup() as group:
             reads = {trajectory_id: group.create_task(self._payload(trajectory_id)) for trajectory_id in members}
@@ -153,7 +138,7 @@ class Rollout:
     async def _payload(self, trajectory_id: str) -> bytes:
         name = self.payload_names.get(trajectory_id)
         if name is None:
-            raise PayloadLostError(trajectory_id)
+            raise payload_lost(trajectory_id)
         return await self._payloads.get(self.rollout_id, trajectory_id, name)
 
     async def forget(self) -> None:
@@ -163,12 +148,12 @@ class Rollout:
         """
         async with self._lock:
             self._forgotten = True
-            self.end(UnknownRolloutError(self.rollout_id))
+            self.end(_unknown(self.rollout_id))
             await self._payloads.forget(self.rollout_id)
             await self._log.forget(self.rollout_id)
 
     def end(self, reason: Exception) -> None:
-        """Send those away who wait here now or later, with `reason`; changes that are under way go on."""
+        """Raise `reason` in everybody who waits for a change, now or later; changes under way go on."""
         self._ended = reason
         self.changed.set()
 
@@ -183,7 +168,9 @@ class Rollout:
         if request.request_id not in self.buffer.batches:
             return False
         if self._fingerprints[request.request_id] != request.fingerprint:
-            raise BatchReusedError(request.request_id)
+            raise InvalidArgument(
+                "request_id", f"{request.request_id} named another GetBatch before; mint a new one for new parameters"
+            )
         return True
 
     def _decide_batch(self, request: BatchRequest, max_bytes: int) -> Event | None:
@@ -192,13 +179,13 @@ class Rollout:
         return self.buffer.decide_batch(request.request_id, request.max_groups, request.wait, max_bytes)
 
     async def _commit(self, decide: Callable[[], Event | None], *, request: str = "", payload: str = "") -> None:
-        """Decide on the newest state, write, then fold. Deciding None writes nothing."""
+        """Decide on the newest state, write, then apply. Deciding None writes nothing."""
         while True:
             if self._forgotten:
-                raise UnknownRolloutError(self.rollout_id)
+                raise _unknown(self.rollout_id)
             if self._unsure:
                 for data in await self._log.read_from(self.rollout_id, self._position):
-                    self.fold(decode(data))
+                    self.apply(decode(data))
                 self._unsure = False
             event = decide()
             if event is None:
@@ -207,7 +194,7 @@ class Rollout:
             self._unsure = True
             if await self._log.append(self.rollout_id, self._position, encode(record)):
                 self._unsure = False
-                self.fold(record)
+                self.apply(record)
                 return
 
 
@@ -223,35 +210,37 @@ class Rollouts:
         return iter(list(self._by_id.values()))
 
     async def load(self) -> None:
-        """Fold all stored logs."""
+        """Read all stored logs."""
         async for rollout_id, position, data in self._log.everything():
             record = decode(data)
             if isinstance(record.body, Created):
                 self._by_id[rollout_id] = Rollout(record.body, record.at_s, self._log, self._payloads)
             elif rollout_id in self._by_id:
-                self._by_id[rollout_id].fold(record)
+                self._by_id[rollout_id].apply(record)
             else:
                 log.warning("log entry without its rollout", rollout_id=rollout_id, position=position)
 
     async def find(self, rollout_id: str) -> Rollout:
-        """A rollout by id, created here or by another process. Raises UnknownRolloutError."""
+        """A rollout by id, created here or by another process. Raises NotFound."""
         if rollout_id not in self._by_id:
             entries = [decode(data) for data in await self._log.read_from(rollout_id, 0)]
             if not entries or not isinstance(entries[0].body, Created):
-                raise UnknownRolloutError(rollout_id)
+                raise _unknown(rollout_id)
             rollout = Rollout(entries[0].body, entries[0].at_s, self._log, self._payloads)
             for record in entries[1:]:
-                rollout.fold(record)
+                rollout.apply(record)
             self._by_id.setdefault(rollout_id, rollout)
         return self._by_id[rollout_id]
 
     async def create(self, rollout_id: str, spec: RolloutSpec, request_id: str) -> Rollout:
-        """Create one, or find what the same request created. Raises RolloutExistsError."""
+        """Create one, or find what the same request created. Raises AlreadyExists."""
         created = Created(rollout_id, spec, request_id)
         await self._log.append(rollout_id, 0, encode(Record(time.time(), created)))
         rollout = await self.find(rollout_id)
         if rollout.created.request_id != request_id:
-            raise RolloutExistsError(rollout_id)
+            raise AlreadyExists(
+                "ROLLOUT_EXISTS", f"rollout {rollout_id} was created by another request", rollout_id=rollout_id
+            )
         return rollout
 
     async def forget(self, rollout: Rollout) -> None:
@@ -260,6 +249,11 @@ class Rollouts:
         del self._by_id[rollout.rollout_id]
 
     def close(self) -> None:
-        """Send away everybody who waits: this process is shutting down."""
+        """Raise Unavailable in everybody who waits: this process is shutting down."""
         for rollout in self:
-            rollout.end(DrainingError())
+            error = Unavailable("DRAINING", "this server is shutting down", retry_after_s=RETRY_DRAINING_S)
+            rollout.end(error)
+
+
+def _unknown(rollout_id: str) -> NotFound:
+    return NotFound("ROLLOUT_NOT_FOUND", f"no rollout {rollout_id}; it may have been forgotten", rollout_id=rollout_id)

@@ -1,4 +1,4 @@
-"""The RPCs of RolloutService: validate, convert, ask the rollout, convert back."""
+"""Serve RolloutService: check the request, convert it, ask the rollout, convert the answer."""
 
 import uuid
 from collections.abc import AsyncIterator
@@ -7,11 +7,10 @@ import grpc.aio
 from treadle.rollout.v1 import rollout_pb2 as pb
 from treadle.rollout.v1 import rollout_pb2_grpc
 from treadle_core.rollouts.buffer import DropReason, SampleBuffer
-from treadle_runtime.errors import FailedPrecondition, identifier, non_negative, positive
+from treadle_runtime.errors import FailedPrecondition, identifier
 from treadle_runtime.idempotency import RequestRecords
 
 from treadle_rollout import convert
-from treadle_rollout.convert import check_spec, check_trajectory
 from treadle_rollout.rollouts import Rollout, Rollouts
 
 Context = grpc.aio.ServicerContext[object, object]
@@ -32,12 +31,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """A new rollout, or the one this request created before."""
         if request.rollout_id:
             identifier("rollout_id", request.rollout_id)
-        check_spec(request.spec)
+        spec = convert.spec_from(request.spec)
 
         async def create() -> pb.CreateRolloutResponse:
             # Derived, not drawn: a repeat of a request whose answer was not recorded must find what it created.
             rollout_id = request.rollout_id or f"r-{uuid.uuid5(uuid.NAMESPACE_OID, request.request_id).hex}"
-            rollout = await self._rollouts.create(rollout_id, convert.spec_from(request.spec), request.request_id)
+            rollout = await self._rollouts.create(rollout_id, spec, request.request_id)
             return pb.CreateRolloutResponse(rollout=convert.rollout_to(rollout))
 
         return await self._records.once("CreateRollout", request, pb.CreateRolloutResponse, create)
@@ -80,19 +79,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> pb.SubmitTrajectoryResponse:
         """The verdict on a finished trajectory."""
         rollout = await self._find(request.rollout_id)
-        spec = rollout.buffer.spec
-        oldest_version = check_trajectory(
-            request.trajectory,
-            prompt_ids=rollout.buffer.groups,
-            samples_per_prompt=spec.samples_per_prompt,
-            token_cap=spec.max_total_tokens,
-            bounded=spec.max_staleness is not None,
-        )
-        sample = convert.sample_from(request.trajectory, oldest_version)
+        sample = convert.sample_from(request.trajectory, rollout.buffer)
         self._check_room(rollout, sample.prompt_id, sample.trajectory_id, sample.payload_bytes)
 
         async def submit() -> pb.SubmitTrajectoryResponse:
-            return convert.verdict_to(await rollout.submit(sample, convert.payload_from(request.trajectory)))
+            return convert.verdict_to(await rollout.submit(sample, request.trajectory.SerializeToString()))
 
         return await self._records.once("SubmitTrajectory", request, pb.SubmitTrajectoryResponse, submit)
 
@@ -101,11 +92,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
         Its record is the rollout's own log: a batch can be larger than a request record may be.
         """
-        identifier("request_id", request.request_id)
+        asked = convert.batch_request_from(request)
         rollout = await self._find(request.rollout_id)
-        positive("max_groups", request.max_groups)
-        non_negative("weight_version", request.weight_version)
-        batch = await rollout.take(convert.batch_request_from(request), self._batch_bytes)
+        batch = await rollout.take(asked, self._batch_bytes)
         return convert.batch_to(batch, await rollout.payloads_of(batch))
 
     async def _find(self, rollout_id: str) -> Rollout:

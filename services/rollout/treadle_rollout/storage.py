@@ -1,31 +1,94 @@
-"""The two JetStream buckets behind the service: logs of rollouts and tokens of trajectories.
+"""Store rollouts in two JetStream buckets: a log of records for each rollout, and the tokens of trajectories.
 
 A log entry is a key of its own, `<rollout>.<position>`, created and never changed: creating it is a compare-and-swap,
-so that two processes cannot both write one position. Payloads are cut into chunks below NATS's message limit and
-named by their digest, so that a trajectory handed in twice with other tokens cannot overwrite the first. Ids are hex
+so that two processes cannot both write one position. Payloads are cut into chunks below NATS's message limit and named
+by their digest, so that a trajectory that is submitted twice with other tokens cannot overwrite the first. Ids are hex
 in keys, because an id may hold dots and colons.
 """
 
 import asyncio
 import hashlib
+import json
+import zlib
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
 
 from nats.js import JetStreamContext
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
 from nats.js.kv import KeyValue
+from pydantic import TypeAdapter
+from treadle_core.rollouts.buffer import Advanced, Arrived, Batch, Cancelled, Event, RolloutSpec
 from treadle_runtime.bus import entries_of
+from treadle_runtime.errors import FailedPrecondition
 
+# A rollout of thousands of prompts, or a batch of them, comes near NATS's 1 MiB; ids compress to a fraction.
+COMPRESS_FROM_BYTES = 64 * 1024
 LOG_BUCKET = "treadle-rollout-log"
 PAYLOAD_BUCKET = "treadle-rollout-payload"
 CHUNK_BYTES = 512 * 1024  # half of NATS's default max_payload (1 MiB), which headers and subject count against
-READS_AT_ONCE = (
-    16  # chunks in flight to NATS for one batch: enough to hide the round trip, few enough to share the connection
-)
+# Chunks in flight to NATS for one batch: enough to hide the round trip, few enough to share the connection.
+READS_AT_ONCE = 16
 POSITION_DIGITS = 9
 
 
-class PayloadLostError(Exception):
-    """A stored payload is no longer there: it was released after its batch could no longer be repeated."""
+@dataclass(frozen=True, slots=True)
+class Created:
+    """The first record of a log."""
+
+    rollout_id: str
+    spec: RolloutSpec
+    request_id: str  # a repeat of this request finds its own rollout, not somebody else's
+
+
+# What is stored of each kind of record. Names are only added, never renamed or given another meaning.
+BODIES: dict[str, type[Any]] = {
+    "created": Created,
+    "arrived": Arrived,
+    "advanced": Advanced,
+    "batch": Batch,
+    "cancelled": Cancelled,
+}
+KINDS = {body: kind for kind, body in BODIES.items()}
+STORED: dict[str, TypeAdapter[Any]] = {kind: TypeAdapter(body) for kind, body in BODIES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One entry of a log.
+
+    `at_s` is Unix time; `request` is the fingerprint of the request behind a batch; `payload` names a sample's tokens.
+    """
+
+    at_s: float
+    body: Created | Event
+    request: str = ""
+    payload: str = ""
+
+
+def encode(record: Record) -> bytes:
+    """JSON of a record, compressed where it is long."""
+    kind = KINDS[type(record.body)]
+    document = {"kind": kind, "at_s": record.at_s, **STORED[kind].dump_python(record.body, mode="json")}
+    if record.request:
+        document["request"] = record.request
+    if record.payload:
+        document["payload"] = record.payload
+    data = json.dumps(document, separators=(",", ":")).encode()
+    return data if len(data) < COMPRESS_FROM_BYTES else zlib.compress(data)
+
+
+def decode(data: bytes) -> Record:
+    """The record of its JSON. Raises ValueError or KeyError where it is no record."""
+    document = json.loads(data if data.startswith(b"{") else zlib.decompress(data))
+    if document["kind"] not in STORED:
+        raise ValueError(f"no such record: {document['kind']!r}")
+    return Record(
+        at_s=float(document["at_s"]),
+        body=STORED[document["kind"]].validate_python(document),
+        request=document.get("request", ""),
+        payload=document.get("payload", ""),
+    )
 
 
 class RolloutLog:
@@ -83,7 +146,7 @@ class PayloadStore:
         return f"{digest}.{len(chunks)}"
 
     async def get(self, rollout_id: str, trajectory_id: str, name: str) -> bytes:
-        """A payload by its name. Raises PayloadLostError."""
+        """A payload by its name. Raises FailedPrecondition where it has been released."""
         digest, _, count = name.partition(".")
         prefix = _payload_prefix(rollout_id, trajectory_id)
         chunks: list[bytes] = []
@@ -92,11 +155,11 @@ class PayloadStore:
                 async with self._reads:
                     entry = await self._bucket.get(f"{prefix}.{digest}.{index}")
             except KeyNotFoundError as error:
-                raise PayloadLostError(trajectory_id) from error
+                raise payload_lost(trajectory_id) from error
             chunks.append(entry.value or b"")
         data = b"".join(chunks)
         if hashlib.sha256(data).hexdigest()[:32] != digest:
-            raise PayloadLostError(trajectory_id)
+            raise payload_lost(trajectory_id)
         return data
 
     async def release(self, rollout_id: str, trajectory_id: str) -> None:
@@ -123,3 +186,11 @@ def _payload_prefix(rollout_id: str, trajectory_id: str) -> str:
 async def _remove(jetstream: JetStreamContext, bucket: str, keys: str) -> None:
     """Purge the subjects themselves: deleting by key would leave a marker behind each."""
     await jetstream.purge_stream(f"KV_{bucket}", subject=f"$KV.{bucket}.{keys}")
+
+
+def payload_lost(trajectory_id: str) -> FailedPrecondition:
+    """The error for tokens that were released after their batch could no longer be repeated."""
+    return FailedPrecondition(
+        "BATCH_EXPIRED",
+        f"the tokens of trajectory {trajectory_id} are gone: a batch can be repeated for a limited time only",
+    )

@@ -1,32 +1,22 @@
-"""Puts the rollout service together.
-
-Removes what nobody can ask for any more: tokens of batches past their repeat, tokens dropped after they were kept,
-old rollouts.
-
-Invariant: tokens of a trajectory that waits to be taken, or whose batch may still be repeated, are never touched."""
+"""Assemble the rollout service, and remove what nobody can ask for any more."""
 
 import asyncio
 import time
 from collections.abc import Iterator
+from functools import partial
+from typing import cast
 
 import nats.errors
 import structlog
 from treadle.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from treadle_core.rollouts.buffer import GroupTooLargeError, SampleTakenError
-from treadle_runtime.errors import AlreadyExists, ErrorTable, FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from treadle_runtime.errors import AlreadyExists, ErrorTable, FailedPrecondition, InvalidArgument
 from treadle_runtime.server import Runtime, Wiring
 
 from treadle_rollout.config import RolloutSettings
-from treadle_rollout.rollouts import (
-    BatchReusedError,
-    DrainingError,
-    Rollout,
-    RolloutExistsError,
-    Rollouts,
-    UnknownRolloutError,
-)
+from treadle_rollout.rollouts import Rollout, Rollouts
 from treadle_rollout.servicer import RolloutServicer
-from treadle_rollout.storage import LOG_BUCKET, PAYLOAD_BUCKET, PayloadLostError, PayloadStore, RolloutLog
+from treadle_rollout.storage import LOG_BUCKET, PAYLOAD_BUCKET, PayloadStore, RolloutLog
 
 SWEEP_PERIOD_S = 60.0  # disk is cheap for a minute, and a sweep looks at every rollout
 
@@ -34,7 +24,10 @@ log = structlog.get_logger()
 
 
 class Janitor:
-    """Sweeps all rollouts now and then."""
+    """Removes tokens of batches that can no longer be repeated, tokens dropped after they were kept, and old rollouts.
+
+    Invariant: tokens of a trajectory that waits to be taken, or whose batch may still be repeated, stay.
+    """
 
     def __init__(
         self, rollouts: Rollouts, payloads: PayloadStore, *, batch_replay_s: float, retention_s: float
@@ -75,18 +68,8 @@ class Janitor:
 
 
 SERVICE = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
-RETRY_DRAINING_S = 0.5  # by then the process that comes after this one listens
 
 ERRORS: ErrorTable = {
-    UnknownRolloutError: lambda error: NotFound(
-        "ROLLOUT_NOT_FOUND", f"no rollout {error}; it may have been forgotten", rollout_id=str(error)
-    ),
-    RolloutExistsError: lambda error: AlreadyExists(
-        "ROLLOUT_EXISTS", f"rollout {error} was created by another request", rollout_id=str(error)
-    ),
-    BatchReusedError: lambda error: InvalidArgument(
-        "request_id", f"{error} named another GetBatch before; mint a new one for new parameters"
-    ),
     SampleTakenError: lambda error: AlreadyExists(
         "SAMPLE_TAKEN", str(error), prompt_id=error.prompt_id, trajectory_id=error.trajectory_id
     ),
@@ -95,10 +78,6 @@ ERRORS: ErrorTable = {
         f"{error}; raise max_message_bytes of the rollout service",
         prompt_id=error.prompt_id,
     ),
-    PayloadLostError: lambda error: FailedPrecondition(
-        "BATCH_EXPIRED", f"the tokens of trajectory {error} are gone: a batch can be repeated for a limited time only"
-    ),
-    DrainingError: lambda _: Unavailable("DRAINING", "this server is shutting down", retry_after_s=RETRY_DRAINING_S),
     nats.errors.MaxPayloadError: lambda _: InvalidArgument(
         "spec.prompt_ids", "are too many for one record of NATS; split the rollout or raise max_payload of nats-server"
     ),
@@ -107,9 +86,7 @@ ERRORS: ErrorTable = {
 
 async def wire(runtime: Runtime) -> Wiring:
     """Load all rollouts, then serve."""
-    settings = runtime.settings
-    if not isinstance(settings, RolloutSettings):
-        raise TypeError(f"expected RolloutSettings, got {type(settings).__name__}")
+    settings = cast(RolloutSettings, runtime.settings)
     jetstream = runtime.bus.jetstream
     log = RolloutLog(await runtime.bus.key_value(LOG_BUCKET), jetstream)
     payloads = PayloadStore(await runtime.bus.key_value(PAYLOAD_BUCKET), jetstream, runtime.bus.max_payload_bytes)
@@ -123,7 +100,7 @@ async def wire(runtime: Runtime) -> Wiring:
         rollouts.close()
 
     return Wiring(
-        services={SERVICE: lambda server: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server)},
+        services={SERVICE: partial(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer)},
         tasks=[janitor.run, close_at_drain],
         errors=ERRORS,
     )

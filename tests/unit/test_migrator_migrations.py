@@ -5,16 +5,15 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_migrator.migration import (
+from treadle_migrator.migrations import (
     ENDED,
+    STORED,
     Endpoint,
     Migration,
     Move,
     Path,
     Prefix,
     State,
-    document_of,
-    migration_from,
 )
 from treadle_migrator.servicer import page_of
 
@@ -30,13 +29,37 @@ MOVE = Move(
 )
 
 
+AS_STORED = {
+    "migration_id": "m",
+    "move": {
+        "trajectory_id": "t",
+        "source": ["e0", "127.0.0.1:1"],
+        "target": ["e1", "127.0.0.1:2"],
+        "expected_revision": 3,
+        "remaining_tokens": 12.5,
+        "cache_salt": "w",
+        "allow_prefill": True,
+        "give_up_after_s": 4.0,
+    },
+    "created_at_s": 1.5,
+    "state": "failed",
+    "revision": 4,
+    "prefix": ["storage", 9, 8, 1],
+    "started_at_s": 2.5,
+    "ended_at_s": 4.5,
+    "failure_reason": "REVISION_MISMATCH",
+    "announced": False,
+}
+
+
 def test_a_migration_comes_out_of_storage_as_it_went_in() -> None:
     pending = Migration("m", MOVE, created_at_s=1.5)
     preparing = pending.to(State.PREPARING, 2.5)
     switching = preparing.to(State.SWITCHING, 3.5, prefix=Prefix(Path.STORAGE, 9, 8, 1))
     failed = switching.to(State.FAILED, 4.5, failure_reason="REVISION_MISMATCH")
     for migration in (pending, preparing, switching, failed, replace(failed, announced=True)):
-        assert migration_from(json.loads(json.dumps(document_of(migration)))) == migration
+        assert STORED.validate_json(STORED.dump_json(migration)) == migration
+    assert (json.loads(STORED.dump_json(failed))) == AS_STORED
     assert (failed.revision, failed.started_at_s, failed.ended_at_s) == (4, 2.5, 4.5)
 
 

@@ -1,0 +1,278 @@
+"""Migrations: their states, and a store of all of them in a JetStream bucket.
+
+A migration's states go forward only (pending → preparing → switching → done | failed | cancelled), and `revision` moves
+by one at each change of state. Until a migration is done, the source is the trajectory's owner; one that has failed or
+been cancelled has left it so.
+"""
+
+import asyncio
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import NamedTuple
+
+from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
+from nats.js.kv import KeyValue
+from pydantic import TypeAdapter
+from treadle_runtime.bus import entries_of, kv_key
+from treadle_runtime.errors import FailedPrecondition, NotFound
+
+BUCKET = "treadle-migrations"
+
+
+class State(Enum):
+    """How far a migration is. The values are stored: do not rename them."""
+
+    PENDING = "pending"
+    PREPARING = "preparing"
+    SWITCHING = "switching"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Path(Enum):
+    """How the KV got to the target."""
+
+    STORAGE = "storage"
+    PREFILL = "prefill"
+
+
+ENDED = frozenset({State.DONE, State.FAILED, State.CANCELLED})
+ALLOWED = {
+    State.PENDING: frozenset({State.PREPARING, State.FAILED, State.CANCELLED}),
+    State.PREPARING: frozenset({State.SWITCHING, State.FAILED, State.CANCELLED}),
+    State.SWITCHING: frozenset({State.DONE, State.FAILED}),
+    State.DONE: frozenset[State](),
+    State.FAILED: frozenset[State](),
+    State.CANCELLED: frozenset[State](),
+}
+
+
+class Endpoint(NamedTuple):
+    """An engine and the address of its sidecar (host:port). Stored as an array: do not reorder the fields."""
+
+    engine_id: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What StartMigration asked for."""
+
+    trajectory_id: str
+    source: Endpoint
+    target: Endpoint
+    expected_revision: int  # of the trajectory's owner
+    remaining_tokens: float
+    cache_salt: str
+    allow_prefill: bool
+    give_up_after_s: float  # counted from when it was asked, the wait for its engines included
+
+
+class Prefix(NamedTuple):
+    """What the target reported to hold. Stored as an array: do not reorder the fields."""
+
+    path: Path
+    tokens: int
+    from_storage: int
+    prefilled: int
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """One move and how far it is. Stored: names are only added, never renamed.
+
+    Times are Unix seconds; `announced` says whether its end has been published as a fact.
+    """
+
+    migration_id: str
+    move: Move
+    created_at_s: float
+    state: State = State.PENDING
+    revision: int = 1
+    prefix: Prefix | None = None
+    started_at_s: float | None = None
+    ended_at_s: float | None = None
+    failure_reason: str = ""
+    announced: bool = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing will change any more."""
+        return self.state in ENDED
+
+    @property
+    def give_up_at_s(self) -> float:
+        """When the move is no longer worth it, Unix seconds."""
+        return self.created_at_s + self.move.give_up_after_s
+
+    def to(self, state: State, now_s: float, *, failure_reason: str = "", prefix: Prefix | None = None) -> "Migration":
+        """The migration in its next state. Raises ValueError for a step that is none."""
+        if state not in ALLOWED[self.state]:
+            raise ValueError(f"migration {self.migration_id} cannot go from {self.state.value} to {state.value}")
+        return replace(
+            self,
+            state=state,
+            revision=self.revision + 1,
+            prefix=prefix or self.prefix,
+            started_at_s=now_s if state is State.PREPARING else self.started_at_s,
+            ended_at_s=now_s if state in ENDED else None,
+            failure_reason=failure_reason,
+        )
+
+
+STORED = TypeAdapter(Migration)
+
+
+@dataclass(eq=False)
+class _Entry:
+    """stored: the migration's revision in the bucket; 0: not stored yet, None: to be read again."""
+
+    migration: Migration
+    stored: int | None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # replaced at each change
+
+
+class MigrationStore:
+    """Keeps all migrations, in memory and in the bucket.
+
+    Invariants: at most one migration of a trajectory has not ended; a change is stored before anybody sees it. A write
+    whose outcome is unknown is followed by a read before the next write, so that bucket and memory agree again. One
+    process uses the bucket at a time.
+    """
+
+    def __init__(self, bucket: KeyValue, retention_s: float) -> None:
+        self._bucket = bucket
+        self._retention_s = retention_s
+        self._entries: dict[str, _Entry] = {}
+        self._open: set[str] = set()  # not ended, or ended and not announced
+
+    def __iter__(self) -> Iterator[Migration]:
+        return iter([entry.migration for entry in self._entries.values()])
+
+    def open(self) -> list[Migration]:
+        """Migrations that have not ended, or whose end is not announced, oldest first."""
+        return sorted(
+            (self.get(migration_id) for migration_id in self._open), key=lambda m: (m.created_at_s, m.migration_id)
+        )
+
+    def is_open(self, migration_id: str) -> bool:
+        """Whether it has not ended, or its end is not announced."""
+        return migration_id in self._open
+
+    async def load(self) -> None:
+        """Read everything stored."""
+        for entry in await entries_of(self._bucket):
+            migration = STORED.validate_json(entry.value or b"")
+            self._show(_Entry(migration, entry.revision), migration)
+
+    def get(self, migration_id: str) -> Migration:
+        """A migration by id. Raises NotFound."""
+        return self._entry(migration_id).migration
+
+    def watch(self, migration_id: str) -> asyncio.Event:
+        """Set at the next change of the migration: take it, look, then wait on it."""
+        return self._entry(migration_id).changed
+
+    async def create(self, migration_id: str, move: Move) -> Migration:
+        """A pending migration, or the one of this id that is there. Raises FailedPrecondition."""
+        self._forget_old()
+        if migration_id not in self._entries:
+            for other in self.open():
+                if other.move.trajectory_id == move.trajectory_id and not other.ended:
+                    raise FailedPrecondition(
+                        "MIGRATION_IN_PROGRESS",
+                        f"trajectory {move.trajectory_id} is in migration {other.migration_id} already",
+                        trajectory_id=move.trajectory_id,
+                        migration_id=other.migration_id,
+                    )
+            # Known from here on; open, and so begun, once it is stored.
+            self._entries[migration_id] = _Entry(Migration(migration_id, move, time.time()), None)
+        entry = self._entries[migration_id]
+        async with entry.lock:
+            try:
+                await self._refresh(entry)
+                if not entry.stored:
+                    await self._store(entry, entry.migration)
+            finally:
+                if not entry.stored:
+                    del self._entries[migration_id]
+        return entry.migration
+
+    async def change(
+        self,
+        migration_id: str,
+        state: State,
+        *,
+        out_of: Collection[State],
+        failure_reason: str = "",
+        prefix: Prefix | None = None,
+    ) -> Migration | None:
+        """Bring a migration into `state` if it is in one of `out_of`; None where it is not."""
+        entry = self._entry(migration_id)
+        async with entry.lock:
+            await self._refresh(entry)
+            if entry.migration.state not in out_of:
+                return None
+            following = entry.migration.to(state, time.time(), failure_reason=failure_reason, prefix=prefix)
+            await self._store(entry, following)
+            return following
+
+    async def mark_announced(self, migration_id: str) -> None:
+        """Store that its end has been published; state and revision stay."""
+        entry = self._entry(migration_id)
+        async with entry.lock:
+            await self._refresh(entry)
+            await self._store(entry, replace(entry.migration, announced=True))
+
+    async def _refresh(self, entry: _Entry) -> None:
+        if entry.stored is not None:
+            return
+        try:
+            found = await self._bucket.get(kv_key(entry.migration.migration_id))
+        except KeyNotFoundError:
+            entry.stored = 0
+            return
+        entry.stored = found.revision
+        self._show(entry, STORED.validate_json(found.value or b""))
+
+    async def _store(self, entry: _Entry, migration: Migration) -> None:
+        key, value = kv_key(migration.migration_id), STORED.dump_json(migration)
+        last, entry.stored = entry.stored, None
+        try:
+            entry.stored = await self._bucket.update(key, value, last=last)
+        except KeyWrongLastSequenceError:
+            # An earlier try of this very write arrived although its acknowledgement did not.
+            await self._refresh(entry)
+            if entry.migration != migration:
+                raise
+        self._show(entry, migration)
+
+    def _show(self, entry: _Entry, migration: Migration) -> None:
+        self._entries[migration.migration_id] = entry
+        if migration.ended and migration.announced:
+            self._open.discard(migration.migration_id)
+        else:
+            self._open.add(migration.migration_id)
+        entry.migration = migration
+        entry.changed.set()
+        entry.changed = asyncio.Event()
+
+    def _entry(self, migration_id: str) -> _Entry:
+        if migration_id not in self._entries:
+            raise NotFound(
+                "MIGRATION_NOT_FOUND",
+                f"no migration {migration_id}; it may have been forgotten",
+                migration_id=migration_id,
+            )
+        return self._entries[migration_id]
+
+    def _forget_old(self) -> None:
+        """Entries of the bucket expire by themselves; memory follows."""
+        oldest_s = time.time() - self._retention_s
+        for migration in self:
+            if migration.announced and (migration.ended_at_s or 0.0) < oldest_s:
+                del self._entries[migration.migration_id]
