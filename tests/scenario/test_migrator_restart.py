@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 import grpc.aio
 import pytest
 from support.conditions import until
-from support.fake_migration_peers import FakeScheduler, Mesh, MigratorCalls, fake_mesh
+from support.fake_migration_peers import Mesh, MigratorCalls, fake_mesh
+from support.fake_scheduler import FakeScheduler
 from support.processes import ServiceProcess, StartService
 from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc

@@ -138,6 +138,4 @@ async def open_and_step(client: SchedulerClient) -> None:
 
 def released(engine: FakeSidecar) -> set[str]:
     """Trajectories that the engine was told to forget."""
-    return {
-        command.trajectory_id for command in engine.commands if isinstance(command, engine_pb2.ReleasePrefixRequest)
-    }
+    return {request.trajectory_id for request in engine.requests("ReleasePrefix")}

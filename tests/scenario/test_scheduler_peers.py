@@ -68,8 +68,8 @@ async def test_a_lost_stream_moves_the_step_and_stops_it_at_the_old_engine(nats_
         again = await client.step("t", 0, replaces_ticket_id=lost.ticket_id, resumed_tokens=1)
         assert again.engine_id != lost.engine_id
         old = next(engine for engine in engines if engine.engine_id == lost.engine_id)
-        await until(lambda: old.commands, what="the old engine is told")
-        assert old.commands[0].ticket_id == lost.ticket_id
+        await until(lambda: old.requests("Abort"), what="the old engine is told")
+        assert old.requests("Abort")[0].ticket_id == lost.ticket_id
 
 
 async def test_newer_work_takes_the_place_of_older_that_waits() -> None:

@@ -1,9 +1,9 @@
-"""FakeScheduler: the contract of SchedulerService as the client sees it, in memory. Engines take turns."""
+"""FakeScheduler: SchedulerService in memory, as the client and the migrator see it. Engines take turns."""
 
 from typing import Any
 
 import grpc
-from support.fake_servicer import FakeServicer, Refusal
+from support.fake_servicer import FakeServicer, Gate, Refusal, refuse
 from treadle.common.v1 import ticket_pb2
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
@@ -11,9 +11,9 @@ _FAILED = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
-    """engines: id → address; the fake mesh fills it.
+    """engines: id → address; the fake mesh fills it. owners: trajectory → (engine, revision), for the migrator.
 
-    Holds trajectories to the order of turns that the contract asks for.
+    Requires the order of turns that the contract asks for; owners change by compare-and-swap only.
     """
 
     def __init__(self) -> None:
@@ -25,6 +25,10 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
         self.tickets: dict[str, str] = {}  # trajectory → the ticket that is out
         self._last: dict[str, tuple[str, int]] = {}  # trajectory → its newest ticket, and that one's turn
         self._issued = 0
+        self.address = ""
+        self.owners: dict[str, tuple[str, int]] = {}
+        self.gate = Gate()
+        self.gate_after = Gate()  # between a switch and its answer
 
     @property
     def open_trajectories(self) -> set[str]:
@@ -50,6 +54,24 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
     async def GetDirectory(self, request: scheduler_pb2.GetDirectoryRequest, context: Any) -> Any:
         self.log("GetDirectory", request, context)
         return self.directory
+
+    async def SwitchEngine(self, request: scheduler_pb2.SwitchEngineRequest, context: Any) -> Any:
+        await self.gate.pass_through()
+        answer = await self.once("SwitchEngine", request, context, self._switch)
+        await self.gate_after.pass_through()
+        return answer
+
+    async def GetTrajectory(self, request: scheduler_pb2.GetTrajectoryRequest, context: Any) -> Any:
+        self.log("GetTrajectory", request, context)
+        if refusal := self.next_refusal("GetTrajectory"):
+            await refuse(context, refusal)
+        if request.trajectory_id not in self.owners:
+            await refuse(context, Refusal(grpc.StatusCode.NOT_FOUND, "TRAJECTORY_NOT_FOUND"))
+        engine_id, revision = self.owners[request.trajectory_id]
+        trajectory = scheduler_pb2.Trajectory(
+            trajectory_id=request.trajectory_id, engine_id=engine_id, revision=revision
+        )
+        return scheduler_pb2.GetTrajectoryResponse(trajectory=trajectory)
 
     def _open(self, request: scheduler_pb2.OpenTrajectoryRequest) -> scheduler_pb2.OpenTrajectoryResponse | Refusal:
         if request.prompt_tokens < 1:
@@ -107,3 +129,10 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
             return Refusal(_FAILED, "TRAJECTORY_CLOSED")
         self.outcomes[request.trajectory_id] = request.outcome
         return scheduler_pb2.CloseTrajectoryResponse(trajectory=self.trajectories[request.trajectory_id])
+
+    def _switch(self, request: scheduler_pb2.SwitchEngineRequest) -> scheduler_pb2.SwitchEngineResponse | Refusal:
+        _, revision = self.owners[request.trajectory_id]
+        if revision != request.expected_revision:
+            return Refusal(grpc.StatusCode.FAILED_PRECONDITION, "REVISION_MISMATCH")
+        self.owners[request.trajectory_id] = (request.target_engine_id, revision + 1)
+        return scheduler_pb2.SwitchEngineResponse(revision=revision + 1)

@@ -57,6 +57,31 @@ class Call:
     deadline_s: float | None  # that was left
 
 
+class Gate:
+    """Holds calls of a fake until it is opened, and counts how many wait."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self._open = asyncio.Event()
+        self._open.set()
+
+    def close(self) -> None:
+        """Make calls wait from now on."""
+        self._open.clear()
+
+    def open(self) -> None:
+        """Let all calls go on."""
+        self._open.set()
+
+    async def pass_through(self) -> None:
+        """Wait while the gate is closed."""
+        self.waiting += 1
+        try:
+            await self._open.wait()
+        finally:
+            self.waiting -= 1
+
+
 class FakeServicer:
     """Logs each attempt; refuses as scripted; answers a repeated request_id from its record."""
 

@@ -1,11 +1,12 @@
-"""FakeSidecar: an engine's sidecar as the scheduler sees it: leases, tickets taken once, facts on the bus.
+"""FakeSidecar: an engine's sidecar as the scheduler and the migrator see it: leases, tickets, facts, prefixes.
 
 There is no engine: a step's tokens are counted out with a pause after each. `ran` counts the steps that ran to their
-end, by (trajectory, turn); `commands` holds what the scheduler told this sidecar.
+end, by (trajectory, turn).
 """
 
 import asyncio
 import uuid
+from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from support.fake_servicer import Refusal, refuse
+from support.fake_servicer import FakeServicer, Gate, Refusal, refuse
 from treadle.common.v1 import tokens_pb2
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -28,22 +29,29 @@ WEIGHT_VERSION = "v0"
 KEEPS_ITS_WAY = (("grpc.max_reconnect_backoff_ms", 200), ("grpc.min_reconnect_backoff_ms", 100))
 
 
-class FakeSidecar(engine_pb2_grpc.EngineServiceServicer):
-    """One engine. `hold` keeps steps from ending while it is set."""
+class FakeSidecar(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
+    """prefixes: trajectory → tokens that are here. stored: whether shared storage has what the source has.
 
-    def __init__(self, engine_id: str, bus: Bus, slots: int = 4) -> None:
+    Without a bus no facts are published.
+    """
+
+    def __init__(self, engine_id: str, bus: Bus | None = None, slots: int = 4) -> None:
+        super().__init__()
         self.engine_id = engine_id
         self.address = ""
         self.slots = slots
         self.ran: Counter[tuple[str, int]] = Counter()
         self.refused: list[str] = []
-        self.commands: list[Any] = []
         self.lease_id = ""
         self.healthy = True
         self.silent = False  # does not renew
         self._bus = bus
         self._tickets: set[str] = set()
-        self.contexts: dict[str, int] = {}  # tokens held of each trajectory
+        self.prefixes: dict[str, int] = {}
+        self.stored = False
+        self.cache_salt = WEIGHT_VERSION
+        self.tokens_short = 0  # by so many the prefetched prefix is shorter than the source's
+        self.gate = Gate()  # of PrefetchPrefix
 
     def info(self) -> engine_pb2.EngineInfo:
         """What it announces."""
@@ -70,8 +78,7 @@ class FakeSidecar(engine_pb2_grpc.EngineServiceServicer):
         step = facts_pb2.StepRef(
             ticket_id=ticket.ticket_id, trajectory_id=ticket.trajectory_id, turn=ticket.turn, engine_id=self.engine_id
         )
-        source = f"sidecar/{self.engine_id}"
-        await self._bus.publish(make_fact(source, step_started=facts_pb2.StepStarted(step=step)))
+        await self._publish(step_started=facts_pb2.StepStarted(step=step))
         yield engine_pb2.GenerateResponse(started=engine_pb2.StepStarted())
         first = len(request.resumed_output.int32_le) // 4
         count = request.sampling.max_new_tokens
@@ -80,52 +87,67 @@ class FakeSidecar(engine_pb2_grpc.EngineServiceServicer):
             token = tokens_pb2.TokenIds(int32_le=offset.to_bytes(4, "little"))
             yield engine_pb2.GenerateResponse(tokens=engine_pb2.TokenChunk(offset=offset, token_ids=token))
         self.ran[ticket.trajectory_id, ticket.turn] += 1
-        self.contexts[ticket.trajectory_id] = len(request.prompt.int32_le) // 4 + count
+        self.prefixes[ticket.trajectory_id] = len(request.prompt.int32_le) // 4 + count
         finished = facts_pb2.StepFinished(
             step=step,
             reason=engine_pb2.FINISH_REASON_LENGTH,
             context_tokens=len(request.prompt.int32_le) // 4,
             output_tokens=count,
         )
-        await self._bus.publish(make_fact(source, step_finished=finished))
+        await self._publish(step_finished=finished)
         yield engine_pb2.GenerateResponse(
             finished=engine_pb2.StepFinished(reason=engine_pb2.FINISH_REASON_LENGTH, output_tokens=count)
         )
 
     async def Reprioritize(self, request: engine_pb2.ReprioritizeRequest, context: Any) -> Any:
-        """Notes it."""
-        self.commands.append(request)
+        self.log("Reprioritize", request, context)
         return engine_pb2.ReprioritizeResponse()
 
     async def Abort(self, request: engine_pb2.AbortRequest, context: Any) -> Any:
-        """Notes it."""
-        self.commands.append(request)
+        self.log("Abort", request, context)
         return engine_pb2.AbortResponse()
 
     async def PrefetchPrefix(self, request: engine_pb2.PrefetchPrefixRequest, context: Any) -> Any:
-        """Asks the source how much there is, and has it; nothing is in shared storage."""
-        self.commands.append(request)
-        if request.storage_only:
+        self.log("PrefetchPrefix", request, context)
+        await self.gate.pass_through()
+        if refusal := self.next_refusal("PrefetchPrefix"):
+            await refuse(context, refusal)
+        if request.storage_only and not self.stored:
             await refuse(context, Refusal(grpc.StatusCode.FAILED_PRECONDITION, "PREFIX_NOT_STORED"))
-        source = getattr(request, "from")  # a keyword in Python
-        async with grpc.aio.insecure_channel(source.engine_address) as channel:
-            ask = engine_pb2.ExportPrefixRequest(trajectory_id=request.trajectory_id, counts_only=True)
-            export = await engine_pb2_grpc.EngineServiceStub(channel).ExportPrefix(ask, timeout=RPC_TIMEOUT_S)
-        self.contexts[request.trajectory_id] = export.prefix_tokens
-        return engine_pb2.PrefetchPrefixResponse(
-            prefix_tokens=export.prefix_tokens, tokens_prefilled=export.prefix_tokens
-        )
+        reference = getattr(request, "from")
+        async with grpc.aio.insecure_channel(reference.engine_address) as channel:
+            source = engine_pb2_grpc.EngineServiceStub(channel)
+            export = engine_pb2.ExportPrefixRequest(trajectory_id=reference.trajectory_id)
+            held = len((await source.ExportPrefix(export, timeout=RPC_TIMEOUT_S)).token_ids.int32_le) // 4
+        tokens = held - self.tokens_short
+        self.prefixes[request.trajectory_id] = tokens
+        response = engine_pb2.PrefetchPrefixResponse(prefix_tokens=tokens)
+        if self.stored:
+            response.tokens_from_storage = tokens
+        else:
+            response.tokens_prefilled = tokens
+        return response
 
     async def ExportPrefix(self, request: engine_pb2.ExportPrefixRequest, context: Any) -> Any:
-        """How much is here."""
-        return engine_pb2.ExportPrefixResponse(
-            prefix_tokens=self.contexts[request.trajectory_id], cache_salt=WEIGHT_VERSION
-        )
+        self.log("ExportPrefix", request, context)
+        if request.trajectory_id not in self.prefixes:
+            await refuse(context, Refusal(grpc.StatusCode.NOT_FOUND, "PREFIX_NOT_FOUND"))
+        count = self.prefixes[request.trajectory_id]
+        response = engine_pb2.ExportPrefixResponse(cache_salt=self.cache_salt, prefix_tokens=count)
+        if not request.counts_only:
+            response.token_ids.int32_le = array("i", range(count)).tobytes()
+        return response
 
     async def ReleasePrefix(self, request: engine_pb2.ReleasePrefixRequest, context: Any) -> Any:
-        """Notes it."""
-        self.commands.append(request)
+        self.log("ReleasePrefix", request, context)
+        if refusal := self.next_refusal("ReleasePrefix"):
+            await refuse(context, refusal)
+        self.prefixes.pop(request.trajectory_id, None)
         return engine_pb2.ReleasePrefixResponse()
+
+    async def _publish(self, **fact: Any) -> None:
+        if self._bus is not None:
+            await self._bus.publish(make_fact(f"sidecar/{self.engine_id}", **fact))
 
     async def hold_lease(self, scheduler_address: str) -> None:
         """Registers, and renews for ever; registers again where the lease is gone."""
