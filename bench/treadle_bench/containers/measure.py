@@ -1,12 +1,12 @@
-"""What a tool in a Docker container costs, as JSON.
+"""Milliseconds of a tool in a Docker container, as JSON.
 
 `python -m treadle_bench.containers.measure --host URL --image NAME`
 
-Milliseconds of wall time by quantile. ready: from the order to a container whose worker answers, one at a time. update:
-the daemon's `docker update` of cores and quota. first_ask: a trivial snippet, the first of its container, as stateless
-calls are: its process was forked before. ask: a further one, which forks. ask_with_update: the same, with other cores
-each time (allocate on execution, ARL-Tangram §5.2). docker_exec: for comparison, `docker exec` of a Python that does
-nothing. remove: until the container is gone. load_1m: of the machine.
+Quantiles of wall time. ready: start of a container until its worker answers, one at a time. update: `docker update` of
+cores and quota. first_ask: a trivial snippet, the first of its container, whose process was forked before, as for
+stateless calls. ask: a further snippet, which forks. ask_with_update: the same, with other cores each time (allocate on
+execution, ARL-Tangram §5.2). docker_exec: for comparison, `docker exec` of a Python that does nothing. remove: until
+the container is gone. load_1m: of the machine.
 """
 
 import argparse
@@ -28,23 +28,18 @@ OWNER = "treadle-bench-containers"
 SILENCE_S = 300.0
 
 
-def quantiles(times_s: list[float]) -> dict[str, float]:
-    """In milliseconds."""
-    return {name: round(float(np.quantile(times_s, q)) * 1e3, 2) for name, q in (("p50", 0.5), ("p99", 0.99))}
-
-
-async def timed(repeats: int, work: Callable[[int], Awaitable[object]]) -> dict[str, float]:
-    """Of one call after the other."""
+async def quantiles_ms(repeats: int, work: Callable[[int], Awaitable[object]]) -> dict[str, float]:
+    """Run `work` `repeats` times, one after the other; quantiles of its milliseconds."""
     times_s = []
     for number in range(repeats):
         began = time.perf_counter()
         await work(number)
         times_s.append(time.perf_counter() - began)
-    return quantiles(times_s)
+    return {name: round(float(np.quantile(times_s, q)) * 1e3, 2) for name, q in (("p50", 0.5), ("p99", 0.99))}
 
 
 async def main(url: str, image: str, repeats: int) -> None:
-    """Measure, and print."""
+    """Measure, and print one JSON object."""
     host = DockerHost(url, owner=OWNER)
     version = await host.check()
     recipe = Recipe.for_tool(PYTHON, image=image, code_in_image=False, silence_s=SILENCE_S)
@@ -63,7 +58,7 @@ async def main(url: str, image: str, repeats: int) -> None:
 
         few = max(2, repeats // 10)
         report: dict[str, object] = {"docker": version, "repeats": repeats, "containers": few}
-        report["ready_ms"] = await timed(few, make)
+        report["ready_ms"] = await quantiles_ms(few, make)
         sandbox = sandboxes[0]
 
         async def ask(number: int, limits: Limits = PYTHON.limits, sandbox: ContainerSandbox = sandbox) -> None:
@@ -76,16 +71,16 @@ async def main(url: str, image: str, repeats: int) -> None:
             )
             assert await process.wait() == 0
 
-        report["first_ask_ms"] = await timed(few, lambda number: ask(number, sandbox=sandboxes[number]))
-        report["update_ms"] = await timed(
+        report["first_ask_ms"] = await quantiles_ms(few, lambda number: ask(number, sandbox=sandboxes[number]))
+        report["update_ms"] = await quantiles_ms(
             repeats, lambda number: host.allot(sandbox.name, Allotment(1, (cores[number % len(cores)],)))
         )
-        report["ask_ms"] = await timed(repeats, ask)
-        report["ask_with_update_ms"] = await timed(
+        report["ask_ms"] = await quantiles_ms(repeats, ask)
+        report["ask_with_update_ms"] = await quantiles_ms(
             repeats, lambda number: ask(number, Granted(cores=(cores[number % len(cores)],)))
         )
-        report["docker_exec_ms"] = await timed(few, execute)
-        report["remove_ms"] = await timed(few, lambda number: host.remove(sandboxes[number].name))
+        report["docker_exec_ms"] = await quantiles_ms(few, execute)
+        report["remove_ms"] = await quantiles_ms(few, lambda number: host.remove(sandboxes[number].name))
     await host.sweep(())
     await host.close()
     print(json.dumps({**report, "load_1m": round(os.getloadavg()[0], 1)}, indent=2))

@@ -1,9 +1,8 @@
-"""The events of a rollout as a driver would send them, without an engine: what `bench controller` and `bench replan`
-feed the controller with.
+"""The events of a rollout without engines, for `bench controller` and `bench replan`.
 
-A world with no queues: a step takes what its tokens take, a tool call what it takes, answers of the predictor, the
-placement and the migrator come after fixed latencies. Only the order and the mix of events matter here, not how long
-the rollout takes. Owner of the virtual time; everything is drawn from one seed.
+A model without queues: steps take the time of their tokens, and answers of the predictor, the placement and the
+migrator arrive after fixed latencies. Only the order and the mix of events matter here, not the rollout's makespan. It
+owns the virtual time; everything is drawn from one seed.
 """
 
 import heapq
@@ -59,7 +58,7 @@ CURVE = DecodeCurve(base_s=0.008, per_sequence_s=0.00012, per_kv_token_s=6e-9, p
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class TimedEvent:
     """One event and its time."""
 
     now: float
@@ -67,14 +66,14 @@ class Told:
 
 
 class World:
-    """Plays a rollout of `trajectories` on `engines` against a controller; `told` is all that the controller heard.
-    doubt: by what factor p10 and p90 of a prediction differ from its median, 1 for a predictor that is sure."""
+    """Plays a rollout of `trajectories` on `engines` against a controller, and records its events. doubt: the factor by
+    which p10 and p90 of a prediction differ from its median; 1: a predictor without doubt."""
 
     def __init__(
         self, trajectories: int, engines: int, seed: int, policy: Policy, tuning: Tuning, doubt: float = DOUBT
     ) -> None:
         self.controller = Controller(policy, tuning)
-        self.told: list[Told] = []
+        self.events: list[TimedEvent] = []
         self.now = 0.0
         self.open = 0
         self._doubt = doubt
@@ -98,17 +97,17 @@ class World:
             self._after(2 * PREDICTOR_S, partial(self._request, number, 0.0))
 
     def run(self, until: Callable[["World"], bool] | None = None) -> None:
-        """Plays until all are closed, or until somebody says so."""
+        """Play until all trajectories are closed, or `until` is true."""
         while self.open and not (until is not None and until(self)):
             self.now, _, happens = heapq.heappop(self._waiting)
             happens()
 
-    def handled(self, event: Event) -> Sequence[Action]:
-        """What the controller wants done."""
+    def handle(self, event: Event) -> Sequence[Action]:
+        """The actions of the controller."""
         return self.controller.on_event(event, self.now)
 
-    def solved(self, ask: AskPlan) -> PlanArrived:
-        """What the placement answers."""
+    def solve(self, ask: AskPlan) -> PlanArrived:
+        """The answer of the placement service."""
         return self._placement.plan(ask)
 
     def _after(self, seconds: float, happens: Callable[[], None]) -> None:
@@ -116,15 +115,15 @@ class World:
         heapq.heappush(self._waiting, (self.now + seconds, self._came, happens))
 
     def _tell(self, event: Event) -> None:
-        self.told.append(Told(self.now, event))
-        for action in self.handled(event):
+        self.events.append(TimedEvent(self.now, event))
+        for action in self.handle(event):
             match action:
                 case IssueTicket(ticket):
                     self._step(ticket)
                 case AskPrediction():
                     self._after(PREDICTOR_S, partial(self._predicted, action))
                 case AskPlan():
-                    self._after(PLACEMENT_S, partial(self._tell, self.solved(action)))
+                    self._after(PLACEMENT_S, partial(self._tell, self.solve(action)))
                 case StartMigration():
                     self._move(action)
                 case AnnounceClosed(record):
@@ -189,7 +188,7 @@ class World:
         try:
             self._tell(SwitchRequested(migration_id, move.trajectory_id, move.expected_revision, move.target.engine_id))
         except Refusal:  # the tool came back first
-            self.told.pop()
+            self.events.pop()
             self._tell(MoveEnded(move.trajectory_id, migration_id, move.move_id))
             return
         self._tell(MoveEnded(move.trajectory_id, migration_id, move.move_id, moved=True))

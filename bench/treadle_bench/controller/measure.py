@@ -1,8 +1,7 @@
-"""`bench controller`: events a second that one controller takes, on the events of a rollout of 6,400 trajectories.
+"""`bench controller`: events a second of one controller, on the events of a rollout of 6,400 trajectories.
 
-The events are recorded first, from a world that answers the controller (`controller_load.py`); what is timed is a
-fresh controller taking them one after the other, without the world. The same events must give the same number of
-actions, or nothing is reported.
+The events are recorded first, from a model that answers the controller (load.py). Then a new controller gets them one
+after the other, without the model, and this is timed. The same events must give the same number of actions.
 """
 
 import gc
@@ -18,7 +17,7 @@ from treadle_core.placing import balance
 from treadle_core.tuning import Tuning
 
 from treadle_bench.bench import Bench, BenchOptions
-from treadle_bench.controller.load import Told, World
+from treadle_bench.controller.load import TimedEvent, World
 
 TRAJECTORIES = 6_400
 ENGINES = 64
@@ -33,7 +32,7 @@ POLICIES = {
 
 
 async def measure(options: BenchOptions) -> dict[str, Any]:
-    """events_per_s: the median over the repeats, for Treadle's own policy; the rest by policy and by kind of event."""
+    """events_per_s: the median over repeats under Treadle's policy; the rest by policy and by kind of event."""
     balance.warm_up()
     World(200, 4, options.seed, TREADLE_POLICY, Tuning()).run()
     rows: dict[str, Any] = {}
@@ -41,7 +40,7 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
         options.progress.print(f"{name}: recording {TRAJECTORIES} trajectories")
         world = World(TRAJECTORIES, ENGINES, options.seed, policy, Tuning())
         world.run()
-        rows[name] = _measured(world.told, policy, options)
+        rows[name] = _measure_policy(world.events, policy, options)
     treadle = rows["treadle"]
     return {
         "events_per_s": treadle["events_per_s"],
@@ -53,45 +52,45 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     }
 
 
-def _measured(told: Sequence[Told], policy: Policy, options: BenchOptions) -> dict[str, Any]:
+def _measure_policy(events: Sequence[TimedEvent], policy: Policy, options: BenchOptions) -> dict[str, Any]:
     gc.collect()
-    gc.freeze()  # the recorded events are the bench's; the controller's own garbage is collected as ever
+    gc.freeze()  # the recorded events belong to the bench; garbage of the controller is collected as usual
     try:
-        runs, actions = zip(*(_replayed(told, policy) for _ in range(options.repeats)), strict=True)
+        runs, actions = zip(*(_replay(events, policy) for _ in range(options.repeats)), strict=True)
         if len(set(actions)) != 1:
             raise RuntimeError(f"the same events gave {sorted(set(actions))} actions")
-        by_kind = _by_kind(told, policy)
+        by_kind = _by_kind(events, policy)
     finally:
         gc.unfreeze()
-    rates = [len(told) / seconds for seconds in runs]
+    rates = [len(events) / seconds for seconds in runs]
     options.progress.print(f"  {statistics.median(rates):,.0f} events a second")
     return {
         "events_per_s": round(statistics.median(rates)),
         "least_events_per_s": round(min(rates)),
         "most_events_per_s": round(max(rates)),
-        "events": len(told),
+        "events": len(events),
         "actions": actions[0],
-        "mix": dict(Counter(type(each.event).__name__ for each in told).most_common()),
+        "mix": dict(Counter(type(each.event).__name__ for each in events).most_common()),
         "us_by_kind": by_kind,
     }
 
 
-def _replayed(told: Sequence[Told], policy: Policy) -> tuple[float, int]:
-    """Seconds, and how many actions came."""
+def _replay(events: Sequence[TimedEvent], policy: Policy) -> tuple[float, int]:
+    """Seconds, and the number of actions."""
     controller = Controller(policy, Tuning())
     actions = 0
     started = time.perf_counter()
-    for each in told:
+    for each in events:
         actions += len(controller.on_event(each.event, each.now))
     return time.perf_counter() - started, actions
 
 
-def _by_kind(told: Sequence[Told], policy: Policy) -> dict[str, float]:
-    """Mean microseconds an event of each kind, the two looks at the clock included."""
+def _by_kind(events: Sequence[TimedEvent], policy: Policy) -> dict[str, float]:
+    """Mean microseconds of an event of each kind, including two clock reads."""
     controller = Controller(policy, Tuning())
     seconds: dict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
-    for each in told:
+    for each in events:
         kind = type(each.event).__name__
         started = time.perf_counter()
         controller.on_event(each.event, each.now)

@@ -1,8 +1,8 @@
 """`bench replan`: milliseconds that the controller's process spends on one plan for all live trajectories.
 
-Measured while a rollout runs (`controller_load.py`): the event at which the controller asks (its own handling
-included), the solver, and the event of the plan's arrival (judging it, starting the moves). Where the placement service
-solves, its part is spent there and the way over gRPC comes on top.
+Measured during a rollout (load.py): the event at which the controller asks for a plan, the solver, and the event of the
+plan's arrival (the controller judges it and starts the moves). Where the placement service solves, that part is spent
+there, and the time of the gRPC call is added.
 """
 
 import statistics
@@ -22,12 +22,12 @@ from treadle_core.tuning import Tuning
 from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.controller.load import DOUBT, World
 
-# (trajectories live, engines); the first is the figure that is asked for.
+# (live trajectories, engines); the first size gives the figures at the top level.
 SIZES = ((6_400, 64), (1_600, 16), (100, 4), (25_600, 256))
-SPARE = 0.06  # so many more are opened: plans are measured while these close, and as many are live at the least
-# Treadle as it runs, and a re-solve that trusts its lengths and holds no room: what the hedge and the room cost.
+SPARE = 0.06  # more trajectories are opened: plans are measured while these close, so that at least the size is live
+# Treadle, and a re-plan that trusts its lengths and reserves no KV, which shows what hedging and reserving cost.
 VARIANTS = {"treadle": (TREADLE_POLICY, DOUBT), "trusting": (Policy(reserve=False), 1.0)}
-# Plans as often as there are events for one, so that there are many to measure; each is what it would be otherwise.
+# A plan at every event that allows one, so that there are many to measure; each plan is the same as otherwise.
 TUNING = Tuning(plan_interval_s=0.0)
 RANK_UPDATES = 20_000
 MS = 1e3
@@ -35,7 +35,7 @@ MS = 1e3
 
 @dataclass
 class Timed:
-    """Milliseconds of one plan. trajectories: that it was asked for. moves: wished, of them some start at once."""
+    """Milliseconds of one plan. trajectories: the number that it plans."""
 
     trajectories: int
     ask_ms: float
@@ -49,16 +49,16 @@ class Timed:
 
 
 class TimedWorld(World):
-    """Takes the time of each plan. The questions of the opening burst are counted like any other."""
+    """Times each plan, those of the opening burst too."""
 
     def __init__(self, trajectories: int, engines: int, seed: int, policy: Policy, doubt: float) -> None:
         self.plans: dict[int, Timed] = {}
         super().__init__(trajectories, engines, seed, policy, TUNING, doubt)
 
-    def handled(self, event: Event) -> Sequence[Action]:
-        """And how long it took, where a plan was asked for or came."""
+    def handle(self, event: Event) -> Sequence[Action]:
+        """Also record the time where a plan was requested or arrived."""
         started = time.perf_counter()
-        actions = super().handled(event)
+        actions = super().handle(event)
         took_ms = MS * (time.perf_counter() - started)
         if isinstance(event, PlanArrived):
             self.plans[event.plan_id].follow_ms = took_ms
@@ -66,11 +66,11 @@ class TimedWorld(World):
             self.plans[ask.plan_id] = Timed(len(ask.work), took_ms)
         return actions
 
-    def solved(self, ask: AskPlan) -> PlanArrived:
-        """And how long it took. A question at the arrival of another plan has cost that arrival's time."""
+    def solve(self, ask: AskPlan) -> PlanArrived:
+        """Also record the time. A request at the arrival of another plan is part of that arrival's time."""
         self.plans.setdefault(ask.plan_id, Timed(len(ask.work), 0.0))
         started = time.perf_counter()
-        event = super().solved(ask)
+        event = super().solve(ask)
         self.plans[ask.plan_id].solve_ms = MS * (time.perf_counter() - started)
         return event
 
@@ -80,7 +80,7 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     that trusts its lengths; other sizes."""
     balance.warm_up()
     World(200, 4, options.seed, TREADLE_POLICY, Tuning()).run()
-    rows = [_measured(live, engines, name, options) for live, engines in SIZES for name in VARIANTS]
+    rows = [_measure_size(live, engines, name, options) for live, engines in SIZES for name in VARIANTS]
     return {
         "trajectories": rows[0]["trajectories"],
         "ms": rows[0]["ms"],
@@ -92,7 +92,7 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     }
 
 
-def _measured(live: int, engines: int, name: str, options: BenchOptions) -> dict[str, Any]:
+def _measure_size(live: int, engines: int, name: str, options: BenchOptions) -> dict[str, Any]:
     plans: list[Timed] = []
     for repeat in range(options.repeats):
         world = TimedWorld(live + int(SPARE * live) + 1, engines, options.seed + repeat, *VARIANTS[name])
@@ -119,7 +119,7 @@ def _median(plans: Sequence[Timed], of: Callable[[Timed], float]) -> float:
 
 
 def _rank_us(live: int, options: BenchOptions) -> float:
-    """Microseconds for a new length and the rank it gives, among so many."""
+    """Microseconds to set a new length and get its rank, among `live` trajectories."""
     rng = np.random.default_rng(options.seed)
     ranks = Ranks()
     names = [f"t{number}" for number in range(live)]

@@ -1,10 +1,10 @@
-"""How long a batch waits for its longest: the maximum of K log-normal lengths, by a formula and by drawing.
+"""How long a batch waits for its longest trajectory: the maximum of K log-normal lengths, by a formula and by sampling.
 
-Lengths of mean 1 and coefficient of variation c have s = sqrt(ln(1 + c²)) on the log scale. The formula that is taught
-says that the longest of K is about exp(s sqrt(2 ln K) - s²/2). Keys: `rows` holds for each K and c the formula, what
-was printed of it, the drawn mean of the maximum (a median over repeats, with their range), its exact value by an
-integral, and the maximum's own percentiles; `claims` what else is said of such lengths, recomputed; `workloads` the
-same for the lengths of this project's workloads, or of a trace file.
+Lengths of mean 1 and coefficient of variation c have s = sqrt(ln(1 + c²)) on the log scale. A published formula says
+that the longest of K is about exp(s sqrt(2 ln K) - s²/2). Keys: `rows`, for each K and c: the formula, its published
+value, the sampled mean of the maximum (median and range over repeats), its exact value by an integral, and percentiles
+of the maximum. `claims`: other published statements, computed. `workloads`: the same for the lengths of this project's
+workloads, or of a trace file.
 """
 
 from __future__ import annotations
@@ -15,42 +15,41 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from treadle_cli.report.palette import COLOURS, FAINT, GRID, INK
+from treadle_cli.report.palette import COLOURS, INK
 from treadle_sim.workloads.parametric import SAMPLES, WORKLOADS, make
 from treadle_sim.workloads.workload import TrajectoryWork, groups, read_traces
 
 from treadle_bench.bench import Bench, BenchOptions
+from treadle_bench.pictures import sheet, style
+from treadle_bench.summary import range_of, rounded
 
 GROUP_SIZES = (4, 16, 64, 256)
 VARIATIONS = (0.5, 1.0, 2.0)
-# What was published for the formula, in means.
+# The published values of the formula, in means.
 PRINTED: Mapping[tuple[int, float], float] = {
     (4, 0.5): 2.0, (4, 1.0): 2.8, (4, 2.0): 3.7,
     (16, 0.5): 2.7, (16, 1.0): 5.0, (16, 2.0): 8.9,
     (64, 0.5): 3.5, (64, 1.0): 7.8, (64, 2.0): 17.4,
     (256, 0.5): 4.3, (256, 1.0): 11.3, (256, 2.0): 30.6,
 }  # fmt: skip
-PRINTED_DIGIT = 0.05  # half of the last digit printed
-MAXIMA = 20_000  # drawn for each K and repeat: their mean is then within 1% at c = 2
-LONGEST_SHARE = 0.05  # of trajectories, whose share of all tokens is asked for
+PRINTED_DIGIT = 0.05  # half of the last published digit
+MAXIMA = 20_000  # sampled for each K and repeat: their mean is then within 1% at c = 2
+LONGEST_SHARE = 0.05  # fraction of trajectories whose share of all tokens is computed
+DIGITS = 3
 
-SERIES = (COLOURS["prefill"], COLOURS["decode"], COLOURS["queue"])
-PANELS = {0.5: "mild", 1.0: "reasoning", 2.0: "open-ended"}
-WIDTH_IN, HEIGHT_IN, DPI = 9.0, 4.4, 150
+Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 async def measure(options: BenchOptions) -> dict[str, Any]:
     """Raises TraceFileError."""
-    drawn = {
+    sampled = {
         k: [_log_maxima(k, np.random.default_rng([options.seed, repeat, k])) for repeat in range(options.repeats)]
         for k in GROUP_SIZES
     }
-    rows = [_row(k, c, drawn[k]) for k in GROUP_SIZES for c in VARIATIONS]
-    found = {"rows": rows, "claims": _claims(options), "workloads": _workloads(options)}
+    rows = [_row(k, c, sampled[k]) for k in GROUP_SIZES for c in VARIATIONS]
+    found = {"rows": rows, "claims": _check_claims(options), "workloads": _describe_workloads(options)}
     if options.pictures is not None:
         draw(rows, options.pictures / "long-tail.png")
     return found
@@ -62,83 +61,81 @@ def log_sigma(c: float) -> float:
 
 
 def formula(k: int, c: float) -> float:
-    """About the longest of `k`, in means."""
+    """The published approximation of the longest of `k`, in means."""
     s = log_sigma(c)
     return math.exp(s * math.sqrt(2.0 * math.log(k)) - 0.5 * s * s)
 
 
-def _log_maxima(k: int, rng: np.random.Generator) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Maxima of `k` standard normals: one draw serves every c."""
-    return np.array([rng.standard_normal((MAXIMA // 20, k)).max(axis=1) for _ in range(20)]).ravel()
-
-
 def expected_maximum(k: int, c: float) -> float:
-    """Mean longest of `k`, in means: the integral of exp(s z - s²/2) over the density of the greatest of k normals."""
+    """Mean longest of `k`, in means: the integral of exp(s z - s²/2) over the density of the maximum of k normals."""
     s = log_sigma(c)
-    z = np.linspace(-9.0, 14.0, 4_601)  # beyond, the integrand is below 1e-12 for every k and c here
+    z = np.linspace(-9.0, 14.0, 4_601)  # outside, the integrand is below 1e-12 for every k and c here
     below = np.array([0.5 * math.erfc(-each / math.sqrt(2.0)) for each in z.tolist()])
     density = k * below ** (k - 1) * np.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
     return float(np.trapezoid(np.exp(s * z - 0.5 * s * s) * density, z))
 
 
-def _row(k: int, c: float, drawn: Sequence[np.ndarray[Any, np.dtype[np.float64]]]) -> dict[str, Any]:
+def _log_maxima(k: int, rng: np.random.Generator) -> Floats:
+    """Maxima of `k` standard normals: the same sample serves every c."""
+    return np.array([rng.standard_normal((MAXIMA // 20, k)).max(axis=1) for _ in range(20)]).ravel()
+
+
+def _longest(maxima: Floats, c: float) -> Floats:
     s = log_sigma(c)
-    longest = [np.exp(s * maxima - 0.5 * s * s) for maxima in drawn]
+    return np.exp(s * maxima - 0.5 * s * s)
+
+
+def _row(k: int, c: float, sampled: Sequence[Floats]) -> dict[str, Any]:
+    longest = [_longest(maxima, c) for maxima in sampled]
     means = [float(each.mean()) for each in longest]
     expected = float(np.median(means))
     by_formula, printed = formula(k, c), PRINTED[k, c]
     p10, p50, p90 = np.quantile(np.concatenate(longest), (0.1, 0.5, 0.9)).tolist()
-    return {
+    row = {
         "k": k,
         "c": c,
-        "formula": round(by_formula, 3),
+        "formula": by_formula,
         "printed": printed,
         "printed_is_formula": abs(by_formula - printed) <= PRINTED_DIGIT + 1e-9,
-        "expected_max": round(expected, 3),
-        "expected_max_range": [round(min(means), 3), round(max(means), 3)],
-        "expected_max_exact": round(expected_maximum(k, c), 3),
-        "max_p10": round(p10, 3),
-        "max_p50": round(p50, 3),
-        "max_p90": round(p90, 3),
-        "formula_over_expected": round(by_formula / expected, 3),
+        "expected_max": expected,
+        "expected_max_range": range_of(means, DIGITS),
+        "expected_max_exact": expected_maximum(k, c),
+        "max_p10": p10,
+        "max_p50": p50,
+        "max_p90": p90,
+        "formula_over_expected": by_formula / expected,
     }
+    return rounded(row, DIGITS)
 
 
-def _claims(options: BenchOptions) -> dict[str, Any]:
+def _check_claims(options: BenchOptions) -> dict[str, Any]:
     normal = NormalDist()
     edge = normal.inv_cdf(1.0 - LONGEST_SHARE)
     rng = np.random.default_rng([options.seed, 32])
     maxima = {k: _log_maxima(k, rng) for k in (16, 32)}
-    expected = {
-        (k, c): float(np.exp(log_sigma(c) * maxima[k] - 0.5 * log_sigma(c) ** 2).mean())
-        for k in (16, 32)
-        for c in VARIATIONS
-    }
+
+    def compare(larger: tuple[int, float], smaller: tuple[int, float]) -> dict[str, float]:
+        means = [float(_longest(maxima[k], c).mean()) for k, c in (larger, smaller)]
+        return rounded({"formula": formula(*larger) / formula(*smaller), "expected": means[0] / means[1]}, DIGITS)
+
     return {
-        "k_16_to_32_at_c_1": {
-            "formula": round(formula(32, 1.0) / formula(16, 1.0), 3),
-            "expected": round(expected[32, 1.0] / expected[16, 1.0], 3),
-        },
-        "c_1_to_2_at_k_16": {
-            "formula": round(formula(16, 2.0) / formula(16, 1.0), 3),
-            "expected": round(expected[16, 2.0] / expected[16, 1.0], 3),
-        },
+        "k_16_to_32_at_c_1": compare((32, 1.0), (16, 1.0)),
+        "c_1_to_2_at_k_16": compare((16, 2.0), (16, 1.0)),
         # The share of tokens in the longest of a log-normal: P(z > edge - s).
-        "tokens_in_the_longest_5pct": {str(c): round(1.0 - normal.cdf(edge - log_sigma(c)), 3) for c in VARIATIONS},
+        "tokens_in_the_longest_5pct": {
+            str(c): round(1.0 - normal.cdf(edge - log_sigma(c)), DIGITS) for c in VARIATIONS
+        },
     }
 
 
-def _workloads(options: BenchOptions) -> list[dict[str, Any]]:
+def _describe_workloads(options: BenchOptions) -> list[dict[str, Any]]:
     if options.traces is not None:
-        return [_observed(options.traces.name, [read_traces(options.traces)])]
-    return [
-        _observed(name, [make(name, seed=options.seed + repeat).trajectories for repeat in range(options.repeats)])
-        for name in WORKLOADS
-    ]
+        return [_describe(options.traces.name, [read_traces(options.traces)])]
+    return [_describe(name, [make(name, seed=seed).trajectories for seed in options.seeds]) for name in WORKLOADS]
 
 
-def _observed(name: str, batches: Sequence[Sequence[TrajectoryWork]]) -> dict[str, Any]:
-    """Medians over batches: how the longest of a prompt's samples, and of the whole batch, stand to the mean of all.
+def _describe(name: str, batches: Sequence[Sequence[TrajectoryWork]]) -> dict[str, Any]:
+    """Medians over batches: the longest of a prompt's samples, and of the whole batch, over the mean of all.
 
     `c` is that of the whole batch; the formula's value is for groups of the batch's mean size, rounded.
     """
@@ -159,50 +156,38 @@ def _observed(name: str, batches: Sequence[Sequence[TrajectoryWork]]) -> dict[st
                 "longest_over_median": float(tokens.max() / np.median(tokens)),
             }
         )
-    medians = {key: round(float(np.median([each[key] for each in figures])), 3) for key in figures[0]}
-    return {"workload": name, "trajectories": len(batches[0]), **medians}
+    medians = {key: float(np.median([each[key] for each in figures])) for key in figures[0]}
+    return {"workload": name, "trajectories": len(batches[0]), **rounded(medians, DIGITS)}
 
 
-def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Writes the PNG."""
-    with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "axes.labelcolor": INK}):
-        figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), dpi=DPI, facecolor="white")
+def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Write the picture."""
+    title = "A batch waits for its longest: the maximum of K log-normal lengths"
+    note = "Line: sampled mean; band: 10th to 90th percentile. Dashes: exp(s√(2 ln K) − s²/2); dots: as published."
+    names = {0.5: "mild", 1.0: "reasoning", 2.0: "open-ended"}
+    with sheet(title, note, file, height_in=4.4, top=0.74, width_in=9.0) as figure:
         panels = figure.subplots(1, len(VARIATIONS), sharey=True)
-        figure.subplots_adjust(left=0.065, right=0.985, bottom=0.13, top=0.74, wspace=0.08)
-        for axes, c, colour in zip(panels, VARIATIONS, SERIES, strict=True):
-            _panel(axes, [row for row in rows if row["c"] == c], colour)
-            axes.set_title(f"c = {c:g}: {PANELS[c]}", loc="left", size=10, weight="bold")
+        figure.subplots_adjust(left=0.065, bottom=0.13, wspace=0.08)
+        for axes, (c, name), part in zip(panels, names.items(), ("prefill", "decode", "queue"), strict=True):
+            _panel(axes, [row for row in rows if row["c"] == c], COLOURS[part])
+            style(axes, f"c = {c:g}: {name}")
         panels[0].set_ylabel("longest, in mean lengths")
         panels[1].set_xlabel(f"trajectories waited for, K (a prompt has {SAMPLES})")
-        title = "A batch waits for its longest: the maximum of K log-normal lengths"
-        figure.text(0.015, 0.935, title, size=13, weight="bold")
-        note = (
-            "Line: drawn mean; band: 10th to 90th percentile. Dashes: exp(s√(2 ln K) − s²/2); dots: as it was printed."
-        )
-        figure.text(0.015, 0.875, note, color=FAINT)
-        figure.savefig(path)
 
 
 def _panel(axes: Axes, rows: Sequence[Mapping[str, Any]], colour: str) -> None:
-    sizes = [row["k"] for row in rows]
-    low, high = ([row[key] for row in rows] for key in ("max_p10", "max_p90"))
-    axes.fill_between(sizes, low, high, color=colour, alpha=0.18, linewidth=0)
-    axes.plot(sizes, [row["expected_max"] for row in rows], color=colour, linewidth=2)
-    axes.plot(sizes, [row["formula"] for row in rows], color=INK, linewidth=1, linestyle="--")
-    axes.plot(sizes, [row["printed"] for row in rows], "o", color=INK, markersize=3.5)
-    for row in rows:
-        at = (row["k"], row["expected_max"])
+    of = {key: [row[key] for row in rows] for key in rows[0]}
+    axes.fill_between(of["k"], of["max_p10"], of["max_p90"], color=colour, alpha=0.18, linewidth=0)
+    axes.plot(of["k"], of["expected_max"], color=colour, linewidth=2)
+    axes.plot(of["k"], of["formula"], color=INK, linewidth=1, linestyle="--")
+    axes.plot(of["k"], of["printed"], "o", color=INK, markersize=3.5)
+    for at in zip(of["k"], of["expected_max"], strict=True):
         axes.annotate(f"{at[1]:.1f}", at, xytext=(0, -11), textcoords="offset points", ha="center", size=8)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(GROUP_SIZES, [str(k) for k in GROUP_SIZES])
     axes.set_yticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
     axes.set_xlim(GROUP_SIZES[0] * 0.75, GROUP_SIZES[-1] * 1.33)
-    axes.grid(color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0, which="both", colors=FAINT)
-    for side in ("top", "right", "left", "bottom"):
-        axes.spines[side].set_visible(False)
 
 
 BENCH = Bench(

@@ -1,12 +1,12 @@
-"""What a resource plan takes and how good it is: exact, annealed as Heddle prints it, and homogeneous.
+"""How long a resource plan takes and how good it is: exact, annealed as Heddle prints it, and with one degree.
 
 Qwen3-14B on H200 (a shipped profile) at degrees 1 to 8, 64 and 1,024 GPUs, 100 and 16 trajectories a GPU; log-normal
 lengths capped at 40,000 tokens, this project's workloads, and --traces. Keys: the top level is 64 GPUs with 6,400
-trajectories of log-sigma 1 under LINEAR_INTEGRAL, `larger` the same on 1,024; `rows` has them all. `ms` is the whole
-call (tables, search, balance, lower bound). `optimal`: no multiset of engines has a contiguous plan of less makespan;
-on 64 GPUs found by trying all 969, beyond by the search's proof (`optimal_by`). `gap` is the makespan over a time that
-no engines and no assignment whatever beat, less 1. `annealing_rel` and `homogeneous_rel` are makespans over the exact
-plan's. Figures are medians over repeats, each of which draws another workload and anneals with another seed.
+trajectories of log-sigma 1 under LINEAR_INTEGRAL; `larger`: the same on 1,024; `rows`: all. `ms`: the whole call
+(tables, search, balance, lower bound). `optimal`: no multiset of engines has a contiguous plan of smaller makespan; on
+64 GPUs found by trying all 969, on more by the search's proof (`optimal_by`). `gap`: the makespan over a time that no
+engines and no assignment beat, less 1. `annealing_rel`, `homogeneous_rel`: makespans over the exact plan's. Figures are
+medians over repeats, each of which draws another workload and anneals with another seed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -31,6 +32,7 @@ from treadle_sim.workloads.parametric import WORKLOADS, make
 from treadle_sim.workloads.workload import TrajectoryWork, read_traces
 
 from treadle_bench.bench import Bench, BenchOptions
+from treadle_bench.summary import median_of, range_of
 
 Floats = npt.NDArray[np.float64]
 Batch = tuple[Floats, Floats]  # lengths and contexts, tokens
@@ -43,9 +45,9 @@ LOG_SIGMAS = (0.5, 1.0, 1.5)
 MEDIAN_TOKENS = 3_000.0
 CAP_TOKENS = 40_000.0
 PROMPT_TOKENS = 500.0
-MOST_ENUMERATED = 2_000  # multisets tried one by one: the 969 of 64 GPUs, not the millions of 1,024
+MOST_ENUMERATED = 2_000  # multisets that are tried one by one: the 969 of 64 GPUs, not the millions of 1,024
 SAME = 1e-9  # relative, between the plan and the best multiset
-HEADLINES = {gpus: ("log-normal 1.0", gpus, 100 * gpus, CostModel.LINEAR_INTEGRAL.name) for gpus in BUDGETS}
+RATIO_DIGITS = 5
 KEYS = ("gpus", "trajectories", "cost", "ms", "optimal", "gap", "annealing_ms", "annealing_rel", "homogeneous_rel")
 
 
@@ -75,14 +77,15 @@ class Trial:
 async def measure(options: BenchOptions) -> dict[str, Any]:
     """Raises TraceFileError."""
     kinds = engine_kinds()
-    for model in PLANNED_MODELS:  # compile before the clock runs
-        trial(log_normal(options.seed, 0, 64, 1.0), 8, kinds, model, np.random.default_rng(0))
-    todo = cases(options)
+    for model in PLANNED_MODELS:  # compile before anything is timed
+        plan_three_ways(draw_lengths(options.seed, 64, 1.0, 0), 8, kinds, model, np.random.default_rng(0))
+    todo = list_cases(options)
     rows = [
-        row(case, kinds, options) for case in track(todo, "resource plans", console=options.progress, transient=True)
+        measure_case(case, kinds, options)
+        for case in track(todo, "resource plans", console=options.progress, transient=True)
     ]
     named = {(row["lengths"], row["gpus"], row["trajectories"], row["cost"]): row for row in rows}
-    top, larger = (named[HEADLINES[gpus]] for gpus in BUDGETS)
+    top, larger = (named["log-normal 1.0", gpus, 100 * gpus, CostModel.LINEAR_INTEGRAL.name] for gpus in BUDGETS)
     return {
         "llm": LLM,
         "accelerator": ACCELERATOR,
@@ -95,53 +98,51 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
 
 
 def engine_kinds() -> list[EngineKind]:
-    """The shipped profile at each degree, as a planner is told of it."""
+    """The shipped profile at each degree, as a planner gets it."""
     engines = [engine_model(LLM, ACCELERATOR, degree) for degree in DEGREES]
     return [
         EngineKind(engine.gpus, engine.slots, engine.kv_tokens, engine.curve.linear(engine.slots)) for engine in engines
     ]
 
 
-def cases(options: BenchOptions) -> list[Case]:
-    """All rows; the workloads and the traces on 64 GPUs only."""
-    found = [
-        Case(f"log-normal {sigma}", gpus, model, _drawn(options.seed, each * gpus, sigma))
+def list_cases(options: BenchOptions) -> list[Case]:
+    """A case for each row; workloads and traces on 64 GPUs only."""
+    cases = [
+        Case(f"log-normal {sigma}", gpus, model, partial(draw_lengths, options.seed, each * gpus, sigma))
         for gpus, each, sigma, model in itertools.product(BUDGETS, TRAJECTORIES_A_GPU, LOG_SIGMAS, PLANNED_MODELS)
     ]
     if options.traces is not None:
-        traced = as_batch(read_traces(options.traces))
-        return found + [Case(options.traces.name, BUDGETS[0], model, lambda _: traced) for model in PLANNED_MODELS]
-    return found + [
-        Case(name, BUDGETS[0], model, _made(name, options.seed))
+        traced = lengths_of(read_traces(options.traces))
+        return cases + [Case(options.traces.name, BUDGETS[0], model, lambda _: traced) for model in PLANNED_MODELS]
+    return cases + [
+        Case(name, BUDGETS[0], model, partial(_workload_lengths, name, options.seed))
         for name, model in itertools.product(WORKLOADS, PLANNED_MODELS)
     ]
 
 
-def _drawn(seed: int, count: int, sigma: float) -> Callable[[int], Batch]:
-    return lambda repeat: log_normal(seed, repeat, count, sigma)
+def _workload_lengths(name: str, seed: int, repeat: int) -> Batch:
+    return lengths_of(make(name, seed=seed + repeat).trajectories)
 
 
-def _made(name: str, seed: int) -> Callable[[int], Batch]:
-    return lambda repeat: as_batch(make(name, seed=seed + repeat).trajectories)
-
-
-def log_normal(seed: int, repeat: int, count: int, sigma: float) -> Batch:
-    """Lengths around MEDIAN_TOKENS, capped, behind prompts of one size."""
+def draw_lengths(seed: int, count: int, sigma: float, repeat: int) -> Batch:
+    """Log-normal lengths around MEDIAN_TOKENS, capped, and prompts of one size."""
     rng = np.random.default_rng([seed, repeat, count, round(sigma * 10)])
     lengths = np.minimum(rng.lognormal(np.log(MEDIAN_TOKENS), sigma, count), CAP_TOKENS)
     return lengths, np.full(count, PROMPT_TOKENS)
 
 
-def as_batch(works: tuple[TrajectoryWork, ...]) -> Batch:
-    """Tokens that each samples, behind its prompt."""
+def lengths_of(works: tuple[TrajectoryWork, ...]) -> Batch:
+    """Generated tokens and prompts of trajectories."""
     return (
         np.array([work.gen_tokens for work in works], np.float64),
         np.array([work.prompt_tokens for work in works], np.float64),
     )
 
 
-def trial(batch: Batch, gpus: int, kinds: list[EngineKind], model: CostModel, rng: np.random.Generator) -> Trial:
-    """Plans one workload in the three ways."""
+def plan_three_ways(
+    batch: Batch, gpus: int, kinds: list[EngineKind], model: CostModel, rng: np.random.Generator
+) -> Trial:
+    """Plan one workload: exact, annealed, and with one degree."""
     lengths, contexts = batch
     started = time.perf_counter()
     exact = allocate(lengths, contexts, gpus, kinds, model)
@@ -153,44 +154,45 @@ def trial(batch: Batch, gpus: int, kinds: list[EngineKind], model: CostModel, rn
     return Trial(exact, exact_s, annealed.allocation, annealing_s, annealed.iterations, same_degree, len(lengths))
 
 
-def row(case: Case, kinds: list[EngineKind], options: BenchOptions) -> dict[str, Any]:
+def measure_case(case: Case, kinds: list[EngineKind], options: BenchOptions) -> dict[str, Any]:
     """All repeats of a case."""
     trials = []
     for repeat in range(options.repeats):
         rng = np.random.default_rng([options.seed, repeat])
-        trials.append(trial(case.batch(repeat), case.gpus, kinds, case.model, rng))
+        trials.append(plan_three_ways(case.batch(repeat), case.gpus, kinds, case.model, rng))
     first = trials[0].exact
-    annealing_rel = [each.annealed.makespan_s / each.exact.makespan_s for each in trials]
-    homogeneous_rel = [each.same_degree.makespan_s / each.exact.makespan_s for each in trials]
-    gaps = [each.exact.gap for each in trials]
-    best_s, enumeration_s, tried = enumerate_all(case, kinds)
+    exact_ms = [1e3 * each.exact_s for each in trials]
+    ratios = {
+        "gap": [each.exact.gap for each in trials],
+        "annealing_rel": [each.annealed.makespan_s / each.exact.makespan_s for each in trials],
+        "homogeneous_rel": [each.same_degree.makespan_s / each.exact.makespan_s for each in trials],
+    }
+    medians = {key: median_of(values, RATIO_DIGITS) for key, values in ratios.items()}
+    ranges = {f"{key}_range": range_of(values, RATIO_DIGITS) for key, values in ratios.items()}
+    best_s, enumeration_s, tried = try_all_multisets(case, kinds)
     return {
         "lengths": case.lengths,
         "gpus": case.gpus,
         "trajectories": trials[0].trajectories,
         "cost": case.model.name,
-        "ms": _ms([each.exact_s for each in trials]),
-        "ms_range": _ms_range([each.exact_s for each in trials]),
+        "ms": median_of(exact_ms, 2),
+        "ms_range": range_of(exact_ms, 2),
         "makespan_s": round(first.makespan_s, 3),
         "engines": {str(gpus): count for gpus, count in sorted(Counter(first.degrees).items())},
         "optimal": first.optimal and (not tried or abs(first.makespan_s / best_s - 1.0) <= SAME),
         "optimal_by": f"trying all {tried}" if tried else "proof",
         "enumeration_ms": round(1e3 * enumeration_s, 1) if tried else None,
-        "gap": _rounded(median(gaps)),
-        "gap_range": [_rounded(min(gaps)), _rounded(max(gaps))],
-        "annealing_ms": _ms([each.annealing_s for each in trials]),
+        "annealing_ms": median_of((1e3 * each.annealing_s for each in trials), 2),
         "annealing_iterations": round(median(each.iterations for each in trials)),
-        "annealing_rel": _rounded(median(annealing_rel)),
-        "annealing_rel_range": [_rounded(min(annealing_rel)), _rounded(max(annealing_rel))],
         "homogeneous_degree": trials[0].same_degree.degrees[0],
-        "homogeneous_rel": _rounded(median(homogeneous_rel)),
-        "homogeneous_rel_range": [_rounded(min(homogeneous_rel)), _rounded(max(homogeneous_rel))],
+        **medians,
+        **ranges,
     }
 
 
-def enumerate_all(case: Case, kinds: list[EngineKind]) -> tuple[float, float, int]:
-    """The least makespan over every multiset of engines that spends the budget, the seconds it took to try them, and
-    how many there are; 0 of them where they are too many to try."""
+def try_all_multisets(case: Case, kinds: list[EngineKind]) -> tuple[float, float, int]:
+    """The smallest makespan over every multiset of engines that uses the whole budget, the seconds that this took, and
+    the number of multisets; 0 of them where they are too many to try."""
     every = list(itertools.islice(multisets(case.gpus, DEGREES), MOST_ENUMERATED + 1))
     if len(every) > MOST_ENUMERATED:
         return np.inf, 0.0, 0
@@ -206,7 +208,7 @@ def enumerate_all(case: Case, kinds: list[EngineKind]) -> tuple[float, float, in
 
 
 def multisets(gpus: int, degrees: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """How many engines of each degree, in every way to spend exactly `gpus`."""
+    """Numbers of engines of each degree, in every way to use exactly `gpus`."""
     if len(degrees) == 1:
         if gpus % degrees[0] == 0:
             yield (gpus // degrees[0],)
@@ -214,18 +216,6 @@ def multisets(gpus: int, degrees: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     for count in range(gpus // degrees[-1] + 1):
         for others in multisets(gpus - count * degrees[-1], degrees[:-1]):
             yield (*others, count)
-
-
-def _ms(seconds: list[float]) -> float:
-    return round(1e3 * median(seconds), 2)
-
-
-def _ms_range(seconds: list[float]) -> list[float]:
-    return [round(1e3 * min(seconds), 2), round(1e3 * max(seconds), 2)]
-
-
-def _rounded(figure: float) -> float:
-    return round(figure, 5)
 
 
 BENCH = Bench(
