@@ -1,14 +1,10 @@
-"""What the controller wants done. A driver applies these in order.
+"""Actions: what the controller's driver is to do, in the order given.
 
-The contract of a driver:
-- `Save…`, `Remove…` and `Forget…` are state: they are stored before the request that caused them is answered.
-- `IssueTicket` is the answer to StepRequested.
-- All others are best effort and in the background: nothing waits for them, a failure is logged and at most becomes an
-  event (PlanArrived without groups, MoveEnded). A driver without the service that an action needs drops it the same
-  way.
+- `Save…`, `Remove…` and `Forget…` are stored before the request that caused them is answered.
+- `IssueTicket` and `KeepWaiting` answer StepRequested.
+- All others are done in the background as far as possible: a failure is logged, and becomes an event at most
+  (PlanArrived without groups, MoveEnded). A driver without the service that an action needs drops it the same way.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -16,57 +12,63 @@ from treadle_core.model import CostModel, EngineRecord, EngineSpec, Outcome, Pol
 from treadle_core.placing.question import PlanEngine, PlanWork
 
 
+class Action:
+    """Base of all actions."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class SaveTrajectory:
+class SaveTrajectory(Action):
     """Store the record under its trajectory_id."""
 
     record: TrajectoryRecord
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetTrajectory:
+class ForgetTrajectory(Action):
     """Remove a trajectory that closed long ago."""
 
     trajectory_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class SaveEngine:
+class SaveEngine(Action):
     """Store an engine and its lease."""
 
     record: EngineRecord
 
 
 @dataclass(frozen=True, slots=True)
-class RemoveEngine:
+class RemoveEngine(Action):
     """Remove an engine that is gone."""
 
     engine_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class SavePolicy:
+class SavePolicy(Action):
     """Store the policy of new trajectories."""
 
     policy: Policy
 
 
 @dataclass(frozen=True, slots=True)
-class IssueTicket:
+class IssueTicket(Action):
     """Answer StepRequested with this ticket."""
 
     ticket: TicketRecord
 
 
 @dataclass(frozen=True, slots=True)
-class KeepWaiting:
+class KeepWaiting(Action):
     """Answer StepRequested with a later IssueTicket, or let the client ask again."""
 
     trajectory_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class AskPrediction:
+class AskPrediction(Action):
     """Ask the predictor; answer with PredictionArrived carrying the same turn and gen_tokens."""
 
     trajectory_id: str
@@ -80,8 +82,8 @@ class AskPrediction:
 
 
 @dataclass(frozen=True, slots=True)
-class AskPlan:
-    """Ask the placement; answer with PlanArrived carrying the same plan_id. A new question makes an older one void."""
+class AskPlan(Action):
+    """Ask the placement; answer with PlanArrived of the same plan_id. Only the newest question counts."""
 
     plan_id: int
     work: PlanWork
@@ -90,8 +92,8 @@ class AskPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Reprioritize:
-    """Tell an engine's queue the new priorities of steps: (ticket_id, priority)."""
+class Reprioritize(Action):
+    """Send new priorities of steps, (ticket_id, priority), to an engine's queue."""
 
     engine_id: str
     address: str
@@ -99,7 +101,7 @@ class Reprioritize:
 
 
 @dataclass(frozen=True, slots=True)
-class StartMigration:
+class StartMigration(Action):
     """Ask the migrator to move a prefix; answer with MoveAccepted or MoveEnded."""
 
     move_id: str
@@ -114,84 +116,61 @@ class StartMigration:
 
 
 @dataclass(frozen=True, slots=True)
-class CancelMigration:
-    """The step came back before the move was done."""
+class CancelMigration(Action):
+    """Ask the migrator to cancel a move, as the next step was requested first or the move is not wanted any more."""
 
     trajectory_id: str
     migration_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class AbortStep:
-    """A step that nobody reads any more should stop."""
+class AbortStep(Action):
+    """Stop a step that no client reads any more."""
 
     address: str
     ticket_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class ReleasePrefix:
-    """An engine may forget a trajectory's context."""
+class ReleasePrefix(Action):
+    """Let an engine drop a trajectory's context."""
 
     address: str
     trajectory_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class AnnounceOpened:
+class AnnounceOpened(Action):
     """Publish trajectory_opened."""
 
     record: TrajectoryRecord
 
 
 @dataclass(frozen=True, slots=True)
-class AnnounceClosed:
-    """Publish trajectory_closed; answer with ClosedAnnounced once that is stored, or be asked again."""
+class AnnounceClosed(Action):
+    """Publish trajectory_closed; answer with ClosedAnnounced once it is stored, or the action comes again."""
 
     record: TrajectoryRecord
     outcome: Outcome
 
 
 @dataclass(frozen=True, slots=True)
-class AnnouncePredicted:
+class AnnouncePredicted(Action):
     """Publish trajectory_predicted."""
 
     record: TrajectoryRecord
 
 
 @dataclass(frozen=True, slots=True)
-class AnnounceEngineJoined:
+class AnnounceEngineJoined(Action):
     """Publish engine_joined."""
 
     spec: EngineSpec
 
 
 @dataclass(frozen=True, slots=True)
-class AnnounceEngineLost:
+class AnnounceEngineLost(Action):
     """Publish engine_lost; reason LEASE_EXPIRED, DEREGISTERED or REPLACED."""
 
     engine_id: str
     reason: str
-
-
-Action = (
-    SaveTrajectory
-    | ForgetTrajectory
-    | SaveEngine
-    | RemoveEngine
-    | SavePolicy
-    | IssueTicket
-    | KeepWaiting
-    | AskPrediction
-    | AskPlan
-    | Reprioritize
-    | StartMigration
-    | CancelMigration
-    | AbortStep
-    | ReleasePrefix
-    | AnnounceOpened
-    | AnnounceClosed
-    | AnnouncePredicted
-    | AnnounceEngineJoined
-    | AnnounceEngineLost
-)

@@ -1,9 +1,9 @@
-"""What the controller hears. A driver (the scheduler service, a simulator) makes these and hands them to
-`Controller.on_event`.
+"""Events: what happened, as the controller's driver (the scheduler service or a simulator) reports it.
 
 Requests (TrajectoryOpened, StepRequested, TrajectoryClosed, SwitchRequested, EngineRegistered, LeaseRenewed,
-EngineDeregistered, PolicySet) may be refused with an exception of `refusals.py` and then change nothing. All others are
-facts: they are never refused, may come twice, late or out of order, and what they no longer concern is ignored.
+EngineDeregistered, PolicySet) may be refused with an exception of `refusals` and then change nothing. All others are
+facts: they are never refused, and may arrive twice, late or out of order; a fact about something that is gone is
+ignored.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,15 @@ from treadle_core.model import EngineLoad, EngineSpec, Estimate, Outcome, Policy
 from treadle_core.placing.question import EngineOf
 
 
+class Event:
+    """Base of all events."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class TrajectoryOpened:
-    """A client asks to admit a trajectory. The driver mints `trajectory_id` where the client gave none."""
+class TrajectoryOpened(Event):
+    """A client asks to open a trajectory. The driver makes an id where the client gave none."""
 
     request_id: str
     trajectory_id: str
@@ -29,8 +35,8 @@ class TrajectoryOpened:
 
 
 @dataclass(frozen=True, slots=True)
-class StepRequested:
-    """A client asks for a ticket. `tool_s` is what the tool call before this turn took."""
+class StepRequested(Event):
+    """A client asks for a ticket. `tool_s`: how long the tool call before this turn took."""
 
     request_id: str
     trajectory_id: str
@@ -43,7 +49,7 @@ class StepRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class TrajectoryClosed:
+class TrajectoryClosed(Event):
     """A client ends a trajectory."""
 
     request_id: str
@@ -53,8 +59,8 @@ class TrajectoryClosed:
 
 
 @dataclass(frozen=True, slots=True)
-class SwitchRequested:
-    """The migrator asks to make `target_engine_id` the owner, provided that the revision has not moved."""
+class SwitchRequested(Event):
+    """The migrator asks to make `target_engine_id` the owner, if the revision is still the expected one."""
 
     request_id: str
     trajectory_id: str
@@ -63,8 +69,8 @@ class SwitchRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineRegistered:
-    """A sidecar announces its engine. `lease_id` is minted by the driver and used where this is a new registration."""
+class EngineRegistered(Event):
+    """A sidecar registers its engine. `lease_id` comes from the driver and is used for a new registration."""
 
     request_id: str
     lease_id: str
@@ -72,8 +78,8 @@ class EngineRegistered:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseRenewed:
-    """A sidecar holds its engine; `load` is None where it sent none."""
+class LeaseRenewed(Event):
+    """A sidecar renews its lease; `load` is None where it sent none."""
 
     lease_id: str
     engine_id: str
@@ -81,24 +87,24 @@ class LeaseRenewed:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineDeregistered:
-    """A sidecar takes its engine away."""
+class EngineDeregistered(Event):
+    """A sidecar removes its engine."""
 
     lease_id: str
     engine_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class PolicySet:
-    """The policy of trajectories opened from now on."""
+class PolicySet(Event):
+    """An operator sets the policy of new trajectories."""
 
     policy: Policy
 
 
 @dataclass(frozen=True, slots=True)
-class StepPreempted:
-    """An engine put a step back into its queue; `output_tokens` of it are sampled. It changes nothing; as with every
-    event, the controller asks for a plan where one is due."""
+class StepPreempted(Event):
+    """An engine evicted a step after `output_tokens`. It changes no record; as after every event, the controller asks
+    for a plan that is due."""
 
     trajectory_id: str
     ticket_id: str
@@ -106,7 +112,7 @@ class StepPreempted:
 
 
 @dataclass(frozen=True, slots=True)
-class StepFinished:
+class StepFinished(Event):
     """An engine finished a step. `output_tokens` is the step's whole output, resumed tokens included."""
 
     trajectory_id: str
@@ -118,7 +124,7 @@ class StepFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolStarted:
+class ToolStarted(Event):
     """A tool call began; `expected_s` is 0 where unknown."""
 
     trajectory_id: str
@@ -126,16 +132,15 @@ class ToolStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolFinished:
-    """A tool call ended: the next step is about to be asked for."""
+class ToolFinished(Event):
+    """A tool call ended; the next step is about to be requested."""
 
     trajectory_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class PredictionArrived:
-    """The predictor's answer to an AskPrediction made after `turn` steps and `gen_tokens` tokens; see
-    `model.Prediction`."""
+class PredictionArrived(Event):
+    """The predictor's answer to AskPrediction; see `model.Prediction`."""
 
     trajectory_id: str
     turn: int
@@ -147,9 +152,9 @@ class PredictionArrived:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanArrived:
-    """The placement's answer to AskPlan `plan_id`: the trajectories of each engine, or, shorter to say and to read, the
-    engine of each trajectory. Neither means that none could be had."""
+class PlanArrived(Event):
+    """The placement's answer to AskPlan `plan_id`: the trajectories of each engine, or the engine of each trajectory,
+    which is shorter. Neither: there is no plan."""
 
     plan_id: int
     groups: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -157,8 +162,8 @@ class PlanArrived:
 
 
 @dataclass(frozen=True, slots=True)
-class MoveAccepted:
-    """The migrator took StartMigration `move_id`."""
+class MoveAccepted(Event):
+    """The migrator accepted StartMigration `move_id`."""
 
     trajectory_id: str
     move_id: str
@@ -166,7 +171,7 @@ class MoveAccepted:
 
 
 @dataclass(frozen=True, slots=True)
-class MoveEnded:
+class MoveEnded(Event):
     """A migration ended, or could not be started (then `migration_id` is empty and `move_id` is set)."""
 
     trajectory_id: str
@@ -177,14 +182,14 @@ class MoveEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class ClosedAnnounced:
+class ClosedAnnounced(Event):
     """AnnounceClosed has been published."""
 
     trajectory_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsUpdated:
+class WeightsUpdated(Event):
     """An engine serves other weights now."""
 
     engine_id: str
@@ -192,29 +197,5 @@ class WeightsUpdated:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed: leases may have run out, closed trajectories may be forgotten. Drivers send one about each
-    second."""
-
-
-Event = (
-    TrajectoryOpened
-    | StepRequested
-    | TrajectoryClosed
-    | SwitchRequested
-    | EngineRegistered
-    | LeaseRenewed
-    | EngineDeregistered
-    | PolicySet
-    | StepPreempted
-    | StepFinished
-    | ToolStarted
-    | ToolFinished
-    | PredictionArrived
-    | PlanArrived
-    | MoveAccepted
-    | MoveEnded
-    | ClosedAnnounced
-    | WeightsUpdated
-    | Tick
-)
+class Tick(Event):
+    """Time passed. Drivers send one about every second."""

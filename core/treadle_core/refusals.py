@@ -1,21 +1,15 @@
-"""Why the controller refuses a request. A refused request has changed nothing.
+"""Why the controller refuses a request, and which input of a pure function is wrong.
 
-`reason` is the stable word that a program reads, `metadata` the ids it speaks of; the service maps each class to a gRPC
-status.
-
-The root of what pure policy can refuse.
-
-Purpose: every error of `treadle_core` says which input was wrong, so that a service can name the field to its caller.
-Invariant: `field` is the path of the input as the caller of the core function wrote it, e.g.
-`trajectories[3].remaining_tokens`."""
-
-from __future__ import annotations
+A refused request has changed nothing. `reason` is the stable word that a program reads; the scheduler service maps each
+class to a gRPC status. A CoreError names the field, by its path as the caller wrote it, so that a service can name it
+to its own caller, e.g. `trajectories[3].remaining_tokens`.
+"""
 
 from typing import ClassVar
 
 
-class Refusal(Exception):  # noqa: N818 - a refusal is no fault
-    """Base of all refusals: reason, message for a person, ids."""
+class Refusal(Exception):  # noqa: N818 - not a fault
+    """Base of all refusals. `message` is for a person, `metadata` has the ids that it is about."""
 
     reason: ClassVar[str] = "REFUSED"
 
@@ -26,7 +20,7 @@ class Refusal(Exception):  # noqa: N818 - a refusal is no fault
 
 
 class BadField(Refusal):
-    """A value in the request cannot be right; `field` names it."""
+    """The value of `field` in the request cannot be right."""
 
     reason = "INVALID_ARGUMENT"
 
@@ -48,37 +42,37 @@ class RequestIdReused(BadField):
 
 
 class TrajectoryNotFound(Refusal):
-    """Unknown, or closed so long ago that it is forgotten."""
+    """The trajectory is unknown, or closed so long ago that it is forgotten."""
 
     reason = "TRAJECTORY_NOT_FOUND"
 
 
 class TrajectoryExists(Refusal):
-    """The id was opened by another request."""
+    """Another request has opened a trajectory of this id."""
 
     reason = "TRAJECTORY_EXISTS"
 
 
 class TrajectoryIsClosed(Refusal):
-    """No more steps may come."""
+    """A closed trajectory takes no more steps."""
 
     reason = "TRAJECTORY_CLOSED"
 
 
 class TurnOutOfOrder(Refusal):
-    """Not the turn that comes next."""
+    """The turn is not the next one."""
 
     reason = "TURN_OUT_OF_ORDER"
 
 
 class StepInFlight(Refusal):
-    """A ticket of this trajectory is out."""
+    """The trajectory has a live ticket."""
 
     reason = "STEP_IN_FLIGHT"
 
 
 class RevisionMismatch(Refusal):
-    """The trajectory's owner changed meanwhile."""
+    """The trajectory has another owner by now."""
 
     reason = "REVISION_MISMATCH"
 
@@ -96,19 +90,19 @@ class EngineNotFound(Refusal):
 
 
 class LeaseNotFound(Refusal):
-    """The lease ran out or never was: register again."""
+    """The lease expired or never existed: register again."""
 
     reason = "LEASE_NOT_FOUND"
 
 
 class NoEngine(Refusal):
-    """No engine may run this step now; one may come."""
+    """No engine can run this step now."""
 
     reason = "NO_ENGINE"
 
 
 class CoreError(ValueError):
-    """An input that a policy cannot work with; `field` is its path, `description` what would be right."""
+    """The input at path `field` cannot be used; `description` says what would be right."""
 
     def __init__(self, field: str, description: str) -> None:
         super().__init__(f"{field}: {description}")

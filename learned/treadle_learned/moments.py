@@ -96,7 +96,7 @@ def features_of(
     ahead = sum(each.gen_tokens > progress.gen_tokens for each in running)
     tokens, turns = forecast.remaining_tokens, forecast.remaining_turns
     # By how many versions the weights have moved on since they sampled what is known of the prompt: lengths drift.
-    now, sampled_by = version_number(weight_version), evidence.sampled_by(progress.trajectory_id, progress.prompt_id)
+    now, sampled_by = version_number(weight_version), evidence.mean_version(progress.trajectory_id, progress.prompt_id)
     behind = 0.0 if now is None or sampled_by is None else max(0.0, now - sampled_by)
     values = (
         math.log1p(progress.turn),
@@ -136,19 +136,19 @@ def replay(
     that ended before the first begins. prior: the estimate for a mesh's first trajectories."""
     evidence = Evidence()
     for transcript in earlier:
-        evidence.closed(ended(transcript))
+        evidence.close_trajectory(ended(transcript))
     estimator = learned_from(evidence, prior or Prior())
     tracks = [_Track(index, transcript) for index, transcript in enumerate(transcripts)]
     moments: list[Moment] = []
     for track, turn in _in_time(tracks):
         transcript = track.transcript
         if turn == 0:
-            evidence.opened(transcript.trajectory_id, transcript.rollout_id, transcript.prompt_id)
+            evidence.open_trajectory(transcript.trajectory_id, transcript.rollout_id, transcript.prompt_id)
         else:
             track.step(turn - 1)
-            evidence.stepped(transcript.trajectory_id, turn - 1, transcript.turns[turn - 1].gen_tokens)
+            evidence.add_step(transcript.trajectory_id, turn - 1, transcript.turns[turn - 1].gen_tokens)
         if turn == len(transcript.turns):
-            evidence.closed(ended(transcript))
+            evidence.close_trajectory(ended(transcript))
         elif asked(turn):
             moments.append(track.moment(turn, evidence, estimator))
     return moments

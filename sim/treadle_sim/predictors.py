@@ -178,16 +178,16 @@ class Siblings(Predictor):
         self._estimator = learned_from(self._evidence, Prior())
         self._seen: dict[int, tuple[int, int]] = {}  # turns and tokens that the evidence has of an open trajectory
         for number, work in enumerate(earlier):
-            self._evidence.closed(_ended(f"{BEFORE}-{number}", BEFORE, work))
+            self._evidence.close_trajectory(_ended(f"{BEFORE}-{number}", BEFORE, work))
 
     def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
         work = self._workload.trajectories[index]
         name = f"{NOW}-{index}"
         if index not in self._seen:
-            self._evidence.opened(name, NOW, work.prompt_id)
+            self._evidence.open_trajectory(name, NOW, work.prompt_id)
         turns, tokens = self._seen.get(index, (0, 0))
         if turn > turns:
-            self._evidence.stepped(name, turn - 1, gen_tokens - tokens)
+            self._evidence.add_step(name, turn - 1, gen_tokens - tokens)
         self._seen[index] = (turn, gen_tokens)
         forecast = self._estimator.estimate(
             Progress(
@@ -202,7 +202,7 @@ class Siblings(Predictor):
         return forecast.remaining_tokens, forecast.remaining_turns
 
     def finish(self, index: int) -> None:
-        self._evidence.closed(_ended(f"{NOW}-{index}", NOW, self._workload.trajectories[index]))
+        self._evidence.close_trajectory(_ended(f"{NOW}-{index}", NOW, self._workload.trajectories[index]))
         self._seen.pop(index, None)
 
 

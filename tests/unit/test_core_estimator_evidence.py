@@ -20,11 +20,11 @@ def tell(evidence: Evidence, event: Event) -> None:
     kind, number, turn, tokens = event
     trajectory_id, rollout_id, prompt_id = f"t{number}", f"r{number % 2}", f"p{number % 3}"
     if kind == "opened":
-        evidence.opened(trajectory_id, rollout_id, prompt_id)
+        evidence.open_trajectory(trajectory_id, rollout_id, prompt_id)
     elif kind == "stepped":
-        evidence.stepped(trajectory_id, turn, tokens)
+        evidence.add_step(trajectory_id, turn, tokens)
     else:
-        evidence.closed(Ended(trajectory_id, rollout_id, prompt_id, tokens, turn, own_end=tokens % 2 == 0))
+        evidence.close_trajectory(Ended(trajectory_id, rollout_id, prompt_id, tokens, turn, own_end=tokens % 2 == 0))
 
 
 def seen(evidence: Evidence) -> object:
@@ -69,9 +69,9 @@ def test_every_trajectory_is_counted_once_running_or_ended(told: list[Event]) ->
 
 def test_a_step_that_ended_on_one_engine_and_went_on_on_another_counts_once() -> None:
     evidence = Evidence()
-    evidence.opened("t", "r", "p")
+    evidence.open_trajectory("t", "r", "p")
     for turn, tokens in ((0, 10), (1, 20), (1, 35), (0, 10), (2, 5)):
-        evidence.stepped("t", turn, tokens)
+        evidence.add_step("t", turn, tokens)
     found = evidence.group_of("t", "p")
     assert found is not None
     assert found[1].running["t"].gen_tokens == 10 + 35 + 5
@@ -80,17 +80,17 @@ def test_a_step_that_ended_on_one_engine_and_went_on_on_another_counts_once() ->
 
 def test_a_step_of_a_trajectory_that_nobody_opened_changes_nothing() -> None:
     evidence = Evidence()
-    evidence.stepped("stranger", 0, 100)
+    evidence.add_step("stranger", 0, 100)
     assert evidence.group_of("stranger", "p") is None
 
 
 def test_a_late_step_after_the_close_changes_nothing() -> None:
     evidence = Evidence()
-    evidence.opened("t", "r", "p")
-    evidence.closed(Ended("t", "r", "p", 50, 1, own_end=True))
+    evidence.open_trajectory("t", "r", "p")
+    evidence.close_trajectory(Ended("t", "r", "p", 50, 1, own_end=True))
     before = seen(evidence)
-    evidence.stepped("t", 1, 500)
-    evidence.opened("t", "r", "p")
+    evidence.add_step("t", 1, 500)
+    evidence.open_trajectory("t", "r", "p")
     assert seen(evidence) == before
 
 
@@ -99,10 +99,12 @@ def test_memory_is_bounded_whatever_comes(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(module, name, 5)
     evidence = Evidence()
     for number in range(200):
-        evidence.opened(f"t{number}", f"r{number // 40}", f"p{number % 9}")
-        evidence.stepped(f"t{number}", 0, number)
+        evidence.open_trajectory(f"t{number}", f"r{number // 40}", f"p{number % 9}")
+        evidence.add_step(f"t{number}", 0, number)
         if number % 3:
-            evidence.closed(Ended(f"t{number}", f"r{number // 40}", f"p{number % 9}", number, 1, own_end=True))
+            evidence.close_trajectory(
+                Ended(f"t{number}", f"r{number // 40}", f"p{number % 9}", number, 1, own_end=True)
+            )
     tally = evidence.tokens.observed
     assert evidence.ended_kept == 5
     assert tally.ended.sum() == 5
@@ -115,8 +117,8 @@ def test_memory_is_bounded_whatever_comes(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_versions_of_all_are_those_of_the_newest_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_OF_ALL", 2)
     evidence = Evidence()
-    assert evidence.sampled_by("t", "p") is None
+    assert evidence.mean_version("t", "p") is None
     for number, version in enumerate((1, None, 5)):
-        evidence.closed(Ended(f"t{number}", "r", f"p{number}", 9, 1, own_end=True, weight_version=version))
-    assert evidence.sampled_by("t", "p") == 5.0
-    assert evidence.sampled_by("t", "p1") is None
+        evidence.close_trajectory(Ended(f"t{number}", "r", f"p{number}", 9, 1, own_end=True, weight_version=version))
+    assert evidence.mean_version("t", "p") == 5.0
+    assert evidence.mean_version("t", "p1") is None

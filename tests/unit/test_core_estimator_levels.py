@@ -30,9 +30,11 @@ def test_quantiles_are_in_order_and_within_the_cap_whatever_was_seen(
 ) -> None:
     evidence = Evidence()
     for index, (tokens, prompt, own_end) in enumerate(told):
-        evidence.opened(f"run{index}", "r1", f"p{prompt}")
-        evidence.stepped(f"run{index}", 0, tokens)
-        evidence.closed(ended(f"t{index}", tokens, prompt=f"p{prompt}", rollout=f"r{index % 2}", own_end=own_end))
+        evidence.open_trajectory(f"run{index}", "r1", f"p{prompt}")
+        evidence.add_step(f"run{index}", 0, tokens)
+        evidence.close_trajectory(
+            ended(f"t{index}", tokens, prompt=f"p{prompt}", rollout=f"r{index % 2}", own_end=own_end)
+        )
     progress = Progress("t", "p0", turn=turn, gen_tokens=gen_tokens, max_total_tokens=cap)
     forecast = learned_from(evidence, PRIOR).estimate(progress)
     tokens_left, turns_left = forecast.remaining_tokens, forecast.remaining_turns
@@ -52,11 +54,11 @@ def test_before_anything_was_seen_the_stated_prior_answers() -> None:
 def test_another_prompts_end_makes_history_answer_and_the_prompts_own_end_goes_before_it() -> None:
     evidence = Evidence()
     for index in range(20):
-        evidence.closed(ended(f"a{index}", 10_000 + index, prompt="other"))
+        evidence.close_trajectory(ended(f"a{index}", 10_000 + index, prompt="other"))
     of_all = ask(evidence)
     assert (of_all.source, of_all.model_version) == (Source.HISTORY, "history-all-20")
-    evidence.closed(ended("b0", 100, rollout="r0"))
-    evidence.opened("t", "r1", "p")
+    evidence.close_trajectory(ended("b0", 100, rollout="r0"))
+    evidence.open_trajectory("t", "r1", "p")
     own = ask(evidence)
     assert (own.source, own.model_version) == (Source.HISTORY, "history-prompt-1")
     assert own.remaining_tokens.p10 < of_all.remaining_tokens.p10
@@ -65,12 +67,12 @@ def test_another_prompts_end_makes_history_answer_and_the_prompts_own_end_goes_b
 def test_one_ended_sibling_makes_the_group_answer_and_more_of_them_converge() -> None:
     evidence = Evidence()
     for index in range(40):
-        evidence.closed(ended(f"old{index}", 500, rollout="earlier"))
+        evidence.close_trajectory(ended(f"old{index}", 500, rollout="earlier"))
     for index in range(32):
-        evidence.opened(f"s{index}", "now", "p")
+        evidence.open_trajectory(f"s{index}", "now", "p")
     errors = []
     for index in range(31):
-        evidence.closed(ended(f"s{index}", 8_000 + 10 * index, rollout="now"))
+        evidence.close_trajectory(ended(f"s{index}", 8_000 + 10 * index, rollout="now"))
         forecast = ask(evidence, trajectory="s31")
         assert forecast.source is Source.SIBLINGS
         assert forecast.model_version == f"siblings-{index + 1}"
@@ -81,9 +83,9 @@ def test_one_ended_sibling_makes_the_group_answer_and_more_of_them_converge() ->
 
 def test_the_further_a_trajectory_is_the_more_only_the_long_siblings_count() -> None:
     evidence = Evidence()
-    evidence.opened("t", "r0", "p")
+    evidence.open_trajectory("t", "r0", "p")
     for index, tokens in enumerate([1_000] * 12 + [20_000] * 4):
-        evidence.closed(ended(f"s{index}", tokens))
+        evidence.close_trajectory(ended(f"s{index}", tokens))
     early, late = ask(evidence, 500), ask(evidence, 3_000)
     assert early.remaining_tokens.p50 < 2_000
     assert late.remaining_tokens.p50 > 12_000
@@ -92,11 +94,11 @@ def test_the_further_a_trajectory_is_the_more_only_the_long_siblings_count() -> 
 def test_running_siblings_that_are_far_lift_the_estimate_although_none_of_them_ended() -> None:
     evidence = Evidence()
     for index in range(8):
-        evidence.opened(f"s{index}", "r0", "p")
-    evidence.closed(ended("s0", 400))
+        evidence.open_trajectory(f"s{index}", "r0", "p")
+    evidence.close_trajectory(ended("s0", 400))
     before = ask(evidence, trajectory="s7")
     for index in range(1, 7):
-        evidence.stepped(f"s{index}", 0, 9_000)
+        evidence.add_step(f"s{index}", 0, 9_000)
     after = ask(evidence, trajectory="s7")
     assert after.remaining_tokens.p50 > 2 * before.remaining_tokens.p50
 
@@ -104,8 +106,8 @@ def test_running_siblings_that_are_far_lift_the_estimate_although_none_of_them_e
 def test_truncated_siblings_count_as_longer_than_their_cut() -> None:
     whole, cut = Evidence(), Evidence()
     for index in range(10):
-        whole.closed(ended(f"s{index}", 2_000))
-        cut.closed(ended(f"s{index}", 2_000, own_end=False))
+        whole.close_trajectory(ended(f"s{index}", 2_000))
+        cut.close_trajectory(ended(f"s{index}", 2_000, own_end=False))
     assert ask(cut).remaining_tokens.p50 > 1.3 * ask(whole).remaining_tokens.p50
 
 
@@ -113,11 +115,11 @@ def test_those_that_run_elsewhere_say_nothing_about_a_prompt_of_its_own() -> Non
     """Only siblings that run are counted: see `Evidence`."""
     evidence = Evidence()
     for index in range(10):
-        evidence.closed(ended(f"t{index}", 200 + index, prompt=f"p{index}"))
+        evidence.close_trajectory(ended(f"t{index}", 200 + index, prompt=f"p{index}"))
     before = ask(evidence, prompt="unseen")
     for index in range(10, 100):
-        evidence.opened(f"t{index}", "r0", f"p{index}")
-        evidence.stepped(f"t{index}", 0, 3_000)
+        evidence.open_trajectory(f"t{index}", "r0", f"p{index}")
+        evidence.add_step(f"t{index}", 0, 3_000)
     assert ask(evidence, prompt="unseen") == before
 
 
@@ -132,10 +134,10 @@ def test_the_same_evidence_gives_the_same_estimate_however_often_it_was_asked_on
     often = learned_from(asked, PRIOR)
     for evidence in (asked, silent):
         for index in range(30):
-            evidence.opened(f"t{index}", "r0", f"p{index % 4}")
-            evidence.stepped(f"t{index}", 0, 37 * index)
+            evidence.open_trajectory(f"t{index}", "r0", f"p{index % 4}")
+            evidence.add_step(f"t{index}", 0, 37 * index)
             if index % 2:
-                evidence.closed(ended(f"t{index}", 50 * index, prompt=f"p{index % 4}"))
+                evidence.close_trajectory(ended(f"t{index}", 50 * index, prompt=f"p{index % 4}"))
             if evidence is asked:
                 often.estimate(Progress(f"t{index}", f"p{index % 4}"))
     for number in range(4):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.ranking.evidence import TOKEN_KNOTS, Tally, lognormal, observed, posterior, remaining
+from treadle_core.ranking.evidence import TOKEN_KNOTS, Tally, count_totals, lognormal, posterior, remaining_quantiles
 
 BASE = lognormal(TOKEN_KNOTS, 1_000.0, 1.0)
 
@@ -26,7 +26,7 @@ def kaplan_meier(ended: list[float], censored: list[float], at: float) -> float:
 def test_a_curve_never_rises_and_stays_between_one_and_zero(
     ended: list[float], censored: list[float], weight: float
 ) -> None:
-    curve = posterior(TOKEN_KNOTS, BASE, weight, observed(ended, censored))
+    curve = posterior(TOKEN_KNOTS, BASE, weight, count_totals(ended, censored))
     assert (np.diff(curve) <= 0).all()
     assert 0.0 <= curve[-1] <= curve[0] <= 1.0
 
@@ -37,42 +37,50 @@ def test_when_the_base_counts_next_to_nothing_the_curve_is_kaplan_meiers(
     ended: list[float], censored: list[float]
 ) -> None:
     """Below the largest total: beyond it Kaplan-Meier says nothing, and the base speaks."""
-    curve = posterior(TOKEN_KNOTS, BASE, 1e-9, observed(ended, censored))
+    curve = posterior(TOKEN_KNOTS, BASE, 1e-9, count_totals(ended, censored))
     for at in range(0, len(TOKEN_KNOTS), 60):
         if TOKEN_KNOTS[at] < max(ended + censored) and BASE[at] > 1e-3:
             assert curve[at] == pytest.approx(kaplan_meier(ended, censored, float(TOKEN_KNOTS[at])), abs=1e-5)
 
 
 def test_without_observations_the_curve_is_the_base() -> None:
-    assert posterior(TOKEN_KNOTS, BASE, 3.0, observed([], [])) is BASE
+    assert posterior(TOKEN_KNOTS, BASE, 3.0, count_totals([], [])) is BASE
 
 
 @settings(deadline=None)
 @given(totals, totals, st.floats(0, 100_000))
 def test_quantiles_of_what_remains_never_fall(ended: list[float], censored: list[float], done: float) -> None:
-    p10, p50, p90 = remaining(TOKEN_KNOTS, posterior(TOKEN_KNOTS, BASE, 2.0, observed(ended, censored)), done)
+    p10, p50, p90 = remaining_quantiles(
+        TOKEN_KNOTS, posterior(TOKEN_KNOTS, BASE, 2.0, count_totals(ended, censored)), done
+    )
     assert 0.0 <= p10 <= p50 <= p90 < TOKEN_KNOTS[-1]
 
 
 def test_what_was_cut_makes_the_rest_look_longer_not_shorter() -> None:
     """Eight totals of about 500; as many cut at 500 say that the total is beyond."""
     ended = [400.0, 450.0, 480.0, 500.0, 520.0, 540.0, 560.0, 600.0]
-    whole = remaining(TOKEN_KNOTS, posterior(TOKEN_KNOTS, BASE, 2.0, observed(ended, [])), 100.0)
-    cut = remaining(TOKEN_KNOTS, posterior(TOKEN_KNOTS, BASE, 2.0, observed(ended, [500.0] * 8)), 100.0)
-    as_if_short = remaining(TOKEN_KNOTS, posterior(TOKEN_KNOTS, BASE, 2.0, observed([*ended, *[500.0] * 8], [])), 100.0)
+    whole = remaining_quantiles(TOKEN_KNOTS, posterior(TOKEN_KNOTS, BASE, 2.0, count_totals(ended, [])), 100.0)
+    cut = remaining_quantiles(TOKEN_KNOTS, posterior(TOKEN_KNOTS, BASE, 2.0, count_totals(ended, [500.0] * 8)), 100.0)
+    as_if_short = remaining_quantiles(
+        TOKEN_KNOTS, posterior(TOKEN_KNOTS, BASE, 2.0, count_totals([*ended, *[500.0] * 8], [])), 100.0
+    )
     assert cut[1] > whole[1]
     assert cut[1] > as_if_short[1]
 
 
 def test_the_same_trajectory_still_running_says_nothing_about_its_own_rest() -> None:
-    without = posterior(TOKEN_KNOTS, BASE, 2.0, observed([300.0, 900.0, 2_000.0], [700.0]))
-    with_itself = posterior(TOKEN_KNOTS, BASE, 2.0, observed([300.0, 900.0, 2_000.0], [700.0, 800.0]))
-    assert remaining(TOKEN_KNOTS, without, 820.0) == pytest.approx(remaining(TOKEN_KNOTS, with_itself, 820.0), rel=0.02)
+    without = posterior(TOKEN_KNOTS, BASE, 2.0, count_totals([300.0, 900.0, 2_000.0], [700.0]))
+    with_itself = posterior(TOKEN_KNOTS, BASE, 2.0, count_totals([300.0, 900.0, 2_000.0], [700.0, 800.0]))
+    assert remaining_quantiles(TOKEN_KNOTS, without, 820.0) == pytest.approx(
+        remaining_quantiles(TOKEN_KNOTS, with_itself, 820.0), rel=0.02
+    )
 
 
 def test_beyond_all_that_was_seen_the_base_says_how_much_remains() -> None:
-    curve = posterior(TOKEN_KNOTS, BASE, 2.0, observed([100.0, 200.0], []))
-    assert remaining(TOKEN_KNOTS, curve, 5_000.0) == pytest.approx(remaining(TOKEN_KNOTS, BASE, 5_000.0), rel=1e-6)
+    curve = posterior(TOKEN_KNOTS, BASE, 2.0, count_totals([100.0, 200.0], []))
+    assert remaining_quantiles(TOKEN_KNOTS, curve, 5_000.0) == pytest.approx(
+        remaining_quantiles(TOKEN_KNOTS, BASE, 5_000.0), rel=1e-6
+    )
 
 
 def test_with_many_observations_the_quantiles_converge_to_the_true_ones() -> None:
@@ -83,7 +91,7 @@ def test_with_many_observations_the_quantiles_converge_to_the_true_ones() -> Non
         samples = rng.lognormal(np.log(3_000.0), 0.5, count)
         cuts = rng.lognormal(np.log(6_000.0), 0.5, count)  # some are cut before their end, at random
         ended, censored = samples[samples <= cuts].tolist(), cuts[samples > cuts].tolist()
-        found = remaining(TOKEN_KNOTS, posterior(TOKEN_KNOTS, BASE, 2.0, observed(ended, censored)), 0.0)
+        found = remaining_quantiles(TOKEN_KNOTS, posterior(TOKEN_KNOTS, BASE, 2.0, count_totals(ended, censored)), 0.0)
         errors.append(float(np.abs(np.log(np.array(found) / true)).max()))
     assert errors[2] < 0.06
     assert errors[2] < errors[1] < errors[0]

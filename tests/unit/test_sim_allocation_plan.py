@@ -130,7 +130,7 @@ def test_a_plan_does_not_depend_on_the_order_in_which_kinds_or_trajectories_are_
 
 
 def guesses(doubt: float) -> dict[str, Any]:
-    """A long tail of 200 medians, each as sample_lengths."""
+    """A long tail of 200 medians, each uncertain."""
     lengths = np.random.default_rng(5).lognormal(7.5, 0.8, 200)
     return {
         "lengths": lengths,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_core.ranking.evidence import observed, posterior
+from treadle_core.ranking.evidence import count_totals, posterior
 from treadle_sim.workloads.parametric import make
 from treadle_sim.workloads.resample import Donors, apply_caps, continue_cut, resample
 from treadle_sim.workloads.workload import Step, TrajectoryWork, groups
@@ -103,7 +103,7 @@ def test_going_on_gives_kaplan_and_meiers_curve(lives: list[tuple[int, bool]]) -
         spread(*each, 1.0 / len(lives))
     knots = np.arange(13.0)
     nothing = np.zeros(len(knots))  # no base curve: Kaplan-Meier
-    seen = observed([t for t, cut in lives if not cut], [t for t, cut in lives if cut])
+    seen = count_totals([t for t, cut in lives if not cut], [t for t, cut in lives if cut])
     last = max(t for t, _ in lives)
     curve = posterior(knots, nothing, 1e-12, seen)
     for knot in range(last):

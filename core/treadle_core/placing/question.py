@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
 
@@ -123,27 +124,25 @@ def check_workload(lengths: Floats, contexts: Floats) -> None:
     """Raises InvalidTrajectoryError naming the first bad figure."""
     if lengths.ndim != 1 or contexts.shape != lengths.shape:
         raise InvalidTrajectoryError("trajectories", f"lengths {lengths.shape} do not match contexts {contexts.shape}")
-    for name, values in (("remaining_tokens", lengths), ("context_tokens", contexts)):
-        if len(values) == 0 or (values.min() >= 0.0 and values.max() <= MOST_TOKENS):  # NaN fails both
-            continue
-        index = int(np.argmax(~((values >= 0.0) & (values <= MOST_TOKENS))))
-        raise InvalidTrajectoryError(
-            f"trajectories[{index}].{name}",
-            f"must be a number from 0 to {MOST_TOKENS:g}, is {float(values[index])}",
-        )
+    _require_range("remaining_tokens", lengths, MOST_TOKENS)
+    _require_range("context_tokens", contexts, MOST_TOKENS)
 
 
 def check_uncertainty(log_sigma: Floats, room_tokens: Floats, count: int) -> None:
     """Raises InvalidTrajectoryError for a deviation that is no finite number >= 0 or a cap that is no number >= 0."""
-    for name, values, most in (("log_sigma", log_sigma, MOST_LOG_SIGMA), ("room_tokens", room_tokens, np.inf)):
+    for name, values, most in (("log_sigma", log_sigma, MOST_LOG_SIGMA), ("room_tokens", room_tokens, math.inf)):
         if values.shape != (count,):
             raise InvalidTrajectoryError("trajectories", f"{count} lengths but {name} {values.shape}")
-        if count == 0 or (values.min() >= 0.0 and values.max() <= most):  # NaN fails both
-            continue
-        index = int(np.argmax(~((values >= 0.0) & (values <= most))))
-        raise InvalidTrajectoryError(
-            f"trajectories[{index}].{name}", f"must be a number from 0 to {most:g}, is {float(values[index])}"
-        )
+        _require_range(name, values, most)
+
+
+def _require_range(name: str, values: Floats, most: float) -> None:
+    if len(values) == 0 or (values.min() >= 0.0 and values.max() <= most):  # NaN fails both
+        return
+    index = int(np.argmax(~((values >= 0.0) & (values <= most))))
+    raise InvalidTrajectoryError(
+        f"trajectories[{index}].{name}", f"must be a number from 0 to {most:g}, is {float(values[index])}"
+    )
 
 
 def check_current(current: Indexes, count: int, engines: int) -> None:
@@ -169,6 +168,20 @@ def check_fit(contexts: Floats, capacities: Floats) -> None:
         )
 
 
+# Figures of an engine, in the columns of `check_engines`: path, least, most, and whether it may be 0 besides.
+FIGURES = (
+    ("decode_curve.base_s", LEAST_SECONDS, MOST_SECONDS, True),
+    ("decode_curve.per_sequence_s", LEAST_SECONDS, MOST_SECONDS, True),
+    ("decode_curve.per_kv_token_s", LEAST_SECONDS, MOST_SECONDS, True),
+    ("slot_limit", 1, math.inf, False),
+    ("kv_tokens_capacity", 0, math.inf, False),
+    ("decode_curve.prefill_tokens_per_s", LEAST_PREFILL_TOKENS_PER_S, MOST_TOKENS, True),
+    ("tensor_parallel", 1, math.inf, False),
+)
+PATHS, LEAST, MOST, OR_ZERO = zip(*FIGURES, strict=True)
+READ_FIGURES = attrgetter(*PATHS)
+
+
 def check_engines(engines: Sequence[PlanEngine]) -> Floats:
     """Check the engines and return rows[m, 7]: base_s, per_sequence_s, per_kv_token_s, slots, KV tokens (inf where
     unknown), seconds a prefilled token (0 where unknown), tensor_parallel.
@@ -177,57 +190,21 @@ def check_engines(engines: Sequence[PlanEngine]) -> Floats:
     """
     if not engines:
         raise NoEnginesError("engines", "at least one engine is needed")
-    rows = np.array(
-        [
-            (
-                (curve := engine.decode_curve).base_s,
-                curve.per_sequence_s,
-                curve.per_kv_token_s,
-                engine.slot_limit,
-                engine.kv_tokens_capacity,
-                curve.prefill_tokens_per_s,
-                engine.tensor_parallel,
-            )
-            for engine in engines
-        ],
-        np.float64,
-    )
-    seconds, (slots, capacity, rate, parallel) = rows[:, :3], rows[:, 3:].T
-    good = ((seconds == 0.0) | ((seconds >= LEAST_SECONDS) & (seconds <= MOST_SECONDS))).all(axis=1)
-    good &= (slots >= 1) & (capacity >= 0) & (parallel >= 1) & (rows[:, 0] + rows[:, 1] > 0.0)
-    good &= (rate == 0.0) | ((rate >= LEAST_PREFILL_TOKENS_PER_S) & (rate <= MOST_TOKENS))
+    rows = np.array([READ_FIGURES(engine) for engine in engines], np.float64)
+    good = ((rows >= LEAST) & (rows <= MOST)) | ((rows == 0.0) & OR_ZERO)
     if not good.all():
-        index = int(np.argmin(good))
-        raise describe_wrong_engine(engines[index], f"engines[{index}]")
+        index, column = (int(at[0]) for at in np.nonzero(~good))
+        limits = f"at least {LEAST[column]}" if MOST[column] == math.inf else f"{LEAST[column]:g} to {MOST[column]:g}"
+        raise InvalidEngineError(
+            f"engines[{index}].{PATHS[column]}",
+            f"must be {'0 or ' if OR_ZERO[column] else ''}{limits}, is {rows[index, column]:g}",
+        )
+    if (rows[:, 0] + rows[:, 1] <= 0.0).any():
+        index = int(np.argmin(rows[:, 0] + rows[:, 1]))
+        raise InvalidEngineError(
+            f"engines[{index}].decode_curve", "base_s + per_sequence_s must be > 0: a step takes time"
+        )
+    capacity, rate = rows[:, 4], rows[:, 5]
     capacity[capacity == 0.0] = np.inf
     np.divide(1.0, rate, out=rate, where=rate > 0.0)
     return rows
-
-
-def describe_wrong_engine(engine: PlanEngine, at: str) -> InvalidEngineError:
-    """The error for the first figure of an engine that is out of its range."""
-    for name, count, least in (
-        ("slot_limit", engine.slot_limit, 1),
-        ("kv_tokens_capacity", engine.kv_tokens_capacity, 0),
-        ("tensor_parallel", engine.tensor_parallel, 1),
-    ):
-        if not count >= least:
-            return InvalidEngineError(f"{at}.{name}", f"must be >= {least}, is {count}")
-    curve = engine.decode_curve
-    for name, seconds in (
-        ("base_s", curve.base_s),
-        ("per_sequence_s", curve.per_sequence_s),
-        ("per_kv_token_s", curve.per_kv_token_s),
-    ):
-        if seconds != 0.0 and not LEAST_SECONDS <= seconds <= MOST_SECONDS:
-            return InvalidEngineError(
-                f"{at}.decode_curve.{name}",
-                f"must be 0 or a number from {LEAST_SECONDS:g} to {MOST_SECONDS:g}, is {seconds}",
-            )
-    rate = curve.prefill_tokens_per_s
-    if rate != 0.0 and not LEAST_PREFILL_TOKENS_PER_S <= rate <= MOST_TOKENS:
-        return InvalidEngineError(
-            f"{at}.decode_curve.prefill_tokens_per_s",
-            f"must be 0 or a number from {LEAST_PREFILL_TOKENS_PER_S:g} to {MOST_TOKENS:g}, is {rate}",
-        )
-    return InvalidEngineError(f"{at}.decode_curve", "base_s + per_sequence_s must be > 0: a step takes time")

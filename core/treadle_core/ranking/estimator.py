@@ -1,15 +1,13 @@
-"""How much is left of a trajectory: one protocol, and the estimators that need no model (a learned one: Heddle §4.1).
+"""Estimators of what is left of a trajectory, as quantiles of tokens and turns, from siblings and earlier trajectories.
 
-Purpose: remaining generated tokens and turns as quantiles, after every step, from what siblings and earlier
-trajectories did.
-Invariants: 0 <= p10 <= p50 <= p90; remaining tokens never exceed what the trajectory's cap leaves; an estimate depends
-on the evidence and the question alone. A trajectory that was cut counts as longer than it was, a sibling that runs as
-longer than it is.
-Levels, each shrunk to the one below it (`survival.posterior`), so that few observations bend an estimate and many make
-it: siblings of the group <- earlier trajectories of the prompt <- trajectories of all prompts <- a stated prior.
-A learned model is one more `Estimator`, asked before these.
+An estimate depends on the evidence and the question alone; 0 <= p10 <= p50 <= p90, and remaining tokens never exceed
+what the trajectory's cap leaves. A trajectory that was cut counts as longer than it was, a running sibling as longer
+than it is.
 
-How well predicted lengths tell which trajectories are long: recall of the longest, and correlation (Heddle 7.2)."""
+Each level is shrunk to the one below it (`evidence.posterior`), so that few observations bend an estimate and many
+determine it: siblings of the group <- earlier trajectories of the prompt <- trajectories of all prompts <- a stated
+prior. A learned model (Heddle §4.1) is one more `Estimator`, asked before these.
+"""
 
 from __future__ import annotations
 
@@ -31,26 +29,26 @@ from treadle_core.ranking.evidence import (
     GroupKey,
     Observed,
     Running,
+    count_totals,
     lognormal,
-    observed,
     posterior,
-    remaining,
+    remaining_quantiles,
 )
 from treadle_core.refusals import CoreError
 
-# How many observations the level below counts as. Chosen on 11,322 tool-using runs (74 tasks, 39 models) and not tried
-# on others: there 1 to 4 for siblings and 8 to 20 for all change the pinball loss by about 1%, and 2 for all costs 2%
-# while little is known. The runs hold no prompt twice, so the weight for prompts is a choice.
+# How many observations the level below counts as. Chosen on 11,322 tool-using runs (74 tasks, 39 models): 1 to 4 for
+# siblings and 8 to 20 for all change the pinball loss by about 1%, and 2 for all costs 2% while little is known. No
+# prompt occurs twice in the runs, so the weight for prompts is a choice.
 SIBLINGS_WEIGHT = 4.0  # a prompt's history against its group, which shares the policy too
 PROMPT_WEIGHT = 4.0  # all prompts against one, whose share of the variance of lengths is from a tenth to three quarters
-ALL_WEIGHT = 8.0  # the prior against everything: gone after a handful of groups
+ALL_WEIGHT = 8.0  # the prior against all trajectories: negligible after a few groups
 
-# From how many ended trajectories on a level answers in its own name; being shrunk, one is safe.
+# A level answers from this many ended trajectories on; one is enough, since the estimate is shrunk.
 LEAST_ENDED_SIBLINGS = 1
 LEAST_ENDED_HISTORY = 1
 
-# Before anything was seen: half of all trajectories sample more than the median, a sixth more than e^sigma times it.
-# The middle of the agentic workloads that were published, and wide, so that a handful of observations bends it.
+# The prior: log-normal totals, in the middle of the published agentic workloads and wide, so that a few observations
+# bend it.
 PRIOR_MEDIAN_TOKENS = 1_000.0
 PRIOR_SIGMA_TOKENS = 1.2
 PRIOR_MEDIAN_TURNS = 4.0
@@ -61,11 +59,11 @@ MOST_CURVES = 1_024  # groups whose curves are kept, 13 kB each
 
 
 class InvalidProgressError(CoreError):
-    """A question with a negative count, or without ids."""
+    """A question with a negative count."""
 
 
 class Source(enum.IntEnum):
-    """Which estimator answered."""
+    """The estimator that answered."""
 
     PRIOR = 1
     HISTORY = 2
@@ -75,7 +73,7 @@ class Source(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What is known of a trajectory at the end of a step. `turn`: steps finished. Raises InvalidProgressError."""
+    """What is known of a trajectory after `turn` steps. Raises InvalidProgressError."""
 
     trajectory_id: str
     prompt_id: str
@@ -102,10 +100,10 @@ class Forecast:
 
 
 class Estimator(Protocol):
-    """Anything that can say how much is left."""
+    """Estimates how much is left of a trajectory."""
 
     def estimate(self, progress: Progress) -> Forecast | None:
-        """None where it has nothing to go by; then the next one is asked."""
+        """None where it has no evidence; then the next estimator is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,28 +113,28 @@ class Curves:
     tokens: Floats
     turns: Floats
 
-    def updated(self, weight: float, tokens: Observed, turns: Observed) -> Curves:
-        """These curves as the base of what was observed, counting as `weight` observations themselves."""
+    def update(self, weight: float, tokens: Observed, turns: Observed) -> Curves:
+        """The curves after observations, with these as the base that counts as `weight` observations."""
         return Curves(
             posterior(TOKEN_KNOTS, self.tokens, weight, tokens), posterior(TURN_KNOTS, self.turns, weight, turns)
         )
 
-    def after(self, weight: float, ended: Collection[Ended], running: Collection[Running] = ()) -> Curves:
-        """The same from trajectories one by one."""
+    def update_by(self, weight: float, ended: Collection[Ended], running: Collection[Running] = ()) -> Curves:
+        """`update` by trajectories."""
         whole = [each for each in ended if each.own_end]
         cut: list[Ended | Running] = [*(each for each in ended if not each.own_end), *running]
-        return self.updated(
+        return self.update(
             weight,
-            observed([each.gen_tokens for each in whole], [each.gen_tokens for each in cut]),
-            observed([each.turns for each in whole], [each.turns for each in cut]),
+            count_totals([each.gen_tokens for each in whole], [each.gen_tokens for each in cut]),
+            count_totals([each.turns for each in whole], [each.turns for each in cut]),
         )
 
     def forecast(self, progress: Progress, source: Source, version: str) -> Forecast:
         """What remains beyond `progress`, within its cap."""
-        tokens = np.array(remaining(TOKEN_KNOTS, self.tokens, progress.gen_tokens))
+        tokens = np.array(remaining_quantiles(TOKEN_KNOTS, self.tokens, progress.gen_tokens))
         if progress.max_total_tokens:
             tokens = np.minimum(tokens, max(0, progress.max_total_tokens - progress.gen_tokens))
-        turns = remaining(TURN_KNOTS, self.turns, progress.turn)
+        turns = remaining_quantiles(TURN_KNOTS, self.turns, progress.turn)
         return Forecast(Estimate(*tokens.tolist()), Estimate(*turns), source, version)
 
 
@@ -172,24 +170,24 @@ class History:
         if count < LEAST_ENDED_HISTORY:
             return None
         version = f"history-{'prompt' if own else 'all'}-{count}"
-        return self._all_curves().after(PROMPT_WEIGHT, own).forecast(progress, Source.HISTORY, version)
+        return self._all_curves().update_by(PROMPT_WEIGHT, own).forecast(progress, Source.HISTORY, version)
 
     def before(self, key: GroupKey) -> Curves:
-        """The curves of a prompt without those of the group itself: what the group's siblings are shrunk to."""
+        """The curves of a prompt without the group itself, to which the group's siblings are shrunk."""
         rollout_id, prompt_id = key
         earlier = [each for each in self._evidence.ended_of_prompt(prompt_id) if each.rollout_id != rollout_id]
-        return self._all_curves().after(PROMPT_WEIGHT, earlier)
+        return self._all_curves().update_by(PROMPT_WEIGHT, earlier)
 
     def _all_curves(self) -> Curves:
         evidence = self._evidence
         if self._all[0] != evidence.revision:
-            curves = self._prior.curves.updated(ALL_WEIGHT, evidence.tokens.observed, evidence.turns.observed)
+            curves = self._prior.curves.update(ALL_WEIGHT, evidence.tokens.observed, evidence.turns.observed)
             self._all = (evidence.revision, curves)
         return self._all[1]
 
 
 class SiblingsSoFar:
-    """Ended samples of the group, and running ones as longer than they are, shrunk to the prompt's history."""
+    """Ended samples of the group, and running ones as censored, shrunk to the prompt's history."""
 
     def __init__(self, evidence: Evidence, history: History) -> None:
         self._evidence = evidence
@@ -205,7 +203,7 @@ class SiblingsSoFar:
             return None
         cached = self._curves.get(key)
         if cached is None or cached[0] != self._evidence.revision:
-            curves = self._history.before(key).after(SIBLINGS_WEIGHT, group.ended.values(), group.running.values())
+            curves = self._history.before(key).update_by(SIBLINGS_WEIGHT, group.ended.values(), group.running.values())
             cached = self._curves[key] = (self._evidence.revision, curves)
             self._curves.move_to_end(key)
             if len(self._curves) > MOST_CURVES:
@@ -214,7 +212,7 @@ class SiblingsSoFar:
 
 
 class FirstThatAnswers:
-    """Asks estimators in order, the prior last."""
+    """Asks estimators in order, then the prior."""
 
     def __init__(self, estimators: Sequence[Estimator], prior: Prior) -> None:
         self._estimators = tuple(estimators)
@@ -229,7 +227,7 @@ class FirstThatAnswers:
 
 
 def best_source(evidence: Evidence) -> Source:
-    """The best that can answer by now: some group, or nobody, has an ended trajectory."""
+    """The best estimator that can answer now."""
     return Source.SIBLINGS if evidence.closed_total >= LEAST_ENDED_SIBLINGS else Source.PRIOR
 
 
@@ -239,12 +237,11 @@ def learned_from(evidence: Evidence, prior: Prior) -> FirstThatAnswers:
     return FirstThatAnswers((SiblingsSoFar(evidence, history), history), prior)
 
 
-LONGEST = 0.10  # of trajectories are the long tail whose recall counts
+LONGEST = 0.10  # share of the trajectories that are the long tail (Heddle 7.2)
 
 
 def recall_of_longest(total: Floats, predicted: Floats) -> float:
-    """Of the longest tenth, the share among the tenth that was predicted longest. Where several are predicted equally
-    long, what picking among them at random would find."""
+    """Share of the longest tenth that is in the tenth predicted longest; ties count as a random choice among them."""
     most = max(1, round(LONGEST * len(total)))
     longest = np.zeros(len(total), np.bool_)
     longest[np.argsort(-total, kind="stable")[:most]] = True

@@ -1,19 +1,13 @@
-"""What the estimators learn from: trajectories that run and trajectories that ended, by group, by prompt, altogether.
+"""Evidence for estimators: running and ended trajectories by group, by prompt and altogether, and curves of lengths.
 
-Purpose: fold what happened (opened, stepped, closed) into bounded memory. A group is the samples of one prompt in one
-rollout: siblings. A prompt's history is its trajectories of earlier rollouts.
-Invariants: a trajectory is in one place, running or ended; an event that is told twice changes nothing the second
-time; the same events in the same order give the same state; memory is bounded by the constants below, oldest out first.
-Owner: one event loop; there is no lock.
+A group is the samples of one prompt in one rollout (siblings); a prompt's history is its trajectories of earlier
+rollouts. Events that repeat change nothing, and the same events in the same order give the same state. Memory is
+bounded by the constants below, oldest out first. There is no lock: one event loop owns it.
 
-How long trajectories of a kind last, from those that ended, those cut short and those still running.
-
-Purpose: one curve S(t) = P(total > t) on fixed knots, learned from complete and right-censored totals and shrunk to
-a base curve where there are few; and the quantiles of what remains given what is done.
-Invariants: curves never rise, start at most at 1 and end above or at 0; quantiles never fall with the probability;
-with many observations the curve tends to Kaplan-Meier's, with none it is the base.
-Method: the Bayes estimator of a survival curve under a Dirichlet-process prior with right censoring (Susarla and Van
-Ryzin, 1976): Kaplan-Meier with the base curve counting as `weight` observations. Totals are tokens or turns."""
+Lengths are survival curves S(t) = P(total > t) of tokens or turns on fixed knots, from complete and right-censored
+totals, shrunk to a base curve where there are few: the Bayes estimator under a Dirichlet-process prior with right
+censoring (Susarla and Van Ryzin, 1976), which is Kaplan-Meier's with the base curve counting as `weight` observations.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +18,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Counts = npt.NDArray[np.int64]
+from treadle_core.compiled import Floats, Indexes
 
-# Knots: 48 an octave are 1.5% apart, finer than anything predicted here; 2^24 tokens are beyond any context.
+# 48 knots an octave are 1.5% apart, finer than any prediction; 2^24 tokens are beyond any context.
 TOKEN_KNOTS: Floats = np.concatenate([[0.0], np.geomspace(1.0, 2.0**24, 24 * 48 + 1)])
 # Whole turns up to 64, then as with tokens.
 TURN_KNOTS: Floats = np.concatenate([np.arange(64.0), np.geomspace(64.0, 2.0**14, 8 * 48 + 1)])
@@ -46,16 +38,16 @@ def lognormal(knots: Floats, median: float, sigma: float) -> Floats:
 
 @dataclass(frozen=True)
 class Observed:
-    """Totals seen: `values` ascending and distinct; of each, how many came to their own end there (`ended`), and how
-    many were cut there or have come so far and still run (`censored`: their total is larger)."""
+    """Totals: distinct `values`, ascending; for each, how many ended there (`ended`), and how many were cut there or
+    still run (`censored`: their total is larger)."""
 
     values: Floats
-    ended: Counts
-    censored: Counts
+    ended: Indexes
+    censored: Indexes
 
 
-def observed(ended: Sequence[float], censored: Sequence[float]) -> Observed:
-    """Exact totals in any order."""
+def count_totals(ended: Sequence[float], censored: Sequence[float]) -> Observed:
+    """Count totals given in any order."""
     values, index = np.unique(np.array([*ended, *censored], np.float64), return_inverse=True)
     counts = np.zeros((2, len(values)), np.int64)
     np.add.at(counts, (np.repeat([0, 1], [len(ended), len(censored)]), index), 1)
@@ -63,20 +55,20 @@ def observed(ended: Sequence[float], censored: Sequence[float]) -> Observed:
 
 
 class Tally:
-    """Totals counted on knots, for crowds: adding and taking away cost O(log knots), and the order does not matter."""
+    """Counts many totals on knots: adding or removing one takes O(log knots)."""
 
     def __init__(self, knots: Floats) -> None:
         self._knots = knots.tolist()
         self.observed = Observed(knots, np.zeros(len(knots), np.int64), np.zeros(len(knots), np.int64))
 
     def add(self, total: float, *, own_end: bool, times: int = 1) -> None:
-        """Counts a total at the knot at or below it; `times` -1 takes it away again."""
+        """Count a total at the knot at or below it; `times` -1 removes it again."""
         at = max(0, bisect.bisect_right(self._knots, total) - 1)
         (self.observed.ended if own_end else self.observed.censored)[at] += times
 
 
 def posterior(knots: Floats, base: Floats, weight: float, seen: Observed) -> Floats:
-    """The curve after observing totals; `weight` > 0 is how many observations the base counts as."""
+    """The survival curve after observing totals; the base counts as `weight` > 0 observations."""
     counts = seen.ended + seen.censored
     count = int(counts.sum())
     if count == 0:
@@ -92,7 +84,7 @@ def posterior(knots: Floats, base: Floats, weight: float, seen: Observed) -> Flo
     return np.minimum.accumulate(np.clip(curve, 0.0, 1.0))
 
 
-def remaining(knots: Floats, curve: Floats, done: float) -> tuple[float, float, float]:
+def remaining_quantiles(knots: Floats, curve: Floats, done: float) -> tuple[float, float, float]:
     """p10, p50 and p90 of total - done, given total > done; 0 beyond the last knot."""
     if done >= knots[-1]:
         return (0.0, 0.0, 0.0)
@@ -112,11 +104,11 @@ def remaining(knots: Floats, curve: Floats, done: float) -> tuple[float, float, 
     return (found[0], found[1], found[2])
 
 
-MOST_RUNNING = 65_536  # trajectories; ten times the largest batch of the papers (6,400)
-MOST_GROUPS = 16_384  # groups with someone running or lately ended, 1 kB each when full of 16
+MOST_RUNNING = 65_536  # ten times the largest batch of the papers (6,400)
+MOST_GROUPS = 16_384  # 1 kB each with 16 samples
 MOST_IN_GROUP = 256  # samples of one prompt in one rollout
 MOST_PROMPTS = 16_384  # prompts with a history
-MOST_OF_PROMPT = 32  # newest ended trajectories of a prompt: policies drift while they train, older ones mislead
+MOST_OF_PROMPT = 32  # newest ended ones; older ones are of an older policy
 MOST_OF_ALL = 2_048  # newest ended trajectories of all prompts
 
 
@@ -132,7 +124,7 @@ class Running:
     last_step_tokens: int = 0  # of gen_tokens, sampled in the last finished step
 
     def after_step(self, turn: int, output_tokens: int) -> Running:
-        """A step's whole output counts once, also where it ended on one engine and went on on another."""
+        """The trajectory after a step, whose output counts once, also where it resumed on another engine."""
         if turn + 1 < self.turns:
             return self
         before = self.gen_tokens - (self.last_step_tokens if turn + 1 == self.turns else 0)
@@ -142,9 +134,8 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A closed trajectory. `own_end`: it finished by itself; otherwise it was cut (a cap, a failure, no longer
-    wanted) and would have been longer: censored, not short. weight_version: of the policy that sampled it, None where
-    it is not known."""
+    """A closed trajectory. own_end: it finished by itself; otherwise it was cut (by a cap, a failure, a cancellation)
+    and is censored. weight_version: of the policy that sampled it; None where it is not known."""
 
     trajectory_id: str
     rollout_id: str
@@ -164,7 +155,7 @@ class Group:
 
 
 class Versions:
-    """The weight versions of ended trajectories; those that have none are left out."""
+    """The mean weight version of ended trajectories that have one."""
 
     def __init__(self, ended: Iterable[Ended] = ()) -> None:
         self._sum = self._count = 0
@@ -172,14 +163,12 @@ class Versions:
             self.add(each)
 
     def add(self, ended: Ended, times: int = 1) -> None:
-        """-1 times takes it away again."""
         if ended.weight_version is not None:
             self._sum += times * ended.weight_version
             self._count += times
 
     @property
     def mean(self) -> float | None:
-        """None where there are none."""
         return self._sum / self._count if self._count else None
 
 
@@ -187,7 +176,7 @@ GroupKey = tuple[str, str]
 
 
 class Evidence:
-    """See the module. Readers must not change what they are given."""
+    """Folds openings, steps and closings; callers must not change what it returns."""
 
     def __init__(self) -> None:
         self._key_of: OrderedDict[str, GroupKey] = OrderedDict()  # running trajectory -> its group
@@ -195,16 +184,16 @@ class Evidence:
         self._newest_group: dict[str, GroupKey] = {}  # of each prompt
         self._prompts: OrderedDict[str, OrderedDict[str, Ended]] = OrderedDict()
         self._all: OrderedDict[str, Ended] = OrderedDict()
-        # The newest that ended. Those that run are left out here: rollouts start together, so those that have come
-        # far in tokens are those that sample much a turn, and counted as censored they make everything look too long.
+        # Of the newest ended ones. Running ones are left out: rollouts start together, so those that are far in tokens
+        # sample much in a turn, and counted as censored they would make all estimates too long.
         self.tokens = Tally(TOKEN_KNOTS)
         self.turns = Tally(TURN_KNOTS)
-        self._versions = Versions()  # of the same
+        self._versions = Versions()  # also of the newest ended ones
         self.closed_total = 0
-        self.revision = 0  # moves with every change
+        self.revision = 0  # grows with every change
 
-    def opened(self, trajectory_id: str, rollout_id: str, prompt_id: str) -> None:
-        """A trajectory began. Told again, or told of one that ended, it changes nothing."""
+    def open_trajectory(self, trajectory_id: str, rollout_id: str, prompt_id: str) -> None:
+        """Add a running trajectory, unless it is here already, running or ended."""
         if trajectory_id in self._key_of or self._has_ended(trajectory_id, rollout_id, prompt_id):
             return
         key = (rollout_id, prompt_id)
@@ -216,8 +205,8 @@ class Evidence:
             in_group = len(group.running) > MOST_IN_GROUP
             self._drop_running(next(iter(group.running)) if in_group else next(iter(self._key_of)))
 
-    def stepped(self, trajectory_id: str, turn: int, output_tokens: int) -> None:
-        """A step (0 for the first) finished with that whole output. Of an unknown trajectory it changes nothing."""
+    def add_step(self, trajectory_id: str, turn: int, output_tokens: int) -> None:
+        """Count a finished step (turn 0 for the first) and its whole output; ignored for an unknown trajectory."""
         key = self._key_of.get(trajectory_id)
         if key is None:
             return
@@ -230,8 +219,8 @@ class Evidence:
             self._key_of.move_to_end(trajectory_id)
             self._groups.move_to_end(key)
 
-    def closed(self, ended: Ended) -> bool:
-        """A trajectory ended; it need not have been seen before. Told again it changes nothing and returns False."""
+    def close_trajectory(self, ended: Ended) -> bool:
+        """Add an ended trajectory, known or not; returns False where it has ended before."""
         if self._has_ended(ended.trajectory_id, ended.rollout_id, ended.prompt_id):
             return False
         self._drop_running(ended.trajectory_id)
@@ -250,17 +239,17 @@ class Evidence:
         return True
 
     def group_of(self, trajectory_id: str, prompt_id: str) -> tuple[GroupKey, Group] | None:
-        """The trajectory's siblings and itself; of a trajectory never seen, its prompt's newest group."""
+        """The group of a trajectory; for an unknown one, the newest group of its prompt."""
         key = self._key_of.get(trajectory_id) or self._newest_group.get(prompt_id)
         return None if key is None else (key, self._groups[key])
 
     def ended_of_prompt(self, prompt_id: str) -> Collection[Ended]:
-        """The newest ended trajectories of a prompt, of all its rollouts, oldest first."""
+        """The newest ended trajectories of a prompt in all rollouts, oldest first."""
         return self._prompts.get(prompt_id, OrderedDict[str, Ended]()).values()
 
-    def sampled_by(self, trajectory_id: str, prompt_id: str) -> float | None:
-        """The mean weight version of those that speak of a trajectory: its ended siblings, else what ended of its
-        prompt, else all that ended. None where of these none has one."""
+    def mean_version(self, trajectory_id: str, prompt_id: str) -> float | None:
+        """The mean weight version of a trajectory's ended siblings, else of its prompt, else of all; None where these
+        have none."""
         found = self.group_of(trajectory_id, prompt_id)
         siblings = found[1].ended.values() if found is not None else ()
         own = siblings or self.ended_of_prompt(prompt_id)
@@ -268,12 +257,12 @@ class Evidence:
 
     @property
     def ended_kept(self) -> int:
-        """How many ended trajectories of all prompts are in `tokens` and `turns`."""
+        """The number of ended trajectories in `tokens` and `turns`."""
         return len(self._all)
 
     @property
     def known_prompts(self) -> int:
-        """Prompts with an ended trajectory."""
+        """The number of prompts with an ended trajectory."""
         return len(self._prompts)
 
     def _group(self, key: GroupKey) -> Group:
@@ -316,6 +305,6 @@ class Evidence:
 
 
 def keep(into: dict[str, Ended], ended: Ended, most: int) -> Ended | None:
-    """Adds one and returns the oldest, where there is one too many."""
+    """Add one; returns the oldest, which it removes, where there are more than `most`."""
     into[ended.trajectory_id] = ended
     return into.pop(next(iter(into))) if len(into) > most else None

@@ -110,11 +110,7 @@ def _waits_to_start(record: TrajectoryRecord) -> bool:
 
 def _fits(state: State, record: TrajectoryRecord, spec: EngineSpec) -> bool:
     tally = state.table.tally(spec.engine_id)
-    if tally.live_tickets >= spec.slot_limit:
-        return False
-    if not spec.kv_tokens_capacity or tally.started == 0:
-        return True
-    return tally.kv_reserve_tokens + tickets.reserve_tokens(state, record) <= spec.kv_tokens_capacity
+    return tally.live_tickets < spec.slot_limit and tally.has_room(tickets.reserve_tokens(state, record), spec)
 
 
 def _start_after_move(state: State, trajectory_id: str, now: float) -> list[Action]:

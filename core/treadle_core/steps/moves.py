@@ -10,7 +10,6 @@ from dataclasses import replace
 from treadle_core.actions import Action, CancelMigration, SaveTrajectory, StartMigration
 from treadle_core.events import MoveAccepted, MoveEnded, PlanArrived, SwitchRequested
 from treadle_core.model import (
-    EngineSpec,
     MoveRecord,
     PlacementRule,
     TicketStatus,
@@ -54,7 +53,8 @@ def start_move(state: State, record: TrajectoryRecord, now: float) -> list[Actio
         or source.spec.weight_version != target.spec.weight_version
     ):
         return []  # KV of other weights is useless
-    if record.policy.reserve and not _has_room(state, record, target.spec):
+    reserve = record.ticket.kv_reserve_tokens if record.ticket is not None else 0
+    if record.policy.reserve and not state.table.tally(wanted).has_room(reserve, target.spec):
         return []
     give_up_after_s = state.tuning.move_timeout_s
     if must_gain(record):
@@ -90,17 +90,6 @@ def start_move(state: State, record: TrajectoryRecord, now: float) -> list[Actio
         give_up_after_s=move.give_up_s - now,
     )
     return [SaveTrajectory(record), start]
-
-
-def _has_room(state: State, record: TrajectoryRecord, target: EngineSpec) -> bool:
-    """Whether the target can reserve the trajectory's KV beside that of the trajectories started there."""
-    tally = state.table.tally(target.engine_id)
-    reserve = record.ticket.kv_reserve_tokens if record.ticket is not None else 0
-    return (
-        not target.kv_tokens_capacity
-        or not tally.started
-        or tally.kv_reserve_tokens + reserve <= target.kv_tokens_capacity
-    )
 
 
 def _may_move(state: State, record: TrajectoryRecord) -> bool:

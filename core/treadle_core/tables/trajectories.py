@@ -7,7 +7,7 @@ would give: only `put` and `forget` write. Collects the ids of watched trajector
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from treadle_core.model import PlacementRule, Replanning, TicketStatus, TrajectoryRecord
+from treadle_core.model import EngineSpec, PlacementRule, Replanning, TicketStatus, TrajectoryRecord
 from treadle_core.ranking.priorities import log_sigma, remaining_tokens, remaining_tool_s, room_tokens
 from treadle_core.refusals import TrajectoryNotFound
 from treadle_core.tables.columns import NOT_PLANNED, LiveColumns
@@ -27,6 +27,11 @@ class Tally:
     kv_reserve_tokens: int = 0
     live_tickets: int = 0
     tokens: float = 0.0
+
+    def has_room(self, kv_tokens: int, spec: EngineSpec) -> bool:
+        """Whether the engine can reserve so much KV besides; it always can for its first trajectory."""
+        capacity = spec.kv_tokens_capacity
+        return not capacity or not self.started or self.kv_reserve_tokens + kv_tokens <= capacity
 
 
 NOTHING = Tally()  # of an engine without trajectories; never written

@@ -90,11 +90,11 @@ def learn(evidence: Evidence, fact: Fact, weight_version: int | None = None) -> 
         case "trajectory_opened":
             opened = fact.trajectory_opened
             if opened.trajectory_id and opened.prompt_id:
-                evidence.opened(opened.trajectory_id, opened.rollout_id, opened.prompt_id)
+                evidence.open_trajectory(opened.trajectory_id, opened.rollout_id, opened.prompt_id)
         case "step_finished":
             step = fact.step_finished
             if step.step.turn >= 0 and step.output_tokens >= 0:
-                evidence.stepped(step.step.trajectory_id, step.step.turn, step.output_tokens)
+                evidence.add_step(step.step.trajectory_id, step.step.turn, step.output_tokens)
         case "trajectory_closed":
             closed = fact.trajectory_closed
             if closed.trajectory_id and closed.prompt_id and closed.gen_tokens >= 0 and closed.turns >= 0:
@@ -107,5 +107,5 @@ def learn(evidence: Evidence, fact: Fact, weight_version: int | None = None) -> 
                     own_end=closed.outcome == scheduler_pb2.OUTCOME_FINISHED,
                     weight_version=weight_version,
                 )
-                return ended if evidence.closed(ended) else None
+                return ended if evidence.close_trajectory(ended) else None
     return None

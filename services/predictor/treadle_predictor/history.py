@@ -38,7 +38,7 @@ class HistoryStore:
         for entry in await entries_of(store._bucket):  # oldest first, as they were learned
             prompt_id, ended = decode(entry.value or b"")
             for each in ended:
-                evidence.closed(each)
+                evidence.close_trajectory(each)
             log.debug("history loaded", prompt_id=prompt_id, trajectories=len(ended))
         return store
 

@@ -10,7 +10,7 @@ first. The makespan is that of the core's `partition` on these engines, as the p
 
 Ties: many multisets have the least makespan. Of these the plan has the least second-largest cost of a group, and so on
 (within an amount of work, `search.REFINE_EXTENSIONS`). GPUs that are left even then become further engines, fastest
-kind first: one more engine makes no plan worse, and the predictions are sample_lengths.
+kind first: one more engine makes no plan worse, and the predictions are uncertain.
 """
 
 from __future__ import annotations
