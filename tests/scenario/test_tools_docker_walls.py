@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from support.docker_daemon import DockerDaemon, docker_daemon
-from support.escapes import OF_PRIVILEGE
+from support.escapes import ATTEMPTS as ATTEMPTS_ANYWHERE
 from support.processes import ServiceProcess
 from support.rpc import error_of
 from support.tools import ToolsCalls, calls_to, limits, shared_tools
@@ -41,33 +41,11 @@ async def calls(service: ServiceProcess) -> AsyncIterator[ToolsCalls]:
 
 # Each prints `contained` and nothing else, or raises.
 ATTEMPTS = {
-    **OF_PRIVILEGE,
-    "the network by address": """
-import socket
-for address in (("169.254.169.254", 80), ("1.1.1.1", 53), ("127.0.0.1", PORT), ("172.17.0.1", PORT)):
-    try:
-        socket.create_connection(address, timeout=2)
-        print("connected to", address)
-    except OSError:
-        pass
-print("contained")
-""",
+    **ATTEMPTS_ANYWHERE,
     "the daemon's socket and the host's files": """
 import os
-paths = ("/var/run/docker.sock", "/run/docker.sock", DAEMON, "/work", "/host", "/var/lib/docker")
+paths = ("/var/run/docker.sock", "/run/docker.sock", SECRET, "/work", "/host", "/var/lib/docker")
 print([path for path in paths if os.path.exists(path)] or "contained")
-""",
-    "writing anywhere but /tmp": """
-import os, sys
-folders = ["/", "/usr", "/usr/bin", "/etc", "/var", "/proc", "/sys", "/sys/fs/cgroup", "/opt", *filter(None, sys.path)]
-written = []
-for folder in folders:
-    try:
-        open(os.path.join(folder, "x"), "w")
-        written.append(folder)
-    except OSError:
-        pass
-print(written or "contained")
 """,
     "its own limits": """
 import glob
@@ -79,29 +57,6 @@ for path in glob.glob("/sys/fs/cgroup/**/*.max", recursive=True) + glob.glob("/s
     except OSError:
         pass
 print(written or "contained")
-""",
-    "process 1, its memory and its line to the service": """
-import ctypes, os
-reached = []
-if ctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0:
-    reached.append("traced")
-for path in ("/proc/1/mem", "/proc/1/fd/0", "/proc/1/fd/1", "/proc/1/fd/3", "/proc/1/environ"):
-    try:
-        open(path, "rb")
-        reached.append(path)
-    except OSError:
-        pass
-os.kill(1, 9)
-os.kill(1, 19)
-print(reached or "contained")
-""",
-    "a link out of /tmp": """
-import os
-os.symlink(DAEMON, "/tmp/link")
-try:
-    print(open("/tmp/link").read())
-except OSError:
-    print("contained")
 """,
     "a full disk": """
 written = 0
@@ -132,7 +87,8 @@ print("contained" if children < 80 else children)
 async def test_no_attempt_gets_out(calls: ToolsCalls, docker_daemon: DockerDaemon) -> None:
     """Every row of the table, in one service, which serves afterwards as before."""
     port = calls.process.address.rpartition(":")[2]
-    settings = f"PORT = {port}; DAEMON = {docker_daemon.url.removeprefix('unix://')!r}\n"
+    folders = ["/etc", "/var", "/sys", "/sys/fs/cgroup", "/opt"]
+    settings = f"PORT = {port}; SECRET = {docker_daemon.url.removeprefix('unix://')!r}; FOLDERS = {folders}\n"
     for name, code in ATTEMPTS.items():
         result = await calls.python(settings + code)
         assert (name, result.output, result.error) == (name, "contained\n", "")

@@ -8,9 +8,9 @@ import grpc
 import grpc.aio
 import psutil
 import pytest
-from support.processes import StartService, import_path
+from support.processes import StartService
 from support.rpc import error_of
-from support.tools import CALL_S, GONE_WITHIN_S, ToolsCalls, daemon_of, gone, groups_of, tools
+from support.tools import CALL_S, GONE_WITHIN_S, ToolsCalls, daemon_of, gone, groups_of, own_tools, tools
 from treadle.tools.v1 import tools_pb2 as pb
 
 
@@ -139,7 +139,7 @@ import time
 from treadle_tools.tool import InvalidArguments, Outcome
 
 def shout(arguments):
-    assert open(__file__).read()  # a file of its own, looked for in the cell: this one lies under the host's /tmp
+    assert open(__file__).read()  # a file of its own, looked for in the sandbox: this one lies under the host's /tmp
     print("heard", arguments["text"])
     if arguments["text"] == "LOUD":
         raise InvalidArguments("text", "is loud already")
@@ -166,13 +166,7 @@ async def test_own_tools_come_from_a_module(start_service: StartService, tmp_pat
     Result: a stateless tool and an environment run, fail and time out like the built-in ones; one that cannot be
             imported is unavailable and says why, without harm to the others
     """
-    (tmp_path / "own_tools.py").write_text(OWN_TOOLS)
-    (tmp_path / "own_code.py").write_text(OWN_CODE)
-    process = await start_service("treadle_tools", {
-        "TREADLE_TOOLS_MODULES": "own_tools", "TREADLE_TOOLS_BUILTIN": "", "PYTHONPATH": import_path(tmp_path),
-    })  # fmt: skip
-    async with grpc.aio.insecure_channel(process.address) as channel:
-        calls = ToolsCalls(channel, process)
+    async with own_tools(start_service, tmp_path, OWN_TOOLS, OWN_CODE) as calls:
         listed = await calls.stub.ListTools(pb.ListToolsRequest(), timeout=CALL_S)
         assert [tool.name for tool in listed.tools] == ["shout", "count", "broken"]
         shouted = await calls.invoke({"text": "hey"}, tool="shout")

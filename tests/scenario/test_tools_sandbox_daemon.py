@@ -13,13 +13,12 @@ from support.tools import gone, groups_of
 from treadle_tools.builtin import PYTHON
 from treadle_tools.limits import Limits
 from treadle_tools.sandbox.bubblewrap.command import find_bubblewrap
-from treadle_tools.sandbox.bubblewrap.sandbox import BubblewrapSandbox
 from treadle_tools.sandbox.daemon import channel
 from treadle_tools.sandbox.daemon.channel import Channel
 from treadle_tools.sandbox.daemon.client import DaemonClient, Terms
 from treadle_tools.sandbox.daemon.state_folder import FolderRefused, StateFolder
 from treadle_tools.sandbox.inside import frames
-from treadle_tools.sandbox.sandboxes import SandboxLost
+from treadle_tools.sandbox.sandboxes import Sandbox, SandboxLost
 
 LIMITS = Limits(output_bytes=4 * 1024 * 1024)
 RECORD = {"session_id": "s-1", "note": "the daemon's own it is not"}
@@ -55,7 +54,7 @@ def daemon_process(state: Path) -> psutil.Process:
     raise AssertionError("there is no daemon")
 
 
-async def run(sandbox: BubblewrapSandbox, code: str, request_id: str) -> dict[str, Any]:
+async def run(sandbox: Sandbox, code: str, request_id: str) -> dict[str, Any]:
     return await sandbox.ask("call", {"code": code}, LIMITS, PYTHON.processes, request_id=request_id)
 
 

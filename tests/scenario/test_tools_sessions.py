@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 from support.processes import ServiceProcess, StartService
-from support.rpc import error_of
+from support.rpc import error_of, refused
 from support.tools import CALL_S, ToolsCalls, calls_to, limits, shared_tools, tools
 from treadle.telemetry.v1.facts_pb2 import Fact
 from treadle.tools.v1 import tools_pb2 as pb
@@ -27,80 +27,74 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]
 
 
 @pytest.fixture
-async def lake(served: ServiceProcess) -> AsyncIterator[ToolsCalls]:
-    async with calls_to(served) as calls:
-        yield calls
+async def calls(served: ServiceProcess) -> AsyncIterator[ToolsCalls]:
+    async with calls_to(served) as made:
+        yield made
 
 
-@pytest.fixture
-async def riddles(served: ServiceProcess) -> AsyncIterator[ToolsCalls]:
-    async with calls_to(served) as calls:
-        yield calls
-
-
-async def test_a_lake_is_crossed(lake: ToolsCalls) -> None:
+async def test_a_lake_is_crossed(calls: ToolsCalls) -> None:
     """The map depends on seed and size alone; the way through it leads to reward 1 and the end."""
-    opened = await lake.open("frozen_lake", {"seed": 7, "size": 4}, trajectory_id="t-1")
-    again = await lake.open("frozen_lake", {"seed": 7, "size": 4})
-    large = await lake.open("frozen_lake", {"seed": 7, "size": 8, "slippery": True})
+    opened = await calls.open("frozen_lake", {"seed": 7, "size": 4}, trajectory_id="t-1")
+    again = await calls.open("frozen_lake", {"seed": 7, "size": 4})
+    large = await calls.open("frozen_lake", {"seed": 7, "size": 8, "slippery": True})
     assert opened.first.output == again.first.output
     assert opened.first.output.endswith("\n\nAHFF\nFHFH\nFFFF\nFFFG")
     assert len(large.first.output.splitlines()[-1]) == 8
     assert "slippery" in large.first.output
     session_id = opened.session.session_id
     for count, action in enumerate(("down", "down", "right", "right", "right", "down"), start=1):
-        result = await lake.step(session_id, {"action": action})
+        result = await calls.step(session_id, {"action": action})
         assert result.status == OK
         assert result.done == (count == 6)
         assert result.reward == (1.0 if count == 6 else 0.0)
     assert result.output.endswith("You reached the goal.")
-    session = await lake.session(session_id)
+    session = await calls.session(session_id)
     assert (session.steps, session.done, session.tool, session.trajectory_id) == (6, True, "frozen_lake", "t-1")
-    await lake.close(session_id)
+    await calls.close(session_id)
     with pytest.raises(grpc.aio.AioRpcError) as gone:
-        await lake.session(session_id)
+        await calls.session(session_id)
     assert gone.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_session_survives_many_steps(lake: ToolsCalls) -> None:
+async def test_a_session_survives_many_steps(calls: ToolsCalls) -> None:
     """Walking into the wall moves nobody; gymnasium ends the game after its 100 moves."""
-    session_id = (await lake.open("frozen_lake", {"seed": 7})).session.session_id
+    session_id = (await calls.open("frozen_lake", {"seed": 7})).session.session_id
     for count in range(1, 101):
-        result = await lake.step(session_id, {"action": "left"})
+        result = await calls.step(session_id, {"action": "left"})
         assert (result.status, result.done) == (OK, count == 100)
     assert "No moves are left" in result.output
 
 
-async def test_a_repeated_request_takes_one_step(lake: ToolsCalls) -> None:
+async def test_a_repeated_request_takes_one_step(calls: ToolsCalls) -> None:
     """
     WHEN    the same step arrives again, later and at the same time
     Result: the same answer, and the agent has moved once
     """
-    opened = await lake.open("frozen_lake", {"seed": 7}, id="lake-open")
-    assert (await lake.open("frozen_lake", {"seed": 7}, id="lake-open")) == opened
+    opened = await calls.open("frozen_lake", {"seed": 7}, id="lake-open")
+    assert (await calls.open("frozen_lake", {"seed": 7}, id="lake-open")) == opened
     session_id = opened.session.session_id
-    first = await lake.step(session_id, {"action": "down"}, id="step-1")
-    assert await lake.step(session_id, {"action": "down"}, id="step-1") == first
-    both = await asyncio.gather(*(lake.step(session_id, {"action": "down"}, id="step-2") for _ in range(4)))
+    first = await calls.step(session_id, {"action": "down"}, id="step-1")
+    assert await calls.step(session_id, {"action": "down"}, id="step-1") == first
+    both = await asyncio.gather(*(calls.step(session_id, {"action": "down"}, id="step-2") for _ in range(4)))
     assert all(answer == both[0] for answer in both)
     assert json.loads(both[0].data_json) == {"row": 2, "column": 0}
-    assert (await lake.session(session_id)).steps == 2
-    await lake.close(session_id, id="close")
-    await lake.close(session_id, id="close")
+    assert (await calls.session(session_id)).steps == 2
+    await calls.close(session_id, id="close")
+    await calls.close(session_id, id="close")
 
 
-async def test_steps_of_one_session_wait_for_each_other(lake: ToolsCalls) -> None:
-    session_id = (await lake.open("frozen_lake", {"seed": 7})).session.session_id
-    moves = await asyncio.gather(*(lake.step(session_id, {"action": a}) for a in ("down", "up", "down", "up")))
+async def test_steps_of_one_session_wait_for_each_other(calls: ToolsCalls) -> None:
+    session_id = (await calls.open("frozen_lake", {"seed": 7})).session.session_id
+    moves = await asyncio.gather(*(calls.step(session_id, {"action": a}) for a in ("down", "up", "down", "up")))
     assert all(move.status == OK for move in moves)
-    assert (await lake.session(session_id)).steps == 4
+    assert (await calls.session(session_id)).steps == 4
 
 
-async def test_many_sessions_run_side_by_side(lake: ToolsCalls) -> None:
+async def test_many_sessions_run_side_by_side(calls: ToolsCalls) -> None:
     async def play(seed: int) -> str:
-        session_id = (await lake.open("frozen_lake", {"seed": seed})).session.session_id
-        result = await lake.step(session_id, {"action": "left"})
-        await lake.close(session_id)
+        session_id = (await calls.open("frozen_lake", {"seed": seed})).session.session_id
+        result = await calls.step(session_id, {"action": "left"})
+        await calls.close(session_id)
         return result.output
 
     boards = await asyncio.gather(*(play(seed) for seed in range(24)))
@@ -129,34 +123,34 @@ async def test_two_hundred_sessions_are_open_at_once(start_service: StartService
         await asyncio.gather(*(play(calls, seed) for seed in range(SESSIONS_AT_ONCE)))
 
 
-async def test_a_task_is_solved_with_python(riddles: ToolsCalls) -> None:
-    opened = await riddles.open("reasoning_gym", LEGS)
+async def test_a_task_is_solved_with_python(calls: ToolsCalls) -> None:
+    opened = await calls.open("reasoning_gym", LEGS)
     assert "how many legs" in opened.first.output
     session_id = opened.session.session_id
-    noted = await riddles.step(session_id, {"code": "open('/tmp/sum', 'w').write(str(3*6 + 2*10 + 8*6 + 14*4 + 7*6))"})
+    noted = await calls.step(session_id, {"code": "open('/tmp/sum', 'w').write(str(3*6 + 2*10 + 8*6 + 14*4 + 7*6))"})
     assert (noted.status, noted.done) == (OK, False)
-    read = await riddles.step(session_id, {"code": "open('/tmp/sum').read()"})
+    read = await calls.step(session_id, {"code": "open('/tmp/sum').read()"})
     assert read.output == "'184'\n"
-    answered = await riddles.step(session_id, {"answer": "184"})
+    answered = await calls.step(session_id, {"answer": "184"})
     assert (answered.reward, answered.done) == (1.0, True)
-    wrong = (await riddles.open("reasoning_gym", LEGS)).session.session_id
-    assert (await riddles.step(wrong, {"answer": "5"})).reward < 1.0
+    wrong = (await calls.open("reasoning_gym", LEGS)).session.session_id
+    assert (await calls.step(wrong, {"answer": "5"})).reward < 1.0
 
 
-async def test_code_in_a_session_fails_without_ending_it(riddles: ToolsCalls) -> None:
-    session_id = (await riddles.open("reasoning_gym", LEGS)).session.session_id
-    looped = await riddles.step(session_id, {"code": "print('on'); 1\nwhile True: pass"}, limits=limits(1.0))
+async def test_code_in_a_session_fails_without_ending_it(calls: ToolsCalls) -> None:
+    session_id = (await calls.open("reasoning_gym", LEGS)).session.session_id
+    looped = await calls.step(session_id, {"code": "print('on'); 1\nwhile True: pass"}, limits=limits(1.0))
     assert (looped.status, looped.output) == (pb.RESULT_STATUS_TIMED_OUT, "on\n")
-    raised = await riddles.step(session_id, {"code": "1/0"})
+    raised = await calls.step(session_id, {"code": "1/0"})
     assert (raised.status, raised.error) == (pb.RESULT_STATUS_TOOL_ERROR, "ZeroDivisionError: division by zero")
-    flooded = await riddles.step(session_id, {"code": "print('x' * 10**7)"}, limits=limits(output_bytes=100))
+    flooded = await calls.step(session_id, {"code": "print('x' * 10**7)"}, limits=limits(output_bytes=100))
     assert flooded.output_truncated
-    assert (await riddles.step(session_id, {"answer": "184"})).reward == 1.0
+    assert (await calls.step(session_id, {"answer": "184"})).reward == 1.0
 
 
-async def test_code_in_a_session_does_not_see_the_answer(riddles: ToolsCalls) -> None:
+async def test_code_in_a_session_does_not_see_the_answer(calls: ToolsCalls) -> None:
     """Neither in its own memory, which is not a copy of the environment's, nor in the environment's."""
-    session_id = (await riddles.open("reasoning_gym", LEGS)).session.session_id
+    session_id = (await calls.open("reasoning_gym", LEGS)).session.session_id
     look = """
 import gc, os
 kinds = {type(thing).__name__ for thing in gc.get_objects()}
@@ -169,43 +163,42 @@ for pid in range(1, 64):
         pass
 print("ReasoningTask" in kinds, "LegCountingDataset" in kinds, [pid for pid in readable if pid != os.getpid()])
 """
-    assert (await riddles.step(session_id, {"code": look})).output == "False False []\n"
+    assert (await calls.step(session_id, {"code": look})).output == "False False []\n"
 
 
-async def test_sessions_see_nothing_of_each_other(riddles: ToolsCalls) -> None:
-    ours = (await riddles.open("reasoning_gym", LEGS)).session.session_id
-    theirs = (await riddles.open("reasoning_gym", LEGS)).session.session_id
-    await riddles.step(ours, {"code": "open('/tmp/ours', 'w').write('x')"})
-    seen = await riddles.step(theirs, {"code": "import os; os.listdir('/tmp'), os.listdir('/dev/shm')"})
+async def test_sessions_see_nothing_of_each_other(calls: ToolsCalls) -> None:
+    ours = (await calls.open("reasoning_gym", LEGS)).session.session_id
+    theirs = (await calls.open("reasoning_gym", LEGS)).session.session_id
+    await calls.step(ours, {"code": "open('/tmp/ours', 'w').write('x')"})
+    seen = await calls.step(theirs, {"code": "import os; os.listdir('/tmp'), os.listdir('/dev/shm')"})
     assert seen.output == "([], [])\n"
 
 
-async def test_a_killed_environment_ends_its_session_only(riddles: ToolsCalls) -> None:
-    killed = (await riddles.open("reasoning_gym", LEGS)).session.session_id
-    other = (await riddles.open("reasoning_gym", LEGS)).session.session_id
-    result = await riddles.step(killed, {"code": "import os; os.kill(-1, 9)"})
+async def test_a_killed_environment_ends_its_session_only(calls: ToolsCalls) -> None:
+    killed = (await calls.open("reasoning_gym", LEGS)).session.session_id
+    other = (await calls.open("reasoning_gym", LEGS)).session.session_id
+    result = await calls.step(killed, {"code": "import os; os.kill(-1, 9)"})
     assert result.status == pb.RESULT_STATUS_CRASHED
-    session = await riddles.session(killed)
+    session = await calls.session(killed)
     if session.done:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await riddles.step(killed, {"answer": "1"})
-        assert error_of(refused.value)[:2] == (grpc.StatusCode.FAILED_PRECONDITION, "SESSION_ENDED")
-    assert (await riddles.step(other, {"answer": "184"})).reward == 1.0
+        with refused("SESSION_ENDED", grpc.StatusCode.FAILED_PRECONDITION):
+            await calls.step(killed, {"answer": "1"})
+    assert (await calls.step(other, {"answer": "184"})).reward == 1.0
 
 
-async def test_a_step_is_finished_although_its_caller_gives_up(riddles: ToolsCalls) -> None:
+async def test_a_step_is_finished_although_its_caller_gives_up(calls: ToolsCalls) -> None:
     """
     WHEN    the caller's deadline passes in the middle of a step, and it asks again with the same request_id
     Result: the step has run once, and its answer is there
     """
-    session_id = (await riddles.open("reasoning_gym", LEGS)).session.session_id
+    session_id = (await calls.open("reasoning_gym", LEGS)).session.session_id
     code = "import time; time.sleep(1); open('/tmp/log', 'a').write('x'); open('/tmp/log').read()"
     request = pb.InvokeRequest(request_id="slow", session_id=session_id, arguments_json=json.dumps({"code": code}))
     with pytest.raises(grpc.aio.AioRpcError) as gave_up:
-        await riddles.stub.Invoke(request, timeout=0.3)
+        await calls.stub.Invoke(request, timeout=0.3)
     assert gave_up.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert (await riddles.stub.Invoke(request, timeout=CALL_S)).result.output == "'x'\n"
-    assert (await riddles.session(session_id)).steps == 1
+    assert (await calls.stub.Invoke(request, timeout=CALL_S)).result.output == "'x'\n"
+    assert (await calls.session(session_id)).steps == 1
 
 
 async def test_an_idle_session_is_closed(start_service: StartService) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-from support.processes import ServiceProcess, StartService, import_path
+from support.processes import ServiceProcess, StartService
 from support.rpc import error_of
-from support.tools import ToolsCalls, calls_to, limits, shared_tools, tools
+from support.tools import ToolsCalls, calls_to, limits, own_tools, shared_tools, tools
 from treadle.tools.v1 import tools_pb2 as pb
 
 LEGS = {"task": "leg_counting", "seed": 3, "index": 2}
@@ -188,7 +188,7 @@ STUBBORN_TOOLS = """
 from treadle_tools.tool import Kind, Limits, Tool
 
 ANY = {"type": "object"}
-TOOLS = [Tool(name="stubborn", kind=Kind.ENVIRONMENT, description="", entry="stubborn_code:Stubborn",
+TOOLS = [Tool(name="stubborn", kind=Kind.ENVIRONMENT, description="", entry="own_code:Stubborn",
               arguments_schema=ANY, open_schema=ANY, limits=Limits(wall_s=2.0))]
 """
 STUBBORN_CODE = """
@@ -221,12 +221,7 @@ async def test_an_environment_that_cannot_be_written_down_goes_on_unharmed(
     WHEN    pickling fails, or kills its process
     Result: the refusal says why; the environment is as it was, also where pickling changes it
     """
-    (tmp_path / "stubborn_tools.py").write_text(STUBBORN_TOOLS)
-    (tmp_path / "stubborn_code.py").write_text(STUBBORN_CODE)
-    process = await start_service("treadle_tools", {
-        "TREADLE_TOOLS_MODULES": "stubborn_tools", "TREADLE_TOOLS_BUILTIN": "", "PYTHONPATH": import_path(tmp_path),
-    })  # fmt: skip
-    async with calls_to(process) as calls:
+    async with own_tools(start_service, tmp_path, STUBBORN_TOOLS, STUBBORN_CODE) as calls:
         for how, says in (("lock", "cannot pickle"), ("die", "killed"), ("well", "")):
             session_id = (await calls.open("stubborn", {"how": how})).session.session_id
             if says:

@@ -1,6 +1,9 @@
-"""Attempts at more rights, which every sandbox must withstand. Each prints `contained` and nothing else, or raises."""
+"""Attempts to get out, which every sandbox must withstand. Each prints `contained` and nothing else, or raises.
 
-OF_PRIVILEGE = {
+They read PORT (of the service), SECRET (a path of the host) and FOLDERS (that nobody may write).
+"""
+
+ATTEMPTS = {
     "root": """
 import os
 tried = []
@@ -25,6 +28,51 @@ print("contained" if not any(data) and libc.prctl(39, 0, 0, 0, 0) == 1 else list
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
 print("contained" if all(libc.unshare(flag) < 0 for flag in (0x10000000, 0x20000, 0x40000000)) else "unshared")
+""",
+    "the network by address": """
+import socket
+for address in (("169.254.169.254", 80), ("1.1.1.1", 53), ("127.0.0.1", PORT), ("172.17.0.1", PORT)):
+    try:
+        socket.create_connection(address, timeout=2)
+        print("connected to", address)
+    except OSError:
+        pass
+print("contained")
+""",
+    "a link out of the work folder": """
+import os
+os.symlink(SECRET, "/tmp/link")
+try:
+    print(open("/tmp/link").read())
+except OSError:
+    print("contained")
+""",
+    "writing anywhere but /tmp": """
+import os, sys
+written = []
+more = ["/", "/usr", "/usr/bin", "/proc", sys.prefix, os.path.dirname(os.__file__), *filter(None, sys.path)]
+for folder in FOLDERS + more:
+    try:
+        open(os.path.join(folder, "x"), "w")
+        written.append(folder)
+    except OSError:
+        pass
+print(written or "contained")
+""",
+    "process 1, its memory and its connection to the service": """
+import ctypes, os
+reached = []
+if ctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0:
+    reached.append("traced")
+for path in ("/proc/1/mem", "/proc/1/fd/0", "/proc/1/fd/1", "/proc/1/fd/3", "/proc/1/environ"):
+    try:
+        open(path, "rb")
+        reached.append(path)
+    except OSError:
+        pass
+for number in range(1, 32):
+    os.kill(1, number)
+print(reached or "contained")
 """,
 }
 

@@ -1,9 +1,12 @@
 """Reading a failed call as a client does."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import grpc
 import grpc.aio
+import pytest
 from treadle.common.v1 import status_pb2
 
 DETAILS_KEY = "grpc-status-details-bin"
@@ -40,3 +43,13 @@ def error_of(error: grpc.aio.AioRpcError) -> RpcError:
         elif name == "RetryInfo":
             retry_after_s = status_pb2.RetryInfo.FromString(detail.value).retry_delay.ToNanoseconds() / 1e9
     return RpcError(error.code(), reason, tuple(fields), retry_after_s)
+
+
+@contextmanager
+def refused(reason: str, code: grpc.StatusCode | None = None) -> Iterator[None]:
+    """The block's call must fail with a reason, and with a code where one is given."""
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        yield
+    error = error_of(raised.value)
+    assert error.reason == reason
+    assert code in (None, error.code)

@@ -13,7 +13,7 @@ import grpc.aio
 import psutil
 from google.protobuf.duration_pb2 import Duration
 from support.nats_server import NatsServer
-from support.processes import ServiceProcess, StartService, start_process
+from support.processes import ServiceProcess, StartService, import_path, start_process
 from treadle.tools.v1 import tools_pb2 as pb
 from treadle.tools.v1 import tools_pb2_grpc
 
@@ -131,3 +131,19 @@ async def calls_to(process: ServiceProcess) -> AsyncIterator[ToolsCalls]:
     """Calls to a service that runs."""
     async with grpc.aio.insecure_channel(process.address) as channel:
         yield ToolsCalls(channel, process)
+
+
+@asynccontextmanager
+async def own_tools(
+    start_service: StartService, folder: Path, declared: str, code: str, **settings: str
+) -> AsyncIterator[ToolsCalls]:
+    """A tools service with the tools of a module `own_tools`, whose code is in a module `own_code`."""
+    (folder / "own_tools.py").write_text(declared)
+    (folder / "own_code.py").write_text(code)
+    env = {"MODULES": "own_tools", "BUILTIN": "", **settings}
+    process = await start_service(
+        "treadle_tools",
+        {"PYTHONPATH": import_path(folder), **{f"TREADLE_TOOLS_{name}": value for name, value in env.items()}},
+    )
+    async with calls_to(process) as calls:
+        yield calls

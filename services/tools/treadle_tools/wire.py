@@ -87,10 +87,9 @@ async def wire(runtime: Runtime) -> Wiring:
     snapshots = Snapshots(backends.snapshots, most=settings.max_snapshots, kept_s=settings.snapshot_kept_s)
     sessions = Sessions(
         actions,
-        backends.take,
+        backends,
         most=settings.max_sessions,
         idle_s=settings.session_idle_s,
-        store=backends,
         snapshots=snapshots,
     )
     caller = Caller(Providers(turns, providers, numbers), os.environ)
@@ -138,12 +137,12 @@ async def wire(runtime: Runtime) -> Wiring:
     async def close() -> None:
         await caller.close()
         await memory.close()
-        for backend in backends.running:
+        for backend in backends:
             await backend.close()
 
-    if backends.running:
+    if list(backends):
         snapshots.load(registry)
-    sessions.restore(backends.found, registry, backends.closed)
+    sessions.restore(registry)
 
     async def watch_meters() -> None:
         await meters.watch(standing)
@@ -158,7 +157,7 @@ async def wire(runtime: Runtime) -> Wiring:
             SERVICE: functools.partial(tools_pb2_grpc.add_ToolsServiceServicer_to_server, tools_servicer),
             REWARDS_SERVICE: functools.partial(rewards_pb2_grpc.add_RewardsServiceServicer_to_server, rewards_servicer),
         },
-        tasks=(*tasks, *(backend.run for backend in backends.running)),
+        tasks=(*tasks, *(backend.run for backend in backends)),
         close=close,
     )
 

@@ -60,7 +60,7 @@ class Gateway:
         """Run a stateless tool. The caller's going away stops it."""
         if isinstance(tool.remote, HttpFunction):
             return await self._functions.run(tool, tool.remote, arguments, limits, trajectory_id)
-        self.backends.require(tool)
+        backend = self.backends.require(tool)
 
         async def work(granted: Granted) -> Mapping[str, Any]:
             reused = self._reused.take(trajectory_id, tool)
@@ -68,7 +68,7 @@ class Gateway:
                 reply = await self._ask(reused, tool, arguments, granted, trajectory_id)
                 if not reply.get("soiled"):
                     return reply
-            return await self._ask(await self.backends.take(tool), tool, arguments, granted, trajectory_id)
+            return await self._ask(await backend.take(tool.name), tool, arguments, granted, trajectory_id)
 
         result = await self._actions.run(tool, trajectory_id, limits, work)
         refuse_invalid(result)

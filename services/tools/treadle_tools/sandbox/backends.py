@@ -1,13 +1,13 @@
-"""Starts the backends that the tools ask for, and finds the backend of each tool and session.
+"""Starts the backends that the tools ask for, and finds the backend of each tool.
 
 Invariant: no tool runs outside a sandbox. A backend that is missing is missing for its own tools only: their calls are
 refused with what to do, and the service starts all the same. The libraries of Docker and Kubernetes are imported only
 where a tool needs them.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import structlog
 from treadle_runtime.errors import FailedPrecondition, StartError
@@ -19,7 +19,7 @@ from treadle_tools.sandbox.containers.fleet import Fleet, SessionFiles, default_
 from treadle_tools.sandbox.containers.hosts import Host, HostFailed, Hosts, Recipe
 from treadle_tools.sandbox.daemon.client import DaemonClient, DaemonFailed, Terms
 from treadle_tools.sandbox.daemon.state_folder import SNAPSHOTS, FolderRefused, StateFolder
-from treadle_tools.sandbox.sandboxes import Backend, FoundSession, Sandbox
+from treadle_tools.sandbox.sandboxes import Backend
 from treadle_tools.tool import Kind, Tool
 
 log = structlog.get_logger()
@@ -38,10 +38,8 @@ class BackendMissing(Exception):  # noqa: N818 - a state of the machine more tha
 
 
 class Backends:
-    """The backends of all tools, as one `SessionStore`.
-
-    of_tool: the name of each tool's backend. missing: why a backend is not there. versions: of those that are there.
-    snapshots: the folder for snapshots of sessions.
+    """The backends that are there, by name. of_tool: the name of each tool's backend. missing: why one is not there.
+    versions: of those that are there. snapshots: the folder for snapshots of sessions.
     """
 
     def __init__(
@@ -55,21 +53,11 @@ class Backends:
         self._of_tool = of_tool
         self._backends = backends
         self._missing = missing
-        self._by_session: dict[str, Backend] = {}
         self.version = ", ".join(versions)
         self.snapshots = snapshots
-        self.found: list[FoundSession[Any]] = []
-        self.closed: dict[str, str] = {}
-        for backend in backends.values():
-            self.closed |= backend.closed
-            for session in backend.found:
-                self.found.append(session)
-                self._by_session[str(session.record["session_id"])] = backend
 
-    @property
-    def running(self) -> Sequence[Backend]:
-        """The backends that are there."""
-        return list(self._backends.values())
+    def __iter__(self) -> Iterator[Backend]:
+        return iter(self._backends.values())
 
     def require(self, tool: Tool) -> Backend:
         """The backend of `tool`. Raises FailedPrecondition SANDBOX_UNAVAILABLE where it is missing."""
@@ -80,33 +68,6 @@ class Backends:
                 f"tools run in a sandbox only: {self._missing[name]}; then start the service again",
             )
         return self._backends[name]
-
-    async def take(self, tool: Tool) -> Sandbox:
-        """A fresh sandbox of `tool`. Raises FailedPrecondition where its backend is missing, WorkerFailed where its
-        worker does not start.
-        """
-        return await self.require(tool).take(tool.name)
-
-    def bind(self, record: Mapping[str, Any], sandbox: Sandbox) -> None:
-        """Store a session and the sandbox that it lives in."""
-        backend = self._backends[self._of_tool[str(record["tool"])]]
-        self._by_session[str(record["session_id"])] = backend
-        backend.bind(record, sandbox)
-
-    def note(self, session_id: str, facts: Mapping[str, Any]) -> None:
-        """Change fields of its record."""
-        if session_id in self._by_session:
-            self._by_session[session_id].note(session_id, facts)
-
-    def forget(self, session_id: str, closed_by: str = "") -> None:
-        """Remove a closed session."""
-        if session_id in self._by_session:
-            self._by_session.pop(session_id).forget(session_id, closed_by)
-
-    async def flush(self) -> None:
-        """Return once all of that is stored even if this process is killed."""
-        for backend in self._backends.values():
-            await backend.flush()
 
 
 async def start_backends(settings: ToolsSettings, registered: Iterable[Tool]) -> Backends:

@@ -6,7 +6,7 @@ Backends: the client of the sandbox daemon for bubblewrap (`daemon/client.py`), 
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -47,12 +47,10 @@ class Sandbox(Protocol):
     @property
     def reusable(self) -> bool:
         """Whether it can take another call after one that was asked with `again`."""
-        ...
 
     @property
     def alive(self) -> bool:
         """Whether it can take a request."""
-        ...
 
     async def ask(
         self,
@@ -74,68 +72,52 @@ class Sandbox(Protocol):
         that the step starts. Granted cores (`Granted.cores`, numbers of this machine) are released with the answer.
         Raises SandboxLost; then the caller closes the sandbox.
         """
-        ...
 
     def close(self) -> None:
         """Have everything in it killed, without waiting. Safe to call again."""
-        ...
-
-
-S = TypeVar("S", bound=Sandbox)
 
 
 @dataclass(frozen=True)
-class FoundSession(Generic[S]):
+class FoundSession:
     """A session of an earlier run of the service. record: as last stored. sandbox: None where it has ended."""
 
     record: Mapping[str, Any]
-    sandbox: S | None
+    sandbox: Sandbox | None
 
 
-class SessionStore(Protocol):
-    """Stores sessions for the service's next run."""
+class Backend(Protocol):
+    """Makes sandboxes, and stores sessions for the service's next run. While `run` runs it keeps sandboxes warm.
 
-    def bind(self, record: Mapping[str, Any], sandbox: Sandbox) -> None:
-        """Store a session and the sandbox that it lives in. record: JSON, with its session_id and tool."""
-        ...
+    found: the sessions that outlived the service's last run. closed: sessions closed in it, session id -> the request
+    that closed it.
+    """
 
-    def note(self, session_id: str, facts: Mapping[str, Any]) -> None:
-        """Change fields of its record."""
-        ...
-
-    def forget(self, session_id: str, closed_by: str = "") -> None:
-        """Remove a closed session. closed_by: the request that closed it, which may be repeated to the next run."""
-        ...
-
-    async def flush(self) -> None:
-        """Return once all of that is stored even if this process is killed."""
-        ...
-
-
-class Backend(SessionStore, Protocol):
-    """Makes sandboxes. While `run` runs it keeps some warm for each of its tools."""
-
-    @property
-    def found(self) -> Sequence[FoundSession[Any]]:
-        """The sessions that outlived the service's last run."""
-        ...
-
-    @property
-    def closed(self) -> Mapping[str, str]:
-        """Sessions closed in the last run: session id -> the request that closed it."""
-        ...
+    found: list[FoundSession]
+    closed: dict[str, str]
 
     async def take(self, tool: str) -> Sandbox:
         """A fresh sandbox. Raises WorkerFailed where the tool's worker does not start."""
-        ...
+
+    def bind(self, record: Mapping[str, Any], sandbox: Sandbox) -> None:
+        """Store a session and the sandbox that it lives in. record: JSON, with its session_id and tool."""
+
+    def note(self, session_id: str, facts: Mapping[str, Any]) -> None:
+        """Change fields of its record."""
+
+    def forget(self, session_id: str, closed_by: str = "") -> None:
+        """Remove a closed session. closed_by: the request that closed it, which may be repeated to the next run."""
+
+    async def flush(self) -> None:
+        """Return once all of that is stored even if this process is killed."""
 
     async def run(self) -> None:
         """Keep sandboxes warm until cancelled."""
-        ...
 
     async def close(self) -> None:
         """End the sandboxes, or leave them to the service's next run."""
-        ...
+
+
+S = TypeVar("S", bound=Sandbox)
 
 
 class WarmSandboxes(Generic[S]):

@@ -9,7 +9,7 @@ from typing import Any
 from treadle_runtime.errors import FailedPrecondition
 
 from treadle_tools.limits import Limits
-from treadle_tools.sandbox.sandboxes import Sandbox
+from treadle_tools.sandbox.sandboxes import Backend, Sandbox
 from treadle_tools.sessions.snapshots import RESULT, Snapshot
 from treadle_tools.tool import Result, Tool
 
@@ -49,6 +49,7 @@ class Session:
 
     session_id: str
     tool: Tool
+    backend: Backend
     trajectory_id: str
     limits: Limits
     opened_by: str
@@ -102,12 +103,13 @@ class Session:
         }
 
     @classmethod
-    def restore(cls, record: Mapping[str, Any], tool: Tool, sandbox: Sandbox | None) -> "Session":
+    def restore(cls, record: Mapping[str, Any], tool: Tool, backend: Backend, sandbox: Sandbox | None) -> "Session":
         """A session of an earlier run, from its record."""
         used_s = max(0.0, time.time() - record["last_used_at"])
         return cls(
             session_id=str(record["session_id"]),
             tool=tool,
+            backend=backend,
             trajectory_id=str(record["trajectory_id"]),
             limits=Limits(**record["limits"]),
             opened_by=str(record["opened_by"]),

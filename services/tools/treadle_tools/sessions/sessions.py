@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,11 +28,12 @@ from treadle_runtime.errors import FailedPrecondition, NotFound, ResourceExhaust
 
 from treadle_tools.limits import Granted, Limits
 from treadle_tools.registry import Registry, refuse_invalid
-from treadle_tools.sandbox.sandboxes import FoundSession, Sandbox, SandboxLost, SessionStore
+from treadle_tools.sandbox.backends import Backends
+from treadle_tools.sandbox.sandboxes import SandboxLost
 from treadle_tools.scheduling.actions import Actions, result_of
 from treadle_tools.sessions.session import Opening, Session, step_key
 from treadle_tools.sessions.snapshots import Snapshot, Snapshots
-from treadle_tools.tool import Result, Status, Tool
+from treadle_tools.tool import Result, Status
 
 log = structlog.get_logger()
 
@@ -81,44 +82,43 @@ async def open_with_retries(
 
 
 class Sessions:
-    """take: a fresh sandbox of a tool. most: sessions at a time. idle_s: after which one is closed."""
+    """most: sessions at a time. idle_s: after which one is closed."""
 
     def __init__(
         self,
         actions: Actions,
-        take: Callable[[Tool], Awaitable[Sandbox]],
+        backends: Backends,
         *,
         most: int,
         idle_s: float,
-        store: SessionStore,
         snapshots: Snapshots,
     ) -> None:
         self._actions = actions
-        self._take = take
+        self._backends = backends
         self._most = most
         self._idle_s = idle_s
-        self._store = store
         self._snapshots = snapshots
         self._sessions: dict[str, Session] = {}
         self._opening = 0
         self._opened_before: dict[str, Session] = {}
         self._closed_before: dict[str, str] = {}
 
-    def restore(self, found: Iterable[FoundSession[Any]], registry: Registry, closed: Mapping[str, str]) -> None:
-        """Take over the sessions of an earlier run. closed: session id -> the request that closed it."""
+    def restore(self, registry: Registry) -> None:
+        """Take over the sessions of an earlier run."""
         tools = {tool.name: tool for tool in registry}
-        self._closed_before = dict(closed)
-        for one in found:
-            session_id, name = str(one.record["session_id"]), str(one.record["tool"])
-            if name not in tools:
+        for backend in self._backends:
+            self._closed_before |= backend.closed
+            for found in backend.found:
+                session_id, name = str(found.record["session_id"]), str(found.record["tool"])
+                if name in tools:
+                    session = Session.restore(found.record, tools[name], backend, found.sandbox)
+                    self._sessions[session_id] = session
+                    self._opened_before[session.opened_by] = session
+                    continue
                 log.warning("a session of a tool that is gone", session_id=session_id, tool=name)
-                self._store.forget(session_id)
-                if one.sandbox is not None:
-                    one.sandbox.close()
-                continue
-            session = Session.restore(one.record, tools[name], one.sandbox)
-            self._sessions[session_id] = session
-            self._opened_before[session.opened_by] = session
+                backend.forget(session_id)
+                if found.sandbox is not None:
+                    found.sandbox.close()
 
     async def recall(self) -> None:
         """Ask every sandbox that was taken over for its last answer; this waits for steps under way."""
@@ -141,8 +141,9 @@ class Sessions:
             raise ResourceExhausted(
                 "SESSIONS_FULL", f"{self._most} sessions are open already: close some", retry_after_s=FULL_RETRY_S
             )
+        backend = self._backends.require(opening.tool)
         session = Session(
-            f"s-{uuid.uuid4().hex}", opening.tool, opening.trajectory_id, opening.limits, opened_by=opening.key
+            f"s-{uuid.uuid4().hex}", opening.tool, backend, opening.trajectory_id, opening.limits, opening.key
         )
         self._opening += 1
         try:
@@ -155,15 +156,15 @@ class Sessions:
         finally:
             self._opening -= 1
         self._sessions[session.session_id] = session
-        await self._store.flush()
+        await session.backend.flush()
         return session, result
 
     async def _attempt(self, session: Session, opening: Opening) -> Result:
         """Start the environment in a fresh sandbox; its first answer."""
 
         async def start(granted: Granted) -> Mapping[str, Any]:
-            session.sandbox = sandbox = await self._take(opening.tool)
-            self._store.bind(session.record(), sandbox)
+            session.sandbox = sandbox = await session.backend.take(opening.tool.name)
+            session.backend.bind(session.record(), sandbox)
             processes, key = opening.tool.processes, opening.key
             if opening.snapshot is None:
                 return await sandbox.ask("open", opening.arguments, granted, processes, request_id=key)
@@ -233,7 +234,7 @@ class Sessions:
             refuse_invalid(result)
             session.steps += 1
             self._note(session, key, result)
-            await self._store.flush()
+            await session.backend.flush()
             return result
 
     async def close(self, session_id: str, request_id: str = "") -> None:
@@ -243,7 +244,7 @@ class Sessions:
         session = self.get(session_id)
         async with session.lock:
             self._drop(session, "closed", request_id)
-            await self._store.flush()
+            await session.backend.flush()
 
     async def expire(self) -> None:
         """Close idle sessions and remove old snapshots, until cancelled."""
@@ -298,13 +299,13 @@ class Sessions:
         log.warning("a session was lost", session_id=session.session_id, tool=session.tool.name, why=why)
         session.ended = session.ended or why
         self._release(session)
-        self._store.note(session.session_id, session.facts())
+        session.backend.note(session.session_id, session.facts())
 
     def _drop(self, session: Session, why: str, closed_by: str = "") -> None:
         self._sessions.pop(session.session_id, None)
         session.ended = session.ended or why
         self._release(session)
-        self._store.forget(session.session_id, closed_by)
+        session.backend.forget(session.session_id, closed_by)
 
     def _note(self, session: Session, key: str, result: Result) -> None:
         session.last_key, session.last = key, result
@@ -312,7 +313,7 @@ class Sessions:
             session.ended = session.ended or DONE
         elif not result.alive:
             session.ended = session.ended or result.error or result.status
-        self._store.note(session.session_id, session.facts())
+        session.backend.note(session.session_id, session.facts())
         if session.ended:
             self._release(session)
 

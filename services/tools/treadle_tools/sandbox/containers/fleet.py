@@ -125,7 +125,7 @@ class Fleet:
         for tool, why in failures.items():
             self._warm[tool] = WarmSandboxes(0, lambda count: None)
             self._warm[tool].fail(why)
-        self.found: list[FoundSession[ContainerSandbox]] = []
+        self.found: list[FoundSession] = []
         self.closed = dict(files.closed)
 
     async def connect(self) -> None:

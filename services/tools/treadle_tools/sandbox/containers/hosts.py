@@ -117,15 +117,12 @@ class Pipe(Protocol):
 
     async def write(self, data: bytes) -> None:
         """Write to its standard input. Raises ConnectionError where the container is gone."""
-        ...
 
     async def read(self) -> tuple[bool, bytes] | None:
         """Read its outputs: whether it is standard error, and the next bytes; None at their end."""
-        ...
 
     async def close(self) -> None:
         """Disconnect; the container goes on."""
-        ...
 
 
 class Host(Protocol):
@@ -138,39 +135,30 @@ class Host(Protocol):
 
     async def check(self) -> str:
         """What it runs, with its version."""
-        ...
 
     async def make(self, recipe: Recipe, name: str) -> None:
         """Make and start a container; nothing is left of it where this fails."""
-        ...
 
     async def attach(self, name: str) -> Pipe:
         """A pipe to a container."""
-        ...
 
     async def allot(self, name: str, allotment: Allotment) -> None:
         """Change what a container may use."""
-        ...
 
     async def ending(self, name: str) -> Ending:
         """Whether a container has ended, and how."""
-        ...
 
     async def remove(self, name: str) -> None:
         """Kill everything in a container and remove it, if it is there."""
-        ...
 
     async def running(self) -> Sequence[str]:
         """Names of this owner's containers that run."""
-        ...
 
     async def sweep(self, kept: Collection[str]) -> int:
         """Remove this owner's other containers, running or not; how many there were."""
-        ...
 
     async def close(self) -> None:
         """Disconnect from the host."""
-        ...
 
 
 @dataclass

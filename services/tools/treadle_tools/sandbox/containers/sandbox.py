@@ -53,9 +53,7 @@ class Connection:
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
-        self._lines: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._received = bytearray()
-        self._searched = 0
+        self._stdout = asyncio.StreamReader(limit=frames.MAX_FRAME_BYTES)
         self._stderr = b""
         self.open = True
 
@@ -71,8 +69,8 @@ class Connection:
                 is_stderr, data = piece
                 if is_stderr:
                     self._stderr = (self._stderr + data)[-STDERR_BYTES:]
-                else:
-                    self._split(data)
+                elif self.open:
+                    self._stdout.feed_data(data)
         finally:
             await self.close()
 
@@ -97,7 +95,7 @@ class Connection:
     async def close(self) -> None:
         """Disconnect. Safe to call again."""
         self.open = False
-        self._lines.put_nowait(None)
+        self._stdout.feed_eof()
         await self._pipe.close()
 
     async def _write(self, data: bytes) -> None:
@@ -109,21 +107,14 @@ class Connection:
             raise Disconnected(str(error)) from error
 
     async def _next(self) -> bytes:
-        line = await self._lines.get()
-        if line is None:
-            self._lines.put_nowait(None)
+        try:
+            line = await self._stdout.readline()
+        except ValueError as error:  # longer than any message
+            await self.close()
+            raise Disconnected(str(error)) from error
+        if not line.endswith(b"\n"):
             raise Disconnected("it has ended")
         return line
-
-    def _split(self, data: bytes) -> None:
-        self._received += data
-        while (end := self._received.find(b"\n", self._searched)) >= 0:
-            self._lines.put_nowait(bytes(self._received[:end]))
-            del self._received[: end + 1]
-            self._searched = 0
-        self._searched = len(self._received)
-        if self._searched > frames.MAX_FRAME_BYTES:
-            self.open = False
 
 
 def _encode(message: Mapping[str, Any]) -> bytes:

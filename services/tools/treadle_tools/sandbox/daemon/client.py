@@ -65,7 +65,7 @@ class DaemonClient:
         self._slots: dict[str, Slot] = {}
         self._warm: dict[str, WarmSandboxes[BubblewrapSandbox]] = {}
         self._sandboxes: dict[str, BubblewrapSandbox] = {}  # all that came and were not ended
-        self.found: list[FoundSession[BubblewrapSandbox]] = []
+        self.found: list[FoundSession] = []
         self.closed: dict[str, str] = {}
         for recipe in terms.recipes:
             self._warm[recipe.tool] = WarmSandboxes(

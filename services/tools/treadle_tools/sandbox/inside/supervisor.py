@@ -56,11 +56,9 @@ class Requests(Protocol):
 
     def next_request(self) -> tuple[dict[str, Any], int | None] | None:
         """The next request, and the open file that came with it; None where there will be no more."""
-        ...
 
     def answer(self, message: Mapping[str, Any]) -> None:
         """Send an answer, if anybody still listens."""
-        ...
 
 
 class Supervisor:
