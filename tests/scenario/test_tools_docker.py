@@ -78,7 +78,7 @@ async def test_sessions_outlive_a_killed_service(
     """
     GIVEN   two sessions, one in the middle of a step
     WHEN    the service is killed, and started again
-    Result: both go on; the step in flight was taken once, and its repeat is answered; spare containers were removed
+    Result: both go on; the step in flight was taken once, and its repeat is answered; warm containers were removed
     """
     async with life(start_service, docker_daemon, owner, tmp_path) as calls:
         one, other = [(await calls.open("counter", {"start": n})).session.session_id for n in (1, 10)]
@@ -95,7 +95,7 @@ async def test_sessions_outlive_a_killed_service(
         assert (await calls.step(one, {"add": 4})).output == "7"
         assert (await calls.step(other, {"add": 4})).output == "15"
         assert [(await calls.session(id)).steps for id in (one, other)] == [2, 2]
-        assert len(before & set(docker_daemon.containers(owner))) == 2  # the sessions': the spares were removed
+        assert len(before & set(docker_daemon.containers(owner))) == 2  # the sessions': the warm ones were removed
         calls.process.terminate()
         assert await calls.process.wait() == 0
     assert docker_daemon.containers(owner) == []
@@ -108,23 +108,23 @@ async def test_granted_cores_are_the_containers_before_each_action(
     look = "print(sorted(os.sched_getaffinity(0)), *(open(f).read().strip() for f in FILES if os.path.exists(f)))"
     files = "import os; FILES = ('/sys/fs/cgroup/cpu/cpu.cfs_quota_us', '/sys/fs/cgroup/cpu.max')\n"
     async with fleet_on([DockerHost(docker_daemon.url, owner=owner)], tmp_path, image=docker_daemon.image) as fleet:
-        cell = await fleet.take("counter")
+        sandbox = await fleet.take("counter")
         limits = COUNTER.limits
-        await cell.ask("open", {"start": 1}, limits, 64)
+        await sandbox.ask("open", {"start": 1}, limits, 64)
         told = []
         for granted in (Granted(cpu_cores=1, cores=(1,)), Granted(cpu_cores=1, cores=(0,)), Granted(cpu_cores=2)):
-            reply = await cell.ask("step", {"code": files + look}, granted, 64)
+            reply = await sandbox.ask("step", {"code": files + look}, granted, 64)
             told.append(reply["output"].split()[:2])
-        (name,) = [name for name in docker_daemon.containers(owner, running=True) if name == cell.name]
+        (name,) = [name for name in docker_daemon.containers(owner, running=True) if name == sandbox.name]
         memory = docker_daemon.inspected(name)["HostConfig"]["Memory"]  # type: ignore[index]
         assert told[0] == ["[1]", "100000"]
         assert told[1] == ["[0]", "100000"]
         assert told[2][0] == "[0," and told[2][1] == "1]"
         busy = "import time; began = time.process_time()\nwhile time.process_time() < began + 0.3: pass"
-        assert 0.3 <= (await cell.ask("step", {"code": busy}, limits, 64))["cpu_s"] < 2.0
-        assert (await cell.ask("step", {"add": 1}, limits, 64))["cpu_s"] < 0.3
+        assert 0.3 <= (await sandbox.ask("step", {"code": busy}, limits, 64))["cpu_s"] < 2.0
+        assert (await sandbox.ask("step", {"add": 1}, limits, 64))["cpu_s"] < 0.3
         assert limits.memory_bytes < memory < limits.memory_bytes + 200 * MIB
-        cell.close()
+        sandbox.close()
 
 
 async def test_a_host_that_does_not_answer_is_passed_over(
@@ -137,9 +137,9 @@ async def test_a_host_that_does_not_answer_is_passed_over(
     hosts = [DockerHost(f"unix://{tmp_path}/nobody.sock", owner=owner), DockerHost(docker_daemon.url, owner=owner)]
     async with fleet_on(hosts, tmp_path / "ledger", image=docker_daemon.image) as fleet:
         for _ in range(3):
-            cell = await fleet.take("python")
-            assert (await cell.ask("call", {"code": "2 + 2"}, PYTHON.limits, 64))["output"] == "4\n"
-            cell.close()
+            sandbox = await fleet.take("python")
+            assert (await sandbox.ask("call", {"code": "2 + 2"}, PYTHON.limits, 64))["output"] == "4\n"
+            sandbox.close()
     assert docker_daemon.containers(owner) == []
 
 
@@ -175,7 +175,10 @@ async def test_a_session_is_written_down_and_goes_on_in_another_container(
             said = {"output": "42", "reward": None, "data_json": ""}
             first = await other.ask("restore", said, limits, 64, file=state.fileno())
         assert (first["status"], first["output"], first["error"]) == ("ok", "42", "")
-        assert [(await cell.ask("step", {"add": 1}, limits, 64))["output"] for cell in (one, other)] == ["43", "43"]
+        assert [(await sandbox.ask("step", {"add": 1}, limits, 64))["output"] for sandbox in (one, other)] == [
+            "43",
+            "43",
+        ]
         assert (await other.ask("step", {"code": "print(open('/tmp/kept').read())"}, limits, 64))["output"] == "kept\n"
         await one.ask("step", {"code": "open('/tmp/large', 'wb').write(b'x' * 20_000_000)"}, limits, 64)
         with (tmp_path / "large").open("w+b") as state:

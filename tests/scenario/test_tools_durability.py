@@ -255,7 +255,7 @@ async def test_callers_that_repeat_what_was_not_answered_count_each_step_once(
 async def test_an_environment_that_dies_while_it_opens_is_tried_again(
     start_service: StartService, state: str, tmp_path: Path
 ) -> None:
-    """It always dies here: three times in a fresh cell each, then the caller is told."""
+    """It always dies here: three times in a fresh sandbox each, then the caller is told."""
     async with own_life(start_service, state, tmp_path) as calls:
         opened = await calls.open("dies")
         assert opened.first.status == pb.RESULT_STATUS_CRASHED
@@ -269,7 +269,7 @@ async def test_memory_is_watched_while_there_is_no_service(
     """
     GIVEN   no control groups, and a step whose children will hold 160 MiB where 64 are allowed
     WHEN    the service is killed before they do
-    Result: the daemon kills the cell; the next service says that the session has ended
+    Result: the daemon kills the sandbox; the next service says that the session has ended
     """
     async with own_life(start_service, state, tmp_path, CGROUPS="off") as calls:
         session_id = (await calls.open("hoards")).session.session_id

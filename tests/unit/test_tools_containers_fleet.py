@@ -1,4 +1,4 @@
-"""Cells, lines and sessions of containers, on a fake host whose workers are real processes."""
+"""Sandboxes, connections and sessions of containers, on a fake host whose workers are real processes."""
 
 import asyncio
 import os

@@ -60,7 +60,6 @@ class BubblewrapSandbox:
         file: int | None = None,
         again: bool = False,
     ) -> dict[str, Any]:
-        """Send one request and return its answer, as `Sandbox.ask` says."""
         request = {"op": op, "id": request_id, "arguments": arguments, "limits": limits.message(), "again": again}
         if op == "recall" or self._slot is None:
             reply = await self._ask(request, limits, file)
@@ -152,7 +151,6 @@ class BubblewrapSandbox:
         return bytes(parts)
 
     def close(self) -> None:
-        """Disconnect and have every process of the sandbox killed. Safe to call again."""
         if self._connection.fileno() >= 0:
             self.disconnect()
             self._end()

@@ -52,7 +52,6 @@ class DockerPipe:
         self._stream = stream
 
     async def write(self, data: bytes) -> None:
-        """Write to its standard input. Raises ConnectionError where the container is gone."""
         try:
             await self._stream.write_in(data)
         # The library asserts that there is a connection.
@@ -60,14 +59,12 @@ class DockerPipe:
             raise ConnectionError(str(error) or "the connection is gone") from error
 
     async def read(self) -> tuple[bool, bytes] | None:
-        """Read its outputs: whether it is standard error, and the next bytes; None at their end."""
         with contextlib.suppress(aiohttp.ClientError, OSError, aiodocker.DockerError):
             if (message := await self._stream.read_out()) is not None:
                 return message.stream == STDERR, message.data
         return None
 
     async def close(self) -> None:
-        """Disconnect; the container goes on."""
         with contextlib.suppress(AssertionError):  # the library's, where the other end has gone first
             await self._stream.close()
 
@@ -89,14 +86,12 @@ class DockerHost:
         self._pipes: dict[str, DockerPipe] = {}
 
     async def check(self) -> str:
-        """What the daemon runs, with its version."""
         with _failures(self.name):
             about = await self._connect().system.info()
         self._all_cores = f"0-{int(about['NCPU']) - 1}"
         return f"docker {about['ServerVersion']}"
 
     async def make(self, recipe: Recipe, name: str) -> None:
-        """Make and start a container; nothing is left of it where this fails."""
         try:
             if not self._all_cores:  # it did not answer when the service started
                 await self.check()
@@ -120,7 +115,6 @@ class DockerHost:
         self._pipes[name] = pipe
 
     async def attach(self, name: str) -> Pipe:
-        """A pipe to a container."""
         if (pipe := self._pipes.pop(name, None)) is not None:
             return pipe
         with _failures(f"container {name}"):
@@ -140,7 +134,6 @@ class DockerHost:
             await self._connect()._query_json(f"containers/{name}/update", method="POST", data=limits)
 
     async def ending(self, name: str) -> Ending:
-        """Whether a container has ended, and how."""
         try:
             with _failures(f"container {name}"):
                 state = (await self._container(name).show())["State"]
@@ -151,25 +144,21 @@ class DockerHost:
         )
 
     async def remove(self, name: str) -> None:
-        """Kill everything in a container and remove it, if it is there."""
         if (pipe := self._pipes.pop(name, None)) is not None:
             await pipe.close()
         with contextlib.suppress(ContainerLost), _failures(f"container {name}"):
             await _remove(self._container(name))
 
     async def running(self) -> Sequence[str]:
-        """Names of this owner's containers that run."""
         return await self._list(status=["running"])
 
     async def sweep(self, kept: Collection[str]) -> int:
-        """Remove this owner's other containers, running or not; how many there were."""
         swept = [name for name in await self._list() if name not in kept]
         for name in swept:
             await self.remove(name)
         return len(swept)
 
     async def close(self) -> None:
-        """Disconnect from the daemon."""
         if self._docker is not None:
             docker, self._docker = self._docker, None
             await docker.close()

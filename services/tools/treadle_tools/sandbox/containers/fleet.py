@@ -151,7 +151,6 @@ class Fleet:
             self.found.append(FoundSession(entry.record, sandbox))
 
     async def run(self) -> None:
-        """Keep containers warm until cancelled."""
         async with asyncio.TaskGroup() as group:
             self._group = group
             for work in self._early:
@@ -161,20 +160,16 @@ class Fleet:
             await asyncio.Event().wait()
 
     async def take(self, tool: str) -> ContainerSandbox:
-        """A fresh container. Raises WorkerFailed where the tool's worker does not start."""
         return await self._warm[tool].take()
 
     def bind(self, record: Mapping[str, Any], sandbox: Sandbox) -> None:
-        """Store a session and the container that it lives in."""
         self._files.write(Entry(dict(record), self._in_use[sandbox.name].host.name, sandbox.name))
 
     def note(self, session_id: str, facts: Mapping[str, Any]) -> None:
-        """Change fields of its record."""
         if (entry := self._files.entries.get(session_id)) is not None:
             self._files.write(Entry({**entry.record, **facts}, entry.host, entry.container))
 
     def forget(self, session_id: str, closed_by: str = "") -> None:
-        """Remove a closed session."""
         self._files.forget(session_id, closed_by)
 
     async def flush(self) -> None:

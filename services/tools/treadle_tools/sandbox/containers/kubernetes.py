@@ -118,7 +118,6 @@ class PodPipe:
         self._socket = socket
 
     async def write(self, data: bytes) -> None:
-        """Write to its standard input. Raises ConnectionError where the pod is gone."""
         try:
             for start in range(0, len(data), PIECE_BYTES):
                 await self._socket.send_bytes(bytes([STDIN]) + data[start : start + PIECE_BYTES])
@@ -126,7 +125,6 @@ class PodPipe:
             raise ConnectionError(str(error) or "the connection is gone") from error
 
     async def read(self) -> tuple[bool, bytes] | None:
-        """Read its outputs: whether it is standard error, and the next bytes; None at their end."""
         with contextlib.suppress(aiohttp.ClientError, OSError):
             while (message := await self._socket.receive()).type is aiohttp.WSMsgType.BINARY:
                 channel, data = message.data[0], bytes(message.data[1:])
@@ -135,7 +133,6 @@ class PodPipe:
         return None
 
     async def close(self) -> None:
-        """Disconnect; the pod goes on."""
         await self._socket.close()
 
 
@@ -152,7 +149,6 @@ class KubernetesHost:
         self._resizes = False
 
     async def check(self) -> str:
-        """What the cluster runs, with its version."""
         api = await self._connect()
         with _failures("the API server"):
             about = await client.VersionApi(api.api_client).get_code(_request_timeout=CALL_TIMEOUT_S)
@@ -204,7 +200,6 @@ class KubernetesHost:
             await self._call_pod("patch_namespaced_pod_resize", name, patch)
 
     async def ending(self, name: str) -> Ending:
-        """Whether a pod has ended, and how."""
         try:
             pod = await self._call_pod("read_namespaced_pod", name)
         except ContainerLost:
@@ -216,23 +211,19 @@ class KubernetesHost:
         return Ending(runs=pod.status.phase == "Running")
 
     async def remove(self, name: str) -> None:
-        """Kill everything in a pod and delete it, if it is there."""
         with contextlib.suppress(ContainerLost):
             await self._call_pod("delete_namespaced_pod", name, grace_period_seconds=0)
 
     async def running(self) -> Sequence[str]:
-        """Names of this owner's pods that run."""
         return [pod.metadata.name for pod in await self._list() if pod.status.phase == "Running"]
 
     async def sweep(self, kept: Collection[str]) -> int:
-        """Delete this owner's other pods, running or not; how many there were."""
         swept = [pod.metadata.name for pod in await self._list() if pod.metadata.name not in kept]
         for name in swept:
             await self.remove(name)
         return len(swept)
 
     async def close(self) -> None:
-        """Disconnect from the API server."""
         for api in (self._api, self._streams):
             if api is not None:
                 await api.api_client.close()

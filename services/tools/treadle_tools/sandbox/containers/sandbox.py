@@ -193,7 +193,6 @@ class ContainerSandbox:
         return reply
 
     def close(self) -> None:
-        """Have the container removed, without waiting. Safe to call again."""
         if not self._closed:
             self._closed = True
             if self._connection is not None:

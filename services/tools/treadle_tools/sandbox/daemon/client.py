@@ -124,25 +124,20 @@ class DaemonClient:
                 self.forget(str(session.record["session_id"]))
 
     async def take(self, tool: str) -> BubblewrapSandbox:
-        """A fresh sandbox. Raises WorkerFailed where the tool's worker does not start."""
         if self._channel is None:
             raise WorkerFailed("the sandbox daemon is being started again")
         return await self._warm[tool].take()
 
     def bind(self, record: Mapping[str, Any], sandbox: Sandbox) -> None:
-        """Store a session and the sandbox that it lives in."""
         self._post({channel.OP: channel.BIND, "record": record, "sandbox": sandbox.name})
 
     def note(self, session_id: str, facts: Mapping[str, Any]) -> None:
-        """Change fields of its record."""
         self._post({channel.OP: channel.NOTE, "session": session_id, "facts": facts})
 
     def forget(self, session_id: str, closed_by: str = "") -> None:
-        """Remove a closed session."""
         self._post({channel.OP: channel.FORGET, "session": session_id, "closed_by": closed_by})
 
     async def flush(self) -> None:
-        """Return once the daemon gets all of that even if this process is killed."""
         if self._channel is not None:
             await self._channel.flush()
 

@@ -140,7 +140,6 @@ class NewestConnection:
                 self._drop()
 
     def answer(self, message: Mapping[str, Any]) -> None:
-        """Send an answer, if the service still listens."""
         if self._connection is not None:
             try:
                 frames.send(self._connection, message)
