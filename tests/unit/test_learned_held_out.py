@@ -7,26 +7,13 @@ import numpy as np
 import pytest
 import torch
 from support.tiny_backbone import HIDDEN, tiny_backbone
+from support.transcripts import told_by_the_plan
 from treadle_learned.backbone import Backbone
 from treadle_learned.examples import States
 from treadle_learned.fitting import Fitting
 from treadle_learned.held_out import ask_estimators, deal
 from treadle_learned.reading import Bounds
 from treadle_learned.scores import rows
-from treadle_learned.transcript import Transcript, Turn
-
-
-def told_by_the_plan(count: int = 120) -> list[Transcript]:
-    """Nothing but the first step's text says whether the second is short or long."""
-    rng = np.random.default_rng(0)
-    made = []
-    for number in range(count):
-        long = bool(rng.integers(0, 2))
-        plan = "read everything twice" if long else "answer"
-        tokens = int((2_000 if long else 100) * np.exp(rng.normal(0, 0.1)))
-        turns = (Turn(50, 0, plan, ""), Turn(tokens, 0, "so be it", ""), Turn(50), Turn(50))
-        made.append(Transcript(f"t{number}", "r", f"p{number}", 30, turns, prompt="Do it."))
-    return made
 
 
 def test_no_prompt_is_asked_about_by_who_has_seen_it() -> None:
@@ -68,7 +55,7 @@ def test_prompts_of_one_task_are_in_one_fold() -> None:
 
 
 def test_what_only_the_plan_tells_is_known_after_it_to_who_reads_it(tmp_path: Path) -> None:
-    transcripts = told_by_the_plan()
+    transcripts = told_by_the_plan(120)
     backbone = Backbone.load(str(tiny_backbone(tmp_path)), device="cpu", dtype=torch.float32)
     states = States(backbone, transcripts, Bounds())
     how = Fitting(epochs=80, patience=15, learning_rate=5e-3)

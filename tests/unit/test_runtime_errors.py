@@ -1,10 +1,13 @@
-"""Seconds and protobuf's times: exact to the nanosecond, never out of range, and refused by name in a request."""
+"""Checks of request fields: what passes, and that a refusal names the field; seconds and protobuf's times."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
+from treadle_runtime import errors as fields
 from treadle_runtime.errors import InvalidArgument
 from treadle_runtime.times import (
     LONGEST_DURATION_S,
@@ -14,6 +17,34 @@ from treadle_runtime.times import (
     seconds,
     timestamp,
 )
+
+
+@pytest.mark.parametrize(
+    ("check", "good", "bad"),
+    [
+        (fields.positive, [1, 0.1], [0, -1, math.nan, math.inf]),
+        (fields.non_negative, [0, 2.5], [-1, -0.1, math.nan, -math.inf]),
+        (fields.finite, [0, -3.5], [math.nan, math.inf, -math.inf]),
+        (fields.non_empty, ["x", b"x"], ["", b""]),
+        (fields.identifier, ["t-1", "a.b:c_D9", "x" * 128], ["", "x" * 129, "a b", "a/b", "é", "a\n", "a*"]),
+    ],
+)
+def test_a_check_returns_the_good_and_refuses_the_bad_naming_the_field(
+    check: Callable[[str, Any], object], good: list[object], bad: list[object]
+) -> None:
+    for value in good:
+        assert check("engines[0].x", value) == value
+    for value in bad:
+        with pytest.raises(InvalidArgument) as refused:
+            check("engines[0].x", value)
+        assert refused.value.field == "engines[0].x"
+        assert refused.value.message.startswith("engines[0].x: ")
+
+
+def test_require_refuses_unless_the_condition_holds() -> None:
+    fields.require([0], "turn", "must be the next one")
+    with pytest.raises(InvalidArgument, match="turn: must be the next one"):
+        fields.require([], "turn", "must be the next one")
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-9, 0.125, 1.25, 86_400.000000001])
