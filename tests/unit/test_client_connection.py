@@ -1,13 +1,14 @@
 """What is tried again, and when."""
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from treadle.connection import RetryPolicy, finish
-from treadle.errors import ErrorDetails, TreadleError
+from treadle.errors import TreadleError
 
 CODE = grpc.StatusCode
 
@@ -31,11 +32,11 @@ def test_the_servers_wish_is_a_lower_bound_of_the_wait() -> None:
     ("code", "message", "details", "again"),
     [
         (CODE.UNAVAILABLE, "connection refused", None, True),
-        (CODE.UNAVAILABLE, "", ErrorDetails("NO_ENGINE", "scheduler.treadle"), True),
-        (CODE.RESOURCE_EXHAUSTED, "", ErrorDetails("QUEUE_FULL", retry_after_s=0.1), True),
+        (CODE.UNAVAILABLE, "", {"reason": "NO_ENGINE"}, True),
+        (CODE.RESOURCE_EXHAUSTED, "", {"reason": "QUEUE_FULL", "retry_after_s": 0.1}, True),
         (CODE.RESOURCE_EXHAUSTED, "Received message larger than max", None, False),
         (CODE.INTERNAL, "Received RST_STREAM with error code 2", None, True),
-        (CODE.INTERNAL, "RST_STREAM", ErrorDetails("INTERNAL", "scheduler.treadle"), False),
+        (CODE.INTERNAL, "RST_STREAM", {"reason": "INTERNAL"}, False),
         (CODE.INTERNAL, "Exception deserializing response!", None, False),
         (CODE.UNKNOWN, "Stream removed", None, True),
         (CODE.UNKNOWN, "Unexpected <class 'KeyError'>", None, False),
@@ -47,8 +48,8 @@ def test_the_servers_wish_is_a_lower_bound_of_the_wait() -> None:
         (CODE.ABORTED, "", None, False),
     ],
 )
-def test_what_is_tried_again(code: grpc.StatusCode, message: str, details: ErrorDetails | None, again: bool) -> None:
-    assert TreadleError(code, message, details).retryable is again
+def test_what_is_tried_again(code: grpc.StatusCode, message: str, details: dict[str, Any] | None, again: bool) -> None:
+    assert TreadleError(code, message, **(details or {})).retryable is again
 
 
 async def test_cleaning_up_goes_on_through_two_cancellations_and_passes_them_on() -> None:

@@ -6,7 +6,9 @@ messages, so that googleapis is not needed; a status without details still gives
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -26,17 +28,6 @@ class FieldViolation:
     description: str
 
 
-@dataclass(frozen=True)
-class ErrorDetails:
-    """The machine-readable part of an error; empty where the server sent none."""
-
-    reason: str = ""
-    domain: str = ""
-    metadata: dict[str, str] = field(default_factory=dict)
-    field_violations: tuple[FieldViolation, ...] = ()
-    retry_after_s: float | None = None
-
-
 class TreadleError(Exception):
     """A call to the mesh failed.
 
@@ -45,19 +36,22 @@ class TreadleError(Exception):
     fields that were refused. retry_after_s: the least wait that the server asks for, None where it asks for none.
     """
 
-    def __init__(self, code: grpc.StatusCode, message: str, details: ErrorDetails | None = None) -> None:
-        details = details or ErrorDetails()
-        self.code = code
-        self.message = message
-        self.reason = details.reason
-        self.domain = details.domain
-        self.metadata = details.metadata
-        self.field_violations = details.field_violations
-        self.retry_after_s = details.retry_after_s
-        fields = "; ".join(f"{v.field}: {v.description}" for v in details.field_violations)
-        super().__init__(
-            " ".join(part for part in (code.name, details.reason, message, fields and f"({fields})") if part)
-        )
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        reason: str = "",
+        domain: str = "",
+        metadata: Mapping[str, str] | None = None,
+        field_violations: tuple[FieldViolation, ...] = (),
+        retry_after_s: float | None = None,
+    ) -> None:
+        self.code, self.message, self.reason, self.domain = code, message, reason, domain
+        self.metadata = dict(metadata or {})
+        self.field_violations = field_violations
+        self.retry_after_s = retry_after_s
+        fields = "; ".join(f"{v.field}: {v.description}" for v in field_violations)
+        super().__init__(" ".join(part for part in (code.name, reason, message, fields and f"({fields})") if part))
 
     @property
     def lost_connection(self) -> bool:
@@ -86,48 +80,50 @@ class StreamBroken(TreadleError):  # noqa: N818 - named as what happened
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(grpc.StatusCode.DATA_LOSS, message, ErrorDetails("STREAM_BROKEN", "client.treadle"))
+        super().__init__(grpc.StatusCode.DATA_LOSS, message, "STREAM_BROKEN", "client.treadle")
 
 
 class TokensSpent(TreadleError):  # noqa: N818
     """The trajectory's max_total_tokens is used up: nothing more may be generated. A rollout counts it as truncated."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(grpc.StatusCode.FAILED_PRECONDITION, message, ErrorDetails("TOKENS_SPENT", "client.treadle"))
+        super().__init__(grpc.StatusCode.FAILED_PRECONDITION, message, "TOKENS_SPENT", "client.treadle")
 
 
 def refused(reason: str, message: str) -> TreadleError:
     """A FAILED_PRECONDITION that the client itself raises before any call."""
-    return TreadleError(grpc.StatusCode.FAILED_PRECONDITION, message, ErrorDetails(reason, "client.treadle"))
+    return TreadleError(grpc.StatusCode.FAILED_PRECONDITION, message, reason, "client.treadle")
 
 
 def error_from(error: grpc.aio.AioRpcError) -> TreadleError:
     """The error of a failed call. Details that do not parse are left out."""
-    raw: bytes | None = None
-    for key, value in error.trailing_metadata() or ():
-        if key == _DETAILS_KEY and isinstance(value, bytes):
-            raw = value
-    return TreadleError(error.code(), error.details() or "", _details(raw) if raw else None)
+    raw = next((value for key, value in error.trailing_metadata() or () if key == _DETAILS_KEY), b"")
+    return TreadleError(error.code(), error.details() or "", **_details(raw if isinstance(raw, bytes) else b""))
 
 
-def _details(raw: bytes) -> ErrorDetails:
+def _details(raw: bytes) -> dict[str, Any]:
     status = status_pb2.Status()
     info, retry, bad = status_pb2.ErrorInfo(), status_pb2.RetryInfo(), status_pb2.BadRequest()
-    retry_after_s: float | None = None
     wanted: dict[str, Message] = {
         "google.rpc.ErrorInfo": info,
         "google.rpc.RetryInfo": retry,
         "google.rpc.BadRequest": bad,
     }
+    found: set[str] = set()
     try:
         status.ParseFromString(raw)
         for detail in status.details:
             name = detail.type_url.rpartition("/")[2]
             if name in wanted:
                 wanted[name].ParseFromString(detail.value)
-                if name == "google.rpc.RetryInfo":
-                    retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+                found.add(name)
     except DecodeError:
-        return ErrorDetails()
-    violations = tuple(FieldViolation(v.field, v.description) for v in bad.field_violations)
-    return ErrorDetails(info.reason, info.domain, dict(info.metadata), violations, retry_after_s)
+        return {}
+    delay = retry.retry_delay
+    return {
+        "reason": info.reason,
+        "domain": info.domain,
+        "metadata": info.metadata,
+        "field_violations": tuple(FieldViolation(v.field, v.description) for v in bad.field_violations),
+        "retry_after_s": delay.seconds + delay.nanos / 1e9 if "google.rpc.RetryInfo" in found else None,
+    }

@@ -26,6 +26,19 @@ from treadle.errors import StreamBroken, TreadleError, error_from
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.types import Chunk, FinishReason, Sampling, Step, duration, pack_ids
 
+if TYPE_CHECKING:
+    GenerateCall = grpc.aio.UnaryStreamCall[engine_pb2.GenerateRequest, engine_pb2.GenerateResponse]
+
+# A prompt that brings down every engine it meets must not take the whole mesh with it: after this many engines were
+# lost in a row without one new token, the step fails.
+MAX_FRUITLESS_LOSSES = 5
+# The engine refuses the ticket, not the request: it restarted under another id, or the wait was longer than the
+# ticket's life.
+_STALE_TICKET = frozenset({"TICKET_EXPIRED", "TICKET_WRONG_ENGINE"})
+
+CONTEXT_TOO_LONG = "CONTEXT_TOO_LONG"  # ErrorInfo.reason of a step that no engine has the context for
+STEP_HELD = "STEP_HELD"  # ErrorInfo.reason of a step that waits for space on an engine
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -86,39 +99,8 @@ def reason_if_complete(output: list[int], sampling: Sampling) -> FinishReason | 
     return "length" if len(output) >= sampling.max_new_tokens else None
 
 
-def sampling_message(sampling: Sampling) -> tokens_pb2.SamplingParams:
-    return tokens_pb2.SamplingParams(
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-    )
-
-
-if TYPE_CHECKING:
-    GenerateCall = grpc.aio.UnaryStreamCall[engine_pb2.GenerateRequest, engine_pb2.GenerateResponse]
-
-# A prompt that brings down every engine it meets must not take the whole mesh with it: after this many engines were
-# lost in a row without one new token, the step fails.
-MAX_FRUITLESS_LOSSES = 5
-# The engine refuses the ticket, not the request: it restarted under another id, or the wait was longer than the
-# ticket's life.
-_STALE_TICKET = frozenset({"TICKET_EXPIRED", "TICKET_WRONG_ENGINE"})
-
-CONTEXT_TOO_LONG = "CONTEXT_TOO_LONG"  # ErrorInfo.reason of a ticket that no engine has the context for
-STEP_HELD = "STEP_HELD"  # ErrorInfo.reason of a ticket that waits for room on an engine
-
-
 class StepRun:
-    """A step in flight.
-
-    begin() is awaited when the first token is asked for; commit() takes the step, finished or left early.
-    """
+    """A step in flight. `begin` is awaited when the first token is asked for; `commit` takes the step."""
 
     def __init__(
         self, mesh: Mesh, begin: Callable[[StepRun], Awaitable[StepPlan]], commit: Callable[[Step], None]
@@ -128,13 +110,13 @@ class StepRun:
         self._ticket: ticket_pb2.Ticket | None = None
         self._call: GenerateCall | None = None  # set while the engine may be generating for it
         self._step: Step | None = None
-        self._held = False  # the caller has a chunk in hand, so nobody reads the stream
+        self._paused = False  # the caller has a chunk and nobody reads the stream
         self._opening: asyncio.Task[GenerateCall] | None = None
         self._stopping = False
         self._committed = False
         self._ended = asyncio.Event()
         self._aborting = asyncio.Lock()
-        self.call = -1  # that is out, or was the last; until begun
+        self.call = -1  # the present or last one; -1 before the first
         self.unanswered: scheduler_pb2.ScheduleStepRequest | None = None
         self.lost_ticket_id = ""  # of this call; the next ScheduleStep of the call must name it
 
@@ -175,35 +157,32 @@ class StepRun:
                         if chunk is None:
                             continue
                         backoff.restart()
-                        self._held = True
+                        self._paused = True
                         yield chunk
-                        self._held = False
-                        if self._ended.is_set():  # left while held
+                        self._paused = False
+                        if self._ended.is_set():  # left meanwhile
                             await finish(self._abort())
                             return
                 except grpc.aio.AioRpcError as failure:
                     error = error_from(failure)
                 self._call = None
                 if (step := self._step) is not None:
-                    if not needs_another_call(step.finish_reason, assembly, plan, part):
-                        self._commit_once(step)
-                        return
-                    part = self._next_part(plan, assembly)
-                    error, fruitless = None, 0
-                    continue
-                if error is None:
+                    reason: FinishReason | None = step.finish_reason
+                elif error is None:
                     raise StreamBroken(f"the stream of turn {plan.turn} ended without StepFinished")
-                assembly.wait_for_engine(self._mesh.clock())
-                fruitless = fruitless + received if len(assembly.token_ids) == known else 0
-                if fruitless >= MAX_FRUITLESS_LOSSES or not _may_resume_elsewhere(error):
-                    raise error
-                reason = reason_if_complete(assembly.token_ids[assembly.called :], part.sampling)
-                if reason is not None and needs_another_call(reason, assembly, plan, part):
-                    part = self._next_part(plan, assembly)
-                    error, fruitless = None, 0
-                elif reason is not None:
-                    self._commit_once(assembly.end(reason, self._mesh.clock()))
+                else:
+                    assembly.wait_for_engine(self._mesh.clock())
+                    fruitless = fruitless + received if len(assembly.token_ids) == known else 0
+                    if fruitless >= MAX_FRUITLESS_LOSSES or not _may_resume_elsewhere(error):
+                        raise error
+                    reason = reason_if_complete(assembly.token_ids[assembly.called :], part.sampling)
+                if reason is None:
+                    continue
+                if not needs_another_call(reason, assembly, plan, part):
+                    self._commit_once(step or assembly.end(reason, self._mesh.clock()))
                     return
+                part = self._next_part(plan, assembly)
+                error, fruitless = None, 0
             self._commit_partial()
         except (GeneratorExit, asyncio.CancelledError):
             self._commit_partial()
@@ -222,7 +201,7 @@ class StepRun:
         """
         if self._ended.is_set() or self._assembly is None:
             return True
-        if not self._held:
+        if not self._paused:
             return False
         self._ended.set()
         self._commit_partial()
@@ -301,7 +280,7 @@ class StepRun:
         self.lost_ticket_id = ticket.ticket_id
         assembly.set_engine(ticket.engine_id)
         generate = engine_pb2.GenerateRequest(
-            ticket=ticket, prompt=part.prompt, sampling=sampling_message(part.sampling)
+            ticket=ticket, prompt=part.prompt, sampling=tokens_pb2.SamplingParams(**vars(part.sampling))
         )
         if output:
             generate.resumed_output.int32_le = pack_ids(output)

@@ -1,6 +1,6 @@
-"""Tool calls and stateful environments of one trajectory.
+"""Call tools and stateful environments of one trajectory.
 
-Invariant: a session that was opened is closed: by its user, by leaving its `async with`, or by its trajectory's close.
+A session that was opened is closed by its user, by leaving its `async with`, or by its trajectory's close.
 """
 
 from __future__ import annotations
@@ -8,14 +8,21 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from treadle.connection import Mesh, request_id
 from treadle.errors import TreadleError
 from treadle.tools.v1 import tools_pb2
 from treadle.types import ToolResult, ToolStatus, seconds
 
-Timed = Callable[[Callable[[], Awaitable[ToolResult]]], Awaitable[ToolResult]]
+T = TypeVar("T")
+
+
+class Timed(Protocol):
+    """Awaits a tool call and records where the time went."""
+
+    def __call__(self, work: Callable[[], Awaitable[T]]) -> Awaitable[T]: ...
+
 
 _STATUS: dict[int, ToolStatus] = {
     tools_pb2.RESULT_STATUS_OK: "ok",
@@ -35,12 +42,12 @@ class Session:
         self._closed = False
 
     async def step(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Takes one action; TreadleError NOT_FOUND SESSION_NOT_FOUND once it is closed or was idle for too long."""
+        """Take one action; TreadleError NOT_FOUND SESSION_NOT_FOUND once it is closed or was idle for too long."""
         call = tools_pb2.InvokeRequest(session_id=self.session_id, trajectory_id=self._trajectory_id)
         return await self._timed(lambda: invoke(self._mesh, call, arguments))
 
     async def close(self) -> None:
-        """Ends the environment. Again, or after it ended by itself: does nothing."""
+        """End the environment. Does nothing where it has ended."""
         if self._closed:
             return
         self._closed = True
@@ -65,23 +72,15 @@ class Session:
 async def open_session(
     mesh: Mesh, call: tools_pb2.OpenSessionRequest, arguments: Mapping[str, Any], timed: Timed
 ) -> Session:
-    """Starts an environment and gives its first observation. TypeError for arguments that are not JSON."""
+    """Start an environment; its first observation is in `Session.first`. TypeError for arguments that are not JSON."""
     call.request_id, call.arguments_json = request_id(), json.dumps(dict(arguments))
     tools = await mesh.tools()
-    opened: tools_pb2.OpenSessionResponse | None = None
-
-    async def first() -> ToolResult:
-        nonlocal opened
-        opened = await mesh.call(tools.OpenSession, call, mesh.timeouts.tool_s)
-        return result_of(opened.first)
-
-    observation = await timed(first)
-    assert opened is not None
-    return Session(mesh, opened.session.session_id, observation, call.trajectory_id, timed)
+    opened = await timed(lambda: mesh.call(tools.OpenSession, call, mesh.timeouts.tool_s))
+    return Session(mesh, opened.session.session_id, result_of(opened.first), call.trajectory_id, timed)
 
 
 async def invoke(mesh: Mesh, call: tools_pb2.InvokeRequest, arguments: Mapping[str, Any]) -> ToolResult:
-    """Runs one action. TypeError for arguments that are not JSON."""
+    """Run one action. TypeError for arguments that are not JSON."""
     call.request_id, call.arguments_json = request_id(), json.dumps(dict(arguments))
     tools = await mesh.tools()
     return result_of((await mesh.call(tools.Invoke, call, mesh.timeouts.tool_s)).result)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from treadle.assembly import shift_spans
 from treadle.connection import Mesh, request_id
@@ -21,6 +21,8 @@ from treadle.scheduler.v1 import scheduler_pb2
 from treadle.session import Session, invoke, open_session
 from treadle.tools.v1 import tools_pb2
 from treadle.types import Chunk, Outcome, Sampling, Span, Step, ToolResult, VersionSpan
+
+T = TypeVar("T")
 
 _OUTCOMES: dict[Outcome, scheduler_pb2.Outcome.ValueType] = {
     "finished": scheduler_pb2.OUTCOME_FINISHED,
@@ -79,7 +81,7 @@ class Trajectory:
         return max(self.max_total_tokens - self.gen_tokens, 0) if self.max_total_tokens else None
 
     def generate(self, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Generates the next turn from `tokens` and yields its chunks; afterwards the step is steps[-1] and its
+        """Generate the next turn from `tokens` and yields its chunks; afterwards the step is steps[-1] and its
         tokens are in `tokens`.
 
         Leaving early (aclose, break, cancellation, or any other operation of this trajectory) aborts the step on its
@@ -95,14 +97,14 @@ class Trajectory:
         return StepRun(self._mesh, begin, self._commit).chunks()
 
     def observe(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens that the policy did not sample: a tool's output, a chat template."""
+        """Append tokens that the policy did not sample: a tool's output, a chat template."""
         self._require_open()
         if self._run is not None and not self._run.leave():
             raise refused("STEP_IN_FLIGHT", "another task is reading generate(): finish or close it before observe()")
         self._append(token_ids, [0.0] * len(token_ids), loss_mask=0)
 
     async def tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs a stateless tool in the mesh's sandbox.
+        """Run a stateless tool in the mesh's sandbox.
 
         A tool that fails is a result; TreadleError: TOOL_NOT_FOUND and the like.
         """
@@ -110,26 +112,25 @@ class Trajectory:
         return await self._timed(lambda: invoke(self._mesh, call, arguments))
 
     async def open_session(self, name: str, arguments: Mapping[str, Any]) -> Session:
-        """Starts a stateful environment; it ends with the trajectory at the latest."""
+        """Start a stateful environment; it ends with the trajectory at the latest."""
         call = tools_pb2.OpenSessionRequest(tool=name, trajectory_id=self.trajectory_id)
         session = await open_session(self._mesh, call, arguments, self._timed)
         self._sessions.append(session)
         return session
 
     async def score(self, reward: str, arguments: Mapping[str, Any]) -> PendingReward:
-        """Has this trajectory scored by the mesh; returns once that is accepted, and never waits for the score.
+        """Request a reward for this trajectory; returns once the request is accepted, without waiting for the score.
 
-        To be called as it ends, before or after `close`. reward, arguments, errors: see Client.score.
+        Call it at the end, before or after `close`. reward, arguments, errors: see Client.score.
         """
         return await request_reward(
             self._mesh, self.trajectory_id, reward, arguments, self._mesh.job or self.rollout_id
         )
 
     async def close(self, reward: float | None = None, outcome: Outcome = "finished") -> None:
-        """Ends the trajectory here and at the scheduler, its step and its sessions first. Once closed: does nothing.
+        """End the step, the sessions and the trajectory, here and at the scheduler. Does nothing once closed.
 
-        After a TreadleError (the scheduler was out of reach) it may be called again and says the same as the first
-        time.
+        After a TreadleError (the scheduler could not be reached) it may be called again and repeats the first request.
         """
         if self.outcome is None:
             self.reward, self.outcome = reward, outcome
@@ -144,7 +145,7 @@ class Trajectory:
             if not error.lost_connection:  # a tools service that is gone holds no session
                 raise
         finally:
-            await self._tell_scheduler()
+            await self._close_at_scheduler()
 
     async def __aenter__(self) -> Trajectory:
         return self
@@ -158,7 +159,7 @@ class Trajectory:
             await self.close(outcome="failed" if isinstance(error, Exception) else "cancelled")
         return False
 
-    async def _tell_scheduler(self) -> None:
+    async def _close_at_scheduler(self) -> None:
         assert self.outcome is not None
         request = scheduler_pb2.CloseTrajectoryRequest(
             request_id=self._close_id,
@@ -218,8 +219,8 @@ class Trajectory:
         self._turn_ended_s = self._mesh.clock()
         self._changed("step")
 
-    async def _timed(self, work: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
-        """Runs a tool call, after leaving a step in flight, and records its span, also when it fails."""
+    async def _timed(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Await a tool call, after leaving a step in flight, and record its span, also when it fails."""
         await self._leave_step()
         start_s = self._mesh.clock()
         try:
