@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from treadle_core.tools.action import Action, Fixed, InvalidActionError, Range
 from treadle_core.tools.decision import Start, decide
-from treadle_core.tools.grants import SERVED, End, Ended, InvalidHoldingError, held_units
+from treadle_core.tools.grants import SERVED, End, Ended, InvalidHoldingError, units_of
 from treadle_core.tools.pools import InvalidPoolError
 from treadle_core.tools.providers import (
     BasicManager,
@@ -21,7 +21,7 @@ from treadle_core.tools.providers import (
     concurrency_of,
     quota_of,
 )
-from treadle_core.tools.queue import Waiting
+from treadle_core.tools.queue import ActionQueue
 
 FAILED, REFUSED, ABANDONED = Ended(End.FAILED), Ended(End.REFUSED), Ended(End.ABANDONED)
 AFTER_A_MOMENT = st.floats(0.0, 3.0, allow_nan=False)
@@ -29,13 +29,13 @@ AFTER_A_MOMENT = st.floats(0.0, 3.0, allow_nan=False)
 
 def call(manager: BasicManager, action_id: str, now_s: float, requests: int = 1) -> None:
     start = Start(Action(action_id, action_id, 0, manager.cost(requests)), 1, None, None)
-    manager.take(start, held_units(start), now_s, 1.0)
+    manager.take(start, units_of(start), now_s, 1.0)
 
 
 def room(manager: BasicManager, now_s: float) -> int:
     """How many calls of one request a decision would start now."""
     pools = manager.pools(now_s)
-    waiting = Waiting({pool.dimension: pool.capacity for pool in pools})
+    waiting = ActionQueue({pool.dimension: pool.capacity for pool in pools})
     for index in range(40):
         waiting.add(Action(f"w{index}", f"w{index}", index, manager.cost()))
     return len(decide(waiting, pools, manager.executing(now_s), 1.0))

@@ -26,7 +26,7 @@ from treadle_core.tools.gpu import GpuManager
 from treadle_core.tools.grants import NEVER_S, SERVED, End, Ended, InvalidHoldingError, Service
 from treadle_core.tools.pools import CpuNode, CpuNodes, FlatPool, GpuNode, GpuNodes, Pool, capacities
 from treadle_core.tools.providers import BasicManager, Provider, Quota, quota_of
-from treadle_core.tools.queue import Waiting
+from treadle_core.tools.queue import ActionQueue
 
 MACHINES = [Machine("a", ((0, 1), (2, 3)), 100), Machine("b", ((0, 1), (2, 3)), 100)]
 
@@ -83,7 +83,7 @@ class Life(RuleBasedStateMachine):
             f"x{self.count}", trajectory, self.count, costs[kind], duration, key, elasticity, service=service
         )
         self.dispatcher.check(coming)
-        if at_once and self.dispatcher.submit_alone(coming, self.now_s) is not None:
+        if at_once and self.dispatcher.start_at_once(coming, self.now_s) is not None:
             assert not self.waiting
             self.running[coming.action_id] = coming
             return coming.action_id
@@ -212,10 +212,10 @@ def test_elastic_actions_get_what_is_free_and_typical_durations_are_learned() ->
 
 def test_one_that_can_be_scaled_does_not_go_before_those_that_come_with_it() -> None:
     queue, _ = dispatcher()
-    assert queue.submit_alone(scalable(0, 4, 8.0), 0.0) is None
-    assert queue.submit_alone(action(1, cpu_cores=Fixed(1)), 0.0) is not None
+    assert queue.start_at_once(scalable(0, 4, 8.0), 0.0) is None
+    assert queue.start_at_once(action(1, cpu_cores=Fixed(1)), 0.0) is not None
     queue.submit(action(2, cpu_cores=Fixed(1)))
-    assert queue.submit_alone(action(3, cpu_cores=Fixed(1)), 0.0) is None
+    assert queue.start_at_once(action(3, cpu_cores=Fixed(1)), 0.0) is None
 
 
 def test_an_action_holds_of_all_managers_or_of_none() -> None:
@@ -244,7 +244,7 @@ def test_one_alone_starts_where_a_decision_would_have_it_start(
     pools: list[Pool] = [CpuNodes(nodes), GpuNodes((GpuNode("g", frozenset(free_gpus)),)), FlatPool("calls", 2, calls)]
     node_id = None if home is None or home >= len(nodes) else f"n{home}"
     alone = Action("x", "t", 0, {name: Fixed(units) for name, units in asked.items()}, node_id=node_id)
-    waiting = Waiting(capacities(pools))
+    waiting = ActionQueue(capacities(pools))
     waiting.add(alone)
     start = start_alone(alone, pools)
     assert list(decide(waiting, pools, [], 1.0)) == ([] if start is None else [start])

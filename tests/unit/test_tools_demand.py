@@ -80,7 +80,7 @@ def test_durations_are_learned_for_one_core_and_told_for_as_many_as_lately() -> 
 @pytest.mark.parametrize(
     ("scaling", "words"),
     [
-        (Scaling(()), "cost[cpu_cores].units: is empty"),
+        (Scaling(()), "cost[cpu_cores].units: must be 1 to 1024 numbers, are 0"),
         (Scaling((2, 1)), "must ascend"),
         (Scaling((0, 1)), "whole number, 1 at least"),
         (Scaling((1, 16)), "at most limits.cpu_cores, 8"),

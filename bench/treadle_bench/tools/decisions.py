@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from treadle_core.tools.action import Action, Amdahl, Demand, Duration, Elasticity, Fixed, Knowledge, Measured, Range
 from treadle_core.tools.action import UnitSet as Units
-from treadle_core.tools.completions import Executing
-from treadle_core.tools.decision import decide
+from treadle_core.tools.decision import Executing, decide
 from treadle_core.tools.pools import CpuNode, CpuNodes, FlatPool, Pool, capacities
-from treadle_core.tools.queue import Waiting
+from treadle_core.tools.queue import ActionQueue
 
 from treadle_bench.tools.setting import Plan
 
@@ -76,7 +75,7 @@ def quantiles(took: Sequence[Took]) -> dict[str, float]:
     }
 
 
-def _time_decisions(state: tuple[Waiting, list[Pool], list[Executing]]) -> list[Took]:
+def _time_decisions(state: tuple[ActionQueue, list[Pool], list[Executing]]) -> list[Took]:
     found = []
     gc.disable()
     try:
@@ -109,7 +108,7 @@ def demand(shape: str, rng: np.random.Generator) -> tuple[Demand, Elasticity]:
 
 def draw_state(
     shape: str, nodes: int, busy: float, waiting_count: int, seed: int
-) -> tuple[Waiting, list[Pool], list[Executing]]:
+) -> tuple[ActionQueue, list[Pool], list[Executing]]:
     """A random state. One action in ten has no known duration, and seven in ten must run on their trajectory's node."""
     rng = np.random.default_rng(seed)
     size = CORES // nodes
@@ -124,7 +123,7 @@ def draw_state(
     pools: list[Pool] = [FlatPool("cpu_cores", size, free)]
     if nodes > 1:
         pools = [CpuNodes(tuple(CpuNode(f"n{node}", size, free, 1024 * GIB, 1024 * GIB) for node in range(nodes)))]
-    waiting = Waiting(capacities(pools))
+    waiting = ActionQueue(capacities(pools))
     for index in range(waiting_count):
         units, elasticity = demand(shape, rng)
         known = Knowledge.PROFILED if rng.random() < 0.9 else Knowledge.UNKNOWN

@@ -1,19 +1,16 @@
-"""The nouns of elastic scheduling: an action, its vector of costs, its elasticity, its duration (ARL-Tangram §4.1).
+"""An action, what it asks for, how it scales and how long it takes (ARL-Tangram §4.1).
 
-A dimension is a name, such as those below or `api_quota:example.org` (the paper: each website's quota is a type of its
-own). Amounts are whole units of it: cores, bytes, GPUs, bytes/s, requests. All are frozen values; `action_input` says
-what is refused.
-
-What an action may say of itself, checked once when it is submitted, so that no kernel meets a NaN or an empty set.
-
-Invariant: an error's `field` is the path within the action, e.g. `cost[cpu_cores].units`."""
+A dimension is a name such as `cpu_cores` or `api_quota:example.org`: each website's quota is a dimension of its own.
+Amounts are whole units of a dimension: cores, bytes, GPUs, requests. All values are frozen. `check_action` refuses a
+bad one when it is submitted, so that no solver meets a NaN or an empty set.
+"""
 
 from __future__ import annotations
 
 import enum
 import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,13 +19,15 @@ from treadle_core.refusals import CoreError
 CPU_CORES = "cpu_cores"
 MEMORY_BYTES = "memory_bytes"
 GPUS = "gpus"
-GPU_MEMORY_BYTES = "gpu_memory_bytes"
-BANDWIDTH_BYTES_PER_S = "bandwidth_bytes_per_s"
+
+MOST_UNITS = 1 << 53  # beyond it floats skip whole numbers; eight petabytes
+MOST_CHOICES = 1_024  # numbers of units that one action may get; a row of the queue's tables is that wide
+MOST_SECONDS = 1e9  # thirty years
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Exactly so many units."""
+    """Exactly `units` units."""
 
     units: int
 
@@ -67,9 +66,9 @@ class Elasticity(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Amdahl:
-    """A share of the work, in [0, 1], runs on one unit whatever the others do: E(m) = 1 / (1 + share * (m - 1)).
+    """A serial share of the work, in [0, 1], runs on one unit only: E(m) = 1 / (1 + share * (m - 1)).
 
-    Its durations are convex in m, which makes arranging them cheap (`marginal`).
+    Durations are convex in m, so `arrangement.MarginalGains` arranges them exactly.
     """
 
     serial_share: float
@@ -80,7 +79,7 @@ class Amdahl:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """E by units, at the ascending numbers of units at which it was measured; linear between, level outside."""
+    """(units, E) at ascending numbers of units; linear between the points, constant outside."""
 
     points: tuple[tuple[int, float], ...]
 
@@ -94,7 +93,7 @@ class Measured:
 
 
 class Knowledge(enum.Enum):
-    """Where a duration is from. Only PROFILED and LEARNED ones are scaled."""
+    """Where a duration comes from. Only actions with PROFILED and LEARNED durations are scaled."""
 
     PROFILED = "profiled"
     LEARNED = "learned"
@@ -103,7 +102,7 @@ class Knowledge(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Duration:
-    """T of eq. 1: seconds on a single unit, a mean where learned; 0 where unknown, which is not read."""
+    """T of eq. 1: seconds on one unit; a mean where learned, not read where unknown."""
 
     knowledge: Knowledge
     single_unit_s: float = 0.0
@@ -114,12 +113,12 @@ UNKNOWN_DURATION = Duration(Knowledge.UNKNOWN)
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One invocation of a tool or a reward.
+    """One call of a tool or a reward.
 
-    arrival: its place in the order of submission, any ascending integers. cost: the demand by dimension. key: the
-    one dimension that its duration depends on; None: none does. node_id: the CPU node that the trajectory lives on;
-    None: this is its first action, and its memory is the whole trajectory's (§5.2). service: the model that it needs
-    on its GPUs, each number of which is a service of its own (§5.3).
+    arrival: place in the order of submission, any ascending integers. cost: the demand by dimension. key: the dimension
+    that the duration depends on, if any. node_id: the CPU node that the trajectory lives on; None: this is its first
+    action, and the memory it asks for is the whole trajectory's (§5.2). service: the model that it needs on its GPUs;
+    each number of GPUs is a service of its own (§5.3).
     """
 
     action_id: str
@@ -134,13 +133,18 @@ class Action:
 
     @property
     def scalable(self) -> bool:
-        """Whether more units are known to help: elasticity and duration are both known (Algorithm 1, line 5)."""
+        """Whether elasticity and duration are both known (Algorithm 1, line 5)."""
         known = self.duration.knowledge is not Knowledge.UNKNOWN
         return known and self.key is not None and self.elasticity is not None
 
+    @property
+    def sized_dimension(self) -> str:
+        """The dimension that a decision gives more than the least of: the key, or the first one in `cost`."""
+        return self.key or next(iter(self.cost))
+
 
 def key_units(demand: Demand) -> tuple[int, ...]:
-    """The numbers of units that a demand allows, ascending."""
+    """Return the numbers of units that a demand allows, ascending."""
     match demand:
         case Fixed(units):
             return (units,)
@@ -151,38 +155,34 @@ def key_units(demand: Demand) -> tuple[int, ...]:
 
 
 def seconds_at(action: Action, units: int) -> float:
-    """T / (E(m) * m), eq. 1. Of an action whose elasticity is not known T itself, whatever it gets."""
+    """T / (E(m) * m), eq. 1; T itself where the elasticity is not known."""
     if action.elasticity is None:
         return action.duration.single_unit_s
     return action.duration.single_unit_s / (action.elasticity.efficiency(units) * units)
 
 
-MOST_UNITS = 1 << 53  # beyond it floats skip whole numbers; eight petabytes
-MOST_CHOICES = 1_024  # numbers of units that one action may get; a row of the queue's tables is that wide
-MOST_SECONDS = 1e9  # thirty years
-
-
 class InvalidActionError(CoreError):
-    """An action with a figure that is none, or whose parts do not belong together."""
+    """An action with a bad figure, or with parts that do not belong together. `field` is the path within the action,
+    e.g. `cost[cpu_cores].units`."""
 
 
-class UnknownDimensionError(InvalidActionError):
-    """An action asks for a dimension that no pool has."""
+def check_action(action: Action, capacities: Mapping[str, int]) -> None:
+    """Raise InvalidActionError for the first bad field; the message says what would be right.
 
-
-class NeverFitsError(InvalidActionError):
-    """The least an action asks for is more than a pool has when it is empty."""
-
-
-def check_action(action: Action, dimensions: Collection[str]) -> None:
-    """Raises InvalidActionError or UnknownDimensionError naming the first bad field and what would be right."""
+    capacities: by dimension, the most that one action can get of it.
+    """
     if not action.cost:
         raise InvalidActionError("cost", "is empty; name at least one dimension")
     for dimension, demand in action.cost.items():
-        if dimension not in dimensions:
-            known = ", ".join(sorted(dimensions))
-            raise UnknownDimensionError(f"cost[{dimension}]", f"no pool has it; use one of {known}")
+        if dimension not in capacities:
+            known = ", ".join(sorted(capacities))
+            raise InvalidActionError(f"cost[{dimension}]", f"no pool has it; use one of {known}")
         _check_demand(f"cost[{dimension}]", demand)
+        if demand.least > capacities[dimension]:
+            raise InvalidActionError(
+                f"cost[{dimension}]",
+                f"at least {demand.least} asked for, {capacities[dimension]} in all: never fits; ask for less",
+            )
     if action.duration.knowledge is not Knowledge.UNKNOWN:
         _check_number("duration.single_unit_s", action.duration.single_unit_s, MOST_SECONDS)
     if action.key is None:
@@ -191,31 +191,20 @@ def check_action(action: Action, dimensions: Collection[str]) -> None:
         return
     if action.key not in action.cost:
         raise InvalidActionError("key", f"{action.key!r} is not in cost; give it a demand there or leave the key out")
-    _check_key(action, action.cost[action.key])
+    _check_elasticity(action.elasticity, f"cost[{action.key}]", action.cost[action.key])
 
 
-def check_fits(action: Action, capacities: Mapping[str, int]) -> None:
-    """Raises NeverFitsError; capacities: by dimension, the most that one action can get of it."""
-    for dimension, demand in action.cost.items():
-        if demand.least > capacities[dimension]:
-            raise NeverFitsError(
-                f"cost[{dimension}]",
-                f"at least {demand.least} asked for, {capacities[dimension]} in all: never fits; ask for less",
-            )
-
-
-def _check_key(action: Action, demand: Demand) -> None:
-    field = f"cost[{action.key}]"
+def _check_elasticity(elasticity: Elasticity | None, field: str, demand: Demand) -> None:
     if isinstance(demand, Range) and demand.most - demand.least >= MOST_CHOICES:
         raise InvalidActionError(field, f"more than {MOST_CHOICES} numbers of units; use a coarser unit or a UnitSet")
-    if isinstance(action.elasticity, Measured):
-        at = [units for units, _ in action.elasticity.points]
+    if elasticity is None:
+        return
+    if isinstance(elasticity, Measured):
+        at = [units for units, _ in elasticity.points]
         if not at or at != sorted(set(at)):
             raise InvalidActionError("elasticity.points", "must be at one or more ascending numbers of units")
-    if action.elasticity is None:
-        return
     for units in key_units(demand):
-        efficiency = action.elasticity.efficiency(units)
+        efficiency = elasticity.efficiency(units)
         if not 0.0 < efficiency <= 1.0:  # NaN fails too
             raise InvalidActionError("elasticity", f"E({units}) must be in (0, 1], is {efficiency}")
 
@@ -230,10 +219,8 @@ def _check_demand(field: str, demand: Demand) -> None:
             if most < least:
                 raise InvalidActionError(f"{field}.most", f"must be at least {least}, is {most}")
         case UnitSet(units):
-            if not units:
-                raise InvalidActionError(f"{field}.units", "is empty; name at least one number of units")
-            if len(units) > MOST_CHOICES:
-                raise InvalidActionError(f"{field}.units", f"must be {MOST_CHOICES} at most, are {len(units)}")
+            if not 1 <= len(units) <= MOST_CHOICES:
+                raise InvalidActionError(f"{field}.units", f"must be 1 to {MOST_CHOICES} numbers, are {len(units)}")
             for index, choice in enumerate(units):
                 _check_units(f"{field}.units[{index}]", choice)
             if list(units) != sorted(set(units)):
@@ -241,7 +228,7 @@ def _check_demand(field: str, demand: Demand) -> None:
 
 
 def _check_units(field: str, units: float) -> None:
-    """Whole numbers are asked for, but a caller without types may hand over a float."""
+    """A caller without types may hand over a float."""
     _check_number(field, units, MOST_UNITS)
     if units < 1 or units != int(units):
         raise InvalidActionError(

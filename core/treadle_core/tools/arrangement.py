@@ -1,33 +1,28 @@
-"""What arranging reads of candidates, and what comes of it: choices of units with their durations, side by side.
+"""Divide free units among candidates so that the sum of their durations is least (DPArrange, ARL-Tangram appendix B).
 
-An arrangement is made once for all candidates in their order and then answers for every prefix of them, so that all the
-evictions of Algorithm 1 come out of one table (the paper runs DPArrange again for each).
-
-DPArrange with the basic operator, for every prefix of the candidates at once (ARL-Tangram appendix B, Algorithm 3).
-
-Row i of the table is of the first i candidates; entry e is their least sum of seconds when e units beyond all their
-minimums are to be had. Rows are as wide as they can need: what the minimums of the prefix leave, or what the prefix can
-use. So a queue that only just fits has a narrow table.
-Where the paper has a prefix use all units exactly (ISVALID: r = 0), here it uses at most as many: a set such as {1, 4}
-need not add up to what is free.
-
-Arrangement by marginal gain: exact where durations are convex in units and units come one by one. Beyond the paper.
-
-Each further unit goes to whom it saves most. As no action's next unit ever saves more than its last one did, those are
-the largest savings there are, and no other way to deal out as many units saves more (the classical greedy of separable
-convex allocation, Fox 1966). O(n + units * log n) a prefix, where the table takes O(n * units * choices)."""
+An arrangement is computed once for all candidates in their order, and then answers for every prefix of them: all the
+evictions of Algorithm 1 come out of one table, where the paper runs DPArrange again for each. `FlatTable` is the basic
+operator (Algorithm 3), `MarginalGains` is exact and faster where durations are convex, `ChunkTable` is the GPU-chunk
+operator. All of them expect that every candidate fits with its least units.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from treadle_core.compiled import compiled, lean
+from treadle_core.compiled import compiled, inlined, lean
 
 Floats = npt.NDArray[np.float64]
 Indexes = npt.NDArray[np.int64]
+
+# Of a duration: a saving that grows by less is the last digit of a division and not a curve that bends up.
+ROUNDING = 1e-12
+LEVELS = 4  # chunks of 1, 2, 4, 8 GPUs
+NODE_GPUS = 1 << (LEVELS - 1)
 
 
 class Curves(NamedTuple):
@@ -41,16 +36,16 @@ class Curves(NamedTuple):
     counts: Indexes
 
     def of(self, candidates: Indexes) -> Curves:
-        """Those of some of them, in this order."""
+        """Return the curves of some candidates, in this order."""
         return Curves(self.units[candidates], self.seconds[candidates], self.counts[candidates])
 
     def priced(self, price: float) -> Curves:
-        """With each second dearer by the price of the units it holds: arranged so, fewer units are held."""
+        """Return curves in which a second costs more by `price` for each unit: arranged so, fewer units are held."""
         return Curves(self.units, self.seconds * (1.0 + price * self.units), self.counts)
 
 
 class Arrangement(Protocol):
-    """The least sum of durations of candidates that share units (DPArrange, appendix B)."""
+    """The best choices of units for candidates that share the free units."""
 
     def chosen(self, prefix: int) -> Indexes:
         """int64[prefix]: the choice of each of the first `prefix` candidates when the others get nothing."""
@@ -58,10 +53,14 @@ class Arrangement(Protocol):
 
 
 class FlatTable:
-    """Units of a flat pool, or cores of one CPU node. Expects that all candidates fit at their minimums."""
+    """Interchangeable units, such as those of a quota or the cores of one node; any curves.
+
+    Row i of the table is of the first i candidates; entry e is their least sum of seconds with at most e units beyond
+    their minimums. The paper's rows use all units exactly (ISVALID: r = 0), but a set such as {1, 4} need not add up to
+    what is free. A row is as wide as its prefix can use, so a queue that only just fits has a narrow table.
+    """
 
     def __init__(self, curves: Curves, free: int) -> None:
-        """free: units that the candidates share."""
         self._curves = curves
         least = curves.units[:, 0]
         most = curves.units[np.arange(len(curves.counts)), curves.counts - 1]
@@ -70,19 +69,17 @@ class FlatTable:
         self._widths = np.minimum(left, usable)
         self._starts = np.concatenate(([0], np.cumsum(self._widths + 1)))
         self._table = np.empty(int(self._starts[-1]))
-        fill(*curves, self._widths, self._starts, self._table)
-
-    def seconds(self, prefix: int) -> float:
-        """The least sum of seconds of the first `prefix` candidates."""
-        return float(self._table[self._starts[prefix + 1] - 1])
+        fill_rows(*curves, self._widths, self._starts, self._table)
 
     def chosen(self, prefix: int) -> Indexes:
-        return trace(*self._curves, self._widths, self._starts, self._table, prefix)
+        return trace_rows(*self._curves, self._widths, self._starts, self._table, prefix)
 
 
 @compiled
-def fill(units: Indexes, seconds: Floats, counts: Indexes, widths: Indexes, starts: Indexes, table: Floats) -> None:
-    """Writes all rows. One pass a choice, over entries side by side: a loop that runs several at once."""
+def fill_rows(
+    units: Indexes, seconds: Floats, counts: Indexes, widths: Indexes, starts: Indexes, table: Floats
+) -> None:
+    """Fill the table of `FlatTable`. The loop over entries is innermost, so that it is vectorised."""
     table[0] = 0.0
     for i in range(len(counts)):
         before = table[starts[i] : starts[i] + widths[i] + 1]
@@ -97,17 +94,17 @@ def fill(units: Indexes, seconds: Floats, counts: Indexes, widths: Indexes, star
             shared = min(len(shifted), len(before))
             for e in range(shared):
                 shifted[e] = min(shifted[e], before[e] + took)
-            for e in range(shared, len(shifted)):  # more than those before it can use
+            for e in range(shared, len(shifted)):  # more than the candidates before can use
                 shifted[e] = min(shifted[e], before[shared - 1] + took)
 
 
 @compiled
-def trace(
+def trace_rows(
     units: Indexes, seconds: Floats, counts: Indexes, widths: Indexes, starts: Indexes, table: Floats, prefix: int
 ) -> Indexes:
-    """The choices behind the last entry of a row. They are found again by the same sums, so that `fill` keeps none.
+    """Find the choices behind the last entry of a row again by the same sums, so that `fill_rows` stores none.
 
-    Of equal ones the fewest units: what is not needed stays free.
+    Of equal choices the one with the fewest units: what is not needed stays free.
     """
     chosen = np.zeros(prefix, np.int64)
     e = widths[prefix]
@@ -122,29 +119,25 @@ def trace(
     return chosen
 
 
-# Of a duration: within it, a saving that grows is the last digit of a division and not a curve that bends up.
-ROUNDING = 1e-12
-
-
-def convex(curves: Curves) -> bool:
-    """Whether every candidate's units come one by one and each saves no more than the one before it."""
-    return bool(is_convex(*curves))
-
-
 class MarginalGains:
-    """Units of a flat pool for `convex` curves. Expects that all candidates fit at their minimums."""
+    """Interchangeable units for curves that `is_convex` accepts. Beyond the paper.
+
+    Each further unit goes to the candidate that it saves most. No unit of a candidate saves more than the one before,
+    so these are the largest savings there are (Fox 1966). O(n + units * log n) a prefix, where the table takes
+    O(n * units * choices).
+    """
 
     def __init__(self, curves: Curves, free: int) -> None:
-        """free: units that the candidates share."""
         self._curves = curves
         self._free = free
 
     def chosen(self, prefix: int) -> Indexes:
-        return deal(*self._curves, self._free, prefix)
+        return deal_units(*self._curves, self._free, prefix)
 
 
 @compiled
 def is_convex(units: Indexes, seconds: Floats, counts: Indexes) -> bool:
+    """Whether every candidate's units come one by one and each saves no more than the one before it."""
     for i in range(len(counts)):
         slack = ROUNDING * seconds[i, 0]
         for choice in range(1, counts[i]):
@@ -158,8 +151,8 @@ def is_convex(units: Indexes, seconds: Floats, counts: Indexes) -> bool:
 
 
 @lean
-def sink(gains: Floats, owners: Indexes, size: int, at: int) -> None:
-    """Restores a heap, the largest gain first, below an entry that got smaller; the earlier of equals first."""
+def sift_down_gain(gains: Floats, owners: Indexes, size: int, at: int) -> None:
+    """Restore a heap, largest gain first, below an entry that got smaller; of equal gains the earlier owner first."""
     gain, owner = gains[at], owners[at]
     while True:
         child = 2 * at + 1
@@ -178,8 +171,8 @@ def sink(gains: Floats, owners: Indexes, size: int, at: int) -> None:
 
 
 @compiled
-def deal(units: Indexes, seconds: Floats, counts: Indexes, free: int, prefix: int) -> Indexes:
-    """The choices of the first `prefix` candidates. A unit that saves nothing stays free."""
+def deal_units(units: Indexes, seconds: Floats, counts: Indexes, free: int, prefix: int) -> Indexes:
+    """Return the choices of the first `prefix` candidates. A unit that saves nothing stays free."""
     chosen = np.zeros(prefix, np.int64)
     gains, owners = np.empty(prefix), np.empty(prefix, np.int64)
     size = 0
@@ -189,7 +182,7 @@ def deal(units: Indexes, seconds: Floats, counts: Indexes, free: int, prefix: in
             gains[size], owners[size] = seconds[i, 0] - seconds[i, 1], i
             size += 1
     for at in range(size // 2 - 1, -1, -1):
-        sink(gains, owners, size, at)
+        sift_down_gain(gains, owners, size, at)
     while free > 0 and size > 0 and gains[0] > 0.0:
         i = owners[0]
         chosen[i] += 1
@@ -199,5 +192,142 @@ def deal(units: Indexes, seconds: Floats, counts: Indexes, free: int, prefix: in
         else:
             size -= 1
             gains[0], owners[0] = gains[size], owners[size]
-        sink(gains, owners, size, 0)
+        sift_down_gain(gains, owners, size, 0)
+    return chosen
+
+
+class Chunk(NamedTuple):
+    """GPUs `first` to `first + size - 1` of a node: an aligned run of 1, 2, 4 or 8 (§5.3)."""
+
+    node_id: str
+    first: int
+    size: int
+
+
+def free_chunks(node_id: str, free: Collection[int]) -> list[Chunk]:
+    """Return the largest aligned chunks of a node's free GPUs, in order: two free buddies are one chunk."""
+    found = []
+    first = 0
+    while first < NODE_GPUS:
+        size = NODE_GPUS
+        while size and (first % size or not all(gpu in free for gpu in range(first, first + size))):
+            size //= 2
+        if size:
+            found.append(Chunk(node_id, first, size))
+        first += max(size, 1)
+    return found
+
+
+@inlined
+def level_of(units: int) -> int:
+    """The level of the smallest chunk that holds at least so many GPUs; LEVELS where none does."""
+    level = 0
+    while level < LEVELS and (1 << level) < units:
+        level += 1
+    return level
+
+
+@inlined
+def take_chunk(counts: Indexes, level: int) -> bool:
+    """Take one chunk of a level out of `counts`, the free chunks by level; false, and nothing changed, where none is.
+
+    A larger chunk is split where no chunk of the level is free, and leaves one chunk of each level between.
+    """
+    source = level
+    while source < LEVELS and counts[source] == 0:
+        source += 1
+    if source >= LEVELS:
+        return False
+    counts[source] -= 1
+    for between in range(level, source):
+        counts[between] += 1
+    return True
+
+
+class ChunkTable:
+    """GPUs in buddy chunks: entry [i, state] is the least sum of seconds of the first i candidates on the free chunks
+    of a state.
+
+    Where the paper contradicts itself, §5.3 and the text of appendix B are followed and not the listing of Algorithm 4,
+    which takes k GPUs apart over several chunks and never splits one, so that one GPU cannot be had of a free node.
+    Here k GPUs take one chunk of the next power of two, of the smallest free chunk that holds it. A level is split into
+    only when it is empty, so there are never more chunks of it than max(free at first, 1): that bounds the states,
+    which Algorithm 4 leaves open. n fresh nodes have 8 * (n + 1) of them.
+    """
+
+    def __init__(self, curves: Curves, free_chunks: Indexes) -> None:
+        """free_chunks: int64[LEVELS], how many chunks of 1, 2, 4, 8 GPUs are free."""
+        self._curves = curves
+        self._residuals = residual_states(free_chunks)
+        self._full = 0  # the state with all of them
+        for level in range(LEVELS - 1, -1, -1):
+            self._full = self._full * (max(int(free_chunks[level]), 1) + 1) + int(free_chunks[level])
+        self._table = fill_states(*curves, self._residuals)
+
+    def chosen(self, prefix: int) -> Indexes:
+        return trace_states(*self._curves, self._residuals, self._table, prefix, self._full)
+
+
+@compiled
+def residual_states(counts: Indexes) -> Indexes:
+    """The operator PREV as a table: [state, level] is the state after a chunk of a level is taken, -1 where none is.
+
+    States are counts in mixed radix (ENCODE).
+    """
+    radix = np.maximum(counts, 1) + 1
+    states = 1
+    for level in range(LEVELS):
+        states *= radix[level]
+    table = np.full((states, LEVELS), -1, np.int64)
+    decoded = np.empty(LEVELS, np.int64)
+    for state in range(states):
+        for level in range(LEVELS):
+            rest = state
+            for each in range(LEVELS):
+                decoded[each] = rest % radix[each]
+                rest //= radix[each]
+            if take_chunk(decoded, level):
+                code, bounded = 0, True
+                for each in range(LEVELS - 1, -1, -1):
+                    code = code * radix[each] + decoded[each]
+                    bounded = bounded and decoded[each] < radix[each]
+                if bounded:  # no state out of bounds is reached from `counts`
+                    table[state, level] = code
+    return table
+
+
+@compiled
+def fill_states(units: Indexes, seconds: Floats, counts: Indexes, residual: Indexes) -> Floats:
+    """float64[candidates + 1, states]; infinite where the candidates do not fit."""
+    table = np.full((len(counts) + 1, len(residual)), np.inf)
+    table[0] = 0.0
+    for i in range(len(counts)):
+        for choice in range(counts[i]):
+            level = level_of(units[i, choice])
+            if level >= residual.shape[1]:
+                continue
+            for state in range(len(residual)):
+                left = residual[state, level]
+                if left >= 0:
+                    table[i + 1, state] = min(table[i + 1, state], table[i, left] + seconds[i, choice])
+    return table
+
+
+@compiled
+def trace_states(
+    units: Indexes, seconds: Floats, counts: Indexes, residual: Indexes, table: Floats, prefix: int, full: int
+) -> Indexes:
+    """Find the choices behind an entry again by the same sums; of equal choices the one with the fewest units."""
+    chosen = np.zeros(prefix, np.int64)
+    state = full
+    for i in range(prefix - 1, -1, -1):
+        for choice in range(counts[i]):
+            level = level_of(units[i, choice])
+            if level >= residual.shape[1]:
+                continue
+            left = residual[state, level]
+            if left >= 0 and table[i, left] + seconds[i, choice] == table[i + 1, state]:
+                chosen[i] = choice
+                state = left
+                break
     return chosen

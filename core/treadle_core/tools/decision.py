@@ -1,118 +1,50 @@
 """A scheduling decision: which waiting actions start now, with how many units each, and where (ARL-Tangram §4.2).
 
-A function of the queue, the pools, what runs and what a typical action takes. It changes nothing: who starts an action
-takes it out of the queue and its units out of the pool.
+A function of the queue, the pools, what runs and what a typical action takes; it changes nothing.
 
-Groups of the queue by key dimension and lane (C.split of Algorithm 1, W.split of Algorithm 2).
-
-An action without a key is grouped by the first dimension that it names, with one choice: its least. What other
-dimensions' actions take of this one is served first and comes back when they end.
-
-The decision for one action that nobody waits before, and that has no choice: what `decide` gives, in a tenth of the
-time."""
+Candidates are waiting actions that could all start now, each with its least (Algorithm 1, lines 1 to 4). Where an
+action asks several pools and not all have room, it reserves its units in those that have. The paper's prefix of the
+whole queue would hold up every later action; here only those wait that ask for what the earlier one waits for.
+"""
 
 from __future__ import annotations
 
-import itertools
-import math
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from treadle_core.refusals import CoreError
-from treadle_core.tools.action import Action
-from treadle_core.tools.arrangement import Floats, Indexes
-from treadle_core.tools.chunks import Chunk
-from treadle_core.tools.completions import Executing, by_lane
-from treadle_core.tools.group import NOT_ASKED, WAITS, Candidates, Group, select
-from treadle_core.tools.pools import InvalidPoolError, Pool
-from treadle_core.tools.queue import Ordering, Waiting, first_come
+from treadle_core.tools.action import Action, InvalidActionError
+from treadle_core.tools.arrangement import Chunk, Indexes
+from treadle_core.tools.group import Group
+from treadle_core.tools.pools import WAITS, Pool
+from treadle_core.tools.queue import ActionQueue
+
+NOT_ASKED = -2  # in place of a partition: the action does not use this pool
+
+Flags = npt.NDArray[np.bool_]
 
 
-class Lane(NamedTuple):
-    """One dimension of one lane of a pool, the at-th of the pools, and what runs there: when it ends, its units, and
-    how many of it are scalable. keyed: bool[n], whose key it is; expected: int64[n], the lane that whoever waits is
-    counted on."""
+class Executing(NamedTuple):
+    """Units of a dimension that come back in `ends_in_s` seconds; below 0 where the action is overdue.
 
-    pool: Pool
-    at: int
-    number: int
-    dimension: str
-    keyed: npt.NDArray[np.bool_]
-    expected: Indexes
-    ends_s: Floats
-    units: Indexes
-    scalable: int
-
-
-def keyed_by(waiting: Waiting, candidates: Candidates) -> dict[str, npt.NDArray[np.bool_] | None]:
-    """By dimension, bool[n]: whose key it is; None where it is no admitted candidate's."""
-    keys = waiting.key[candidates.rows]
-    found = {dimension: keys == column for column, dimension in enumerate(waiting.dimensions)}
-    return {each: keyed if (keyed & candidates.admitted).any() else None for each, keyed in found.items()}
-
-
-def expected(candidates: Candidates, at: int, lanes: int) -> Indexes:
-    """int64[n]: the lane of the at-th pool that each is counted on while it waits: its home; for any lane, one in
-    turn."""
-    homes = candidates.homes[at]
-    return np.where(homes >= 0, homes, np.arange(len(homes)) % lanes)
-
-
-def grouped(
-    waiting: Waiting, candidates: Candidates, lane: Lane, typical_s: float, depth: int
-) -> tuple[Group, Indexes] | None:
-    """The lane's group and, by its action, the place in order; None where no candidate has its key there."""
-    rows, seats = candidates.rows, candidates.seats[lane.at]
-    column = waiting.dimensions.index(lane.dimension)
-    seated = seats == lane.number
-    starting = lane.keyed & seated & candidates.admitted
-    if not starting.any():
-        return None
-    members = np.flatnonzero(starting | (lane.keyed & (seats == WAITS) & (lane.expected == lane.number)))
-    curves = waiting.curves(rows[members], typical_s)
-    first = np.flatnonzero(starting[members])
-    others = rows[seated & ~starting]
-    others = others[waiting.least[others, column] > 0]
-    taken = waiting.least[others, column]
-    share = lane.pool.share(lane.number, lane.pool.dimensions.index(lane.dimension), taken)
-    ends_s = np.concatenate((lane.ends_s, waiting.curves(others, typical_s).seconds[:, 0]))
-    units = np.concatenate((lane.units, taken))
-    return Group(curves, first, ends_s, units, share, depth, lane.scalable), members
-
-
-def reseated(waiting: Waiting, candidates: Candidates, lane: Lane) -> Indexes:
-    """The places of those that start where no candidate of the lane's group that can be scaled does: whoever cannot be
-    is seated anew, so that one that waits for more keeps no seat from those that need only that.
-
-    Seats of the lane are changed accordingly. Those that are free to go elsewhere keep the seats that they have.
+    node_id: of a dimension that is managed by node. An action that holds several dimensions is several of these.
+    scalable: it could have had more or fewer units, so that more such actions are likely to arrive while it runs.
     """
-    rows, seats, homes = candidates.rows, candidates.seats[lane.at], candidates.homes[lane.at]
-    here = (seats == lane.number) | ((seats == WAITS) & ((homes == lane.number) | (len(lane.pool.nodes) == 1)))
-    others_seat = (np.delete(candidates.seats, lane.at, axis=0) != WAITS).all(axis=0)
-    scalable = lane.keyed & (waiting.counts[rows] > 1)
-    seats[here & scalable] = WAITS
-    asking = np.flatnonzero(here & ~scalable & others_seat)
-    columns = [waiting.dimensions.index(dimension) for dimension in lane.pool.dimensions]
-    needs = np.maximum(waiting.least[rows[asking]][:, columns], 0)
-    seats[asking] = lane.pool.seat(needs, np.full(len(asking), lane.number, np.int64))
-    starts: Indexes = asking[lane.keyed[asking] & (seats[asking] != WAITS)]
-    return starts
 
-
-# How many choices of units the first of those that wait may try in the objective; the paper finds 2 or 3 enough.
-DEPTH = 2
-
-
-class InvalidEstimateError(CoreError):
-    """A typical duration or a depth that is no such number."""
+    dimension: str
+    units: int
+    ends_in_s: float
+    node_id: str | None = None
+    scalable: bool = False
 
 
 class Start(NamedTuple):
-    """An action that starts now with so many units of its key dimension (without a key: of the first it names) and the
-    least of all others. node_id: the CPU node, if it asks for one; chunk: its GPUs, if it asks for any."""
+    """An action that starts now with `units` of its `Action.sized_dimension` and the least of all others. node_id: the
+    CPU node, chunk: the GPUs, if it asks for them."""
 
     action: Action
     units: int
@@ -121,77 +53,158 @@ class Start(NamedTuple):
 
 
 def decide(
-    waiting: Waiting,
-    pools: Sequence[Pool],
-    executing: Sequence[Executing],
-    typical_s: float,
-    order: Ordering = first_come,
-    depth: int = DEPTH,
+    queue: ActionQueue, pools: Sequence[Pool], executing: Sequence[Executing], typical_s: float
 ) -> tuple[Start, ...]:
-    """Those that start now, in the order that `order` gives.
+    """Return the actions that start now, in the order of their arrival.
 
-    typical_s: seconds that an action of unknown duration is taken to last. Raises InvalidEstimateError,
-    InvalidPoolError, InvalidExecutingError, and InvalidActionError for an action on a node that is gone.
+    typical_s: seconds that an action of unknown duration is taken to last. Raises InvalidActionError for an action on a
+    node that is gone.
     """
-    _check(waiting, pools, typical_s, depth)
-    running = by_lane(executing, [(each, node) for pool in pools for each in pool.dimensions for node in pool.nodes])
-    candidates = select(waiting, order(waiting), pools)
-    by_key = keyed_by(waiting, candidates)
+    running: defaultdict[tuple[str, str | None], list[Executing]] = defaultdict(list)
+    for each in executing:
+        running[each.dimension, each.node_id].append(each)
+    candidates = select_candidates(queue, pools)
     units = np.full(len(candidates.rows), WAITS, np.int64)
     for at, pool in enumerate(pools):
-        counted_on = expected(candidates, at, len(pool.nodes))
-        for dimension, (number, node) in itertools.product(pool.dimensions, enumerate(pool.nodes)):
-            keyed = by_key[dimension]
-            if keyed is None:
+        for dimension in pool.dimensions:
+            keyed = queue.key[candidates.rows] == queue.dimensions.index(dimension)
+            if not (keyed & candidates.admitted).any():
                 continue
-            lane = Lane(pool, at, number, dimension, keyed, counted_on, *running[dimension, node])
-            found = grouped(waiting, candidates, lane, typical_s, depth)
-            if found is None:
-                continue
-            group, members = found
-            chosen = group.started()
-            if chosen is None:
-                starts = reseated(waiting, candidates, lane)
-                units[members] = WAITS
-                units[starts] = waiting.units[candidates.rows[starts], 0]
-            else:
-                starts = group.candidates[: len(chosen)]
-                units[members[starts]] = group.curves.units[starts, chosen]
-    return _starts(waiting, candidates, pools, units)
+            for partition, node in enumerate(pool.nodes):
+                group = _PartitionGroup(queue, candidates, pool, at, partition, dimension, keyed)
+                group.decide(running[dimension, node], typical_s, units)
+    return _starts(queue, candidates, pools, units)
 
 
-def _starts(waiting: Waiting, candidates: Candidates, pools: Sequence[Pool], units: Indexes) -> tuple[Start, ...]:
+@dataclass(frozen=True)
+class Candidates:
+    """By place i in the order of arrival. rows[i]: the row of the queue. assigned[p, i]: the partition in pool p, or
+    WAITS or NOT_ASKED. homes[p, i]: the partition that the action has to use, -1: any. admitted[i]: it waits for no
+    pool."""
+
+    rows: Indexes
+    assigned: Indexes
+    homes: Indexes
+    admitted: Flags
+
+
+def select_candidates(queue: ActionQueue, pools: Sequence[Pool]) -> Candidates:
+    """Raises InvalidActionError for an action on a node that is not there."""
+    rows = queue.rows_by_arrival()
+    assigned = np.full((len(pools), len(rows)), NOT_ASKED, np.int64)
+    homes = np.full((len(pools), len(rows)), -1, np.int64)
+    for at, pool in enumerate(pools):
+        columns = [queue.dimensions.index(dimension) for dimension in pool.dimensions]
+        needs = queue.least[rows][:, columns]
+        asking = np.flatnonzero((needs >= 0).any(axis=1))
+        if pool.nodes != (None,):
+            homes[at, asking] = _homes(queue, rows[asking], pool)
+        assigned[at, asking] = pool.assign(np.maximum(needs[asking], 0), homes[at, asking])
+    return Candidates(rows, assigned, homes, (assigned != WAITS).all(axis=0))
+
+
+def _homes(queue: ActionQueue, rows: Indexes, pool: Pool) -> list[int]:
+    partitions = {node: partition for partition, node in enumerate(pool.nodes)}
+    partitions[None] = -1
+    actions = queue.actions
+    try:
+        return [partitions[actions[row].node_id] for row in rows.tolist()]
+    except KeyError as missing:
+        raise InvalidActionError("node_id", f"no node is called {missing}; place its trajectory anew") from missing
+
+
+@dataclass(frozen=True)
+class _PartitionGroup:
+    """One dimension of one partition of the at-th pool, and the actions whose key it is (C.split of Algorithm 1)."""
+
+    queue: ActionQueue
+    candidates: Candidates
+    pool: Pool
+    at: int
+    partition: int
+    dimension: str
+    keyed: Flags
+
+    def decide(self, executing: Sequence[Executing], typical_s: float, units: Indexes) -> None:
+        """Write the units of each action that starts, by its place. executing: what runs on the partition."""
+        rows, assigned = self.candidates.rows, self.candidates.assigned[self.at]
+        here = assigned == self.partition
+        starting = self.keyed & here & self.candidates.admitted
+        if not starting.any():
+            return
+        members = np.flatnonzero(starting | (self.keyed & (assigned == WAITS) & (self._expected() == self.partition)))
+        curves = self.queue.curves(rows[members], typical_s)
+        # What actions with another key take of this dimension is served first and comes back when they end.
+        others = rows[here & ~starting]
+        column = self.queue.dimensions.index(self.dimension)
+        others = others[self.queue.least[others, column] > 0]
+        taken = self.queue.least[others, column]
+        share = self.pool.share(self.partition, self.pool.dimensions.index(self.dimension), taken)
+        ends_s = [max(each.ends_in_s, 0.0) for each in executing]  # an overdue action is expected to end now
+        group = Group(
+            curves,
+            np.flatnonzero(starting[members]),
+            np.concatenate((ends_s, self.queue.curves(others, typical_s).seconds[:, 0])),
+            np.concatenate((np.array([each.units for each in executing], np.int64), taken)),
+            share,
+            sum(each.scalable for each in executing),
+        )
+        chosen = group.choose_starts()
+        if chosen is not None:
+            starts = group.candidates[: len(chosen)]
+            units[members[starts]] = curves.units[starts, chosen]
+            return
+        units[members] = WAITS
+        places = self._reassign()
+        units[places] = self.queue.units[rows[places], 0]
+
+    def _expected(self) -> Indexes:
+        """int64[n]: the partition that each action counts for while it waits: its home; without one, each in turn."""
+        homes = self.candidates.homes[self.at]
+        return np.where(homes >= 0, homes, np.arange(len(homes)) % len(self.pool.nodes))
+
+    def _reassign(self) -> Indexes:
+        """Assign the partition again without the group's scalable actions, which all wait, so that the first of them
+        reserves nothing that other actions need. Return the places of the actions of the group that start.
+
+        Actions that may use other partitions keep what they were assigned.
+        """
+        rows, assigned, homes = self.candidates.rows, self.candidates.assigned[self.at], self.candidates.homes[self.at]
+        only = len(self.pool.nodes) == 1
+        here = (assigned == self.partition) | ((assigned == WAITS) & ((homes == self.partition) | only))
+        others_fit = (np.delete(self.candidates.assigned, self.at, axis=0) != WAITS).all(axis=0)
+        scalable = self.keyed & (self.queue.counts[rows] > 1)
+        assigned[here & scalable] = WAITS
+        asking = np.flatnonzero(here & ~scalable & others_fit)
+        columns = [self.queue.dimensions.index(dimension) for dimension in self.pool.dimensions]
+        needs = np.maximum(self.queue.least[rows[asking]][:, columns], 0)
+        assigned[asking] = self.pool.assign(needs, np.full(len(asking), self.partition, np.int64))
+        starts: Indexes = asking[self.keyed[asking] & (assigned[asking] != WAITS)]
+        return starts
+
+
+def _starts(queue: ActionQueue, candidates: Candidates, pools: Sequence[Pool], units: Indexes) -> tuple[Start, ...]:
     starting = np.flatnonzero(units != WAITS)
     rows, units = candidates.rows[starting], units[starting]
     nodes: list[str | None] = [None] * len(rows)
     chunks: list[Chunk | None] = [None] * len(rows)
     for at, pool in enumerate(pools):
-        asking = np.flatnonzero(candidates.seats[at, starting] != NOT_ASKED)
+        asking = np.flatnonzero(candidates.assigned[at, starting] != NOT_ASKED)
         names = pool.nodes
         if names != (None,):
-            for index, seat in zip(asking.tolist(), candidates.seats[at, starting[asking]].tolist(), strict=True):
-                nodes[index] = names[seat]
-        column = waiting.dimensions.index(pool.dimensions[0])
-        held = np.where(waiting.key[rows] == column, units, waiting.least[rows, column])[asking]
+            partitions = candidates.assigned[at, starting[asking]].tolist()
+            for index, partition in zip(asking.tolist(), partitions, strict=True):
+                nodes[index] = names[partition]
+        column = queue.dimensions.index(pool.dimensions[0])
+        held = np.where(queue.key[rows] == column, units, queue.least[rows, column])[asking]
         for index, chunk in zip(asking.tolist(), pool.chunks(held), strict=False):
             chunks[index] = chunk
-    return tuple(map(Start, [waiting.actions[row] for row in rows.tolist()], units.tolist(), nodes, chunks))
-
-
-def _check(waiting: Waiting, pools: Sequence[Pool], typical_s: float, depth: int) -> None:
-    if not (math.isfinite(typical_s) and typical_s >= 0.0):
-        raise InvalidEstimateError("typical_s", f"must be a number of seconds, at least 0, is {typical_s}")
-    if depth < 1:
-        raise InvalidEstimateError("depth", f"must be at least 1, is {depth}")
-    managed = [dimension for pool in pools for dimension in pool.dimensions]
-    if sorted(managed) != sorted(waiting.dimensions):
-        raise InvalidPoolError("pools", f"have {sorted(managed)}, the queue was made for {sorted(waiting.dimensions)}")
-    for index, pool in enumerate(pools):
-        pool.check(f"pools[{index}]")
+    return tuple(map(Start, [queue.actions[row] for row in rows.tolist()], units.tolist(), nodes, chunks))
 
 
 def start_alone(action: Action, pools: Sequence[Pool]) -> Start | None:
-    """Where it starts with its least; None: it has to wait. The action has been checked (`action_input`)."""
+    """Start an action with its least while no other waits: what `decide` gives, in a tenth of the time. None: it has to
+    wait. The action has been checked."""
     node_id: str | None = None
     chunk: Chunk | None = None
     cost = action.cost
@@ -201,11 +214,11 @@ def start_alone(action: Action, pools: Sequence[Pool]) -> Start | None:
             continue
         nodes = pool.nodes
         home = -1 if nodes == (None,) or action.node_id is None else nodes.index(action.node_id)
-        seat = int(pool.seat(np.array([needs]), np.array([home]))[0])
-        if seat < 0:
+        partition = int(pool.assign(np.array([needs]), np.array([home]))[0])
+        if partition == WAITS:
             return None
         if nodes != (None,):
-            node_id = nodes[seat]
+            node_id = nodes[partition]
         for found in pool.chunks(np.array([needs[0]])):
             chunk = found
-    return Start(action, cost[action.key or next(iter(cost))].least, node_id, chunk)
+    return Start(action, cost[action.sized_dimension].least, node_id, chunk)

@@ -1,94 +1,35 @@
 """GPUs as buddy chunks with services in their memory, evicted on execution (ARL-Tangram §5.3).
 
-At most one action executes on a GPU at any time. Which size of chunk an action gets is the paper's rule, the smallest
-that holds it; which of those is decided here, by what is in their memory. So a grant may name another chunk of the same
-size than the decision did.
-
-Which services are in the memory of which GPUs, and what has to go for another: least recently used first (§5.3).
-
-Invariant: on no GPU do the services that are there take more than its memory. A service's state does not change as it
-serves, so evicting one is to release its memory; a copy stays on the host."""
+At most one action executes on a GPU at any time. The size of its chunk is the paper's rule, the smallest that holds it;
+which of those is decided here, by the services that are resident. So a grant may name another chunk of the same size
+than the decision did. A service's state does not change as it serves: to evict it is to release its GPU memory, and a
+copy stays on the host.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from treadle_core.tools.action import GPUS, Action, InvalidActionError, key_units
-from treadle_core.tools.chunks import NODE_GPUS, Chunk, free_chunks, level_of
-from treadle_core.tools.completions import Executing
-from treadle_core.tools.decision import Start
+from treadle_core.tools.arrangement import NODE_GPUS, Chunk, free_chunks, level_of
+from treadle_core.tools.decision import Executing, Start
 from treadle_core.tools.grants import NEVER_S, End, Ended, GpuGrant, InvalidHoldingError, Resident, Service, Usage
 from treadle_core.tools.pools import GpuNode, GpuNodes, InvalidPoolError
 
 Gpu = tuple[str, int]  # node, number
 
 
-class Residency:
-    """See the module. gpu_bytes: of each GPU."""
-
-    def __init__(self, gpu_bytes: int) -> None:
-        self._gpu_bytes = gpu_bytes
-        self._used_s: dict[Resident, float] = {}  # when each was last used
-        self._on: dict[Gpu, dict[Resident, None]] = {}
-
-    def __iter__(self) -> Iterator[Resident]:
-        return iter(self._used_s)
-
-    def used_s(self, resident: Resident) -> float | None:
-        """When it was last used; None: it is not there."""
-        return self._used_s.get(resident)
-
-    def to_evict(self, chunk: Chunk, service: Service | None) -> tuple[Resident, ...]:
-        """What has to go before `service` is on `chunk`; for no service all that is on one of its GPUs."""
-        if service is None:
-            return tuple({resident: None for gpu in gpus(chunk) for resident in self._on.get(gpu, ())})
-        if Resident(service, chunk) in self._used_s:
-            return ()
-        going: dict[Resident, None] = {}
-        for gpu in gpus(chunk, service):
-            there = [resident for resident in self._on.get(gpu, ()) if resident not in going]
-            free = self._gpu_bytes - sum(resident.service.bytes_per_gpu for resident in there)
-            for resident in sorted(there, key=self._used_s.__getitem__):
-                if free >= service.bytes_per_gpu:
-                    break
-                going[resident] = None
-                free += resident.service.bytes_per_gpu
-        return tuple(going)
-
-    def use(self, resident: Resident, now_s: float) -> None:
-        """It is there, or restored now, and used. What has to go for it must have gone."""
-        if resident not in self._used_s:
-            for gpu in gpus(resident.chunk, resident.service):
-                self._on.setdefault(gpu, {})[resident] = None
-        self._used_s[resident] = now_s
-
-    def drop(self, resident: Resident) -> None:
-        """It is there no longer. One that was not is no error."""
-        if self._used_s.pop(resident, None) is not None:
-            for gpu in gpus(resident.chunk, resident.service):
-                del self._on[gpu][resident]
-
-
-def gpus(chunk: Chunk, service: Service | None = None) -> list[Gpu]:
-    """Those of a chunk that a service is on: its first `degree`."""
-    count = chunk.size if service is None else service.degree
-    return [(chunk.node_id, number) for number in range(chunk.first, chunk.first + count)]
-
-
 @dataclass
-class _Held:
+class _Running:
     grant: GpuGrant
     ends_at_s: float
     scalable: bool
 
 
 class GpuManager:
-    """See the module. GPUs have `gpu_bytes` each. services: their bytes per GPU by name and degree.
-
-    node_ids: nodes of 8 GPUs; of a node that has, or lends, fewer: the numbers of those that it does.
-    """
+    """Owner of the GPUs. Invariant: on no GPU do the resident services take more than its memory."""
 
     dimensions: ClassVar[tuple[str, ...]] = (GPUS,)
 
@@ -98,7 +39,10 @@ class GpuManager:
         gpu_bytes: int,
         services: Sequence[Service] = (),
     ) -> None:
-        """Raises InvalidPoolError for a node or a service twice, a degree that no node has, or one that never fits."""
+        """gpu_bytes: memory of each GPU. node_ids: nodes of 8 GPUs; of a node with fewer the numbers of its GPUs.
+
+        Raises InvalidPoolError for a node or a service twice, a degree that no node has, or one that never fits.
+        """
         if len(set(node_ids)) < len(node_ids):
             raise InvalidPoolError("node_ids", "has a node twice")
         if not isinstance(node_ids, Mapping):
@@ -117,16 +61,13 @@ class GpuManager:
             if not 0 < service.bytes_per_gpu <= gpu_bytes:
                 raise InvalidPoolError(f"services[{index}].bytes_per_gpu", f"must be from 1 to {gpu_bytes}")
             self._services[service.name, service.degree] = service
-        self._resident = Residency(gpu_bytes)
-        self._held: dict[str, _Held] = {}
-
-    @property
-    def residents(self) -> tuple[Resident, ...]:
-        """The services that are in the memory of GPUs."""
-        return tuple(self._resident)
+        self._gpu_bytes = gpu_bytes
+        self._used_s: dict[Resident, float] = {}  # when each resident was last used
+        self._on: dict[Gpu, dict[Resident, None]] = {}  # the residents of each GPU
+        self._running: dict[str, _Running] = {}
 
     def check(self, action: Action) -> None:
-        """Raises InvalidActionError for a service, or a number of its GPUs, that is not served."""
+        """Raise InvalidActionError for a service, or a number of its GPUs, that is not served."""
         if action.service is None:
             return
         if GPUS not in action.cost:
@@ -143,43 +84,35 @@ class GpuManager:
 
     def executing(self, now_s: float) -> list[Executing]:
         return [
-            Executing(GPUS, held.grant.chunk.size, held.ends_at_s - now_s, None, held.scalable)
-            for held in self._held.values()
+            Executing(GPUS, each.grant.chunk.size, each.ends_at_s - now_s, None, each.scalable)
+            for each in self._running.values()
         ]
 
     def take(self, start: Start, units: Mapping[str, int], now_s: float, expected_s: float) -> GpuGrant:
         action, degree = start.action, units[GPUS]
-        if action.action_id in self._held:
-            raise InvalidHoldingError("start.action.action_id", f"{action.action_id!r} holds GPUs already")
-        service = None
-        if action.service is not None:
-            service = self._services.get((action.service, degree))
-            if service is None:
-                raise InvalidHoldingError("start.action.service", f"{action.service!r} is not served on {degree} GPUs")
-        chunk = self._best(1 << level_of(degree), service)
-        grant = self._granted(chunk, service)
+        service = None if action.service is None else self._services[action.service, degree]
+        grant = self._best_grant(1 << level_of(degree), service)
+        chunk = grant.chunk
         for resident in grant.evicted:
-            self._resident.drop(resident)
+            self._evict(resident)
         if service is not None:
-            self._resident.use(Resident(service, chunk), now_s)
+            self._use(Resident(service, chunk), now_s)
         self._free[chunk.node_id] -= frozenset(range(chunk.first, chunk.first + chunk.size))
-        self._held[action.action_id] = _Held(grant, now_s + expected_s, action.scalable)
+        self._running[action.action_id] = _Running(grant, now_s + expected_s, action.scalable)
         return grant
 
     def give_back(self, action_id: str, ended: Ended, now_s: float) -> None:
-        """A service that failed is taken to be lost from memory."""
-        held = self._held.pop(action_id, None)
-        if held is None:
-            raise InvalidHoldingError("action_id", f"{action_id!r} holds no GPUs")
-        chunk, service = held.grant.chunk, held.grant.service
+        """A service whose action failed is no longer taken to be resident."""
+        grant = self._running.pop(action_id).grant
+        chunk, service = grant.chunk, grant.service
         self._free[chunk.node_id] |= frozenset(range(chunk.first, chunk.first + chunk.size))
         if service is not None and ended.end is End.FAILED:
-            self._resident.drop(Resident(service, chunk))
+            self._evict(Resident(service, chunk))
         elif service is not None:
-            self._resident.use(Resident(service, chunk), now_s)
+            self._use(Resident(service, chunk), now_s)
 
     def forget(self, trajectory_id: str) -> None:
-        """GPUs are held by actions alone."""
+        """Only actions hold GPUs."""
 
     def next_change_s(self, now_s: float) -> float:
         return NEVER_S
@@ -188,28 +121,63 @@ class GpuManager:
         free = sum(map(len, self._free.values()))
         return (Usage(GPUS, self._capacity, self._capacity - free, free),)
 
-    def _granted(self, chunk: Chunk, service: Service | None) -> GpuGrant:
-        there = service is None or self._resident.used_s(Resident(service, chunk)) is not None
-        restore_bytes = 0 if service is None or there else service.bytes_per_gpu * service.degree
-        return GpuGrant(chunk, service, restore_bytes, self._resident.to_evict(chunk, service))
-
-    def _best(self, size: int, service: Service | None) -> Chunk:
-        """Of the runs of `size` in the smallest free chunks that hold one: where the service is, else where nothing
-        has to go, else where what has to go was used least recently; the first of equals."""
+    def _best_grant(self, size: int, service: Service | None) -> GpuGrant:
+        """Of the runs of `size` in the smallest free chunks that hold one: where the service is resident, else where
+        nothing is to be evicted, else where what is evicted was used least recently; the first of equals."""
         free = [chunk for node_id, gpus in self._free.items() for chunk in free_chunks(node_id, gpus)]
         least = min((chunk.size for chunk in free if chunk.size >= size), default=None)
         if least is None:
             raise InvalidHoldingError("start.units", f"no chunk of {size} GPUs is free")
-        runs = [
-            Chunk(chunk.node_id, first, size)
+        grants = [
+            self._grant(Chunk(chunk.node_id, first, size), service)
             for chunk in free
             if chunk.size == least
             for first in range(chunk.first, chunk.first + chunk.size, size)
         ]
+        return min(
+            grants,
+            key=lambda grant: (
+                grant.restore,
+                max((self._used_s[resident] for resident in grant.evicted), default=-NEVER_S),
+            ),
+        )
 
-        def worth(run: Chunk) -> tuple[bool, float]:
-            grant = self._granted(run, service)
-            used_s = [self._resident.used_s(resident) for resident in grant.evicted]
-            return grant.restore, max((at for at in used_s if at is not None), default=-NEVER_S)
+    def _grant(self, chunk: Chunk, service: Service | None) -> GpuGrant:
+        if service is None:
+            return GpuGrant(chunk, None, 0, self._residents_of(chunk))
+        if Resident(service, chunk) in self._used_s:
+            return GpuGrant(chunk, service, 0, ())
+        return GpuGrant(chunk, service, service.bytes_per_gpu * service.degree, self._to_evict(chunk, service))
 
-        return min(runs, key=worth)
+    def _residents_of(self, chunk: Chunk) -> tuple[Resident, ...]:
+        return tuple({resident: None for gpu in gpus_of(chunk) for resident in self._on.get(gpu, ())})
+
+    def _to_evict(self, chunk: Chunk, service: Service) -> tuple[Resident, ...]:
+        """The residents that have to go before `service` fits on `chunk`, least recently used first on each GPU."""
+        going: dict[Resident, None] = {}
+        for gpu in gpus_of(chunk, service):
+            there = [resident for resident in self._on.get(gpu, ()) if resident not in going]
+            free = self._gpu_bytes - sum(resident.service.bytes_per_gpu for resident in there)
+            for resident in sorted(there, key=self._used_s.__getitem__):
+                if free >= service.bytes_per_gpu:
+                    break
+                going[resident] = None
+                free += resident.service.bytes_per_gpu
+        return tuple(going)
+
+    def _use(self, resident: Resident, now_s: float) -> None:
+        if resident not in self._used_s:
+            for gpu in gpus_of(resident.chunk, resident.service):
+                self._on.setdefault(gpu, {})[resident] = None
+        self._used_s[resident] = now_s
+
+    def _evict(self, resident: Resident) -> None:
+        if self._used_s.pop(resident, None) is not None:
+            for gpu in gpus_of(resident.chunk, resident.service):
+                del self._on[gpu][resident]
+
+
+def gpus_of(chunk: Chunk, service: Service | None = None) -> list[Gpu]:
+    """Return the GPUs of a chunk, or those of them that a service is on: the first `degree`."""
+    count = chunk.size if service is None else service.degree
+    return [(chunk.node_id, number) for number in range(chunk.first, chunk.first + count)]

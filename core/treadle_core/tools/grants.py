@@ -1,6 +1,4 @@
-"""The nouns of the managers: what an action gets, how it ended, and how full a dimension is. All frozen values.
-
-What a kind of resource does for the scheduler, whatever it is (ARL-Tangram §5: one interface, three managers)."""
+"""What an action is granted, how it ended, and what every resource manager does (ARL-Tangram §5: one interface)."""
 
 from __future__ import annotations
 
@@ -11,28 +9,29 @@ from typing import Protocol
 
 from treadle_core.refusals import CoreError
 from treadle_core.tools.action import Action
-from treadle_core.tools.chunks import Chunk
-from treadle_core.tools.completions import Executing
-from treadle_core.tools.decision import Start
+from treadle_core.tools.arrangement import Chunk
+from treadle_core.tools.decision import Executing, Start
 from treadle_core.tools.pools import Pool
+
+NEVER_S = float("inf")
 
 
 class InvalidHoldingError(CoreError):
-    """An action that takes what it holds already or what is not free, or gives back what it does not hold."""
+    """An action takes what it holds already or what is not free, or gives back what it does not hold."""
 
 
 class End(enum.Enum):
-    """How an action ended, as far as who served it is concerned: a tool that fails by itself has been served."""
+    """How an action ended for its provider: a tool that fails by itself has been served."""
 
     SERVED = "served"
     FAILED = "failed"
     REFUSED = "refused"  # too many requests
-    ABANDONED = "abandoned"  # nobody waited any more: says nothing of who served
+    ABANDONED = "abandoned"  # its caller is gone: says nothing of the provider
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """retry_after_s: seconds from the end until which it was refused; None: it was not said."""
+    """retry_after_s: seconds for which the provider asked to be left alone; None: it did not say."""
 
     end: End = End.SERVED
     retry_after_s: float | None = None
@@ -43,19 +42,18 @@ SERVED = Ended()
 
 @dataclass(frozen=True, slots=True)
 class CpuGrant:
-    """Exclusive cores of one node, ascending, the NUMA nodes they are of, and the memory held for the trajectory."""
+    """Exclusive cores of one node, ascending, and the memory that the trajectory holds."""
 
     node_id: str
     cores: tuple[int, ...]
-    numa_nodes: tuple[int, ...]
     memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A model served on `degree` GPUs of one chunk: another degree is another service (§5.3).
+    """A model served on `degree` GPUs of one chunk; each degree is a service of its own (§5.3).
 
-    bytes_per_gpu: what it takes of each of its GPUs while it is there, room to execute included.
+    bytes_per_gpu: of each of its GPUs while it is resident, room to execute included.
     """
 
     name: str
@@ -65,7 +63,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """A service on a chunk of GPUs."""
+    """A service in the memory of a chunk of GPUs."""
 
     service: Service
     chunk: Chunk
@@ -73,10 +71,10 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class GpuGrant:
-    """A chunk, and what is to be done before the action executes: first evict, then restore.
+    """A chunk, and what is to be done before the action executes: evict, then restore.
 
-    restore_bytes: over all GPUs of the service; 0 where it is there already. evicted: services whose GPU memory is to
-    be released. service: None for an action that names none: it loads what it needs by itself, evicting all.
+    restore_bytes: over all GPUs of the service; 0 where it is resident already. evicted: services whose GPU memory is
+    to be released. service: None for an action that names none: it loads what it needs itself, and evicts all.
     """
 
     chunk: Chunk
@@ -101,8 +99,8 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """capacity: units in all. held: by actions (or trajectories) now. free: what may start now; less than the rest
-    where a provider refuses or is not trusted."""
+    """capacity: units in all. held: by actions or trajectories now. free: units that may be taken now; less than the
+    rest while a provider refuses or its circuit breaker is open."""
 
     dimension: str
     capacity: int
@@ -110,58 +108,50 @@ class Usage:
     free: int
 
 
-def held_units(start: Start) -> dict[str, int]:
-    """What a start takes, by dimension: `units` of the key, or of the first it names, the least of the others."""
+def units_of(start: Start) -> dict[str, int]:
+    """Return the units that a start takes, by dimension."""
     action = start.action
-    varying = action.key or next(iter(action.cost))
-    return {
-        dimension: start.units if dimension == varying else demand.least for dimension, demand in action.cost.items()
-    }
-
-
-NEVER_S = float("inf")
+    sized = action.sized_dimension
+    return {dimension: start.units if dimension == sized else demand.least for dimension, demand in action.cost.items()}
 
 
 class Manager(Protocol):
-    """Owner of some dimensions. Invariants: never more units are held than there are; what is taken by an action is
-    given back once."""
+    """Owner of some dimensions. Invariants: never more units are held than there are; an action gives back once."""
 
     @property
     def dimensions(self) -> tuple[str, ...]: ...
 
     def check(self, action: Action) -> None:
-        """Raises InvalidActionError for an action that could not be given what it asks of this manager."""
+        """Raise InvalidActionError for an action that could never be given what it asks of this manager."""
         ...
 
     def pools(self, now_s: float) -> Sequence[Pool]:
-        """What is free, as `elastic.decide` asks it. Their capacities are the same at all times."""
+        """What is free, for a decision. Capacities are the same at all times."""
         ...
 
     def executing(self, now_s: float) -> Sequence[Executing]:
-        """What comes back by itself: of running actions, and when."""
+        """Units that running actions will give back, and when."""
         ...
 
     def take(
         self, start: Start, units: Mapping[str, int], now_s: float, expected_s: float
     ) -> CpuGrant | GpuGrant | None:
-        """The units that a start gets; None: any will do. units: of this manager's dimensions, one at least.
+        """Take the units of a start; None: any units will do. units: of this manager's dimensions, one at least.
 
-        Raises InvalidHoldingError, and changes nothing then.
+        Raises InvalidHoldingError where they are not free, and changes nothing then.
         """
         ...
 
     def give_back(self, action_id: str, ended: Ended, now_s: float) -> None:
-        """The action has ended. Raises InvalidHoldingError for one that holds nothing here."""
+        """The action has ended. Raises KeyError for one that holds nothing here."""
         ...
 
     def forget(self, trajectory_id: str) -> None:
-        """The trajectory has ended: what is held for it beyond its actions is free. An unknown one is no error."""
+        """Free what the trajectory holds beyond its actions. An unknown trajectory is no error."""
         ...
 
     def next_change_s(self, now_s: float) -> float:
-        """When, on the clock of `now_s`, more is free although no action ends; NEVER_S: at no time."""
+        """When more becomes free although no action ends; NEVER_S: at no time."""
         ...
 
-    def usage(self, now_s: float) -> Sequence[Usage]:
-        """Each dimension's figures."""
-        ...
+    def usage(self, now_s: float) -> Sequence[Usage]: ...

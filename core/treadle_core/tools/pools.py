@@ -1,9 +1,8 @@
-"""What one kind of resource has, and what a decision asks of it; a flat pool and CPU nodes (ARL-Tangram §5.1, §5.2).
+"""What a decision sees of each kind of resource: which waiting actions fit, and how free units are arranged.
 
-A pool consists of lanes: an action takes all it asks of the pool from one of them, and lanes are arranged apart. A flat
-pool (bandwidth, a quota) is one lane, a node is one, all GPUs are one (`gpu_pool`).
-
-GPUs of 8-GPU nodes as buddy chunks, to be shared by waiting actions (ARL-Tangram §5.3)."""
+A pool consists of partitions: an action takes all that it asks of the pool from one of them, and each partition is
+arranged by itself. A flat pool (a quota, concurrency) is one partition, each CPU node is one, all GPUs are one.
+"""
 
 from __future__ import annotations
 
@@ -16,61 +15,71 @@ import numpy as np
 from treadle_core.compiled import compiled
 from treadle_core.refusals import CoreError
 from treadle_core.tools.action import CPU_CORES, GPUS, MEMORY_BYTES
-from treadle_core.tools.arrangement import Arrangement, Curves, FlatTable, Indexes, MarginalGains, convex
-from treadle_core.tools.chunks import LEVELS, NODE_GPUS, Chunk, ChunkTable, free_chunks, level_of, take
-from treadle_core.tools.queue import seated
+from treadle_core.tools.arrangement import (
+    LEVELS,
+    NODE_GPUS,
+    Arrangement,
+    Chunk,
+    ChunkTable,
+    Curves,
+    FlatTable,
+    Indexes,
+    MarginalGains,
+    free_chunks,
+    is_convex,
+    level_of,
+    take_chunk,
+)
+
+WAITS = -1  # in place of a partition: the action has to wait
 
 
 class InvalidPoolError(CoreError):
-    """A pool whose figures contradict each other, or an id or dimension twice."""
+    """A resource whose figures contradict each other, or an id or dimension twice."""
 
 
 class Share(NamedTuple):
-    """What a lane's candidates share of one dimension: so many free units, and how they are arranged on them."""
+    """The free units of one dimension that candidates of a partition share, and how to arrange them."""
 
     free: int
     arrange: Callable[[Curves], Arrangement]
 
 
 class Pool(Protocol):
-    """A resource manager as the scheduler sees it. Another topology is another class with these."""
+    """Free resources at one moment. Another topology is another class with these methods."""
 
     @property
     def dimensions(self) -> tuple[str, ...]: ...
 
     @property
     def nodes(self) -> tuple[str | None, ...]:
-        """The node that each lane is; None: the lane is no node."""
+        """The node of each partition; None: the partition is no node."""
         ...
 
     def capacities(self) -> Mapping[str, int]:
         """By dimension, the most that one action can get when nothing runs."""
         ...
 
-    def check(self, field: str) -> None:
-        """Raises InvalidPoolError with the path of the bad figure, which begins with `field`."""
-        ...
+    def assign(self, needs: Indexes, homes: Indexes) -> Indexes:
+        """R.accommodate (Algorithm 1, line 2): int64[n], the partition of each action in order, or WAITS.
 
-    def seat(self, needs: Indexes, homes: Indexes) -> Indexes:
-        """R.accommodate (Algorithm 1, line 2): int64[n], the lane of each action in order, -1: it has to wait.
-
-        needs: int64[n, dimensions], units at least. homes: int64[n], the lane it has to go to, -1: any. Nobody is
-        seated in place of one that comes before and waits for the same.
+        needs: int64[n, dimensions], the least units. homes: int64[n], the partition that the action has to use, -1:
+        any. No action is assigned in place of an earlier one that waits for the same units.
         """
         ...
 
-    def share(self, lane: int, dimension: int, others: Indexes) -> Share:
-        """What seated candidates share of a lane's dimension when `others`, units in order, are served first."""
+    def share(self, partition: int, dimension: int, others: Indexes) -> Share:
+        """What candidates share of a partition's dimension after `others`, units in order, are served."""
         ...
 
     def chunks(self, units: Indexes) -> Sequence[Chunk | None]:
-        """The GPUs that each gets, of actions that start with so many; empty for a pool that is not of GPUs."""
+        """The GPUs of actions that start with so many; empty for a pool of something else."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FlatPool:
-    """Units of one dimension, any of which serves as well as another: a quota, concurrency, bandwidth."""
+    """Interchangeable units of one dimension, such as a quota or concurrency."""
 
     dimension: str
     capacity: int
@@ -84,15 +93,11 @@ class FlatPool:
     def capacities(self) -> Mapping[str, int]:
         return {self.dimension: self.capacity}
 
-    def check(self, field: str) -> None:
-        _check_free(f"{field}.free", self.free, self.capacity)
+    def assign(self, needs: Indexes, homes: Indexes) -> Indexes:
+        return assign_partitions(needs, np.full_like(homes, -1), np.array([[self.free]]), np.array([[self.capacity]]))
 
-    def seat(self, needs: Indexes, homes: Indexes) -> Indexes:
-        free = np.array([[self.free]])
-        return seated(needs, np.full_like(homes, -1), free, np.array([[self.capacity]]))
-
-    def share(self, lane: int, dimension: int, others: Indexes) -> Share:
-        return shared(self.free - int(others.sum()))
+    def share(self, partition: int, dimension: int, others: Indexes) -> Share:
+        return share_units(self.free - int(others.sum()))
 
     def chunks(self, units: Indexes) -> Sequence[Chunk | None]:
         return ()
@@ -100,7 +105,7 @@ class FlatPool:
 
 @dataclass(frozen=True, slots=True)
 class CpuNode:
-    """A machine: exclusive cores, and memory that a trajectory keeps as long as it lives."""
+    """A machine: exclusive cores, and memory that a trajectory holds as long as it lives."""
 
     node_id: str
     cores: int
@@ -111,8 +116,8 @@ class CpuNode:
 
 @dataclass(frozen=True, slots=True)
 class CpuNodes:
-    """Cores and memory, managed together. A trajectory's first action goes where the largest share of memory is free,
-    its others where it is; each node is scheduled by itself."""
+    """Cores and memory. A trajectory's first action goes to the node with the largest share of its memory free, its
+    other actions to the same node (§5.2)."""
 
     members: tuple[CpuNode, ...]
     dimensions: ClassVar[tuple[str, ...]] = (CPU_CORES, MEMORY_BYTES)
@@ -127,20 +132,12 @@ class CpuNodes:
             MEMORY_BYTES: max((node.memory_bytes for node in self.members), default=0),
         }
 
-    def check(self, field: str) -> None:
-        if len(set(self.nodes)) < len(self.members):
-            raise InvalidPoolError(f"{field}.members", "has a node_id twice")
-        for index, node in enumerate(self.members):
-            path = f"{field}.members[{index}]"
-            _check_free(f"{path}.free_cores", node.free_cores, node.cores)
-            _check_free(f"{path}.free_memory_bytes", node.free_memory_bytes, node.memory_bytes)
-
-    def seat(self, needs: Indexes, homes: Indexes) -> Indexes:
+    def assign(self, needs: Indexes, homes: Indexes) -> Indexes:
         capacity = np.array([[node.cores, node.memory_bytes] for node in self.members], np.int64).reshape(-1, 2)
-        return seated(needs, homes, self._free(), capacity)
+        return assign_partitions(needs, homes, self._free(), capacity)
 
-    def share(self, lane: int, dimension: int, others: Indexes) -> Share:
-        return shared(int(self._free()[lane, dimension]) - int(others.sum()))
+    def share(self, partition: int, dimension: int, others: Indexes) -> Share:
+        return share_units(int(self._free()[partition, dimension]) - int(others.sum()))
 
     def chunks(self, units: Indexes) -> Sequence[Chunk | None]:
         return ()
@@ -149,28 +146,9 @@ class CpuNodes:
         return np.array([[node.free_cores, node.free_memory_bytes] for node in self.members], np.int64).reshape(-1, 2)
 
 
-def capacities(pools: Sequence[Pool]) -> dict[str, int]:
-    """By dimension of all pools, the most that one action can get when nothing runs."""
-    return {dimension: most for pool in pools for dimension, most in pool.capacities().items()}
-
-
-def shared(free: int) -> Share:
-    """Interchangeable units: by marginal gain where that is exact, by the table where it is not."""
-
-    def arrange(curves: Curves) -> Arrangement:
-        return MarginalGains(curves, free) if convex(curves) else FlatTable(curves, free)
-
-    return Share(free, arrange)
-
-
-def _check_free(field: str, free: int, capacity: int) -> None:
-    if not 0 <= free <= capacity:  # NaN fails too
-        raise InvalidPoolError(field, f"must be from 0 to {capacity}, all there is, is {free}")
-
-
 @dataclass(frozen=True, slots=True)
 class GpuNode:
-    """A machine of 8 GPUs. free: those that nothing runs on, as numbers from 0 to 7."""
+    """A machine of 8 GPUs. free: the numbers, 0 to 7, of the GPUs on which nothing runs."""
 
     node_id: str
     free: frozenset[int]
@@ -178,7 +156,7 @@ class GpuNode:
 
 @dataclass(frozen=True, slots=True)
 class GpuNodes:
-    """GPUs, handed out as chunks, each on one node; an action holds the whole chunk that its GPUs are in."""
+    """GPUs in buddy chunks, each on one node; an action holds the whole chunk that its GPUs are in (§5.3)."""
 
     members: tuple[GpuNode, ...]
     dimensions: ClassVar[tuple[str, ...]] = (GPUS,)
@@ -187,24 +165,17 @@ class GpuNodes:
     def capacities(self) -> Mapping[str, int]:
         return {GPUS: NODE_GPUS if self.members else 0}
 
-    def check(self, field: str) -> None:
-        if len({node.node_id for node in self.members}) < len(self.members):
-            raise InvalidPoolError(f"{field}.members", "has a node_id twice")
-        for index, node in enumerate(self.members):
-            if not node.free <= frozenset(range(NODE_GPUS)):
-                raise InvalidPoolError(f"{field}.members[{index}].free", f"must be of 0 to {NODE_GPUS - 1}")
+    def assign(self, needs: Indexes, homes: Indexes) -> Indexes:
+        return assign_chunks(needs[:, 0], _counts(self._free()))
 
-    def seat(self, needs: Indexes, homes: Indexes) -> Indexes:
-        return placeable(needs[:, 0], _counts(self._free()))
-
-    def share(self, lane: int, dimension: int, others: Indexes) -> Share:
+    def share(self, partition: int, dimension: int, others: Indexes) -> Share:
         counts = _counts(self._free())
         for units in others:
-            take(counts, level_of(int(units)))
+            take_chunk(counts, level_of(int(units)))
         return Share(int((counts << np.arange(LEVELS)).sum()), lambda curves: ChunkTable(curves, counts))
 
     def chunks(self, units: Indexes) -> Sequence[Chunk | None]:
-        """The smallest chunk that holds them; of equals the first by node and number."""
+        """The smallest free chunk that holds them; of equal chunks the first by node and number."""
         free = self._free()
         found: list[Chunk | None] = []
         for asked in units:
@@ -227,8 +198,22 @@ class GpuNodes:
         return [chunk for node in self.members for chunk in free_chunks(node.node_id, node.free)]
 
 
+def capacities(pools: Sequence[Pool]) -> dict[str, int]:
+    """By dimension of all pools, the most that one action can get when nothing runs."""
+    return {dimension: most for pool in pools for dimension, most in pool.capacities().items()}
+
+
+def share_units(free: int) -> Share:
+    """Interchangeable units: by marginal gain where that is exact, by the table elsewhere."""
+
+    def arrange(curves: Curves) -> Arrangement:
+        return MarginalGains(curves, free) if is_convex(*curves) else FlatTable(curves, free)
+
+    return Share(free, arrange)
+
+
 def _counts(chunks: Sequence[Chunk]) -> Indexes:
-    """int64[LEVELS]: how many there are of each size."""
+    """int64[LEVELS]: how many chunks there are of each size."""
     counts = np.zeros(LEVELS, np.int64)
     for chunk in chunks:
         counts[chunk.size.bit_length() - 1] += 1
@@ -236,12 +221,57 @@ def _counts(chunks: Sequence[Chunk]) -> Indexes:
 
 
 @compiled
-def placeable(units: Indexes, counts: Indexes) -> Indexes:
-    """int64[n]: 0 for each that gets its chunk, in order, -1 from the first that does not. counts: of free chunks."""
+def assign_partitions(needs: Indexes, homes: Indexes, free: Indexes, capacity: Indexes) -> Indexes:
+    """int64[n], as `Pool.assign`. free, capacity: int64[partitions, dimensions].
+
+    Dimension 0 comes back with each action, the others may be held for longer. An action without a home goes where the
+    largest share of the last dimension is free (§5.2: balance of memory). An action that waits for its home closes that
+    partition to later ones. An action that waits for any partition closes all of them to later actions without a home,
+    and to all actions those partitions where it lacks only dimension 0: elsewhere it waits until trajectories end,
+    which they cannot do unless their actions pass it.
+    """
+    partitions, dimensions = free.shape
+    left = free.copy()
+    closed = np.zeros(partitions, np.bool_)
+    all_closed = False
+    assigned = np.full(len(needs), WAITS, np.int64)
+    last = dimensions - 1
+    for i in range(len(needs)):
+        home = homes[i]
+        best, best_share = -1, -1.0
+        for at in range(partitions):
+            if closed[at] or (home >= 0 and at != home) or (home < 0 and all_closed):
+                continue
+            fits = True
+            for d in range(dimensions):
+                fits = fits and needs[i, d] <= left[at, d]
+            share = left[at, last] / max(capacity[at, last], 1)
+            if fits and share > best_share:
+                best, best_share = at, share
+        assigned[i] = best
+        if best >= 0:
+            for d in range(dimensions):
+                left[best, d] -= needs[i, d]
+        elif home >= 0:
+            closed[home] = True
+        elif not all_closed:
+            all_closed = True
+            for at in range(partitions):
+                others_fit = True
+                for d in range(1, dimensions):
+                    others_fit = others_fit and needs[i, d] <= left[at, d]
+                closed[at] = closed[at] or others_fit
+    return assigned
+
+
+@compiled
+def assign_chunks(units: Indexes, counts: Indexes) -> Indexes:
+    """int64[n]: 0 for each action that gets its chunk, in order, WAITS from the first that does not. counts: of free
+    chunks by level."""
     left = counts.copy()
-    seats = np.full(len(units), -1, np.int64)
+    assigned = np.full(len(units), WAITS, np.int64)
     for i in range(len(units)):
-        if units[i] > 0 and not take(left, level_of(units[i])):
+        if units[i] > 0 and not take_chunk(left, level_of(units[i])):
             break
-        seats[i] = 0
-    return seats
+        assigned[i] = 0
+    return assigned

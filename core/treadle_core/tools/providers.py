@@ -1,19 +1,9 @@
-"""The Basic manager: what cannot be scaled up, such as requests to a provider, shared by all jobs (ARL-Tangram §5.1).
+"""Requests to external providers: concurrency, quotas and a circuit breaker, shared by all jobs (ARL-Tangram §5.1).
 
-Two dimensions a provider: `api_concurrency:NAME`, requests at a time, one for each action; `api_quota:NAME`, requests
-in a period, where it has quotas. Nothing goes to a provider before the time that it asked to wait for, nor while its
-breaker is open.
-
-A provider's quota: so many requests in a period, counted in windows (ARL-Tangram §5.1).
-
-A window of a fixed quota begins each period at a multiple of it; a sliding quota holds in every stretch of that length.
-Whoever calls knows when a request leaves, the provider counts when it comes: `slack_s` is how much later that may be. A
-request counts for every moment in which it may have come, so the provider counts no more than the quota either.
-
-A circuit breaker: after failures a provider is left alone, then tried with one request, then trusted again.
-
-Closed: all may go. Open: none may, for a cool-down. Half-open: one may, the probe; its end closes the breaker or opens
-it for twice as long. What was under way when it opened says nothing any more."""
+The paper's Basic manager, for what cannot be scaled up. A provider has two dimensions: `api_concurrency:NAME`, requests
+at a time, one for each action; `api_quota:NAME`, requests in a period, where it has quotas. Nothing is sent before the
+time that the provider asked to wait for, nor while its circuit breaker is open.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +14,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from treadle_core.tools.action import Action, Fixed, InvalidActionError
-from treadle_core.tools.completions import Executing
-from treadle_core.tools.decision import Start
+from treadle_core.tools.decision import Executing, Start
 from treadle_core.tools.grants import NEVER_S, End, Ended, InvalidHoldingError, Usage
 from treadle_core.tools.pools import FlatPool, InvalidPoolError
 
 GROWTH = 2.0  # of the cool-down from one failed probe to the next
+UNLIMITED = 1 << 20  # concurrent requests to a provider that states no limit: more than a process can hold
 
 
 class State(enum.Enum):
-    """What a breaker lets through."""
+    """Of a circuit breaker: all requests may begin; none, for a cool-down; or one, the probe."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -42,7 +32,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class BreakerRule:
-    """Opens after `failures` in a row, or when `share` of the last `recent` ended requests failed."""
+    """The breaker opens after `failures` in a row, or when `share` of the last `recent` ended requests failed."""
 
     failures: int = 5
     share: float = 0.5
@@ -51,7 +41,7 @@ class BreakerRule:
     longest_cooldown_s: float = 60.0
 
     def check(self, field: str) -> None:
-        """Raises InvalidPoolError with the path of the bad figure."""
+        """Raise InvalidPoolError with the path of the bad figure."""
         if self.failures < 1:
             raise InvalidPoolError(f"{field}.failures", f"must be at least 1, is {self.failures}")
         if not 0.0 < self.share <= 1.0:
@@ -65,13 +55,17 @@ class BreakerRule:
 
 
 class Breaker:
-    """See the module."""
+    """Circuit breaker: after failures a provider is left alone, then tried with one request, then trusted again.
+
+    The end of the probe closes the breaker, or opens it for twice as long. Requests that were under way when it opened
+    say nothing any more.
+    """
 
     def __init__(self, rule: BreakerRule) -> None:
         self._rule = rule
         self._recent: deque[bool] = deque(maxlen=rule.recent)  # whether each failed
         self._in_a_row = 0
-        self._opened = 0  # how often; a request remembers it, and so whether it is of before
+        self._opened = 0  # how often; a request that began before the last time is late
         self._open_until_s = -NEVER_S
         self._closed = True
         self._cooldown_s = rule.cooldown_s
@@ -79,7 +73,6 @@ class Breaker:
         self._began: dict[str, int] = {}
 
     def state(self, now_s: float) -> State:
-        """As of now."""
         if self._closed:
             return State.CLOSED
         return State.OPEN if now_s < self._open_until_s else State.HALF_OPEN
@@ -95,15 +88,14 @@ class Breaker:
                 return 0 if self._probe is not None else 1
 
     def begin(self, request_id: str, now_s: float) -> None:
-        """A request that it admits goes."""
+        """Count a request that `admits` allows."""
         if self.state(now_s) is State.HALF_OPEN:
             self._probe = request_id
         self._began[request_id] = self._opened
 
     def end(self, request_id: str, end: End, now_s: float) -> None:
-        """It has ended. A provider that refuses is alive."""
-        late = self._began.pop(request_id) != self._opened
-        if late:
+        """Count the end of a request. A provider that refuses is alive."""
+        if self._began.pop(request_id) != self._opened:
             return
         if request_id == self._probe:
             self._probe = None
@@ -116,7 +108,7 @@ class Breaker:
             self._count(end is End.FAILED, now_s)
 
     def next_change_s(self, now_s: float) -> float:
-        """When it lets the probe through; NEVER_S: it waits for none."""
+        """When the probe may begin; NEVER_S: the breaker is not open."""
         return self._open_until_s if self.state(now_s) is State.OPEN else NEVER_S
 
     def _count(self, failed: bool, now_s: float) -> None:
@@ -143,7 +135,8 @@ class Breaker:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """At most `count` in `period_s` seconds."""
+    """At most `count` requests in `period_s` seconds. sliding: in every stretch of that length; else from each multiple
+    of it. slack_s: how much later than it leaves a request may reach the provider, which counts when it arrives."""
 
     count: int
     period_s: float
@@ -151,7 +144,7 @@ class Quota:
     slack_s: float = 0.0
 
     def check(self, field: str) -> None:
-        """Raises InvalidPoolError with the path of the bad figure."""
+        """Raise InvalidPoolError with the path of the bad figure."""
         if self.count < 1:
             raise InvalidPoolError(f"{field}.count", f"must be at least 1, is {self.count}")
         if not 0.0 < self.period_s < NEVER_S:
@@ -161,26 +154,29 @@ class Quota:
 
 
 class Window:
-    """What of a quota is used. Times never fall from call to call."""
+    """Counts the requests of a quota. Times never fall from call to call.
+
+    A request counts for every moment in which it may have arrived, so the provider counts no more than the quota.
+    """
 
     def __init__(self, quota: Quota) -> None:
         self._quota = quota
-        self._taken: deque[tuple[float, int]] = deque()  # when it counts no more; units
+        self._taken: deque[tuple[float, int]] = deque()  # when they come back, and how many units
         self._used = 0
 
     def free(self, now_s: float) -> int:
-        """Units that may be taken now."""
+        """Return the units that may be taken now."""
         self._expire(now_s)
         return self._quota.count - self._used
 
     def take(self, units: int, now_s: float) -> None:
-        """So many were taken now: at most those free."""
+        """Take at most the units that are free now."""
         self._expire(now_s)
         self._taken.append((self._ends_s(now_s), units))
         self._used += units
 
     def next_change_s(self, now_s: float) -> float:
-        """When more is free; NEVER_S: nothing is used."""
+        """When more is free; NEVER_S: nothing is taken."""
         self._expire(now_s)
         return self._taken[0][0] if self._taken else NEVER_S
 
@@ -197,35 +193,31 @@ class Window:
             self._used -= self._taken.popleft()[1]
 
 
-UNLIMITED = 1 << 20  # concurrent requests to a provider that states no limit: more than a process can hold
-DEFAULT_BREAKER = BreakerRule()
-
-
 def concurrency_of(provider: str) -> str:
-    """The dimension of its requests at a time."""
+    """The dimension of a provider's requests at a time."""
     return f"api_concurrency:{provider}"
 
 
 def quota_of(provider: str) -> str:
-    """The dimension of its requests in a period."""
+    """The dimension of a provider's requests in a period."""
     return f"api_quota:{provider}"
 
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """What it allows. quotas: all of them hold, such as ten a second and a thousand a day."""
+    """What a provider allows. quotas: all of them hold, such as ten a second and a thousand a day."""
 
     name: str
     concurrency: int = UNLIMITED
     quotas: tuple[Quota, ...] = ()
-    breaker: BreakerRule = DEFAULT_BREAKER
+    breaker: BreakerRule = BreakerRule()
 
 
 class BasicManager:
-    """See the module. One provider's."""
+    """The manager of one provider."""
 
     def __init__(self, provider: Provider) -> None:
-        """Raises InvalidPoolError for a figure that is none."""
+        """Raises InvalidPoolError for a bad figure."""
         if not provider.name:
             raise InvalidPoolError("provider.name", "is empty")
         if provider.concurrency < 1:
@@ -245,22 +237,21 @@ class BasicManager:
         return (self._concurrency, self._quota) if self._windows else (self._concurrency,)
 
     def cost(self, requests: int = 1) -> Mapping[str, Fixed]:
-        """What an action that makes one call, which counts as `requests`, asks of this manager."""
+        """Return what an action that makes one call, which counts as `requests`, asks of this manager."""
         cost = {self._concurrency: Fixed(1)}
         return {**cost, self._quota: Fixed(requests)} if self._windows else cost
 
     def state(self, now_s: float) -> State:
-        """Of its breaker."""
         return self._breaker.state(now_s)
 
     def rests_s(self, now_s: float) -> float:
-        """For how many seconds more nothing may go, whoever ends: as the provider asked, or its breaker; 0: it may."""
+        """Seconds until a request may begin: as the provider asked, or its breaker; 0: now."""
         opens_s = self._breaker.next_change_s(now_s)
         until_s = max(self._waits_until_s, opens_s if opens_s < NEVER_S else now_s)
         return max(0.0, until_s - now_s)
 
     def check(self, action: Action) -> None:
-        """Raises InvalidActionError for an action that is no single call."""
+        """Raise InvalidActionError for an action that is not one call."""
         mine = [dimension for dimension in self.dimensions if dimension in action.cost]
         if not mine:
             return
@@ -279,13 +270,11 @@ class BasicManager:
         return tuple(pools)
 
     def executing(self, now_s: float) -> list[Executing]:
-        """Requests at a time only: a quota comes back by the clock."""
+        """Concurrency only: a quota comes back by the clock."""
         return [Executing(self._concurrency, 1, ends_at_s - now_s) for ends_at_s in self._ends_at_s.values()]
 
     def take(self, start: Start, units: Mapping[str, int], now_s: float, expected_s: float) -> None:
         action_id = start.action.action_id
-        if action_id in self._ends_at_s:
-            raise InvalidHoldingError("start.action.action_id", f"{action_id!r} calls {self.provider.name!r} already")
         if self._free_calls(now_s) < 1 or self._free_quota(now_s) < units.get(self._quota, 0):
             raise InvalidHoldingError("start.units", "more than is free")
         self._ends_at_s[action_id] = now_s + expected_s
@@ -294,9 +283,8 @@ class BasicManager:
             window.take(units[self._quota], now_s)
 
     def give_back(self, action_id: str, ended: Ended, now_s: float) -> None:
-        """Who refuses without saying until when is left alone for the breaker's first cool-down."""
-        if self._ends_at_s.pop(action_id, None) is None:
-            raise InvalidHoldingError("action_id", f"{action_id!r} does not call {self.provider.name!r}")
+        """A provider that refuses and does not say for how long is left alone for the breaker's first cool-down."""
+        del self._ends_at_s[action_id]
         self._breaker.end(action_id, ended.end, now_s)
         wait_s = ended.retry_after_s
         if wait_s is None and ended.end is End.REFUSED:
@@ -305,7 +293,7 @@ class BasicManager:
             self._waits_until_s = max(self._waits_until_s, now_s + wait_s)
 
     def forget(self, trajectory_id: str) -> None:
-        """Requests are of actions alone."""
+        """Only actions make requests."""
 
     def next_change_s(self, now_s: float) -> float:
         changes = [window.next_change_s(now_s) for window in self._windows]

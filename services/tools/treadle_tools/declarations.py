@@ -39,7 +39,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
-from treadle_core.tools.chunks import NODE_GPUS
+from treadle_core.tools.arrangement import NODE_GPUS
 from treadle_runtime.config import url
 
 from treadle_tools.gpu.servers import NO_GPUS, Gpus, GpuService, Server, places

@@ -19,8 +19,8 @@ from treadle_core.tools.action import (
     Fixed,
     Knowledge,
 )
-from treadle_core.tools.completions import Executing
 from treadle_core.tools.cpu import CpuManager, Machine
+from treadle_core.tools.decision import Executing
 from treadle_core.tools.dispatcher import Dispatcher, Resources
 
 from treadle_sim.timeline import Timeline

@@ -33,7 +33,7 @@ class Dispatched:
         """Start the action at once where the dispatcher does so, else have it wait for a decision."""
         began = time.perf_counter()
         self._asked[action.action_id] = asked
-        started = self.dispatcher.submit_alone(action, self._timeline.now)
+        started = self.dispatcher.start_at_once(action, self._timeline.now)
         if started is not None:
             self._decisions.add(time.perf_counter() - began, 1)
             self._start(started)

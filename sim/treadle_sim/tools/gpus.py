@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from treadle_core.tools.action import GPUS, Action, Duration, Fixed, Knowledge, Measured, key_units
-from treadle_core.tools.chunks import NODE_GPUS
+from treadle_core.tools.arrangement import NODE_GPUS
 from treadle_core.tools.dispatcher import Dispatcher, Resources, Started
 from treadle_core.tools.gpu import GpuManager
 from treadle_core.tools.grants import Service

@@ -19,7 +19,7 @@ import nats.errors
 import structlog
 from nats.js.kv import KeyValue
 from pydantic import TypeAdapter
-from treadle_core.tools.chunks import level_of
+from treadle_core.tools.arrangement import level_of
 from treadle_runtime.bus import entries_of, kv_key
 from treadle_runtime.errors import Unavailable
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from treadle_core.tools.action import (
     CPU_CORES,
     MEMORY_BYTES,
+    MOST_UNITS,
     UNKNOWN_DURATION,
     Action,
     Amdahl,
@@ -133,7 +134,7 @@ def check_scaling(tool: Tool) -> None:
     single_core = Duration(Knowledge.PROFILED, 1.0 if scaling.single_core_s is None else scaling.single_core_s)
     cost = {CPU_CORES: UnitSet(scaling.cores)}
     declared = Action(tool.name, tool.name, 0, cost, single_core, CPU_CORES, elasticity(scaling))
-    check_action(declared, (CPU_CORES,))
+    check_action(declared, {CPU_CORES: MOST_UNITS})
     if scaling.cores[-1] > tool.limits.cpu_cores:
         raise InvalidActionError("cores", f"must be at most limits.cpu_cores, {tool.limits.cpu_cores}")
 

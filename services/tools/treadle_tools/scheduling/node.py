@@ -85,7 +85,7 @@ FULL_COLLECTION_EVERY = 1_000  # collections of the middle generation; Python's 
 def warm_up() -> None:
     """Decide on actions of all shapes, alone and in a queue that does not fit."""
     dispatcher = Dispatcher(Resources([CpuManager([Machine("warm", (tuple(range(8)),), 1 << 30)])]), 0.0)
-    dispatcher.submit_alone(Action("alone", "alone", 0, {CPU_CORES: Fixed(1), MEMORY_BYTES: Fixed(1)}), 0.0)
+    dispatcher.start_at_once(Action("alone", "alone", 0, {CPU_CORES: Fixed(1), MEMORY_BYTES: Fixed(1)}), 0.0)
     for index in range(12):
         demand, elasticity = ((Range(1, 4), Amdahl(0.1)), (UnitSet((1, 2, 4)), ROUGH))[index % 2]
         duration = Duration(Knowledge.LEARNED, 1.0 + index)

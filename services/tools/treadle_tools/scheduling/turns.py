@@ -69,7 +69,7 @@ class Turns:
 
     async def _turn_of(self, action: Action, within_s: float | None) -> Turn:
         self.dispatcher.check(action)
-        started = self.dispatcher.submit_alone(action, self._clock())
+        started = self.dispatcher.start_at_once(action, self._clock())
         if started is not None:
             return Turn(started)
         waiting = len(self.dispatcher)
