@@ -1,10 +1,10 @@
-"""What an eviction costs: SGLang's own preemption against abort and resume, on one real engine on a CPU.
+"""What a preemption costs: SGLang's own against abort and resume, on one real engine on a CPU, as JSON.
 
 .venv/bin/python -m treadle_bench.preemption.measure --engine-python .venv-engine/bin/python --model FOLDER
 
-Starts an engine with one running request and priority scheduling, lets a long request be displaced by a short one in
-both ways, and prints one JSON object: tokens that were computed again, and seconds from the short one's end to the
-long one's next token.
+Starts an engine that runs one request at a time with priority scheduling. A short request preempts a long one in both
+ways. Printed are the tokens that were computed again, and the seconds from the end of the short request to the next
+token of the long one.
 """
 
 import argparse
@@ -38,12 +38,12 @@ PRIORITY_FLAGS = (
 
 
 def prompt(number: int) -> list[int]:
-    """Ids that no other run of this script shares a page with."""
+    """Token ids that share no page of KV with another prompt of this run."""
     return [3 + (number * 7919 + position * 31 + position * position) % 40_000 for position in range(PROMPT_TOKENS)]
 
 
 async def stream(url: str, ids: list[int], count: int, priority: int, arrivals: list[float]) -> dict[str, Any]:
-    """One request past the sidecar; appends the time of each chunk; its last meta_info."""
+    """One request to the engine itself. Appends the time of each chunk to `arrivals`; returns its last meta_info."""
     body = {
         "rid": uuid.uuid4().hex,
         "input_ids": ids,
@@ -64,7 +64,7 @@ async def stream(url: str, ids: list[int], count: int, priority: int, arrivals: 
 
 
 async def until_count(arrivals: list[float], count: int) -> None:
-    """Waits for so many tokens."""
+    """Wait until `count` chunks have arrived."""
     while len(arrivals) < count:  # noqa: ASYNC110 - a measurement: no event between the chunk and its time
         await asyncio.sleep(0.005)
 
@@ -76,7 +76,7 @@ async def total_prefilled(session: aiohttp.ClientSession, url: str) -> int:
 
 
 async def native(url: str, number: int) -> dict[str, float]:
-    """The engine displaces the long request itself."""
+    """The engine preempts the long request itself."""
     long_times: list[float] = []
     async with aiohttp.ClientSession() as session:
         long = asyncio.create_task(stream(url, prompt(number), LONG_TOKENS, 0, long_times))
@@ -92,7 +92,7 @@ async def native(url: str, number: int) -> dict[str, float]:
 
 
 async def by_abort(engine: EngineClient, url: str, number: int) -> dict[str, float]:
-    """Abort, run the short one, send prompt and output again: what the sidecar does."""
+    """Abort the long request, run the short one, send prompt and output again, as the sidecar does."""
     ids = prompt(number)
     params = {"max_new_tokens": LONG_TOKENS, "temperature": 0.0, "ignore_eos": True}
     rid = uuid.uuid4().hex
@@ -109,7 +109,7 @@ async def by_abort(engine: EngineClient, url: str, number: int) -> dict[str, flo
 
 
 async def measure(url: str) -> dict[str, list[dict[str, float]]]:
-    """Both ways in turn, after one request that warms the engine up."""
+    """Both ways alternating, after one request that warms the engine up."""
     engine = EngineClient(url, stall_s=120.0)
     try:
         ends_at = time.monotonic() + START_DEADLINE_S
@@ -132,7 +132,7 @@ async def measure(url: str) -> dict[str, list[dict[str, float]]]:
 
 
 def main() -> None:
-    """One JSON object on stdout; the engine is gone afterwards."""
+    """Print one JSON object on stdout; the engine is stopped afterwards."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--engine-python", type=Path, required=True)
     parser.add_argument("--model", required=True)
