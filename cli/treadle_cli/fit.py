@@ -3,8 +3,6 @@
 The fitting is `treadle_sim.fitting`; this module prints and writes its results.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Draws fitted curves against the measurements, as PNG files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from textwrap import wrap
 

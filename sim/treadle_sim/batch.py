@@ -6,8 +6,6 @@ take, in seconds, x * step(n) + k * (K x + n x (x - 1) / 2); inside a step, time
 join at whole counts only, so every end is at a whole count, and times there are exact. Equations: docs/simulator.md.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from dataclasses import dataclass

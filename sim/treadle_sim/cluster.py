@@ -1,7 +1,5 @@
 """The parts of a simulated mesh: engines, the link between them, latencies and failures, and the placement service."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ that clients, sidecars, the predictor, the placement service and the migrator wo
 actions on simulated engines. It decides nothing. It owns the trajectories' progress and all times that are reported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 

@@ -8,8 +8,6 @@ the next one. Equations and assumptions: docs/simulator.md.
 The driver submits and reprioritizes steps, and learns of their ends through `StepListener`.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 

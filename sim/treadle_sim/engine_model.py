@@ -9,8 +9,6 @@ The `origin` of a profile: `fitted`: kernels and whole engines were measured on 
 `derived`: nothing was measured, a roofline scales another accelerator's curve. `measured`: whole engines were measured.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import cache

@@ -4,8 +4,6 @@ An engine takes part in one transfer at a time, and the longest trajectory goes 
 from `treadle_core.steps.transfers`, as in the migrator service. Only this class takes KV from one engine to another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 from treadle_core.actions import CancelMigration, StartMigration

@@ -1,7 +1,5 @@
 """How far each trajectory of a simulated rollout is, where its time went, and the outcome of the whole rollout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -5,8 +5,6 @@ Answers are quantiles in order, never negative, and never beyond what the worklo
 errors. `Siblings` learns only from what a predictor service would have received by then.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ be; and all work at the best throughput a GPU that any batch on any degree reach
 simulated curves, not the planner's line.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 

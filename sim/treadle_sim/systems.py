@@ -6,8 +6,6 @@ slime), Autellix (least attained service), and tool-boundary pausing as in Thund
 served, with KV reserved for those that have started.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The virtual clock: makes calls in the order of their times, and calls of one time in the order of their requests."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable
 from typing import Any

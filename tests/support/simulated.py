@@ -1,7 +1,5 @@
 """Toy engines and workloads for tests of the simulator; an engine by itself; a rollout with all its events."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar

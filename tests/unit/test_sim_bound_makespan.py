@@ -1,7 +1,5 @@
 """The lower bound: what it is made of, and that it is met where nothing disturbs."""
 
-from __future__ import annotations
-
 import pytest
 from support.simulated import FAST, SLOW, engine, play, trajectory
 from treadle_sim.cluster import Cluster, Latencies

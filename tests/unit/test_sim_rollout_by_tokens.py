@@ -4,8 +4,6 @@ It knows trajectories that are pinned to engines in turn, FCFS queues, slots, pr
 tools; no KV limit, no plans.
 """
 
-from __future__ import annotations
-
 import heapq
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Whatever the system, engines and workload: nothing is lost or counted twice, and every second is accounted for."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

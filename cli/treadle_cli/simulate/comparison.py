@@ -4,8 +4,6 @@ A ratio is the other's makespan over the system's own, so above 1 is faster, wha
 the fastest of those simulated, seed by seed. Over several seeds every figure is the median.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass

@@ -4,8 +4,6 @@ trajectories.jsonl holds columns, not rows: its first line is the workload's, th
 in the order of the workload. 6,400 trajectories of nine systems are about 3 MB.
 """
 
-from __future__ import annotations
-
 import json
 import time
 import uuid

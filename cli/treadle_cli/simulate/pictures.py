@@ -4,8 +4,6 @@ One panel a system on a shared time axis, its engines above, the longest traject
 as it has GPUs, so that white in a strip is GPU time that was not used. The page holds plotly's script: about 5 MB.
 """
 
-from __future__ import annotations
-
 import html
 from pathlib import Path
 

@@ -1,10 +1,8 @@
-"""What the user asked of `treadle simulate`, checked: options in, a plan out.
+"""Checks the options of `treadle simulate` and makes a plan of them.
 
-Invariant: whatever can be known to be wrong before anything is simulated is a UsageProblem here, in one line that names
-the option and says what would be right.
+Every mistake that can be found before the simulation is a UsageProblem here, in one line that names the option and says
+what would be right.
 """
-
-from __future__ import annotations
 
 import json
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ DEFAULT_SYSTEMS = ",".join(system.name for system in (*BASELINES, HEDDLE, TREADL
 BEST = "best"
 DEFAULT_PROMPTS = 50  # with 8 GPUs: the papers' hundred trajectories a GPU, and an answer in seconds
 DEFAULT_SAMPLES = 16
-# Whose tool times a named workload takes where it has none of the model asked for; they differ by a tenth.
+# The model whose tool times a named workload takes if it has none of the requested one; they differ by a tenth.
 OTHER_TOOL_TIMES = "qwen3-14b"
 # Sixteen times the papers' batch and cluster: beyond, an answer takes longer than anyone waits, and then the memory.
 MOST = {"--gpus": 1_024, "--slots": 4_096}
@@ -35,8 +33,8 @@ MOST_TRAJECTORIES = 102_400
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The options as they were typed. prompts, samples None: not given, so a trace file runs as it is. systems None:
-    all but Treadle on engines of one degree."""
+    """The options as typed. prompts, samples None: not given, so a trace file runs unchanged. systems None: all but
+    Treadle on engines of one degree."""
 
     workload: str
     llm: str
@@ -55,8 +53,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SimulationPlan:
-    """What is simulated. settings: one a seed, from `seed` on. degree: of every system's engines, 0 for the best or an
-    allocation of their own. origin: where the engines' curves come from (sim/README.md)."""
+    """What to simulate. settings: one a seed, from `seed` on. degree: of every system's engines, 0 for the best or the
+    system's own allocation. origin: where the engines' curves come from (sim/README.md)."""
 
     workload: str
     settings: tuple[Setting, ...]
@@ -69,31 +67,31 @@ class SimulationPlan:
     from_file: bool
 
 
-def make_plan(asked: Request) -> SimulationPlan:
-    """Checks every option and reads the files. Raises UsageProblem."""
-    systems = _systems(DEFAULT_SYSTEMS if asked.systems is None else asked.systems)
-    if asked.predictor not in NAMES:
-        raise UsageProblem(f"--predictor: there is no {asked.predictor!r}; take one of {', '.join(NAMES)}")
-    degree = _degree(asked.degrees)
-    _check_sizes(asked)
-    models, origin = _models(asked)
-    settings = _settings(asked, models)
+def make_plan(request: Request) -> SimulationPlan:
+    """Check every option and read the files. Raises UsageProblem."""
+    systems = _parse_systems(DEFAULT_SYSTEMS if request.systems is None else request.systems)
+    if request.predictor not in NAMES:
+        raise UsageProblem(f"--predictor: there is no {request.predictor!r}; take one of {', '.join(NAMES)}")
+    degree = _parse_degree(request.degrees)
+    _check_sizes(request)
+    models, origin = _choose_models(request)
+    settings = _make_settings(request, models)
     for setting in settings:
         _check_fit(setting, degree)
     return SimulationPlan(
-        workload=asked.workload if asked.workload in WORKLOADS else Path(asked.workload).name,
+        workload=request.workload if request.workload in WORKLOADS else Path(request.workload).name,
         settings=settings,
         systems=systems,
         degree=degree,
-        seed=asked.seed,
+        seed=request.seed,
         llm=models[0].llm,
         accelerator=models[0].accelerator,
         origin=origin,
-        from_file=asked.workload not in WORKLOADS,
+        from_file=request.workload not in WORKLOADS,
     )
 
 
-def _systems(names: str) -> tuple[System, ...]:
+def _parse_systems(names: str) -> tuple[System, ...]:
     chosen = [name.strip() for name in names.split(",") if name.strip()]
     known = ", ".join(SYSTEMS)
     if not chosen:
@@ -104,7 +102,7 @@ def _systems(names: str) -> tuple[System, ...]:
     return tuple(SYSTEMS[name] for name in dict.fromkeys(chosen))
 
 
-def _degree(text: str) -> int:
+def _parse_degree(text: str) -> int:
     if text == BEST:
         return 0
     if not text.isdecimal() or int(text) < 1:
@@ -112,40 +110,39 @@ def _degree(text: str) -> int:
     return int(text)
 
 
-def _check_sizes(asked: Request) -> None:
-    for option, value in (("--gpus", asked.gpus), ("--slots", asked.slots)):
+def _check_sizes(request: Request) -> None:
+    for option, value in (("--gpus", request.gpus), ("--slots", request.slots)):
         if value > MOST[option]:
             raise UsageProblem(f"{option}: at most {MOST[option]:,} are simulated, is {value:,}")
-    count = (asked.prompts or DEFAULT_PROMPTS) * (asked.samples or DEFAULT_SAMPLES)
+    count = (request.prompts or DEFAULT_PROMPTS) * (request.samples or DEFAULT_SAMPLES)
     if count > MOST_TRAJECTORIES:
         raise UsageProblem(
             f"--prompts: at most {MOST_TRAJECTORIES:,} trajectories are simulated, with --samples these are {count:,}"
         )
 
 
-def _models(asked: Request) -> tuple[tuple[EngineModel, ...], str]:
-    """The engines that there could be, and where their curves come from."""
-    if asked.profile is not None:
-        return (_measured(asked.profile),), "measured on a live engine"
+def _choose_models(request: Request) -> tuple[tuple[EngineModel, ...], str]:
+    """The engines to choose from, and where their curves come from."""
+    if request.profile is not None:
+        return (_read_profile(request.profile),), "measured on a live engine"
     shipped = [profile for profile in profiles() if profile.kv_tokens > 0]
-    kinds = [profile for profile in shipped if profile.accelerator.lower() == asked.accelerator.lower()]
+    kinds = [profile for profile in shipped if profile.accelerator.lower() == request.accelerator.lower()]
     if not kinds:
         known = ", ".join(sorted({profile.accelerator for profile in shipped}))
-        raise UsageProblem(f"--accelerator: no engine was fitted on {asked.accelerator!r}; there are {known}")
-    found = [profile for profile in kinds if profile.llm.lower() == asked.llm.lower()]
+        raise UsageProblem(f"--accelerator: no engine was fitted on {request.accelerator!r}; there are {known}")
+    found = [profile for profile in kinds if profile.llm.lower() == request.llm.lower()]
     if not found:
         known = ", ".join(sorted({profile.llm for profile in kinds}))
-        raise UsageProblem(f"--llm: no engine of {asked.llm!r} was fitted on {kinds[0].accelerator}; there are {known}")
+        raise UsageProblem(
+            f"--llm: no engine of {request.llm!r} was fitted on {kinds[0].accelerator}; there are {known}"
+        )
     origins = " and ".join(sorted({profile.origin for profile in found}))
-    return tuple(profile.engine(asked.slots * profile.gpus) for profile in found), origins
+    return tuple(profile.engine(request.slots * profile.gpus) for profile in found), origins
 
 
-def _measured(file: Path) -> EngineModel:
+def _read_profile(file: Path) -> EngineModel:
     try:
-        document = json.loads(file.read_text())
-        if not isinstance(document, dict):
-            raise MeasuredProfileError("the file holds no JSON object")
-        engine = fit_measured(document).engine
+        engine = fit_measured(json.loads(file.read_text())).engine
         if not engine.kv_tokens:
             raise MeasuredProfileError("kv_tokens is 0, and must be what the engine holds")
     except OSError as error:
@@ -155,33 +152,33 @@ def _measured(file: Path) -> EngineModel:
     return engine
 
 
-def _settings(asked: Request, models: tuple[EngineModel, ...]) -> tuple[Setting, ...]:
-    named = asked.workload in WORKLOADS
-    traces = () if named else _traces(asked.workload)
-    as_it_is = not named and asked.prompts is None and asked.samples is None
-    if asked.predictor == "prompt-mean" and as_it_is:
+def _make_settings(request: Request, models: tuple[EngineModel, ...]) -> tuple[Setting, ...]:
+    named = request.workload in WORKLOADS
+    traces = () if named else _read_trace_file(request.workload)
+    unchanged = not named and request.prompts is None and request.samples is None
+    if request.predictor == "prompt-mean" and unchanged:
         raise UsageProblem(
             "--predictor: prompt-mean knows an earlier epoch, and a trace file that runs as it is has none; "
             "give --prompts, which draws a batch and an earlier epoch from it"
         )
     settings = []
-    for seed in range(asked.seed, asked.seed + asked.repeats):
+    for seed in range(request.seed, request.seed + request.repeats):
         if named:
             llm = models[0].llm.lower() if models[0].llm.lower() in MODELS else OTHER_TOOL_TIMES
-            prompts, samples = asked.prompts or DEFAULT_PROMPTS, asked.samples or DEFAULT_SAMPLES
-            draw = partial(make, asked.workload, prompts, samples, seed, llm=llm)
+            prompts, samples = request.prompts or DEFAULT_PROMPTS, request.samples or DEFAULT_SAMPLES
+            draw = partial(make, request.workload, prompts, samples, seed, llm=llm)
         else:
-            draw = partial(_resampled, asked, traces, seed)
-        if as_it_is:
-            batch, earlier = Workload(Path(asked.workload).name, traces), None
+            draw = partial(_resample, request, traces, seed)
+        if unchanged:
+            batch, earlier = Workload(Path(request.workload).name, traces), None
         else:
             batch, earlier = draw(epoch=0), draw(epoch=1)
-        heard = earlier.trajectories if earlier else ()
-        settings.append(Setting(batch, asked.gpus, models, heard, asked.predictor, seed=seed))
+        known = earlier.trajectories if earlier else ()
+        settings.append(Setting(batch, request.gpus, models, known, request.predictor, seed=seed))
     return tuple(settings)
 
 
-def _traces(name: str) -> tuple[TrajectoryWork, ...]:
+def _read_trace_file(name: str) -> tuple[TrajectoryWork, ...]:
     path = Path(name)
     try:
         return read_traces(path)
@@ -196,14 +193,14 @@ def _traces(name: str) -> tuple[TrajectoryWork, ...]:
         raise UsageProblem(f"WORKLOAD: {error} (format: docs/traces.md)") from error
 
 
-def _resampled(asked: Request, traces: tuple[TrajectoryWork, ...], seed: int, *, epoch: int) -> Workload:
-    prompts = asked.prompts or len({work.prompt_id for work in traces})
-    name = Path(asked.workload).name
-    return resample(traces, prompts, asked.samples or DEFAULT_SAMPLES, seed, epoch=epoch, name=name)
+def _resample(request: Request, traces: tuple[TrajectoryWork, ...], seed: int, *, epoch: int) -> Workload:
+    prompts = request.prompts or len({work.prompt_id for work in traces})
+    name = Path(request.workload).name
+    return resample(traces, prompts, request.samples or DEFAULT_SAMPLES, seed, epoch=epoch, name=name)
 
 
 def _check_fit(setting: Setting, degree: int) -> None:
-    """That some engine holds the longest trajectory, and that the budget divides into engines of `degree`."""
+    """Check that some engine holds the longest trajectory, and that the budget divides into engines of `degree`."""
     longest = max(work.final_context_tokens for work in setting.workload.trajectories)
     engines = f"{setting.models[0].llm} on {setting.models[0].accelerator}"
     known = ", ".join(str(model.gpus) for model in setting.models)

@@ -5,8 +5,6 @@ process outlives the command, however it ends. Spans are recorded only for the s
 most of a rollout's memory.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import json

@@ -4,8 +4,6 @@ All systems show the same trajectories in the same order, so that a row compares
 trajectory that ends last, unless it is one of them. A cell of a strip is the mean over its time.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ Where the paper leaves the algorithm open, it is read so:
 The generator passed in is the only source of randomness.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

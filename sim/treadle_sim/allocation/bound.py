@@ -16,8 +16,6 @@ assignment, contiguous or not, to rounding. It is the larger of two:
   p1 <= p2 and u are for each kind. They are chosen on a sample of the trajectories; T is refuted with all of them.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from treadle_core.compiled import Floats, Indexes, compiled
 from treadle_core.model import CostModel

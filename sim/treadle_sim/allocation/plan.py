@@ -13,8 +13,6 @@ Ties: many multisets have the least makespan. Of these the plan has the least se
 kind first: one more engine makes no plan worse, and the predictions are uncertain.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -22,8 +22,6 @@ slower) are solved again together on the GPUs that are left: the least second-la
 until nothing is left or REFINE_EXTENSIONS is spent. The first round's optimum is exact; later ones refine it.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 from treadle_core.compiled import Indexes, compiled

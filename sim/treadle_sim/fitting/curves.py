@@ -7,13 +7,11 @@ costs a fixed part, a part for each new token, one for each pair of a new token 
 of any two tokens, for attention that computes the queries of cached tokens too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -41,11 +39,11 @@ class FitError:
     held_out_median: float
     held_out_p90: float
 
-    @staticmethod
-    def of(seen: Array, held_out: Array) -> FitError:
+    @classmethod
+    def of(cls, seen: Array, held_out: Array) -> Self:
         """From the relative errors (signed or not) of the same points, fitted with them and without them."""
         near, far = np.abs(seen), np.abs(held_out)
-        return FitError(
+        return cls(
             points=int(near.size),
             median=float(np.median(near)),
             p90=float(np.quantile(near, 0.9)),

@@ -7,8 +7,6 @@ scales with FLOP/s, at the share of the peak that prefill reached on the measure
 (launches, sampling, the scheduler) is the same everywhere. sim/README.md has the reasons and every assumption.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -17,8 +17,6 @@ Accelerators and language models are as data sheets give them. Peaks are dense b
 and fragments take the difference.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass

@@ -3,8 +3,6 @@
 Times become seconds. Rows that contradict themselves are left out, each kind with its reason.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 from collections import defaultdict

@@ -11,12 +11,11 @@ The model of a trajectory, where z is standard normal:
 The source of each parameter stands beside it; docs/traces.md has them in one table.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +56,7 @@ class LogNormal:
     limit: float
 
     @classmethod
-    def with_mean(cls, mean: float, sigma: float, limit: float) -> LogNormal:
+    def with_mean(cls, mean: float, sigma: float, limit: float) -> Self:
         """The distribution whose mean, before values are cut, is `mean`."""
         return cls(mean * math.exp(-0.5 * sigma * sigma), sigma, limit)
 
@@ -164,9 +163,8 @@ def make(
     """
     if name not in WORKLOADS:
         raise UnknownWorkloadError(f"no workload {name!r}, only {', '.join(WORKLOADS)}")
-    works = draw(
-        name, WORKLOADS[name], prompts, samples, seed, epoch, llm, max_gen_tokens or math.inf, max_context_tokens
-    )
+    most = max_gen_tokens or math.inf
+    works = draw(name, WORKLOADS[name], prompts, samples, seed, epoch, llm, most, max_context_tokens)
     return Workload(name, works, max_gen_tokens)
 
 

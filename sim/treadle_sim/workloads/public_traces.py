@@ -1,8 +1,8 @@
-"""Readers of four public data sets, as trajectories. Their folder is the caller's; nothing else needs it.
+"""Reads four public data sets as trajectories, from a folder that the caller names.
 
-Invariants: what was cut by a limit or an error is censored; what a source does not say is filled by a rule that stands
-here and in docs/traces.md, drawn from the seed; every step generates a token at least. Field names are the sources'
-own, cleaned; a file that lacks one raises PublicTraceError with its line.
+A trajectory that was cut by a limit or an error is censored. What a source does not say is filled by a rule that stands
+here and in docs/traces.md, drawn from the seed. Every step generates at least one token. Field names are the sources'
+own, cleaned; a line that lacks one raises PublicTraceError.
 
 | source | tokens of a step | answer of a tool | seconds of a tool |
 |---|---|---|---|
@@ -15,8 +15,6 @@ mcpmark: one prompt is one task under one model. claude code: one trajectory is 
 end of the turn; sub-agents are inside the tool gap of their parent. Drawn tool seconds are those of the parametric
 coding agent.
 """
-
-from __future__ import annotations
 
 import gzip
 import json
@@ -34,22 +32,22 @@ from treadle_sim.workloads.workload import Step, TrajectoryWork
 # Spread of ln tokens among the steps of a trajectory: 1.19 over 500 coding runs.
 STEP_TOKENS_SIGMA = 1.2
 
-# The time to generate in `swebench`, whose intervals hold the tool too: the 20th percentiles of 19,663 intervals, in
+# The time to generate in `swebench`, whose intervals include the tool: the 20th percentiles of 19,663 intervals, in
 # forty bins of output length, lie on this line. Intervals are whole seconds.
 SWEBENCH_FIXED_S = 2.0
 SWEBENCH_TOKEN_S = 0.0093
 
-# `mcpmark` says what went in over all turns, not in the first: what a turn of runs of at most three turns reads, the
-# median for two services; for the third, whose answers are long, the lower quartile.
+# `mcpmark` has the input of all turns together, not of the first: this is what a turn of runs of at most three turns
+# reads, the median for two services, and for the third, whose answers are long, the lower quartile.
 MCPMARK_PROMPT_TOKENS = {"filesystem": 1_500, "postgres": 2_000, "github": 9_500}
 # A choice: the airline's policy and the descriptions of its tools, which the source leaves out, and a first request.
 TAU_PROMPT_TOKENS = 3_000
 
-# Gaps of `claude code` hold the waiting for a human's approval too: 7% are longer than what a command may take there
-# unless it asks for more, and are cut to it.
+# Gaps of `claude code` include the wait for a human's approval: 7% are longer than a command's default timeout there,
+# and are cut to it.
 LONGEST_TOOL_S = 120.0
 
-TOOL_LLM = "qwen3-14b"  # whose coding tool times are drawn where there are none
+TOOL_LLM = "qwen3-14b"  # its coding tool times are drawn if the source has none
 
 Row = Mapping[str, Any]
 
@@ -76,7 +74,7 @@ def read_public(name: str, data: Path, seed: int = 0) -> tuple[TrajectoryWork, .
 
 
 def _task_texts(data: Path) -> dict[str, str]:
-    """What each task of `mcpmark` asks for; nothing where the folder lacks the file."""
+    """The prompt of each task of `mcpmark`; empty if the folder lacks the file."""
     path = data / "mcpmark" / "prompts.jsonl.gz"
     if not path.exists():
         return {}
@@ -86,7 +84,7 @@ def _task_texts(data: Path) -> dict[str, str]:
 
 
 def mcpmark(row: Row, seed: int) -> Iterator[TrajectoryWork]:
-    """One run, or nothing where it never came to generate."""
+    """One run, or nothing if it generated nothing."""
     turns, out_tokens = row["turns"] or 0, row["out_tokens"] or 0
     if turns < 1 or out_tokens < turns:
         return
@@ -124,7 +122,7 @@ def swebench(row: Row, seed: int) -> Iterator[TrajectoryWork]:
         for step in row["steps"]
     ]
     if steps:
-        # The answer to the last step is the whole patch: nobody reads it.
+        # The answer to the last step is the whole patch, which no further step reads.
         steps[-1] = replace(steps[-1], obs_tokens=0, obs_text="")
         prompt_tokens = max(1, row["steps"][0]["prompt_tokens"])
         censored = row["exit"] != "Submitted"
@@ -135,8 +133,8 @@ def swebench(row: Row, seed: int) -> Iterator[TrajectoryWork]:
 
 
 def tau(row: Row, seed: int) -> Iterator[TrajectoryWork]:
-    """One conversation; the simulated user is a tool. Its prompt is what that user says first: what it was told to
-    want, which the source has too, the agent never sees."""
+    """One conversation; the simulated user is a tool. Its prompt is what that user says first: the agent never sees the
+    user's own instructions, which the source has too."""
     if row["steps"]:
         rng = _rng(seed, f"{row['prompt_id']}/{row['sample']}")
         tool_s = _tool_s(rng, len(row["steps"]))
@@ -178,7 +176,7 @@ def _episode(prompt_id: str, calls: list[Row]) -> TrajectoryWork:
             obs = max(0, following["in_tokens"] - call["in_tokens"] - gen)
             tool_s = min(max(0.0, float(following["gap_before_s"])), LONGEST_TOOL_S)
         steps.append(Step(gen, obs, tool_s))
-    # An episode whose last call asked for a tool was left before the tool answered; of many, the source does not say
+    # An episode whose last call asked for a tool was left before the tool answered. For many the source does not say
     # why they stopped: those count as their own end.
     return TrajectoryWork(
         prompt_id, 0, max(1, calls[0]["in_tokens"]), tuple(steps), None, censored=calls[-1]["stop"] == "tool_use"

@@ -16,8 +16,6 @@ cut, as a longer one did. No trajectory exceeds the caps.
   longer, it stays as it is, and stays censored.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Iterable, Sequence

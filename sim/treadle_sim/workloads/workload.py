@@ -7,8 +7,6 @@ A trace file holds one trajectory a line, and is compressed with gzip if its nam
 and field. Fields that are not in the format (a model's name, a date) are ignored.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
