@@ -1,5 +1,4 @@
-"""The controller's thresholds, each with unit and reason. One frozen value, handed to the controller; a driver may set
-others."""
+"""Thresholds of the controller, each with its unit and reason; a driver may set others."""
 
 from dataclasses import dataclass
 
@@ -8,39 +7,36 @@ from treadle_core.model import CostModel
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """All thresholds. Times are seconds, tokens are tokens."""
+    """Times are seconds, lengths are tokens."""
 
-    # A ticket is used within milliseconds; ten minutes outlast any client hiccup, and an abandoned ticket cannot run
-    # hours later.
+    # A ticket is used within milliseconds; ten minutes allow for any pause of a client, and an abandoned ticket cannot
+    # run hours later.
     ticket_ttl_s: float = 600.0
-    # A renewal comes each third of it, so two may be lost; an engine that died is noticed after this long at the
-    # latest.
+    # A sidecar renews every third of it, so two renewals may be lost. An engine that died is noticed after this long.
     lease_ttl_s: float = 10.0
-    # Closed trajectories stay readable so that a late reader or a repeated request finds them: as long as request
-    # records.
+    # Closed trajectories stay readable for late readers and repeated requests, as long as records of requests do.
     keep_closed_s: float = 3600.0
-    # A client closes right after its last token, before the engine's account of that step is in: wait so long for it,
-    # so that the closing fact, from which predictors learn, carries all tokens.
+    # A client closes right after its last token, before `step_finished` arrives. Wait so long for that, so that the
+    # fact of the closing, from which predictors learn, counts all tokens.
     close_settle_s: float = 2.0
-    # An announcement of a closing that was not confirmed for this long is made again.
+    # A closing whose announcement was not confirmed for this long is announced again.
     announce_again_s: float = 10.0
-    # An open trajectory that nobody touched for this long has lost its client; longer than any tool call we know of.
+    # An open trajectory that no client used for this long has lost its client; longer than any known tool call.
     abandon_after_s: float = 6 * 3600.0
 
-    # What is assumed to be left of a trajectory nobody has predicted: a middling answer; only ratios to others matter.
+    # Length of a trajectory without a prediction: a medium answer, as only ratios matter.
     default_remaining_tokens: float = 512.0
-    # A trajectory that outlives its prediction still counts for this much: nearly done, but not nothing.
+    # Least length of a trajectory that is longer than predicted.
     least_remaining_tokens: float = 16.0
 
-    # Waiting this long is worth a doubling of predicted work. Ordinary waits (seconds) leave longest-first as it is; no
-    # step can starve, because predicted work spans fewer than 20 doublings.
+    # Waiting this long is worth a doubling of predicted work: usual waits of seconds change no order, and no step can
+    # starve, because predicted work spans fewer than 20 doublings.
     aging_doubling_s: float = 300.0
-    # Priorities (in doublings of work) that move less than this are not worth a message: predictions are no better than
-    # 20%.
+    # A priority (in doublings of work) that changes by less than this is not sent: predictions are 20% off at best.
     reprioritize_doublings: float = 0.25
     # The same for orderings whose priority is a time: seconds.
     reprioritize_s: float = 1.0
-    # Where no deadline was given, the deadline objective takes this one after opening.
+    # Deadline, from the opening, where the client gave none.
     default_deadline_s: float = 3600.0
 
     # Plans are asked for after this many events that change the remaining work (reference: every few dozen events), or
@@ -50,11 +46,11 @@ class Tuning:
     plan_trajectories_per_event: int = 32
     # ... but no more often than this, so that a burst of openings is one question.
     plan_interval_s: float = 1.0
-    # A plan that has not come by then never will.
+    # A plan that has not arrived by then is given up.
     plan_timeout_s: float = 10.0
-    # A plan that moves KV must beat the placement we have by this fraction of the mean makespan over samples. Both are
-    # judged by the same samples and the same cost model, so that most of what these err cancels out. In simulation 1%
-    # was as good, 4% up to 4% worse.
+    # A plan that moves KV must beat the present placement by this fraction of the mean makespan over samples. Both are
+    # judged by the same samples and cost model, so most of their errors cancel. In simulation 1% was as good, 4% up to
+    # 4% worse.
     plan_margin: float = 0.02
     # A rebalance stops where the engines' finish times are within this fraction: cost models are right to about 10%.
     rebalance_margin: float = 0.10
@@ -67,29 +63,28 @@ class Tuning:
     # ... and more than this many times as many: both defaults of the SGLang router's cache-aware policy.
     skew_ratio: float = 1.1
 
-    # Of a trajectory's predicted growth, the share that its engine holds room for: not all are longest at once. In
-    # simulation 0.7 was a little better than all of it on search, and 0.5 worse everywhere.
+    # Share of a trajectory's predicted growth that its engine reserves, as not all trajectories are longest at once. In
+    # simulation 0.7 was a little better than 1 on search, and 0.5 worse everywhere.
     reserve_share: float = 0.7
-    # An engine belongs to the pool that trajectories which have not begun are dealt over where its longest could be
-    # this many times as long as predicted and not be the last: a first prediction is off by so much once in ten times.
+    # An engine is in the pool for trajectories that have not started if its longest could be this many times as long as
+    # predicted without being the last: a first prediction is that far off once in ten times.
     pool_slack: float = 2.0
 
-    # Bytes a second that one prefix moves through shared storage: a local SSD or 10 GbE; RDMA is faster, then a move is
-    # only cheaper.
+    # Bytes a second of one prefix through shared storage: a local SSD or 10 GbE; with RDMA a move is only cheaper.
     storage_bytes_per_s: float = 1e9
-    # A move costs this much beside its bytes: three RPCs and the switch.
+    # Cost of a move beside its bytes: three RPCs and the switch.
     move_fixed_s: float = 0.05
-    # A move must save this many times what it costs, since both are guesses.
+    # A move must save this many times what it costs, since both are estimates.
     move_gain_factor: float = 1.5
-    # A trajectory that has moved stays for this many turns, or two engines play ping-pong with it.
+    # A trajectory that has moved stays for this many turns, so that it does not move back and forth.
     move_rest_turns: int = 2
-    # A migration of which nothing was heard for this long is forgotten (the revision still protects the owner).
+    # A migration whose end is not reported for this long is cancelled; the revision still protects the owner.
     move_timeout_s: float = 120.0
-    # What a tool call is expected to take when none was ever seen: nothing, so that no move starts on hope.
+    # Expected time of a tool call before any was seen: 0, so that no move starts without evidence.
     unknown_tool_s: float = 0.0
     # Weight of the newest tool call in a trajectory's running mean of tool times.
     tool_mean_weight: float = 0.5
-    # Tokens that a tool's answer adds to a context where none was seen yet, as after a restart: a line or two.
+    # Tokens that a tool's answer adds to a context before any was seen, as after a restart: a line or two.
     expected_observed_tokens: float = 100.0
     # Weight of one trajectory's observed tokens a turn in the running mean over all: of the last hundred or so.
     observed_mean_weight: float = 0.01

@@ -171,7 +171,7 @@ class StepQueue:
             lowest = self._lowest = self._lowest or max(self._preemptible.values(), key=_rank)
             outranked = candidate.priority > lowest.priority + self.policy.hysteresis
             if not outranked or lowest.tokens < self.policy.min_run_tokens:
-                return  # the following candidates rank lower, so they evict nobody either
+                return  # the following candidates rank lower, so they evict none either
             yield self._evict(lowest, candidate.step_id)
 
     def _evictions_for_pause(self) -> Iterator[Evict]:

@@ -30,7 +30,7 @@ def longest_useful_move_s(
     """Seconds that a move may take before it costs more than the `saving_s` it is worth; None where it is not worth
     its cost at all. `tool_left_s`: seconds that the tool call is expected to last."""
     cost_s = move_cost_s(context_tokens, source, target, tuning)
-    # A hidden read from storage costs nobody; a hidden prefill costs the target's other trajectories.
+    # A hidden read from storage costs no other trajectory; a hidden prefill takes time from those of the target.
     price_s = max(0.0, cost_s - tool_left_s) if moves_by_storage(source, target) else cost_s
     worth = saving_s >= tuning.move_gain_factor * max(price_s, tuning.move_fixed_s)
     return tool_left_s + saving_s if worth else None

@@ -1,11 +1,15 @@
 """Which step ranks higher, under each ordering."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.control import Scenario, all_of, one
 from treadle_core import actions as act
 from treadle_core.model import Estimate, Objective, Ordering, Policy
+from treadle_core.placing.question import MOST_LOG_SIGMA
+from treadle_core.ranking.priorities import log_deviation
 from treadle_core.tuning import Tuning
 
 TUNING = Tuning()
@@ -157,3 +161,17 @@ def test_a_ticket_says_whether_the_policy_lets_its_step_be_evicted(ordering: Ord
     scenario = ranked(Policy(ordering=ordering, preempt=preempt))
     scenario.open("t")
     assert scenario.step("t", 0).preemptible is preempt
+
+
+@pytest.mark.parametrize(
+    ("p50", "p90", "expected"),
+    [
+        (100.0, 100.0 * math.exp(1.2815515655446004), 1.0),
+        (100.0, 100.0, 0.0),
+        (0.0, 100.0, 0.0),
+        (1e-5, 1e5, MOST_LOG_SIGMA),
+        (5e-324, 1e12, MOST_LOG_SIGMA),
+    ],
+)
+def test_doubt_is_a_deviation_that_plans_take(p50: float, p90: float, expected: float) -> None:
+    assert log_deviation(Estimate(0.0, p50, p90)) == pytest.approx(expected)

@@ -149,8 +149,8 @@ sys.modules["numba"] = None
 import numpy as np
 from treadle_core import compiled
 from treadle_core.placing.question import PlanEngine
-from treadle_core.placing.costs import BatchCurve, CostModel, tabulate
-from treadle_core.model import DecodeCurve
+from treadle_core.placing.costs import BatchCurve, tabulate
+from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing.placement import plan_arrays
 from treadle_core.placing.bound import lower_bound
 from treadle_core.placing.solver import partition
