@@ -13,6 +13,7 @@ from pathlib import Path
 import aiohttp
 import grpc.aio
 import pytest
+from support.functions import start_declared
 from support.processes import StartService
 from support.real_engines import RealEngine
 from support.rewards import RewardCalls
@@ -73,12 +74,8 @@ async def test_a_judge_on_a_gpu_service_is_a_real_model(
     server = {"node": "n", "first": 0, "degree": 1, "url": engine.url}
     service = {"name": "small", "bytes_per_gpu": {"1": 1}, "servers": [server]}
     judge = {"name": "judge", "service": "small", "max_tokens": 16, "score": r"(\d)", "high": 9, "prompt": "$text"}
-    path = tmp_path / "functions.json"
-    path.write_text(
-        json.dumps({"gpus": {"gpu_bytes": 1, "nodes": {"n": [0]}}, "gpu_service": [service], "judge": [judge]})
-    )
-    env = {"FUNCTIONS": str(path), "FUNCTION_HOSTS": "127.0.0.1", "BUILTIN": "", "REWARDS": ""}
-    process = await start_service("treadle_tools", {f"TREADLE_TOOLS_{name}": value for name, value in env.items()})
+    document = {"gpus": {"gpu_bytes": 1, "nodes": {"n": [0]}}, "gpu_service": [service], "judge": [judge]}
+    process = await start_declared(start_service, tmp_path, document)
     async with grpc.aio.insecure_channel(process.address) as channel:
         calls = RewardCalls(channel)
         accepted = [await calls.score("judge", {"text": "What is 2 + 2? Say the number."}) for _ in range(3)]

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 from aiohttp import web
-from support.functions import FunctionServer, Handler, breaks_off, function, is_silent, says, says_text
+from support.functions import FunctionServer, Handler, breaks_off, function, is_silent, says, says_text, start_declared
 from support.processes import StartService
 from support.rewards import RewardCalls
 from support.rpc import error_of
@@ -31,15 +31,21 @@ async def asking(
     start_service: StartService, folder: Path, server: FunctionServer, env: dict[str, str] | None = None, **fields: Any
 ) -> AsyncIterator[ToolsCalls]:
     """A tools service with one function, `ask`."""
-    declared = {"name": "ask", "url": server.url, **fields}
-    path = folder / "functions.json"
-    path.write_text(json.dumps({"function": [declared]}))
-    variables = {"FUNCTIONS": str(path), "FUNCTION_HOSTS": "127.0.0.1", "BUILTIN": "", "REWARDS": ""}
-    process = await start_service(
-        "treadle_tools", {**{f"TREADLE_TOOLS_{name}": value for name, value in variables.items()}, **(env or {})}
-    )
+    document = {"function": [{"name": "ask", "url": server.url, **fields}]}
+    process = await start_declared(start_service, folder, document, **(env or {}))
     async with calls_to(process) as calls:
         yield calls
+
+
+def noted(came: list[float], answer: Handler) -> Handler:
+    """The same, and when it was asked."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        came.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(0.02)
+        return await answer(request)
+
+    return handle
 
 
 async def test_arguments_go_as_a_body_and_the_answer_is_the_output(start_service: StartService, tmp_path: Path) -> None:
@@ -102,16 +108,9 @@ async def test_a_refused_call_is_sent_again_and_not_before_it_may(start_service:
     """
     came: list[float] = []
 
-    def noting(answer: Handler) -> Handler:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            came.append(asyncio.get_running_loop().time())
-            return await answer(request)
-
-        return handle
-
     refusals = (says({}, 429, Retry_After="1"), says({}, 503), says({}, 502))
     async with (
-        function(noting(says_text("at last")), *map(noting, refusals)) as server,
+        function(noted(came, says_text("at last")), *(noted(came, one) for one in refusals)) as server,
         asking(start_service, tmp_path, server) as calls,
     ):
         result = await calls.invoke({}, tool="ask")
@@ -245,28 +244,12 @@ async def test_a_reward_that_is_a_function_is_asked_until_it_answers(
         assert len(server.requests) == 4
 
 
-BAD = [
-    ({"url": "http://example.org/"}, "'example.org'", "FUNCTION_HOSTS"),
-    ({"url": "ftp://127.0.0.1/"}, "function.0.url", "http://"),
-    ({"tries": 0}, "function.0.tries", "1"),
-    ({"timeout": 3}, "function.0.timeout", "not permitted"),
-    ({"headers_from_env": {"Authorization": "NOT_SET_ANYWHERE"}}, "NOT_SET_ANYWHERE", "Authorization"),
-    ({"name": "a b"}, "name", "a b"),
-    ({"arguments_schema": {"type": "thing"}}, "'ask'", "JSON Schema"),
-]
-
-
-@pytest.mark.parametrize(("fields", "first", "second"), BAD)
-async def test_a_bad_declaration_is_refused_at_start(
-    start_service: StartService, tmp_path: Path, fields: dict[str, Any], first: str, second: str
-) -> None:
-    server = FunctionServer(says_text(""))
-    with pytest.raises(AssertionError) as refused:
-        async with asking(start_service, tmp_path, server, **fields):
-            pass
-    line = str(refused.value).splitlines()[-1]
-    assert first in line
-    assert second in line
+async def test_a_bad_declaration_ends_the_service_with_one_line(start_service: StartService, tmp_path: Path) -> None:
+    for fields, words in (({"url": "http://example.org/"}, "FUNCTION_HOSTS"), ({"name": "a b"}, "a b")):
+        declared = {"name": "ask", "url": "http://127.0.0.1:1/", **fields}
+        with pytest.raises(AssertionError) as refused:
+            await start_declared(start_service, tmp_path, {"function": [declared]})
+        assert words in str(refused.value).splitlines()[-1]
 
 
 def provider_file(folder: Path, text: str) -> dict[str, str]:
@@ -274,17 +257,6 @@ def provider_file(folder: Path, text: str) -> dict[str, str]:
     path = folder / "providers.toml"
     path.write_text(f'[[provider]]\nname = "search"\n{text}\n')
     return {"TREADLE_TOOLS_PROVIDERS_FILE": str(path)}
-
-
-def noted(came: list[float], answer: Handler) -> Handler:
-    """The same, and when it was asked."""
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        came.append(asyncio.get_running_loop().time())
-        await asyncio.sleep(0.02)
-        return await answer(request)
-
-    return handle
 
 
 async def test_calls_of_all_keep_within_what_their_provider_allows(start_service: StartService, tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """HTTP functions on loopback, served by aiohttp: one that starts from zero, refuses, dies, and what it was asked."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from support.processes import ServiceProcess, StartService
 from treadle_cli.mesh.services import free_port
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -123,3 +126,13 @@ def is_silent() -> Handler:
         return web.Response(text="too late")
 
     return answer
+
+
+async def start_declared(
+    start_service: StartService, folder: Path, document: dict[str, Any], **env: str
+) -> ServiceProcess:
+    """A tools service with what `document` declares, and no tools and rewards of its own."""
+    path = folder / "functions.json"
+    path.write_text(json.dumps(document))
+    settings = {"FUNCTIONS": str(path), "FUNCTION_HOSTS": "127.0.0.1", "BUILTIN": "", "REWARDS": ""}
+    return await start_service("treadle_tools", {**{f"TREADLE_TOOLS_{k}": v for k, v in settings.items()}, **env})

@@ -1,23 +1,28 @@
-"""Settings of the migrator: a bad value is one clear line and exit code 2."""
+"""Settings of the migrator and of the rollout service: a bad value is one clear line and exit code 2."""
 
 import pytest
 from treadle_migrator.config import MigratorSettings
-from treadle_runtime.config import read_settings
+from treadle_rollout.config import RolloutSettings
+from treadle_runtime.config import Settings, read_settings
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("settings", "name", "value"),
     [
-        ("TREADLE_MIGRATOR_SCHEDULER", "nowhere"),
-        ("TREADLE_MIGRATOR_GIVE_UP_S", "0"),
-        ("TREADLE_MIGRATOR_RETENTION_S", "60"),
-        ("TREADLE_MIGRATOR_SHEDULER", "127.0.0.1:1"),
+        (MigratorSettings, "SCHEDULER", "nowhere"),
+        (MigratorSettings, "GIVE_UP_S", "0"),
+        (MigratorSettings, "RETENTION_S", "60"),
+        (MigratorSettings, "SHEDULER", "127.0.0.1:1"),
+        (RolloutSettings, "BATCH_REPLAY_S", "0"),
+        (RolloutSettings, "RETENTION_S", "-5"),
+        (RolloutSettings, "RETENTION_S", "a week"),
     ],
 )
 def test_a_bad_setting_ends_the_process_with_its_name(
-    name: str, value: str, capsys: pytest.CaptureFixture[str]
+    settings: type[Settings], name: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    variable = f"TREADLE_{settings.service.upper()}_{name}"
     with pytest.raises(SystemExit) as ended:
-        read_settings(MigratorSettings, {name: value})
+        read_settings(settings, {variable: value})
     line = capsys.readouterr().err
-    assert ended.value.code == 2 and name in line and line.count("\n") == 1
+    assert ended.value.code == 2 and variable in line and line.count("\n") == 1

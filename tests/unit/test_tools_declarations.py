@@ -1,7 +1,9 @@
 """The file of functions, judges and GPU services: the examples of docs/rewards.md are read, and hosts are matched."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from treadle_tools.declarations import DeclarationError, is_allowed, read_declarations
@@ -25,13 +27,8 @@ def test_the_examples_of_the_page_are_read_as_it_says(tmp_path: Path) -> None:
     assert (helpful.kind, helpful.arguments_schema["required"]) == (Kind.REWARD, ["question", "answer"])
     assert [server.url for server in declared.gpus.servers] == ["http://a:30000", "http://a:30001"]
     defaults = HttpFunction(url="")
-    assert (defaults.connect_s, defaults.cold_s, defaults.idle_s, defaults.tries, defaults.at_once) == (
-        2,
-        90,
-        60,
-        6,
-        64,
-    )
+    times = (defaults.connect_s, defaults.cold_s, defaults.idle_s)
+    assert (*times, defaults.tries, defaults.at_once) == (2, 90, 60, 6, 64)
     assert (defaults.learns, defaults.idempotent, defaults.response_bytes) == (True, True, 1 << 20)
 
 
@@ -51,6 +48,42 @@ def test_the_examples_of_the_page_are_read_as_it_says(tmp_path: Path) -> None:
 )
 def test_a_host_is_allowed_by_its_whole_name(url: str, allowed: bool) -> None:
     assert is_allowed(url, HOSTS) is allowed
+
+
+FUNCTION = {"name": "ask", "url": "http://a/"}
+JUDGE = {"name": "j", "prompt": "$text", "endpoints": ["http://a/"]}
+ONE_GPU = {"node": "n", "first": 0, "degree": 1, "url": "http://a/"}
+GPUS = {
+    "gpus": {"gpu_bytes": 100, "nodes": {"n": [0]}},
+    "gpu_service": [{"name": "s", "bytes_per_gpu": {"1": 60}, "servers": [ONE_GPU]}],
+}
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"function": [FUNCTION | {"url": "http://example.org/"}]}, "'example.org'.*FUNCTION_HOSTS"),
+        ({"function": [FUNCTION | {"url": "ftp://a/"}]}, "function.0.url.*http://"),
+        ({"function": [FUNCTION | {"tries": 0}]}, "function.0.tries.*1"),
+        ({"function": [FUNCTION | {"timeout": 3}]}, "function.0.timeout.*not permitted"),
+        ({"function": [FUNCTION | {"headers_from_env": {"Authorization": "NOT_SET"}}]}, "Authorization.*NOT_SET"),
+        ({"judge": [JUDGE | {"endpoints": []}]}, "name `endpoints`, or a GPU `service`"),
+        ({"judge": [JUDGE | {"prompt": "costs $5"}]}, "judge.0.prompt"),
+        ({"judge": [JUDGE | {"score": "score"}]}, "one group"),
+        ({"judge": [JUDGE | {"low": 5, "high": 5}]}, "below"),
+        ({"judge": [JUDGE | {"endpoints": ["http://elsewhere:1"]}]}, "FUNCTION_HOSTS"),
+        ({"judge": [JUDGE | {"authorization_from_env": "NOT_SET"}]}, "NOT_SET"),
+        ({"judge": [{"name": "j", "prompt": "p", "service": "none"}]}, "no gpu_service 'none'"),
+        ({"gpu_service": GPUS["gpu_service"]}, r"needs `\[gpus\]`"),
+        (GPUS | {"gpus": {"gpu_bytes": 100, "nodes": {"n": [0, 1]}}}, "any chunk of 1 GPUs"),
+        (GPUS | {"gpus": {"gpu_bytes": 100, "nodes": {"n": [9]}}}, "gpus.nodes.n.0"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_line(tmp_path: Path, document: dict[str, Any], words: str) -> None:
+    path = tmp_path / "f.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(DeclarationError, match=words):
+        read_declarations(path, HOSTS, ENVIRONMENT)
 
 
 def test_what_is_no_toml_or_json_says_so(tmp_path: Path) -> None:

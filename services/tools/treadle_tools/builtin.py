@@ -1,6 +1,4 @@
-"""The tools that come with the service. Written as a user's own module would be: a list called TOOLS.
-
-The rewards that come with the service. Written as a user's own module would be: tools of kind REWARD."""
+"""The tools and rewards that come with the service, declared as in a user's own module."""
 
 from treadle_tools.tool import MIB, Kind, Limits, Scaling, Tool
 
@@ -88,7 +86,7 @@ EXACT_MATCH = Tool(
     name="exact_match",
     kind=Kind.REWARD,
     description="1 where the answer is an expected one, letter by letter, else 0.",
-    entry="treadle_tools.scoring.exact:score",
+    entry="treadle_tools.scoring.answers:exact_match",
     arguments_schema={
         "type": "object",
         "properties": {
@@ -106,7 +104,8 @@ MATH_EQUAL = Tool(
     name="math_equal",
     kind=Kind.REWARD,
     description="1 where the answer's last mathematical expression (LaTeX or plain) equals an expected one, else 0.",
-    entry="treadle_tools.scoring.mathematics:score",
+    entry="treadle_tools.scoring.answers:math_equal",
+    preload=("math_verify",),
     arguments_schema={
         "type": "object",
         "properties": {"answer": TEXT, "expected": EXPECTED},

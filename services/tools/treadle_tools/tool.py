@@ -1,4 +1,4 @@
-"""The nouns of the service: a tool, its limits, what one action asks for and what comes of it.
+"""The values of the service: a tool, and the outcome and result of one action.
 
 Invariant: standard library only, because this module is read on both sides of the sandbox's wall. A tool's code is
 named by `entry` and imported inside the sandbox; the service itself never imports it.
@@ -15,9 +15,9 @@ from treadle_tools.limits import Limits as Limits
 
 
 class Kind(enum.StrEnum):
-    """How a tool is used: one call and gone, a session of steps, or by the service itself to score a trajectory.
+    """How a tool is used: by single calls, by the steps of a session, or by the service to score a trajectory.
 
-    A reward is no agent's to call: it is not listed among the tools, and Invoke does not know it.
+    Agents cannot call a reward: it is not listed among the tools, and Invoke does not find it.
     """
 
     STATELESS = "stateless"

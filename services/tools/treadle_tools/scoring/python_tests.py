@@ -21,7 +21,7 @@ CORES_VARIABLE = "TREADLE_CORES"  # of this action, where an elastic scheduler s
 
 
 def score(arguments: Mapping[str, Any]) -> Outcome:
-    """Passed over all, or 1.0 and 0.0; see builtin_rewards.py for the arguments."""
+    """Passed over all, or 1.0 and 0.0; see builtin.py for the arguments."""
     _write("files", arguments["files"])
     _write("tests", arguments["tests"])
     run = subprocess.run(
