@@ -1,6 +1,7 @@
 """Every RPC of the scheduler refuses what is wrong, naming the field or the reason."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -16,29 +17,20 @@ from treadle.scheduler.v1 import scheduler_pb2 as pb
 INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 FAILED, EXISTS = grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ALREADY_EXISTS
 
-OPEN: dict[str, Any] = {"request_id": "r", "prompt_id": "p", "prompt_tokens": 1}
-STEP = {"request_id": "r", "trajectory_id": "open", "turn": 0, "context_tokens": 1, "max_new_tokens": 1}
-CLOSE = {"request_id": "r", "trajectory_id": "open", "outcome": pb.OUTCOME_FINISHED}
-SWITCH = {"request_id": "r", "trajectory_id": "open", "expected_revision": 1, "target_engine_id": "e1"}
 INFO: dict[str, Any] = {"engine_id": "e9", "address": "127.0.0.1:9", "slot_limit": 1}
 POLICY: dict[str, Any] = {"ordering": pb.ORDERING_FCFS, "placement": pb.PLACEMENT_RULE_PINNED}
 NAN, INFINITE = float("nan"), float("inf")
 
-
-def opening(**fields: Any) -> pb.OpenTrajectoryRequest:
-    return pb.OpenTrajectoryRequest(**{**OPEN, **fields})
-
-
-def step(**fields: Any) -> pb.ScheduleStepRequest:
-    return pb.ScheduleStepRequest(**{**STEP, **fields})
-
-
-def closing(**fields: Any) -> pb.CloseTrajectoryRequest:
-    return pb.CloseTrajectoryRequest(**{**CLOSE, **fields})
-
-
-def switch(**fields: Any) -> pb.SwitchEngineRequest:
-    return pb.SwitchEngineRequest(**{**SWITCH, **fields})
+# Each makes a request that is right but for the fields it is given.
+Make = Callable[..., Any]
+opening: Make = partial(pb.OpenTrajectoryRequest, request_id="r", prompt_id="p", prompt_tokens=1)
+step: Make = partial(
+    pb.ScheduleStepRequest, request_id="r", trajectory_id="open", turn=0, context_tokens=1, max_new_tokens=1
+)
+closing: Make = partial(pb.CloseTrajectoryRequest, request_id="r", trajectory_id="open", outcome=pb.OUTCOME_FINISHED)
+switch: Make = partial(
+    pb.SwitchEngineRequest, request_id="r", trajectory_id="open", expected_revision=1, target_engine_id="e1"
+)
 
 
 def registration(**fields: Any) -> pb.RegisterEngineRequest:
@@ -208,14 +200,18 @@ async def test_what_was_refused_has_changed_nothing(client: SchedulerClient) -> 
     assert await state() == before
 
 
-@pytest.mark.parametrize("rpc", ["ListEngines", "GetPolicy", "GetDirectory"])
-async def test_a_call_without_a_deadline_is_refused(client: SchedulerClient, rpc: str) -> None:
-    """These take nothing that could be wrong but the deadline, which every RPC needs."""
-    request = {"ListEngines": pb.ListEnginesRequest(), "GetPolicy": pb.GetPolicyRequest()}.get(
-        rpc, pb.GetDirectoryRequest()
-    )
+@pytest.mark.parametrize(
+    ("rpc", "request_"),
+    [
+        ("ListEngines", pb.ListEnginesRequest()),
+        ("GetPolicy", pb.GetPolicyRequest()),
+        ("GetDirectory", pb.GetDirectoryRequest()),
+    ],
+)
+async def test_a_call_without_a_deadline_is_refused(client: SchedulerClient, rpc: str, request_: Any) -> None:
+    """These requests have no field; every RPC needs a deadline."""
     with pytest.raises(grpc.aio.AioRpcError) as failed:
-        await getattr(client.stub, rpc)(request)
+        await getattr(client.stub, rpc)(request_)
     assert error_of(failed.value).reason == "DEADLINE_REQUIRED"
 
 

@@ -5,9 +5,10 @@ import asyncio
 import grpc
 import pytest
 import treadle
+from support.conditions import until
 from support.fake_engine import Script, token_at
 from support.fake_servicer import Refusal
-from support.mesh_in_process import FakeMesh, fake_mesh, until
+from support.mesh_in_process import FakeMesh, fake_mesh
 
 PROMPT = [11, 12, 13]
 CALL, COUNT = 4, 10

@@ -6,8 +6,9 @@ from contextlib import asynccontextmanager
 
 import grpc.aio
 import treadle
+from support.conditions import until
 from support.fake_engine import FakeEngine, Script, token_at
-from support.mesh_in_process import QUICK, WAIT_S, Port, engine_port, until
+from support.mesh_in_process import QUICK, WAIT_S, Port, engine_port
 from support.processes import ServiceProcess, StartService
 from treadle.engine.v1 import engine_pb2
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc

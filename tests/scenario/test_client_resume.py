@@ -7,9 +7,10 @@ import asyncio
 import grpc
 import pytest
 import treadle
+from support.conditions import until
 from support.fake_engine import Script, logprob_at, token_at
 from support.fake_servicer import Refusal
-from support.mesh_in_process import FakeMesh, fake_mesh, until
+from support.mesh_in_process import FakeMesh, fake_mesh
 from treadle.generation import MAX_FRUITLESS_LOSSES
 
 PROMPT = [5, 6, 7, 8]

@@ -5,8 +5,9 @@ import asyncio
 import grpc
 import pytest
 import treadle
+from support.conditions import until
 from support.fake_servicer import Refusal
-from support.mesh_in_process import WAIT_S, fake_mesh, until
+from support.mesh_in_process import WAIT_S, fake_mesh
 
 PROMPT = [1, 2, 3]
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE

@@ -5,9 +5,10 @@ import asyncio
 import grpc
 import pytest
 import treadle
+from support.conditions import until
 from support.fake_engine import Script, token_at
 from support.fake_servicer import Refusal
-from support.mesh_in_process import fake_mesh, until
+from support.mesh_in_process import fake_mesh
 from treadle.scheduler.v1 import scheduler_pb2
 
 PROMPTS = [treadle.Prompt("p0", [1, 2], data="first"), treadle.Prompt("p1", [3, 4, 5], data="second")]

@@ -3,10 +3,11 @@
 from contextlib import AsyncExitStack
 
 import grpc.aio
+from support.conditions import until_said
 from support.engine_steps import run_step, step_request
 from support.fake_migration_peers import MigratorCalls
 from support.fake_sglang import expected, fake_sglang
-from support.scheduler import SchedulerClient, until_answered
+from support.scheduler import SchedulerClient
 from support.scheduler import scheduler as scheduler_service
 from support.sidecar_in_process import Sidecar, sidecar
 from treadle.common.v1.tokens_pb2 import SamplingParams
@@ -53,7 +54,7 @@ async def test_a_trajectory_moves_during_its_tool_call_and_goes_on_at_the_target
             engines = (await scheduler.call("ListEngines", scheduler_pb2.ListEnginesRequest())).engines
             return len(engines) == len(sidecars)
 
-        await until_answered(registered)
+        await until_said(registered, bool)
         await scheduler.open("t", prompt_tokens=len(PROMPT))
         context = list(PROMPT)
         source = await take_step(scheduler, sidecars, 0, context)
@@ -67,7 +68,7 @@ async def test_a_trajectory_moves_during_its_tool_call_and_goes_on_at_the_target
         async def idle() -> bool:  # the scheduler has heard that the step is over
             return (await trajectory()).state == scheduler_pb2.TRAJECTORY_STATE_IDLE
 
-        await until_answered(idle)
+        await until_said(idle, bool)
         request = pb.StartMigrationRequest(
             request_id="move-0",
             trajectory_id="t",
@@ -84,7 +85,7 @@ async def test_a_trajectory_moves_during_its_tool_call_and_goes_on_at_the_target
         assert (await trajectory()).engine_id == target
         assert await take_step(scheduler, sidecars, 1, context) == target
         assert context[len(PROMPT) :] == expected(PROMPT, 2 * NEW_TOKENS)
-        await until_answered(idle)
+        await until_said(idle, bool)
         request.request_id = "move-1"
         request.source.CopyFrom(pb.Endpoint(engine_id=target, address=sidecars[target].address))
         request.target.CopyFrom(pb.Endpoint(engine_id=source, address=sidecars[source].address))

@@ -8,11 +8,11 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from support.conditions import until
+from support.conditions import until, until_said
 from support.fake_sidecar import FakeSidecar, sidecars
 from support.nats_server import NatsServer
 from support.rpc import error_of
-from support.scheduler import SchedulerClient, scheduler, until_answered
+from support.scheduler import SchedulerClient, scheduler
 from treadle.common.v1 import tokens_pb2
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2 as pb
@@ -68,7 +68,7 @@ class Mesh:
         async def holds() -> bool:
             return condition(await self.trajectory(name))
 
-        await until_answered(holds)
+        await until_said(holds, bool)
         return await self.trajectory(name)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
-from support.conditions import until
+from support.conditions import until, until_said
 from support.fake_sidecar import FakeSidecar, sidecars
-from support.scheduler import SchedulerClient, scheduler, until_answered
+from support.scheduler import SchedulerClient, scheduler
 from treadle.common.v1 import tokens_pb2
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2 as pb
@@ -115,7 +115,7 @@ async def until_registered(client: SchedulerClient, count: int) -> None:
     async def registered() -> bool:
         return len((await client.call("ListEngines", pb.ListEnginesRequest())).engines) == count
 
-    await until_answered(registered)
+    await until_said(registered, bool)
 
 
 async def open_and_step(client: SchedulerClient) -> None:
@@ -133,7 +133,7 @@ async def open_and_step(client: SchedulerClient) -> None:
             for trajectory in (await trajectories(client)).values()
         )
 
-    await until_answered(accounted_for)
+    await until_said(accounted_for, bool)
 
 
 def released(engine: FakeSidecar) -> set[str]:

@@ -9,11 +9,10 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from support.conditions import until
+from support.conditions import until, until_said
 from support.fake_sidecar import FakeSidecar, sidecars
 from support.processes import ServiceProcess, StartService
 from support.rpc import error_of
-from support.scheduler import until_answered
 from treadle.common.v1 import tokens_pb2
 from treadle.common.v1.ticket_pb2 import Ticket
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
@@ -163,7 +162,7 @@ async def check_every_trajectory_is_finished(channel: grpc.aio.Channel) -> None:
     async def counted() -> bool:
         return all(trajectory.gen_tokens == TURNS * TOKENS for trajectory in (await listed()).values())
 
-    await until_answered(counted)
+    await until_said(counted, bool)
     trajectories = await listed()
     assert len(trajectories) == TRAJECTORIES
     for trajectory in trajectories.values():

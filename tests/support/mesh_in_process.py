@@ -18,7 +18,7 @@ from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle.tools.v1 import tools_pb2_grpc
 from treadle_cli.mesh.services import free_port
 
-WAIT_S = 20.0  # for a condition that a busy machine may be slow to meet
+WAIT_S = 20.0  # for what a busy machine may be slow to do
 _SERVER_OPTIONS = (("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),)  # as Treadle's servers: clients ping
 QUICK = treadle.RetryPolicy(first_delay_s=0.01, max_delay_s=0.2)
 
@@ -117,10 +117,3 @@ async def fake_mesh(*engine_ids: str) -> AsyncIterator[FakeMesh]:
         yield mesh
     finally:
         await mesh.stop()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Waits for a condition; TimeoutError after WAIT_S."""
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - conditions are of many kinds, most without an event
-            await asyncio.sleep(0.005)

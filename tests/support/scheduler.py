@@ -1,8 +1,7 @@
 """A scheduler in this process, on a real port and a real nats-server, and a few words to speak to it."""
 
-import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,7 +14,6 @@ from treadle_scheduler.config import SchedulerSettings
 from treadle_scheduler.wire import wire
 
 TIMEOUT_S = 10.0
-POLL_S = 0.01
 
 
 class SchedulerClient:
@@ -49,15 +47,6 @@ class SchedulerClient:
         given = {"request_id": uuid.uuid4().hex, "context_tokens": 10, "max_new_tokens": 8, **fields}
         request = pb.ScheduleStepRequest(trajectory_id=trajectory_id, turn=turn, **given)
         return (await self.call("ScheduleStep", request)).ticket
-
-
-async def until_answered(condition: Callable[[], Awaitable[bool]], within_s: float = 30.0) -> None:
-    """Returns once `await condition()` is true. Raises TimeoutError after `within_s`."""
-    async with asyncio.timeout(within_s):
-        done = await condition()
-        while not done:
-            await asyncio.sleep(POLL_S)
-            done = await condition()
 
 
 @asynccontextmanager
