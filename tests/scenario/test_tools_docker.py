@@ -1,8 +1,9 @@
-"""Tools in containers of a real Docker daemon, through the real service. Skipped where there is none."""
+"""Tools in containers of a real Docker daemon, and what they cannot do. Skipped where there is no daemon."""
 
 import asyncio
+import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import grpc
 import grpc.aio
 import pytest
 from support.docker_daemon import DockerDaemon, docker_daemon
+from support.escapes import ATTEMPTS as ATTEMPTS_ANYWHERE
 from support.fleets import COUNTER, fleet_on
-from support.processes import StartService
+from support.processes import ServiceProcess, StartService
 from support.rpc import error_of
-from support.tools import ToolsCalls, tools
+from support.tools import ToolsCalls, calls_to, limits, shared_tools, tools
 from treadle.tools.v1 import tools_pb2 as pb
 from treadle_tools.builtin import PYTHON
 from treadle_tools.limits import Granted
@@ -23,6 +25,9 @@ __all__ = ["docker_daemon"]
 
 OK = pb.RESULT_STATUS_OK
 MIB = 1024 * 1024
+SHARED_OWNER = "test-docker"
+OUT_OF_MEMORY = pb.RESULT_STATUS_OUT_OF_MEMORY
+END_S = 15.0
 
 
 @pytest.fixture
@@ -31,16 +36,20 @@ def owner() -> str:
     return f"test-{uuid.uuid4().hex[:8]}"
 
 
+def settings_of(daemon: DockerDaemon, owner: str, folder: Path) -> dict[str, str]:
+    return {
+        "BACKEND": "docker", "DOCKER_HOSTS": daemon.url, "IMAGE": daemon.image, "OWNER": owner,
+        "STATE_DIR": str(folder / "state"), "MODULES": "support.container_tools",
+    }  # fmt: skip
+
+
 @asynccontextmanager
-async def life(
+async def run(
     start_service: StartService, daemon: DockerDaemon, owner: str, folder: Path, *builtin: str, **settings: str
 ) -> AsyncIterator[ToolsCalls]:
-    """One life of a service whose tools run in containers."""
-    given = {
-        "BACKEND": "docker", "DOCKER_HOSTS": daemon.url, "IMAGE": daemon.image, "OWNER": owner,
-        "STATE_DIR": str(folder / "state"), "MODULES": "support.container_tools", "WARM_SANDBOXES": "1",
-    }  # fmt: skip
-    async with tools(start_service, *builtin, **{**given, **settings}) as calls:
+    """One run of a service whose tools run in containers."""
+    given = settings_of(daemon, owner, folder)
+    async with tools(start_service, *builtin, **{**given, "WARM_SANDBOXES": "1", **settings}) as calls:
         yield calls
 
 
@@ -53,7 +62,7 @@ async def test_calls_and_sessions_run_in_containers_and_leave_none(
     Result: each answers as in bubblewrap; no session sees another's files; when the service has ended, no container is
             left
     """
-    async with life(start_service, docker_daemon, owner, tmp_path, "python") as calls:
+    async with run(start_service, docker_daemon, owner, tmp_path, "python") as calls:
         said = await calls.python("import os; print(os.getuid()); 6 * 7")
         assert (said.status, said.output) == (OK, "65534\n42\n")
         one, other = [(await calls.open("counter", {"start": n})).session.session_id for n in (1, 10)]
@@ -80,7 +89,7 @@ async def test_sessions_outlive_a_killed_service(
     WHEN    the service is killed, and started again
     Result: both go on; the step in flight was taken once, and its repeat is answered; warm containers were removed
     """
-    async with life(start_service, docker_daemon, owner, tmp_path) as calls:
+    async with run(start_service, docker_daemon, owner, tmp_path) as calls:
         one, other = [(await calls.open("counter", {"start": n})).session.session_id for n in (1, 10)]
         told = await calls.step(other, {"add": 1}, id="told")
         in_flight = asyncio.create_task(calls.step(one, {"add": 2, "pause_s": 2.0}, id="in-flight"))
@@ -89,7 +98,7 @@ async def test_sessions_outlive_a_killed_service(
         with pytest.raises(grpc.aio.AioRpcError):
             await in_flight
         before = set(docker_daemon.containers(owner))
-    async with life(start_service, docker_daemon, owner, tmp_path) as calls:
+    async with run(start_service, docker_daemon, owner, tmp_path) as calls:
         assert (await calls.step(one, {"add": 2, "pause_s": 2.0}, id="in-flight")).output == "3"
         assert (await calls.step(other, {"add": 1}, id="told")).output == told.output
         assert (await calls.step(one, {"add": 4})).output == "7"
@@ -148,7 +157,7 @@ async def test_a_tool_whose_worker_does_not_start_says_why(
 ) -> None:
     """Its calls are refused with the last line of the worker's own words; other tools run."""
     modules = "support.container_tools,support.container_broken_tools"
-    async with life(start_service, docker_daemon, owner, tmp_path, "python", MODULES=modules) as calls:
+    async with run(start_service, docker_daemon, owner, tmp_path, "python", MODULES=modules) as calls:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await calls.invoke({}, tool="broken")
         error = error_of(refused.value)
@@ -187,3 +196,161 @@ async def test_a_session_is_written_down_and_goes_on_in_another_container(
         assert (await one.ask("step", {"add": 1}, limits, 64))["output"] == "44"
         one.close()
         other.close()
+
+
+@pytest.fixture(scope="module")
+def service(docker_daemon: DockerDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    """One service for all tests of isolation."""
+    folder = tmp_path_factory.mktemp("docker")
+    settings = {
+        "BACKEND": "docker", "DOCKER_HOSTS": docker_daemon.url, "IMAGE": docker_daemon.image, "OWNER": SHARED_OWNER,
+        "STATE_DIR": str(folder / "state"), "MODULES": "support.container_tools",
+    }  # fmt: skip
+    with shared_tools(folder, "python", **settings) as process:
+        yield process
+    assert docker_daemon.containers(SHARED_OWNER) == []
+
+
+@pytest.fixture
+async def calls(service: ServiceProcess) -> AsyncIterator[ToolsCalls]:
+    async with calls_to(service) as made:
+        yield made
+
+
+# Each prints `contained` and nothing else, or raises.
+ATTEMPTS = {
+    **ATTEMPTS_ANYWHERE,
+    "the daemon's socket and the host's files": """
+import os
+paths = ("/var/run/docker.sock", "/run/docker.sock", SECRET, "/work", "/host", "/var/lib/docker")
+print([path for path in paths if os.path.exists(path)] or "contained")
+""",
+    "its own limits": """
+import glob
+written = []
+for path in glob.glob("/sys/fs/cgroup/**/*.max", recursive=True) + glob.glob("/sys/fs/cgroup/*/*limit*"):
+    try:
+        open(path, "w")
+        written.append(path)
+    except OSError:
+        pass
+print(written or "contained")
+""",
+    "a full disk": """
+written = 0
+try:
+    for n in range(64):
+        with open(f"/tmp/{n}", "wb") as file:
+            written += file.write(b"x" * 2**22)
+except OSError:
+    pass
+print("contained" if written <= 2**26 else written)
+""",
+    "a fork bomb": """
+import os, time
+children = 0
+try:
+    while children < 500:
+        if os.fork() == 0:
+            time.sleep(30)
+            os._exit(0)
+        children += 1
+except OSError:
+    pass
+print("contained" if children < 80 else children)
+""",
+}
+
+
+async def test_no_attempt_gets_out(calls: ToolsCalls, docker_daemon: DockerDaemon) -> None:
+    """Every row of the table, in one service, which serves afterwards as before."""
+    port = calls.process.address.rpartition(":")[2]
+    folders = ["/etc", "/var", "/sys", "/sys/fs/cgroup", "/opt"]
+    settings = f"PORT = {port}; SECRET = {docker_daemon.url.removeprefix('unix://')!r}; FOLDERS = {folders}\n"
+    for name, code in ATTEMPTS.items():
+        result = await calls.python(settings + code)
+        assert (name, result.output, result.error) == (name, "contained\n", "")
+    assert (await calls.python("1 + 1")).output == "2\n"
+
+
+async def test_no_container_has_more_than_it_needs(calls: ToolsCalls, docker_daemon: DockerDaemon) -> None:
+    """What the daemon itself says of a session's container."""
+    session = (await calls.open("counter")).session.session_id
+    for name in docker_daemon.containers(SHARED_OWNER, running=True):
+        about = docker_daemon.inspected(name)
+        host, config = about["HostConfig"], about["Config"]
+        assert isinstance(host, dict) and isinstance(config, dict)
+        assert host["NetworkMode"] == "none"
+        assert host["CapDrop"] == ["ALL"]
+        assert host["ReadonlyRootfs"] is True
+        assert "no-new-privileges" in host["SecurityOpt"]
+        assert config["User"] == "65534:65534"
+        assert host["PidsLimit"] > 0
+        assert 0 < host["Memory"] == host["MemorySwap"]
+        assert all(mount["RW"] is False for mount in about["Mounts"])  # type: ignore[attr-defined]
+    await calls.close(session)
+
+
+async def test_memory_is_counted_over_processes_and_told_apart_from_a_crash(calls: ToolsCalls) -> None:
+    """
+    WHEN    a process and its children together take more than the action may, each of them less; when one takes it all;
+            when one kills itself
+    Result: the first two are out of memory, the last has crashed
+    """
+    together = """
+import os, time
+for _ in range(4):
+    if os.fork() == 0:
+        held = b"x" * (30 * 2**20)
+        time.sleep(20)
+        os._exit(0)
+time.sleep(0.5)
+held = b"x" * (110 * 2**20)
+time.sleep(20)
+"""
+    filled = await calls.python(together, limits=limits(memory_bytes=128 * MIB))
+    assert filled.status == OUT_OF_MEMORY
+    assert str(128 * MIB) in filled.error
+    alone = await calls.python("x = bytearray(2**30)", limits=limits(memory_bytes=128 * MIB))
+    assert alone.status == OUT_OF_MEMORY
+    crashed = await calls.python("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert crashed.status == pb.RESULT_STATUS_CRASHED
+    assert crashed.error == "killed by SIGKILL"
+
+
+async def test_an_endless_loop_ends_in_time_and_the_session_goes_on(calls: ToolsCalls) -> None:
+    looped = await calls.python("while True: pass", limits=limits(wall_s=1.0))
+    assert looped.status == pb.RESULT_STATUS_TIMED_OUT
+    session = (await calls.open("counter", {"start": 1})).session.session_id
+    flood = await calls.step(session, {"code": "while True: print('x' * 10000)"}, limits=limits(wall_s=1.0))
+    assert flood.output_truncated
+    assert (await calls.step(session, {"add": 1})).output == "2"
+    await calls.close(session)
+
+
+async def test_a_container_that_an_operator_kills_is_a_crash_and_another_is_made(
+    calls: ToolsCalls, docker_daemon: DockerDaemon
+) -> None:
+    """
+    WHEN    the container of a session is killed while a step runs
+    Result: the step has crashed and says so, the session takes no more, others go on
+    """
+    before = set(docker_daemon.containers(SHARED_OWNER, running=True))
+    session = (await calls.open("counter", {"start": 1})).session.session_id
+    step = asyncio.create_task(calls.step(session, {"add": 1, "pause_s": 10.0}))
+    await asyncio.sleep(0.5)
+    ends_at = time.monotonic() + END_S
+    while not step.done() and time.monotonic() < ends_at:
+        for name in before & set(docker_daemon.containers(SHARED_OWNER, running=True)):
+            if "counter" in name:
+                docker_daemon.kill(name)
+        await asyncio.sleep(0.1)
+    lost = await step
+    assert lost.status == pb.RESULT_STATUS_CRASHED
+    assert "exit code 137" in lost.error
+    with pytest.raises(Exception) as ended:
+        await calls.step(session, {"add": 1})
+    assert error_of(ended.value).reason == "SESSION_ENDED"  # type: ignore[arg-type]
+    again = (await calls.open("counter", {"start": 5})).session.session_id
+    assert (await calls.step(again, {"add": 1})).output == "6"
+    await calls.close(again)

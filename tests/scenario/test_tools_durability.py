@@ -29,13 +29,13 @@ R = TypeVar("R")
 
 @pytest.fixture
 def state(tmp_path: Path) -> str:
-    """A state folder for several lives of one service."""
+    """A state folder for several runs of one service."""
     return str(tmp_path / "state")
 
 
 @asynccontextmanager
-async def life(start_service: StartService, state: str, *builtin: str, **settings: str) -> AsyncIterator[ToolsCalls]:
-    """One life of the service of that folder."""
+async def run(start_service: StartService, state: str, *builtin: str, **settings: str) -> AsyncIterator[ToolsCalls]:
+    """One run of the service of that folder."""
     async with tools(start_service, *builtin, STATE_DIR=state, **settings) as calls:
         yield calls
 
@@ -48,7 +48,7 @@ async def test_a_killed_service_goes_on_where_it_was(start_service: StartService
             taken twice; the step in flight is answered to its repeat and was taken once; all go on
     """
     append = "import time; time.sleep(1); open('/tmp/log', 'a').write('x'); open('/tmp/log').read()"
-    async with life(start_service, state, "frozen_lake", "reasoning_gym") as calls:
+    async with run(start_service, state, "frozen_lake", "reasoning_gym") as calls:
         lakes = [(await calls.open("frozen_lake", {"seed": 7}, trajectory_id=f"t-{n}")).session for n in range(5)]
         answers = {}
         for count, lake in enumerate(lakes):
@@ -66,7 +66,7 @@ async def test_a_killed_service_goes_on_where_it_was(start_service: StartService
         with pytest.raises(grpc.aio.AioRpcError) as cut:
             await in_flight
         assert cut.value.code() is grpc.StatusCode.UNAVAILABLE
-    async with life(start_service, state, "frozen_lake", "reasoning_gym") as calls:
+    async with run(start_service, state, "frozen_lake", "reasoning_gym") as calls:
         assert [await calls.session(lake.session_id) for lake in lakes] == told
         assert [session.steps for session in told] == [0, 1, 2, 3, 1]
         assert [session.done for session in told] == [False, False, False, False, True]
@@ -87,12 +87,12 @@ async def test_a_killed_service_goes_on_where_it_was(start_service: StartService
         assert (await calls.step(riddle, {"answer": "184"})).reward == 1.0
 
 
-async def test_a_step_in_flight_at_the_kill_is_told_as_finished(
+async def test_a_step_in_flight_at_the_kill_is_published_as_finished(
     start_service: StartService, state: str, nats_url: str
 ) -> None:
-    """Whoever waits for a trajectory's tool hears of its end from the next life of the service."""
+    """Whoever waits for a trajectory's tool learns its end from the next run of the service."""
     trajectory_id, told = f"t-{uuid.uuid4().hex}", []
-    async with life(start_service, state, "reasoning_gym") as calls:
+    async with run(start_service, state, "reasoning_gym") as calls:
         riddle = (await calls.open("reasoning_gym", LEGS, trajectory_id=trajectory_id)).session.session_id
         in_flight = asyncio.create_task(calls.step(riddle, {"code": "import time; time.sleep(2)"}))
         await until_said(calls.resources, lambda said: said.actions_running == 1)
@@ -101,12 +101,12 @@ async def test_a_step_in_flight_at_the_kill_is_told_as_finished(
         with pytest.raises(grpc.aio.AioRpcError):
             await in_flight
 
-    async def hear(fact: Fact) -> None:
+    async def receive(fact: Fact) -> None:
         if trajectory_id in (fact.tool_started.trajectory_id, fact.tool_finished.trajectory_id):
             told.append(fact.WhichOneof("fact"))
 
-    async with life(start_service, state, "reasoning_gym"), open_bus(nats_url, "test") as bus:
-        await bus.subscribe(["tool_started", "tool_finished"], hear, replay=True)
+    async with run(start_service, state, "reasoning_gym"), open_bus(nats_url, "test") as bus:
+        await bus.subscribe(["tool_started", "tool_finished"], receive, replay=True)
         await until(lambda: told.count("tool_finished") == 2)  # the opening's and the step's
     assert told.count("tool_started") == 2
 
@@ -116,19 +116,19 @@ async def test_the_last_step_of_a_session_is_answered_again(start_service: Start
     WHEN    the step in flight at the kill ends its session
     Result: its repeat gets the reward; the session is done
     """
-    async with life(start_service, state, "reasoning_gym") as calls:
+    async with run(start_service, state, "reasoning_gym") as calls:
         riddle = (await calls.open("reasoning_gym", LEGS)).session.session_id
         answering = asyncio.create_task(calls.step(riddle, {"code": "import time; time.sleep(0.8)"}, id="think"))
         last = asyncio.create_task(calls.step(riddle, {"answer": "184"}, id="answer"))
         await asyncio.sleep(0.3)
         calls.process.kill()
         await asyncio.gather(answering, last, return_exceptions=True)
-    async with life(start_service, state, "reasoning_gym") as calls:
+    async with run(start_service, state, "reasoning_gym") as calls:
         assert (await calls.step(riddle, {"code": "import time; time.sleep(0.8)"}, id="think")).status == OK
         result = await calls.step(riddle, {"answer": "184"}, id="answer")
         assert (result.reward, result.done) == (1.0, True)
         calls.process.kill()
-    async with life(start_service, state, "reasoning_gym") as calls:
+    async with run(start_service, state, "reasoning_gym") as calls:
         assert await calls.step(riddle, {"answer": "184"}, id="answer") == result
         session = await calls.session(riddle)
         assert (session.steps, session.done) == (2, True)
@@ -181,7 +181,7 @@ class Hoards:
 
 
 @asynccontextmanager
-async def own_life(start_service: StartService, state: str, folder: Path, **settings: str) -> AsyncIterator[ToolsCalls]:
+async def run_own(start_service: StartService, state: str, folder: Path, **settings: str) -> AsyncIterator[ToolsCalls]:
     """One run of a service with tools that count, die and hoard."""
     async with own_tools(start_service, folder, OWN_TOOLS, OWN_CODE, STATE_DIR=state, **settings) as calls:
         yield calls
@@ -194,13 +194,13 @@ async def test_an_opening_in_flight_is_the_one_that_its_repeat_gets(
     WHEN    the service is killed while an environment opens
     Result: the repeat gets the session that the first call began
     """
-    async with own_life(start_service, state, tmp_path) as first:
+    async with run_own(start_service, state, tmp_path) as first:
         opening = asyncio.create_task(first.open("count", {"opening_s": 1.5}, id="one"))
         await asyncio.sleep(1.0)
         killed_at = time.time()
         first.process.kill()
         await asyncio.gather(opening, return_exceptions=True)
-    async with own_life(start_service, state, tmp_path) as second:
+    async with run_own(start_service, state, tmp_path) as second:
         opened = await second.open("count", {"opening_s": 1.5}, id="one")
         assert opened.first.output == "open"
         assert opened.session.opened_at.ToNanoseconds() / 1e9 < killed_at
@@ -242,13 +242,13 @@ async def test_callers_that_repeat_what_was_not_answered_count_each_step_once(
         await answered(lambda calls: calls.close(session_id, id=f"close-{name}"))
 
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
-        lives.append(await stack.enter_async_context(own_life(start_service, state, tmp_path)))
+        lives.append(await stack.enter_async_context(run_own(start_service, state, tmp_path)))
         for name in range(12):
             group.create_task(play(name))
         for now in kills.values():
             await now.wait()
             lives[-1].process.kill()
-            lives.append(await stack.enter_async_context(own_life(start_service, state, tmp_path)))
+            lives.append(await stack.enter_async_context(run_own(start_service, state, tmp_path)))
     assert steps == 12 * 40
 
 
@@ -256,7 +256,7 @@ async def test_an_environment_that_dies_while_it_opens_is_tried_again(
     start_service: StartService, state: str, tmp_path: Path
 ) -> None:
     """It always dies here: three times in a fresh sandbox each, then the caller is told."""
-    async with own_life(start_service, state, tmp_path) as calls:
+    async with run_own(start_service, state, tmp_path) as calls:
         opened = await calls.open("dies")
         assert opened.first.status == pb.RESULT_STATUS_CRASHED
         assert opened.session.done
@@ -271,7 +271,7 @@ async def test_memory_is_watched_while_there_is_no_service(
     WHEN    the service is killed before they do
     Result: the daemon kills the sandbox; the next service says that the session has ended
     """
-    async with own_life(start_service, state, tmp_path, CGROUPS="off") as calls:
+    async with run_own(start_service, state, tmp_path, CGROUPS="off") as calls:
         session_id = (await calls.open("hoards")).session.session_id
         hoarding = asyncio.create_task(calls.step(session_id, {}, id="hoard"))
         daemon = daemon_of(calls)
@@ -280,20 +280,20 @@ async def test_memory_is_watched_while_there_is_no_service(
         await asyncio.gather(hoarding, return_exceptions=True)
         await until(lambda: "a sandbox outgrew its memory" in (Path(state) / "daemon.log").read_text())
         assert daemon.is_running()
-    async with own_life(start_service, state, tmp_path, CGROUPS="off") as calls:
+    async with run_own(start_service, state, tmp_path, CGROUPS="off") as calls:
         with refused("SESSION_ENDED"):
             await calls.step(session_id, {}, id="hoard")
 
 
 async def test_sessions_outlive_an_orderly_end_where_they_are_told_to(start_service: StartService, state: str) -> None:
-    async with life(start_service, state, "frozen_lake", KEEP_ON_EXIT="true") as calls:
+    async with run(start_service, state, "frozen_lake", KEEP_ON_EXIT="true") as calls:
         session_id = (await calls.open("frozen_lake", {"seed": 7})).session.session_id
         await calls.step(session_id, {"action": "down"})
         daemon = daemon_of(calls)
         calls.process.terminate()
         assert await calls.process.wait() == 0
         assert daemon.is_running()
-    async with life(start_service, state, "frozen_lake") as calls:
+    async with run(start_service, state, "frozen_lake") as calls:
         moved = await calls.step(session_id, {"action": "down"})
         assert json.loads(moved.data_json) == {"row": 2, "column": 0}
         inside = daemon.children(recursive=True)
@@ -304,11 +304,11 @@ async def test_sessions_outlive_an_orderly_end_where_they_are_told_to(start_serv
 
 
 async def test_a_closed_session_stays_closed(start_service: StartService, state: str) -> None:
-    async with life(start_service, state, "frozen_lake") as calls:
+    async with run(start_service, state, "frozen_lake") as calls:
         closed, kept = [(await calls.open("frozen_lake")).session.session_id for _ in range(2)]
         await calls.close(closed, id="close")
         calls.process.kill()
-    async with life(start_service, state, "frozen_lake") as calls:
+    async with run(start_service, state, "frozen_lake") as calls:
         await calls.close(closed, id="close")
         with refused("SESSION_NOT_FOUND"):
             await calls.session(closed)
@@ -320,7 +320,7 @@ async def test_a_session_whose_sandbox_died_meanwhile_says_so(start_service: Sta
     WHEN    a worker dies while there is no service
     Result: its session is there, with the steps that were acknowledged, and has ended
     """
-    async with life(start_service, state, "frozen_lake") as calls:
+    async with run(start_service, state, "frozen_lake") as calls:
         session_id = (await calls.open("frozen_lake")).session.session_id
         await calls.step(session_id, {"action": "left"})
         daemon = daemon_of(calls)
@@ -329,7 +329,7 @@ async def test_a_session_whose_sandbox_died_meanwhile_says_so(start_service: Sta
         for process in daemon.children():
             process.kill()
         await gone(inside)
-    async with life(start_service, state, "frozen_lake") as calls:
+    async with run(start_service, state, "frozen_lake") as calls:
         with refused("SESSION_ENDED"):
             await calls.step(session_id, {"action": "left"})
         session = await calls.session(session_id)
@@ -337,10 +337,10 @@ async def test_a_session_whose_sandbox_died_meanwhile_says_so(start_service: Sta
 
 
 async def test_sessions_of_a_tool_that_is_off_now_are_closed(start_service: StartService, state: str) -> None:
-    async with life(start_service, state, "frozen_lake", "python") as calls:
+    async with run(start_service, state, "frozen_lake", "python") as calls:
         session_id = (await calls.open("frozen_lake")).session.session_id
         calls.process.kill()
-    async with life(start_service, state, "python") as calls:
+    async with run(start_service, state, "python") as calls:
         with refused("SESSION_NOT_FOUND"):
             await calls.session(session_id)
         assert (await calls.python("1 + 1")).output == "2\n"
@@ -351,7 +351,7 @@ async def test_what_a_killed_machine_leaves_in_the_folder_harms_nobody(start_ser
     WHEN    service and daemon are killed together
     Result: the next service finds a socket that nobody listens to, starts a daemon of its own and knows no session
     """
-    async with life(start_service, state, "frozen_lake") as calls:
+    async with run(start_service, state, "frozen_lake") as calls:
         session_id = (await calls.open("frozen_lake")).session.session_id
         daemon = daemon_of(calls)
         inside = daemon.children(recursive=True)
@@ -359,7 +359,7 @@ async def test_what_a_killed_machine_leaves_in_the_folder_harms_nobody(start_ser
         daemon.kill()
         await gone(inside)
         assert (Path(state) / "daemon.sock").exists()
-    async with life(start_service, state, "frozen_lake") as calls:
+    async with run(start_service, state, "frozen_lake") as calls:
         with refused("SESSION_NOT_FOUND"):
             await calls.session(session_id)
         assert (await calls.open("frozen_lake")).session.session_id
@@ -367,7 +367,7 @@ async def test_what_a_killed_machine_leaves_in_the_folder_harms_nobody(start_ser
 
 
 async def test_a_second_service_on_one_folder_is_refused(start_service: StartService, state: str) -> None:
-    async with life(start_service, state, "python") as calls:
+    async with run(start_service, state, "python") as calls:
         with pytest.raises(AssertionError, match="the service ended with 1") as refused:
             await start_service("treadle_tools", {"TREADLE_TOOLS_STATE_DIR": state, "TREADLE_TOOLS_BUILTIN": "python"})
         line = str(refused.value).splitlines()[-1]

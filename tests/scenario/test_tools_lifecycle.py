@@ -67,51 +67,29 @@ async def test_sigkill_leaves_nothing_behind_once_nobody_has_come(start_service:
         assert not state.exists()
 
 
-async def test_a_lost_worker_is_replaced(start_service: StartService) -> None:
+@pytest.mark.parametrize("lost", ["worker", "daemon"])
+async def test_what_is_lost_takes_its_sandboxes_with_it_and_is_replaced(start_service: StartService, lost: str) -> None:
     """
-    WHEN    bubblewrap is killed from outside
-    Result: the sessions in it have crashed; snippets run again in a new one
-    """
-    async with tools(start_service, "python") as calls:
-        await calls.python("1")
-        for process in daemon_of(calls).children():
-            process.kill()
-        await runs_again(calls)
-
-
-async def test_a_session_of_a_lost_worker_has_crashed(start_service: StartService) -> None:
-    async with tools(start_service, "frozen_lake") as calls:
-        session_id = (await calls.open("frozen_lake")).session.session_id
-        daemon = daemon_of(calls)
-        running = daemon.children(recursive=True)
-        for process in daemon.children():
-            process.kill()
-        await gone(running)
-        result = await calls.step(session_id, {"action": "left"})
-        assert result.status == pb.RESULT_STATUS_CRASHED
-        assert (await calls.session(session_id)).done
-
-
-async def test_a_lost_keeper_takes_its_sandboxes_with_it_and_is_replaced(start_service: StartService) -> None:
-    """
-    WHEN    the daemon is killed
-    Result: everything in its sandboxes dies at once; its session has crashed; a new daemon serves
+    WHEN    bubblewrap, or the sandbox daemon, is killed from outside
+    Result: everything in its sandboxes dies at once; its session has crashed; snippets run again in a new one
     """
     async with tools(start_service, "python", "frozen_lake") as calls:
         session_id = (await calls.open("frozen_lake")).session.session_id
+        await calls.python("1")
         daemon = daemon_of(calls)
         running = daemon.children(recursive=True)
-        daemon.kill()
+        for process in daemon.children() if lost == "worker" else [daemon]:
+            process.kill()
         await gone(running)
-        result = await calls.step(session_id, {"action": "left"})
-        assert result.status == pb.RESULT_STATUS_CRASHED
+        assert (await calls.step(session_id, {"action": "left"})).status == pb.RESULT_STATUS_CRASHED
+        assert (await calls.session(session_id)).done
         await runs_again(calls)
-        assert daemon_of(calls) != daemon
+        assert (daemon_of(calls) == daemon) is (lost == "worker")
         assert daemon_of(calls).net_connections("inet") == []  # or the service's port would be taken after its end
 
 
 async def runs_again(calls: ToolsCalls) -> None:
-    """Returns once a snippet has run; until then the service says to try later."""
+    """Return once a snippet has run; until then the service says to try later."""
     ends_at = time.monotonic() + GONE_WITHIN_S
     while True:
         try:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 import grpc
 import grpc.aio
 import pytest
+from support.conditions import until, until_said
 from support.processes import ServiceProcess, StartService
 from support.rpc import error_of, refused
 from support.tools import CALL_S, ToolsCalls, calls_to, limits, shared_tools, tools
@@ -88,17 +89,6 @@ async def test_steps_of_one_session_wait_for_each_other(calls: ToolsCalls) -> No
     moves = await asyncio.gather(*(calls.step(session_id, {"action": a}) for a in ("down", "up", "down", "up")))
     assert all(move.status == OK for move in moves)
     assert (await calls.session(session_id)).steps == 4
-
-
-async def test_many_sessions_run_side_by_side(calls: ToolsCalls) -> None:
-    async def play(seed: int) -> str:
-        session_id = (await calls.open("frozen_lake", {"seed": seed})).session.session_id
-        result = await calls.step(session_id, {"action": "left"})
-        await calls.close(session_id)
-        return result.output
-
-    boards = await asyncio.gather(*(play(seed) for seed in range(24)))
-    assert len(set(boards)) > 12
 
 
 async def test_two_hundred_sessions_are_open_at_once(start_service: StartService) -> None:
@@ -207,41 +197,31 @@ async def test_an_idle_session_is_closed(start_service: StartService) -> None:
         for _ in range(6):
             assert (await calls.step(session_id, {"action": "left"})).status == OK
             await asyncio.sleep(0.1)
-        ends_at = asyncio.get_running_loop().time() + 20
-        while True:
-            try:
-                await calls.session(session_id)
-            except grpc.aio.AioRpcError as error:
-                assert error_of(error)[:2] == (grpc.StatusCode.NOT_FOUND, "SESSION_NOT_FOUND")
-                return
-            assert asyncio.get_running_loop().time() < ends_at
-            await asyncio.sleep(0.05)
+        with refused("SESSION_NOT_FOUND", grpc.StatusCode.NOT_FOUND):
+            await until_said(lambda: calls.session(session_id), lambda said: False)
 
 
-async def test_actions_are_told_on_the_bus_with_their_times(start_service: StartService, nats_url: str) -> None:
+async def test_actions_are_published_on_the_bus_with_their_times(start_service: StartService, nats_url: str) -> None:
     """
     GIVEN   one core
     WHEN    two snippets of 0.3 s run at the same time
-    Result: each is told as started and finished; queue, overhead and execution are told apart, and one waited
+    Result: each is published as started and finished with its queue, overhead and execution times, and one waited
     """
     trajectory_id = f"t-{uuid.uuid4().hex}"
     async with tools(start_service, "python", CORES="1") as calls:
         await calls.python("1", trajectory_id=trajectory_id)
         code = "import time; time.sleep(0.3)"
         results = await asyncio.gather(*(calls.python(code, trajectory_id=trajectory_id) for _ in range(2)))
-    told: list[Fact] = []
+    published: list[Fact] = []
 
-    async def hear(fact: Fact) -> None:
-        told.append(fact)
+    async def receive(fact: Fact) -> None:
+        published.append(fact)
 
     async with open_bus(nats_url, "test") as bus:
-        await bus.subscribe(["tool_started", "tool_finished"], hear, replay=True)
-        ends_at = asyncio.get_running_loop().time() + 20
-        while len(told) < 6:
-            assert asyncio.get_running_loop().time() < ends_at
-            await asyncio.sleep(0.02)
-    started = [fact.tool_started for fact in told if fact.HasField("tool_started")]
-    finished = [fact.tool_finished for fact in told if fact.HasField("tool_finished")]
+        await bus.subscribe(["tool_started", "tool_finished"], receive, replay=True)
+        await until(lambda: len(published) >= 6)
+    started = [fact.tool_started for fact in published if fact.HasField("tool_started")]
+    finished = [fact.tool_finished for fact in published if fact.HasField("tool_finished")]
     assert [fact.trajectory_id for fact in started] == [trajectory_id] * 3
     assert [fact.status for fact in finished] == [OK] * 3
     assert started[0].expected_time.ToNanoseconds() == 0

@@ -4,7 +4,7 @@ How many processes an action may have, and how large its /tmp may be, are proper
 `Tool.work_bytes`). Invariant: standard library only, because this module is read on both sides of the sandbox's wall.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 MIB = 1024 * 1024
@@ -26,12 +26,7 @@ class Limits:
 
     def message(self) -> dict[str, Any]:
         """The limits that the sandbox enforces by itself, as JSON."""
-        return {
-            "memory_bytes": self.memory_bytes,
-            "wall_s": self.wall_s,
-            "output_bytes": self.output_bytes,
-            "cpu_cores": self.cpu_cores,
-        }
+        return {field.name: getattr(self, field.name) for field in fields(Limits)}
 
 
 @dataclass(frozen=True)

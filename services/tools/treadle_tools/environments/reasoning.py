@@ -14,7 +14,7 @@ MOST_NAMED = 8  # task names in a refusal
 class ReasoningTask:
     """One question. Arguments: task (a dataset of reasoning-gym), seed, index within the seed's questions.
 
-    The answer lives in this process; code of the agent's runs in another (`Sandbox.python`).
+    The answer is in this process; the agent's code runs in another (`Sandbox.python`).
     """
 
     def __init__(self, arguments: Mapping[str, Any], sandbox: Sandbox) -> None:

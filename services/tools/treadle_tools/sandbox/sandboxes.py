@@ -123,7 +123,7 @@ S = TypeVar("S", bound=Sandbox)
 class WarmSandboxes(Generic[S]):
     """Sandboxes of one tool that have been started and wait for their first call.
 
-    count: how many. request: orders that many from whoever makes them, who passes them to `add`. lazy: none is ordered
+    count: how many. request: orders that many from the backend, which passes them to `add`. lazy: none is ordered
     before the first `take`, so that a tool that no job uses costs nothing. Invariant: a sandbox is handed out once, and
     another is ordered in its place.
     """
@@ -154,7 +154,7 @@ class WarmSandboxes(Generic[S]):
             sandbox.close()
 
     def fill(self) -> None:
-        """Order all: whoever makes sandboxes has just started."""
+        """Order all: the backend has just started."""
         if not self._lazy:
             self._request(self._count)
 
@@ -168,7 +168,7 @@ class WarmSandboxes(Generic[S]):
         self._failure = why
 
     def drop(self) -> None:
-        """Close all: whoever made them is gone."""
+        """Close all: their backend has failed."""
         while not self._ready.empty():
             self._ready.get_nowait().close()
 

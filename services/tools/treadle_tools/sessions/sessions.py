@@ -1,8 +1,8 @@
 """All sessions: opened, stepped one action at a time, restored after a restart, closed by the caller or when idle.
 
 Owns: the table of sessions and each session's sandbox. Invariants: no two steps of a session overlap; a step that has
-started is finished although its caller has gone; a session whose environment has ended stays, and says so, until it is
-closed; what a caller is told has been stored before, so that the service's next run knows it.
+started is finished although its caller has gone; a session whose environment has ended refuses steps with the reason
+until it is closed; an answer is stored before its caller gets it, so that the service's next run knows it.
 
 What makes an opening fast and sure is the worker that has imported the tool before anybody asks (`Tool.preload`).
 """
@@ -292,7 +292,7 @@ class Sessions:
                 await self._actions.recalled(session.tool, session.trajectory_id, result)
 
     def _lose(self, session: Session, why: str) -> None:
-        """The sandbox has ended: the session stays, and says so, unless no caller knows its id."""
+        """End a session whose sandbox has ended. It stays, and refuses steps, unless no caller knows its id."""
         if not session.last_key:
             self._drop(session, "never opened")
             return

@@ -58,7 +58,7 @@ class Bubblewrap:
         """The command line that runs `argv` with /usr and `readable` to read and `work_bytes` of /tmp to write."""
         command = [self.path, *_bind_system_folders()]
         command += ["--perms", "1777", "--size", str(work_bytes), "--tmpfs", "/tmp"]
-        # bubblewrap makes missing parents for root alone to enter; the worker is nobody.
+        # bubblewrap makes missing parents that only root may enter, and the worker runs as nobody.
         shown = {folder: inside(folder) for folder in readable}
         parents = {parent for folder in shown.values() for parent in folder.parents if parent != Path("/")}
         for folder in sorted(parents):

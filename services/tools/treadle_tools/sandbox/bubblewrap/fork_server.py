@@ -72,7 +72,7 @@ class _Handle:
 class SandboxProcess:
     """One sandbox, by its init. pid: in the daemon's own numbers.
 
-    Invariant: the sandbox lives as long as the daemon holds the control socket, whoever it talks to meanwhile.
+    Invariant: the sandbox lives as long as the daemon holds the control socket, also while no service is connected.
     """
 
     def __init__(self, control: socket.socket, pid: int, slot: Slot | None) -> None:
@@ -265,7 +265,7 @@ class ForkServer:
         await self._process.wait()
         if self._control.fileno() < 0:
             return
-        # bubblewrap itself ends first; the processes behind it are gone when nobody holds the other end any more.
+        # bubblewrap itself ends first; the processes behind it have ended once no process holds the other end.
         try:
             async with asyncio.timeout(KILL_TIMEOUT_S):
                 with contextlib.suppress(OSError):

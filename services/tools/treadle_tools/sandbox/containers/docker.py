@@ -46,7 +46,7 @@ FINAL_STATUSES = (400, 401, 403, 404)  # a registry answers the same in a moment
 
 
 class DockerPipe:
-    """The attached standard input and outputs of a container's init."""
+    """A `Pipe`: the attached standard input and outputs of a container's init."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream

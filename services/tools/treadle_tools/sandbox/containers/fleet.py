@@ -266,7 +266,7 @@ class Fleet:
         self._hosts.add_load(host.name, -1)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start work that nobody waits for; once `run` runs."""
+        """Start a background task, once `run` runs."""
         if self._group is None:
             self._early.append(work)
             return

@@ -112,7 +112,7 @@ def make_label(text: str) -> str:
 
 
 class PodPipe:
-    """The attached standard input and outputs of a pod's init, over a web socket; a message's first byte names one."""
+    """A `Pipe` to a pod's init over a web socket; the first byte of a message names an input or output."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket

@@ -46,7 +46,7 @@ class Disconnected(Exception):  # noqa: N818 - named for what happened
 
 
 class Connection:
-    """Messages to and from a container's init, one a line. `pump` must run beside whoever uses it.
+    """Messages to and from a container's init, one a line. `pump` must run beside its user.
 
     Invariant: `open` turns False as soon as the other end is gone.
     """

@@ -30,51 +30,19 @@ log = structlog.get_logger()
 MOST_CLOSED = 4096  # closed sessions remembered, because the next service may get a repeat of the closing
 FIRST_KEEP_S = 60.0  # until the first service says how long to wait for another one
 
-Record = dict[str, Any]
-
-
-class SessionTable:
-    """Records of sessions as the service wrote them; only their session_id is read here. closed: session id -> the
-    request that closed it.
-    """
-
-    def __init__(self) -> None:
-        self.records: dict[str, Record] = {}
-        self.sandboxes: dict[str, str] = {}  # session id -> name of its sandbox
-        self.closed: dict[str, str] = {}
-
-    def bind(self, record: Record, sandbox: str) -> None:
-        """Store a session and the sandbox that it lives in."""
-        session_id = str(record["session_id"])
-        self.records[session_id] = record
-        self.sandboxes[session_id] = sandbox
-
-    def note(self, session_id: str, facts: Mapping[str, Any]) -> None:
-        """Change fields of its record."""
-        if session_id in self.records:
-            self.records[session_id].update(facts)
-
-    def forget(self, session_id: str, closed_by: str) -> None:
-        """Remove a closed session. closed_by: by which request; "": by none."""
-        self.records.pop(session_id, None)
-        self.sandboxes.pop(session_id, None)
-        if closed_by:
-            self.closed[session_id] = closed_by
-            if len(self.closed) > MOST_CLOSED:
-                del self.closed[next(iter(self.closed))]
-
-    def unbind(self, sandbox: str) -> None:
-        """Keep the records of a sandbox that has ended."""
-        self.sandboxes = {session_id: name for session_id, name in self.sandboxes.items() if name != sandbox}
-
 
 class Daemon:
-    """Carries out the orders of the services that come one after another."""
+    """Carries out the orders of the services that come one after another.
+
+    Records of sessions are kept as the service wrote them; only their session_id is read here.
+    """
 
     def __init__(self, group: asyncio.TaskGroup) -> None:
         self.keep_s = FIRST_KEEP_S
         self._pools = Pools(group, self._send_made, self._send_failed)
-        self._table = SessionTable()
+        self._records: dict[str, dict[str, Any]] = {}
+        self._bound: dict[str, str] = {}  # session id -> name of its sandbox
+        self._closed: dict[str, str] = {}  # session id -> the request that closed it
         self._cgroups: Cgroups | None = None
         self._uses_cgroups: bool | None = None  # as the first service asked
         self._service: Channel | None = None
@@ -90,7 +58,7 @@ class Daemon:
             log.error("a service that sends no frames was disconnected", error=str(error))
             more = True
         self._service = None
-        self._pools.keep_only(self._table.sandboxes.values())
+        self._pools.keep_only(self._bound.values())
         if more:
             service.close()
         return more
@@ -125,27 +93,35 @@ class Daemon:
         recipes = [Recipe(**{**recipe, "command": tuple(recipe["command"])}) for recipe in hello["recipes"]]
         await self._pools.set_tools({recipe.tool: recipe for recipe in recipes}, self._cgroups, int(hello["warm"]))
         root = None if self._cgroups is None else self._cgroups.root.encode()
-        service.post({channel.OP: channel.WELCOME, "cgroups": root, "closed": self._table.closed})
-        for session_id, record in self._table.records.items():
-            made = self._pools.find(self._table.sandboxes.get(session_id, ""))
+        service.post({channel.OP: channel.WELCOME, "cgroups": root, "closed": self._closed})
+        for session_id, record in self._records.items():
+            made = self._pools.find(self._bound.get(session_id, ""))
             self._post(service, {channel.OP: channel.SESSION, "record": record}, made)
         service.post({channel.OP: channel.READY})
         self._pools.stop_watching()
         self._service = service
 
     def _carry_out(self, order: Mapping[str, Any]) -> None:
-        op = order.get(channel.OP)
+        op, session_id = order.get(channel.OP), str(order.get("session"))
         if op == channel.REQUEST:
             self._pools.request(str(order["tool"]), int(order["count"]))
         elif op == channel.KILL:
-            self._table.unbind(str(order["sandbox"]))
-            self._pools.kill(str(order["sandbox"]))
+            killed = str(order["sandbox"])
+            self._bound = {session: name for session, name in self._bound.items() if name != killed}
+            self._pools.kill(killed)
         elif op == channel.BIND:
-            self._table.bind(dict(order["record"]), str(order["sandbox"]))
+            session_id = str(order["record"]["session_id"])
+            self._records[session_id], self._bound[session_id] = dict(order["record"]), str(order["sandbox"])
         elif op == channel.NOTE:
-            self._table.note(str(order["session"]), order["facts"])
+            if session_id in self._records:
+                self._records[session_id].update(order["facts"])
         elif op == channel.FORGET:
-            self._table.forget(str(order["session"]), str(order["closed_by"]))
+            self._records.pop(session_id, None)
+            self._bound.pop(session_id, None)
+            if order["closed_by"]:
+                self._closed[session_id] = str(order["closed_by"])
+                if len(self._closed) > MOST_CLOSED:
+                    del self._closed[next(iter(self._closed))]
         else:
             log.error("an unknown order", op=op)
 
@@ -170,7 +146,7 @@ class Daemon:
 
 
 async def serve(listener: socket.socket, folder: Path) -> None:
-    """Serve on `listener`, the socket of the state folder, until a service says so or none comes for `keep_s`."""
+    """Serve on the socket of the state folder until a service ends the daemon, or none comes for `keep_s`."""
     loop = asyncio.get_running_loop()
     main = asyncio.current_task()
     assert main is not None

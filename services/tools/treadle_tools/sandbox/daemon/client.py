@@ -246,7 +246,7 @@ class DaemonClient:
 
 
 def _has_ended(pid: int, options: int) -> bool:
-    """Whether a child process has ended, perhaps reaped by somebody else. options: as of waitpid."""
+    """Whether a child process has ended, perhaps reaped elsewhere in this process. options: as of waitpid."""
     try:
         return os.waitpid(pid, options)[0] == pid
     except ChildProcessError:

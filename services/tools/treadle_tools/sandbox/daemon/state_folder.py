@@ -103,7 +103,7 @@ def clear(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove snapshots and the folder, unless it holds files of somebody else."""
+    """Remove snapshots and the folder, unless it holds other files."""
     shutil.rmtree(path / SNAPSHOTS, ignore_errors=True)
     with contextlib.suppress(OSError):
         path.rmdir()

@@ -87,8 +87,8 @@ def _start_sandbox(worker: Worker, control: socket.socket, given: socket.socket,
 
 
 def _give_up_root() -> None:
-    """Become nobody, with no capability. bubblewrap started by root runs this process as root, so that it needs no user
-    namespace.
+    """Become the user nobody, with no capability. bubblewrap started by root runs this process as root, because then
+    it needs no user namespace.
     """
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)

@@ -40,10 +40,8 @@ def run_order(program: Callable[..., Any], link: socket.socket) -> None:
     Budget(**order["budget"]).enforce()
     op, arguments = order["op"], order["arguments"]
     os.environ[CORES] = str(order["cores"])
-    if op == "open":
-        _open(program, arguments, link)
-    elif op == "restore" and file is not None:
-        _restore(file, arguments, link)
+    if op in ("open", "restore"):
+        _serve_environment(program, arguments, file, link)
     else:
         isolation.set_dumpable(True)  # nothing to hide, and some programs read their own /proc
         _answer(link, partial(run_snippet if op == "python" else program, arguments))
@@ -132,41 +130,33 @@ def _find_sandbox() -> LinkedSandbox:
     return LinkedSandbox(_links[0])
 
 
-def _open(program: Callable[..., Environment], arguments: Any, link: socket.socket) -> None:
-    """Start a new environment and serve its steps."""
+def _serve_environment(
+    program: Callable[..., Environment], arguments: Any, file: int | None, link: socket.socket
+) -> None:
+    """Answer with the first observation of an environment, then serve its steps and snapshots.
+
+    file: a snapshot that it continues from; `arguments` are then its last observation, the first of this session.
+    """
     made: list[Environment] = []
+    _links.append(link)
 
     def first() -> Outcome:
-        made.append(program(arguments, LinkedSandbox(link)))
-        return made[0].first()
-
-    _start(first, made, link)
-
-
-def _restore(file: int, said: Mapping[str, Any], link: socket.socket) -> None:
-    """Continue an environment from the snapshot in `file`. said: its last observation, the first of this session."""
-    made: list[Environment] = []
-
-    def read() -> Outcome:
+        if file is None:
+            made.append(program(arguments, LinkedSandbox(link)))
+            return made[0].first()
         made.append(read_snapshot(file))
         os.close(file)
-        data = json.loads(said["data_json"]) if said["data_json"] else None
-        return Outcome(output=str(said["output"]), reward=said["reward"], data=data)
+        data = json.loads(arguments["data_json"]) if arguments["data_json"] else None
+        return Outcome(output=str(arguments["output"]), reward=arguments["reward"], data=data)
 
-    _start(read, made, link)
-
-
-def _start(first: Callable[[], Outcome], made: list[Environment], link: socket.socket) -> None:
-    """Answer with the first observation, then serve steps and snapshots of the environment that `first` made."""
-    _links.append(link)
     if not _answer(link, first, fatal=True):
         return
     (environment,) = made
     while (received := frames.receive_with_file(link)) is not None:
-        request, file = received
-        if file is not None:
-            _write_in_fork(environment, file, link)
-            os.close(file)
+        request, target = received
+        if target is not None:
+            _write_in_fork(environment, target, link)
+            os.close(target)
         else:
             arguments = request["step"]
             os.environ[CORES] = str(request["cores"])

@@ -1,8 +1,9 @@
 """The init of a sandbox: takes the service's requests, runs the tool in processes of its own, answers how each ended.
 
 Owns: the sandbox's child processes and their deadlines. Invariants: foreign code never runs in this process, so that
-nothing in the sandbox can answer the service in its place; the kernel lets nobody inside the sandbox kill or stop init.
-What a call left behind is removed before another call of the same trajectory runs; where that fails, none runs again.
+nothing in the sandbox can answer the service in its place; the kernel lets no process inside the sandbox kill or stop
+init. What a call left behind is removed before another call of the same trajectory runs; where that fails, none runs
+again.
 """
 
 import contextlib
