@@ -91,7 +91,7 @@ async def test_sessions_outlive_a_killed_service(
     """
     async with run(start_service, docker_daemon, owner, tmp_path) as calls:
         one, other = [(await calls.open("counter", {"start": n})).session.session_id for n in (1, 10)]
-        told = await calls.step(other, {"add": 1}, id="told")
+        answered = await calls.step(other, {"add": 1}, id="answered")
         in_flight = asyncio.create_task(calls.step(one, {"add": 2, "pause_s": 2.0}, id="in-flight"))
         await asyncio.sleep(0.7)
         calls.process.kill()
@@ -100,7 +100,7 @@ async def test_sessions_outlive_a_killed_service(
         before = set(docker_daemon.containers(owner))
     async with run(start_service, docker_daemon, owner, tmp_path) as calls:
         assert (await calls.step(one, {"add": 2, "pause_s": 2.0}, id="in-flight")).output == "3"
-        assert (await calls.step(other, {"add": 1}, id="told")).output == told.output
+        assert (await calls.step(other, {"add": 1}, id="answered")).output == answered.output
         assert (await calls.step(one, {"add": 4})).output == "7"
         assert (await calls.step(other, {"add": 4})).output == "15"
         assert [(await calls.session(id)).steps for id in (one, other)] == [2, 2]
@@ -120,15 +120,15 @@ async def test_granted_cores_are_the_containers_before_each_action(
         sandbox = await fleet.take("counter")
         limits = COUNTER.limits
         await sandbox.ask("open", {"start": 1}, limits, 64)
-        told = []
+        limited = []
         for granted in (Granted(cpu_cores=1, cores=(1,)), Granted(cpu_cores=1, cores=(0,)), Granted(cpu_cores=2)):
             reply = await sandbox.ask("step", {"code": files + look}, granted, 64)
-            told.append(reply["output"].split()[:2])
+            limited.append(reply["output"].split()[:2])
         (name,) = [name for name in docker_daemon.containers(owner, running=True) if name == sandbox.name]
         memory = docker_daemon.inspected(name)["HostConfig"]["Memory"]  # type: ignore[index]
-        assert told[0] == ["[1]", "100000"]
-        assert told[1] == ["[0]", "100000"]
-        assert told[2][0] == "[0," and told[2][1] == "1]"
+        assert limited[0] == ["[1]", "100000"]
+        assert limited[1] == ["[0]", "100000"]
+        assert limited[2][0] == "[0," and limited[2][1] == "1]"
         busy = "import time; began = time.process_time()\nwhile time.process_time() < began + 0.3: pass"
         assert 0.3 <= (await sandbox.ask("step", {"code": busy}, limits, 64))["cpu_s"] < 2.0
         assert (await sandbox.ask("step", {"add": 1}, limits, 64))["cpu_s"] < 0.3
@@ -291,7 +291,7 @@ async def test_no_container_has_more_than_it_needs(calls: ToolsCalls, docker_dae
     await calls.close(session)
 
 
-async def test_memory_is_counted_over_processes_and_told_apart_from_a_crash(calls: ToolsCalls) -> None:
+async def test_memory_is_counted_over_processes_and_distinguished_from_a_crash(calls: ToolsCalls) -> None:
     """
     WHEN    a process and its children together take more than the action may, each of them less; when one takes it all;
             when one kills itself

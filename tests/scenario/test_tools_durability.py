@@ -44,7 +44,7 @@ async def test_a_killed_service_goes_on_where_it_was(start_service: StartService
     """
     GIVEN   five lakes after 0 to 4 steps, one of them ended, a riddle with a file in its /tmp
     WHEN    the service is killed in the middle of a step of the riddle, and started again
-    Result: every session is as its callers have been told; steps that were answered are answered the same again and not
+    Result: every session is as its callers know it; steps that were answered are answered the same again and not
             taken twice; the step in flight is answered to its repeat and was taken once; all go on
     """
     append = "import time; time.sleep(1); open('/tmp/log', 'a').write('x'); open('/tmp/log').read()"
@@ -59,7 +59,7 @@ async def test_a_killed_service_goes_on_where_it_was(start_service: StartService
                     answers[id] = await calls.step(lake.session_id, {"action": action}, id=id)
         riddle = (await calls.open("reasoning_gym", LEGS)).session.session_id
         await calls.step(riddle, {"code": "open('/tmp/kept', 'w').write('kept')"})
-        told = [await calls.session(lake.session_id) for lake in lakes]
+        before = [await calls.session(lake.session_id) for lake in lakes]
         in_flight = asyncio.create_task(calls.step(riddle, {"code": append}, id="in-flight"))
         await asyncio.sleep(0.4)
         calls.process.kill()
@@ -67,9 +67,9 @@ async def test_a_killed_service_goes_on_where_it_was(start_service: StartService
             await in_flight
         assert cut.value.code() is grpc.StatusCode.UNAVAILABLE
     async with run(start_service, state, "frozen_lake", "reasoning_gym") as calls:
-        assert [await calls.session(lake.session_id) for lake in lakes] == told
-        assert [session.steps for session in told] == [0, 1, 2, 3, 1]
-        assert [session.done for session in told] == [False, False, False, False, True]
+        assert [await calls.session(lake.session_id) for lake in lakes] == before
+        assert [session.steps for session in before] == [0, 1, 2, 3, 1]
+        assert [session.done for session in before] == [False, False, False, False, True]
         again = await calls.step(riddle, {"code": append}, id="in-flight")
         assert (again.status, again.output) == (OK, "'x'\n")
         assert await calls.step(riddle, {"code": append}, id="in-flight") == again
@@ -91,7 +91,7 @@ async def test_a_step_in_flight_at_the_kill_is_published_as_finished(
     start_service: StartService, state: str, nats_url: str
 ) -> None:
     """Whoever waits for a trajectory's tool learns its end from the next run of the service."""
-    trajectory_id, told = f"t-{uuid.uuid4().hex}", []
+    trajectory_id, published = f"t-{uuid.uuid4().hex}", []
     async with run(start_service, state, "reasoning_gym") as calls:
         riddle = (await calls.open("reasoning_gym", LEGS, trajectory_id=trajectory_id)).session.session_id
         in_flight = asyncio.create_task(calls.step(riddle, {"code": "import time; time.sleep(2)"}))
@@ -103,12 +103,12 @@ async def test_a_step_in_flight_at_the_kill_is_published_as_finished(
 
     async def receive(fact: Fact) -> None:
         if trajectory_id in (fact.tool_started.trajectory_id, fact.tool_finished.trajectory_id):
-            told.append(fact.WhichOneof("fact"))
+            published.append(fact.WhichOneof("fact"))
 
     async with run(start_service, state, "reasoning_gym"), open_bus(nats_url, "test") as bus:
         await bus.subscribe(["tool_started", "tool_finished"], receive, replay=True)
-        await until(lambda: told.count("tool_finished") == 2)  # the opening's and the step's
-    assert told.count("tool_started") == 2
+        await until(lambda: published.count("tool_finished") == 2)  # the opening's and the step's
+    assert published.count("tool_started") == 2
 
 
 async def test_the_last_step_of_a_session_is_answered_again(start_service: StartService, state: str) -> None:
@@ -255,7 +255,7 @@ async def test_callers_that_repeat_what_was_not_answered_count_each_step_once(
 async def test_an_environment_that_dies_while_it_opens_is_tried_again(
     start_service: StartService, state: str, tmp_path: Path
 ) -> None:
-    """It always dies here: three times in a fresh sandbox each, then the caller is told."""
+    """It always dies here: three times in a fresh sandbox each, then the caller gets the reason."""
     async with run_own(start_service, state, tmp_path) as calls:
         opened = await calls.open("dies")
         assert opened.first.status == pb.RESULT_STATUS_CRASHED
@@ -285,7 +285,7 @@ async def test_memory_is_watched_while_there_is_no_service(
             await calls.step(session_id, {}, id="hoard")
 
 
-async def test_sessions_outlive_an_orderly_end_where_they_are_told_to(start_service: StartService, state: str) -> None:
+async def test_sessions_outlive_an_orderly_end_with_keep_on_exit(start_service: StartService, state: str) -> None:
     async with run(start_service, state, "frozen_lake", KEEP_ON_EXIT="true") as calls:
         session_id = (await calls.open("frozen_lake", {"seed": 7})).session.session_id
         await calls.step(session_id, {"action": "down"})

@@ -1,4 +1,4 @@
-"""The daemon by itself, with a real bubblewrap: lines that break anywhere, its own end, who may talk to it."""
+"""The sandbox daemon by itself, with a real bubblewrap: broken connections, its own end, its folder."""
 
 import asyncio
 import os
@@ -33,7 +33,7 @@ async def terms(**changes: Any) -> Terms:
 
 @asynccontextmanager
 async def service(state: Path, **changes: Any) -> AsyncIterator[DaemonClient]:
-    """A service's side of a daemon, which outlives it unless told otherwise."""
+    """A service's side of a daemon, which outlives it by default."""
     client = DaemonClient(StateFolder.take(state), await terms(**changes))
     await client.connect()
     running = asyncio.create_task(client.run())
@@ -63,10 +63,10 @@ def request(code: str, request_id: str) -> bytes:
     return frames.encode({"op": "call", "id": request_id, "arguments": {"code": code}, "limits": limits})
 
 
-async def test_an_answer_that_was_read_by_half_is_heard_whole(tmp_path: Path) -> None:
+async def test_an_answer_that_was_read_by_half_is_received_whole(tmp_path: Path) -> None:
     """
     WHEN    a service goes after it has read a part of a large answer
-    Result: the next one gets a fresh line, hears the whole answer, and the sandbox goes on
+    Result: the next one gets a fresh connection, receives the whole answer, and the sandbox goes on
     """
     async with service(tmp_path / "s") as first:
         sandbox = await first.take("python")

@@ -66,7 +66,7 @@ async def test_limits_are_written_before_an_action_and_only_where_they_change(tm
         sandbox.close()
 
 
-async def test_a_line_that_breaks_is_laid_again_and_a_step_is_taken_once(tmp_path: Path) -> None:
+async def test_a_connection_that_breaks_is_made_again_and_a_step_is_taken_once(tmp_path: Path) -> None:
     host = FakeHost()
     async with fleet_on([host], tmp_path, tools=[COUNTER]) as fleet:
         sandbox = await fleet.take("counter")
@@ -95,12 +95,11 @@ async def test_a_worker_that_is_killed_is_lost_and_says_how(tmp_path: Path) -> N
         sandbox.close()
 
 
-async def test_the_next_life_finds_sessions_and_removes_all_else(tmp_path: Path) -> None:
+async def test_the_next_run_finds_sessions_and_removes_all_other_containers(tmp_path: Path) -> None:
     """
-    GIVEN   a fleet with an open session, another that was closed, spares; it ends without a word, half-way through a
-            message
-    Result: the next one finds the open session with its notes and goes on with it; what was closed is told as closed by
-            which request; no other container is left of the first
+    GIVEN   a fleet with an open session, a closed one, and warm containers, that is killed in the middle of a message
+    Result: the next one finds the open session with its notes and goes on with it, and the request that closed the
+            other; it leaves no other container of the first
     """
     host = FakeHost()
     async with fleet_on([host], tmp_path, tools=[COUNTER], keep_on_exit=True) as fleet:
@@ -167,11 +166,11 @@ async def test_a_tool_that_cannot_be_imported_fails_its_callers_with_the_reason(
 async def test_a_silent_service_is_not_waited_for(tmp_path: Path) -> None:
     """A container that hears nothing for long enough ends by itself; half a message is no request."""
     ours, theirs = os.pipe()
-    heard, said = os.pipe()
-    requests = LineRequests(ours, said, silence_s=0.05)
+    answers, written = os.pipe()
+    requests = LineRequests(ours, written, silence_s=0.05)
     os.write(theirs, b'{"op":"call","id":"half\n\n{"op":"hello","hello":"word"}\n{"op":"call","id":"whole"}\n')
     assert requests.next_request() == ({"op": "call", "id": "whole"}, None)
-    assert b'"hello":"word"' in os.read(heard, 4096)
+    assert b'"hello":"word"' in os.read(answers, 4096)
     assert requests.next_request() is None
-    for descriptor in (ours, theirs, heard, said):
+    for descriptor in (ours, theirs, answers, written):
         os.close(descriptor)

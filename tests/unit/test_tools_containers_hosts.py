@@ -27,7 +27,7 @@ class FakeTime:
 
 
 class FakeMaker:
-    """A host that makes nothing, and fails as told."""
+    """A host that makes nothing, and fails so many times."""
 
     def __init__(self, name: str, fails: int = 0) -> None:
         self.name = name

@@ -78,7 +78,7 @@ async def test_sessions_of_pods_outlive_the_service(server: FakeApiServer, tmp_p
     assert server.pods == {}
 
 
-async def test_a_pod_that_the_kernel_killed_for_memory_is_told_so(server: FakeApiServer, tmp_path: Path) -> None:
+async def test_a_pod_that_the_kernel_killed_for_memory_is_reported_so(server: FakeApiServer, tmp_path: Path) -> None:
     async with fleet_on([host()], tmp_path / "ledger", tools=[COUNTER]) as fleet:
         sandbox = await fleet.take("counter")
         await sandbox.ask("open", {}, COUNTER.limits, 64)

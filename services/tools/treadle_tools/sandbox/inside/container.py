@@ -1,10 +1,10 @@
 """The init of a container or a pod: imports a tool once, then answers the service on its standard input and output.
 
 Each message is one line: the body of a frame (ASCII JSON holds no line break). A service may be killed in the middle of
-a message: the next one begins with an empty line, which is a border, and then says hello with a random word
-and ignores everything until that word comes back. Invariants: foreign code never runs in this process and cannot reach
-its input or output, so nothing in the container answers in its place; it ends where no request comes for `silence_s`, so
-that a container which no service knows any more ends too.
+a message: the next one begins with an empty line, which is a border, then says hello with a random word and ignores
+everything until that word comes back. Invariants: foreign code never runs in this process and cannot reach its input or
+output, so nothing in the container answers in its place; it ends where no request comes for `silence_s`, so that a
+container which no service knows any more ends too.
 """
 
 import base64
