@@ -12,8 +12,14 @@ from treadle_core.tools.providers import BreakerRule, Provider, Quota, concurren
 from treadle_tools.builtin import FROZEN_LAKE, PYTHON
 from treadle_tools.registry import RegistrationError, Registry
 from treadle_tools.scheduling.demand import Demands, Durations
-from treadle_tools.scheduling.node import NODE_ID, listed, node_of, total_memory_bytes
-from treadle_tools.scheduling.providers import ProvidersError, read_providers
+from treadle_tools.scheduling.resources import (
+    NODE_ID,
+    ProvidersError,
+    find_node,
+    parse_cpu_list,
+    read_providers,
+    total_memory_bytes,
+)
 from treadle_tools.tool import MIB, Limits, Result, Scaling, Status, Tool
 
 GIB = 1024 * MIB
@@ -108,19 +114,19 @@ def test_a_node_is_the_cores_this_process_may_use_by_numa_node(tmp_path: Path) -
     (tmp_path / "node1").mkdir()
     (tmp_path / "node0" / "cpulist").write_text(f"{usable[0]},4090-4095\n")
     (tmp_path / "node1" / "cpulist").write_text(",".join(map(str, usable[1:])) + "\n")
-    node = node_of(0, 7, tmp_path)
+    node = find_node(0, 7, tmp_path)
     assert node.real
     assert node.machine.numa == tuple(filter(None, ((usable[0],), tuple(usable[1:]))))
     assert (node.cores, node.machine.memory_bytes) == (len(usable), 7)
-    assert node_of(1, 0, tmp_path).machine.numa == ((usable[0],),)
-    more = node_of(len(usable) + 3, 0, tmp_path)
+    assert find_node(1, 0, tmp_path).machine.numa == ((usable[0],),)
+    more = find_node(len(usable) + 3, 0, tmp_path)
     assert (more.real, more.cores) == (False, len(usable) + 3)
     assert 0 < more.machine.memory_bytes <= total_memory_bytes(())
 
 
 def test_kernel_lists_and_memory_limits_are_read(tmp_path: Path) -> None:
-    assert listed("0-3,8\n") == {0, 1, 2, 3, 8}
-    assert listed("\n") == set()
+    assert parse_cpu_list("0-3,8\n") == {0, 1, 2, 3, 8}
+    assert parse_cpu_list("\n") == set()
     limit, unlimited = tmp_path / "memory.limit_in_bytes", tmp_path / "memory.max"
     limit.write_text("1048576\n")
     unlimited.write_text("max\n")

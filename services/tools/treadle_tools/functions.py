@@ -28,8 +28,8 @@ from treadle_runtime.calls import remaining_s
 from treadle_runtime.errors import Unavailable
 
 from treadle_tools.scheduling.actions import Facts
-from treadle_tools.scheduling.meters import NO_METERS, Meters
-from treadle_tools.scheduling.turns import Turns
+from treadle_tools.scheduling.scheduler import ActionScheduler
+from treadle_tools.scheduling.usage import NO_METERS, Meters
 from treadle_tools.tool import HttpFunction, Kind, Limits, Result, Status, Tool
 
 ANSWER_MARGIN_S = 0.25  # of the caller's time, kept for sending it the result
@@ -97,7 +97,7 @@ class FunctionTools:
             return result
         finally:
             await self._facts.finished(trajectory_id, tool.name, result)
-            self._meters.ended(tool, result)
+            self._meters.record_action(tool, result)
 
 
 @dataclass(frozen=True)
@@ -182,11 +182,13 @@ class Providers:
 
     Each call of a function that has a provider is an action of its own. What a provider allows, and how long it is left
     alone after it refused or failed, is decided by its Basic manager (ARL-Tangram §5.1). numbers: of actions, ascending
-    over all that share the turns.
+    over all users of the scheduler.
     """
 
-    def __init__(self, turns: Turns, providers: Mapping[str, BasicManager], numbers: Iterator[int]) -> None:
-        self._turns = turns
+    def __init__(
+        self, scheduler: ActionScheduler, providers: Mapping[str, BasicManager], numbers: Iterator[int]
+    ) -> None:
+        self._scheduler = scheduler
         self._providers = providers
         self._numbers = numbers
 
@@ -209,12 +211,12 @@ class Providers:
         number = next(self._numbers)
         action = Action(f"call-{number}", f"call-{number}", number, manager.cost())
         failure: CallFailed | None = None
-        async with self._turns.hold(action) as turn:
+        async with self._scheduler.hold(action) as running:
             try:
                 yield attempt
             except CallFailed as failed:
                 failure = failed  # raised once the turn has ended, which would otherwise count the call as abandoned
-            turn.ended = attempt.ended
+            running.ended = attempt.ended
         if failure is not None:
             raise failure
 

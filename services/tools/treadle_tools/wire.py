@@ -38,11 +38,15 @@ from treadle_tools.sandbox.backends import start_backends
 from treadle_tools.sandbox.sandboxes import ReusedSandboxes
 from treadle_tools.scheduling.actions import Actions
 from treadle_tools.scheduling.demand import Demands, Durations
-from treadle_tools.scheduling.meters import Meters
-from treadle_tools.scheduling.node import node_of, settle, warm_up
-from treadle_tools.scheduling.providers import ProvidersError, read_providers
-from treadle_tools.scheduling.standing import Standing
-from treadle_tools.scheduling.turns import Turns
+from treadle_tools.scheduling.resources import (
+    ProvidersError,
+    find_node,
+    read_providers,
+    tune_garbage_collection,
+    warm_up,
+)
+from treadle_tools.scheduling.scheduler import ActionScheduler
+from treadle_tools.scheduling.usage import Meters, ResourceStatus
 from treadle_tools.sessions.sessions import Sessions
 from treadle_tools.sessions.snapshots import Snapshots
 from treadle_tools.tool import Judge, Tool
@@ -65,17 +69,17 @@ async def wire(runtime: Runtime) -> Wiring:
     backends = await start_backends(settings, registry)
     background = Background()
     facts = FactPublisher(bus, f"tools/{socket.gethostname()}")
-    node = node_of(settings.cores, settings.memory_bytes)
+    node = find_node(settings.cores, settings.memory_bytes)
     await asyncio.to_thread(warm_up)
     managers: list[Manager] = [CpuManager([node.machine]), *providers.values(), *gpu_managers]
     dispatcher = Dispatcher(Resources(managers), time.monotonic())
     meters = Meters(runtime.metrics.meter())
-    standing = Standing(dispatcher, providers)
-    turns = Turns(dispatcher, settings.max_waiting, meters.decided)
+    status = ResourceStatus(dispatcher, providers)
+    scheduler = ActionScheduler(dispatcher, settings.max_waiting, meters.record_decision)
     durations = Durations()
     numbers = itertools.count()
     actions = Actions(
-        turns,
+        scheduler,
         facts,
         Demands(node.cores, node.machine.memory_bytes, providers, durations),
         durations,
@@ -92,14 +96,14 @@ async def wire(runtime: Runtime) -> Wiring:
         idle_s=settings.session_idle_s,
         snapshots=snapshots,
     )
-    caller = Caller(Providers(turns, providers, numbers), os.environ)
+    caller = Caller(Providers(scheduler, providers, numbers), os.environ)
     reused = ReusedSandboxes(most=settings.reused_sandboxes, kept_s=settings.reused_sandbox_s)
     gateway = Gateway(
         registry,
         backends,
         actions,
         sessions,
-        standing,
+        status,
         snapshots,
         FunctionTools(caller, facts, meters),
         reused,
@@ -109,7 +113,7 @@ async def wire(runtime: Runtime) -> Wiring:
     await ledger.load()
     memory = EngineMemory()
     residents = Residents(declared.gpus.servers, memory, ledger)
-    rounds = Rounds(declared.gpus, turns, residents, background, numbers)
+    rounds = Rounds(declared.gpus, scheduler, residents, background, numbers)
 
     def scorer_of(tool: Tool) -> Scorer:
         judge = tool.remote
@@ -145,11 +149,11 @@ async def wire(runtime: Runtime) -> Wiring:
     sessions.restore(registry)
 
     async def watch_meters() -> None:
-        await meters.watch(standing)
+        await meters.watch(status)
 
-    tasks = [run, turns.run, watch_meters, sessions.expire, sessions.recall, reused.expire, residents.watch]
+    tasks = [run, scheduler.run, watch_meters, sessions.expire, sessions.recall, reused.expire, residents.watch]
 
-    settle()
+    tune_garbage_collection()
     tools_servicer = ToolsServicer(gateway, runtime.records, background)
     rewards_servicer = RewardsServicer(registry, rewards, runtime.records)
     return Wiring(

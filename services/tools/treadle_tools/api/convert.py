@@ -13,7 +13,7 @@ from treadle_runtime.facts import make_fact
 from treadle_runtime.times import duration, seconds, timestamp
 
 from treadle_tools.rewards.reward import Reward, State
-from treadle_tools.scheduling.standing import Standing
+from treadle_tools.scheduling.usage import ResourceStatus
 from treadle_tools.sessions.session import Session
 from treadle_tools.sessions.snapshots import Snapshot
 from treadle_tools.tool import Kind, Limits, Result, Status, Tool
@@ -72,7 +72,7 @@ def session_message(session: Session) -> pb.Session:
     )
 
 
-def resources_message(standing: Standing) -> pb.GetResourcesResponse:
+def resources_message(status: ResourceStatus) -> pb.GetResourcesResponse:
     resources = [
         pb.Resource(
             dimension=each.dimension,
@@ -81,17 +81,17 @@ def resources_message(standing: Standing) -> pb.GetResourcesResponse:
             free=each.free,
             waiting=waiting,
         )
-        for each, waiting in standing.usage()
+        for each, waiting in status.usage()
     ]
     providers = [
         pb.Provider(name=each.name, breaker=BREAKERS[each.breaker], rests=duration(each.rests_s))
-        for each in standing.providers()
+        for each in status.providers()
     ]
     return pb.GetResourcesResponse(
         resources=resources,
         providers=providers,
-        actions_waiting=standing.waiting,
-        actions_running=standing.running,
+        actions_waiting=status.waiting,
+        actions_running=status.running,
     )
 
 

@@ -24,7 +24,7 @@ from treadle_tools.registry import FIELD, Registry, refuse_invalid
 from treadle_tools.sandbox.backends import Backends
 from treadle_tools.sandbox.sandboxes import ReusedSandboxes, Sandbox
 from treadle_tools.scheduling.actions import Actions
-from treadle_tools.scheduling.standing import Standing
+from treadle_tools.scheduling.usage import ResourceStatus
 from treadle_tools.sessions.session import Opening, Session
 from treadle_tools.sessions.sessions import Sessions
 from treadle_tools.sessions.snapshots import Snapshot, Snapshots
@@ -42,13 +42,13 @@ class Gateway:
         backends: Backends,
         actions: Actions,
         sessions: Sessions,
-        standing: Standing,
+        status: ResourceStatus,
         snapshots: Snapshots,
         functions: FunctionTools,
         reused: ReusedSandboxes,
     ) -> None:
         self.registry = registry
-        self.standing = standing
+        self.status = status
         self.backends = backends
         self.sessions = sessions
         self.snapshots = snapshots
@@ -193,7 +193,7 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
         return pb.GetSessionResponse(session=convert.session_message(session))
 
     async def GetResources(self, request: pb.GetResourcesRequest, context: Context) -> pb.GetResourcesResponse:
-        return convert.resources_message(self._gateway.standing)
+        return convert.resources_message(self._gateway.status)
 
 
 def _trajectory(trajectory_id: str) -> None:

@@ -18,7 +18,7 @@ from treadle_runtime.errors import TreadleError, Unavailable
 
 from treadle_tools.background import Background
 from treadle_tools.gpu.servers import Gpus, GpuService, Residents, Server
-from treadle_tools.scheduling.turns import Turn, Turns
+from treadle_tools.scheduling.scheduler import ActionScheduler, RunningAction
 
 RECENT_SHARE = 0.2  # of the newest round in the learned duration
 RETRY_S = 2.0
@@ -48,15 +48,20 @@ class Round:
 
 
 class Rounds:
-    """All rounds. numbers: of actions, ascending over all that share the turns."""
+    """All rounds. numbers: of actions, ascending over all users of the scheduler."""
 
     def __init__(
-        self, gpus: Gpus, turns: Turns, residents: Residents, background: Background, numbers: Iterator[int]
+        self,
+        gpus: Gpus,
+        scheduler: ActionScheduler,
+        residents: Residents,
+        background: Background,
+        numbers: Iterator[int],
     ) -> None:
         self._gpus = gpus
         self._services = {service.name: service for service in gpus.services}
         self._servers = {(one.service, one.degree, one.node, one.first): one for one in gpus.servers}
-        self._turns = turns
+        self._scheduler = scheduler
         self._residents = residents
         self._background = background
         self._numbers = numbers
@@ -90,16 +95,16 @@ class Rounds:
     def _is_over(self, one: Round) -> bool:
         """Whether it has lasted long enough, and others wait."""
         lasted_s = 0.0 if one.began_s is None else time.monotonic() - one.began_s
-        return lasted_s > self._gpus.turn_s and self._turns.dispatcher.waiting_for().get(GPUS, 0) > 0
+        return lasted_s > self._gpus.turn_s and self._scheduler.dispatcher.waiting_for().get(GPUS, 0) > 0
 
     async def _run(self, one: Round) -> None:
         """Never raises: what goes wrong is raised in those who wait for the round."""
         try:
-            async with self._turns.hold(self._action(one.service)) as turn:
+            async with self._scheduler.hold(self._action(one.service)) as running:
                 if one.asked:
-                    await self._serve(one, turn)
+                    await self._serve(one, running)
                 else:
-                    turn.ended = Ended(End.ABANDONED)
+                    running.ended = Ended(End.ABANDONED)
         except (TreadleError, nats.errors.Error) as error:
             _fail(one, error)
         finally:
@@ -108,15 +113,15 @@ class Rounds:
             if not one.ready.done():
                 one.ready.cancel()
 
-    async def _serve(self, one: Round, turn: Turn) -> None:
-        grant = turn.started.grant.gpu
+    async def _serve(self, one: Round, running: RunningAction) -> None:
+        grant = running.started.grant.gpu
         assert grant is not None  # its action asks for GPUs
         assert grant.service is not None
         server = self._servers[one.service.name, grant.service.degree, grant.chunk.node_id, grant.chunk.first]
         try:
             await self._residents.bring(server, self._servers_to_evict(grant))
         except (Unavailable, nats.errors.Error) as error:
-            turn.ended = Ended(End.FAILED)
+            running.ended = Ended(End.FAILED)
             self._residents.leave(server, failed=True)
             _fail(one, error)
             return
@@ -125,7 +130,7 @@ class Rounds:
         await one.empty.wait()
         failed = one.broken
         self._residents.leave(server, failed=failed)
-        turn.ended = Ended(End.FAILED) if failed else SERVED
+        running.ended = Ended(End.FAILED) if failed else SERVED
         if not failed:
             self._learn(one.service, grant.service.degree, max(time.monotonic() - one.began_s, 1e-6))
 

@@ -1,7 +1,7 @@
-"""One action after the other: waits for its turn, runs on what it is granted, is measured and told on the bus.
+"""Run a tool's action on what it is granted, measure it, and publish that it started and ended.
 
-The three times of an action add up to its whole: queue (waiting for its turn), execution (the tool's own), overhead
-(all else). A call that its provider refused waits for another turn, as long as its caller does.
+The time of an action is its queue time, its execution (the tool's own) and its overhead (the rest). A call that its
+provider refused is made again when the provider allows it, if its caller still waits then.
 """
 
 import itertools
@@ -19,8 +19,8 @@ from treadle_runtime.errors import Unavailable
 from treadle_tools.limits import Granted, Limits
 from treadle_tools.sandbox.sandboxes import SandboxLost, WorkerFailed
 from treadle_tools.scheduling.demand import Demands, Durations
-from treadle_tools.scheduling.meters import NO_METERS, Meters
-from treadle_tools.scheduling.turns import Turn, Turns
+from treadle_tools.scheduling.scheduler import ActionScheduler, RunningAction
+from treadle_tools.scheduling.usage import NO_METERS, Meters
 from treadle_tools.tool import Kind, Result, Status, Tool
 
 RETRY_WORKER_S = 2.0  # about what a worker takes to start
@@ -32,20 +32,20 @@ Work = Callable[[Granted], Awaitable[Mapping[str, Any]]]
 
 
 class Facts(Protocol):
-    """Where actions are told; see convert.py."""
+    """Publishes facts about actions (convert.py)."""
 
     async def started(self, trajectory_id: str, tool: str, expected_s: float) -> None:
-        """An action begins. expected_s: 0 where unknown."""
+        """Publish that an action starts. expected_s: 0 where unknown."""
         ...
 
     async def finished(self, trajectory_id: str, tool: str, result: Result) -> None:
-        """It has ended."""
+        """Publish that it has ended."""
         ...
 
 
 @dataclass
 class _Call:
-    """An action on its way. queue_s: waited so far, over all its turns."""
+    """queue_s: seconds waited so far, over all tries."""
 
     number: int
     tool: Tool
@@ -57,14 +57,12 @@ class _Call:
 
 
 class Actions:
-    """See the module. pinned: whether the cores of the node are real ones. providers: by name.
-
-    numbers: of actions, ascending over all that share the turns.
-    """
+    """pinned: whether an action runs on its cores only. providers: by name. numbers: of actions, ascending over all
+    users of the scheduler."""
 
     def __init__(
         self,
-        turns: Turns,
+        scheduler: ActionScheduler,
         facts: Facts,
         demands: Demands,
         durations: Durations,
@@ -74,7 +72,7 @@ class Actions:
         meters: Meters = NO_METERS,
         numbers: Iterator[int] | None = None,
     ) -> None:
-        self._turns = turns
+        self._scheduler = scheduler
         self._facts = facts
         self._demands = demands
         self._durations = durations
@@ -84,11 +82,11 @@ class Actions:
         self._numbers = itertools.count() if numbers is None else numbers
 
     async def run(self, tool: Tool, trajectory_id: str, limits: Limits, work: Work, holder: str = "") -> Result:
-        """What came of `work`, which asks a sandbox and may raise SandboxLost or WorkerFailed.
+        """Run `work`, which asks a sandbox and may raise SandboxLost or WorkerFailed.
 
-        holder: whose memory is held until `forget`; empty: it is held for the action alone. Raises ResourceExhausted
-        when too many wait, Unavailable where the tool's worker does not start or its provider is not to be asked in the
-        caller's time.
+        holder: the session whose memory is held until `forget`; empty: memory is held for the action only. Raises
+        ResourceExhausted when too many actions wait, Unavailable where the tool's worker does not start or its provider
+        cannot be asked within the caller's time.
         """
         call = _Call(next(self._numbers), tool, limits, work, holder, time.monotonic())
         await self._facts.started(trajectory_id, tool.name, self._durations.expected_s(tool))
@@ -101,15 +99,15 @@ class Actions:
             return result
         finally:
             await self._facts.finished(trajectory_id, tool.name, result)
-            self._meters.ended(tool, result)
+            self._meters.record_action(tool, result)
 
     async def recalled(self, tool: Tool, trajectory_id: str, result: Result) -> None:
-        """One has ended that an earlier life of the service had told as started."""
+        """Publish the end of an action that started before the service was restarted."""
         await self._facts.finished(trajectory_id, tool.name, result)
 
     def forget(self, holder: str) -> None:
-        """The session that held memory is gone."""
-        self._turns.forget(holder)
+        """Free the memory of a session that has ended."""
+        self._scheduler.forget(holder)
 
     async def _until_served(self, call: _Call) -> Result:
         refused: Result | None = None
@@ -129,7 +127,7 @@ class Actions:
                     )
             asked = time.monotonic()
             try:
-                result = await self._turn(call, within_s)
+                result = await self._try(call, within_s)
             except TimeoutError:
                 if refused is None:
                     raise
@@ -139,23 +137,23 @@ class Actions:
                 return result
             refused = result
 
-    async def _turn(self, call: _Call, within_s: float | None) -> Result:
-        """What came of one try. Raises TimeoutError where its turn does not come `within_s`."""
+    async def _try(self, call: _Call, within_s: float | None) -> Result:
+        """Try once. Raises TimeoutError where the action does not start `within_s`."""
         asked = time.monotonic()
         action_id = f"action-{call.number}"
         action = self._demands.action(action_id, call.holder or action_id, call.number, call.tool, call.limits)
         try:
-            async with self._turns.hold(action, within_s) as turn:
+            async with self._scheduler.hold(action, within_s) as running:
                 call.queue_s += time.monotonic() - asked
-                result = await self._result(call, turn)
-                turn.ended = ended_of(call.tool, result)
+                result = await self._execute(call, running)
+                running.ended = ended_of(call.tool, result)
                 return result
         finally:
             if not call.holder:
-                self._turns.forget(action_id)
+                self._scheduler.forget(action_id)
 
-    async def _result(self, call: _Call, turn: Turn) -> Result:
-        cpu = turn.started.grant.cpu
+    async def _execute(self, call: _Call, running: RunningAction) -> Result:
+        cpu = running.started.grant.cpu
         assert cpu is not None  # every action asks for cores
         granted = Granted(
             cpu_cores=len(cpu.cores),
@@ -168,7 +166,7 @@ class Actions:
         try:
             result = result_of(await call.work(granted))
         except SandboxLost as lost:
-            result = result_of_lost(lost)
+            result = result_of_lost_sandbox(lost)
         except WorkerFailed as failure:
             raise Unavailable("TOOL_NOT_READY", str(failure), retry_after_s=RETRY_WORKER_S) from failure
         refused_s = result.refused_s if call.tool.provider else None
@@ -176,7 +174,7 @@ class Actions:
 
 
 def ended_of(tool: Tool, result: Result) -> Ended:
-    """What the end of an action says of the tool's provider."""
+    """How the action ended for the tool's provider."""
     if result.refused_s is not None:
         return Ended(End.REFUSED, result.refused_s)
     failed = tool.provider and result.status is not Status.OK and result.invalid is None
@@ -184,7 +182,7 @@ def ended_of(tool: Tool, result: Result) -> Ended:
 
 
 def result_of(reply: Mapping[str, Any]) -> Result:
-    """A worker's reply."""
+    """Parse a worker's reply."""
     invalid, cpu_s = reply.get("invalid"), reply.get("cpu_s")
     retry_after_s = reply.get("retry_after_s")
     refused_s = None if retry_after_s is None else min(max(0.0, float(retry_after_s)), LONGEST_REST_S)
@@ -208,8 +206,8 @@ def result_of(reply: Mapping[str, Any]) -> Result:
     )
 
 
-def result_of_lost(lost: SandboxLost) -> Result:
-    """What is left to say of a sandbox that gave no answer."""
+def result_of_lost_sandbox(lost: SandboxLost) -> Result:
+    """The result of an action whose sandbox gave no answer."""
     if lost.timed_out:
         status = Status.TIMED_OUT
     elif lost.out_of_memory:

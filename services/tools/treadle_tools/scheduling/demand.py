@@ -1,10 +1,7 @@
-"""What an action asks of the node and of others: a tool's declarations in the terms of the scheduler.
+"""Translate a tool's declarations into actions of the scheduler, and learn how long each tool's actions take.
 
-An action that asks for more than there is gets all there is.
-
-How long each tool's actions take: learned from those that ended, with the cores they ran on divided out.
-
-Running averages by tool, of what an action took beside its own work (overhead) and of that work on one core."""
+An action that asks for more cores than the node has may get all of them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +26,7 @@ from treadle_core.tools.action import (
 )
 from treadle_core.tools.providers import BasicManager
 
-from treadle_tools.scheduling.node import NODE_ID
+from treadle_tools.scheduling.resources import NODE_ID
 from treadle_tools.tool import Kind, Limits, Result, Scaling, Tool
 
 RECENT_SHARE = 0.2  # of the newest in the average: five actions back still count for a third
@@ -42,26 +39,26 @@ class _Learned:
     speedup: float
 
     def add(self, other: "_Learned") -> None:
-        """Count the newest in."""
+        """Move the averages towards the newest action."""
         self.overhead_s += RECENT_SHARE * (other.overhead_s - self.overhead_s)
         self.single_core_s += RECENT_SHARE * (other.single_core_s - self.single_core_s)
         self.speedup += RECENT_SHARE * (other.speedup - self.speedup)
 
 
 class Durations:
-    """See the module."""
+    """Moving averages by tool: the overhead of an action, and the seconds of its work on one core."""
 
     def __init__(self) -> None:
         self._learned: dict[str, _Learned] = {}
 
     def learn(self, tool: Tool, result: Result) -> None:
-        """An action has ended by itself."""
+        """Count an action that was not refused by its provider."""
         factor = speedup(tool.scaling, result.cores)
         newest = _Learned(result.overhead_s, result.execution_s * factor, factor)
         self._learned.setdefault(tool.name, newest).add(newest)
 
     def single_core(self, tool: Tool) -> Duration | None:
-        """What the next action should take on one core, as profiled or learned; None: nobody knows."""
+        """Seconds of the next action on one core, as profiled or learned; None: not known."""
         if tool.scaling is not None and tool.scaling.single_core_s is not None:
             return Duration(Knowledge.PROFILED, tool.scaling.single_core_s)
         learned = self._learned.get(tool.name)
@@ -70,7 +67,7 @@ class Durations:
         return Duration(Knowledge.LEARNED, learned.overhead_s + learned.single_core_s)
 
     def expected_s(self, tool: Tool) -> float:
-        """Seconds that an action should take from its turn on, with as many cores as lately; 0: nobody knows."""
+        """Seconds of the next action from its start, with as many cores as lately; 0: not known."""
         learned = self._learned.get(tool.name)
         return 0.0 if learned is None else learned.overhead_s + learned.single_core_s / learned.speedup
 
@@ -86,7 +83,7 @@ def speedup(scaling: Scaling | None, cores: int) -> float:
 
 
 class Demands:
-    """See the module. cores, memory_bytes: of the node. providers: by name."""
+    """Makes actions. cores, memory_bytes: of the node. providers: by name."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Turns of actions: first come, first served, never more than there is, nothing lost when somebody gives up."""
+"""Actions start first come, first served, never on more than there is, and nothing is lost when a caller gives up."""
 
 import asyncio
 import itertools
@@ -14,7 +14,7 @@ from treadle_core.tools.dispatcher import Dispatcher, Resources
 from treadle_core.tools.grants import End, Ended
 from treadle_core.tools.providers import BasicManager, Provider, Quota
 from treadle_runtime.errors import ResourceExhausted
-from treadle_tools.scheduling.turns import Turns
+from treadle_tools.scheduling.scheduler import ActionScheduler
 
 
 @asynccontextmanager
@@ -24,10 +24,10 @@ async def turns_of(
     *providers: BasicManager,
     decided: Callable[[float], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
-) -> AsyncIterator[Turns]:
+) -> AsyncIterator[ActionScheduler]:
     machine = Machine("local", (tuple(range(cores)),), 1 << 30)
     dispatcher = Dispatcher(Resources([CpuManager([machine]), *providers]), clock())
-    turns = Turns(dispatcher, max_waiting, decided, clock)
+    turns = ActionScheduler(dispatcher, max_waiting, decided, clock)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(turns.run())
         yield turns
@@ -51,13 +51,13 @@ def scales(name: str, most: int) -> Action:
 class Holder:
     """An action that holds what it gets until it is told to let go."""
 
-    def __init__(self, group: asyncio.TaskGroup, turns: Turns, action: Action) -> None:
+    def __init__(self, group: asyncio.TaskGroup, turns: ActionScheduler, action: Action) -> None:
         self.holds = asyncio.Event()
         self.let_go = asyncio.Event()
         self.cores: tuple[int, ...] = ()
         self.task = group.create_task(self._run(turns, action))
 
-    async def _run(self, turns: Turns, action: Action) -> None:
+    async def _run(self, turns: ActionScheduler, action: Action) -> None:
         async with turns.hold(action) as turn:
             assert turn.started.grant.cpu is not None
             self.cores = turn.started.grant.cpu.cores

@@ -1,15 +1,57 @@
-"""Figures of actions for OpenTelemetry: times by tool, what is held and what is used of it, and the queue.
+"""Report what is held, free and waited for now, and export it with the times of actions to OpenTelemetry.
 
-Names begin with `treadle.tools.`; the README has the table. Where nothing is exported an instrument does nothing.
+Names of instruments begin with `treadle.tools.`; the README has the table.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from opentelemetry.metrics import Meter, NoOpMeter
+from treadle_core.tools.dispatcher import Dispatcher
+from treadle_core.tools.grants import Usage
+from treadle_core.tools.providers import BasicManager, State
 
-from treadle_tools.scheduling.standing import Standing
 from treadle_tools.tool import Result, Tool
+
+
+@dataclass(frozen=True)
+class ProviderStatus:
+    """rests_s: seconds until a call may begin; 0: now."""
+
+    name: str
+    breaker: State
+    rests_s: float
+
+
+class ResourceStatus:
+    def __init__(self, dispatcher: Dispatcher, providers: Mapping[str, BasicManager]) -> None:
+        self._dispatcher = dispatcher
+        self._providers = providers
+
+    @property
+    def waiting(self) -> int:
+        """How many actions wait."""
+        return len(self._dispatcher)
+
+    @property
+    def running(self) -> int:
+        """How many actions run."""
+        return self._dispatcher.running
+
+    def usage(self) -> Sequence[tuple[Usage, int]]:
+        """Each dimension, and how many waiting actions ask for it."""
+        waiting = self._dispatcher.waiting_for()
+        return [(each, waiting[each.dimension]) for each in self._dispatcher.resources.usage(time.monotonic())]
+
+    def providers(self) -> Sequence[ProviderStatus]:
+        now_s = time.monotonic()
+        return [
+            ProviderStatus(name, provider.state(now_s), provider.rests_s(now_s))
+            for name, provider in self._providers.items()
+        ]
+
 
 # Seconds: a decision takes a hundredth of a millisecond to some milliseconds, an action up to an hour.
 DECISION_BOUNDS_S = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 2e-3, 5e-3, 1e-2, 3e-2, 0.1)
@@ -18,7 +60,7 @@ WATCH_S = 5.0  # twice as often as figures are exported
 
 
 class Meters:
-    """See the module."""
+    """Instruments; they do nothing where nothing is exported."""
 
     def __init__(self, meter: Meter) -> None:
         def histogram(name: str, what: str, bounds_s: Sequence[float] = ACTION_BOUNDS_S) -> Callable[..., None]:
@@ -29,7 +71,7 @@ class Meters:
         def counter(name: str, what: str) -> Callable[..., None]:
             return meter.create_counter(f"treadle.tools.{name}", "s", what).add
 
-        self._queue = histogram("action.queue", "Waiting for its turn")
+        self._queue = histogram("action.queue", "Waiting in the queue")
         self._overhead = histogram("action.overhead", "Neither queue nor execution")
         self._execution = histogram("action.execution", "The tool's own time")
         self._decision = histogram("decision", "What a scheduling decision took", DECISION_BOUNDS_S)
@@ -39,8 +81,7 @@ class Meters:
         self._held = meter.create_gauge("treadle.tools.held", "1", "Units that actions and sessions hold").set
         self._waiting = meter.create_gauge("treadle.tools.waiting", "1", "Actions that wait and ask for it").set
 
-    def ended(self, tool: Tool, result: Result) -> None:
-        """An action has ended."""
+    def record_action(self, tool: Tool, result: Result) -> None:
         labels = {"tool": tool.name, "status": result.status.value}
         self._queue(result.queue_s, labels)
         self._overhead(result.overhead_s, labels)
@@ -49,14 +90,13 @@ class Meters:
         if result.cpu_s is not None:
             self._cores_used(result.cpu_s, {"tool": tool.name})
 
-    def decided(self, seconds: float) -> None:
-        """A decision has been made."""
+    def record_decision(self, seconds: float) -> None:
         self._decision(seconds)
 
-    async def watch(self, standing: Standing) -> None:
-        """Set the gauges again and again, for ever: here and not as they are exported, which is on another thread."""
+    async def watch(self, status: ResourceStatus) -> None:
+        """Set the gauges for ever, here and not during the export, which runs on another thread."""
         while True:
-            for each, waiting in standing.usage():
+            for each, waiting in status.usage():
                 labels = {"dimension": each.dimension}
                 self._capacity(each.capacity, labels)
                 self._held(each.held, labels)

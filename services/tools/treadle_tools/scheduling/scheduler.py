@@ -1,8 +1,8 @@
-"""Whose turn it is: actions wait for cores, memory and providers, and start when the dispatcher says so.
+"""Start actions when the dispatcher grants them cores, memory and requests to providers.
 
-What comes and what ends in one turn of the event loop is decided on together; an action without a choice that nobody
-waits before starts at once. Owns: the dispatcher and the future of each action that waits. Invariant: what an action
-holds is given back once, whether it ends, fails, or nobody wants it any more.
+What arrives and what ends in one iteration of the event loop is decided on together; an action without a choice of
+units starts at once while none waits. Owns the dispatcher, and the future of each waiting action. Invariant: what an
+action holds is given back once, whether it ends, fails or is cancelled.
 """
 
 import asyncio
@@ -22,16 +22,15 @@ RETRY_S = 1.0  # a full queue moves within a few actions, which take parts of a 
 
 
 @dataclass
-class Turn:
-    """An action that runs. ended: how it ended; whoever runs it says so before it lets go."""
+class RunningAction:
+    """ended: how it ended; the caller of `hold` sets it inside of the block."""
 
     started: Started
     ended: Ended = SERVED
 
 
-class Turns:
-    """See the module. max_waiting: actions that may wait. decided: told of each decision's seconds. clock: the
-    dispatcher's."""
+class ActionScheduler:
+    """max_waiting: actions that may wait. decided: called with each decision's seconds. clock: the dispatcher's."""
 
     def __init__(
         self,
@@ -44,41 +43,41 @@ class Turns:
         self._max_waiting = max_waiting
         self._decided = decided
         self._clock = clock
-        self._futures: dict[str, asyncio.Future[Turn]] = {}
+        self._futures: dict[str, asyncio.Future[RunningAction]] = {}
         self._changed = asyncio.Event()
 
     @asynccontextmanager
-    async def hold(self, action: Action, within_s: float | None = None) -> AsyncIterator[Turn]:
-        """Hold what the action is granted, for the block.
+    async def hold(self, action: Action, within_s: float | None = None) -> AsyncIterator[RunningAction]:
+        """Wait until the action is granted what it asks for, and hold that for the block.
 
-        Raises ResourceExhausted when too many wait, TimeoutError where its turn does not come `within_s`.
+        Raises ResourceExhausted when too many actions wait, TimeoutError where it does not start `within_s`.
         """
-        turn = await self._turn_of(action, within_s)
+        running = await self._start(action, within_s)
         try:
-            yield turn
+            yield running
         except BaseException:
-            turn.ended = Ended(End.ABANDONED)
+            running.ended = Ended(End.ABANDONED)
             raise
         finally:
-            self._end(action, turn.ended)
+            self._end(action, running.ended)
 
     def forget(self, holder: str) -> None:
-        """What is held beyond actions for `holder` is free."""
+        """Free what a session holds beyond its actions."""
         self.dispatcher.forget(holder)
         self._wake()
 
-    async def _turn_of(self, action: Action, within_s: float | None) -> Turn:
+    async def _start(self, action: Action, within_s: float | None) -> RunningAction:
         self.dispatcher.check(action)
         started = self.dispatcher.start_at_once(action, self._clock())
         if started is not None:
-            return Turn(started)
+            return RunningAction(started)
         waiting = len(self.dispatcher)
         if waiting >= self._max_waiting and (waiting or not action.scalable):
             raise ResourceExhausted(
-                "ACTIONS_WAITING", f"{self._max_waiting} actions wait for their turn already", retry_after_s=RETRY_S
+                "ACTIONS_WAITING", f"{self._max_waiting} actions wait already", retry_after_s=RETRY_S
             )
         self.dispatcher.submit(action)
-        future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[RunningAction] = asyncio.get_running_loop().create_future()
         self._futures[action.action_id] = future
         self._wake()
         try:
@@ -97,7 +96,7 @@ class Turns:
         self._wake()
 
     async def run(self) -> None:
-        """Decide whenever something has changed, for ever: once for all that happened in a turn of the loop."""
+        """Decide for ever, once for all that happened in an iteration of the event loop."""
         next_s = NEVER_S
         while True:
             wait_s = None if next_s == NEVER_S else max(next_s - self._clock(), 0.0)
@@ -107,12 +106,13 @@ class Turns:
             self._changed.clear()
             began_s = self._clock()
             self._decide(began_s)
-            # As of the decision: what has changed by the clock since then is to be decided on, however late this is.
+            # As of the decision: what the clock has changed since then has not been decided on.
             next_s = self.dispatcher.next_change_s(began_s)
             took_s = self._clock() - began_s
             self._decided(took_s)
             if took_s > LONG_DECISION_S:
-                await asyncio.sleep(took_s)  # the loop has other work, and what comes meanwhile is decided on together
+                # The event loop has other work; actions that arrive meanwhile are decided on together.
+                await asyncio.sleep(took_s)
 
     def _wake(self) -> None:
         if len(self.dispatcher):
@@ -121,5 +121,5 @@ class Turns:
     def _decide(self, now_s: float) -> None:
         for started in self.dispatcher.decide(now_s):
             future = self._futures.pop(started.action.action_id)
-            if not future.done():  # else it is cancelled, and whoever waited for it lets go next
-                future.set_result(Turn(started))
+            if not future.done():  # else its caller was cancelled, and will end the action
+                future.set_result(RunningAction(started))
