@@ -22,7 +22,7 @@ MOST_WATCHED = 4096  # ids of one watch; a batch of rollouts has hundreds
 
 
 class RewardsServicer(rewards_pb2_grpc.RewardsServiceServicer):
-    """See the contract, protos/treadle/tools/v1/rewards.proto."""
+    """The RPCs of protos/treadle/tools/v1/rewards.proto."""
 
     def __init__(self, registry: Registry, pool: RewardPool, records: RequestRecords) -> None:
         self._registry = registry

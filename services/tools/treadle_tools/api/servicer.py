@@ -97,7 +97,7 @@ class Gateway:
 
 
 class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
-    """See the contract, protos/treadle/tools/v1/tools.proto."""
+    """The RPCs of protos/treadle/tools/v1/tools.proto."""
 
     def __init__(self, gateway: Gateway, records: RequestRecords, background: Background) -> None:
         self._gateway = gateway

@@ -1,1 +1,1 @@
-"""Rewards: accepted, journaled, shared out among jobs, scored, told."""
+"""Rewards: accept them, keep them across restarts, share the slots among jobs, score them, publish how they ended."""
