@@ -1,10 +1,9 @@
-"""Records of mutations by request_id: a repeat is answered from the record.
+"""Answer a repeated mutation from the record of its first answer, by request_id.
 
-Invariants: a record is made of an answer, never of an error, so a call that failed may be tried again with the same
-id. The first record of an id wins. Owns: a bucket `treadle_requests_<service>` (kept 1 h) and a cache in front of it.
-The hot path is one write, which a caller need not wait for (`later`): ids of an earlier life of this service are known
-from the bucket's keys, read once at start, so a fresh id costs no read. One process serves a service's mutations at a
-time.
+Invariants: a record is made of an answer, never of an error, so a call that failed may be tried again with the same id.
+The first record of an id wins. Records are in a bucket `treadle_requests_<service>` (kept 1 h) and in a cache in front
+of it. A new id costs one write, which the caller need not wait for (`later`), and no read: the ids of earlier processes
+of the service are read once at start. One process at a time serves a service's mutations.
 """
 
 import asyncio
@@ -50,7 +49,7 @@ class _Running:
 
 
 class RequestRecords:
-    """See the module. Made by `RequestRecords.open`."""
+    """The records of one service. Made by `RequestRecords.open`."""
 
     def __init__(self, bus: Bus, service: str) -> None:
         self._bus = bus
@@ -64,7 +63,7 @@ class RequestRecords:
 
     @classmethod
     async def open(cls, bus: Bus, service: str) -> "RequestRecords":
-        """The records of `service`, with those of its earlier lives."""
+        """The records of `service`, also those of its earlier processes."""
         records = cls(bus, service)
         await records._open_bucket()
         expires_at = asyncio.get_running_loop().time() + RECORDS_KEPT_S
@@ -83,14 +82,14 @@ class RequestRecords:
         call: Callable[[], Awaitable[R]],
         later: Later | None = None,
     ) -> R:
-        """The answer to `request`: of `call` the first time, of the record afterwards.
+        """The answer to `request`: of `call` the first time, of the record afterwards. Concurrent repeats wait for the
+        first.
 
-        later: starts what need not be waited for. The record is then saved after the answer, for calls that change
-        nothing of this service's: a repeat that comes to its next life, and was killed in that millisecond, is made
-        again, as one is that was killed during its call. Concurrent repeats wait for the first. Raises InvalidArgument
-        for an empty request_id and for one that was used with another request, whatever `call` raises, and
-        nats.errors.Error (UNAVAILABLE to the caller) where the answer cannot be recorded and is waited for; it is then
-        kept, and a repeat tries to record it again.
+        later: starts the saving of the record, which is then not waited for. It suits calls that change nothing in this
+        service: if the process is killed before the record is saved, a repeat calls again. Raises InvalidArgument for
+        an empty request_id and for an id that was used with another request; what `call` raises; and nats.errors.Error
+        (UNAVAILABLE to the caller) where the record cannot be saved. The answer is then cached, and a repeat tries to
+        save it again.
         """
         request_id: str = identifier("request_id", request.request_id)  # type: ignore[attr-defined]
         key = kv_key(method, request_id)
@@ -110,7 +109,7 @@ class RequestRecords:
             await first.ended.wait()
             if first.error is not None:
                 raise first.error
-            # Either the record is there now, or the first was cancelled and this one takes its turn.
+            # Either the record is there now, or the first was cancelled, and this one calls.
 
     async def _first(self, key: str, fingerprint: bytes, call: Callable[[], Awaitable[R]], later: Later | None) -> R:
         running = self._running[key] = _Running(fingerprint)
@@ -132,7 +131,6 @@ class RequestRecords:
             running.ended.set()
 
     async def _try_to_save(self, key: str, record: _Record) -> None:
-        """A repeat tries again."""
         try:
             await self._save(key, record)
         except (nats.errors.Error, OSError) as error:
@@ -172,7 +170,7 @@ class RequestRecords:
             body = head[FINGERPRINT_BYTES + _PARTS_BYTES :]
             for index in range(parts):
                 body += (await self._bucket.get(_part_key(key, index))).value or b""
-        except nats.js.errors.KeyNotFoundError:  # its hour is over
+        except nats.js.errors.KeyNotFoundError:  # it has expired
             return None
         return _Record(head[:FINGERPRINT_BYTES], body)
 

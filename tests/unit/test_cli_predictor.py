@@ -114,7 +114,6 @@ def test_from_transcripts_to_the_predictor_in_use(tmp_path: Path) -> None:
     assert trained["parts"]["train"]["prompts"] == sum(
         part_of(each.prompt_id) is Part.TRAIN for each in told_by_the_plan()
     )
-    assert not (tmp_path / "v1.partial").exists()
 
     report = told("evaluate", str(folder), str(transcripts))
     assert {(row["step"], row["estimator"]) for row in report["rows"]} == {
