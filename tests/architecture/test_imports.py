@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -90,16 +91,23 @@ def test_a_package_imports_only_the_packages_below_it(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", sorted(PACKAGES))
-def test_no_modules_of_a_package_import_each_other_in_a_circle(package: str) -> None:
-    """Also not for types alone: modules in a circle are one module, and its nouns belong below them."""
+def test_imports_inside_a_package_run_one_way(package: str) -> None:
+    """In each folder, modules and subfolders have an order in which none imports one above it, also not for types."""
     here = PACKAGES[package]
     names = {".".join((package, *path.relative_to(here).with_suffix("").parts)): path for path in sources(package)}
     names = {name.removesuffix(".__init__"): path for name, path in names.items()}
-    graph = {name: imported_of(path, names) - {name} for name, path in names.items()}
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        pytest.fail(" -> ".join(error.args[1]))
+    graphs: defaultdict[str, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for name, path in names.items():
+        for module in imported_of(path, names) - {name}:
+            ours, theirs = name.split("."), module.split(".")
+            shared = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+            if shared is not None:
+                graphs[".".join(ours[:shared])][ours[shared]].add(theirs[shared])
+    for folder, graph in graphs.items():
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            pytest.fail(f"{folder}: {' -> '.join(reversed(error.args[1]))}")
 
 
 def imported_of(path: Path, names: Mapping[str, Path]) -> set[str]:
@@ -161,18 +169,6 @@ def test_no_module_is_a_drawer_for_everything() -> None:
     assert not named
 
 
-def test_modules_stay_small() -> None:
-    """100 to 400 lines are usual; a module over the limit holds more than one noun."""
-    limit_lines = 450
-    large = {
-        str(path.relative_to(ROOT)): lines
-        for package in PACKAGES
-        for path in sources(package)
-        if (lines := len(path.read_text().splitlines())) > limit_lines
-    }
-    assert not large
-
-
 @pytest.mark.parametrize("module", ["treadle_predictor.wire", "treadle_cli.app"])
 def test_what_runs_without_a_learned_model_needs_no_torch(module: str) -> None:
     """In a process of its own, where neither torch nor transformers can be imported."""
@@ -181,3 +177,18 @@ def test_what_runs_without_a_learned_model_needs_no_torch(module: str) -> None:
         [sys.executable, "-c", f"{without}import {module}"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_what_runs_in_a_sandbox_imports_the_standard_library_and_the_tool_alone() -> None:
+    """It starts with `python -I -S` in a few milliseconds, where nothing else is to be had."""
+    inside = "treadle_tools.sandbox.inside"
+    allowed = (inside, "treadle_tools.tool", "treadle_tools.limits")
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in sources("treadle_tools")
+        if path.parent.name == "inside"
+        for node in ast.walk(ast.parse(path.read_text()))
+        for module in ([node.module] if isinstance(node, ast.ImportFrom) and node.module else [])
+        if module.startswith("treadle") and not module.startswith(allowed)
+    ]
+    assert not wrong

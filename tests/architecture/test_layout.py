@@ -1,0 +1,79 @@
+"""The size and the shape of the code: a budget for each package, and few modules a folder.
+
+A budget is a ceiling with a little room. Whoever needs more raises the number here and says why in the commit.
+"""
+
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Hand-written lines and modules at most, by folder of the tree. The aim for all together: 48,000 lines in 350 modules.
+BUDGETS = {
+    "bench": (6_800, 50),
+    "cli": (5_500, 44),
+    "clients/python": (2_250, 12),
+    "core": (9_800, 56),
+    "examples": (100, 2),
+    "learned": (2_500, 15),
+    "runtime": (2_100, 13),
+    "scripts": (200, 2),
+    "services/migrator": (950, 9),
+    "services/placement": (230, 6),
+    "services/predictor": (1_350, 13),
+    "services/rollout": (950, 9),
+    "services/scheduler": (1_450, 10),
+    "services/sidecar": (2_800, 22),
+    "services/tools": (10_300, 70),
+    "sim": (6_100, 37),
+}
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 53_000, 356, 31_700
+MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
+MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
+WIDE_FOLDERS: dict[str, int] = {}  # folders with leave for more, each with its reason
+
+
+def hand_written() -> dict[Path, int]:
+    """Lines of each Python file that git would commit, but for generated stubs."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    paths = [Path(name) for name in listed if "_pb2" not in name and (ROOT / name).is_file()]
+    return {path: len((ROOT / path).read_text().splitlines()) for path in paths}
+
+
+def test_every_package_keeps_its_budget() -> None:
+    lines: Counter[str] = Counter()
+    modules: Counter[str] = Counter()
+    for path, count in hand_written().items():
+        folder = "/".join(path.parts[: 2 if path.parts[0] in ("services", "clients") else 1])
+        if folder != "tests":
+            lines[folder] += count
+            modules[folder] += 1
+    assert set(lines) == set(BUDGETS)
+    over = [name for name, budget in BUDGETS.items() if lines[name] > budget[0] or modules[name] > budget[1]]
+    assert not over, {name: (lines[name], modules[name]) for name in over}
+    assert lines.total() <= MOST_LINES
+    assert modules.total() <= MOST_MODULES
+
+
+def test_the_tests_keep_their_budget() -> None:
+    assert sum(count for path, count in hand_written().items() if path.parts[0] == "tests") <= MOST_TEST_LINES
+
+
+def test_no_folder_holds_more_modules_than_a_reader_can_survey() -> None:
+    modules = Counter(str(path.parent) for path in hand_written() if path.parts[0] != "tests")
+    assert not {name: n for name, n in modules.items() if n > WIDE_FOLDERS.get(name, MOST_MODULES_A_FOLDER)}
+
+
+def test_no_module_holds_more_than_one_noun() -> None:
+    assert not {
+        str(path): lines
+        for path, lines in hand_written().items()
+        if path.parts[0] != "tests" and lines > MOST_LINES_A_MODULE
+    }
