@@ -14,7 +14,7 @@ from treadle_sim.engine_model import engine_model
 from treadle_sim.systems import VERL
 from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload, write_traces
 
-from treadle_bench.affinity.tasks import (
+from treadle_bench.affinity.measure import (
     BLOCK,
     COMPUTE,
     DECODE_HEAVY,
