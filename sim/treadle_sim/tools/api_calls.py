@@ -1,11 +1,9 @@
-"""Calls of an API, by everybody for himself or through the Basic manager (ARL-Tangram §5.1, §6.1: DeepSearch).
+"""Calls of an API, with the Basic manager and without it (ARL-Tangram §5.1, §6.1: DeepSearch), before one provider.
 
-`UnmanagedCalls`: each trajectory sends its request when it has it, and after a refusal again, at most three times with
-a backoff that doubles; then, or after 600 s, the call has failed and the trajectory goes on without an answer.
-`ManagedCalls`: requests wait in one queue and leave when the provider's limits allow it. Both stand before the same
-provider.
-
-A provider of an API, as it behaves: so many requests at a time, so many in a window, and a refusal for the rest."""
+`UnmanagedCalls`: each trajectory sends its request at once, and after a refusal again, at most three times with a
+backoff that doubles; then, or after 600 s, the call has failed and the trajectory goes on without an answer.
+`ManagedCalls`: requests wait in one queue and leave when the provider's limits allow it.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +17,8 @@ from treadle_core.tools.dispatcher import Dispatcher, Resources, Started
 from treadle_core.tools.providers import BasicManager, Provider, Quota
 
 from treadle_sim.timeline import Timeline
-from treadle_sim.tools.dispatched import Dispatched
 from treadle_sim.tools.reward_models import MOST_CONTEXT, MOST_TOKENS, TOOL_LLM
-from treadle_sim.tools.trace import Asked, Call, Decisions, Record, Report, Trace, generation_s
+from treadle_sim.tools.trace import Asked, Call, Decisions, Dispatched, Record, Report, Trace, generation_s
 from treadle_sim.workloads.parametric import WORKLOADS, draw
 
 
@@ -96,8 +93,6 @@ def search_batch(trajectories: int, seed: int) -> tuple[Trace, ...]:
 
 
 class UnmanagedCalls:
-    """See the module."""
-
     def __init__(self, timeline: Timeline, report: Report, provider: ProviderModel, seed: int) -> None:
         self._timeline, self._report, self.provider = timeline, report, provider
         self._rng = np.random.default_rng([seed, 1])
@@ -131,8 +126,6 @@ class UnmanagedCalls:
 
 
 class ManagedCalls:
-    """See the module."""
-
     def __init__(self, timeline: Timeline, report: Report, provider: ProviderModel) -> None:
         self.provider = provider
         self.decisions = Decisions()

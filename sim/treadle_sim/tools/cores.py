@@ -24,8 +24,7 @@ from treadle_core.tools.decision import Executing
 from treadle_core.tools.dispatcher import Dispatcher, Resources
 
 from treadle_sim.timeline import Timeline
-from treadle_sim.tools.dispatched import Dispatched
-from treadle_sim.tools.trace import Asked, Decisions, Report, Trace
+from treadle_sim.tools.trace import Asked, Decisions, Dispatched, Report, Trace
 
 
 class UnforeseeingCpuManager(CpuManager):

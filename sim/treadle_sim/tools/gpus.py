@@ -1,13 +1,10 @@
-"""GPU nodes under the elastic scheduler and the GPU manager: evict on execution (ARL-Tangram §5.3).
+"""Reward models on GPU nodes: the elastic scheduler with evict-on-execution, and baselines (ARL-Tangram §5.3, Figures
+6, 8b).
 
-The dispatcher is the gateway's. Where a grant says that the service is not in memory it is restored first, which counts
-as overhead.
-
-Reward models that stay where they are: baselines of ARL-Tangram Figures 6 and 8b.
-
-`StaticGroups`: every model has GPUs of its own, a group or several replicas of it, always in memory. `LoadingGroups`:
-groups of one degree that any model can be loaded onto, and start-up by locality, as serverless serving does it: a
-request waits for a group that has its model where that takes less time than loading it elsewhere (ServerlessLLM)."""
+`StaticGroups`: every model has GPUs of its own, always in memory. `LoadingGroups`: groups of one degree that any model
+can be loaded onto, and start-up by locality, as ServerlessLLM does it: a request waits for a group that has its model
+where that takes less time than loading it elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +19,18 @@ from treadle_core.tools.gpu import GpuManager
 from treadle_core.tools.grants import Service
 
 from treadle_sim.timeline import Timeline
-from treadle_sim.tools.dispatched import Dispatched
 from treadle_sim.tools.reward_models import DEGREES, GPU_BYTES, Restoring
-from treadle_sim.tools.trace import Asked, Decisions, Record, Report, Trace, ran_s
+from treadle_sim.tools.trace import Asked, Decisions, Dispatched, Record, Report, Trace, ran_s
 
 MISS_SHARE = 0.05  # of the newest in the share of a degree's starts that had to restore
 
 
 class ElasticGpus:
-    """See the module. gpus: in nodes of 8; of the last one only the first are there. aware: the scheduler is told of
-    execution and of the restoring that a degree has come to cost on average; else of execution alone, as in the paper.
+    """gpus: in nodes of 8; the last node may have fewer. aware: the scheduler knows the execution and the mean
+    restoring of a degree; else execution only, as in the paper.
 
-    Of a high degree many services fit beside each other, so it restores seldom; the paper's scheduler does not see it.
+    Of a high degree many services fit beside each other, so it restores seldom; the paper's scheduler does not see
+    that.
     """
 
     def __init__(
@@ -97,7 +94,7 @@ class ElasticGpus:
 
 
 class StaticGroups:
-    """See the module. replicas: groups of each model, of `degree` GPUs."""
+    """replicas: groups of each model, of `degree` GPUs."""
 
     def __init__(
         self, timeline: Timeline, report: Report, services: Sequence[str], degree: int, replicas: int = 1
@@ -140,7 +137,7 @@ class _Group:
 
 
 class LoadingGroups:
-    """See the module. loading: how fast a model comes into a group's memory."""
+    """loading: how fast a model comes into a group's memory."""
 
     def __init__(self, timeline: Timeline, report: Report, groups: int, degree: int, loading: Restoring) -> None:
         self._timeline, self._report, self._degree, self._loading = timeline, report, degree, loading

@@ -1,15 +1,9 @@
-"""A pod for each trajectory on Kubernetes, as long as it lives (the baseline of ARL-Tangram §6.1 and Figure 8a).
+"""A Kubernetes pod for each trajectory, as long as it lives (the baseline of ARL-Tangram §6.1 and Figure 8a).
 
-A pod is asked for when its trajectory starts, requests half a core and may use four. It is bound to the node with most
-unrequested CPU where request and memory fit, first come first served, and waits where none has room. The node starts
-its pods one after the other; a trajectory's first action waits for its pod. Pods of a node share its cores. What the
-reward runs is what the dataset says, so a single process, unless it is told to run more.
-
-Processor sharing on one machine: what runs shares the cores equally, and nobody gets more than it can use.
-
-Each running job can use so many cores; where they all want more than there are, a level is found up to which each is
-served (equal shares, as control groups of equal weight get them). Jobs of one demand go at one speed, so a class keeps
-one virtual clock and a heap of the times on it at which its jobs are done."""
+A pod requests half a core and may use four. It is bound, first come first served, to the node with most unrequested CPU
+where request and memory fit. The node starts its pods one after the other; a trajectory's first action waits for its
+pod. Pods of a node share its cores. A reward runs what the dataset says, a single process unless the rules say more.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +32,10 @@ class _Class(Generic[Job]):
 
 
 class SharedCores(Generic[Job]):
-    """See the module. Times must not go back."""
+    """Processor sharing on one machine: jobs share the cores equally, and none gets more than it can use.
+
+    Jobs that can use the same number of cores run at one speed, so a class of them has one virtual clock, and a heap of
+    the times on it at which its jobs are done. Times must not go back."""
 
     def __init__(self, cores: int) -> None:
         self._cores = cores
@@ -126,8 +123,6 @@ class _Pod:
 
 
 class Pods:
-    """See the module."""
-
     def __init__(self, timeline: Timeline, report: Report, machines: Sequence[Machine], rules: PodRules) -> None:
         self._timeline, self._report, self._rules = timeline, report, rules
         self._nodes = [_Node(each, 0.0, each.memory_bytes, SharedCores(each.cores)) for each in machines]
