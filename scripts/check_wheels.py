@@ -31,12 +31,16 @@ POLL_S = 0.05
 # Modules that import SGLang, which lives in an environment of its own; the engine tests run them there.
 NEEDS_SGLANG = ("treadle_sidecar.sglang_cpu.",)
 IMPORT_ALL = """
-import importlib, json, pkgutil, sys
+import importlib, json, sys
+from pathlib import Path
 skipped = tuple(json.loads(sys.argv[1]))
-names = []
-for top in (module.name for module in pkgutil.iter_modules() if module.name.partition("_")[0] == "treadle"):
-    package = importlib.import_module(top)
-    names += [top, *(module.name for module in pkgutil.walk_packages(package.__path__, top + "."))]
+here = Path(next(path for path in sys.path if path.endswith("site-packages")))
+names = [
+    ".".join(path.relative_to(here).with_suffix("").parts).removesuffix(".__init__")
+    for folder in sorted(here.glob("treadle*"))
+    if folder.suffix != ".dist-info"
+    for path in sorted(folder.rglob("*.py"))
+]
 for name in names:
     if not name.startswith(skipped) and not name.endswith(".__main__"):
         importlib.import_module(name)
