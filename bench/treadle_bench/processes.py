@@ -12,11 +12,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from treadle_cli.mesh.embedded_nats import start_nats
 from treadle_cli.mesh.engines import EnginePlan
 from treadle_cli.mesh.mesh import Mesh, MeshPlan, StartBoard
 from treadle_cli.mesh.processes import ProcessTree
-from treadle_cli.mesh.services import HOST
+from treadle_cli.mesh.services import HOST, start_nats
 
 from treadle_bench.bench import BenchOptions
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.simulated import SLOW, LoneEngine, engine_step
-from treadle_core.steps.queue import DEFAULT_MIN_RUN_TOKENS
+from treadle_core.steps.preemptive_queue import DEFAULT_MIN_RUN_TOKENS
 from treadle_sim.batch import EngineStep
 
 

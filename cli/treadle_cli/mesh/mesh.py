@@ -24,7 +24,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-from treadle_cli.mesh import embedded_nats, engines, services
+from treadle_cli.mesh import engines, services
 from treadle_cli.mesh.checks import require_bubblewrap
 from treadle_cli.mesh.engines import Engine, EnginePlan
 from treadle_cli.mesh.processes import Child, ChildDiedError, ProcessTree, describe_exit
@@ -161,7 +161,7 @@ class Mesh:
         folder = self.plan.folder / f"control-{self._generation}"
         (folder / "nats").mkdir(parents=True, exist_ok=True)
         with self.board.part("NATS and services"):
-            nats, self.nats_url = await embedded_nats.start_nats(self._tree, folder / "nats", self._environ)
+            nats, self.nats_url = await services.start_nats(self._tree, folder / "nats", self._environ)
             self._control.append(nats)
             self._services = Services(self._tree, self.where, self.nats_url, folder, self._environ)
             self._control += await self._services.start_control(sys.executable)

@@ -1,4 +1,4 @@
-"""Start the seven services of a mesh as child processes, on free ports of the loopback interface.
+"""Start NATS and the seven services of a mesh as child processes, on free ports of the loopback interface.
 
 All addresses are chosen before the first service starts, because the scheduler and the migrator name each other. A
 service has started once it has written its ready file. Which variable a service takes stands in its config.py; a wrong
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from treadle_cli.mesh.checks import nats_server
 from treadle_cli.mesh.processes import Child, ProcessTree
 
 HOST = "127.0.0.1"
@@ -74,6 +75,9 @@ START_TIMEOUT_S = 90.0  # about 2 s on an idle machine; engines may be loading o
 DRAIN_GRACE_S = 1.0  # when the tree stops, no other client waits for a call in flight
 LEASE_TTL_S = 4.0  # shorter than the default, which is made for networks
 STAGE = 2  # stopped first
+NATS_STAGE = 0  # stopped last: services drain into it
+NATS_TIMEOUT_S = 20.0  # it takes 10 ms; a busy disk may delay it
+ANY_PORT = -1
 CONTROL_SERVICES = ("predictor", "placement", "migrator", "tools", "rollout", "scheduler")
 PORT_OFFSETS = {"scheduler": 0, "predictor": 1, "placement": 2, "migrator": 3, "tools": 4, "rollout": 5}
 SIDECAR_PORT_OFFSET = 9  # the first sidecar's; one more for each further engine
@@ -159,3 +163,25 @@ class Services:
 
     def _ready_file(self, name: str) -> Path:
         return self._folder / f"{name}.ready.json"
+
+
+async def start_nats(
+    tree: ProcessTree, folder: Path, environ: dict[str, str], port: int = ANY_PORT
+) -> tuple[Child, str]:
+    """Start nats-server with its store in `folder`; return it and its URL once it listens. port: any free one."""
+    command = [str(nats_server()), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(folder / "jetstream")]
+    child = tree.start("nats", [*command, "--ports_file_dir", str(folder)], env=environ, stage=NATS_STAGE)
+
+    async def url() -> str | None:
+        return _written_url(folder, child.pid)
+
+    return child, await child.until(url, "ports file", NATS_TIMEOUT_S)
+
+
+def _written_url(folder: Path, pid: int) -> str | None:
+    for path in folder.glob(f"*_{pid}.ports"):
+        try:
+            return str(json.loads(path.read_text())["nats"][0])
+        except (json.JSONDecodeError, KeyError, IndexError):
+            return None  # still being written
+    return None

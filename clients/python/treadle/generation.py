@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from treadle.assembly import StepAssembly
 from treadle.common.v1 import ticket_pb2, tokens_pb2
 from treadle.connection import Backoff, Mesh, finish, request_id
 from treadle.engine.v1 import engine_pb2
 from treadle.errors import StreamBroken, TreadleError, error_from
 from treadle.scheduler.v1 import scheduler_pb2
+from treadle.step_stream import StepAssembly
 from treadle.types import Chunk, FinishReason, Sampling, Step, duration, pack_ids
 
 if TYPE_CHECKING:

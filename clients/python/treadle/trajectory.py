@@ -12,13 +12,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from treadle.assembly import shift_spans
 from treadle.connection import Mesh, request_id
 from treadle.errors import TokensSpent, TreadleError, refused
 from treadle.generation import StepPlan, StepRun
 from treadle.rewards import PendingReward, request_reward
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.session import Session, invoke, open_session
+from treadle.step_stream import shift_spans
 from treadle.tools.v1 import tools_pb2
 from treadle.types import Chunk, Outcome, Sampling, Span, Step, ToolResult, VersionSpan
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
-from treadle_core.steps.queue import DEFAULT_HYSTERESIS, DEFAULT_MIN_RUN_TOKENS
+from treadle_core.steps.preemptive_queue import DEFAULT_HYSTERESIS, DEFAULT_MIN_RUN_TOKENS
 from treadle_runtime.config import Settings, address, url
 from treadle_runtime.errors import InvalidArgument, identifier
 

@@ -7,7 +7,7 @@ from typing import cast
 
 from treadle.engine.v1 import engine_pb2
 from treadle.engine.v1.engine_pb2_grpc import add_EngineServiceServicer_to_server
-from treadle_core.steps.queue import QueuePolicy
+from treadle_core.steps.preemptive_queue import QueuePolicy
 from treadle_runtime.idempotency import RequestRecords
 from treadle_runtime.server import Runtime, Wiring
 from treadle_runtime.times import timestamp

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.steps.queue import Admit, Evict, QueueFull, QueuePolicy, StepQueue
+from treadle_core.steps.preemptive_queue import Admit, Evict, QueueFull, QueuePolicy, StepQueue
 
 
 def queue(slots: int = 1, capacity: int = 100, **options: object) -> StepQueue:
