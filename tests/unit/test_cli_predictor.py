@@ -155,7 +155,7 @@ def test_numbers_alone_are_learned_from_traces_without_text(tmp_path: Path) -> N
         (("harvest", ".", "--out", "o"), "is not the folder of a finished run"),
         (("harvest", "t.jsonl", "--out", "no/o"), "No such file or directory"),
         (("train", "bad.jsonl", "--out", "v1"), "bad.jsonl: line 1: turns: Tuple should have at least 1 item"),
-        (("train", "neither.jsonl", "--out", "v1"), "neither.jsonl: line 1: steps: is missing"),
+        (("train", "neither.jsonl", "--out", "v1"), "neither.jsonl: line 1: prompt_id: is missing"),
         (("train", "t.jsonl", "--out", "v1", "--tune", "some"), "--tune must be frozen, lora, full, is 'some'"),
         (
             ("train", "t.jsonl", "--out", "v1", "--backbone", "SmolLM2-135M-Instruct"),
