@@ -219,7 +219,7 @@ def _run_record(plan: DemoPlan, mesh: Mesh, started_at: str, arms: list[ArmRecor
     engines = plan.engines
     memory_gib = psutil.virtual_memory().total / 2**30
     where = (
-        "each pinned to a core of its own with one thread, so that an idle engine helps nobody"
+        "each pinned to a core of its own with one thread, so that an idle engine does not speed up the other"
         if engines.on_cpu
         else "on GPUs"
     )
@@ -234,11 +234,11 @@ def _run_record(plan: DemoPlan, mesh: Mesh, started_at: str, arms: list[ArmRecor
         conditions=(
             f"Same engines for both arms, {where}.",
             "Same prompts, sampling seeds and environment seeds; the arms ran one after the other, in the order shown.",
-            "Each arm began with a control plane started afresh on an empty store, so that no predictor knew the "
-            "other arm's outcomes, and with flushed KV caches, in the engines and in shared storage.",
-            f"Each tool call takes {plan.tool_latency_s:g} s (--tool-latency) beside its own work, as one over a "
-            "network does: FrozenLake answers in milliseconds, and nothing can move behind that.",
-            "The services and the agents' own code share the cores with the engines, in both arms alike.",
+            "Each arm began with a fresh control plane on an empty store, so that no predictor knew the other arm's "
+            "outcomes, and with flushed KV caches, in the engines and in shared storage.",
+            f"Each tool call takes {plan.tool_latency_s:g} s longer (--tool-latency), like a call across a network: "
+            "FrozenLake answers in milliseconds, and no KV can move in that time.",
+            "The services and the agents' own code share the cores with the engines, in both arms.",
         ),
         arms=tuple(arms),
     )

@@ -72,14 +72,14 @@ def rows(figures: Sequence[ArmFigures]) -> list[Row]:
         row("queue share of the longest 10 %", lambda a: a.tail_queue_share, "%", "lower"),
         row("generated tokens", lambda a: a.gen_tokens, "", ""),
         row("tokens per second", lambda a: a.tokens_per_s, "tok/s", "higher"),
-        row("engine time lost to the earlier end", _idle_s, "s", "lower"),
+        row("idle engine time before the makespan", _idle_s, "s", "lower"),
         row("mean reward", lambda a: a.mean_reward, "", ""),
         row("trajectories that failed", lambda a: a.failed, "", "lower"),
         row("preemptions", lambda a: a.preemptions, "", ""),
         row("migrations", lambda a: a.migrations, "", ""),
-        row("migrations called off or failed", lambda a: a.failed_migrations, "", "lower"),
-        row("cores taken by other programs", lambda a: a.other_programs_share, "%", ""),
-        row("steps that went on after an engine was lost", lambda a: a.lost_engines, "", ""),
+        row("migrations cancelled or failed", lambda a: a.failed_migrations, "", "lower"),
+        row("share of the cores used by other programs", lambda a: a.other_programs_share, "%", ""),
+        row("steps continued after an engine was lost", lambda a: a.lost_engines, "", ""),
         *(forecast_rows(figures) if any(arm.forecasts.forecasts for arm in figures) else []),
     ]
 
