@@ -28,7 +28,7 @@ BUDGETS = {
     "services/tools": (10_300, 70),
     "sim": (6_100, 37),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 53_000, 356, 31_700
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 53_000, 350, 31_700
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS: dict[str, int] = {}  # folders with leave for more, each with its reason
