@@ -49,7 +49,7 @@ class FakePod:
 
 
 class FakeApiServer:
-    """See the module. minor: of the version that it gives itself. refuses: HTTP status of the next creations."""
+    """minor: the minor version that it reports. refuses: HTTP status of the next creations."""
 
     def __init__(self, paths: Sequence[str], minor: str = "35") -> None:
         self.pods: dict[str, FakePod] = {}

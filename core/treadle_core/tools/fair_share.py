@@ -1,14 +1,14 @@
-"""Equal shares of one pool for many jobs: deficit round robin (Shreedhar and Varghese, SIGCOMM 1995).
+"""Share one pool equally among many jobs: deficit round robin (Shreedhar and Varghese, SIGCOMM 1995).
 
-Rewards of all jobs run in one pool (RollArt §4, principle 3): a job that hands in ten thousand at once must not hold up
-one that hands in ten. Jobs take turns; a turn lets a job spend `quantum` more, and what it does not spend is kept while
-it has something waiting. Within a job: first come, first served.
+Rewards of all jobs run in one pool (RollArt §4, principle 3): a job that submits ten thousand at once must not delay a
+job that submits ten. Jobs take turns; each turn lets a job spend `quantum` more, and an unspent rest stays with the job
+while it has waiting work. Within a job, work starts in the order of submission.
 
-A pure state machine: no clock, no task. Costs are in any one unit; the caller takes expected seconds of a slot, and
-says with `settle` what a piece of work really cost.
+A pure state machine: no clock, no task. All costs have one unit; the caller uses expected seconds of a slot, and
+reports with `settle` what a piece of work really cost.
 
-Invariants: while two jobs both wait, what they were given differs by at most `quantum` plus twice the largest cost; an
-idle job saves nothing up; a debt (work that cost more than was said) is remembered for as long as anybody waits.
+Invariants: while two jobs both wait, their shares differ by at most `quantum` plus twice the largest cost; an idle job
+saves nothing; a debt (work that cost more than expected) is remembered as long as any job waits.
 """
 
 import math
@@ -28,7 +28,7 @@ class _Line(Generic[T]):
 
 
 class FairShare(Generic[T]):
-    """See the module. quantum > 0: about the cost of one piece of work, so that turns are short."""
+    """The jobs, their waiting work and their shares. quantum > 0: about the cost of one piece of work."""
 
     def __init__(self, quantum: float) -> None:
         if not (quantum > 0 and math.isfinite(quantum)):

@@ -34,7 +34,7 @@ class Limits:
 
 
 class ProviderModel:
-    """See the module. Times never fall from call to call."""
+    """A provider with limits. The caller passes times that never fall."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
