@@ -60,7 +60,7 @@ class BenchOptions:
 @dataclass(frozen=True)
 class Bench:
     """One figure. summary: its line of help. measure: gives the figures. engines: how many it starts; each takes a core
-    where there is no GPU. page: gives the values that the template `<name>/page.md.j2` needs beside the figures; None:
+    where there is no GPU. page: gives the values that the template `pages/<name>.md.j2` needs beside the figures; None:
     no page. draw: writes the picture to a file."""
 
     name: str

@@ -16,6 +16,7 @@ from treadle_cli.app import DEFAULT_SLOTS, Model, Seed, Slots, engine_plan
 from treadle_cli.mesh.engines import DEFAULT_MODEL
 from treadle_cli.problems import UsageProblem
 
+from treadle_bench.ablations.measure import HEDDLE14, HEDDLE15, HEDDLE16
 from treadle_bench.affinity.measure import BENCH as AFFINITY
 from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.control_plane.measure import BENCH as CONTROL_PLANE
@@ -24,9 +25,6 @@ from treadle_bench.controller.replan import BENCH as REPLAN
 from treadle_bench.fidelity.measure import BENCH as FIDELITY
 from treadle_bench.heddle4.measure import BENCH as HEDDLE4
 from treadle_bench.heddle12.measure import BENCH as HEDDLE12
-from treadle_bench.heddle14.measure import BENCH as HEDDLE14
-from treadle_bench.heddle15.measure import BENCH as HEDDLE15
-from treadle_bench.heddle16.measure import BENCH as HEDDLE16
 from treadle_bench.heddle_tables.measure import BENCH as HEDDLE_TABLES
 from treadle_bench.long_tail.measure import BENCH as LONG_TAIL
 from treadle_bench.placement.measure import BENCH as PLACEMENT

@@ -1,10 +1,8 @@
-"""Pages of figures: fills `<bench>/page.md.j2` with the figures of a run. Templates hold words and tables.
+"""Pages of figures: fills `pages/<name>.md.j2` with the figures of a run. Templates hold words and tables.
 
 A template sees the keys of the bench's JSON, what the bench prepares for its page, and the names below. A name that is
 missing is an error. `MACHINE` describes where the committed results were made.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +14,7 @@ MACHINE = "2 cores of an AMD EPYC, no accelerator: everything is simulated"
 
 def render(name: str, values: Mapping[str, Any]) -> str:
     """The page of bench `name` in Markdown. Raises jinja2.UndefinedError for a value that its template needs."""
-    return _templates.get_template(f"{name.replace('-', '_')}/page.md.j2").render(values, name=name)
+    return _templates.get_template(f"{name}.md.j2").render(values, name=name)
 
 
 def seconds(value: float) -> str:
@@ -33,6 +31,11 @@ def value_range(values: Iterable[float]) -> str:
     """Least and greatest, as in 1.02–1.31; nothing of no values."""
     found = list(values)
     return f"{min(found):.2f}–{max(found):.2f}" if found else ""
+
+
+def ratios_to(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """Range of the ratios of an ablation to its variants `names`, as in 1.02–1.31×."""
+    return f"{value_range(row['ratio_to'][name] for row in rows for name in names if name in row['ratio_to'])}×"
 
 
 def describe_seeds(seeds: Sequence[int]) -> str:
@@ -58,7 +61,7 @@ def row(cells: Iterable[object]) -> str:
 
 
 _templates = Environment(
-    loader=PackageLoader("treadle_bench", ""),
+    loader=PackageLoader("treadle_bench", "pages"),
     undefined=StrictUndefined,
     keep_trailing_newline=True,
     trim_blocks=True,
@@ -66,7 +69,7 @@ _templates = Environment(
     autoescape=False,
 )
 _templates.globals |= {"machine": MACHINE, "command": command, "heading": heading, "row": row}
-_templates.filters |= {"seconds": seconds, "ratio": ratio, "range": value_range, "seeds": describe_seeds}
+_templates.filters |= {"seconds": seconds, "ratio": ratio, "ratios_to": ratios_to, "seeds": describe_seeds}
 _templates.filters |= {
     "fixed": lambda value, digits=2: f"{value:,.{digits}f}",
     "percent": lambda value, digits=0: f"{value:.{digits}%}",

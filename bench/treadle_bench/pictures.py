@@ -1,7 +1,5 @@
 """What the pictures of all figures share: a titled sheet, plain axes, bars, and the product's colours."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path

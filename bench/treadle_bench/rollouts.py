@@ -4,26 +4,25 @@ A Batch says which trajectories run on which GPUs. A Batch and a Job are small a
 the trajectories itself. The same job gives the same figures in any process and in any order.
 """
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
+import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from treadle_sim.engine_model import EngineModel, engine_model
+from treadle_sim.engine_model import engine_model
 from treadle_sim.outcome import Times
 from treadle_sim.rollout import Setting, alone_s, longest_alone_s, lower_bound_s, simulate, work_s
 from treadle_sim.systems import System
 from treadle_sim.workloads import parametric
 from treadle_sim.workloads.resample import resample
-from treadle_sim.workloads.workload import TrajectoryWork, read_traces
+from treadle_sim.workloads.workload import read_traces
 
 from treadle_bench.bench import BenchOptions
 
@@ -35,8 +34,7 @@ SLOTS = 100  # sequences that decode at once for each GPU of an engine; Heddle's
 SMALL_SCALE = 0.25  # of GPUs and trajectories, where many seeds are played
 TRACES = "traces"  # name of the workload of --traces
 SETTINGS_CACHED = 4
-
-Binding = Literal["work", "tail", "tools"]
+PARTS = ("prefill_s", "decode_s", "tool_s", "move_s")  # of a trajectory's time, beside its waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,6 @@ class Batch:
     gpus: int
     prompts: int
     seed: int
-    accelerator: str = ACCELERATOR
     slots: int = SLOTS
     traces: Path | None = None
 
@@ -60,95 +57,59 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One rollout. degree: GPUs of each engine, 0 where the system allocates. curve: keep when each trajectory
-    ended."""
+    """One rollout. degree: GPUs of each engine, 0 where the system allocates."""
 
     batch: Batch
     system: System
     degree: int = 0
-    curve: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Where one trajectory's time went, in seconds. whole_s: all of it. queue_s: what no other part explains: in an
-    engine's queue, before admission, or on the way."""
-
-    whole_s: float
-    queue_s: float
-    prefill_s: float
-    decode_s: float
-    tool_s: float
-    move_s: float
-
-    @classmethod
-    def of(cls, times: Times) -> Wait:
-        """From the simulator's times of the trajectory."""
-        queue_s = times.finished_s - times.prefill_s - times.decode_s - times.tool_s - times.move_s
-        return cls(times.finished_s, queue_s, times.prefill_s, times.decode_s, times.tool_s, times.move_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What is kept of a rollout. engines: as in "8x1 + 1x8 H200". last: the trajectory that ended last. longest: the
-    one with most tokens. took_s: wall seconds of the simulation. finished_s: of each trajectory, where the job asks."""
+    """What is kept of a rollout. engines: as in "8x1 + 1x8 H200". last, longest: seconds by part of the trajectory that
+    ended last, and of that with most tokens. took_s: wall seconds of the simulation. finished_s: of each trajectory."""
 
     makespan_s: float
     tokens_per_s: float
     p50_s: float
     engines: str
     migrations: int
-    preemptions: int
     events: int
-    last: Wait
-    longest: Wait
+    last: Mapping[str, float]
+    longest: Mapping[str, float]
     took_s: float
-    finished_s: tuple[float, ...] = field(default=(), repr=False)
+    finished_s: np.ndarray = field(repr=False, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """The makespan that no schedule beats, and what sets it: all work together, the longest trajectory, or its
-    tools."""
-
-    bound_s: float
-    bound_by: Binding
-    work_s: float
-    alone_s: float
-
-
-def find_bound(batch: Batch) -> Bound:
-    """The lower bound of the batch's makespan."""
+def find_bound(batch: Batch) -> dict[str, Any]:
+    """`bound_s`: the makespan that no schedule beats. `bound_by`: what sets it, all `work` together, the longest
+    trajectory (`tail`), or its `tools`. `work_s`, `alone_s`: seconds of all work, and of the longest trajectory."""
     setting = setting_of(batch)
-    works = setting.workload.trajectories
     usable = [model for model in setting.models if model.kv_tokens > 0 and model.gpus <= setting.gpus]
     longest_s, all_s = longest_alone_s(setting.workload, usable), work_s(setting.workload, usable, setting.gpus)
-    longest = max(works, key=lambda work: _alone_s(work, usable))
-    tail: Binding = "tools" if longest.tool_s > 0.5 * longest_s else "tail"
-    bound_s = lower_bound_s(setting.workload, setting.models, setting.gpus)
-    return Bound(bound_s, "work" if all_s >= longest_s else tail, all_s, longest_s)
-
-
-def _alone_s(work: TrajectoryWork, models: Sequence[EngineModel]) -> float:
-    return min(alone_s(work, model) for model in models)
+    longest = max(setting.workload.trajectories, key=lambda work: min(alone_s(work, model) for model in usable))
+    tail = "tools" if longest.tool_s > 0.5 * longest_s else "tail"
+    return {
+        "bound_s": lower_bound_s(setting.workload, setting.models, setting.gpus),
+        "bound_by": "work" if all_s >= longest_s else tail,
+        "work_s": all_s,
+        "alone_s": longest_s,
+    }
 
 
 @lru_cache(maxsize=SETTINGS_CACHED)
 def setting_of(batch: Batch) -> Setting:
     """The batch for the simulator, with an earlier epoch of the same prompts from which engines are planned. Raises
     TraceFileError, OSError, UnknownWorkloadError and UnknownEngineError."""
-    models = tuple(engine_model(batch.llm, batch.accelerator, degree, batch.slots * degree) for degree in DEGREES)
+    models = tuple(engine_model(batch.llm, ACCELERATOR, degree, batch.slots * degree) for degree in DEGREES)
+    size = (batch.prompts, SAMPLES, batch.seed)
     if batch.traces is not None:
         works = read_traces(batch.traces)
         caps = {"max_gen_tokens": parametric.MAX_GEN_TOKENS, "max_context_tokens": parametric.MAX_CONTEXT_TOKENS}
-        now, before = (
-            resample(works, batch.prompts, SAMPLES, batch.seed, epoch=epoch, name=TRACES, **caps) for epoch in (0, 1)
-        )
+        now, before = (resample(works, *size, epoch=epoch, name=TRACES, **caps) for epoch in (0, 1))
     else:
-        now, before = (
-            parametric.make(batch.workload, batch.prompts, SAMPLES, batch.seed, epoch=epoch, llm=batch.llm.lower())
-            for epoch in (0, 1)
-        )
+        llm = batch.llm.lower()
+        now, before = (parametric.make(batch.workload, *size, epoch=epoch, llm=llm) for epoch in (0, 1))
     return Setting(now, batch.gpus, models, before.trajectories, seed=batch.seed)
 
 
@@ -158,33 +119,36 @@ def play_job(job: Job) -> Played:
     began = time.perf_counter()
     run = simulate(job.system, setting, job.degree)
     took_s = time.perf_counter() - began
-    outcome = run.outcome
-    works = setting.workload.trajectories
-    last = max(range(len(works)), key=lambda index: outcome.times[index].finished_s)
-    longest = max(range(len(works)), key=lambda index: works[index].gen_tokens)
+    outcome, works = run.outcome, setting.workload.trajectories
+    _, longest = max(zip(works, outcome.times, strict=True), key=lambda pair: pair[0].gen_tokens)
     return Played(
         makespan_s=outcome.makespan_s,
         tokens_per_s=outcome.tokens_per_s,
         p50_s=outcome.finish_quantile_s(0.5),
         engines=run.cluster.describe(),
         migrations=outcome.migrations,
-        preemptions=outcome.preemptions,
         events=outcome.events,
-        last=Wait.of(outcome.times[last]),
-        longest=Wait.of(outcome.times[longest]),
+        last=_split_times(max(outcome.times, key=lambda times: times.finished_s)),
+        longest=_split_times(longest),
         took_s=took_s,
-        finished_s=tuple(times.finished_s for times in outcome.times) if job.curve else (),
+        finished_s=np.array([times.finished_s for times in outcome.times]),
     )
 
 
-async def play_all(jobs: Sequence[Job], options: BenchOptions, what: str) -> list[Played]:
-    """Play the jobs, `options.workers` at a time; results in the order of the jobs. With one worker: in this
-    process."""
+def _split_times(times: Times) -> dict[str, float]:
+    """Seconds by part. queue_s is what no other part explains: in an engine's queue, before admission, on the way."""
+    queue_s = times.finished_s - times.prefill_s - times.decode_s - times.tool_s - times.move_s
+    return {"queue_s": queue_s, **{part: getattr(times, part) for part in PARTS}}
+
+
+async def play_all(jobs: Iterable[Job], options: BenchOptions, what: str) -> dict[Job, Played]:
+    """Play the jobs, `options.workers` at a time. With one worker: in this process."""
+    ahead = list(dict.fromkeys(jobs))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=options.progress, transient=True) as progress:
-        task = progress.add_task(what, total=len(jobs))
+        task = progress.add_task(what, total=len(ahead))
         if options.workers <= 1:
-            return [play_job(job) for job in progress.track(jobs, task_id=task)]
+            return {job: play_job(job) for job in progress.track(ahead, task_id=task)}
         loop = asyncio.get_running_loop()
         with ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
 
@@ -194,8 +158,8 @@ async def play_all(jobs: Sequence[Job], options: BenchOptions, what: str) -> lis
                 return played
 
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(play_one(job)) for job in jobs]
-        return [task.result() for task in tasks]
+                tasks = {job: group.create_task(play_one(job)) for job in ahead}
+        return {job: task.result() for job, task in tasks.items()}
 
 
 def batch_for(workload: str, llm: str, scale: float, seed: int, options: BenchOptions, *, degree: int = 1) -> Batch:
@@ -208,3 +172,16 @@ def batch_for(workload: str, llm: str, scale: float, seed: int, options: BenchOp
 def workloads(options: BenchOptions) -> tuple[str, ...]:
     """Names of the workloads of a figure: the three of the paper, or that of --traces."""
     return (TRACES,) if options.traces is not None else tuple(parametric.WORKLOADS)
+
+
+def header(first: Batch, scale: float, options: BenchOptions) -> dict[str, Any]:
+    """What the figures say of their batches, of which `first` is one."""
+    return {
+        "model": first.llm,
+        "accelerator": ACCELERATOR,
+        "gpus": first.gpus,
+        "trajectories": first.trajectories,
+        "scale": scale,
+        "seeds": options.seeds,
+        "repeats": options.repeats,
+    }

@@ -1,7 +1,5 @@
 """Medians, ranges and rounding of figures, and milliseconds of a call."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median

@@ -14,6 +14,7 @@ from treadle_sim.engine_model import engine_model
 from treadle_sim.systems import VERL
 from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload, write_traces
 
+from treadle_bench.ablations.measure import ORDERINGS, PLACEMENTS
 from treadle_bench.affinity.measure import (
     BLOCK,
     COMPUTE,
@@ -29,9 +30,6 @@ from treadle_bench.affinity.measure import (
 )
 from treadle_bench.bench import BenchOptions
 from treadle_bench.command import BENCHES
-from treadle_bench.heddle14.measure import UNRESERVED
-from treadle_bench.heddle14.measure import VARIANTS as ORDERINGS
-from treadle_bench.heddle15.measure import VARIANTS as PLACEMENTS
 from treadle_bench.heddle_tables.measure import MoveLog
 
 ONE_GPU = 1 / 64
@@ -78,19 +76,15 @@ async def test_the_tables_measure_every_cell(tiny: BenchOptions) -> None:
 
 
 def test_the_ablations_exchange_the_part_that_they_name_and_no_other() -> None:
-    ours = ORDERINGS[0].system
-    for variant in ORDERINGS:
-        same = replace(
-            variant.system.policy,
-            ordering=ours.policy.ordering,
-            preempt=ours.policy.preempt,
-        )
-        assert (same == ours.policy) == (variant.name != UNRESERVED)  # that one does not reserve either, and says so
-        assert (variant.system.allocated, variant.degree) == (ours.allocated, 0)
-    planned = PLACEMENTS[0].system
-    for variant in PLACEMENTS:
-        assert variant.system.policy.ordering is planned.policy.ordering
-        assert (variant.system.predictor, variant.degree) == (planned.predictor, 1)
+    ours, _ = ORDERINGS["progressive"]
+    for name, (system, degree) in ORDERINGS.items():
+        same = replace(system.policy, ordering=ours.policy.ordering, preempt=ours.policy.preempt)
+        assert (same == ours.policy) == ("no room held" not in name)  # that one does not reserve either, and says so
+        assert (system.allocated, degree) == (ours.allocated, 0)
+    planned, _ = PLACEMENTS["planned"]
+    for system, degree in PLACEMENTS.values():
+        assert system.policy.ordering is planned.policy.ordering
+        assert (system.predictor, degree) == (planned.predictor, 1)
 
 
 def test_a_move_is_masked_where_it_ends_before_its_tool_call() -> None:

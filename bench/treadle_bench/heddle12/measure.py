@@ -11,8 +11,6 @@ degree. `spread`: range of the ratios over seeds. `bound_by`: what sets the lowe
 (`tail`), or `tools` where most of that trajectory is tools.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import median, median_low
 from typing import Any
@@ -52,42 +50,37 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
 
 
 async def _play_size(scale: float, seeds: Sequence[int], options: BenchOptions) -> dict[str, Any]:
-    sizes = [*PAPER_DEGREE.items(), *((llm, 1) for llm in DENSE)]
+    gpus = round(GPUS * scale)
     cells = {
         (name, llm, degree): [batch_for(name, llm, scale, seed, options, degree=degree) for seed in seeds]
         for name in workloads(options)
-        for llm, degree in sizes
+        for llm, degree in (*PAPER_DEGREE.items(), *((llm, 1) for llm in DENSE))
     }
-    jobs = [job for batches in cells.values() for batch in batches for job in _jobs_of(batch)]
-    played = await play_all(jobs, options, f"heddle12 on {round(GPUS * scale)} GPUs")
-    done = dict(zip(jobs, played, strict=True))
+    jobs = {batch: _jobs_of(batch) for batches in cells.values() for batch in batches}
+    done = await play_all((job for of in jobs.values() for job in of), options, f"heddle12 on {gpus} GPUs")
     rows: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for (_name, llm, degree), batches in cells.items():
-        rows[degree == PAPER_DEGREE[llm]].append(merge_seeds([_make_cell(batch, done) for batch in batches]))
-    return {
-        "gpus": round(GPUS * scale),
-        "scale": scale,
-        "seeds": list(seeds),
-        "cells": rows[True],
-        "dense_cells": rows[False],
-    }
+        made = [_make_cell(batch, {job: done[job] for job in jobs[batch]}) for batch in batches]
+        rows[degree == PAPER_DEGREE[llm]].append(merge_seeds(made))
+    return {"gpus": gpus, "scale": scale, "seeds": list(seeds), "cells": rows[True], "dense_cells": rows[False]}
 
 
 def _jobs_of(batch: Batch) -> list[Job]:
     """Every baseline at every degree whose engines hold the batch, and the systems that allocate engines."""
     degrees = setting_of(batch).degrees()
-    return [Job(batch, system, degree) for system in BASELINES for degree in degrees] + [
-        Job(batch, system) for system in PLANNED
+    return [
+        *(Job(batch, system, degree) for system in BASELINES for degree in degrees),
+        *(Job(batch, system) for system in PLANNED),
     ]
 
 
 def _make_cell(batch: Batch, done: Mapping[Job, Played]) -> dict[str, Any]:
-    """One cell of one seed."""
+    """One cell of one seed, from its rollouts."""
     degree: dict[str, int] = {}
     at_paper_degree: dict[str, float] = {}
     of: dict[str, Played] = {}
     for system in BASELINES:
-        runs = {job.degree: one for job, one in done.items() if job.batch == batch and job.system is system}
+        runs = {job.degree: one for job, one in done.items() if job.system is system}
         degree[system.name] = min(runs, key=lambda each: runs[each].makespan_s)
         of[system.name] = runs[degree[system.name]]
         if PAPER_DEGREE[batch.llm] in runs:
@@ -95,7 +88,8 @@ def _make_cell(batch: Batch, done: Mapping[Job, Played]) -> dict[str, Any]:
     of |= {system.name: done[Job(batch, system)] for system in PLANNED}
     policy = {name: one.makespan_s for name, one in of.items()}
     treadle = of[TREADLE.name]
-    best = min((system.name for system in BASELINES), key=lambda name: policy[name])
+    ratio_to = {name: policy[name] / treadle.makespan_s for name in policy}
+    best = min(degree, key=lambda name: policy[name])
     bound = find_bound(batch)
     return {
         "workload": batch.workload,
@@ -107,21 +101,16 @@ def _make_cell(batch: Batch, done: Mapping[Job, Played]) -> dict[str, Any]:
         "policy_at_paper_degree": at_paper_degree,
         "paper_degree": PAPER_DEGREE[batch.llm],
         "best_baseline": best,
-        "ratio_to_best_baseline": policy[best] / treadle.makespan_s,
-        **{f"ratio_to_{name}": policy[name] / treadle.makespan_s for name in ("verl", "slime", "heddle", "oracle")},
+        "ratio_to_best_baseline": ratio_to[best],
+        **{f"ratio_to_{name}": ratio_to[name] for name in ("verl", "slime", "heddle", "oracle")},
         "whole_turns_to_best_baseline": policy[best] / policy[TREADLE_WHOLE_TURNS.name],
-        "ratio_to_bound": bound.bound_s / treadle.makespan_s,
-        "ratio_to": {system.name: policy[system.name] / treadle.makespan_s for system in BASELINES},
+        "ratio_to_bound": bound["bound_s"] / treadle.makespan_s,
+        "ratio_to": {name: ratio_to[name] for name in degree},
         "ratio_at_paper_degree": {name: each / treadle.makespan_s for name, each in at_paper_degree.items()},
-        "bound_s": bound.bound_s,
-        "bound_by": bound.bound_by,
-        "work_s": bound.work_s,
-        "alone_s": bound.alone_s,
+        **bound,
         "p50_s": {name: one.p50_s for name, one in of.items()},
         "tokens_per_s": {name: one.tokens_per_s for name, one in of.items()},
-        "last": {
-            part: getattr(treadle.last, part) for part in ("queue_s", "prefill_s", "decode_s", "tool_s", "move_s")
-        },
+        "last": treadle.last,
         "migrations": treadle.migrations,
         "took_s": treadle.took_s,
     }

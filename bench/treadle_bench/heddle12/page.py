@@ -1,8 +1,6 @@
 """What the page of heddle12 says of its cells: the aims that are reached, the paper's ratios, and where Treadle
 loses."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

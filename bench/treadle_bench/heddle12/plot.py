@@ -1,7 +1,5 @@
 """The picture of heddle12: makespans over the bound, a panel for each workload, a row for each model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

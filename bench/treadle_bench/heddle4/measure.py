@@ -5,8 +5,6 @@ the times at which trajectories end, with its range over seeds; `at`: the fracti
 of the trajectories had ended (first seed); `tokens_max_over_median`: longest over median of their lengths.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from treadle_sim.systems import VERL
 
 from treadle_bench.bench import Bench, BenchOptions, Figures
 from treadle_bench.pictures import SERIES, sheet, style
-from treadle_bench.rollouts import ACCELERATOR, Job, batch_for, play_all, setting_of, workloads
+from treadle_bench.rollouts import Job, batch_for, header, play_all, setting_of, workloads
 from treadle_bench.summary import DIGITS, median_of, range_of
 
 LLM = "Qwen3-14B"
@@ -30,11 +28,10 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     batches = {
         name: [batch_for(name, LLM, scale, seed, options) for seed in options.seeds] for name in workloads(options)
     }
-    jobs = [Job(batch, VERL, DEGREE, curve=True) for of_name in batches.values() for batch in of_name]
-    done = dict(zip(jobs, await play_all(jobs, options, "heddle4"), strict=True))
+    done = await play_all((Job(each, VERL, DEGREE) for seeds in batches.values() for each in seeds), options, "heddle4")
     rows = []
     for name, of_name in batches.items():
-        runs = [done[Job(batch, VERL, DEGREE, curve=True)] for batch in of_name]
+        runs = [done[Job(batch, VERL, DEGREE)] for batch in of_name]
         ratios = [one.makespan_s / one.p50_s for one in runs]
         tokens = [np.array([work.gen_tokens for work in setting_of(batch).workload.trajectories]) for batch in of_name]
         rows.append(
@@ -47,17 +44,7 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
                 "at": np.round(np.percentile(runs[0].finished_s, PERCENT) / runs[0].makespan_s, DIGITS).tolist(),
             }
         )
-    first = next(iter(batches.values()))[0]
-    return {
-        "model": LLM,
-        "accelerator": ACCELERATOR,
-        "gpus": first.gpus,
-        "trajectories": first.trajectories,
-        "scale": scale,
-        "seeds": options.seeds,
-        "repeats": options.repeats,
-        "rows": rows,
-    }
+    return header(next(iter(batches.values()))[0], scale, options) | {"rows": rows}
 
 
 def draw(found: Figures, file: Path) -> None:

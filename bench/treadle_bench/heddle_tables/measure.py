@@ -7,8 +7,6 @@ ended before their tool call. `median_context_move_s`: the transfer alone, of a 
 `resources_ms`: measured on the same trajectories. Tools and moves are simulated, milliseconds are measured.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from statistics import mean, median

@@ -4,17 +4,14 @@ Keys: `trajectories`, `gpus`; `s`: of Treadle's slowest rollout; `rows`: each sy
 second. Medians over `repeats`, without the first rollout of each system, which loads compiled code.
 """
 
-from __future__ import annotations
-
 from statistics import median
 from typing import Any
 
-from rich.progress import Progress
+from rich.progress import track
 from treadle_sim.systems import HEDDLE, TREADLE, VERL
-from treadle_sim.workloads.parametric import WORKLOADS
 
 from treadle_bench.bench import Bench, BenchOptions
-from treadle_bench.rollouts import TRACES, Job, batch_for, play_job
+from treadle_bench.rollouts import Job, batch_for, play_job, workloads
 from treadle_bench.summary import median_of, range_of
 
 LLM = "Qwen3-14B"
@@ -26,35 +23,29 @@ DIGITS = 3
 async def measure(options: BenchOptions) -> dict[str, Any]:
     """Raises TraceFileError, OSError."""
     scale = options.scale or 1.0
-    names = (TRACES,) if options.traces is not None else tuple(WORKLOADS)
-    batches = {name: batch_for(name, LLM, scale, options.seed, options) for name in names}
-    with Progress(console=options.progress, transient=True) as progress:
-        task = progress.add_task("simulator", total=len(names) * len(PLAYED) * options.repeats)
-        for system, degree in PLAYED:
-            play_job(Job(batch_for(names[0], LLM, min(scale, WARM_SCALE), options.seed, options), system, degree))
-        rows: list[dict[str, Any]] = []
-        for name, batch in batches.items():
-            for system, degree in PLAYED:
-                took_s = []
-                for _ in range(options.repeats):
-                    one = play_job(Job(batch, system, degree))
-                    took_s.append(one.took_s)
-                    progress.advance(task)
-                rows.append(
-                    {
-                        "workload": name,
-                        "system": system.name,
-                        "s": median_of(took_s, DIGITS),
-                        "s_range": range_of(took_s, DIGITS),
-                        "events": one.events,
-                        "events_per_s": round(one.events / median(took_s)),
-                        "simulated_s": round(one.makespan_s, DIGITS),
-                    }
-                )
-    first = batches[names[0]]
+    batches = [batch_for(name, LLM, scale, options.seed, options) for name in workloads(options)]
+    warm = batch_for(batches[0].workload, LLM, min(scale, WARM_SCALE), options.seed, options)
+    for system, degree in PLAYED:
+        play_job(Job(warm, system, degree))
+    jobs = [Job(batch, system, degree) for batch in batches for system, degree in PLAYED]
+    rows: list[dict[str, Any]] = []
+    for job in track(jobs, "simulator", console=options.progress, transient=True):
+        runs = [play_job(job) for _ in range(options.repeats)]
+        took_s = [one.took_s for one in runs]
+        rows.append(
+            {
+                "workload": job.batch.workload,
+                "system": job.system.name,
+                "s": median_of(took_s, DIGITS),
+                "s_range": range_of(took_s, DIGITS),
+                "events": runs[0].events,
+                "events_per_s": round(runs[0].events / median(took_s)),
+                "simulated_s": round(runs[0].makespan_s, DIGITS),
+            }
+        )
     return {
-        "trajectories": first.trajectories,
-        "gpus": first.gpus,
+        "trajectories": batches[0].trajectories,
+        "gpus": batches[0].gpus,
         "s": max(row["s"] for row in rows if row["system"] == TREADLE.name),
         "model": LLM,
         "scale": scale,
@@ -68,5 +59,5 @@ BENCH = Bench(
     "simulator",
     "Wall seconds of one simulated rollout of 6,400 trajectories on 64 GPUs. Takes about 5 minutes.",
     measure,
-    page=lambda found: {},
+    page=dict,
 )
