@@ -65,9 +65,7 @@ class Fitted:
     loss: float
 
 
-def fit(
-    examples: Examples, folds: Tensor, hidden_size: int, how: Fitting | None = None, bar: Bar = silent, name: str = ""
-) -> Fitted:
+def fit(examples: Examples, folds: Tensor, how: Fitting | None = None, bar: Bar = silent, name: str = "") -> Fitted:
     """folds [n]: the member that is fitted without the example, from 0; below 0 for none. A prompt is in one fold.
     Raises TooFewError."""
     how = how or Fitting()
@@ -79,7 +77,7 @@ def fit(
             raise TooFewError(f"{count} {part} examples, at least {FEWEST} are needed: harvest more rollouts")
     torch.manual_seed(how.seed)
     order = torch.Generator().manual_seed(how.seed)
-    head = QuantileHead(hidden_size, members)
+    head = QuantileHead(examples.hidden.shape[1], members)
     head.scale_to(examples.features[fitted_on.any(dim=0)])
     optimizer = AdamW(head.parameters(), lr=how.learning_rate, weight_decay=how.weight_decay)
     best = Fitted(copy.deepcopy(head).eval(), 0, loss_held_out(head, examples, folds))

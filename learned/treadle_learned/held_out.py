@@ -4,8 +4,8 @@ about by estimators fitted on the others.
 For data sets too small to hold a part out: a fifth of 200 trajectories has four long ones. Invariant: an estimator has
 seen nothing of a prompt that it is asked about, neither in the test nor where validation chooses between estimators.
 
-Two baselines stand beside the learned heads. `PromptAverage` predicts from history alone, which Heddle 4.1 calls
-static. `Boosted` has gradient-boosted trees on the numeric features, and reads no text.
+Two baselines stand beside the learned heads: `PromptAverage` predicts from history alone; `Boosted` has
+gradient-boosted trees on the numeric features, and reads no text.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,19 +25,25 @@ from treadle_learned.examples import Examples, States, Track, without_text
 from treadle_learned.fitting import Fitting, fit
 from treadle_learned.head import predict_held_out, remaining_tokens
 from treadle_learned.moments import Moment, replay, replay_apart
-from treadle_learned.scores import QUANTILES, Asked, Flags, Floats, forecasts, pinball_each, truth
+from treadle_learned.scores import (
+    QUANTILES,
+    Asked,
+    Flags,
+    Floats,
+    PromptAverage,
+    forecasts,
+    pinball_each,
+    subtract_sampled,
+    truth,
+)
 from treadle_learned.transcript import Transcript
 
 FOLDS = 5
 LAST_TURN = 8  # later questions are left out: the report ends there, and states cost a pass over the text
 
-NEWEST = 0.3  # the weight of the newest trajectory in a prompt's average
-OVERRUN = 0.25  # of what it has done is taken to be left of a trajectory that has outlived its average
-Z_90 = 1.2816  # standard deviations from the median to p90 of a normal distribution
-WIDEST = 1.0  # the spread of ln tokens where too little came before to tell
 ROUNDS = 3  # of fitting trees to what is censored
 
-Estimator = Callable[[Sequence[Moment]], Floats]  # remaining tokens [n, 3]
+Read = Callable[[Sequence[Moment]], Examples]
 
 
 @dataclass(frozen=True)
@@ -48,15 +55,6 @@ class Fold:
     test: list[Moment]
     apart: list[int]
     before: list[Transcript]
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """An estimator, and its predictions for the training moments by members that were fitted without them: by these a
-    service chooses before it is asked about others."""
-
-    predict: Estimator
-    held_out: Floats
 
 
 def deal(
@@ -91,49 +89,60 @@ def ask_estimators(
     numbers (the head without text), oracle; with `states` also prompt-only (asked once, before the first step) and
     learned; chosen: of siblings, numbers and learned the best on the training prompts, as `training.train` chooses what
     is served. Raises TooFewError."""
-    answers: dict[str, list[Floats]] = {}
     if states is not None:
-        every = [moment for fold in dealt for moment in (*fold.train, *fold.test)]
-        states.examples(every, track)
-    for fold in dealt:
-        average = PromptAverage(fold.before)
-        answer = {
-            "history": average.predict(fold.test, transcripts),
-            "oracle": truth(fold.test),
-            "boosted": Boosted(fold.train).predict(fold.test),
-        }
-        candidates = _candidates(fold, states, hidden_size, how)
-        answer |= {name: candidate.predict(fold.test) for name, candidate in candidates.items()}
-        losses = {name: _loss(candidate.held_out, fold.train) for name, candidate in candidates.items()}
-        answer["chosen"] = answer[min(losses, key=losses.__getitem__)]
-        if states is not None:
-            answer["prompt-only"] = _prompt_only(fold, states, hidden_size, how)
-        for name, quantiles in answer.items():
-            answers.setdefault(name, []).append(quantiles)
+        states.examples([moment for fold in dealt for moment in (*fold.train, *fold.test)], track)
+    answers = [_ask_about(fold, states, hidden_size, how) for fold in dealt]
     return Asked(
         [moment for fold in dealt for moment in fold.test],
         transcripts,
-        {name: np.concatenate(each) for name, each in answers.items()},
+        {name: np.concatenate([of_fold[name] for of_fold in answers]) for name in answers[0]},
         np.repeat(np.arange(len(dealt)), [len(fold.test) for fold in dealt]),
     )
 
 
-def _candidates(fold: Fold, states: States | None, hidden_size: int, how: Fitting | None) -> dict[str, _Candidate]:
-    """The estimators that a service chooses from."""
-    found = {
-        "siblings": _Candidate(forecasts, forecasts(fold.train)),
-        "numbers": _head(fold.train, fold.apart, None, hidden_size, how),
+def _ask_about(fold: Fold, states: States | None, hidden_size: int, how: Fitting | None) -> dict[str, Floats]:
+    """Each estimator's answers to the test questions of one fold."""
+    answers = {
+        "history": PromptAverage(fold.before).predict(fold.test),
+        "oracle": truth(fold.test),
+        "boosted": Boosted(fold.train).predict(fold.test),
+        "siblings": forecasts(fold.test),
     }
+    # A service chooses by what each estimator says of training prompts that it was not fitted on.
+    held_out = {"siblings": forecasts(fold.train)}
+    readers: dict[str, Read] = {"numbers": partial(without_text, hidden_size=hidden_size)}
     if states is not None:
-        found["learned"] = _head(fold.train, fold.apart, states, hidden_size, how)
-    return found
+        readers["learned"] = states.examples
+    for name, read in readers.items():
+        answers[name], held_out[name] = _fit_and_ask(fold.train, fold.apart, fold.test, read, how)
+    left, censored = truth(fold.train)[:, 0], np.array([moment.censored for moment in fold.train])
+    losses = {name: pinball_each(said, left, censored).mean() for name, said in held_out.items()}
+    answers["chosen"] = answers[min(losses, key=losses.__getitem__)]
+    if states is not None:
+        answers["prompt-only"] = _ask_before_the_first_step(fold, states, how)
+    return answers
 
 
-def _loss(quantiles: Floats, moments: Sequence[Moment]) -> float:
-    """Mean pinball loss."""
-    left = np.array([moment.remaining_tokens for moment in moments], np.float64)
-    censored = np.array([moment.censored for moment in moments])
-    return float(pinball_each(quantiles, left, censored).mean())
+def _fit_and_ask(
+    train: Sequence[Moment], apart: Sequence[int], test: Sequence[Moment], read: Read, how: Fitting | None
+) -> tuple[Floats, Floats]:
+    """The answers of a head to the test questions, and of its members to the training questions that each was not
+    fitted on."""
+    examples, folds = read(train), torch.tensor(apart)
+    head = fit(examples, folds, how).head
+    held_out, quantiles = predict_held_out(head, examples, folds)
+    logs = head.apply_shift(quantiles, held_out.features)[:, 0]
+    return remaining_tokens(head, read(test)), np.expm1(logs.numpy().astype(np.float64))
+
+
+def _ask_before_the_first_step(fold: Fold, states: States, how: Fitting | None) -> Floats:
+    """The answers of a head that is asked before the first step only: later that, less what was sampled since."""
+    first = [at for at, moment in enumerate(fold.train) if moment.turn == 0]
+    begins = [moment for moment in fold.test if moment.turn == 0]
+    train, apart = [fold.train[at] for at in first], [fold.apart[at] for at in first]
+    said, _ = _fit_and_ask(train, apart, begins, states.examples, how)
+    total = {moment.index: row for moment, row in zip(begins, said, strict=True)}
+    return subtract_sampled(np.stack([total[moment.index] for moment in fold.test]), fold.test)
 
 
 def _fold(transcripts: Sequence[Transcript], dealt: Sequence[Sequence[int]], number: int) -> Fold:
@@ -142,71 +151,15 @@ def _fold(transcripts: Sequence[Transcript], dealt: Sequence[Sequence[int]], num
     train = list(numbers)
     before = [transcripts[index] for index in train]
 
-    def of(part: Sequence[int], found: list[Moment]) -> list[Moment]:
+    def by_transcript(part: Sequence[int], found: list[Moment]) -> list[Moment]:
         return [replace(moment, index=part[moment.index]) for moment in found]
 
     def asked(turn: int) -> bool:
         return turn <= LAST_TURN
 
-    trained = of(train, replay_apart(before, list(numbers.values()), asked=asked))
-    tested = of(test, replay([transcripts[index] for index in test], before, asked=asked))
+    trained = by_transcript(train, replay_apart(before, list(numbers.values()), asked=asked))
+    tested = by_transcript(test, replay([transcripts[index] for index in test], before, asked=asked))
     return Fold(trained, tested, [numbers[moment.index] for moment in trained], before)
-
-
-def _head(
-    train: Sequence[Moment], apart: Sequence[int], states: States | None, hidden_size: int, how: Fitting | None
-) -> _Candidate:
-    """A head fitted to the states, or without `states` to the numbers alone."""
-
-    def read(moments: Sequence[Moment]) -> Examples:
-        return without_text(moments, hidden_size) if states is None else states.examples(moments)
-
-    examples, folds = read(train), torch.tensor(apart)
-    head = fit(examples, folds, hidden_size, how).head
-    held_out, quantiles = predict_held_out(head, examples, folds)
-    logs = head.apply_shift(quantiles, held_out.features)[:, 0]
-    return _Candidate(lambda moments: remaining_tokens(head, read(moments)), np.expm1(logs.numpy().astype(np.float64)))
-
-
-def _prompt_only(fold: Fold, states: States, hidden_size: int, how: Fitting | None) -> Floats:
-    """The answers of a head that is asked before the first step only: later that, less what was sampled since."""
-    first = [at for at, moment in enumerate(fold.train) if moment.turn == 0]
-    apart = [fold.apart[at] for at in first]
-    head = _head([fold.train[at] for at in first], apart, states, hidden_size, how)
-    begins = [moment for moment in fold.test if moment.turn == 0]
-    of = {moment.index: row for moment, row in zip(begins, head.predict(begins), strict=True)}
-    done = np.array([moment.gen_tokens for moment in fold.test], np.float64)[:, None]
-    totals = np.stack([of[moment.index] for moment in fold.test])
-    return np.maximum(totals - done, OVERRUN * done)
-
-
-class PromptAverage:
-    """An exponential moving average of ln(1 + tokens) for each prompt; a prompt without history has the average of all.
-
-    The spread is that of all earlier trajectories around their own prompt's average before them. Of the trajectory
-    itself only its sampled tokens are used. A cut trajectory counts as it is: that is what such predictors do. earlier:
-    in the order in which they ended.
-    """
-
-    def __init__(self, earlier: Sequence[Transcript]) -> None:
-        self._of_prompt: dict[str, float] = {}
-        self._of_all = 0.0
-        errors: list[float] = []
-        for number, transcript in enumerate(earlier):
-            length = float(np.log1p(transcript.gen_tokens))
-            known = self._of_prompt.get(transcript.prompt_id)
-            if number:
-                errors.append(length - (self._of_all if known is None else known))
-            self._of_prompt[transcript.prompt_id] = length if known is None else known + NEWEST * (length - known)
-            self._of_all += (length - self._of_all) / (number + 1)
-        self._spread = float(np.std(errors)) if len(errors) > 1 else WIDEST
-
-    def predict(self, moments: Sequence[Moment], transcripts: Sequence[Transcript]) -> Floats:
-        """Remaining tokens [n, 3]."""
-        logs = np.array([self._of_prompt.get(transcripts[moment.index].prompt_id, self._of_all) for moment in moments])
-        done = np.array([moment.gen_tokens for moment in moments], np.float64)
-        totals = np.expm1(logs[:, None] + self._spread * np.array([-Z_90, 0.0, Z_90]))
-        return np.maximum(totals - done[:, None], OVERRUN * done[:, None])
 
 
 class Boosted:

@@ -17,7 +17,7 @@ truths within quantiles are of all questions at the step: nobody knew then which
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -36,30 +36,27 @@ QUANTILES = (0.1, 0.5, 0.9)
 RESAMPLES = 500
 INTERVAL = (2.5, 97.5)  # percentiles of the resamples
 
+NEWEST = 0.3  # the weight of the newest trajectory in a prompt's average
+OVERRUN = 0.25  # of what it has done is taken to be left of a trajectory that has outlived its average
+Z_90 = 1.2816  # standard deviations from the median to p90 of a normal distribution
+WIDEST = 1.0  # the spread of ln tokens where too little came before to tell
+
 
 @dataclass(frozen=True)
 class Answers:
     """Questions at one step, and one estimator's answers. gen_tokens: sampled by then; prompts: the number of each
-    prompt; parts: the number of the predictor that answered (one for all questions of a prompt), None where there is
-    one predictor."""
+    prompt; parts: the number of the predictor that answered (one for all questions of a prompt)."""
 
     gen_tokens: Floats
     remaining: Floats
     censored: Flags
     quantiles: Floats
     prompts: Numbers
-    parts: Numbers | None = None
+    parts: Numbers
 
     def of(self, which: Numbers) -> Answers:
         """Some of the questions, by index."""
-        return Answers(
-            self.gen_tokens[which],
-            self.remaining[which],
-            self.censored[which],
-            self.quantiles[which],
-            self.prompts[which],
-            None if self.parts is None else self.parts[which],
-        )
+        return Answers(*(getattr(self, each.name)[which] for each in fields(self)))
 
     @property
     def totals(self) -> Floats:
@@ -120,29 +117,22 @@ def intervals(answers: Answers, of: Mapping[str, Score], seed: int = 0) -> dict[
     rng = np.random.default_rng(seed)
     order = np.argsort(answers.prompts, kind="stable")
     _, first, count = np.unique(answers.prompts[order], return_index=True, return_counts=True)
-    part_of = np.zeros(len(first), np.int64) if answers.parts is None else answers.parts[order][first]
+    part_of = answers.parts[order][first]
     parts = [np.flatnonzero(part_of == part) for part in np.unique(part_of)]
-    values: dict[str, list[float]] = {name: [] for name in of}
-    for _ in range(RESAMPLES):
+    values = np.empty((RESAMPLES, len(of)))
+    for row in values:
         drawn = np.concatenate([part[rng.integers(0, len(part), len(part))] for part in parts])
         counts = count[drawn]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         some = answers.of(order[np.repeat(first[drawn], counts) + within])
-        for name, score in of.items():
-            values[name].append(score(some))
-    return {name: _middle(np.array(found)) for name, found in values.items()}
+        row[:] = [score(some) for score in of.values()]
+    low, high = np.percentile(values, INTERVAL, axis=0).tolist()
+    return {name: (low[at], high[at]) for at, name in enumerate(of)}
 
 
 def _within_parts(answers: Answers, score: Score) -> float:
-    if answers.parts is None:
-        return score(answers)
     parts = [np.flatnonzero(answers.parts == part) for part in np.unique(answers.parts)]
     return sum(len(which) * score(answers.of(which)) for which in parts) / len(answers.gen_tokens)
-
-
-def _middle(values: Floats) -> tuple[float, float]:
-    low, high = np.percentile(values, INTERVAL)
-    return float(low), float(high)
 
 
 def _share(answers: Answers, holds: Callable[[Floats, Floats], Flags]) -> float:
@@ -171,12 +161,12 @@ CALIBRATION: Mapping[str, Score] = {
 @dataclass(frozen=True)
 class Asked:
     """Questions of test transcripts, and the answers [n, 3] of each estimator by its name. parts: the fold whose
-    estimators answered, None where there is one."""
+    estimators answered."""
 
     moments: Sequence[Moment]
     transcripts: Sequence[Transcript]
     answers: Mapping[str, Floats]
-    parts: Numbers | None = None
+    parts: Numbers
 
 
 def pool(deals: Sequence[Asked]) -> Asked:
@@ -184,8 +174,7 @@ def pool(deals: Sequence[Asked]) -> Asked:
     less. Every fold of every deal is a part of its own."""
     parts: list[Numbers] = []
     for deal in deals:
-        own = np.zeros(len(deal.moments), np.int64) if deal.parts is None else deal.parts
-        parts.append(own + (1 + parts[-1].max(initial=-1) if parts else 0))
+        parts.append(deal.parts + (1 + parts[-1].max() if parts else 0))
     return Asked(
         [moment for deal in deals for moment in deal.moments],
         deals[0].transcripts,
@@ -200,35 +189,28 @@ def rows(data: str, asked: Asked, *, seed: int = 0, with_intervals: bool = True)
     names = [transcript.prompt_id for transcript in asked.transcripts]
     numbers = np.unique(names, return_inverse=True)[1]
     found: list[dict[str, Any]] = []
+    moments = asked.moments
+    index, turn = np.array([(moment.index, moment.turn) for moment in moments]).T
+    turns = np.array([len(transcript.turns) for transcript in asked.transcripts])[index]
+    gen_tokens = np.array([moment.gen_tokens for moment in moments], np.float64)
+    censored = np.array([moment.censored for moment in moments])
     for step in STEPS:
-        at_step = np.array([at for at, moment in enumerate(asked.moments) if moment.turn == step], np.int64)
-        beyond = np.array([at for at in at_step if _turns(asked, at) > max(step, COMMON)], np.int64)
+        at_step = np.flatnonzero(turn == step)
+        beyond = at_step[turns[at_step] > max(step, COMMON)]
         if not len(beyond):
             continue
-        trajectories = len({asked.moments[at].index for at in beyond})
-        for estimator in asked.answers:
+        trajectories = len(np.unique(index[beyond]))
+        for estimator, quantiles in asked.answers.items():
+            every = Answers(gen_tokens, truth(moments)[:, 0], censored, quantiles, numbers[index], asked.parts)
             row: dict[str, Any] = {"data": data, "step": step, "estimator": estimator, "trajectories": trajectories}
             for judged, which in ((COMPARED, beyond), (CALIBRATION, at_step)):
-                answers = _select(asked, estimator, which, numbers)
+                answers = every.of(which)
                 row |= {name: score(answers) for name, score in judged.items()}
                 if with_intervals:
                     bounds = intervals(answers, judged, seed)
                     row |= {f"{name}_interval": interval for name, interval in bounds.items()}
             found.append(row)
     return found
-
-
-def _select(asked: Asked, estimator: str, which: Numbers, numbers: Numbers) -> Answers:
-    """One estimator's answers at some of the moments. numbers: the prompt of each transcript."""
-    moments = [asked.moments[at] for at in which]
-    return Answers(
-        np.array([moment.gen_tokens for moment in moments], np.float64),
-        np.array([moment.remaining_tokens for moment in moments], np.float64),
-        np.array([moment.censored for moment in moments]),
-        asked.answers[estimator][which],
-        numbers[[moment.index for moment in moments]],
-        None if asked.parts is None else asked.parts[which],
-    )
 
 
 def forecasts(moments: Sequence[Moment]) -> Floats:
@@ -243,6 +225,36 @@ def truth(moments: Sequence[Moment]) -> Floats:
     return np.column_stack([left, left, left])
 
 
-def _turns(asked: Asked, at: int) -> int:
-    """The number of turns of the trajectory that a question is about."""
-    return len(asked.transcripts[asked.moments[at].index].turns)
+def subtract_sampled(totals: Floats, moments: Sequence[Moment]) -> Floats:
+    """What is left of predicted totals, [n, 3]; some where a trajectory has outlived them."""
+    done = np.array([moment.gen_tokens for moment in moments], np.float64)[:, None]
+    return np.maximum(totals - done, OVERRUN * done)
+
+
+class PromptAverage:
+    """An exponential moving average of ln(1 + tokens) for each prompt, which Heddle 4.1 calls static; a prompt without
+    history has the average of all.
+
+    The spread is that of all earlier trajectories around their own prompt's average before them. Of the trajectory
+    itself only its sampled tokens are used. A cut trajectory counts as it is: that is what such predictors do. earlier:
+    in the order in which they ended.
+    """
+
+    def __init__(self, earlier: Sequence[Transcript]) -> None:
+        self._of_prompt: dict[str, float] = {}
+        self._of_all = 0.0
+        errors: list[float] = []
+        for number, transcript in enumerate(earlier):
+            length = float(np.log1p(transcript.gen_tokens))
+            known = self._of_prompt.get(transcript.prompt_id)
+            if number:
+                errors.append(length - (self._of_all if known is None else known))
+            self._of_prompt[transcript.prompt_id] = length if known is None else known + NEWEST * (length - known)
+            self._of_all += (length - self._of_all) / (number + 1)
+        self._spread = float(np.std(errors)) if len(errors) > 1 else WIDEST
+
+    def predict(self, moments: Sequence[Moment]) -> Floats:
+        """Remaining tokens [n, 3]."""
+        logs = np.array([self._of_prompt.get(moment.prompt_id, self._of_all) for moment in moments])
+        totals = np.expm1(logs[:, None] + self._spread * np.array([-Z_90, 0.0, Z_90]))
+        return subtract_sampled(totals, moments)

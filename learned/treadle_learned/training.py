@@ -108,7 +108,7 @@ def _learn(asked: TrainingSet, how: Training, backbone: Backbone, beside: Path, 
 def _fit(name: str, examples: Examples, asked: TrainingSet, how: Training, bar: Bar) -> Fitted:
     epochs = how.epochs if how.epochs and how.tune is Tune.FROZEN else how.fitting.epochs
     fitting = replace(how.fitting, seed=how.seed, epochs=epochs)
-    return fit(examples, torch.tensor(asked.folds), examples.hidden.shape[1], fitting, bar, name)
+    return fit(examples, torch.tensor(asked.folds), fitting, bar, name)
 
 
 def _choose(asked: TrainingSet, how: Training, candidates: Mapping[str, _Candidate]) -> Checkpoint:

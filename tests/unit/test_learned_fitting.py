@@ -67,7 +67,7 @@ def test_a_head_that_has_learned_nothing_repeats_the_estimators_medians() -> Non
 def test_it_learns_what_the_text_says_and_not_where_there_is_none() -> None:
     train, test = synthetic(1_300, 1), synthetic(300, 3)
     before = loss_of(QuantileHead(HIDDEN), test)
-    head = fit(train, folds(1_300), HIDDEN, QUICK).head
+    head = fit(train, folds(1_300), QUICK).head
     assert loss_of(head, test) < 0.5 * before
     silent = replace(test, has_text=~test.has_text)
     quantiles = head(silent.hidden, silent.features, silent.has_text)
@@ -75,7 +75,7 @@ def test_it_learns_what_the_text_says_and_not_where_there_is_none() -> None:
 
 
 def test_its_quantiles_hold_what_they_say_on_what_it_never_saw() -> None:
-    head = fit(synthetic(2_000, 1), folds(2_000), HIDDEN, QUICK).head
+    head = fit(synthetic(2_000, 1), folds(2_000), QUICK).head
     torch.testing.assert_close(below(head, synthetic(2_000, 3)), LEVELS, atol=0.05, rtol=0.0)
 
 
@@ -126,7 +126,7 @@ def test_each_fold_is_judged_by_a_member_that_was_fitted_without_it() -> None:
     offsets = torch.tensor([-2.0, -1.0, 1.0, 2.0])
     told.hidden[:, 1:5] = 3.0 * torch.nn.functional.one_hot(of, 4)
     told.targets[:] += offsets[of][:, None]
-    fitted = fit(told, of, HIDDEN, QUICK)
+    fitted = fit(told, of, QUICK)
     assert fitted.head.members == 4
     assert fitted.loss == pytest.approx(loss_held_out(fitted.head, told, of))
     judged, _ = predict_held_out(fitted.head, told, of)
@@ -149,13 +149,13 @@ def test_many_questions_are_asked_a_part_at_a_time(monkeypatch: pytest.MonkeyPat
 def test_what_is_in_no_fold_is_fitted_on_and_judges_nobody() -> None:
     told = synthetic(400, 1)
     some = torch.where(torch.arange(400) < 100, 0, -1)
-    fitted = fit(told, some, HIDDEN, QUICK)
+    fitted = fit(told, some, QUICK)
     assert fitted.head.members == 1
     assert fitted.loss == pytest.approx(loss_held_out(fitted.head, told.of(torch.arange(100)), folds(100, 1)), rel=1e-4)
 
 
 def test_the_same_seed_gives_the_same_head() -> None:
-    one, other = (fit(synthetic(250, 1), folds(250), HIDDEN, QUICK).head.state_dict() for _ in range(2))
+    one, other = (fit(synthetic(250, 1), folds(250), QUICK).head.state_dict() for _ in range(2))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -171,9 +171,9 @@ def test_what_was_cut_costs_only_where_less_was_predicted() -> None:
 def test_too_few_examples_are_refused_by_name() -> None:
     told = synthetic(20, 0)
     with pytest.raises(TooFewError, match="3 validation examples, at least 8"):
-        fit(told, torch.where(torch.arange(20) < 3, 0, -1), HIDDEN)
+        fit(told, torch.where(torch.arange(20) < 3, 0, -1))
     with pytest.raises(TooFewError, match="0 training examples, at least 8"):
-        fit(told, folds(20, 1), HIDDEN)
+        fit(told, folds(20, 1))
 
 
 def test_states_are_read_once_and_none_where_nothing_was_said(tmp_path: Path) -> None:

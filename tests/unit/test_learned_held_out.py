@@ -67,7 +67,6 @@ def test_what_only_the_plan_tells_is_known_after_it_to_who_reads_it(tmp_path: Pa
     assert pinball[1, "learned"] < 0.5 * pinball[0, "learned"]
     assert pinball[1, "learned"] < 0.5 * min(pinball[1, other] for other in ("siblings", "numbers", "prompt-only"))
     assert np.array_equal(asked.answers["chosen"], asked.answers["learned"])
-    assert asked.parts is not None
     for part in range(4):
         own = {transcripts[asked.moments[at].index].prompt_id for at in np.flatnonzero(asked.parts == part).tolist()}
         others = {transcripts[asked.moments[at].index].prompt_id for at in np.flatnonzero(asked.parts != part).tolist()}

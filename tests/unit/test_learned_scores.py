@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from treadle_learned import scores
-from treadle_learned.held_out import Boosted, PromptAverage
+from treadle_learned.held_out import Boosted
 from treadle_learned.moments import replay
-from treadle_learned.scores import Answers, Asked, forecasts, pool, rows, truth
+from treadle_learned.scores import Answers, Asked, PromptAverage, forecasts, pool, rows, truth
 from treadle_learned.transcript import Transcript, Turn
 
 
@@ -19,6 +19,7 @@ def answers(remaining: list[float], medians: list[float], *, censored: list[bool
         np.array(censored or [False] * len(middle)),
         np.column_stack([middle / 2, middle, middle * 2]),
         np.arange(len(middle)),
+        np.zeros(len(middle), np.int64),
     )
 
 
@@ -77,6 +78,7 @@ def test_the_right_quantiles_cost_less_than_any_others() -> None:
                 np.zeros(4_000, np.bool_),
                 np.tile(np.exp(5) * np.array([1 / factor, 1.0, factor]), (4_000, 1)),
                 np.arange(4_000),
+                np.zeros(4_000, np.int64),
             )
         )
         for factor in (1.5, spread, 8.0)
@@ -140,10 +142,9 @@ def epoch(rollout: str, seed: int, prompts: int = 30, samples: int = 4) -> list[
 def test_each_step_is_asked_of_every_estimator_and_the_oracle_is_right() -> None:
     before, now = epoch("before", 1), epoch("now", 2)
     moments = replay(now, before)
-    average = PromptAverage(before).predict(moments, now)
-    found = rows(
-        "made", Asked(moments, now, {"history": average, "siblings": forecasts(moments), "oracle": truth(moments)})
-    )
+    average = PromptAverage(before).predict(moments)
+    said = {"history": average, "siblings": forecasts(moments), "oracle": truth(moments)}
+    found = rows("made", Asked(moments, now, said, np.zeros(len(moments), np.int64)))
     assert [(row["step"], row["estimator"]) for row in found] == [
         (step, name) for step in (0, 1, 2, 4) for name in ("history", "siblings", "oracle")
     ]
@@ -169,7 +170,7 @@ def test_shares_within_quantiles_are_of_all_that_were_asked() -> None:
     ]
     moments = replay(now, asked=lambda turn: turn == 0)
     said = np.full((len(moments), 3), np.median([moment.remaining_tokens for moment in moments]))
-    (row,) = rows("made", Asked(moments, now, {"median": said}), with_intervals=False)
+    (row,) = rows("made", Asked(moments, now, {"median": said}, np.zeros(8, np.int64)), with_intervals=False)
     assert (row["trajectories"], row["below_p50"]) == (6, 0.5)
 
 
@@ -180,7 +181,7 @@ def test_deals_count_alike_and_a_trajectory_counts_once() -> None:
     told = truth(moments)
     deals = [Asked(moments, now, {"who": said}, half) for said in (told + 1.0, told - 1.0)]
     both = pool(deals)
-    assert both.parts is not None and np.unique(both.parts).tolist() == [0, 1, 2, 3]
+    assert np.unique(both.parts).tolist() == [0, 1, 2, 3]
     above, below, each = (rows("made", asked, with_intervals=False) for asked in (*deals, both))
     for over, under, row in zip(above, below, each, strict=True):
         assert row["trajectories"] == over["trajectories"]
@@ -196,7 +197,7 @@ def test_history_knows_its_prompts_and_says_the_average_of_others() -> None:
     moments = replay(asked)
     said = {
         (asked[moment.index].prompt_id, moment.turn): row
-        for moment, row in zip(moments, PromptAverage(earlier).predict(moments, asked), strict=True)
+        for moment, row in zip(moments, PromptAverage(earlier).predict(moments), strict=True)
     }
     assert said["long", 0][1] == pytest.approx(10_000)
     assert said["short", 0][1] == pytest.approx(10)

@@ -101,7 +101,7 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
                 deals.append(ask_estimators(transcripts, dealt, states, hidden_size=size, track=show_reading))
                 options.progress.print(f"{source.name}: deal {len(deals)}/{options.repeats}")
             asked = pool(deals)
-            played = track(folds_of(asked), f"{source.name}: rollouts", console=options.progress)
+            played = track(np.unique(asked.parts).tolist(), f"{source.name}: rollouts", console=options.progress)
             costs = {
                 estimator: {"regret": float(np.mean(of_folds)), "regret_range": [min(of_folds), max(of_folds)]}
                 for estimator, of_folds in measure_regrets(works, asked, played).items()
@@ -173,14 +173,9 @@ def measure_regrets(works: Sequence[TrajectoryWork], asked: Asked, played: Itera
     return found
 
 
-def folds_of(asked: Asked) -> list[int]:
-    """Their numbers."""
-    return [0] if asked.parts is None else np.unique(asked.parts).tolist()
-
-
 def _play_fold(works: Sequence[TrajectoryWork], asked: Asked, fold: int) -> Mapping[str, float]:
     """The makespan with each estimator."""
-    rows = [at for at in range(len(asked.moments)) if asked.parts is None or asked.parts[at] == fold]
+    rows = np.flatnonzero(asked.parts == fold).tolist()
     rows.sort(key=lambda at: asked.moments[at].turn)
     of: dict[int, list[int]] = {}
     for at in rows:

@@ -145,13 +145,13 @@ def export(
 def evaluate_checkpoint(checkpoint: Path, name: str, transcripts: Sequence[Transcript], bar: Bar) -> dict[str, Any]:
     """Rows of `treadle_learned.scores` for learned, siblings and history on the test prompts, with the training prompts
     as history. Raises LearnedError."""
+    import numpy as np
     from treadle_learned.checkpoint import load
     from treadle_learned.errors import TooFewError
     from treadle_learned.examples import Part, split
     from treadle_learned.head import remaining_tokens
-    from treadle_learned.held_out import PromptAverage
     from treadle_learned.moments import replay
-    from treadle_learned.scores import STEPS, Asked, forecasts, rows
+    from treadle_learned.scores import STEPS, Asked, PromptAverage, forecasts, rows
 
     found = load(checkpoint)
     parts = split(transcripts, int(found.notes.get("seed", 0)))
@@ -163,14 +163,14 @@ def evaluate_checkpoint(checkpoint: Path, name: str, transcripts: Sequence[Trans
     answers = {
         "learned": remaining_tokens(found.head, asked),
         "siblings": forecasts(moments),
-        "history": PromptAverage(earlier).predict(moments, tested),
+        "history": PromptAverage(earlier).predict(moments),
     }
     return {
         "version": found.version,
         "leads": found.leads,
         "validation": found.notes.get("validation", {}),
         "test": {"prompts": len({each.prompt_id for each in tested}), "trajectories": len(tested)},
-        "rows": rows(name, Asked(moments, tested, answers)),
+        "rows": rows(name, Asked(moments, tested, answers, np.zeros(len(moments), np.int64))),
     }
 
 
