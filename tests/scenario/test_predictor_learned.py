@@ -79,7 +79,7 @@ def refitting(models: Path) -> list[psutil.Process]:
     return [
         process
         for process in psutil.process_iter(["cmdline"])
-        if {"treadle_learned.refit", str(models)} <= set(process.info["cmdline"] or ())
+        if {"treadle_learned", str(models)} <= set(process.info["cmdline"] or ())
     ]
 
 

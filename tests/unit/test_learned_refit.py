@@ -11,12 +11,13 @@ import pytest
 from support.tiny_backbone import tiny_backbone
 from support.transcripts import told_by_the_plan
 from treadle_learned import training
+from treadle_learned.__main__ import REFUSED, main
 from treadle_learned.backbone import Tune
 from treadle_learned.checkpoint import POINTER, ModelsFolder, load
 from treadle_learned.errors import CheckpointError, LearnedError
 from treadle_learned.examples import FOLDS
 from treadle_learned.fitting import Fitting, Tuning
-from treadle_learned.refit import REFUSED, main, refit
+from treadle_learned.refit import refit
 from treadle_learned.training import Training, train
 from treadle_learned.transcript import write_transcripts
 
@@ -86,7 +87,7 @@ def test_as_a_process_it_says_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     write_transcripts(told_by_the_plan(text=False), tmp_path / "t.jsonl")
     words = ["--models", str(tmp_path / "models"), "--version", "v1", "--transcripts"]
     done = subprocess.run(
-        [sys.executable, "-m", "treadle_learned.refit", *words, str(tmp_path / "t.jsonl")],
+        [sys.executable, "-m", "treadle_learned", *words, str(tmp_path / "t.jsonl")],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

@@ -190,7 +190,7 @@ class Refits:
         options += ["--child-of", str(os.getpid())]
         options += ["--backbone", self._settings.backbone] if self._settings.backbone else []
         process = await asyncio.create_subprocess_exec(
-            *("nice", "-n", str(NICENESS), sys.executable, "-m", "treadle_learned.refit", *options),
+            *("nice", "-n", str(NICENESS), sys.executable, "-m", "treadle_learned", *options),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": str(self._settings.threads)},
