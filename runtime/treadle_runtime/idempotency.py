@@ -11,7 +11,8 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, Protocol, TypeVar, get_type_hints
 
 import nats.errors
 import nats.js.errors
@@ -25,6 +26,9 @@ from treadle_runtime.errors import InvalidArgument, identifier
 log = structlog.get_logger()
 
 R = TypeVar("R", bound=Message)
+Request = TypeVar("Request", bound=Message)
+Context = TypeVar("Context")
+Servicer = TypeVar("Servicer", bound="_HasRecords")
 Later = Callable[[Coroutine[Any, Any, None]], None]
 
 RECORDS_KEPT_S = 3600.0  # far beyond any client's retries
@@ -187,6 +191,23 @@ class RequestRecords:
         now = asyncio.get_running_loop().time()
         while self._elsewhere and next(iter(self._elsewhere.values())) <= now:
             self._elsewhere.popitem(last=False)
+
+
+class _HasRecords(Protocol):
+    _records: RequestRecords
+
+
+def answered_once(
+    rpc: Callable[[Servicer, Request, Context], Awaitable[R]],
+) -> Callable[[Servicer, Request, Context], Awaitable[R]]:
+    """Answer a repeat of a servicer's mutation from the servicer's `_records`: see `RequestRecords.once`."""
+    response_type: type[R] = get_type_hints(rpc)["return"]
+
+    @wraps(rpc)
+    async def answer(self: Servicer, request: Request, context: Context) -> R:
+        return await self._records.once(rpc.__name__, request, response_type, lambda: rpc(self, request, context))
+
+    return answer
 
 
 def _part_key(key: str, index: int) -> str:

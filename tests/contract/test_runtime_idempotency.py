@@ -1,7 +1,8 @@
 """Request records against a real nats-server: a mutation happens once per request_id."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,10 @@ class Mutation:
         self.gate = asyncio.Event()
         self.gate.set()
 
+    @property
+    def is_connected(self) -> bool:
+        return self._records._bus._client.is_connected
+
     async def _execute(self) -> CancelMigrationResponse:
         await self.gate.wait()
         self.executions += 1
@@ -55,15 +60,20 @@ class Mutation:
         return response.migration.revision
 
 
-async def test_a_repeat_gets_the_recorded_answer_and_another_id_its_own(nats_url: str) -> None:
+@asynccontextmanager
+async def mutation(nats_url: str, **how: Any) -> AsyncIterator[Mutation]:
+    """One by the records of a process of its own."""
     async with open_bus(nats_url, "test") as bus:
-        mutate = Mutation(await RequestRecords.open(bus, "probe"))
+        yield Mutation(await RequestRecords.open(bus, "probe"), **how)
+
+
+async def test_a_repeat_gets_the_recorded_answer_and_another_id_its_own(nats_url: str) -> None:
+    async with mutation(nats_url) as mutate:
         assert [await mutate("r-1"), await mutate("r-1"), await mutate("r-2"), await mutate("r-1")] == [1, 1, 2, 1]
 
 
 async def test_an_id_with_another_request_and_a_bad_id_are_refused(nats_url: str) -> None:
-    async with open_bus(nats_url, "test") as bus:
-        mutate = Mutation(await RequestRecords.open(bus, "probe"))
+    async with mutation(nats_url) as mutate:
         await mutate("r-1", "m")
         with pytest.raises(InvalidArgument, match="different request") as reused:
             await mutate("r-1", "n")
@@ -90,8 +100,7 @@ async def test_the_same_id_under_two_methods_is_two_requests(nats_url: str) -> N
 
 
 async def test_concurrent_repeats_wait_for_the_first(nats_url: str) -> None:
-    async with open_bus(nats_url, "test") as bus:
-        mutate = Mutation(await RequestRecords.open(bus, "probe"))
+    async with mutation(nats_url) as mutate:
         mutate.gate.clear()
         repeats = [asyncio.ensure_future(mutate("r-1")) for _ in range(10)]
         await asyncio.sleep(0)
@@ -102,8 +111,7 @@ async def test_concurrent_repeats_wait_for_the_first(nats_url: str) -> None:
 
 
 async def test_an_error_is_not_recorded_and_is_shared_by_concurrent_repeats(nats_url: str) -> None:
-    async with open_bus(nats_url, "test") as bus:
-        mutate = Mutation(await RequestRecords.open(bus, "probe"), failures=1)
+    async with mutation(nats_url, failures=1) as mutate:
         mutate.gate.clear()
         repeats = [asyncio.ensure_future(mutate("r-1")) for _ in range(3)]
         await asyncio.sleep(0)
@@ -114,8 +122,7 @@ async def test_an_error_is_not_recorded_and_is_shared_by_concurrent_repeats(nats
 
 
 async def test_when_the_first_is_cancelled_a_waiting_repeat_takes_its_turn(nats_url: str) -> None:
-    async with open_bus(nats_url, "test") as bus:
-        mutate = Mutation(await RequestRecords.open(bus, "probe"))
+    async with mutation(nats_url) as mutate:
         mutate.gate.clear()
         first, second = asyncio.ensure_future(mutate("r-1")), asyncio.ensure_future(mutate("r-1"))
         await asyncio.sleep(0)
@@ -127,13 +134,11 @@ async def test_when_the_first_is_cancelled_a_waiting_repeat_takes_its_turn(nats_
 
 @pytest.mark.parametrize("answer_bytes", [0, 3 * idempotency.PART_BYTES + 17])
 async def test_records_outlive_the_process_and_the_nats_server(nats_server: NatsServer, answer_bytes: int) -> None:
-    async with open_bus(nats_server.url, "test") as bus:
-        mutate = Mutation(await RequestRecords.open(bus, "probe"), answer_bytes=answer_bytes)
+    async with mutation(nats_server.url, answer_bytes=answer_bytes) as mutate:
         assert [await mutate("r:1"), await mutate("r:2")] == [1, 2]
     nats_server.kill()
     nats_server.start()
-    async with open_bus(nats_server.url, "test") as bus:
-        again = Mutation(await RequestRecords.open(bus, "probe"), answer_bytes=answer_bytes)
+    async with mutation(nats_server.url, answer_bytes=answer_bytes) as again:
         assert [await again("r:2"), await again("r:1")] == [2, 1]
         with pytest.raises(InvalidArgument):
             await again("r:1", "other")
@@ -142,23 +147,21 @@ async def test_records_outlive_the_process_and_the_nats_server(nats_server: Nats
 
 async def test_a_record_that_left_the_cache_is_still_answered(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idempotency, "CACHED_RECORDS", 2)
-    async with open_bus(nats_url, "test") as bus:
-        mutate = Mutation(await RequestRecords.open(bus, "probe"))
+    async with mutation(nats_url) as mutate:
         for index in range(5):
             assert await mutate(f"r-{index}") == index + 1
         assert [await mutate(f"r-{index}") for index in range(5)] == [1, 2, 3, 4, 5]
 
 
 async def test_an_answer_that_could_not_be_recorded_is_kept_and_recorded_by_the_repeat(nats_server: NatsServer) -> None:
-    async with open_bus(nats_server.url, "test") as bus:
-        mutate = Mutation(await RequestRecords.open(bus, "probe"))
+    async with mutation(nats_server.url) as mutate:
         nats_server.kill()
         with pytest.raises(nats.errors.Error):
             await mutate("r-1")
         nats_server.start()
-        await until(lambda: bus._client.is_connected)
+        await until(lambda: mutate.is_connected)
         assert await mutate("r-1") == 1
-        afterwards = Mutation(await RequestRecords.open(bus, "probe"))
+    async with mutation(nats_server.url) as afterwards:
         assert await afterwards("r-1") == 1
     assert (mutate.executions, afterwards.executions) == (1, 0)
 
@@ -171,19 +174,17 @@ async def test_an_answer_that_need_not_wait_is_recorded_afterwards_and_by_a_repe
     Result: both are answered; the first is there for the service's next life, the second once it was repeated
     """
     later: list[Coroutine[Any, Any, None]] = []
-    async with open_bus(nats_server.url, "test") as bus:
-        mutate = Mutation(await RequestRecords.open(bus, "probe"), later=later.append)
+    async with mutation(nats_server.url, later=later.append) as mutate:
         assert await mutate("r-1") == 1
         await later.pop()
         nats_server.kill()
         assert await mutate("r-2") == 2
         await later.pop()
         nats_server.start()
-        await until(lambda: bus._client.is_connected)
+        await until(lambda: mutate.is_connected)
         assert await mutate("r-2") == 2
         assert not later
-    async with open_bus(nats_server.url, "test") as bus:
-        again = Mutation(await RequestRecords.open(bus, "probe"))
+    async with mutation(nats_server.url) as again:
         assert [await again("r-1"), await again("r-2")] == [1, 2]
         assert again.executions == 0
 

@@ -15,6 +15,7 @@ from treadle_runtime import errors
 from treadle_runtime.calls import remaining_s
 from treadle_runtime.config import Settings, read_settings
 from treadle_runtime.facts import make_fact
+from treadle_runtime.idempotency import answered_once
 from treadle_runtime.server import Runtime, Wiring, run
 
 log = structlog.get_logger()
@@ -81,7 +82,7 @@ class ProbeStream(migrator_pb2_grpc.MigratorServiceServicer):
     """WatchMigration: endless, 3, refuse. CancelMigration: answers a repeat from the record."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+        self._records = runtime.records
         self.closed = 0
         self.calls = 0
 
@@ -100,18 +101,12 @@ class ProbeStream(migrator_pb2_grpc.MigratorServiceServicer):
         finally:
             self.closed += 1
 
+    @answered_once
     async def CancelMigration(
         self, request: migrator_pb2.CancelMigrationRequest, context: Any
     ) -> migrator_pb2.CancelMigrationResponse:
-        del context
-
-        async def cancel() -> migrator_pb2.CancelMigrationResponse:
-            self.calls += 1
-            return migrator_pb2.CancelMigrationResponse(migration=migrator_pb2.Migration(revision=self.calls))
-
-        return await self._runtime.records.once(
-            "CancelMigration", request, migrator_pb2.CancelMigrationResponse, cancel
-        )
+        self.calls += 1
+        return migrator_pb2.CancelMigrationResponse(migration=migrator_pb2.Migration(revision=self.calls))
 
     async def StartMigration(self, request: Any, context: Any) -> migrator_pb2.StartMigrationResponse:
         raise NotImplementedError

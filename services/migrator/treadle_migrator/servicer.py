@@ -8,7 +8,7 @@ import grpc.aio
 from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle.migrator.v1 import migrator_pb2_grpc
 from treadle_runtime.errors import InvalidArgument, identifier, require
-from treadle_runtime.idempotency import RequestRecords
+from treadle_runtime.idempotency import RequestRecords, answered_once
 
 from treadle_migrator.convert import migration_id_of, migration_to, move_from
 from treadle_migrator.migrations import Migration, MigrationStore, State
@@ -29,19 +29,15 @@ class MigratorServicer(migrator_pb2_grpc.MigratorServiceServicer):
         self._records = records
         self._give_up_s = give_up_s
 
+    @answered_once
     async def StartMigration(self, request: pb.StartMigrationRequest, context: Context) -> pb.StartMigrationResponse:
         """Store a move, then answer; it runs as soon as its engines are free."""
         move = move_from(request, self._give_up_s)
-
-        async def start() -> pb.StartMigrationResponse:
-            migration = await self._store.create(migration_id_of(request.request_id), move)
-            self._runner.wake()
-            return pb.StartMigrationResponse(migration=migration_to(migration))
-
-        return await self._records.once("StartMigration", request, pb.StartMigrationResponse, start)
+        migration = await self._store.create(migration_id_of(request.request_id), move)
+        self._runner.wake()
+        return pb.StartMigrationResponse(migration=migration_to(migration))
 
     async def GetMigration(self, request: pb.GetMigrationRequest, context: Context) -> pb.GetMigrationResponse:
-        """A migration as it stands."""
         return pb.GetMigrationResponse(migration=migration_to(self._find(request.migration_id)))
 
     async def WatchMigration(
@@ -51,21 +47,17 @@ class MigratorServicer(migrator_pb2_grpc.MigratorServiceServicer):
         async for migration in self._changes(self._find(request.migration_id)):
             yield pb.WatchMigrationResponse(migration=migration_to(migration))
 
+    @answered_once
     async def CancelMigration(self, request: pb.CancelMigrationRequest, context: Context) -> pb.CancelMigrationResponse:
         """Cancels what has not begun to switch; a switch under way is waited for, and the answer says how it ended."""
-        migration = self._find(request.migration_id)
-
-        async def cancel() -> pb.CancelMigrationResponse:
-            await self._store.change(migration.migration_id, State.CANCELLED, out_of={State.PENDING, State.PREPARING})
-            self._runner.wake()
-            async for last in self._changes(self._store.get(migration.migration_id)):
-                ended = last
-            return pb.CancelMigrationResponse(migration=migration_to(ended))
-
-        return await self._records.once("CancelMigration", request, pb.CancelMigrationResponse, cancel)
+        migration_id = self._find(request.migration_id).migration_id
+        await self._store.change(migration_id, State.CANCELLED, out_of={State.PENDING, State.PREPARING})
+        self._runner.wake()
+        async for migration in self._changes(self._find(migration_id)):
+            ended = migration
+        return pb.CancelMigrationResponse(migration=migration_to(ended))
 
     async def ListMigrations(self, request: pb.ListMigrationsRequest, context: Context) -> pb.ListMigrationsResponse:
-        """One page, oldest first."""
         if request.trajectory_id:
             identifier("trajectory_id", request.trajectory_id)
         wanted = (m for m in self._store if request.trajectory_id in ("", m.move.trajectory_id))

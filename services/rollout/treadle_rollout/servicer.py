@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 import grpc.aio
 from treadle.rollout.v1 import rollout_pb2 as pb
 from treadle.rollout.v1 import rollout_pb2_grpc
-from treadle_core.rollouts.buffer import DropReason, SampleBuffer
+from treadle_core.rollouts.buffer import DropReason, Sample, SampleBuffer
 from treadle_runtime.errors import FailedPrecondition, identifier
-from treadle_runtime.idempotency import RequestRecords
+from treadle_runtime.idempotency import RequestRecords, answered_once
 
 from treadle_rollout import convert
 from treadle_rollout.rollouts import Rollout, Rollouts
@@ -27,22 +27,15 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._records = records
         self._batch_bytes = max(1, max_message_bytes - BATCH_FRAME_BYTES)
 
+    @answered_once
     async def CreateRollout(self, request: pb.CreateRolloutRequest, context: Context) -> pb.CreateRolloutResponse:
-        """A new rollout, or the one this request created before."""
-        if request.rollout_id:
-            identifier("rollout_id", request.rollout_id)
-        spec = convert.spec_from(request.spec)
-
-        async def create() -> pb.CreateRolloutResponse:
-            # Derived, not drawn: a repeat of a request whose answer was not recorded must find what it created.
-            rollout_id = request.rollout_id or f"r-{uuid.uuid5(uuid.NAMESPACE_OID, request.request_id).hex}"
-            rollout = await self._rollouts.create(rollout_id, spec, request.request_id)
-            return pb.CreateRolloutResponse(rollout=convert.rollout_to(rollout))
-
-        return await self._records.once("CreateRollout", request, pb.CreateRolloutResponse, create)
+        # Derived, not drawn: a repeat of a request whose answer was not recorded must find what it created.
+        minted = f"r-{uuid.uuid5(uuid.NAMESPACE_OID, request.request_id).hex}"
+        rollout_id = identifier("rollout_id", request.rollout_id or minted)
+        rollout = await self._rollouts.create(rollout_id, convert.spec_from(request.spec), request.request_id)
+        return pb.CreateRolloutResponse(rollout=convert.rollout_to(rollout))
 
     async def GetRollout(self, request: pb.GetRolloutRequest, context: Context) -> pb.GetRolloutResponse:
-        """A rollout as it stands."""
         return pb.GetRolloutResponse(rollout=convert.rollout_to(await self._find(request.rollout_id)))
 
     async def WatchRollout(
@@ -64,28 +57,22 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 return
             await rollout.wait(changed)
 
+    @answered_once
     async def CancelRollout(self, request: pb.CancelRolloutRequest, context: Context) -> pb.CancelRolloutResponse:
         """Ends a rollout; one that is over stays as it is."""
         rollout = await self._find(request.rollout_id)
+        await rollout.cancel()
+        return pb.CancelRolloutResponse(rollout=convert.rollout_to(rollout))
 
-        async def cancel() -> pb.CancelRolloutResponse:
-            await rollout.cancel()
-            return pb.CancelRolloutResponse(rollout=convert.rollout_to(rollout))
-
-        return await self._records.once("CancelRollout", request, pb.CancelRolloutResponse, cancel)
-
+    @answered_once
     async def SubmitTrajectory(
         self, request: pb.SubmitTrajectoryRequest, context: Context
     ) -> pb.SubmitTrajectoryResponse:
         """The verdict on a finished trajectory."""
         rollout = await self._find(request.rollout_id)
         sample = convert.sample_from(request.trajectory, rollout.buffer)
-        self._check_room(rollout, sample.prompt_id, sample.trajectory_id, sample.payload_bytes)
-
-        async def submit() -> pb.SubmitTrajectoryResponse:
-            return convert.verdict_to(await rollout.submit(sample, request.trajectory.SerializeToString()))
-
-        return await self._records.once("SubmitTrajectory", request, pb.SubmitTrajectoryResponse, submit)
+        self._check_room(rollout, sample)
+        return convert.verdict_to(await rollout.submit(sample, request.trajectory.SerializeToString()))
 
     async def GetBatch(self, request: pb.GetBatchRequest, context: Context) -> pb.GetBatchResponse:
         """Whole groups for training.
@@ -100,19 +87,16 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def _find(self, rollout_id: str) -> Rollout:
         return await self._rollouts.find(identifier("rollout_id", rollout_id))
 
-    def _check_room(self, rollout: Rollout, prompt_id: str, trajectory_id: str, payload_bytes: int) -> None:
-        """A group must fit into one answer of GetBatch.
-
-        Refused here, where the sender can still do something about it.
-        """
-        group = rollout.buffer.groups[prompt_id]
-        needed = group.payload_bytes + payload_bytes
-        if trajectory_id not in rollout.buffer.samples and not group.settled and needed > self._batch_bytes:
+    def _check_room(self, rollout: Rollout, sample: Sample) -> None:
+        """Refuse what makes a group too large for an answer of GetBatch while its sender can still do something."""
+        group = rollout.buffer.groups[sample.prompt_id]
+        needed = group.payload_bytes + sample.payload_bytes
+        if sample.trajectory_id not in rollout.buffer.samples and not group.settled and needed > self._batch_bytes:
             raise FailedPrecondition(
                 "GROUP_TOO_LARGE",
-                f"with this trajectory the group of prompt {prompt_id} has {needed} bytes and does not fit into a "
-                f"batch of {self._batch_bytes}; raise max_message_bytes of the rollout service",
-                prompt_id=prompt_id,
+                f"with this trajectory the group of prompt {sample.prompt_id} has {needed} bytes and does not fit into "
+                f"a batch of {self._batch_bytes}; raise max_message_bytes of the rollout service",
+                prompt_id=sample.prompt_id,
             )
 
 

@@ -118,7 +118,6 @@ def switch_requested(request: pb.SwitchEngineRequest) -> SwitchRequested:
 
 def policy_set(request: pb.SetPolicyRequest) -> PolicySet:
     """Two fields may stay unspecified: the objective is makespan then, and replanning resolves."""
-    identifier("request_id", request.request_id)
     require(request.HasField("policy"), "policy", "must be set")
     message = request.policy
     return PolicySet(
@@ -175,7 +174,6 @@ def lease_renewed(request: pb.RenewEngineLeaseRequest) -> LeaseRenewed:
 
 
 def engine_deregistered(request: pb.DeregisterEngineRequest) -> EngineDeregistered:
-    identifier("request_id", request.request_id)
     return EngineDeregistered(identifier("lease_id", request.lease_id), identifier("engine_id", request.engine_id))
 
 

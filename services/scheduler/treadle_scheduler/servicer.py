@@ -9,7 +9,7 @@ from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle_core.model import TrajectoryRecord
 from treadle_runtime.calls import remaining_s
 from treadle_runtime.errors import InvalidArgument, identifier
-from treadle_runtime.idempotency import RequestRecords
+from treadle_runtime.idempotency import RequestRecords, answered_once
 from treadle_runtime.times import duration
 
 from treadle_scheduler import convert
@@ -75,14 +75,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         await self._driver.request(convert.lease_renewed(request))
         return pb.RenewEngineLeaseResponse(lease_ttl=duration(self._settings.lease_ttl_s))
 
+    @answered_once
     async def DeregisterEngine(self, request: pb.DeregisterEngineRequest, context: Any) -> pb.DeregisterEngineResponse:
-        event = convert.engine_deregistered(request)
-
-        async def deregister() -> pb.DeregisterEngineResponse:
-            await self._driver.request(event)
-            return pb.DeregisterEngineResponse()
-
-        return await self._records.once("DeregisterEngine", request, pb.DeregisterEngineResponse, deregister)
+        await self._driver.request(convert.engine_deregistered(request))
+        return pb.DeregisterEngineResponse()
 
     async def ListEngines(self, request: pb.ListEnginesRequest, context: Any) -> pb.ListEnginesResponse:
         return pb.ListEnginesResponse(
@@ -92,14 +88,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             ]
         )
 
+    @answered_once
     async def SetPolicy(self, request: pb.SetPolicyRequest, context: Any) -> pb.SetPolicyResponse:
-        event = convert.policy_set(request)
-
-        async def set_policy() -> pb.SetPolicyResponse:
-            await self._driver.request(event)
-            return pb.SetPolicyResponse(policy=convert.policy_message(self._controller.policy))
-
-        return await self._records.once("SetPolicy", request, pb.SetPolicyResponse, set_policy)
+        await self._driver.request(convert.policy_set(request))
+        return pb.SetPolicyResponse(policy=convert.policy_message(self._controller.policy))
 
     async def GetPolicy(self, request: pb.GetPolicyRequest, context: Any) -> pb.GetPolicyResponse:
         return pb.GetPolicyResponse(policy=convert.policy_message(self._controller.policy))
