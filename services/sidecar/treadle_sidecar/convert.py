@@ -1,41 +1,25 @@
-"""Convert between protobuf messages and the sidecar's dataclasses; build its facts.
+"""Check requests and turn them into the sidecar's orders; describe the engine; build the sidecar's facts.
 
 A function that takes a request raises InvalidArgument naming the field that is wrong.
 """
 
 from array import array
-from typing import Any
 
 from treadle.common.v1 import tokens_pb2
 from treadle.common.v1.ticket_pb2 import Ticket
 from treadle.engine.v1 import engine_pb2 as pb
 from treadle.telemetry.v1 import facts_pb2 as facts
-from treadle_runtime.errors import finite, identifier, non_negative, positive, require
+from treadle_runtime.config import address
+from treadle_runtime.errors import InvalidArgument, finite, identifier, non_negative, positive, require
 from treadle_runtime.facts import make_fact
-from treadle_runtime.times import duration, require_timestamp, timestamp
+from treadle_runtime.times import require_timestamp
 
 from treadle_sidecar.config import SidecarSettings
 from treadle_sidecar.engine.watch import EngineProfile
-from treadle_sidecar.prefixes import Export, Prefetched
-from treadle_sidecar.step import (
-    Finished,
-    Preempted,
-    Reason,
-    Sampling,
-    Started,
-    StepEvent,
-    StepOrder,
-    Tokens,
-)
+from treadle_sidecar.step import StepOrder
 
 INT32_BYTES = 4
 MOST_STOP_STRINGS = 32  # SGLang's MAX_STOP_COUNT
-_REASONS: dict[Reason, pb.FinishReason.ValueType] = {
-    Reason.STOP: pb.FINISH_REASON_STOP,
-    Reason.LENGTH: pb.FINISH_REASON_LENGTH,
-    Reason.ABORTED: pb.FINISH_REASON_ABORTED,
-}
-_OPTIONAL_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 # The prompt is published with the first step alone; a trajectory's length depends on it most.
 PROMPT_SHARE = 4
 
@@ -63,29 +47,37 @@ def ticket_expiry(ticket: Ticket) -> float:
     return require_timestamp("ticket.expires_at", ticket.expires_at)
 
 
-def sampling(message: tokens_pb2.SamplingParams) -> Sampling:
-    given: dict[str, Any] = {
-        name: getattr(message, name)
-        for name in _OPTIONAL_SAMPLING
-        if message.HasField(name)  # type: ignore[arg-type]
-    }
-    positive("sampling.max_new_tokens", message.max_new_tokens)
-    non_negative("sampling.temperature", message.temperature)
-    require(0 < given.get("top_p", 1) <= 1, "sampling.top_p", f"must be in (0, 1], is {message.top_p}")
-    top_k = given.get("top_k", -1)
-    require(top_k >= 1 or top_k == -1, "sampling.top_k", f"must be >= 1, or -1 for all, is {top_k}")
-    require(0 <= message.min_p <= 1, "sampling.min_p", f"must be in [0, 1], is {message.min_p}")
-    non_negative("sampling.seed", message.seed)
-    require(len(message.stop) <= MOST_STOP_STRINGS, "sampling.stop", f"must be {MOST_STOP_STRINGS} strings at most")
-    require(all(message.stop), "sampling.stop", "must not hold an empty string")
-    require(min(message.stop_token_ids, default=0) >= 0, "sampling.stop_token_ids", "must not hold a negative id")
-    return Sampling(
-        max_new_tokens=message.max_new_tokens,
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        **given,
-    )
+def sampling(given: tokens_pb2.SamplingParams) -> tokens_pb2.SamplingParams:
+    """The parameters as given, once each is in its range."""
+    positive("sampling.max_new_tokens", given.max_new_tokens)
+    non_negative("sampling.temperature", given.temperature)
+    in_range = 0 < given.top_p <= 1 or not given.HasField("top_p")
+    require(in_range, "sampling.top_p", f"must be in (0, 1], is {given.top_p}")
+    in_range = given.top_k >= 1 or given.top_k == -1 or not given.HasField("top_k")
+    require(in_range, "sampling.top_k", f"must be >= 1, or -1 for all, is {given.top_k}")
+    require(0 <= given.min_p <= 1, "sampling.min_p", f"must be in [0, 1], is {given.min_p}")
+    non_negative("sampling.seed", given.seed)
+    require(len(given.stop) <= MOST_STOP_STRINGS, "sampling.stop", f"must be {MOST_STOP_STRINGS} strings at most")
+    require(all(given.stop), "sampling.stop", "must not hold an empty string")
+    require(min(given.stop_token_ids, default=0) >= 0, "sampling.stop_token_ids", "must not hold a negative id")
+    return given
+
+
+def prefix_source(request: pb.PrefetchPrefixRequest) -> "array[int] | pb.PrefixRef":
+    """The prefix's token ids, or the sidecar to ask for them."""
+    kind = request.WhichOneof("prefix")
+    require(kind, "prefix", "must be set: token_ids or from")
+    if kind == "token_ids":
+        prefix = token_ids("token_ids", request.token_ids)
+        require(prefix, "token_ids", "must have at least one token")
+        return prefix
+    reference: pb.PrefixRef = getattr(request, "from")
+    identifier("from.trajectory_id", reference.trajectory_id)
+    try:
+        address(reference.engine_address)
+    except ValueError as error:
+        raise InvalidArgument("from.engine_address", f"must be {error}") from None
+    return reference
 
 
 def token_ids(field: str, message: tokens_pb2.TokenIds) -> "array[int]":
@@ -98,52 +90,6 @@ def token_ids(field: str, message: tokens_pb2.TokenIds) -> "array[int]":
 
 def packed(ids: "array[int]") -> tokens_pb2.TokenIds:
     return tokens_pb2.TokenIds(int32_le=ids.tobytes())
-
-
-def generate_response(event: StepEvent) -> pb.GenerateResponse:
-    """One message of the stream."""
-    match event:
-        case Tokens():
-            tokens = pb.TokenChunk(
-                offset=event.offset,
-                token_ids=packed(event.token_ids),
-                logprobs=tokens_pb2.Logprobs(float32_le=event.logprobs.tobytes()),
-                weight_version=event.weight_version,
-            )
-            return pb.GenerateResponse(tokens=tokens)
-        case Started():
-            started = pb.StepStarted(queue_time=duration(event.queue_s), attempt=event.attempt)
-            return pb.GenerateResponse(started=started)
-        case Preempted():
-            preempted = pb.StepPreempted(output_tokens=event.output_tokens, by_ticket_id=event.by)
-            return pb.GenerateResponse(preempted=preempted)
-        case Finished():
-            finished = pb.StepFinished(
-                reason=_REASONS[event.reason],
-                output_tokens=event.output_tokens,
-                version_spans=[
-                    tokens_pb2.VersionSpan(
-                        weight_version=span.weight_version, start_token=span.start, end_token=span.end
-                    )
-                    for span in event.spans
-                ],
-                timing=_timing(event),
-                cached_tokens=event.cached_tokens,
-                preemptions=event.preemptions,
-                resumed_prompt_tokens=event.resumed_prompt_tokens,
-                resumed_cached_tokens=event.resumed_cached_tokens,
-            )
-            return pb.GenerateResponse(finished=finished)
-
-
-def _timing(event: Finished) -> pb.StepTiming:
-    return pb.StepTiming(
-        queue=duration(event.queue_s),
-        prefill=duration(event.prefill_s),
-        decode=duration(event.decode_s),
-        accepted_at=timestamp(event.accepted_at),
-        finished_at=timestamp(event.finished_at),
-    )
 
 
 def engine_info(settings: SidecarSettings, profile: EngineProfile, address: str, slots: int) -> pb.EngineInfo:
@@ -169,26 +115,6 @@ def engine_info(settings: SidecarSettings, profile: EngineProfile, address: str,
     )
 
 
-def prefetch_response(done: Prefetched) -> pb.PrefetchPrefixResponse:
-    return pb.PrefetchPrefixResponse(
-        prefix_tokens=done.prefix_tokens,
-        tokens_from_cache=done.from_cache,
-        tokens_from_storage=done.from_storage,
-        tokens_prefilled=done.prefilled,
-        elapsed=duration(done.elapsed_s),
-    )
-
-
-def export_response(export: Export, *, counts_only: bool = False) -> pb.ExportPrefixResponse:
-    """A trajectory's context, or its counts."""
-    return pb.ExportPrefixResponse(
-        token_ids=None if counts_only else packed(export.token_ids),
-        cache_salt=export.cache_salt,
-        stored_tokens=export.stored_tokens,
-        prefix_tokens=len(export.token_ids),
-    )
-
-
 class StepFacts:
     """Builds the facts of one engine.
 
@@ -206,30 +132,29 @@ class StepFacts:
         fact = facts.StepQueued(step=self._step(order), priority=order.priority, context_tokens=context_tokens)
         return make_fact(self._source, step_queued=fact)
 
-    def started(self, order: StepOrder, event: Started) -> facts.Fact:
+    def started(self, order: StepOrder, event: pb.StepStarted) -> facts.Fact:
         fact = facts.StepStarted(
-            step=self._step(order),
-            queue_time=duration(event.queue_s),
-            attempt=event.attempt,
-            prompt=self._prompt(order),
+            step=self._step(order), queue_time=event.queue_time, attempt=event.attempt, prompt=self._prompt(order)
         )
         return make_fact(self._source, step_started=fact)
 
-    def preempted(self, order: StepOrder, event: Preempted) -> facts.Fact:
-        fact = facts.StepPreempted(step=self._step(order), output_tokens=event.output_tokens, by_ticket_id=event.by)
+    def preempted(self, order: StepOrder, event: pb.StepPreempted) -> facts.Fact:
+        fact = facts.StepPreempted(
+            step=self._step(order), output_tokens=event.output_tokens, by_ticket_id=event.by_ticket_id
+        )
         return make_fact(self._source, step_preempted=fact)
 
     def finished(
-        self, order: StepOrder, event: Finished, output: "array[int]", before: "array[int] | None"
+        self, order: StepOrder, event: pb.StepFinished, output: "array[int]", before: "array[int] | None"
     ) -> facts.Fact:
         """before: the trajectory's context after its last step here, None where there was none."""
         fact = facts.StepFinished(
             step=self._step(order),
-            reason=_REASONS[event.reason],
+            reason=event.reason,
             context_tokens=len(order.prompt),
             output_tokens=event.output_tokens,
             cached_tokens=event.cached_tokens,
-            timing=_timing(event),
+            timing=event.timing,
             preemptions=event.preemptions,
             tokens=self._tokens(order, output, before),
         )

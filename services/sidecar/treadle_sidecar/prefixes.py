@@ -12,18 +12,28 @@ import time
 import uuid
 from array import array
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from treadle_runtime.errors import FailedPrecondition, InvalidArgument, NotFound
+import grpc
+import grpc.aio
+from treadle.engine.v1 import engine_pb2 as pb
+from treadle.engine.v1 import engine_pb2_grpc
+from treadle_runtime.calls import remaining_s
+from treadle_runtime.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from treadle_runtime.times import duration
 
+from treadle_sidecar import convert
 from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused, Prefill
 from treadle_sidecar.engine.process import SPARE_REQUESTS
 from treadle_sidecar.engine.watch import EngineProfile, EngineWatch, engine_lost
 from treadle_sidecar.storage_keys import StoredPages
 
+POLL_STORAGE_S = 0.05  # a page of a small model is written in about a millisecond
+EXPORT_TIMEOUT_S = 30.0  # for another sidecar's ExportPrefix, where the caller's own deadline is further away
+RETRY_SOURCE_S = 2.0
 CONTEXT_LIMIT_TOKENS = 32 * 1024 * 1024  # 128 MiB of int32; a thousand trajectories of 32k tokens
 
 
@@ -61,72 +71,50 @@ class Contexts:
             self._tokens -= len(dropped)
 
 
-POLL_STORAGE_S = 0.05  # a page of a small model is written in about a millisecond
-
-
-@dataclass(frozen=True)
-class Export:
-    """A trajectory's context; `stored_tokens` of it are known to be in shared storage."""
-
-    token_ids: "array[int]"
-    cache_salt: str
-    stored_tokens: int
-
-
-@dataclass(frozen=True)
-class Prefetched:
-    """Where a prefix's KV came from, in tokens."""
-
-    prefix_tokens: int
-    from_cache: int
-    from_storage: int
-    prefilled: int
-    elapsed_s: float
-
-
-Fetch = Callable[[], Awaitable[Export]]
-
-
+@dataclass(eq=False)
 class Prefixes:
-    """`storage` is HiCache's folder, None where it is not known; an export waits `export_wait_s` for the backup."""
+    """storage: HiCache's folder, None where it is not known. export_wait_s: how long an export waits for the engine's
+    backup. channel: connects to another sidecar."""
 
-    def __init__(
-        self, engine: EngineClient, watch: EngineWatch, contexts: Contexts, storage: Path | None, export_wait_s: float
-    ) -> None:
-        self._engine = engine
-        self._watch = watch
-        self._contexts = contexts
-        self._storage = storage
-        self._export_wait_s = export_wait_s
-        self._permits = asyncio.Semaphore(SPARE_REQUESTS)
-        self.paused = False
+    engine: EngineClient
+    watch: EngineWatch
+    contexts: Contexts
+    storage: Path | None
+    export_wait_s: float
+    channel: Callable[[str], grpc.aio.Channel]
+    paused: bool = False
+    _permits: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SPARE_REQUESTS), init=False)
 
-    async def export(self, trajectory_id: str, *, wait: bool = True) -> Export:
-        """A trajectory's context; waits at most `export_wait_s` until its pages are stored. Raises NotFound."""
-        context = self._contexts.get(trajectory_id)
+    async def export(self, trajectory_id: str, *, counts_only: bool) -> pb.ExportPrefixResponse:
+        """A trajectory's context, once its pages are stored or the wait is over; or its counts at once. Raises
+        NotFound."""
+        context = self.contexts.get(trajectory_id)
         if context is None:
-            raise NotFound(
-                "PREFIX_NOT_FOUND", f"no context of trajectory {trajectory_id!r} is here", trajectory_id=trajectory_id
-            )
-        profile = self._watch.require_profile()
-        stored = await self._stored_within(context, profile, self._export_wait_s if wait else 0.0)
-        return Export(context, profile.weight_version, stored)
+            raise _prefix_not_found(trajectory_id, f"no context of trajectory {trajectory_id!r} is here")
+        profile = self.watch.require_profile()
+        return pb.ExportPrefixResponse(
+            token_ids=None if counts_only else convert.packed(context),
+            cache_salt=profile.weight_version,
+            stored_tokens=await self._stored_within(context, profile, 0.0 if counts_only else self.export_wait_s),
+            prefix_tokens=len(context),
+        )
 
-    async def prefetch(self, trajectory_id: str, source: Fetch, cache_salt: str, storage_only: bool) -> Prefetched:
+    async def prefetch(
+        self, trajectory_id: str, source: "array[int] | pb.PrefixRef", cache_salt: str, storage_only: bool
+    ) -> pb.PrefetchPrefixResponse:
         """Bring the prefix onto this engine and remember it.
 
-        Raises FailedPrecondition PREFIX_NOT_STORED, WEIGHT_VERSION_MISMATCH or ENGINE_PAUSED, Unavailable.
+        Raises FailedPrecondition PREFIX_NOT_STORED, WEIGHT_VERSION_MISMATCH or ENGINE_PAUSED, NotFound, Unavailable.
         """
         began = time.monotonic()
-        export = await source()
-        prefix = export.token_ids
+        prefix, source_salt = await self._fetch(source) if isinstance(source, pb.PrefixRef) else (source, "")
         async with self._permits:  # weights do not change while it is held
             if self.paused:
                 raise FailedPrecondition(
                     "ENGINE_PAUSED", "the engine is paused; its device may be used for something else"
                 )
-            profile = self._watch.require_profile()
-            salt = cache_salt or export.cache_salt or profile.weight_version
+            profile = self.watch.require_profile()
+            salt = cache_salt or source_salt or profile.weight_version
             if salt != profile.weight_version:
                 raise FailedPrecondition(
                     "WEIGHT_VERSION_MISMATCH",
@@ -139,8 +127,14 @@ class Prefixes:
             if storage_only:
                 self._require_stored(prefix, profile)
             found = await self._prefill(prefix, salt)
-        self._contexts.remember(trajectory_id, prefix)
-        return Prefetched(len(prefix), found.cached, found.from_storage, found.computed, time.monotonic() - began)
+        self.contexts.remember(trajectory_id, prefix)
+        return pb.PrefetchPrefixResponse(
+            prefix_tokens=len(prefix),
+            tokens_from_cache=found.cached,
+            tokens_from_storage=found.from_storage,
+            tokens_prefilled=found.computed,
+            elapsed=duration(time.monotonic() - began),
+        )
 
     @asynccontextmanager
     async def exclude(self) -> AsyncIterator[None]:
@@ -155,14 +149,28 @@ class Prefixes:
             for _ in range(taken):
                 self._permits.release()
 
+    async def _fetch(self, reference: pb.PrefixRef) -> tuple["array[int]", str]:
+        """Token ids and salt of a context that another sidecar has."""
+        stub = engine_pb2_grpc.EngineServiceStub(self.channel(reference.engine_address))
+        request = pb.ExportPrefixRequest(trajectory_id=reference.trajectory_id)
+        timeout_s = min(remaining_s() or EXPORT_TIMEOUT_S, EXPORT_TIMEOUT_S)
+        try:
+            response = await stub.ExportPrefix(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            what = f"{reference.engine_address} does not export {reference.trajectory_id!r}: {error.details()}"
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                raise _prefix_not_found(reference.trajectory_id, what) from error
+            raise Unavailable("SOURCE_UNAVAILABLE", what, retry_after_s=RETRY_SOURCE_S) from error
+        return convert.token_ids("token_ids", response.token_ids), response.cache_salt
+
     async def _prefill(self, prefix: "array[int]", salt: str) -> Prefill:
         rid = f"{uuid.uuid4().hex}-prefix"
         try:
-            return await self._engine.prefill(rid, prefix.tolist(), salt)
+            return await self.engine.prefill(rid, prefix.tolist(), salt)
         except EngineRefused as error:
             raise FailedPrecondition("ENGINE_REFUSED", f"the engine refused the prefix: {error}") from error
         except EngineLost as error:
-            self._watch.suspect()
+            self.watch.suspect()
             raise engine_lost(str(error)) from error
 
     def _require_stored(self, prefix: "array[int]", profile: EngineProfile) -> None:
@@ -182,14 +190,14 @@ class Prefixes:
         ends_at = time.monotonic() + wait_s
         # The last sampled token has no KV: it was never an input.
         due = (len(context) - 1) // profile.page_tokens * profile.page_tokens
-        while self._storage is not None and profile.storage and pages.tokens < due and time.monotonic() < ends_at:
+        while self.storage is not None and profile.storage and pages.tokens < due and time.monotonic() < ends_at:
             await asyncio.sleep(POLL_STORAGE_S)
             pages.look()
         return min(pages.tokens, len(context))
 
     def _stored(self, tokens: "array[int]", profile: EngineProfile) -> StoredPages:
-        pages = StoredPages(
-            self._storage, profile.storage_suffixes, tokens, profile.page_tokens, profile.weight_version
-        )
-        pages.look()
-        return pages
+        return StoredPages(self.storage, profile.storage_suffixes, tokens, profile.page_tokens, profile.weight_version)
+
+
+def _prefix_not_found(trajectory_id: str, what: str) -> NotFound:
+    return NotFound("PREFIX_NOT_FOUND", what, trajectory_id=trajectory_id)

@@ -5,16 +5,21 @@ it is lost or at drain.
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 import structlog
+from treadle.connection import finish
 from treadle.engine.v1.engine_pb2 import EngineInfo, Load
-from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from treadle.scheduler.v1 import scheduler_pb2
 from treadle_runtime.times import seconds
 
 from treadle_sidecar.engine.watch import EngineWatch
+
+if TYPE_CHECKING:
+    from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
 
 log = structlog.get_logger()
 
@@ -23,33 +28,26 @@ RETRY_S = 0.5  # while the scheduler restarts
 RENEWALS_PER_TTL = 3  # two may be lost before the lease runs out
 
 
+@dataclass(eq=False)
 class Registration:
     """`info` and `load` are called when they are sent; `stopping` is set when the drain begins."""
 
-    def __init__(
-        self,
-        channel: grpc.aio.Channel,
-        watch: EngineWatch,
-        info: Callable[[], Awaitable[EngineInfo]],
-        load: Callable[[], Load],
-        stopping: asyncio.Event,
-    ) -> None:
-        self._scheduler = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-        self._watch = watch
-        self._info = info
-        self._load = load
-        self._stopping = stopping
+    scheduler: "SchedulerServiceAsyncStub"
+    watch: EngineWatch
+    info: Callable[[], Awaitable[EngineInfo]]
+    load: Callable[[], Load]
+    stopping: asyncio.Event
 
     async def run(self) -> None:
         """Background task: until the drain; then the engine has been deregistered."""
-        while not self._stopping.is_set():
-            await _first(self._watch.until_healthy(), self._stopping.wait())
-            if self._stopping.is_set() or not self._watch.healthy:
+        while not self.stopping.is_set():
+            await _first(self.watch.until_healthy(), self.stopping.wait())
+            if self.stopping.is_set() or not self.watch.healthy:
                 continue
             try:
-                info = await self._info()
+                info = await self.info()
                 request = scheduler_pb2.RegisterEngineRequest(request_id=uuid.uuid4().hex, info=info)
-                lease = await self._scheduler.RegisterEngine(request, timeout=CALL_TIMEOUT_S)
+                lease = await self.scheduler.RegisterEngine(request, timeout=CALL_TIMEOUT_S)
                 log.info("engine registered", engine_id=info.engine_id, lease_id=lease.lease_id)
                 await self._hold(info.engine_id, lease)
             except grpc.aio.AioRpcError as error:
@@ -62,24 +60,18 @@ class Registration:
         try:
             while known:
                 await self._pause(interval_s)
-                if self._stopping.is_set() or not self._watch.healthy:
+                if self.stopping.is_set() or not self.watch.healthy:
                     return
                 known = await self._renew(engine_id, lease.lease_id)
         finally:
-            if known:
-                # The drain cancels this task; the call has a timeout of its own.
-                deregistering = asyncio.ensure_future(self._deregister(engine_id, lease.lease_id))
-                try:
-                    await asyncio.shield(deregistering)
-                except asyncio.CancelledError:
-                    await deregistering
-                    raise
+            if known:  # the drain cancels this task; the call has a timeout of its own
+                await finish(self._deregister(engine_id, lease.lease_id))
 
     async def _renew(self, engine_id: str, lease_id: str) -> bool:
         """False where the scheduler does not know the lease."""
-        request = scheduler_pb2.RenewEngineLeaseRequest(lease_id=lease_id, engine_id=engine_id, load=self._load())
+        request = scheduler_pb2.RenewEngineLeaseRequest(lease_id=lease_id, engine_id=engine_id, load=self.load())
         try:
-            await self._scheduler.RenewEngineLease(request, timeout=CALL_TIMEOUT_S)
+            await self.scheduler.RenewEngineLease(request, timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             log.warning("lease was not renewed", lease_id=lease_id, **_brief(error))
             return error.code() is not grpc.StatusCode.NOT_FOUND
@@ -90,14 +82,14 @@ class Registration:
             request_id=uuid.uuid4().hex, lease_id=lease_id, engine_id=engine_id
         )
         try:
-            await self._scheduler.DeregisterEngine(request, timeout=CALL_TIMEOUT_S)
+            await self.scheduler.DeregisterEngine(request, timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:  # the lease then expires
             log.warning("engine was not deregistered", **_brief(error))
 
     async def _pause(self, timeout_s: float) -> None:
         """Sleep, but not beyond the beginning of the drain or the loss of the engine."""
-        lost = [self._watch.until_lost()] if self._watch.healthy else []
-        await _first(self._stopping.wait(), asyncio.sleep(timeout_s), *lost)
+        lost = [self.watch.until_lost()] if self.watch.healthy else []
+        await _first(self.stopping.wait(), asyncio.sleep(timeout_s), *lost)
 
 
 async def _first(*waits: Coroutine[Any, Any, object]) -> None:

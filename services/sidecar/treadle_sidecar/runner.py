@@ -9,7 +9,6 @@ engine has ended the attempt.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -22,7 +21,7 @@ from treadle_sidecar.convert import StepFacts
 from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused
 from treadle_sidecar.engine.watch import EngineWatch, engine_lost
 from treadle_sidecar.prefixes import Contexts
-from treadle_sidecar.step import Reason, RunningStep, StepOrder
+from treadle_sidecar.step import ABORTED, LENGTH, STOP, Reason, RunningStep, StepOrder
 
 log = structlog.get_logger()
 
@@ -40,11 +39,8 @@ class LoadMeter:
         self._bins: deque[tuple[float, int]] = deque()  # start, tokens
 
     def add(self, tokens: int, now: float) -> None:
-        if self._bins and now - self._bins[-1][0] < BIN_S:
-            start, count = self._bins[-1]
-            self._bins[-1] = (start, count + tokens)
-        else:
-            self._bins.append((now, tokens))
+        start, count = self._bins.pop() if self._bins and now - self._bins[-1][0] < BIN_S else (now, 0)
+        self._bins.append((start, count + tokens))
         self._forget(now)
 
     def tokens_per_s(self, now: float) -> float:
@@ -67,7 +63,6 @@ class StepRunner:
         facts: StepFacts,
         contexts: Contexts,
         policy: QueuePolicy,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.queue = StepQueue(policy)
         self._slots = policy.slots
@@ -77,7 +72,6 @@ class StepRunner:
         self._bus = bus
         self._facts = facts
         self._contexts = contexts
-        self._clock = clock
         self._steps: dict[str, RunningStep] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._slot_freed = asyncio.Event()
@@ -102,7 +96,7 @@ class StepRunner:
         profile = self._watch.require_profile()
         if self._tasks is None:
             raise engine_lost("this sidecar is shutting down")
-        step = RunningStep(order, profile, self._clock(), time.time())
+        step = RunningStep(order, profile, time.monotonic(), time.time())
         try:
             self.queue.add(order.ticket_id, order.priority, preemptible=order.preemptible)
         except QueueFull as error:
@@ -166,7 +160,7 @@ class StepRunner:
     @property
     def oldest_wait_s(self) -> float:
         """Of the steps that wait now; 0 where none does."""
-        now = self._clock()
+        now = time.monotonic()
         waiting = (step for ticket_id, step in self._steps.items() if ticket_id in self.queue and not step.admitted)
         return max((now - step.waiting_since for step in waiting), default=0.0)
 
@@ -195,7 +189,7 @@ class StepRunner:
             await self._bus.publish(self._facts.queued(step.order))
             self.decide()
             reason = step.reason_to_end() or await self._run_attempts(step)
-            finished = step.record.finish(reason, self._clock())
+            finished = step.record.finish(reason, time.monotonic())
             before = self._contexts.get(trajectory_id)
             self._contexts.remember(trajectory_id, step.record.context)
             self.queue.remove(ticket_id)
@@ -215,7 +209,7 @@ class StepRunner:
 
     async def _run_attempts(self, step: RunningStep) -> Reason:
         while await step.wait_for_slot():
-            started = step.record.start_attempt(self._clock())
+            started = step.record.start_attempt(time.monotonic())
             step.emit(started)
             await self._bus.publish(self._facts.started(step.order, started))
             try:
@@ -224,14 +218,14 @@ class StepRunner:
                 step.end_attempt()
             if reason is not None:
                 return reason
-            preempted = step.record.preempt(step.evicted_by, self._clock())
+            preempted = step.record.preempt(step.evicted_by, time.monotonic())
             step.emit(preempted)
             self.queue.confirm_eviction(step.order.ticket_id)
-            step.waiting_since = self._clock()
+            step.waiting_since = time.monotonic()
             self._slot_freed.set()
             await self._bus.publish(self._facts.preempted(step.order, preempted))
             self.decide()
-        return Reason.ABORTED
+        return ABORTED
 
     async def _run_attempt(self, step: RunningStep) -> Reason | None:
         """Why the step ended; None where it was preempted and needs another attempt."""
@@ -245,7 +239,7 @@ class StepRunner:
             await step.learn_tail(self._engine)
             async with aclosing(self._engine.generate(request)) as chunks:
                 async for chunk in chunks:
-                    now = self._clock()
+                    now = time.monotonic()
                     if chunk.token_ids and not step.stop_found:
                         step.emit(step.record.add_tokens(chunk, now))
                         self.meter.add(len(chunk.token_ids), now)
@@ -267,15 +261,15 @@ class StepRunner:
 
     def _reason(self, step: RunningStep, finish: str, message: str) -> Reason | None:
         if finish == "length":
-            return Reason.LENGTH
+            return LENGTH
         if finish == "stop" or step.stop_found:
-            return Reason.STOP
+            return STOP
         reason = step.reason_to_end()
         if reason is not None:
             return reason
         if step.stopped:
             step.raise_error()
-            return Reason.ABORTED
+            return ABORTED
         if step.aborting:
             return None
         raise engine_lost(f"the engine aborted the step by itself: {message}")

@@ -9,14 +9,18 @@ prompt and all output so far.
 """
 
 import asyncio
-import enum
 import hashlib
 import uuid
 from array import array
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
+from treadle.common.v1.tokens_pb2 import Logprobs, SamplingParams, TokenIds, VersionSpan
+from treadle.engine.v1 import engine_pb2 as pb
 from treadle_runtime.errors import TreadleError, require
+from treadle_runtime.times import duration, timestamp
 
 from treadle_sidecar.engine.client import EngineChunk, EngineClient, EngineRequest
 from treadle_sidecar.engine.watch import EngineProfile
@@ -24,28 +28,11 @@ from treadle_sidecar.engine.watch import EngineProfile
 SEED_BYTES = 7  # below SGLang's limit of 63 bits
 TAIL_TOKENS = 64  # of an output resumed from elsewhere, enough for the text in which a stop string may have begun
 
+Reason: TypeAlias = pb.FinishReason.ValueType
+STOP, LENGTH, ABORTED = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_ABORTED
 
-class Reason(enum.Enum):
-    """Why a step ended."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORTED = "aborted"
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """None: the engine's default."""
-
-    max_new_tokens: int
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
+StepEvent: TypeAlias = pb.StepStarted | pb.TokenChunk | pb.StepPreempted | pb.StepFinished
+_Phase = Literal["queue", "prefill", "decode"]
 
 
 @dataclass(frozen=True)
@@ -59,71 +46,8 @@ class StepOrder:
     priority: float
     prompt: "array[int]"
     resumed: "array[int]"
-    sampling: Sampling
+    sampling: SamplingParams
     preemptible: bool = True
-
-
-@dataclass(frozen=True)
-class Started:
-    """The engine got the step after `queue_s` in this wait."""
-
-    queue_s: float
-    attempt: int
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """`offset` is the first token's index in the step's output; as many logprobs as tokens."""
-
-    offset: int
-    token_ids: "array[int]"
-    logprobs: "array[float]"
-    weight_version: str
-
-
-@dataclass(frozen=True)
-class Preempted:
-    """The step lost its slot with `output_tokens` sampled and sent; step `by` got it, empty where a pause took it."""
-
-    output_tokens: int
-    by: str
-
-
-@dataclass(frozen=True)
-class Span:
-    """Output tokens [start, end) were sampled under `weight_version`."""
-
-    weight_version: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The end. Spans cover [len(resumed), output_tokens). queue_s, prefill_s and decode_s add up to finished_at -
-    accepted_at, which are Unix seconds."""
-
-    reason: Reason
-    output_tokens: int
-    spans: tuple[Span, ...]
-    queue_s: float
-    prefill_s: float
-    decode_s: float
-    accepted_at: float
-    finished_at: float
-    cached_tokens: int
-    preemptions: int
-    resumed_prompt_tokens: int
-    resumed_cached_tokens: int
-
-
-StepEvent = Started | Tokens | Preempted | Finished
-
-
-class _Phase(enum.Enum):
-    QUEUE = "queue"
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 class StepRecord:
@@ -134,15 +58,15 @@ class StepRecord:
         self.output: array[int] = array("i", order.resumed)
         self.attempts = 0
         self.preemptions = 0
-        self.cached_tokens = 0
         self._wall = wall
         self._accepted = now
-        self._phase = _Phase.QUEUE
+        self._phase: _Phase = "queue"
         self._phase_began = now
-        self._phase_s = dict.fromkeys(_Phase, 0.0)
-        self._spans: list[Span] = []
+        self._phase_s: dict[_Phase, float] = {"queue": 0.0, "prefill": 0.0, "decode": 0.0}
+        self._spans: list[VersionSpan] = []
         self._attempt_start = len(self.output)
         self._first_chunk_due = False
+        self._cached_tokens = 0
         self._resent = 0
         self._resent_cached = 0
 
@@ -156,57 +80,60 @@ class StepRecord:
         """Tokens sampled in the present attempt."""
         return len(self.output) - self._attempt_start
 
-    def start_attempt(self, now: float) -> Started:
-        waited = now - self._phase_began
-        self._enter(_Phase.PREFILL, now)
-        started = Started(waited, self.attempts)
+    def start_attempt(self, now: float) -> pb.StepStarted:
+        started = pb.StepStarted(queue_time=duration(now - self._phase_began), attempt=self.attempts)
+        self._enter("prefill", now)
         self.attempts += 1
         self._attempt_start = len(self.output)
         self._first_chunk_due = True
         return started
 
-    def add_tokens(self, chunk: EngineChunk, now: float) -> Tokens:
+    def add_tokens(self, chunk: EngineChunk, now: float) -> pb.TokenChunk:
         if self._first_chunk_due:
             self._first_chunk_due = False
             if self.attempts == 1:
-                self.cached_tokens = chunk.cached_tokens
+                self._cached_tokens = chunk.cached_tokens
             else:
                 self._resent += len(self.order.prompt) + len(self.output)
                 self._resent_cached += chunk.cached_tokens
-            self._enter(_Phase.DECODE, now)
+            self._enter("decode", now)
         offset = len(self.output)
         self.output.extend(chunk.token_ids)
         self._cover(chunk.weight_version, offset, len(self.output))
-        return Tokens(offset, array("i", chunk.token_ids), array("f", chunk.logprobs), chunk.weight_version)
+        return pb.TokenChunk(
+            offset=offset,
+            token_ids=TokenIds(int32_le=array("i", chunk.token_ids).tobytes()),
+            logprobs=Logprobs(float32_le=array("f", chunk.logprobs).tobytes()),
+            weight_version=chunk.weight_version,
+        )
 
     def correct_spans(self, engine_spans: Sequence[tuple[str, int, int]]) -> None:
         """Replace the spans of the chunks by the engine's final account, where that covers the attempt."""
         if not engine_spans or engine_spans[-1][2] != self.attempt_tokens:
             return
-        kept = [span for span in self._spans if span.start < self._attempt_start]
-        if kept and kept[-1].end > self._attempt_start:
-            kept[-1] = Span(kept[-1].weight_version, kept[-1].start, self._attempt_start)
-        self._spans = kept
+        self._spans = [span for span in self._spans if span.start_token < self._attempt_start]
+        if self._spans:
+            self._spans[-1].end_token = self._attempt_start
         for version, start, end in engine_spans:
             self._cover(version, self._attempt_start + start, self._attempt_start + end)
 
-    def preempt(self, by: str, now: float) -> Preempted:
+    def preempt(self, by: str, now: float) -> pb.StepPreempted:
         self.preemptions += 1
-        self._enter(_Phase.QUEUE, now)
-        return Preempted(len(self.output), by)
+        self._enter("queue", now)
+        return pb.StepPreempted(output_tokens=len(self.output), by_ticket_id=by)
 
-    def finish(self, reason: Reason, now: float) -> Finished:
+    def finish(self, reason: Reason, now: float) -> pb.StepFinished:
         self._enter(self._phase, now)
-        return Finished(
+        return pb.StepFinished(
             reason=reason,
             output_tokens=len(self.output),
-            spans=tuple(self._spans),
-            queue_s=self._phase_s[_Phase.QUEUE],
-            prefill_s=self._phase_s[_Phase.PREFILL],
-            decode_s=self._phase_s[_Phase.DECODE],
-            accepted_at=self._wall,
-            finished_at=self._wall + (now - self._accepted),
-            cached_tokens=self.cached_tokens,
+            version_spans=self._spans,
+            timing=pb.StepTiming(
+                **{phase: duration(spent_s) for phase, spent_s in self._phase_s.items()},
+                accepted_at=timestamp(self._wall),
+                finished_at=timestamp(self._wall + (now - self._accepted)),
+            ),
+            cached_tokens=self._cached_tokens,
             preemptions=self.preemptions,
             resumed_prompt_tokens=self._resent,
             resumed_cached_tokens=self._resent_cached,
@@ -217,11 +144,11 @@ class StepRecord:
         self._phase, self._phase_began = phase, now
 
     def _cover(self, version: str, start: int, end: int) -> None:
-        if start == end:
-            return
+        """Add the span [start, end), which follows the last one."""
         if self._spans and self._spans[-1].weight_version == version:
-            start = self._spans.pop().start
-        self._spans.append(Span(version, start, end))
+            self._spans[-1].end_token = end
+        elif start < end:
+            self._spans.append(VersionSpan(weight_version=version, start_token=start, end_token=end))
 
 
 class SplitStops:
@@ -236,27 +163,28 @@ class SplitStops:
     def __init__(self, stops: Sequence[str], tail: str = "") -> None:
         """`tail` is the text before the first attempt, of which only the end matters."""
         self._stops = tuple(stops)
-        self._reach = max((len(stop) for stop in self._stops), default=0) - 1
-        self._tail = self._end_of(tail)
-        self._before = len(self._tail)  # characters of the tail that were there at the cut
+        self._reach = max((len(stop) for stop in self._stops), default=1) - 1
+        self._text = tail  # the last `reach` characters
+        self._cut = len(tail)  # characters of it that were there at the cut
+        self._drop_beginning()
 
     def cut(self) -> None:
         """The attempt ended; the text that follows is another's."""
-        self._before = len(self._tail)
+        self._cut = len(self._text)
 
     def completes(self, text: str) -> bool:
         """Add new text; True where it completes a stop string that began before the cut."""
-        if self._reach < 1:
+        if not self._reach:
             return False
-        joined = self._tail + text
-        found = any(0 <= joined.find(stop) < self._before for stop in self._stops) if self._before else False
-        self._tail = self._end_of(joined)
-        dropped = len(joined) - len(self._tail)
-        self._before = max(self._before - dropped, 0)
+        self._text += text
+        found = self._cut > 0 and any(0 <= self._text.find(stop) < self._cut for stop in self._stops)
+        self._drop_beginning()
         return found
 
-    def _end_of(self, text: str) -> str:
-        return text[-self._reach :] if self._reach > 0 else ""
+    def _drop_beginning(self) -> None:
+        dropped = max(len(self._text) - self._reach, 0)
+        self._text = self._text[dropped:]
+        self._cut = max(self._cut - dropped, 0)
 
 
 class RunningStep:
@@ -291,27 +219,33 @@ class RunningStep:
         self._tail_known = not (order.resumed and sampling.stop)
 
     def emit(self, event: StepEvent | TreadleError) -> None:
-        """Send an event to the caller; Finished or an error is the last."""
+        """Send an event to the caller; StepFinished or an error is the last."""
         self._events.put_nowait(event)
 
-    async def events(self) -> AsyncIterator[StepEvent]:
-        """Until Finished. Chunks that wait for a slow caller are joined. Raises the error that ended the step."""
-        while True:
+    async def events(self) -> AsyncIterator[pb.GenerateResponse]:
+        """Until StepFinished. Chunks that wait for a slow caller are joined. Raises the error that ended the step."""
+        event: StepEvent | TreadleError | None = None
+        while not isinstance(event, pb.StepFinished):
             event = await self._events.get()
-            while isinstance(event, Tokens) and not self._events.empty():
+            while isinstance(event, pb.TokenChunk) and not self._events.empty():
                 following = self._events.get_nowait()
-                if isinstance(following, Tokens) and following.weight_version == event.weight_version:
-                    token_ids = event.token_ids + following.token_ids
-                    logprobs = event.logprobs + following.logprobs
-                    event = Tokens(event.offset, token_ids, logprobs, event.weight_version)
+                if isinstance(following, pb.TokenChunk) and following.weight_version == event.weight_version:
+                    event.token_ids.int32_le += following.token_ids.int32_le
+                    event.logprobs.float32_le += following.logprobs.float32_le
                 else:
-                    yield event
+                    yield pb.GenerateResponse(tokens=event)
                     event = following
-            if isinstance(event, TreadleError):
-                raise event
-            yield event
-            if isinstance(event, Finished):
-                return
+            match event:
+                case TreadleError():
+                    raise event
+                case pb.StepStarted():
+                    yield pb.GenerateResponse(started=event)
+                case pb.TokenChunk():
+                    yield pb.GenerateResponse(tokens=event)
+                case pb.StepPreempted():
+                    yield pb.GenerateResponse(preempted=event)
+                case pb.StepFinished():
+                    yield pb.GenerateResponse(finished=event)
 
     def admit(self) -> None:
         """Give the step a slot."""
@@ -347,11 +281,9 @@ class RunningStep:
 
     async def wait_for_end_of_attempt(self, timeout_s: float) -> None:
         """Return at the attempt's end or after `timeout_s`."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._attempt_ended.wait()
-        except TimeoutError:
-            return
 
     async def learn_tail(self, engine: EngineClient) -> None:
         """Ask for the text of an output that came from another engine. Raises EngineLost, EngineRefused."""
@@ -366,8 +298,8 @@ class RunningStep:
         """
         output = self.record.output
         if output and not self.order.sampling.ignore_eos and output[-1] in self._end_token_ids:
-            return Reason.STOP
-        return Reason.LENGTH if len(output) >= self._output_limit else None
+            return STOP
+        return LENGTH if len(output) >= self._output_limit else None
 
     def attempt_request(self, weight_version: str) -> EngineRequest:
         """The input and the tokens that are left. The salt is the engine's weight version, whatever the ticket says."""
@@ -375,17 +307,16 @@ class RunningStep:
         params: dict[str, object] = {
             "max_new_tokens": self._output_limit - len(self.record.output),
             "ignore_eos": sampling.ignore_eos,
-            "sampling_seed": self._default_seed() if sampling.seed is None else sampling.seed,
+            "sampling_seed": sampling.seed if sampling.HasField("seed") else self._default_seed(),
             "skip_special_tokens": False,
         }
-        for name in ("temperature", "top_p", "top_k", "min_p"):
-            value = getattr(sampling, name)
-            if value is not None:
-                params[name] = value
         if sampling.stop:
             params["stop"] = list(sampling.stop)
         if sampling.stop_token_ids:
             params["stop_token_ids"] = list(sampling.stop_token_ids)
+        for name in ("temperature", "top_p", "top_k", "min_p"):  # without one, the engine's default
+            if sampling.HasField(name):
+                params[name] = getattr(sampling, name)
         # The random part comes first and has a fixed length, so that no rid is the beginning of another.
         rid = f"{uuid.uuid4().hex}-{self.order.ticket_id}"
         return EngineRequest(rid, self.record.context.tolist(), params, weight_version)

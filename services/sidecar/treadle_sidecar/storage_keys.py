@@ -60,6 +60,7 @@ class StoredPages:
         self._missing = page_keys(token_ids, page_tokens, cache_salt)
         self._next = next(self._missing, None)
         self.tokens = 0
+        self.look()
 
     def look(self) -> None:
         """Look for further pages from the first missing one on; one `stat` a page."""

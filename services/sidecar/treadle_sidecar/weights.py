@@ -7,6 +7,7 @@ that are there then. (SGLang's in-place pause would keep decoding on KV of the o
 
 import asyncio
 import time
+from dataclasses import dataclass, field
 
 import structlog
 from treadle_runtime.bus import Bus
@@ -21,39 +22,31 @@ from treadle_sidecar.runner import StepRunner
 log = structlog.get_logger()
 
 
+@dataclass(eq=False)
 class Weights:
     """The only part that changes what the engine serves."""
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        watch: EngineWatch,
-        runner: StepRunner,
-        prefixes: Prefixes,
-        bus: Bus,
-        facts: StepFacts,
-    ) -> None:
-        self._engine = engine
-        self._watch = watch
-        self._runner = runner
-        self._prefixes = prefixes
-        self._bus = bus
-        self._facts = facts
-        self._one_at_a_time = asyncio.Lock()
+    engine: EngineClient
+    watch: EngineWatch
+    runner: StepRunner
+    prefixes: Prefixes
+    bus: Bus
+    facts: StepFacts
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def pause(self, *, abort: bool) -> tuple[int, int]:
         """Returns (aborted, kept) steps once none runs; abort: end the steps rather than keep them waiting."""
         async with self._one_at_a_time:
-            self._prefixes.paused = True
-            counts = await self._runner.pause(abort=abort)
-            async with self._prefixes.exclude():
+            self.prefixes.paused = True
+            counts = await self.runner.pause(abort=abort)
+            async with self.prefixes.exclude():
                 return counts
 
     async def resume(self) -> None:
         """Let steps run again. Changes nothing where nothing is paused."""
         async with self._one_at_a_time:
-            self._prefixes.paused = False
-            self._runner.resume()
+            self.prefixes.paused = False
+            self.runner.resume()
 
     async def update(self, model_path: str, weight_version: str) -> tuple[float, str]:
         """Load weights. Returns the seconds that the load took and the version before.
@@ -62,32 +55,32 @@ class Weights:
         WEIGHTS_NOT_LOADED, Unavailable.
         """
         async with self._one_at_a_time:
-            previous = self._watch.require_profile().weight_version
+            previous = self.watch.require_profile().weight_version
             if weight_version == previous:
                 raise InvalidArgument("weight_version", f"must be new; the engine serves {previous!r} already")
-            was_paused = self._runner.queue.paused
+            was_paused = self.runner.queue.paused
             try:
-                await self._runner.pause(abort=False)
-                async with self._prefixes.exclude():
+                await self.runner.pause(abort=False)
+                async with self.prefixes.exclude():
                     load_s = await self._load(model_path, weight_version)
             finally:
                 if not was_paused:
-                    self._runner.resume()
-        await self._bus.publish(self._facts.weights_updated(weight_version))
+                    self.runner.resume()
+        await self.bus.publish(self.facts.weights_updated(weight_version))
         return load_s, previous
 
     async def _load(self, model_path: str, weight_version: str) -> float:
         began = time.monotonic()
         try:
-            await self._engine.update_weights(model_path, weight_version)
-            self._watch.set_weight_version(weight_version)
-            if not await self._engine.flush_cache():
+            await self.engine.update_weights(model_path, weight_version)
+            self.watch.set_weight_version(weight_version)
+            if not await self.engine.flush_cache():
                 log.warning("old KV was not flushed; it is never hit and is evicted as space is needed")
         except EngineRefused as error:
             raise FailedPrecondition(
                 "WEIGHTS_NOT_LOADED", f"the engine refused the weights: {error}", model_path=model_path
             ) from error
         except EngineLost as error:
-            self._watch.suspect()
+            self.watch.suspect()
             raise engine_lost(str(error)) from error
         return time.monotonic() - began

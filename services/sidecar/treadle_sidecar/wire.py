@@ -7,6 +7,7 @@ from typing import cast
 
 from treadle.engine.v1 import engine_pb2
 from treadle.engine.v1.engine_pb2_grpc import add_EngineServiceServicer_to_server
+from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from treadle_core.steps.preemptive_queue import QueuePolicy
 from treadle_runtime.idempotency import RequestRecords
 from treadle_runtime.server import Runtime, Wiring
@@ -38,7 +39,7 @@ async def wire(runtime: Runtime) -> Wiring:
     )
     runner = StepRunner(engine, watch, runtime.bus, facts, contexts, policy)
     storage = Path(settings.kv_storage_dir) if settings.kv_storage_dir else None
-    prefixes = Prefixes(engine, watch, contexts, storage, settings.export_wait_s)
+    prefixes = Prefixes(engine, watch, contexts, storage, settings.export_wait_s, runtime.channel)
     weights = Weights(engine, watch, runner, prefixes, runtime.bus, facts)
 
     async def info() -> engine_pb2.EngineInfo:
@@ -69,19 +70,17 @@ async def wire(runtime: Runtime) -> Wiring:
     servicer = EngineServicer(
         runner=runner,
         tickets=TicketBook(settings.engine_id),
-        contexts=contexts,
         prefixes=prefixes,
         weights=weights,
         records=records,
         load=load,
         info=info,
-        channel=runtime.channel,
     )
 
     tasks = [watch.run, runner.run]
     if settings.scheduler:
-        registration = Registration(runtime.channel(settings.scheduler), watch, info, load, runtime.stopping)
-        tasks.append(registration.run)
+        scheduler = SchedulerServiceStub(runtime.channel(settings.scheduler))
+        tasks.append(Registration(scheduler, watch, info, load, runtime.stopping).run)
     return Wiring(
         services={"treadle.engine.v1.EngineService": partial(add_EngineServiceServicer_to_server, servicer)},
         tasks=tasks,
