@@ -6,10 +6,13 @@ from typing import Annotated, ClassVar
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from treadle_core.steps.preemptive_queue import DEFAULT_HYSTERESIS, DEFAULT_MIN_RUN_TOKENS
 from treadle_runtime.config import Settings, address, url
-from treadle_runtime.errors import InvalidArgument, identifier
 
 WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
 
+DEFAULT_ENGINE_URL = "http://127.0.0.1:30000"
+
+Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]  # as treadle_runtime.errors.identifier
+EngineUrl = Annotated[str, AfterValidator(lambda value: url(value, ("http", "https"), DEFAULT_ENGINE_URL).rstrip("/"))]
 OptionalAddress = Annotated[str, AfterValidator(lambda value: address(value) if value else value)]
 Count = Annotated[int, Field(ge=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -21,8 +24,8 @@ class SidecarSettings(Settings):
     service: ClassVar[str] = "sidecar"
 
     listen: str = "127.0.0.1:7410"
-    engine_id: str  # name of the engine in this mesh
-    engine_url: str = "http://127.0.0.1:30000"  # SGLang's HTTP server
+    engine_id: Identifier  # name of the engine in this mesh
+    engine_url: EngineUrl = DEFAULT_ENGINE_URL  # SGLang's HTTP server
     advertise: OptionalAddress = ""  # where others reach this sidecar; empty: the address it listens at
     scheduler: OptionalAddress = ""  # empty: stand alone
     slots: Count = 0  # steps that decode at once; 0: what the engine was started for
@@ -41,19 +44,6 @@ class SidecarSettings(Settings):
     decode_per_sequence_s: NotNegative = 0.0
     decode_per_kv_token_s: NotNegative = 0.0
     prefill_tokens_per_s: NotNegative = 0.0
-
-    @field_validator("engine_id")
-    @classmethod
-    def _engine_id_is_an_identifier(cls, value: str) -> str:
-        try:
-            return identifier("engine_id", value)
-        except InvalidArgument as error:
-            raise ValueError(error.description) from None
-
-    @field_validator("engine_url")
-    @classmethod
-    def _engine_url_is_a_url(cls, value: str) -> str:
-        return url(value, ("http", "https"), "http://127.0.0.1:30000").rstrip("/")
 
     @field_validator("kv_storage_dir")
     @classmethod

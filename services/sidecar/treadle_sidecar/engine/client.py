@@ -10,7 +10,8 @@ abort that found its request waiting (TokenizerManager._handle_abort_req), and s
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,34 +98,19 @@ class EngineClient:
             "stream": True,
             "return_logprob": True,
         }
-        received = 0
-        try:
-            async with self._session.post(
-                f"{self._base_url}/generate", json=body, timeout=self._stream_timeout
-            ) as response:
+        received, url, timeout = 0, f"{self._base_url}/generate", self._stream_timeout
+        with self._translate_errors("/generate", timeout.sock_read):
+            async with self._session.post(url, json=body, timeout=timeout) as response:
                 if response.status != 200:
                     raise EngineRefused(await _message(response))
                 async for line in response.content:
                     if not line.startswith(b"data: {"):
                         continue
-                    answer = json.loads(line[6:])
-                    if "error" in answer:
-                        raise EngineRefused(str(answer["error"].get("message", answer["error"])))
-                    chunk = _chunk(answer, received)
+                    chunk = _chunk(json.loads(line[6:]), received)
                     received += len(chunk.token_ids)
                     yield chunk
                     if chunk.finish:
                         return
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise EngineLost(
-                f"the engine at {self._base_url} does not speak the protocol of SGLang 0.5: {error!r}"
-            ) from error
-        except _CONNECTION_ERRORS as error:
-            raise EngineLost(f"the stream of the engine at {self._base_url} broke: {error!r}") from error
-        except TimeoutError as error:
-            raise EngineLost(
-                f"the engine at {self._base_url} sent no token for {self._stream_timeout.sock_read:g} s"
-            ) from error
         raise EngineLost(f"the engine at {self._base_url} ended a stream without saying why")
 
     async def abort(self, rid: str) -> None:
@@ -169,7 +155,7 @@ class EngineClient:
     async def flush_cache(self) -> bool:
         """Drop all KV on the engine; False where it refuses because something runs."""
         try:
-            await self._ask("POST", "/flush_cache", text=True)
+            await self._ask("POST", "/flush_cache")
         except EngineRefused:
             return False
         return True
@@ -195,26 +181,32 @@ class EngineClient:
             return int(found[1]) if found else 0
         return 0
 
-    async def _ask(
-        self, method: str, path: str, body: object = None, *, timeout_s: float | None = None, text: bool = False
-    ) -> Any:
+    async def _ask(self, method: str, path: str, body: object = None, timeout_s: float | None = None) -> Any:
+        """The answer's JSON; None where it is text."""
         timeout = aiohttp.ClientTimeout(timeout_s or ANSWER_TIMEOUT_S)
-        try:
+        with self._translate_errors(path, timeout.total):
             async with self._session.request(method, f"{self._base_url}{path}", json=body, timeout=timeout) as response:
                 if response.status != 200:
                     raise EngineRefused(await _message(response))
-                if text or not response.content_length:
-                    return await response.text()
-                return await response.json()
+                return await response.json() if response.content_type == "application/json" else None
+
+    @contextmanager
+    def _translate_errors(self, path: str, timeout_s: float | None) -> Iterator[None]:
+        """Raise EngineLost for a connection that breaks and for a silence of `timeout_s` within the block."""
+        where = f"the engine at {self._base_url}"
+        try:
+            yield
         except _CONNECTION_ERRORS as error:
-            raise EngineLost(f"the engine at {self._base_url} does not answer {path}: {error!r}") from error
+            raise EngineLost(f"{where} does not answer {path}: {error!r}") from error
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise EngineLost(f"{where} does not speak the protocol of SGLang 0.5: {error!r}") from error
         except TimeoutError as error:
-            raise EngineLost(
-                f"the engine at {self._base_url} did not answer {path} within {timeout.total:g} s"
-            ) from error
+            raise EngineLost(f"{where} was silent on {path} for {timeout_s:g} s") from error
 
 
 def _chunk(answer: Mapping[str, Any], received: int) -> EngineChunk:
+    if "error" in answer:
+        raise EngineRefused(str(answer["error"].get("message", answer["error"])))
     meta = answer["meta_info"]
     fresh = int(meta["completion_tokens"]) - received
     token_ids = answer["output_ids"][:fresh]

@@ -1,8 +1,8 @@
 """Launch a SGLang server on a CPU core or on GPUs.
 
-`engine_command` is a pure function from an `EngineSpec` to the command line, the environment and the folder; the caller
-starts it (`treadle up`, the engine tests, or `python -m treadle_sidecar.engine.process`). The engine lives in a venv of
-its own (engine/install.sh), so this module imports nothing of it.
+`engine_command` is a pure function from an `EngineSpec` to the command line and the environment; the caller starts it
+(`treadle up`, the engine tests, or `python -m treadle_sidecar.engine.process`). The engine lives in a venv of its own
+(engine/install.sh), so this module imports nothing of it.
 
 Invariants: an engine listens on loopback only; a CPU engine uses one thread a core and is pinned to its cores; no
 engine downloads a model.
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from treadle_core.compiled import has_bf16
 
@@ -70,13 +71,11 @@ class EngineSpec:
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class EngineCommand:
-    """Arguments for `subprocess.Popen` or `asyncio.create_subprocess_exec`; `env` is complete."""
+class EngineCommand(NamedTuple):
+    """Arguments for `subprocess.Popen`; `env` is complete."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
-    cwd: Path
 
 
 def engine_command(spec: EngineSpec, environ: Mapping[str, str] | None = None) -> EngineCommand:
@@ -109,9 +108,7 @@ def engine_command(spec: EngineSpec, environ: Mapping[str, str] | None = None) -
         argv += ["--enable-deterministic-inference"]  # the flag under which the engine honours sampling seeds
     if spec.hicache_dir is not None:
         argv += _hicache_flags(spec.cpu)
-    return EngineCommand(
-        (*argv, *spec.extra_args), _environment(spec, os.environ if environ is None else environ), Path.cwd()
-    )
+    return EngineCommand((*argv, *spec.extra_args), _environment(spec, os.environ if environ is None else environ))
 
 
 def _pin(spec: EngineSpec) -> list[str]:
@@ -155,9 +152,7 @@ def start_engine(spec: EngineSpec, log_path: Path) -> "subprocess.Popen[bytes]":
     if spec.hicache_dir is not None:
         spec.hicache_dir.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log_file:
-        return subprocess.Popen(
-            command.argv, env=command.env, cwd=command.cwd, stdout=log_file, stderr=log_file, start_new_session=True
-        )
+        return subprocess.Popen(command.argv, env=command.env, stdout=log_file, stderr=log_file, start_new_session=True)
 
 
 def stop_engine(process: "subprocess.Popen[bytes]", grace_s: float = 5.0) -> None:
@@ -180,16 +175,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--engine-id", default="engine-0")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--cpu", action="store_true", help="run on the CPU through Treadle's platform plugin")
-    parser.add_argument(
-        "--model", dest="model_path", required=True, help="folder that SGLang serves, or a model name on a GPU machine"
-    )
-    parser.add_argument(
-        "--python",
-        dest="venv_python",
-        type=Path,
-        default=Path(sys.executable),
-        help="python of the venv that holds SGLang",
-    )
+    model_help = "folder that SGLang serves, or a model name on a GPU machine"
+    parser.add_argument("--model", dest="model_path", required=True, help=model_help)
+    python_help = "python of the venv that holds SGLang"
+    parser.add_argument("--python", dest="venv_python", type=Path, default=Path(sys.executable), help=python_help)
     parser.add_argument("--cores", type=int, nargs="*", default=(), help="cores to pin a CPU engine to")
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--kv-tokens", type=int, default=0)
@@ -201,7 +190,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = engine_command(EngineSpec(**vars(known), extra_args=tuple(arg for arg in extra if arg != "--")))
     if known.hicache_dir is not None:
         known.hicache_dir.mkdir(parents=True, exist_ok=True)
-    os.chdir(command.cwd)
     os.execve(shutil.which(command.argv[0]) or command.argv[0], command.argv, command.env)
 
 

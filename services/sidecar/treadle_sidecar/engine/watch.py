@@ -9,6 +9,7 @@ import dataclasses
 import json
 from array import array
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,10 +99,8 @@ def _model_files(model_path: str) -> Iterator[dict[str, Any]]:
 
 
 def _end_tokens(config: Mapping[str, Any]) -> list[int]:
-    tokens = config.get("eos_token_id")
-    if isinstance(tokens, int):
-        return [tokens]
-    return [int(token) for token in tokens or ()]
+    tokens = config.get("eos_token_id") or []
+    return tokens if isinstance(tokens, list) else [tokens]
 
 
 class EngineWatch:
@@ -135,11 +134,9 @@ class EngineWatch:
                 if self.healthy and (gone or missed >= SLOW_POLLS):
                     log.warning("engine is lost", error=str(error))
                     self._set_healthy(False)
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
                     await self._poll_now.wait()
-            except TimeoutError:
-                continue
 
     def suspect(self) -> None:
         """Poll now, because a stream broke."""
