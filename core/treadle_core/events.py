@@ -8,8 +8,8 @@ ignored.
 
 from dataclasses import dataclass
 
+from treadle_core.compiled import Indexes
 from treadle_core.model import EngineLoad, EngineSpec, Estimate, Outcome, Policy
-from treadle_core.placing.question import EngineOf
 
 
 class Event:
@@ -151,14 +151,13 @@ class PredictionArrived(Event):
     learned: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PlanArrived(Event):
-    """The placement's answer to AskPlan `plan_id`: the trajectories of each engine, or the engine of each trajectory,
-    which is shorter. Neither: there is no plan."""
+    """The placement's answer to AskPlan `plan_id`: for each trajectory of the question the index of its engine there,
+    -1 for none. None: there is no plan."""
 
     plan_id: int
-    groups: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    engine_of: EngineOf | None = None
+    engine_of: Indexes | None = None
 
 
 @dataclass(frozen=True, slots=True)

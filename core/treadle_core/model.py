@@ -77,7 +77,6 @@ class CostModel(enum.IntEnum):
 
     GROUP_SIZE = 1
     LINEAR_INTEGRAL = 2
-    PIECEWISE_INTEGRAL = 3
 
 
 class KvTransfer(enum.Enum):

@@ -7,7 +7,6 @@ from treadle_core.actions import AskPlan
 from treadle_core.events import PlanArrived
 from treadle_core.model import EngineSpec, KvTransfer
 from treadle_core.placing import placement
-from treadle_core.placing.question import EngineOf
 from treadle_core.placing.workload import Workspace
 
 from treadle_sim.engine_model import EngineModel
@@ -108,7 +107,7 @@ class SimPlacement:
     def plan(self, ask: AskPlan) -> PlanArrived:
         """Raises CoreError."""
         work = ask.work
-        plan = placement.plan_arrays(
+        plan = placement.plan(
             work.remaining_tokens,
             work.context_tokens,
             work.current,
@@ -118,4 +117,4 @@ class SimPlacement:
             log_sigma=work.log_sigma,
             room_tokens=work.room_tokens,
         )
-        return PlanArrived(ask.plan_id, engine_of=EngineOf(plan.engine_of))
+        return PlanArrived(ask.plan_id, plan.engine_of)

@@ -91,6 +91,8 @@ async def test_a_plan_has_one_group_for_each_engine_in_the_order_of_the_request(
         f"t{number}" for number in range(20)
     )
     assert plan.groups[1].trajectory_ids[0] == "t19"  # the longest, on the fastest
+    for group in plan.groups:
+        assert list(group.trajectory_ids) == sorted(group.trajectory_ids, key=lambda each: -int(each[1:]))
     assert plan.predicted_makespan.ToNanoseconds() >= plan.lower_bound.ToNanoseconds() > 0
     assert plan.predicted_makespan == max(
         (each.predicted_time for each in plan.groups), key=lambda d: d.ToNanoseconds()

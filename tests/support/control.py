@@ -1,9 +1,10 @@
 """Scenarios on the pure controller: a fake clock, short words for events, and a store as a driver would keep it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
 from treadle_core import actions as act
 from treadle_core import events as ev
 from treadle_core.controller import Controller
@@ -108,6 +109,13 @@ class Scenario:
     def close(self, trajectory_id: str, outcome: Outcome = Outcome.FINISHED) -> list[act.Action]:
         """Ends a trajectory."""
         return self.send(ev.TrajectoryClosed(self.request_id(), trajectory_id, outcome))
+
+
+def answer(ask: act.AskPlan, groups: Mapping[str, Sequence[str]]) -> ev.PlanArrived:
+    """The plan that gives each engine these trajectories."""
+    engine_ids = [engine.engine_id for engine in ask.engines]
+    place = {name: engine_ids.index(engine_id) for engine_id, names in groups.items() for name in names}
+    return ev.PlanArrived(ask.plan_id, np.array([place.get(name, -1) for name in ask.work.trajectory_ids]))
 
 
 def all_of(actions: Sequence[act.Action], kind: type[A]) -> list[A]:

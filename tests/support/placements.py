@@ -1,13 +1,12 @@
 """Workloads for the placement's property tests, and what any assignment of them costs, counted the slow way."""
 
 import itertools
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 from treadle_core.model import CostModel, DecodeCurve
-from treadle_core.placing.costs import BatchCurve, Costs, group_cost, tabulate
+from treadle_core.placing.costs import Costs, group_cost, tabulate
 from treadle_core.placing.question import PlanEngine
 
 curves = st.builds(
@@ -29,15 +28,6 @@ tokens = st.one_of(st.sampled_from([0.0, 1.0, 100.0]), st.floats(0.0, 40_000.0))
 
 
 @st.composite
-def bent_curves(draw: st.DrawFn) -> BatchCurve:
-    """1 to 4 knots that never fall, the first at one sequence or a few."""
-    batches = sorted(draw(st.sets(st.integers(1, 14), min_size=1, max_size=4)))
-    rises = draw(st.lists(st.one_of(st.just(0.0), st.floats(1e-5, 0.05)), min_size=len(batches), max_size=len(batches)))
-    seconds = draw(st.floats(1e-4, 0.1)) + np.cumsum(rises)
-    return BatchCurve(tuple(zip(batches, seconds.tolist(), strict=True)))
-
-
-@st.composite
 def workloads(draw: st.DrawFn, *, n: int, m: int, alike: bool = False, model: CostModel | None = None) -> Costs:
     """At most n trajectories on at most m engines, each of which fits somewhere; some engines hold less than some."""
     count = draw(st.integers(1, n))
@@ -47,11 +37,8 @@ def workloads(draw: st.DrawFn, *, n: int, m: int, alike: bool = False, model: Co
     number = draw(st.integers(1, m))
     those = [draw(engines)] * number if alike else draw(st.lists(engines, min_size=number, max_size=number))
     most = max(engine.kv_tokens_capacity or np.inf for engine in those)
-    bends: Sequence[BatchCurve | None] = draw(
-        st.lists(st.one_of(st.none(), bent_curves()), min_size=number, max_size=number)
-    )
     chosen = model or draw(st.sampled_from(list(CostModel)))
-    return tabulate(chosen, lengths, np.minimum(contexts, most), placed, those, curves=bends)
+    return tabulate(chosen, lengths, np.minimum(contexts, most), placed, those)
 
 
 def group_seconds(costs: Costs, bounds: npt.NDArray[np.int64]) -> list[float]:
@@ -65,35 +52,6 @@ def contiguous_costs(costs: Costs) -> list[list[float]]:
         [group_cost(costs.table, e, *pair) for e, pair in enumerate(itertools.pairwise((0, *cuts, n)))]
         for cuts in itertools.combinations_with_replacement(range(n + 1), m - 1)
     ]
-
-
-def levelled(lengths: Sequence[float], slots: int) -> list[float]:
-    """Lanes of at most `slots` that run at once, longest first: the longest alone, the rest evenly."""
-    rest = sorted(lengths, reverse=True)
-    lanes: list[float] = []
-    if len(rest) <= slots:
-        return rest
-    while rest[0] > sum(rest) / (slots - len(lanes)):
-        lanes.append(rest.pop(0))
-    return lanes + [sum(rest) / (slots - len(lanes))] * (slots - len(lanes))
-
-
-def eq4_s(lanes: Sequence[float], knots: Sequence[tuple[int, float]]) -> float:
-    """DARTS eq. 4 as printed: a step's seconds at what is left, over the intervals between rising lengths."""
-    rising = sorted(lanes)
-    total = before = 0.0
-    for index, length in enumerate(rising):
-        total += step_s(len(rising) - index, knots) * (length - before)
-        before = length
-    return total
-
-
-def step_s(batch: int, knots: Sequence[tuple[int, float]]) -> float:
-    """PTL: linear between knots, level before the first, the last piece carried on."""
-    at, seconds = zip(*knots, strict=True)
-    if batch <= at[-1] or len(at) == 1:
-        return float(np.interp(batch, at, seconds))
-    return float(seconds[-1] + (batch - at[-1]) * (seconds[-1] - seconds[-2]) / (at[-1] - at[-2]))
 
 
 def makespans_of_all(costs: Costs) -> list[float]:
@@ -112,13 +70,8 @@ def makespans_of_all(costs: Costs) -> list[float]:
             if table.model == CostModel.GROUP_SIZE:
                 cost = (base + sequence * min(size, slots)) * max(1.0, size / slots) * longest
             else:
-                cost = per_kv * kv[mine].sum() + prefill_s * prefill[mine].sum()
-                if table.model == CostModel.LINEAR_INTEGRAL:
-                    cost += base * max(longest, work / slots, kv[mine].sum() / capacity) + sequence * work
-                else:
-                    lanes = levelled(table.lengths[mine].tolist(), int(slots))
-                    cost += eq4_s(lanes, knots_of(costs, engine))
-                    cost += base * max(0.0, kv[mine].sum() / capacity - lanes[0])
+                cost = base * max(longest, work / slots, kv[mine].sum() / capacity) + sequence * work
+                cost += per_kv * kv[mine].sum() + prefill_s * prefill[mine].sum()
             if len(table.reach):
                 reach = table.reach[table.reach_of[engine]]
                 if any(reach[rank] == rank for rank in np.flatnonzero(mine)):
@@ -126,13 +79,3 @@ def makespans_of_all(costs: Costs) -> list[float]:
             worst = max(worst, cost)
         spans.append(float(worst))
     return spans
-
-
-def knots_of(costs: Costs, engine: int) -> list[tuple[int, float]]:
-    """The curve of a table's engine, a knot at every batch that the test's workloads reach."""
-    rises = [(int(lane), float(each)) for lane, each in costs.table.pieces[engine] if np.isfinite(lane)]
-    knots = [(1, rises[0][1])]
-    for lane in range(1, 64):
-        rise = next((each for begin, each in reversed(rises[1:]) if begin <= lane), 0.0)
-        knots.append((lane + 1, knots[-1][1] + rise))
-    return knots

@@ -1,7 +1,7 @@
 """Policy.reserve: who may begin where, in which order, and what a step waits for."""
 
 import pytest
-from support.control import Scenario, all_of, one
+from support.control import Scenario, all_of, answer, one
 from treadle_core import actions as act
 from treadle_core import events as ev
 from treadle_core.model import KvTransfer, Policy
@@ -171,7 +171,7 @@ def test_a_step_waits_for_its_kv_on_the_way_and_runs_at_the_source_where_the_mov
         plan = next(action for action in reversed(scenario.heard) if isinstance(action, act.AskPlan))
         scenario.send(ev.ToolStarted("t0", 10.0))
         started = all_of(
-            scenario.send(ev.PlanArrived(plan.plan_id, (("e0", ("t0", "t1")), ("e1", ("t2", "t3"))))),
+            scenario.send(answer(plan, {"e0": ["t0", "t1"], "e1": ["t2", "t3"]})),
             act.StartMigration,
         )
         move = started[0]

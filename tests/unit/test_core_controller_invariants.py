@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -200,10 +201,8 @@ class AnyEvents(RuleBasedStateMachine):
     def placement_answers(self, index: int, random: object) -> None:
         if self.plans:
             ask = self.plans[-1 - index % min(2, len(self.plans))]
-            groups: dict[str, list[str]] = {engine.engine_id: [] for engine in ask.engines}
-            for trajectory_id in ask.work.trajectory_ids:
-                groups[random.choice(sorted(groups))].append(trajectory_id)  # type: ignore[attr-defined]
-            self.hand(ev.PlanArrived(ask.plan_id, tuple((name, tuple(of)) for name, of in groups.items())))
+            chosen = random.choices(range(len(ask.engines)), k=len(ask.work))  # type: ignore[attr-defined]
+            self.hand(ev.PlanArrived(ask.plan_id, np.array(chosen)))
 
     @rule(index=INDEX, what=st.integers(0, 3))
     def migrator_answers(self, index: int, what: int) -> None:

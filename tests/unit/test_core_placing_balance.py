@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.control import CURVE, Scenario, all_of
+from support.control import CURVE, Scenario, all_of, answer
 from treadle_core import actions as act
-from treadle_core import events as ev
 from treadle_core.compiled import Flags, Floats, Indexes
 from treadle_core.model import DecodeCurve, EngineSpec, Estimate
 from treadle_core.placing import balance
@@ -169,6 +168,6 @@ def test_following_plans_on_two_small_engines_is_never_worse_than_staying(
     groups: dict[str, list[str]] = {"e0": [], "e1": []}
     for name, place in zip(names, anywhere(seed, len(names), 2), strict=True):
         groups[f"e{place}"].append(name)
-    scenario.send(ev.PlanArrived(asked.plan_id, tuple((engine, tuple(names)) for engine, names in groups.items())))
+    scenario.send(answer(asked, groups))
     after = np.array([int(scenario.step(name, 0).engine_id[1:]) for name in names])  # a move is free: none has run yet
     assert balance.finish_times(rows, jobs, after).max() <= balance.finish_times(rows, jobs, present).max() * (1 + 1e-6)

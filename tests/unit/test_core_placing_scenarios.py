@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from treadle_core.compiled import Floats, Indexes
 from treadle_core.model import CostModel, DecodeCurve, EngineSpec
 from treadle_core.placing import balance, placement, rank_scenarios, scenarios
-from treadle_core.placing.bound import least_makespan
 from treadle_core.placing.costs import tabulate
 from treadle_core.placing.question import PlanEngine
 from treadle_core.placing.rank_scenarios import SHARES, hedge
 from treadle_core.placing.scenarios import LEAST_SAMPLES, MOST_SAMPLES, Samples
 from treadle_core.placing.solver import partition
+
+from treadle_bench.placement.measure import least_makespan
 
 NO_CAP = 1e18
 
@@ -146,7 +147,7 @@ def test_a_partition_is_judged_as_the_placement_that_it_is(seed: int, n: int, m:
 
 def plan_of(lengths: Floats, doubt: float, count: int = 4) -> Indexes:
     n = len(lengths)
-    return placement.plan_arrays(
+    return placement.plan(
         lengths, np.full(n, 300.0), np.full(n, -1), engines(count), log_sigma=np.full(n, doubt)
     ).engine_of
 

@@ -9,7 +9,6 @@ from treadle_core import actions as act
 from treadle_core import events as ev
 from treadle_core.model import Policy, TrajectoryRecord, copy_with
 from treadle_core.placing import balance
-from treadle_core.placing.question import EngineOf
 from treadle_core.ranking.priorities import remaining_tokens
 from treadle_core.steps.state import Deadlines
 from treadle_core.tables.columns import FIRST_ROWS
@@ -91,49 +90,20 @@ def heaped() -> Scenario:
     return scenario
 
 
-def test_the_two_forms_of_an_answer_do_the_same() -> None:
-    places = []
-    for as_columns in (False, True):
-        scenario = heaped()
-        ask = all_of(scenario.heard, act.AskPlan)[-1]
-        ids = ask.work.trajectory_ids
-        answer = (
-            ev.PlanArrived(ask.plan_id, engine_of=EngineOf(np.array([0, 1] * 4)))
-            if as_columns
-            else ev.PlanArrived(ask.plan_id, (("e0", ids[::2]), ("e1", ids[1::2])))
-        )
-        scenario.send(answer)
-        places.append([scenario.step(name, 0).engine_id for name in ids])
-    assert places[0] == places[1]
-    assert set(places[0]) == {"e0", "e1"}
-
-
-@pytest.mark.parametrize("indexes", [[0], [7] * 8, [-5] * 8])
-def test_an_answer_that_does_not_fit_the_question_is_as_none(indexes: list[int]) -> None:
-    """Wrong length, engines that were not in the question: the present placement is rebalanced, as without a plan."""
-    scenario = heaped()
-    ask = all_of(scenario.heard, act.AskPlan)[-1]
-    scenario.send(ev.PlanArrived(ask.plan_id, engine_of=EngineOf(np.array(indexes))))
-    assert {scenario.step(f"t{number}", 0).engine_id for number in range(8)} == {"e0", "e1"}
-
-
 def test_a_trajectory_that_left_since_the_question_is_passed_over() -> None:
     scenario = heaped()
     ask = all_of(scenario.heard, act.AskPlan)[-1]
     scenario.close("t1")
     for number in range(3 * FIRST_ROWS):  # rows are numbered anew
         scenario.open(f"x{number}")
-    scenario.send(ev.PlanArrived(ask.plan_id, engine_of=EngineOf(np.array([0, 1] * 4))))
+    scenario.send(ev.PlanArrived(ask.plan_id, np.array([0, 1] * 4)))
     assert {scenario.step(f"t{number}", 0).engine_id for number in (0, 2, 3)} <= {"e0", "e1"}
 
 
 def test_questions_are_equal_where_their_columns_are() -> None:
     one, other = (all_of(heaped().heard, act.AskPlan)[-1] for _ in range(2))
     assert one == other
-    assert hash(one.work) == hash(other.work)
-    assert one.work == other.work
     assert [one.engines[at].engine_id for at in one.work.current] == ["e0"] * 8
-    assert EngineOf(np.array([1])) != EngineOf(np.array([2]))
 
 
 def test_first_predictions_make_a_plan_due_at_once_and_a_tick_asks_for_what_is_left() -> None:

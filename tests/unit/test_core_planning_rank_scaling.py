@@ -9,8 +9,7 @@ from treadle_core import actions as act
 from treadle_core import events as ev
 from treadle_core.model import CostModel, Policy, Replanning
 from treadle_core.placing import balance
-from treadle_core.placing.question import EngineOf
-from treadle_core.planning.plans import InvalidSizesError, Ranks, ScaledGroups
+from treadle_core.planning.plans import Ranks, ScaledGroups
 from treadle_core.tuning import Tuning
 
 HEDDLE = Policy(replanning=Replanning.RANK_SCALING)
@@ -59,12 +58,6 @@ def test_a_rank_that_is_not_there_has_no_engine() -> None:
     assert [scaled.engine(rank, 3) for rank in (-1, 3)] == ["", ""]
 
 
-@pytest.mark.parametrize(("engines", "sizes"), [(["e0"], [-1]), (["e0"], []), (["e0", "e1"], [1])])
-def test_sizes_that_cannot_be_scaled_raise_a_named_error(engines: list[str], sizes: list[int]) -> None:
-    with pytest.raises(InvalidSizesError, match="sizes"):
-        ScaledGroups(engines, sizes)
-
-
 def planned(policy: Policy = HEDDLE, tuning: Tuning | None = None) -> tuple[Scenario, list[str]]:
     """Eight trajectories of 800, 700, ... tokens on two engines, planned 2 and 6; each is in a tool call."""
     scenario = Scenario(policy, tuning)
@@ -78,7 +71,7 @@ def planned(policy: Policy = HEDDLE, tuning: Tuning | None = None) -> tuple[Scen
     scenario.engine("e1", slots=8)  # void whatever was asked before
     asked = all_of(scenario.heard, act.AskPlan)[-1]
     assert asked.work.trajectory_ids == tuple(names)
-    scenario.send(ev.PlanArrived(asked.plan_id, engine_of=EngineOf(np.array([0, 0, 1, 1, 1, 1, 1, 1]))))
+    scenario.send(ev.PlanArrived(asked.plan_id, np.array([0, 0, 1, 1, 1, 1, 1, 1])))
     for name in names:
         scenario.finish(scenario.step(name, 0, context_tokens=50_000))
     return scenario, names

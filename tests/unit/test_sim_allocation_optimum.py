@@ -9,24 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.placements import curves, makespans_of_all, tokens
 from treadle_core.model import CostModel, DecodeCurve
-from treadle_core.placing.bound import least_makespan
 from treadle_core.placing.costs import group_cost
 from treadle_core.placing.solver import partition
-from treadle_sim.allocation.plan import PLANNED_MODELS, Allocation, EngineKind, Problem, allocate, homogeneous, prepare
+from treadle_sim.allocation.plan import PLANNED_MODELS, Allocation, EngineKind, allocate, homogeneous, prepare
+
+from treadle_bench.placement.measure import least_makespan
 
 REL = 1e-9
 DEGREES = (1, 2, 4, 8)
 MODELS = list(PLANNED_MODELS)
 
-tokens = st.one_of(st.sampled_from([0.0, 1.0, 100.0]), st.floats(0.0, 40_000.0))
-curves = st.builds(
-    DecodeCurve,
-    base_s=st.floats(1e-4, 0.1),
-    per_sequence_s=st.one_of(st.just(0.0), st.floats(1e-6, 0.01)),
-    per_kv_token_s=st.one_of(st.just(0.0), st.floats(1e-9, 1e-6)),
-    prefill_tokens_per_s=st.one_of(st.just(0.0), st.floats(100.0, 1e5)),
-)
 Case = tuple[np.ndarray, np.ndarray, int, list[EngineKind], CostModel]
 
 
@@ -56,28 +50,6 @@ def multisets(gpus: list[int], budget: int) -> Iterator[tuple[int, ...]]:
     for counts in itertools.product(*(range(budget // width + 1) for width in gpus)):
         if 0 < sum(count * width for count, width in zip(counts, gpus, strict=True)) <= budget:
             yield counts
-
-
-def any_makespan(problem: Problem, counts: tuple[int, ...]) -> float:
-    """The least makespan of all assignments to these engines, each group's cost computed afresh from its members."""
-    table = problem.engines(np.array(counts)).table
-    kv, prefill = np.diff(table.sum_kv), np.diff(table.sum_prefill)
-    least = np.inf
-    for choice in itertools.product(range(len(table.engines)), repeat=len(table.lengths)):
-        of = np.array(choice)
-        worst = 0.0
-        for engine in set(choice):
-            base, sequence, per_kv, slots, capacity, prefill_s = table.engines[engine][:6]
-            mine = of == engine
-            longest, work, size = table.lengths[mine].max(), table.lengths[mine].sum(), mine.sum()
-            if table.model == CostModel.GROUP_SIZE:
-                cost = (base + sequence * min(size, slots)) * max(1.0, size / slots) * longest
-            else:
-                steps = max(longest, work / slots, kv[mine].sum() / capacity)
-                cost = base * steps + sequence * work + per_kv * kv[mine].sum() + prefill_s * prefill[mine].sum()
-            worst = max(worst, cost)
-        least = min(least, worst)
-    return float(least)
 
 
 @settings(max_examples=120, deadline=None)
@@ -122,7 +94,7 @@ def test_no_engines_and_no_assignment_whatever_beat_the_bound(case: Case) -> Non
     lengths, contexts, gpus, kinds, model = case
     found = allocate(lengths, contexts, gpus, kinds, model)
     problem = prepare(lengths, contexts, gpus, kinds, model)
-    best = min(any_makespan(problem, counts) for counts in multisets(problem.gpus.tolist(), gpus))
+    best = min(min(makespans_of_all(problem.engines(np.array(c)))) for c in multisets(problem.gpus.tolist(), gpus))
     assert found.lower_bound_s <= found.makespan_s
     assert found.lower_bound_s <= best * (1 + REL)
     if model is CostModel.GROUP_SIZE:

@@ -16,7 +16,7 @@ import numpy as np
 from rich.progress import track
 from treadle_core.actions import Action, StartMigration
 from treadle_core.events import Event, MoveEnded, ToolFinished
-from treadle_core.placing.placement import plan_arrays
+from treadle_core.placing.placement import plan as plan_placement
 from treadle_core.placing.question import PlanEngine
 from treadle_core.placing.workload import Workspace
 from treadle_sim.allocation.plan import EngineKind, allocate
@@ -147,7 +147,7 @@ def _plan_ms(setting: Setting, repeats: int) -> tuple[float, float]:
     workspace = Workspace()
     resources = milliseconds(lambda: allocate(lengths, contexts, setting.gpus, kinds), repeats, PLANS)
     placement = milliseconds(
-        lambda: plan_arrays(lengths, contexts, nowhere, engines, workspace=workspace), repeats, PLANS
+        lambda: plan_placement(lengths, contexts, nowhere, engines, workspace=workspace), repeats, PLANS
     )
     return median(resources), median(placement)
 

@@ -1,7 +1,7 @@
 """How long the exact partition takes from unsorted lengths, and how it compares with Heddle's dynamic program.
 
 Keys: `n`, `m`, `ms`, `dp_ms`, `sort_ms` and `solve_ms` are those of the smallest size under the default cost model.
-`ms`: the whole of `plan_arrays` for trajectories without an engine: checks, sort and running sums (`sort_ms`),
+`ms`: the whole of `placement.plan` for trajectories without an engine: checks, sort and running sums (`sort_ms`),
 partition with balance (`solve_ms`), and the engine of each trajectory, in a workspace that the caller keeps between
 plans. `fresh_ms`: without such a workspace. `replan_ms`: a plan for trajectories that all have an engine, where each
 group goes to the engine that holds most of it. `max_rel_diff`: the largest relative difference from the dynamic
@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from rich.progress import track
+from treadle_core.compiled import Floats, Indexes, compiled
 from treadle_core.model import CostModel, DecodeCurve
-from treadle_core.placing.bound import aggregate, least_makespan
-from treadle_core.placing.costs import BatchCurve, Costs, tabulate
-from treadle_core.placing.placement import plan_arrays
+from treadle_core.placing.costs import Costs, Table, group_cost, tabulate
+from treadle_core.placing.placement import plan
 from treadle_core.placing.question import PlanEngine
 from treadle_core.placing.solver import partition
 from treadle_core.placing.workload import Workspace
@@ -29,15 +29,12 @@ from treadle_sim.workloads.workload import read_traces
 from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.summary import milliseconds
 
-Floats = npt.NDArray[np.float64]
-
 SIZES = ((6_400, 16), (6_400, 64), (100_000, 128), (1_000_000, 1_024))
 CASES = 300
 # A mid-sized model on one accelerator, in seconds; only the order of magnitude matters.
 ENGINE = DecodeCurve(base_s=0.01, per_sequence_s=2e-4, per_kv_token_s=1e-8, prefill_tokens_per_s=2e4)
 SLOTS = 100
 KV_TOKENS = 400_000
-BENDS = BatchCurve(((1, 0.0102), (16, 0.0115), (64, 0.02), (128, 0.035)))
 # Predicted lengths: log-normal, most about 1,800 tokens, the longest cut at 40,000.
 LOG_MEAN, LOG_SIGMA, MOST_TOKENS = 7.5, 1.1, 40_000.0
 LEAST_CONTEXT, MOST_CONTEXT = 500.0, 4_000.0
@@ -83,26 +80,26 @@ def _engines(m: int) -> list[PlanEngine]:
 
 def _costs(lengths: Floats, contexts: Floats, m: int, model: CostModel, workspace: Workspace | None = None) -> Costs:
     nowhere = np.zeros(len(lengths), np.bool_)
-    return tabulate(model, lengths, contexts, nowhere, _engines(m), curves=[BENDS] * m, workspace=workspace)
+    return tabulate(model, lengths, contexts, nowhere, _engines(m), workspace)
 
 
 def _row(lengths: Floats, contexts: Floats, m: int, model: CostModel, options: BenchOptions) -> dict[str, Any]:
     n = len(lengths)
-    engines, curves = _engines(m), [BENDS] * m
+    engines = _engines(m)
     nowhere = np.full(n, -1)
     placed = np.random.default_rng([options.seed, n, m]).integers(0, m, n)
     workspace = Workspace()
 
-    def plan(current: npt.NDArray[np.int64], memory: Workspace | None) -> None:
-        plan_arrays(lengths, contexts, current, engines, model, curves=curves, workspace=memory)
+    def make(current: npt.NDArray[np.int64], memory: Workspace | None) -> None:
+        plan(lengths, contexts, current, engines, model, workspace=memory)
 
-    whole = milliseconds(lambda: plan(nowhere, workspace), options.repeats, PLANS)
-    fresh = milliseconds(lambda: plan(nowhere, None), options.repeats, PLANS)
-    again = milliseconds(lambda: plan(placed, workspace), options.repeats, PLANS)
+    whole = milliseconds(lambda: make(nowhere, workspace), options.repeats, PLANS)
+    fresh = milliseconds(lambda: make(nowhere, None), options.repeats, PLANS)
+    again = milliseconds(lambda: make(placed, workspace), options.repeats, PLANS)
     sort = milliseconds(lambda: _costs(lengths, contexts, m, model, workspace), options.repeats, PLANS)
     costs = _costs(lengths, contexts, m, model, workspace)
     solve = milliseconds(lambda: partition(costs), options.repeats, PLANS)
-    found = plan_arrays(lengths, contexts, nowhere, engines, model, curves=curves, bound=True)
+    found = plan(lengths, contexts, nowhere, engines, model, bound=True)
     return {
         "n": n,
         "m": m,
@@ -115,6 +112,39 @@ def _row(lengths: Floats, contexts: Floats, m: int, model: CostModel, options: B
         "replan_ms": median(again),
         "bound_ratio": found.makespan_s / found.lower_bound_s if found.lower_bound_s else 1.0,
     }
+
+
+def least_makespan(costs: Costs, cuts: Indexes | None = None) -> float:
+    """Seconds of the best contiguous partition by Heddle's dynamic program (eq. 3, O(n² m)), engines in the table's
+    order, groups may be empty. It shares only the cost of a group with the solver.
+
+    `cuts`: ranks at which a group may end, rising, with 0 and n; all where None.
+    """
+    if cuts is None:
+        cuts = np.arange(len(costs.table.lengths) + 1)
+    return float(dynamic_program(costs.table, cuts))
+
+
+@compiled
+def dynamic_program(table: Table, cuts: Indexes) -> float:
+    best = np.full(len(cuts), np.inf)
+    best[0] = 0.0
+    for engine in range(len(table.engines)):
+        after = np.full(len(cuts), np.inf)
+        for end in range(len(cuts)):
+            least = np.inf
+            for first in range(end + 1):
+                least = min(least, max(best[first], group_cost(table, engine, cuts[first], cuts[end])))
+            after[end] = least
+        best = after
+    return float(best[-1])
+
+
+def aggregate(costs: Costs, threshold_tokens: float, bundle: int) -> Indexes:
+    """Heddle's aggregation (5.2): cuts that take the trajectories below the threshold `bundle` at a time."""
+    n = len(costs.table.lengths)
+    long = int(np.count_nonzero(costs.table.lengths >= threshold_tokens))
+    return np.unique(np.concatenate([np.arange(long + 1), np.arange(long, n, max(bundle, 1)), [n]]))
 
 
 def _compare_with_program(costs: Costs, repeats: int) -> dict[str, Any]:
@@ -149,10 +179,9 @@ def _largest_difference(seed: int) -> float:
             )
             for index, speed in enumerate(speeds)
         ]
-        curves = [BENDS if rng.random() < 0.5 else None for _ in range(m)]
         model = list(CostModel)[case % len(CostModel)]
         contexts = rng.uniform(0.0, 5_000.0, n)
-        costs = tabulate(model, lengths, contexts, rng.random(n) < 0.5, engines, curves=curves)
+        costs = tabulate(model, lengths, contexts, rng.random(n) < 0.5, engines)
         exact_s = least_makespan(costs)
         largest = max(largest, abs(partition(costs)[1] - exact_s) / max(exact_s, 1e-300))
     return largest

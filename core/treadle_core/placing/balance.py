@@ -7,7 +7,7 @@ engine's longest trajectory takes alone, tool calls included, as tools can be th
 placement is the index of each trajectory's engine, -1 for none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,9 +35,13 @@ class EngineRows:
 def engine_rows(specs: Sequence[EngineSpec]) -> EngineRows:
     """The engines in the caller's order."""
     rows = np.array([_row(spec) for spec in specs]).reshape(len(specs), PREFILL_S + 1)
-    kinds: dict[tuple[object, ...], int] = {}
-    of = [kinds.setdefault((*_row(spec), spec.tensor_parallel, spec.decode_curve), len(kinds)) for spec in specs]
-    return EngineRows(rows, np.array(of, np.int64))
+    return EngineRows(rows, number_kinds((*_row(spec), spec.tensor_parallel, spec.decode_curve) for spec in specs))
+
+
+def number_kinds(figures: Iterable[Hashable]) -> Indexes:
+    """A number for each engine, the same for engines with equal figures."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(each, len(numbers)) for each in figures], np.int64)
 
 
 def _row(spec: EngineSpec) -> tuple[float, ...]:
@@ -197,36 +201,53 @@ def rebalance(engines: Floats, work: Floats, placement: Indexes, margin: float, 
 
 
 @compiled
-def relabel(planned: Indexes, present: Indexes, context_tokens: Floats, movable: Flags, kinds: Indexes) -> Indexes:
-    """The same partition with groups of equal engines exchanged so that most context stays where it is; greedy, most
-    context first."""
+def keep_most(group_of: Indexes, present: Indexes, place: Indexes, context_tokens: Floats, kinds: Indexes) -> Indexes:
+    """The engine that takes each group, among engines of the group's kind, so that most context stays: greedy, most
+    context first, at least half of the best possible. O(n + m^2) where few groups want the same engine.
+
+    By trajectory: group_of and present, an engine or -1. place: what each value of `present` is among the m engines.
+    """
     m = len(kinds)
-    overlap = np.zeros(m * m)
-    for index in range(len(planned)):
-        here, there = present[index], planned[index]
-        if movable[index] and here >= 0 and there >= 0 and kinds[here] == kinds[there]:
-            overlap[there * m + here] += 1.0 + context_tokens[index]
-    pairs = np.flatnonzero(overlap)
-    order = np.argsort(-overlap[pairs], kind="mergesort")
-    renamed = np.full(m, -1, np.int64)
+    kept = np.zeros((m, m))
+    for index in range(len(group_of)):
+        if group_of[index] >= 0 and present[index] >= 0:  # one token more: a trajectory without context counts too
+            kept[group_of[index], place[present[index]]] += context_tokens[index] + 1.0
     taken = np.zeros(m, np.bool_)
-    for at in order:
-        group, here = pairs[at] // m, pairs[at] % m
-        if renamed[group] < 0 and not taken[here]:
-            renamed[group] = here
-            taken[here] = True
-    for group in range(m):  # groups without overlap take the engines of their kind that are left
-        if renamed[group] < 0:
-            for other in range(m):
-                if not taken[other] and kinds[other] == kinds[group]:
-                    renamed[group] = other
-                    taken[other] = True
+    wish = np.full(m, -1)  # the free engine that holds most of a group, and how much
+    wish_kept = np.zeros(m)
+    engine_of = np.full(m, -1, np.int64)
+    for group in range(m):
+        for engine in range(m):
+            if kinds[engine] == kinds[group] and kept[group, engine] > wish_kept[group]:
+                wish[group], wish_kept[group] = engine, kept[group, engine]
+    while True:
+        group = int(np.argmax(wish_kept))
+        if wish_kept[group] <= 0.0:
+            break
+        engine = wish[group]
+        wish_kept[group] = 0.0
+        if not taken[engine]:
+            engine_of[group] = engine
+            taken[engine] = True
+            continue
+        for other in range(m):
+            if kinds[other] == kinds[group] and not taken[other] and kept[group, other] > wish_kept[group]:
+                wish[group], wish_kept[group] = other, kept[group, other]
+    for group in range(m):  # groups that no engine holds take the engines of their kind that are left
+        if engine_of[group] < 0:
+            for engine in range(m):
+                if kinds[engine] == kinds[group] and not taken[engine]:
+                    engine_of[group] = engine
+                    taken[engine] = True
                     break
-    result = planned.copy()
-    for index in range(len(planned)):
-        if movable[index] and planned[index] >= 0:
-            result[index] = renamed[planned[index]]
-    return result
+    return engine_of
+
+
+def relabel(planned: Indexes, present: Indexes, context_tokens: Floats, movable: Flags, kinds: Indexes) -> Indexes:
+    """The same partition with groups of equal engines exchanged so that most context stays where it is."""
+    groups = np.where(movable, planned, -1)
+    engine_of = keep_most(groups, present, np.arange(len(kinds)), context_tokens, kinds)
+    return np.where(groups >= 0, engine_of[groups], planned)
 
 
 @compiled

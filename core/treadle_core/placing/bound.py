@@ -1,4 +1,4 @@
-"""A lower bound of the makespan, against which plans are measured, and Heddle's dynamic program, the solver's oracle.
+"""A lower bound of the makespan, against which plans are measured.
 
 `lower_bound` is at most the makespan of every assignment of the trajectories to the engines, contiguous or not, to
 rounding. It is the largest of:
@@ -6,12 +6,8 @@ rounding. It is the largest of:
 - GROUP_SIZE, engines that are alike: the optimum itself, since some optimum is contiguous (Heddle's Lemma 5.1);
 - GROUP_SIZE, others: of the q longest, the engines must hold q; in time T they hold as many as their sizes allow at
   length L_q;
-- the integrals: all work over the engines' summed speed, once with slots as the limit of what runs at once and once
-  with KV; with a curve that bends, at the batch of the least seconds a token.
-
-The dynamic program (eq. 3, O(n² m)) serves tests and benchmarks. It shares only the cost of a group with the solver,
-and allows empty groups as the solver does. Heddle §5.2 makes it faster by aggregation: short trajectories are taken in
-bundles, so that a group may end only at some ranks. The solver needs none: it takes less time than sorting.
+- LINEAR_INTEGRAL: all work over the engines' summed speed, once with slots as the limit of what runs at once and once
+  with KV.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ import numpy as np
 
 from treadle_core.compiled import Floats, Indexes, compiled
 from treadle_core.model import CostModel
-from treadle_core.placing.costs import FROM_SEQUENCE, SEQUENCE_S, Costs, Table, group_cost
+from treadle_core.placing.costs import Costs, Table
 from treadle_core.placing.solver import partition
 
 # The q longest are tried for these many q, evenly in log q: each gives a valid bound, and neighbours nearly the same
@@ -51,8 +47,6 @@ def costliest_alone(table: Table) -> float:
     alone_s = table.engines[:, 0] + table.engines[:, 1]
     if table.model == CostModel.GROUP_SIZE:
         return float(lengths[0] * alone_s.min())
-    if table.model == CostModel.PIECEWISE_INTEGRAL:
-        alone_s = table.pieces[:, 0, SEQUENCE_S]
     kinds = np.unique(np.column_stack([table.engines, alone_s]), axis=0)
     kv_work = np.diff(table.sum_kv)
     prefill = np.diff(table.sum_prefill)
@@ -94,17 +88,15 @@ def shared_work(table: Table) -> float:
     """All work over the engines' summed speed; the yardstick is the engine that gives the largest bound.
 
     An engine's time is at least sum L * (a / slots + b) + sum Q * k + sum P / rate, and at least the same with a taken
-    from KV (sum Q * (a / capacity + k) + sum L * b); for a curve that bends a / slots + b is the least PTL(batch) /
-    batch up to the slots, and b the least (PTL(batch) - a) / batch. With r_e the least ratio of an engine's three
-    weights to the yardstick's, its time is at least r_e times the work by the yardstick, and the works add up.
+    from KV (sum Q * (a / capacity + k) + sum L * b). With r_e the least ratio of an engine's three weights to the
+    yardstick's, its time is at least r_e times the work by the yardstick, and the works add up.
     """
     amounts = np.array([table.sum_lengths[-1], table.sum_kv[-1], table.sum_prefill[-1]])
-    base_s, _, kv_s, _, capacity, prefill_s = table.engines.T
-    by_slots, by_kv = token_s(table)
+    base_s, sequence_s, kv_s, slots, capacity, prefill_s = table.engines.T
     bound = 0.0
     for weights in (
-        np.stack([by_slots, kv_s, prefill_s], axis=1),
-        np.stack([by_kv, base_s / capacity + kv_s, prefill_s], axis=1),
+        np.stack([base_s / slots + sequence_s, kv_s, prefill_s], axis=1),
+        np.stack([sequence_s, base_s / capacity + kv_s, prefill_s], axis=1),
     ):
         for yardstick in np.unique(weights, axis=0):
             used = (yardstick > 0.0) & (amounts > 0.0)
@@ -115,57 +107,3 @@ def shared_work(table: Table) -> float:
                 work_s = float((yardstick[used] * amounts[used]).sum())
                 bound = max(bound, work_s / float((1.0 / ratios).sum()))
     return bound * (1.0 - ROUNDING)
-
-
-def token_s(table: Table) -> tuple[Floats, Floats]:
-    """Least seconds that a token takes of each engine, with and without the step at no sequence (a)."""
-    base_s, sequence_s, _, slots, _, _ = table.engines.T
-    if table.model != CostModel.PIECEWISE_INTEGRAL:
-        return base_s / slots + sequence_s, sequence_s
-    pieces = table.pieces
-    step_s = pieces[:, 0, SEQUENCE_S].copy()  # at the batch that the pieces before have reached
-    batch = np.ones(len(pieces))
-    with_base, without = step_s.copy(), step_s - base_s
-    for piece in range(1, pieces.shape[1]):  # the least is at a knot or at the slots
-        last = pieces[:, piece + 1, FROM_SEQUENCE] if piece + 1 < pieces.shape[1] else np.full(len(pieces), np.inf)
-        end = np.maximum(np.minimum(last, slots), batch)
-        step_s += pieces[:, piece, SEQUENCE_S] * (end - batch)
-        batch = end
-        np.minimum(with_base, step_s / batch, out=with_base)
-        np.minimum(without, (step_s - base_s) / batch, out=without)
-    return with_base, without
-
-
-def least_makespan(costs: Costs, cuts: Indexes | None = None) -> float:
-    """Seconds of the best contiguous partition of the descending order, engines in the table's order.
-
-    `cuts`: ranks at which a group may end, rising, with 0 and n; all where None.
-    """
-    if cuts is None:
-        cuts = np.arange(len(costs.table.lengths) + 1)
-    return float(dynamic_program(costs.table, cuts))
-
-
-@compiled
-def dynamic_program(table: Table, cuts: Indexes) -> float:
-    best = np.full(len(cuts), np.inf)
-    best[0] = 0.0
-    for engine in range(len(table.engines)):
-        after = np.full(len(cuts), np.inf)
-        for end in range(len(cuts)):
-            least = np.inf
-            for first in range(end + 1):
-                least = min(least, max(best[first], group_cost(table, engine, cuts[first], cuts[end])))
-            after[end] = least
-        best = after
-    return float(best[-1])
-
-
-def aggregate(costs: Costs, threshold_tokens: float, bundle: int) -> Indexes:
-    """Cuts that take the trajectories below the threshold `bundle` at a time; no group's cost is estimated.
-
-    A plan so restricted is worse by at most what its costliest bundle adds to a group.
-    """
-    n = len(costs.table.lengths)
-    long = int(np.count_nonzero(costs.table.lengths >= threshold_tokens))
-    return np.unique(np.concatenate([np.arange(long + 1), np.arange(long, n, max(bundle, 1)), [n]]))

@@ -1,8 +1,8 @@
-"""A placement question and its answer, and the checks of every figure that placement reads.
+"""A placement question, and the checks of every figure that placement reads.
 
-Trajectories come one by one or as columns, which are all of one length and never written. A NaN, a negative figure or
-an engine that can hold nothing is refused here, so that no kernel meets it; an error's `field` is the path of the input
-as the caller of `placement.plan` wrote it. Whole arrays are checked at once.
+Trajectories come as columns, which are all of one length and never written. A NaN, a negative figure or an engine that
+can hold nothing is refused here, so that no kernel meets it; an error's `field` is the path of the input in a request
+of the placement service. Whole arrays are checked at once.
 """
 
 from __future__ import annotations
@@ -18,19 +18,6 @@ import numpy as np
 from treadle_core.compiled import Floats, Indexes, Names
 from treadle_core.model import DecodeCurve
 from treadle_core.refusals import CoreError
-
-
-@dataclass(frozen=True, slots=True)
-class PlanTrajectory:
-    """A trajectory as the placement sees it. log_sigma: standard deviation of ln(remaining_tokens), 0 for certain;
-    room_tokens: what its cap leaves."""
-
-    trajectory_id: str
-    remaining_tokens: float
-    context_tokens: int
-    current_engine_id: str
-    log_sigma: float = 0.0
-    room_tokens: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,37 +50,16 @@ class PlanWork:
 
     @cached_property
     def trajectory_ids(self) -> tuple[str, ...]:
-        """The ids; made on demand, as an answer by `EngineOf` needs none."""
+        """The ids; made on demand, as few callers need them."""
         return tuple(self.names[self.rows].tolist())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PlanWork) and (
-            self.trajectory_ids == other.trajectory_ids
-            and np.array_equal(self.remaining_tokens, other.remaining_tokens)
-            and np.array_equal(self.context_tokens, other.context_tokens)
-            and np.array_equal(self.current, other.current)
-            and np.array_equal(self.log_sigma, other.log_sigma)
-            and np.array_equal(self.room_tokens, other.room_tokens)
+        columns = ("remaining_tokens", "context_tokens", "current", "log_sigma", "room_tokens")
+        return (
+            isinstance(other, PlanWork)
+            and self.trajectory_ids == other.trajectory_ids
+            and all(np.array_equal(getattr(self, column), getattr(other, column)) for column in columns)
         )
-
-    def __hash__(self) -> int:
-        return hash((self.remaining_tokens.tobytes(), self.current.tobytes()))
-
-
-@dataclass(frozen=True, eq=False)
-class EngineOf:
-    """For each trajectory of a question, in its order, the index of its engine there."""
-
-    indexes: Indexes
-
-    def __len__(self) -> int:
-        return len(self.indexes)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, EngineOf) and np.array_equal(self.indexes, other.indexes)
-
-    def __hash__(self) -> int:
-        return hash(self.indexes.tobytes())
 
 
 # Figures beyond these are mistakes, and sums and products could leave the range of floats.

@@ -186,10 +186,6 @@ def same_kind(table: Table, one: int, other: int) -> bool:
     for column in range(table.engines.shape[1]):
         if table.engines[one, column] != table.engines[other, column]:
             return False
-    for piece in range(table.pieces.shape[1]):
-        for column in range(table.pieces.shape[2]):
-            if table.pieces[one, piece, column] != table.pieces[other, piece, column]:
-                return False
     return table.reach.shape[0] == 0 or bool(table.reach_of[one] == table.reach_of[other])
 
 

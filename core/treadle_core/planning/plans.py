@@ -3,6 +3,7 @@
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
@@ -15,7 +16,6 @@ from treadle_core.placing.question import PlanWork
 from treadle_core.planning.siting import carries_tags
 from treadle_core.planning.snapshot import Snapshot, Snapshots, choose_placement
 from treadle_core.ranking.priorities import remaining_tokens
-from treadle_core.refusals import CoreError
 from treadle_core.tables.engines import EngineTable
 from treadle_core.tables.trajectories import RULE_NUMBERS, TrajectoryTable
 from treadle_core.tuning import Tuning
@@ -80,10 +80,6 @@ class PlanTiming:
         return self._work + self._news >= max(few, many, 1) and now - self._last_asked_s >= tuning.plan_interval_s
 
 
-class InvalidSizesError(CoreError):
-    """Group sizes that cannot be scaled: a negative one, or not one for each engine."""
-
-
 class Ranks:
     """Trajectories by length, longest first; equal ones in the order of arrival.
 
@@ -131,16 +127,12 @@ class ScaledGroups:
     That plan gives s_i of n trajectories to engine i, longest first. Whenever a prediction changes, also while a step
     runs, the trajectory gets a new rank among the n* open ones by predicted remaining tokens; engine i takes
     s_i * n* / n of the ranks, in the plan's order, and a trajectory on another engine than that of its rank migrates.
-    No cost, gain or rest between moves is weighed; a trajectory has one move at a time. Raises InvalidSizesError.
+    No cost, gain or rest between moves is weighed; a trajectory has one move at a time.
     """
 
     def __init__(self, engine_ids: Sequence[str], sizes: Sequence[int]) -> None:
-        if len(sizes) != len(engine_ids):
-            raise InvalidSizesError("sizes", f"{len(sizes)} sizes for {len(engine_ids)} engines")
-        if any(size < 0 for size in sizes):
-            raise InvalidSizesError("sizes", f"must be >= 0, are {list(sizes)}")
         self.engine_ids = tuple(engine_ids)
-        self._ends = np.cumsum(np.array(sizes, np.int64)).tolist() if sizes else []
+        self._ends = list(accumulate(sizes))
 
     def engine(self, rank: int, active: int) -> str:
         """The engine of a rank among `active` trajectories: the first whose group ends behind it. Groups end at
@@ -322,7 +314,7 @@ class Planner:
     def _follow(self, course: Course, question: Question, event: PlanArrived) -> list[str]:
         snapshot = self._snapshots.take()
         movable = snapshot.movable(RULE_NUMBERS[course.rule])
-        engine_of = _read_answer(question.ask, event)
+        engine_of = event.engine_of if event.engine_of is not None else np.full(len(question.ask.work), -1)
         planned = self._place_answer(snapshot, question, engine_of, movable)
         if course.rule is Replanning.RANK_SCALING:
             engine_ids = [engine.engine_id for engine in question.ask.engines]
@@ -363,22 +355,6 @@ class Planner:
         wanted[rows[known]] = here[engine_of[known]]
         wanted = wanted[snapshot.live.rows]
         return np.where(movable & (wanted >= 0), wanted, snapshot.placement)
-
-
-def _read_answer(ask: AskPlan, event: PlanArrived) -> Indexes:
-    """For each trajectory of the question the index of its engine there; -1 where the answer has none."""
-    engine_of = np.full(len(ask.work), -1, np.int64)
-    if event.engine_of is not None:
-        if len(event.engine_of) == len(ask.work):
-            engine_of[:] = event.engine_of.indexes
-            engine_of[engine_of >= len(ask.engines)] = -1
-    elif event.groups:
-        place = {trajectory_id: at for at, trajectory_id in enumerate(ask.work.trajectory_ids)}
-        index_of = {engine.engine_id: index for index, engine in enumerate(ask.engines)}
-        for engine_id, trajectory_ids in event.groups:
-            at = [place[trajectory_id] for trajectory_id in trajectory_ids if trajectory_id in place]
-            engine_of[np.array(at, np.int64)] = index_of.get(engine_id, -1)
-    return engine_of
 
 
 def must_gain(record: TrajectoryRecord) -> bool:

@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from treadle.engine.v1.engine_pb2 import DecodeCurve as CurveMessage
 from treadle.placement.v1 import placement_pb2 as pb
 from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing.placement import Plan
-from treadle_core.placing.question import PlanEngine, PlanTrajectory
+from treadle_core.placing.question import PlanEngine
 from treadle_runtime.errors import InvalidArgument
 from treadle_runtime.times import duration
 
@@ -21,18 +24,20 @@ def model_of(request: pb.PlanPlacementRequest, default: CostModel) -> CostModel:
     return CostModel[pb.CostModel.Name(request.cost_model).removeprefix("COST_MODEL_")]
 
 
-def trajectories_of(request: pb.PlanPlacementRequest) -> list[PlanTrajectory]:
-    return [
-        PlanTrajectory(
-            each.trajectory_id,
-            each.remaining_tokens,
-            each.context_tokens,
-            each.current_engine_id,
-            each.log_sigma,
-            each.room_tokens if each.room_tokens else math.inf,  # NaN stays; the core refuses it
-        )
-        for each in request.trajectories
-    ]
+def columns_of(request: pb.PlanPlacementRequest) -> dict[str, Any]:
+    """The trajectories as `placement.plan` takes them. Raises InvalidArgument for an empty id or one that comes twice,
+    of an engine too."""
+    trajectories = request.trajectories
+    index_of = _number("engines", "engine_id", [each.engine_id for each in request.engines])
+    _number("trajectories", "trajectory_id", [each.trajectory_id for each in trajectories])
+    return {
+        "lengths": np.array([each.remaining_tokens for each in trajectories], np.float64),
+        "contexts": np.array([each.context_tokens for each in trajectories], np.float64),
+        "current": np.array([index_of.get(each.current_engine_id, -1) for each in trajectories], np.int64),
+        "log_sigma": np.array([each.log_sigma for each in trajectories], np.float64),
+        # NaN is no zero and stays; the core refuses it.
+        "room_tokens": np.array([each.room_tokens or math.inf for each in trajectories], np.float64),
+    }
 
 
 def engines_of(request: pb.PlanPlacementRequest, default: DecodeCurve) -> list[PlanEngine]:
@@ -52,20 +57,34 @@ def engines_of(request: pb.PlanPlacementRequest, default: DecodeCurve) -> list[P
     ]
 
 
-def response_of(plan: Plan, solve_s: float) -> pb.PlanPlacementResponse:
+def response_of(
+    request: pb.PlanPlacementRequest, plan: Plan, lengths: npt.NDArray[np.float64], solve_s: float
+) -> pb.PlanPlacementResponse:
+    """The plan by engine, in the order of the request; in each group the longest trajectory first."""
+    groups: list[list[str]] = [[] for _ in request.engines]
+    engine_of = plan.engine_of.tolist()
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        groups[engine_of[index]].append(request.trajectories[index].trajectory_id)
     return pb.PlanPlacementResponse(
         groups=[
-            pb.EngineGroup(
-                engine_id=group.engine_id,
-                trajectory_ids=group.trajectory_ids,
-                predicted_time=duration(group.predicted_s),
-            )
-            for group in plan.groups
+            pb.EngineGroup(engine_id=engine.engine_id, trajectory_ids=ids, predicted_time=duration(predicted_s))
+            for engine, ids, predicted_s in zip(request.engines, groups, plan.finish_s.tolist(), strict=True)
         ],
         predicted_makespan=duration(plan.makespan_s),
-        lower_bound=duration(plan.lower_bound_s),
+        lower_bound=duration(plan.lower_bound_s or 0.0),
         solve_time=duration(solve_s),
     )
+
+
+def _number(list_name: str, field: str, ids: list[str]) -> dict[str, int]:
+    """The index of each id."""
+    index_of: dict[str, int] = {}
+    for index, each in enumerate(ids):
+        if not each or each in index_of:
+            wrong = f"{each!r} comes twice" if each else "must not be empty"
+            raise InvalidArgument(f"{list_name}[{index}].{field}", wrong)
+        index_of[each] = index
+    return index_of
 
 
 def _curve_of(engine: pb.PlacementEngine) -> DecodeCurve | None:

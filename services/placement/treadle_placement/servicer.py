@@ -9,7 +9,7 @@ from treadle.placement.v1 import placement_pb2_grpc
 from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing.placement import plan
 
-from treadle_placement.convert import engines_of, model_of, response_of, trajectories_of
+from treadle_placement.convert import columns_of, engines_of, model_of, response_of
 
 # From this size on a plan is made in a thread: a smaller one takes under 2 ms, about what the hand-over could cost.
 LARGE = 1_000  # trajectories and engines together
@@ -29,7 +29,7 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
 
     def _solve(self, request: pb.PlanPlacementRequest) -> pb.PlanPlacementResponse:
         model = model_of(request, self._model)
-        trajectories, engines = trajectories_of(request), engines_of(request, self._curve)
+        columns, engines = columns_of(request), engines_of(request, self._curve)
         began = time.perf_counter()
-        found = plan(trajectories, engines, model)
-        return response_of(found, time.perf_counter() - began)
+        found = plan(engines=engines, model=model, bound=True, **columns)
+        return response_of(request, found, columns["lengths"], time.perf_counter() - began)

@@ -4,10 +4,11 @@ import asyncio
 from functools import partial
 from typing import cast
 
+import numpy as np
 from treadle.placement.v1.placement_pb2_grpc import add_PlacementServiceServicer_to_server
 from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing.placement import plan
-from treadle_core.placing.question import PlanEngine, PlanTrajectory
+from treadle_core.placing.question import PlanEngine
 from treadle_core.refusals import CoreError
 from treadle_runtime.errors import InvalidArgument
 from treadle_runtime.server import Runtime, Wiring
@@ -39,4 +40,5 @@ def warm_up(curve: DecodeCurve) -> None:
     engines = [PlanEngine("warm-up", 1, 0, 1, curve), PlanEngine("warm-up-too", 2, 0, 1, curve)]
     for model in CostModel:
         for log_sigma in (0.0, 0.5):
-            plan([PlanTrajectory("warm-up", 1.0, 1, "warm-up", log_sigma)], engines, model)
+            one = np.ones(1)
+            plan(one, one, np.zeros(1, np.int64), engines, model, bound=True, log_sigma=one * log_sigma)

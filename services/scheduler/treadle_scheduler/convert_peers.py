@@ -131,7 +131,14 @@ def plan_request(ask: AskPlan) -> placement_pb2.PlanPlacementRequest:
 
 
 def plan_arrived(ask: AskPlan, response: placement_pb2.PlanPlacementResponse) -> PlanArrived:
-    return PlanArrived(ask.plan_id, tuple((group.engine_id, tuple(group.trajectory_ids)) for group in response.groups))
+    """Trajectories and engines that were not in the question are passed over."""
+    place = {trajectory_id: at for at, trajectory_id in enumerate(ask.work.trajectory_ids)}
+    index_of = {engine.engine_id: index for index, engine in enumerate(ask.engines)}
+    engine_of = np.full(len(ask.work), -1, np.int64)
+    for group in response.groups:
+        at = [place[trajectory_id] for trajectory_id in group.trajectory_ids if trajectory_id in place]
+        engine_of[at] = index_of.get(group.engine_id, -1)
+    return PlanArrived(ask.plan_id, engine_of)
 
 
 def migration_request(action: StartMigration) -> migrator_pb2.StartMigrationRequest:

@@ -138,7 +138,7 @@ class Outbound:
     async def _plan(self) -> None:
         while True:
             ask = await self._plans.take_one()
-            event = PlanArrived(ask.plan_id)  # without groups, the core plans by itself
+            event = PlanArrived(ask.plan_id)  # without engines, the core plans by itself
             if self._settings.placement:
                 placement = PlacementServiceStub(self._connect(self._settings.placement))
                 try:

@@ -138,7 +138,7 @@ def allocate(
 
     lengths and contexts: predicted remaining and present tokens of each trajectory, at least one; contexts are
     prefilled, since the engines are new. model: one of PLANNED_MODELS. log_sigma and room_tokens: as in the core's
-    `plan_arrays`. Raises InvalidTrajectoryError, InvalidEngineError, InvalidBudgetError and NoKindFitsError.
+    `plan`. Raises InvalidTrajectoryError, InvalidEngineError, InvalidBudgetError and NoKindFitsError.
     """
     problem = prepare(lengths, contexts, gpus, kinds, model)
     if log_sigma is not None and model is CostModel.LINEAR_INTEGRAL:
