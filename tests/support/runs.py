@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from treadle_cli.report.records import ArmRecord, Run, RunRecord, SpanRecord, TrajectoryRecord, VersionSpanRecord
+from treadle import VersionSpan
+from treadle_cli.report.records import ArmRecord, Run, RunRecord, SpanRecord, TrajectoryRecord
 
 
 def trajectory(
@@ -20,7 +21,7 @@ def trajectory(
         token_ids=tuple(range(gen_tokens + 2)),
         logprobs=(0.0, 0.0, *[-0.5] * gen_tokens),
         loss_mask=(0, 0, *[1] * gen_tokens),
-        version_spans=(VersionSpanRecord("0", 2, gen_tokens + 2),),
+        version_spans=(VersionSpan("0", 2, gen_tokens + 2),),
         reward=1.0,
         outcome="finished",
         error="",

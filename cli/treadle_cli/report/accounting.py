@@ -10,10 +10,9 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from treadle_cli.report.records import ArmRecord, SpanRecord, TrajectoryRecord
+from treadle_cli.report.records import ArmRecord, TrajectoryRecord
 
 
 @dataclass(frozen=True)
@@ -93,10 +92,6 @@ class ArmFigures:
     other_programs_share: float
     forecasts: ForecastFigures
 
-    def as_json(self) -> dict[str, Any]:
-        """For summary.json."""
-        return asdict(self)
-
 
 def time_by_kind(trajectory: TrajectoryRecord) -> dict[str, float]:
     """Seconds of each of KINDS between the trajectory's opening and its end; their sum is its wall time."""
@@ -114,10 +109,11 @@ def time_by_kind(trajectory: TrajectoryRecord) -> dict[str, float]:
 def arm_figures(arm: ArmRecord, trajectories: Sequence[TrajectoryRecord]) -> ArmFigures:
     """Figures of one arm; `trajectories` are its own, at least one."""
     times = [time_by_kind(trajectory) for trajectory in trajectories]
-    total = {kind: sum(seconds[kind] for seconds in times) for kind in KINDS}
+    time_s = {kind: sum(seconds[kind] for seconds in times) for kind in KINDS}
     gen_tokens = sum(trajectory.gen_tokens for trajectory in trajectories)
     finishes = [trajectory.finished_s for trajectory in trajectories]
-    migration_s = sum(_length(span) for t in trajectories for span in t.spans if span.kind == "migration")
+    migrations = [span for t in trajectories for span in t.spans if span.kind == "migration"]
+    migration_s = sum(max(0.0, span.end_s - span.start_s) for span in migrations)
     return ArmFigures(
         arm=arm.arm,
         makespan_s=arm.makespan_s,
@@ -134,8 +130,8 @@ def arm_figures(arm: ArmRecord, trajectories: Sequence[TrajectoryRecord]) -> Arm
         migrations=sum(t.migrations for t in trajectories),
         failed_migrations=len(arm.failed_migrations),
         lost_engines=sum(t.lost_engines for t in trajectories),
-        time_s=total,
-        hidden_migration_s=max(0.0, migration_s - total["migration"]),
+        time_s=time_s,
+        hidden_migration_s=max(0.0, migration_s - time_s["migration"]),
         engine_last_token_s=_engine_ends(trajectories),
         other_programs_share=arm.other_programs_share,
         forecasts=forecast_figures(trajectories),
@@ -143,9 +139,7 @@ def arm_figures(arm: ArmRecord, trajectories: Sequence[TrajectoryRecord]) -> Arm
 
 
 def tail_queue_share(trajectories: Sequence[TrajectoryRecord]) -> float:
-    """Queue seconds over wall seconds of the tenth (rounded up) with the most generated tokens; 0 where they took no
-    time.
-    """
+    """Queue seconds over wall seconds of the tenth (rounded up) with the most generated tokens; 0 for no time."""
     count = math.ceil(len(trajectories) * TAIL_SHARE)
     longest = sorted(trajectories, key=lambda t: t.gen_tokens, reverse=True)[:count]
     wall_s = sum(t.finished_s - t.opened_s for t in longest)
@@ -159,7 +153,3 @@ def _engine_ends(trajectories: Sequence[TrajectoryRecord]) -> dict[str, float]:
             if span.kind in ("prefill", "decode"):
                 ends[span.engine_id] = max(ends.get(span.engine_id, 0.0), span.end_s)
     return dict(sorted(ends.items()))
-
-
-def _length(span: SpanRecord) -> float:
-    return max(0.0, span.end_s - span.start_s)

@@ -6,7 +6,6 @@ The page and the terminal show the same rows. A row says which way is better, an
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -62,37 +61,46 @@ class Row:
         return "better" if (last < first) == (self.better == "lower") else "worse"
 
 
+def _idle_s(arm: ArmFigures) -> float:
+    return sum(arm.makespan_s - end_s for end_s in arm.engine_last_token_s.values())
+
+
+# Label, figure, unit and which way is better; most important first.
+Compared = tuple[tuple[str, Callable[[ArmFigures], float], str, Better], ...]
+COMPARED: Compared = (
+    ("makespan", lambda a: a.makespan_s, "s", "lower"),
+    ("median trajectory ends at", lambda a: a.median_finish_s, "s", "lower"),
+    ("mean trajectory ends at", lambda a: a.mean_finish_s, "s", "lower"),
+    ("queue share of the longest 10 %", lambda a: a.tail_queue_share, "%", "lower"),
+    ("generated tokens", lambda a: a.gen_tokens, "", ""),
+    ("tokens per second", lambda a: a.tokens_per_s, "tok/s", "higher"),
+    ("idle engine time before the makespan", _idle_s, "s", "lower"),
+    ("mean reward", lambda a: a.mean_reward, "", ""),
+    ("trajectories that failed", lambda a: a.failed, "", "lower"),
+    ("preemptions", lambda a: a.preemptions, "", ""),
+    ("migrations", lambda a: a.migrations, "", ""),
+    ("migrations cancelled or failed", lambda a: a.failed_migrations, "", "lower"),
+    ("share of the cores used by other programs", lambda a: a.other_programs_share, "%", ""),
+    ("steps continued after an engine was lost", lambda a: a.lost_engines, "", ""),
+)
+# What the predictor did, and that no step waited for it.
+FORECASTS: Compared = (
+    ("forecasts", lambda a: a.forecasts.forecasts, "", ""),
+    ("forecasts by a learned model", lambda a: a.forecasts.learned, "", ""),
+    ("step's end to its forecast (median)", lambda a: 1e3 * a.forecasts.forecast_s, "ms", ""),
+    ("step's request to its queue (median)", lambda a: 1e3 * a.forecasts.queued_s, "ms", "lower"),
+    ("steps in a queue before their forecast came", lambda a: a.forecasts.overtaken, "", ""),
+)
+
+
 def rows(figures: Sequence[ArmFigures]) -> list[Row]:
-    """The comparison, most important first."""
-    row = partial(_row, figures)
+    """The comparison, most important first; forecasts are compared where an arm has any."""
+    compared = COMPARED
+    if any(arm.forecasts.forecasts for arm in figures):
+        compared += FORECASTS
     return [
-        row("makespan", lambda a: a.makespan_s, "s", "lower"),
-        row("median trajectory ends at", lambda a: a.median_finish_s, "s", "lower"),
-        row("mean trajectory ends at", lambda a: a.mean_finish_s, "s", "lower"),
-        row("queue share of the longest 10 %", lambda a: a.tail_queue_share, "%", "lower"),
-        row("generated tokens", lambda a: a.gen_tokens, "", ""),
-        row("tokens per second", lambda a: a.tokens_per_s, "tok/s", "higher"),
-        row("idle engine time before the makespan", _idle_s, "s", "lower"),
-        row("mean reward", lambda a: a.mean_reward, "", ""),
-        row("trajectories that failed", lambda a: a.failed, "", "lower"),
-        row("preemptions", lambda a: a.preemptions, "", ""),
-        row("migrations", lambda a: a.migrations, "", ""),
-        row("migrations cancelled or failed", lambda a: a.failed_migrations, "", "lower"),
-        row("share of the cores used by other programs", lambda a: a.other_programs_share, "%", ""),
-        row("steps continued after an engine was lost", lambda a: a.lost_engines, "", ""),
-        *(forecast_rows(figures) if any(arm.forecasts.forecasts for arm in figures) else []),
-    ]
-
-
-def forecast_rows(figures: Sequence[ArmFigures]) -> list[Row]:
-    """What the predictor did, and that no step waited for it (`forecasting`)."""
-    row = partial(_row, figures)
-    return [
-        row("forecasts", lambda a: a.forecasts.forecasts, "", ""),
-        row("forecasts by a learned model", lambda a: a.forecasts.learned, "", ""),
-        row("step's end to its forecast (median)", lambda a: 1e3 * a.forecasts.forecast_s, "ms", ""),
-        row("step's request to its queue (median)", lambda a: 1e3 * a.forecasts.queued_s, "ms", "lower"),
-        row("steps in a queue before their forecast came", lambda a: a.forecasts.overtaken, "", ""),
+        Row(label, tuple(float(figure(arm)) for arm in figures), unit, better)
+        for label, figure, unit, better in compared
     ]
 
 
@@ -124,16 +132,6 @@ def headline(figures: Sequence[ArmFigures], titles: Sequence[str]) -> str:
         return f"{titles[-1]} and {titles[0]} {even}: {last:.1f} s and {first:.1f} s."
     change = f"{100 * abs(first - last) / first:.0f} % {'sooner' if last < first else 'later'}"
     return f"{titles[-1]} finished {change} than {titles[0]}: {last:.1f} s against {first:.1f} s."
-
-
-def _row(
-    figures: Sequence[ArmFigures], label: str, pick: Callable[[ArmFigures], float], unit: str, better: Better
-) -> Row:
-    return Row(label, tuple(float(pick(arm)) for arm in figures), unit, better)
-
-
-def _idle_s(arm: ArmFigures) -> float:
-    return sum(arm.makespan_s - end_s for end_s in arm.engine_last_token_s.values())
 
 
 _VERDICT_STYLE = {"better": "green", "worse": "red", "even": "dim"}

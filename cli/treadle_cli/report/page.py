@@ -8,22 +8,21 @@ import html
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from treadle_cli.report.accounting import ArmFigures
 from treadle_cli.report.comparison import headline, losses, rows, time_rows
-from treadle_cli.report.palette import COLOURS, GRID, INK, MEANINGS, row_label
-from treadle_cli.report.records import ForecastRecord, Run, TrajectoryRecord
+from treadle_cli.report.palette import COLOURS, DRAWN_KINDS, GRID, INK, MEANINGS, row_label
+from treadle_cli.report.records import ForecastRecord, Run, SpanRecord, TrajectoryRecord
 from treadle_cli.templates import render
 
-STYLE = render("treadle_cli", "style.css.j2")
 CANCELLED = "CANCELLED"  # the tool returned before the KV had moved: the source goes on, nothing went wrong
 BAR_ROWS = 0.82  # height of a bar in rows; plotly would choose one from the distance between bars
 ROW_PX = 15  # height of a trajectory's row; its label is 10 px
 PANEL_PX = 60  # title and margin of a panel
-DRAWN_KINDS = ("queue", "prefill", "decode", "tool", "migration")
 
 
 def write_page(run: Run, figures: Sequence[ArmFigures], path: Path) -> None:
@@ -35,7 +34,7 @@ def write_page(run: Run, figures: Sequence[ArmFigures], path: Path) -> None:
     page = render(
         "treadle_cli.report",
         "report.html.j2",
-        style=STYLE,
+        style=render("treadle_cli", "style.css.j2"),
         run=run.record,
         trajectories=figures[0].trajectories,
         headline=headline(figures, titles),
@@ -73,33 +72,20 @@ def _gantt(run: Run) -> go.Figure:
         rows=len(arms), cols=1, shared_xaxes="all", row_heights=heights, vertical_spacing=spacing, subplot_titles=titles
     )
     for panel, (arm, trajectories) in enumerate(arms, start=1):
+        where = {"row": panel, "col": 1}
+        spans = [(row, t, span) for row, t in enumerate(trajectories) for span in t.spans]
         for kind in DRAWN_KINDS:
-            bars = _bars(trajectories, kind)
-            figure.add_trace(
-                go.Bar(
-                    **bars,
-                    orientation="h",
-                    width=BAR_ROWS,
-                    name=kind,
-                    legendgroup=kind,
-                    showlegend=panel == 1 and kind != "migration",
-                    marker={"color": COLOURS[kind], "line": {"width": 0}},
-                    hovertemplate=f"%{{customdata}}<br><b>{kind}</b>: {MEANINGS[kind]}<extra></extra>",
-                ),
-                row=panel,
-                col=1,
-            )
-        figure.add_trace(_migrations(trajectories, legend=panel == len(arms)), row=panel, col=1)
-        figure.add_trace(_forecasts(trajectories, legend=panel == len(arms)), row=panel, col=1)
-        figure.add_vline(x=arm.makespan_s, line={"color": INK, "width": 1, "dash": "dash"}, row=panel, col=1)
-        labels = [row_label(trajectory) for trajectory in trajectories]
+            bars = _bars(kind, [entry for entry in spans if entry[2].kind == kind], legend=panel == 1)
+            figure.add_trace(bars, **where)
+        figure.add_trace(_migrations(spans, legend=panel == len(arms)), **where)
+        figure.add_trace(_forecasts(trajectories, legend=panel == len(arms)), **where)
+        figure.add_vline(x=arm.makespan_s, line={"color": INK, "width": 1, "dash": "dash"}, **where)
         figure.update_yaxes(
-            tickvals=list(range(len(labels))),
-            ticktext=labels,
-            range=[-0.8, len(labels) - 0.2],
+            tickvals=list(range(len(trajectories))),
+            ticktext=[row_label(trajectory) for trajectory in trajectories],
+            range=[-0.8, len(trajectories) - 0.2],
             tickfont={"size": 10},
-            row=panel,
-            col=1,
+            **where,
         )
     figure.update_xaxes(gridcolor=GRID, zeroline=False, ticksuffix=" s", showticklabels=True, rangemode="tozero")
     figure.update_layout(
@@ -115,61 +101,68 @@ def _gantt(run: Run) -> go.Figure:
     return figure
 
 
-def _bars(trajectories: Sequence[TrajectoryRecord], kind: str) -> dict[str, list[object]]:
-    bars: dict[str, list[object]] = {"x": [], "y": [], "base": [], "customdata": []}
-    for row, trajectory in enumerate(trajectories):
-        for span in trajectory.spans:
-            if span.kind != kind:
-                continue
-            bars["x"].append(round(span.end_s - span.start_s, 4))
-            bars["base"].append(round(span.start_s, 4))
-            bars["y"].append(row)
-            where = f", {span.engine_id}" if span.engine_id else ""
-            bars["customdata"].append(
-                f"{html.escape(row_label(trajectory))}<br>turn {span.turn}{html.escape(where)}: "
-                f"{span.end_s - span.start_s:.2f} s from {span.start_s:.2f} s"
-            )
-    return bars
+def _bars(kind: str, spans: Sequence[tuple[int, TrajectoryRecord, SpanRecord]], *, legend: bool) -> go.Bar:
+    return go.Bar(
+        x=[round(span.end_s - span.start_s, 4) for _, _, span in spans],
+        y=[row for row, _, _ in spans],
+        base=[round(span.start_s, 4) for _, _, span in spans],
+        customdata=[_describe_span(trajectory, span) for _, trajectory, span in spans],
+        orientation="h",
+        width=BAR_ROWS,
+        name=kind,
+        legendgroup=kind,
+        showlegend=legend and kind != "migration",
+        marker={"color": COLOURS[kind], "line": {"width": 0}},
+        hovertemplate=f"%{{customdata}}<br><b>{kind}</b>: {MEANINGS[kind]}<extra></extra>",
+    )
 
 
-def _migrations(trajectories: Sequence[TrajectoryRecord], *, legend: bool) -> go.Scatter:
-    moves = [
-        (span.start_s, row, span.engine_id)
-        for row, t in enumerate(trajectories)
-        for span in t.spans
-        if span.kind == "migration"
-    ]
-    return go.Scatter(
-        x=[move[0] for move in moves],
-        y=[move[1] for move in moves],
-        customdata=[move[2] for move in moves],
-        mode="markers",
-        marker={"symbol": "diamond", "size": 8, "color": COLOURS["migration"], "line": {"width": 1, "color": "white"}},
-        name="migration",
-        legendgroup="migration",
-        showlegend=legend,
+def _migrations(spans: Sequence[tuple[int, TrajectoryRecord, SpanRecord]], *, legend: bool) -> go.Scatter:
+    return _marks(
+        "migration",
+        [(span.start_s, row, span.engine_id) for row, _, span in spans if span.kind == "migration"],
+        {"symbol": "diamond", "size": 8, "color": COLOURS["migration"], "line": {"width": 1, "color": "white"}},
         hovertemplate="moves to %{customdata} at %{x:.2f} s<extra></extra>",
+        showlegend=legend,
     )
 
 
 def _forecasts(trajectories: Sequence[TrajectoryRecord], *, legend: bool) -> go.Scatter:
     """One mark a step, hidden until the reader clicks the legend."""
-    forecasts = [(forecast, row) for row, t in enumerate(trajectories) for forecast in t.forecasts]
-    return go.Scatter(
-        x=[forecast.came_s for forecast, _ in forecasts],
-        y=[row for _, row in forecasts],
-        customdata=[_describe(forecast) for forecast, _ in forecasts],
-        mode="markers",
-        marker={"symbol": "line-ns-open", "size": 9, "color": INK},
-        name="forecast",
-        legendgroup="forecast",
-        showlegend=legend and bool(forecasts),
-        visible="legendonly",
+    marks = [(f.came_s, row, _describe_forecast(f)) for row, t in enumerate(trajectories) for f in t.forecasts]
+    return _marks(
+        "forecast",
+        marks,
+        {"symbol": "line-ns-open", "size": 9, "color": INK},
         hovertemplate="%{customdata}<extra></extra>",
+        showlegend=legend and bool(marks),
+        visible="legendonly",
     )
 
 
-def _describe(forecast: ForecastRecord) -> str:
+def _marks(name: str, marks: Sequence[tuple[float, int, str]], marker: dict[str, Any], **more: Any) -> go.Scatter:
+    """marks: second, row and the words that the pointer shows."""
+    return go.Scatter(
+        x=[second for second, _, _ in marks],
+        y=[row for _, row, _ in marks],
+        customdata=[words for _, _, words in marks],
+        mode="markers",
+        marker=marker,
+        name=name,
+        legendgroup=name,
+        **more,
+    )
+
+
+def _describe_span(trajectory: TrajectoryRecord, span: SpanRecord) -> str:
+    where = f", {span.engine_id}" if span.engine_id else ""
+    return (
+        f"{html.escape(row_label(trajectory))}<br>turn {span.turn}{html.escape(where)}: "
+        f"{span.end_s - span.start_s:.2f} s from {span.start_s:.2f} s"
+    )
+
+
+def _describe_forecast(forecast: ForecastRecord) -> str:
     after_s = forecast.came_s - forecast.asked_s
     said = f"forecast after {forecast.turn} steps by {html.escape(forecast.model_version)}, {after_s:.3f} s later"
     if forecast.next_queued_s is None:

@@ -14,6 +14,7 @@ COLOURS = {
     "migration": "#CC3D8F",
     "other": "#C9CDD2",
 }
+DRAWN_KINDS = ("queue", "prefill", "decode", "tool", "migration")  # as bars of their own
 MEANINGS = {
     "queue": "waiting for a slot on its engine",
     "prefill": "admitted, before the first token",

@@ -6,6 +6,7 @@ milliseconds on an axis of minutes: migrations carry a diamond so that they can 
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -14,14 +15,16 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from treadle_cli.report.accounting import KINDS, ArmFigures
-from treadle_cli.report.palette import COLOURS, FAINT, GRID, INK, row_label
+from treadle_cli.report.palette import COLOURS, DRAWN_KINDS, FAINT, GRID, INK, row_label
 from treadle_cli.report.records import ArmRecord, Run, TrajectoryRecord
 
 WIDTH_IN = 13.0
 ROW_IN = 0.145  # height of a trajectory's row: a label of 6.5 points fits
 MOST_LABELLED_ROWS = 64  # beyond it row labels would overlap, and are left out
 DPI = 150
-PANEL_KINDS = ("queue", "prefill", "decode", "tool", "migration")
+MIGRATION: dict[str, Any] = {"marker": "D", "color": COLOURS["migration"], "linestyle": ""}
+MAKESPAN: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 1}
+TITLE: dict[str, Any] = {"loc": "left", "size": 11, "weight": "bold"}
 
 
 def draw_picture(run: Run, figures: Sequence[ArmFigures], path: Path) -> None:
@@ -53,24 +56,18 @@ def draw_picture(run: Run, figures: Sequence[ArmFigures], path: Path) -> None:
 
 def _draw_heading(figure: Figure, run: Run, figures: Sequence[ArmFigures], height: float) -> None:
     record = run.record
-    spans = " → ".join(
-        f"{arm.title} {figure.makespan_s:.1f} s" for arm, figure in zip(record.arms, figures, strict=True)
+    spans = " → ".join(f"{arm.title} {arm.makespan_s:.1f} s" for arm in record.arms)
+    facts = (
+        f"{figures[0].trajectories} trajectories an arm on {len(record.engines)} engines of {record.slots} slots · "
+        f"{record.model} · seed {record.seed} · {record.machine}"
     )
     figure.text(0.015, 1 - 0.30 / height, f"Makespan: {spans}", size=15, weight="bold")
-    count = figures[0].trajectories if figures else 0
-    figure.text(
-        0.015,
-        1 - 0.54 / height,
-        f"{count} trajectories an arm on {len(record.engines)} engines of {record.slots} slots · {record.model} · "
-        f"seed {record.seed} · {record.machine}",
-        size=9,
-        color=FAINT,
-    )
-    handles: list[Patch | Line2D] = [Patch(color=COLOURS[kind], label=kind) for kind in (*PANEL_KINDS[:-1], "other")]
-    handles.append(
-        Line2D([], [], marker="D", color=COLOURS["migration"], linestyle="", markersize=5, label="migration")
-    )
-    handles.append(Line2D([], [], color=INK, linestyle="--", linewidth=1, label="makespan"))
+    figure.text(0.015, 1 - 0.54 / height, facts, size=9, color=FAINT)
+    handles = [
+        *(Patch(color=COLOURS[kind], label=kind) for kind in (*DRAWN_KINDS[:-1], "other")),
+        Line2D([], [], **MIGRATION, markersize=5, label="migration"),
+        Line2D([], [], **MAKESPAN, label="makespan"),
+    ]
     figure.legend(
         handles=handles,
         loc="upper left",
@@ -85,41 +82,24 @@ def _draw_arm(
     axes: Axes, arm: ArmRecord, trajectories: list[TrajectoryRecord], longest_s: float, *, last: bool
 ) -> None:
     for row, trajectory in enumerate(trajectories):
-        axes.broken_barh(
-            [(trajectory.opened_s, trajectory.finished_s - trajectory.opened_s)],
-            (row - 0.41, 0.82),
-            color=COLOURS["other"],
-        )
-        for kind in PANEL_KINDS:
+        whole = (trajectory.opened_s, trajectory.finished_s - trajectory.opened_s)
+        axes.broken_barh([whole], (row - 0.41, 0.82), color=COLOURS["other"])
+        for kind in DRAWN_KINDS:
             bars = [(s.start_s, s.end_s - s.start_s) for s in trajectory.spans if s.kind == kind]
             if bars:
                 axes.broken_barh(bars, (row - 0.41, 0.82), color=COLOURS[kind], linewidth=0)
         moves = [s.start_s for s in trajectory.spans if s.kind == "migration"]
-        axes.plot(
-            moves,
-            [row] * len(moves),
-            "D",
-            color=COLOURS["migration"],
-            markersize=4,
-            markeredgecolor="white",
-            markeredgewidth=0.6,
-        )
-    axes.axvline(arm.makespan_s, color=INK, linestyle="--", linewidth=1)
-    axes.annotate(
-        f"{arm.makespan_s:.1f} s",
-        (arm.makespan_s, 0.5),
-        xytext=(4, 0),
-        textcoords="offset points",
-        size=9,
-        weight="bold",
-    )
-    axes.set_title(f"{arm.title}   ·   {arm.policy}", loc="left", size=11, weight="bold")
+        axes.plot(moves, [row] * len(moves), **MIGRATION, markersize=4, markeredgecolor="white", markeredgewidth=0.6)
+    axes.axvline(arm.makespan_s, **MAKESPAN)
+    end = (arm.makespan_s, 0.5)
+    axes.annotate(f"{end[0]:.1f} s", end, xytext=(4, 0), textcoords="offset points", size=9, weight="bold")
+    axes.set_title(f"{arm.title}   ·   {arm.policy}", **TITLE)
     axes.set_xlim(0, longest_s)
     axes.set_ylim(-0.8, len(trajectories) - 0.2)
-    labelled = len(trajectories) <= MOST_LABELLED_ROWS
-    axes.set_yticks(range(len(trajectories)) if labelled else [])
-    if labelled:
-        axes.set_yticklabels([row_label(trajectory) for trajectory in trajectories], size=6.5)
+    labels = [row_label(trajectory) for trajectory in trajectories]
+    if len(labels) > MOST_LABELLED_ROWS:
+        labels = []
+    axes.set_yticks(range(len(labels)), labels, size=6.5)
     if last:
         axes.set_xlabel("seconds from the start of the arm", loc="right", size=8, color=FAINT)
     _tidy(axes)
@@ -132,21 +112,13 @@ def _draw_shares(axes: Axes, run: Run, figures: Sequence[ArmFigures]) -> None:
             seconds = arm.time_s[kind]
             axes.barh(row, seconds, left=left, height=0.62, color=COLOURS[kind])
             if seconds > 0.06 * sum(arm.time_s.values()):
-                light = kind in ("decode", "tool", "migration")
-                axes.text(
-                    left + seconds / 2,
-                    row,
-                    f"{kind} {seconds:.0f} s",
-                    ha="center",
-                    va="center",
-                    size=8,
-                    color="white" if light else INK,
-                )
+                ink = "white" if kind in ("decode", "tool", "migration") else INK
+                words = f"{kind} {seconds:.0f} s"
+                axes.text(left + seconds / 2, row, words, ha="center", va="center", size=8, color=ink)
             left += seconds
-    axes.set_yticks(range(len(figures)))
-    axes.set_yticklabels([arm.title for arm in reversed(run.record.arms)], size=9)
+    axes.set_yticks(range(len(figures)), [arm.title for arm in reversed(run.record.arms)], size=9)
     axes.set_ylim(-0.6, len(figures) - 0.4)
-    axes.set_title("Where the time went: all trajectories added up, seconds", loc="left", size=11, weight="bold")
+    axes.set_title("Where the time went: all trajectories added up, seconds", **TITLE)
     _tidy(axes)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from treadle import VersionSpan
 
 TRAJECTORIES_FILE = "trajectories.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -31,15 +32,6 @@ class SpanRecord:
     end_s: float
     engine_id: str
     turn: int
-
-
-@dataclass(frozen=True)
-class VersionSpanRecord:
-    """Tokens [start_token, end_token) of the trajectory were sampled under weight_version."""
-
-    weight_version: str
-    start_token: int
-    end_token: int
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,7 @@ class TrajectoryRecord:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     loss_mask: tuple[int, ...]
-    version_spans: tuple[VersionSpanRecord, ...]
+    version_spans: tuple[VersionSpan, ...]
     reward: float | None
     outcome: str
     error: str
@@ -89,9 +81,7 @@ class TrajectoryRecord:
 
 @dataclass(frozen=True)
 class ArmRecord:
-    """One arm: its name, what it was, and when it ran within the run. engine_losses: "engine-1 was killed by SIGKILL
-    at 12.3 s".
-    """
+    """One arm: what it was and how it went. engine_losses: "engine-1 was killed by SIGKILL at 12.3 s"."""
 
     arm: str
     title: str
@@ -150,8 +140,7 @@ def write_trajectories(folder: Path, trajectories: Iterable[TrajectoryRecord]) -
 
 def write_summary(folder: Path, record: RunRecord, figures: Sequence[Mapping[str, Any]]) -> None:
     """`figures` (report/accounting.py) are there for other programs; `read_run` does not need them."""
-    content = {"run": asdict(record), "figures": list(figures)}
-    (folder / SUMMARY_FILE).write_text(json.dumps(content, indent=2) + "\n")
+    (folder / SUMMARY_FILE).write_text(json.dumps({"run": asdict(record), "figures": figures}, indent=2) + "\n")
 
 
 def read_run(folder: Path) -> Run:

@@ -1,5 +1,6 @@
 """Draws all faces of a run from its folder: what `treadle demo` does at the end and `treadle trace` does again."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -10,19 +11,12 @@ from treadle_cli.report.page import write_page
 from treadle_cli.report.picture import draw_picture
 from treadle_cli.report.records import read_run, write_summary
 
-PAGE_FILE = "report.html"
-PICTURE_FILE = "report.png"
-
 
 def render(folder: Path, console: Console) -> None:
-    """Reads trajectories.jsonl and summary.json of `folder`, writes report.html and report.png there, prints the
-    tables.
-
-    Raises RecordError where the folder is not that of a finished run.
-    """
+    """Read the run in `folder`, write report.html and report.png there, and print the tables. Raises RecordError."""
     run = read_run(folder)
     figures = [arm_figures(arm, run.of_arm(arm.arm)) for arm in run.record.arms]
-    write_summary(folder, run.record, [figure.as_json() for figure in figures])
-    write_page(run, figures, folder / PAGE_FILE)
-    draw_picture(run, figures, folder / PICTURE_FILE)
+    write_summary(folder, run.record, [asdict(figure) for figure in figures])
+    write_page(run, figures, folder / "report.html")
+    draw_picture(run, figures, folder / "report.png")
     print_report(console, run, figures, folder)
