@@ -3,8 +3,6 @@ folder. They are stopped and the folder is removed when the block ends."""
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -15,7 +13,7 @@ from pathlib import Path
 from treadle_cli.mesh.engines import EnginePlan
 from treadle_cli.mesh.mesh import Mesh, MeshPlan, StartBoard
 from treadle_cli.mesh.processes import ProcessTree
-from treadle_cli.mesh.services import HOST, start_nats
+from treadle_cli.mesh.services import HOST, read_ready_file, start_nats
 
 from treadle_bench.bench import BenchOptions
 
@@ -44,16 +42,12 @@ class Service:
 async def run_service(name: str, options: BenchOptions, **settings: str) -> AsyncIterator[Service]:
     """One service without the rest of the mesh. settings: in upper case, without the prefix. Raises ProcessError."""
     async with _run_tree(options) as (tree, folder):
-        _, nats_url = await start_nats(tree, folder, dict(os.environ))
-        ready = folder / "ready.json"
-        own = {"LISTEN": f"{HOST}:0", "READY_FILE": str(ready), "NATS_URL": nats_url, **settings}
-        env = {**os.environ, **{f"TREADLE_{name.upper()}_{key}": value for key, value in own.items()}}
-        child = tree.start(name, [sys.executable, "-m", f"treadle_{name}"], env=env, stage=SERVICE_STAGE)
-
-        async def read_address() -> str | None:
-            return str(json.loads(ready.read_text())["address"]) if ready.exists() else None
-
-        yield Service(await child.until(read_address, "ready file", START_TIMEOUT_S), nats_url)
+        _, nats_url = await start_nats(tree, folder)
+        own = {"LISTEN": f"{HOST}:0", "READY_FILE": str(folder / "ready.json"), "NATS_URL": nats_url, **settings}
+        env = {f"TREADLE_{name.upper()}_{key}": value for key, value in own.items()}
+        child = tree.start(name, [sys.executable, "-m", f"treadle_{name}"], env, stage=SERVICE_STAGE)
+        ready = await read_ready_file(child, folder, "ready.json", START_TIMEOUT_S)
+        yield Service(str(ready["address"]), nats_url)
 
 
 @asynccontextmanager

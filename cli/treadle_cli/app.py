@@ -59,16 +59,13 @@ def demo(
 
     What stands after -- is passed to SGLang.
     """
-    from treadle_cli.demo.play import new_run_folder
-    from treadle_cli.demo.run import DemoPlan, run_demo
+    from treadle_cli.demo.play import Work, new_run_folder
+    from treadle_cli.demo.run import run_demo
 
     def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
         plan = engine_plan(max(engines, 1), slots, model, seed, ctx.args)
-        checks.require_bubblewrap()
-        checks.nats_server()
-        return run_demo(
-            DemoPlan(plan, new_run_folder(out_folder), prompts, samples, seed, tool_latency, keep_logs), out, hurry
-        )
+        work = Work(prompts, samples, seed, tool_latency)
+        return run_demo(plan, work, new_run_folder(out_folder), out, hurry, keep_logs=keep_logs)
 
     exits.run(begin)
 
@@ -92,8 +89,6 @@ def up(
 
     def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
         plan = engine_plan(engines, slots, model, seed, ctx.args)
-        checks.require_bubblewrap()
-        checks.nats_server()
         folder = new_run_folder(out_folder)
         return run_up(MeshPlan(plan, folder / "state", port), folder / "logs", out, hurry)
 
@@ -114,16 +109,11 @@ def rollout(
     out_folder: Out = DEFAULT_OUT,
 ) -> None:
     """Run the demo's work once on a mesh that is running, under the policy that it has."""
-    from treadle_cli.demo.play import AttachPlan, new_run_folder, run_attached
+    from treadle_cli.demo.play import Work, new_run_folder, run_attached
 
-    def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
-        folder = new_run_folder(out_folder)
-        tokenizer = str(default_model_folder()) if model == DEFAULT_MODEL else model
-        return run_attached(
-            AttachPlan(scheduler, nats_url, tokenizer, folder, prompts, samples, seed, tool_latency), out, hurry
-        )
-
-    exits.run(begin)
+    tokenizer = str(default_model_folder()) if model == DEFAULT_MODEL else model
+    work = Work(prompts, samples, seed, tool_latency)
+    exits.run(lambda _: run_attached(scheduler, nats_url, tokenizer, work, new_run_folder(out_folder), out))
 
 
 # All arguments, --help too, are for the command of the distribution treadle-bench.
@@ -225,7 +215,9 @@ def trace(
 
 
 def engine_plan(count: int, slots: int, model: str, seed: int, flags: list[str]) -> EnginePlan:
-    """Engines as asked for, after the checks that they need. Raises UsageProblem."""
+    """Engines as asked for, after the checks that a mesh needs. Raises UsageProblem."""
     python = checks.engine_python() if count else Path()
-    cores = () if checks.has_gpu() else tuple(checks.pinned_cores(count))
+    cores = () if checks.has_gpu() else checks.pinned_cores(count)
+    checks.require_bubblewrap()
+    checks.nats_server()
     return EnginePlan(count, slots, model, python, cores, seed, tuple(flags))

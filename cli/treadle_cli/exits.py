@@ -27,34 +27,27 @@ INTERRUPTED = 130  # exit code that a shell gives for SIGINT
 def run_interruptible(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> int:
     """Run `main(hurry)` to its end and return its exit code, or 130 if a signal ended it."""
 
-    async def under_signals() -> int:
-        loop = asyncio.get_running_loop()
-        hurry = asyncio.Event()
-        task = loop.create_task(main(hurry))
-        interrupted = False
+    async def run_main() -> int:
+        interrupted, hurry = asyncio.Event(), asyncio.Event()
 
         def on_signal() -> None:
-            nonlocal interrupted
-            if interrupted:
+            if interrupted.is_set():
                 hurry.set()
-                return
-            interrupted = True
-            task.cancel()
+            else:
+                interrupted.set()
+                task.cancel()
 
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        for number in numbers:
-            loop.add_signal_handler(number, on_signal)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, on_signal)  # until the loop closes
+        task = asyncio.get_running_loop().create_task(main(hurry))
         try:
             return await task
         except asyncio.CancelledError:
-            if not interrupted:
+            if not interrupted.is_set():
                 raise
             return INTERRUPTED
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
 
-    return asyncio.run(under_signals())
+    return asyncio.run(run_main())
 
 
 FAILED, USER_CAN_HELP = 1, 2
@@ -66,12 +59,8 @@ err = Console(stderr=True, soft_wrap=True)
 
 def run(begin: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> NoReturn:
     """Run an async command under signal handling; end the process with its exit code."""
-
-    async def main(hurry: asyncio.Event) -> int:
-        return await begin(hurry)
-
     try:
-        code = run_interruptible(main)
+        code = run_interruptible(begin)
     except (*KNOWN, BaseExceptionGroup) as raised:
         known = _known(raised)
         if known is None:

@@ -5,18 +5,18 @@ decoding. Result: every trajectory finishes, with as many tokens as it asked for
 that began on the killed engine end on the other one.
 """
 
+import io
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from treadle import Client, Prompt, Sampling, Trajectory
 from treadle_cli.demo.chatml import ChatML
 from treadle_cli.mesh.checks import engine_python, pinned_cores
 from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan
-from treadle_cli.mesh.mesh import Mesh, MeshPlan
+from treadle_cli.mesh.mesh import Board, Mesh, MeshPlan
 from treadle_cli.mesh.processes import ProcessTree
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -26,24 +26,10 @@ TURNS = 2
 KILL_AFTER_TOKENS = 24  # received by all trajectories together: both engines decode then
 
 
-class QuietBoard:
-    """Where a test's mesh tells its news."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        yield
-
-
 async def test_a_killed_engine_loses_no_trajectory_and_no_token(tmp_path: Path) -> None:
-    cores = tuple(pinned_cores(2))
-    plan = EnginePlan(2, 2, DEFAULT_MODEL, engine_python(), cores, seed=0, flags=())
-    board = QuietBoard()
+    plan = EnginePlan(2, 2, DEFAULT_MODEL, engine_python(), pinned_cores(2), seed=0, flags=())
+    screen = io.StringIO()
+    board = Board(Console(file=screen))
     async with ProcessTree(tmp_path / "logs") as tree:
         mesh = await Mesh.start(MeshPlan(plan, tmp_path / "state"), tree, board)
         chat = ChatML.of_model(mesh.model_path)
@@ -69,7 +55,7 @@ async def test_a_killed_engine_loses_no_trajectory_and_no_token(tmp_path: Path) 
         assert "sidecar-engine-0" in [child.name for child in tree.children]  # it outlives its engine and says so
 
     assert [death.how for death in mesh.engine_deaths] == ["was killed by SIGKILL"]
-    assert any("engine-0 was killed by SIGKILL" in note for note in board.notes)
+    assert "engine-0 was killed by SIGKILL" in screen.getvalue()
     assert len(result.trajectories) == 6
     for trajectory in result.trajectories:
         assert (trajectory.outcome, trajectory.error) == ("finished", "")

@@ -21,7 +21,7 @@ def test_the_kernel_gives_none_of_them_to_a_connection() -> None:
 def test_a_port_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server((ports.HOST, ports.free_port())) as taken:
         port = taken.getsockname()[1]
-        monkeypatch.setattr(random, "choice", lambda among: port)
+        monkeypatch.setattr(random, "sample", lambda among, count: [port])
         assert not ports.is_free(port)
         with pytest.raises(OSError, match="only 0 of 1 ports from 10000 to"):
             ports.free_ports(1)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from treadle_cli.mesh.guardian import session_members
-from treadle_cli.mesh.processes import Child, ChildDiedError, NotReadyError, ProcessTree
+from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree
 
 # A parent with two children: one with a grandchild in the background, one that ignores SIGTERM.
 PARENT = """
@@ -26,8 +26,8 @@ STUBBORN = ["sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"]
 
 async def main(hurry):
     async with ProcessTree(pathlib.Path(sys.argv[1]), hurry=hurry) as tree:
-        family = tree.start("family", FAMILY, env=os.environ)
-        stubborn = tree.start("stubborn", STUBBORN, env=os.environ, stage=1)
+        family = tree.start("family", FAMILY)
+        stubborn = tree.start("stubborn", STUBBORN, stage=1)
         print(family.pid, stubborn.pid, flush=True)
         await asyncio.Event().wait()
     return 0
@@ -90,23 +90,23 @@ def test_sigkill_of_the_parent_leaves_nothing(parent: "subprocess.Popen[str]") -
 async def test_a_child_that_dies_is_reported_by_name_with_its_last_lines(tmp_path: Path) -> None:
     dead: list[Child] = []
     async with ProcessTree(tmp_path, on_death=dead.append) as tree:
-        child = tree.start("predictor", ["sh", "-c", "echo cannot bind >&2; exit 2"], env=os.environ)
-        with pytest.raises(ChildDiedError, match=r"predictor ended with exit code 2 .*\n    cannot bind"):
+        child = tree.start("predictor", ["sh", "-c", "echo cannot bind >&2; exit 2"])
+        with pytest.raises(ProcessError, match=r"predictor ended with exit code 2 .*\n    cannot bind"):
             await child.until(never_ready, "ready file", 20.0)
     assert dead == [child]
 
 
 async def test_a_child_that_is_never_ready_is_named_too(tmp_path: Path) -> None:
     async with ProcessTree(tmp_path) as tree:
-        child = tree.start("tools", ["sleep", "1000"], env=os.environ)
-        with pytest.raises(NotReadyError, match="tools showed no ready file within 0 s"):
+        child = tree.start("tools", ["sleep", "1000"])
+        with pytest.raises(ProcessError, match="tools showed no ready file within 0 s"):
             await child.until(never_ready, "ready file", 0.2)
     assert nothing_is_left([child.pid])
 
 
 async def test_a_command_that_does_not_exist_says_so(tmp_path: Path) -> None:
     async with ProcessTree(tmp_path) as tree:
-        child = tree.start("bus", ["/nowhere/nats-server"], env=os.environ)
+        child = tree.start("bus", ["/nowhere/nats-server"])
         await asyncio.wait_for(child.exited.wait(), 20)
         assert "/nowhere/nats-server: No such file or directory" in child.tail()
 
@@ -114,9 +114,7 @@ async def test_a_command_that_does_not_exist_says_so(tmp_path: Path) -> None:
 async def test_a_child_is_pinned_to_the_cores_that_it_was_given(tmp_path: Path) -> None:
     core = min(os.sched_getaffinity(0))
     async with ProcessTree(tmp_path) as tree:
-        child = tree.start(
-            "engine-0", ["sh", "-c", "grep Cpus_allowed_list /proc/self/status"], env=os.environ, cores=[core]
-        )
+        child = tree.start("engine-0", ["sh", "-c", "grep Cpus_allowed_list /proc/self/status"], cores=[core])
         await asyncio.wait_for(child.exited.wait(), 20)
         assert child.tail().split() == ["Cpus_allowed_list:", str(core)]
 
@@ -124,7 +122,7 @@ async def test_a_child_is_pinned_to_the_cores_that_it_was_given(tmp_path: Path) 
 async def test_a_child_that_was_asked_to_stop_is_no_death(tmp_path: Path) -> None:
     dead: list[Child] = []
     async with ProcessTree(tmp_path, on_death=dead.append) as tree:
-        child = tree.start("rollout", ["sleep", "1000"], env=os.environ)
+        child = tree.start("rollout", ["sleep", "1000"])
         await tree.stop([child])
         assert child.returncode == -signal.SIGTERM
     assert dead == []

@@ -4,6 +4,7 @@ The client sees its own steps; only the facts show migrations, forecasts and whe
 subscription is a plain one, not durable: it starts before the arm and ends with it.
 """
 
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from nats.aio.msg import Msg
 from treadle import TrajectoryResult
 from treadle.telemetry.v1.facts_pb2 import Fact, MigrationEnded, TrajectoryPredicted
 
-from treadle_cli.report.records import ForecastRecord, SpanRecord, TrajectoryRecord, VersionSpanRecord
+from treadle_cli.report.records import ForecastRecord, SpanRecord, TrajectoryRecord
 
 ALL_FACTS = "treadle.facts.>"
 
@@ -50,22 +51,28 @@ class CollectedFacts:
             case "trajectory_predicted":
                 self.forecasts.append((time_s, fact.trajectory_predicted))
 
-    def forecast_records(
-        self, opened_s: Mapping[str, float], started_s: float
-    ) -> dict[str, tuple[ForecastRecord, ...]]:
+    def failed_migrations(self) -> tuple[str, ...]:
+        """One line for each migration that did not happen, with its reason."""
+        return tuple(
+            f"{m.trajectory_id} stayed on {m.source_engine_id}: {m.failure_reason or 'no reason given'}"
+            for m in self.migrations
+            if not m.moved
+        )
+
+    def forecast_records(self, opened_s: Mapping[str, float], started_s: float) -> Mapping[str, list[ForecastRecord]]:
         """Forecasts by trajectory, each with the times of the steps before and after it.
 
         opened_s: unix time at which each trajectory was opened, when its first forecast was asked for. started_s: unix
         time from which the records count. A forecast whose step before it is unknown is left out.
         """
-        found: dict[str, list[ForecastRecord]] = {}
+        found: defaultdict[str, list[ForecastRecord]] = defaultdict(list)
         for came_s, forecast in self.forecasts:
             name, turn = forecast.trajectory_id, forecast.turn
             asked_s = self.finished_s.get((name, turn - 1)) if turn else opened_s.get(name)
             if asked_s is None:
                 continue
             queued_s = self.queued_s.get((name, turn))
-            found.setdefault(name, []).append(
+            found[name].append(
                 ForecastRecord(
                     turn=turn,
                     model_version=forecast.model_version,
@@ -75,7 +82,7 @@ class CollectedFacts:
                     next_queued_s=None if queued_s is None else queued_s - started_s,
                 )
             )
-        return {name: tuple(records) for name, records in found.items()}
+        return found
 
 
 @asynccontextmanager
@@ -85,13 +92,10 @@ async def collect_facts(nats_url: str, note: Callable[[str], None]) -> AsyncIter
     client = await nats.connect(nats_url)
 
     async def on_message(message: Msg) -> None:
-        fact = Fact()
         try:
-            fact.ParseFromString(message.data)
+            facts.add(Fact.FromString(message.data))
         except DecodeError:
             note(f"a message on {message.subject} is not a fact that this version knows")
-            return
-        facts.add(fact)
 
     await client.subscribe(ALL_FACTS, cb=on_message)
     await client.flush()
@@ -115,13 +119,10 @@ def trajectory_records(
     """
     opened_by_id = {r.trajectory_id: opened_s.get((r.prompt_id, r.sample), started_s) for r in results}
     forecasts = facts.forecast_records(opened_by_id, started_s)
-    moves: dict[str, list[MigrationEnded]] = {}
-    for migration in facts.migrations:
-        moves.setdefault(migration.trajectory_id, []).append(migration)
     records = []
     for result in results:
         opened = opened_by_id[result.trajectory_id] - started_s
-        own_moves = moves.get(result.trajectory_id, [])
+        moves = [move for move in facts.migrations if move.moved and move.trajectory_id == result.trajectory_id]
         records.append(
             TrajectoryRecord(
                 arm=arm,
@@ -134,44 +135,32 @@ def trajectory_records(
                 token_ids=tuple(result.tokens),
                 logprobs=tuple(result.logprobs),
                 loss_mask=tuple(result.loss_mask),
-                version_spans=tuple(
-                    VersionSpanRecord(span.weight_version, span.start_token, span.end_token)
-                    for span in result.version_spans
-                ),
+                version_spans=tuple(result.version_spans),
                 reward=result.reward,
                 outcome=result.outcome,
                 error=result.error,
                 turns=len(result.steps),
                 gen_tokens=sum(result.loss_mask),
                 preemptions=sum(step.preemptions for step in result.steps),
-                migrations=sum(migration.moved for migration in own_moves),
+                migrations=len(moves),
                 lost_engines=sum(len(step.engine_ids) - 1 for step in result.steps),
-                spans=_spans(result, own_moves, started_s),
-                forecasts=forecasts.get(result.trajectory_id, ()),
+                spans=_spans(result, moves, started_s),
+                forecasts=tuple(forecasts.get(result.trajectory_id, ())),
             )
         )
     return records
 
 
-def failed_migrations(migrations: Sequence[MigrationEnded]) -> tuple[str, ...]:
-    """One line for each migration that did not happen, with its reason."""
-    return tuple(
-        f"{m.trajectory_id} stayed on {m.source_engine_id}: {m.failure_reason or 'no reason given'}"
-        for m in migrations
-        if not m.moved
-    )
-
-
 def _spans(result: TrajectoryResult, moves: Sequence[MigrationEnded], started_s: float) -> tuple[SpanRecord, ...]:
-    spans = [
+    """The client's spans and its migrations, each under the turn that ran when it began."""
+    own = [
         SpanRecord(span.kind, span.start_s - started_s, span.end_s - started_s, span.engine_id, span.turn)
         for span in result.spans
     ]
+    migrations = []
     for move in moves:
-        if not move.moved:
-            continue
         start_s = move.started_at.ToMicroseconds() / 1e6 - started_s
-        length_s = move.elapsed.ToMicroseconds() / 1e6
-        turn = max((span.turn for span in spans if span.start_s <= start_s and span.kind != "migration"), default=0)
-        spans.append(SpanRecord("migration", start_s, start_s + length_s, move.target_engine_id, turn))
-    return tuple(sorted(spans, key=lambda span: (span.start_s, span.end_s)))
+        end_s = start_s + move.elapsed.ToMicroseconds() / 1e6
+        turn = max((span.turn for span in own if span.start_s <= start_s), default=0)
+        migrations.append(SpanRecord("migration", start_s, end_s, move.target_engine_id, turn))
+    return tuple(sorted([*own, *migrations], key=lambda span: (span.start_s, span.end_s)))

@@ -5,9 +5,7 @@ On a terminal it redraws in place, otherwise it prints a line every few seconds.
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import grpc
@@ -18,20 +16,22 @@ from rich.text import Text
 from treadle import Prompt, RolloutEvent
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 
+from treadle_cli.mesh.mesh import Board
+
 POLL_S = 1.0  # between questions to the sidecars
 POLL_TIMEOUT_S = 2.0
 LEAST_PART_FOR_ESTIMATE = 0.1  # of the turns: before that an estimate of the time left is a guess
 PLAIN_LINE_S = 10.0  # between lines where there is no terminal
 
 
-class LiveBoard:
+class LiveBoard(Board):
     """An async context manager around one rollout, which passes its events to `on_event`."""
 
     def __init__(
         self, console: Console, title: str, prompts: Sequence[Prompt], samples: int, sidecars: Mapping[str, str]
     ) -> None:
-        total = len(prompts) * samples
-        self._console, self._title, self._total, self._sidecars = console, title, total, sidecars
+        super().__init__(console)
+        self._title, self._total, self._sidecars = title, len(prompts) * samples, sidecars
         self._turn_limits = {prompt.id: prompt.data.turns for prompt in prompts}
         columns = (
             TextColumn("[bold]{task.description}[/bold]"),
@@ -41,32 +41,28 @@ class LiveBoard:
             TextColumn("{task.fields[left]}"),
         )
         self._progress = Progress(*columns, console=console, auto_refresh=False)
-        self._bar = self._progress.add_task(title, total=total, left="")
+        self._bar = self._progress.add_task(title, total=self._total, left="")
+        self._live = Live(get_renderable=self._picture, console=console, refresh_per_second=4)
         self._loads: dict[str, engine_pb2.Load | None] = {}
         self._tokens: dict[str, int] = {}
-        self._progress_of: dict[tuple[str, int], float] = {}
-        self._done = 0
-        self._news: list[str] = []
-        self._live: Live | None = None
+        self._part_done: dict[tuple[str, int], float] = {}
+        self._closed = 0
         self._started_s = time.monotonic()
 
     async def __aenter__(self) -> Self:
         self._started_s = time.monotonic()
-        if self._console.is_terminal:
-            self._live = Live(get_renderable=self._picture, console=self._console, refresh_per_second=4)
+        if self.console.is_terminal:
             self._live.start()
         self._polling = asyncio.create_task(self._poll())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         self._polling.cancel()
         await asyncio.wait([self._polling])
-        if self._live is not None:
+        if self.console.is_terminal:
             self._live.stop()
-        elif error is None:
-            self._console.print(self._plain_line(), highlight=False, soft_wrap=True)
+        elif kind is None:
+            self._print_line()
 
     def on_event(self, event: RolloutEvent) -> None:
         """Update the display from an event of the client."""
@@ -74,49 +70,38 @@ class LiveBoard:
             self._tokens[event.trajectory_id] = event.gen_tokens
         if event.kind == "settled":
             return
+        closed = event.kind == "closed"
         turns_done = event.turns / self._turn_limits[event.prompt_id]
-        self._progress_of[event.prompt_id, event.sample] = 1.0 if event.kind == "closed" else min(turns_done, 0.99)
-        self._done += event.kind == "closed"
-        self._progress.update(self._bar, completed=self._done, left=self._left())
-
-    def note(self, text: str) -> None:
-        """Print a message above the bars."""
-        self._console.print(text, style="yellow", highlight=False, soft_wrap=True)
+        self._part_done[event.prompt_id, event.sample] = 1.0 if closed else min(turns_done, 0.99)
+        self._closed += closed
+        self._progress.update(self._bar, completed=self._closed, left=self._left())
 
     def _left(self) -> str:
         """The time left, roughly an upper bound: as if every trajectory used all its turns."""
-        part = sum(self._progress_of.values()) / self._total
+        part = sum(self._part_done.values()) / self._total
         if part < LEAST_PART_FOR_ESTIMATE:
             return ""
         left_s = (time.monotonic() - self._started_s) * (1 - part) / part
         return f"about {left_s:.0f} s left"
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Something starts while the arm runs; it is not shown."""
-        yield
-
     def _picture(self) -> Group:
-        lines = [Text.from_markup(f"  {part}", style="dim") for part in self._parts()]
-        return Group(self._progress, *lines)
+        return Group(self._progress, *[Text.from_markup(f"  {figure}", style="dim") for figure in self._figures()])
 
-    def _parts(self) -> list[str]:
-        elapsed_s = max(time.monotonic() - self._started_s, 1e-3)
+    def _figures(self) -> list[str]:
         tokens = sum(self._tokens.values())
-        parts = [f"{tokens} tokens, {tokens / elapsed_s:.0f} tok/s"]
-        for engine_id, load in self._loads.items():
-            if load is None:
-                parts.append(f"{engine_id} [red]lost[/red]")
-            else:
-                parts.append(
-                    f"{engine_id} {load.running_steps}/{load.slot_limit} running, {load.waiting_steps} waiting"
-                )
-        return parts
+        tokens_per_s = tokens / max(time.monotonic() - self._started_s, 1e-3)
+        return [f"{tokens} tokens, {tokens_per_s:.0f} tok/s"] + [
+            f"{engine_id} [red]lost[/red]"
+            if load is None
+            else f"{engine_id} {load.running_steps}/{load.slot_limit} running, {load.waiting_steps} waiting"
+            for engine_id, load in self._loads.items()
+        ]
 
-    def _plain_line(self) -> str:
+    def _print_line(self) -> None:
         elapsed_s = time.monotonic() - self._started_s
-        engines = Text.from_markup(" · ".join(self._parts())).plain
-        return f"{self._title}: {self._done}/{self._total} trajectories after {elapsed_s:.0f} s; {engines}"
+        engines = Text.from_markup(" · ".join(self._figures())).plain
+        line = f"{self._title}: {self._closed}/{self._total} trajectories after {elapsed_s:.0f} s; {engines}"
+        self.console.print(line, highlight=False, soft_wrap=True)
 
     async def _poll(self) -> None:
         """Ask the sidecars for their load until cancelled."""
@@ -126,9 +111,9 @@ class LiveBoard:
             while True:
                 for engine_id, channel in channels.items():
                     self._loads[engine_id] = await _load(channel)
-                if self._live is None and time.monotonic() - printed_s >= PLAIN_LINE_S:
+                if not self.console.is_terminal and time.monotonic() - printed_s >= PLAIN_LINE_S:
                     printed_s = time.monotonic()
-                    self._console.print(self._plain_line(), highlight=False, soft_wrap=True)
+                    self._print_line()
                 await asyncio.sleep(POLL_S)
         finally:
             for channel in channels.values():

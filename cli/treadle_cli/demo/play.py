@@ -4,11 +4,10 @@
 runs, under whatever policy it has.
 """
 
-import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from treadle_cli.demo.agents import Player
 from treadle_cli.demo.chatml import ChatML
-from treadle_cli.demo.collect import CollectedFacts, collect_facts, failed_migrations, trajectory_records
+from treadle_cli.demo.collect import CollectedFacts, collect_facts, trajectory_records
 from treadle_cli.demo.live import LiveBoard
 from treadle_cli.demo.tasks import make_prompts
 from treadle_cli.problems import UsageProblem
@@ -38,20 +37,24 @@ def new_run_folder(out: Path) -> Path:
     return folder
 
 
+def time_stamp() -> str:
+    """The time now, as a run's record gives it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
 @dataclass(frozen=True)
 class Work:
-    """What to play. arm: the name that its records carry. tool_latency_s: see Player."""
+    """What to play, as the command's options say. tool_latency_s: see Player."""
 
-    arm: str
-    prompts: Sequence[Prompt]
+    prompts: int
     samples: int
-    chat: ChatML
+    seed: int
     tool_latency_s: float
 
 
 @dataclass(frozen=True)
 class Played:
-    """What came of it. started_s: unix time."""
+    """What came of it. started_s: unix time. failed_migrations: one line each, with the reason."""
 
     started_s: float
     records: list[TrajectoryRecord]
@@ -63,10 +66,12 @@ class Played:
         return max(record.finished_s for record in self.records)
 
 
-async def play(scheduler: str, nats_url: str, work: Work, display: LiveBoard) -> Played:
+async def play(
+    scheduler: str, nats_url: str, arm: str, work: Work, chat: ChatML, prompts: Sequence[Prompt], display: LiveBoard
+) -> Played:
     """Run all samples of all prompts at once and show them. nats_url: empty: migrations do not show.
 
-    Raises TreadleError where the rollout cannot be made.
+    arm: the name that the records carry. Raises TreadleError where the rollout cannot be made.
     """
     opened_s: dict[tuple[str, int], float] = {}
 
@@ -78,11 +83,11 @@ async def play(scheduler: str, nats_url: str, work: Work, display: LiveBoard) ->
     collecting = collect_facts(nats_url, display.note) if nats_url else contextlib.nullcontext(CollectedFacts())
     async with collecting as facts, Client(scheduler, timeouts=Timeouts(cleanup_s=CLEANUP_S)) as client, display:
         started_s = time.time()
-        player = Player(work.chat, work.tool_latency_s)
-        rollout = await client.rollout(work.prompts, player, samples_per_prompt=work.samples, on_event=on_event)
-    tasks = {prompt.id: str(prompt.data.kind) for prompt in work.prompts}
-    records = trajectory_records(work.arm, started_s, rollout.trajectories, opened_s, tasks, facts)
-    return Played(started_s, records, failed_migrations(facts.migrations))
+        player = Player(chat, work.tool_latency_s)
+        rollout = await client.rollout(prompts, player, samples_per_prompt=work.samples, on_event=on_event)
+    tasks = {prompt.id: str(prompt.data.kind) for prompt in prompts}
+    records = trajectory_records(arm, started_s, rollout.trajectories, opened_s, tasks, facts)
+    return Played(started_s, records, facts.failed_migrations())
 
 
 def write_run(folder: Path, run: RunRecord, records: Sequence[TrajectoryRecord], console: Console) -> int:
@@ -93,44 +98,31 @@ def write_run(folder: Path, run: RunRecord, records: Sequence[TrajectoryRecord],
     return 1 if any(record.outcome == "failed" for record in records) else 0
 
 
-@dataclass(frozen=True)
-class AttachPlan:
-    """What to run where. model_path: folder with the tokenizer."""
-
-    scheduler: str
-    nats_url: str
-    model_path: str
-    folder: Path
-    prompts: int
-    samples: int
-    seed: int
-    tool_latency_s: float
-
-
-async def run_attached(plan: AttachPlan, console: Console, _hurry: asyncio.Event) -> int:
-    """Run the work once, draw the report, and return the exit code."""
-    chat = ChatML.of_model(plan.model_path)
-    engines, policy = await _ask(plan.scheduler)
+async def run_attached(
+    scheduler: str, nats_url: str, model_path: str, work: Work, folder: Path, console: Console
+) -> int:
+    """Run the work once, draw the report in `folder`, and return the exit code. model_path: holds the tokenizer."""
+    chat = ChatML.of_model(model_path)
+    engines, policy = await _ask(scheduler)
     if not engines:
-        raise UsageProblem(f"the scheduler at {plan.scheduler} has no engine: start a sidecar that names it")
-    prompts = make_prompts(chat, plan.prompts, plan.seed)
-    sidecars: Mapping[str, str] = {engine.info.engine_id: engine.info.address for engine in engines}
-    display = LiveBoard(console, ARM, prompts, plan.samples, sidecars)
-    started_at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    work = Work(ARM, prompts, plan.samples, chat, plan.tool_latency_s)
-    played = await play(plan.scheduler, plan.nats_url, work, display)
+        raise UsageProblem(f"the scheduler at {scheduler} has no engine: start a sidecar that names it")
+    prompts = make_prompts(chat, work.prompts, work.seed)
+    sidecars = {engine.info.engine_id: engine.info.address for engine in engines}
+    started_at = time_stamp()
+    display = LiveBoard(console, ARM, prompts, work.samples, sidecars)
+    played = await play(scheduler, nats_url, ARM, work, chat, prompts, display)
     run = RunRecord(
-        run_id=plan.folder.name,
+        run_id=folder.name,
         started_at=started_at,
-        seed=plan.seed,
+        seed=work.seed,
         model=engines[0].info.model,
         engines=tuple(sidecars),
         slots=engines[0].info.slot_limit,
-        machine=f"mesh at {plan.scheduler}",
+        machine=f"mesh at {scheduler}",
         conditions=("One rollout on a mesh that was running before; its caches and its predictor may be warm.",),
         arms=(ArmRecord(ARM, "Rollout", policy, played.makespan_s, failed_migrations=played.failed_migrations),),
     )
-    return write_run(plan.folder, run, played.records, console)
+    return write_run(folder, run, played.records, console)
 
 
 async def _ask(scheduler: str) -> tuple[list[scheduler_pb2.RegisteredEngine], str]:
@@ -142,10 +134,7 @@ async def _ask(scheduler: str) -> tuple[list[scheduler_pb2.RegisteredEngine], st
             policy = (await stub.GetPolicy(scheduler_pb2.GetPolicyRequest(), timeout=ASK_TIMEOUT_S)).policy
         except grpc.aio.AioRpcError as error:
             raise UsageProblem(f"the scheduler at {scheduler} does not answer: {error.details()}") from error
-    ordering = _in_words(scheduler_pb2.Ordering.Name(policy.ordering), "ORDERING_")
-    placement = _in_words(scheduler_pb2.PlacementRule.Name(policy.placement), "PLACEMENT_RULE_")
-    return list(engines.engines), f"{ordering}, {placement}, migrate {policy.migrate}, preempt {policy.preempt}"
-
-
-def _in_words(name: str, prefix: str) -> str:
-    return name.removeprefix(prefix).lower().replace("_", " ")
+    ordering = scheduler_pb2.Ordering.Name(policy.ordering).removeprefix("ORDERING_")
+    placement = scheduler_pb2.PlacementRule.Name(policy.placement).removeprefix("PLACEMENT_RULE_")
+    words = f"{ordering}, {placement}".lower().replace("_", " ")
+    return list(engines.engines), f"{words}, migrate {policy.migrate}, preempt {policy.preempt}"

