@@ -13,6 +13,7 @@ from support.tools import gone, groups_of
 from treadle_tools.builtin import PYTHON
 from treadle_tools.limits import Limits
 from treadle_tools.sandbox.bubblewrap.command import find_bubblewrap
+from treadle_tools.sandbox.bubblewrap.sandbox import BubblewrapSandbox
 from treadle_tools.sandbox.daemon import channel
 from treadle_tools.sandbox.daemon.channel import Channel
 from treadle_tools.sandbox.daemon.client import DaemonClient, Terms
@@ -54,6 +55,13 @@ def daemon_process(state: Path) -> psutil.Process:
     raise AssertionError("there is no daemon")
 
 
+async def take(client: DaemonClient) -> BubblewrapSandbox:
+    """A fresh sandbox."""
+    sandbox = await client.take("python")
+    assert isinstance(sandbox, BubblewrapSandbox)
+    return sandbox
+
+
 async def run(sandbox: Sandbox, code: str, request_id: str) -> dict[str, Any]:
     return await sandbox.ask("call", {"code": code}, LIMITS, PYTHON.processes, request_id=request_id)
 
@@ -69,7 +77,7 @@ async def test_an_answer_that_was_read_by_half_is_received_whole(tmp_path: Path)
     Result: the next one gets a fresh connection, receives the whole answer, and the sandbox goes on
     """
     async with service(tmp_path / "s") as first:
-        sandbox = await first.take("python")
+        sandbox = await take(first)
         first.bind(RECORD, sandbox)
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(sandbox._connection, request(f"print('x' * {LARGE})", "one"))
@@ -85,7 +93,7 @@ async def test_an_answer_that_was_read_by_half_is_received_whole(tmp_path: Path)
 
 async def test_a_request_that_was_sent_by_half_never_happened(tmp_path: Path) -> None:
     async with service(tmp_path / "s") as first:
-        sandbox = await first.take("python")
+        sandbox = await take(first)
         first.bind(RECORD, sandbox)
         whole = request("open('/tmp/x', 'w').write('x')", "one")
         await asyncio.get_running_loop().sock_sendall(sandbox._connection, whole[: len(whole) // 2])
@@ -99,7 +107,7 @@ async def test_a_request_that_was_sent_by_half_never_happened(tmp_path: Path) ->
 async def test_only_cells_of_sessions_outlive_a_service(tmp_path: Path) -> None:
     """What is noted of a session is there, what is forgotten is not; a sandbox that is no session's is killed."""
     async with service(tmp_path / "s") as first:
-        kept, closed, loose = [await first.take("python") for _ in range(3)]
+        kept, closed, loose = [await take(first) for _ in range(3)]
         first.bind(RECORD, kept)
         first.bind({"session_id": "s-2"}, closed)
         first.note("s-1", {"note": "changed"})
@@ -113,7 +121,7 @@ async def test_only_cells_of_sessions_outlive_a_service(tmp_path: Path) -> None:
 
 async def test_a_cell_that_is_put_away_is_dead_and_its_session_is_remembered(tmp_path: Path) -> None:
     async with service(tmp_path / "s") as first:
-        sandbox = await first.take("python")
+        sandbox = await take(first)
         first.bind(RECORD, sandbox)
         process = psutil.Process(sandbox._pid)
         sandbox.close()
@@ -128,7 +136,7 @@ async def test_a_cell_that_is_put_away_is_dead_and_its_session_is_remembered(tmp
 async def test_a_keeper_that_nobody_comes_to_ends_with_all_it_holds(tmp_path: Path, keep_s: float) -> None:
     async with service(tmp_path / "s", keep_s=keep_s, cgroups=True) as first:
         daemon = daemon_process(tmp_path / "s")
-        first.bind(RECORD, await first.take("python"))
+        first.bind(RECORD, await take(first))
         running = [daemon, *daemon.children(recursive=True)]
     await gone(running[1:])
     await ended(daemon)
@@ -139,7 +147,7 @@ async def test_a_keeper_that_nobody_comes_to_ends_with_all_it_holds(tmp_path: Pa
 async def test_a_keeper_ends_on_sigterm_with_all_it_holds(tmp_path: Path) -> None:
     async with service(tmp_path / "s", keep_on_exit=False) as first:
         daemon = daemon_process(tmp_path / "s")
-        first.bind(RECORD, await first.take("python"))
+        first.bind(RECORD, await take(first))
         running = daemon.children(recursive=True)
         daemon.terminate()
         await gone(running)
@@ -150,7 +158,7 @@ async def test_a_service_of_another_version_gets_a_keeper_of_its_own(tmp_path: P
     """The old one ends on the first word that it does not understand, and its sessions with it."""
     async with service(tmp_path / "s") as first:
         old = daemon_process(tmp_path / "s")
-        first.bind(RECORD, await first.take("python"))
+        first.bind(RECORD, await take(first))
         running = old.children(recursive=True)
     folder = StateFolder.take(tmp_path / "s")
     end = folder.connect()
@@ -164,17 +172,17 @@ async def test_a_service_of_another_version_gets_a_keeper_of_its_own(tmp_path: P
     await ended(old)
     async with service(tmp_path / "s", keep_on_exit=False) as second:
         assert second.found == []
-        assert (await run(await second.take("python"), "1 + 1", "r"))["output"] == "2\n"
+        assert (await run(await take(second), "1 + 1", "r"))["output"] == "2\n"
 
 
 async def test_other_control_groups_need_another_keeper(tmp_path: Path) -> None:
     async with service(tmp_path / "s", cgroups=False) as first:
-        first.bind(RECORD, await first.take("python"))
+        first.bind(RECORD, await take(first))
         old = daemon_process(tmp_path / "s")
     async with service(tmp_path / "s", cgroups=True, keep_on_exit=False) as second:
         assert second.found == []
         await ended(old)
-        assert (await run(await second.take("python"), "1 + 1", "r"))["output"] == "2\n"
+        assert (await run(await take(second), "1 + 1", "r"))["output"] == "2\n"
 
 
 def test_one_service_at_a_time_holds_a_folder(tmp_path: Path) -> None:
@@ -203,18 +211,18 @@ async def test_frames_and_descriptors_arrive_in_their_order(tmp_path: Path) -> N
         assert end is not None
         here, there = Channel(end), Channel(listener.accept()[0])
     for number in range(30):
-        descriptors = []
+        descriptor = None
         if number % 3 == 0:
             (tmp_path / str(number)).write_text(str(number))
-            descriptors = [os.open(tmp_path / str(number), os.O_RDONLY)]
-        here.post({"number": number, "filler": "x" * 50_000}, descriptors)
+            descriptor = os.open(tmp_path / str(number), os.O_RDONLY)
+        here.post({"number": number, "filler": "x" * 50_000}, descriptor)
     for number in range(30):
         received = await there.receive()
         assert received is not None
-        message, descriptors = received
-        assert message["number"] == number
-        assert len(descriptors) == (number % 3 == 0)
-        for descriptor in descriptors:
+        message, descriptor = received
+        assert message == {"number": number, "filler": "x" * 50_000}
+        assert (descriptor is not None) == (number % 3 == 0)
+        if descriptor is not None:
             assert os.read(descriptor, 10) == str(number).encode()
             os.close(descriptor)
     await here.flush()

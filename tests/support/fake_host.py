@@ -8,7 +8,7 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from treadle_tools.sandbox.containers.hosts import Allotment, ContainerLost, Ending, HostFailed, Recipe
@@ -123,14 +123,8 @@ class FakeHost:
             container.process.wait()
             container.end.close()
 
-    async def running(self) -> Sequence[str]:
-        return [name for name, container in self.containers.items() if container.process.poll() is None]
-
-    async def sweep(self, kept: Collection[str]) -> int:
-        swept = [name for name in self.containers if name not in kept]
-        for name in swept:
-            await self.remove(name)
-        return len(swept)
+    async def list_names(self, *, running: bool = False) -> Sequence[str]:
+        return [name for name, each in self.containers.items() if not running or each.process.poll() is None]
 
     async def close(self) -> None:
         pass

@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-from treadle_tools.sandbox.bubblewrap.cgroups import V1, V2, Cgroups, Root, Slot, find_cgroups
-from treadle_tools.sandbox.bubblewrap.sandbox import PAGE_BYTES, read_private_bytes
+from treadle_tools.sandbox.bubblewrap.cgroups import OOM_EVENTS, SWAP_MOST, Cgroups, Root, Slot, find_cgroups
+from treadle_tools.sandbox.bubblewrap.fork_server import PAGE_BYTES, read_private_bytes
 
 
 def slot_of(version: int, folder: Path) -> tuple[Slot, dict[str, Path]]:
@@ -15,13 +15,13 @@ def slot_of(version: int, folder: Path) -> tuple[Slot, dict[str, Path]]:
         folders = {name: folder / name for name in ("memory", "cpu", "pids")}
         for path in folders.values():
             path.mkdir()
-    slot = Slot(Root(version, folders), "slot-0")
+    slot = Slot(Root(version, {name: str(path) for name, path in folders.items()}), "slot-0")
     return slot, {name: path / "slot-0" for name, path in folders.items()}
 
 
 def test_version_1_writes_limits_per_controller(tmp_path: Path) -> None:
     slot, folders = slot_of(1, tmp_path)
-    (folders["memory"] / V1.swap_most).write_text("")
+    (folders["memory"] / SWAP_MOST[1]).write_text("")
     slot.limit(memory_bytes=1 << 20, cpu_cores=2, processes=7)
     slot.join(4711)
     assert (folders["memory"] / "memory.limit_in_bytes").read_text() == "1048576"
@@ -34,7 +34,7 @@ def test_version_1_writes_limits_per_controller(tmp_path: Path) -> None:
 def test_version_2_writes_limits_to_one_group(tmp_path: Path) -> None:
     slot, folders = slot_of(2, tmp_path)
     group = folders["memory"]
-    (group / V2.swap_most).write_text("max")
+    (group / SWAP_MOST[2]).write_text("max")
     slot.limit(memory_bytes=1 << 20, cpu_cores=2, processes=7)
     slot.join(4711)
     written = {path.name: path.read_text() for path in group.iterdir()}
@@ -54,7 +54,7 @@ def test_an_action_is_pinned_to_its_cores_and_let_go(tmp_path: Path, version: in
     WHEN    an action gets two of them, and has ended
     Result: its group has those, then all again; on version 1 it had memory nodes before any process could join
     """
-    folders = dict.fromkeys(("memory", "cpu", "pids", "cpuset"), tmp_path)
+    folders = dict.fromkeys(("memory", "cpu", "pids", "cpuset"), str(tmp_path))
     for file, text in (("cpuset.cpus", "0-3\n"), ("cpuset.mems", "0\n")):
         (tmp_path / file).write_text(text)
     slot = Slot(Root(version, folders, cores="0-3"), "slot-0")
@@ -76,15 +76,15 @@ def test_cpu_seconds_are_read_where_they_are_counted(tmp_path: Path) -> None:
     (tmp_path / "v1").mkdir()
     slot, _ = slot_of(1, tmp_path / "v1")
     assert slot.cpu_s() is None
-    counted = Slot(Root(1, {"cpuacct": tmp_path}), "slot-1")
+    counted = Slot(Root(1, {"cpuacct": str(tmp_path)}), "slot-1")
     (tmp_path / "slot-1" / "cpuacct.usage").write_text("1500000000\n")
     assert counted.cpu_s() == 1.5
 
 
-@pytest.mark.parametrize(("version", "file"), [(1, V1.oom_events), (2, V2.oom_events)])
-def test_kills_for_memory_are_counted(tmp_path: Path, version: int, file: str) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_kills_for_memory_are_counted(tmp_path: Path, version: int) -> None:
     slot, folders = slot_of(version, tmp_path)
-    (folders["memory"] / file).write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    (folders["memory"] / OOM_EVENTS[version]).write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
     assert slot.oom_kills() == 3
 
 
@@ -97,7 +97,7 @@ def test_a_step_leaves_the_memory_limit_as_it_is(tmp_path: Path) -> None:
 
 
 def test_slots_are_used_again(tmp_path: Path) -> None:
-    cgroups = Cgroups(Root(2, dict.fromkeys(("memory", "cpu", "pids"), tmp_path)))
+    cgroups = Cgroups(Root(2, dict.fromkeys(("memory", "cpu", "pids"), str(tmp_path))))
     first, second = cgroups.take(), cgroups.take()
     cgroups.give_back(first)
     assert cgroups.take() is first

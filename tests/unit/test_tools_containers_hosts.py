@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 from support.fleets import COUNTER, make_recipe
-from treadle_tools.sandbox.containers.hosts import LONGEST_REST_S, TRIES, HostFailed, Hosts, Recipe
+from treadle_tools.sandbox.containers.hosts import REST_PAUSES_S, TRIES, HostFailed, Hosts, Recipe
 from treadle_tools.tool import Kind, Tool
 
 RECIPE = make_recipe(COUNTER)
@@ -86,7 +86,7 @@ async def test_where_all_hosts_fail_it_is_tried_with_pauses_and_then_given_up() 
     for _ in range(3):
         with pytest.raises(HostFailed):
             await hosts.make(RECIPE, "x")
-    assert max(clock.slept) == LONGEST_REST_S
+    assert max(clock.slept) == REST_PAUSES_S[-1]
 
 
 def test_a_recipe_shows_the_tools_own_code_unless_the_image_has_it() -> None:

@@ -12,6 +12,7 @@ from treadle_tools.builtin import PYTHON
 from treadle_tools.limits import Granted
 from treadle_tools.sandbox.containers.kubernetes import KubernetesHost, can_resize, make_label, make_pod
 from treadle_tools.sandbox.sandboxes import SandboxLost
+from treadle_tools.tool import Status
 
 PATHS = sorted({str(path.parent) for path, _ in make_recipe(COUNTER).code})
 
@@ -88,7 +89,7 @@ async def test_a_pod_that_the_kernel_killed_for_memory_is_reported_so(server: Fa
         process.wait()
         with pytest.raises(SandboxLost) as lost:
             await sandbox.ask("step", {"add": 1}, COUNTER.limits, 64)
-        assert lost.value.out_of_memory
+        assert lost.value.status is Status.OUT_OF_MEMORY
         sandbox.close()
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from treadle_tools.builtin import PYTHON
 from treadle_tools.limits import Granted, Limits
 from treadle_tools.sandbox.containers.docker import DockerHost
-from treadle_tools.sandbox.containers.hosts import Allotment, Recipe
+from treadle_tools.sandbox.containers.hosts import Allotment, Recipe, sweep
 from treadle_tools.sandbox.containers.sandbox import ContainerSandbox
 
 OWNER = "treadle-bench-containers"
@@ -81,7 +81,7 @@ async def main(url: str, image: str, repeats: int) -> None:
         )
         report["docker_exec_ms"] = await quantiles_ms(few, execute)
         report["remove_ms"] = await quantiles_ms(few, lambda number: host.remove(sandboxes[number].name))
-    await host.sweep(())
+    await sweep(host)
     await host.close()
     print(json.dumps({**report, "load_1m": round(os.getloadavg()[0], 1)}, indent=2))
 

@@ -5,50 +5,56 @@ Backends: the client of the sandbox daemon for bubblewrap (`daemon/client.py`), 
 """
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from functools import partial
+from typing import Any
 
 from treadle_tools.limits import Limits
-from treadle_tools.tool import Tool
+from treadle_tools.tool import Status, Tool
 
 CHECK_INTERVAL_S = 1.0  # between two looks whether the tool's worker has failed meanwhile
+RETRY_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # after each start of a worker that fails; the last one again
+KEEPS_MEMORY_LIMIT = ("step", "snapshot")  # the limit that the session was opened with
+MOST_CLOSED = 4096  # closed sessions remembered, because the service's next run may get a repeat of the closing
 
 
 class SandboxLost(Exception):  # noqa: N818 - an answer to the caller, not a fault
-    """The sandbox died, broke the protocol or did not answer. out_of_memory, timed_out: why, where known."""
+    """The sandbox died, broke the protocol or did not answer. status: of its action, as far as the cause is known."""
 
-    def __init__(self, message: str, *, out_of_memory: bool = False, timed_out: bool = False) -> None:
+    def __init__(self, message: str, status: Status = Status.CRASHED) -> None:
         super().__init__(message)
-        self.out_of_memory = out_of_memory
-        self.timed_out = timed_out
-
-    @classmethod
-    def after_wall_clock(cls, limits: Limits) -> "SandboxLost":
-        """No answer came in time."""
-        return cls(f"stopped after {limits.wall_s:g} s", timed_out=True)
+        self.status = status
 
     @classmethod
     def above_memory(cls, limits: Limits) -> "SandboxLost":
         """The action needed more memory than it may use."""
-        return cls(f"stopped above {limits.memory_bytes} bytes of memory", out_of_memory=True)
+        return cls(f"stopped above {limits.memory_bytes} bytes of memory", Status.OUT_OF_MEMORY)
 
 
 class WorkerFailed(Exception):  # noqa: N818 - named for what happened
     """A tool's worker did not start or could not make a sandbox; the message says why."""
 
 
-class Sandbox(Protocol):
-    """An isolated process tree in which one action or one session runs. name: unique among all that are remembered."""
+def worker_retry_pauses() -> Iterator[float]:
+    """Seconds to wait after a worker's first failure to start, its second, and so on without end."""
+    return itertools.chain(RETRY_PAUSES_S, itertools.repeat(RETRY_PAUSES_S[-1]))
+
+
+class Sandbox(ABC):
+    """An isolated process tree in which one action or one session runs. name: unique among all that are remembered.
+
+    reusable: whether it can take another call after one that was asked with `again`.
+    """
 
     name: str
+    reusable: bool
 
     @property
-    def reusable(self) -> bool:
-        """Whether it can take another call after one that was asked with `again`."""
-
-    @property
+    @abstractmethod
     def alive(self) -> bool:
         """Whether it can take a request."""
 
@@ -72,70 +78,50 @@ class Sandbox(Protocol):
         that the step starts. Granted cores (`Granted.cores`, numbers of this machine) are released with the answer.
         Raises SandboxLost; then the caller closes the sandbox.
         """
+        request = {"op": op, "id": request_id, "arguments": arguments, "limits": limits.message(), "again": again}
+        try:
+            reply = await self._exchange(request, limits, processes, file)
+        except TimeoutError:
+            raise SandboxLost(f"stopped after {limits.wall_s:g} s", Status.TIMED_OUT) from None
+        except SandboxLost as lost:
+            if self._was_killed_for_memory():
+                raise SandboxLost.above_memory(limits) from lost
+            raise
+        if reply.get("status") == Status.CRASHED and self._was_killed_for_memory():
+            reply |= {"status": Status.OUT_OF_MEMORY, "error": str(SandboxLost.above_memory(limits))}
+        return reply
 
+    @abstractmethod
+    async def _exchange(
+        self, request: dict[str, Any], limits: Limits, processes: int, file: int | None
+    ) -> dict[str, Any]:
+        """Send a request; its answer. Raises SandboxLost, and TimeoutError where none comes within the limits."""
+
+    @abstractmethod
+    def _was_killed_for_memory(self) -> bool:
+        """Whether a process has been killed for its memory since the last request was sent."""
+
+    @abstractmethod
     def close(self) -> None:
         """Have everything in it killed, without waiting. Safe to call again."""
 
 
-@dataclass(frozen=True)
-class FoundSession:
-    """A session of an earlier run of the service. record: as last stored. sandbox: None where it has ended."""
-
-    record: Mapping[str, Any]
-    sandbox: Sandbox | None
-
-
-class Backend(Protocol):
-    """Makes sandboxes, and stores sessions for the service's next run. While `run` runs it keeps sandboxes warm.
-
-    found: the sessions that outlived the service's last run. closed: sessions closed in it, session id -> the request
-    that closed it.
-    """
-
-    found: list[FoundSession]
-    closed: dict[str, str]
-
-    async def take(self, tool: str) -> Sandbox:
-        """A fresh sandbox. Raises WorkerFailed where the tool's worker does not start."""
-
-    def bind(self, record: Mapping[str, Any], sandbox: Sandbox) -> None:
-        """Store a session and the sandbox that it lives in. record: JSON, with its session_id and tool."""
-
-    def note(self, session_id: str, facts: Mapping[str, Any]) -> None:
-        """Change fields of its record."""
-
-    def forget(self, session_id: str, closed_by: str = "") -> None:
-        """Remove a closed session. closed_by: the request that closed it, which may be repeated to the next run."""
-
-    async def flush(self) -> None:
-        """Return once all of that is stored even if this process is killed."""
-
-    async def run(self) -> None:
-        """Keep sandboxes warm until cancelled."""
-
-    async def close(self) -> None:
-        """End the sandboxes, or leave them to the service's next run."""
-
-
-S = TypeVar("S", bound=Sandbox)
-
-
-class WarmSandboxes(Generic[S]):
-    """Sandboxes of one tool that have been started and wait for their first call.
+class WarmSandboxes:
+    """Sandboxes of a tool that have been started and wait for their first call.
 
     count: how many. request: orders that many from the backend, which passes them to `add`. lazy: none is ordered
-    before the first `take`, so that a tool that no job uses costs nothing. Invariant: a sandbox is handed out once, and
-    another is ordered in its place.
+    before the first `take`, so that a tool that no job uses costs nothing. failure: why there are none, from the start.
+    Invariant: a sandbox is handed out once, and another is ordered in its place.
     """
 
-    def __init__(self, count: int, request: Callable[[int], None], *, lazy: bool = False) -> None:
+    def __init__(self, count: int, request: Callable[[int], None], *, lazy: bool = False, failure: str = "") -> None:
         self._count = count
         self._request = request
-        self._ready: asyncio.Queue[S] = asyncio.Queue()
-        self._failure = ""
+        self._ready: asyncio.Queue[Sandbox] = asyncio.Queue()
+        self._failure = failure
         self._lazy = lazy
 
-    async def take(self) -> S:
+    async def take(self) -> Sandbox:
         """A sandbox that nothing has run in. Raises WorkerFailed where the tool's worker does not start."""
         if self._lazy:
             self._lazy = False
@@ -158,7 +144,7 @@ class WarmSandboxes(Generic[S]):
         if not self._lazy:
             self._request(self._count)
 
-    def add(self, sandbox: S) -> None:
+    def add(self, sandbox: Sandbox) -> None:
         """Take in one that was ordered."""
         self._failure = ""
         self._ready.put_nowait(sandbox)
@@ -171,6 +157,96 @@ class WarmSandboxes(Generic[S]):
         """Close all: their backend has failed."""
         while not self._ready.empty():
             self._ready.get_nowait().close()
+
+
+class SessionRecords:
+    """Sessions as the service last stored them, the sandbox in which each lives, and which request closed the others.
+
+    All by session id. Of a record only its session_id is read here.
+    """
+
+    def __init__(self) -> None:
+        self.records: dict[str, dict[str, Any]] = {}
+        self.sandboxes: dict[str, str] = {}
+        self.closed: dict[str, str] = {}
+
+    def bind(self, record: Mapping[str, Any], sandbox: str) -> None:
+        """Store a session and the name of its sandbox."""
+        session_id = str(record["session_id"])
+        self.records[session_id], self.sandboxes[session_id] = dict(record), sandbox
+
+    def note(self, session_id: str, facts: Mapping[str, Any]) -> None:
+        """Change fields of a session's record."""
+        if session_id in self.records:
+            self.records[session_id].update(facts)
+
+    def forget(self, session_id: str, closed_by: str) -> None:
+        """Remove a closed session. closed_by: by which request; "": by none."""
+        self.records.pop(session_id, None)
+        self.sandboxes.pop(session_id, None)
+        if closed_by:
+            self.closed[session_id] = closed_by
+            if len(self.closed) > MOST_CLOSED:
+                del self.closed[next(iter(self.closed))]
+
+
+@dataclass(frozen=True)
+class FoundSession:
+    """A session of an earlier run of the service. record: as last stored. sandbox: None where it has ended."""
+
+    record: Mapping[str, Any]
+    sandbox: Sandbox | None
+
+
+class Backend(ABC):
+    """Makes sandboxes, and stores sessions for the service's next run. While `run` runs it keeps sandboxes warm.
+
+    tools: those that it runs. failures: why the others of its tools cannot run. warm: sandboxes per tool that wait for
+    a call. lazy: tools whose worker starts with the first call. found: the sessions that outlived the service's last
+    run. closed: sessions closed in it, session id -> the request that closed it.
+    """
+
+    def __init__(
+        self, tools: Iterable[str], failures: Mapping[str, str], *, warm: int, lazy: Iterable[str] = ()
+    ) -> None:
+        self.found: list[FoundSession] = []
+        self.closed: dict[str, str] = {}
+        self._warm: dict[str, WarmSandboxes] = {
+            tool: WarmSandboxes(warm, partial(self._request, tool), lazy=tool in lazy) for tool in tools
+        }
+        for tool, why in failures.items():
+            self._warm[tool] = WarmSandboxes(0, lambda count: None, failure=why)
+
+    async def take(self, tool: str) -> Sandbox:
+        """A fresh sandbox. Raises WorkerFailed where the tool's worker does not start."""
+        return await self._warm[tool].take()
+
+    @abstractmethod
+    def _request(self, tool: str, count: int) -> None:
+        """Start making sandboxes of a tool for `_warm`."""
+
+    @abstractmethod
+    def bind(self, record: Mapping[str, Any], sandbox: Sandbox) -> None:
+        """Store a session and the sandbox that it lives in. record: JSON, with its session_id and tool."""
+
+    @abstractmethod
+    def note(self, session_id: str, facts: Mapping[str, Any]) -> None:
+        """Change fields of its record."""
+
+    @abstractmethod
+    def forget(self, session_id: str, closed_by: str = "") -> None:
+        """Remove a closed session. closed_by: the request that closed it, which may be repeated to the next run."""
+
+    async def flush(self) -> None:  # noqa: B027 - most store at once
+        """Return once all of that is stored even if this process is killed."""
+
+    @abstractmethod
+    async def run(self) -> None:
+        """Keep sandboxes warm until cancelled."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Let go of everything; `run` has ended."""
 
 
 class ReusedSandboxes:

@@ -208,10 +208,4 @@ def result_of(reply: Mapping[str, Any]) -> Result:
 
 def result_of_lost_sandbox(lost: SandboxLost) -> Result:
     """The result of an action whose sandbox gave no answer."""
-    if lost.timed_out:
-        status = Status.TIMED_OUT
-    elif lost.out_of_memory:
-        status = Status.OUT_OF_MEMORY
-    else:
-        status = Status.CRASHED
-    return Result(status, error=str(lost), done=False, alive=False)
+    return Result(lost.status, error=str(lost), done=False, alive=False)

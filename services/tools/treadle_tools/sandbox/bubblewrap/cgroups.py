@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import structlog
 
@@ -25,20 +24,10 @@ PREFIX = "treadle-tools-"
 SERVICE_GROUP = "treadle-service"
 PAGE_BYTES = 4096
 REMOVAL_TRIES, REMOVAL_WAIT_S = 50, 0.02  # a killed sandbox's processes leave their group a little later
-
-
-@dataclass(frozen=True)
-class Names:
-    """File names of one version of control groups."""
-
-    memory_most: str
-    swap_most: str
-    oom_events: str
-    processes_most: str
-
-
-V1 = Names("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.oom_control", "pids.max")
-V2 = Names("memory.max", "memory.swap.max", "memory.events", "pids.max")
+# File names by version of control groups.
+MEMORY_MOST = {1: "memory.limit_in_bytes", 2: "memory.max"}
+SWAP_MOST = {1: "memory.memsw.limit_in_bytes", 2: "memory.swap.max"}  # of version 1: memory and swap together
+OOM_EVENTS = {1: "memory.oom_control", 2: "memory.events"}
 
 
 @dataclass(frozen=True)
@@ -48,23 +37,8 @@ class Root:
     """
 
     version: int
-    folders: Mapping[str, Path]
+    folders: Mapping[str, str]
     cores: str = ""
-
-    @property
-    def names(self) -> Names:
-        return V1 if self.version == 1 else V2
-
-    def encode(self) -> dict[str, Any]:
-        """Encode it as JSON."""
-        folders = {name: str(folder) for name, folder in self.folders.items()}
-        return {"version": self.version, "folders": folders, "cores": self.cores}
-
-    @classmethod
-    def decode(cls, message: Mapping[str, Any]) -> "Root":
-        """Decode a message."""
-        folders = {str(name): Path(folder) for name, folder in message["folders"].items()}
-        return cls(int(message["version"]), folders, str(message["cores"]))
 
 
 class Slot:
@@ -73,7 +47,7 @@ class Slot:
     def __init__(self, root: Root, name: str) -> None:
         self.name = name
         self._root = root
-        self._folders = {controller: folder / name for controller, folder in root.folders.items()}
+        self._folders = {controller: Path(folder, name) for controller, folder in root.folders.items()}
         self._written: dict[str, str] = {}
         for folder in set(self._folders.values()):
             folder.mkdir(parents=True, exist_ok=True)
@@ -89,7 +63,7 @@ class Slot:
             self._write("cpu", "cpu.cfs_quota_us", str(quota_us))
         else:
             self._write("cpu", "cpu.max", f"{quota_us} {PERIOD_US}")
-        self._write("pids", self._root.names.processes_most, str(processes))
+        self._write("pids", "pids.max", str(processes))
         self._pin(cores)
 
     def unpin(self) -> None:
@@ -112,16 +86,13 @@ class Slot:
             self._write("cpuset", "cpuset.cpus", ",".join(map(str, cores)) or self._root.cores)
 
     def _limit_memory(self, memory_bytes: int) -> None:
-        if self._root.version == 2:
-            self._write("memory", V2.memory_most, str(memory_bytes))
-            self._write("memory", V2.swap_most, "0", optional=True)
+        version, most = self._root.version, str(memory_bytes)
+        if self._written.get(MEMORY_MOST[version]) == most:
             return
-        if self._written.get(V1.memory_most) == str(memory_bytes):
-            return
-        # Memory with swap may never be the smaller of the two, so raise it first.
-        self._write("memory", V1.swap_most, "-1", optional=True)
-        self._write("memory", V1.memory_most, str(memory_bytes))
-        self._write("memory", V1.swap_most, str(memory_bytes), optional=True)
+        if version == 1:  # memory with swap may never be the smaller of the two, so raise it first
+            self._write("memory", SWAP_MOST[1], "-1", optional=True)
+        self._write("memory", MEMORY_MOST[version], most)
+        self._write("memory", SWAP_MOST[version], most if version == 1 else "0", optional=True)
 
     def join(self, pid: int) -> None:
         """Put a process into the group; its later children follow it."""
@@ -130,7 +101,7 @@ class Slot:
 
     def oom_kills(self) -> int:
         """How many processes the kernel has killed in this group for its memory, over its life."""
-        text = _read(self._folders["memory"] / self._root.names.oom_events)
+        text = _read(self._folders["memory"] / OOM_EVENTS[self._root.version])
         return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
 
     def remove(self) -> None:
@@ -160,9 +131,8 @@ class Cgroups:
         """Take a slot that has no process in it."""
         if self._free:
             return self._free.pop()
-        slot = Slot(self.root, f"slot-{len(self._made)}")
-        self._made.append(slot)
-        return slot
+        self._made.append(Slot(self.root, f"slot-{len(self._made)}"))
+        return self._made[-1]
 
     def give_back(self, slot: Slot) -> None:
         """Return a slot whose processes are dead."""
@@ -175,9 +145,9 @@ class Cgroups:
                 slot.remove()
         for folder in set(self.root.folders.values()):
             try:
-                _remove(folder)
+                _remove(Path(folder))
             except OSError as error:
-                log.warning("a control group is left behind", folder=str(folder), error=str(error))
+                log.warning("a control group is left behind", folder=folder, error=str(error))
 
 
 def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
@@ -200,7 +170,7 @@ def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
             cores = _cpuset_cores(version, folders)
             if not cores:
                 folders.pop("cpuset", None)
-            cgroups = Cgroups(Root(version, folders, cores))
+            cgroups = Cgroups(Root(version, {name: str(folder) for name, folder in folders.items()}, cores))
             slot = cgroups.take()
             slot.limit(memory_bytes=1 << 30, cpu_cores=1, processes=64)
             slot.oom_kills()
@@ -234,27 +204,22 @@ def _memberships(proc: Path) -> list[tuple[set[str], str]]:
 
 
 def _own_v1(proc: Path) -> dict[str, Path]:
-    own = {}
-    for controllers, path in _memberships(proc):
-        for root, point, options in _mounts(proc, "cgroup"):
-            for controller in controllers & options & {*CONTROLLERS, *OPTIONAL}:
-                own[controller] = _below(point, root, path)
-    return own
+    return {
+        controller: _below(point, root, path)
+        for controllers, path in _memberships(proc)
+        for root, point, options in _mounts(proc, "cgroup")
+        for controller in controllers & options & {*CONTROLLERS, *OPTIONAL}
+    }
 
 
 def _own_v2(proc: Path) -> dict[str, Path]:
-    path = next((path for controllers, path in _memberships(proc) if not controllers), None)
-    for root, point, _ in _mounts(proc, "cgroup2"):
-        if path is not None:
-            folder = _below(point, root, path)
-            if folder.name == SERVICE_GROUP:
-                folder = folder.parent
-            try:
-                present = (folder / "cgroup.controllers").read_text().split()
-            except OSError:
-                continue
-            if set(CONTROLLERS) <= set(present):
-                return dict.fromkeys((*CONTROLLERS, *({"cpuset"} & set(present))), folder)
+    paths = [path for controllers, path in _memberships(proc) if not controllers][:1]
+    for folder in [_below(point, root, path) for path in paths for root, point, _ in _mounts(proc, "cgroup2")]:
+        own = folder.parent if folder.name == SERVICE_GROUP else folder
+        with contextlib.suppress(OSError):
+            present = set((own / "cgroup.controllers").read_text().split())
+            if set(CONTROLLERS) <= present:
+                return dict.fromkeys((*CONTROLLERS, *({"cpuset"} & present)), own)
     return {}
 
 
@@ -304,12 +269,13 @@ def _cpuset_cores(version: int, folders: Mapping[str, Path]) -> str:
     """All cores that slots may use, once the daemon's group has them; empty where slots cannot be pinned."""
     if "cpuset" not in folders:
         return ""
+    folder = folders["cpuset"]
     try:
-        if version == 2:
-            given = (folders["cpuset"] / "cgroup.subtree_control").read_text()
-            return (folders["cpuset"] / "cpuset.cpus.effective").read_text().strip() if "cpuset" in given else ""
-        _inherit_cpuset(folders["cpuset"])
-        return (folders["cpuset"] / "cpuset.cpus").read_text().strip()
+        if version == 1:
+            _inherit_cpuset(folder)
+        elif "cpuset" not in (folder / "cgroup.subtree_control").read_text():
+            return ""
+        return (folder / ("cpuset.cpus" if version == 1 else "cpuset.cpus.effective")).read_text().strip()
     except OSError as error:
         log.info("actions cannot be pinned to cores", version=version, error=str(error))
         return ""

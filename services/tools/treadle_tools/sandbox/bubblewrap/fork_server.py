@@ -3,11 +3,15 @@
 A `ForkServer` is a bubblewrap whose Python has imported a tool; it forks a `Spawner`, which stands in a control group
 of its own and forks one sandbox after the other (`SandboxProcess`) into that group. Owns: the processes' handles and
 control sockets. Invariant: after `close` or `kill` returns, no process of it runs.
+
+Where there are no control groups, memory is summed over the process tree ten times a second: a tree can exceed its
+limit for one interval, and RLIMIT_AS and the limit on processes bound by how much.
 """
 
 import asyncio
 import contextlib
 import os
+import resource
 import select
 import signal
 import socket
@@ -31,6 +35,8 @@ FORK_TIMEOUT_S = 30.0  # 10 ms on an idle core
 STDERR_LOGGED_CHARS = 8192  # the last of it: a traceback through a deep import
 CHILD_POLL_S = 0.005  # bubblewrap forks some ms after its start
 KILL_TIMEOUT_S = 10.0  # a killed process that is still there then is stuck in the kernel
+MEMORY_INTERVAL_S = 0.1  # a look costs about 0.1 ms of CPU for a handful of processes
+PAGE_BYTES = resource.getpagesize()
 ENDED_EARLY = "the worker ended before it was ready"
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
@@ -47,37 +53,12 @@ async def wait_readable(file: socket.socket | int) -> None:
         loop.remove_reader(descriptor)
 
 
-class _Handle:
-    """A process that is known by id only. Raises ProcessLookupError where it has ended."""
-
-    def __init__(self, pid: int) -> None:
-        self._pidfd = os.pidfd_open(pid)
-
-    @property
-    def runs(self) -> bool:
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        return not poll.poll(0)
-
-    async def kill(self) -> None:
-        """Kill it and wait for its end."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        try:
-            await wait_readable(self._pidfd)
-        finally:
-            os.close(self._pidfd)
-
-
-class SandboxProcess:
-    """One sandbox, by its init. pid: in the daemon's own numbers.
-
-    Invariant: the sandbox lives as long as the daemon holds the control socket, also while no service is connected.
-    """
+class _Forked:
+    """A process that a fork server has forked for us, with our end of its control socket. pid: in our own numbers."""
 
     def __init__(self, control: socket.socket, pid: int, slot: Slot | None) -> None:
         try:
-            self._handle = _Handle(pid)
+            self._pidfd = os.pidfd_open(pid)
         except ProcessLookupError as error:
             raise SandboxLost(ENDED_EARLY) from error
         self._control = control
@@ -87,8 +68,33 @@ class SandboxProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether its init runs."""
-        return not self._killed and self._handle.runs
+        """Whether it runs."""
+        if self._killed:
+            return False
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return not poll.poll(0)
+
+    async def kill(self) -> None:
+        """Kill it and wait for its end. Safe to call again. Raises TimeoutError."""
+        if self._killed:
+            return
+        self._killed = True
+        try:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            async with asyncio.timeout(KILL_TIMEOUT_S):
+                await wait_readable(self._pidfd)
+        finally:
+            os.close(self._pidfd)
+            self._control.close()
+
+
+class SandboxProcess(_Forked):
+    """One sandbox, by its init: with it every process of the sandbox ends.
+
+    Invariant: the sandbox lives as long as the daemon holds the control socket, also while no service is connected.
+    """
 
     def connect(self) -> int | None:
         """A fresh connection to the sandbox, as a descriptor; None where it has ended.
@@ -104,41 +110,9 @@ class SandboxProcess:
                 return None
         return ours.detach()
 
-    async def kill(self) -> None:
-        """Kill every process of the sandbox and wait for their end. Safe to call again. Raises TimeoutError."""
-        if self._killed:
-            return
-        self._killed = True
-        try:
-            async with asyncio.timeout(KILL_TIMEOUT_S):
-                await self._handle.kill()
-        finally:
-            self._control.close()
 
-
-class Spawner:
-    """Forks one sandbox at a time, so that its slot's limits and counts are that sandbox's. Made by `open`."""
-
-    def __init__(self, control: socket.socket, pid: int, cgroups: Cgroups | None, slot: Slot | None) -> None:
-        self._control = control
-        self._handle = _Handle(pid)
-        self._cgroups = cgroups
-        self._slot = slot
-
-    @classmethod
-    async def open(cls, fork_server: socket.socket, cgroups: Cgroups | None) -> "Spawner":
-        """A new spawner of the fork server behind a control socket. Raises SandboxLost or OSError."""
-        async with _order(fork_server, b"spawner") as (control, _, pid):
-            slot: Slot | None = None
-            if cgroups is not None:
-                slot = cgroups.take()
-                await asyncio.to_thread(slot.join, pid)  # a slot that cannot be joined is not given back
-            return cls(control, pid, cgroups, slot)
-
-    @property
-    def alive(self) -> bool:
-        """Whether its process runs."""
-        return self._handle.runs
+class Spawner(_Forked):
+    """Forks one sandbox at a time, so that its slot's limits and counts are that sandbox's. Kill that one first."""
 
     async def spawn(self) -> SandboxProcess:
         """A new sandbox. The one before must be dead. Raises SandboxLost, OSError or TimeoutError."""
@@ -146,16 +120,7 @@ class Spawner:
             hello = frames.decode(body[frames.HEADER.size :])
             if "failed" in hello:
                 raise SandboxLost(f"the sandbox cannot be isolated: {hello['failed']}")
-            return SandboxProcess(control, pid, self._slot)
-
-    async def close(self) -> None:
-        """End it. Its sandbox must be dead."""
-        try:
-            await self._handle.kill()
-        finally:
-            self._control.close()
-        if self._cgroups is not None and self._slot is not None:
-            self._cgroups.give_back(self._slot)
+            return SandboxProcess(control, pid, self.slot)
 
 
 @contextlib.asynccontextmanager
@@ -188,14 +153,17 @@ async def _order(forker: socket.socket, what: bytes) -> AsyncIterator[tuple[sock
 
 
 class ForkServer:
-    """One bubblewrap whose Python has imported a tool. Made by `start`."""
+    """One bubblewrap whose Python has imported a tool. Made by `start`.
+
+    single_use: the kernel refuses namespaces in the sandbox, so that it can serve one sandbox only.
+    """
 
     def __init__(self, tool: str, process: Process, control: socket.socket, stderr: BinaryIO) -> None:
         self._tool = tool
         self._process = process
         self._control = control
         self._stderr = stderr
-        self._isolates = False
+        self.single_use = True
 
     @classmethod
     async def start(cls, recipe: Recipe) -> "ForkServer":
@@ -241,18 +209,17 @@ class ForkServer:
             log.error("a tool's worker did not start", tool=self._tool, stderr=why)
             last = why.splitlines()[-1] if why else f"exit code {code}"
             raise WorkerFailed(f"tool {self._tool!r} did not start: {last}")
-        self._isolates = bool(frames.decode(message)["isolated"])
-        log.info("tool ready", tool=self._tool, forks=self._isolates)
-
-    @property
-    def single_use(self) -> bool:
-        """Whether the kernel refuses namespaces in the sandbox, so that it can serve one sandbox only."""
-        return not self._isolates
+        self.single_use = not frames.decode(message)["isolated"]
+        log.info("tool ready", tool=self._tool, forks=not self.single_use)
 
     async def open_spawner(self, cgroups: Cgroups | None) -> Spawner:
         """A new spawner. Raises WorkerFailed; the fork server should be closed then."""
         try:
-            return await Spawner.open(self._control, cgroups)
+            async with _order(self._control, b"spawner") as (control, _, pid):
+                slot = None if cgroups is None else cgroups.take()
+                if slot is not None:
+                    await asyncio.to_thread(slot.join, pid)  # a slot that cannot be joined is not given back
+                return Spawner(control, pid, slot)
         except (OSError, SandboxLost) as error:
             raise WorkerFailed(f"tool {self._tool!r} has no spawner: {error}") from error
 
@@ -294,3 +261,38 @@ class ForkServer:
 def _list_children(pid: int) -> list[int]:
     """Children of a process with one thread. Raises FileNotFoundError where it has ended."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def read_private_bytes(pid: int, inherited_bytes: int = 0, proc: Path = Path("/proc")) -> int:
+    """Resident bytes of `pid` and its descendants that no file backs; 0 once it has ended.
+
+    inherited_bytes: what each of them shares with the worker it was forked from, not counted again for each.
+    """
+    total, waiting = 0, [pid]
+    while waiting:
+        process = proc / str(waiting.pop())
+        try:
+            total += max(0, _read_own_bytes(process) - inherited_bytes)
+            for thread in (process / "task").iterdir():
+                waiting += [int(child) for child in (thread / "children").read_text().split()]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return total
+
+
+def _read_own_bytes(process: Path) -> int:
+    try:
+        resident, shared = (process / "statm").read_text().split()[1:3]
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return max(0, int(resident) - int(shared)) * PAGE_BYTES
+
+
+async def wait_for_growth(pid: int, more_bytes: int) -> None:
+    """Return once the process tree of `pid` holds `more_bytes` more than now."""
+    inherited = _read_own_bytes(Path("/proc") / str(pid))
+    most = read_private_bytes(pid, inherited) + more_bytes
+    while True:
+        if read_private_bytes(pid, inherited) > most:
+            return
+        await asyncio.sleep(MEMORY_INTERVAL_S)

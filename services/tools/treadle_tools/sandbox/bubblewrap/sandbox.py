@@ -1,31 +1,28 @@
 """One bubblewrap sandbox as the service sees it: a connection to its init, its limits, a way to end it.
 
-Owns: the connection. The process tree itself belongs to the daemon (`fork_server.py`). Where there are no control
-groups, memory is summed over the process tree ten times a second: a tree can exceed its limit for one interval, and
-RLIMIT_AS and the limit on processes bound by how much.
+Owns: the connection. The process tree itself belongs to the daemon (`fork_server.py`).
 """
 
 import asyncio
-import resource
 import select
 import socket
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from functools import partial
 from typing import Any
+
+from treadle_runtime.bus import run_beside
 
 from treadle_tools.limits import BACKSTOP_S, WORKER_BYTES, WORKER_PROCESSES, Granted, Limits
 from treadle_tools.sandbox.bubblewrap.cgroups import Slot
+from treadle_tools.sandbox.bubblewrap.fork_server import wait_for_growth
 from treadle_tools.sandbox.inside import frames
-from treadle_tools.sandbox.sandboxes import SandboxLost
-from treadle_tools.tool import Status
+from treadle_tools.sandbox.sandboxes import KEEPS_MEMORY_LIMIT, Sandbox, SandboxLost
 
 PIECE_BYTES = 1024 * 1024
-MEMORY_INTERVAL_S = 0.1  # a look costs about 0.1 ms of CPU for a handful of processes
-PAGE_BYTES = resource.getpagesize()
 
 
-class BubblewrapSandbox:
-    """A `Sandbox`. name: given by the daemon. pid: of its init. end: has it killed, without waiting."""
+class BubblewrapSandbox(Sandbox):
+    """name: given by the daemon. pid: of its init. end: has it killed, without waiting."""
 
     reusable = True
 
@@ -39,6 +36,7 @@ class BubblewrapSandbox:
         self._slot = slot
         self._end = end
         self._memory_kills = 0  # by this service
+        self._kills_before = 0  # the last request
 
     @property
     def alive(self) -> bool:
@@ -49,53 +47,41 @@ class BubblewrapSandbox:
         poll.register(self._connection, select.POLLIN)
         return not poll.poll(0)
 
-    async def ask(
-        self,
-        op: str,
-        arguments: Any,
-        limits: Limits,
-        processes: int,
-        *,
-        request_id: str = "",
-        file: int | None = None,
-        again: bool = False,
+    async def _exchange(
+        self, request: dict[str, Any], limits: Limits, processes: int, file: int | None
     ) -> dict[str, Any]:
-        request = {"op": op, "id": request_id, "arguments": arguments, "limits": limits.message(), "again": again}
-        if op == "recall" or self._slot is None:
-            reply = await self._ask(request, limits, file)
-            reply.pop("cpu_s", None)  # not counted, whatever the sandbox may say
-            return reply
+        self._kills_before = self._count_memory_kills()
+        slot = None if request["op"] == "recall" else self._slot
+        used_s = None if slot is None else self._limit(slot, request["op"], limits, processes)
         try:
-            self._slot.limit(
-                memory_bytes=None if op in ("step", "snapshot") else limits.memory_bytes + WORKER_BYTES,
+            async with asyncio.timeout(limits.wall_s + BACKSTOP_S):
+                # Without a control group this kills the sandbox above its memory limit.
+                watches = [] if self._slot is not None else [partial(self._kill_above, limits.memory_bytes)]
+                async with run_beside(watches):
+                    reply = await self._exchange_messages(request, file)
+        finally:
+            if slot is not None:
+                slot.unpin()
+        reply.pop("cpu_s", None)  # not counted there, whatever the sandbox may say
+        if slot is not None and used_s is not None and (now_s := slot.cpu_s()) is not None:
+            reply["cpu_s"] = now_s - used_s
+        return reply
+
+    def _limit(self, slot: Slot, op: str, limits: Limits, processes: int) -> float | None:
+        """Limit the slot for an action; the CPU seconds that it has used before."""
+        try:
+            slot.limit(
+                memory_bytes=None if op in KEEPS_MEMORY_LIMIT else limits.memory_bytes + WORKER_BYTES,
                 cpu_cores=limits.cpu_cores,
                 processes=processes + WORKER_PROCESSES,
                 cores=limits.cores if isinstance(limits, Granted) else (),
             )
         except FileNotFoundError as error:
             raise SandboxLost("the worker's control group is gone, and so is the worker") from error
-        used_s = self._slot.cpu_s()
-        try:
-            reply = await self._ask(request, limits, file)
-        finally:
-            self._slot.unpin()
-        now_s = self._slot.cpu_s()
-        return reply | {"cpu_s": None if used_s is None or now_s is None else now_s - used_s}
+        return slot.cpu_s()
 
-    async def _ask(self, request: Mapping[str, Any], limits: Limits, file: int | None) -> dict[str, Any]:
-        kills = self._count_memory_kills()
-        try:
-            async with asyncio.timeout(limits.wall_s + BACKSTOP_S):
-                reply = await self._exchange_watched(request, limits, file)
-        except TimeoutError:
-            raise SandboxLost.after_wall_clock(limits) from None
-        except SandboxLost as lost:
-            if self._count_memory_kills() > kills:
-                raise SandboxLost.above_memory(limits) from lost
-            raise
-        if reply.get("status") == Status.CRASHED and self._count_memory_kills() > kills:
-            reply |= {"status": Status.OUT_OF_MEMORY, "error": str(SandboxLost.above_memory(limits))}
-        return reply
+    def _was_killed_for_memory(self) -> bool:
+        return self._count_memory_kills() > self._kills_before
 
     def _count_memory_kills(self) -> int:
         """Kills for memory up to now: by the kernel in the slot, or by this service."""
@@ -106,29 +92,12 @@ class BubblewrapSandbox:
         except FileNotFoundError:  # removed after the sandbox's end
             return 0
 
-    async def _exchange_watched(self, request: Mapping[str, Any], limits: Limits, file: int | None) -> dict[str, Any]:
-        """Exchange messages, and kill the sandbox above its memory limit where no control group does."""
-        if self._slot is not None:
-            return await self._exchange(request, file)
-        reply: dict[str, Any] | SandboxLost
-        async with asyncio.TaskGroup() as group:
-            watch = group.create_task(self._kill_above(limits.memory_bytes))
-            try:
-                reply = await self._exchange(request, file)
-            except SandboxLost as lost:
-                reply = lost
-            finally:
-                watch.cancel()
-        if isinstance(reply, SandboxLost):
-            raise reply
-        return reply
-
     async def _kill_above(self, memory_bytes: int) -> None:
         await wait_for_growth(self._pid, memory_bytes)
         self._memory_kills += 1
         self._end()
 
-    async def _exchange(self, request: Mapping[str, Any], file: int | None) -> dict[str, Any]:
+    async def _exchange_messages(self, request: Mapping[str, Any], file: int | None) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         try:
             data = frames.encode(request)
@@ -158,38 +127,3 @@ class BubblewrapSandbox:
     def disconnect(self) -> None:
         """Leave the sandbox to the daemon. No request may be under way."""
         self._connection.close()
-
-
-def read_private_bytes(pid: int, inherited_bytes: int = 0, proc: Path = Path("/proc")) -> int:
-    """Resident bytes of `pid` and its descendants that no file backs; 0 once it has ended.
-
-    inherited_bytes: what each of them shares with the worker it was forked from, not counted again for each.
-    """
-    total, waiting = 0, [pid]
-    while waiting:
-        process = proc / str(waiting.pop())
-        try:
-            total += max(0, _read_own_bytes(process) - inherited_bytes)
-            for thread in (process / "task").iterdir():
-                waiting += [int(child) for child in (thread / "children").read_text().split()]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return total
-
-
-def _read_own_bytes(process: Path) -> int:
-    try:
-        resident, shared = (process / "statm").read_text().split()[1:3]
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return max(0, int(resident) - int(shared)) * PAGE_BYTES
-
-
-async def wait_for_growth(pid: int, more_bytes: int) -> None:
-    """Return once the process tree of `pid` holds `more_bytes` more than now."""
-    inherited = _read_own_bytes(Path("/proc") / str(pid))
-    most = read_private_bytes(pid, inherited) + more_bytes
-    while True:
-        if read_private_bytes(pid, inherited) > most:
-            return
-        await asyncio.sleep(MEMORY_INTERVAL_S)

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import ssl
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,21 +95,17 @@ class DockerHost:
         try:
             if not self._all_cores:  # it did not answer when the service started
                 await self.check()
-            with _failures(self.name):
+            async with contextlib.AsyncExitStack() as undo:
+                undo.enter_context(_failures(self.name))
                 docker = self._connect()
                 assert self._images is not None
                 await self._images.require(recipe.image)
                 container = await _create(docker, self._config(recipe), name)
-                try:
-                    pipe = await _attach(container)
-                    try:
-                        await container.start()
-                    except BaseException:
-                        await pipe.close()
-                        raise
-                except BaseException:
-                    await _remove(container)
-                    raise
+                undo.push_async_callback(_remove, container)
+                pipe = await _attach(container)
+                undo.push_async_callback(pipe.close)
+                await container.start()
+                undo.pop_all()
         except ContainerLost as missing:
             raise HostFailed(str(missing)) from missing
         self._pipes[name] = pipe
@@ -149,26 +145,17 @@ class DockerHost:
         with contextlib.suppress(ContainerLost), _failures(f"container {name}"):
             await _remove(self._container(name))
 
-    async def running(self) -> Sequence[str]:
-        return await self._list(status=["running"])
-
-    async def sweep(self, kept: Collection[str]) -> int:
-        swept = [name for name in await self._list() if name not in kept]
-        for name in swept:
-            await self.remove(name)
-        return len(swept)
+    async def list_names(self, *, running: bool = False) -> Sequence[str]:
+        filters = {"label": [f"{OWNER}={self._owner}"]} | ({"status": ["running"]} if running else {})
+        with _failures(self.name):
+            found = await self._connect().containers.list(all=True, filters=filters)
+        return [str(container["Names"][0]).removeprefix("/") for container in found]
 
     async def close(self) -> None:
         if self._docker is not None:
             docker, self._docker = self._docker, None
             await docker.close()
             await docker.connector.close()
-
-    async def _list(self, **filters: list[str]) -> list[str]:
-        with _failures(self.name):
-            labelled = {"label": [f"{OWNER}={self._owner}"], **filters}
-            found = await self._connect().containers.list(all=True, filters=labelled)
-        return [str(container["Names"][0]).removeprefix("/") for container in found]
 
     def _container(self, name: str) -> DockerContainer:
         return self._connect().containers.container(name)

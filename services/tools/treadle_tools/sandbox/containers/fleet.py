@@ -7,13 +7,11 @@ that one, and removes its other containers.
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import re
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,69 +19,65 @@ import structlog
 from tenacity import retry_if_exception_type
 
 from treadle_tools.limits import Limits
-from treadle_tools.sandbox.containers.hosts import ContainerLost, Host, HostFailed, Hosts, Recipe, retry_after
+from treadle_tools.sandbox.containers.hosts import ContainerLost, Host, HostFailed, Hosts, Recipe, retry_after, sweep
 from treadle_tools.sandbox.containers.sandbox import ContainerSandbox, Disconnected
-from treadle_tools.sandbox.sandboxes import FoundSession, Sandbox, WarmSandboxes, WorkerFailed
+from treadle_tools.sandbox.sandboxes import (
+    Backend,
+    FoundSession,
+    Sandbox,
+    SessionRecords,
+    WorkerFailed,
+    worker_retry_pauses,
+)
 
 log = structlog.get_logger()
 
 MOST_MAKING = 4  # containers at a time: a daemon makes more of them no faster
 START_TIMEOUT_S = 120.0  # as of a fork server: slow imports on a busy machine
-RETRY_S = 1.0  # after a tool's worker did not start
-LONGEST_RETRY_S = 30.0
 REMOVE_PAUSES_S = (0.5, 2.0, 8.0, 30.0)
-MOST_CLOSED = 4096  # closed sessions remembered, because the next run may get a repeat of the closing
 OPEN, CLOSED = ".session.json", ".closed"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A session and the container that it lives in."""
+class SessionFiles(SessionRecords):
+    """Records of sessions, one file each, which the service's next run reads. A sandbox is named as its container.
 
-    record: dict[str, Any]
-    host: str
-    container: str
-
-
-class SessionFiles:
-    """Records of sessions, one file each, which the service's next run reads.
-
-    Invariant: a file is whole, or the one before it; what `write` and `forget` have written outlives this process (not
-    the machine, nor do its containers). The lock on the state folder makes the files one service's.
+    Invariant: a file is whole, or the one before it; what was stored and forgotten outlives this process (not the
+    machine, nor do its containers). The lock on the state folder makes the files one service's.
     """
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self._folder = folder
-        self.entries: dict[str, Entry] = {}
         for file in folder.glob(f"*{OPEN}"):
             with contextlib.suppress(ValueError, KeyError, TypeError):  # written by another version
-                entry = Entry(**json.loads(file.read_text()))
-                self.entries[str(entry.record["session_id"])] = entry
-        self.closed = {
-            file.name.removesuffix(CLOSED): file.read_text()
-            for file in sorted(folder.glob(f"*{CLOSED}"), key=lambda file: file.stat().st_mtime)
-        }
+                stored = json.loads(file.read_text())
+                super().bind(stored["record"], str(stored["container"]))
+        for file in sorted(folder.glob(f"*{CLOSED}"), key=lambda file: file.stat().st_mtime):
+            self.closed[file.name.removesuffix(CLOSED)] = file.read_text()
 
-    def write(self, entry: Entry) -> None:
-        """Store a session, or what has changed of it."""
-        session_id = str(entry.record["session_id"])
-        self.entries[session_id] = entry
-        file = self._folder / f"{session_id}{OPEN}"
-        fresh = file.with_suffix(".new")
-        fresh.write_text(json.dumps(asdict(entry)))
-        fresh.replace(file)
+    def bind(self, record: Mapping[str, Any], sandbox: str) -> None:
+        super().bind(record, sandbox)
+        self._write(str(record["session_id"]))
+
+    def note(self, session_id: str, facts: Mapping[str, Any]) -> None:
+        super().note(session_id, facts)
+        if session_id in self.records:
+            self._write(session_id)
 
     def forget(self, session_id: str, closed_by: str) -> None:
-        """Remove a closed session. closed_by: by which request; "": by none."""
+        oldest = next(iter(self.closed), session_id)
+        super().forget(session_id, closed_by)
         if closed_by:
-            self.closed[session_id] = closed_by
             (self._folder / f"{session_id}{CLOSED}").write_text(closed_by)
-            if len(self.closed) > MOST_CLOSED:
-                oldest = next(iter(self.closed))
-                del self.closed[oldest]
-                (self._folder / f"{oldest}{CLOSED}").unlink(missing_ok=True)
-        self.entries.pop(session_id, None)
+        if oldest not in self.closed:
+            (self._folder / f"{oldest}{CLOSED}").unlink(missing_ok=True)
         (self._folder / f"{session_id}{OPEN}").unlink(missing_ok=True)
+
+    def _write(self, session_id: str) -> None:
+        file = self._folder / f"{session_id}{OPEN}"
+        fresh = file.with_suffix(".new")
+        fresh.write_text(json.dumps({"record": self.records[session_id], "container": self.sandboxes[session_id]}))
+        fresh.replace(file)
 
     def clear(self) -> None:
         """Remove all files: no run will follow."""
@@ -91,10 +85,10 @@ class SessionFiles:
             file.unlink(missing_ok=True)
 
 
-class Fleet:
-    """A `Backend`. recipes: with the limits that a warm container of the tool gets before its first call. warm:
-    containers that wait per tool. failures: why a tool has no recipe. keep_on_exit: whether sessions outlive an orderly
-    end of the service too. release: unlocks the folder of `files`.
+class Fleet(Backend):
+    """recipes: with the limits that a warm container of the tool gets before its first call. warm: containers that wait
+    per tool. failures: why a tool has no recipe. keep_on_exit: whether sessions outlive an orderly end of the service
+    too. release: unlocks the folder of `files`.
     """
 
     def __init__(
@@ -109,9 +103,10 @@ class Fleet:
         keep_on_exit: bool,
         release: Callable[[], None],
     ) -> None:
+        self._recipes = {recipe.tool: (recipe, limits) for recipe, limits in recipes}
+        super().__init__(self._recipes, failures, warm=warm)
         self._hosts = hosts
         self._files = files
-        self._recipes = {recipe.tool: (recipe, limits) for recipe, limits in recipes}
         self._prefix = f"treadle-{_slug(owner)}"
         self._keep_on_exit = keep_on_exit
         self._release = release
@@ -119,36 +114,28 @@ class Fleet:
         self._early: list[Coroutine[Any, Any, None]] = []
         self._making = asyncio.Semaphore(MOST_MAKING)
         self._in_use: dict[str, ContainerSandbox] = {}
-        self._warm: dict[str, WarmSandboxes[ContainerSandbox]] = {
-            tool: WarmSandboxes(warm, self._requester(tool)) for tool in self._recipes
-        }
-        for tool, why in failures.items():
-            self._warm[tool] = WarmSandboxes(0, lambda count: None)
-            self._warm[tool].fail(why)
-        self.found: list[FoundSession] = []
         self.closed = dict(files.closed)
 
     async def connect(self) -> None:
         """Find the containers of the stored sessions, and remove all others. A host that does not answer keeps its
         containers, and the sessions there are lost.
         """
-        alive: dict[tuple[str, str], Host] = {}
+        stored, alive = set(self._files.sandboxes.values()), dict[str, Host]()
         for host in self._hosts:
-            kept = {entry.container for entry in self._files.entries.values() if entry.host == host.name}
             try:
-                running = kept.intersection(await host.running())
-                alive |= {(host.name, name): host for name in running}
-                swept = await host.sweep(running)
+                running = stored.intersection(await host.list_names(running=True))
+                alive |= dict.fromkeys(running, host)
+                swept = await sweep(host, running)
             except HostFailed as failure:
                 log.error("a host of containers does not answer", host=host.name, error=str(failure))
             else:
-                log.info("host of containers", host=host.name, sessions=len(kept), removed=swept)
-        for entry in list(self._files.entries.values()):
-            sandbox = None
-            if (entry.host, entry.container) in alive:
-                sandbox = self._add(alive[entry.host, entry.container], entry.container)
-                self._hosts.add_load(entry.host, 1)
-            self.found.append(FoundSession(entry.record, sandbox))
+                log.info("host of containers", host=host.name, sessions=len(running), removed=swept)
+        for session_id, record in self._files.records.items():
+            sandbox, name = None, self._files.sandboxes[session_id]
+            if name in alive:
+                sandbox = self._add(alive[name], name)
+                self._hosts.add_load(alive[name].name, 1)
+            self.found.append(FoundSession(dict(record), sandbox))
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -159,57 +146,44 @@ class Fleet:
                 warm.fill()
             await asyncio.Event().wait()
 
-    async def take(self, tool: str) -> ContainerSandbox:
-        return await self._warm[tool].take()
-
     def bind(self, record: Mapping[str, Any], sandbox: Sandbox) -> None:
-        self._files.write(Entry(dict(record), self._in_use[sandbox.name].host.name, sandbox.name))
+        self._files.bind(record, sandbox.name)
 
     def note(self, session_id: str, facts: Mapping[str, Any]) -> None:
-        if (entry := self._files.entries.get(session_id)) is not None:
-            self._files.write(Entry({**entry.record, **facts}, entry.host, entry.container))
+        self._files.note(session_id, facts)
 
     def forget(self, session_id: str, closed_by: str = "") -> None:
         self._files.forget(session_id, closed_by)
 
-    async def flush(self) -> None:
-        """Nothing is left to do: `bind`, `note` and `forget` write at once."""
-
     async def close(self) -> None:
         """Remove every container, but those of sessions that are to outlive the service; `run` has ended."""
-        kept: set[str] = set()
-        if self._keep_on_exit:
-            kept = {entry.container for entry in self._files.entries.values()}
-        else:
+        kept = set(self._files.sandboxes.values()) if self._keep_on_exit else set()
+        if not self._keep_on_exit:
             self._files.clear()
         for sandbox in self._in_use.values():
             await sandbox.disconnect()
         for host in self._hosts:
             with contextlib.suppress(HostFailed):
-                await host.sweep(kept)
+                await sweep(host, kept)
             await host.close()
         self._release()
 
-    def _requester(self, tool: str) -> Callable[[int], None]:
-        def request(count: int) -> None:
-            for _ in range(count):
-                self._spawn(self._supply(tool))
-
-        return request
+    def _request(self, tool: str, count: int) -> None:
+        for _ in range(count):
+            self._spawn(self._supply(tool))
 
     async def _supply(self, tool: str) -> None:
         """Make one more warm container, however often that fails."""
-        warm, pauses_s = self._warm[tool], (RETRY_S * 2**n for n in itertools.count())
-        while True:
+        for pause_s in worker_retry_pauses():
             try:
                 async with self._making:
                     sandbox = await self._make(*self._recipes[tool])
             except WorkerFailed as failure:
                 log.error("a tool's worker failed", tool=tool, error=str(failure))
-                warm.fail(str(failure))
-                await asyncio.sleep(min(next(pauses_s), LONGEST_RETRY_S))
+                self._warm[tool].fail(str(failure))
+                await asyncio.sleep(pause_s)
             else:
-                warm.add(sandbox)
+                self._warm[tool].add(sandbox)
                 return
 
     async def _make(self, recipe: Recipe, limits: Limits) -> ContainerSandbox:
@@ -221,33 +195,17 @@ class Fleet:
         except HostFailed as failure:
             raise WorkerFailed(f"tool {tool!r} has no container: {failure}") from failure
         sandbox = self._add(host, name)
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await sandbox.start(limits)
-        except TimeoutError:
-            sandbox.close()
-            raise WorkerFailed(f"tool {tool!r} was not ready after {START_TIMEOUT_S:g} s") from None
-        except (Disconnected, ContainerLost, HostFailed) as error:
-            raise WorkerFailed(f"tool {tool!r} did not start: {await self._explain(sandbox, error)}") from error
-        except BaseException:
-            sandbox.close()
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(sandbox.close)
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    await sandbox.start(limits)
+            except TimeoutError:
+                raise WorkerFailed(f"tool {tool!r} was not ready after {START_TIMEOUT_S:g} s") from None
+            except (Disconnected, ContainerLost, HostFailed) as error:
+                raise WorkerFailed(f"tool {tool!r} did not start: {await _explain(sandbox, error)}") from error
+            undo.pop_all()
         return sandbox
-
-    async def _explain(self, sandbox: ContainerSandbox, error: Exception) -> str:
-        """Why a worker ended before it answered; closes its container."""
-        try:
-            if lines := sandbox.stderr.splitlines():
-                log.error("a tool's worker did not start", stderr=sandbox.stderr)
-                return lines[-1]
-            if isinstance(error, ContainerLost):
-                return str(error)
-            ending = await sandbox.wait_ending()
-            return "out of memory" if ending.out_of_memory else str(ending)
-        except HostFailed:
-            return str(error)
-        finally:
-            sandbox.close()
 
     def _add(self, host: Host, name: str) -> ContainerSandbox:
         sandbox = ContainerSandbox(host, name, self._spawn, lambda closed: self._spawn(self._remove(closed)))
@@ -274,6 +232,20 @@ class Fleet:
             self._group.create_task(work)
         except RuntimeError:  # the service is ending: `close` removes what is left
             work.close()
+
+
+async def _explain(sandbox: ContainerSandbox, error: Exception) -> str:
+    """Why a worker ended before it answered."""
+    if lines := sandbox.stderr.splitlines():
+        log.error("a tool's worker did not start", stderr=sandbox.stderr)
+        return lines[-1]
+    if isinstance(error, ContainerLost):
+        return str(error)
+    try:
+        ending = await sandbox.wait_ending()
+    except HostFailed:
+        return str(error)
+    return "out of memory" if ending.out_of_memory else str(ending)
 
 
 def _slug(text: str) -> str:

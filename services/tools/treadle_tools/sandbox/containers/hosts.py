@@ -26,8 +26,7 @@ START_BYTES = 512 * MIB  # for imports, until the worker has said what it holds
 MOST_DESCRIPTORS = 1024
 INTERPRETER = ("python3", "-I", "-B", "-X", "utf8")
 TRIES = 5
-REST_S = 0.5  # after a host's first failure; twice as long after each further one
-LONGEST_REST_S = 30.0
+REST_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # of a host, after each of its failures; the last one again
 
 
 @dataclass(frozen=True)
@@ -151,14 +150,19 @@ class Host(Protocol):
     async def remove(self, name: str) -> None:
         """Kill everything in a container and remove it, if it is there."""
 
-    async def running(self) -> Sequence[str]:
-        """Names of this owner's containers that run."""
-
-    async def sweep(self, kept: Collection[str]) -> int:
-        """Remove this owner's other containers, running or not; how many there were."""
+    async def list_names(self, *, running: bool = False) -> Sequence[str]:
+        """Names of this owner's containers: all, or those that run."""
 
     async def close(self) -> None:
         """Disconnect from the host."""
+
+
+async def sweep(host: Host, kept: Collection[str] = ()) -> int:
+    """Remove the owner's containers but `kept` from a host; how many there were. Raises HostFailed."""
+    swept = [name for name in await host.list_names() if name not in kept]
+    for name in swept:
+        await host.remove(name)
+    return len(swept)
 
 
 @dataclass
@@ -205,7 +209,7 @@ class Hosts:
                 await state.host.make(recipe, name)
             except HostFailed as failure:
                 state.load -= 1
-                state.rests_until = self._clock() + min(LONGEST_REST_S, REST_S * 2**state.failures)
+                state.rests_until = self._clock() + REST_PAUSES_S[min(state.failures, len(REST_PAUSES_S) - 1)]
                 state.failures += 1
                 if not tries_left:
                     raise

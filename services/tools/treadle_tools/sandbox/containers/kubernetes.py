@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ class KubernetesHost:
         """Make a pod and wait until it runs, or has ended; nothing is left of it where this fails."""
         pod = make_pod(recipe, name=name, owner=self._owner, runtime_class=self._runtime_class)
         try:
-            await self._call(f"pod {name}", "create_namespaced_pod", pod)
+            await self._call(f"pod {name}", "create_namespaced_pod", body=pod)
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
                     await self._wait_started(name)
@@ -197,7 +197,7 @@ class KubernetesHost:
         if self._resizes:
             limits = {"limits": {"cpu": str(allotment.cpu_cores)}}
             patch = {"spec": {"containers": [{"name": CONTAINER, "resources": limits}]}}
-            await self._call_pod("patch_namespaced_pod_resize", name, patch)
+            await self._call_pod("patch_namespaced_pod_resize", name, body=patch)
 
     async def ending(self, name: str) -> Ending:
         try:
@@ -214,14 +214,10 @@ class KubernetesHost:
         with contextlib.suppress(ContainerLost):
             await self._call_pod("delete_namespaced_pod", name, grace_period_seconds=0)
 
-    async def running(self) -> Sequence[str]:
-        return [pod.metadata.name for pod in await self._list() if pod.status.phase == "Running"]
-
-    async def sweep(self, kept: Collection[str]) -> int:
-        swept = [pod.metadata.name for pod in await self._list() if pod.metadata.name not in kept]
-        for name in swept:
-            await self.remove(name)
-        return len(swept)
+    async def list_names(self, *, running: bool = False) -> Sequence[str]:
+        owned = f"{OWNER}={make_label(self._owner)}"
+        found = await self._call("the API server", "list_namespaced_pod", label_selector=owned)
+        return [pod.metadata.name for pod in found.items if not running or pod.status.phase == "Running"]
 
     async def close(self) -> None:
         for api in (self._api, self._streams):
@@ -249,23 +245,14 @@ class KubernetesHost:
         lines = str(output).strip().splitlines()
         return lines[-1] if lines else f"pod {name} has ended"
 
-    async def _list(self) -> Sequence[Any]:
-        owned = f"{OWNER}={make_label(self._owner)}"
-        found = await self._call("the API server", "list_namespaced_pod", label_selector=owned)
-        return list(found.items)
+    async def _call_pod(self, method: str, name: str, **arguments: Any) -> Any:
+        return await self._call(f"pod {name}", method, name=name, **arguments)
 
-    async def _call(self, what: str, method: str, *arguments: Any, **options: Any) -> Any:
+    async def _call(self, what: str, method: str, **arguments: Any) -> Any:
         """Call a method of the API in this namespace. what: is named in HostFailed or ContainerLost."""
         api = await self._connect()
         with _failures(what):
-            return await getattr(api, method)(self._namespace, *arguments, _request_timeout=CALL_TIMEOUT_S, **options)
-
-    async def _call_pod(self, method: str, name: str, *arguments: Any, **options: Any) -> Any:
-        api = await self._connect()
-        with _failures(f"pod {name}"):
-            return await getattr(api, method)(
-                name, self._namespace, *arguments, _request_timeout=CALL_TIMEOUT_S, **options
-            )
+            return await getattr(api, method)(namespace=self._namespace, _request_timeout=CALL_TIMEOUT_S, **arguments)
 
     async def _connect(self) -> Any:
         if self._api is None:

@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 from tenacity import retry_if_exception_type
 
-from treadle_tools.limits import BACKSTOP_S, WORKER_BYTES, Limits
+from treadle_tools.limits import BACKSTOP_S, WORKER_BYTES, Granted, Limits
 from treadle_tools.sandbox.containers.hosts import (
     Allotment,
     ContainerLost,
@@ -28,8 +28,7 @@ from treadle_tools.sandbox.containers.hosts import (
 )
 from treadle_tools.sandbox.inside import frames
 from treadle_tools.sandbox.inside.container import HELLO
-from treadle_tools.sandbox.sandboxes import SandboxLost
-from treadle_tools.tool import Status
+from treadle_tools.sandbox.sandboxes import KEEPS_MEMORY_LIMIT, Sandbox, SandboxLost
 
 log = structlog.get_logger()
 
@@ -121,8 +120,8 @@ def _encode(message: Mapping[str, Any]) -> bytes:
     return frames.encode(message)[frames.HEADER.size :] + b"\n"
 
 
-class ContainerSandbox:
-    """A `Sandbox`. spawn: starts what runs beside it. on_close: called once, to remove the container."""
+class ContainerSandbox(Sandbox):
+    """spawn: starts what runs beside it. on_close: called once, to remove the container."""
 
     reusable = False  # its process 1 may be the image's own
 
@@ -133,7 +132,7 @@ class ContainerSandbox:
         self._on_close = on_close
         self._connection: Connection | None = None
         self._resident_bytes = 0
-        self._oom_kills = 0
+        self._oom_kills = self._oom_kills_before = 0
         self._cpu_used_s: float | None = None
         self._allotted: Allotment | None = None
         self._closed = False
@@ -153,27 +152,17 @@ class ContainerSandbox:
         await self._connect()
         await self._allot("call", limits)
 
-    async def ask(
-        self,
-        op: str,
-        arguments: Any,
-        limits: Limits,
-        processes: int,
-        *,
-        request_id: str = "",
-        file: int | None = None,
-        again: bool = False,
+    async def _exchange(
+        self, request: dict[str, Any], limits: Limits, processes: int, file: int | None
     ) -> dict[str, Any]:
-        """Send one request and return its answer, as `Sandbox.ask` says. processes: set when the container was made."""
-        request = {"op": op, "id": request_id, "arguments": arguments, "limits": limits.message()}
-        if op == "restore" and file is not None:
+        """processes: set when the container was made."""
+        if request["op"] == "restore" and file is not None:
             request["file"] = await asyncio.to_thread(_read, file)
         try:
-            await self._prepare(op, limits)
+            await self._prepare(request["op"], limits)
+            self._oom_kills_before = self._oom_kills
             async with asyncio.timeout(limits.wall_s + BACKSTOP_S):
-                reply = await self._exchange(request)
-        except TimeoutError:
-            raise SandboxLost.after_wall_clock(limits) from None
+                reply = await self._exchange_once(request)
         except ContainerLost as lost:
             raise SandboxLost(f"the container is gone ({lost})") from lost
         except HostFailed as failed:
@@ -187,10 +176,11 @@ class ContainerSandbox:
         before_s, self._cpu_used_s = self._cpu_used_s, reply.pop("cpu_used_s", None)
         if before_s is not None and self._cpu_used_s is not None:
             reply["cpu_s"] = self._cpu_used_s - before_s
-        kills, self._oom_kills = self._oom_kills, int(reply.pop("oom_kills", 0))
-        if reply.get("status") == Status.CRASHED and self._oom_kills > kills:
-            reply |= {"status": Status.OUT_OF_MEMORY, "error": str(SandboxLost.above_memory(limits))}
+        self._oom_kills = int(reply.pop("oom_kills", 0))
         return reply
+
+    def _was_killed_for_memory(self) -> bool:
+        return self._oom_kills > self._oom_kills_before
 
     def close(self) -> None:
         if not self._closed:
@@ -231,15 +221,15 @@ class ContainerSandbox:
     async def _allot(self, op: str, limits: Limits) -> None:
         if op == "recall":
             return
-        memory_bytes = None if op in ("step", "snapshot") else self._resident_bytes + limits.memory_bytes + WORKER_BYTES
+        memory_bytes = None if op in KEEPS_MEMORY_LIMIT else self._resident_bytes + limits.memory_bytes + WORKER_BYTES
         if memory_bytes is None and self._allotted is not None:
             memory_bytes = self._allotted.memory_bytes
-        allotment = Allotment(limits.cpu_cores, tuple(getattr(limits, "cores", ())), memory_bytes)
+        allotment = Allotment(limits.cpu_cores, limits.cores if isinstance(limits, Granted) else (), memory_bytes)
         if allotment != self._allotted:
             await self.host.allot(self.name, allotment)
             self._allotted = allotment
 
-    async def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def _exchange_once(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answer, also where the connection breaks on the way but not the container."""
         connection = await self._connect()
         for pause_s in RECONNECT_PAUSES_S:

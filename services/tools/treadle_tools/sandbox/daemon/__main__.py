@@ -7,12 +7,14 @@ everything in the sandboxes ends.
 """
 
 import asyncio
+import itertools
 import os
 import resource
 import signal
 import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +22,32 @@ import structlog
 
 from treadle_tools.sandbox.bubblewrap.cgroups import Cgroups, find_cgroups
 from treadle_tools.sandbox.bubblewrap.command import Recipe
+from treadle_tools.sandbox.bubblewrap.fork_server import wait_for_growth
 from treadle_tools.sandbox.daemon import channel, state_folder
 from treadle_tools.sandbox.daemon.channel import Channel
-from treadle_tools.sandbox.daemon.pools import Made, Pools
+from treadle_tools.sandbox.daemon.pool import Made, Pool
 from treadle_tools.sandbox.inside import frames
+from treadle_tools.sandbox.sandboxes import SessionRecords
 
 log = structlog.get_logger()
 
-MOST_CLOSED = 4096  # closed sessions remembered, because the next service may get a repeat of the closing
 FIRST_KEEP_S = 60.0  # until the first service says how long to wait for another one
 
 
 class Daemon:
     """Carries out the orders of the services that come one after another.
 
-    Records of sessions are kept as the service wrote them; only their session_id is read here.
+    Invariant: a sandbox belongs to the pool that made it; where its tool is changed or removed, they end together.
     """
 
     def __init__(self, group: asyncio.TaskGroup) -> None:
         self.keep_s = FIRST_KEEP_S
-        self._pools = Pools(group, self._send_made, self._send_failed)
-        self._records: dict[str, dict[str, Any]] = {}
-        self._bound: dict[str, str] = {}  # session id -> name of its sandbox
-        self._closed: dict[str, str] = {}  # session id -> the request that closed it
+        self._group = group
+        self._pools: dict[str, tuple[Pool, asyncio.Task[None]]] = {}  # by tool
+        self._names = (f"{os.getpid()}-{number}" for number in itertools.count(1))
+        self._made: dict[str, Made] = {}
+        self._watches: list[asyncio.Task[None]] = []
+        self._sessions = SessionRecords()
         self._cgroups: Cgroups | None = None
         self._uses_cgroups: bool | None = None  # as the first service asked
         self._service: Channel | None = None
@@ -58,7 +63,7 @@ class Daemon:
             log.error("a service that sends no frames was disconnected", error=str(error))
             more = True
         self._service = None
-        self._pools.keep_only(self._bound.values())
+        self._keep_sessions_only()
         if more:
             service.close()
         return more
@@ -81,7 +86,10 @@ class Daemon:
 
     async def close(self) -> None:
         """Kill everything."""
-        await self._pools.close()
+        tasks = [*self._watches, *(task for _, task in self._pools.values())]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._cgroups is not None:
             await asyncio.to_thread(self._cgroups.close)
 
@@ -91,58 +99,93 @@ class Daemon:
             self._cgroups = await asyncio.to_thread(find_cgroups) if self._uses_cgroups else None
         self.keep_s = float(hello["keep_s"])
         recipes = [Recipe(**{**recipe, "command": tuple(recipe["command"])}) for recipe in hello["recipes"]]
-        await self._pools.set_tools({recipe.tool: recipe for recipe in recipes}, self._cgroups, int(hello["warm"]))
-        root = None if self._cgroups is None else self._cgroups.root.encode()
-        service.post({channel.OP: channel.WELCOME, "cgroups": root, "closed": self._closed})
-        for session_id, record in self._records.items():
-            made = self._pools.find(self._bound.get(session_id, ""))
-            self._post(service, {channel.OP: channel.SESSION, "record": record}, made)
+        await self._set_tools({recipe.tool: recipe for recipe in recipes}, int(hello["warm"]))
+        root = None if self._cgroups is None else asdict(self._cgroups.root)
+        service.post({channel.OP: channel.WELCOME, "cgroups": root, "closed": self._sessions.closed})
+        for session_id, record in self._sessions.records.items():
+            made = self._made.get(self._sessions.sandboxes.get(session_id, ""))
+            _post(service, {channel.OP: channel.SESSION, "record": record}, made)
         service.post({channel.OP: channel.READY})
-        self._pools.stop_watching()
+        for watch in self._watches:  # the service watches memory itself
+            watch.cancel()
+        self._watches = []
         self._service = service
 
+    async def _set_tools(self, recipes: Mapping[str, Recipe], warm: int) -> None:
+        """Have a pool for each tool. A tool whose recipe has changed, or that is not there any more, loses its
+        sandboxes.
+        """
+        for tool, (pool, task) in list(self._pools.items()):
+            if recipes.get(tool) != pool.recipe:
+                log.info("a tool was changed or removed", tool=tool)
+                del self._pools[tool]
+                task.cancel()
+                await asyncio.wait((task,))
+        for tool in recipes.keys() - self._pools.keys():
+            pool = Pool(
+                recipes[tool], self._cgroups, warm, self._names, self._made,
+                on_made=self._send_made, on_failed=self._send_failed,
+            )  # fmt: skip
+            self._pools[tool] = (pool, self._group.create_task(pool.run()))
+
     def _carry_out(self, order: Mapping[str, Any]) -> None:
-        op, session_id = order.get(channel.OP), str(order.get("session"))
-        if op == channel.REQUEST:
-            self._pools.request(str(order["tool"]), int(order["count"]))
-        elif op == channel.KILL:
-            killed = str(order["sandbox"])
-            self._bound = {session: name for session, name in self._bound.items() if name != killed}
-            self._pools.kill(killed)
-        elif op == channel.BIND:
-            session_id = str(order["record"]["session_id"])
-            self._records[session_id], self._bound[session_id] = dict(order["record"]), str(order["sandbox"])
-        elif op == channel.NOTE:
-            if session_id in self._records:
-                self._records[session_id].update(order["facts"])
-        elif op == channel.FORGET:
-            self._records.pop(session_id, None)
-            self._bound.pop(session_id, None)
-            if order["closed_by"]:
-                self._closed[session_id] = str(order["closed_by"])
-                if len(self._closed) > MOST_CLOSED:
-                    del self._closed[next(iter(self._closed))]
-        else:
-            log.error("an unknown order", op=op)
+        match order:
+            case {"op": channel.REQUEST, "tool": tool, "count": count}:
+                if tool in self._pools:
+                    self._pools[tool][0].request(count)
+            case {"op": channel.KILL, "sandbox": sandbox}:
+                self._kill(sandbox)
+            case {"op": channel.BIND, "record": record, "sandbox": sandbox}:
+                self._sessions.bind(record, sandbox)
+            case {"op": channel.NOTE, "session": session_id, "facts": facts}:
+                self._sessions.note(session_id, facts)
+            case {"op": channel.FORGET, "session": session_id, "closed_by": closed_by}:
+                self._sessions.forget(session_id, closed_by)
+            case _:
+                log.error("an unknown order", op=order.get(channel.OP))
+
+    def _kill(self, name: str) -> None:
+        """Kill a sandbox without waiting."""
+        if (made := self._made.get(name)) is not None:
+            self._group.create_task(made.pool.kill(made))
+
+    def _keep_sessions_only(self) -> None:
+        """The service has gone: make no more, kill all sandboxes but those of sessions, and watch the memory of those
+        where no control group does.
+        """
+        for pool, _ in self._pools.values():
+            pool.cancel_requests()
+        kept = set(self._sessions.sandboxes.values())
+        for made in list(self._made.values()):
+            if made.name not in kept:
+                self._kill(made.name)
+            elif made.process.slot is None:
+                self._watches.append(self._group.create_task(self._watch(made)))
+
+    async def _watch(self, made: Made) -> None:
+        await wait_for_growth(made.process.pid, made.pool.recipe.memory_bytes)
+        log.warning("a sandbox outgrew its memory", tool=made.pool.recipe.tool)
+        self._kill(made.name)
 
     def _send_made(self, made: Made) -> None:
         if self._service is None:
-            self._pools.kill(made.name)
+            self._kill(made.name)
         else:
-            self._post(self._service, {channel.OP: channel.SANDBOX}, made)
-
-    def _post(self, service: Channel, message: Mapping[str, Any], made: Made | None) -> None:
-        connection = made.process.connect() if made is not None else None
-        if made is None or connection is None:
-            service.post({**message, "sandbox": None})
-            return
-        slot = made.process.slot
-        sandbox = {"name": made.name, "tool": made.tool, "pid": made.process.pid, "slot": slot.name if slot else None}
-        service.post({**message, "sandbox": sandbox}, (connection,))
+            _post(self._service, {channel.OP: channel.SANDBOX}, made)
 
     def _send_failed(self, tool: str, why: str) -> None:
         if self._service is not None:
             self._service.post({channel.OP: channel.FAILED, "tool": tool, "error": why})
+
+
+def _post(service: Channel, message: Mapping[str, Any], made: Made | None) -> None:
+    """Send a message with a sandbox, if there is one that is alive."""
+    connection = made.process.connect() if made is not None and made.process.alive else None
+    sandbox = None
+    if made is not None and connection is not None:
+        slot = made.process.slot.name if made.process.slot is not None else None
+        sandbox = {"name": made.name, "tool": made.pool.recipe.tool, "pid": made.process.pid, "slot": slot}
+    service.post({**message, "sandbox": sandbox}, connection)
 
 
 async def serve(listener: socket.socket, folder: Path) -> None:

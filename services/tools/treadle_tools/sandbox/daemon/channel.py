@@ -15,7 +15,7 @@ import contextlib
 import os
 import socket
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from treadle_tools.sandbox.bubblewrap.fork_server import wait_readable
@@ -31,7 +31,7 @@ WELCOME, SESSION, READY, SANDBOX, FAILED = "welcome", "session", "ready", "sandb
 
 READ_BYTES = 64 * 1024
 MOST_DESCRIPTORS = 64  # in one read; a message carries one at most
-DESCRIPTORS = "descriptors"  # how many belong to a message
+DESCRIPTORS = "descriptors"  # the field that says how many a message carries: 0 or 1
 
 
 class Channel:
@@ -40,27 +40,26 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
         self._socket = end
-        self._outgoing: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self._outgoing: deque[tuple[bytes, int | None]] = deque()
         self._empty = asyncio.Event()
         self._empty.set()
         self._received = bytearray()
         self._descriptors: deque[int] = deque()
 
-    def post(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+    def post(self, message: Mapping[str, Any], descriptor: int | None = None) -> None:
         """Send without waiting. Nothing is sent where the other side has gone; `receive` reports that."""
+        self._outgoing.append((frames.encode({**message, DESCRIPTORS: int(descriptor is not None)}), descriptor))
         if self._socket.fileno() < 0:
-            _close(descriptors)
-            return
-        self._outgoing.append((frames.encode({**message, DESCRIPTORS: len(descriptors)}), tuple(descriptors)))
-        if len(self._outgoing) == 1:
+            self._drop()
+        elif len(self._outgoing) == 1:
             self._send()
 
     async def flush(self) -> None:
         """Return once the kernel has all that was posted."""
         await self._empty.wait()
 
-    async def receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """The next message and its descriptors, which the caller closes; None once the other side has gone.
+    async def receive(self) -> tuple[dict[str, Any], int | None] | None:
+        """The next message and its descriptor, which the caller closes; None once the other side has gone.
 
         Raises FrameError where the other side sends something else than frames.
         """
@@ -78,48 +77,47 @@ class Channel:
                 return None
             self._received += piece
             self._descriptors += descriptors
-        count = int(message.pop(DESCRIPTORS, 0))
-        return message, [self._descriptors.popleft() for _ in range(count)]
+        return message, self._descriptors.popleft() if message.pop(DESCRIPTORS, 0) else None
 
     def close(self) -> None:
         """Disconnect; what was not sent is lost."""
         self._drop()
-        _close(self._descriptors)
-        self._descriptors.clear()
+        while self._descriptors:
+            _close(self._descriptors.popleft())
         self._socket.close()
 
     def _send(self) -> None:
-        loop = asyncio.get_running_loop()
         while self._outgoing:
-            data, descriptors = self._outgoing[0]
+            data, descriptor = self._outgoing[0]
             try:
-                sent = socket.send_fds(self._socket, [data], descriptors) if descriptors else self._socket.send(data)
+                fds = [] if descriptor is None else [descriptor]
+                sent = socket.send_fds(self._socket, [data], fds) if fds else self._socket.send(data)
             except BlockingIOError:
                 self._empty.clear()
-                loop.add_writer(self._socket.fileno(), self._send)
+                asyncio.get_running_loop().add_writer(self._socket.fileno(), self._send)
                 return
             except OSError:
                 self._drop()
                 return
-            _close(descriptors)
+            _close(descriptor)
             if sent < len(data):
-                self._outgoing[0] = (data[sent:], ())
+                self._outgoing[0] = (data[sent:], None)
             else:
                 self._outgoing.popleft()
-        if not self._empty.is_set():
-            loop.remove_writer(self._socket.fileno())
-            self._empty.set()
+        self._stop_waiting()
 
     def _drop(self) -> None:
-        for _, descriptors in self._outgoing:
-            _close(descriptors)
-        self._outgoing.clear()
+        while self._outgoing:
+            _close(self._outgoing.popleft()[1])
+        self._stop_waiting()
+
+    def _stop_waiting(self) -> None:
         if not self._empty.is_set():
             asyncio.get_running_loop().remove_writer(self._socket.fileno())
             self._empty.set()
 
 
-def _close(descriptors: Sequence[int] | deque[int]) -> None:
-    for descriptor in descriptors:
+def _close(descriptor: int | None) -> None:
+    if descriptor is not None:
         with contextlib.suppress(OSError):
             os.close(descriptor)

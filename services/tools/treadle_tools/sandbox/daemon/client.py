@@ -10,7 +10,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from treadle_tools.sandbox.daemon import channel
 from treadle_tools.sandbox.daemon.channel import Channel
 from treadle_tools.sandbox.daemon.state_folder import StateFolder
 from treadle_tools.sandbox.inside import frames
-from treadle_tools.sandbox.sandboxes import FoundSession, Sandbox, WarmSandboxes, WorkerFailed
+from treadle_tools.sandbox.sandboxes import Backend, FoundSession, Sandbox, WorkerFailed
 
 log = structlog.get_logger()
 
@@ -53,27 +53,19 @@ class Terms:
     lazy: frozenset[str] = frozenset()
 
 
-class DaemonClient:
-    """A `Backend`. found, closed: what the daemon knew when this service came."""
+class DaemonClient(Backend):
+    """found, closed: what the daemon knew when this service came."""
 
     def __init__(self, folder: StateFolder, terms: Terms) -> None:
+        tools = [recipe.tool for recipe in terms.recipes]
+        super().__init__(tools, terms.failures, warm=terms.warm, lazy=terms.lazy)
         self._folder = folder
         self._terms = terms
         self._channel: Channel | None = None
         self._started: list[int] = []  # daemons by process id, not reaped yet
         self._root: Root | None = None
         self._slots: dict[str, Slot] = {}
-        self._warm: dict[str, WarmSandboxes[BubblewrapSandbox]] = {}
         self._sandboxes: dict[str, BubblewrapSandbox] = {}  # all that came and were not ended
-        self.found: list[FoundSession] = []
-        self.closed: dict[str, str] = {}
-        for recipe in terms.recipes:
-            self._warm[recipe.tool] = WarmSandboxes(
-                terms.warm, self._requester(recipe.tool), lazy=recipe.tool in terms.lazy
-            )
-        for tool, why in terms.failures.items():
-            self._warm[tool] = WarmSandboxes(0, self._requester(tool))
-            self._warm[tool].fail(why)
 
     @property
     def cgroups_version(self) -> int | None:
@@ -123,10 +115,10 @@ class DaemonClient:
                     session.sandbox.close()
                 self.forget(str(session.record["session_id"]))
 
-    async def take(self, tool: str) -> BubblewrapSandbox:
+    async def take(self, tool: str) -> Sandbox:
         if self._channel is None:
             raise WorkerFailed("the sandbox daemon is being started again")
-        return await self._warm[tool].take()
+        return await super().take(tool)
 
     def bind(self, record: Mapping[str, Any], sandbox: Sandbox) -> None:
         self._post({channel.OP: channel.BIND, "record": record, "sandbox": sandbox.name})
@@ -148,8 +140,8 @@ class DaemonClient:
             try:
                 async with asyncio.timeout(END_TIMEOUT_S):
                     while (received := await self._channel.receive()) is not None:
-                        for descriptor in received[1]:
-                            os.close(descriptor)
+                        if received[1] is not None:
+                            os.close(received[1])
                     for pid in self._started:
                         await asyncio.to_thread(_has_ended, pid, 0)
             except TimeoutError:
@@ -184,33 +176,31 @@ class DaemonClient:
         })  # fmt: skip
         self.found, self._slots = [], {}
         while (received := await connection.receive()) is not None:
-            message, descriptors = received
-            op = message.get(channel.OP)
-            if op == channel.WELCOME:
-                self._root = None if message["cgroups"] is None else Root.decode(message["cgroups"])
-                self.closed = message["closed"]
-            elif op == channel.SESSION:
-                self.found.append(FoundSession(message["record"], self._sandbox(connection, message, descriptors)))
-            elif op == channel.READY:
-                return True
+            match received[0]:
+                case {"op": channel.WELCOME, "cgroups": root, "closed": closed}:
+                    self._root, self.closed = None if root is None else Root(**root), closed
+                case {"op": channel.SESSION, "record": record}:
+                    self.found.append(FoundSession(record, self._take_in(connection, *received)))
+                case {"op": channel.READY}:
+                    return True
         return False
 
     async def _receive_sandboxes(self) -> None:
         connection = self._channel
         assert connection is not None
         while (received := await connection.receive()) is not None:
-            message, descriptors = received
+            message, _ = received
             if message.get(channel.OP) == channel.FAILED:
                 log.error("a tool's worker failed", tool=message["tool"], error=message["error"])
                 self._warm[message["tool"]].fail(str(message["error"]))
-            elif (sandbox := self._sandbox(connection, message, descriptors)) is not None:
+            elif (sandbox := self._take_in(connection, *received)) is not None:
                 self._warm[message["sandbox"]["tool"]].add(sandbox)
 
-    def _sandbox(
-        self, connection: Channel, message: Mapping[str, Any], descriptors: Sequence[int]
+    def _take_in(
+        self, connection: Channel, message: Mapping[str, Any], descriptor: int | None
     ) -> BubblewrapSandbox | None:
         """The sandbox that comes with a message. It is ended through the daemon that made it, never through another."""
-        if not descriptors:
+        if descriptor is None:
             return None
         made = message["sandbox"]
         name = str(made["name"])
@@ -219,20 +209,16 @@ class DaemonClient:
             self._sandboxes.pop(name, None)
             connection.post({channel.OP: channel.KILL, "sandbox": name})
 
-        own = socket.socket(fileno=descriptors[0])
-        sandbox = BubblewrapSandbox(name, own, made["pid"], self._slot(made["slot"]), end)
+        slot = made["slot"]
+        if slot is not None and self._root is not None and slot not in self._slots:
+            self._slots[slot] = Slot(self._root, slot)
+        own = socket.socket(fileno=descriptor)
+        sandbox = BubblewrapSandbox(name, own, made["pid"], self._slots.get(slot), end)
         self._sandboxes[name] = sandbox
         return sandbox
 
-    def _slot(self, name: str | None) -> Slot | None:
-        if name is None or self._root is None:
-            return None
-        if name not in self._slots:
-            self._slots[name] = Slot(self._root, name)
-        return self._slots[name]
-
-    def _requester(self, tool: str) -> Callable[[int], None]:
-        return lambda count: self._post({channel.OP: channel.REQUEST, "tool": tool, "count": count})
+    def _request(self, tool: str, count: int) -> None:
+        self._post({channel.OP: channel.REQUEST, "tool": tool, "count": count})
 
     def _post(self, message: Mapping[str, Any]) -> None:
         if self._channel is not None:
