@@ -29,7 +29,7 @@ def finished(
 def begun() -> StepAssembly:
     step = StepAssembly(turn=3, now=0.0)
     step.set_engine("e0")
-    step.start_prefill(1.0)
+    step.enter("prefill", 1.0)
     return step
 
 
@@ -38,7 +38,7 @@ def test_times_are_queue_until_admitted_prefill_until_the_first_token_decode_unt
     step.add_chunk(chunk(0, 2), 3.0)
     step.add_chunk(chunk(2, 2), 4.0)
     step.preempt(engine_pb2.StepPreempted(output_tokens=4), 5.0)
-    step.start_prefill(7.0)
+    step.enter("prefill", 7.0)
     step.add_chunk(chunk(4, 1), 7.5)
     result = step.finish(finished(5, ("1", 0, 5)), 9.0)
     assert [(s.kind, s.start_s, s.end_s, s.engine_id, s.turn) for s in result.spans] == [
@@ -56,9 +56,9 @@ def test_times_are_queue_until_admitted_prefill_until_the_first_token_decode_unt
 def test_the_engines_account_of_versions_replaces_that_of_its_chunks_but_not_of_another_engine() -> None:
     step = begun()
     step.add_chunk(chunk(0, 3, "1"), 2.0)
-    step.wait_for_engine(3.0)
+    step.enter("queue", 3.0)
     step.set_engine("e1")
-    step.start_prefill(4.0)
+    step.enter("prefill", 4.0)
     step.add_chunk(chunk(3, 3, "1"), 5.0)
     result = step.finish(finished(6, ("1", 3, 4), ("2", 4, 6)), 6.0)
     assert result.version_spans == (VersionSpan("1", 0, 4), VersionSpan("2", 4, 6))

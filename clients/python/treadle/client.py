@@ -10,8 +10,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import grpc
 
@@ -21,7 +20,7 @@ from treadle.rewards import PendingReward, request_reward
 from treadle.rollout.v1 import rollout_pb2
 from treadle.rollouts import Agent, RolloutRun, batch_of
 from treadle.scheduler.v1 import scheduler_pb2
-from treadle.trajectory import Trajectory
+from treadle.trajectory import OnChange, Trajectory
 from treadle.types import Batch, Prompt, RolloutEvent, RolloutResult
 
 # Some 10 to 20 seconds of decoding, against a ticket and the prefill of one token (ADR 0011).
@@ -70,11 +69,8 @@ class Client:
         self._mesh = self._connect()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> Literal[False]:
+    async def __aexit__(self, *_: object) -> None:
         await finish(self._close())
-        return False
 
     async def open(
         self,
@@ -86,7 +82,7 @@ class Client:
         max_total_tokens: int = 0,
         hardware_tags: Sequence[str] = (),
         pinned_engine_id: str = "",
-        on_change: Callable[[Trajectory, Literal["step", "tool"]], None] | None = None,
+        on_change: OnChange | None = None,
     ) -> Trajectory:
         """Open a trajectory.
 
@@ -137,7 +133,6 @@ class Client:
         to run on without migration. Cancelling the caller aborts every step, closes every trajectory as "cancelled"
         and cancels the rollout.
         """
-        run = RolloutRun(self._connected(), self.open, agent, on_event, pin)
         spec = rollout_pb2.RolloutSpec(
             samples_per_prompt=samples_per_prompt,
             keep_per_prompt=keep_per_prompt,
@@ -145,7 +140,8 @@ class Client:
             prompt_ids=[prompt.id for prompt in prompts],
             max_total_tokens=max_total_tokens,
         )
-        return await run.run(prompts, spec, concurrency)
+        run = RolloutRun(self._connected(), self.open, agent, spec, on_event, pin)
+        return await run.run(prompts, concurrency)
 
     async def score(
         self, trajectory_id: str, reward: str, arguments: Mapping[str, Any], job: str = ""
@@ -188,7 +184,7 @@ class Client:
         mesh: Mesh,
         request: scheduler_pb2.OpenTrajectoryRequest,
         prompt: Sequence[int],
-        on_change: Callable[[Trajectory, Literal["step", "tool"]], None] | None,
+        on_change: OnChange | None,
     ) -> Trajectory:
         answer = await mesh.call(mesh.scheduler.OpenTrajectory, request, mesh.timeouts.control_s)
         trajectory = Trajectory(
@@ -202,13 +198,11 @@ class Client:
 
         A scheduler that cannot be reached closes them by its own timeout.
         """
-        closing: list[Awaitable[None]] = [trajectory.close(outcome="cancelled") for trajectory in list(self._open)]
+        closing: list[Awaitable[None]] = [trajectory.close(outcome="cancelled") for trajectory in self._open]
         results = await asyncio.gather(*closing, return_exceptions=True)
         await self._connected().close()
-        for failure in results:
-            if isinstance(failure, BaseException) and not (
-                isinstance(failure, TreadleError) and failure.lost_connection
-            ):
+        for failure in filter(None, results):
+            if not (isinstance(failure, TreadleError) and failure.lost_connection):
                 raise failure
 
     def _connected(self) -> Mesh:

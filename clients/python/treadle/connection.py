@@ -17,9 +17,9 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from treadle.tools.v1.tools_pb2_grpc import ToolsServiceAsyncStub
 
 T = TypeVar("T")
-Q = TypeVar("Q", contravariant=True)
-A = TypeVar("A", covariant=True)
+Q = TypeVar("Q")
+A = TypeVar("A")
 
 # GetBatch answers with whole groups of long trajectories; gRPC's own limit of 4 MiB is about 350k tokens with
 # logprobs and mask.
@@ -54,12 +54,6 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     # Two clients of one process, or of one test, never share a connection and so never each other's backoff.
     ("grpc.use_local_subchannel_pool", 1),
 )
-
-
-class UnaryMethod(Protocol[Q, A]):
-    """A unary method of a generated stub on a grpc.aio channel."""
-
-    def __call__(self, request: Q, *, timeout: float | None = None) -> Awaitable[A]: ...
 
 
 @dataclass(frozen=True)
@@ -171,7 +165,9 @@ class Mesh:
         """A fresh deadline with waits by the client's policy."""
         return Backoff(self._retry, self._rng, timeout_s)
 
-    async def call(self, method: UnaryMethod[Q, A], request: Q, timeout_s: float, not_retried: str = "") -> A:
+    async def call(
+        self, method: grpc.aio.UnaryUnaryMultiCallable[Q, A], request: Q, timeout_s: float, not_retried: str = ""
+    ) -> A:
         """The response; TreadleError when the server refuses or the deadline passes.
 
         not_retried: the reason of a refusal that the caller handles itself.

@@ -16,6 +16,9 @@ from google.protobuf.message import DecodeError, Message
 from treadle.common.v1 import status_pb2
 
 _DETAILS_KEY = "grpc-status-details-bin"
+_DETAILS: dict[str, type[Message]] = {
+    kind.__name__: kind for kind in (status_pb2.ErrorInfo, status_pb2.RetryInfo, status_pb2.BadRequest)
+}
 # Words of grpc itself when a connection or a stream breaks under a call; a servicer's INTERNAL or UNKNOWN has none.
 _TRANSPORT_WORDS = ("RST_STREAM", "Stream removed", "GOAWAY", "Connection reset", "Socket closed", "recvmsg")
 
@@ -102,28 +105,20 @@ def error_from(error: grpc.aio.AioRpcError) -> TreadleError:
 
 
 def _details(raw: bytes) -> dict[str, Any]:
-    status = status_pb2.Status()
-    info, retry, bad = status_pb2.ErrorInfo(), status_pb2.RetryInfo(), status_pb2.BadRequest()
-    wanted: dict[str, Message] = {
-        "google.rpc.ErrorInfo": info,
-        "google.rpc.RetryInfo": retry,
-        "google.rpc.BadRequest": bad,
-    }
-    found: set[str] = set()
+    found: dict[str, Any] = {}
     try:
-        status.ParseFromString(raw)
-        for detail in status.details:
-            name = detail.type_url.rpartition("/")[2]
-            if name in wanted:
-                wanted[name].ParseFromString(detail.value)
-                found.add(name)
+        for detail in status_pb2.Status.FromString(raw).details:
+            name = detail.type_url.rpartition("/google.rpc.")[2]
+            if name in _DETAILS:
+                found[name] = _DETAILS[name].FromString(detail.value)
     except DecodeError:
         return {}
-    delay = retry.retry_delay
+    info, bad = found.get("ErrorInfo", status_pb2.ErrorInfo()), found.get("BadRequest", status_pb2.BadRequest())
+    delay = found["RetryInfo"].retry_delay if "RetryInfo" in found else None
     return {
         "reason": info.reason,
         "domain": info.domain,
         "metadata": info.metadata,
         "field_violations": tuple(FieldViolation(v.field, v.description) for v in bad.field_violations),
-        "retry_after_s": delay.seconds + delay.nanos / 1e9 if "google.rpc.RetryInfo" in found else None,
+        "retry_after_s": None if delay is None else delay.seconds + delay.nanos / 1e9,
     }

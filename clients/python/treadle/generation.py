@@ -42,61 +42,21 @@ STEP_HELD = "STEP_HELD"  # ErrorInfo.reason of a step that waits for space on an
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step runs with.
-
-    turn: as the caller counts. call: as the scheduler counts turns, of which a long step takes several. tool_s: the
-    time since the turn before. lost_ticket_id: the ticket of this call whose stream never ended. unanswered: a
-    ScheduleStep of this call that was cancelled before its answer, so that a ticket may exist that nobody received.
-    """
+    """What a step runs with. turn: as the caller counts. tool_s: the time since the turn before."""
 
     trajectory_id: str
     turn: int
-    call: int
     prompt: list[int]
     sampling: Sampling
     tool_s: float
-    lost_ticket_id: str
-    unanswered: scheduler_pb2.ScheduleStepRequest | None
 
-    def part(self, number: int, output: list[int], call_tokens: int) -> Part:
-        """The call that continues after `output`, which belongs to its prompt.
+    def limit(self, called: int, call_tokens: int) -> int:
+        """Most tokens of the call after `called` tokens of earlier calls.
 
         A step that stops at a string is one call: the string could lie across two of them.
         """
-        left = self.sampling.max_new_tokens - len(output)
-        most = min(left, call_tokens) if call_tokens and not self.sampling.stop else left
-        return Part(
-            call=self.call + number,
-            prompt=tokens_pb2.TokenIds(int32_le=pack_ids(self.prompt + output)),
-            prompt_tokens=len(self.prompt) + len(output),
-            sampling=replace(self.sampling, max_new_tokens=most),
-            tool_s=self.tool_s if number == 0 else 0.0,
-        )
-
-
-@dataclass(frozen=True)
-class Part:
-    """One call of a step: one ticket, one stream (or more, where engines are lost)."""
-
-    call: int
-    prompt: tokens_pb2.TokenIds
-    prompt_tokens: int
-    sampling: Sampling
-    tool_s: float
-
-
-def needs_another_call(reason: FinishReason, assembly: StepAssembly, plan: StepPlan, part: Part) -> bool:
-    """Whether a call ended at its own limit, and not at the step's or at the engine's context."""
-    count = len(assembly.token_ids)
-    at_limit = reason == "length" and count - assembly.called == part.sampling.max_new_tokens
-    return at_limit and count < plan.sampling.max_new_tokens
-
-
-def reason_if_complete(output: list[int], sampling: Sampling) -> FinishReason | None:
-    """Why a call is complete whose last event was lost with the engine; None where more tokens are due."""
-    if output and output[-1] in sampling.stop_token_ids:
-        return "stop"
-    return "length" if len(output) >= sampling.max_new_tokens else None
+        left = self.sampling.max_new_tokens - called
+        return min(left, call_tokens) if call_tokens and not self.sampling.stop else left
 
 
 class StepRun:
@@ -116,9 +76,10 @@ class StepRun:
         self._committed = False
         self._ended = asyncio.Event()
         self._aborting = asyncio.Lock()
-        self.call = -1  # the present or last one; -1 before the first
+        self.call = -1  # the present or last one, as the scheduler counts turns; -1 before the first
+        self.lost_ticket_id = ""  # of this call, whose stream never ended; the next ScheduleStep must name it
+        # A ScheduleStep of this call that was cancelled before its answer: a ticket may exist that nobody received.
         self.unanswered: scheduler_pb2.ScheduleStepRequest | None = None
-        self.lost_ticket_id = ""  # of this call; the next ScheduleStep of the call must name it
 
     @property
     def next_call(self) -> int:
@@ -130,17 +91,14 @@ class StepRun:
         try:
             plan = await self._begin(self)
             self._assembly = assembly = StepAssembly(plan.turn, self._mesh.clock())
-            part = plan.part(0, [], self._mesh.call_tokens)
-            self.call = part.call
-            self.lost_ticket_id, self.unanswered = plan.lost_ticket_id, plan.unanswered
             backoff = self._mesh.backoff(self._mesh.timeouts.step_s)
             fruitless = 0
             error: TreadleError | None = None
             while not self._stopping:
                 known, received = len(assembly.token_ids), False
-                opening = self._open(plan.trajectory_id, part, assembly, backoff, error)
+                limit = plan.limit(assembly.called, self._mesh.call_tokens)
                 try:
-                    call = await self._unless_stopped(opening)
+                    call = await self._unless_stopped(self._open(plan, limit, assembly, backoff, error))
                 except TreadleError as refusal:
                     if refusal.reason != CONTEXT_TOO_LONG or assembly.calls == 0:
                         raise
@@ -171,18 +129,21 @@ class StepRun:
                 elif error is None:
                     raise StreamBroken(f"the stream of turn {plan.turn} ended without StepFinished")
                 else:
-                    assembly.wait_for_engine(self._mesh.clock())
+                    assembly.enter("queue", self._mesh.clock())
                     fruitless = fruitless + received if len(assembly.token_ids) == known else 0
                     if fruitless >= MAX_FRUITLESS_LOSSES or not _may_resume_elsewhere(error):
                         raise error
-                    reason = reason_if_complete(assembly.token_ids[assembly.called :], part.sampling)
+                    reason = _reason_if_complete(assembly.token_ids[assembly.called :], limit, plan.sampling)
                 if reason is None:
                     continue
-                if not needs_another_call(reason, assembly, plan, part):
+                count = len(assembly.token_ids)
+                cut = reason == "length" and count == assembly.called + limit  # not at the engine's context
+                if not cut or count >= plan.sampling.max_new_tokens:
                     self._commit_once(step or assembly.end(reason, self._mesh.clock()))
                     return
-                part = self._next_part(plan, assembly)
-                error, fruitless = None, 0
+                assembly.end_call(self._mesh.clock())
+                self.call += 1
+                self._step, self.lost_ticket_id, error, fruitless = None, "", None, 0
             self._commit_partial()
         except (GeneratorExit, asyncio.CancelledError):
             self._commit_partial()
@@ -195,7 +156,7 @@ class StepRun:
             self._ended.set()
 
     def leave(self) -> bool:
-        """Commits what the caller has seen, while nobody reads on; stop() or the iterator's end aborts the rest.
+        """Commit what the caller has seen, while nobody reads on; stop() or the iterator's end aborts the rest.
 
         False where another task is reading the stream at this moment.
         """
@@ -208,10 +169,7 @@ class StepRun:
         return True
 
     async def stop(self) -> None:
-        """Leaves the step: aborts it on its engine and commits the tokens that the caller has seen.
-
-        Once over: does nothing.
-        """
+        """Abort the step on its engine and commit the tokens that the caller has seen. Does nothing once over."""
         if self.leave():
             await finish(self._abort())
             return
@@ -231,13 +189,6 @@ class StepRun:
             self._committed = True
             self._commit(step)
 
-    def _next_part(self, plan: StepPlan, assembly: StepAssembly) -> Part:
-        """The step goes on with another call."""
-        assembly.end_call(self._mesh.clock())
-        part = plan.part(assembly.calls, assembly.token_ids, self._mesh.call_tokens)
-        self._step, self.call, self.lost_ticket_id = None, part.call, ""
-        return part
-
     async def _unless_stopped(self, opening: Coroutine[Any, Any, GenerateCall]) -> GenerateCall | None:
         """The opened stream; None where stop() came first."""
         self._opening = asyncio.get_running_loop().create_task(opening)
@@ -249,38 +200,36 @@ class StepRun:
             raise
 
     async def _open(
-        self,
-        trajectory_id: str,
-        part: Part,
-        assembly: StepAssembly,
-        backoff: Backoff,
-        lost: TreadleError | None,
+        self, plan: StepPlan, limit: int, assembly: StepAssembly, backoff: Backoff, lost: TreadleError | None
     ) -> GenerateCall:
-        """A ticket and the stream that it opens; after a stream that was lost, following a wait."""
+        """A ticket and the stream of one call that it opens; after a stream that was lost, following a wait."""
         if lost is not None:
             # A lost engine's RetryInfo speaks of that engine, and the next ticket is for another; a full queue's is
             # for us.
             full = lost.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             await backoff.wait(lost, lost.retry_after_s if full else None)
-        mesh, output = self._mesh, assembly.token_ids[assembly.called :]
+        mesh, called = self._mesh, assembly.called
+        prompt, output = plan.prompt + assembly.token_ids[:called], assembly.token_ids[called:]
         timeout_s = min(mesh.timeouts.schedule_s, backoff.remaining_s)
         if self.unanswered is not None:  # the scheduler answers a repeat from its record
             self.lost_ticket_id = (await self._schedule(self.unanswered, timeout_s)).ticket_id
         request = scheduler_pb2.ScheduleStepRequest(
             request_id=request_id(),
-            trajectory_id=trajectory_id,
-            turn=part.call,
-            context_tokens=part.prompt_tokens,
-            max_new_tokens=part.sampling.max_new_tokens,
+            trajectory_id=plan.trajectory_id,
+            turn=self.call,
+            context_tokens=len(prompt),
+            max_new_tokens=limit,
             replaces_ticket_id=self.lost_ticket_id,
             resumed_tokens=len(output),
-            tool_time=duration(part.tool_s),
+            tool_time=duration(0.0 if called else plan.tool_s),
         )
         self._ticket = ticket = await self._schedule(request, timeout_s)
         self.lost_ticket_id = ticket.ticket_id
         assembly.set_engine(ticket.engine_id)
         generate = engine_pb2.GenerateRequest(
-            ticket=ticket, prompt=part.prompt, sampling=tokens_pb2.SamplingParams(**vars(part.sampling))
+            ticket=ticket,
+            prompt=tokens_pb2.TokenIds(int32_le=pack_ids(prompt)),
+            sampling=tokens_pb2.SamplingParams(**vars(replace(plan.sampling, max_new_tokens=limit))),
         )
         if output:
             generate.resumed_output.int32_le = pack_ids(output)
@@ -305,7 +254,7 @@ class StepRun:
             return answer.ticket
 
     def _take(self, event: engine_pb2.GenerateResponse, assembly: StepAssembly) -> Chunk | None:
-        """Adds one event; the chunk to hand on, where it brought tokens."""
+        """Add one event. Returns the chunk to hand on, where it brought tokens."""
         now, kind = self._mesh.clock(), event.WhichOneof("event")
         if self._step is not None:
             raise StreamBroken(f"{kind} after StepFinished in turn {assembly.turn}")
@@ -313,7 +262,7 @@ class StepRun:
             chunk = assembly.add_chunk(event.tokens, now)
             return chunk if chunk.token_ids else None
         if kind == "started":
-            assembly.start_prefill(now)
+            assembly.enter("prefill", now)
         elif kind == "preempted":
             assembly.preempt(event.preempted, now)
         elif kind == "finished":
@@ -322,7 +271,7 @@ class StepRun:
         return None
 
     async def _abort(self, *, keep_stream: bool = False) -> None:
-        """Tells the engine to stop. An engine that is gone, or knows nothing of the step, has stopped already."""
+        """Tell the engine to stop. An engine that is gone, or knows nothing of the step, has stopped already."""
         async with self._aborting:  # the iterator's end and the trajectory's next operation may both come here
             call, ticket = self._call, self._ticket
             if call is None or ticket is None or self._step is not None:
@@ -343,3 +292,10 @@ def _may_resume_elsewhere(error: TreadleError) -> bool:
     if error.code is grpc.StatusCode.FAILED_PRECONDITION:
         return error.reason in _STALE_TICKET
     return error.retryable
+
+
+def _reason_if_complete(output: list[int], limit: int, sampling: Sampling) -> FinishReason | None:
+    """Why a call is complete whose last event was lost with the engine; None where more tokens are due."""
+    if output and output[-1] in sampling.stop_token_ids:
+        return "stop"
+    return "length" if len(output) >= limit else None

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import grpc
 
 from treadle.connection import Mesh, request_id
-from treadle.errors import TreadleError, error_from, refused
+from treadle.errors import TreadleError, error_from
 from treadle.tools.v1 import rewards_pb2
 from treadle.types import seconds
 
@@ -95,14 +95,6 @@ async def request_reward(
     stub = await mesh.rewards()
     accepted = await mesh.call(stub.ScoreTrajectory, request, mesh.timeouts.control_s)
     return PendingReward(mesh, accepted.reward.reward_id)
-
-
-async def score_of(pending: PendingReward) -> float:
-    """The score; TreadleError FAILED_PRECONDITION NO_SCORE where it ended without one."""
-    result = await pending.result()
-    if result.score is None:
-        raise refused("NO_SCORE", f"reward {result.reward_id} is {result.state}: {result.error or 'no score'}")
-    return result.score
 
 
 def _result_of(message: rewards_pb2.Reward) -> RewardResult:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Literal, TypeVar
 
 from treadle.common.v1 import tokens_pb2
 from treadle.connection import Mesh, finish, request_id
-from treadle.errors import StreamBroken, TokensSpent, TreadleError
-from treadle.rewards import PendingReward, score_of
+from treadle.errors import StreamBroken, TokensSpent, TreadleError, refused
+from treadle.rewards import PendingReward
 from treadle.rollout.v1 import rollout_pb2
 from treadle.trajectory import Trajectory
 from treadle.types import (
@@ -34,50 +34,37 @@ from treadle.types import (
     seconds,
     unpack_ids,
     unpack_logprobs,
+    words_of,
 )
 
+_DROP_REASONS = {0: "", **words_of(rollout_pb2.DropReason)}
 
-def finished_message(trajectory: Trajectory) -> rollout_pb2.FinishedTrajectory:
-    """A closed trajectory for SubmitTrajectory. No reward counts as 0; a cancelled trajectory as failed."""
-    closed_s = trajectory.closed_s if trajectory.closed_s is not None else trajectory.opened_s
+
+def finished_message(result: TrajectoryResult) -> rollout_pb2.FinishedTrajectory:
+    """A trajectory for SubmitTrajectory. No reward counts as 0; a cancelled trajectory as failed.
+
+    A sample without a trajectory is submitted under an id of its own, so that its group does not wait for it.
+    """
     return rollout_pb2.FinishedTrajectory(
-        trajectory_id=trajectory.trajectory_id,
-        prompt_id=trajectory.prompt_id,
-        sample=trajectory.sample,
-        tokens=tokens_pb2.TokenIds(int32_le=pack_ids(trajectory.tokens)),
-        loss_mask=bytes(trajectory.loss_mask),
-        logprobs=tokens_pb2.Logprobs(float32_le=pack_logprobs(trajectory.logprobs)),
-        version_spans=[
-            tokens_pb2.VersionSpan(weight_version=s.weight_version, start_token=s.start_token, end_token=s.end_token)
-            for s in trajectory.version_spans
-        ],
-        reward=trajectory.reward or 0.0,
-        truncated=trajectory.outcome == "truncated",
-        failed=trajectory.outcome in ("failed", "cancelled"),
-        turns=len(trajectory.steps),
-        elapsed=duration(closed_s - trajectory.opened_s),
+        trajectory_id=result.trajectory_id or f"unopened-{request_id()}",
+        prompt_id=result.prompt_id,
+        sample=result.sample,
+        tokens=tokens_pb2.TokenIds(int32_le=pack_ids(result.tokens)),
+        loss_mask=bytes(result.loss_mask),
+        logprobs=tokens_pb2.Logprobs(float32_le=pack_logprobs(result.logprobs)),
+        version_spans=[tokens_pb2.VersionSpan(**asdict(span)) for span in result.version_spans],
+        reward=result.reward or 0.0,
+        truncated=result.outcome == "truncated",
+        failed=result.outcome in ("failed", "cancelled"),
+        turns=len(result.steps),
+        elapsed=duration(result.elapsed_s),
     )
-
-
-def never_opened_message(prompt_id: str, sample: int) -> rollout_pb2.FinishedTrajectory:
-    """Stands for a sample that failed before it had a trajectory, so that its group does not wait for it."""
-    trajectory_id = f"unopened-{request_id()}"
-    return rollout_pb2.FinishedTrajectory(trajectory_id=trajectory_id, prompt_id=prompt_id, sample=sample, failed=True)
 
 
 def batch_of(message: rollout_pb2.GetBatchResponse) -> Batch:
     """A batch as a trainer reads it."""
     groups = tuple(Group(g.prompt_id, tuple(_training(t) for t in g.trajectories)) for g in message.groups)
     return Batch(groups, message.exhausted)
-
-
-def drop_reason_of(reason: rollout_pb2.DropReason.ValueType) -> str:
-    """The reason in lower case, e.g. "group_settled"; empty where there is none."""
-    if reason == rollout_pb2.DROP_REASON_UNSPECIFIED:
-        return ""
-    if reason not in rollout_pb2.DropReason.values():
-        return str(reason)  # newer than this client
-    return rollout_pb2.DropReason.Name(reason).removeprefix("DROP_REASON_").lower()
 
 
 def _training(message: rollout_pb2.FinishedTrajectory) -> TrainingTrajectory:
@@ -113,39 +100,35 @@ class RolloutRun:
         mesh: Mesh,
         open_trajectory: Callable[..., Awaitable[Trajectory]],
         agent: Agent,
+        spec: rollout_pb2.RolloutSpec,
         on_event: Callable[[RolloutEvent], None] | None,
         pin: Callable[[Prompt, int], str] | None,
     ) -> None:
-        self._mesh, self._open, self._agent, self._on_event, self._pin = mesh, open_trajectory, agent, on_event, pin
+        self._mesh, self._open, self._agent, self._spec = mesh, open_trajectory, agent, spec
+        self._on_event, self._pin = on_event or (lambda _: None), pin
         self._rollout_id = ""
-        self._max_total_tokens = 0
         # Samples whose agent has not ended, by prompt and sample: a settled group cancels its own.
         self._unfinished: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._results: dict[tuple[str, int], TrajectoryResult] = {}
 
-    async def run(
-        self, prompts: Sequence[Prompt], spec: rollout_pb2.RolloutSpec, concurrency: int | None
-    ) -> RolloutResult:
+    async def run(self, prompts: Sequence[Prompt], concurrency: int | None) -> RolloutResult:
         """All samples of all prompts; results in that order. TreadleError where the rollout cannot be created."""
         mesh, started_s = self._mesh, self._mesh.clock()
         service = await mesh.rollout()
-        request = rollout_pb2.CreateRolloutRequest(request_id=request_id(), spec=spec)
+        request = rollout_pb2.CreateRolloutRequest(request_id=request_id(), spec=self._spec)
         self._rollout_id = (await mesh.call(service.CreateRollout, request, mesh.timeouts.control_s)).rollout.rollout_id
-        self._max_total_tokens = spec.max_total_tokens
-        order = [(prompt, sample) for prompt in prompts for sample in range(spec.samples_per_prompt)]
+        order = [(prompt, sample) for prompt in prompts for sample in range(self._spec.samples_per_prompt)]
         slots = asyncio.Semaphore(concurrency or len(order))
-        whole = False
         try:
             async with asyncio.TaskGroup() as tasks:
                 for prompt, sample in order:
-                    self._results[prompt.id, sample] = _never_opened(prompt.id, sample)
+                    self._results[prompt.id, sample] = TrajectoryResult("", prompt.id, sample, outcome="cancelled")
                     self._unfinished[prompt.id, sample] = tasks.create_task(self._sample(prompt, sample, slots))
-            whole = True
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # callers catch the error itself, not a group
-        finally:
-            if not whole:
-                await finish(self._cancel())
+        except BaseException as failure:
+            await finish(self._cancel())
+            if isinstance(failure, BaseExceptionGroup):
+                raise failure.exceptions[0] from None  # callers catch the error itself, not a group
+            raise
         results = tuple(self._results[prompt.id, sample] for prompt, sample in order)
         return RolloutResult(self._rollout_id, results, mesh.clock() - started_s)
 
@@ -157,15 +140,15 @@ class RolloutRun:
             try:
                 trajectory = await self._open_one(prompt, sample)
             except TreadleError as error:
-                self._results[key] = _never_opened(prompt.id, sample, "failed", f"open: {error}")
-                message = never_opened_message(prompt.id, sample)
+                result = TrajectoryResult("", prompt.id, sample, outcome="failed", error=f"open: {error}")
             else:
-                self._results[key], pending = await self._play(trajectory, prompt)
-                message = finished_message(trajectory)
+                result, pending = await self._play(trajectory, prompt)
+            self._results[key] = result
             self._unfinished.pop(key, None)
         if pending is not None:  # waited for outside of `slots`, so that another sample runs
-            message = await self._await_reward(trajectory, pending, key)
-        await self._submit(message, key)
+            result = await _await_score(result, pending)
+        self._results[key] = result
+        self._results[key] = await self._submit(result)
 
     async def _open_one(self, prompt: Prompt, sample: int) -> Trajectory:
         trajectory = await self._open(
@@ -173,7 +156,7 @@ class RolloutRun:
             sample=sample,
             prompt=prompt.tokens,
             rollout_id=self._rollout_id,
-            max_total_tokens=self._max_total_tokens,
+            max_total_tokens=self._spec.max_total_tokens,
             pinned_engine_id=self._pin(prompt, sample) if self._pin else "",
             on_change=self._report,
         )
@@ -197,43 +180,26 @@ class RolloutRun:
         close_error = await finish(self._end(trajectory, outcome, reward))
         return _result(trajectory, error_line or close_error), pending
 
-    async def _await_reward(
-        self, trajectory: Trajectory, pending: PendingReward, key: tuple[str, int]
-    ) -> rollout_pb2.FinishedTrajectory:
-        """Wait for the score. A trajectory that gets none has failed."""
-        try:
-            trajectory.reward = await score_of(pending)
-        except TreadleError as error:
-            result = self._results[key]
-            self._results[key] = replace(result, outcome="failed", error=result.error or f"reward: {error}")
-            message = finished_message(trajectory)
-            message.failed = True
-            return message
-        self._results[key] = replace(self._results[key], reward=trajectory.reward)
-        return finished_message(trajectory)
-
-    async def _submit(self, message: rollout_pb2.FinishedTrajectory, key: tuple[str, int]) -> None:
+    async def _submit(self, result: TrajectoryResult) -> TrajectoryResult:
         """Submit; when the answer settles the group, its unfinished siblings are cancelled."""
-        mesh, result = self._mesh, self._results[key]
+        mesh = self._mesh
         request = rollout_pb2.SubmitTrajectoryRequest(
-            request_id=request_id(), rollout_id=self._rollout_id, trajectory=message
+            request_id=request_id(), rollout_id=self._rollout_id, trajectory=finished_message(result)
         )
         try:
             service = await mesh.rollout()
             answer = await mesh.call(service.SubmitTrajectory, request, mesh.timeouts.control_s)
         except TreadleError as error:
-            self._results[key] = replace(result, error=result.error or f"submit: {error}")
-            return
-        self._results[key] = replace(result, kept=answer.kept, drop_reason=drop_reason_of(answer.drop_reason))
+            return replace(result, error=result.error or f"submit: {error}")
         if answer.group_settled:
-            self._settle(message.prompt_id)
+            self._settle(result.prompt_id)
+        reason = _DROP_REASONS.get(answer.drop_reason, str(answer.drop_reason))  # a number: newer than this client
+        return replace(result, kept=answer.kept, drop_reason=reason)
 
     def _settle(self, prompt_id: str) -> None:
-        siblings = [key for key in self._unfinished if key[0] == prompt_id]
-        for key in siblings:
+        for key in [key for key in self._unfinished if key[0] == prompt_id]:
             self._unfinished.pop(key).cancel()
-        if self._on_event is not None:
-            self._on_event(RolloutEvent("settled", self._mesh.clock(), prompt_id))
+        self._on_event(RolloutEvent("settled", self._mesh.clock(), prompt_id))
 
     async def _end(self, trajectory: Trajectory, outcome: Outcome, reward: float | None = None) -> str:
         """Close; the error line where that fails. The scheduler closes it by its own timeout then."""
@@ -256,20 +222,9 @@ class RolloutRun:
                 raise
 
     def _report(self, trajectory: Trajectory, kind: Literal["opened", "step", "tool", "closed"]) -> None:
-        if self._on_event is None:
-            return
-        self._on_event(
-            RolloutEvent(
-                kind,
-                self._mesh.clock(),
-                trajectory.prompt_id,
-                trajectory.sample,
-                trajectory.trajectory_id,
-                trajectory.gen_tokens,
-                len(trajectory.steps),
-                trajectory.outcome,
-            )
-        )
+        t = trajectory
+        event = RolloutEvent(kind, self._mesh.clock(), t.prompt_id, t.sample, t.trajectory_id)
+        self._on_event(replace(event, gen_tokens=t.gen_tokens, turns=len(t.steps), outcome=t.outcome))
 
 
 async def _play_to_end(agent: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -301,6 +256,18 @@ def _ending(trajectory: Trajectory, played: asyncio.Task[Any]) -> tuple[float | 
     return reward, "truncated" if trajectory.tokens_left == 0 else "finished", ""
 
 
+async def _await_score(result: TrajectoryResult, pending: PendingReward) -> TrajectoryResult:
+    """The result with its score. A trajectory that gets none has failed."""
+    try:
+        scored = await pending.result()
+        if scored.score is None:
+            what = f"reward {scored.reward_id} is {scored.state}: {scored.error or 'no score'}"
+            raise refused("NO_SCORE", what)
+    except TreadleError as error:
+        return replace(result, outcome="failed", error=result.error or f"reward: {error}")
+    return replace(result, reward=scored.score)
+
+
 def _result(trajectory: Trajectory, error: str) -> TrajectoryResult:
     """The result before the rollout service has answered."""
     closed_s = trajectory.closed_s if trajectory.closed_s is not None else trajectory.opened_s
@@ -316,12 +283,6 @@ def _result(trajectory: Trajectory, error: str) -> TrajectoryResult:
         spans=tuple(trajectory.spans),
         reward=trajectory.reward,
         outcome=trajectory.outcome or "failed",
-        kept=False,
-        drop_reason="",
         error=error,
         elapsed_s=closed_s - trajectory.opened_s,
     )
-
-
-def _never_opened(prompt_id: str, sample: int, outcome: Outcome = "cancelled", error: str = "") -> TrajectoryResult:
-    return TrajectoryResult("", prompt_id, sample, [], [], [], (), (), (), None, outcome, False, "", error, 0.0)

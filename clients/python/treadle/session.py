@@ -1,4 +1,4 @@
-"""Call tools and stateful environments of one trajectory.
+"""A stateful environment of one trajectory, and what a tool answers.
 
 A session that was opened is closed by its user, by leaving its `async with`, or by its trajectory's close.
 """
@@ -7,44 +7,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from types import TracebackType
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any
 
 from treadle.connection import Mesh, request_id
 from treadle.errors import TreadleError
 from treadle.tools.v1 import tools_pb2
-from treadle.types import ToolResult, ToolStatus, seconds
+from treadle.types import ToolResult, ToolStatus, seconds, words_of
 
-T = TypeVar("T")
+_STATUS: dict[int, ToolStatus] = words_of(tools_pb2.ResultStatus)
 
-
-class Timed(Protocol):
-    """Awaits a tool call and records where the time went."""
-
-    def __call__(self, work: Callable[[], Awaitable[T]]) -> Awaitable[T]: ...
-
-
-_STATUS: dict[int, ToolStatus] = {
-    tools_pb2.RESULT_STATUS_OK: "ok",
-    tools_pb2.RESULT_STATUS_TOOL_ERROR: "tool_error",
-    tools_pb2.RESULT_STATUS_TIMED_OUT: "timed_out",
-    tools_pb2.RESULT_STATUS_OUT_OF_MEMORY: "out_of_memory",
-    tools_pb2.RESULT_STATUS_CRASHED: "crashed",
-}
+Invoke = Callable[[tools_pb2.InvokeRequest, Mapping[str, Any]], Awaitable[ToolResult]]
 
 
 class Session:
-    """A running environment. first: its first observation."""
+    """A running environment. first: its first observation. invoke: the trajectory's tool call."""
 
-    def __init__(self, mesh: Mesh, session_id: str, first: ToolResult, trajectory_id: str, timed: Timed) -> None:
+    def __init__(self, mesh: Mesh, session_id: str, first: ToolResult, invoke: Invoke) -> None:
         self.session_id, self.first = session_id, first
-        self._mesh, self._trajectory_id, self._timed = mesh, trajectory_id, timed
+        self._mesh, self._invoke = mesh, invoke
         self._closed = False
 
     async def step(self, arguments: Mapping[str, Any]) -> ToolResult:
         """Take one action; TreadleError NOT_FOUND SESSION_NOT_FOUND once it is closed or was idle for too long."""
-        call = tools_pb2.InvokeRequest(session_id=self.session_id, trajectory_id=self._trajectory_id)
-        return await self._timed(lambda: invoke(self._mesh, call, arguments))
+        return await self._invoke(tools_pb2.InvokeRequest(session_id=self.session_id), arguments)
 
     async def close(self) -> None:
         """End the environment. Does nothing where it has ended."""
@@ -62,28 +47,8 @@ class Session:
     async def __aenter__(self) -> Session:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> Literal[False]:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
-        return False
-
-
-async def open_session(
-    mesh: Mesh, call: tools_pb2.OpenSessionRequest, arguments: Mapping[str, Any], timed: Timed
-) -> Session:
-    """Start an environment; its first observation is in `Session.first`. TypeError for arguments that are not JSON."""
-    call.request_id, call.arguments_json = request_id(), json.dumps(dict(arguments))
-    tools = await mesh.tools()
-    opened = await timed(lambda: mesh.call(tools.OpenSession, call, mesh.timeouts.tool_s))
-    return Session(mesh, opened.session.session_id, result_of(opened.first), call.trajectory_id, timed)
-
-
-async def invoke(mesh: Mesh, call: tools_pb2.InvokeRequest, arguments: Mapping[str, Any]) -> ToolResult:
-    """Run one action. TypeError for arguments that are not JSON."""
-    call.request_id, call.arguments_json = request_id(), json.dumps(dict(arguments))
-    tools = await mesh.tools()
-    return result_of((await mesh.call(tools.Invoke, call, mesh.timeouts.tool_s)).result)
 
 
 def result_of(message: tools_pb2.ToolResult) -> ToolResult:

@@ -11,13 +11,9 @@ from collections.abc import Iterable
 
 from treadle.engine.v1 import engine_pb2
 from treadle.errors import StreamBroken
-from treadle.types import Chunk, FinishReason, Span, SpanKind, Step, VersionSpan, unpack_ids, unpack_logprobs
+from treadle.types import Chunk, FinishReason, Span, SpanKind, Step, VersionSpan, unpack_ids, unpack_logprobs, words_of
 
-_REASONS: dict[int, FinishReason] = {
-    engine_pb2.FINISH_REASON_STOP: "stop",
-    engine_pb2.FINISH_REASON_LENGTH: "length",
-    engine_pb2.FINISH_REASON_ABORTED: "aborted",
-}
+_REASONS: dict[int, FinishReason] = words_of(engine_pb2.FinishReason)
 
 
 class StepAssembly:
@@ -46,10 +42,6 @@ class StepAssembly:
         if not self._engine_ids or self._engine_ids[-1] != engine_id:
             self._engine_ids.append(engine_id)
 
-    def start_prefill(self, now: float) -> None:
-        """The engine admitted the step."""
-        self._enter("prefill", now)
-
     def add_chunk(self, message: engine_pb2.TokenChunk, now: float) -> Chunk:
         """Append the tokens of one message."""
         offset = message.offset + self.called
@@ -65,7 +57,7 @@ class StepAssembly:
                 f"{len(ids)} tokens with {len(logprobs)} logprobs at offset {offset} of turn {self.turn}"
             )
         if ids and self._kind != "decode":
-            self._enter("decode", now)
+            self.enter("decode", now)
         self.token_ids += ids
         self.logprobs += logprobs
         _append(self._versions, message.weight_version, offset, offset + len(ids))
@@ -77,17 +69,13 @@ class StepAssembly:
         if message.output_tokens != arrived:
             raise StreamBroken(f"preempted after {message.output_tokens} tokens, of which {arrived} arrived")
         self.preemptions += 1
-        self._enter("queue", now)
-
-    def wait_for_engine(self, now: float) -> None:
-        """The stream broke: the step waits for another engine."""
-        self._enter("queue", now)
+        self.enter("queue", now)
 
     def end_call(self, now: float) -> None:
         """All tokens of one call have arrived; the next call waits for its engine now."""
         self.calls += 1
         self.called = len(self.token_ids)
-        self._enter("queue", now)
+        self.enter("queue", now)
 
     def finish(self, message: engine_pb2.StepFinished, now: float) -> Step:
         """The step, checked against the engine's final account."""
@@ -117,7 +105,7 @@ class StepAssembly:
 
     def end(self, reason: FinishReason, now: float) -> Step:
         """The step out of what has arrived, without an engine's final account."""
-        self._enter(None, now)
+        self.enter(None, now)
         spent = {
             kind: sum(s.end_s - s.start_s for s in self._spans if s.kind == kind)
             for kind in ("queue", "prefill", "decode")
@@ -137,7 +125,8 @@ class StepAssembly:
             spans=tuple(self._spans),
         )
 
-    def _enter(self, kind: SpanKind | None, now: float) -> None:
+    def enter(self, kind: SpanKind | None, now: float) -> None:
+        """Begin a span of another kind: "prefill" once admitted, "queue" once the stream broke, None at the end."""
         if kind == self._kind:
             return
         if self._kind is not None:

@@ -8,8 +8,8 @@ happens once. Opened by Client.open; the client closes what its user left open.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from treadle.connection import Mesh, request_id
@@ -17,19 +17,13 @@ from treadle.errors import TokensSpent, TreadleError, refused
 from treadle.generation import StepPlan, StepRun
 from treadle.rewards import PendingReward, request_reward
 from treadle.scheduler.v1 import scheduler_pb2
-from treadle.session import Session, invoke, open_session
+from treadle.session import Session, result_of
 from treadle.step_stream import shift_spans
 from treadle.tools.v1 import tools_pb2
 from treadle.types import Chunk, Outcome, Sampling, Span, Step, ToolResult, VersionSpan
 
 T = TypeVar("T")
-
-_OUTCOMES: dict[Outcome, scheduler_pb2.Outcome.ValueType] = {
-    "finished": scheduler_pb2.OUTCOME_FINISHED,
-    "truncated": scheduler_pb2.OUTCOME_TRUNCATED,
-    "failed": scheduler_pb2.OUTCOME_FAILED,
-    "cancelled": scheduler_pb2.OUTCOME_CANCELLED,
-}
+OnChange = Callable[["Trajectory", Literal["step", "tool"]], None]
 
 
 class Trajectory:
@@ -47,8 +41,8 @@ class Trajectory:
         prompt: Sequence[int],
         max_total_tokens: int,
         *,
-        on_change: Callable[[Trajectory, Literal["step", "tool"]], None] | None = None,
-        on_close: Callable[[Trajectory], None] | None = None,
+        on_change: OnChange | None,
+        on_close: Callable[[Trajectory], None],
     ) -> None:
         self.trajectory_id = opened.trajectory_id
         self.rollout_id = opened.rollout_id
@@ -68,7 +62,7 @@ class Trajectory:
         self.opened_s = mesh.clock()
         self.closed_s: float | None = None
         self._mesh = mesh
-        self._on_change, self._on_close = on_change, on_close
+        self._on_change, self._on_close = on_change or (lambda *_: None), on_close
         self._run: StepRun | None = None
         self._calls = 0  # that the scheduler has counted as turns: one a step, or several of a long one
         self._close_id = request_id()
@@ -90,11 +84,7 @@ class Trajectory:
         the same turn anew. Errors: StreamBroken, TokensSpent, TreadleError (INVALID_ARGUMENT with field_violations;
         deadline timeouts.step_s).
         """
-
-        async def begin(run: StepRun) -> StepPlan:
-            return await self._begin(run, sampling)
-
-        return StepRun(self._mesh, begin, self._commit).chunks()
+        return StepRun(self._mesh, lambda run: self._begin(run, sampling), self._commit).chunks()
 
     def observe(self, token_ids: Sequence[int]) -> None:
         """Append tokens that the policy did not sample: a tool's output, a chat template."""
@@ -108,13 +98,19 @@ class Trajectory:
 
         A tool that fails is a result; TreadleError: TOOL_NOT_FOUND and the like.
         """
-        call = tools_pb2.InvokeRequest(tool=name, trajectory_id=self.trajectory_id)
-        return await self._timed(lambda: invoke(self._mesh, call, arguments))
+        return await self._invoke(tools_pb2.InvokeRequest(tool=name), arguments)
 
     async def open_session(self, name: str, arguments: Mapping[str, Any]) -> Session:
         """Start a stateful environment; it ends with the trajectory at the latest."""
-        call = tools_pb2.OpenSessionRequest(tool=name, trajectory_id=self.trajectory_id)
-        session = await open_session(self._mesh, call, arguments, self._timed)
+        request = tools_pb2.OpenSessionRequest(
+            request_id=request_id(),
+            trajectory_id=self.trajectory_id,
+            tool=name,
+            arguments_json=json.dumps(dict(arguments)),
+        )
+        tools, timeout_s = await self._mesh.tools(), self._mesh.timeouts.tool_s
+        opened = await self._timed(lambda: self._mesh.call(tools.OpenSession, request, timeout_s))
+        session = Session(self._mesh, opened.session.session_id, result_of(opened.first), self._invoke)
         self._sessions.append(session)
         return session
 
@@ -150,32 +146,27 @@ class Trajectory:
     async def __aenter__(self) -> Trajectory:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> Literal[False]:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             await self.close()
         else:
             await self.close(outcome="failed" if isinstance(error, Exception) else "cancelled")
-        return False
 
     async def _close_at_scheduler(self) -> None:
         assert self.outcome is not None
         request = scheduler_pb2.CloseTrajectoryRequest(
             request_id=self._close_id,
             trajectory_id=self.trajectory_id,
-            outcome=_OUTCOMES[self.outcome],
+            outcome=scheduler_pb2.Outcome.Value(f"OUTCOME_{self.outcome.upper()}"),
             reward=self.reward,
         )
         timeouts = self._mesh.timeouts
         timeout_s = timeouts.cleanup_s if self.outcome == "cancelled" else timeouts.control_s
         await self._mesh.call(self._mesh.scheduler.CloseTrajectory, request, timeout_s)
         self.closed_s = self._mesh.clock()
-        if self._on_close is not None:
-            self._on_close(self)
+        self._on_close(self)
 
     async def _begin(self, run: StepRun, sampling: Sampling) -> StepPlan:
-        self._require_open()
         await self._leave_step()
         left = self.tokens_left
         if left == 0:
@@ -183,18 +174,12 @@ class Trajectory:
         if left is not None and sampling.max_new_tokens > left:
             sampling = dataclasses.replace(sampling, max_new_tokens=left)
         before, self._run = self._run, run
-        # A run whose call is not among those that steps took was begun and came to nothing.
-        again = before if before is not None and before.call >= self._calls else None
-        return StepPlan(
-            trajectory_id=self.trajectory_id,
-            turn=len(self.steps),
-            call=again.call if again else self._calls,
-            prompt=list(self.tokens),
-            sampling=sampling,
-            tool_s=self._mesh.clock() - self._turn_ended_s if self.steps else 0.0,
-            lost_ticket_id=again.lost_ticket_id if again else "",
-            unanswered=again.unanswered if again else None,
-        )
+        if before is not None and before.call >= self._calls:  # no step took it: it was begun and came to nothing
+            run.call, run.lost_ticket_id, run.unanswered = before.call, before.lost_ticket_id, before.unanswered
+        else:
+            run.call = self._calls
+        tool_s = self._mesh.clock() - self._turn_ended_s if self.steps else 0.0
+        return StepPlan(self.trajectory_id, len(self.steps), list(self.tokens), sampling, tool_s)
 
     async def _leave_step(self) -> None:
         self._require_open()
@@ -217,7 +202,13 @@ class Trajectory:
         self._calls = self._run.next_call
         self.gen_tokens += len(step.token_ids)
         self._turn_ended_s = self._mesh.clock()
-        self._changed("step")
+        self._on_change(self, "step")
+
+    async def _invoke(self, call: tools_pb2.InvokeRequest, arguments: Mapping[str, Any]) -> ToolResult:
+        call.request_id, call.trajectory_id = request_id(), self.trajectory_id
+        call.arguments_json = json.dumps(dict(arguments))
+        tools, timeout_s = await self._mesh.tools(), self._mesh.timeouts.tool_s
+        return result_of((await self._timed(lambda: self._mesh.call(tools.Invoke, call, timeout_s))).result)
 
     async def _timed(self, work: Callable[[], Awaitable[T]]) -> T:
         """Await a tool call, after leaving a step in flight, and record its span, also when it fails."""
@@ -227,11 +218,7 @@ class Trajectory:
             return await work()
         finally:
             self.spans.append(Span("tool", start_s, self._mesh.clock(), "", max(len(self.steps) - 1, 0)))
-            self._changed("tool")
-
-    def _changed(self, what: Literal["step", "tool"]) -> None:
-        if self._on_change is not None:
-            self._on_change(self, what)
+            self._on_change(self, "tool")
 
     def _require_open(self) -> None:
         if self.outcome is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from google.protobuf.duration_pb2 import Duration
@@ -134,25 +134,26 @@ class TrajectoryResult:
     """One trajectory of a rollout. tokens, loss_mask and logprobs are equally long; loss_mask is 1 where the policy
     sampled.
 
-    version_spans: over indexes of `tokens`. kept: the rollout service took it for training. drop_reason: why not, e.g.
-    "group_settled". error: one line where the outcome is "failed", else empty.
+    trajectory_id: empty where it was never opened. version_spans: over indexes of `tokens`. kept: the rollout service
+    took it for training. drop_reason: why not, e.g. "group_settled". error: one line where the outcome is "failed",
+    else empty.
     """
 
     trajectory_id: str
     prompt_id: str
     sample: int
-    tokens: list[int]
-    loss_mask: list[int]
-    logprobs: list[float]
-    version_spans: tuple[VersionSpan, ...]
-    steps: tuple[Step, ...]
-    spans: tuple[Span, ...]
-    reward: float | None
-    outcome: Outcome
-    kept: bool
-    drop_reason: str
-    error: str
-    elapsed_s: float
+    tokens: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    version_spans: tuple[VersionSpan, ...] = ()
+    steps: tuple[Step, ...] = ()
+    spans: tuple[Span, ...] = ()
+    reward: float | None = None
+    outcome: Outcome = "finished"
+    kept: bool = False
+    drop_reason: str = ""
+    error: str = ""
+    elapsed_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -225,40 +226,41 @@ def seconds(message: Duration) -> float:
     return message.seconds + message.nanos / 1e9
 
 
-_BYTES_PER_ITEM = 4  # of int32 and float32
-_SWAP = sys.byteorder == "big"
+def words_of(enum: Any) -> dict[int, Any]:
+    """The values of a contract's enum as words, e.g. "stop" for FINISH_REASON_STOP; without …_UNSPECIFIED."""
+    prefix = enum.Name(0).removesuffix("UNSPECIFIED")
+    return {number: name.removeprefix(prefix).lower() for name, number in enum.items() if number}
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
     """4 bytes a token. OverflowError for an id outside int32, TypeError for what is not an integer."""
-    return _packed(array("i", ids))
+    return _little_endian(array("i", ids)).tobytes()
 
 
 def pack_logprobs(logprobs: Sequence[float]) -> bytes:
     """4 bytes a logprob (natural log)."""
-    return _packed(array("f", logprobs))
+    return _little_endian(array("f", logprobs)).tobytes()
 
 
 def unpack_ids(packed: bytes) -> list[int]:
     """Token ids; StreamBroken when the length is not a multiple of 4."""
-    return _unpacked(array("i"), packed)
+    return _unpack(array("i"), packed)
 
 
 def unpack_logprobs(packed: bytes) -> list[float]:
     """Logprobs (natural log); StreamBroken when the length is not a multiple of 4."""
-    return _unpacked(array("f"), packed)
+    return _unpack(array("f"), packed)
 
 
-def _packed(items: array[int] | array[float]) -> bytes:
-    if _SWAP:
-        items.byteswap()
-    return items.tobytes()
-
-
-def _unpacked(items: array, packed: bytes) -> list:  # type: ignore[type-arg]
-    if len(packed) % _BYTES_PER_ITEM:
-        raise StreamBroken(f"{len(packed)} packed bytes are not a whole number of 4-byte items")
+def _unpack(items: array[Any], packed: bytes) -> list[Any]:
+    if len(packed) % items.itemsize:
+        raise StreamBroken(f"{len(packed)} packed bytes are not a whole number of {items.itemsize}-byte items")
     items.frombytes(packed)
-    if _SWAP:
+    return _little_endian(items).tolist()
+
+
+def _little_endian(items: array[Any]) -> array[Any]:
+    """Swap the bytes on a big-endian machine, in place; of no effect on others."""
+    if sys.byteorder == "big":
         items.byteswap()
-    return items.tolist()
+    return items
