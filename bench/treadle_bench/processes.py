@@ -1,8 +1,6 @@
 """Child processes of the benches that measure live: a mesh with engines, or one service with NATS, in a temporary
 folder. They are stopped and the folder is removed when the block ends."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import AsyncIterator

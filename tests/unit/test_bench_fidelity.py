@@ -20,17 +20,10 @@ from treadle_bench.fidelity.live import GEN_TOKENS, OBS_TOKENS, STEPS, TOOL_S, P
 from treadle_bench.fidelity.measure import ENGINES, POLICIES, compare_plays, same_engine
 from treadle_bench.fidelity.plot import draw
 from treadle_bench.fidelity.profile import Control, decode_rows
-from treadle_bench.fidelity.stage import (
-    Case,
-    LivePlay,
-    engine_models,
-    policy_message,
-    simulate_play,
-    slow_down,
-    slowness_of,
-)
+from treadle_bench.fidelity.stage import Case, engine_models, policy_message, simulate_play, slow_down, slowness_of
 
 SLOTS = 3
+CONTROL = Control(Latencies(predict_s=0.005, plan_s=0.002, rpc_s=0.0), Link())
 BASE_S, SEQUENCE_S, TOKEN_S = 0.05, 0.01, 2e-5
 
 
@@ -39,7 +32,7 @@ def played(finished_s: float, *spans: tuple[str, float, float, str]) -> Played:
     for kind, start_s, end_s, engine_id in spans:
         made.append(Span(kind, start_s, end_s, engine_id, turn))  # type: ignore[arg-type]
         turn += kind == "tool"
-    return Played(finished_s, tuple(made), preemptions=0, cached_tokens=0)
+    return Played(finished_s, tuple(made), preemptions=0)
 
 
 def registered(engine_id: str) -> RegisteredEngine:
@@ -114,12 +107,14 @@ def test_a_pulse_that_takes_half_as_long_again_makes_the_engine_as_much_slower()
     assert slow.curve.linear(SLOTS) == model.curve.linear(SLOTS)
 
 
+def simulated(seed: int, name: str, slots: int = SLOTS) -> Play:
+    models = engine_models([registered("engine-0")], [fit_measured(profile())]) * ENGINES
+    return simulate_play(make_workload(seed), [replace(model, slots=slots) for model in models], SYSTEMS[name], CONTROL)
+
+
 @pytest.mark.parametrize("name", ["verl", "treadle"])
 def test_a_simulated_play_has_every_step_on_an_engine_and_all_of_its_time_in_parts(name: str) -> None:
-    models = engine_models([registered("engine-0")], [fit_measured(profile())])
-    control = Control(Latencies(predict_s=0.005, plan_s=0.002, rpc_s=0.0), Link())
-    work = make_workload(1)
-    play = simulate_play(work, models * ENGINES, SYSTEMS[name], control)
+    work, play = make_workload(1), simulated(1, name)
     for one, made in zip(work.trajectories, play.trajectories, strict=True):
         assert len(made.engines) == len(one.steps)
         assert set(made.engines) <= {"engine-0", "engine-1"}
@@ -129,18 +124,13 @@ def test_a_simulated_play_has_every_step_on_an_engine_and_all_of_its_time_in_par
     assert play.makespan_s > max(one.tool_s for one in work.trajectories)
 
 
-def case(name: str, lives: list[Play], simulated: Play) -> Case:
-    return Case(name, make_workload(0), tuple(LivePlay(play, 0.0) for play in lives), simulated)
-
-
 def test_a_play_is_like_itself() -> None:
-    models = engine_models([registered("engine-0")], [fit_measured(profile())])
-    play = simulate_play(make_workload(0), models * ENGINES, SYSTEMS["verl"], Control(Latencies(), Link()))
-    found = compare_plays(case("verl", [play, play], play))
+    play = simulated(0, "verl")
+    found = compare_plays(Case("verl", make_workload(0), [play, play], play))
     assert (found["makespan_rel_err"], found["time_corr"], found["same_engine"]) == (0.0, 1.0, 1.0)
     assert (found["live_time_corr"], found["live_same_engine"]) == (1.0, 1.0)
     assert found["parts_live_s"] == found["parts_simulated_s"]
-    assert "live_time_corr" not in compare_plays(case("verl", [play], play))
+    assert "live_time_corr" not in compare_plays(Case("verl", make_workload(0), [play], play))
 
 
 def test_figures_tell_how_far_the_simulated_play_is_from_the_mean_of_the_live_ones() -> None:
@@ -148,15 +138,15 @@ def test_figures_tell_how_far_the_simulated_play_is_from_the_mean_of_the_live_on
     spans = (("queue", 0.0, 1.0, "engine-0"), ("decode", 1.0, 3.0, "engine-0"), ("tool", 3.0, 4.0, ""))
     live = Play((played(4.0, *spans), played(8.0, ("decode", 0.0, 8.0, "engine-1"))), migrations=1)
     slower = tuple((kind, 2 * start_s, 2 * end_s, engine_id) for kind, start_s, end_s, engine_id in spans)
-    simulated = Play((played(8.0, *slower), played(16.0, ("decode", 0.0, 16.0, "engine-0"))), migrations=0)
-    found = compare_plays(case("verl", [live], simulated))
+    slow = Play((played(8.0, *slower), played(16.0, ("decode", 0.0, 16.0, "engine-0"))), migrations=0)
+    found = compare_plays(Case("verl", make_workload(0), [live], slow))
     assert found["makespan_rel_err"] == 1.0
     assert found["time_abs_err_median"] == 1.0
     assert found["time_corr"] == pytest.approx(1.0)
     assert found["same_engine"] == 0.5
     assert found["parts_live_s"] == {"queue": 0.5, "prefill": 0.0, "decode": 5.0, "tool": 0.5, "other": 0.0}
     assert found["migrations"] == [1, 0]
-    both = compare_plays(case("verl", [live, simulated], live))
+    both = compare_plays(Case("verl", make_workload(0), [live, slow], live))
     assert both["makespan_rel_err"] == pytest.approx(8.0 / 12.0 - 1.0, abs=1e-4)
     assert both["live_same_engine"] == 0.5
     json.dumps(found)
@@ -179,13 +169,10 @@ def test_a_policy_reaches_the_live_scheduler_as_the_simulator_has_it() -> None:
 
 
 def test_the_picture_is_drawn_and_the_bench_names_its_engines(tmp_path: Path) -> None:
-    models = engine_models([registered("engine-0")], [fit_measured(profile())]) * ENGINES
-    control = Control(Latencies(), Link())
     cases = []
     for name in POLICIES:
-        one = simulate_play(make_workload(0), models, SYSTEMS[name], control)
-        other = simulate_play(make_workload(0), [replace(model, slots=2) for model in models], SYSTEMS[name], control)
-        cases.append(case(name, [one, one], other))
+        play = simulated(0, name)
+        cases.append(Case(name, make_workload(0), [play, play], simulated(0, name, slots=2)))
         assert np.isfinite(compare_plays(cases[-1])["time_corr"])
     draw(cases, tmp_path / "fidelity.png")
     assert (tmp_path / "fidelity.png").stat().st_size > 10_000

@@ -8,8 +8,6 @@ routing: none, by the task's tag, or by the prefill and decode seconds of an ear
 A batch depends on its arguments alone; routing only adds hardware tags.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -20,9 +20,9 @@ import random
 import time
 import uuid
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import grpc.aio
@@ -71,17 +71,15 @@ async def measure(options: BenchOptions) -> dict[str, float]:
         return summarize(schedule, await _measure_sidecar(mesh, scheduler, sidecar, options))
 
 
-@dataclass(frozen=True)
-class ScheduleTimes:
+class ScheduleTimes(NamedTuple):
     """sequential_s, in_flight_s: of single calls. rates: calls a second with IN_FLIGHT at once, one for each repeat."""
 
-    sequential_s: Sequence[float]
-    in_flight_s: Sequence[float]
-    rates: Sequence[float]
+    sequential_s: list[float]
+    in_flight_s: list[float]
+    rates: list[float]
 
 
-@dataclass(frozen=True)
-class StepTime:
+class StepTime(NamedTuple):
     """Seconds from the request to the first token, and to the end."""
 
     first_token_s: float
@@ -91,20 +89,19 @@ class StepTime:
 def summarize(schedule: ScheduleTimes, pairs: Sequence[tuple[StepTime, StepTime]]) -> dict[str, float]:
     """The figures: times in milliseconds, shares in percent. pairs: (engine alone, through the sidecar)."""
 
-    def milliseconds(times_s: Sequence[float], quantile: float) -> float:
-        return round(float(np.quantile(times_s, quantile)) * MS, 3)
+    def quantiles(name: str, times_s: Sequence[float]) -> dict[str, float]:
+        p50, p99 = (round(float(np.quantile(times_s, quantile)) * MS, 3) for quantile in (0.50, 0.99))
+        return {f"{name}_p50_ms": p50, f"{name}_p99_ms": p99}
 
     first_added_s = median(through.first_token_s - alone.first_token_s for alone, through in pairs)
     step_added = median(through.whole_s / alone.whole_s - 1 for alone, through in pairs)
     added_s = median(through.whole_s - alone.whole_s for alone, through in pairs)
     return {
-        "schedule_step_p50_ms": milliseconds(schedule.sequential_s, 0.50),
-        "schedule_step_p99_ms": milliseconds(schedule.sequential_s, 0.99),
+        **quantiles("schedule_step", schedule.sequential_s),
         "schedule_steps_per_s": round(median(schedule.rates), 1),
         "sidecar_first_token_added_ms": round(first_added_s * MS, 3),
         "sidecar_step_added_pct": round(step_added * 100, 3),
-        "schedule_step_in_flight_p50_ms": milliseconds(schedule.in_flight_s, 0.50),
-        "schedule_step_in_flight_p99_ms": milliseconds(schedule.in_flight_s, 0.99),
+        **quantiles("schedule_step_in_flight", schedule.in_flight_s),
         "schedule_step_samples": float(len(schedule.sequential_s)),
         "engine_first_token_ms": round(median(alone.first_token_s for alone, _ in pairs) * MS, 3),
         "engine_step_ms": round(median(alone.whole_s for alone, _ in pairs) * MS, 3),
@@ -116,9 +113,7 @@ def summarize(schedule: ScheduleTimes, pairs: Sequence[tuple[StepTime, StepTime]
 
 async def _measure_schedule(scheduler: SchedulerServiceAsyncStub, options: BenchOptions) -> ScheduleTimes:
     """The first repeat is not counted."""
-    sequential_s: list[float] = []
-    in_flight_s: list[float] = []
-    rates: list[float] = []
+    found = ScheduleTimes([], [], [])
     for repeat in range(options.repeats + 1):
         sequential = await _gather(_open(scheduler, CONTEXT_TOKENS) for _ in range(SEQUENTIAL))
         alone_s = [await _time_ticket(scheduler, trajectory_id) for trajectory_id in sequential]
@@ -128,11 +123,11 @@ async def _measure_schedule(scheduler: SchedulerServiceAsyncStub, options: Bench
         rate = len(burst) / (time.perf_counter() - begun_s)
         await _gather(_close(scheduler, trajectory_id) for trajectory_id in (*sequential, *burst))
         if repeat > 0:
-            sequential_s += alone_s
-            in_flight_s += together_s
-            rates.append(rate)
+            found.sequential_s.extend(alone_s)
+            found.in_flight_s.extend(together_s)
+            found.rates.append(rate)
             options.progress.print(f"ScheduleStep {repeat}/{options.repeats}: {rate:.0f} a second", highlight=False)
-    return ScheduleTimes(sequential_s, in_flight_s, rates)
+    return found
 
 
 async def _gather(calls: Iterable[Coroutine[Any, Any, Done]]) -> list[Done]:

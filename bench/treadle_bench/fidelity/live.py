@@ -8,20 +8,18 @@ generate (greedy, end of sequence ignored, so that lengths are exact), sleep for
 simulator's clients start in the same way. Times are the client's own, from the first opening.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import nats
 import numpy as np
 from nats.aio.msg import Msg
 from treadle import Client, Sampling, Span, Trajectory
-from treadle.telemetry.v1.facts_pb2 import Fact, MigrationEnded
+from treadle.telemetry.v1.facts_pb2 import Fact
 from treadle_sim.driver import TICK_S
 from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload
 
@@ -49,14 +47,8 @@ def make_workload(seed: int) -> Workload:
         for sample in range(SAMPLES):
             level = of_prompt + SAMPLE_SIGMA * rng.standard_normal()
             count = int(np.clip(rng.geometric(1.0 / (STEPS_MEAN - STEPS[0] + 1.0)) + STEPS[0] - 1, *STEPS))
-            works.append(
-                TrajectoryWork(
-                    prompt_id=f"p{number}",
-                    sample=sample,
-                    prompt_tokens=prompt_tokens,
-                    steps=tuple(_step(rng, level) for _ in range(count)),
-                )
-            )
+            steps = tuple(_step(rng, level) for _ in range(count))
+            works.append(TrajectoryWork(f"p{number}", sample, prompt_tokens, steps))
     return Workload(f"fidelity-{seed}", tuple(works))
 
 
@@ -90,7 +82,6 @@ class Played:
     finished_s: float
     spans: tuple[Span, ...]
     preemptions: int
-    cached_tokens: int
 
     def part_s(self, kind: str) -> float:
         """Seconds of all its spans of one kind."""
@@ -110,22 +101,29 @@ class Played:
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """One rollout, live or simulated; trajectories in the workload's order."""
+    """One rollout, live or simulated; trajectories in the workload's order. others_share: the fraction of the machine
+    that other programs used meanwhile."""
 
     trajectories: tuple[Played, ...]
     migrations: int
+    others_share: float = 0.0
+
+    @property
+    def ends_s(self) -> np.ndarray:
+        """When each trajectory ended."""
+        return np.array([played.finished_s for played in self.trajectories])
 
     @property
     def makespan_s(self) -> float:
         """When the last trajectory ended."""
-        return max(played.finished_s for played in self.trajectories)
+        return float(self.ends_s.max())
 
 
 @dataclass
 class FactLog:
-    """Collects from facts the migrations that ended, and seconds from a step's end to the prediction that followed."""
+    """Counts in facts the trajectories that moved; seconds from a step's end to the prediction that followed."""
 
-    migrations: list[MigrationEnded] = field(default_factory=list)
+    moves: int = 0
     predict_s: list[float] = field(default_factory=list)
     _step_ends: dict[tuple[str, int], float] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
@@ -137,7 +135,7 @@ class FactLog:
         self._seen.add(fact.fact_id)
         at_s = fact.time.ToMicroseconds() / 1e6
         if fact.HasField("migration_ended"):
-            self.migrations.append(fact.migration_ended)
+            self.moves += fact.migration_ended.moved
         elif fact.HasField("step_finished"):
             step = fact.step_finished.step
             self._step_ends[step.trajectory_id, step.turn + 1] = at_s
@@ -169,28 +167,21 @@ async def play_live(scheduler: str, workload: Workload, salt: str) -> tuple[Play
     """Play all trajectories at once. salt: of the random tokens. Raises TreadleError, ValueError for a wrong length."""
     async with Client(scheduler) as client:
         started_s = time.time()
-        opened = [await _open(client, workload, work, salt) for work in workload.trajectories]
+        opened = []
+        for work in workload.trajectories:
+            prompt, observed = token_ids(work, salt)
+            trajectory = await client.open(
+                prompt_id=work.prompt_id,
+                sample=work.sample,
+                prompt=prompt,
+                rollout_id=workload.name,
+                max_total_tokens=workload.max_total_tokens,
+            )
+            opened.append((trajectory, work, observed))
         await asyncio.sleep(started_s + FIRST_STEPS_S - time.time())
         async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(_run(trajectory, work, observed, started_s))
-                for work, (trajectory, observed) in zip(workload.trajectories, opened, strict=True)
-            ]
+            tasks = [group.create_task(_run(*each, started_s)) for each in opened]
     return tuple(task.result() for task in tasks)
-
-
-async def _open(
-    client: Client, workload: Workload, work: TrajectoryWork, salt: str
-) -> tuple[Trajectory, list[list[int]]]:
-    prompt, observed = token_ids(work, salt)
-    trajectory = await client.open(
-        prompt_id=work.prompt_id,
-        sample=work.sample,
-        prompt=prompt,
-        rollout_id=workload.name,
-        max_total_tokens=workload.max_total_tokens,
-    )
-    return trajectory, observed
 
 
 async def _run(
@@ -208,12 +199,8 @@ async def _run(
     spans = sorted((*trajectory.spans, *tools), key=lambda span: span.start_s)
     return Played(
         finished_s=finished_s - started_s,
-        spans=tuple(
-            Span(span.kind, span.start_s - started_s, span.end_s - started_s, span.engine_id, span.turn)
-            for span in spans
-        ),
+        spans=tuple(replace(span, start_s=span.start_s - started_s, end_s=span.end_s - started_s) for span in spans),
         preemptions=sum(step.preemptions for step in trajectory.steps),
-        cached_tokens=sum(step.cached_tokens for step in trajectory.steps),
     )
 
 

@@ -10,10 +10,7 @@ simulator. Live plays differ from each other, so each figure is a mean over them
 between live plays: no simulator can be closer.
 """
 
-from __future__ import annotations
-
 import itertools
-from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
@@ -27,7 +24,7 @@ from treadle_sim.workloads.workload import TraceFileError, Workload, read_traces
 from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.fidelity.live import Play, make_workload, token_ids
 from treadle_bench.fidelity.plot import PARTS, draw
-from treadle_bench.fidelity.stage import Case, LivePlay, Stage
+from treadle_bench.fidelity.stage import Case, Stage
 from treadle_bench.processes import run_mesh
 from treadle_bench.summary import rounded
 
@@ -54,16 +51,15 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
 
 async def _play_cases(stage: Stage, works: Sequence[Workload], options: BenchOptions) -> list[Case]:
     """Rounds of one live play of every trace under every policy, with a pulse before each; then all simulated plays."""
-    lives: dict[tuple[int, str], list[LivePlay]] = defaultdict(list)
+    lives: dict[tuple[str, Workload], list[Play]] = {(name, work): [] for work in works for name in POLICIES}
+    pulses = itertools.count()
     for number in range(options.repeats):
-        for at, name in itertools.product(range(len(works)), POLICIES):
-            await stage.pulse(sum(map(len, lives.values())))
-            live = await stage.play(works[at], name, number)
-            lives[at, name].append(live)
-            line = f"{works[at].name} {name}: {live.play.makespan_s:.1f} s, other programs took {live.others_share:.0%}"
+        for (name, work), plays in lives.items():
+            await stage.pulse(next(pulses))
+            plays.append(play := await stage.play(work, name, number))
+            line = f"{work.name} {name}: {play.makespan_s:.1f} s, other programs took {play.others_share:.0%}"
             options.progress.print(line, highlight=False)
-    played = [(works[at], name, tuple(plays)) for (at, name), plays in lives.items()]
-    return [Case(name, work, plays, stage.simulate(work, name)) for work, name, plays in played]
+    return [Case(name, work, plays, stage.simulate(work, name)) for (name, work), plays in lives.items()]
 
 
 def _workloads(options: BenchOptions) -> list[Workload]:
@@ -96,7 +92,7 @@ def _report(cases: Sequence[Case], stage: Stage) -> dict[str, Any]:
 
 
 def _engine_row(engine_id: str, measured: MeasuredEngine) -> dict[str, Any]:
-    curve, prefill_error = measured.engine.curve, measured.prefill_error
+    curve = measured.engine.curve
     row = {
         "engine": engine_id,
         "batch_sizes": list(curve.batch_sizes),
@@ -106,12 +102,11 @@ def _engine_row(engine_id: str, measured: MeasuredEngine) -> dict[str, Any]:
         "prefill_token_us": round(curve.prefill_token_s * US, 1),
         "prefill_pair_us": round(curve.prefill_pair_s * US, 3),
         "prefill_square_us": round(curve.prefill_square_s * US, 3),
-        "decode_fit_err_median": rounded(measured.decode_error.median),
-        "decode_fit_err_p90": rounded(measured.decode_error.p90),
     }
-    if prefill_error is not None:
-        row["prefill_fit_err_median"] = rounded(prefill_error.median)
-        row["prefill_fit_err_p90"] = rounded(prefill_error.p90)
+    for part, error in (("decode", measured.decode_error), ("prefill", measured.prefill_error)):
+        if error is not None:
+            row[f"{part}_fit_err_median"] = rounded(error.median)
+            row[f"{part}_fit_err_p90"] = rounded(error.p90)
     return row
 
 
@@ -119,8 +114,8 @@ def compare_plays(case: Case) -> dict[str, Any]:
     """makespan_rel_err: simulated over the mean of live, minus 1. Correlations are Pearson's over trajectories."""
     plays, simulated = case.plays, case.simulated
     live_s = fmean(play.makespan_s for play in plays)
-    errors = np.abs(_ends(simulated) / np.mean([_ends(play) for play in plays], axis=0) - 1.0)
-    correlations = [_correlation(_ends(play), _ends(simulated)) for play in plays]
+    errors = np.abs(simulated.ends_s / np.mean([play.ends_s for play in plays], axis=0) - 1.0)
+    correlations = [_correlation(play.ends_s, simulated.ends_s) for play in plays]
     found: dict[str, Any] = {
         "live_makespan_s": [round(play.makespan_s, 2) for play in plays],
         "simulated_makespan_s": round(simulated.makespan_s, 2),
@@ -135,10 +130,10 @@ def compare_plays(case: Case) -> dict[str, Any]:
         "parts_simulated_s": _mean_parts([simulated]),
         "preemptions": [sum(played.preemptions for played in play.trajectories) for play in (*plays, simulated)],
         "migrations": [play.migrations for play in (*plays, simulated)],
-        "other_programs_share": [live.others_share for live in case.lives],
+        "other_programs_share": [play.others_share for play in plays],
     }
     if pairs := list(itertools.combinations(plays, 2)):
-        found["live_time_corr"] = fmean(_correlation(_ends(one), _ends(other)) for one, other in pairs)
+        found["live_time_corr"] = fmean(_correlation(one.ends_s, other.ends_s) for one, other in pairs)
         found["live_same_engine"] = fmean(same_engine(one, other) for one, other in pairs)
     return rounded(found)
 
@@ -156,10 +151,6 @@ def same_engine(one: Play, other: Play) -> float:
 
 def _correlation(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.corrcoef(one, other)[0, 1])
-
-
-def _ends(play: Play) -> np.ndarray:
-    return np.array([played.finished_s for played in play.trajectories])
 
 
 def _served(play: Play) -> np.ndarray:

@@ -4,8 +4,6 @@ Above: the end of each trajectory, simulated over live, and the number of runnin
 play of Treadle, live and simulated, a row for each trajectory in the same order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,7 @@ def draw(cases: Sequence[Case], file: Path) -> None:
         _draw_running(above[1], cases, colours)
         shown = cases[len(colours) - 1]
         live = shown.plays[0]
-        order = np.argsort([played.finished_s for played in live.trajectories]).tolist()
+        order = np.argsort(live.ends_s).tolist()
         until_s = 1.03 * max(live.makespan_s, shown.simulated.makespan_s)
         for axes, kind, play in zip(below, ("live", "simulated"), (live, shown.simulated), strict=True):
             _draw_spans(axes, play, order, until_s)
@@ -51,10 +49,9 @@ def _draw_ends(axes: Axes, cases: Sequence[Case], colours: dict[str, str]) -> No
     axes.fill_between(line, line * (1 - WITHIN), line * (1 + WITHIN), color=GRID, linewidth=0)
     axes.plot(line, line, color=FAINT, linewidth=0.8)
     for case in cases:
-        simulated_s = [played.finished_s for played in case.simulated.trajectories]
+        look: dict[str, Any] = {"s": 12, "color": colours[case.policy], "alpha": 0.5, "linewidths": 0}
         for play in case.plays:
-            live_s = [played.finished_s for played in play.trajectories]
-            axes.scatter(live_s, simulated_s, s=12, color=colours[case.policy], alpha=0.5, linewidths=0)
+            axes.scatter(play.ends_s, case.simulated.ends_s, **look)
     axes.set(xlim=(0, most_s), ylim=(0, most_s), xlabel="end of a trajectory, live (s)", ylabel="simulated (s)")
     dots = [
         Line2D([], [], marker="o", linestyle="", color=colour, label=TITLES.get(policy, policy))
@@ -67,17 +64,13 @@ def _draw_ends(axes: Axes, cases: Sequence[Case], colours: dict[str, str]) -> No
 def _draw_running(axes: Axes, cases: Sequence[Case], colours: dict[str, str]) -> None:
     for case in cases:
         for play, line in (*((live, "-") for live in case.plays), (case.simulated, "--")):
-            ends = np.sort([played.finished_s for played in play.trajectories])
-            left = np.arange(len(ends), -1, -1)
+            left = np.arange(len(play.ends_s), -1, -1)
             look: dict[str, Any] = {"color": colours[case.policy], "linestyle": line, "linewidth": 1.0, "alpha": 0.7}
-            axes.step([0.0, *ends], left, where="post", **look)
+            axes.step([0.0, *np.sort(play.ends_s)], left, where="post", **look)
     axes.set(xlabel="seconds", ylabel="running trajectories")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    lines = [
-        Line2D([], [], color=INK, linestyle="-", label="live"),
-        Line2D([], [], color=INK, linestyle="--", label="simulated"),
-    ]
+    lines = [Line2D([], [], color=INK, label="live"), Line2D([], [], color=INK, linestyle="--", label="simulated")]
     axes.legend(handles=lines, frameon=False, loc="upper right")
     style(axes)
 

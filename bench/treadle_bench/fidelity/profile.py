@@ -7,8 +7,6 @@ context with new tokens behind it. A pulse is one full batch: it shows how fast 
 control plane: seconds of tickets, predictions, plans and moves.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math
@@ -18,7 +16,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
@@ -40,21 +38,20 @@ PREFILL_OBSERVED = (12, 30, 56)  # tokens put behind the context, one after the 
 PREFILL_TOKENS = 4  # sampled after each
 PREFILL_ROUNDS = 3
 REST_S = 0.2  # between prefills, so that the engine can finish its writes to storage
+CALL_TIMEOUT_S = 30.0
+PLANS, PLAN_TRAJECTORIES = 9, 32
+MOVES, MOVE_CONTEXT, MOVE_TOKENS = 4, 200, 8
+# What a plan needs to know of an engine, by the same name in what the sidecar registers.
+PLACEMENT_KEYS = ("engine_id", "slot_limit", "kv_tokens_capacity", "tensor_parallel", "decode_curve")
 
 Rows = list[dict[str, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """profiles: by engine id, for fit_measured. queue_s: of steps that found a slot free, which is the time of two
-    calls."""
-
-    profiles: dict[str, dict[str, Any]]
-    queue_s: list[float]
-
-
-async def measure_engines(client: Client, engines: Sequence[RegisteredEngine], seed: int) -> Measured:
-    """Takes about a minute for five slots. Raises TreadleError, ValueError."""
+async def measure_engines(
+    client: Client, engines: Sequence[RegisteredEngine], seed: int
+) -> tuple[dict[str, dict[str, Any]], list[float]]:
+    """A profile for `fit_measured` by engine id, and seconds in the queue of steps that found a slot free, which is the
+    time of two calls. Takes about a minute for five slots. Raises TreadleError, ValueError."""
     rng = random.Random(f"profile {seed}")
     ids = [engine.info.engine_id for engine in engines]
     decode: dict[str, Rows] = {engine_id: [] for engine_id in ids}
@@ -66,15 +63,16 @@ async def measure_engines(client: Client, engines: Sequence[RegisteredEngine], s
             decode[engine_id] += rows
     for _, context in itertools.product(range(PREFILL_ROUNDS), PREFILL_CONTEXTS):
         async with asyncio.TaskGroup() as group:
-            growing = [group.create_task(_growing(client, rng, engine_id, context)) for engine_id in ids]
-        for engine_id, grown in zip(ids, growing, strict=True):
-            prefill[engine_id] += grown.result()[0]
-            queue_s += grown.result()[1]
+            growing = {each: group.create_task(_growing(client, rng, each, context)) for each in ids}
+        for engine_id, grown in growing.items():
+            rows, waited_s = grown.result()
+            prefill[engine_id] += rows
+            queue_s += waited_s
     profiles = {
-        engine.info.engine_id: _document(engine, decode[engine.info.engine_id], prefill[engine.info.engine_id])
-        for engine in engines
+        engine_id: _document(engine, decode[engine_id], prefill[engine_id])
+        for engine_id, engine in zip(ids, engines, strict=True)
     }
-    return Measured(profiles, queue_s)
+    return profiles, queue_s
 
 
 async def measure_pulse(client: Client, engines: Sequence[RegisteredEngine], seed: str) -> dict[str, Rows]:
@@ -107,46 +105,36 @@ async def _batches(
     client: Client, rng: random.Random, engine_ids: Sequence[str], batch: int, context: int
 ) -> dict[str, Rows]:
     """The same batch on all engines at once."""
+
+    async def generate_alone(engine_id: str, prompt: list[int]) -> list[float]:
+        opening = client.open(prompt_id="profile", sample=0, prompt=prompt, pinned_engine_id=engine_id)
+        async with await opening as trajectory:
+            return await generate(trajectory, DECODE_TOKENS)
+
     async with asyncio.TaskGroup() as group:
         tasks = {
-            engine_id: group.create_task(_batch(client, rng, engine_id, batch, context)) for engine_id in engine_ids
+            engine_id: [group.create_task(generate_alone(engine_id, _tokens(rng, context))) for _ in range(batch)]
+            for engine_id in engine_ids
         }
-    return {engine_id: decode_rows(task.result(), context) for engine_id, task in tasks.items()}
-
-
-async def _batch(client: Client, rng: random.Random, engine_id: str, batch: int, context: int) -> list[list[float]]:
-    """The times of the tokens of each sequence of a batch."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_alone(client, engine_id, _tokens(rng, context))) for _ in range(batch)]
-    return [task.result() for task in tasks]
-
-
-async def _alone(client: Client, engine_id: str, prompt: list[int]) -> list[float]:
-    async with await client.open(
-        prompt_id="profile", sample=0, prompt=prompt, pinned_engine_id=engine_id
-    ) as trajectory:
-        return await generate(trajectory, DECODE_TOKENS)
+    return {
+        engine_id: decode_rows([task.result() for task in of_engine], context) for engine_id, of_engine in tasks.items()
+    }
 
 
 async def _growing(client: Client, rng: random.Random, engine_id: str, context: int) -> tuple[Rows, list[float]]:
     """Prefill rows of one growing context, and the queue seconds of each of its steps."""
     rows, queue_s = [], []
-    async with await client.open(
-        prompt_id="profile", sample=0, prompt=_tokens(rng, context), pinned_engine_id=engine_id
-    ) as trajectory:
+    prompt = _tokens(rng, context)
+    opening = client.open(prompt_id="profile", sample=0, prompt=prompt, pinned_engine_id=engine_id)
+    async with await opening as trajectory:
         for observed in (0, *PREFILL_OBSERVED):
             trajectory.observe(_tokens(rng, observed))
             length = len(trajectory.tokens)
             await generate(trajectory, PREFILL_TOKENS)
             step = trajectory.steps[-1]
             queue_s.append(step.queue_s)
-            rows.append(
-                {
-                    "new_tokens": length - step.cached_tokens,
-                    "cached_tokens": step.cached_tokens,
-                    "seconds": step.prefill_s,
-                }
-            )
+            cached = step.cached_tokens
+            rows.append({"new_tokens": length - cached, "cached_tokens": cached, "seconds": step.prefill_s})
             await asyncio.sleep(REST_S)
     return rows, queue_s
 
@@ -168,14 +156,6 @@ def _document(engine: RegisteredEngine, decode: Rows, prefill: Rows) -> dict[str
         "prefill": prefill,
         "page_tokens": math.gcd(*(int(row["cached_tokens"]) for row in prefill)) or 1,
     }
-
-
-if TYPE_CHECKING:
-    from treadle.migrator.v1.migrator_pb2_grpc import MigratorServiceAsyncStub
-
-CALL_TIMEOUT_S = 30.0
-PLANS, PLAN_TRAJECTORIES = 9, 32
-MOVES, MOVE_CONTEXT, MOVE_TOKENS = 4, 200, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,15 +183,15 @@ async def measure_control(
 ) -> Control:
     """queue_s: of steps that found a slot free. predict_s: from a step's end to the prediction that followed it. Raises
     statistics.StatisticsError where one is empty."""
-    plan_s = await _plans(mesh.where.services["placement"], engines)
-    moves_s = await _moves(mesh, client, engines)
+    plan_s = await _time_plans(mesh.where.services["placement"], engines)
+    moves_s = await _time_moves(mesh.where.services["migrator"], client, engines)
     return Control(
         Latencies(predict_s=median(predict_s), plan_s=median(plan_s), rpc_s=median(queue_s)),
         Link(fixed_s=median(moves_s)),
     )
 
 
-async def _plans(placement: str, engines: Sequence[RegisteredEngine]) -> list[float]:
+async def _time_plans(placement: str, engines: Sequence[RegisteredEngine]) -> list[float]:
     request = placement_pb2.PlanPlacementRequest(
         trajectories=[
             placement_pb2.PlacedTrajectory(
@@ -220,13 +200,7 @@ async def _plans(placement: str, engines: Sequence[RegisteredEngine]) -> list[fl
             for number in range(PLAN_TRAJECTORIES)
         ],
         engines=[
-            placement_pb2.PlacementEngine(
-                engine_id=engine.info.engine_id,
-                slot_limit=engine.info.slot_limit,
-                kv_tokens_capacity=engine.info.kv_tokens_capacity,
-                tensor_parallel=engine.info.tensor_parallel,
-                decode_curve=engine.info.decode_curve,
-            )
+            placement_pb2.PlacementEngine(**{key: getattr(engine.info, key) for key in PLACEMENT_KEYS})
             for engine in engines
         ],
         cost_model=placement_pb2.COST_MODEL_LINEAR_INTEGRAL,
@@ -234,19 +208,18 @@ async def _plans(placement: str, engines: Sequence[RegisteredEngine]) -> list[fl
     taken_s: list[float] = []
     async with grpc.aio.insecure_channel(placement) as channel:
         stub = placement_pb2_grpc.PlacementServiceStub(channel)
-        for number in range(PLANS + 1):
+        for _ in range(PLANS + 1):
             begun_s = time.perf_counter()
             await stub.PlanPlacement(request, timeout=CALL_TIMEOUT_S)
-            if number > 0:  # the first one compiles
-                taken_s.append(time.perf_counter() - begun_s)
-    return taken_s
+            taken_s.append(time.perf_counter() - begun_s)
+    return taken_s[1:]  # the first one compiles
 
 
-async def _moves(mesh: Mesh, client: Client, engines: Sequence[RegisteredEngine]) -> list[float]:
+async def _time_moves(migrator: str, client: Client, engines: Sequence[RegisteredEngine]) -> list[float]:
     """Seconds of moves, from the migrator, of a context of about MOVE_CONTEXT tokens between its steps."""
     infos = {engine.info.engine_id: engine.info for engine in engines}
     taken_s: list[float] = []
-    async with grpc.aio.insecure_channel(mesh.where.services["migrator"]) as channel:
+    async with grpc.aio.insecure_channel(migrator) as channel:
         stub = migrator_pb2_grpc.MigratorServiceStub(channel)
         for number in range(MOVES):
             prompt = [(number * MOVE_CONTEXT + at) % HIGHEST_TOKEN_ID for at in range(MOVE_CONTEXT)]
@@ -264,15 +237,11 @@ async def _moves(mesh: Mesh, client: Client, engines: Sequence[RegisteredEngine]
                     allow_prefill=True,
                     give_up_after=Duration(seconds=int(CALL_TIMEOUT_S)),
                 )
-                taken_s.append(await _one_move(stub, request))
+                move = (await stub.StartMigration(request, timeout=CALL_TIMEOUT_S)).migration
+                watch = migrator_pb2.WatchMigrationRequest(migration_id=move.migration_id)
+                async for answer in stub.WatchMigration(watch, timeout=CALL_TIMEOUT_S):
+                    move = answer.migration  # the stream ends when the move has ended
+                if move.state != migrator_pb2.MIGRATION_STATE_DONE:
+                    raise ValueError(f"a move between idle engines failed: {move.failure_reason}")
+                taken_s.append(float(move.ended_at.ToNanoseconds() - move.started_at.ToNanoseconds()) / 1e9)
     return taken_s
-
-
-async def _one_move(stub: MigratorServiceAsyncStub, request: migrator_pb2.StartMigrationRequest) -> float:
-    move = (await stub.StartMigration(request, timeout=CALL_TIMEOUT_S)).migration
-    watch = migrator_pb2.WatchMigrationRequest(migration_id=move.migration_id)
-    async for answer in stub.WatchMigration(watch, timeout=CALL_TIMEOUT_S):
-        move = answer.migration  # the stream ends when the move has ended
-    if move.state != migrator_pb2.MIGRATION_STATE_DONE:
-        raise ValueError(f"a move between idle engines failed: {move.failure_reason}")
-    return float(move.ended_at.ToNanoseconds() - move.started_at.ToNanoseconds()) / 1e9

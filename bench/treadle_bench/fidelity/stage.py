@@ -6,12 +6,11 @@ a play: the profile is measured before all plays, and scaled by the mean of the 
 planner uses the decode curve that each sidecar declares, as the live one does, not the measured curve.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
+from typing import Self
 
 import grpc.aio
 from rich.console import Console
@@ -34,6 +33,9 @@ from treadle_sim.workloads.workload import Workload
 from treadle_bench.fidelity.live import Play, Played, collect_facts, play_live
 from treadle_bench.fidelity.profile import Control, list_engines, measure_control, measure_engines, measure_pulse
 
+CALL_TIMEOUT_S = 30.0
+SECONDS_OF_A_CURVE = ("per_kv_token_s", "prefill_fixed_s", "prefill_token_s", "prefill_pair_s", "prefill_square_s")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredCurve(StepCurve):
@@ -50,9 +52,8 @@ def engine_models(engines: Sequence[RegisteredEngine], measured: Sequence[Measur
     """The engines for the simulator; `measured` in the order of `engines`."""
     models = []
     for engine, fitted in zip(engines, measured, strict=True):
-        said = engine.info.decode_curve
+        said, model = engine.info.decode_curve, fitted.engine
         declared = DecodeCurve(said.base_s, said.per_sequence_s, said.per_kv_token_s, said.prefill_tokens_per_s)
-        model = fitted.engine
         models.append(replace(model, curve=DeclaredCurve(**asdict(model.curve), declared=declared)))
     return models
 
@@ -68,25 +69,14 @@ def slowness_of(measured: MeasuredEngine, rows: Sequence[Mapping[str, float]]) -
 def slow_down(model: EngineModel, factor: float) -> EngineModel:
     """The same engine when everything on it takes `factor` times as long; its declared curve stays."""
     curve = model.curve
-    return replace(
-        model,
-        curve=replace(
-            curve,
-            step_s=tuple(factor * step_s for step_s in curve.step_s),
-            per_kv_token_s=factor * curve.per_kv_token_s,
-            prefill_fixed_s=factor * curve.prefill_fixed_s,
-            prefill_token_s=factor * curve.prefill_token_s,
-            prefill_pair_s=factor * curve.prefill_pair_s,
-            prefill_square_s=factor * curve.prefill_square_s,
-        ),
-    )
+    slower = {name: factor * getattr(curve, name) for name in SECONDS_OF_A_CURVE}
+    return replace(model, curve=replace(curve, step_s=tuple(factor * each_s for each_s in curve.step_s), **slower))
 
 
 def simulate_play(workload: Workload, models: Sequence[EngineModel], system: System, control: Control) -> Play:
     """One rollout under the system's policy."""
     cluster = Cluster(tuple(models), link=control.link, latencies=control.latencies)
-    driver = Driver(workload, cluster, system.policy, system.tuning, Siblings(workload), record=True)
-    outcome = driver.run()
+    outcome = Driver(workload, cluster, system.policy, system.tuning, Siblings(workload), record=True).run()
     return Play(tuple(_played(times) for times in outcome.times), outcome.migrations)
 
 
@@ -96,18 +86,7 @@ def _played(times: Times) -> Played:
     for span in sorted(times.spans, key=lambda span: (span.start_s, span.end_s)):
         spans.append(Span(span.what, span.start_s, span.end_s, f"engine-{span.engine}", turn))  # type: ignore[arg-type]
         turn += span.what == "tool"
-    return Played(times.finished_s, tuple(spans), times.preemptions, cached_tokens=0)
-
-
-CALL_TIMEOUT_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class LivePlay:
-    """One play. others_share: the fraction of the machine that other programs used meanwhile."""
-
-    play: Play
-    others_share: float
+    return Played(times.finished_s, tuple(spans), times.preemptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +95,8 @@ class Case:
 
     policy: str
     workload: Workload
-    lives: tuple[LivePlay, ...]
+    plays: Sequence[Play]
     simulated: Play
-
-    @property
-    def plays(self) -> list[Play]:
-        """The live ones."""
-        return [live.play for live in self.lives]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +111,14 @@ class Stage:
     slowness: Sequence[list[float]]  # of each engine over its profile, a factor a pulse
 
     @classmethod
-    async def measure(cls, mesh: Mesh, seed: int) -> Stage:
+    async def measure(cls, mesh: Mesh, seed: int) -> Self:
         """Measure engines and control plane; takes about a minute. Raises TreadleError, AioRpcError, ValueError."""
         engines = await list_engines(mesh.where.scheduler)
         async with Client(mesh.where.scheduler) as client:
             async with collect_facts(mesh.nats_url) as log:
-                profile = await measure_engines(client, engines, seed)
-            control = await measure_control(mesh, client, engines, profile.queue_s, log.predict_s)
-        measured = [fit_measured(profile.profiles[engine.info.engine_id]) for engine in engines]
+                profiles, queue_s = await measure_engines(client, engines, seed)
+            control = await measure_control(mesh, client, engines, queue_s, log.predict_s)
+        measured = [fit_measured(profiles[engine.info.engine_id]) for engine in engines]
         return cls(mesh, engines, measured, engine_models(engines, measured), control, [[] for _ in engines])
 
     async def pulse(self, number: int) -> None:
@@ -154,29 +128,25 @@ class Stage:
         for measured, engine, factors in zip(self.measured, self.engines, self.slowness, strict=True):
             factors.append(slowness_of(measured, rows[engine.info.engine_id]))
 
-    async def play(self, work: Workload, name: str, number: int) -> LivePlay:
+    async def play(self, work: Workload, name: str, number: int) -> Play:
         """The work under one of the simulator's systems, live. number: of the play, for fresh tokens."""
-        system = SYSTEMS[name]
+        policy = SYSTEMS[name].policy
         with StartBoard(Console(quiet=True)) as board:
             self.mesh.board = board
-            await self.mesh.renew_control_plane(preempt=system.policy.preempt)
-        await _set_policy(self.mesh.where.scheduler, system.policy)
+            await self.mesh.renew_control_plane(preempt=policy.preempt)
+        scheduler = self.mesh.where.scheduler
+        async with grpc.aio.insecure_channel(scheduler) as channel:
+            request = pb.SetPolicyRequest(request_id=uuid.uuid4().hex, policy=policy_message(policy))
+            await scheduler_pb2_grpc.SchedulerServiceStub(channel).SetPolicy(request, timeout=CALL_TIMEOUT_S)
         others = OtherPrograms()
         async with collect_facts(self.mesh.nats_url) as log:
-            trajectories = await play_live(self.mesh.where.scheduler, work, f"{work.name} {name} {number}")
-        return LivePlay(Play(trajectories, sum(move.moved for move in log.migrations)), others.share())
+            trajectories = await play_live(scheduler, work, f"{work.name} {name} {number}")
+        return Play(trajectories, log.moves, others.share())
 
     def simulate(self, work: Workload, name: str) -> Play:
         """The same in the simulator, on engines slowed by the mean factor of all pulses."""
         models = [slow_down(model, fmean(factors)) for model, factors in zip(self.models, self.slowness, strict=True)]
         return simulate_play(work, models, SYSTEMS[name], self.control)
-
-
-async def _set_policy(scheduler: str, policy: Policy) -> None:
-    async with grpc.aio.insecure_channel(scheduler) as channel:
-        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-        request = pb.SetPolicyRequest(request_id=uuid.uuid4().hex, policy=policy_message(policy))
-        await stub.SetPolicy(request, timeout=CALL_TIMEOUT_S)
 
 
 def policy_message(policy: Policy) -> pb.Policy:

@@ -7,8 +7,6 @@ of the maximum. `claims`: other published statements, computed. `workloads`: the
 workloads, or of a trace file.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -9,8 +9,6 @@ program, over that size and `cases` random small ones with all cost models and w
 size and cost model. `bound_ratio`: the makespan over a time that no assignment beats.
 """
 
-from __future__ import annotations
-
 from statistics import median
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the page of `bench predictor` says of its rows: which estimator is ahead, and whether quantiles hold."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

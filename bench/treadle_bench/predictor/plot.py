@@ -1,7 +1,5 @@
 """The picture of `bench predictor`: a row of panels for each data set, a line for each estimator, by steps seen."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -9,8 +9,6 @@ engines and no assignment beat, less 1. `annealing_rel`, `homogeneous_rel`: make
 medians over repeats, each of which draws another workload and anneals with another seed.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Coding on CPU cores: the elastic scheduler against a pod for each trajectory and fixed degrees (Figures 3, 6–9)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +17,7 @@ from treadle_sim.workloads.public_traces import read_public
 from treadle_sim.workloads.workload import read_traces
 
 from treadle_bench.bench import BenchOptions
-from treadle_bench.summary import median_by_key, rounded
+from treadle_bench.summary import rounded
 from treadle_bench.tools.setting import (
     DecisionSeconds,
     Plan,
@@ -28,7 +26,6 @@ from treadle_bench.tools.setting import (
     decision_seconds,
     mean_act_s,
     mean_action,
-    overheads,
     split_times,
 )
 
@@ -39,6 +36,7 @@ SOURCE = "swebench_verified_mini_gemini3"
 GAPS = "claude_code_sessions_kvct"
 GAPS_FLOOR_S = 3.0  # the smallest gap in the sessions, in whole seconds: time of the harness itself
 WINDOW_S = 30.0
+PODS = PodRules()
 SMALL_NODE = 64  # cores: twice the most that a reward may have
 
 Batch = Callable[[int, int], tuple[Trace, ...]]
@@ -55,9 +53,9 @@ class Cores:
         nodes = self._nodes()
         return lambda timeline, report: ElasticCores(timeline, report, nodes, OVERHEAD_S, foresees=foresees)
 
-    def pods(self, rules: PodRules | None = None) -> Make:
-        nodes, asked = self._nodes(), rules or PodRules()
-        return lambda timeline, report: Pods(timeline, report, nodes, asked)
+    def pods(self, rules: PodRules = PODS) -> Make:
+        nodes = self._nodes()
+        return lambda timeline, report: Pods(timeline, report, nodes, rules)
 
     def _nodes(self) -> tuple[Machine, ...]:
         return equal_machines(self.setting.nodes, self.cores // self.setting.nodes, NODE_MEMORY_BYTES)
@@ -75,35 +73,30 @@ class Cell:
 
 def measure(options: BenchOptions, plan: Plan) -> dict[str, Any]:
     """Raises PublicTraceError, TraceFileError, OSError."""
-    setting, among = plan.setting, _shapes(options)
+    setting, (source, among) = plan.setting, _read_shapes(options)
     batch = partial(coding_batch, among=among)
     whole = Cores(setting, setting.cores)
-    found: dict[str, Any] = {"shapes": _shapes_from(options)}
     clusters = [Cores(setting, cores) for cores in setting.cores_tried]
     pairs = [(whole, size) for size in setting.batches] + [(at, setting.batch) for at in clusters]
-    cells = [Cell(at, size, seed, batch) for at, size in pairs for seed in plan.seeds]
-    done = plan.run_jobs("coding", play_cell, cells)
-    rows = [
-        {
-            "batch": size,
-            "cores": at.cores,
-            **median_by_key([figures for figures, _ in done[first : first + len(plan.seeds)]]),
-        }
-        for (at, size), first in zip(pairs, range(0, len(cells), len(plan.seeds)), strict=True)
-    ]
-    found["batches"] = [row for row in rows if row["cores"] == setting.cores]
-    found["cores"] = sorted((row for row in rows if row["batch"] == setting.batch), key=lambda row: int(row["cores"]))
-    found |= overheads([part for _, part in done])
+    cells = [[Cell(at, size, seed, batch) for seed in plan.seeds] for at, size in pairs]
+    medians, costs = plan.run_cells("coding", play_cell, cells)
+    rows = [{"batch": size, "cores": at.cores, **row} for (at, size), row in zip(pairs, medians, strict=True)]
     plan.report("coding, one batch in detail")
-    found["near"] = _play_in_detail(batch(setting.batch, plan.seeds[0]), whole, Cores(setting, setting.cores // 2))
+    near = _play_in_detail(batch(setting.batch, plan.seeds[0]), whole, Cores(setting, setting.cores // 2))
     large = play(batch(setting.large_batch, plan.seeds[0]), whole.elastic())
-    found["varied_batch"] = setting.varied_batch
-    found["table1"] = [
-        {"batch": setting.batch, **found["near"]["elastic"]},
-        {"batch": setting.large_batch, **split_times(large)},
-    ]
-    found["sensitivity"] = sensitivity(options, plan, among)
-    return found
+    return {
+        "shapes": source,
+        "batches": [row for row in rows if row["cores"] == setting.cores],
+        "cores": sorted((row for row in rows if row["batch"] == setting.batch), key=lambda row: int(row["cores"])),
+        **costs,
+        "near": near,
+        "varied_batch": setting.varied_batch,
+        "table1": [
+            {"batch": setting.batch, **near["elastic"]},
+            {"batch": setting.large_batch, **split_times(large)},
+        ],
+        "sensitivity": sensitivity(options, plan, among),
+    }
 
 
 def play_cell(cell: Cell) -> tuple[dict[str, float], DecisionSeconds]:
@@ -127,13 +120,9 @@ def play_cell(cell: Cell) -> tuple[dict[str, float], DecisionSeconds]:
 
 def fix_degree(traces: Sequence[Trace], degree: int) -> tuple[Trace, ...]:
     """The same trajectories, each reward with exactly so many cores (Figure 9)."""
+    cost = {CPU_CORES: UnitSet((degree,))}
     return tuple(
-        replace(
-            trace,
-            calls=tuple(
-                replace(call, cost={CPU_CORES: UnitSet((degree,))}) if call.reward else call for call in trace.calls
-            ),
-        )
+        replace(trace, calls=tuple(replace(call, cost=cost) if call.reward else call for call in trace.calls))
         for trace in traces
     )
 
@@ -174,11 +163,11 @@ class Changed:
     pods."""
 
     name: str
-    batch: Batch
-    rules: PodRules
     at: Cores
-    size: int
-    seed: int
+    batch: Batch
+    rules: PodRules = PODS
+    size: int = 0
+    seed: int = 0
     degree: int = 0
 
 
@@ -186,24 +175,30 @@ def sensitivity(options: BenchOptions, plan: Plan, among: Sequence[Shape]) -> li
     """Ratios to pods at three sizes and to two fixed degrees (Figure 9), one seed, one assumption changed at a time."""
     setting = plan.setting
     batch, whole = partial(coding_batch, among=among), Cores(setting, setting.cores)
-    changed: dict[str, tuple[Batch, PodRules, Cores]] = {"as assumed": (batch, PodRules(), whole)}
-    for share in (0.02, 0.05, 0.1, 0.2):
-        fixed_share = partial(batch, serial_share=(share, share))
-        changed[f"serial share of tests {share:g}"] = (fixed_share, PodRules(), whole)
-    changed["pods run tests with -n 4"] = (batch, PodRules(reward_processes=4), whole)
-    changed["pods are there at once"] = (batch, PodRules(binds_per_s=1e9, starts_per_s=1e9, start_s=0.0), whole)
-    for active in (0.35, 0.6):
-        changed[f"actions fill {active:.0%} of a life"] = (partial(batch, active_share=active), PodRules(), whole)
     small = replace(setting, nodes=max(setting.cores // SMALL_NODE, 1))
-    changed[f"nodes of {SMALL_NODE} cores"] = (batch, PodRules(), Cores(small, setting.cores))
+    at_once = PodRules(binds_per_s=1e9, starts_per_s=1e9, start_s=0.0)
+    changed = [
+        Changed("as assumed", whole, batch),
+        *(
+            Changed(f"serial share of tests {share:g}", whole, partial(batch, serial_share=(share, share)))
+            for share in (0.02, 0.05, 0.1, 0.2)
+        ),
+        Changed("pods run tests with -n 4", whole, batch, PodRules(reward_processes=4)),
+        Changed("pods are there at once", whole, batch, at_once),
+        *(
+            Changed(f"actions fill {active:.0%} of a life", whole, partial(batch, active_share=active))
+            for active in (0.35, 0.6)
+        ),
+        Changed(f"nodes of {SMALL_NODE} cores", Cores(small, setting.cores), batch),
+    ]
     if among:
-        changed["shapes from the fitted distributions"] = (coding_batch, PodRules(), whole)
+        changed.append(Changed("shapes from the fitted distributions", whole, coding_batch))
     if options.data is not None:
-        for name, drawn in _measured_tools(options.data).items():
-            changed[name] = (partial(batch, tool_s=drawn), PodRules(), whole)
+        measured = _measured_tools(options.data)
+        changed += [Changed(name, whole, partial(batch, tool_s=drawn)) for name, drawn in measured.items()]
     sizes = [(size, 0) for size in (setting.batches[0], setting.varied_batch, setting.batch)]
     sizes += [(setting.small_batch, 4), (setting.batch, 16)]
-    jobs = [Changed(name, *how, size, plan.seeds[0], degree) for name, how in changed.items() for size, degree in sizes]
+    jobs = [replace(each, size=size, seed=plan.seeds[0], degree=degree) for each in changed for size, degree in sizes]
     rows: dict[str, dict[str, Any]] = {}
     for job, found in zip(jobs, plan.run_jobs("coding, one assumption changed", play_changed, jobs), strict=True):
         rows.setdefault(job.name, {"changed": job.name}).update(found)
@@ -215,9 +210,8 @@ def play_changed(job: Changed) -> dict[str, float]:
     traces = job.batch(job.size, job.seed)
     ours_s = mean_act_s(play(traces, job.at.elastic()))
     if job.degree:
-        return rounded(
-            {f"ratio_degree_{job.degree}": mean_act_s(play(fix_degree(traces, job.degree), job.at.elastic())) / ours_s}
-        )
+        fixed_s = mean_act_s(play(fix_degree(traces, job.degree), job.at.elastic()))
+        return {f"ratio_degree_{job.degree}": rounded(fixed_s / ours_s)}
     pods_s = mean_act_s(play(traces, job.at.pods(job.rules)))
     rewards_s = float(np.mean([trace.calls[-1].single_unit_s for trace in traces]))
     tools_s = float(np.mean([trace.single_unit_s for trace in traces])) - rewards_s
@@ -234,18 +228,13 @@ class Resampled:
         return np.array(self.values)[rng.integers(len(self.values), size=count)]
 
 
-def _shapes(options: BenchOptions) -> tuple[Shape, ...]:
+def _read_shapes(options: BenchOptions) -> tuple[str, tuple[Shape, ...]]:
+    """Where the shapes of trajectories come from, and the shapes; none: they are drawn from fitted distributions."""
     if options.traces is not None:
-        return shapes(read_traces(options.traces))
+        return "traces", shapes(read_traces(options.traces))
     if options.data is not None:
-        return shapes(read_public(SOURCE, options.data))
-    return ()
-
-
-def _shapes_from(options: BenchOptions) -> str:
-    if options.traces is not None:
-        return "traces"
-    return SOURCE if options.data is not None else "fitted"
+        return SOURCE, shapes(read_public(SOURCE, options.data))
+    return "fitted", ()
 
 
 def _measured_tools(data: Path) -> Mapping[str, ToolSeconds]:

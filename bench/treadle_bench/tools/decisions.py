@@ -5,8 +5,6 @@ half of these by elastic actions. Quantiles are over random queues; the first de
 and the garbage collector is off.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Reward models on GPUs: a shared pool against groups of GPUs for each model, and against loading (Figures 3b, 8b)."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +27,6 @@ from treadle_bench.tools.setting import (
     decision_seconds,
     mean_act_s,
     mean_action,
-    overheads,
 )
 
 GROUP = 4  # §6.1: four GPUs a model
@@ -72,16 +69,9 @@ def measure(plan: Plan) -> dict[str, Any]:
     setting = plan.setting
     models = (*teachers(setting.gpus // GROUP - 1), JUDGE)
     pairs = [(size, name) for size in setting.scored_batches for name in PACES]
-    cells = [Cell(models, setting.gpus, size, PACES[name], seed) for size, name in pairs for seed in plan.seeds]
-    done = plan.run_jobs("rewards", play_cell, cells)
-    rows = [
-        {
-            "batch": size,
-            "pace": name,
-            **median_by_key([figures for figures, _ in done[first : first + len(plan.seeds)]]),
-        }
-        for (size, name), first in zip(pairs, range(0, len(cells), len(plan.seeds)), strict=True)
-    ]
+    cells = [[Cell(models, setting.gpus, size, PACES[name], seed) for seed in plan.seeds] for size, name in pairs]
+    medians, costs = plan.run_cells("rewards", play_cell, cells)
+    rows = [{"batch": size, "pace": name, **row} for (size, name), row in zip(pairs, medians, strict=True)]
     fractions = {name: _fraction(plan, models, pace) for name, pace in PACES.items()}
     plan.report("one judge; twelve teachers")
     return {
@@ -90,7 +80,7 @@ def measure(plan: Plan) -> dict[str, Any]:
         "judge": median_by_key([_play_judge(setting, seed) for seed in plan.seeds]),
         "busy": _measure_busy(setting, plan.seeds[0]),
         "skewed": median_by_key([_play_skewed(setting, models, seed) for seed in plan.seeds]),
-        **overheads([part for _, part in done]),
+        **costs,
     }
 
 
@@ -149,14 +139,8 @@ def _play_judge(setting: Setting, seed: int) -> dict[str, float]:
     ours = play(traces, elastic(setting.gpus, [JUDGE]))
     replicas = min(JUDGE_REPLICAS, setting.gpus // JUDGE_GROUP)
     own_s = mean_act_s(play(traces, static([JUDGE], JUDGE_GROUP, replicas)))
-    return rounded(
-        {
-            "elastic_s": mean_act_s(ours),
-            "static_s": own_s,
-            "ratio": own_s / mean_act_s(ours),
-            **mean_action(ours.records),
-        }
-    )
+    found = {"elastic_s": mean_act_s(ours), "static_s": own_s, "ratio": own_s / mean_act_s(ours)}
+    return rounded({**found, **mean_action(ours.records)})
 
 
 def _play_skewed(setting: Setting, models: Sequence[str], seed: int) -> dict[str, float]:

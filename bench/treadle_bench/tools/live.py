@@ -13,9 +13,8 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 import grpc.aio
@@ -70,58 +69,46 @@ async def _run_tools(options: BenchOptions, **settings: str) -> AsyncIterator[To
 async def time_invocations(tools: ToolsServiceAsyncStub, setting: Setting, trajectory_id: str) -> dict[str, float]:
     """Milliseconds of a trivial snippet for the caller, one call after the other. Calls of one trajectory share a
     sandbox; with an empty `trajectory_id` each has a fresh one."""
-    samples: list[float] = []
+    took_s: list[float] = []
     overhead_s: list[float] = []
-    for at in range(WARM_UP + setting.live_calls):
+    for _ in range(WARM_UP + setting.live_calls):
         began = time.perf_counter()
-        result = await _python(tools, "1 + 1", trajectory_id)
-        if at >= WARM_UP:
-            samples.append(time.perf_counter() - began)
-            overhead_s.append(_seconds(result.timing.overhead))
-    return rounded(
-        {
-            "p50_ms": float(np.quantile(samples, 0.5)) * MS,
-            "p99_ms": float(np.quantile(samples, 0.99)) * MS,
-            "overhead_p50_ms": median(overhead_s) * MS,
-            "calls": float(len(samples)),
-        }
-    )
+        result = await _invoke(tools, {"code": "1 + 1"}, tool="python", trajectory_id=trajectory_id)
+        took_s.append(time.perf_counter() - began)
+        overhead_s.append(_seconds(result.timing.overhead))
+    p50_s, p99_s = np.quantile(took_s[WARM_UP:], (0.5, 0.99)).tolist()
+    overhead_ms = median(overhead_s[WARM_UP:]) * MS
+    found = {"p50_ms": p50_s * MS, "p99_ms": p99_s * MS, "overhead_p50_ms": overhead_ms}
+    return rounded({**found, "calls": float(setting.live_calls)})
 
 
 async def run_sessions(tools: ToolsServiceAsyncStub, setting: Setting) -> dict[str, float]:
     """Open all sessions at once. A session is ok when all its steps and its end succeed."""
     everyone_open = asyncio.Barrier(setting.sessions)
 
-    async def one(seed: int) -> bool:
-        session_id = ""
+    async def play_one(seed: int) -> bool:
+        opening = tools_pb2.OpenSessionRequest(
+            request_id=uuid.uuid4().hex, tool="frozen_lake", arguments_json=json.dumps({"seed": seed})
+        )
         try:
-            opened = await tools.OpenSession(
-                tools_pb2.OpenSessionRequest(
-                    request_id=uuid.uuid4().hex, tool="frozen_lake", arguments_json=json.dumps({"seed": seed})
-                ),
-                timeout=CALL_TIMEOUT_S,
-            )
-            session_id = opened.session.session_id
+            session_id = (await tools.OpenSession(opening, timeout=CALL_TIMEOUT_S)).session.session_id
         except grpc.aio.AioRpcError:
             return False
         finally:
             await everyone_open.wait()  # also after a failure, so that the others do not wait forever
+        closing = tools_pb2.CloseSessionRequest(request_id=uuid.uuid4().hex, session_id=session_id)
         try:
             for _ in range(STEPS):
-                request = tools_pb2.InvokeRequest(
-                    request_id=uuid.uuid4().hex, session_id=session_id, arguments_json=json.dumps({"action": "left"})
-                )
-                answer = await tools.Invoke(request, timeout=CALL_TIMEOUT_S)
-                if answer.result.status != tools_pb2.RESULT_STATUS_OK:
+                result = await _invoke(tools, {"action": "left"}, session_id=session_id)
+                if result.status != tools_pb2.RESULT_STATUS_OK:
                     return False
-            closing = tools_pb2.CloseSessionRequest(request_id=uuid.uuid4().hex, session_id=session_id)
             await tools.CloseSession(closing, timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return False
         return True
 
     began = time.perf_counter()
-    ended = await asyncio.gather(*(one(seed) for seed in range(setting.sessions)))
+    ended = await asyncio.gather(*(play_one(seed) for seed in range(setting.sessions)))
     took_s = time.perf_counter() - began
     return {"asked": float(len(ended)), "ok": float(sum(ended)), "steps": float(STEPS), "took_s": round(took_s, 2)}
 
@@ -140,8 +127,7 @@ def draw_burst(trajectories: int, seed: int) -> tuple[Trace, ...]:
     return tuple(traces)
 
 
-@dataclass(frozen=True)
-class _Lived:
+class _Lived(NamedTuple):
     """A call as its caller saw it. queue_s: the part of `completion_s` in the service's queue."""
 
     trajectory_id: str
@@ -155,23 +141,25 @@ async def replay_trace(tools: ToolsServiceAsyncStub, traces: Sequence[Trace]) ->
     """Play the trace through the service and through the simulator. The simulator's overhead of an action is the live
     median: of the service, the calls over loopback, and the start and end of a snippet."""
     for _ in range(WARM_UP):
-        await _python(tools, "1", "")
+        await _invoke(tools, {"code": "1"}, tool="python")
     lived: list[_Lived] = []
     ends_s: list[float] = []
 
-    async def one(trace: Trace) -> None:
+    async def play_one(trace: Trace) -> None:
+        name = trace.trajectory_id
         for at, call in enumerate(trace.calls):
             await asyncio.sleep(call.generation_s)
             asked_s = time.perf_counter()
-            result = await _python(tools, f"import time; time.sleep({call.single_unit_s})", trace.trajectory_id)
+            snippet = {"code": f"import time; time.sleep({call.single_unit_s})"}
+            result = await _invoke(tools, snippet, tool="python", trajectory_id=name)
             took_s = time.perf_counter() - asked_s
-            lived.append(_Lived(trace.trajectory_id, at, took_s, _seconds(result.timing.queue), call.single_unit_s))
+            lived.append(_Lived(name, at, took_s, _seconds(result.timing.queue), call.single_unit_s))
         ends_s.append(time.perf_counter() - began)
 
     began = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for trace in traces:
-            group.create_task(one(trace))
+            group.create_task(play_one(trace))
     overhead_s = median(each.completion_s - each.queue_s - each.slept_s for each in lived)
     nodes = equal_machines(1, CORES, 0)
     simulated = play(traces, lambda timeline, report: ElasticCores(timeline, report, nodes, overhead_s))
@@ -179,34 +167,31 @@ async def replay_trace(tools: ToolsServiceAsyncStub, traces: Sequence[Trace]) ->
         (record.asked.trace.trajectory_id, record.asked.at): record.completion_s for record in simulated.records
     }
     errors = [abs(simulated_s_of[each.trajectory_id, each.at] / each.completion_s - 1.0) for each in lived]
-    live_s, simulated_s = (
-        float(np.mean([each.completion_s for each in lived])),
-        float(np.mean(list(simulated_s_of.values()))),
-    )
+    live_s = float(np.mean([each.completion_s for each in lived]))
+    simulated_s = float(np.mean(list(simulated_s_of.values())))
     live_end_s, simulated_end_s = max(ends_s), max(simulated.ends_s.values())
-    return {
+    found = {
         "cores": CORES,
         "trajectories": len(traces),
         "actions": len(lived),
-        "overhead_ms": rounded(overhead_s * MS),
-        "queue_s": rounded(float(np.mean([each.queue_s for each in lived]))),
-        "live_act_s": rounded(live_s),
-        "simulated_act_s": rounded(simulated_s),
+        "overhead_ms": overhead_s * MS,
+        "queue_s": float(np.mean([each.queue_s for each in lived])),
+        "live_act_s": live_s,
+        "simulated_act_s": simulated_s,
         "act_error_pct": round(100.0 * (simulated_s / live_s - 1.0), 2),
         "action_error_p50_pct": round(100.0 * float(np.median(errors)), 2),
-        "live_makespan_s": rounded(live_end_s),
-        "simulated_makespan_s": rounded(simulated_end_s),
+        "live_makespan_s": live_end_s,
+        "simulated_makespan_s": simulated_end_s,
         "makespan_error_pct": round(100.0 * (simulated_end_s / live_end_s - 1.0), 2),
     }
+    return rounded(found)
 
 
-async def _python(tools: ToolsServiceAsyncStub, code: str, trajectory_id: str) -> tools_pb2.ToolResult:
-    request = tools_pb2.InvokeRequest(
-        request_id=uuid.uuid4().hex,
-        tool="python",
-        arguments_json=json.dumps({"code": code}),
-        trajectory_id=trajectory_id,
-    )
+async def _invoke(tools: ToolsServiceAsyncStub, arguments: dict[str, str], **target: str) -> tools_pb2.ToolResult:
+    """target: the session, or the tool and the trajectory."""
+    request = tools_pb2.InvokeRequest(request_id=uuid.uuid4().hex, arguments_json=json.dumps(arguments))
+    for field, value in target.items():
+        setattr(request, field, value)
     return (await tools.Invoke(request, timeout=CALL_TIMEOUT_S)).result
 
 

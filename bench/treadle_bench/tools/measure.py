@@ -9,8 +9,6 @@ of GPUs of their own, null where there is none; at the pace of Figure 3b. `decis
 `live_*`: null where there is no sandbox; `live.missing` says why.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

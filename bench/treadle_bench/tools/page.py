@@ -1,7 +1,5 @@
 """What the page of `bench tools` needs beside its figures: the aims, the paper's own figures, and the assumptions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

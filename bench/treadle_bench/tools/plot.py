@@ -1,7 +1,5 @@
 """The picture of `treadle bench tools`: Figures 3, 6, 7, 8 and 9 of ARL-Tangram, and the time of decisions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,19 +1,18 @@
 """What the parts of `treadle bench tools` share: sizes, replays turned into figures, and processes for their jobs."""
 
-from __future__ import annotations
-
+import itertools
 import multiprocessing
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from treadle_sim.tools.trace import Record, Replay
 
-from treadle_bench.summary import rounded
+from treadle_bench.summary import median_by_key, rounded
 
 Job = TypeVar("Job")
 Done = TypeVar("Done")
@@ -156,6 +155,15 @@ class Plan:
         """The result of each job, in their order. Jobs and results are pickled."""
         self.report(what)
         return list(map(function, jobs) if self.pool is None else self.pool.map(function, jobs))
+
+    def run_cells(
+        self, what: str, play: Callable[[Job], tuple[dict[str, float], DecisionSeconds]], cells: Sequence[Sequence[Job]]
+    ) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        """Of each cell, which has a job for each seed, the medians of its figures; and the overheads of all."""
+        done = iter(self.run_jobs(what, play, [job for cell in cells for job in cell]))
+        of_cells = [list(itertools.islice(done, len(cell))) for cell in cells]
+        medians = [median_by_key([figures for figures, _ in seeds]) for seeds in of_cells]
+        return medians, overheads([spent for seeds in of_cells for _, spent in seeds])
 
 
 @contextmanager

@@ -5,8 +5,6 @@ sources under --data. `predictors`: recall of the longest tenth and correlation 
 are percentiles over trajectories (tokens, steps) and over calls (tool_s, obs_tokens).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The picture of `treadle bench workloads`: distributions, samples of each prompt, and predictors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
