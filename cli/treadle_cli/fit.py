@@ -5,11 +5,12 @@ The fitting is `treadle_sim.fitting`; this module prints and writes its results.
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from treadle_sim.engine_model import render_profiles
 from treadle_sim.fitting.curves import FitError, MeasuredEngine, MeasuredProfileError, fit_measured
 from treadle_sim.fitting.fit import FitReport, FittedEngine, fit_public
@@ -83,101 +84,88 @@ def public_figures(report: FitReport) -> dict[str, Any]:
             for check in report.checks
         ],
         "skipped": list(report.skipped),
-        "engines": [_engine_figures(fitted) for fitted in report.engines],
+        "engines": [
+            {"engine": fitted.engine, **asdict(fitted.profile), **_errors(fitted)} for fitted in report.engines
+        ],
     }
 
 
 def measured_figures(measured: MeasuredEngine) -> dict[str, Any]:
     """One JSON object: the engine with its curve, and the errors against what was measured."""
-    return {
-        "engine": asdict(measured.engine),
-        "decode_error": asdict(measured.decode_error),
-        "prefill_error": asdict(measured.prefill_error) if measured.prefill_error else None,
-    }
+    return {"engine": asdict(measured.engine), **_errors(measured)}
+
+
+def _errors(fit: FittedEngine | MeasuredEngine) -> dict[str, Any]:
+    errors = {"decode_error": fit.decode_error, "prefill_error": fit.prefill_error}
+    return {name: asdict(error) if error else None for name, error in errors.items()}
 
 
 def print_public(report: FitReport, out: Console) -> None:
     """Tables for a terminal of 80 columns."""
+    show = partial(out.print, highlight=False)
     served = _table("requests", "rows", "left out", "med", "p90", "unseen degree", "unseen batch", "step alone")
     for fit in report.served:
-        held = (_held_out(error) for error in (fit.unseen_gpus, fit.unseen_batch, fit.steps))
         seen = fit.unseen_gpus
+        held_out = map(_held_out, (fit.unseen_gpus, fit.unseen_batch, fit.steps))
         served.add_row(
-            fit.engine, str(len(fit.rows)), str(fit.left_out), f"{seen.median:.1%}", f"{seen.p90:.1%}", *held
+            fit.engine, str(len(fit.rows)), str(fit.left_out), f"{seen.median:.1%}", f"{seen.p90:.1%}", *held_out
         )
-    out.print(f"{report.served[0].llm} on {report.served[0].accelerator}, measured whole; error of", highlight=False)
-    out.print(served)
-    out.print("\nData that no fit saw", highlight=False)
+    show(f"{report.served[0].llm} on {report.served[0].accelerator}, measured whole; error of")
+    show(served)
+    show("\nData that no fit saw")
     for check in report.checks:
-        out.print(f"  {check.label}:\n  {check.rows} rows, {check.median:.1%}, p90 {check.p90:.1%}", highlight=False)
+        show(f"  {check.label}:\n  {check.rows} rows, {check.median:.1%}, p90 {check.p90:.1%}")
     for engine in sorted({fitted.engine for fitted in report.engines}):
-        out.print(f"\n{engine}: decode curves; ms of a step of 1, and of {SHOWN_BATCH} of 8K each", highlight=False)
+        show(f"\n{engine}: decode curves; ms of a step of 1, and of {SHOWN_BATCH} of 8K each")
         table = _table("engine", "origin", "points", "med", "p90", "held out", "1", str(SHOWN_BATCH))
         for fitted in report.engines:
             if fitted.engine == engine:
                 table.add_row(*_engine_row(fitted))
-        out.print(table)
+        show(table)
     for skipped in report.skipped:
-        out.print(f"not fitted: {skipped}", highlight=False)
+        show(f"not fitted: {skipped}")
 
 
 def print_measured(measured: MeasuredEngine, out: Console) -> None:
     """The fit of one live engine for a terminal."""
+    show = partial(out.print, highlight=False)
     engine, curve = measured.engine, measured.engine.curve
     steps = ", ".join(f"{size:g}: {step * 1e3:.2f}" for size, step in zip(curve.batch_sizes, curve.step_s, strict=True))
     line = curve.linear(engine.slots)
-    out.print(f"{engine.name}, {engine.slots} slots, {engine.kv_tokens:,} KV tokens", highlight=False)
-    out.print(f"step, ms by batch  {steps}; {curve.per_kv_token_s * 1e9:.1f} ns a KV token", highlight=False)
-    out.print(
-        f"as planners see it {line.base_s * 1e3:.2f} ms + {line.per_sequence_s * 1e3:.3f} a sequence", highlight=False
-    )
-    out.print(f"decode error       {_error(measured.decode_error)}", highlight=False)
+    show(f"{engine.name}, {engine.slots} slots, {engine.kv_tokens:,} KV tokens")
+    show(f"step, ms by batch  {steps}; {curve.per_kv_token_s * 1e9:.1f} ns a KV token")
+    show(f"as planners see it {line.base_s * 1e3:.2f} ms + {line.per_sequence_s * 1e3:.3f} a sequence")
+    show(f"decode error       {_describe(measured.decode_error)}")
     if measured.prefill_error:
-        out.print(
-            f"prefill            {curve.prefill_fixed_s * 1e3:.2f} ms + {curve.prefill_token_s * 1e6:.1f} µs a token",
-            highlight=False,
-        )
-        out.print(f"prefill error      {_error(measured.prefill_error)}", highlight=False)
-
-
-def _engine_figures(fitted: FittedEngine) -> dict[str, Any]:
-    return {
-        "engine": fitted.engine,
-        **asdict(fitted.profile),
-        "decode_error": asdict(fitted.decode_error) if fitted.decode_error else None,
-        "prefill_error": asdict(fitted.prefill_error) if fitted.prefill_error else None,
-    }
+        prefill_token_us = curve.prefill_token_s * 1e6
+        show(f"prefill            {curve.prefill_fixed_s * 1e3:.2f} ms + {prefill_token_us:.1f} µs a token")
+        show(f"prefill error      {_describe(measured.prefill_error)}")
 
 
 def _engine_row(fitted: FittedEngine) -> tuple[str, ...]:
     profile, curve, error = fitted.profile, fitted.profile.curve, fitted.decode_error
-    large = curve.decode_s(SHOWN_BATCH) + curve.per_kv_token_s * SHOWN_BATCH * SHOWN_CONTEXT
+    large_s = curve.decode_s(SHOWN_BATCH) + curve.per_kv_token_s * SHOWN_BATCH * SHOWN_CONTEXT
     fits = profile.kv_tokens >= SHOWN_BATCH * SHOWN_CONTEXT
     return (
         f"{profile.llm} {profile.accelerator} x{profile.gpus}",
         profile.origin,
         *((str(error.points), f"{error.median:.1%}", f"{error.p90:.1%}", _held_out(error)) if error else ("",) * 4),
         f"{curve.decode_s(1) * 1e3:.2f}",
-        f"{large * 1e3:.1f}" if fits else "no room",
+        f"{large_s * 1e3:.1f}" if fits else "no room",
     )
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    return table
+    return Table(*[Column(name, no_wrap=True) for name in columns], box=None, padding=(0, 1, 0, 0))
 
 
 def _held_out(error: FitError) -> str:
     return f"{error.held_out_median:.1%}, {error.held_out_p90:.1%}"
 
 
-def _error(error: FitError) -> str:
-    return (
-        f"median {error.median:.1%}, p90 {error.p90:.1%}; held out median {error.held_out_median:.1%}, "
-        f"p90 {error.held_out_p90:.1%} ({error.points} points)"
-    )
+def _describe(error: FitError) -> str:
+    held_out = f"held out median {error.held_out_median:.1%}, p90 {error.held_out_p90:.1%}"
+    return f"median {error.median:.1%}, p90 {error.p90:.1%}; {held_out} ({error.points} points)"
 
 
 def _write_json(path: Path, document: dict[str, Any]) -> None:

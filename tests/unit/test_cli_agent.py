@@ -2,14 +2,17 @@
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from treadle_cli.demo.agents import PuzzleMove, last_line, parse_direction, parse_puzzle_move
+from treadle_cli.demo.agents import read_action
 from treadle_cli.demo.chatml import ChatML
-from treadle_cli.demo.tasks import make_prompts
+from treadle_cli.demo.tasks import Task, make_prompts
 from treadle_cli.problems import UsageProblem
+
+LAKE = Task("lake", "frozen_lake", {}, turn_tokens=12, turns=7, base_seed=0)
+PUZZLE = Task("puzzle", "reasoning_gym", {}, turn_tokens=64, turns=6, base_seed=0)
 
 
 @pytest.mark.parametrize(
-    ("said", "meant"),
+    ("said", "direction"),
     [
         ("I move right.", "right"),
         ("DOWN! Not left, not up.", "down"),
@@ -19,35 +22,31 @@ from treadle_cli.problems import UsageProblem
         ("", None),
     ],
 )
-def test_the_first_direction_counts(said: str, meant: str | None) -> None:
-    assert parse_direction(said) == meant
+def test_the_first_direction_counts(said: str, direction: str | None) -> None:
+    assert read_action(LAKE, said) == (direction and {"action": direction})
 
 
 @pytest.mark.parametrize(
-    ("said", "meant"),
+    ("said", "action"),
     [
-        ("Answer: 42", PuzzleMove("answer", "42")),
-        ("The answer is **7**.", PuzzleMove("answer", "7")),
-        ("so \\boxed{-128} it is", PuzzleMove("answer", "-128")),
-        ("Answer: 1\nor answer = 2", PuzzleMove("answer", "1")),
-        ("```python\nprint(1 + 1)\n```", PuzzleMove("code", "print(1 + 1)")),
-        ("```\nprint(3)\n```\nand so on", PuzzleMove("code", "print(3)")),
-        ("```python\nfor x in range(3):\n    print(x", PuzzleMove("code", "for x in range(3):\n    print(x")),
-        ("```python\nprint(6)\n```\nor\n```python\nprint(", PuzzleMove("code", "print(6)")),
-        ("```python\nprint('answer: 5')\n```", PuzzleMove("code", "print('answer: 5')")),
-        ("Answer: 6, from\n```python\nprint(6)\n```", PuzzleMove("answer", "6, from")),
+        ("Answer: 42", {"answer": "42"}),
+        ("The answer is **7**.", {"answer": "7"}),
+        ("so \\boxed{-128} it is", {"answer": "-128"}),
+        ("Answer: 1\nor answer = 2", {"answer": "1"}),
+        ("```python\nprint(1 + 1)\n```", {"code": "print(1 + 1)"}),
+        ("```\nprint(3)\n```\nand so on", {"code": "print(3)"}),
+        ("```python\nfor x in range(3):\n    print(x", {"code": "for x in range(3):\n    print(x"}),
+        ("```python\nprint(6)\n```\nor\n```python\nprint(", {"code": "print(6)"}),
+        ("```python\nprint('answer: 5')\n```", {"code": "print('answer: 5')"}),
+        ("Answer: 6, from\n```python\nprint(6)\n```", {"answer": "6, from"}),
         ("I have no idea", None),
-        ("Answer:", None),
         ("```python\n```", None),
+        ("Answer:\n\n  `17`  \n\n", {"answer": "17"}),  # nothing is marked: the last line
+        ("Answer:", {"answer": "Answer:"}),
     ],
 )
-def test_a_puzzle_turn_is_code_or_an_answer_whichever_comes_first(said: str, meant: PuzzleMove | None) -> None:
-    assert parse_puzzle_move(said) == meant
-
-
-def test_the_last_words_are_scored_when_nothing_was_marked() -> None:
-    assert last_line("Let me think\n\n  `17`  \n\n") == "17"
-    assert last_line("   ") == ""
+def test_a_puzzle_turn_is_code_or_an_answer_whichever_comes_first(said: str, action: dict[str, str] | None) -> None:
+    assert read_action(PUZZLE, said) == action
 
 
 @pytest.fixture
@@ -67,16 +66,9 @@ def test_an_end_token_that_the_model_said_is_not_said_again(chat: ChatML) -> Non
 
 
 def test_a_turn_can_be_opened_with_its_first_words(chat: ChatML) -> None:
-    plain = chat.user("hello")
-    led = chat.user("hello", "I move")
+    plain, led = chat.user("hello"), chat.user("hello", "I move")
     assert led[: len(plain)] == plain
     assert chat.text(led[len(plain) :]) == "I move"
-
-
-def test_pieces_of_a_conversation_put_together_are_the_conversation_at_once(chat: ChatML) -> None:
-    together = chat.system("be brief") + chat.user("hello")
-    assert together[0] == chat.user("x")[0]
-    assert together.count(chat.end_id) == 2
 
 
 def test_a_model_that_does_not_speak_chatml_is_refused() -> None:

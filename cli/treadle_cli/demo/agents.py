@@ -9,9 +9,8 @@ import asyncio
 import re
 import time
 from dataclasses import dataclass
-from typing import Literal
 
-from treadle import Prompt, Sampling, Session, Span, ToolResult, Trajectory
+from treadle import Prompt, Sampling, Span, ToolResult, Trajectory
 
 from treadle_cli.demo.chatml import ChatML
 from treadle_cli.demo.tasks import Task
@@ -52,11 +51,12 @@ class Player:
             trajectory.observe(self._chat.user(turn.message, turn.lead))
             for number in range(task.turns):
                 generated = await self._generate(trajectory, prompt, turn, number)
-                result = await _act(session, task, turn.lead + self._chat.text(generated))
-                if result is not None:
+                action = read_action(task, turn.lead + self._chat.text(generated))
+                result = None
+                if action is not None:
+                    result = await session.step(action)
                     await self._add_latency(trajectory, number)
-                if result is not None and result.reward is not None:
-                    reward += result.reward
+                    reward += result.reward or 0.0
                 if number == task.turns - 1 or (result is not None and result.done):
                     break
                 turn = _next_turn(task, result, last=number == task.turns - 2)
@@ -100,57 +100,37 @@ def _next_turn(task: Task, result: ToolResult | None, *, last: bool) -> Turn:
     return Turn(f"{message}\n{RETRY_HINT}".lstrip(), CODE_LEAD, task.turn_tokens, (FENCE,))
 
 
-async def _act(session: Session, task: Task, text: str) -> ToolResult | None:
-    """Take the action that the text names, and return the environment's answer; None where it names none."""
-    if task.kind == "lake":
-        move = parse_direction(text)
-        return None if move is None else await session.step({"action": move})
-    if text.startswith(ANSWER_LEAD):
-        found = parse_puzzle_move(text)
-        answer = found.text if found is not None and found.kind == "answer" else last_line(text)
-        return await session.step({"answer": answer})
-    found = parse_puzzle_move(text)
-    return None if found is None else await session.step({found.kind: found.text})
-
-
-DIRECTIONS = ("left", "down", "right", "up")
-
-_DIRECTION = re.compile(rf"\b({'|'.join(DIRECTIONS)})\b", re.IGNORECASE)
+_DIRECTION = re.compile(r"\b(left|down|right|up)\b", re.IGNORECASE)
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
-_ANSWER = re.compile(r"answer\s*(?:is|:|=)\s*\**\s*([^\n*]+)", re.IGNORECASE)
-_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+_ANSWERS = (re.compile(r"answer\s*(?:is|:|=)\s*\**\s*([^\n*]+)", re.IGNORECASE), re.compile(r"\\boxed\{([^{}]*)\}"))
 _MARKUP = " \t*`$\"'"
 
 
-@dataclass(frozen=True)
-class PuzzleMove:
-    """Python to run, or an answer to be scored."""
+def read_action(task: Task, text: str) -> dict[str, str] | None:
+    """The action that the text names, as the environment takes it; None where it names none.
 
-    kind: Literal["code", "answer"]
-    text: str
+    On the lake: the first direction. In a puzzle: Python or an answer, whichever comes first; a turn that began with
+    "Answer:" is an answer, its last line if nothing else is marked.
+    """
+    if task.kind == "lake":
+        found = _DIRECTION.search(text)
+        return {"action": found.group(1).lower()} if found else None
+    action = _first_code_or_answer(text)
+    if text.startswith(ANSWER_LEAD) and (action is None or "answer" not in action):
+        lines = [line.strip(_MARKUP) for line in text.splitlines()]
+        return {"answer": next((line for line in reversed(lines) if line), "")}
+    return action
 
 
-def parse_direction(text: str) -> str | None:
-    """The first direction that the text names, in lower case, or None."""
-    found = _DIRECTION.search(text)
-    return found.group(1).lower() if found else None
-
-
-def parse_puzzle_move(text: str) -> PuzzleMove | None:
-    """The first move in the text, or None: a block of Python (closed or cut off), "answer: ...", or \\boxed{...}."""
+def _first_code_or_answer(text: str) -> dict[str, str] | None:
+    """A block of Python (closed or cut off), "answer: ...", or \\boxed{...}."""
     blocks = [(match.start(), match.group(1).rstrip()) for match in _FENCE.finditer(text)]
-    moves = [(start, PuzzleMove("code", code)) for start, code in blocks if code]
+    actions = [(start, {"code": code}) for start, code in blocks if code]
     # An "answer:" inside a block of code is a string or a comment, not the answer.
     prose = _FENCE.sub(lambda match: " " * len(match.group(0)), text)
-    for pattern in (_ANSWER, _BOXED):
+    for pattern in _ANSWERS:
         for match in pattern.finditer(prose):
             answer = match.group(1).strip(_MARKUP).rstrip(".").strip(_MARKUP)
             if answer:
-                moves.append((match.start(), PuzzleMove("answer", answer)))
-    return min(moves, key=lambda move: move[0])[1] if moves else None
-
-
-def last_line(text: str) -> str:
-    """The last line with any text: scored when the turns are used up and no answer was marked."""
-    lines = [line.strip(_MARKUP) for line in text.splitlines()]
-    return next((line for line in reversed(lines) if line), "")
+                actions.append((match.start(), {"answer": answer}))
+    return min(actions, key=lambda action: action[0])[1] if actions else None
