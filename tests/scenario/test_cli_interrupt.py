@@ -2,22 +2,25 @@
 
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from support.cli import TreadleProcess
-from support.command_lines import command_line
+from support.processes import command_line
+from treadle_cli.mesh.services import SERVICES, free_port
 
 Start = Callable[..., TreadleProcess]
-SERVICES = ("scheduler", "predictor", "placement", "migrator", "tools", "rollout")
+NO_ENGINE = ("up", "--engines", "0", "--port", "0")
 
 # Stands in for the python of the engine's venv: converts no model, and is an engine that loads for ever, with a worker.
+LOADS_FOR_EVER = "sleep 1000 & sleep 1000"
 FAKE_ENGINE_PYTHON = """#!/bin/sh
 case "$*" in
 *sglang_cpu.model*) echo "$PWD" ;;
-*) sleep 1000 & sleep 1000 ;;
+*) {engine} ;;
 esac
 """
 
@@ -36,38 +39,32 @@ def treadle(tmp_path: Path) -> Iterator[Start]:
         process.end()
 
 
-def services_up(process: TreadleProcess) -> None:
-    process.until(lambda: "Ctrl-C stops everything" in process.text())
+def start_with_engine(treadle: Start, folder: Path, engine: str) -> TreadleProcess:
+    """A mesh whose one engine is this shell command."""
+    fake = folder / "python"
+    fake.write_text(FAKE_ENGINE_PYTHON.format(engine=engine))
+    fake.chmod(0o755)
+    return treadle("up", "--engines", "1", "--port", "0", TREADLE_ENGINE_PYTHON=str(fake))
 
 
-def test_ctrl_c_stops_nats_and_all_services(treadle: Start, tmp_path: Path) -> None:
-    mesh = treadle("up", "--engines", "0", "--port", "0")
-    services_up(mesh)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_nats_and_all_services(treadle: Start, tmp_path: Path, number: signal.Signals) -> None:
+    mesh = treadle(*NO_ENGINE)
+    mesh.until(lambda: "Ctrl-C stops everything" in mesh.text())
     running = {command_line(process) for process in mesh.look()}
     assert all(any(f"treadle_{name}" in command for command in running) for name in SERVICES)
-    mesh.send(signal.SIGINT)
+    mesh.send(number)
     assert mesh.wait() == 130
     assert mesh.left_over() == []
     (folder,) = (tmp_path / "runs").iterdir()
     assert [entry.name for entry in folder.iterdir()] == ["logs"]  # no store and no KV pages stay
 
 
-def test_sigterm_does_the_same(treadle: Start) -> None:
-    mesh = treadle("up", "--engines", "0", "--port", "0")
-    services_up(mesh)
-    mesh.send(signal.SIGTERM)
-    assert mesh.wait() == 130
-    assert mesh.left_over() == []
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_end_while_engines_start_leaves_no_engine_and_no_worker(
     treadle: Start, tmp_path: Path, number: signal.Signals
 ) -> None:
-    fake = tmp_path / "python"
-    fake.write_text(FAKE_ENGINE_PYTHON)
-    fake.chmod(0o755)
-    mesh = treadle("up", "--engines", "1", "--port", "0", TREADLE_ENGINE_PYTHON=str(fake))
+    mesh = start_with_engine(treadle, tmp_path, LOADS_FOR_EVER)
     mesh.until(lambda: sum("sleep 1000" in command_line(p) for p in mesh.look()) >= 2)
     mesh.send(number)
     assert mesh.wait() == (130 if number == signal.SIGINT else -signal.SIGKILL)
@@ -75,20 +72,15 @@ def test_an_end_while_engines_start_leaves_no_engine_and_no_worker(
 
 
 def test_an_engine_that_dies_while_it_starts_is_shown_with_its_last_words(treadle: Start, tmp_path: Path) -> None:
-    fake = tmp_path / "python"
-    fake.write_text(
-        FAKE_ENGINE_PYTHON.replace("sleep 1000 & sleep 1000", "echo no kernels for this machine >&2; exit 3")
-    )
-    fake.chmod(0o755)
-    mesh = treadle("up", "--engines", "1", "--port", "0", TREADLE_ENGINE_PYTHON=str(fake))
+    mesh = start_with_engine(treadle, tmp_path, "echo no kernels for this machine >&2; exit 3")
     assert mesh.wait() == 1
     assert "engine-0 ended with exit code 3" in mesh.text() and "no kernels for this machine" in mesh.text()
     assert mesh.left_over() == []
 
 
 def test_a_service_that_dies_ends_the_mesh_and_is_named(treadle: Start) -> None:
-    mesh = treadle("up", "--engines", "0", "--port", "0")
-    services_up(mesh)
+    mesh = treadle(*NO_ENGINE)
+    mesh.until(lambda: "Ctrl-C stops everything" in mesh.text())
     mesh.named("treadle_placement").kill()
     assert mesh.wait() == 1
     assert "placement was killed by SIGKILL" in mesh.text()
@@ -113,8 +105,8 @@ def test_without_the_engines_venv_it_names_make_setup(treadle: Start, tmp_path: 
 
 
 def test_a_taken_port_is_named(treadle: Start) -> None:
-    first = treadle("up", "--engines", "0", "--port", "17401")
-    services_up(first)
-    second = treadle("up", "--engines", "0", "--port", "17401")
-    assert second.wait() == 2
-    assert "port 17401" in second.text() and "is taken" in second.text()
+    with socket.create_server(("127.0.0.1", free_port())) as taken:
+        port = taken.getsockname()[1]
+        mesh = treadle("up", "--engines", "0", "--port", str(port))
+        assert mesh.wait() == 2
+    assert f"port {port}" in mesh.text() and "is taken" in mesh.text()

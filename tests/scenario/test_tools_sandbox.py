@@ -7,11 +7,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.command_lines import command_line
 from support.conditions import until
 from support.escapes import ATTEMPTS as ATTEMPTS_ANYWHERE
 from support.escapes import FORK_BOMB
-from support.processes import ServiceProcess
+from support.processes import ServiceProcess, command_line
 from support.tools import ToolsCalls, calls_to, limits, shared_tools
 from treadle.tools.v1 import tools_pb2 as pb
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
-from support.command_lines import command_line
+from support.processes import command_line
 
 PATIENCE_S = 90.0  # services start beside whatever else this machine does
 
@@ -40,7 +40,7 @@ class TreadleProcess:
         return self._screen.read_text()
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Waits for a condition, and remembers every process that it sees below this one meanwhile."""
+        """Wait for a condition, and remember every process that is below this one meanwhile."""
         give_up_at = time.monotonic() + self._patience_s
         while not condition():
             self.look()
@@ -78,7 +78,7 @@ class TreadleProcess:
         return [line for line in map(command_line, alive) if line]
 
     def end(self) -> None:
-        """Makes sure that nothing stays, also after a failed test."""
+        """Make sure that nothing stays, also after a failed test."""
         self._process.kill()
         self._process.wait()
         for process in self._tree.values():

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+import psutil
+
 POLL_S = 0.01
 END_DEADLINE_S = 20.0
 SUPPORT = Path(__file__).parent
@@ -76,6 +78,14 @@ class ServiceProcess:
             await self.wait()
         except AssertionError:
             self.kill()
+
+
+def command_line(process: psutil.Process) -> str:
+    """The words of a process with blanks between; empty once it has ended, or waits only to be cleared up."""
+    try:
+        return "" if process.status() == psutil.STATUS_ZOMBIE else " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 class StartService(Protocol):

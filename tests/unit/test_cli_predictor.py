@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from treadle_cli.app import app
 from treadle_cli.predictor.commands import DEFAULT_BACKBONE
 from treadle_cli.predictor.sources import read_source, transcripts_of_run, transcripts_of_works
-from treadle_cli.report.records import write_summary, write_trajectories
+from treadle_cli.report.records import Run, write_run
 from treadle_learned.backbone import DEFAULT
 from treadle_learned.checkpoint import ModelsFolder, load
 from treadle_learned.examples import Part, part_of
@@ -51,8 +51,7 @@ def run_folder(tmp_path: Path) -> Path:
     run = small_run()
     cut = replace(run.trajectories[0], outcome="truncated")
     nothing = replace(run.trajectories[1], token_ids=(), logprobs=(), loss_mask=(), version_spans=(), outcome="failed")
-    write_trajectories(folder, (cut, nothing, *run.trajectories[2:]))
-    write_summary(folder, run.record, [])
+    write_run(folder, Run(run.record, (cut, nothing, *run.trajectories[2:])))
     return folder
 
 

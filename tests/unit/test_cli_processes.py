@@ -7,25 +7,25 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.conditions import until
 from treadle_cli.mesh.guardian import session_members
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree
 
-# A parent with two children: one with a grandchild in the background, one that ignores SIGTERM.
+# A parent with two children: one with a grandchild in the background, one that ignores SIGTERM and is stopped first.
 PARENT = """
-import asyncio, os, pathlib, sys
+import asyncio, pathlib, sys
 from treadle_cli.exits import run_interruptible
 from treadle_cli.mesh.processes import ProcessTree
 
 FAMILY = ["sh", "-c", "sleep 1000 & sleep 1000"]
-STUBBORN = ["sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"]
+STUBBORN = ["sh", "-c", "trap 'echo asked to stop' TERM; echo ready; while :; do sleep 0.1; done"]
 
 async def main(hurry):
-    async with ProcessTree(pathlib.Path(sys.argv[1]), hurry=hurry) as tree:
+    async with ProcessTree(pathlib.Path(sys.argv[1]), hurry=hurry, grace_s=float(sys.argv[2])) as tree:
         family = tree.start("family", FAMILY)
         stubborn = tree.start("stubborn", STUBBORN, stage=1)
         print(family.pid, stubborn.pid, flush=True)
@@ -34,29 +34,30 @@ async def main(hurry):
 
 sys.exit(run_interruptible(main))
 """
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    give_up_at = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up_at, "the condition never came true"
-        time.sleep(0.02)
+Start = Callable[[float], "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def parent(tmp_path: Path) -> "Iterator[subprocess.Popen[str]]":
-    command = [sys.executable, "-c", PARENT, str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    yield process
-    process.kill()
-    process.wait(30)
+def start_parent(tmp_path: Path) -> Iterator[Start]:
+    """Start a parent with a grace period of so many seconds."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(grace_s: float) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-c", PARENT, str(tmp_path), str(grace_s)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True))
+        return started[-1]
+
+    yield start
+    for parent in started:
+        parent.kill()
+        parent.communicate()
 
 
-def children_of(parent: "subprocess.Popen[str]") -> list[int]:
+async def children_of(parent: "subprocess.Popen[str]", folder: Path) -> list[int]:
+    """The sessions of both children, once there is a grandchild and SIGTERM is ignored."""
     assert parent.stdout is not None
-    with parent.stdout:
-        pids = [int(word) for word in parent.stdout.readline().split()]
-    wait_until(lambda: len(session_members(pids[0])) >= 2)  # the background sleep is there
+    pids = [int(word) for word in parent.stdout.readline().split()]
+    await until(lambda: len(session_members(pids[0])) >= 2 and "ready" in (folder / "stubborn.log").read_text())
     return pids
 
 
@@ -64,44 +65,55 @@ def nothing_is_left(pids: list[int]) -> bool:
     return not any(session_members(pid) for pid in pids)
 
 
-def test_ctrl_c_stops_children_and_grandchildren_and_those_that_ignore_sigterm(parent: "subprocess.Popen[str]") -> None:
-    pids = children_of(parent)
+async def test_ctrl_c_stops_children_and_grandchildren_and_those_that_ignore_sigterm(
+    start_parent: Start, tmp_path: Path
+) -> None:
+    parent = start_parent(0.2)
+    pids = await children_of(parent, tmp_path)
     parent.send_signal(signal.SIGINT)
     assert parent.wait(30) == 130
     assert nothing_is_left(pids)
 
 
-def test_a_second_ctrl_c_hurries_and_leaves_nothing_either(parent: "subprocess.Popen[str]") -> None:
-    pids = children_of(parent)
+async def test_a_second_ctrl_c_does_not_wait_for_those_that_ignore_the_first(
+    start_parent: Start, tmp_path: Path
+) -> None:
+    parent = start_parent(1000.0)
+    pids = await children_of(parent, tmp_path)
     parent.send_signal(signal.SIGINT)
-    # The shell without a trap ends on the first signal's SIGTERM only after the stubborn stage was given up.
+    await until(lambda: "asked to stop" in (tmp_path / "stubborn.log").read_text())
     parent.send_signal(signal.SIGINT)
     assert parent.wait(30) == 130
     assert nothing_is_left(pids)
 
 
-def test_sigkill_of_the_parent_leaves_nothing(parent: "subprocess.Popen[str]") -> None:
-    pids = children_of(parent)
+async def test_sigkill_of_the_parent_leaves_nothing(start_parent: Start, tmp_path: Path) -> None:
+    parent = start_parent(1000.0)
+    pids = await children_of(parent, tmp_path)
     parent.kill()
     parent.wait(30)
-    wait_until(lambda: nothing_is_left(pids))
+    await until(lambda: nothing_is_left(pids))
 
 
 async def test_a_child_that_dies_is_reported_by_name_with_its_last_lines(tmp_path: Path) -> None:
     dead: list[Child] = []
-    async with ProcessTree(tmp_path, on_death=dead.append) as tree:
+    async with ProcessTree(tmp_path) as tree:
+        tree.on_death = dead.append
         child = tree.start("predictor", ["sh", "-c", "echo cannot bind >&2; exit 2"])
         with pytest.raises(ProcessError, match=r"predictor ended with exit code 2 .*\n    cannot bind"):
             await child.until(never_ready, "ready file", 20.0)
     assert dead == [child]
 
 
-async def test_a_child_that_is_never_ready_is_named_too(tmp_path: Path) -> None:
+async def test_a_child_that_is_never_ready_is_named_and_is_no_death_when_it_is_stopped(tmp_path: Path) -> None:
+    dead: list[Child] = []
     async with ProcessTree(tmp_path) as tree:
+        tree.on_death = dead.append
         child = tree.start("tools", ["sleep", "1000"])
         with pytest.raises(ProcessError, match="tools showed no ready file within 0 s"):
-            await child.until(never_ready, "ready file", 0.2)
-    assert nothing_is_left([child.pid])
+            await child.until(never_ready, "ready file", 0.0)
+    assert child.returncode == -signal.SIGTERM
+    assert nothing_is_left([child.pid]) and dead == []
 
 
 async def test_a_command_that_does_not_exist_says_so(tmp_path: Path) -> None:
@@ -114,18 +126,9 @@ async def test_a_command_that_does_not_exist_says_so(tmp_path: Path) -> None:
 async def test_a_child_is_pinned_to_the_cores_that_it_was_given(tmp_path: Path) -> None:
     core = min(os.sched_getaffinity(0))
     async with ProcessTree(tmp_path) as tree:
-        child = tree.start("engine-0", ["sh", "-c", "grep Cpus_allowed_list /proc/self/status"], cores=[core])
+        child = tree.start("engine-0", ["grep", "Cpus_allowed_list", "/proc/self/status"], cores=[core])
         await asyncio.wait_for(child.exited.wait(), 20)
         assert child.tail().split() == ["Cpus_allowed_list:", str(core)]
-
-
-async def test_a_child_that_was_asked_to_stop_is_no_death(tmp_path: Path) -> None:
-    dead: list[Child] = []
-    async with ProcessTree(tmp_path, on_death=dead.append) as tree:
-        child = tree.start("rollout", ["sleep", "1000"])
-        await tree.stop([child])
-        assert child.returncode == -signal.SIGTERM
-    assert dead == []
 
 
 async def never_ready() -> None:

@@ -1,31 +1,52 @@
-"""The report of a run: figures that add up, faces that hold what they must, and honesty about losses."""
+"""The report of a run: figures that add up, faces that hold what they must, forecasts, and honesty about losses."""
 
 import io
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import UndefinedError
 from rich.console import Console
 from support.runs import small_run, span, trajectory
-from treadle_cli.report.accounting import KINDS, arm_figures, tail_queue_share, time_by_kind
-from treadle_cli.report.comparison import headline, losses
-from treadle_cli.report.records import RecordError, Run, read_run, write_summary, write_trajectories
+from treadle_cli.report.accounting import (
+    KINDS,
+    ArmFigures,
+    ForecastFigures,
+    arm_figures,
+    forecast_figures,
+    tail_queue_share,
+    time_by_kind,
+)
+from treadle_cli.report.comparison import headline, losses, rows
+from treadle_cli.report.records import ForecastRecord, RecordError, Run, read_run, write_run
 from treadle_cli.report.render import render
+from treadle_cli.templates import render as render_template
+
+LEARNED = "20261122-101500"
 
 
-def written(run: Run, folder: Path) -> Path:
-    write_trajectories(folder, run.trajectories)
-    write_summary(folder, run.record, [])
-    return folder
+def draw(run: Run, folder: Path) -> str:
+    """Write a run and draw it; what the terminal shows."""
+    write_run(folder, run)
+    screen = io.StringIO()
+    render(folder, Console(file=screen, width=200))
+    return screen.getvalue()
 
 
-def test_a_run_reads_back_as_it_was_written(tmp_path: Path) -> None:
-    run = small_run()
-    assert read_run(written(run, tmp_path)) == run
+def figures_of(run: Run) -> Sequence[ArmFigures]:
+    return [arm_figures(arm, run.of_arm(arm.arm)) for arm in run.record.arms]
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of the small run with its report, and what the terminal showed."""
+    folder = tmp_path_factory.mktemp("run")
+    return folder, draw(small_run(), folder)
 
 
 def test_seconds_by_kind_add_up_to_the_wall_time_with_the_rest_as_other() -> None:
@@ -46,80 +67,79 @@ def test_overlapping_spans_never_count_a_moment_twice(spans: list[tuple[str, flo
     assert all(value >= 0 for value in seconds.values())
 
 
-def test_migration_time_behind_a_tool_call_is_given_apart() -> None:
+def test_figures_name_hidden_migrations_lost_engines_the_tails_queue_and_each_engines_last_work() -> None:
     run = small_run()
-    figures = arm_figures(run.record.arms[1], run.of_arm("treadle"))
-    assert figures.hidden_migration_s == 1.0
-    assert figures.migrations == 1
-    assert figures.lost_engines == 1
-
-
-def test_the_tail_is_the_tenth_with_the_most_tokens() -> None:
-    run = small_run()
+    treadle = figures_of(run)[1]
+    assert (treadle.hidden_migration_s, treadle.migrations, treadle.lost_engines) == (1.0, 1, 1)
+    assert treadle.engine_last_token_s == {"engine-0": 5.0, "engine-1": 12.0}
     assert tail_queue_share(run.of_arm("pinned-fcfs")) == 0.6  # 6 of the 10 s of the one with 40 tokens
 
 
-def test_each_engines_last_work_is_known() -> None:
-    run = small_run()
-    figures = arm_figures(run.record.arms[1], run.of_arm("treadle"))
-    assert figures.engine_last_token_s == {"engine-0": 5.0, "engine-1": 12.0}
-
-
 def test_what_treadle_lost_is_said() -> None:
-    run = small_run()
-    figures = [arm_figures(arm, run.of_arm(arm.arm)) for arm in run.record.arms]
+    figures = figures_of(small_run())
     assert "makespan: 12.0 s against 10.0 s (+20 %)" in losses(figures)
     assert headline(figures, ["Pinned FCFS", "Treadle"]).startswith("Treadle finished 20 % later than Pinned FCFS")
 
 
-def test_the_page_loads_nothing_and_holds_both_arms_and_the_losses(tmp_path: Path) -> None:
-    render(written(small_run(), tmp_path), Console(file=io.StringIO(), width=120))
-    page = (tmp_path / "report.html").read_text()
+def test_page_picture_summary_and_terminal_hold_both_arms_and_the_losses(drawn: tuple[Path, str]) -> None:
+    folder, screen = drawn
+    page = (folder / "report.html").read_text()
     own = re.sub(r"<script[^>]*>.*?</script>", "", page, flags=re.DOTALL)
-    assert not re.search(r"(src|href)=[\"']?(https?:)?//", page[: page.index("<script")] + own)
-    assert "Where Treadle lost" in own and "makespan: 12.0 s against 10.0 s" in own
-    assert "engine-0 was killed by SIGKILL" in own
-    assert "anecdote" in own
+    assert not re.search(r"(src|href)=[\"']?(https?:)?//", page[: page.index("<script")] + own), "it loads something"
+    assert "makespan: 12.0 s against 10.0 s" in own and "engine-0 was killed by SIGKILL" in own
     assert "Pinned FCFS" in page and "lake-0 #0" in page
-
-
-def test_the_picture_is_a_png_of_readable_size(tmp_path: Path) -> None:
-    render(written(small_run(), tmp_path), Console(file=io.StringIO(), width=120))
-    picture = (tmp_path / "report.png").read_bytes()
-    assert picture.startswith(b"\x89PNG")
-    assert int.from_bytes(picture[16:20], "big") >= 1500  # pixels wide
-
-
-def test_the_summary_carries_the_figures_for_programs(tmp_path: Path) -> None:
-    render(written(small_run(), tmp_path), Console(file=io.StringIO(), width=120))
-    figures = json.loads((tmp_path / "summary.json").read_text())["figures"]
+    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
+    figures = json.loads((folder / "summary.json").read_text())["figures"]
     assert [arm["makespan_s"] for arm in figures] == [10.0, 12.0]
     assert sum(figures[0]["time_s"].values()) == pytest.approx(14.0)
+    assert str(folder / "report.html") in screen and "queue share of the longest 10 %" in screen
+    assert "forecast" not in screen, "the run has none"
 
 
-def test_the_terminal_names_the_report(tmp_path: Path) -> None:
-    screen = io.StringIO()
-    render(written(small_run(), tmp_path), Console(file=screen, width=200))
-    assert str(tmp_path / "report.html") in screen.getvalue()
-    assert "queue share of the longest 10 %" in screen.getvalue()
-
-
-def test_a_run_of_one_arm_is_drawn_too(tmp_path: Path) -> None:
+def test_a_run_of_one_arm_is_drawn_too_with_its_words_escaped(tmp_path: Path) -> None:
     run = small_run()
-    single = Run(replace(run.record, arms=run.record.arms[:1]), tuple(run.of_arm("pinned-fcfs")))
-    screen = io.StringIO()
-    render(written(single, tmp_path), Console(file=screen, width=120))
-    assert "Pinned FCFS took 10.0 s." in screen.getvalue()
+    record = replace(run.record, arms=run.record.arms[:1], model="<b>")
+    assert "Pinned FCFS took 10.0 s." in draw(Run(record, tuple(run.of_arm("pinned-fcfs"))), tmp_path)
+    assert "&lt;b&gt;, seed 0" in (tmp_path / "report.html").read_text()
 
 
-def test_a_folder_without_a_run_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_page_without_one_of_its_values_is_an_error() -> None:
+    with pytest.raises(UndefinedError, match="'run' is undefined"):
+        render_template("treadle_cli.report", "report.html.j2")
+
+
+def test_a_folder_without_a_run_and_a_broken_line_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"summary\.json does not exist"):
         read_run(tmp_path)
-
-
-def test_a_broken_line_is_refused_with_its_number(tmp_path: Path) -> None:
-    written(small_run(), tmp_path)
+    write_run(tmp_path, small_run())
     with (tmp_path / "trajectories.jsonl").open("a") as lines:
         lines.write('{"arm": "treadle"}\n')
     with pytest.raises(RecordError, match=r"trajectories\.jsonl, line 5, is not a trajectory"):
         read_run(tmp_path)
+
+
+def test_the_figures_say_who_forecast_and_whether_anything_waited() -> None:
+    forecasts = (
+        ForecastRecord(0, "siblings-3", 0.0, 0.1, 0.5),
+        ForecastRecord(1, LEARNED, 3.0, 3.4, 3.2, learned=True),
+        ForecastRecord(2, LEARNED, 5.0, 5.2, None, learned=True),
+    )
+    spans = (span("decode", 1, 3), span("tool", 3, 3.1, ""), span("queue", 3.15, 4, turn=1))
+    forecast = replace(trajectory("treadle", "p", 0, 5, 6.0, *spans), forecasts=forecasts)
+    figures = forecast_figures([forecast])
+    assert (figures.forecasts, figures.learned, figures.overtaken) == (3, 2, 1)
+    assert figures.forecast_s == pytest.approx(0.2)
+    assert figures.queued_s == pytest.approx(0.05)
+    assert forecast_figures([replace(forecast, forecasts=())]) == ForecastFigures()
+
+
+def test_a_run_with_forecasts_reads_back_as_it_was_written_and_shows_them(tmp_path: Path) -> None:
+    run = small_run()
+    last = replace(run.trajectories[-1], forecasts=(ForecastRecord(1, LEARNED, 3.0, 3.4, 3.2, learned=True),))
+    run = replace(run, trajectories=(*run.trajectories[:-1], last))
+    draw(run, tmp_path)
+    assert read_run(tmp_path) == run
+    shown = {row.label: row.values for row in rows(figures_of(run))}
+    assert shown["forecasts by a learned model"] == (0.0, 1.0)
+    assert shown["step's end to its forecast (median)"] == pytest.approx((0.0, 400.0))
+    assert "the next step was queued 0.200 s before it came" in (tmp_path / "report.html").read_text()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.runs import small_run, span, trajectory
 from treadle_cli.app import app
-from treadle_cli.report.records import write_summary, write_trajectories
+from treadle_cli.report.records import Run, write_run
 from treadle_sim.workloads.workload import Step, read_traces
 from typer.testing import CliRunner
 
@@ -26,8 +26,7 @@ def test_a_run_becomes_trajectories_with_their_tools_seconds_and_what_was_cut_ma
     cut = replace(two_steps, trajectory_id="t-cut", sample=1, outcome="truncated", reward=None)
     nothing = replace(cut, trajectory_id="t-nothing", token_ids=(), logprobs=(), loss_mask=(), outcome="failed")
     other_arm = trajectory("pinned-fcfs", "lake-0", 0, 7, 4.0)
-    write_trajectories(tmp_path, (two_steps, cut, nothing, other_arm))
-    write_summary(tmp_path, small_run().record, [])
+    write_run(tmp_path, Run(small_run().record, (two_steps, cut, nothing, other_arm)))
 
     result = CliRunner().invoke(app, ["trace", str(tmp_path), "--traces", str(tmp_path / "own.jsonl")])
     assert result.exit_code == 0, result.output
@@ -43,9 +42,7 @@ def test_a_folder_without_a_run_and_a_file_that_cannot_be_written_are_said(tmp_p
     missing = CliRunner().invoke(app, ["trace", str(tmp_path), "--traces", str(tmp_path / "own.jsonl")])
     assert missing.exit_code == 2
     assert "summary.json" in missing.output
-    run = small_run()
-    write_trajectories(tmp_path, run.trajectories)
-    write_summary(tmp_path, run.record, [])
+    write_run(tmp_path, small_run())
     unwritable = CliRunner().invoke(app, ["trace", str(tmp_path), "--traces", str(tmp_path / "no" / "own.jsonl")])
     assert unwritable.exit_code == 2
     assert "No such file" in unwritable.output

@@ -22,7 +22,7 @@ from treadle_cli.demo.collect import CollectedFacts, collect_facts, trajectory_r
 from treadle_cli.demo.live import LiveBoard
 from treadle_cli.demo.tasks import make_prompts
 from treadle_cli.problems import UsageProblem
-from treadle_cli.report.records import ArmRecord, RunRecord, TrajectoryRecord, write_summary, write_trajectories
+from treadle_cli.report.records import ArmRecord, Run, RunRecord, TrajectoryRecord, write_run
 from treadle_cli.report.render import render
 
 CLEANUP_S = 2.0  # after Ctrl-C the mesh ends too: no need to close every trajectory
@@ -90,12 +90,11 @@ async def play(
     return Played(started_s, records, facts.failed_migrations())
 
 
-def write_run(folder: Path, run: RunRecord, records: Sequence[TrajectoryRecord], console: Console) -> int:
+def report_run(folder: Path, run: Run, console: Console) -> int:
     """Write the run's files and draw its report; the exit code of the command: 1 where a trajectory failed."""
-    write_trajectories(folder, records)
-    write_summary(folder, run, [])
+    write_run(folder, run)
     render(folder, console)
-    return 1 if any(record.outcome == "failed" for record in records) else 0
+    return 1 if any(trajectory.outcome == "failed" for trajectory in run.trajectories) else 0
 
 
 async def run_attached(
@@ -111,7 +110,7 @@ async def run_attached(
     started_at = time_stamp()
     display = LiveBoard(console, ARM, prompts, work.samples, sidecars)
     played = await play(scheduler, nats_url, ARM, work, chat, prompts, display)
-    run = RunRecord(
+    record = RunRecord(
         run_id=folder.name,
         started_at=started_at,
         seed=work.seed,
@@ -122,7 +121,7 @@ async def run_attached(
         conditions=("One rollout on a mesh that was running before; its caches and its predictor may be warm.",),
         arms=(ArmRecord(ARM, "Rollout", policy, played.makespan_s, failed_migrations=played.failed_migrations),),
     )
-    return write_run(folder, run, played.records, console)
+    return report_run(folder, Run(record, tuple(played.records)), console)
 
 
 async def _ask(scheduler: str) -> tuple[list[scheduler_pb2.RegisteredEngine], str]:

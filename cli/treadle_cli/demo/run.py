@@ -28,14 +28,14 @@ from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
 
 from treadle_cli.demo.chatml import ChatML
 from treadle_cli.demo.live import LiveBoard
-from treadle_cli.demo.play import Work, play, time_stamp, write_run
+from treadle_cli.demo.play import Work, play, report_run, time_stamp
 from treadle_cli.demo.tasks import make_prompts
 from treadle_cli.mesh.checks import OtherPrograms
 from treadle_cli.mesh.engines import Engine, EnginePlan
 from treadle_cli.mesh.mesh import Mesh, MeshPlan, StartBoard
 from treadle_cli.mesh.processes import ProcessTree
 from treadle_cli.problems import UsageProblem
-from treadle_cli.report.records import ArmRecord, RunRecord, TrajectoryRecord, write_trajectories
+from treadle_cli.report.records import ArmRecord, Run, RunRecord, TrajectoryRecord, write_trajectories
 
 WARM_TOKENS = 8
 WARM_BATCHES = (1, 4)  # both ends of the batch sizes that an arm starts with
@@ -106,7 +106,8 @@ async def run_demo(
                 watch.cancel()
     finally:
         shutil.rmtree(state, ignore_errors=True)
-    code = write_run(folder, _run_record(engines, work, folder.name, started_at, arms), records, console)
+    run = Run(_run_record(engines, work, folder.name, started_at, arms), tuple(records))
+    code = report_run(folder, run, console)
     if not keep_logs:
         shutil.rmtree(logs, ignore_errors=True)
     return code

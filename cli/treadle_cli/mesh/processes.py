@@ -95,12 +95,11 @@ class ProcessTree:
     on_death: called on the loop with each child that ends although nobody stopped it.
     """
 
-    def __init__(
-        self, log_folder: Path, *, hurry: asyncio.Event | None = None, on_death: Callable[[Child], None] | None = None
-    ) -> None:
+    def __init__(self, log_folder: Path, *, hurry: asyncio.Event | None = None, grace_s: float = STOP_GRACE_S) -> None:
         self._log_folder = log_folder
         self._hurry = hurry or asyncio.Event()
-        self.on_death = on_death or (lambda child: None)
+        self._grace_s = grace_s
+        self.on_death: Callable[[Child], None] = lambda child: None
         self.children: list[Child] = []  # in the order of their start; those that ended with their whole session left
         self._guardian: subprocess.Popen[bytes] | None = None
 
@@ -151,14 +150,14 @@ class ProcessTree:
         asyncio.get_running_loop().add_reader(exit_fd, self._on_exit, child, exit_fd)
         return child
 
-    async def stop(self, children: Sequence[Child], grace_s: float = STOP_GRACE_S) -> None:
+    async def stop(self, children: Sequence[Child]) -> None:
         """SIGTERM, then SIGKILL to what is left after `grace_s` (at once under `hurry`). Returns when all ended."""
         waiting = [child for child in children if not child.exited.is_set()]
         for child in waiting:
             child.stopping = True
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGTERM)
-        give_up_at = time.monotonic() + grace_s
+        give_up_at = time.monotonic() + self._grace_s
         while any(not child.exited.is_set() for child in waiting):
             if self._hurry.is_set() or time.monotonic() > give_up_at:
                 await asyncio.to_thread(guardian.kill_sessions, {child.pid for child in waiting})

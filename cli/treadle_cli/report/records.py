@@ -131,6 +131,12 @@ _SUMMARY = TypeAdapter(_Summary)
 _TRAJECTORY = TypeAdapter(TrajectoryRecord)
 
 
+def write_run(folder: Path, run: Run) -> None:
+    """Write both files, the summary without figures."""
+    write_trajectories(folder, run.trajectories)
+    write_summary(folder, run.record, [])
+
+
 def write_trajectories(folder: Path, trajectories: Iterable[TrajectoryRecord]) -> None:
     """One JSON object a line."""
     with (folder / TRAJECTORIES_FILE).open("wb") as lines:
