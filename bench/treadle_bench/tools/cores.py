@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from treadle_core.tools.action import CPU_CORES, UnitSet, key_units
 from treadle_core.tools.cpu import Machine
-from treadle_sim.tools.coding import Floats, Shape, ToolSeconds, coding_batch, shapes
+from treadle_sim.tools.coding import Floats, ToolSeconds, coding_batch, drop_texts
 from treadle_sim.tools.cores import ElasticCores, equal_machines
 from treadle_sim.tools.pods import PodRules, Pods
-from treadle_sim.tools.trace import Call, Make, Trace, play
+from treadle_sim.tools.trace import Make, Trace, play
 from treadle_sim.workloads.public_traces import read_public
-from treadle_sim.workloads.workload import read_traces
+from treadle_sim.workloads.workload import TrajectoryWork, read_traces
 
 from treadle_bench.bench import BenchOptions
 from treadle_bench.summary import rounded
@@ -129,14 +129,8 @@ def fix_degree(traces: Sequence[Trace], degree: int) -> tuple[Trace, ...]:
 
 def least_s(traces: Sequence[Trace]) -> float:
     """The lowest mean ACT that is possible: every action starts at once on the most cores that it may have."""
-    return OVERHEAD_S * float(np.mean([len(trace.calls) for trace in traces])) + float(
-        np.mean([sum(_at_most_s(call) for call in trace.calls) for trace in traces])
-    )
-
-
-def _at_most_s(call: Call) -> float:
-    most = key_units(call.cost[CPU_CORES])[-1]
-    return call.single_unit_s / (1.0 if call.elasticity is None else call.elasticity.efficiency(most) * most)
+    ran_s = [sum(call.seconds_on(key_units(call.cost[CPU_CORES])[-1]) for call in trace.calls) for trace in traces]
+    return OVERHEAD_S * float(np.mean([len(trace.calls) for trace in traces])) + float(np.mean(ran_s))
 
 
 def _play_in_detail(traces: Sequence[Trace], whole: Cores, half: Cores) -> dict[str, Any]:
@@ -171,7 +165,7 @@ class Changed:
     degree: int = 0
 
 
-def sensitivity(options: BenchOptions, plan: Plan, among: Sequence[Shape]) -> list[dict[str, Any]]:
+def sensitivity(options: BenchOptions, plan: Plan, among: Sequence[TrajectoryWork]) -> list[dict[str, Any]]:
     """Ratios to pods at three sizes and to two fixed degrees (Figure 9), one seed, one assumption changed at a time."""
     setting = plan.setting
     batch, whole = partial(coding_batch, among=among), Cores(setting, setting.cores)
@@ -228,12 +222,12 @@ class Resampled:
         return np.array(self.values)[rng.integers(len(self.values), size=count)]
 
 
-def _read_shapes(options: BenchOptions) -> tuple[str, tuple[Shape, ...]]:
+def _read_shapes(options: BenchOptions) -> tuple[str, tuple[TrajectoryWork, ...]]:
     """Where the shapes of trajectories come from, and the shapes; none: they are drawn from fitted distributions."""
     if options.traces is not None:
-        return "traces", shapes(read_traces(options.traces))
+        return "traces", drop_texts(read_traces(options.traces))
     if options.data is not None:
-        return SOURCE, shapes(read_public(SOURCE, options.data))
+        return SOURCE, drop_texts(read_public(SOURCE, options.data))
     return "fitted", ()
 
 

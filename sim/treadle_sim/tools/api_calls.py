@@ -8,17 +8,15 @@ backoff that doubles; then, or after 600 s, the call has failed and the trajecto
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from treadle_core.tools.action import Action, Fixed
 from treadle_core.tools.dispatcher import Dispatcher, Resources, Started
 from treadle_core.tools.providers import BasicManager, Provider, Quota
 
 from treadle_sim.timeline import Timeline
 from treadle_sim.tools.reward_models import MOST_CONTEXT, MOST_TOKENS, TOOL_LLM
-from treadle_sim.tools.trace import Asked, Call, Decisions, Dispatched, Record, Report, Trace, generation_s
+from treadle_sim.tools.trace import Asked, Call, Dispatched, Executor, Record, Report, Trace, generation_s
 from treadle_sim.workloads.parametric import WORKLOADS, draw
 
 
@@ -79,30 +77,23 @@ LIMITS = Limits(concurrency=500, quota=15_000, period_s=60.0)
 
 def search_batch(trajectories: int, seed: int) -> tuple[Trace, ...]:
     """Search agents that start as one burst; every step ends with a query. Rewards are not looked at here."""
-    manager = manager_of(LIMITS, PROVIDER)
+    cost = manager_of(LIMITS, PROVIDER).cost()
     works = draw("search-calls", WORKLOADS["search"], trajectories, 1, seed, 0, TOOL_LLM, MOST_TOKENS, MOST_CONTEXT)
-    cost: Mapping[str, Fixed] = manager.cost()
-    traces = []
-    for at, work in enumerate(works):
-        generating = generation_s(
-            work.prompt_tokens, [step.gen_tokens for step in work.steps], [step.obs_tokens for step in work.steps]
+    return tuple(
+        Trace(
+            f"search-{at}",
+            "search",
+            tuple(Call(each_s, cost, step.tool_s) for each_s, step in zip(generation_s(work), work.steps, strict=True)),
         )
-        calls = [Call(each_s, cost, step.tool_s) for each_s, step in zip(generating, work.steps, strict=True)]
-        traces.append(Trace(f"search-{at}", "search", tuple(calls)))
-    return tuple(traces)
+        for at, work in enumerate(works)
+    )
 
 
-class UnmanagedCalls:
+class UnmanagedCalls(Executor):
     def __init__(self, timeline: Timeline, report: Report, provider: ProviderModel, seed: int) -> None:
-        self._timeline, self._report, self.provider = timeline, report, provider
+        super().__init__(timeline, report)
+        self.provider = provider
         self._rng = np.random.default_rng([seed, 1])
-        self.decisions = Decisions()
-
-    def open(self, trace: Trace) -> None:
-        """Nothing is held for a trajectory."""
-
-    def close(self, trace: Trace) -> None:
-        """Nothing is held for a trajectory."""
 
     def submit(self, asked: Asked) -> None:
         self._send(asked, 1)
@@ -125,26 +116,15 @@ class UnmanagedCalls:
         self._report(record)
 
 
-class ManagedCalls:
+class ManagedCalls(Executor):
     def __init__(self, timeline: Timeline, report: Report, provider: ProviderModel) -> None:
+        super().__init__(timeline, report)
         self.provider = provider
-        self.decisions = Decisions()
         dispatcher = Dispatcher(Resources([manager_of(provider.limits, PROVIDER)]), 0.0)
-        self._timeline = timeline
-        self._report = report
         self._gateway = Dispatched(timeline, self._leave, dispatcher, self.decisions, self._admit)
-        self._arrivals = 0
-
-    def open(self, trace: Trace) -> None:
-        """Nothing is held for a trajectory."""
-
-    def close(self, trace: Trace) -> None:
-        """Nothing is held for a trajectory."""
 
     def submit(self, asked: Asked) -> None:
-        self._arrivals += 1
-        action = Action(asked.action_id, asked.trace.trajectory_id, self._arrivals, asked.call.cost)
-        self._gateway.submit(action, asked)
+        self._gateway.submit(asked, asked.call.cost)
 
     def _admit(self, started: Started) -> float:
         assert self.provider.admit(self._timeline.now)

@@ -8,8 +8,8 @@ of Figure 3c.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -18,7 +18,7 @@ from treadle_core.tools.action import CPU_CORES, Amdahl, Fixed, Range
 
 from treadle_sim.tools.trace import Call, Trace, generation_s
 from treadle_sim.workloads.parametric import CODING, LogNormal
-from treadle_sim.workloads.workload import TrajectoryWork
+from treadle_sim.workloads.workload import Step, TrajectoryWork
 
 Floats = npt.NDArray[np.float64]
 
@@ -43,54 +43,43 @@ GROUP = 8  # samples of a task; a choice
 MEMORY_BYTES = 4 * GIB  # of an environment; a choice, and far from binding: 2.4 TB a node
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A trajectory before its durations: tokens of each step and of what its tool answers."""
-
-    prompt_tokens: int
-    gen_tokens: tuple[int, ...]
-    obs_tokens: tuple[int, ...]
-
-
 ToolSeconds = Callable[[np.random.Generator, int], Floats]
 
 
-def shapes(works: Sequence[TrajectoryWork]) -> tuple[Shape, ...]:
-    """Of public runs or a trace file."""
+def drop_texts(works: Iterable[TrajectoryWork]) -> tuple[TrajectoryWork, ...]:
+    """The works without their texts, which other processes need not get."""
     return tuple(
-        Shape(
-            work.prompt_tokens,
-            tuple(step.gen_tokens for step in work.steps),
-            tuple(step.obs_tokens for step in work.steps),
-        )
+        replace(work, prompt="", steps=tuple(replace(step, text="", obs_text="") for step in work.steps))
         for work in works
     )
 
 
-def fitted_shape(rng: np.random.Generator) -> Shape:
-    """One from the distributions above."""
+def draw_tokens(rng: np.random.Generator) -> TrajectoryWork:
+    """A trajectory with tokens from the distributions above, and without durations."""
     steps = max(1, round(float(STEPS.draw(rng, 1)[0])))
     gen = np.maximum(1, GEN_TOKENS.draw(rng, steps)).astype(np.int64)
-    return Shape(PROMPT_TOKENS, tuple(gen.tolist()), tuple(OBS_TOKENS.draw(rng, steps).astype(np.int64).tolist()))
+    obs = OBS_TOKENS.draw(rng, steps).astype(np.int64)
+    tokens = zip(gen.tolist(), obs.tolist(), strict=True)
+    return TrajectoryWork("", 0, PROMPT_TOKENS, tuple(Step(*each, 0.0) for each in tokens))
 
 
 def coding_batch(
     trajectories: int,
     seed: int,
     *,
-    among: Sequence[Shape] = (),
+    among: Sequence[TrajectoryWork] = (),
     tool_s: ToolSeconds = TOOL_S.draw,
     serial_share: tuple[float, float] = SERIAL_SHARE,
     active_share: float = ACTIVE_SHARE,
 ) -> tuple[Trace, ...]:
-    """A batch that starts as one burst. among: shapes to draw from instead of the fitted ones. Equal seeds give
-    equal batches; ValueError for fewer than one trajectory."""
+    """A batch that starts as one burst. among: whose tokens to draw from instead of the
+    distributions. Equal seeds give equal batches; ValueError for fewer than one trajectory."""
     if trajectories < 1:
         raise ValueError(f"trajectories must be at least 1, are {trajectories}")
     rng = np.random.default_rng([seed, trajectories])
-    drawn = [among[int(rng.integers(len(among)))] if among else fitted_shape(rng) for _ in range(trajectories)]
-    generating = [generation_s(shape.prompt_tokens, shape.gen_tokens, shape.obs_tokens) for shape in drawn]
-    tools = [tool_s(rng, len(shape.gen_tokens)) for shape in drawn]
+    drawn = [among[int(rng.integers(len(among)))] if among else draw_tokens(rng) for _ in range(trajectories)]
+    generating = [generation_s(work) for work in drawn]
+    tools = [tool_s(rng, len(work.steps)) for work in drawn]
     tasks = -(-trajectories // GROUP)
     of_task = np.repeat(np.exp(REWARD_SIGMA * rng.standard_normal(tasks)), GROUP)[:trajectories]
     serial = np.repeat(rng.uniform(*serial_share, tasks), GROUP)[:trajectories]

@@ -9,22 +9,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from treadle_core.tools.action import (
-    CPU_CORES,
-    MEMORY_BYTES,
-    UNKNOWN_DURATION,
-    Action,
-    Demand,
-    Duration,
-    Fixed,
-    Knowledge,
-)
+from treadle_core.tools.action import CPU_CORES, MEMORY_BYTES, Demand, Duration, Fixed, Knowledge
 from treadle_core.tools.cpu import CpuManager, Machine
 from treadle_core.tools.decision import Executing
 from treadle_core.tools.dispatcher import Dispatcher, Resources
 
 from treadle_sim.timeline import Timeline
-from treadle_sim.tools.trace import Asked, Decisions, Dispatched, Report, Trace
+from treadle_sim.tools.trace import Asked, Dispatched, Executor, Report, Trace
 
 
 class UnforeseeingCpuManager(CpuManager):
@@ -47,8 +38,8 @@ class _Node:
         return self.gateway.dispatcher.resources.usage(0.0)[0].free
 
 
-class ElasticCores:
-    """Executor on CPU nodes. overhead_s: the system's own seconds before each action runs. foresees: decisions count on
+class ElasticCores(Executor):
+    """On CPU nodes. overhead_s: the system's own seconds before each action runs. foresees: decisions count on
     actions that have yet to arrive."""
 
     def __init__(
@@ -59,7 +50,7 @@ class ElasticCores:
         overhead_s: float,
         foresees: bool = True,
     ) -> None:
-        self.decisions = Decisions()
+        super().__init__(timeline, report)
         manager = CpuManager if foresees else UnforeseeingCpuManager
         self._nodes = [
             _Node(
@@ -77,10 +68,6 @@ class ElasticCores:
         ]
         self._homes: dict[str, _Node] = {}
         self._homeless: deque[Asked] = deque()  # first actions of trajectories that no node has memory for
-        self._arrivals = 0
-
-    def open(self, trace: Trace) -> None:
-        """Nothing is held before the first action."""
 
     def close(self, trace: Trace) -> None:
         """Free the trajectory's memory, and place trajectories that waited for it."""
@@ -120,19 +107,12 @@ class ElasticCores:
         cost: dict[str, Demand] = dict(call.cost)
         if trace.memory_bytes:
             cost[MEMORY_BYTES] = Fixed(trace.memory_bytes)
-        known = call.profiled_s is not None
-        duration = Duration(Knowledge.PROFILED, call.profiled_s) if call.profiled_s is not None else UNKNOWN_DURATION
-        self._arrivals += 1
-        action = Action(
-            asked.action_id,
-            trace.trajectory_id,
-            self._arrivals,
-            cost,
-            duration,
-            call.key,
-            call.elasticity if known else None,
-        )
-        self._homes[trace.trajectory_id].gateway.submit(action, asked)
+        gateway = self._homes[trace.trajectory_id].gateway
+        if call.profiled_s is None:
+            gateway.submit(asked, cost, key=call.key)
+        else:
+            duration = Duration(Knowledge.PROFILED, call.profiled_s)
+            gateway.submit(asked, cost, duration, call.key, call.elasticity)
 
 
 def equal_machines(count: int, cores: int, memory_bytes: int) -> tuple[Machine, ...]:

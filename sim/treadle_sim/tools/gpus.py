@@ -20,12 +20,12 @@ from treadle_core.tools.grants import Service
 
 from treadle_sim.timeline import Timeline
 from treadle_sim.tools.reward_models import DEGREES, GPU_BYTES, Restoring
-from treadle_sim.tools.trace import Asked, Decisions, Dispatched, Record, Report, Trace, ran_s
+from treadle_sim.tools.trace import Asked, Dispatched, Executor, Record, Report
 
 MISS_SHARE = 0.05  # of the newest in the share of a degree's starts that had to restore
 
 
-class ElasticGpus:
+class ElasticGpus(Executor):
     """gpus: in nodes of 8; the last node may have fewer. aware: the scheduler knows the execution and the mean
     restoring of a degree; else execution only, as in the paper.
 
@@ -42,40 +42,24 @@ class ElasticGpus:
         restoring: Restoring,
         aware: bool = True,
     ) -> None:
+        super().__init__(timeline, report)
         self._restoring, self._aware = restoring, aware
         nodes = [f"gpus-{at}" for at in range(-(-gpus // NODE_GPUS))]
         dispatcher = Dispatcher(Resources([GpuManager(nodes, GPU_BYTES, services)]), 0.0)
         self._take_away(dispatcher, NODE_GPUS * len(nodes) - gpus)
-        self.decisions = Decisions()
         self._gateway = Dispatched(timeline, report, dispatcher, self.decisions, self._restore_s)
-        self._arrivals = 0
         self._missed = dict.fromkeys(DEGREES, 1.0)
 
-    def open(self, trace: Trace) -> None:
-        """Nothing is held for a trajectory."""
-
-    def close(self, trace: Trace) -> None:
-        """Nothing is held for a trajectory."""
-
     def submit(self, asked: Asked) -> None:
-        self._arrivals += 1
-        seconds = {degree: ran_s(asked, degree) for degree in key_units(asked.call.cost[GPUS])}
+        cost = asked.call.cost
+        seconds = {degree: asked.call.seconds_on(degree) for degree in key_units(cost[GPUS])}
         if self._aware:
             seconds = {
                 each: took + self._missed[each] * self._restoring.seconds(each) for each, took in seconds.items()
             }
         one_s = seconds[1]
-        action = Action(
-            asked.action_id,
-            asked.trace.trajectory_id,
-            self._arrivals,
-            asked.call.cost,
-            Duration(Knowledge.PROFILED, one_s),
-            GPUS,
-            Measured(tuple((degree, min(1.0, one_s / (degree * took))) for degree, took in seconds.items())),
-            service=asked.call.service,
-        )
-        self._gateway.submit(action, asked)
+        used = Measured(tuple((degree, min(1.0, one_s / (degree * took))) for degree, took in seconds.items()))
+        self._gateway.submit(asked, cost, Duration(Knowledge.PROFILED, one_s), GPUS, used)
 
     @staticmethod
     def _take_away(dispatcher: Dispatcher, gpus: int) -> None:
@@ -93,22 +77,16 @@ class ElasticGpus:
         return self._restoring.seconds(started.units) if grant.restore else 0.0
 
 
-class StaticGroups:
+class StaticGroups(Executor):
     """replicas: groups of each model, of `degree` GPUs."""
 
     def __init__(
         self, timeline: Timeline, report: Report, services: Sequence[str], degree: int, replicas: int = 1
     ) -> None:
-        self._timeline, self._report, self._degree = timeline, report, degree
+        super().__init__(timeline, report)
+        self._degree = degree
         self._free = dict.fromkeys(services, replicas)
         self._waiting: dict[str, deque[Asked]] = {service: deque() for service in services}
-        self.decisions = Decisions()
-
-    def open(self, trace: Trace) -> None:
-        """Nothing is held for a trajectory."""
-
-    def close(self, trace: Trace) -> None:
-        """Nothing is held for a trajectory."""
 
     def submit(self, asked: Asked) -> None:
         self._waiting[asked.call.service].append(asked)
@@ -118,7 +96,7 @@ class StaticGroups:
         while self._free[service] and self._waiting[service]:
             asked, now = self._waiting[service].popleft(), self._timeline.now
             self._free[service] -= 1
-            ends_s = now + ran_s(asked, self._degree)
+            ends_s = now + asked.call.seconds_on(self._degree)
             self._timeline.at(ends_s, self._finish, Record(asked, now, 0.0, ends_s, self._degree))
 
     def _finish(self, record: Record) -> None:
@@ -136,20 +114,14 @@ class _Group:
     used_s: float = -1.0
 
 
-class LoadingGroups:
+class LoadingGroups(Executor):
     """loading: how fast a model comes into a group's memory."""
 
     def __init__(self, timeline: Timeline, report: Report, groups: int, degree: int, loading: Restoring) -> None:
-        self._timeline, self._report, self._degree, self._loading = timeline, report, degree, loading
+        super().__init__(timeline, report)
+        self._degree, self._loading = degree, loading
         self._groups = [_Group() for _ in range(groups)]
         self._waiting: deque[Asked] = deque()
-        self.decisions = Decisions()
-
-    def open(self, trace: Trace) -> None:
-        """Nothing is held for a trajectory."""
-
-    def close(self, trace: Trace) -> None:
-        """Nothing is held for a trajectory."""
 
     def submit(self, asked: Asked) -> None:
         self._waiting.append(asked)
@@ -164,7 +136,7 @@ class LoadingGroups:
             if not idle:
                 break
             asked = self._waiting.popleft()
-            service, took_s = asked.call.service, ran_s(asked, self._degree)
+            service, took_s = asked.call.service, asked.call.seconds_on(self._degree)
             there = next((group for group in idle if group.service == service), None)
             if there is not None:
                 self._run(there, asked, 0.0)
@@ -182,7 +154,7 @@ class LoadingGroups:
     def _run(self, group: _Group, asked: Asked, overhead_s: float) -> None:
         now = self._timeline.now
         group.service, group.busy = asked.call.service, True
-        group.busy_until_s = group.used_s = now + overhead_s + ran_s(asked, self._degree)
+        group.busy_until_s = group.used_s = now + overhead_s + asked.call.seconds_on(self._degree)
         record = Record(asked, now, overhead_s, group.busy_until_s, self._degree)
         self._timeline.at(group.busy_until_s, self._finish, record, group)
 

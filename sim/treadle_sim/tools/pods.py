@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 from treadle_core.tools.cpu import Machine
 
 from treadle_sim.timeline import Timeline
-from treadle_sim.tools.trace import Asked, Decisions, Record, Report, Trace, ran_s
+from treadle_sim.tools.trace import Asked, Executor, Record, Report, Trace
 
 Job = TypeVar("Job")
 NEVER_S = float("inf")
@@ -92,9 +92,7 @@ class PodRules:
 
     request_cores: float = 0.5  # §6.1
     limit_cores: int = 4  # §6.1
-    binds_per_s: float = (
-        100.0  # of a cluster: the throughput that Kubernetes' own scalability tests ask of its scheduler
-    )
+    binds_per_s: float = 100.0  # of a cluster: what Kubernetes' own scalability tests ask of its scheduler
     starts_per_s: float = 5.0  # of a node: the load of Kubernetes' own node-throughput test, images pulled beforehand
     start_s: float = 1.0  # an image that is there, on an idle node
     ready_timeout_s: float = NEVER_S
@@ -122,15 +120,14 @@ class _Pod:
     waiting: list[Asked] = field(default_factory=list)
 
 
-class Pods:
+class Pods(Executor):
     def __init__(self, timeline: Timeline, report: Report, machines: Sequence[Machine], rules: PodRules) -> None:
-        self._timeline, self._report, self._rules = timeline, report, rules
+        super().__init__(timeline, report)
+        self._rules = rules
         self._nodes = [_Node(each, 0.0, each.memory_bytes, SharedCores(each.cores)) for each in machines]
         self._pods: dict[str, _Pod] = {}
         self._pending: deque[_Pod] = deque()
         self._binds_next_s = 0.0
-        self.given_up = 0
-        self.decisions = Decisions()
 
     def open(self, trace: Trace) -> None:
         pod = self._pods[trace.trajectory_id] = _Pod(trace, self._timeline.now)
@@ -186,7 +183,6 @@ class Pods:
     def _give_up(self, pod: _Pod, attempt: int) -> None:
         if pod.attempt != attempt or pod.ready:
             return
-        self.given_up += 1
         pod.attempt += 1  # what was started for it comes to nothing, but has taken its turn
         if pod.node is None:
             self._pending.remove(pod)
@@ -205,7 +201,7 @@ class Pods:
         assert pod.node is not None
         processes = min(self._rules.reward_processes, self._rules.limit_cores) if asked.call.elasticity else 1
         now = self._timeline.now
-        pod.node.cores.add((asked, now, processes), processes, ran_s(asked, processes), now)
+        pod.node.cores.add((asked, now, processes), processes, asked.call.seconds_on(processes), now)
         self._next_end(pod.node)
 
     def _next_end(self, node: _Node) -> None:

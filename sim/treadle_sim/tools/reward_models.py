@@ -110,22 +110,11 @@ def scored_batch(
 
 
 def _trace(trajectory_id: str, service: str, work: TrajectoryWork, pace: float) -> Trace:
-    tokens = work.prompt_tokens + work.gen_tokens + sum(step.obs_tokens for step in work.steps[:-1])
+    tokens = work.final_context_tokens - work.steps[-1].obs_tokens
     reward = reading(service, tokens, VERDICT_TOKENS if service == JUDGE else 0)
-    call = Call(
-        pace * lived_s(work),
-        reward.cost,
-        reward.single_unit_s,
-        True,
-        reward.key,
-        reward.elasticity,
-        reward.profiled_s,
-        service,
-    )
-    return Trace(trajectory_id, service, (call,))
+    return Trace(trajectory_id, service, (replace(reward, generation_s=pace * lived_s(work)),))
 
 
 def lived_s(work: TrajectoryWork) -> float:
     """Until the reward: generating, and the tools."""
-    gen, obs = [step.gen_tokens for step in work.steps], [step.obs_tokens for step in work.steps]
-    return work.tool_s + sum(generation_s(work.prompt_tokens, gen, obs))
+    return work.tool_s + sum(generation_s(work))

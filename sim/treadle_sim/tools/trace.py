@@ -13,14 +13,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from treadle_core.tools.action import Action, Demand, Elasticity
+from treadle_core.tools.action import UNKNOWN_DURATION, Action, Demand, Duration, Elasticity
 from treadle_core.tools.dispatcher import Dispatcher, Started
 from treadle_core.tools.grants import NEVER_S
 
 from treadle_sim.engine_model import engine_model
 from treadle_sim.timeline import Timeline
+from treadle_sim.workloads.workload import TrajectoryWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,10 @@ class Call:
     elasticity: Elasticity | None = None
     profiled_s: float | None = None
     service: str = ""
+
+    def seconds_on(self, units: int) -> float:
+        """How long it takes with so many units."""
+        return self.single_unit_s / (self.elasticity.efficiency(units) * units if self.elasticity else 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +80,6 @@ class Asked:
     @property
     def action_id(self) -> str:
         return f"{self.trace.trajectory_id}/{self.at}"
-
-
-def ran_s(asked: Asked, units: int) -> float:
-    """How long a call takes with so many units."""
-    call = asked.call
-    if call.elasticity is None:
-        return call.single_unit_s
-    return call.single_unit_s / (call.elasticity.efficiency(units) * units)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,16 +135,22 @@ class Replay:
 Report = Callable[[Record], None]
 
 
-class Executor(Protocol):
-    """Who runs actions. It reports each when it has ended."""
+class Executor:
+    """Runs actions, and reports each when it has ended."""
 
-    decisions: Decisions
+    def __init__(self, timeline: Timeline, report: Report) -> None:
+        self._timeline, self._report = timeline, report
+        self.decisions = Decisions()
 
-    def open(self, trace: Trace) -> None: ...
+    def open(self, trace: Trace) -> None:
+        """The trajectory begins: take what it holds as long as it lives; nothing, unless a subclass says so."""
 
-    def submit(self, asked: Asked) -> None: ...
+    def submit(self, asked: Asked) -> None:
+        """Run the action, now or later."""
+        raise NotImplementedError
 
-    def close(self, trace: Trace) -> None: ...
+    def close(self, trace: Trace) -> None:
+        """The trajectory has ended: free what it held."""
 
 
 Make = Callable[[Timeline, Report], Executor]
@@ -171,10 +173,29 @@ class Dispatched:
         self.dispatcher = dispatcher
         self._timeline, self._report, self._decisions, self._overhead_s = timeline, report, decisions, overhead_s
         self._asked: dict[str, Asked] = {}
+        self._arrivals = 0
         self._deciding = False
 
-    def submit(self, action: Action, asked: Asked) -> None:
+    def submit(
+        self,
+        asked: Asked,
+        cost: Mapping[str, Demand],
+        duration: Duration = UNKNOWN_DURATION,
+        key: str | None = None,
+        elasticity: Elasticity | None = None,
+    ) -> None:
         """Start the action at once where the dispatcher does so, else have it wait for a decision."""
+        self._arrivals += 1
+        action = Action(
+            asked.action_id,
+            asked.trace.trajectory_id,
+            self._arrivals,
+            cost,
+            duration,
+            key,
+            elasticity,
+            service=asked.call.service or None,
+        )
         began = time.perf_counter()
         self._asked[action.action_id] = asked
         started = self.dispatcher.start_at_once(action, self._timeline.now)
@@ -205,7 +226,7 @@ class Dispatched:
     def _start(self, started: Started) -> None:
         asked, now = self._asked.pop(started.action.action_id), self._timeline.now
         overhead_s = self._overhead_s(started)
-        ends_s = now + overhead_s + ran_s(asked, started.units)
+        ends_s = now + overhead_s + asked.call.seconds_on(started.units)
         self._timeline.at(ends_s, self._finish, Record(asked, now, overhead_s, ends_s, started.units))
 
     def _finish(self, record: Record) -> None:
@@ -255,14 +276,14 @@ LLM, ACCELERATOR, GPUS = "Qwen3-32B", "H200", 4  # ARL-Tangram §6.1: Qwen3-32B 
 IN_FLIGHT = 16  # sequences an engine: 1,280 trajectories on 48 nodes of 8 GPUs are 13
 
 
-def generation_s(prompt_tokens: int, gen_tokens: Sequence[int], obs_tokens: Sequence[int]) -> list[float]:
+def generation_s(work: TrajectoryWork) -> list[float]:
     """Of each step: reading what came since the last one, then decoding."""
     curve = engine_model(LLM, ACCELERATOR, GPUS).curve
-    found, context, new = [], 0, prompt_tokens
-    for gen, obs in zip(gen_tokens, obs_tokens, strict=True):
+    found, context, new = [], 0, work.prompt_tokens
+    for step in work.steps:
         read_s = curve.prefill_s(new, context)
-        context += new + gen
+        context += new + step.gen_tokens
         token_s = curve.decode_s(IN_FLIGHT) + curve.per_kv_token_s * IN_FLIGHT * context
-        found.append(read_s + gen * token_s)
-        new = obs
+        found.append(read_s + step.gen_tokens * token_s)
+        new = step.obs_tokens
     return found
