@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
-from treadle_sim.engine_model import render_profiles
+from treadle_sim.engine_model import ENGINE_FIELDS, render_profiles
 from treadle_sim.fitting.curves import FitError, MeasuredEngine, MeasuredProfileError, fit_measured
 from treadle_sim.fitting.fit import FitReport, FittedEngine, fit_public
 from treadle_sim.fitting.tables import FitDataError
@@ -85,14 +85,21 @@ def public_figures(report: FitReport) -> dict[str, Any]:
         ],
         "skipped": list(report.skipped),
         "engines": [
-            {"engine": fitted.engine, **asdict(fitted.profile), **_errors(fitted)} for fitted in report.engines
+            {
+                "engine": fitted.engine,
+                "accelerator": fitted.profile.accelerator,
+                **{name: getattr(fitted.profile, name) for name in ENGINE_FIELDS},
+                "curve": asdict(fitted.profile.curve),
+                **_errors(fitted),
+            }
+            for fitted in report.engines
         ],
     }
 
 
 def measured_figures(measured: MeasuredEngine) -> dict[str, Any]:
     """One JSON object: the engine with its curve, and the errors against what was measured."""
-    return {"engine": asdict(measured.engine), **_errors(measured)}
+    return {"engine": {"name": measured.engine.name, **asdict(measured.engine)}, **_errors(measured)}
 
 
 def _errors(fit: FittedEngine | MeasuredEngine) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def declare(index: int, model: EngineModel, weight_version: str) -> EngineSpec:
         tensor_parallel=model.gpus,
         kv_transfer=KvTransfer.STORAGE,
         kv_bytes_per_token=model.kv_bytes_per_token,
-        hardware_tags=model.hardware_tags,
+        hardware_tags=(model.accelerator,),
         decode_curve=model.curve.linear(model.slots),
     )
 

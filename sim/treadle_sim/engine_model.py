@@ -10,15 +10,17 @@ The `origin` of a profile: `fitted`: kernels and whole engines were measured on 
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 from treadle_core.model import DecodeCurve
 
 ROUNDING = 1e-9  # a line that rises by no more than this share of a step is flat
+ENGINE_FIELDS = ("llm", "gpus", "origin", "kv_tokens", "kv_bytes_per_token")
 CURVE_TERMS = ("per_kv_token_s", "prefill_fixed_s", "prefill_token_s", "prefill_pair_s")
 DIGITS = 6  # significant digits in a profile: far below any error, and stable between machines
 DEFAULT_SLOTS = 100  # sequences that decode at once; Heddle's engines run 100
@@ -84,55 +86,34 @@ class EngineModel:
     """One kind of engine: a model on `gpus` accelerators of a kind, tensor parallel.
 
     slots: sequences that decode at once. kv_tokens: KV that fits beside the weights; 0: the weights do not fit.
-    page_tokens: the radix cache finds multiples of it.
+    origin: of the curve. page_tokens: the radix cache finds multiples of it.
     """
 
-    name: str
-    accelerator: str
     llm: str
+    accelerator: str
     gpus: int
     slots: int
     kv_tokens: int
     kv_bytes_per_token: int
     curve: StepCurve
-    hardware_tags: tuple[str, ...] = ()
+    origin: str = "measured"
     page_tokens: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.llm}-{self.accelerator}x{self.gpus}"
 
 
 class UnknownEngineError(LookupError):
     """No profile is shipped for that model on that many of those accelerators."""
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """A fitted engine without its number of slots. kv_tokens 0: the weights do not fit."""
-
-    llm: str
-    accelerator: str
-    gpus: int
-    origin: str
-    kv_tokens: int
-    kv_bytes_per_token: int
-    curve: StepCurve
-
-    def engine(self, slots: int) -> EngineModel:
-        """The engine with `slots` sequences that decode at once."""
-        return EngineModel(
-            name=f"{self.llm}-{self.accelerator}x{self.gpus}",
-            accelerator=self.accelerator,
-            llm=self.llm,
-            gpus=self.gpus,
-            slots=slots,
-            kv_tokens=self.kv_tokens,
-            kv_bytes_per_token=self.kv_bytes_per_token,
-            curve=self.curve,
-            hardware_tags=(self.accelerator,),
-        )
+_ENGINES = TypeAdapter(tuple[EngineModel, ...])
 
 
 @cache
-def profiles() -> tuple[Profile, ...]:
-    """All shipped profiles, by accelerator, model and degree."""
+def profiles() -> tuple[EngineModel, ...]:
+    """All shipped engines, by accelerator, model and degree, with DEFAULT_SLOTS."""
     folder = resources.files("treadle_sim") / "profiles"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".json")), key=lambda file: file.name)
     return tuple(profile for file in files for profile in parse_profiles(json.loads(file.read_text())))
@@ -144,32 +125,18 @@ def engine_model(llm: str, accelerator: str, gpus: int, slots: int = DEFAULT_SLO
         raise ValueError(f"an engine needs at least one slot, not {slots} slots")
     for profile in profiles():
         if (profile.accelerator, profile.llm, profile.gpus) == (accelerator, llm, gpus):
-            return profile.engine(slots)
+            return replace(profile, slots=slots)
     known = ", ".join(sorted({f"{each.llm} on {each.accelerator} x{each.gpus}" for each in profiles()}))
     raise UnknownEngineError(f"no profile of {llm} on {gpus} {accelerator}; there are {known}")
 
 
-def parse_profiles(document: dict[str, Any]) -> list[Profile]:
-    """The profiles of one file, times in seconds. Raises KeyError, TypeError or ValueError for another shape."""
-    return [
-        Profile(
-            llm=str(engine["llm"]),
-            accelerator=str(document["accelerator"]),
-            gpus=int(engine["gpus"]),
-            origin=str(engine["origin"]),
-            kv_tokens=int(engine["kv_tokens"]),
-            kv_bytes_per_token=int(engine["kv_bytes_per_token"]),
-            curve=StepCurve(
-                batch_sizes=tuple(float(size) for size in engine["batch_sizes"]),
-                step_s=tuple(float(step) for step in engine["step_s"]),
-                **{term: float(engine[term]) for term in CURVE_TERMS},
-            ),
-        )
-        for engine in document["engines"]
-    ]
+def parse_profiles(document: dict[str, Any]) -> tuple[EngineModel, ...]:
+    """The engines of one file, times in seconds. Raises KeyError or ValueError for another shape."""
+    common = {"accelerator": document["accelerator"], "slots": DEFAULT_SLOTS}
+    return _ENGINES.validate_python([{**common, **engine, "curve": engine} for engine in document["engines"]])
 
 
-def render_profiles(accelerator: str, engines: list[Profile]) -> dict[str, Any]:
+def render_profiles(accelerator: str, engines: list[EngineModel]) -> dict[str, Any]:
     """The content of one accelerator's file, times rounded to DIGITS."""
 
     def rounded(value: float) -> float:
@@ -179,15 +146,11 @@ def render_profiles(accelerator: str, engines: list[Profile]) -> dict[str, Any]:
         "accelerator": accelerator,
         "engines": [
             {
-                "llm": profile.llm,
-                "gpus": profile.gpus,
-                "origin": profile.origin,
-                "kv_tokens": profile.kv_tokens,
-                "kv_bytes_per_token": profile.kv_bytes_per_token,
-                "batch_sizes": [rounded(size) for size in profile.curve.batch_sizes],
-                "step_s": [rounded(step) for step in profile.curve.step_s],
-                **{term: rounded(getattr(profile.curve, term)) for term in CURVE_TERMS},
+                **{name: getattr(engine, name) for name in ENGINE_FIELDS},
+                "batch_sizes": [rounded(size) for size in engine.curve.batch_sizes],
+                "step_s": [rounded(step) for step in engine.curve.step_s],
+                **{term: rounded(getattr(engine.curve, term)) for term in CURVE_TERMS},
             }
-            for profile in engines
+            for engine in engines
         ],
     }

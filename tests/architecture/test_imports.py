@@ -51,7 +51,7 @@ ALLOWED_OURS = {
 ALLOWED_THIRD_PARTIES = {
     "treadle": {"grpc", "google"},
     "treadle_core": {"numpy", "numba"},
-    "treadle_sim": {"numpy", "numba"},
+    "treadle_sim": {"numpy", "numba", "pydantic"},
 }
 # The core takes time and randomness as arguments; these modules would let it take them, or the world, by itself.
 IMPURE = {

@@ -35,11 +35,9 @@ from treadle_sim.workloads.parametric import make
 from treadle_sim.workloads.workload import Workload
 
 # Two degrees, so that plans differ from the first placement and trajectories move.
-SLOW = EngineModel(
-    "x1", "toy", "toy", 1, 4, 60_000, 100_000, StepCurve((1.0, 8.0), (0.010, 0.014), 1e-7, 0.005, 2e-5, 1e-9)
-)
+SLOW = EngineModel("toy", "toy", 1, 4, 60_000, 100_000, StepCurve((1.0, 8.0), (0.010, 0.014), 1e-7, 0.005, 2e-5, 1e-9))
 FAST = EngineModel(
-    "x4", "toy", "toy", 4, 4, 240_000, 100_000, StepCurve((1.0, 8.0), (0.005, 0.007), 5e-8, 0.005, 5e-6, 3e-10)
+    "toy", "toy", 4, 4, 240_000, 100_000, StepCurve((1.0, 8.0), (0.005, 0.007), 5e-8, 0.005, 5e-6, 3e-10)
 )
 # Systems that decide by what is stored alone; see the last two tests.
 WITHOUT_PLANS = ("verl", "verl*", "slime", "affinity-las")

@@ -27,7 +27,7 @@ KV_BYTES_PER_TOKEN = 100_000
 def engine(gpus: int = 1, slots: int = 64, kv_tokens: int = 1_000_000) -> EngineModel:
     """SLOW on one GPU, FAST on more."""
     curve = SLOW if gpus == 1 else FAST
-    return EngineModel(f"toy-x{gpus}", "toy", "toy", gpus, slots, kv_tokens, KV_BYTES_PER_TOKEN, curve)
+    return EngineModel("toy", "toy", gpus, slots, kv_tokens, KV_BYTES_PER_TOKEN, curve)
 
 
 def trajectory(prompt: int, steps: Sequence[tuple[int, int, float]], *, prompt_tokens: int = 200) -> TrajectoryWork:

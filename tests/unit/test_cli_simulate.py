@@ -189,7 +189,7 @@ def test_bad_options_get_one_line_that_names_them(tmp_path: Path, options: tuple
         ("", r"mine.jsonl: holds no trajectory"),
         (
             '{"prompt_id":"a","sample":0,"prompt_tokens":9,"steps":[{"gen_tokens":0,"obs_tokens":0,"tool_latency_s":0}]}',
-            r"steps\[0\].gen_tokens: must be a whole number >= 1, is 0",
+            r"steps\[0\].gen_tokens: must be greater than or equal to 1, is 0",
         ),
         (
             '{"prompt_id":"a","sample":0,"prompt_tokens":9,"steps":[{"gen_tokens":99000000,"obs_tokens":0,'

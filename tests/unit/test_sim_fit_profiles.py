@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from treadle_sim.engine_model import (
-    Profile,
+    EngineModel,
     UnknownEngineError,
     engine_model,
     parse_profiles,
@@ -20,7 +20,7 @@ SHIPPED = profiles()
 
 
 @pytest.mark.parametrize("profile", SHIPPED, ids=lambda p: f"{p.llm}-{p.accelerator}x{p.gpus}")
-def test_a_shipped_step_grows_with_batch_and_prefill_with_tokens(profile: Profile) -> None:
+def test_a_shipped_step_grows_with_batch_and_prefill_with_tokens(profile: EngineModel) -> None:
     steps = [profile.curve.decode_s(batch) for batch in range(1, 300)]
     assert all(low <= high for low, high in itertools.pairwise(steps))
     assert steps[0] < steps[-1]
@@ -71,7 +71,7 @@ def test_an_engine_that_is_not_shipped_is_named_beside_those_that_are() -> None:
 
 def test_a_rendered_profile_reads_back() -> None:
     mine = [profile for profile in SHIPPED if profile.accelerator == "H100"]
-    assert parse_profiles(json.loads(json.dumps(render_profiles("H100", mine)))) == mine
+    assert parse_profiles(json.loads(json.dumps(render_profiles("H100", mine)))) == tuple(mine)
 
 
 def measured(**changes: Any) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def test_an_engine_comes_back_from_what_was_measured_on_it() -> None:
     assert fit.engine.curve.decode_s(3) == pytest.approx(0.062, rel=1e-6)
     assert fit.engine.curve.per_kv_token_s == pytest.approx(1e-6, rel=1e-6)
     assert fit.engine.curve.prefill_s(256, 100) == pytest.approx(0.276, rel=1e-6)
-    assert (fit.engine.slots, fit.engine.kv_tokens, fit.engine.hardware_tags) == (8, 20_000, ("cpu",))
+    assert (fit.engine.slots, fit.engine.kv_tokens, fit.engine.name) == (8, 20_000, "small-cpux1")
     without = fit_measured(measured(prefill=[])).engine.curve
     assert without.prefill_s(256, 0) == without.decode_s(1) + 256 * without.per_kv_token_s, "as a decode step at least"
 
@@ -108,14 +108,17 @@ def test_an_engine_comes_back_from_what_was_measured_on_it() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"decode": []}, "decode is empty"),
-        ({"decode": {"batch": 1}}, "decode is not a list"),
-        ({"decode": [{"batch": 0, "kv_tokens": 0, "step_s": 1.0}]}, "batch is 0"),
-        ({"decode": [{"batch": 1, "kv_tokens": 0, "step_s": 0}]}, "step_s is 0"),
-        ({"decode": [{"batch": 1, "kv_tokens": 0, "step_s": float("nan")}]}, "step_s is missing or no number"),
-        ({"prefill": [{"new_tokens": 5, "seconds": 1.0}]}, "cached_tokens is missing"),
-        ({"slots": True}, "slots is missing or no number"),
-        ({"llm": ""}, "llm is missing"),
+        ({"decode": []}, "decode: must have at least 1 item"),
+        ({"decode": {"batch": 1}}, "decode: must be a valid tuple"),
+        (
+            {"decode": [{"batch": 0, "kv_tokens": 0, "step_s": 1.0}]},
+            r"decode\[0\].batch: must be greater than or equal to 1, is 0",
+        ),
+        ({"decode": [{"batch": 1, "kv_tokens": 0, "step_s": 0}]}, "step_s: must be greater than 0"),
+        ({"decode": [{"batch": 1, "kv_tokens": 0, "step_s": float("nan")}]}, "step_s: must be a finite number"),
+        ({"prefill": [{"new_tokens": 5, "seconds": 1.0}]}, "cached_tokens: is missing"),
+        ({"slots": True}, "slots: must be a valid integer, is True"),
+        ({"llm": ""}, "llm: must have at least 1 character"),
     ],
 )
 def test_a_profile_that_cannot_be_is_refused_by_the_field(changes: dict[str, Any], named: str) -> None:

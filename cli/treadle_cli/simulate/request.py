@@ -5,7 +5,7 @@ what would be right.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -74,7 +74,7 @@ def make_plan(request: Request) -> SimulationPlan:
         raise UsageProblem(f"--predictor: there is no {request.predictor!r}; take one of {', '.join(NAMES)}")
     degree = _parse_degree(request.degrees)
     _check_sizes(request)
-    models, origin = _choose_models(request)
+    models = _choose_models(request)
     settings = _make_settings(request, models)
     for setting in settings:
         _check_fit(setting, degree)
@@ -86,7 +86,7 @@ def make_plan(request: Request) -> SimulationPlan:
         seed=request.seed,
         llm=models[0].llm,
         accelerator=models[0].accelerator,
-        origin=origin,
+        origin=" and ".join(sorted({model.origin for model in models})),
         from_file=request.workload not in WORKLOADS,
     )
 
@@ -121,10 +121,10 @@ def _check_sizes(request: Request) -> None:
         )
 
 
-def _choose_models(request: Request) -> tuple[tuple[EngineModel, ...], str]:
-    """The engines to choose from, and where their curves come from."""
+def _choose_models(request: Request) -> tuple[EngineModel, ...]:
+    """The engines to choose from."""
     if request.profile is not None:
-        return (_read_profile(request.profile),), "measured on a live engine"
+        return (_read_profile(request.profile),)
     shipped = [profile for profile in profiles() if profile.kv_tokens > 0]
     kinds = [profile for profile in shipped if profile.accelerator.lower() == request.accelerator.lower()]
     if not kinds:
@@ -136,8 +136,7 @@ def _choose_models(request: Request) -> tuple[tuple[EngineModel, ...], str]:
         raise UsageProblem(
             f"--llm: no engine of {request.llm!r} was fitted on {kinds[0].accelerator}; there are {known}"
         )
-    origins = " and ".join(sorted({profile.origin for profile in found}))
-    return tuple(profile.engine(request.slots * profile.gpus) for profile in found), origins
+    return tuple(replace(profile, slots=request.slots * profile.gpus) for profile in found)
 
 
 def _read_profile(file: Path) -> EngineModel:

@@ -7,15 +7,16 @@ costs a fixed part, a part for each new token, one for each pair of a new token 
 of any two tokens, for attention that computes the queries of cached tokens too.
 """
 
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, Field, ValidationError
 
+from treadle_sim.checked import Count, FiniteNumber, Name, PositiveCount, describe_first
 from treadle_sim.engine_model import EngineModel, StepCurve
 
 Array = npt.NDArray[np.float64]
@@ -114,9 +115,9 @@ def held_out_errors(matrix: Array, groups: Sequence[Hashable]) -> Array:
 class DecodePoint:
     """One measured step: sequences, KV tokens of all of them together, seconds."""
 
-    batch: float
-    kv_tokens: float
-    step_s: float
+    batch: Annotated[FiniteNumber, Field(ge=1)]
+    kv_tokens: Annotated[FiniteNumber, Field(ge=0)]
+    step_s: Annotated[FiniteNumber, Field(gt=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +178,9 @@ def fit_decode(points: Sequence[DecodePoint]) -> DecodeFit:
 class PrefillPoint:
     """One measured prefill: tokens computed, tokens before them that were in the cache, seconds."""
 
-    new_tokens: float
-    cached_tokens: float
-    seconds: float
+    new_tokens: Annotated[FiniteNumber, Field(ge=1)]
+    cached_tokens: Annotated[FiniteNumber, Field(ge=0)]
+    seconds: Annotated[FiniteNumber, Field(gt=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,63 +225,39 @@ class MeasuredEngine:
     prefill_error: FitError | None
 
 
+class _MeasuredFile(BaseModel):
+    """A profile that was measured on a live engine (sim/README.md, "Profiles")."""
+
+    llm: Name
+    accelerator: Name
+    gpus: PositiveCount
+    slots: PositiveCount
+    kv_tokens: Count
+    kv_bytes_per_token: Count = 0
+    page_tokens: PositiveCount = 1
+    decode: Annotated[tuple[DecodePoint, ...], Field(min_length=1)]
+    prefill: tuple[PrefillPoint, ...] = ()
+
+
 def fit_measured(document: Any) -> MeasuredEngine:
-    """Fit a profile that was measured on a live engine, as parsed JSON (sim/README.md, "Profiles"). Without prefills
-    they cost nothing. Raises MeasuredProfileError."""
-    if not isinstance(document, dict):
-        raise MeasuredProfileError("the file holds no JSON object")
-    decode = tuple(
-        DecodePoint(_number(row, "batch", 1.0), _number(row, "kv_tokens", 0.0), _number(row, "step_s", 0.0, above=True))
-        for row in _rows(document, "decode")
-    )
-    prefill = tuple(
-        PrefillPoint(
-            _number(row, "new_tokens", 1.0),
-            _number(row, "cached_tokens", 0.0),
-            _number(row, "seconds", 0.0, above=True),
-        )
-        for row in _rows(document, "prefill")
-    )
-    if not decode:
-        raise MeasuredProfileError("decode is empty: an engine's profile needs at least one measured step")
-    steps = fit_decode(decode)
-    prompts = fit_prefill(prefill) if prefill else None
+    """Fit a profile that was measured on a live engine, as parsed JSON. Without prefills they cost nothing. Raises
+    MeasuredProfileError."""
+    try:
+        given = _MeasuredFile.model_validate(document)
+    except ValidationError as error:
+        raise MeasuredProfileError(": ".join(filter(None, describe_first(error)))) from None
+    steps = fit_decode(given.decode)
+    prompts = fit_prefill(given.prefill) if given.prefill else None
     terms = (prompts.fixed_s, prompts.token_s, prompts.pair_s, prompts.square_s) if prompts else (0.0, 0.0, 0.0)
-    accelerator, llm = _text(document, "accelerator"), _text(document, "llm")
-    gpus = int(_number(document, "gpus", 1.0))
     engine = EngineModel(
-        name=f"{llm}-{accelerator}x{gpus}",
-        accelerator=accelerator,
-        llm=llm,
-        gpus=gpus,
-        slots=int(_number(document, "slots", 1.0)),
-        kv_tokens=int(_number(document, "kv_tokens", 0.0)),
-        kv_bytes_per_token=int(_number({"kv_bytes_per_token": 0, **document}, "kv_bytes_per_token", 0.0)),
-        curve=StepCurve(steps.batch_sizes, steps.step_s, steps.per_kv_token_s, *terms),
-        hardware_tags=(accelerator,),
-        page_tokens=int(_number({"page_tokens": 1, **document}, "page_tokens", 1.0)),
+        given.llm,
+        given.accelerator,
+        given.gpus,
+        given.slots,
+        given.kv_tokens,
+        given.kv_bytes_per_token,
+        StepCurve(steps.batch_sizes, steps.step_s, steps.per_kv_token_s, *terms),
+        "measured on a live engine",
+        given.page_tokens,
     )
-    return MeasuredEngine(engine, decode, prefill, steps.error, prompts.error if prompts else None)
-
-
-def _rows(document: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    rows = document.get(key, [])
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise MeasuredProfileError(f"{key} is not a list of objects")
-    return rows
-
-
-def _text(document: dict[str, Any], key: str) -> str:
-    value = document.get(key)
-    if not isinstance(value, str) or not value:
-        raise MeasuredProfileError(f"{key} is missing or no text")
-    return value
-
-
-def _number(document: dict[str, Any], key: str, least: float, above: bool = False) -> float:
-    value = document.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise MeasuredProfileError(f"{key} is missing or no number")
-    if value < least or (above and value == least):
-        raise MeasuredProfileError(f"{key} is {value}, and must be {'above' if above else 'at least'} {least:g}")
-    return float(value)
+    return MeasuredEngine(engine, given.decode, given.prefill, steps.error, prompts.error if prompts else None)

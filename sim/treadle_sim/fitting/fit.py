@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from treadle_sim.engine_model import Profile, StepCurve
+from treadle_sim.engine_model import DEFAULT_SLOTS, EngineModel, StepCurve
 from treadle_sim.fitting.curves import Array, DecodeFit, DecodePoint, FitError, fit_decode, fit_prefill
 from treadle_sim.fitting.serving import (
     ACCELERATORS,
@@ -45,7 +45,7 @@ class FittedEngine:
     engine, against its steps. None where nothing was measured.
     """
 
-    profile: Profile
+    profile: EngineModel
     engine: str
     points: tuple[DecodePoint, ...] = ()
     decode_error: FitError | None = None
@@ -94,7 +94,7 @@ class FitReport:
     checks: tuple[Check, ...]
 
     @property
-    def shipped(self) -> list[Profile]:
+    def shipped(self) -> list[EngineModel]:
         """The profiles of SGLang, and those of Splitwise's engine, which has other models."""
         return [fitted.profile for fitted in self.engines if fitted.engine in (SHIPPED_ENGINE, "splitwise")]
 
@@ -213,9 +213,9 @@ def _other_card(rows: list[ServedRow], curves: dict[KernelSet, DecodeFit], level
     return Check("H200 over H100, a request of Llama-3.1-70B on vLLM", tuple(ratios))
 
 
-def _profile(llm: str, accelerator: str, gpus: int, origin: str, curve: StepCurve) -> Profile:
+def _profile(llm: str, accelerator: str, gpus: int, origin: str, curve: StepCurve) -> EngineModel:
     room = kv_tokens(LLMS[llm], ACCELERATORS[accelerator], gpus)
-    return Profile(llm, accelerator, gpus, origin, room, LLMS[llm].kv_bytes_per_token, curve)
+    return EngineModel(llm, accelerator, gpus, DEFAULT_SLOTS, room, LLMS[llm].kv_bytes_per_token, curve, origin)
 
 
 def _served(rows: list[ServedRow], engine: str, llm: str, accelerator: str) -> list[ServedRow]:

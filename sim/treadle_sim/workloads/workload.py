@@ -4,17 +4,31 @@ Lengths are facts of the workload: a policy never changes them, and sees them on
 
 A trace file holds one trajectory a line, and is compressed with gzip if its name ends in .gz (docs/traces.md).
 `read_traces` returns what `write_traces` wrote. A file is read as a whole or not at all, and an error names the line
-and field. Fields that are not in the format (a model's name, a date) are ignored.
+and field. Fields that are not in the format (a model's name, a date) are ignored. The annotations say what a file may
+hold; works that code makes are not checked.
 """
 
 import gzip
 import json
-import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter, ValidationError
+
+from treadle_sim.checked import Count, FiniteNumber, Name, PositiveCount, describe_first
+
+
+def _check_text(value: object) -> str:
+    """A text as it is: unlike pydantic's own check, this one lets the lone surrogates of a tool's output pass."""
+    if not isinstance(value, str):
+        raise ValueError("must be a text")
+    return value
+
+
+Text = Annotated[str, PlainValidator(_check_text)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +39,11 @@ class Step:
     predictors; empty where they are not known.
     """
 
-    gen_tokens: int
-    obs_tokens: int
-    tool_s: float
-    text: str = ""
-    obs_text: str = ""
+    gen_tokens: PositiveCount
+    obs_tokens: Count
+    tool_s: Annotated[FiniteNumber, Field(ge=0, alias="tool_latency_s")]
+    text: Text = ""
+    obs_text: Text = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +53,15 @@ class TrajectoryWork:
     hardware_tags: that its engines must carry; none: any engine will do. prompt: its text, empty if it is not known.
     """
 
-    prompt_id: str
-    sample: int
-    prompt_tokens: int
-    steps: tuple[Step, ...]
-    reward: float | None = None
-    censored: bool = False
-    hardware_tags: tuple[str, ...] = ()
-    prompt: str = ""
+    prompt_id: Name
+    sample: Count
+    prompt_tokens: PositiveCount
+    steps: Annotated[tuple[Step, ...], Field(min_length=1)]
+    reward: FiniteNumber | None = None
+    censored: Annotated[bool, Field(strict=True)] = False
+    # No field of a trace file: it is not written, and whatever a file has of that name is ignored.
+    hardware_tags: Annotated[tuple[str, ...], BeforeValidator(lambda given: ()), Field(exclude=True)] = ()
+    prompt: Text = ""
 
     @property
     def gen_tokens(self) -> int:
@@ -97,8 +112,7 @@ class TraceFileError(ValueError):
         self.field = field
 
 
-class _FieldError(Exception):
-    """A field's path, and what is wrong with it."""
+_LINE = TypeAdapter(TrajectoryWork)
 
 
 def read_traces(path: Path) -> tuple[TrajectoryWork, ...]:
@@ -112,12 +126,15 @@ def read_traces(path: Path) -> tuple[TrajectoryWork, ...]:
         if not text.strip():
             continue
         try:
-            work = _parse_work(text)
-            earlier = lines.setdefault((work.prompt_id, work.sample), number)
-            if earlier != number:
-                raise _FieldError("sample", f"{work.sample} of prompt {work.prompt_id!r} is already on line {earlier}")
-        except _FieldError as error:
-            raise TraceFileError(path, number, *error.args) from None
+            work = _LINE.validate_python(json.loads(text))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise TraceFileError(path, number, "", f"must be JSON ({error})") from None
+        except ValidationError as error:
+            raise TraceFileError(path, number, *describe_first(error)) from None
+        earlier = lines.setdefault((work.prompt_id, work.sample), number)
+        if earlier != number:
+            already = f"{work.sample} of prompt {work.prompt_id!r} is already on line {earlier}"
+            raise TraceFileError(path, number, "sample", already)
         works.append(work)
     if not works:
         raise TraceFileError(path, 0, "", "holds no trajectory")
@@ -126,7 +143,8 @@ def read_traces(path: Path) -> tuple[TrajectoryWork, ...]:
 
 def write_traces(path: Path, works: Iterable[TrajectoryWork]) -> None:
     """Write a file that `read_traces` reads; the same works give the same bytes. Raises OSError."""
-    content = "".join(json.dumps(_render_work(work), separators=(",", ":")) + "\n" for work in works).encode()
+    lines = (_LINE.dump_python(work, by_alias=True, exclude_defaults=True) for work in works)
+    content = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
     path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
 
 
@@ -142,92 +160,3 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise TraceFileError(path, number, "", "must be UTF-8") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise TraceFileError(path, number, "", f"is no whole gzip file ({error})") from None
-
-
-def _parse_work(text: str) -> TrajectoryWork:
-    try:
-        line = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise _FieldError("", f"must be JSON ({error})") from None
-    if not isinstance(line, dict):
-        raise _FieldError("", "must be a JSON object")
-    prompt_id = _field(line, "prompt_id", lambda value: _is_text(value) and value, "a non-empty string")
-    steps = _field(line, "steps", lambda value: isinstance(value, list) and value, "a list of at least one step")
-    reward = _field(line, "reward", lambda value: value is None or _is_number(value), "a finite number or null", None)
-    return TrajectoryWork(
-        prompt_id=prompt_id,
-        sample=_count(line, "sample", 0),
-        prompt_tokens=_count(line, "prompt_tokens", 1),
-        steps=tuple(_parse_step(step, f"steps[{index}]") for index, step in enumerate(steps)),
-        reward=None if reward is None else float(reward),
-        censored=_field(line, "censored", lambda value: isinstance(value, bool), "true or false", False),
-        prompt=_field(line, "prompt", _is_text, "a text", ""),
-    )
-
-
-def _parse_step(step: object, at: str) -> Step:
-    if not isinstance(step, dict):
-        raise _FieldError(at, "must be a JSON object")
-    return Step(
-        _count(step, "gen_tokens", 1, at),
-        _count(step, "obs_tokens", 0, at),
-        float(
-            _field(
-                step, "tool_latency_s", lambda value: _is_number(value) and value >= 0, "a finite number >= 0", at=at
-            )
-        ),
-        _field(step, "text", _is_text, "a text", "", at=at),
-        _field(step, "obs_text", _is_text, "a text", "", at=at),
-    )
-
-
-def _field(
-    line: Mapping[str, Any],
-    name: str,
-    is_valid: Callable[[Any], object],
-    wanted: str,
-    *default: object,
-    at: str = "",
-) -> Any:
-    """The value of a field, or its default. Raises _FieldError if it is missing without a default, or not as wanted."""
-    path = f"{at}.{name}" if at else name
-    if name not in line and not default:
-        raise _FieldError(path, "is missing")
-    value = line.get(name, *default)
-    if not is_valid(value):
-        raise _FieldError(path, f"must be {wanted}, is {value!r}")
-    return value
-
-
-def _count(line: Mapping[str, Any], name: str, least: int, at: str = "") -> int:
-    def is_valid(value: object) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-    return int(_field(line, name, is_valid, f"a whole number >= {least}", at=at))
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _render_work(work: TrajectoryWork) -> dict[str, Any]:
-    line: dict[str, Any] = {"prompt_id": work.prompt_id, "sample": work.sample, "prompt_tokens": work.prompt_tokens}
-    line["reward"] = work.reward
-    if work.censored:
-        line["censored"] = True
-    if work.prompt:
-        line["prompt"] = work.prompt
-    line["steps"] = [
-        {
-            "gen_tokens": step.gen_tokens,
-            "obs_tokens": step.obs_tokens,
-            "tool_latency_s": step.tool_s,
-            **{name: text for name, text in (("text", step.text), ("obs_text", step.obs_text)) if text},
-        }
-        for step in work.steps
-    ]
-    return line
