@@ -64,38 +64,30 @@ def test_a_budget_that_the_degrees_do_not_add_up_to_is_told_the_next_below() -> 
         allocate(LENGTHS, CONTEXTS, 7, [kind(4), kind(2)])
 
 
-@pytest.mark.parametrize("capacity", [0, 4009])
-def test_a_degree_that_cannot_hold_its_weights_or_the_longest_trajectory_is_left_out(capacity: int) -> None:
-    """4,000 tokens to come behind 10: 4,010 must fit."""
-    found = allocate(LENGTHS, CONTEXTS, 8, [kind(1, capacity=capacity), kind(2, capacity=4010), kind(4)])
-    assert found.left_out == (1,)
-    assert set(found.degrees) <= {2, 4}
-    assert sum(found.degrees) == 8
-
-
-def test_a_capacity_that_nobody_knows_is_taken_as_enough() -> None:
-    found = allocate(LENGTHS, CONTEXTS, 3, [kind(1, capacity=None)])
-    assert found.left_out == ()
-    assert found.degrees == (1, 1, 1)
-
-
-def test_a_degree_beyond_the_budget_is_left_out() -> None:
-    found = allocate(LENGTHS, CONTEXTS, 3, KINDS)
-    assert found.left_out == (4,)
-    assert sum(found.degrees) == 3
-
-
-def test_gpus_are_left_idle_only_where_the_degrees_do_not_add_up_and_that_is_better() -> None:
-    """One trajectory, engines of 3 or 4 on 6 GPUs: the engine of 4 alone beats two of 3."""
-    found = allocate([1000.0], [0.0], 6, [kind(3), kind(4)])
-    assert found.degrees == (4,)
-    assert found.gpus_idle == 2
-
-
-def test_more_gpus_than_trajectories_still_become_engines() -> None:
-    found = allocate([1000.0], [0.0], 15, KINDS)
-    assert found.degrees == (4, 4, 4, 2, 1)
-    assert [engine.trajectories for engine in found.engines] == [1, 0, 0, 0, 0]
+@pytest.mark.parametrize(
+    ("lengths", "gpus", "kinds", "degrees", "left_out", "idle"),
+    [
+        # 4,000 tokens to come behind 10: 4,010 must fit.
+        (LENGTHS, 8, [kind(1, capacity=0), kind(2, capacity=4010), kind(4)], {2, 4}, (1,), 0),
+        (LENGTHS, 8, [kind(1, capacity=4009), kind(2, capacity=4010), kind(4)], {2, 4}, (1,), 0),
+        # A capacity that nobody knows is taken as enough.
+        (LENGTHS, 3, [kind(1, capacity=None)], {1}, (), 0),
+        # A degree beyond the budget is left out.
+        (LENGTHS, 3, KINDS, {1, 2}, (4,), 0),
+        # The degrees do not add up, and the engine of 4 alone beats two of 3.
+        ([1000.0], 6, [kind(3), kind(4)], {4}, (), 2),
+        # More GPUs than trajectories still become engines.
+        ([1000.0], 15, KINDS, {1, 2, 4}, (), 0),
+    ],
+)
+def test_a_plan_uses_the_degrees_that_fit_and_leaves_gpus_idle_only_where_that_is_better(
+    lengths: list[float], gpus: int, kinds: list[EngineKind], degrees: set[int], left_out: tuple[int, ...], idle: int
+) -> None:
+    found = allocate(lengths, CONTEXTS[: len(lengths)], gpus, kinds)
+    assert set(found.degrees) <= degrees
+    assert found.left_out == left_out
+    assert found.gpus_idle == idle == gpus - sum(found.degrees)
+    assert sum(engine.trajectories for engine in found.engines) == len(lengths)
 
 
 def test_a_rest_is_dealt_out_whole_where_the_degrees_allow_it() -> None:

@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 from treadle_core.compiled import Indexes
 from treadle_core.model import CostModel
-from treadle_core.placing.solver import partition
 
 from treadle_sim.allocation.plan import Allocation, EngineKind, Problem, lay_out, prepare, reachable_sums
 
@@ -54,13 +53,13 @@ def anneal(
     """
     problem = prepare(lengths, contexts, gpus, kinds, model)
     counts = draw_first_allocation(problem, rng)
-    cost_s = makespan_s(problem, counts)
+    cost_s = problem.makespan_s(counts)
     temperature = cost_s
     best, best_s = counts, cost_s
     iterations = 0
     while temperature > EPSILON_S:
         proposed = perturb(problem, counts, rng)
-        proposed_s = makespan_s(problem, proposed)
+        proposed_s = problem.makespan_s(proposed)
         change_s = proposed_s - cost_s
         if change_s < 0.0 or rng.random() < math.exp(-change_s / temperature):
             counts, cost_s = proposed, proposed_s
@@ -69,11 +68,6 @@ def anneal(
         temperature *= COOLING
         iterations += 1
     return Annealed(lay_out(problem, best, optimal=False), iterations)
-
-
-def makespan_s(problem: Problem, counts: Indexes) -> float:
-    """Seconds of the best contiguous partition over counts[row] engines of each kind, fastest first (sorted)."""
-    return partition(problem.engines(counts), fill_budget=0)[1]
 
 
 def draw_first_allocation(problem: Problem, rng: np.random.Generator) -> Indexes:
@@ -125,13 +119,7 @@ def redistribute(gpus: Indexes, counts: Indexes, rng: np.random.Generator) -> In
 
 def split(gpus: Indexes, counts: Indexes, rng: np.random.Generator) -> Indexes:
     """Turn one engine into two."""
-    choices = [pair for pair in _summing_rows(gpus) if counts[pair[2]] > 0]
-    if choices:
-        one, other, whole = choices[int(rng.integers(len(choices)))]
-        counts[whole] -= 1
-        counts[one] += 1
-        counts[other] += 1
-    return counts
+    return _exchange(counts, [rows for rows in _summing_rows(gpus) if counts[rows[2]] > 0], 1, rng)
 
 
 def merge(gpus: Indexes, counts: Indexes, rng: np.random.Generator) -> Indexes:
@@ -141,11 +129,16 @@ def merge(gpus: Indexes, counts: Indexes, rng: np.random.Generator) -> Indexes:
         for one, other, whole in _summing_rows(gpus)
         if counts[one] > (1 if one == other else 0) and counts[other] > 0
     ]
+    return _exchange(counts, choices, -1, rng)
+
+
+def _exchange(counts: Indexes, choices: list[tuple[int, int, int]], more: int, rng: np.random.Generator) -> Indexes:
+    """For (one, other, whole) of the choices: `more` engines of the first two, as many less of the third."""
     if choices:
         one, other, whole = choices[int(rng.integers(len(choices)))]
-        counts[one] -= 1
-        counts[other] -= 1
-        counts[whole] += 1
+        counts[one] += more
+        counts[other] += more
+        counts[whole] -= more
     return counts
 
 

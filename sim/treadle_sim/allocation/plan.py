@@ -13,6 +13,7 @@ Ties: many multisets have the least makespan. Of these the plan has the least se
 kind first: one more engine makes no plan worse, and the predictions are uncertain.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -62,12 +63,6 @@ class EngineKind:
     def holds(self, kv_tokens: float) -> bool:
         """Whether the weights fit and, beside them, that much KV."""
         return self.kv_tokens_capacity is None or 0 < self.kv_tokens_capacity >= kv_tokens
-
-    def as_engine(self) -> PlanEngine:
-        """As the cost models read it, where a capacity of 0 means unknown."""
-        return PlanEngine(
-            f"x{self.gpus}", self.slot_limit, self.kv_tokens_capacity or 0, max(self.gpus, 1), self.decode_curve
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +118,10 @@ class Problem:
         table = table._replace(engines=rows, reach_of=table.reach_of[row_of_engine])
         return Costs(table, self.costs.order, row_of_engine)
 
+    def makespan_s(self, counts: Indexes) -> float:
+        """Seconds of the best contiguous partition over counts[row] engines of each kind, fastest first (sorted)."""
+        return partition(self.engines(counts), fill_budget=0)[1]
+
 
 def allocate(
     lengths: npt.ArrayLike,
@@ -162,15 +161,8 @@ def homogeneous(
     `optimal` is False: only one degree was tried at a time. Raises what `allocate` does.
     """
     problem = prepare(lengths, contexts, gpus, kinds, model)
-    least_s = np.inf
-    best = np.zeros(len(problem.gpus), np.int64)
-    for row in np.argsort(problem.gpus).tolist():
-        counts = np.zeros(len(problem.gpus), np.int64)
-        counts[row] = problem.budget // problem.gpus[row]
-        _, makespan_s = partition(problem.engines(counts), fill_budget=0)
-        if makespan_s < least_s:
-            least_s, best = makespan_s, counts
-    return lay_out(problem, best, optimal=False)
+    of_one_degree = np.diag(problem.budget // problem.gpus)[np.argsort(problem.gpus)]
+    return lay_out(problem, min(of_one_degree, key=problem.makespan_s), optimal=False)
 
 
 def prepare(
@@ -191,9 +183,11 @@ def prepare(
         most = int(np.flatnonzero(reachable)[-1])
         degrees = ", ".join(str(kind.gpus) for kind in sorted(fitting, key=lambda kind: kind.gpus))
         raise InvalidBudgetError("gpus", f"no engines of {degrees} GPUs add up to {gpus}; {most} is the next below")
-    costs = tabulate(
-        model, remaining, present, np.zeros(len(remaining), np.bool_), [kind.as_engine() for kind in fitting]
-    )
+    engines = [  # a capacity of 0 is unknown to the cost models
+        PlanEngine(f"x{kind.gpus}", kind.slot_limit, kind.kv_tokens_capacity or 0, kind.gpus, kind.decode_curve)
+        for kind in fitting
+    ]
+    costs = tabulate(model, remaining, present, np.zeros(len(remaining), np.bool_), engines)
     widths = np.array([kind.gpus for kind in fitting], np.int64)[costs.engine_order]
     return Problem(costs, widths, gpus, left_out)
 
@@ -212,26 +206,21 @@ def lay_out(problem: Problem, counts: Indexes, *, optimal: bool) -> Allocation:
     """The plan with counts[row] engines of each kind: the exact and balanced partition over them."""
     costs = problem.engines(counts)
     bounds, makespan_s = partition(costs)
+    groups = enumerate(itertools.pairwise(bounds.tolist()))
     engines = tuple(
-        PlannedEngine(
-            int(problem.gpus[row]), int(end - first), float(group_cost(costs.table, engine, int(first), int(end)))
-        )
-        for engine, (row, first, end) in enumerate(zip(costs.engine_order, bounds[:-1], bounds[1:], strict=True))
+        PlannedEngine(int(problem.gpus[row]), end - first, float(group_cost(costs.table, engine, first, end)))
+        for row, (engine, (first, end)) in zip(costs.engine_order, groups, strict=True)
     )
     bound_s = lower_bound(problem.costs.table, problem.gpus, problem.budget, makespan_s)
-    idle = problem.budget - int((counts * problem.gpus).sum())
+    idle = problem.budget - int(counts @ problem.gpus)
     return Allocation(engines, makespan_s, min(bound_s, makespan_s), optimal, idle, problem.left_out)
 
 
 def spend_rest(problem: Problem, counts: Indexes, left: int) -> None:
     """Add engines for GPUs that the plan does not need, fastest kind first, all of them where the degrees add up."""
     reachable = reachable_sums(problem.gpus.tolist(), left)
-    while True:
-        affordable = [row for row, width in enumerate(problem.gpus) if width <= left]
-        exact = [row for row in affordable if reachable[left - problem.gpus[row]]]
-        if not affordable:
-            return
-        row = (exact or affordable)[0]
+    while affordable := [row for row, width in enumerate(problem.gpus) if width <= left]:
+        row = next((row for row in affordable if reachable[left - problem.gpus[row]]), affordable[0])
         counts[row] += 1
         left -= int(problem.gpus[row])
 
@@ -260,15 +249,14 @@ def _choose_hedged_counts(problem: Problem, samples: RankSamples) -> Indexes:
 def _mixtures(problem: Problem) -> list[Indexes]:
     """Counts for one degree, and for two that share the budget by quarters; only those that use all of it."""
     found = []
-    for first, width in enumerate(problem.gpus.tolist()):
-        for second, other in enumerate(problem.gpus.tolist()):
-            for quarters in (1, 2, 3, 4) if first != second else (4,):
-                counts = np.zeros(len(problem.gpus), np.int64)
-                counts[first] = problem.budget * quarters // 4 // width
-                left = problem.budget - int(counts[first]) * width
-                counts[second] += left // other
-                if counts[first] > 0 and int((counts * problem.gpus).sum()) == problem.budget:
-                    found.append(counts)
+    rows = range(len(problem.gpus))
+    for first, second, quarters in itertools.product(rows, rows, (1, 2, 3, 4)):
+        counts = np.zeros(len(problem.gpus), np.int64)
+        counts[first] = problem.budget * quarters // 4 // problem.gpus[first]
+        left = problem.budget - int(counts @ problem.gpus)
+        counts[second] += left // problem.gpus[second]
+        if counts[first] > 0 and int(counts @ problem.gpus) == problem.budget:
+            found.append(counts)
     return found
 
 

@@ -22,6 +22,8 @@ slower) are solved again together on the GPUs that are left: the least second-la
 until nothing is left or REFINE_EXTENSIONS is spent. The first round's optimum is exact; later ones refine it.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 from treadle_core.compiled import Indexes, compiled
@@ -32,6 +34,17 @@ from treadle_core.placing.costs import Table, group_cost
 REFINE_EXTENSIONS = 100_000
 
 
+class Task(NamedTuple):
+    """The table and the GPUs of each kind, and what a probe leaves: reach by GPUs; took[kind, g], whether
+    reach(kind, g) ends in an engine of that kind; engines as (kind, first rank, end rank)."""
+
+    table: Table
+    gpus: Indexes
+    reach: Indexes
+    took: npt.NDArray[np.bool_]
+    engines: Indexes
+
+
 @compiled
 def far(table: Table, kind: int, at: int, end: int, hint: int, limit_s: float) -> int:
     """The largest rank up to which an engine of this kind runs [at, rank) within the limit; `at` where nothing fits.
@@ -40,49 +53,29 @@ def far(table: Table, kind: int, at: int, end: int, hint: int, limit_s: float) -
     """
     low = at
     high = end + 1  # `low` fits, `high` does not
-    near = min(at + max(hint, 1), end)
+    tried = min(at + max(hint, 1), end)
     step = 1
-    if group_cost(table, kind, at, near) <= limit_s:
-        low = near
-        while low + step < high:
-            if group_cost(table, kind, at, low + step) <= limit_s:
-                low += step
-                step *= 2
-            else:
-                high = low + step
-    else:
-        high = near
-        while high - step > low:
-            if group_cost(table, kind, at, high - step) <= limit_s:
-                low = high - step
-            else:
-                high -= step
-                step *= 2
     while high - low > 1:
-        middle = (low + high) // 2
-        if group_cost(table, kind, at, middle) <= limit_s:
-            low = middle
+        if group_cost(table, kind, at, tried) <= limit_s:
+            low = tried
+            tried += step
         else:
-            high = middle
+            high = tried
+            tried -= step
+        step *= 2
+        if not low < tried < high:
+            tried = (low + high) // 2
     return low
 
 
 @compiled
-def cover(
-    table: Table,
-    gpus: Indexes,
-    segment: Indexes,
-    budget: int,
-    limit_s: float,
-    reach: Indexes,
-    took: npt.NDArray[np.bool_],
-) -> tuple[int, int, float, int]:
+def cover(task: Task, segment: Indexes, budget: int, limit_s: float) -> tuple[int, int, float, int]:
     """The least GPUs on which the segment is covered within the limit; budget + 1 where that many are not enough.
 
-    `segment` is (first rank, end rank, first kind, last kind). Leaves in took[kind, g] whether reach(kind, g) ends in
-    an engine of that kind. Returns with the GPUs the kind that completed the cover, the least cost above the limit
-    that one more rank would have given a group, and the extensions tried.
+    `segment` is (first rank, end rank, first kind, last kind). Returns with the GPUs the kind that completed the cover,
+    the least cost above the limit that one more rank would have given a group, and the extensions tried.
     """
+    table, gpus, reach, took, _ = task
     first, end = segment[0], segment[1]
     least = budget + 1
     completed = segment[2]
@@ -115,18 +108,10 @@ def cover(
 
 @compiled
 def place_engines(
-    table: Table,
-    gpus: Indexes,
-    segment: Indexes,
-    least: int,
-    completed: int,
-    limit_s: float,
-    took: npt.NDArray[np.bool_],
-    engines: Indexes,
-    count: int,
+    task: Task, segment: Indexes, least: int, completed: int, limit_s: float, count: int
 ) -> tuple[int, float]:
-    """Append the engines of a cover to `engines` as (kind, first rank, end rank); returns their number and the largest
-    cost."""
+    """Append the engines of a cover to the `count` there are; returns their number and the largest cost."""
+    table, gpus, _, took, engines = task
     begin = count
     kind = completed
     used = least
@@ -150,16 +135,7 @@ def place_engines(
 
 
 @compiled
-def probe(
-    table: Table,
-    gpus: Indexes,
-    segments: Indexes,
-    budget: int,
-    limit_s: float,
-    reach: Indexes,
-    took: npt.NDArray[np.bool_],
-    engines: Indexes,
-) -> tuple[bool, float, float, int, int]:
+def probe(task: Task, segments: Indexes, budget: int, limit_s: float) -> tuple[bool, float, float, int, int]:
     """Cover every segment within the limit, each on as few GPUs as it can.
 
     Returns whether the budget was enough, the largest cost, the least cost at which anything changes, the number of
@@ -169,39 +145,29 @@ def probe(
     extension = np.inf
     count = 0
     tried = 0
-    for at in range(len(segments)):
-        segment = segments[at]
-        least, completed, more, steps = cover(table, gpus, segment, budget, limit_s, reach, took)
+    for segment in segments:
+        least, completed, more, steps = cover(task, segment, budget, limit_s)
         extension = min(extension, more)
         tried += steps
         if least > budget:
             return False, np.inf, extension, 0, tried
-        count, cost = place_engines(table, gpus, segment, least, completed, limit_s, took, engines, count)
+        count, cost = place_engines(task, segment, least, completed, limit_s, count)
         largest = max(largest, cost)
         budget -= least
     return True, largest, extension, count, tried
 
 
 @compiled
-def bisect(
-    table: Table,
-    gpus: Indexes,
-    segments: Indexes,
-    budget: int,
-    known_s: float,
-    reach: Indexes,
-    took: npt.NDArray[np.bool_],
-    engines: Indexes,
-) -> tuple[float, int, int]:
+def bisect(task: Task, segments: Indexes, budget: int, known_s: float) -> tuple[float, int, int]:
     """Least largest cost of the segments on the budget, with `known_s` known to be enough; lays the engines out.
 
     Returns the cost, the number of engines and the extensions tried.
     """
     low = 0.0  # each segment's longest runs somewhere
-    for at in range(len(segments)):
+    for first, _, fastest, slowest in segments:
         alone = np.inf
-        for kind in range(segments[at, 2], segments[at, 3] + 1):
-            alone = min(alone, group_cost(table, kind, segments[at, 0], segments[at, 0] + 1))
+        for kind in range(fastest, slowest + 1):
+            alone = min(alone, group_cost(task.table, kind, first, first + 1))
         low = max(low, alone)
     high = known_s
     tried = 0
@@ -210,13 +176,13 @@ def bisect(
         limit = np.sqrt(low) * np.sqrt(high) if 0.0 < 4.0 * low < high else low + 0.5 * (high - low)
         if limit >= high:  # low and high are neighbours and the middle was rounded up
             limit = low
-        met, largest, extension, _, steps = probe(table, gpus, segments, budget, limit, reach, took, engines)
+        met, largest, extension, _, steps = probe(task, segments, budget, limit)
         tried += steps
         if met:
             high = largest
         else:
             low = extension
-    _, _, _, count, steps = probe(table, gpus, segments, budget, high, reach, took, engines)
+    _, _, _, count, steps = probe(task, segments, budget, high)
     return high, count, tried + steps
 
 
@@ -228,9 +194,8 @@ def search(table: Table, gpus: Indexes, budget: int, counts: Indexes) -> tuple[f
     """
     n = len(table.lengths)
     kinds = len(gpus)
-    reach = np.zeros(budget + 1, np.int64)
-    took = np.zeros((kinds, budget + 1), np.bool_)
     engines = np.zeros((budget + 1, 3), np.int64)
+    task = Task(table, gpus, np.zeros(budget + 1, np.int64), np.zeros((kinds, budget + 1), np.bool_), engines)
     segments = np.zeros((budget + 2, 4), np.int64)
     segments[0] = np.array([0, n, 0, kinds - 1])
     pending = 1
@@ -242,7 +207,7 @@ def search(table: Table, gpus: Indexes, budget: int, counts: Indexes) -> tuple[f
     makespan = -1.0
     tried = 0
     while pending > 0:
-        known, count, steps = bisect(table, gpus, segments[:pending], left, known, reach, took, engines)
+        known, count, steps = bisect(task, segments[:pending], left, known)
         tried += steps
         if makespan < 0.0:
             makespan = known
@@ -256,16 +221,15 @@ def search(table: Table, gpus: Indexes, budget: int, counts: Indexes) -> tuple[f
             group_cost(table, engines[tight, 0], engines[tight, 1], engines[tight, 2]) < known
         ):
             tight += 1
-        kind, first, end = engines[tight, 0], engines[tight, 1], engines[tight, 2]
+        kind, first, end = engines[tight]
         counts[kind] += 1
         left -= gpus[kind]
         at = 0
         while not (segments[at, 0] <= first and end <= segments[at, 1]):
             at += 1
-        begin, last, fastest, slowest = segments[at, 0], segments[at, 1], segments[at, 2], segments[at, 3]
+        begin, last, fastest, slowest = segments[at]
         pending -= 1
-        for later in range(at, pending):
-            segments[later] = segments[later + 1]
+        segments[at:pending] = segments[at + 1 : pending + 1].copy()
         if begin < first:
             segments[pending] = np.array([begin, first, fastest, kind])
             pending += 1
