@@ -6,9 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from treadle_tools.declarations import DeclarationError, is_allowed, read_declarations
-from treadle_tools.gpu.servers import places
-from treadle_tools.tool import HttpFunction, Judge, Kind
+from treadle_core.tools.providers import BreakerRule, Provider, Quota
+from treadle_tools.declarations import (
+    DeclarationError,
+    HttpFunction,
+    Judge,
+    is_allowed,
+    places,
+    read_declarations,
+    read_providers,
+)
+from treadle_tools.tool import Kind
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "rewards.md"
 HOSTS = ("*.svc.cluster.local", "judge-0", "judge-1:30000", "a")
@@ -19,14 +27,14 @@ def test_the_examples_of_the_page_are_read_as_it_says(tmp_path: Path) -> None:
     blocks = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     path = tmp_path / "all.toml"
     path.write_text("\n".join(blocks))
-    declared = read_declarations(path, HOSTS, ENVIRONMENT)
+    declared = read_declarations(str(path), HOSTS, ENVIRONMENT)
     search, helpful = declared.tools
     assert isinstance(search.remote, HttpFunction)
     assert isinstance(helpful.remote, Judge)
     assert (search.kind, search.provider, search.limits.wall_s) == (Kind.STATELESS, "search", 120)
     assert (helpful.kind, helpful.arguments_schema["required"]) == (Kind.REWARD, ["question", "answer"])
-    assert [server.url for server in declared.gpus.servers] == ["http://a:30000", "http://a:30001"]
-    defaults = HttpFunction(url="")
+    assert [server.url for server in declared.servers] == ["http://a:30000", "http://a:30001"]
+    defaults = HttpFunction(name="f", url="http://a/")
     times = (defaults.connect_s, defaults.cold_s, defaults.idle_s)
     assert (*times, defaults.tries, defaults.at_once) == (2, 90, 60, 6, 64)
     assert (defaults.learns, defaults.idempotent, defaults.response_bytes) == (True, True, 1 << 20)
@@ -83,7 +91,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(tmp_path: Path, document: di
     path = tmp_path / "f.json"
     path.write_text(json.dumps(document))
     with pytest.raises(DeclarationError, match=words):
-        read_declarations(path, HOSTS, ENVIRONMENT)
+        read_declarations(str(path), HOSTS, ENVIRONMENT)
 
 
 def test_what_is_no_toml_or_json_says_so(tmp_path: Path) -> None:
@@ -91,9 +99,9 @@ def test_what_is_no_toml_or_json_says_so(tmp_path: Path) -> None:
         path = tmp_path / name
         path.write_text("{")
         with pytest.raises(DeclarationError, match=re.escape(str(path))):
-            read_declarations(path, (), {})
+            read_declarations(str(path), (), {})
     with pytest.raises(DeclarationError, match="cannot be read"):
-        read_declarations(tmp_path / "none.toml", (), {})
+        read_declarations(str(tmp_path / "none.toml"), (), {})
 
 
 def test_a_service_may_be_on_any_aligned_chunk() -> None:
@@ -102,3 +110,45 @@ def test_a_service_may_be_on_any_aligned_chunk() -> None:
     assert places(nodes, 2) == [("a", 0), ("a", 2), ("b", 2)]
     assert places(nodes, 3) == places(nodes, 4) == [("a", 0)]
     assert places(nodes, 8) == []
+
+
+PROVIDERS = """
+[[provider]]
+name = "search"
+concurrency = 8
+quota = [{ count = 10, period_s = 1 }, { count = 1000, period_s = 86400, sliding = false, slack_s = 2 }]
+breaker = { failures = 3, cooldown_s = 2.5 }
+[[provider]]
+name = "pdf"
+"""
+
+
+def test_providers_are_read_from_toml_and_json(tmp_path: Path) -> None:
+    (tmp_path / "p.toml").write_text(PROVIDERS)
+    found = read_providers(str(tmp_path / "p.toml"))
+    quotas = (Quota(10, 1.0), Quota(1000, 86400.0, False, 2.0))
+    assert found["search"].provider == Provider("search", 8, quotas, BreakerRule(failures=3, cooldown_s=2.5))
+    assert found["pdf"].provider == Provider("pdf")
+    (tmp_path / "p.json").write_text(json.dumps({"provider": [{"name": "pdf", "concurrency": 2}]}))
+    assert read_providers(str(tmp_path / "p.json"))["pdf"].provider.concurrency == 2
+    assert read_providers("") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[[provider]]\nname = 'a'\nconcurency = 2", "provider.0.concurency"),
+        ("[[provider]]\nname = 'a'\nconcurrency = 0", "provider[0]: provider.concurrency: must be at least 1"),
+        ("[[provider]]\nname = 'a'\n[[provider]]\nname = 'a'", "provider[1].name: 'a' is there twice"),
+        ("[[provider]]\nname = 'a b'", "provider[0]: name"),
+        ("[[provider]]\nname = 'a'\nquota = [{ count = 1, period_s = nan }]", "provider.0.quota.0.period_s"),
+        ("[[provider]]\nname = 'a'\nquota = [{ count = 1, period_s = 1, slack = 1 }]", "provider.0.quota.0.slack"),
+        ("[[provider]]\nname = 'a'\nbreaker = { failure = 1 }", "provider.0.breaker.failure"),
+        ("provider = 3 3", "line 1"),
+    ],
+)
+def test_a_providers_file_with_a_mistake_says_where(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "p.toml").write_text(text)
+    with pytest.raises(DeclarationError) as refused:
+        read_providers(str(tmp_path / "p.toml"))
+    assert words in str(refused.value)

@@ -1,25 +1,27 @@
-"""What tools declare, in the scheduler's terms; what is learned of how long they take; the node; providers' files."""
+"""What tools declare, in the scheduler's terms; what is learned of how long they take; the node."""
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from treadle_core.tools.action import CPU_CORES, MEMORY_BYTES, Amdahl, Duration, Fixed, Knowledge, Measured, Range
+from treadle_core.tools.action import (
+    CPU_CORES,
+    MEMORY_BYTES,
+    UNKNOWN_DURATION,
+    Action,
+    Amdahl,
+    Duration,
+    Fixed,
+    Knowledge,
+    Measured,
+    Range,
+)
 from treadle_core.tools.action import UnitSet as Units
-from treadle_core.tools.providers import BreakerRule, Provider, Quota, concurrency_of, quota_of
 from treadle_tools.builtin import FROZEN_LAKE, PYTHON
 from treadle_tools.registry import RegistrationError, Registry
-from treadle_tools.scheduling.demand import Demands, Durations
-from treadle_tools.scheduling.resources import (
-    NODE_ID,
-    ProvidersError,
-    find_node,
-    parse_cpu_list,
-    read_providers,
-    total_memory_bytes,
-)
+from treadle_tools.scheduling.demand import Demands
+from treadle_tools.scheduling.resources import NODE_ID, find_node, parse_cpu_list, total_memory_bytes
 from treadle_tools.tool import MIB, Limits, Result, Scaling, Status, Tool
 
 GIB = 1024 * MIB
@@ -34,7 +36,7 @@ def ended(execution_s: float, cores: int = 1, overhead_s: float = 0.0) -> Result
 
 
 def test_a_tool_without_scaling_asks_for_its_cores_and_a_session_for_memory_but_for_no_more_than_there_is() -> None:
-    demands = Demands(4, GIB, {}, Durations())
+    demands = Demands(4, GIB, {})
     limits = Limits(cpu_cores=8, memory_bytes=4 * GIB)
     once = demands.action("x", "x", 3, tool(cores=8), limits)
     assert (dict(once.cost), once.node_id, once.arrival, once.scalable) == ({CPU_CORES: Fixed(4)}, NODE_ID, 3, False)
@@ -56,7 +58,7 @@ def test_a_tool_without_scaling_asks_for_its_cores_and_a_session_for_memory_but_
 )
 def test_a_tool_that_scales_asks_for_what_it_can_use(cores: tuple[int, ...], most: int, demand: object) -> None:
     scaling = Scaling(cores, serial_share=0.1, single_core_s=20.0)
-    action = Demands(16, GIB, {}, Durations()).action("x", "x", 0, tool(scaling), Limits(cpu_cores=most))
+    action = Demands(16, GIB, {}).action("x", "x", 0, tool(scaling), Limits(cpu_cores=most))
     assert action.cost[CPU_CORES] == demand
     assert action.scalable
     assert (action.elasticity, action.duration) == (Amdahl(0.1), Duration(Knowledge.PROFILED, 20.0))
@@ -67,20 +69,20 @@ def test_durations_are_learned_for_one_core_and_told_for_as_many_as_lately() -> 
     WHEN    an action of 8 s took 1 s on the 8 of its cores that scale by half
     Result: one core takes 4 s of that, and 0.1 s goes beside; the next should take as long as this one did
     """
-    durations = Durations()
+    demands = Demands(16, GIB, {})
     scaled = tool(Scaling((1, 8), efficiency=((1, 1.0), (8, 0.5))))
-    assert durations.single_core(scaled) is None
-    assert durations.expected_s(scaled) == 0.0
-    durations.learn(scaled, ended(1.0, cores=8, overhead_s=0.1))
-    assert durations.single_core(scaled) == Duration(Knowledge.LEARNED, 4.1)
-    assert durations.expected_s(scaled) == pytest.approx(1.1)
-    durations.learn(scaled, ended(9.0, cores=1, overhead_s=0.1))
-    learned = durations.single_core(scaled)
-    assert learned is not None
-    assert learned.single_unit_s == pytest.approx(0.1 + 4.0 + 0.2 * 5.0)
-    assert durations.single_core(tool(Scaling((1, 2), single_core_s=7.0))) == Duration(Knowledge.PROFILED, 7.0)
-    action = Demands(16, GIB, {}, durations).action("x", "x", 0, scaled, Limits(cpu_cores=8))
-    assert (action.elasticity, action.duration) == (Measured(((1, 1.0), (8, 0.5))), learned)
+
+    def next_of(tool: Tool) -> Action:
+        return demands.action("x", "x", 0, tool, Limits(cpu_cores=8))
+
+    assert (next_of(scaled).duration, demands.expected_s(scaled)) == (UNKNOWN_DURATION, 0.0)
+    demands.learn(scaled, ended(1.0, cores=8, overhead_s=0.1))
+    assert next_of(scaled).duration == Duration(Knowledge.LEARNED, 4.1)
+    assert demands.expected_s(scaled) == pytest.approx(1.1)
+    demands.learn(scaled, ended(9.0, cores=1, overhead_s=0.1))
+    assert next_of(scaled).duration.single_unit_s == pytest.approx(0.1 + 4.0 + 0.2 * 5.0)
+    assert next_of(scaled).elasticity == Measured(((1, 1.0), (8, 0.5)))
+    assert next_of(tool(Scaling((1, 2), single_core_s=7.0))).duration == Duration(Knowledge.PROFILED, 7.0)
 
 
 @pytest.mark.parametrize(
@@ -132,47 +134,3 @@ def test_kernel_lists_and_memory_limits_are_read(tmp_path: Path) -> None:
     unlimited.write_text("max\n")
     assert total_memory_bytes((unlimited, limit, tmp_path / "none")) == MIB
     assert total_memory_bytes((unlimited,)) == total_memory_bytes(())
-
-
-PROVIDERS = """
-[[provider]]
-name = "search"
-concurrency = 8
-quota = [{ count = 10, period_s = 1 }, { count = 1000, period_s = 86400, sliding = false, slack_s = 2 }]
-breaker = { failures = 3, cooldown_s = 2.5 }
-[[provider]]
-name = "pdf"
-"""
-
-
-def test_providers_are_read_from_toml_and_json(tmp_path: Path) -> None:
-    (tmp_path / "p.toml").write_text(PROVIDERS)
-    found = read_providers(str(tmp_path / "p.toml"))
-    quotas = (Quota(10, 1.0), Quota(1000, 86400.0, False, 2.0))
-    assert found["search"].provider == Provider("search", 8, quotas, BreakerRule(failures=3, cooldown_s=2.5))
-    assert found["pdf"].provider == Provider("pdf")
-    (tmp_path / "p.json").write_text(json.dumps({"provider": [{"name": "pdf", "concurrency": 2}]}))
-    assert read_providers(str(tmp_path / "p.json"))["pdf"].provider.concurrency == 2
-    assert read_providers("") == {}
-    cost = Demands(4, GIB, found, Durations()).action("x", "x", 0, tool(provider="search"), Limits()).cost
-    assert (cost[concurrency_of("search")], cost[quota_of("search")]) == (Fixed(1), Fixed(1))
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("[[provider]]\nname = 'a'\nconcurency = 2", "provider.0.concurency"),
-        ("[[provider]]\nname = 'a'\nconcurrency = 0", "provider[0]: provider.concurrency: must be at least 1"),
-        ("[[provider]]\nname = 'a'\n[[provider]]\nname = 'a'", "provider[1].name: 'a' is there twice"),
-        ("[[provider]]\nname = 'a b'", "provider[0]: name"),
-        ("[[provider]]\nname = 'a'\nquota = [{ count = 1, period_s = nan }]", "provider.0.quota.0.period_s"),
-        ("provider = 3 3", "line 1"),
-    ],
-)
-def test_a_providers_file_with_a_mistake_says_where(tmp_path: Path, text: str, words: str) -> None:
-    (tmp_path / "p.toml").write_text(text)
-    with pytest.raises(ProvidersError) as refused:
-        read_providers(str(tmp_path / "p.toml"))
-    assert words in str(refused.value)
-    with pytest.raises(ProvidersError, match="No such file"):
-        read_providers(str(tmp_path / "none.toml"))

@@ -3,23 +3,30 @@
 import json
 
 import pytest
+from treadle_tools.declarations import Judge
 from treadle_tools.functions import Reply
 from treadle_tools.rewards.scorers import NoScore, chat_request, read_answer, read_score
-from treadle_tools.tool import Judge
 
-JUDGE = Judge(prompt="Q: $question\nA: ${answer} costs $$5", system="Be $mood.", model="m", low=1, high=5)
+JUDGE = Judge(
+    name="j",
+    prompt="Q: $question\nA: ${answer} costs $$5. $question",
+    system="Be $mood.",
+    model="m",
+    low=1,
+    high=5,
+    service="s",
+)
 
 
 def test_a_template_names_its_arguments_once_each() -> None:
-    assert JUDGE.arguments == ("mood", "question", "answer")
-    assert Judge(prompt="$a $b $a", model="m").arguments == ("a", "b")
+    assert JUDGE.arguments == ["mood", "question", "answer"]
 
 
 def test_arguments_stand_where_they_are_named_and_are_no_templates_themselves() -> None:
     body = chat_request(JUDGE, {"question": "what is $answer?", "answer": ["x", 1], "mood": "fair"})
     assert body["messages"] == [
         {"role": "system", "content": "Be fair."},
-        {"role": "user", "content": 'Q: what is $answer?\nA: ["x", 1] costs $5'},
+        {"role": "user", "content": 'Q: what is $answer?\nA: ["x", 1] costs $5. what is $answer?'},
     ]
     assert (body["model"], body["temperature"]) == ("m", 0.0)
     assert chat_request(JUDGE, {"question": "", "answer": "", "mood": ""}, again=True)["temperature"] > 0

@@ -1,4 +1,4 @@
-r"""Read the file that declares HTTP functions, LLM judges and GPU services, TOML or JSON by its name's end.
+r"""Read the files, TOML or JSON by their names' end, that declare HTTP functions, LLM judges and GPU services:
 
     [[function]]
     name = "search"
@@ -24,6 +24,14 @@ r"""Read the file that declares HTTP functions, LLM judges and GPU services, TOM
       { node = "a", first = 1, degree = 1, url = "http://127.0.0.1:30001" },
     ]
 
+and the one that says what the providers of tools allow (PROVIDERS_FILE):
+
+    [[provider]]
+    name = "search"
+    concurrency = 8
+    quota = [{ count = 10, period_s = 1 }, { count = 1000, period_s = 86400, sliding = false }]
+    breaker = { failures = 5, cooldown_s = 1 }
+
 A misspelled field, a header whose variable is not set or a host that is not allowed is refused at start, in one line
 that names it.
 """
@@ -33,17 +41,18 @@ import re
 import string
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
-from treadle_core.tools.arrangement import NODE_GPUS
+from treadle_core.tools.arrangement import NODE_GPUS, level_of
+from treadle_core.tools.pools import InvalidPoolError
+from treadle_core.tools.providers import UNLIMITED, BasicManager, BreakerRule, Provider, Quota
 from treadle_runtime.config import url
+from treadle_runtime.errors import InvalidArgument, identifier
 
-from treadle_tools.gpu.servers import NO_GPUS, Gpus, GpuService, Server, places
-from treadle_tools.tool import MIB, HttpFunction, Judge, Kind, Limits, Tool
+from treadle_tools.tool import MIB, Kind, Limits, Tool
 
 KINDS = {"tool": Kind.STATELESS, "reward": Kind.REWARD}
 
@@ -73,12 +82,15 @@ Count = Annotated[int, Field(ge=1)]
 Url = Annotated[
     str, AfterValidator(lambda value: url(value, ("http", "https"), "http://search.default.svc.cluster.local/"))
 ]
+ServerUrl = Annotated[Url, AfterValidator(lambda value: value.rstrip("/"))]
 Template = Annotated[str, AfterValidator(_template)]
-GpuNumber = Annotated[int, Field(ge=0, lt=NODE_GPUS)]
+GpuNumbers = Annotated[
+    tuple[Annotated[int, Field(ge=0, lt=NODE_GPUS)], ...], AfterValidator(lambda numbers: tuple(sorted(set(numbers))))
+]
 
 
 class _Declared(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
 
 
 class _Limits(_Declared):
@@ -86,7 +98,17 @@ class _Limits(_Declared):
     output_bytes: Count = 64 * 1024
 
 
-class _Function(_Declared):
+class HttpFunction(_Declared):
+    """A stateless function behind a URL. Arguments go as the JSON body (of a GET: as the query), never into the URL.
+
+    headers_from_env: header to the environment variable that holds its value, for secrets. connect_s: longest wait for
+    a connection, which a function scaled to zero has at once, since its platform takes it. cold_s: longest wait for the
+    first byte of one that may have to start; `idle_s` after its last answer it may. Warm ones are waited for as long as
+    they were seen to take, unless `learns` is off: then all for cold_s. tries: in all. idempotent: whether a call whose
+    answer was lost may be sent again; one that was refused always may. response_bytes: a longer answer is an error.
+    at_once: calls under way. provider: whose limits each try counts against; empty: nobody's.
+    """
+
     name: str
     kind: Literal["tool", "reward"] = "tool"
     description: str = ""
@@ -107,6 +129,7 @@ class _Function(_Declared):
     provider: str = ""
 
     def tool(self) -> Tool:
+        """The tool or reward that calls it."""
         return Tool(
             name=self.name,
             kind=KINDS[self.kind],
@@ -115,20 +138,30 @@ class _Function(_Declared):
             arguments_schema=self.arguments_schema,
             limits=Limits(wall_s=self.limits.wall_s, output_bytes=self.limits.output_bytes),
             provider=self.provider,
-            remote=HttpFunction(**{name: getattr(self, name) for name in HttpFunction.__dataclass_fields__}),
+            remote=self,
         )
 
 
-class _Judge(_Declared):
+class Judge(_Declared):
+    """A model that reads a trajectory and gives a score.
+
+    prompt, system: templates in which `$name` stands for an argument; `$$` is a dollar. model: as its server calls it.
+    endpoints: base URLs of servers with OpenAI's chat API, such as SGLang's; or service: a GPU service that is brought
+    into memory for it. authorization_from_env: the environment variable with the Authorization header, such as
+    `Bearer ...`; empty: none is sent. score: a regular expression whose one group is the score; its last match counts,
+    since models reason first. low, high: the scores that the prompt allows; they become 0 and 1. tries: answers in all,
+    until one has a score. at_once: questions under way.
+    """
+
     name: str
     description: str = ""
     prompt: Annotated[Template, Field(min_length=1)]
     system: Template = ""
     model: str = "default"
-    endpoints: tuple[Url, ...] = ()
+    endpoints: tuple[ServerUrl, ...] = ()
     service: str = ""
     authorization_from_env: str = ""
-    score: Annotated[str, AfterValidator(_score_pattern)] = Judge.score
+    score: Annotated[str, AfterValidator(_score_pattern)] = r"(?i)score\W{0,10}?(-?\d+(?:\.\d+)?)"
     low: float = 0.0
     high: float = 10.0
     temperature: Annotated[float, Field(ge=0)] = 0.0
@@ -139,16 +172,26 @@ class _Judge(_Declared):
     provider: str = ""
 
     @model_validator(mode="after")
-    def _can_be_asked(self) -> "_Judge":
+    def _check(self) -> "Judge":
         if bool(self.endpoints) == bool(self.service):
             raise ValueError("name `endpoints`, or a GPU `service`: one of the two")
         if not self.low < self.high:
             raise ValueError("`low` must be below `high`")
         return self
 
+    @property
+    def headers_from_env(self) -> dict[str, str]:
+        """As of an HttpFunction."""
+        return {"Authorization": self.authorization_from_env} if self.authorization_from_env else {}
+
+    @property
+    def arguments(self) -> list[str]:
+        """What the templates ask for, each once."""
+        names = [*string.Template(self.system).get_identifiers(), *string.Template(self.prompt).get_identifiers()]
+        return list(dict.fromkeys(names))
+
     def tool(self) -> Tool:
         """A reward whose arguments are what the judge's templates name."""
-        judge = Judge(**{name: getattr(self, name) for name in Judge.__dataclass_fields__})
         return Tool(
             name=self.name,
             kind=Kind.REWARD,
@@ -156,130 +199,177 @@ class _Judge(_Declared):
             entry="",
             arguments_schema={
                 "type": "object",
-                "properties": {name: {} for name in judge.arguments},
-                "required": list(judge.arguments),
+                "properties": {name: {} for name in self.arguments},
+                "required": self.arguments,
                 "additionalProperties": False,
             },
             limits=Limits(wall_s=self.wall_s),
             provider=self.provider,
-            remote=judge,
+            remote=self,
         )
 
 
-class _Gpus(_Declared):
+class Gpus(_Declared):
+    """nodes: the GPUs of each. gpu_bytes: of each GPU. turn_s: how long a service may keep GPUs that another one waits
+    for.
+    """
+
     gpu_bytes: Annotated[int, Field(gt=0)]
-    nodes: Annotated[dict[str, list[GpuNumber]], Field(min_length=1)]
+    nodes: Annotated[dict[str, GpuNumbers], Field(min_length=1)]
     turn_s: Annotated[float, Field(ge=0)] = 30.0
 
 
-class _Server(_Declared):
+class Server(_Declared):
+    """An SGLang server on `degree` GPUs, the first of which is `first` of `node`."""
+
     node: str
     first: int
     degree: int
-    url: Url
+    url: ServerUrl
+
+    @property
+    def gpus(self) -> frozenset[tuple[str, int]]:
+        """(node, number) of each GPU it is on."""
+        return frozenset((self.node, self.first + index) for index in range(self.degree))
 
 
-class _GpuService(_Declared):
+class GpuService(_Declared):
+    """A model that can be served on each number of GPUs in `bytes_per_gpu`, each a service of its own (ARL-Tangram
+    §5.3).
+
+    servers: one for each chunk of GPUs that it may be on. serial_share: of the work, in [0, 1], what more GPUs do not
+    make faster. at_once: requests under way at one server, which runs them as a batch.
+    """
+
     name: Annotated[str, Field(min_length=1)]
     bytes_per_gpu: Annotated[dict[int, int], Field(min_length=1)]
-    servers: list[_Server]
+    servers: tuple[Server, ...]
     serial_share: Annotated[float, Field(ge=0, le=1)] = 0.1
     at_once: Count = 64
 
-    @model_validator(mode="after")
-    def _degrees_agree(self) -> "_GpuService":
+    def check(self, nodes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises ValueError where a chunk of GPUs that it may be given has no server, or a server no such chunk."""
         served = {server.degree for server in self.servers}
         if served != set(self.bytes_per_gpu):
             raise ValueError(
-                f"servers are of {sorted(served)} GPUs, `bytes_per_gpu` is of {sorted(self.bytes_per_gpu)}: "
-                "name the same"
+                f"gpu_service {self.name!r}: servers are of {sorted(served)} GPUs, `bytes_per_gpu` is of "
+                f"{sorted(self.bytes_per_gpu)}: name the same"
             )
-        return self
+        for degree in self.bytes_per_gpu:
+            there = sorted((one.node, one.first) for one in self.servers if one.degree == degree)
+            wanted = sorted(places(nodes, degree))
+            if not wanted:
+                raise ValueError(f"gpu_service {self.name!r}: no node has {degree} GPUs side by side")
+            if there != wanted:
+                raise ValueError(
+                    f"gpu_service {self.name!r}: any chunk of {degree} GPUs may be its own, so servers must be at "
+                    f"{wanted} (node, first); they are at {there}"
+                )
 
-    def service(self) -> GpuService:
-        servers = tuple(Server(self.name, one.degree, one.node, one.first, one.url.rstrip("/")) for one in self.servers)
-        return GpuService(self.name, self.bytes_per_gpu, servers, self.serial_share, self.at_once)
+
+def places(nodes: Mapping[str, tuple[int, ...]], degree: int) -> list[tuple[str, int]]:
+    """(node, first GPU) of each chunk that `degree` GPUs may be given: aligned runs of the next power of two."""
+    size = 1 << level_of(degree)
+    return [
+        (node, first)
+        for node, numbers in nodes.items()
+        for first in range(0, max(numbers, default=-1) + 1, size)
+        if set(range(first, first + size)) <= set(numbers)
+    ]
 
 
-class _File(_Declared):
-    function: list[_Function] = []
-    judge: list[_Judge] = []
-    gpus: _Gpus | None = None
-    gpu_service: list[_GpuService] = []
+class Declarations(_Declared):
+    """What a file declares: functions and judges, and the GPU services that judges may name."""
+
+    function: tuple[HttpFunction, ...] = ()
+    judge: tuple[Judge, ...] = ()
+    gpus: Gpus | None = None
+    gpu_service: tuple[GpuService, ...] = ()
 
     @model_validator(mode="after")
-    def _services_are_there(self) -> "_File":
+    def _check(self) -> "Declarations":
         if self.gpu_service and self.gpus is None:
             raise ValueError("`gpu_service` needs `[gpus]`: gpu_bytes and nodes")
         for judge in self.judge:
             if judge.service and judge.service not in {service.name for service in self.gpu_service}:
                 raise ValueError(f"judge {judge.name!r}: there is no gpu_service {judge.service!r}")
+        if self.gpus is not None:
+            for service in self.gpu_service:
+                service.check(self.gpus.nodes)
         return self
 
-    def all_gpus(self) -> Gpus:
-        """Raises DeclarationError where a chunk of GPUs that a service may be given has no server."""
-        if self.gpus is None:
-            return NO_GPUS
-        nodes = {node: tuple(sorted(set(numbers))) for node, numbers in self.gpus.nodes.items()}
-        for service in self.gpu_service:
-            for degree in service.bytes_per_gpu:
-                there = sorted((one.node, one.first) for one in service.servers if one.degree == degree)
-                wanted = sorted(places(nodes, degree))
-                if not wanted:
-                    raise DeclarationError(f"gpu_service {service.name!r}: no node has {degree} GPUs side by side")
-                if there != wanted:
-                    raise DeclarationError(
-                        f"gpu_service {service.name!r}: any chunk of {degree} GPUs may be its own, so servers must be "
-                        f"at {wanted} (node, first); they are at {there}"
-                    )
-        services = tuple(service.service() for service in self.gpu_service)
-        return Gpus(nodes, self.gpus.gpu_bytes, services, self.gpus.turn_s)
+    @property
+    def tools(self) -> list[Tool]:
+        """The tools and rewards that call the functions and judges."""
+        return [*(one.tool() for one in self.function), *(one.tool() for one in self.judge)]
+
+    @property
+    def servers(self) -> list[Server]:
+        """Of all GPU services."""
+        return [server for service in self.gpu_service for server in service.servers]
 
 
-@dataclass(frozen=True)
-class Declarations:
-    """What a file declares: tools and rewards, and the GPU services that judges may name."""
+def read_declarations(path: str, hosts: tuple[str, ...], environment: Mapping[str, str]) -> Declarations:
+    """What `path` declares; nothing where it is empty. hosts: where functions, judges and servers may be.
 
-    tools: tuple[Tool, ...] = ()
-    gpus: Gpus = NO_GPUS
-
-
-def read_declarations(path: Path, hosts: tuple[str, ...], environment: Mapping[str, str]) -> Declarations:
-    """What `path` declares. hosts: where functions, judges and servers may be. Raises DeclarationError."""
-    file = _parse(path)
+    Raises DeclarationError.
+    """
+    declared = _read(path, Declarations) if path else Declarations()
     try:
-        for function in file.function:
-            _require_usable(
-                f"function {function.name!r}", [function.url], function.headers_from_env, hosts, environment
-            )
-        for judge in file.judge:
-            headers = {"Authorization": judge.authorization_from_env} if judge.authorization_from_env else {}
-            _require_usable(f"judge {judge.name!r}", judge.endpoints, headers, hosts, environment)
-        gpus = file.all_gpus()
-        _require_usable("gpu_service", [server.url for server in gpus.servers], {}, hosts, environment)
+        for function in declared.function:
+            where = f"function {function.name!r}"
+            _require_usable(where, [function.url], function.headers_from_env, hosts, environment)
+        for judge in declared.judge:
+            _require_usable(f"judge {judge.name!r}", judge.endpoints, judge.headers_from_env, hosts, environment)
+        _require_usable("gpu_service", [server.url for server in declared.servers], {}, hosts, environment)
     except DeclarationError as error:
         raise DeclarationError(f"{path}: {error}") from None
-    return Declarations(tuple(one.tool() for one in file.function) + tuple(one.tool() for one in file.judge), gpus)
+    return declared
 
 
-def _parse(path: Path) -> _File:
+class _Provider(_Declared):
+    name: str
+    concurrency: int = UNLIMITED
+    quota: tuple[Quota, ...] = ()
+    breaker: BreakerRule = BreakerRule()
+
+
+class _Providers(_Declared):
+    provider: tuple[_Provider, ...]
+
+
+def read_providers(path: str) -> dict[str, BasicManager]:
+    """The managers of the providers in a PROVIDERS_FILE, by name; none for an empty path. Raises DeclarationError."""
+    found: dict[str, BasicManager] = {}
+    for index, each in enumerate(_read(path, _Providers).provider if path else ()):
+        try:
+            identifier("name", each.name)
+            manager = BasicManager(Provider(each.name, each.concurrency, each.quota, each.breaker))
+        except (InvalidPoolError, InvalidArgument) as error:
+            raise DeclarationError(f"provider[{index}]: {error}") from error
+        if each.name in found:
+            raise DeclarationError(f"provider[{index}].name: {each.name!r} is there twice")
+        found[each.name] = manager
+    return found
+
+
+D = TypeVar("D", bound=_Declared)
+
+
+def _read(path: str, form: type[D]) -> D:
+    is_json = path.endswith(".json")
     try:
-        text = path.read_text()
-        document = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        text = Path(path).read_text()
+        return form.model_validate(json.loads(text) if is_json else tomllib.loads(text))
     except OSError as error:
-        raise DeclarationError(f"cannot be read: {error}") from None
-    except ValueError as error:
-        raise DeclarationError(f"{path} is no {path.suffix.removeprefix('.') or 'toml'}: {error}") from None
-    try:
-        return _File.model_validate(document)
+        problem = f"cannot be read: {error}"
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        parts = [
-            str(path),
-            ".".join(str(part) for part in problem["loc"]),
-            problem["msg"].removeprefix("Value error, "),
-        ]
-        raise DeclarationError(": ".join(filter(None, parts))) from None
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        problem = ": ".join(filter(None, (field, first["msg"].removeprefix("Value error, "))))
+    except ValueError as error:
+        problem = f"is no {'JSON' if is_json else 'TOML'}: {error}"
+    raise DeclarationError(f"{path}: {problem}")
 
 
 def _require_usable(
@@ -312,13 +402,8 @@ def is_allowed(url: str, hosts: tuple[str, ...]) -> bool:
 
 
 def _allows(rule: str, host: str, port: int) -> bool:
-    name, colon, wanted = rule.rpartition(":")
-    if colon and wanted.isdigit():
-        return _matches(name, host) and int(wanted) == port
-    return _matches(rule, host)
-
-
-def _matches(name: str, host: str) -> bool:
-    if name.startswith("*."):
-        return host.endswith(name[1:]) and len(host) > len(name) - 1
-    return host == name.strip("[]").lower()
+    name, _, wanted = rule.rpartition(":")
+    if not name or not wanted.isdigit():
+        name, wanted = rule, str(port)
+    matches = host.endswith(name[1:]) if name.startswith("*.") else host == name.strip("[]").lower()
+    return matches and int(wanted) == port

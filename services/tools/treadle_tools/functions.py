@@ -27,15 +27,16 @@ from treadle_core.tools.providers import BasicManager
 from treadle_runtime.calls import remaining_s
 from treadle_runtime.errors import Unavailable
 
+from treadle_tools.declarations import HttpFunction
 from treadle_tools.scheduling.actions import Facts
+from treadle_tools.scheduling.demand import RecentMeans
 from treadle_tools.scheduling.scheduler import ActionScheduler
 from treadle_tools.scheduling.usage import NO_METERS, Meters
-from treadle_tools.tool import HttpFunction, Kind, Limits, Result, Status, Tool
+from treadle_tools.tool import Kind, Limits, Result, Status, Tool
 
 ANSWER_MARGIN_S = 0.25  # of the caller's time, kept for sending it the result
 ABANDONED = Ended(End.ABANDONED)
 RETRY_S = 1.0  # before a reward's function is asked again
-RECENT_SHARE = 0.2  # of the newest time in the learned one, as in Actions
 REWARD_FIELDS = ("reward", "score")
 
 AWAY = frozenset({502, 503, 504})
@@ -59,7 +60,7 @@ class FunctionTools:
         self._caller = caller
         self._facts = facts
         self._meters = meters
-        self._learned_s: dict[str, float] = {}
+        self._learned_s = RecentMeans()
 
     async def run(
         self, tool: Tool, function: HttpFunction, arguments: Mapping[str, Any], limits: Limits, trajectory_id: str
@@ -75,7 +76,7 @@ class FunctionTools:
         result = Result(Status.CRASHED, error="cancelled", alive=False)
         try:
             try:
-                reply = await self._caller.call(function, arguments, within_s, tool.provider)
+                reply = await self._caller.call(function, arguments, within_s)
             except CallFailed as failure:
                 if failure.again and tool.kind is Kind.REWARD:
                     # A trajectory that was scored badly by a busy network would be trained on.
@@ -92,8 +93,7 @@ class FunctionTools:
                     queue_s=reply.waited_s,
                     execution_s=total_s - reply.waited_s,
                 )
-                known = self._learned_s.setdefault(tool.name, total_s)
-                self._learned_s[tool.name] = known + RECENT_SHARE * (total_s - known)
+                self._learned_s.add(tool.name, total_s)
             return result
         finally:
             await self._facts.finished(trajectory_id, tool.name, result)
@@ -110,6 +110,7 @@ class Reply:
     waited_s: float = 0.0
 
 
+@dataclass(eq=False)
 class CallFailed(Exception):  # noqa: N818 - what happened, as callers speak of it
     """There is no answer; the message says why.
 
@@ -117,20 +118,11 @@ class CallFailed(Exception):  # noqa: N818 - what happened, as callers speak of 
     begun. timed_out: the caller's time was up.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        again: bool = False,
-        retry_after_s: float | None = None,
-        tries: int = 1,
-        timed_out: bool = False,
-    ) -> None:
-        super().__init__(message)
-        self.again = again
-        self.retry_after_s = retry_after_s
-        self.tries = tries
-        self.timed_out = timed_out
+    message: str
+    again: bool = False
+    retry_after_s: float | None = None
+    tries: int = 1
+    timed_out: bool = False
 
 
 def result_of_reply(reply: Reply, kind: Kind, output_bytes: int) -> Result:
@@ -250,11 +242,8 @@ class Caller:
         """Break off calls under way."""
         await self._session.close()
 
-    async def call(self, function: HttpFunction, arguments: Any, within_s: float, provider: str = "") -> Reply:
-        """The answer to `arguments`. Raises CallFailed, at the latest when `within_s` are over.
-
-        provider: whose limits each try counts against.
-        """
+    async def call(self, function: HttpFunction, arguments: Any, within_s: float) -> Reply:
+        """The answer to `arguments`. Raises CallFailed, at the latest when `within_s` are over."""
         began = self._clock()
         headers = self._headers(function)
         slots = self._slots.setdefault(function.url, asyncio.Semaphore(function.at_once))
@@ -264,7 +253,7 @@ class Caller:
         async def send() -> Reply:
             nonlocal tries, waited_s
             left_s = within_s - (self._clock() - began)
-            async with slots, self._providers.admit(provider, left_s) as attempt:
+            async with slots, self._providers.admit(function.provider, left_s) as attempt:
                 tries += 1
                 waited_s = self._clock() - began
                 return await self._send(function, arguments, headers, within_s - waited_s, attempt)

@@ -16,8 +16,9 @@ from jsonschema.protocols import Validator
 from treadle_core.tools.action import InvalidActionError
 from treadle_runtime.errors import InvalidArgument, NotFound, identifier
 
+from treadle_tools.declarations import Judge
 from treadle_tools.scheduling.demand import check_scaling
-from treadle_tools.tool import Judge, Kind, Result, Tool
+from treadle_tools.tool import Kind, Result, Tool
 
 BACKENDS = ("", "bubblewrap", "docker", "kubernetes")
 FIELD = "arguments_json"

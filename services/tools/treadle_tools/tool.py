@@ -5,7 +5,6 @@ named by `entry` and imported inside the sandbox; the service itself never impor
 """
 
 import enum
-import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -50,65 +49,13 @@ class Scaling:
     single_core_s: float | None = None
 
 
-@dataclass(frozen=True)
-class HttpFunction:
-    """A stateless function behind a URL. Arguments go as the JSON body (of a GET: as the query), never into the URL.
-
-    headers_from_env: header to the environment variable that holds its value, for secrets. connect_s: longest wait for
-    a connection, which a function scaled to zero has at once, since its platform takes it. cold_s: longest wait for the
-    first byte of one that may have to start; `idle_s` after its last answer it may. Warm ones are waited for as long as
-    they were seen to take, unless `learns` is off: then all for cold_s. tries: in all. idempotent: whether a call whose
-    answer was lost may be sent again; one that was refused always may. response_bytes: a longer answer is an error.
-    at_once: calls under way.
-    """
-
-    url: str
-    method: str = "POST"
-    headers: Mapping[str, str] = field(default_factory=dict)
-    headers_from_env: Mapping[str, str] = field(default_factory=dict)
-    connect_s: float = 2.0
-    cold_s: float = 90.0
-    idle_s: float = 60.0
-    learns: bool = True
-    tries: int = 6
-    idempotent: bool = True
-    response_bytes: int = MIB
-    at_once: int = 64
-
-
-@dataclass(frozen=True)
-class Judge:
-    """A model that reads a trajectory and gives a score.
-
-    prompt, system: templates in which `$name` stands for an argument; `$$` is a dollar. model: as its server calls it.
-    endpoints: base URLs of servers with OpenAI's chat API, such as SGLang's; or service: a GPU service that is brought
-    into memory for it. authorization_from_env: the environment variable with the Authorization header, such as
-    `Bearer ...`; empty: none is sent.
-    score: a regular expression whose one group is the score; its last match counts, since models reason first. low,
-    high: the scores that the prompt allows; they become 0 and 1. tries: answers in all, until one has a score.
-    at_once: questions under way.
-    """
-
-    prompt: str
-    model: str
-    endpoints: tuple[str, ...] = ()
-    service: str = ""
-    system: str = ""
-    authorization_from_env: str = ""
-    score: str = r"(?i)score\W{0,10}?(-?\d+(?:\.\d+)?)"
-    low: float = 0.0
-    high: float = 10.0
-    temperature: float = 0.0
-    max_tokens: int = 1024
-    tries: int = 3
-    at_once: int = 64
-    wall_s: float = 300.0
+class Remote(Protocol):
+    """Where a tool or reward runs instead of the sandbox: an HTTP function or a judge (declarations.py)."""
 
     @property
-    def arguments(self) -> tuple[str, ...]:
-        """What the templates ask for, each once."""
-        names = [*string.Template(self.system).get_identifiers(), *string.Template(self.prompt).get_identifiers()]
-        return tuple(dict.fromkeys(names))
+    def at_once(self) -> int:
+        """Calls under way at most."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -143,7 +90,7 @@ class Tool:
     reserve_bytes: int = 64 * MIB
     scaling: Scaling | None = None
     provider: str = ""
-    remote: HttpFunction | Judge | None = None
+    remote: Remote | None = None
     backend: str = ""
     image: str = ""
     network: str = ""

@@ -6,8 +6,8 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Collection
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from treadle.tools.v1 import rewards_pb2, rewards_pb2_grpc, tools_pb2, tools_pb2_grpc
 from treadle_core.tools.cpu import CpuManager
@@ -24,12 +24,12 @@ from treadle_tools.api.rewards_servicer import RewardsServicer
 from treadle_tools.api.servicer import Gateway, ToolsServicer
 from treadle_tools.background import Background
 from treadle_tools.config import ToolsSettings
-from treadle_tools.declarations import DeclarationError, Declarations, read_declarations
+from treadle_tools.declarations import DeclarationError, Declarations, Judge, read_declarations, read_providers
 from treadle_tools.functions import Caller, FunctionTools, Providers
 from treadle_tools.gpu.rounds import Rounds
 from treadle_tools.gpu.servers import BUCKET as GPU_BUCKET
 from treadle_tools.gpu.servers import EngineMemory, Ledger, Residents
-from treadle_tools.registry import RegistrationError, Registry, load_registry
+from treadle_tools.registry import RegistrationError, load_registry
 from treadle_tools.rewards.pool import RewardPool
 from treadle_tools.rewards.reward import BUCKET as REWARDS_BUCKET
 from treadle_tools.rewards.reward import RewardJournal
@@ -37,19 +37,13 @@ from treadle_tools.rewards.scorers import Endpoints, FixedEndpoints, JudgeScorer
 from treadle_tools.sandbox.backends import start_backends
 from treadle_tools.sandbox.sandboxes import ReusedSandboxes
 from treadle_tools.scheduling.actions import Actions
-from treadle_tools.scheduling.demand import Demands, Durations
-from treadle_tools.scheduling.resources import (
-    ProvidersError,
-    find_node,
-    read_providers,
-    tune_garbage_collection,
-    warm_up,
-)
+from treadle_tools.scheduling.demand import Demands
+from treadle_tools.scheduling.resources import find_node, tune_garbage_collection, warm_up
 from treadle_tools.scheduling.scheduler import ActionScheduler
-from treadle_tools.scheduling.usage import Meters, ResourceStatus
+from treadle_tools.scheduling.usage import Meters
 from treadle_tools.sessions.sessions import Sessions
 from treadle_tools.sessions.snapshots import Snapshots
-from treadle_tools.tool import Judge, Tool
+from treadle_tools.tool import Tool
 
 SERVICE = tools_pb2.DESCRIPTOR.services_by_name["ToolsService"].full_name
 REWARDS_SERVICE = rewards_pb2.DESCRIPTOR.services_by_name["RewardsService"].full_name
@@ -60,12 +54,14 @@ async def wire(runtime: Runtime) -> Wiring:
     settings = runtime.settings
     assert isinstance(settings, ToolsSettings)
     bus = runtime.bus
-    try:
+    with _naming("PROVIDERS_FILE", settings.providers_file):
         providers = read_providers(settings.providers_file)
-    except ProvidersError as error:
-        raise StartError(f"TREADLE_TOOLS_PROVIDERS_FILE={settings.providers_file!r} is refused: {error}") from error
-    declared, gpu_managers = _read_functions(settings)
-    registry = _load_registry(settings, declared, providers)
+    with _naming("FUNCTIONS", settings.functions):
+        declared = read_declarations(settings.functions, settings.function_hosts, os.environ)
+        gpu_managers = _gpu_managers(declared)
+    with _naming("MODULES", ",".join(settings.modules)):
+        tools = (*settings.builtin_tools, *declared.tools)
+        registry = load_registry(tools, settings.modules, providers, settings.networks)
     backends = await start_backends(settings, registry)
     background = Background()
     facts = FactPublisher(bus, f"tools/{socket.gethostname()}")
@@ -74,15 +70,12 @@ async def wire(runtime: Runtime) -> Wiring:
     managers: list[Manager] = [CpuManager([node.machine]), *providers.values(), *gpu_managers]
     dispatcher = Dispatcher(Resources(managers), time.monotonic())
     meters = Meters(runtime.metrics.meter())
-    status = ResourceStatus(dispatcher, providers)
     scheduler = ActionScheduler(dispatcher, settings.max_waiting, meters.record_decision)
-    durations = Durations()
     numbers = itertools.count()
     actions = Actions(
         scheduler,
         facts,
-        Demands(node.cores, node.machine.memory_bytes, providers, durations),
-        durations,
+        Demands(node.cores, node.machine.memory_bytes, providers),
         pinned=node.real and settings.pin == "auto",
         providers=providers,
         meters=meters,
@@ -102,8 +95,9 @@ async def wire(runtime: Runtime) -> Wiring:
         registry,
         backends,
         actions,
+        dispatcher,
+        providers,
         sessions,
-        status,
         snapshots,
         FunctionTools(caller, facts, meters),
         reused,
@@ -112,8 +106,8 @@ async def wire(runtime: Runtime) -> Wiring:
     ledger = Ledger(await bus.key_value(GPU_BUCKET))
     await ledger.load()
     memory = EngineMemory()
-    residents = Residents(declared.gpus.servers, memory, ledger)
-    rounds = Rounds(declared.gpus, scheduler, residents, background, numbers)
+    residents = Residents(declared.servers, memory, ledger)
+    rounds = Rounds(declared, scheduler, residents, background, numbers)
 
     def scorer_of(tool: Tool) -> Scorer:
         judge = tool.remote
@@ -121,7 +115,7 @@ async def wire(runtime: Runtime) -> Wiring:
             return ToolScorer(tool, gateway.call, settings.reward_slots or node.cores)
         by_service = functools.partial(rounds.join, judge.service)
         endpoints: Endpoints = by_service if judge.service else FixedEndpoints(judge.endpoints).choose
-        return JudgeScorer(tool.name, judge, tool.provider, endpoints, caller)
+        return JudgeScorer(judge, endpoints, caller)
 
     rewards = RewardPool(
         {tool.name: scorer_of(tool) for tool in registry.rewards},
@@ -138,6 +132,9 @@ async def wire(runtime: Runtime) -> Wiring:
         async with run_beside([background.run]), run_beside([rewards.run]):
             await asyncio.Event().wait()
 
+    async def watch_meters() -> None:
+        await meters.watch(dispatcher)
+
     async def close() -> None:
         await caller.close()
         await memory.close()
@@ -148,11 +145,7 @@ async def wire(runtime: Runtime) -> Wiring:
         snapshots.load(registry)
     sessions.restore(registry)
 
-    async def watch_meters() -> None:
-        await meters.watch(status)
-
     tasks = [run, scheduler.run, watch_meters, sessions.expire, sessions.recall, reused.expire, residents.watch]
-
     tune_garbage_collection()
     tools_servicer = ToolsServicer(gateway, runtime.records, background)
     rewards_servicer = RewardsServicer(registry, rewards, runtime.records)
@@ -166,26 +159,22 @@ async def wire(runtime: Runtime) -> Wiring:
     )
 
 
-def _read_functions(settings: ToolsSettings) -> tuple[Declarations, list[GpuManager]]:
-    """What the file of functions declares, and the manager of its GPUs, if there are any."""
-    if not settings.functions:
-        return Declarations(), []
+@contextmanager
+def _naming(setting: str, value: str) -> Iterator[None]:
+    """Raises StartError with the setting where what it names is not usable."""
     try:
-        declared = read_declarations(Path(settings.functions), settings.function_hosts, os.environ)
-        gpus = declared.gpus
-        services = [
-            Service(service.name, degree, count)
-            for service in gpus.services
-            for degree, count in service.bytes_per_gpu.items()
-        ]
-        return declared, [GpuManager(gpus.nodes, gpus.gpu_bytes, services)] if gpus.nodes else []
-    except (DeclarationError, InvalidPoolError) as error:
-        raise StartError(f"TREADLE_TOOLS_FUNCTIONS={settings.functions!r} is refused: {error}") from error
+        yield
+    except (DeclarationError, InvalidPoolError, RegistrationError) as error:
+        raise StartError(f"TREADLE_TOOLS_{setting}={value!r} is refused: {error}") from error
 
 
-def _load_registry(settings: ToolsSettings, declared: Declarations, providers: Collection[str]) -> Registry:
-    tools = (*settings.builtin_tools, *declared.tools)
-    try:
-        return load_registry(tools, settings.modules, providers, settings.networks)
-    except RegistrationError as error:
-        raise StartError(f"TREADLE_TOOLS_MODULES={','.join(settings.modules)!r} is refused: {error}") from error
+def _gpu_managers(declared: Declarations) -> list[GpuManager]:
+    """The manager of the declared GPUs, if there are any."""
+    if declared.gpus is None:
+        return []
+    services = [
+        Service(service.name, degree, count)
+        for service in declared.gpu_service
+        for degree, count in service.bytes_per_gpu.items()
+    ]
+    return [GpuManager(declared.gpus.nodes, declared.gpus.gpu_bytes, services)]

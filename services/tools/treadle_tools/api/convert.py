@@ -2,10 +2,13 @@
 
 import json
 import math
+from collections.abc import Mapping
 
 from treadle.telemetry.v1 import facts_pb2
 from treadle.tools.v1 import rewards_pb2
 from treadle.tools.v1 import tools_pb2 as pb
+from treadle_core.tools.dispatcher import Dispatcher
+from treadle_core.tools.providers import BasicManager
 from treadle_core.tools.providers import State as BreakerState
 from treadle_runtime.bus import Bus
 from treadle_runtime.errors import require
@@ -13,7 +16,6 @@ from treadle_runtime.facts import make_fact
 from treadle_runtime.times import duration, seconds, timestamp
 
 from treadle_tools.rewards.reward import Reward, State
-from treadle_tools.scheduling.usage import ResourceStatus
 from treadle_tools.sessions.session import Session
 from treadle_tools.sessions.snapshots import Snapshot
 from treadle_tools.tool import Kind, Limits, Result, Status, Tool
@@ -72,26 +74,27 @@ def session_message(session: Session) -> pb.Session:
     )
 
 
-def resources_message(status: ResourceStatus) -> pb.GetResourcesResponse:
-    resources = [
-        pb.Resource(
-            dimension=each.dimension,
-            capacity=each.capacity,
-            held=each.held,
-            free=each.free,
-            waiting=waiting,
-        )
-        for each, waiting in status.usage()
-    ]
-    providers = [
-        pb.Provider(name=each.name, breaker=BREAKERS[each.breaker], rests=duration(each.rests_s))
-        for each in status.providers()
-    ]
+def resources_message(
+    dispatcher: Dispatcher, providers: Mapping[str, BasicManager], now_s: float
+) -> pb.GetResourcesResponse:
+    waiting = dispatcher.waiting_for()
     return pb.GetResourcesResponse(
-        resources=resources,
-        providers=providers,
-        actions_waiting=status.waiting,
-        actions_running=status.running,
+        resources=[
+            pb.Resource(
+                dimension=each.dimension,
+                capacity=each.capacity,
+                held=each.held,
+                free=each.free,
+                waiting=waiting[each.dimension],
+            )
+            for each in dispatcher.resources.usage(now_s)
+        ],
+        providers=[
+            pb.Provider(name=name, breaker=BREAKERS[each.state(now_s)], rests=duration(each.rests_s(now_s)))
+            for name, each in providers.items()
+        ],
+        actions_waiting=len(dispatcher),
+        actions_running=dispatcher.running,
     )
 
 

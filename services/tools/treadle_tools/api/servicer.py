@@ -1,76 +1,69 @@
 """Serve ToolsService: check the request, convert it, ask the gateway, convert the answer.
 
-`Gateway` holds what both services call: tools by name, actions, sessions and sandboxes. Invariant: a request is checked
-first (its fields, its tool, its session) and only then refused for lack of a sandbox, so that a caller's mistake is
-always reported as one.
+Invariant: a request is checked first (its fields, its tool, its session) and only then refused for lack of a sandbox,
+so that a caller's mistake is always reported as one.
 """
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
 from treadle.tools.v1 import tools_pb2 as pb
 from treadle.tools.v1 import tools_pb2_grpc
+from treadle_core.tools.dispatcher import Dispatcher
+from treadle_core.tools.providers import BasicManager
 from treadle_runtime.calls import remaining_s
 from treadle_runtime.errors import InvalidArgument, identifier
 from treadle_runtime.idempotency import RequestRecords
 
 from treadle_tools.api import convert
 from treadle_tools.background import Background
+from treadle_tools.declarations import HttpFunction
 from treadle_tools.functions import FunctionTools
 from treadle_tools.limits import Granted, Limits
 from treadle_tools.registry import FIELD, Registry, refuse_invalid
 from treadle_tools.sandbox.backends import Backends
 from treadle_tools.sandbox.sandboxes import ReusedSandboxes, Sandbox
 from treadle_tools.scheduling.actions import Actions
-from treadle_tools.scheduling.usage import ResourceStatus
-from treadle_tools.sessions.session import Opening, Session
+from treadle_tools.sessions.session import Opening
 from treadle_tools.sessions.sessions import Sessions
 from treadle_tools.sessions.snapshots import Snapshot, Snapshots
-from treadle_tools.tool import HttpFunction, Kind, Result, Tool
+from treadle_tools.tool import Kind, Result, Tool
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+@dataclass(frozen=True)
 class Gateway:
-    """Runs stateless tools and opens sessions of environments."""
+    """What both services call. providers: by name."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        backends: Backends,
-        actions: Actions,
-        sessions: Sessions,
-        status: ResourceStatus,
-        snapshots: Snapshots,
-        functions: FunctionTools,
-        reused: ReusedSandboxes,
-    ) -> None:
-        self.registry = registry
-        self.status = status
-        self.backends = backends
-        self.sessions = sessions
-        self.snapshots = snapshots
-        self._actions = actions
-        self._functions = functions
-        self._reused = reused
+    registry: Registry
+    backends: Backends
+    actions: Actions
+    dispatcher: Dispatcher
+    providers: Mapping[str, BasicManager]
+    sessions: Sessions
+    snapshots: Snapshots
+    functions: FunctionTools
+    reused: ReusedSandboxes
 
     async def call(self, tool: Tool, arguments: Mapping[str, Any], limits: Limits, trajectory_id: str) -> Result:
         """Run a stateless tool. The caller's going away stops it."""
         if isinstance(tool.remote, HttpFunction):
-            return await self._functions.run(tool, tool.remote, arguments, limits, trajectory_id)
+            return await self.functions.run(tool, tool.remote, arguments, limits, trajectory_id)
         backend = self.backends.require(tool)
 
         async def work(granted: Granted) -> Mapping[str, Any]:
-            reused = self._reused.take(trajectory_id, tool)
+            reused = self.reused.take(trajectory_id, tool)
             if reused is not None:
                 reply = await self._ask(reused, tool, arguments, granted, trajectory_id)
                 if not reply.get("soiled"):
                     return reply
             return await self._ask(await backend.take(tool.name), tool, arguments, granted, trajectory_id)
 
-        result = await self._actions.run(tool, trajectory_id, limits, work)
+        result = await self.actions.run(tool, trajectory_id, limits, work)
         refuse_invalid(result)
         return result
 
@@ -78,7 +71,7 @@ class Gateway:
         self, sandbox: Sandbox, tool: Tool, arguments: Mapping[str, Any], granted: Granted, trajectory_id: str
     ) -> Mapping[str, Any]:
         """Make one call in `sandbox`, which is kept for the trajectory's next call or closed."""
-        again = tool.kind is Kind.STATELESS and self._reused.wants(sandbox, trajectory_id)
+        again = tool.kind is Kind.STATELESS and self.reused.wants(sandbox, trajectory_id)
         keep = False
         try:
             reply = await sandbox.ask("call", arguments, granted, tool.processes, again=again)
@@ -86,14 +79,9 @@ class Gateway:
             return reply
         finally:
             if keep:
-                self._reused.add(trajectory_id, tool, sandbox)
+                self.reused.add(trajectory_id, tool, sandbox)
             else:
                 sandbox.close()
-
-    async def open(self, opening: Opening) -> tuple[Session, Result]:
-        """Start a session of an environment."""
-        self.backends.require(opening.tool)
-        return await self.sessions.open(opening)
 
 
 class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
@@ -154,7 +142,8 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
                 tool, arguments = snapshot.tool, {}
             limits = convert.limits_of(request.limits, tool.limits)
             opening = Opening(tool, arguments, limits, request.trajectory_id, request.request_id, ends_at, snapshot)
-            session, first = await self._gateway.open(opening)
+            self._gateway.backends.require(tool)
+            session, first = await self._gateway.sessions.open(opening)
             return pb.OpenSessionResponse(session=convert.session_message(session), first=convert.result_message(first))
 
         return await self._background.finish(
@@ -193,7 +182,7 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
         return pb.GetSessionResponse(session=convert.session_message(session))
 
     async def GetResources(self, request: pb.GetResourcesRequest, context: Context) -> pb.GetResourcesResponse:
-        return convert.resources_message(self._gateway.status)
+        return convert.resources_message(self._gateway.dispatcher, self._gateway.providers, time.monotonic())
 
 
 def _trajectory(trajectory_id: str) -> None:

@@ -17,10 +17,11 @@ from treadle_core.tools.grants import SERVED, End, Ended, GpuGrant
 from treadle_runtime.errors import TreadleError, Unavailable
 
 from treadle_tools.background import Background
-from treadle_tools.gpu.servers import Gpus, GpuService, Residents, Server
+from treadle_tools.declarations import Declarations, GpuService, Server
+from treadle_tools.gpu.servers import Residents
+from treadle_tools.scheduling.demand import RecentMeans
 from treadle_tools.scheduling.scheduler import ActionScheduler, RunningAction
 
-RECENT_SHARE = 0.2  # of the newest round in the learned duration
 RETRY_S = 2.0
 
 
@@ -52,21 +53,25 @@ class Rounds:
 
     def __init__(
         self,
-        gpus: Gpus,
+        declared: Declarations,
         scheduler: ActionScheduler,
         residents: Residents,
         background: Background,
         numbers: Iterator[int],
     ) -> None:
-        self._gpus = gpus
-        self._services = {service.name: service for service in gpus.services}
-        self._servers = {(one.service, one.degree, one.node, one.first): one for one in gpus.servers}
+        self._turn_s = declared.gpus.turn_s if declared.gpus else 0.0
+        self._services = {service.name: service for service in declared.gpu_service}
+        self._servers = {
+            (service.name, one.degree, one.node, one.first): one
+            for service in declared.gpu_service
+            for one in service.servers
+        }
         self._scheduler = scheduler
         self._residents = residents
         self._background = background
         self._numbers = numbers
         self._rounds: dict[str, list[Round]] = {name: [] for name in self._services}
-        self._single_gpu_s: dict[str, float] = {}
+        self._single_gpu_s = RecentMeans()
 
     @asynccontextmanager
     async def join(self, service: str) -> AsyncIterator[Round]:
@@ -95,7 +100,7 @@ class Rounds:
     def _is_over(self, one: Round) -> bool:
         """Whether it has lasted long enough, and others wait."""
         lasted_s = 0.0 if one.began_s is None else time.monotonic() - one.began_s
-        return lasted_s > self._gpus.turn_s and self._scheduler.dispatcher.waiting_for().get(GPUS, 0) > 0
+        return lasted_s > self._turn_s and self._scheduler.dispatcher.waiting_for().get(GPUS, 0) > 0
 
     async def _run(self, one: Round) -> None:
         """Never raises: what goes wrong is raised in those who wait for the round."""
@@ -157,8 +162,7 @@ class Rounds:
 
     def _learn(self, service: GpuService, degree: int, lasted_s: float) -> None:
         newest_s = lasted_s * Amdahl(service.serial_share).efficiency(degree) * degree
-        known_s = self._single_gpu_s.setdefault(service.name, newest_s)
-        self._single_gpu_s[service.name] = known_s + RECENT_SHARE * (newest_s - known_s)
+        self._single_gpu_s.add(service.name, newest_s)
 
 
 def _fail(one: Round, error: Exception) -> None:

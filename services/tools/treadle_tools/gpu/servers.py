@@ -1,16 +1,16 @@
-"""GPU services, their SGLang servers, and which servers hold GPU memory.
+"""Bring the GPU memory of the SGLang servers of GPU services into the state that is wanted.
 
-`Residents` brings servers' GPU memory into the state that is wanted. SGLang leaves two things to its caller: a release
-while anything runs, or a resume of what is not released, ends the server's scheduler (an assertion, a KeyError). So the
-cache is flushed first, which is refused while anything runs; and the `Ledger` keeps the state, which no endpoint
-reports. A server that has been started anew is recognised by how long its start took.
+SGLang leaves two things to its caller: a release while anything runs, or a resume of what is not released, ends the
+server's scheduler (an assertion, a KeyError). So the cache is flushed first, which is refused while anything runs; and
+the `Ledger` keeps the state, which no endpoint reports. A
+server that has been started anew is recognised by how long its start took.
 """
 
 import asyncio
 import enum
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,10 @@ import nats.errors
 import structlog
 from nats.js.kv import KeyValue
 from pydantic import TypeAdapter
-from treadle_core.tools.arrangement import level_of
 from treadle_runtime.bus import entries_of, kv_key
 from treadle_runtime.errors import Unavailable
+
+from treadle_tools.declarations import Server
 
 BUCKET = "treadle-tools-gpus"
 
@@ -33,68 +34,6 @@ RETRY_S = 2.0
 WATCH_PERIOD_S = 5.0  # a server that has just come up keeps others of its GPUs from starting
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True)
-class Server:
-    """An SGLang server on `degree` GPUs, the first of which is `first` of `node`. url: http://host:port."""
-
-    service: str
-    degree: int
-    node: str
-    first: int
-    url: str
-
-    @property
-    def gpus(self) -> frozenset[tuple[str, int]]:
-        """(node, number) of each GPU it is on."""
-        return frozenset((self.node, self.first + index) for index in range(self.degree))
-
-
-@dataclass(frozen=True)
-class GpuService:
-    """A model that can be served on each number of GPUs in `bytes_per_gpu`, each a service of its own (§5.3).
-
-    servers: one for each chunk of GPUs that it may be on. serial_share: of the work, in [0, 1], what more GPUs do not
-    make faster. at_once: requests under way at one server, which runs them as a batch.
-    """
-
-    name: str
-    bytes_per_gpu: Mapping[int, int]
-    servers: tuple[Server, ...]
-    serial_share: float = 0.1
-    at_once: int = 64
-
-
-@dataclass(frozen=True)
-class Gpus:
-    """All GPUs and services. nodes: the GPUs of each. gpu_bytes: of each GPU. turn_s: how long a service may keep GPUs
-    that another one waits for.
-    """
-
-    nodes: Mapping[str, tuple[int, ...]]
-    gpu_bytes: int
-    services: tuple[GpuService, ...]
-    turn_s: float = 30.0
-
-    @property
-    def servers(self) -> tuple[Server, ...]:
-        """Of all services."""
-        return tuple(server for service in self.services for server in service.servers)
-
-
-NO_GPUS = Gpus({}, 0, ())
-
-
-def places(nodes: Mapping[str, tuple[int, ...]], degree: int) -> list[tuple[str, int]]:
-    """(node, first GPU) of each chunk that `degree` GPUs may be given: aligned runs of the next power of two."""
-    size = 1 << level_of(degree)
-    return [
-        (node, first)
-        for node, numbers in nodes.items()
-        for first in range(0, max(numbers, default=-1) + 1, size)
-        if all(number in numbers for number in range(first, first + size))
-    ]
 
 
 class Residents:

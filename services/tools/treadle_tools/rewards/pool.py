@@ -26,6 +26,7 @@ from treadle_runtime.errors import (
 
 from treadle_tools.rewards.reward import Reward, RewardJournal, State
 from treadle_tools.rewards.scorers import Scorer
+from treadle_tools.scheduling.demand import RecentMeans
 from treadle_tools.tool import Result, Status
 
 log = structlog.get_logger()
@@ -40,7 +41,6 @@ LONGEST_OUTPUT_CHARS = 16 * 1024  # kept in memory, as the judge's reasons or a 
 
 QUANTUM_S = 0.1  # of a slot: cheap functions go a few at a time, judges one by one
 UNKNOWN_S = 1.0  # what a function is taken to cost before it has run
-RECENT_SHARE = 0.2  # of the newest time in the learned one
 
 # The function is not to blame, and may answer later.
 NOT_NOW = (Unavailable, ResourceExhausted, FailedPrecondition)
@@ -264,7 +264,7 @@ class ActionQueues:
 
     def __init__(self, slots: dict[str, int]) -> None:
         self._queues = {name: _Queue(count) for name, count in slots.items()}
-        self._learned_s: dict[str, float] = {}
+        self._learned_s = RecentMeans()
 
     def __len__(self) -> int:
         """How many wait."""
@@ -288,8 +288,7 @@ class ActionQueues:
         queue.free += 1
         queue.share.settle(start.job, start.charged_s, busy_s)
         if busy_s > 0:
-            known = self._learned_s.setdefault(start.function, busy_s)
-            self._learned_s[start.function] = known + RECENT_SHARE * (busy_s - known)
+            self._learned_s.add(start.function, busy_s)
 
 
 class _Watcher:

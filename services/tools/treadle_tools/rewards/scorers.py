@@ -16,8 +16,9 @@ from typing import Any, Protocol
 
 from treadle_runtime.errors import Unavailable
 
+from treadle_tools.declarations import HttpFunction, Judge
 from treadle_tools.functions import Caller, CallFailed, Reply
-from treadle_tools.tool import HttpFunction, Judge, Limits, Result, Status, Tool
+from treadle_tools.tool import Limits, Result, Status, Tool
 
 SANDBOX_QUEUE = "(sandbox)"  # no name of a tool
 
@@ -115,14 +116,13 @@ class FixedEndpoints:
 
 
 class JudgeScorer:
-    """Asks a judge at one of its endpoints. name: of the reward, which has an action queue of its own."""
+    """Asks a judge at one of its endpoints. Each judge has an action queue of its own."""
 
-    def __init__(self, name: str, judge: Judge, provider: str, endpoints: Endpoints, caller: Caller) -> None:
+    def __init__(self, judge: Judge, endpoints: Endpoints, caller: Caller) -> None:
         self._judge = judge
-        self._provider = provider
         self._endpoints = endpoints
         self._caller = caller
-        self.queue = name
+        self.queue = judge.name
         self.slots = judge.at_once
 
     async def score(self, arguments: Mapping[str, Any]) -> Result:
@@ -135,7 +135,7 @@ class JudgeScorer:
                 began = time.monotonic()
                 function = self._function(endpoint.url)
                 try:
-                    reply = await self._caller.call(function, body, self._judge.wall_s, self._provider)
+                    reply = await self._caller.call(function, body, self._judge.wall_s)
                 except CallFailed as failed:
                     if failed.again or failed.timed_out:
                         endpoint.failed()
@@ -156,13 +156,15 @@ class JudgeScorer:
     def _function(self, base_url: str) -> HttpFunction:
         judge = self._judge
         return HttpFunction(
-            url=base_url.rstrip("/").removesuffix("/v1") + CHAT_PATH,
-            headers_from_env={"Authorization": judge.authorization_from_env} if judge.authorization_from_env else {},
+            name=judge.name,
+            url=base_url.removesuffix("/v1") + CHAT_PATH,
+            headers_from_env=judge.headers_from_env,
             cold_s=judge.wall_s,
             learns=False,  # how long an answer takes says nothing of the next one's length
             tries=TRIES_AT_ONE,
             response_bytes=ANSWER_BYTES,
             at_once=judge.at_once,
+            provider=judge.provider,
         )
 
 

@@ -18,7 +18,7 @@ from treadle_runtime.errors import Unavailable
 
 from treadle_tools.limits import Granted, Limits
 from treadle_tools.sandbox.sandboxes import SandboxLost, WorkerFailed
-from treadle_tools.scheduling.demand import Demands, Durations
+from treadle_tools.scheduling.demand import Demands
 from treadle_tools.scheduling.scheduler import ActionScheduler, RunningAction
 from treadle_tools.scheduling.usage import NO_METERS, Meters
 from treadle_tools.tool import Kind, Result, Status, Tool
@@ -65,7 +65,6 @@ class Actions:
         scheduler: ActionScheduler,
         facts: Facts,
         demands: Demands,
-        durations: Durations,
         *,
         pinned: bool = False,
         providers: Mapping[str, BasicManager] = MappingProxyType({}),
@@ -75,7 +74,6 @@ class Actions:
         self._scheduler = scheduler
         self._facts = facts
         self._demands = demands
-        self._durations = durations
         self._pinned = pinned
         self._providers = providers
         self._meters = meters
@@ -89,13 +87,13 @@ class Actions:
         cannot be asked within the caller's time.
         """
         call = _Call(next(self._numbers), tool, limits, work, holder, time.monotonic())
-        await self._facts.started(trajectory_id, tool.name, self._durations.expected_s(tool))
+        await self._facts.started(trajectory_id, tool.name, self._demands.expected_s(tool))
         result = Result(Status.CRASHED, error="cancelled", alive=False)
         try:
             result = await self._until_served(call)
             result = result.timed(queue_s=call.queue_s, total_s=time.monotonic() - call.arrived)
             if result.refused_s is None:
-                self._durations.learn(tool, result)
+                self._demands.learn(tool, result)
             return result
         finally:
             await self._facts.finished(trajectory_id, tool.name, result)

@@ -4,7 +4,6 @@ An action that asks for more cores than the node has may get all of them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from treadle_core.tools.action import (
     CPU_CORES,
@@ -32,44 +31,13 @@ from treadle_tools.tool import Kind, Limits, Result, Scaling, Tool
 RECENT_SHARE = 0.2  # of the newest in the average: five actions back still count for a third
 
 
-@dataclass
-class _Learned:
-    overhead_s: float
-    single_core_s: float
-    speedup: float
+class RecentMeans(dict[str, float]):
+    """A moving average of the values of each key, in which newer ones count for more."""
 
-    def add(self, other: "_Learned") -> None:
-        """Move the averages towards the newest action."""
-        self.overhead_s += RECENT_SHARE * (other.overhead_s - self.overhead_s)
-        self.single_core_s += RECENT_SHARE * (other.single_core_s - self.single_core_s)
-        self.speedup += RECENT_SHARE * (other.speedup - self.speedup)
-
-
-class Durations:
-    """Moving averages by tool: the overhead of an action, and the seconds of its work on one core."""
-
-    def __init__(self) -> None:
-        self._learned: dict[str, _Learned] = {}
-
-    def learn(self, tool: Tool, result: Result) -> None:
-        """Count an action that was not refused by its provider."""
-        factor = speedup(tool.scaling, result.cores)
-        newest = _Learned(result.overhead_s, result.execution_s * factor, factor)
-        self._learned.setdefault(tool.name, newest).add(newest)
-
-    def single_core(self, tool: Tool) -> Duration | None:
-        """Seconds of the next action on one core, as profiled or learned; None: not known."""
-        if tool.scaling is not None and tool.scaling.single_core_s is not None:
-            return Duration(Knowledge.PROFILED, tool.scaling.single_core_s)
-        learned = self._learned.get(tool.name)
-        if learned is None:
-            return None
-        return Duration(Knowledge.LEARNED, learned.overhead_s + learned.single_core_s)
-
-    def expected_s(self, tool: Tool) -> float:
-        """Seconds of the next action from its start, with as many cores as lately; 0: not known."""
-        learned = self._learned.get(tool.name)
-        return 0.0 if learned is None else learned.overhead_s + learned.single_core_s / learned.speedup
+    def add(self, key: str, value: float) -> None:
+        """Move the key's average towards its newest value."""
+        known = self.setdefault(key, value)
+        self[key] = known + RECENT_SHARE * (value - known)
 
 
 def elasticity(scaling: Scaling) -> Elasticity:
@@ -77,25 +45,32 @@ def elasticity(scaling: Scaling) -> Elasticity:
     return Measured(scaling.efficiency) if scaling.efficiency else Amdahl(scaling.serial_share)
 
 
-def speedup(scaling: Scaling | None, cores: int) -> float:
-    """How many times as fast as on one core."""
-    return 1.0 if scaling is None else elasticity(scaling).efficiency(cores) * cores
-
-
 class Demands:
-    """Makes actions. cores, memory_bytes: of the node. providers: by name."""
+    """Makes actions, and learns each tool's overhead, seconds of work on one core and speedup from those that ended.
 
-    def __init__(
-        self,
-        cores: int,
-        memory_bytes: int,
-        providers: Mapping[str, BasicManager],
-        durations: Durations,
-    ) -> None:
+    cores, memory_bytes: of the node. providers: by name.
+    """
+
+    def __init__(self, cores: int, memory_bytes: int, providers: Mapping[str, BasicManager]) -> None:
         self._cores = cores
         self._memory_bytes = memory_bytes
         self._providers = providers
-        self._durations = durations
+        self._overhead_s = RecentMeans()
+        self._single_core_s = RecentMeans()
+        self._speedup = RecentMeans()
+
+    def learn(self, tool: Tool, result: Result) -> None:
+        """Count an action that was not refused by its provider."""
+        factor = 1.0 if tool.scaling is None else elasticity(tool.scaling).efficiency(result.cores) * result.cores
+        self._overhead_s.add(tool.name, result.overhead_s)
+        self._single_core_s.add(tool.name, result.execution_s * factor)
+        self._speedup.add(tool.name, factor)
+
+    def expected_s(self, tool: Tool) -> float:
+        """Seconds of the next action from its start, with as many cores as lately; 0: not known."""
+        if tool.name not in self._speedup:
+            return 0.0
+        return self._overhead_s[tool.name] + self._single_core_s[tool.name] / self._speedup[tool.name]
 
     def action(self, action_id: str, holder: str, arrival: int, tool: Tool, limits: Limits) -> Action:
         """One action of `tool`. holder: the session, whose memory is held until its end, or the action itself.
@@ -116,11 +91,19 @@ class Demands:
             holder,
             arrival,
             cost,
-            self._durations.single_core(tool) or UNKNOWN_DURATION,
+            self._single_core(tool),
             key=CPU_CORES,
             elasticity=elasticity(tool.scaling) if tool.scaling is not None else None,
             node_id=None if stays else NODE_ID,
         )
+
+    def _single_core(self, tool: Tool) -> Duration:
+        """Seconds of the next action on one core, as profiled or learned."""
+        if tool.scaling is not None and tool.scaling.single_core_s is not None:
+            return Duration(Knowledge.PROFILED, tool.scaling.single_core_s)
+        if tool.name not in self._single_core_s:
+            return UNKNOWN_DURATION
+        return Duration(Knowledge.LEARNED, self._overhead_s[tool.name] + self._single_core_s[tool.name])
 
 
 def check_scaling(tool: Tool) -> None:

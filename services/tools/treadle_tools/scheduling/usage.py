@@ -1,57 +1,16 @@
-"""Report what is held, free and waited for now, and export it with the times of actions to OpenTelemetry.
+"""Export what is held and waited for, and the times of actions, to OpenTelemetry.
 
 Names of instruments begin with `treadle.tools.`; the README has the table.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 from opentelemetry.metrics import Meter, NoOpMeter
 from treadle_core.tools.dispatcher import Dispatcher
-from treadle_core.tools.grants import Usage
-from treadle_core.tools.providers import BasicManager, State
 
 from treadle_tools.tool import Result, Tool
-
-
-@dataclass(frozen=True)
-class ProviderStatus:
-    """rests_s: seconds until a call may begin; 0: now."""
-
-    name: str
-    breaker: State
-    rests_s: float
-
-
-class ResourceStatus:
-    def __init__(self, dispatcher: Dispatcher, providers: Mapping[str, BasicManager]) -> None:
-        self._dispatcher = dispatcher
-        self._providers = providers
-
-    @property
-    def waiting(self) -> int:
-        """How many actions wait."""
-        return len(self._dispatcher)
-
-    @property
-    def running(self) -> int:
-        """How many actions run."""
-        return self._dispatcher.running
-
-    def usage(self) -> Sequence[tuple[Usage, int]]:
-        """Each dimension, and how many waiting actions ask for it."""
-        waiting = self._dispatcher.waiting_for()
-        return [(each, waiting[each.dimension]) for each in self._dispatcher.resources.usage(time.monotonic())]
-
-    def providers(self) -> Sequence[ProviderStatus]:
-        now_s = time.monotonic()
-        return [
-            ProviderStatus(name, provider.state(now_s), provider.rests_s(now_s))
-            for name, provider in self._providers.items()
-        ]
-
 
 # Seconds: a decision takes a hundredth of a millisecond to some milliseconds, an action up to an hour.
 DECISION_BOUNDS_S = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 2e-3, 5e-3, 1e-2, 3e-2, 0.1)
@@ -93,14 +52,15 @@ class Meters:
     def record_decision(self, seconds: float) -> None:
         self._decision(seconds)
 
-    async def watch(self, status: ResourceStatus) -> None:
+    async def watch(self, dispatcher: Dispatcher) -> None:
         """Set the gauges for ever, here and not during the export, which runs on another thread."""
         while True:
-            for each, waiting in status.usage():
+            waiting = dispatcher.waiting_for()
+            for each in dispatcher.resources.usage(time.monotonic()):
                 labels = {"dimension": each.dimension}
                 self._capacity(each.capacity, labels)
                 self._held(each.held, labels)
-                self._waiting(waiting, labels)
+                self._waiting(waiting[each.dimension], labels)
             await asyncio.sleep(WATCH_S)
 
 
