@@ -142,6 +142,24 @@ async def test_a_server_that_was_started_anew_is_known_to_hold_its_memory(
             unharmed(a)
 
 
+async def test_a_server_that_is_started_anew_while_it_is_released_is_released_again(
+    start_service: StartService, tmp_path: Path
+) -> None:
+    """WHEN one of two servers of a GPU, neither of them asked, crashes and comes back. Result: both can be asked."""
+    gpu = FakeGpu(GPU_BYTES)
+    a, b = FakeMemoryEngine("a", [gpu], 60), FakeMemoryEngine("b", [gpu], 60)
+    async with engines(a):
+        process = await start_declared(start_service, tmp_path, declared({"a": [a], "b": [b]}, {"n": [0]}, turn_s=0.2))
+        async with grpc.aio.insecure_channel(process.address) as channel, engines_beside(a, b):
+            await until_released(b)
+            await b.stop()
+            await b.start()
+            await until_released(b)
+            assert [one.state for one in await score(RewardCalls(channel), "by_a", "by_b")] == [DONE, DONE]
+            unharmed(a, b)
+            assert gpu.most_bytes <= GPU_BYTES
+
+
 async def test_a_service_takes_what_is_free_and_more_gpus_when_one_is_full(
     start_service: StartService, tmp_path: Path
 ) -> None:

@@ -75,15 +75,27 @@ class Residents:
             self._doubted.add(server.url)
 
     async def watch(self) -> None:
-        """Release servers that come up while nobody wants them, for ever: others of their GPUs could not start."""
+        """Release servers that come up while nobody wants them, for ever: others could not use their GPUs."""
         while True:
             for server in self._servers:
-                if server.url in self._doubted and server.url not in self._wanted:
-                    try:
+                try:
+                    if server.url not in self._wanted and await self._may_hold_memory(server.url):
                         await self._change(server, State.RELEASED)
-                    except (Unavailable, nats.errors.Error) as error:
-                        log.warning("a GPU server is not released", server=server.url, why=str(error))
+                except (Unavailable, nats.errors.Error) as error:
+                    log.warning("a GPU server is not released", server=server.url, why=str(error))
             await asyncio.sleep(WATCH_PERIOD_S)
+
+    async def _may_hold_memory(self, url: str) -> bool:
+        """Whether its state is in doubt, which that of a released server is once it is started anew."""
+        entry = self._ledger.get(url)
+        if url not in self._doubted and entry is not None and entry.state is State.RELEASED:
+            try:
+                is_same = await self._memory.identity(url) == entry.identity
+            except EngineAway:
+                is_same = False  # its next start will take memory
+            if not is_same:
+                self._doubted.add(url)
+        return url in self._doubted
 
     async def _change(self, server: Server, wanted: "State") -> None:
         """Make the change to its end, also where the caller is cancelled: one that is cut short leaves it unknown."""
@@ -117,9 +129,7 @@ class Residents:
                 entry = Entry(identity, State.HELD)  # a server that starts takes its memory
             if entry.state is State.CHANGING:
                 raise EngineTrouble(
-                    "ENGINE_UNSURE",
-                    f"{url} was cut short as it released or resumed its memory: start it anew",
-                    retry_after_s=RETRY_S,
+                    "ENGINE_UNSURE", f"{url} was cut short as it released or resumed its memory: start it anew"
                 )
             if entry.state is not wanted:
                 await self._ledger.put(url, Entry(identity, State.CHANGING))
@@ -179,9 +189,15 @@ class Ledger:
 class EngineAway(Unavailable):
     """No server answers at this address."""
 
+    def __init__(self, url: str, error: Exception) -> None:
+        super().__init__("ENGINE_AWAY", f"{url} does not answer: {error!r}", retry_after_s=RETRY_S)
+
 
 class EngineTrouble(Unavailable):
     """It answers, and does not do as it should; the message says what to do about it."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(reason, message, retry_after_s=RETRY_S)
 
 
 class EngineMemory:
@@ -208,7 +224,6 @@ class EngineMemory:
             raise EngineTrouble(
                 "ENGINE_LOSES_WEIGHTS",
                 f"{url} would resume without its weights: start it with --enable-weights-cpu-backup",
-                retry_after_s=RETRY_S,
             )
         start = [info.get("startup_time"), info.get("random_seed"), saves]
         return hashlib.blake2b(json.dumps(start, sort_keys=True).encode(), digest_size=8).hexdigest()
@@ -228,14 +243,10 @@ class EngineMemory:
             async with self._session.request(method, url + path, json=body, timeout=timeout) as response:
                 text = await response.text()
         except TimeoutError as error:
-            raise EngineTrouble(
-                "ENGINE_SILENT", f"{url}{path} did not answer within {within_s:g} s", retry_after_s=RETRY_S
-            ) from error
+            raise EngineTrouble("ENGINE_SILENT", f"{url}{path} did not answer within {within_s:g} s") from error
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise EngineAway("ENGINE_AWAY", f"{url}{path} does not answer: {error!r}", retry_after_s=RETRY_S) from error
+            raise EngineAway(url + path, error) from error
         if response.status == 200:
             return text
         answer = " ".join(text.split())[:300]
-        raise EngineTrouble(
-            "ENGINE_REFUSED", f"{url}{path} answered HTTP {response.status}: {answer}", retry_after_s=RETRY_S
-        )
+        raise EngineTrouble("ENGINE_REFUSED", f"{url}{path} answered HTTP {response.status}: {answer}")
