@@ -26,27 +26,23 @@ class Background:
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Start work that nobody waits for; it must not raise."""
+        self._start(work)
+
+    def _start(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
         if self._group is None:
             raise RuntimeError("spawned before run")
-        self._group.create_task(work, context=detached_context())
+        return self._group.create_task(work, context=detached_context())
 
     async def finish(self, call: Callable[[], Awaitable[R]]) -> R:
         """The result of `call`, which runs to its end even where the caller is cancelled."""
-        outcome: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        outcome.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
-        async def work() -> None:
+        async def work() -> R | Exception:
             try:
-                result = await call()
-            except asyncio.CancelledError:
-                outcome.cancel()
-                raise
+                return await call()
             except Exception as error:  # noqa: BLE001 - it is the caller's, who raises it
-                if not outcome.done():
-                    outcome.set_exception(error)
-            else:
-                if not outcome.done():
-                    outcome.set_result(result)
+                return error
 
-        self.spawn(work())
-        return await asyncio.shield(outcome)
+        ended = await asyncio.shield(self._start(work()))
+        if isinstance(ended, Exception):
+            raise ended
+        return ended

@@ -12,8 +12,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -31,13 +30,12 @@ from treadle_tools.declarations import HttpFunction
 from treadle_tools.scheduling.actions import Facts
 from treadle_tools.scheduling.demand import RecentMeans
 from treadle_tools.scheduling.scheduler import ActionScheduler
-from treadle_tools.scheduling.usage import NO_METERS, Meters
+from treadle_tools.scheduling.usage import Meters
 from treadle_tools.tool import Kind, Limits, Result, Status, Tool
 
 ANSWER_MARGIN_S = 0.25  # of the caller's time, kept for sending it the result
-ABANDONED = Ended(End.ABANDONED)
+FAILED = Ended(End.FAILED)
 RETRY_S = 1.0  # before a reward's function is asked again
-REWARD_FIELDS = ("reward", "score")
 
 AWAY = frozenset({502, 503, 504})
 RETRIED = AWAY | {429}
@@ -56,7 +54,7 @@ SHORTEST_COLD_S = 20.0  # an image may have to be pulled this time
 class FunctionTools:
     """Runs tools that are HTTP functions. They need no cores, so they wait only for their provider."""
 
-    def __init__(self, caller: "Caller", facts: Facts, meters: Meters = NO_METERS) -> None:
+    def __init__(self, caller: "Caller", facts: Facts, meters: Meters) -> None:
         self._caller = caller
         self._facts = facts
         self._meters = meters
@@ -102,11 +100,10 @@ class FunctionTools:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer of status 2xx. tries: it took. waited_s: until the last of them began."""
+    """An answer of status 2xx. waited_s: until the try that got it began."""
 
     body: bytes
     content_type: str
-    tries: int = 1
     waited_s: float = 0.0
 
 
@@ -115,7 +112,7 @@ class CallFailed(Exception):  # noqa: N818 - what happened, as callers speak of 
     """There is no answer; the message says why.
 
     again: the call may be sent again. retry_after_s: not before so many seconds, where the function said so. tries:
-    begun. timed_out: the caller's time was up.
+    begun. timed_out: the caller's time was up. ended: how the try ended for the provider.
     """
 
     message: str
@@ -123,6 +120,7 @@ class CallFailed(Exception):  # noqa: N818 - what happened, as callers speak of 
     retry_after_s: float | None = None
     tries: int = 1
     timed_out: bool = False
+    ended: Ended = SERVED
 
 
 def result_of_reply(reply: Reply, kind: Kind, output_bytes: int) -> Result:
@@ -139,20 +137,22 @@ def result_of_reply(reply: Reply, kind: Kind, output_bytes: int) -> Result:
         value = json.loads(body)
     except ValueError as error:
         return Result(Status.TOOL_ERROR, error=f"the answer says it is JSON and is none: {error}")
-    reward = None
+    fields = value if isinstance(value, dict) else {}
+    is_outcome = isinstance(fields.get("output"), str)
     if kind is Kind.REWARD:
-        scores = [value[name] for name in REWARD_FIELDS if name in value] if isinstance(value, Mapping) else [value]
-        reward = _number(scores[0]) if scores else None
-    if not (isinstance(value, Mapping) and isinstance(value.get("output"), str)):
+        reward = _number(fields.get("reward", fields.get("score")) if isinstance(value, dict) else value)
+    else:
+        reward = _number(fields.get("reward")) if is_outcome else None
+    if not is_outcome:
         return _cut(Result(Status.OK, output=body, data_json=json.dumps(value), reward=reward), output_bytes)
-    problem = str(value.get("error") or "")
+    problem = str(fields.get("error") or "")
     outcome = Result(
         Status.TOOL_ERROR if problem else Status.OK,
-        output=value["output"],
+        output=fields["output"],
         error=problem,
-        reward=reward if reward is not None else _number(value.get("reward")),
-        done=value.get("done") is True,
-        data_json=json.dumps(value["data"]) if value.get("data") is not None else "",
+        reward=reward,
+        done=fields.get("done") is True,
+        data_json=json.dumps(fields["data"]) if fields.get("data") is not None else "",
     )
     return _cut(outcome, output_bytes)
 
@@ -169,69 +169,25 @@ def _cut(result: Result, output_bytes: int) -> Result:
     return replace(result, output=f"{text}\n[output cut at {output_bytes} bytes]", truncated=True)
 
 
-class Providers:
-    """Lets a call to a provider start when the provider's limits allow it; jobs and tools share those limits.
+class Caller:
+    """Calls functions. Owns the HTTP session, and each function's patience and slots.
 
-    Each call of a function that has a provider is an action of its own. What a provider allows, and how long it is left
-    alone after it refused or failed, is decided by its Basic manager (ARL-Tangram §5.1). numbers: of actions, ascending
-    over all users of the scheduler.
+    Each try of a function that has a provider is an action of its own: what a provider allows, and how long it is left
+    alone after it refused or failed, is decided by its Basic manager (ARL-Tangram §5.1), for all jobs and tools.
+    numbers: of actions, ascending over all users of the scheduler. environment: where headers' secrets are.
     """
 
     def __init__(
-        self, scheduler: ActionScheduler, providers: Mapping[str, BasicManager], numbers: Iterator[int]
+        self,
+        scheduler: ActionScheduler,
+        providers: Mapping[str, BasicManager],
+        numbers: Iterator[int],
+        environment: Mapping[str, str],
     ) -> None:
         self._scheduler = scheduler
         self._providers = providers
         self._numbers = numbers
-
-    @asynccontextmanager
-    async def admit(self, provider: str, within_s: float) -> AsyncIterator["Try"]:
-        """Wait until one call may be sent, which is then made inside the block; "" admits it at once.
-
-        Raises CallFailed where the provider is to be left alone for longer than `within_s`.
-        """
-        attempt = Try()
-        if not provider:
-            yield attempt
-            return
-        manager = self._providers[provider]
-        rest_s = manager.rests_s(time.monotonic())
-        if rest_s > within_s:
-            raise CallFailed(
-                f"provider {provider!r} is left alone for another {rest_s:.1f} s", again=True, retry_after_s=rest_s
-            )
-        number = next(self._numbers)
-        action = Action(f"call-{number}", f"call-{number}", number, manager.cost())
-        failure: CallFailed | None = None
-        async with self._scheduler.hold(action) as running:
-            try:
-                yield attempt
-            except CallFailed as failed:
-                failure = failed  # raised once the turn has ended, which would otherwise count the call as abandoned
-            running.ended = attempt.ended
-        if failure is not None:
-            raise failure
-
-
-@dataclass
-class Try:
-    """One call under way. Whoever makes it sets how it ended for the provider."""
-
-    ended: Ended = ABANDONED
-
-
-class Caller:
-    """Calls functions. Owns the HTTP session, and each function's patience and slots.
-
-    environment: where headers' secrets are. clock: seconds that never fall.
-    """
-
-    def __init__(
-        self, providers: Providers, environment: Mapping[str, str], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._providers = providers
         self._environment = environment
-        self._clock = clock
         self._patience: dict[str, Patience] = {}
         self._slots: dict[str, asyncio.Semaphore] = {}
         self._session = aiohttp.ClientSession(
@@ -244,19 +200,20 @@ class Caller:
 
     async def call(self, function: HttpFunction, arguments: Any, within_s: float) -> Reply:
         """The answer to `arguments`. Raises CallFailed, at the latest when `within_s` are over."""
-        began = self._clock()
+        began = time.monotonic()
         headers = self._headers(function)
         slots = self._slots.setdefault(function.url, asyncio.Semaphore(function.at_once))
         tries = 0
-        waited_s = 0.0
 
         async def send() -> Reply:
-            nonlocal tries, waited_s
-            left_s = within_s - (self._clock() - began)
-            async with slots, self._providers.admit(function.provider, left_s) as attempt:
-                tries += 1
-                waited_s = self._clock() - began
-                return await self._send(function, arguments, headers, within_s - waited_s, attempt)
+            nonlocal tries
+            tries += 1
+            waited_s = time.monotonic() - began
+            return replace(await self._send(function, arguments, headers, within_s - waited_s), waited_s=waited_s)
+
+        async def send_in_turn() -> Reply:
+            async with slots:
+                return await self._send_in_turn(send, function.provider, within_s - (time.monotonic() - began))
 
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception(lambda error: isinstance(error, CallFailed) and error.again),
@@ -266,13 +223,33 @@ class Caller:
         )
         try:
             async with asyncio.timeout(within_s):
-                reply: Reply = await retrying(send)
+                return await retrying(send_in_turn)
         except CallFailed as failed:
             failed.tries = tries
             raise
         except TimeoutError:
             raise CallFailed(f"no answer within {within_s:g} s", tries=tries, timed_out=True) from None
-        return replace(reply, tries=tries, waited_s=waited_s)
+
+    async def _send_in_turn(self, send: Callable[[], Awaitable[Reply]], provider: str, within_s: float) -> Reply:
+        """Send once the provider's limits allow it; "": at once.
+
+        Raises CallFailed where the provider is to be left alone for longer than `within_s`.
+        """
+        if not provider:
+            return await send()
+        manager = self._providers[provider]
+        rest_s = manager.rests_s(time.monotonic())
+        if rest_s > within_s:
+            raise CallFailed(
+                f"provider {provider!r} is left alone for another {rest_s:.1f} s", again=True, retry_after_s=rest_s
+            )
+        number = next(self._numbers)
+        async with self._scheduler.hold(Action(f"call-{number}", f"call-{number}", number, manager.cost())) as running:
+            try:
+                return await send()
+            except CallFailed as failed:
+                failure, running.ended = failed, failed.ended
+        raise failure  # once the turn has ended: a turn that raises counts as abandoned
 
     def _headers(self, function: HttpFunction) -> dict[str, str]:
         headers = {"Idempotency-Key": uuid.uuid4().hex, **function.headers}
@@ -281,11 +258,9 @@ class Caller:
         propagate.inject(headers)
         return headers
 
-    async def _send(
-        self, function: HttpFunction, arguments: Any, headers: Mapping[str, str], left_s: float, attempt: Try
-    ) -> Reply:
+    async def _send(self, function: HttpFunction, arguments: Any, headers: Mapping[str, str], left_s: float) -> Reply:
         patience = self._patience.setdefault(function.url, Patience(function.cold_s, function.idle_s))
-        began = self._clock()
+        began = time.monotonic()
         # Where a lost answer cannot be asked for again, all there is to gain is to wait for it.
         silence_s = patience.longest_s(began) if function.learns and function.idempotent else function.cold_s
         timeout = aiohttp.ClientTimeout(total=max(left_s, 0.001), sock_connect=function.connect_s, sock_read=silence_s)
@@ -297,18 +272,15 @@ class Caller:
                 if response.status in AWAY:
                     patience.failed()  # it is a proxy that answers: the function may still have to start
                 elif response.status not in RETRIED:
-                    patience.answered(began, self._clock())
-                attempt.ended = SERVED
-                content = await _read_body(response, function.response_bytes)
-                return _reply(response, content, attempt)
+                    patience.answered(began, time.monotonic())
+                return _reply(response, await _read_body(response, function.response_bytes))
         except (aiohttp.ClientError, ConnectionError) as error:
             patience.failed()
-            attempt.ended = Ended(End.FAILED)
             if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-                raise CallFailed(f"no connection to {function.url}: {error}", again=True) from error
+                raise CallFailed(f"no connection to {function.url}: {error}", again=True, ended=FAILED) from error
             silent = isinstance(error, aiohttp.SocketTimeoutError)
             problem = f"was silent for {silence_s:.1f} s" if silent else f"broke off: {error!r}"
-            raise CallFailed(f"{function.url} {problem}", again=function.idempotent) from error
+            raise CallFailed(f"{function.url} {problem}", again=function.idempotent, ended=FAILED) from error
 
 
 def _pause_s(state: tenacity.RetryCallState) -> float:
@@ -328,19 +300,17 @@ async def _read_body(response: aiohttp.ClientResponse, most: int) -> bytes:
     return bytes(content)
 
 
-def _reply(response: aiohttp.ClientResponse, content: bytes, attempt: Try) -> Reply:
+def _reply(response: aiohttp.ClientResponse, content: bytes) -> Reply:
     quoted = " ".join(content[:QUOTED_CHARS].decode(errors="replace").split())
     refusal = f"HTTP {response.status} from {response.url}: {quoted}"
     if response.status in RETRIED:
         after_s = retry_after_s(response.headers.get("Retry-After", ""), time.time())
-        attempt.ended = Ended(End.REFUSED if response.status == 429 else End.FAILED, after_s)
         if after_s is not None:
             refusal = f"{refusal} (retry after {after_s:g} s)"
-        raise CallFailed(refusal, again=True, retry_after_s=after_s)
-    if response.status >= 500:
-        attempt.ended = Ended(End.FAILED)
+        ended = Ended(End.REFUSED if response.status == 429 else End.FAILED, after_s)
+        raise CallFailed(refusal, again=True, retry_after_s=after_s, ended=ended)
     if not 200 <= response.status < 300:
-        raise CallFailed(refusal)
+        raise CallFailed(refusal, ended=FAILED if response.status >= 500 else SERVED)
     return Reply(content, response.content_type)
 
 

@@ -16,11 +16,11 @@ from jsonschema.protocols import Validator
 from treadle_core.tools.action import InvalidActionError
 from treadle_runtime.errors import InvalidArgument, NotFound, identifier
 
-from treadle_tools.declarations import Judge
 from treadle_tools.scheduling.demand import check_scaling
 from treadle_tools.tool import Kind, Result, Tool
 
 BACKENDS = ("", "bubblewrap", "docker", "kubernetes")
+NOT_FOUND = {"tool": "TOOL_NOT_FOUND", "reward": "REWARD_FUNCTION_NOT_FOUND"}
 FIELD = "arguments_json"
 LARGEST_BYTES = 1024 * 1024  # code and answers are kilobytes; a worker's frame and its JSON parser hold a few copies
 
@@ -50,60 +50,51 @@ class Registry:
             identifier("name", tool.name)
         except InvalidArgument as error:
             raise RegistrationError(f"a tool's {error.message}") from error
-        if ":" not in tool.entry and tool.remote is None:
-            raise RegistrationError(f"tool {tool.name!r}: entry must be module:callable, is {tool.entry!r}")
-        limits = tool.limits
-        amounts = (limits.cpu_cores, limits.memory_bytes, limits.wall_s, limits.output_bytes, tool.work_bytes)
-        if isinstance(tool.remote, Judge) and tool.kind is not Kind.REWARD:
-            raise RegistrationError(f"tool {tool.name!r}: a judge can only be a reward")
-        if tool.remote is not None and tool.kind is Kind.ENVIRONMENT:
-            raise RegistrationError(f"tool {tool.name!r}: an environment cannot run in a function, which has no state")
-        if min(amounts) <= 0 or tool.processes <= 0 or tool.reserve_bytes <= 0:
-            raise RegistrationError(f"tool {tool.name!r}: every limit must be > 0")
-        if tool.provider and tool.provider not in self._providers:
-            raise RegistrationError(
-                f"tool {tool.name!r}: no provider {tool.provider!r} is described in TREADLE_TOOLS_PROVIDERS_FILE"
-            )
-        try:
-            check_scaling(tool)
-        except InvalidActionError as error:
-            raise RegistrationError(f"tool {tool.name!r}: scaling: {error}") from error
-        if tool.backend not in BACKENDS:
-            raise RegistrationError(f"tool {tool.name!r}: backend must be one of {', '.join(BACKENDS[1:])}")
-        if tool.network and tool.network not in self._networks:
-            raise RegistrationError(f"tool {tool.name!r}: network {tool.network!r} is not in TREADLE_TOOLS_NETWORKS")
+        if problem := self._problem_of(tool):
+            raise RegistrationError(f"tool {tool.name!r}: {problem}")
         self._arguments[tool.name] = _validator(tool, tool.arguments_schema)
         self._opening[tool.name] = _validator(tool, tool.open_schema)
         self._tools[tool.name] = tool
+
+    def _problem_of(self, tool: Tool) -> str:
+        """What keeps it from being used; "" where nothing does."""
+        limits = tool.limits
+        amounts = (limits.cpu_cores, limits.memory_bytes, limits.wall_s, limits.output_bytes)
+        checks = {
+            f"entry must be module:callable, is {tool.entry!r}": ":" in tool.entry or tool.remote is not None,
+            "every limit must be > 0": min(*amounts, tool.work_bytes, tool.processes, tool.reserve_bytes) > 0,
+            f"no provider {tool.provider!r} is described in TREADLE_TOOLS_PROVIDERS_FILE": (
+                tool.provider in ("", *self._providers)
+            ),
+            f"backend must be one of {', '.join(BACKENDS[1:])}": tool.backend in BACKENDS,
+            f"network {tool.network!r} is not in TREADLE_TOOLS_NETWORKS": tool.network in ("", *self._networks),
+        }
+        try:
+            check_scaling(tool)
+        except InvalidActionError as error:
+            return f"scaling: {error}"
+        return next((problem for problem, is_right in checks.items() if not is_right), "")
 
     def __iter__(self) -> Iterator[Tool]:
         return iter(self._tools.values())
 
     def stateless(self, name: str) -> Tool:
         """A tool to invoke without a session."""
-        tool = self._named(name)
+        tool = self._find("tool", name)
         if tool.kind is not Kind.STATELESS:
             raise InvalidArgument("session_id", f"tool {name!r} is an environment: open a session and name it here")
         return tool
 
     def environment(self, name: str) -> Tool:
         """A tool to open a session of."""
-        tool = self._named(name)
+        tool = self._find("tool", name)
         if tool.kind is not Kind.ENVIRONMENT:
             raise InvalidArgument("tool", f"{name!r} is stateless: it has no sessions; use Invoke")
         return tool
 
     def reward(self, name: str) -> Tool:
         """A function that scores trajectories."""
-        if not name:
-            raise InvalidArgument("reward", "must not be empty")
-        tool = self._tools.get(name)
-        if tool is None or tool.kind is not Kind.REWARD:
-            known = ", ".join(sorted(tool.name for tool in self.rewards)) or "none"
-            raise NotFound(
-                "REWARD_FUNCTION_NOT_FOUND", f"reward: there is no reward {name[:64]!r}; there are {known}", reward=name
-            )
-        return tool
+        return self._find("reward", name)
 
     @property
     def rewards(self) -> tuple[Tool, ...]:
@@ -115,13 +106,17 @@ class Registry:
         """What agents may use."""
         return tuple(tool for tool in self._tools.values() if tool.kind is not Kind.REWARD)
 
-    def _named(self, name: str) -> Tool:
+    def _find(self, field: str, name: str) -> Tool:
+        """field: "tool" or "reward", which are looked for apart."""
         if not name:
-            raise InvalidArgument("tool", "must not be empty")
-        if name not in self._tools or self._tools[name].kind is Kind.REWARD:
-            known = ", ".join(sorted(tool.name for tool in self.tools))
-            raise NotFound("TOOL_NOT_FOUND", f"tool: there is no tool {name[:64]!r}; there are {known}", tool=name)
-        return self._tools[name]
+            raise InvalidArgument(field, "must not be empty")
+        tool = self._tools.get(name)
+        if tool is None or (tool.kind is Kind.REWARD) != (field == "reward"):
+            among = self.rewards if field == "reward" else self.tools
+            known = ", ".join(sorted(each.name for each in among)) or "none"
+            message = f"{field}: there is no {field} {name[:64]!r}; there are {known}"
+            raise NotFound(NOT_FOUND[field], message, **{field: name})
+        return tool
 
     def step_arguments(self, tool: Tool, text: str) -> Arguments:
         """Arguments of one call or step. Raises InvalidArgument naming what is wrong."""

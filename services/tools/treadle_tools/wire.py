@@ -25,7 +25,7 @@ from treadle_tools.api.servicer import Gateway, ToolsServicer
 from treadle_tools.background import Background
 from treadle_tools.config import ToolsSettings
 from treadle_tools.declarations import DeclarationError, Declarations, Judge, read_declarations, read_providers
-from treadle_tools.functions import Caller, FunctionTools, Providers
+from treadle_tools.functions import Caller, FunctionTools
 from treadle_tools.gpu.rounds import Rounds
 from treadle_tools.gpu.servers import BUCKET as GPU_BUCKET
 from treadle_tools.gpu.servers import EngineMemory, Ledger, Residents
@@ -89,7 +89,7 @@ async def wire(runtime: Runtime) -> Wiring:
         idle_s=settings.session_idle_s,
         snapshots=snapshots,
     )
-    caller = Caller(Providers(scheduler, providers, numbers), os.environ)
+    caller = Caller(scheduler, providers, numbers, os.environ)
     reused = ReusedSandboxes(most=settings.reused_sandboxes, kept_s=settings.reused_sandbox_s)
     gateway = Gateway(
         registry,

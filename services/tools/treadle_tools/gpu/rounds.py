@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import nats.errors
 from treadle_core.tools.action import GPUS, Action, Amdahl, Duration, Fixed, Knowledge, UnitSet
-from treadle_core.tools.grants import SERVED, End, Ended, GpuGrant
+from treadle_core.tools.arrangement import Chunk
+from treadle_core.tools.grants import SERVED, End, Ended, Service
 from treadle_runtime.errors import TreadleError, Unavailable
 
 from treadle_tools.background import Background
@@ -122,9 +123,10 @@ class Rounds:
         grant = running.started.grant.gpu
         assert grant is not None  # its action asks for GPUs
         assert grant.service is not None
-        server = self._servers[one.service.name, grant.service.degree, grant.chunk.node_id, grant.chunk.first]
+        server = self._server_on(grant.service, grant.chunk)
+        evicted = [self._server_on(other.service, other.chunk) for other in grant.evicted]
         try:
-            await self._residents.bring(server, self._servers_to_evict(grant))
+            await self._residents.bring(server, evicted)
         except (Unavailable, nats.errors.Error) as error:
             running.ended = Ended(End.FAILED)
             self._residents.leave(server, failed=True)
@@ -139,11 +141,8 @@ class Rounds:
         if not failed:
             self._learn(one.service, grant.service.degree, max(time.monotonic() - one.began_s, 1e-6))
 
-    def _servers_to_evict(self, grant: GpuGrant) -> list[Server]:
-        return [
-            self._servers[resident.service.name, resident.service.degree, resident.chunk.node_id, resident.chunk.first]
-            for resident in grant.evicted
-        ]
+    def _server_on(self, service: Service, chunk: Chunk) -> Server:
+        return self._servers[service.name, service.degree, chunk.node_id, chunk.first]
 
     def _action(self, service: GpuService) -> Action:
         number = next(self._numbers)

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import nats.errors
@@ -73,7 +73,8 @@ class RewardPool:
         self._publish = publish
         self._most_waiting = most_waiting
         self._kept_s = kept_s
-        self._queues = ActionQueues({scorer.queue: scorer.slots for scorer in scorers.values()})
+        self._queues = {scorer.queue: _Queue(scorer.slots) for scorer in scorers.values()}
+        self._learned_s = RecentMeans()  # of a slot, by function
         self._arguments: dict[str, Arguments] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._unwanted: set[str] = set()  # cancelled by a caller, not by the drain
@@ -88,7 +89,7 @@ class RewardPool:
         if present is not None:
             return present
         arguments = self._read(reward.name, arguments_json)
-        if len(self._queues) >= self._most_waiting:
+        if sum(len(queue.share) for queue in self._queues.values()) >= self._most_waiting:
             raise ResourceExhausted(
                 "REWARDS_WAITING", f"{self._most_waiting} rewards wait already", retry_after_s=FULL_RETRY_S
             )
@@ -140,33 +141,39 @@ class RewardPool:
             group.create_task(self._sweep())
             while True:
                 self._wake.clear()
-                for start in self._queues.take_starts():
-                    self._running[start.reward_id] = group.create_task(self._serve(start))
+                for queue in self._queues.values():
+                    while queue.free and (taken := queue.share.take()) is not None:
+                        _, reward, charged_s = taken
+                        queue.free -= 1
+                        self._running[reward.reward_id] = group.create_task(self._serve(reward, queue, charged_s))
                 await self._wake.wait()
 
     def _enqueue(self, reward: Reward, arguments: Arguments) -> None:
         self.table.put(reward)
         self._arguments[reward.reward_id] = arguments
-        self._queues.add(self._scorers[reward.name].queue, reward.job, reward.name, reward.reward_id)
+        queue = self._queues[self._scorers[reward.name].queue]
+        queue.share.add(reward.job, reward, self._learned_s.get(reward.name, UNKNOWN_S))
         self._wake.set()
 
-    async def _serve(self, start: "Start") -> None:
-        """Score one reward, holding its slot."""
-        reward = self.table.get(start.reward_id)
+    async def _serve(self, waited: Reward, queue: "_Queue", charged_s: float) -> None:
+        """Score one reward, holding a slot of its queue. charged_s: taken from its job's share."""
+        reward = self.table.get(waited.reward_id)
         begun = time.monotonic()
         busy_s = 0.0
         try:
             if reward is not None and not reward.ended:  # else it was cancelled while it waited
                 ended = await self._score(reward)
                 busy_s = time.monotonic() - begun
+                self._learned_s.add(reward.name, busy_s)
                 await self._end(ended)
         except asyncio.CancelledError:
-            if start.reward_id not in self._unwanted:
+            if waited.reward_id not in self._unwanted:
                 raise
-            await self._end(replace(self.get(start.reward_id), state=State.CANCELLED))
+            await self._end(replace(self.get(waited.reward_id), state=State.CANCELLED))
         finally:
-            del self._running[start.reward_id]
-            self._queues.give_back(start, busy_s)
+            del self._running[waited.reward_id]
+            queue.free += 1
+            queue.share.settle(waited.job, charged_s, busy_s)
             self._wake.set()
 
     async def _score(self, reward: Reward) -> Reward:
@@ -239,56 +246,12 @@ def _end_of(reward: Reward, result: Result) -> Reward:
     )
 
 
-@dataclass(frozen=True)
-class Start:
-    """Give `reward_id` of `job` a slot of `queue`; `charged_s` was taken from its job's share."""
-
-    queue: str
-    job: str
-    function: str
-    reward_id: str
-    charged_s: float
-
-
 class _Queue:
+    """Rewards that wait for one of `slots`, which are shared equally among jobs."""
+
     def __init__(self, slots: int) -> None:
         self.free = slots
-        self.share: FairShare[tuple[str, str]] = FairShare(QUANTUM_S)
-
-
-class ActionQueues:
-    """Decides which waiting rewards start: the slots of each queue are shared equally among jobs.
-
-    slots: of each queue.
-    """
-
-    def __init__(self, slots: dict[str, int]) -> None:
-        self._queues = {name: _Queue(count) for name, count in slots.items()}
-        self._learned_s = RecentMeans()
-
-    def __len__(self) -> int:
-        """How many wait."""
-        return sum(len(queue.share) for queue in self._queues.values())
-
-    def add(self, queue: str, job: str, function: str, reward_id: str) -> None:
-        """One more waits."""
-        self._queues[queue].share.add(job, (function, reward_id), self._learned_s.get(function, UNKNOWN_S))
-
-    def take_starts(self) -> Iterator[Start]:
-        """The rewards that start now; each takes a slot until `give_back`."""
-        for name, queue in self._queues.items():
-            while queue.free and (taken := queue.share.take()) is not None:
-                queue.free -= 1
-                job, (function, reward_id), charged_s = taken
-                yield Start(name, job, function, reward_id, charged_s)
-
-    def give_back(self, start: Start, busy_s: float) -> None:
-        """Free the slot. busy_s: how long it was used; 0.0 where it was not."""
-        queue = self._queues[start.queue]
-        queue.free += 1
-        queue.share.settle(start.job, start.charged_s, busy_s)
-        if busy_s > 0:
-            self._learned_s.add(start.function, busy_s)
+        self.share: FairShare[Reward] = FairShare(QUANTUM_S)
 
 
 class _Watcher:
