@@ -16,7 +16,7 @@ from treadle_tools.sandbox.bubblewrap.command import find_bubblewrap
 from treadle_tools.sandbox.bubblewrap.sandbox import BubblewrapSandbox
 from treadle_tools.sandbox.daemon import channel
 from treadle_tools.sandbox.daemon.channel import Channel
-from treadle_tools.sandbox.daemon.client import DaemonClient, Terms
+from treadle_tools.sandbox.daemon.client import DaemonClient
 from treadle_tools.sandbox.daemon.state_folder import FolderRefused, StateFolder
 from treadle_tools.sandbox.inside import frames
 from treadle_tools.sandbox.sandboxes import Sandbox, SandboxLost
@@ -26,16 +26,12 @@ RECORD = {"session_id": "s-1", "note": "the daemon's own it is not"}
 LARGE = 2 * 1024 * 1024  # more than any socket buffer holds
 
 
-async def terms(**changes: Any) -> Terms:
-    sandbox = await find_bubblewrap("bwrap")
-    fields = {"warm": 1, "cgroups": False, "keep_s": 30.0, "keep_on_exit": True, **changes}
-    return Terms((sandbox.recipe(PYTHON),), {}, **fields)
-
-
 @asynccontextmanager
 async def service(state: Path, **changes: Any) -> AsyncIterator[DaemonClient]:
     """A service's side of a daemon, which outlives it by default."""
-    client = DaemonClient(StateFolder.take(state), await terms(**changes))
+    bubblewrap = await find_bubblewrap("bwrap")
+    settings = {"warm": 1, "cgroups": False, "keep_s": 30.0, "keep_on_exit": True, **changes}
+    client = DaemonClient(StateFolder.take(state), [bubblewrap.recipe(PYTHON)], {}, **settings)
     await client.connect()
     running = asyncio.create_task(client.run())
     try:

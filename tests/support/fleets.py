@@ -1,15 +1,15 @@
 """A fleet of containers by itself, without the service around it."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from support.container_tools import TOOLS
 from treadle_tools.builtin import PYTHON
-from treadle_tools.sandbox.containers.fleet import Fleet, SessionFiles
+from treadle_tools.sandbox.containers.fleet import Fleet
 from treadle_tools.sandbox.containers.hosts import Host, Hosts, Recipe
+from treadle_tools.sandbox.daemon.state_folder import StateFolder
 from treadle_tools.tool import Tool
 
 (COUNTER,) = TOOLS
@@ -32,12 +32,9 @@ async def fleet_on(
     keep_on_exit: bool = False,
 ) -> AsyncIterator[Fleet]:
     """One run of a fleet."""
-    os.makedirs(folder, exist_ok=True)  # noqa: PTH103 - a moment at the start of a test
     recipes = [(make_recipe(tool, image), tool.limits) for tool in tools]
-    fleet = Fleet(
-        Hosts(hosts), SessionFiles(folder), recipes,
-        owner="test", warm=warm, failures={}, keep_on_exit=keep_on_exit, release=lambda: None,
-    )  # fmt: skip
+    state = StateFolder.take(folder)
+    fleet = Fleet(Hosts(hosts), state, recipes, {}, owner="test", warm=warm, keep_on_exit=keep_on_exit)
     await fleet.connect()
     run = asyncio.create_task(fleet.run())
     try:

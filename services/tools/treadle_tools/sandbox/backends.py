@@ -6,6 +6,7 @@ where a tool needs them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,9 +16,9 @@ from treadle_runtime.errors import FailedPrecondition, StartError
 from treadle_tools.config import ToolsSettings
 from treadle_tools.limits import Limits
 from treadle_tools.sandbox.bubblewrap.command import BubblewrapMissing, find_bubblewrap
-from treadle_tools.sandbox.containers.fleet import Fleet, SessionFiles, default_owner
+from treadle_tools.sandbox.containers.fleet import Fleet, default_owner
 from treadle_tools.sandbox.containers.hosts import Host, HostFailed, Hosts, Recipe
-from treadle_tools.sandbox.daemon.client import DaemonClient, DaemonFailed, Terms
+from treadle_tools.sandbox.daemon.client import DaemonClient, DaemonFailed
 from treadle_tools.sandbox.daemon.state_folder import SNAPSHOTS, FolderRefused, StateFolder
 from treadle_tools.sandbox.sandboxes import Backend
 from treadle_tools.tool import Kind, Tool
@@ -37,61 +38,58 @@ class BackendMissing(Exception):  # noqa: N818 - a state of the machine more tha
     """There is no such backend here; the message says why and what to do."""
 
 
+@dataclass
 class Backends:
     """The backends that are there, by name. of_tool: the name of each tool's backend. missing: why one is not there.
     versions: of those that are there. snapshots: the folder for snapshots of sessions.
     """
 
-    def __init__(
-        self,
-        of_tool: Mapping[str, str],
-        backends: Mapping[str, Backend],
-        missing: Mapping[str, str],
-        versions: Iterable[str],
-        snapshots: Path,
-    ) -> None:
-        self._of_tool = of_tool
-        self._backends = backends
-        self._missing = missing
-        self.version = ", ".join(versions)
-        self.snapshots = snapshots
+    of_tool: Mapping[str, str]
+    snapshots: Path
+    started: dict[str, Backend] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    versions: list[str] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Backend]:
-        return iter(self._backends.values())
+        return iter(self.started.values())
+
+    @property
+    def version(self) -> str:
+        """All versions."""
+        return ", ".join(self.versions)
 
     def require(self, tool: Tool) -> Backend:
         """The backend of `tool`. Raises FailedPrecondition SANDBOX_UNAVAILABLE where it is missing."""
-        name = self._of_tool[tool.name]
-        if name not in self._backends:
+        name = self.of_tool[tool.name]
+        if name not in self.started:
             raise FailedPrecondition(
                 "SANDBOX_UNAVAILABLE",
-                f"tools run in a sandbox only: {self._missing[name]}; then start the service again",
+                f"tools run in a sandbox only: {self.missing[name]}; then start the service again",
             )
-        return self._backends[name]
+        return self.started[name]
 
 
 async def start_backends(settings: ToolsSettings, registered: Iterable[Tool]) -> Backends:
     """Start each backend that some tool runs on. Raises StartError where a state folder cannot be used."""
     here = [tool for tool in registered if tool.remote is None]
     of_tool = {tool.name: tool.backend or settings.backend for tool in here}
-    backends: dict[str, Backend] = {}
-    missing: dict[str, str] = {}
-    versions: list[str] = []
+    backends = Backends(of_tool, settings.state_folder / SNAPSHOTS)
     for name in dict.fromkeys(of_tool.values()):
         tools = [tool for tool in here if of_tool[tool.name] == name]
         start = _start_daemon(settings, tools) if name == BUBBLEWRAP else _start_fleet(name, settings, tools)
         try:
-            backends[name], version = await start
+            backends.started[name], version = await start
         except (BubblewrapMissing, BackendMissing) as why:
             log.error("no sandbox: every call of these tools will be refused", backend=name, why=str(why))
-            missing[name] = str(why)
+            backends.missing[name] = str(why)
         except (FolderRefused, DaemonFailed) as refused:
             raise StartError(f"TREADLE_TOOLS_STATE_DIR={settings.state_dir!r}: {refused}") from refused
         else:
-            versions.append(version)
-            log.info("sandbox", backend=version, sessions=len(backends[name].found))
-    holder = BUBBLEWRAP if BUBBLEWRAP in backends else next(iter(backends), BUBBLEWRAP)
-    return Backends(of_tool, backends, missing, versions, _folder_of(holder, settings) / SNAPSHOTS)
+            backends.versions.append(version)
+            log.info("sandbox", backend=version, sessions=len(backends.started[name].found))
+    if backends.started and BUBBLEWRAP not in backends.started:
+        backends.snapshots = _folder_of(next(iter(backends.started)), settings) / SNAPSHOTS
+    return backends
 
 
 def _folder_of(backend: str, settings: ToolsSettings) -> Path:
@@ -119,8 +117,9 @@ async def _start_daemon(settings: ToolsSettings, tools: Sequence[Tool]) -> tuple
     """A client of the sandbox daemon, and its version. Raises BubblewrapMissing, FolderRefused, DaemonFailed."""
     bubblewrap = await find_bubblewrap(settings.bwrap)
     recipes, failures = _make_recipes(tools, bubblewrap.recipe)
-    terms = Terms(
-        tuple(recipes),
+    client = DaemonClient(
+        StateFolder.take(settings.state_folder),
+        recipes,
         failures,
         warm=settings.warm_sandboxes,
         cgroups=settings.cgroups == "auto",
@@ -128,7 +127,6 @@ async def _start_daemon(settings: ToolsSettings, tools: Sequence[Tool]) -> tuple
         keep_on_exit=settings.keep_on_exit,
         lazy=frozenset(tool.name for tool in tools if tool.kind is Kind.REWARD),
     )
-    client = DaemonClient(StateFolder.take(settings.state_folder), terms)
     await client.connect()
     log.info("bubblewrap", user=bubblewrap.user, drop_root=bubblewrap.drop_root, cgroups=client.cgroups_version)
     return client, f"{BUBBLEWRAP} {bubblewrap.version}"
@@ -149,16 +147,14 @@ async def _start_fleet(kind: str, settings: ToolsSettings, tools: Sequence[Tool]
         return recipe, tool.limits
 
     recipes, failures = _make_recipes(tools, make)
-    folder = StateFolder.take(_folder_of(kind, settings))
     fleet = Fleet(
         Hosts(hosts),
-        SessionFiles(folder.path),
+        StateFolder.take(_folder_of(kind, settings)),
         recipes,
+        failures,
         owner=owner,
         warm=settings.warm_sandboxes,
-        failures=failures,
         keep_on_exit=settings.keep_on_exit,
-        release=lambda: folder.release(keep=settings.keep_on_exit),
     )
     await fleet.connect()
     return fleet, version

@@ -13,6 +13,9 @@ from treadle_tools.sandbox.sandboxes import Backend, Sandbox
 from treadle_tools.sessions.snapshots import RESULT, Snapshot
 from treadle_tools.tool import Result, Tool
 
+FIXED = ("session_id", "trajectory_id", "opened_by", "opened_at")  # fields that are stored as they are
+CHANGING = ("steps", "ended", "last_key", "last_used_at")
+
 
 @dataclass(frozen=True)
 class Opening:
@@ -30,13 +33,8 @@ class Opening:
 
     @property
     def key(self) -> str:
-        """Names this request within its session."""
+        """Names this request within its session, where a step may have the same request id."""
         return f"open:{self.request_id}"
-
-
-def step_key(request_id: str) -> str:
-    """Name a step within its session, other than an opening with the same request id."""
-    return f"step:{request_id}"
 
 
 @dataclass
@@ -81,45 +79,18 @@ class Session:
 
     def record(self) -> dict[str, Any]:
         """Everything that the next run needs, as JSON."""
-        return {
-            "session_id": self.session_id,
-            "tool": self.tool.name,
-            "trajectory_id": self.trajectory_id,
-            "limits": asdict(self.limits),
-            "opened_by": self.opened_by,
-            "opened_at": self.opened_at,
-            **self.facts(),
-        }
+        fixed = {name: getattr(self, name) for name in FIXED}
+        return {**fixed, "tool": self.tool.name, "limits": asdict(self.limits), **self.facts()}
 
     def facts(self) -> dict[str, Any]:
         """The fields of the record that change. The last answer only where no sandbox has it any more."""
         last = asdict(self.last) if self.ended and self.last is not None else None
-        return {
-            "steps": self.steps,
-            "ended": self.ended,
-            "last_key": self.last_key,
-            "last": last,
-            "last_used_at": self.last_used_at,
-        }
+        return {**{name: getattr(self, name) for name in CHANGING}, "last": last}
 
     @classmethod
     def restore(cls, record: Mapping[str, Any], tool: Tool, backend: Backend, sandbox: Sandbox | None) -> "Session":
         """A session of an earlier run, from its record."""
         used_s = max(0.0, time.time() - record["last_used_at"])
-        return cls(
-            session_id=str(record["session_id"]),
-            tool=tool,
-            backend=backend,
-            trajectory_id=str(record["trajectory_id"]),
-            limits=Limits(**record["limits"]),
-            opened_by=str(record["opened_by"]),
-            sandbox=sandbox,
-            steps=int(record["steps"]),
-            ended=str(record["ended"]),
-            last_key=str(record["last_key"]),
-            last=None if record["last"] is None else RESULT.validate_python(record["last"]),
-            recalled=False,
-            opened_at=float(record["opened_at"]),
-            last_used_at=float(record["last_used_at"]),
-            idle_since=time.monotonic() - used_s,
-        )
+        last = None if record["last"] is None else RESULT.validate_python(record["last"])
+        stored = {**record, "tool": tool, "limits": Limits(**record["limits"]), "last": last}
+        return cls(**stored, backend=backend, sandbox=sandbox, recalled=False, idle_since=time.monotonic() - used_s)

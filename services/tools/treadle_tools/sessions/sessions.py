@@ -9,6 +9,7 @@ What makes an opening fast and sure is the worker that has imported the tool bef
 
 import asyncio
 import contextlib
+import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,14 +17,6 @@ from functools import partial
 from typing import Any
 
 import structlog
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception_type,
-    retry_if_result,
-    wait_chain,
-    wait_fixed,
-)
 from treadle_runtime.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 
 from treadle_tools.limits import Granted, Limits
@@ -31,7 +24,7 @@ from treadle_tools.registry import Registry, refuse_invalid
 from treadle_tools.sandbox.backends import Backends
 from treadle_tools.sandbox.sandboxes import SandboxLost
 from treadle_tools.scheduling.actions import Actions, result_of
-from treadle_tools.sessions.session import Opening, Session, step_key
+from treadle_tools.sessions.session import Opening, Session
 from treadle_tools.sessions.snapshots import Snapshot, Snapshots
 from treadle_tools.tool import Result, Status
 
@@ -40,6 +33,7 @@ log = structlog.get_logger()
 OPEN_PAUSES_S = (0.2, 1.0)  # before each further try: a worker that died is back within a second or two
 FULL_RETRY_S = 1.0  # sessions are closed when their trajectory ends; one in many does within seconds
 EXPIRE_INTERVAL_S = 30.0  # an idle session holds memory, not cores: half a minute more costs nothing
+WORTH_RETRYING = (Status.CRASHED, Status.TIMED_OUT)
 DONE = "done"
 LOST = "its sandbox was lost while the service was down"
 
@@ -54,45 +48,29 @@ async def open_with_retries(
     arguments, raises, or needs too much memory, because it would do so again. Raises what the last attempt raises.
     """
 
-    def must_stop(state: RetryCallState) -> bool:
-        if state.attempt_number > len(pauses_s):
-            return True
-        return opening.ends_at is not None and time.monotonic() + state.upcoming_sleep >= opening.ends_at
+    def is_too_late(pause_s: float) -> bool:
+        return time.monotonic() + pause_s >= (math.inf if opening.ends_at is None else opening.ends_at)
 
-    def report(state: RetryCallState) -> None:
-        assert state.outcome is not None
-        error = state.outcome.exception()
-        why = state.outcome.result().error if error is None else str(error)
-        log.warning("an environment is opened again", tool=opening.tool.name, why=why, pause_s=state.upcoming_sleep)
-
-    def last_outcome(state: RetryCallState) -> Result:
-        assert state.outcome is not None
-        result: Result = state.outcome.result()
-        return result
-
-    lost = (Status.CRASHED, Status.TIMED_OUT)
-    return await AsyncRetrying(
-        retry=retry_if_exception_type(Unavailable)
-        | retry_if_result(lambda result: not result.alive and result.status in lost),
-        wait=wait_chain(*map(wait_fixed, pauses_s)),
-        stop=must_stop,
-        before_sleep=report,
-        retry_error_callback=last_outcome,
-    )(attempt)
+    for pause_s in (*pauses_s, math.inf):
+        try:
+            result = await attempt()
+        except Unavailable as error:
+            if is_too_late(pause_s):
+                raise
+            why = str(error)
+        else:
+            if result.alive or result.status not in WORTH_RETRYING or is_too_late(pause_s):
+                return result
+            why = result.error
+        log.warning("an environment is opened again", tool=opening.tool.name, why=why, pause_s=pause_s)
+        await asyncio.sleep(pause_s)
+    raise AssertionError("after the last try it is too late")
 
 
 class Sessions:
     """most: sessions at a time. idle_s: after which one is closed."""
 
-    def __init__(
-        self,
-        actions: Actions,
-        backends: Backends,
-        *,
-        most: int,
-        idle_s: float,
-        snapshots: Snapshots,
-    ) -> None:
+    def __init__(self, actions: Actions, backends: Backends, *, most: int, idle_s: float, snapshots: Snapshots) -> None:
         self._actions = actions
         self._backends = backends
         self._most = most
@@ -168,9 +146,10 @@ class Sessions:
             processes, key = opening.tool.processes, opening.key
             if opening.snapshot is None:
                 return await sandbox.ask("open", opening.arguments, granted, processes, request_id=key)
-            first = opening.snapshot.first_observation()
-            with self._snapshots.read(opening.snapshot) as file:
-                return await sandbox.ask("restore", first, granted, processes, request_id=key, file=file)
+            last = opening.snapshot.last
+            first = {"output": last.output, "reward": last.reward, "data_json": last.data_json}
+            with self._snapshots.open(opening.snapshot) as file:
+                return await sandbox.ask("restore", first, granted, processes, request_id=key, file=file.fileno())
 
         self._release(session)
         return await self._actions.run(opening.tool, opening.trajectory_id, opening.limits, start, session.session_id)
@@ -185,9 +164,9 @@ class Sessions:
         async with session.lock:
             sandbox = session.require()
             session.touch()
-            with self._snapshots.write() as new:
+            with self._snapshots.write() as (file, finish):
                 try:
-                    reply = await sandbox.ask("snapshot", None, session.limits, session.tool.processes, file=new.file)
+                    reply = await sandbox.ask("snapshot", None, session.limits, session.tool.processes, file=file)
                 except SandboxLost as lost:
                     self._lose(session, str(lost))
                     reply = {"status": Status.CRASHED, "error": str(lost), "alive": True}
@@ -199,7 +178,7 @@ class Sessions:
                         f"session {session.session_id!r} cannot be written down: {reply['error']}",
                         session_id=session.session_id,
                     )
-                return new.finish(session.tool, session.session_id, session.steps, session.last)
+                return finish(session.tool, session.session_id, session.steps, session.last)
 
     def get(self, session_id: str) -> Session:
         """Find a session. Raises NotFound."""
@@ -220,7 +199,7 @@ class Sessions:
         """
         await self._recall(session)
         async with session.lock:
-            key = step_key(request_id)
+            key = f"step:{request_id}"
             if session.last_key == key and session.last is not None:
                 return session.last
             sandbox = session.require()
@@ -263,7 +242,7 @@ class Sessions:
         if session.recalled:
             return
         async with session.lock:
-            if session.recalled is False:
+            if not session.recalled:
                 await self._recall_locked(session)
                 session.recalled = True
 

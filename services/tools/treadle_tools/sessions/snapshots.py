@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import structlog
 from pydantic import TypeAdapter
@@ -40,19 +40,6 @@ class Snapshot:
     size_bytes: int
     taken_at: float
     expires_at: float
-
-    def first_observation(self) -> dict[str, Any]:
-        """The first observation of a session that starts from here."""
-        return {"output": self.last.output, "reward": self.last.reward, "data_json": self.last.data_json}
-
-
-@dataclass(frozen=True)
-class Unfinished:
-    """A snapshot that is being written to `file`, a descriptor. finish: lists it, once it is whole."""
-
-    snapshot_id: str
-    file: int
-    finish: Callable[[Tool, str, int, Result], Snapshot]
 
 
 class Snapshots:
@@ -81,8 +68,10 @@ class Snapshots:
                 path.unlink()
 
     @contextlib.contextmanager
-    def write(self) -> Iterator[Unfinished]:
-        """A new snapshot, removed at the end of the block unless it is finished by then. Raises ResourceExhausted."""
+    def write(self) -> Iterator[tuple[int, Callable[[Tool, str, int, Result], Snapshot]]]:
+        """A descriptor for a new snapshot, and what lists it once it is whole; else it is removed at the end of the
+        block. Raises ResourceExhausted.
+        """
         self.expire()
         if len(self._snapshots) + self._writing >= self._most:
             raise ResourceExhausted(
@@ -92,7 +81,7 @@ class Snapshots:
         file = os.open(self._tar(snapshot_id), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self._writing += 1
         try:
-            yield Unfinished(snapshot_id, file, partial(self._add, snapshot_id))
+            yield file, partial(self._add, snapshot_id)
         finally:
             self._writing -= 1
             os.close(file)
@@ -120,14 +109,9 @@ class Snapshots:
             )
         return self._snapshots[snapshot_id]
 
-    @contextlib.contextmanager
-    def read(self, snapshot: Snapshot) -> Iterator[int]:
-        """A descriptor of its file, open for the block."""
-        file = os.open(self._tar(snapshot.snapshot_id), os.O_RDONLY)
-        try:
-            yield file
-        finally:
-            os.close(file)
+    def open(self, snapshot: Snapshot) -> BinaryIO:
+        """Its file, to be read."""
+        return self._tar(snapshot.snapshot_id).open("rb")
 
     def expire(self) -> None:
         """Remove those whose time is over."""

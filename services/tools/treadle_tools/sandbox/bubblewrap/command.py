@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import sysconfig
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,11 +173,7 @@ async def _run(command: Sequence[str], *, user: int | None) -> tuple[int, str]:
     """Exit code and last line of output of a short command."""
     try:
         process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            **run_as(user),
+            *command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, **run_as(user)
         )
     except OSError as error:
         return 1, str(error)

@@ -173,11 +173,7 @@ class ForkServer:
         stderr = os.fdopen(os.memfd_create("stderr"), "w+b")
         try:
             process = await asyncio.create_subprocess_exec(
-                *recipe.command,
-                stdin=theirs.fileno(),
-                stdout=DEVNULL,
-                stderr=stderr.fileno(),
-                **run_as(recipe.user),
+                *recipe.command, stdin=theirs.fileno(), stdout=DEVNULL, stderr=stderr.fileno(), **run_as(recipe.user)
             )
         except OSError as error:
             control.close()

@@ -92,23 +92,20 @@ class DockerHost:
         return f"docker {about['ServerVersion']}"
 
     async def make(self, recipe: Recipe, name: str) -> None:
-        try:
-            if not self._all_cores:  # it did not answer when the service started
-                await self.check()
-            async with contextlib.AsyncExitStack() as undo:
-                undo.enter_context(_failures(self.name))
-                docker = self._connect()
-                assert self._images is not None
-                await self._images.require(recipe.image)
-                container = await _create(docker, self._config(recipe), name)
-                undo.push_async_callback(_remove, container)
-                pipe = await _attach(container)
-                undo.push_async_callback(pipe.close)
-                await container.start()
-                undo.pop_all()
-        except ContainerLost as missing:
-            raise HostFailed(str(missing)) from missing
-        self._pipes[name] = pipe
+        if not self._all_cores:  # it did not answer when the service started
+            await self.check()
+        async with contextlib.AsyncExitStack() as undo:
+            undo.enter_context(_failures(self.name, missing=HostFailed))
+            docker = self._connect()
+            assert self._images is not None
+            await self._images.require(recipe.image)
+            container = await _create(docker, self._config(recipe), name)
+            undo.push_async_callback(_remove, container)
+            pipe = await _attach(container)
+            undo.push_async_callback(pipe.close)
+            await container.start()
+            undo.pop_all()
+            self._pipes[name] = pipe
 
     async def attach(self, name: str) -> Pipe:
         if (pipe := self._pipes.pop(name, None)) is not None:
@@ -258,13 +255,13 @@ async def _remove(container: DockerContainer) -> None:
 
 
 @contextlib.contextmanager
-def _failures(what: str) -> Iterator[None]:
-    """Raise failures of the daemon as ContainerLost or HostFailed."""
+def _failures(what: str, missing: type[Exception] = ContainerLost) -> Iterator[None]:
+    """Raise failures of the daemon as HostFailed, or as `missing` where something is not there."""
     try:
         yield
     except aiodocker.DockerError as error:
         if error.status == 404:
-            raise ContainerLost(f"{what}: {error.message}") from error
+            raise missing(f"{what}: {error.message}") from error
         raise HostFailed(f"{what}: {error.message}") from error
     except (aiohttp.ClientError, OSError, TimeoutError, ssl.SSLError) as error:
         raise HostFailed(f"{what} does not answer ({str(error) or type(error).__name__})") from error

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tenacity import retry_if_exception_type
 from treadle_tools.limits import Limits
 from treadle_tools.sandbox.containers.hosts import ContainerLost, Host, HostFailed, Hosts, Recipe, retry_after, sweep
 from treadle_tools.sandbox.containers.sandbox import ContainerSandbox, Disconnected
+from treadle_tools.sandbox.daemon.state_folder import StateFolder
 from treadle_tools.sandbox.sandboxes import (
     Backend,
     FoundSession,
@@ -86,35 +87,34 @@ class SessionFiles(SessionRecords):
 
 
 class Fleet(Backend):
-    """recipes: with the limits that a warm container of the tool gets before its first call. warm: containers that wait
-    per tool. failures: why a tool has no recipe. keep_on_exit: whether sessions outlive an orderly end of the service
-    too. release: unlocks the folder of `files`.
+    """folder: for records of sessions. recipes: with the limits that a warm container of the tool gets before its first
+    call. failures: why a tool has no recipe. warm: containers that wait per tool. keep_on_exit: whether sessions
+    outlive an orderly end of the service too.
     """
 
     def __init__(
         self,
         hosts: Hosts,
-        files: SessionFiles,
+        folder: StateFolder,
         recipes: Iterable[tuple[Recipe, Limits]],
+        failures: Mapping[str, str],
         *,
         owner: str,
         warm: int,
-        failures: Mapping[str, str],
         keep_on_exit: bool,
-        release: Callable[[], None],
     ) -> None:
         self._recipes = {recipe.tool: (recipe, limits) for recipe, limits in recipes}
         super().__init__(self._recipes, failures, warm=warm)
         self._hosts = hosts
-        self._files = files
+        self._folder = folder
+        self._files = SessionFiles(folder.path)
         self._prefix = f"treadle-{_slug(owner)}"
         self._keep_on_exit = keep_on_exit
-        self._release = release
         self._group: asyncio.TaskGroup | None = None
         self._early: list[Coroutine[Any, Any, None]] = []
         self._making = asyncio.Semaphore(MOST_MAKING)
         self._in_use: dict[str, ContainerSandbox] = {}
-        self.closed = dict(files.closed)
+        self.closed = dict(self._files.closed)
 
     async def connect(self) -> None:
         """Find the containers of the stored sessions, and remove all others. A host that does not answer keeps its
@@ -166,7 +166,7 @@ class Fleet(Backend):
             with contextlib.suppress(HostFailed):
                 await sweep(host, kept)
             await host.close()
-        self._release()
+        self._folder.release(keep=self._keep_on_exit)
 
     def _request(self, tool: str, count: int) -> None:
         for _ in range(count):

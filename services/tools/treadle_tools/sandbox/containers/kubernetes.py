@@ -42,13 +42,13 @@ LOOK_PAUSE_S = 0.2
 LONGEST_LOOK_PAUSE_S = 2.0
 CALL_TIMEOUT_S = 60.0
 LOG_LINES = 20
-HOPELESS = {
+HOPELESS = (
     "ErrImagePull",
     "ImagePullBackOff",
     "InvalidImageName",
     "CreateContainerConfigError",
     "CreateContainerError",
-}
+)
 IN_CLUSTER = "KUBERNETES_SERVICE_HOST"
 OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 

@@ -10,8 +10,8 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import structlog
@@ -37,30 +37,31 @@ class DaemonFailed(Exception):  # noqa: N818 - named for what happened
     """There is no sandbox daemon and none can be started; the message says why."""
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What the service wants of its daemon. failures: why a tool has no recipe. warm: sandboxes per tool that wait for
-    a call. keep_s: how long to wait for the next service. keep_on_exit: whether sessions outlive an orderly end of the
-    service too. lazy: tools whose worker starts with the first call.
+class DaemonClient(Backend):
+    """failures: why a tool has no recipe. warm: sandboxes per tool that wait for a call. keep_s: how long the daemon is
+    to wait for the next service. keep_on_exit: whether sessions outlive an orderly end of the service too. lazy: tools
+    whose worker starts with the first call. found, closed: what the daemon knew when this service came.
     """
 
-    recipes: tuple[Recipe, ...]
-    failures: Mapping[str, str]
-    warm: int
-    cgroups: bool
-    keep_s: float
-    keep_on_exit: bool
-    lazy: frozenset[str] = frozenset()
-
-
-class DaemonClient(Backend):
-    """found, closed: what the daemon knew when this service came."""
-
-    def __init__(self, folder: StateFolder, terms: Terms) -> None:
-        tools = [recipe.tool for recipe in terms.recipes]
-        super().__init__(tools, terms.failures, warm=terms.warm, lazy=terms.lazy)
+    def __init__(
+        self,
+        folder: StateFolder,
+        recipes: Sequence[Recipe],
+        failures: Mapping[str, str],
+        *,
+        warm: int,
+        cgroups: bool,
+        keep_s: float,
+        keep_on_exit: bool,
+        lazy: Collection[str] = (),
+    ) -> None:
+        super().__init__([recipe.tool for recipe in recipes], failures, warm=warm, lazy=lazy)
         self._folder = folder
-        self._terms = terms
+        self._hello = {
+            channel.OP: channel.HELLO, "protocol": channel.PROTOCOL, "recipes": [asdict(recipe) for recipe in recipes],
+            "warm": warm, "cgroups": cgroups, "keep_s": keep_s,
+        }  # fmt: skip
+        self._keep_on_exit = keep_on_exit
         self._channel: Channel | None = None
         self._started: list[int] = []  # daemons by process id, not reaped yet
         self._root: Root | None = None
@@ -87,8 +88,8 @@ class DaemonClient(Backend):
                 raise
             if welcome:
                 self._channel = connection
-                for recipe in self._terms.recipes:
-                    self._warm[recipe.tool].fill()
+                for warm in self._warm.values():
+                    warm.fill()
                 return
             connection.close()
         raise DaemonFailed(f"no sandbox daemon starts in {self._folder.path}; {self._folder.log} says why")
@@ -135,7 +136,7 @@ class DaemonClient(Backend):
 
     async def close(self) -> None:
         """Disconnect. With `keep_on_exit` the daemon waits for the next service, else it ends with everything in it."""
-        if self._channel is not None and not self._terms.keep_on_exit:
+        if self._channel is not None and not self._keep_on_exit:
             self._post({channel.OP: channel.END})
             try:
                 async with asyncio.timeout(END_TIMEOUT_S):
@@ -149,7 +150,7 @@ class DaemonClient(Backend):
         self._disconnect()
         for sandbox in self._sandboxes.values():
             sandbox.disconnect()
-        self._folder.release(keep=self._terms.keep_on_exit)
+        self._folder.release(keep=self._keep_on_exit)
 
     def _start(self) -> socket.socket:
         """Start a daemon, and connect to it."""
@@ -168,12 +169,7 @@ class DaemonClient(Backend):
 
     async def _greet(self, connection: Channel) -> bool:
         """Say hello and take over the sessions. False where the daemon ended instead."""
-        terms = self._terms
-        connection.post({
-            channel.OP: channel.HELLO, "protocol": channel.PROTOCOL, "warm": terms.warm,
-            "recipes": [asdict(recipe) for recipe in terms.recipes],
-            "cgroups": terms.cgroups, "keep_s": terms.keep_s,
-        })  # fmt: skip
+        connection.post(self._hello)
         self.found, self._slots = [], {}
         while (received := await connection.receive()) is not None:
             match received[0]:

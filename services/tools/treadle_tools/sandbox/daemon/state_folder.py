@@ -27,7 +27,11 @@ class StateFolder:
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
+        self.log = path / LOG  # of the daemon
         self._descriptor = descriptor
+        self._socket = (
+            f"/proc/self/fd/{descriptor}/{SOCKET}"  # a unix socket's path ends at 107 bytes, a folder's later
+        )
 
     @classmethod
     def take(cls, path: Path) -> "StateFolder":
@@ -50,16 +54,6 @@ class StateFolder:
                 os.close(descriptor)
                 raise
             os.close(descriptor)  # its daemon has just removed it
-
-    @property
-    def log(self) -> Path:
-        """The daemon's log."""
-        return self.path / LOG
-
-    @property
-    def _socket(self) -> str:
-        # A unix socket's path ends at 107 bytes; a folder's may be longer.
-        return f"/proc/self/fd/{self._descriptor}/{SOCKET}"
 
     def connect(self) -> socket.socket | None:
         """Connect to the daemon that runs; None where there is none."""

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from treadle_tools.sandbox.inside import frames, isolation
 
@@ -77,20 +78,6 @@ class Captured:
         return f"{text}\n[output cut at {self._most} bytes]" if self.cut else text
 
 
-@dataclass(frozen=True)
-class Exited:
-    """The child has ended. wait_status: as waitpid returns it."""
-
-    wait_status: int
-
-
-class TimedOut:
-    """The deadline has passed, and the child still runs."""
-
-
-Event = dict[str, object] | Exited | TimedOut
-
-
 class Child:
     """One forked process, which runs `main(link)` and ends, whatever that does."""
 
@@ -119,10 +106,9 @@ class Child:
         finally:
             self.link.setblocking(False)
 
-    def next_event(self, deadline: float, captured: Captured) -> Event:
-        """Wait for the child's next message, its end, or the deadline (time.monotonic); add its output to `captured`.
-
-        Raises FrameError where the child sends something else than frames.
+    def next_event(self, deadline: float, captured: Captured) -> dict[str, Any] | int | None:
+        """The child's next message; its wait status, where it has ended; None at the deadline (time.monotonic), if it
+        still runs. Adds its output to `captured`. Raises FrameError where it sends something else than frames.
         """
         while True:
             message = frames.take_message(self._received)
@@ -132,7 +118,7 @@ class Child:
             left = deadline - time.monotonic()
             if left <= 0:
                 self._drain(captured)
-                return TimedOut()
+                return None
             ready = {descriptor for descriptor, _ in self._poll.poll(math.ceil(left * 1e3))}
             if self._output in ready:
                 self._drain(captured, at_most=READ_BYTES)
@@ -140,7 +126,7 @@ class Child:
                 continue
             if self._ended in ready:
                 self._drain(captured)
-                return Exited(os.waitpid(self.pid, 0)[1])
+                return os.waitpid(self.pid, 0)[1]
 
     def kill(self) -> None:
         """Kill the process and its process group, and reap it."""

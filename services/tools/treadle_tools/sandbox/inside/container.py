@@ -9,7 +9,6 @@ container which no service knows any more ends too.
 
 import base64
 import contextlib
-import gc
 import os
 import resource
 import select
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle_tools.sandbox.inside import frames, isolation
-from treadle_tools.sandbox.inside.supervisor import Supervisor, Worker
+from treadle_tools.sandbox.inside.supervisor import Supervisor, Worker, hide_standard_streams
 
 HELLO = "hello"
 READ_BYTES = 1024 * 1024
@@ -32,14 +31,8 @@ OOM_COUNTS = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/
 
 def main(config: Mapping[str, Any]) -> None:
     """config: that of a fork server, and {"silence_s": seconds}."""
-    requests, answers = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)
-    os.dup2(nothing, 1)
-    os.close(nothing)
+    requests, answers = hide_standard_streams()
     worker = replace(Worker.load(config), processes=ANY_PROCESSES)
-    gc.collect()
-    gc.freeze()  # every action is a fork of this process, as in a fork server
     isolation.drop_privileges()
     Supervisor(worker).serve(LineRequests(requests, answers, silence_s=float(config["silence_s"])))
 
@@ -123,18 +116,21 @@ def read_resident_bytes() -> int:
 
 def count_oom_kills() -> int:
     """Processes that the kernel has killed in this container for its memory; 0 where it does not count."""
-    for file in OOM_COUNTS:
-        with contextlib.suppress(OSError):
-            lines = [line.split() for line in file.read_text().splitlines()]
-            return sum(int(count) for name, count in lines if name == "oom_kill")
-    return 0
+    counts = [_read_counter(file, "oom_kill") for file in OOM_COUNTS]
+    return next((count for count in counts if count is not None), 0)
 
 
 def read_cpu_used_s() -> float | None:
     """CPU seconds of this container's whole life; None where the kernel does not count."""
     with contextlib.suppress(OSError):
         return int(CPU_USAGE.read_text()) / 1e9
+    used_us = _read_counter(CPU_STAT, "usage_usec")
+    return None if used_us is None else used_us / 1e6
+
+
+def _read_counter(file: Path, name: str) -> int | None:
     with contextlib.suppress(OSError):
-        lines = [line.split() for line in CPU_STAT.read_text().splitlines()]
-        return next((int(count) / 1e6 for name, count in lines if name == "usage_usec"), None)
+        for line in file.read_text().splitlines():
+            if line.startswith(f"{name} "):
+                return int(line.split()[1])
     return None

@@ -7,7 +7,6 @@ start). Invariants: one thread; foreign code never runs here; it gives up root b
 """
 
 import contextlib
-import gc
 import os
 import select
 import signal
@@ -16,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from treadle_tools.sandbox.inside import frames, isolation
-from treadle_tools.sandbox.inside.supervisor import Supervisor, Worker
+from treadle_tools.sandbox.inside.supervisor import Supervisor, Worker, hide_standard_streams
 
 LONGEST_ORDER_BYTES = 4096
 NOBODY = 65534
@@ -24,18 +23,14 @@ NOBODY = 65534
 
 def main(config: Mapping[str, Any]) -> None:
     """config: {"entry": "module:callable", "preload": [module], "work_bytes": n, "processes": n, "drop_root": bool}."""
-    control = socket.socket(fileno=os.dup(0))
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)
-    os.dup2(nothing, 1)
-    os.close(nothing)
+    requests, answers = hide_standard_streams()
+    os.close(answers)
+    control = socket.socket(fileno=requests)
     if config["drop_root"]:
         _give_up_root()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     worker = Worker.load(config)
     isolated = _can_isolate(worker.work_bytes)
-    gc.collect()
-    gc.freeze()  # so that a fork's garbage collector does not copy every page of the preloaded modules
     control.send(frames.encode({"ready": os.getpid(), "isolated": isolated})[frames.HEADER.size :])
     _carry_out_orders(control, worker, isolated=isolated)
 
@@ -135,7 +130,7 @@ class NewestConnection:
                     return None
             elif self._connection is not None:
                 with contextlib.suppress(OSError, frames.FrameError):
-                    if (request := frames.receive_with_file(self._connection)) is not None:
+                    if (request := frames.receive(self._connection)) is not None:
                         return request
                 self._drop()
 

@@ -68,43 +68,28 @@ def send(link: socket.socket, message: Mapping[str, Any], file: int | None = Non
         link.sendall(data)
 
 
-def receive(link: socket.socket) -> dict[str, Any] | None:
-    """Receive the next message of a blocking socket; None where the other side has closed it between frames."""
-    received = receive_with_file(link)
-    if received is None:
-        return None
-    message, file = received
-    if file is not None:
-        os.close(file)
-    return message
-
-
-def receive_with_file(link: socket.socket) -> tuple[dict[str, Any], int | None] | None:
-    """Receive the next message, and the open file that came with it, which the caller closes."""
+def receive(link: socket.socket) -> tuple[dict[str, Any], int | None] | None:
+    """Receive the next message of a blocking socket, and the open file that came with it, which the caller closes; None
+    where the other side has closed the socket between frames.
+    """
     header, files, _, _ = socket.recv_fds(link, HEADER.size, 1, socket.MSG_CMSG_CLOEXEC)
     if not header:
         return None
     file = files[0] if files else None
     try:
-        header += _exactly(link, HEADER.size - len(header))
-        if len(header) < HEADER.size:
-            raise FrameError("the other side ended in a header")
-        length = read_length(header)
-        body = _exactly(link, length)
-        if len(body) < length:
-            raise FrameError("the other side ended in a frame")
-        return decode(body), file
+        header += _receive_exactly(link, HEADER.size - len(header))
+        return decode(_receive_exactly(link, read_length(header))), file
     except BaseException:
         if file is not None:
             os.close(file)
         raise
 
 
-def _exactly(link: socket.socket, count: int) -> bytes:
+def _receive_exactly(link: socket.socket, count: int) -> bytes:
     parts = bytearray()
     while len(parts) < count:
         piece = link.recv(min(count - len(parts), 1024 * 1024))
         if not piece:
-            break
+            raise FrameError("the other side ended in a frame")
         parts += piece
     return bytes(parts)

@@ -33,7 +33,7 @@ _links: list[socket.socket] = []
 
 def run_order(program: Callable[..., Any], link: socket.socket) -> None:
     """Wait for this process's one order and carry it out, within the order's budget. program: of the tool."""
-    received = frames.receive_with_file(link)
+    received = frames.receive(link)
     if received is None:
         return
     order, file = received
@@ -109,7 +109,6 @@ class LinkedSandbox:
         self._link = link
 
     def __reduce__(self) -> tuple[Callable[[], "LinkedSandbox"], tuple[()]]:
-        """In a snapshot: the sandbox of the process that reads the snapshot."""
         return _find_sandbox, ()
 
     @property
@@ -120,13 +119,15 @@ class LinkedSandbox:
     def python(self, code: str) -> Outcome:
         """Run Python beside the environment."""
         frames.send(self._link, {"python": code})
-        reply = frames.receive(self._link)
-        if reply is None:
+        received = frames.receive(self._link)
+        if received is None:
             raise frames.FrameError("the supervisor has ended")
+        reply, _ = received
         return Outcome(output=str(reply["output"]), status=Status(reply["status"]), error=str(reply["error"]))
 
 
 def _find_sandbox() -> LinkedSandbox:
+    """The sandbox of the process that reads a snapshot."""
     return LinkedSandbox(_links[0])
 
 
@@ -152,7 +153,7 @@ def _serve_environment(
     if not _answer(link, first, fatal=True):
         return
     (environment,) = made
-    while (received := frames.receive_with_file(link)) is not None:
+    while (received := frames.receive(link)) is not None:
         request, target = received
         if target is not None:
             _write_in_fork(environment, target, link)

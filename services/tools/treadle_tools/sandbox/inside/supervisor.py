@@ -7,6 +7,7 @@ again.
 """
 
 import contextlib
+import gc
 import importlib
 import os
 import resource
@@ -21,7 +22,7 @@ from typing import Any, Protocol
 
 from treadle_tools.limits import Limits
 from treadle_tools.sandbox.inside import frames, isolation
-from treadle_tools.sandbox.inside.child import Budget, Captured, Child, Exited, TimedOut
+from treadle_tools.sandbox.inside.child import Budget, Captured, Child
 from treadle_tools.sandbox.inside.program import run_order
 from treadle_tools.tool import Status
 
@@ -49,7 +50,19 @@ class Worker:
         module, _, attribute = str(config["entry"]).partition(":")
         program: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
+        gc.collect()
+        gc.freeze()  # so that a fork's garbage collector does not copy every page of the preloaded modules
         return cls(program, int(config["work_bytes"]), int(config["processes"]), pages * resource.getpagesize())
+
+
+def hide_standard_streams() -> tuple[int, int]:
+    """Standard input and output under other numbers; nothing that is imported from now on finds them."""
+    streams = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    os.close(nothing)
+    return streams
 
 
 class Requests(Protocol):
@@ -80,7 +93,7 @@ class Supervisor:
         self._finished: Child | None = None
         self._has_run_python = False
         self._last: dict[str, Any] = {"id": ""}
-        self._before = _InitState.read()
+        self._before = _read_init_state()
         self._soiled = ""
         self._fork()
 
@@ -191,16 +204,17 @@ def _receive_answer(child: Child, limits: Limits) -> dict[str, Any]:
     return _reply_to(event, captured, limits)
 
 
-def _reply_to(event: dict[str, Any] | Exited | TimedOut, captured: Captured, limits: Limits) -> dict[str, Any]:
-    if isinstance(event, TimedOut):
+def _reply_to(event: dict[str, Any] | int | None, captured: Captured, limits: Limits) -> dict[str, Any]:
+    """The answer of an event of `Child.next_event`."""
+    if event is None:
         return _reply(Status.TIMED_OUT, captured, error=f"stopped after {limits.wall_s:g} s")
-    if isinstance(event, Exited) and os.WIFSIGNALED(event.wait_status):
-        number = os.WTERMSIG(event.wait_status)
+    if isinstance(event, int) and os.WIFSIGNALED(event):
+        number = os.WTERMSIG(event)
         if number == signal.SIGXCPU:
             return _reply(Status.TIMED_OUT, captured, error=f"stopped after more than {_cpu_s(limits):g} CPU seconds")
         return _reply(Status.CRASHED, captured, error=f"killed by {signal.Signals(number).name}")
-    if isinstance(event, Exited):
-        code = os.waitstatus_to_exitcode(event.wait_status)
+    if isinstance(event, int):
+        code = os.waitstatus_to_exitcode(event)
         return _reply(Status.CRASHED, captured, error=f"ended without an answer, exit code {code}")
     captured.add(str(event.pop("output", "")).encode("utf-8", "backslashreplace"))
     reply = _reply(Status(str(event.pop("status", Status.CRASHED))), captured)
@@ -211,21 +225,13 @@ def _reply(status: Status, captured: Captured, *, error: str = "") -> dict[str, 
     return {"status": status, "output": captured.text(), "truncated": captured.cut, "error": error}
 
 
-@dataclass(frozen=True)
-class _InitState:
+def _read_init_state() -> tuple[object, ...]:
     """What processes of the same user may change of init, and its children inherit."""
-
-    limits: tuple[tuple[int, int], ...]
-    priority: int
-    scheduler: int
-
-    @classmethod
-    def read(cls) -> "_InitState":
-        limits = tuple(resource.getrlimit(which) for which in RESOURCE_LIMITS)
-        return cls(limits, os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0))
+    limits = [resource.getrlimit(which) for which in RESOURCE_LIMITS]
+    return *limits, os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
 
 
-def _clean(before: _InitState) -> str:
+def _clean(before: tuple[object, ...]) -> str:
     """Remove what a call left in the sandbox, and kill every other process. before: the state of init at its start.
 
     Returns what could not be removed; empty where the sandbox is as it was.
@@ -245,7 +251,7 @@ def _clean(before: _InitState) -> str:
         return f"left behind: {error}"
     if isolation.count_ipc_objects():
         return "left behind: System V IPC objects"
-    return "" if _InitState.read() == before else "init has other limits than before"
+    return "" if _read_init_state() == before else "init has other limits than before"
 
 
 def _empty(folder: Path) -> None:
