@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 from support.processes import StartService
 from support.rpc import error_of
-from support.tools import tools
+from support.tools import own_tools, tools
 from treadle.tools.v1 import tools_pb2 as pb
 from treadle_tools.config import ToolsSettings
 from treadle_tools.registry import RegistrationError, Registry
@@ -48,8 +48,12 @@ async def test_a_backend_that_is_not_there_refuses_calls_and_says_what_to_do(
 async def test_a_tool_on_a_backend_that_is_missing_leaves_the_others_alone(
     start_service: StartService, tmp_path: Path
 ) -> None:
-    settings = {"MODULES": "support.docker_only_tools", "DOCKER_HOSTS": f"unix://{tmp_path}/nobody.sock"}
-    async with tools(start_service, "python", **settings) as calls:
+    declared = """
+from treadle_tools.tool import Kind, Tool
+TOOLS = [Tool("docker_only", Kind.STATELESS, "", "own_code:f", {}, backend="docker", image="python")]
+"""
+    settings = {"BUILTIN": "python", "DOCKER_HOSTS": f"unix://{tmp_path}/nobody.sock"}
+    async with own_tools(start_service, tmp_path, declared, "", **settings) as calls:
         assert (await calls.python("1 + 1")).output == "2\n"
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await calls.invoke({}, tool="docker_only")

@@ -95,17 +95,14 @@ async def device(calls: ToolsCalls, trajectory_id: str) -> int:
     return (await where(calls, trajectory_id))[0]
 
 
-async def runs_in_a_fresh_cell(calls: ToolsCalls, trajectory_id: str) -> bool:
+async def runs_in_a_fresh_sandbox(calls: ToolsCalls, trajectory_id: str) -> bool:
     _, first_pid = await where(calls, "")
     return (await where(calls, trajectory_id))[1] == first_pid
 
 
 @pytest.mark.parametrize("left", REMOVED)
 async def test_what_a_call_leaves_is_removed(calls: ToolsCalls, left: str) -> None:
-    """
-    WHEN    a call leaves files, processes, or settings that later ones would inherit
-    Result: the trajectory's next call runs in the same sandbox and sees what a first call sees
-    """
+    """The trajectory's next call runs in the same sandbox and sees what a first call sees."""
     left_id = left.replace(" ", "-")
     fresh = await calls.python(LOOK, trajectory_id=f"before.{left_id}")
     sandbox = await device(calls, left_id)
@@ -116,15 +113,12 @@ async def test_what_a_call_leaves_is_removed(calls: ToolsCalls, left: str) -> No
 
 
 @pytest.mark.parametrize("left", TOO_MUCH)
-async def test_what_cannot_be_removed_costs_the_cell(calls: ToolsCalls, left: str) -> None:
-    """
-    WHEN    a call leaves what its sandbox's process 1 cannot or will not remove
-    Result: nothing runs in that sandbox again: the next call has a fresh one, and nobody notices
-    """
+async def test_what_cannot_be_removed_costs_the_sandbox(calls: ToolsCalls, left: str) -> None:
+    """Nothing runs in that sandbox again: the next call has a fresh one, and nobody notices."""
     left_id = left.replace(" ", "-")
     fresh = await calls.python(LOOK, trajectory_id=f"before.{left_id}")
     assert (await calls.python(TOO_MUCH[left], trajectory_id=left_id)).output == "True\n"
-    assert await runs_in_a_fresh_cell(calls, left_id)
+    assert await runs_in_a_fresh_sandbox(calls, left_id)
     await calls.python(TOO_MUCH[left], trajectory_id=left_id)
     looked = await calls.python(LOOK, trajectory_id=left_id)
     assert (looked.output, looked.error) == (fresh.output, "")
@@ -137,15 +131,15 @@ async def test_a_stopped_call_costs_its_trajectory_nothing(calls: ToolsCalls) ->
     assert await device(calls, "bomb") == sandbox
 
 
-async def test_no_two_trajectories_share_a_cell(calls: ToolsCalls) -> None:
+async def test_no_two_trajectories_share_a_sandbox(calls: ToolsCalls) -> None:
     """Neither two that take turns, nor calls of no trajectory."""
     first, second = await device(calls, "one"), await device(calls, "two")
     assert first != second
     assert (await device(calls, "one"), await device(calls, "two")) == (first, second)
-    assert await runs_in_a_fresh_cell(calls, "")
+    assert await runs_in_a_fresh_sandbox(calls, "")
 
 
-async def test_two_calls_at_once_have_a_cell_each(calls: ToolsCalls) -> None:
+async def test_two_calls_at_once_have_a_sandbox_each(calls: ToolsCalls) -> None:
     code = "import os, time; open('/tmp/mine', 'x'); time.sleep(0.5); print(os.stat('/tmp').st_dev)"
     both = await asyncio.gather(*(calls.python(code, trajectory_id="twice") for _ in range(2)))
     outputs = [each.output for each in both]
@@ -154,12 +148,9 @@ async def test_two_calls_at_once_have_a_cell_each(calls: ToolsCalls) -> None:
 
 
 async def test_as_many_wait_as_are_allowed(calls: ToolsCalls) -> None:
-    """
-    WHEN    one trajectory more has called than sandboxes may wait
-    Result: the one that has waited longest has a fresh sandbox next, the others do not
-    """
+    """Of one more than that, the one that has waited longest has a fresh sandbox next, the others do not."""
     names = [f"waiting-{at}" for at in range(KEPT + 1)]
     for name in names:
         await where(calls, name)
-    assert [await runs_in_a_fresh_cell(calls, name) for name in names[1:]] == [False] * KEPT
-    assert await runs_in_a_fresh_cell(calls, names[0])
+    assert [await runs_in_a_fresh_sandbox(calls, name) for name in names[1:]] == [False] * KEPT
+    assert await runs_in_a_fresh_sandbox(calls, names[0])

@@ -8,11 +8,14 @@ from pathlib import Path
 import psutil
 import pytest
 from support.conditions import until
+from support.docker_daemon import DockerDaemon, docker_daemon
 from support.escapes import ATTEMPTS as ATTEMPTS_ANYWHERE
 from support.escapes import FORK_BOMB
 from support.processes import ServiceProcess, command_line
 from support.tools import ToolsCalls, calls_to, limits, shared_tools
 from treadle.tools.v1 import tools_pb2 as pb
+
+__all__ = ["docker_daemon"]
 
 SPARE_PROCESSES = 12  # spawners and warm sandboxes come and go
 MIB = 1024 * 1024
@@ -31,22 +34,23 @@ def without_cgroups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servic
         yield process
 
 
+@pytest.fixture(scope="module")
+def in_docker(docker_daemon: DockerDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    folder = tmp_path_factory.mktemp("docker")
+    with shared_tools(folder, "python", **docker_daemon.settings("test-sandbox", folder)) as process:
+        yield process
+
+
 @pytest.fixture
 async def plain_calls(with_cgroups: ServiceProcess) -> AsyncIterator[ToolsCalls]:
     async with calls_to(with_cgroups) as made:
         yield made
 
 
-@pytest.fixture(params=["with_cgroups", "without_cgroups"])
-def counted(request: pytest.FixtureRequest) -> ServiceProcess:
+@pytest.fixture(params=["with_cgroups", "without_cgroups", "in_docker"])
+async def calls(request: pytest.FixtureRequest) -> AsyncIterator[ToolsCalls]:
     """One after the other: what holds where memory is counted by control groups holds where it is watched."""
-    process: ServiceProcess = request.getfixturevalue(request.param)
-    return process
-
-
-@pytest.fixture
-async def calls(counted: ServiceProcess) -> AsyncIterator[ToolsCalls]:
-    async with calls_to(counted) as made:
+    async with calls_to(request.getfixturevalue(request.param)) as made:
         yield made
 
 
@@ -151,11 +155,7 @@ async def test_a_memory_bomb_is_stopped(calls: ToolsCalls) -> None:
 
 
 async def test_memory_of_children_counts(calls: ToolsCalls) -> None:
-    """
-    GIVEN   a limit of 256 MiB
-    WHEN    six children of one snippet hold 120 MiB each, which each alone may
-    Result: not all of them live, and the snippet is out of memory, however memory is counted on this machine
-    """
+    """Not all of six children live that hold 120 MiB each, which each alone may, however memory is counted here."""
     code = """
 import os, time
 for _ in range(6):
@@ -184,21 +184,15 @@ while True:
     pass
 """
     result = await calls.python(code, limits=limits(0.5))
-    assert result.status == pb.RESULT_STATUS_TIMED_OUT
-    assert result.output == "here\n"
+    assert (result.status, result.output) == (pb.RESULT_STATUS_TIMED_OUT, "here\n")
     assert "0.5 s" in result.error
+    slept = await calls.python("import time; time.sleep(1000)", limits=limits(0.3))
+    assert slept.status == pb.RESULT_STATUS_TIMED_OUT
 
 
-async def test_sleeping_is_no_way_around_the_wall_clock(plain_calls: ToolsCalls) -> None:
-    result = await plain_calls.python("import time; time.sleep(1000)", limits=limits(0.3))
-    assert result.status == pb.RESULT_STATUS_TIMED_OUT
-
-
+@pytest.mark.parametrize("calls", ["with_cgroups", "without_cgroups"], indirect=True)
 async def test_a_fork_bomb_is_contained(calls: ToolsCalls) -> None:
-    """
-    WHEN    a snippet forks without end, ignoring every failure to
-    Result: its processes never exceed the tool's limit by much, other snippets run meanwhile, and nothing is left of it
-    """
+    """Its processes never exceed the tool's limit by much, other snippets run afterwards, and nothing is left of it."""
     await calls.python("1")
     service = psutil.Process(calls.process.pid)
     before = len(service.children(recursive=True))

@@ -68,10 +68,7 @@ def request(code: str, request_id: str) -> bytes:
 
 
 async def test_an_answer_that_was_read_by_half_is_received_whole(tmp_path: Path) -> None:
-    """
-    WHEN    a service goes after it has read a part of a large answer
-    Result: the next one gets a fresh connection, receives the whole answer, and the sandbox goes on
-    """
+    """The next service gets a fresh connection and receives the whole answer, and the sandbox goes on."""
     async with service(tmp_path / "s") as first:
         sandbox = await take(first)
         first.bind(RECORD, sandbox)
@@ -100,7 +97,7 @@ async def test_a_request_that_was_sent_by_half_never_happened(tmp_path: Path) ->
         assert (await run(found.sandbox, "import os; os.listdir('/tmp')", "two"))["output"] == "[]\n"
 
 
-async def test_only_cells_of_sessions_outlive_a_service(tmp_path: Path) -> None:
+async def test_only_sandboxes_of_sessions_outlive_a_service(tmp_path: Path) -> None:
     """What is noted of a session is there, what is forgotten is not; a sandbox that is no session's is killed."""
     async with service(tmp_path / "s") as first:
         kept, closed, loose = [await take(first) for _ in range(3)]
@@ -115,7 +112,7 @@ async def test_only_cells_of_sessions_outlive_a_service(tmp_path: Path) -> None:
         assert second.closed == {"s-2": "r-2"}
 
 
-async def test_a_cell_that_is_put_away_is_dead_and_its_session_is_remembered(tmp_path: Path) -> None:
+async def test_a_sandbox_that_is_closed_is_dead_and_its_session_is_remembered(tmp_path: Path) -> None:
     async with service(tmp_path / "s") as first:
         sandbox = await take(first)
         first.bind(RECORD, sandbox)
@@ -128,29 +125,22 @@ async def test_a_cell_that_is_put_away_is_dead_and_its_session_is_remembered(tmp
         assert [(found.record, found.sandbox) for found in second.found] == [(RECORD, None)]
 
 
-@pytest.mark.parametrize("keep_s", [0.0, 0.2])
-async def test_a_keeper_that_nobody_comes_to_ends_with_all_it_holds(tmp_path: Path, keep_s: float) -> None:
-    async with service(tmp_path / "s", keep_s=keep_s, cgroups=True) as first:
+@pytest.mark.parametrize("keep_s", [0.0, 0.2, None], ids=["nobody comes", "nobody comes in time", "SIGTERM"])
+async def test_a_daemon_ends_with_all_it_holds(tmp_path: Path, keep_s: float | None) -> None:
+    async with service(tmp_path / "s", keep_s=keep_s or 0.0, cgroups=True, keep_on_exit=keep_s is not None) as first:
         daemon = daemon_process(tmp_path / "s")
         first.bind(RECORD, await take(first))
-        running = [daemon, *daemon.children(recursive=True)]
-    await gone(running[1:])
+        running = daemon.children(recursive=True)
+        if keep_s is None:
+            daemon.terminate()
+            await gone(running)
+    await gone(running)
     await ended(daemon)
     assert groups_of(daemon) == []
     assert not (tmp_path / "s").exists()
 
 
-async def test_a_keeper_ends_on_sigterm_with_all_it_holds(tmp_path: Path) -> None:
-    async with service(tmp_path / "s", keep_on_exit=False) as first:
-        daemon = daemon_process(tmp_path / "s")
-        first.bind(RECORD, await take(first))
-        running = daemon.children(recursive=True)
-        daemon.terminate()
-        await gone(running)
-        await ended(daemon)
-
-
-async def test_a_service_of_another_version_gets_a_keeper_of_its_own(tmp_path: Path) -> None:
+async def test_a_service_of_another_version_gets_a_daemon_of_its_own(tmp_path: Path) -> None:
     """The old one ends on the first word that it does not understand, and its sessions with it."""
     async with service(tmp_path / "s") as first:
         old = daemon_process(tmp_path / "s")
@@ -171,7 +161,7 @@ async def test_a_service_of_another_version_gets_a_keeper_of_its_own(tmp_path: P
         assert (await run(await take(second), "1 + 1", "r"))["output"] == "2\n"
 
 
-async def test_other_control_groups_need_another_keeper(tmp_path: Path) -> None:
+async def test_other_control_groups_need_another_daemon(tmp_path: Path) -> None:
     async with service(tmp_path / "s", cgroups=False) as first:
         first.bind(RECORD, await take(first))
         old = daemon_process(tmp_path / "s")

@@ -7,7 +7,7 @@ TOOLS = [
         name="broken",
         kind=Kind.STATELESS,
         description="Never starts.",
-        entry="support.container_broken:run",
+        entry="support.container_broken_tools:missing",
         arguments_schema={"type": "object"},
     ),
 ]

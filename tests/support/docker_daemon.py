@@ -10,6 +10,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,13 @@ class DockerDaemon:
 
     url: str
     image: str
+
+    def settings(self, owner: str, folder: Path) -> dict[str, str]:
+        """Settings of a service whose tools run here."""
+        return {
+            "BACKEND": "docker", "DOCKER_HOSTS": self.url, "IMAGE": self.image, "OWNER": owner,
+            "STATE_DIR": str(folder / "state"), "MODULES": "support.container_tools",
+        }  # fmt: skip
 
     def containers(self, owner: str, *, running: bool = False) -> list[str]:
         """Names of an owner's containers."""

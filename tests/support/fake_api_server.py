@@ -96,7 +96,10 @@ class FakeApiServer:
     @web.middleware
     async def _noted(self, request: web.Request, handler: Any) -> web.StreamResponse:
         self.requests.append((request.method, request.path))
-        answer: web.StreamResponse = await handler(request)
+        try:
+            answer: web.StreamResponse = await handler(request)
+        except KeyError:  # no such pod
+            return refusal(404, "not found")
         return answer
 
     async def _version(self, request: web.Request) -> web.Response:
@@ -119,13 +122,10 @@ class FakeApiServer:
         return web.json_response(pod.shown(), status=201)
 
     async def _read(self, request: web.Request) -> web.Response:
-        pod = self.pods.get(request.match_info["name"])
-        return refusal(404, "not found") if pod is None else web.json_response(pod.shown())
+        return web.json_response(self.pods[request.match_info["name"]].shown())
 
     async def _delete(self, request: web.Request) -> web.Response:
-        pod = self.pods.pop(request.match_info["name"], None)
-        if pod is None:
-            return refusal(404, "not found")
+        pod = self.pods.pop(request.match_info["name"])
         end(pod)
         return web.json_response(pod.body)
 
@@ -133,17 +133,14 @@ class FakeApiServer:
         return web.Response(text="Traceback\nRuntimeError: the worker's last words\n")
 
     async def _resize(self, request: web.Request) -> web.Response:
-        pod = self.pods.get(request.match_info["name"])
-        if pod is None:
-            return refusal(404, "not found")
+        pod = self.pods[request.match_info["name"]]
         assert request.content_type == "application/strategic-merge-patch+json"
         pod.resized.append(await request.json())
         return web.json_response(pod.shown())
 
     async def _attach(self, request: web.Request) -> web.StreamResponse:
-        pod = self.pods.get(request.match_info["name"])
-        if pod is None or pod.end is None:
-            return refusal(404, "not found")
+        pod = self.pods[request.match_info["name"]]
+        assert pod.end is not None
         assert all(request.query[name] == "True" for name in ("stdin", "stdout", "stderr"))
         answer = web.WebSocketResponse(protocols=("v4.channel.k8s.io",))
         await answer.prepare(request)

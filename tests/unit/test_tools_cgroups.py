@@ -9,64 +9,58 @@ from treadle_tools.sandbox.bubblewrap.fork_server import PAGE_BYTES, read_privat
 
 
 def slot_of(version: int, folder: Path) -> tuple[Slot, dict[str, Path]]:
-    if version == 2:
-        folders = dict.fromkeys(("memory", "cpu", "pids"), folder)
-    else:
-        folders = {name: folder / name for name in ("memory", "cpu", "pids")}
-        for path in folders.values():
-            path.mkdir()
+    folders = {name: folder if version == 2 else folder / name for name in ("memory", "cpu", "pids")}
     slot = Slot(Root(version, {name: str(path) for name, path in folders.items()}), "slot-0")
     return slot, {name: path / "slot-0" for name, path in folders.items()}
 
 
-def test_version_1_writes_limits_per_controller(tmp_path: Path) -> None:
-    slot, folders = slot_of(1, tmp_path)
-    (folders["memory"] / SWAP_MOST[1]).write_text("")
-    slot.limit(memory_bytes=1 << 20, cpu_cores=2, processes=7)
-    slot.join(4711)
-    assert (folders["memory"] / "memory.limit_in_bytes").read_text() == "1048576"
-    assert (folders["memory"] / "memory.memsw.limit_in_bytes").read_text() == "1048576"
-    assert (folders["cpu"] / "cpu.cfs_quota_us").read_text() == "200000"
-    assert (folders["pids"] / "pids.max").read_text() == "7"
-    assert {(folder / "cgroup.procs").read_text() for folder in folders.values()} == {"4711"}
+WRITTEN = {
+    1: {
+        "memory/memory.limit_in_bytes": "1048576",
+        "memory/memory.memsw.limit_in_bytes": "1048576",
+        "cpu/cpu.cfs_quota_us": "200000",
+        "pids/pids.max": "7",
+        **{f"{name}/cgroup.procs": "4711" for name in ("memory", "cpu", "pids")},
+    },
+    2: {
+        "memory/memory.max": "1048576",
+        "memory/memory.swap.max": "0",
+        "cpu/cpu.max": "200000 100000",
+        "pids/pids.max": "7",
+        "memory/cgroup.procs": "4711",
+    },
+}
 
 
-def test_version_2_writes_limits_to_one_group(tmp_path: Path) -> None:
-    slot, folders = slot_of(2, tmp_path)
-    group = folders["memory"]
-    (group / SWAP_MOST[2]).write_text("max")
-    slot.limit(memory_bytes=1 << 20, cpu_cores=2, processes=7)
+@pytest.mark.parametrize("version", [1, 2])
+def test_limits_are_written_where_each_version_has_them(tmp_path: Path, version: int) -> None:
+    slot, folders = slot_of(version, tmp_path)
+    (folders["memory"] / SWAP_MOST[version]).write_text("")
+    slot.limit(memory_bytes=1 << 20, cpu_cores=1, processes=7)
+    slot.limit(memory_bytes=None, cpu_cores=2, processes=7)  # a step leaves the memory limit as it is
     slot.join(4711)
-    written = {path.name: path.read_text() for path in group.iterdir()}
-    assert written == {
-        "memory.max": "1048576",
-        "memory.swap.max": "0",
-        "cpu.max": "200000 100000",
-        "pids.max": "7",
-        "cgroup.procs": "4711",
-    }
+    assert {place: (folders[place.split("/")[0]] / place.split("/")[1]).read_text() for place in WRITTEN[version]} == (
+        WRITTEN[version]
+    )
+    assert len({path for folder in folders.values() for path in folder.iterdir()}) == len(WRITTEN[version])
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_an_action_is_pinned_to_its_cores_and_let_go(tmp_path: Path, version: int) -> None:
-    """
-    GIVEN   a group of the service's with cores 0 to 3
-    WHEN    an action gets two of them, and has ended
-    Result: its group has those, then all again; on version 1 it had memory nodes before any process could join
-    """
+    """Its group has the cores of the action, then all again; on version 1 it had memory nodes before any process."""
     folders = dict.fromkeys(("memory", "cpu", "pids", "cpuset"), str(tmp_path))
     for file, text in (("cpuset.cpus", "0-3\n"), ("cpuset.mems", "0\n")):
         (tmp_path / file).write_text(text)
     slot = Slot(Root(version, folders, cores="0-3"), "slot-0")
-    group = tmp_path / "slot-0"
+    cpus = tmp_path / "slot-0" / "cpuset.cpus"
     if version == 1:
-        assert ((group / "cpuset.mems").read_text(), (group / "cpuset.cpus").read_text()) == ("0\n", "0-3\n")
+        assert (cpus.with_name("cpuset.mems").read_text(), cpus.read_text()) == ("0\n", "0-3\n")
     slot.limit(memory_bytes=None, cpu_cores=2, processes=7, cores=(1, 3))
-    assert (group / "cpuset.cpus").read_text() == "1,3"
+    assert cpus.read_text() == "1,3"
     slot.unpin()
-    assert (group / "cpuset.cpus").read_text() == "0-3"
+    assert cpus.read_text() == "0-3"
     slot.limit(memory_bytes=None, cpu_cores=2, processes=7)
-    assert (group / "cpuset.cpus").read_text() == "0-3"
+    assert cpus.read_text() == "0-3"
 
 
 def test_cpu_seconds_are_read_where_they_are_counted(tmp_path: Path) -> None:
@@ -88,14 +82,6 @@ def test_kills_for_memory_are_counted(tmp_path: Path, version: int) -> None:
     assert slot.oom_kills() == 3
 
 
-def test_a_step_leaves_the_memory_limit_as_it_is(tmp_path: Path) -> None:
-    slot, folders = slot_of(2, tmp_path)
-    slot.limit(memory_bytes=1 << 20, cpu_cores=2, processes=7)
-    slot.limit(memory_bytes=None, cpu_cores=1, processes=7)
-    assert (folders["memory"] / "memory.max").read_text() == "1048576"
-    assert (folders["memory"] / "cpu.max").read_text() == "100000 100000"
-
-
 def test_slots_are_used_again(tmp_path: Path) -> None:
     cgroups = Cgroups(Root(2, dict.fromkeys(("memory", "cpu", "pids"), str(tmp_path))))
     first, second = cgroups.take(), cgroups.take()
@@ -104,7 +90,7 @@ def test_slots_are_used_again(tmp_path: Path) -> None:
     assert second is not first
 
 
-def fake_kernel(tmp_path: Path, *, delegated: bool) -> tuple[Path, Path]:
+def fake_kernel(tmp_path: Path, controllers: str) -> tuple[Path, Path]:
     """A version 2 hierarchy, as a container sees it: its own group is the mount's root."""
     root, proc = tmp_path / "cgroup", tmp_path / "proc"
     own = root / "service"
@@ -112,28 +98,26 @@ def fake_kernel(tmp_path: Path, *, delegated: bool) -> tuple[Path, Path]:
     proc.mkdir()
     (proc / "cgroup").write_text("0::/pod/service\n")
     (proc / "mountinfo").write_text(f"30 24 0:26 /pod {root} rw,nosuid - cgroup2 cgroup2 rw\n")
-    (own / "cgroup.controllers").write_text("cpuset cpu io memory pids\n" if delegated else "hugetlb\n")
+    (own / "cgroup.controllers").write_text(controllers)
     return own, proc
 
 
 def test_version_2_is_found_where_its_controllers_are_ours(tmp_path: Path) -> None:
-    """
-    GIVEN   a service whose own group has the three controllers
-    Result: it gives them to its children and makes its slots there; what dead services have left is removed
-    """
-    own, proc = fake_kernel(tmp_path, delegated=True)
+    """The service gives them to its children and makes its slots there; what dead services have left is removed."""
+    own, proc = fake_kernel(tmp_path, "cpuset cpu io memory pids\n")
     (own / "treadle-tools-4194304" / "slot-0").mkdir(parents=True)
     assert find_cgroups(proc) is None  # at the very end: no kernel fills in memory.events here
     ours = own / f"treadle-tools-{os.getpid()}"
-    assert (own / "cgroup.subtree_control").read_text() == "+memory +cpu +pids +cpuset"
-    assert (ours / "cgroup.subtree_control").read_text() == "+memory +cpu +pids +cpuset"
+    for group in (own, ours):
+        assert (group / "cgroup.subtree_control").read_text() == "+memory +cpu +pids +cpuset"
     assert (ours / "slot-0" / "memory.max").exists()
     assert not (own / "treadle-tools-4194304").exists()
 
 
 def test_without_controllers_there_are_no_slots(tmp_path: Path) -> None:
-    _, proc = fake_kernel(tmp_path, delegated=False)
+    own, proc = fake_kernel(tmp_path, "hugetlb\n")
     assert find_cgroups(proc) is None
+    assert [path.name for path in own.iterdir()] == ["cgroup.controllers"]
 
 
 def fake_process(proc: Path, pid: int, pages: int, shared: int, children: str) -> None:

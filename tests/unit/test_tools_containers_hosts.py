@@ -57,10 +57,7 @@ async def test_the_least_loaded_host_is_taken() -> None:
 
 
 async def test_a_host_that_fails_rests_longer_each_time_while_others_work() -> None:
-    """
-    GIVEN   a host that refuses three times, and one that works
-    Result: nothing waits; the first is asked again only after 0.5, 1 and 2 seconds; then it carries its share
-    """
+    """Nothing waits; the first is asked again only after 0.5, 1 and 2 seconds; then it carries its share."""
     clock, bad, good = FakeTime(), FakeMaker("bad", fails=3), FakeMaker("good")
     hosts = hosts_of(clock, bad, good)
     asked = []
@@ -82,7 +79,7 @@ async def test_where_all_hosts_fail_it_is_tried_with_pauses_and_then_given_up() 
         await hosts.make(RECIPE, "x")
     assert only.fails == 100 - TRIES
     assert clock.slept == [0.5, 1.0, 2.0, 4.0]
-    assert hosts.load("only") == 0
+    assert hosts._states["only"].load == 0
     for _ in range(3):
         with pytest.raises(HostFailed):
             await hosts.make(RECIPE, "x")

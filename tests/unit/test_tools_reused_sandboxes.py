@@ -3,11 +3,9 @@
 import asyncio
 
 from support.conditions import until
-from treadle_tools.builtin import TOOLS
+from treadle_tools.builtin import PYTHON
 from treadle_tools.sandbox.bubblewrap.sandbox import BubblewrapSandbox
 from treadle_tools.sandbox.sandboxes import ReusedSandboxes
-
-PYTHON = next(tool for tool in TOOLS if tool.name == "python")
 
 
 class FakeSandbox(BubblewrapSandbox):
@@ -44,7 +42,7 @@ def test_a_sandbox_that_has_died_meanwhile_is_closed_and_not_taken() -> None:
     assert sandboxes.take("t", PYTHON) is None
 
 
-def test_of_two_calls_at_once_one_cell_is_reused() -> None:
+def test_of_two_calls_at_once_one_sandbox_is_reused() -> None:
     sandboxes, first, second = reused(), FakeSandbox("a"), FakeSandbox("b")
     sandboxes.add("t", PYTHON, first)
     sandboxes.add("t", PYTHON, second)

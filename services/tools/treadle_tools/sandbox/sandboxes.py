@@ -29,11 +29,6 @@ class SandboxLost(Exception):  # noqa: N818 - an answer to the caller, not a fau
         super().__init__(message)
         self.status = status
 
-    @classmethod
-    def above_memory(cls, limits: Limits) -> "SandboxLost":
-        """The action needed more memory than it may use."""
-        return cls(f"stopped above {limits.memory_bytes} bytes of memory", Status.OUT_OF_MEMORY)
-
 
 class WorkerFailed(Exception):  # noqa: N818 - named for what happened
     """A tool's worker did not start or could not make a sandbox; the message says why."""
@@ -79,16 +74,17 @@ class Sandbox(ABC):
         Raises SandboxLost; then the caller closes the sandbox.
         """
         request = {"op": op, "id": request_id, "arguments": arguments, "limits": limits.message(), "again": again}
+        above_memory = f"stopped above {limits.memory_bytes} bytes of memory"
         try:
             reply = await self._exchange(request, limits, processes, file)
         except TimeoutError:
             raise SandboxLost(f"stopped after {limits.wall_s:g} s", Status.TIMED_OUT) from None
         except SandboxLost as lost:
             if self._was_killed_for_memory():
-                raise SandboxLost.above_memory(limits) from lost
+                raise SandboxLost(above_memory, Status.OUT_OF_MEMORY) from lost
             raise
         if reply.get("status") == Status.CRASHED and self._was_killed_for_memory():
-            reply |= {"status": Status.OUT_OF_MEMORY, "error": str(SandboxLost.above_memory(limits))}
+            reply |= {"status": Status.OUT_OF_MEMORY, "error": above_memory}
         return reply
 
     @abstractmethod

@@ -191,10 +191,6 @@ class Hosts:
     def __iter__(self) -> Iterator[Host]:
         return iter([state.host for state in self._states.values()])
 
-    def load(self, name: str) -> int:
-        """How many containers a host has."""
-        return self._states[name].load
-
     def add_load(self, name: str, containers: int) -> None:
         """Count containers that were found on a host, or removed from it (negative)."""
         self._states[name].load += containers

@@ -170,7 +170,7 @@ class ContainerSandbox(Sandbox):
         except frames.FrameError as error:
             raise SandboxLost(str(error)) from error
         except Disconnected:
-            raise await self._explain_loss(limits) from None
+            raise await self._explain_loss() from None
         if (written := reply.pop("file", None)) is not None and file is not None:
             await asyncio.to_thread(_write, file, written)
         before_s, self._cpu_used_s = self._cpu_used_s, reply.pop("cpu_used_s", None)
@@ -246,13 +246,12 @@ class ContainerSandbox(Sandbox):
                 return last
         return await connection.exchange(request)
 
-    async def _explain_loss(self, limits: Limits) -> SandboxLost:
+    async def _explain_loss(self) -> SandboxLost:
         try:
             ending = await self.wait_ending()
         except HostFailed as failed:
             return SandboxLost(f"the container cannot be reached: {failed}")
-        if ending.out_of_memory:
-            return SandboxLost.above_memory(limits)
+        self._oom_kills += ending.out_of_memory
         if self.stderr:
             log.error("a container's worker ended", container=self.name, stderr=self.stderr)
         return SandboxLost(f"the container ended without an answer ({ending})")

@@ -1,3 +1,0 @@
-"""What `container_broken_tools` names."""
-
-raise RuntimeError("no module of this name can be had here")
