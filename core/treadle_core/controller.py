@@ -85,7 +85,7 @@ class Controller:
         state = self._state
         kind = type(event)
         actions = HANDLERS[kind](state, event, now)
-        if len(state.waiting):
+        if state.waiting.requests:
             actions = [*actions, *admission.answer_waiting(state, event, now)]
         ask = state.planner.ask(now, ticked=kind is ev.Tick)
         return [*actions, ask] if ask is not None else actions

@@ -306,6 +306,7 @@ class TrajectoryRecord:
 if TYPE_CHECKING:
     copy_with = replace
 else:
+    _new, _set = object.__new__, object.__setattr__
 
     def copy_with(record: Any, **fields: Any) -> Any:
         """`dataclasses.replace` for TicketRecord and TrajectoryRecord, which each event copies.
@@ -314,6 +315,6 @@ else:
         fields in 12 to 20, which would double what ScheduleStep takes. Needs a dataclass without slots and without
         `__post_init__`; nothing checks the names of the fields at run time, the type checker does.
         """
-        copy = object.__new__(record.__class__)
-        object.__setattr__(copy, "__dict__", record.__dict__ | fields)
+        copy = _new(record.__class__)
+        _set(copy, "__dict__", record.__dict__ | fields)
         return copy

@@ -36,7 +36,7 @@ def must_wait(state: State, record: TrajectoryRecord) -> bool:
     spec = state.engines.spec(record.engine_id)
     if record.pinned_engine_id or spec is None:  # without an engine the placement rule finds one, or refuses
         return False
-    if record.prediction is None or len(state.waiting):
+    if record.prediction is None or state.waiting.requests:
         return True
     # Nobody else waits and the engine is at most half full: start without waiting for a plan.
     return 2 * state.table.tally(record.engine_id).started >= spec.slot_limit or not _fits(state, record, spec)

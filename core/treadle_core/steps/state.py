@@ -51,38 +51,35 @@ class WaitingSteps:
     """Requests for tickets that are not answered yet; those of first steps stand in one queue for each engine.
 
     A trajectory stands in at most one queue, by its priority at the time of `enqueue`, then by arrival. Nothing of it
-    is stored: after a restart the clients ask again.
+    is stored: after a restart the clients ask again. `requests`, by trajectory id, is for others to read only.
     """
 
     def __init__(self) -> None:
-        self._requests: dict[str, tuple[int, StepRequested]] = {}
+        self.requests: dict[str, tuple[int, StepRequested]] = {}
         self._arrivals = 0
         self._queues: dict[str, list[Place]] = {}
         self._places: dict[str, tuple[str, Place]] = {}
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
     def __contains__(self, trajectory_id: str) -> bool:
-        return trajectory_id in self._requests
+        return trajectory_id in self.requests
 
     def add(self, event: StepRequested) -> bool:
         """Keep a request; a repeat replaces it and keeps its arrival. Returns whether it is new."""
-        known = self._requests.get(event.trajectory_id)
+        known = self.requests.get(event.trajectory_id)
         self._arrivals += known is None
-        self._requests[event.trajectory_id] = (known[0] if known else self._arrivals, event)
+        self.requests[event.trajectory_id] = (known[0] if known else self._arrivals, event)
         return known is None
 
     def request(self, trajectory_id: str) -> StepRequested:
-        return self._requests[trajectory_id][1]
+        return self.requests[trajectory_id][1]
 
     def by_arrival(self, trajectory_ids: Iterable[str]) -> list[str]:
         """Those of the trajectories that wait, in the order of arrival."""
-        return sorted(self._requests.keys() & trajectory_ids, key=lambda each: self._requests[each][0])
+        return sorted(self.requests.keys() & trajectory_ids, key=lambda each: self.requests[each][0])
 
     def remove(self, trajectory_id: str) -> None:
         """Remove a request, if it is here."""
-        self._requests.pop(trajectory_id, None)
+        self.requests.pop(trajectory_id, None)
         self.dequeue(trajectory_id)
 
     def queued_engines(self) -> list[str]:
@@ -95,7 +92,7 @@ class WaitingSteps:
 
     def enqueue(self, engine_id: str, trajectory_id: str, priority: float) -> None:
         """Give a waiting trajectory this place instead of its former one."""
-        place = Place(-priority, self._requests[trajectory_id][0], trajectory_id)
+        place = Place(-priority, self.requests[trajectory_id][0], trajectory_id)
         if self._places.get(trajectory_id) == (engine_id, place):
             return
         self.dequeue(trajectory_id)

@@ -7,14 +7,14 @@ would give: only `put` and `forget` write. Collects the ids of watched trajector
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from treadle_core.model import EngineSpec, PlacementRule, Replanning, TicketStatus, TrajectoryRecord
+from treadle_core.model import EngineSpec, PlacementRule, Prediction, Replanning, TicketStatus, TrajectoryRecord
 from treadle_core.ranking.priorities import log_sigma, remaining_tokens, remaining_tool_s, room_tokens
 from treadle_core.refusals import TrajectoryNotFound
 from treadle_core.tables.columns import NOT_PLANNED, LiveColumns
 from treadle_core.tuning import Tuning
 
-# Numbers of the re-planning rules in the live columns.
-RULE_NUMBERS = {Replanning.RESOLVE: 1.0, Replanning.RANK_SCALING: 2.0}
+RESOLVE_NUMBER, RANK_SCALING_NUMBER = 1.0, 2.0  # of the re-planning rules in the live columns
+RULE_NUMBERS = {Replanning.RESOLVE: RESOLVE_NUMBER, Replanning.RANK_SCALING: RANK_SCALING_NUMBER}
 
 
 @dataclass(slots=True)
@@ -39,7 +39,8 @@ NOTHING = Tally()  # of an engine without trajectories; never written
 
 @dataclass(slots=True)
 class _Counted:
-    """What one open trajectory has added to the tally of its engine."""
+    """What one open trajectory has added to the tally of its engine. log_sigma: of its prediction, kept since most
+    changes of a record leave the prediction as it was and two logarithms are dear at each."""
 
     engine_id: str
     tally: Tally
@@ -47,6 +48,8 @@ class _Counted:
     live: bool
     started: bool
     reserve: int
+    prediction: Prediction | None = None
+    log_sigma: float = 0.0
 
 
 class TrajectoryTable:
@@ -160,8 +163,10 @@ class TrajectoryTable:
             tally.live_tickets += live
             tally.started += started
             tally.kv_reserve_tokens += reserve
-            self._counted[trajectory_id] = _Counted(engine_id, tally, tokens, live, started, reserve)
+            counted = self._counted[trajectory_id] = _Counted(engine_id, tally, tokens, live, started, reserve)
             self._on.setdefault(engine_id, {})[trajectory_id] = None
+        if counted.prediction is not record.prediction:
+            counted.prediction, counted.log_sigma = record.prediction, log_sigma(record)
         columns = self.columns
         columns.put(
             trajectory_id,
@@ -173,7 +178,7 @@ class TrajectoryTable:
                 _rule_number(record),
                 columns.tags.number(record.hardware_tags),
                 float(started),
-                log_sigma(record),
+                counted.log_sigma,
                 room_tokens(record),
             ),
         )
@@ -200,5 +205,9 @@ class TrajectoryTable:
 def _rule_number(record: TrajectoryRecord) -> float:
     """The number of the rule that may move a trajectory; NOT_PLANNED for none."""
     policy = record.policy
-    planned = policy.placement is PlacementRule.PLANNED and not record.pinned_engine_id
-    return RULE_NUMBERS[policy.replanning] if planned and (policy.migrate or record.ticket is None) else NOT_PLANNED
+    if policy.placement is not PlacementRule.PLANNED or record.pinned_engine_id:
+        return NOT_PLANNED
+    if not policy.migrate and record.ticket is not None:
+        return NOT_PLANNED
+    # An enum's hash is a Python call, so no look-up in RULE_NUMBERS at every change of a record.
+    return RESOLVE_NUMBER if policy.replanning is Replanning.RESOLVE else RANK_SCALING_NUMBER
