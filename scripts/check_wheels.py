@@ -4,21 +4,20 @@ For each set of extras a venv of its own: every service starts with its own extr
 every module of every distribution is imported. An editable install cannot show that a wheel lacks a module, a template
 or a dependency; this can.
 
-    python scripts/check_wheels.py NATS_SERVER      # the path of a nats-server binary
+    python scripts/check_wheels.py      # in the environment of the checkout
 """
 
-import contextlib
+import asyncio
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+from treadle_cli.mesh.processes import ProcessTree
+from treadle_cli.mesh.services import read_ready_file, start_nats
 
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "requirements-mesh.txt"
@@ -26,8 +25,6 @@ DISTRIBUTIONS = {"treadle-client": "clients/python", "treadle": ".", "treadle-be
 SERVICES = ("predictor", "scheduler", "placement", "migrator", "tools", "rollout", "sidecar")
 CLIENT_BRINGS = {"treadle-client", "grpcio", "protobuf", "typing_extensions"}  # the last is grpcio's own
 READY_WITHIN_S = 120.0
-END_WITHIN_S = 30.0
-POLL_S = 0.05
 # Modules that import SGLang, which lives in an environment of its own; the engine tests run them there.
 NEEDS_SGLANG = ("treadle_sidecar.sglang_cpu.",)
 IMPORT_ALL = """
@@ -48,14 +45,16 @@ print(len(names))
 """
 
 
-def main(nats_server: str) -> None:
+def main() -> None:
+    for name in [name for name in os.environ if name.startswith("TREADLE_")]:
+        del os.environ[name]  # settings of the shell are not those of a service that starts here
     with tempfile.TemporaryDirectory(prefix="treadle-wheels-") as folder:
         work = Path(folder)
         wheels = build_wheels(work)
         check_client(work / "client", wheels)
         for service in SERVICES:
             environment = make_environment(work / service, wheels, f"treadle[{service}]")
-            check_service(environment, service, nats_server, work)
+            asyncio.run(check_service(environment, service, work))
             shutil.rmtree(environment)
         environment = make_environment(work / "all", wheels, "treadle[all]", "treadle-bench")
         count = run(python(environment), "-I", "-c", IMPORT_ALL, json.dumps(NEEDS_SGLANG))
@@ -96,65 +95,26 @@ def check_client(folder: Path, wheels: Path) -> None:
     say(f"client: {count.strip()} modules import; it brings {', '.join(sorted(brought))}")
 
 
-def check_service(environment: Path, service: str, nats_server: str, work: Path) -> None:
+async def check_service(environment: Path, service: str, work: Path) -> None:
     """Start the service as an operator would and ask for its health. Without an engine the sidecar says NOT_SERVING."""
-    command = (nats_server, "-js", "-a", "127.0.0.1", "-p", "-1", "-sd", "store", "--ports_file_dir", ".")
-    with started(work / f"{service}-nats", *command) as nats:
-        url = nats.wait_for_json("*.ports")["nats"][0]
+    folder = work / f"{service}-run"
+    async with ProcessTree(folder) as tree:
+        _, nats_url = await start_nats(tree, folder)
         prefix = f"TREADLE_{service.upper()}_"
-        ready = work / f"{service}-run" / "ready.json"
         variables = {
-            "TREADLE_NATS_URL": url,
+            "TREADLE_NATS_URL": nats_url,
             f"{prefix}LISTEN": "127.0.0.1:0",
-            f"{prefix}READY_FILE": str(ready),
+            f"{prefix}READY_FILE": str(folder / "ready.json"),
             **({f"{prefix}ENGINE_ID": "e0"} if service == "sidecar" else {}),
         }
-        with started(ready.parent, python(environment), "-m", f"treadle_{service}", **variables) as program:
-            address = program.wait_for_json("ready.json")["address"]
-            probe = (str(python(environment)), "-m", "treadle_runtime.probe", address)
-            answer = subprocess.run(probe, capture_output=True, text=True, check=False)
-            healthy = answer.returncode == 0 or (service == "sidecar" and "NOT_SERVING" in answer.stderr)
-            if not healthy:
-                sys.exit(f"{service}: probe says {answer.stderr}")
+        program = tree.start(service, [str(python(environment)), "-I", "-m", f"treadle_{service}"], variables, stage=1)
+        address = (await read_ready_file(program, folder, "ready.json", READY_WITHIN_S))["address"]
+        probe = (python(environment), "-I", "-m", "treadle_runtime.probe", address)
+        answer = await asyncio.to_thread(subprocess.run, probe, capture_output=True, text=True, check=False)
+        healthy = answer.returncode == 0 or (service == "sidecar" and "NOT_SERVING" in answer.stderr)
+        if not healthy:
+            sys.exit(f"{service}: probe says {answer.stderr}")
     say(f"{service}: starts from the wheel with [{service}] alone and answers a probe")
-
-
-class Program:
-    """A started program and the folder that it writes to."""
-
-    def __init__(self, process: "subprocess.Popen[bytes]", folder: Path) -> None:
-        self.process = process
-        self.folder = folder
-
-    def wait_for_json(self, pattern: str) -> Any:
-        """The JSON file that the program writes once it serves."""
-        ends_at = time.monotonic() + READY_WITHIN_S
-        while time.monotonic() < ends_at and self.process.poll() is None:
-            for path in self.folder.glob(pattern):
-                with contextlib.suppress(json.JSONDecodeError):  # it is being written
-                    return json.loads(path.read_text())
-            time.sleep(POLL_S)
-        sys.exit(f"{self.folder.name} did not start:\n{(self.folder / 'log').read_text()}")
-
-
-@contextlib.contextmanager
-def started(folder: Path, *command: str | Path, **variables: str) -> Iterator[Program]:
-    """Run a program with its files in `folder` for the block; end it by SIGTERM, and by SIGKILL if that fails."""
-    folder.mkdir(parents=True)
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TREADLE_", "PYTHON"))}
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [str(part) for part in command], env={**inherited, **variables}, cwd=folder, stdout=log, stderr=log
-        )
-    try:
-        yield Program(process, folder)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(END_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def python(environment: Path) -> Path:
@@ -176,6 +136,4 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: check_wheels.py NATS_SERVER")
-    main(sys.argv[1])
+    main()

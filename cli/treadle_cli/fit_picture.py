@@ -3,16 +3,12 @@
 from pathlib import Path
 from textwrap import wrap
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 import numpy as np
 from matplotlib import colormaps
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 from treadle_sim.engine_model import StepCurve
 from treadle_sim.fitting.curves import DecodePoint, MeasuredEngine
@@ -34,8 +30,7 @@ def draw_public(report: FitReport, path: Path) -> None:
     """Requests predicted against measured, then a panel for each decode curve that was fitted to measurements."""
     curves = [fitted for fitted in report.engines if fitted.points and fitted.engine in (SHIPPED_ENGINE, "splitwise")]
     rows = -(-len(curves) // COLUMNS)
-    size = (PANEL_INCHES[0] * COLUMNS, PANEL_INCHES[1] * (rows + 2))
-    figure = plt.figure(figsize=size, layout="constrained")
+    figure = Figure((PANEL_INCHES[0] * COLUMNS, PANEL_INCHES[1] * (rows + 2)), layout="constrained")
     grid = figure.add_gridspec(rows + 2, COLUMNS)
     scatters: list[ServingFit | Check] = [*report.served, *report.checks]
     width = COLUMNS // len(scatters)
@@ -52,12 +47,12 @@ def draw_public(report: FitReport, path: Path) -> None:
         fontsize=9,
     )
     figure.savefig(path, dpi=DPI)
-    plt.close(figure)
 
 
 def draw_measured(measured: MeasuredEngine, path: Path) -> None:
     """Decode steps and prefills of one live engine, with their fit."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure = Figure((10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     curve = measured.engine.curve
     _steps(left, measured.decode, curve)
     left.set_title(f"{measured.engine.name}: ms of a decode step by batch", fontsize=9)
@@ -68,7 +63,6 @@ def draw_measured(measured: MeasuredEngine, path: Path) -> None:
         _diagonal(right, seen * 1e3, predicted * 1e3)
     right.set_title("a prefill, ms", fontsize=9)
     figure.savefig(path, dpi=DPI)
-    plt.close(figure)
 
 
 def _requests(axes: Axes, served: ServingFit) -> None:
@@ -101,24 +95,20 @@ def _diagonal(axes: Axes, measured: np.ndarray, predicted: np.ndarray, gpus: np.
     if gpus is not None:
         axes.legend(fontsize=7)
     if ends[1] > 2.0 * ends[0]:
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
+        axes.loglog(base=2)
     _plain(axes)
 
 
 def _steps(axes: Axes, points: tuple[DecodePoint, ...], curve: StepCurve) -> None:
-    contexts = [point.kv_tokens / point.batch for point in points]
-    for context in sorted(set(contexts)):
+    for context in sorted({point.kv_tokens / point.batch for point in points}):
         colour = COLOURS(float(CONTEXTS(max(context, 1.0))))
-        mine = sorted(
-            (point.batch, point.step_s) for point, own in zip(points, contexts, strict=True) if own == context
-        )
-        axes.plot([batch for batch, _ in mine], [step * 1e3 for _, step in mine], "o", ms=2.2, color=colour)
-        sizes = np.geomspace(mine[0][0], mine[-1][0], 40)
+        own = [point for point in points if point.kv_tokens / point.batch == context]
+        batches, steps_s = np.array(sorted((point.batch, point.step_s) for point in own)).T
+        axes.plot(batches, steps_s * 1e3, "o", ms=2.2, color=colour)
+        sizes = np.geomspace(batches[0], batches[-1], 40)
         steps = [curve.decode_s(float(size)) + curve.per_kv_token_s * context * float(size) for size in sizes]
         axes.plot(sizes, np.array(steps) * 1e3, color=colour, lw=0.8)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
+    axes.loglog(base=2)
     times = [point.step_s * 1e3 for point in points]
     axes.set_ylim(min(times) / LEAST_SPAN, max(times) * LEAST_SPAN)
     axes.yaxis.set_major_locator(MaxNLocator(4))

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 from treadle_cli.mesh import guardian
@@ -85,7 +84,8 @@ def describe_exit(returncode: int | None) -> str:
 
 
 def _start_guardian() -> "subprocess.Popen[bytes]":
-    return subprocess.Popen([*_PLAIN_PYTHON, str(_HERE / "guardian.py")], stdin=subprocess.PIPE, start_new_session=True)
+    command = [*_PLAIN_PYTHON, str(_HERE / "guardian.py")]
+    return subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
 
 
 class ProcessTree:
@@ -101,16 +101,13 @@ class ProcessTree:
         self._grace_s = grace_s
         self.on_death: Callable[[Child], None] = lambda child: None
         self.children: list[Child] = []  # in the order of their start; those that ended with their whole session left
-        self._guardian: subprocess.Popen[bytes] | None = None
 
     async def __aenter__(self) -> Self:
         self._log_folder.mkdir(parents=True, exist_ok=True)
         self._guardian = _start_guardian()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         # A cancellation that comes now (Ctrl-C while stopping) makes the stop hurry, and is raised after it.
         async with asyncio.TaskGroup() as group:
             closing = group.create_task(self._close())
@@ -167,10 +164,7 @@ class ProcessTree:
         for stage in sorted({child.stage for child in self.children}, reverse=True):
             await self.stop([child for child in self.children if child.stage == stage])
         await asyncio.to_thread(guardian.kill_sessions, {child.pid for child in self.children})
-        if self._guardian is not None and self._guardian.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._guardian.stdin.close()
-            await asyncio.to_thread(self._guardian.wait)
+        await asyncio.to_thread(self._guardian.communicate)  # closes its pipe
 
     def _on_exit(self, child: Child, exit_fd: int) -> None:
         asyncio.get_running_loop().remove_reader(exit_fd)
@@ -188,8 +182,6 @@ class ProcessTree:
             self.on_death(child)
 
     def _inform_guardian(self, line: str) -> None:
-        if self._guardian is None or self._guardian.stdin is None:
-            raise RuntimeError("the process tree is not open")
+        assert self._guardian.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the guardian was killed: closing the tree still stops everything
             self._guardian.stdin.write(f"{line}\n".encode())
-            self._guardian.stdin.flush()
