@@ -8,8 +8,7 @@ from treadle.client import Client
 from treadle.connection import RetryPolicy, Timeouts
 from treadle.errors import FieldViolation, StreamBroken, TokensSpent, TreadleError
 from treadle.rewards import PendingReward, RewardResult
-from treadle.session import Session
-from treadle.trajectory import Trajectory
+from treadle.trajectory import Session, Trajectory
 from treadle.types import (
     Batch,
     Chunk,

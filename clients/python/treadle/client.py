@@ -101,7 +101,14 @@ class Client:
             hardware_tags=hardware_tags,
             pinned_engine_id=pinned_engine_id,
         )
-        admission = asyncio.get_running_loop().create_task(self._admit(mesh, request, prompt, on_change))
+
+        async def admit() -> Trajectory:
+            answer = await mesh.call(mesh.scheduler.OpenTrajectory, request, mesh.timeouts.control_s)
+            trajectory = Trajectory(mesh, answer.trajectory, prompt, max_total_tokens, on_change, self._open.discard)
+            self._open.add(trajectory)
+            return trajectory
+
+        admission = asyncio.get_running_loop().create_task(admit())
         try:
             await asyncio.wait({admission})
         except asyncio.CancelledError:
@@ -178,20 +185,6 @@ class Client:
         )
         service = await mesh.rollout()
         return batch_of(await mesh.call(service.GetBatch, request, timeout_s or mesh.timeouts.batch_s))
-
-    async def _admit(
-        self,
-        mesh: Mesh,
-        request: scheduler_pb2.OpenTrajectoryRequest,
-        prompt: Sequence[int],
-        on_change: OnChange | None,
-    ) -> Trajectory:
-        answer = await mesh.call(mesh.scheduler.OpenTrajectory, request, mesh.timeouts.control_s)
-        trajectory = Trajectory(
-            mesh, answer.trajectory, prompt, request.max_total_tokens, on_change=on_change, on_close=self._open.discard
-        )
-        self._open.add(trajectory)
-        return trajectory
 
     async def _close(self) -> None:
         """Close the open trajectories, all at once, then the channels.

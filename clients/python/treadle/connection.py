@@ -55,6 +55,8 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
+STEP_HELD = "STEP_HELD"  # ErrorInfo.reason of a step that waits for space on an engine
+
 
 @dataclass(frozen=True)
 class RetryPolicy:
@@ -165,22 +167,22 @@ class Mesh:
         """A fresh deadline with waits by the client's policy."""
         return Backoff(self._retry, self._rng, timeout_s)
 
-    async def call(
-        self, method: grpc.aio.UnaryUnaryMultiCallable[Q, A], request: Q, timeout_s: float, not_retried: str = ""
-    ) -> A:
-        """The response; TreadleError when the server refuses or the deadline passes.
-
-        not_retried: the reason of a refusal that the caller handles itself.
-        """
+    async def call(self, method: grpc.aio.UnaryUnaryMultiCallable[Q, A], request: Q, timeout_s: float) -> A:
+        """The response; TreadleError when the server refuses or the deadline passes."""
         backoff = self.backoff(timeout_s)
         while True:
             try:
                 return await method(request, timeout=max(backoff.remaining_s, 0.001))
             except grpc.aio.AioRpcError as failure:
                 error = error_from(failure)
-            if not error.retryable or (not_retried and error.reason == not_retried):
+            if not error.retryable:
                 raise error
-            await backoff.wait(error, error.retry_after_s)
+            if error.reason == STEP_HELD:
+                # The step waits in the scheduler, which repeats that: the deadline is for a scheduler that is silent.
+                await asyncio.sleep(error.retry_after_s or 0.0)
+                backoff = self.backoff(timeout_s)
+            else:
+                await backoff.wait(error, error.retry_after_s)
 
     async def close(self) -> None:
         """Close every channel; calls still in flight on them are cancelled."""

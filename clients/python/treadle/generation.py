@@ -37,7 +37,6 @@ MAX_FRUITLESS_LOSSES = 5
 _STALE_TICKET = frozenset({"TICKET_EXPIRED", "TICKET_WRONG_ENGINE"})
 
 CONTEXT_TOO_LONG = "CONTEXT_TOO_LONG"  # ErrorInfo.reason of a step that no engine has the context for
-STEP_HELD = "STEP_HELD"  # ErrorInfo.reason of a step that waits for space on an engine
 
 
 @dataclass(frozen=True)
@@ -239,19 +238,9 @@ class StepRun:
 
     async def _schedule(self, request: scheduler_pb2.ScheduleStepRequest, timeout_s: float) -> ticket_pb2.Ticket:
         self.unanswered = request
-        while True:
-            try:
-                answer = await self._mesh.call(
-                    self._mesh.scheduler.ScheduleStep, request, timeout_s, not_retried=STEP_HELD
-                )
-            except TreadleError as error:
-                if error.reason != STEP_HELD:
-                    raise
-                # The step waits in the scheduler, which repeats that: the deadline is for a scheduler that is silent.
-                await asyncio.sleep(error.retry_after_s or 0.0)
-                continue
-            self.unanswered = None
-            return answer.ticket
+        answer = await self._mesh.call(self._mesh.scheduler.ScheduleStep, request, timeout_s)
+        self.unanswered = None
+        return answer.ticket
 
     def _take(self, event: engine_pb2.GenerateResponse, assembly: StepAssembly) -> Chunk | None:
         """Add one event. Returns the chunk to hand on, where it brought tokens."""

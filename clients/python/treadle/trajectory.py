@@ -1,8 +1,9 @@
-"""One open trajectory: its tokens with their loss mask and logprobs, its steps, its tools, and its end.
+"""One open trajectory: its tokens with their loss mask and logprobs, its steps, tools and environments, and its end.
 
 The loss mask is built here: `loss_mask` is 1 exactly where the policy sampled. Invariants: tokens, loss_mask and
 logprobs are equally long at every moment; at most one step is in flight, and any other operation leaves it first; close
-happens once. Opened by Client.open; the client closes what its user left open.
+happens once. Opened by Client.open; the client closes what its user left open. A session is closed by its user, by
+leaving its `async with`, or by its trajectory's close.
 """
 
 from __future__ import annotations
@@ -17,13 +18,58 @@ from treadle.errors import TokensSpent, TreadleError, refused
 from treadle.generation import StepPlan, StepRun
 from treadle.rewards import PendingReward, request_reward
 from treadle.scheduler.v1 import scheduler_pb2
-from treadle.session import Session, result_of
 from treadle.step_stream import shift_spans
 from treadle.tools.v1 import tools_pb2
-from treadle.types import Chunk, Outcome, Sampling, Span, Step, ToolResult, VersionSpan
+from treadle.types import (
+    Chunk,
+    Outcome,
+    Sampling,
+    Span,
+    Step,
+    ToolResult,
+    ToolStatus,
+    VersionSpan,
+    seconds,
+    words_of,
+)
 
 T = TypeVar("T")
 OnChange = Callable[["Trajectory", Literal["step", "tool"]], None]
+Invoke = Callable[[tools_pb2.InvokeRequest, Mapping[str, Any]], Awaitable[ToolResult]]
+
+_STATUS: dict[int, ToolStatus] = words_of(tools_pb2.ResultStatus)
+
+
+class Session:
+    """A running environment. first: its first observation. invoke: the trajectory's tool call."""
+
+    def __init__(self, mesh: Mesh, session_id: str, first: ToolResult, invoke: Invoke) -> None:
+        self.session_id, self.first = session_id, first
+        self._mesh, self._invoke = mesh, invoke
+        self._closed = False
+
+    async def step(self, arguments: Mapping[str, Any]) -> ToolResult:
+        """Take one action; TreadleError NOT_FOUND SESSION_NOT_FOUND once it is closed or was idle for too long."""
+        return await self._invoke(tools_pb2.InvokeRequest(session_id=self.session_id), arguments)
+
+    async def close(self) -> None:
+        """End the environment. Does nothing where it has ended."""
+        if self._closed:
+            return
+        self._closed = True
+        request = tools_pb2.CloseSessionRequest(request_id=request_id(), session_id=self.session_id)
+        try:
+            tools = await self._mesh.tools()
+            await self._mesh.call(tools.CloseSession, request, self._mesh.timeouts.cleanup_s)
+        except TreadleError as error:
+            if error.reason != "SESSION_NOT_FOUND":
+                raise
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
 
 class Trajectory:
@@ -40,7 +86,6 @@ class Trajectory:
         opened: scheduler_pb2.Trajectory,
         prompt: Sequence[int],
         max_total_tokens: int,
-        *,
         on_change: OnChange | None,
         on_close: Callable[[Trajectory], None],
     ) -> None:
@@ -110,7 +155,7 @@ class Trajectory:
         )
         tools, timeout_s = await self._mesh.tools(), self._mesh.timeouts.tool_s
         opened = await self._timed(lambda: self._mesh.call(tools.OpenSession, request, timeout_s))
-        session = Session(self._mesh, opened.session.session_id, result_of(opened.first), self._invoke)
+        session = Session(self._mesh, opened.session.session_id, _result_of(opened.first), self._invoke)
         self._sessions.append(session)
         return session
 
@@ -208,7 +253,7 @@ class Trajectory:
         call.request_id, call.trajectory_id = request_id(), self.trajectory_id
         call.arguments_json = json.dumps(dict(arguments))
         tools, timeout_s = await self._mesh.tools(), self._mesh.timeouts.tool_s
-        return result_of((await self._timed(lambda: self._mesh.call(tools.Invoke, call, timeout_s))).result)
+        return _result_of((await self._timed(lambda: self._mesh.call(tools.Invoke, call, timeout_s))).result)
 
     async def _timed(self, work: Callable[[], Awaitable[T]]) -> T:
         """Await a tool call, after leaving a step in flight, and record its span, also when it fails."""
@@ -223,3 +268,22 @@ class Trajectory:
     def _require_open(self) -> None:
         if self.outcome is not None:
             raise refused("TRAJECTORY_CLOSED", f"trajectory {self.trajectory_id} was closed as {self.outcome}")
+
+
+def _result_of(message: tools_pb2.ToolResult) -> ToolResult:
+    """A ToolResult message as the dataclass.
+
+    A status newer than this client reads as "crashed", the most careful word.
+    """
+    return ToolResult(
+        status=_STATUS.get(message.status, "crashed"),
+        output=message.output,
+        error=message.error,
+        reward=message.reward if message.HasField("reward") else None,
+        done=message.done,
+        data=json.loads(message.data_json) if message.data_json else None,
+        queue_s=seconds(message.timing.queue),
+        overhead_s=seconds(message.timing.overhead),
+        execution_s=seconds(message.timing.execution),
+        output_truncated=message.output_truncated,
+    )
