@@ -7,7 +7,8 @@ from pathlib import Path
 import grpc
 import pytest
 import treadle
-from support.mesh_in_process import WAIT_S, Port, fake_mesh
+from support.fake_servicer import Port
+from support.mesh_in_process import WAIT_S, fake_mesh
 from support.processes import StartService
 from treadle.tools.v1 import rewards_pb2, rewards_pb2_grpc
 
@@ -57,7 +58,7 @@ async def test_a_rollout_hands_in_what_the_service_scored(start_service: StartSe
 async def test_a_reward_waited_for_outlives_the_service_that_took_it(start_service: StartService) -> None:
     """WHEN the service is away while its caller waits. Result: the caller gets the score from the next one."""
     fake = FakeRewards()  # type: ignore[abstract]
-    port = Port(lambda server: rewards_pb2_grpc.add_RewardsServiceServicer_to_server(fake, server))
+    port = Port(rewards_pb2_grpc.add_RewardsServiceServicer_to_server, fake)
     async with fake_mesh() as mesh, mesh.client() as client:
         mesh.scheduler.directory.tools_address = port.address
         await port.start()

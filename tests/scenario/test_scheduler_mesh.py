@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 from support.conditions import until, until_said
-from support.fake_sidecar import FakeSidecar, sidecars
+from support.fake_engine import FakeEngine, leased_engines
 from support.nats_server import NatsServer
 from support.rpc import error_of
 from support.scheduler import SchedulerClient, scheduler
@@ -41,7 +41,7 @@ class Heard:
 class Mesh:
     """A scheduler with two fake sidecars, and ears on the bus."""
 
-    def __init__(self, client: SchedulerClient, engines: list[FakeSidecar], bus: Bus, heard: Heard) -> None:
+    def __init__(self, client: SchedulerClient, engines: list[FakeEngine], bus: Bus, heard: Heard) -> None:
         self.client, self.bus, self.heard = client, bus, heard
         self.engines = {engine.engine_id: engine for engine in engines}
 
@@ -78,7 +78,10 @@ async def mesh(nats_url: str, **settings: Any) -> AsyncIterator[Mesh]:
     heard = Heard()
     async with open_bus(nats_url, "test") as bus:
         await bus.subscribe([], heard.hear)
-        async with scheduler(nats_url, **settings) as client, sidecars(bus, client.address, ["e0", "e1"]) as engines:
+        async with (
+            scheduler(nats_url, **settings) as client,
+            leased_engines(bus, client.address, ["e0", "e1"]) as engines,
+        ):
             await until(lambda: len(heard.of("engine_joined")) == 2, what="both engines joined")
             yield Mesh(client, engines, bus, heard)
 

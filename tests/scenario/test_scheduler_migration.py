@@ -8,7 +8,7 @@ from typing import Any
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 from support.conditions import until, until_said
-from support.fake_sidecar import FakeSidecar, sidecars
+from support.fake_engine import FakeEngine, leased_engines
 from support.scheduler import SchedulerClient, scheduler
 from treadle.common.v1 import tokens_pb2
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
@@ -90,10 +90,10 @@ async def test_trajectories_move_to_a_new_engine_while_their_tools_run(nats_url:
 
     async with open_bus(nats_url, "test") as bus:
         await bus.subscribe(["migration_ended"], hear)
-        async with control_plane(nats_url) as client, sidecars(bus, client.address, ["e0"], slots=1) as first:
+        async with control_plane(nats_url) as client, leased_engines(bus, client.address, ["e0"], slots=1) as first:
             await until_registered(client, 1)
             await open_and_step(client)
-            async with sidecars(bus, client.address, ["e1"], slots=1) as second:
+            async with leased_engines(bus, client.address, ["e1"], slots=1) as second:
                 await until_registered(client, 2)
                 await until(lambda: any(fact.migration_ended.moved for fact in ended), what="a trajectory moves")
                 moved = [fact.migration_ended for fact in ended if fact.migration_ended.moved]
@@ -136,6 +136,6 @@ async def open_and_step(client: SchedulerClient) -> None:
     await until_said(accounted_for, bool)
 
 
-def released(engine: FakeSidecar) -> set[str]:
+def released(engine: FakeEngine) -> set[str]:
     """Trajectories that the engine was told to forget."""
     return {request.trajectory_id for request in engine.requests("ReleasePrefix")}

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import grpc.aio
 import pytest
 from support.conditions import until
-from support.fake_sidecar import sidecars
+from support.fake_engine import leased_engines
 from support.scheduler import scheduler
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle_core.actions import ReleasePrefix
@@ -60,7 +60,7 @@ async def test_a_lost_stream_moves_the_step_and_stops_it_at_the_old_engine(nats_
     async with (
         open_bus(nats_url, "test") as bus,
         scheduler(nats_url) as client,
-        sidecars(bus, client.address, ["e0", "e1"]) as engines,
+        leased_engines(bus, client.address, ["e0", "e1"]) as engines,
     ):
         await until(lambda: all(engine.lease_id for engine in engines), what="both registered")
         await client.open("t")

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 from support.conditions import until, until_said
-from support.fake_sidecar import FakeSidecar, sidecars
+from support.fake_engine import CHUNK_TOKENS, FakeEngine, leased_engines
 from support.processes import ServiceProcess, StartService
 from support.rpc import error_of
 from treadle.common.v1 import tokens_pb2
@@ -97,7 +97,7 @@ class Loop:
             sampling=tokens_pb2.SamplingParams(max_new_tokens=TOKENS),
         )
         received = [event.WhichOneof("event") async for event in engine.Generate(request, timeout=ALL_DONE_S)]
-        assert received == ["started", *["tokens"] * TOKENS, "finished"]
+        assert received == ["started", *["tokens"] * (TOKENS // CHUNK_TOKENS), "finished"]
 
     async def close(self) -> None:
         """Of the channels to sidecars."""
@@ -116,7 +116,7 @@ async def test_a_killed_scheduler_comes_back_and_every_trajectory_finishes_with_
     async with (
         open_bus(nats_url, "test") as bus,
         grpc.aio.insecure_channel(process.address, options=RECONNECTS) as channel,
-        sidecars(bus, process.address, ["e0", "e1"]) as engines,
+        leased_engines(bus, process.address, ["e0", "e1"]) as engines,
     ):
         loop = Loop(channel)
         async with asyncio.timeout(ALL_DONE_S), asyncio.TaskGroup() as group:
@@ -132,7 +132,7 @@ async def test_a_killed_scheduler_comes_back_and_every_trajectory_finishes_with_
         await check_every_trajectory_is_finished(channel)
 
 
-def check_each_step_ran_once(loop: Loop, engines: list[FakeSidecar]) -> None:
+def check_each_step_ran_once(loop: Loop, engines: list[FakeEngine]) -> None:
     """By the engines' own count, and by the tickets."""
     ran = sum((engine.ran for engine in engines), Counter[tuple[str, int]]())
     assert len(ran) == TRAJECTORIES * TURNS

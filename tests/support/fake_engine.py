@@ -1,23 +1,36 @@
-"""FakeEngine: the contract of EngineService as the client sees it, with tokens that depend on the prompt and the
-index only.
+"""FakeEngine: EngineService in memory, as the client, the scheduler and the migrator see it.
 
-Any engine continues a step exactly as the first one would have, so a test can tell a whole sequence from a mended one.
+Tokens depend on the prompt and the index only: any engine continues a step exactly as the first one would have, so that
+a test can tell a whole sequence from a mended one.
 """
 
 import asyncio
+import uuid
+from array import array
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
-from support.fake_servicer import FakeServicer, Refusal, refuse
+import grpc.aio
+from support.fake_servicer import FakeServicer, Gate, Port, Refusal, refuse
 from treadle.common.v1 import tokens_pb2
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
+from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from treadle.telemetry.v1 import facts_pb2
 from treadle.types import pack_ids, pack_logprobs, unpack_ids
+from treadle_runtime.bus import Bus
+from treadle_runtime.facts import make_fact
 
 CHUNK_TOKENS = 2
 HOUR_S = 3600.0  # a lost engine may stay away for long; whoever goes elsewhere does not wait for it
+RPC_TIMEOUT_S = 5.0
+RENEW_S = 0.2
+TOKEN_S = 0.005  # of an engine with a lease
+WEIGHT_VERSION = "0"
+KEEPS_TRYING = (("grpc.max_reconnect_backoff_ms", 200), ("grpc.min_reconnect_backoff_ms", 100))
 
 
 def token_at(prompt: Sequence[int], index: int) -> int:
@@ -50,67 +63,109 @@ class Script:
 
 
 class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
-    """script: for the streams to come. finished: told each ticket whose step ended in order."""
+    """script: for the streams to come. finished: told each ticket whose step ended in order. bus: for the facts of
+    steps; None: nobody is told. prefixes: trajectory → tokens that are here. stored: whether shared storage has what
+    the source of a move has.
+    """
 
-    def __init__(self, engine_id: str, finished: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        engine_id: str,
+        finished: Callable[[str], None] = lambda _: None,
+        bus: Bus | None = None,
+        slots: int = 4,
+        token_s: float = 0.0,
+    ) -> None:
         super().__init__()
-        self.engine_id = engine_id
+        self.engine_id, self.slots = engine_id, slots
+        self.address = ""
         self.script = Script()
         self.die: Callable[[], None] = lambda: None
         self.release = asyncio.Event()
         self.holding = asyncio.Event()  # a stream has come to hold_at
         self.running: set[str] = set()
         self.aborted: list[str] = []
-        self._finished = finished
+        self.refused: list[str] = []  # tickets
+        self.ran: Counter[tuple[str, int]] = Counter()  # by trajectory and turn
+        self.lease_id = ""
+        self.silent = False  # does not renew its lease
+        self.prefixes: dict[str, int] = {}
+        self.stored = False
+        self.cache_salt = WEIGHT_VERSION
+        self.tokens_short = 0  # by so many the prefetched prefix is shorter than the source's
+        self.gate = Gate()  # of PrefetchPrefix
+        self._finished, self._bus, self._token_s = finished, bus, token_s
         self._aborts: dict[str, asyncio.Event] = {}
 
     async def Generate(
         self, request: engine_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[engine_pb2.GenerateResponse]:
         self.log("Generate", request, context)
-        refusal = self.next_refusal("Generate")
+        ticket, refusal = request.ticket, self.next_refusal("Generate")
+        if ticket.ticket_id in self._aborts or ticket.engine_id != self.engine_id:
+            self.refused.append(ticket.ticket_id)
+            refusal = Refusal(grpc.StatusCode.FAILED_PRECONDITION, "TICKET_USED")
         if refusal is not None:
             await refuse(context, refusal)
-        ticket_id = request.ticket.ticket_id
-        if ticket_id in self._aborts:
-            await refuse(context, Refusal(grpc.StatusCode.FAILED_PRECONDITION, "TICKET_USED"))
         script = Script()
         if self.script.meant_for(request):
             script = self.script
             script.times -= 1
-        self._aborts[ticket_id] = asyncio.Event()
-        self.running.add(ticket_id)
+        step = facts_pb2.StepRef(
+            ticket_id=ticket.ticket_id, trajectory_id=ticket.trajectory_id, turn=ticket.turn, engine_id=self.engine_id
+        )
+        self._aborts[ticket.ticket_id] = asyncio.Event()
+        self.running.add(ticket.ticket_id)
+        await self._publish(step_started=facts_pb2.StepStarted(step=step))
         try:
             async for event in self._events(request, context, script):
+                if event.HasField("finished"):
+                    await self._finish(step, request, event.finished)
                 yield event
         finally:
-            self.running.discard(ticket_id)
+            self.running.discard(ticket.ticket_id)
 
-    async def Abort(self, request: engine_pb2.AbortRequest, context: Any) -> engine_pb2.AbortResponse:
-        self.log("Abort", request, context)
-        self.aborted.append(request.ticket_id)
-        if request.ticket_id in self._aborts:
-            self._aborts[request.ticket_id].set()
-        return engine_pb2.AbortResponse()
+    async def _finish(
+        self, step: facts_pb2.StepRef, request: engine_pb2.GenerateRequest, end: engine_pb2.StepFinished
+    ) -> None:
+        prompt_tokens = len(request.prompt.int32_le) // 4
+        self._finished(step.ticket_id)
+        self.ran[step.trajectory_id, step.turn] += 1
+        self.prefixes[step.trajectory_id] = prompt_tokens + end.output_tokens
+        fact = facts_pb2.StepFinished(
+            step=step, reason=end.reason, context_tokens=prompt_tokens, output_tokens=end.output_tokens
+        )
+        await self._publish(step_finished=fact)
+
+    async def _publish(self, **fact: Any) -> None:
+        if self._bus is not None:
+            await self._bus.publish(make_fact(f"sidecar/{self.engine_id}", **fact))
 
     async def _events(
         self, request: engine_pb2.GenerateRequest, context: Any, script: Script
     ) -> AsyncIterator[engine_pb2.GenerateResponse]:
-        prompt, ticket_id = unpack_ids(request.prompt.int32_le), request.ticket.ticket_id
+        prompt, abort = unpack_ids(request.prompt.int32_le), self._aborts[request.ticket.ticket_id]
         first = count = len(request.resumed_output.int32_le) // 4
-        version, spans = "0", list[tokens_pb2.VersionSpan]()
+        version, spans = WEIGHT_VERSION, list[tokens_pb2.VersionSpan]()
         reason = engine_pb2.FINISH_REASON_LENGTH
         yield engine_pb2.GenerateResponse(started=engine_pb2.StepStarted(attempt=0))
-        while count < request.sampling.max_new_tokens:
+        while True:
             if count == script.lose_at:
                 await refuse(context, Refusal(grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST", retry_after_s=HOUR_S))
+            if count >= request.sampling.max_new_tokens:
+                break
             if count == script.die_at:
                 self.die()
                 await asyncio.Event().wait()
             if count == script.hold_at:
                 self.holding.set()
-                await _first_of(self._aborts[ticket_id], self.release)
-            if self._aborts[ticket_id].is_set():
+                waits = [asyncio.ensure_future(event.wait()) for event in (abort, self.release)]
+                try:
+                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for wait in waits:
+                        wait.cancel()
+            if abort.is_set():
                 reason = engine_pb2.FINISH_REASON_ABORTED
                 break
             if count == script.preempt_at:
@@ -128,21 +183,112 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
             )
             spans.append(tokens_pb2.VersionSpan(weight_version=version, start_token=count, end_token=end))
             yield engine_pb2.GenerateResponse(tokens=chunk)
+            await asyncio.sleep(self._token_s * (end - count))
             count = end
-            await asyncio.sleep(0)
-        self._finished(ticket_id)
-        timing = engine_pb2.StepTiming(queue=Duration(), prefill=Duration(), decode=Duration())
-        yield engine_pb2.GenerateResponse(
-            finished=engine_pb2.StepFinished(
-                reason=reason, output_tokens=count, version_spans=spans, timing=timing, cached_tokens=first
-            )
+        finished = engine_pb2.StepFinished(reason=reason, output_tokens=count, version_spans=spans, cached_tokens=first)
+        yield engine_pb2.GenerateResponse(finished=finished)
+
+    async def Abort(self, request: engine_pb2.AbortRequest, context: Any) -> Any:
+        self.log("Abort", request, context)
+        self.aborted.append(request.ticket_id)
+        if request.ticket_id in self._aborts:
+            self._aborts[request.ticket_id].set()
+        return engine_pb2.AbortResponse()
+
+    async def Reprioritize(self, request: engine_pb2.ReprioritizeRequest, context: Any) -> Any:
+        self.log("Reprioritize", request, context)
+        return engine_pb2.ReprioritizeResponse()
+
+    async def PrefetchPrefix(self, request: engine_pb2.PrefetchPrefixRequest, context: Any) -> Any:
+        self.log("PrefetchPrefix", request, context)
+        await self.gate.pass_through()
+        if refusal := self.next_refusal("PrefetchPrefix"):
+            await refuse(context, refusal)
+        if request.storage_only and not self.stored:
+            await refuse(context, Refusal(grpc.StatusCode.FAILED_PRECONDITION, "PREFIX_NOT_STORED"))
+        reference = getattr(request, "from")
+        async with grpc.aio.insecure_channel(reference.engine_address) as channel:
+            source = engine_pb2_grpc.EngineServiceStub(channel)
+            export = engine_pb2.ExportPrefixRequest(trajectory_id=reference.trajectory_id)
+            held = len((await source.ExportPrefix(export, timeout=RPC_TIMEOUT_S)).token_ids.int32_le) // 4
+        tokens = self.prefixes[request.trajectory_id] = held - self.tokens_short
+        stored = tokens if self.stored else 0
+        return engine_pb2.PrefetchPrefixResponse(
+            prefix_tokens=tokens, tokens_from_storage=stored, tokens_prefilled=tokens - stored
         )
 
+    async def ExportPrefix(self, request: engine_pb2.ExportPrefixRequest, context: Any) -> Any:
+        self.log("ExportPrefix", request, context)
+        if request.trajectory_id not in self.prefixes:
+            await refuse(context, Refusal(grpc.StatusCode.NOT_FOUND, "PREFIX_NOT_FOUND"))
+        count = self.prefixes[request.trajectory_id]
+        response = engine_pb2.ExportPrefixResponse(cache_salt=self.cache_salt, prefix_tokens=count)
+        if not request.counts_only:
+            response.token_ids.int32_le = array("i", range(count)).tobytes()
+        return response
 
-async def _first_of(*events: asyncio.Event) -> None:
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
+    async def ReleasePrefix(self, request: engine_pb2.ReleasePrefixRequest, context: Any) -> Any:
+        self.log("ReleasePrefix", request, context)
+        if refusal := self.next_refusal("ReleasePrefix"):
+            await refuse(context, refusal)
+        self.prefixes.pop(request.trajectory_id, None)
+        return engine_pb2.ReleasePrefixResponse()
+
+    async def hold_lease(self, scheduler_address: str) -> None:
+        """Register, and renew for ever; register again where the lease is gone."""
+        async with grpc.aio.insecure_channel(scheduler_address, options=KEEPS_TRYING) as channel:
+            scheduler = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+            while True:
+                try:
+                    if not self.silent:
+                        await self._renew(scheduler)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is grpc.StatusCode.NOT_FOUND:
+                        self.lease_id = ""
+                        continue
+                await asyncio.sleep(RENEW_S)
+
+    async def _renew(self, scheduler: Any) -> None:
+        if not self.lease_id:
+            info = engine_pb2.EngineInfo(
+                engine_id=self.engine_id,
+                address=self.address,
+                model="fake",
+                weight_version=WEIGHT_VERSION,
+                slot_limit=self.slots,
+                max_context_tokens=100_000,
+                tensor_parallel=1,
+                decode_curve=engine_pb2.DecodeCurve(
+                    base_s=TOKEN_S, per_sequence_s=0.0001, prefill_tokens_per_s=100_000
+                ),
+            )
+            request = scheduler_pb2.RegisterEngineRequest(request_id=uuid.uuid4().hex, info=info)
+            self.lease_id = (await scheduler.RegisterEngine(request, timeout=RPC_TIMEOUT_S)).lease_id
+        load = engine_pb2.Load(slot_limit=self.slots, engine_healthy=True, weight_version=WEIGHT_VERSION)
+        renewal = scheduler_pb2.RenewEngineLeaseRequest(lease_id=self.lease_id, engine_id=self.engine_id, load=load)
+        await scheduler.RenewEngineLease(renewal, timeout=RPC_TIMEOUT_S)
+
+
+def engine_port(engine: FakeEngine) -> Port:
+    """A server for one fake engine, not yet started."""
+    port = Port(engine_pb2_grpc.add_EngineServiceServicer_to_server, engine)
+    engine.address = port.address
+    return port
+
+
+@asynccontextmanager
+async def leased_engines(
+    bus: Bus | None, scheduler_address: str, engine_ids: Sequence[str], slots: int = 4
+) -> AsyncIterator[list[FakeEngine]]:
+    """Serving and holding their leases for the time of the block."""
+    engines = [FakeEngine(name, bus=bus, slots=slots, token_s=TOKEN_S) for name in engine_ids]  # type: ignore[abstract]
+    async with AsyncExitStack() as stack:
+        for engine in engines:
+            await stack.enter_async_context(engine_port(engine))
+        leases = [asyncio.create_task(engine.hold_lease(scheduler_address)) for engine in engines]
+        try:
+            yield engines
+        finally:
+            for lease in leases:
+                lease.cancel()
+            await asyncio.gather(*leases, return_exceptions=True)

@@ -1,15 +1,14 @@
 """A migrator in this process, and the fake sidecars and scheduler around it."""
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
 import grpc.aio
+from support.fake_engine import FakeEngine, engine_port
 from support.fake_scheduler import FakeScheduler
-from support.fake_sidecar import FakeSidecar
-from treadle.engine.v1 import engine_pb2_grpc
+from support.fake_servicer import Port
 from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle.migrator.v1 import migrator_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2_grpc
@@ -26,7 +25,7 @@ ENDED = (pb.MIGRATION_STATE_DONE, pb.MIGRATION_STATE_FAILED, pb.MIGRATION_STATE_
 class Mesh:
     """Sidecars by engine id, and a scheduler. Trajectories begin on an engine at revision 1."""
 
-    sidecars: dict[str, FakeSidecar] = field(default_factory=dict)
+    sidecars: dict[str, FakeEngine] = field(default_factory=dict)
     scheduler: FakeScheduler = field(default_factory=FakeScheduler)
 
     def place(self, trajectory_id: str, engine_id: str, tokens: int = 100) -> None:
@@ -49,36 +48,17 @@ class Mesh:
         return pb.StartMigrationRequest(**{**values, **fields})
 
 
-def _sidecar(engine_id: str) -> FakeSidecar:
-    sidecar = FakeSidecar(engine_id)  # type: ignore[abstract]
-    sidecar.stored, sidecar.cache_salt = True, SALT
-    return sidecar
-
-
 @asynccontextmanager
 async def fake_mesh(engines: int = 2) -> AsyncIterator[Mesh]:
     """Engines e0, e1, … and a scheduler, each on a server of its own at a free port."""
-    mesh = Mesh({f"e{index}": _sidecar(f"e{index}") for index in range(engines)})
-    servers: list[grpc.aio.Server] = []
-
-    async def listening(server: grpc.aio.Server) -> str:
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        servers.append(server)
-        return f"127.0.0.1:{port}"
-
-    try:
-        for sidecar in mesh.sidecars.values():
-            server = grpc.aio.server()
-            engine_pb2_grpc.add_EngineServiceServicer_to_server(sidecar, server)
-            sidecar.address = await listening(server)
-        server = grpc.aio.server()
-        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(mesh.scheduler, server)
-        mesh.scheduler.address = await listening(server)
+    mesh = Mesh({f"e{index}": FakeEngine(f"e{index}") for index in range(engines)})  # type: ignore[abstract]
+    async with AsyncExitStack() as stack:
+        for engine in mesh.sidecars.values():
+            engine.stored, engine.cache_salt = True, SALT
+            await stack.enter_async_context(engine_port(engine))
+        port = Port(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, mesh.scheduler)
+        mesh.scheduler.address = await stack.enter_async_context(port)
         yield mesh
-    finally:
-        for server in servers:
-            await server.stop(None)
 
 
 class MigratorCalls:

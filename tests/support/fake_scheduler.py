@@ -1,4 +1,4 @@
-"""FakeScheduler: SchedulerService in memory, as the client and the migrator see it. Engines take turns."""
+"""FakeScheduler: SchedulerService in memory, as the client, the migrator and a sidecar see it. Engines take turns."""
 
 from typing import Any
 
@@ -6,7 +6,9 @@ import grpc
 from support.fake_servicer import FakeServicer, Gate, Refusal, refuse
 from treadle.common.v1 import ticket_pb2
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from treadle.types import duration
 
+LEASE_TTL_S = 0.6
 _FAILED = grpc.StatusCode.FAILED_PRECONDITION
 
 
@@ -29,6 +31,7 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
         self.owners: dict[str, tuple[str, int]] = {}
         self.gate = Gate()
         self.gate_after = Gate()  # between a switch and its answer
+        self.leases: set[str] = set()
 
     @property
     def open_trajectories(self) -> set[str]:
@@ -72,6 +75,25 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
             trajectory_id=request.trajectory_id, engine_id=engine_id, revision=revision
         )
         return scheduler_pb2.GetTrajectoryResponse(trajectory=trajectory)
+
+    async def RegisterEngine(self, request: scheduler_pb2.RegisterEngineRequest, context: Any) -> Any:
+        return await self.once("RegisterEngine", request, context, self._register)
+
+    async def RenewEngineLease(self, request: scheduler_pb2.RenewEngineLeaseRequest, context: Any) -> Any:
+        self.log("RenewEngineLease", request, context)
+        if request.lease_id not in self.leases:
+            await refuse(context, Refusal(grpc.StatusCode.NOT_FOUND, "LEASE_NOT_FOUND"))
+        return scheduler_pb2.RenewEngineLeaseResponse()
+
+    async def DeregisterEngine(self, request: scheduler_pb2.DeregisterEngineRequest, context: Any) -> Any:
+        self.log("DeregisterEngine", request, context)
+        self.leases.discard(request.lease_id)
+        return scheduler_pb2.DeregisterEngineResponse()
+
+    def _register(self, request: scheduler_pb2.RegisterEngineRequest) -> scheduler_pb2.RegisterEngineResponse:
+        lease_id = f"lease-{len(self.requests('RegisterEngine'))}"
+        self.leases.add(lease_id)
+        return scheduler_pb2.RegisterEngineResponse(lease_id=lease_id, lease_ttl=duration(LEASE_TTL_S))
 
     def _open(self, request: scheduler_pb2.OpenTrajectoryRequest) -> scheduler_pb2.OpenTrajectoryResponse | Refusal:
         if request.prompt_tokens < 1:

@@ -1,8 +1,7 @@
-"""What the fakes of the client's tests share: refusals in google.rpc's own messages, scripted failures, a log of
-calls.
-"""
+"""What the fakes of services share: refusals in google.rpc's messages, scripted failures, a log of calls, servers."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -13,6 +12,9 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 from treadle.types import duration
+from treadle_cli.mesh.services import free_port
+
+_SERVER_OPTIONS = (("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),)  # as Treadle's servers: clients ping
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,35 @@ class Gate:
             await self._open.wait()
         finally:
             self.waiting -= 1
+
+
+class Port:
+    """A server of one fake that may go away and come back at the same address."""
+
+    def __init__(self, add_to_server: Callable[[Any, grpc.aio.Server], None], servicer: object) -> None:
+        self._add, self._servicer = add_to_server, servicer
+        self._server: grpc.aio.Server | None = None
+        self.address = f"127.0.0.1:{free_port()}"
+
+    async def start(self) -> None:
+        """Listen."""
+        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
+        self._add(self._servicer, self._server)
+        assert self._server.add_insecure_port(self.address)
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """Go away at once, as a killed process does."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(0)
+
+    async def __aenter__(self) -> str:
+        await self.start()
+        return self.address
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
 
 
 class FakeServicer:
