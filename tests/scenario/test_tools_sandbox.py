@@ -48,9 +48,15 @@ async def plain_calls(with_cgroups: ServiceProcess) -> AsyncIterator[ToolsCalls]
 
 
 @pytest.fixture(params=["with_cgroups", "without_cgroups", "in_docker"])
-async def calls(request: pytest.FixtureRequest) -> AsyncIterator[ToolsCalls]:
+def counted(request: pytest.FixtureRequest) -> ServiceProcess:
     """One after the other: what holds where memory is counted by control groups holds where it is watched."""
-    async with calls_to(request.getfixturevalue(request.param)) as made:
+    process: ServiceProcess = request.getfixturevalue(request.param)
+    return process
+
+
+@pytest.fixture
+async def calls(counted: ServiceProcess) -> AsyncIterator[ToolsCalls]:
+    async with calls_to(counted) as made:
         yield made
 
 
@@ -190,7 +196,7 @@ while True:
     assert slept.status == pb.RESULT_STATUS_TIMED_OUT
 
 
-@pytest.mark.parametrize("calls", ["with_cgroups", "without_cgroups"], indirect=True)
+@pytest.mark.parametrize("counted", ["with_cgroups", "without_cgroups"], indirect=True)
 async def test_a_fork_bomb_is_contained(calls: ToolsCalls) -> None:
     """Its processes never exceed the tool's limit by much, other snippets run afterwards, and nothing is left of it."""
     await calls.python("1")
