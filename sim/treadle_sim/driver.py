@@ -8,33 +8,8 @@ actions on simulated engines. It decides nothing. It owns the trajectories' prog
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from treadle_core.actions import (
-    Action,
-    AnnounceClosed,
-    AskPlan,
-    AskPrediction,
-    CancelMigration,
-    IssueTicket,
-    Reprioritize,
-    StartMigration,
-)
+from treadle_core import actions, events
 from treadle_core.controller import Controller
-from treadle_core.events import (
-    ClosedAnnounced,
-    EngineDeregistered,
-    EngineRegistered,
-    Event,
-    PredictionArrived,
-    StepFinished,
-    StepPreempted,
-    StepRequested,
-    Tick,
-    ToolFinished,
-    ToolStarted,
-    TrajectoryClosed,
-    TrajectoryOpened,
-    WeightsUpdated,
-)
 from treadle_core.model import Outcome as Ending
 from treadle_core.model import Policy, TicketRecord
 from treadle_core.refusals import NoEngine
@@ -68,7 +43,7 @@ class Driver:
         *,
         call_tokens: int = 0,
         record: bool = False,
-        log: Callable[[float, Event, Sequence[Action]], None] | None = None,
+        log: Callable[[float, events.Event, Sequence[actions.Action]], None] | None = None,
     ) -> None:
         self._workload = workload
         self._cluster = cluster
@@ -99,13 +74,13 @@ class Driver:
         self._events = 0
         self._idle_s = 0.0
         self._executors: Mapping[type, Callable[..., None]] = {
-            IssueTicket: self._issue_ticket,
-            AskPrediction: self._predict,
-            AskPlan: self._plan,
-            Reprioritize: self._reprioritize,
-            StartMigration: self._migrator.start,
-            CancelMigration: self._migrator.cancel,
-            AnnounceClosed: self._announce_closed,
+            actions.IssueTicket: self._issue_ticket,
+            actions.AskPrediction: self._predict,
+            actions.AskPlan: self._plan,
+            actions.Reprioritize: self._reprioritize,
+            actions.StartMigration: self._migrator.start,
+            actions.CancelMigration: self._migrator.cancel,
+            actions.AnnounceClosed: self._announce_closed,
         }
 
     def run(self) -> Outcome:
@@ -133,44 +108,44 @@ class Driver:
 
     # Events to the controller, and its actions.
 
-    def _send(self, event: Event) -> None:
+    def _send(self, event: events.Event) -> None:
         self._events += 1
         now = self._timeline.now
-        actions = self._controller.on_event(event, now)
+        wanted = self._controller.on_event(event, now)
         if self._log is not None:
-            self._log(now, event, actions)
+            self._log(now, event, wanted)
         executors = self._executors
-        for action in actions:
+        for action in wanted:
             execute = executors.get(type(action))
             if execute is not None:
                 execute(action)
 
     def _tick(self) -> None:
-        self._send(Tick())
+        self._send(events.Tick())
         self._idle_s = self._idle_s + TICK_S if self._timeline.idle else 0.0
         if self._idle_s < STUCK_S:
             self._timeline.after(TICK_S, self._tick)
 
-    def _announce_closed(self, action: AnnounceClosed) -> None:
-        self._timeline.after(0.0, self._send, ClosedAnnounced(action.record.trajectory_id))
+    def _announce_closed(self, action: actions.AnnounceClosed) -> None:
+        self._timeline.after(0.0, self._send, events.ClosedAnnounced(action.record.trajectory_id))
 
-    def _predict(self, ask: AskPrediction) -> None:
+    def _predict(self, ask: actions.AskPrediction) -> None:
         if self._predictor is None:
             return
         progress = self._by_id[ask.trajectory_id]
         tokens, turns = self._predictor.predict(progress.index, progress.turn, ask.gen_tokens)
-        answer = PredictionArrived(ask.trajectory_id, ask.turn, ask.gen_tokens, tokens, turns, "sim")
+        answer = events.PredictionArrived(ask.trajectory_id, ask.turn, ask.gen_tokens, tokens, turns, "sim")
         self._timeline.after(self._latencies.predict_s, self._send, answer)
 
-    def _plan(self, ask: AskPlan) -> None:
+    def _plan(self, ask: actions.AskPlan) -> None:
         self._timeline.after(self._latencies.plan_s, self._send, self._placement.plan(ask))
 
-    def _reprioritize(self, action: Reprioritize) -> None:
+    def _reprioritize(self, action: actions.Reprioritize) -> None:
         engine = self._engines[engine_index(action.engine_id)]
         for ticket_id, priority in action.changes:
             engine.reprioritize(ticket_id, priority)
 
-    def _issue_ticket(self, action: IssueTicket) -> None:
+    def _issue_ticket(self, action: actions.IssueTicket) -> None:
         ticket = action.ticket
         progress = self._by_id[ticket.trajectory_id]
         progress.engine = engine = engine_index(ticket.engine_id)
@@ -182,7 +157,7 @@ class Driver:
     def _open(self, progress: Progress) -> None:
         work = progress.work
         self._send(
-            TrajectoryOpened(
+            events.TrajectoryOpened(
                 request_id=f"o{progress.index}",
                 trajectory_id=progress.trajectory_id,
                 prompt_id=work.prompt_id,
@@ -198,7 +173,7 @@ class Driver:
         progress.requests += 1
         progress.resumed_tokens = resumed_tokens
         progress.requested_s = self._timeline.now
-        request = StepRequested(
+        request = events.StepRequested(
             request_id=f"s{progress.index}.{progress.requests}",
             trajectory_id=progress.trajectory_id,
             turn=progress.calls,
@@ -233,7 +208,7 @@ class Driver:
     def step_preempted(self, step: EngineStep) -> None:
         """As `StepListener` has it."""
         trajectory_id = self._all[step.index].trajectory_id
-        self._timeline.after(0.0, self._send, StepPreempted(trajectory_id, step.step_id, step.done))
+        self._timeline.after(0.0, self._send, events.StepPreempted(trajectory_id, step.step_id, step.done))
 
     def step_finished(self, step: EngineStep) -> None:
         """As `StepListener` has it."""
@@ -244,7 +219,7 @@ class Driver:
         progress.book_step(step)
         call, context_tokens = progress.calls, progress.context_tokens
         turn_ends = progress.finish_call(step.gen_tokens)
-        self._send(StepFinished(progress.trajectory_id, step.step_id, call, context_tokens, step.gen_tokens))
+        self._send(events.StepFinished(progress.trajectory_id, step.step_id, call, context_tokens, step.gen_tokens))
         if not turn_ends:  # the next call of the same turn: no tool in between
             self._timeline.after(self._latencies.rpc_s, self._request, progress)
             return
@@ -252,11 +227,11 @@ class Driver:
             now = self._timeline.now
             progress.times.spans.append(Span("tool", now, now + progress.tool_s, progress.engine))
         if not progress.is_over:
-            self._send(ToolStarted(progress.trajectory_id))
+            self._send(events.ToolStarted(progress.trajectory_id))
         self._timeline.after(progress.tool_s, self._close if progress.is_over else self._finish_tool, progress)
 
     def _finish_tool(self, progress: Progress) -> None:
-        self._send(ToolFinished(progress.trajectory_id))
+        self._send(events.ToolFinished(progress.trajectory_id))
         self._request(progress)
 
     def _close(self, progress: Progress) -> None:
@@ -265,7 +240,7 @@ class Driver:
         if self._predictor is not None:
             self._predictor.finish(progress.index)
         self._send(
-            TrajectoryClosed(f"c{progress.index}", progress.trajectory_id, Ending.FINISHED, progress.work.reward)
+            events.TrajectoryClosed(f"c{progress.index}", progress.trajectory_id, Ending.FINISHED, progress.work.reward)
         )
 
     def _resume_elsewhere(self, steps: Sequence[EngineStep]) -> None:
@@ -288,7 +263,7 @@ class Disruptions:
         engines: Sequence[SimEngine],
         timeline: Timeline,
         lease_ttl_s: float,
-        send: Callable[[Event], None],
+        send: Callable[[events.Event], None],
         resume: Callable[[Sequence[EngineStep]], None],
     ) -> None:
         self._cluster = cluster
@@ -319,7 +294,7 @@ class Disruptions:
         """A returning engine loads the weights that are served now."""
         life = self._lives[index]
         spec = declare(index, self._cluster.engines[index], str(self._weight_version))
-        self._send(EngineRegistered(f"r{index}.{life}", f"l{index}.{life}", spec))
+        self._send(events.EngineRegistered(f"r{index}.{life}", f"l{index}.{life}", spec))
 
     def _fail(self, index: int) -> None:
         self._down.add(index)
@@ -328,7 +303,7 @@ class Disruptions:
 
     def _expire_lease(self, index: int, life: int) -> None:
         if index in self._down and life == self._lives[index]:
-            self._send(EngineDeregistered(f"l{index}.{life}", engine_id(index)))
+            self._send(events.EngineDeregistered(f"l{index}.{life}", engine_id(index)))
 
     def _return(self, index: int) -> None:
         self._down.discard(index)
@@ -339,4 +314,4 @@ class Disruptions:
         self._weight_version += 1
         for engine in self._engines:
             engine.pause(pause_s)
-            self._send(WeightsUpdated(engine.engine_id, str(self._weight_version)))
+            self._send(events.WeightsUpdated(engine.engine_id, str(self._weight_version)))

@@ -5,9 +5,10 @@ Answers are quantiles in order, never negative, and never beyond what the worklo
 errors. `Siblings` learns only from what a predictor service would have received by then.
 """
 
+import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,7 @@ Floats = npt.NDArray[np.float64]
 
 P90_Z = 1.2815515655446004  # standard deviations from the median to the 90th percentile of a normal distribution
 
-# Noisy's defaults, chosen so that before the first step it ranks trajectories about as well as `PromptMean`, and better
+# Of `Noisy`, chosen so that before the first step it ranks trajectories about as well as `PromptMean`, and better
 # with each step, as in Heddle §7.2 and Figure 13. Their recall and correlation: bench/results/workloads.md.
 SIGMA0 = 0.60  # of ln(predicted / true remaining tokens) before the first step
 DECAY = 0.85  # what each finished step leaves of it
@@ -88,41 +89,23 @@ class Blind(Predictor):
 class Noisy(Predictor):
     """A trained predictor: it sees the truth with an error, and has learned how far to trust what it sees.
 
-    What it sees: ln(tokens left) + lasting[index] * sigma0 * decay**turn + fresh_sigma * z(index, turn); `shared` of
-    the variance of `lasting` is common to the samples of a prompt. What it says: the quantiles of what is left given
+    What it sees: ln(tokens left) + lasting[index] * SIGMA0 * DECAY**turn + FRESH_SIGMA * z(index, turn); SHARED of the
+    variance of `lasting` is common to the samples of a prompt. What it says: the quantiles of what is left given
     what it sees, where ln(tokens left) is normal over the trajectories that reach the turn (`_priors`). So its error is
     that of a regression on a noisy feature, and its quantiles are calibrated: unlike the truth with noise added, it
     does not believe its own outliers. Turns err by the same factor: a trajectory that is predicted long is predicted to
-    take more turns. Raises ValueError for parameters out of range.
+    take more turns.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        seed: int = 0,
-        *,
-        sigma0: float = SIGMA0,
-        decay: float = DECAY,
-        fresh_sigma: float = FRESH_SIGMA,
-        shared: float = SHARED,
-    ) -> None:
-        for name, value, most in (
-            ("sigma0", sigma0, math.inf),
-            ("decay", decay, 1.0),
-            ("fresh_sigma", fresh_sigma, math.inf),
-            ("shared", shared, 1.0),
-        ):
-            if not 0.0 <= value <= most:
-                raise ValueError(f"{name} must be from 0 to {most}, is {value}")
+    def __init__(self, workload: Workload, seed: int = 0) -> None:
         super().__init__(workload)
-        self._sigma0, self._decay, self._fresh_sigma = sigma0, decay, fresh_sigma
         self._priors = _priors(workload.trajectories)
         rng = np.random.default_rng([seed, 1])
         prompts = {prompt_id: at for at, prompt_id in enumerate(groups(workload.trajectories))}
         of_prompts = rng.standard_normal(len(prompts))
         at = [prompts[work.prompt_id] for work in workload.trajectories]
         own = rng.standard_normal(len(at))
-        self._lasting = (math.sqrt(shared) * of_prompts[at] + math.sqrt(1.0 - shared) * own).tolist()
+        self._lasting = (math.sqrt(SHARED) * of_prompts[at] + math.sqrt(1.0 - SHARED) * own).tolist()
         asked = [len(work.steps) + 1 for work in workload.trajectories]  # opening, and after each step
         self._first = (np.cumsum(asked) - asked).tolist()
         self._fresh = rng.standard_normal(sum(asked)).tolist()
@@ -131,12 +114,12 @@ class Noisy(Predictor):
         left = self._tokens_left(index, gen_tokens)
         if left <= 0.0:
             return _certain(0.0), _certain(self._turns_left(index, turn))
-        lasting_sigma = self._sigma0 * self._decay**turn
+        lasting_sigma = SIGMA0 * DECAY**turn
         seen = math.log(left) + self._lasting[index] * lasting_sigma
-        seen += self._fresh_sigma * self._fresh[self._first[index] + turn]
+        seen += FRESH_SIGMA * self._fresh[self._first[index] + turn]
         mean, sigma = self._priors[min(turn, len(self._priors) - 1)]
-        variance = lasting_sigma**2 + self._fresh_sigma**2
-        trust = sigma**2 / (sigma**2 + variance) if variance > 0.0 else 1.0
+        variance = lasting_sigma**2 + FRESH_SIGMA**2
+        trust = sigma**2 / (sigma**2 + variance)
         tokens = math.exp(mean + trust * (seen - mean))
         spread = math.exp(P90_Z * math.sqrt(trust * variance))
         turns = self._turns_left(index, turn) * tokens / left
@@ -187,16 +170,10 @@ class Siblings(Predictor):
         if turn > turns:
             self._evidence.add_step(name, turn - 1, gen_tokens - tokens)
         self._seen[index] = (turn, gen_tokens)
-        forecast = self._estimator.estimate(
-            Progress(
-                name,
-                work.prompt_id,
-                turn,
-                gen_tokens,
-                prompt_tokens=work.prompt_tokens,
-                max_total_tokens=self._workload.max_total_tokens,
-            )
+        known = Progress(
+            name, work.prompt_id, turn, gen_tokens, prompt_tokens=work.prompt_tokens, max_total_tokens=self._cap
         )
+        forecast = self._estimator.estimate(known)
         return forecast.remaining_tokens, forecast.remaining_turns
 
     def finish(self, index: int) -> None:
@@ -236,24 +213,22 @@ class RecordedPredictor(Predictor):
         return Estimate(*(min(max(0.0, each - since), room) for each in quantiles)), None
 
 
-NAMES = ("oracle", "noisy", "prompt-mean", "siblings", "blind")
+MAKERS: Mapping[str, Callable[[Workload, int, Sequence[TrajectoryWork]], Predictor]] = {
+    "oracle": lambda workload, seed, earlier: Oracle(workload),
+    "noisy": lambda workload, seed, earlier: Noisy(workload, seed),
+    "prompt-mean": lambda workload, seed, earlier: PromptMean(workload, earlier),
+    "siblings": lambda workload, seed, earlier: Siblings(workload, earlier),
+    "blind": lambda workload, seed, earlier: Blind(workload),
+}
+NAMES = tuple(MAKERS)
 
 
 def make_predictor(name: str, workload: Workload, seed: int = 0, earlier: Sequence[TrajectoryWork] = ()) -> Predictor:
-    """The predictor of a name, with its defaults. `earlier`: samples of the same prompts from another epoch, which
-    "prompt-mean" needs and "siblings" can use. Raises ValueError for another name."""
-    match name:
-        case "oracle":
-            return Oracle(workload)
-        case "noisy":
-            return Noisy(workload, seed)
-        case "prompt-mean":
-            return PromptMean(workload, earlier)
-        case "siblings":
-            return Siblings(workload, earlier)
-        case "blind":
-            return Blind(workload)
-    raise ValueError(f"no predictor {name!r}, only {', '.join(NAMES)}")
+    """The predictor of a name. `earlier`: samples of the same prompts from another epoch, which "prompt-mean" needs and
+    "siblings" can use. Raises ValueError for another name."""
+    if name not in MAKERS:
+        raise ValueError(f"no predictor {name!r}, only {', '.join(NAMES)}")
+    return MAKERS[name](workload, seed, earlier)
 
 
 def _certain(value: float) -> Estimate:
@@ -312,34 +287,23 @@ def measure_accuracy(workload: Workload, predictor: Predictor, turns: int = 2) -
         raise ValueError(f"no trajectory takes more than {turns} steps")
     total = np.array([workload.trajectories[index].gen_tokens for index in compared], np.float64)
     predicted = np.full((len(workload.trajectories), turns + 1), np.nan)
-    for gen_tokens, index, turn, has_ended in _moments(workload):
-        if has_ended:
+    for gen_tokens, index, turn in sorted(_moments(workload)):
+        if turn == len(workload.trajectories[index].steps):
             predictor.finish(index)
             continue
         remaining, _ = predictor.predict(index, turn, gen_tokens)
         if turn <= turns:
             predicted[index, turn] = gen_tokens + remaining.p50
-    return tuple(_compare(turn, total, predicted[compared, turn]) for turn in range(turns + 1))
+    found = []
+    for turn, told in enumerate(predicted[compared].T):
+        recall, pearson = recall_of_longest(total, told), correlation(total, told)
+        pearson_log = correlation(np.log(total), np.log(np.maximum(told, 1.0)))
+        found.append(Accuracy(turn, len(total), recall, pearson, pearson_log, float(np.median(told / total))))
+    return tuple(found)
 
 
-def _moments(workload: Workload) -> Sequence[tuple[int, int, int, bool]]:
-    """(tokens sampled by then, trajectory, steps finished, whether it has ended), in the order of an even speed."""
-    moments = []
+def _moments(workload: Workload) -> Iterator[tuple[int, int, int]]:
+    """(tokens sampled by then, trajectory, steps finished): at the opening, and after each step."""
     for index, work in enumerate(workload.trajectories):
-        gen_tokens = 0
-        moments.append((0, index, 0, False))
-        for turn, step in enumerate(work.steps, start=1):
-            gen_tokens += step.gen_tokens
-            moments.append((gen_tokens, index, turn, turn == len(work.steps)))
-    return sorted(moments)
-
-
-def _compare(turn: int, total: Floats, predicted: Floats) -> Accuracy:
-    return Accuracy(
-        turn,
-        len(total),
-        recall_of_longest(total, predicted),
-        correlation(total, predicted),
-        correlation(np.log(total), np.log(np.maximum(predicted, 1.0))),
-        float(np.median(predicted / total)),
-    )
+        sampled = itertools.accumulate((step.gen_tokens for step in work.steps), initial=0)
+        yield from ((gen_tokens, index, turn) for turn, gen_tokens in enumerate(sampled))

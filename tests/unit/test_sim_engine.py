@@ -1,56 +1,10 @@
-"""The simulated engine: its closed form against one that goes token by token; slots, KV, caches and failures."""
+"""The simulated engine: what one sequence takes; slots, KV, caches and failures."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.simulated import SLOW, LoneEngine, engine_step
 from treadle_core.steps.preemptive_queue import DEFAULT_MIN_RUN_TOKENS
 from treadle_sim.batch import EngineStep
-
-
-def token_by_token(arrivals: list[tuple[float, int, int]]) -> list[float]:
-    """Finish times of (arrival s, context, tokens), all of which fit: each decode step made one after the other."""
-    now, done = 0.0, [0] * len(arrivals)
-    finished = [0.0] * len(arrivals)
-    waiting = sorted(range(len(arrivals)), key=lambda i: arrivals[i][0])
-    running: list[int] = []
-    while waiting or running:
-        ready = [i for i in waiting if arrivals[i][0] < now]
-        if not ready and not running:
-            ready = waiting[:1]  # of those that come at once the first begins alone
-            now = arrivals[ready[0]][0]
-        if ready:
-            waiting = [i for i in waiting if i not in ready]
-            contexts = [arrivals[i][1] for i in ready]
-            computed_s = sum(SLOW.prefill_token_s * c + SLOW.prefill_pair_s * c * c / 2 for c in contexts)
-            decode_s = SLOW.decode_s(len(ready)) + SLOW.per_kv_token_s * sum(contexts)
-            now += max(SLOW.prefill_fixed_s + computed_s, decode_s)
-            running += ready
-            sampling = ready
-        else:
-            kv = sum(arrivals[i][1] + done[i] for i in running)
-            now += SLOW.decode_s(len(running)) + SLOW.per_kv_token_s * kv
-            sampling = list(running)
-        for i in sampling:
-            done[i] += 1
-            if done[i] == arrivals[i][2]:
-                finished[i] = now
-                running.remove(i)
-    return finished
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.floats(0.0, 20.0), st.integers(1, 4_000), st.integers(1, 600)), min_size=1, max_size=20))
-def test_the_closed_form_agrees_with_going_token_by_token(works: list[tuple[float, int, int]]) -> None:
-    alone = LoneEngine()
-
-    alone.run(
-        *((at_s, engine_step(str(i), context, gen, index=i), 0.0) for i, (at_s, context, gen) in enumerate(works))
-    )
-
-    fluid = np.array([alone.finished[str(i)] for i in range(len(works))])
-    assert fluid == pytest.approx(np.array(token_by_token(works)), rel=1e-9)
 
 
 def test_one_sequence_takes_what_the_curve_says() -> None:
@@ -134,17 +88,6 @@ def test_kv_that_comes_takes_the_room_of_what_was_left_longest_ago() -> None:
     assert [engine.cache.peek(index) for index in range(3)] == [0, 900, 900]
 
 
-def test_a_failed_engine_gives_its_steps_back_with_the_tokens_they_had() -> None:
-    alone = LoneEngine()
-    lost: list[EngineStep] = []
-    alone.timeline.at(5.0, lambda: lost.extend(alone.engine.fail()))
-    alone.run((0.0, engine_step("a", 100, 1_000), 0.0))
-
-    assert [one.step_id for one in lost] == ["a"]
-    assert 400 < lost[0].done < 500, "about 10 ms a token"
-    assert not alone.finished
-
-
 def test_what_a_failure_cuts_short_counts_as_far_as_it_came() -> None:
     alone = LoneEngine()
     long = engine_step("a", 100_000, 10)
@@ -163,16 +106,6 @@ def test_an_engine_that_fails_during_an_update_works_as_soon_as_it_is_back() -> 
     alone.run((5.0, engine_step("a", 100, 100), 0.0))
 
     assert alone.finished["a"] < 10.0
-
-
-def test_an_update_of_the_weights_makes_every_context_be_computed_again() -> None:
-    alone = LoneEngine()
-    running = engine_step("a", 1_000, 1_000)
-    alone.timeline.at(5.0, alone.engine.pause, 3.0)
-    alone.run((0.0, running, 0.0))
-
-    assert running.prefilled_tokens > 2_300, "the prompt twice, and what was sampled"
-    assert running.queue_s == pytest.approx(3.0)
 
 
 def test_a_step_that_an_update_stopped_is_not_evicted_before_it_runs_again() -> None:

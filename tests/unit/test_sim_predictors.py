@@ -13,7 +13,11 @@ from treadle_sim.cluster import homogeneous
 from treadle_sim.driver import Driver
 from treadle_sim.engine_model import engine_model
 from treadle_sim.predictors import (
+    DECAY,
+    FRESH_SIGMA,
     NAMES,
+    SHARED,
+    SIGMA0,
     Blind,
     Noisy,
     Oracle,
@@ -61,14 +65,6 @@ def test_the_oracle_knows_what_is_left() -> None:
     assert oracle.predict(0, 1, 130)[0].p50 == 170.0  # in the middle of a step
 
 
-def test_without_error_noise_is_the_truth() -> None:
-    noisy = Noisy(SMALL, 1, sigma0=0.0, fresh_sigma=0.0)
-    for said, true in zip(noisy.predict(0, 1, 100), Oracle(SMALL).predict(0, 1, 100), strict=True):
-        assert said is not None
-        assert true is not None
-        assert (said.p10, said.p50, said.p90) == pytest.approx((true.p10, true.p50, true.p90))
-
-
 @given(st.integers(0, 1599), st.integers(0, 2**31))
 def test_noise_answers_the_same_question_the_same_whenever_it_is_asked(index: int, seed: int) -> None:
     one, other = Noisy(SMALL, seed), Noisy(SMALL, seed)
@@ -93,7 +89,7 @@ def spread_out(prompts: int, samples: int, turns: int, sigma: float = 1.0) -> Wo
 
 def test_quantiles_are_calibrated_at_every_turn_and_the_error_shrinks_as_stated() -> None:
     workload = spread_out(3_000, 1, 4)
-    noisy = Noisy(workload, 0, sigma0=0.8, decay=0.5, fresh_sigma=0.0)
+    noisy = Noisy(workload)
     for turn in range(4):
         left = np.array([each.gen_tokens * (4 - turn) / 4 for each in workload.trajectories])
         said = [
@@ -101,7 +97,7 @@ def test_quantiles_are_calibrated_at_every_turn_and_the_error_shrinks_as_stated(
             for at, each in enumerate(workload.trajectories)
         ]
         median = np.log([each.p50 for each in said])
-        error_sigma = 0.8 * 0.5**turn
+        error_sigma = np.hypot(SIGMA0 * DECAY**turn, FRESH_SIGMA)
         expected_sigma = error_sigma / np.hypot(1.0, error_sigma)  # of a normal truth of deviation 1 seen through it
         assert (np.log(left) - median).std() == pytest.approx(expected_sigma, rel=0.06)
         # It does not believe its outliers: the truth goes as far as it says, no less far.
@@ -110,16 +106,17 @@ def test_quantiles_are_calibrated_at_every_turn_and_the_error_shrinks_as_stated(
         assert (left[:, None] < quantiles).mean(axis=0) == pytest.approx([0.1, 0.5, 0.9], abs=0.03)
 
 
-@pytest.mark.parametrize("shared", [0.0, 0.5, 1.0])
-def test_samples_of_a_prompt_share_the_stated_part_of_the_error(shared: float) -> None:
+def test_samples_of_a_prompt_share_the_stated_part_of_the_error() -> None:
     workload = spread_out(3_000, 2, 1)
-    noisy = Noisy(workload, 0, sigma0=0.5, fresh_sigma=0.0, shared=shared)
+    noisy = Noisy(workload)
     truth = np.log([float(each.gen_tokens) for each in workload.trajectories])
     median = np.log([noisy.predict(index, 0, 0)[0].p50 for index in range(6_000)])
-    trust = truth.var() / (truth.var() + 0.25)
+    error_sigma = np.hypot(SIGMA0, FRESH_SIGMA)
+    trust = truth.var() / (truth.var() + error_sigma**2)
     seen = truth.mean() + (median - truth.mean()) / trust
     errors = (seen - truth).reshape(-1, 2)
-    assert errors.std() == pytest.approx(0.5, rel=0.03)
+    assert errors.std() == pytest.approx(error_sigma, rel=0.03)
+    shared = SHARED * SIGMA0**2 / error_sigma**2
     assert np.corrcoef(errors[:, 0], errors[:, 1])[0, 1] == pytest.approx(shared, abs=0.05)
 
 
@@ -130,12 +127,6 @@ def test_noise_finds_the_longest_better_with_each_step_and_starts_no_better_than
     assert noisy[0].pearson < noisy[1].pearson < noisy[2].pearson
     assert noisy[0].recall == pytest.approx(history[0].recall, abs=0.12)
     assert noisy[0].pearson_log == pytest.approx(history[0].pearson_log, abs=0.1)
-
-
-@pytest.mark.parametrize("change", [{"sigma0": -0.1}, {"decay": 1.1}, {"shared": 2.0}, {"fresh_sigma": float("nan")}])
-def test_parameters_out_of_range_are_refused(change: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(change))):
-        Noisy(SMALL, 0, **change)
 
 
 def test_history_knows_each_prompts_mean_and_nothing_of_the_sample() -> None:
@@ -201,14 +192,15 @@ def test_the_oracle_finds_all_and_the_blind_what_chance_finds() -> None:
     assert measure_accuracy(CODING, Blind(CODING))[0].recall == pytest.approx(0.1, abs=0.01)
 
 
-def test_an_unknown_name_is_refused() -> None:
+def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="no predictor 'crystal-ball', only oracle"):
         make_predictor("crystal-ball", SMALL)
-
-
-def test_accuracy_needs_trajectories_that_go_on() -> None:
     with pytest.raises(ValueError, match="more than 2 steps"):
         measure_accuracy(SMALL, Oracle(SMALL))
+    without_opening: list[list[list[Recorded]]] = [[], [[]], [[Recorded(1, 10, ESTIMATE)]]]
+    for said in without_opening:
+        with pytest.raises(ValueError, match="must begin at turn 0"):
+            RecordedPredictor(two_turns(1_000), said)
 
 
 ESTIMATE = Estimate(100.0, 300.0, 900.0)
@@ -225,7 +217,7 @@ def two_turns(*lengths: int, cap: int = 0) -> Workload:
     )
 
 
-def test_an_answer_holds_until_the_next_less_what_was_sampled_since() -> None:
+def test_an_answer_holds_until_the_next_less_what_was_sampled_since_and_within_the_cap() -> None:
     said = RecordedPredictor(
         two_turns(1_000), [[Recorded(0, 0, ESTIMATE), Recorded(2, 500, Estimate(10.0, 20.0, 30.0))]]
     )
@@ -233,18 +225,8 @@ def test_an_answer_holds_until_the_next_less_what_was_sampled_since() -> None:
     assert said.predict(0, 1, 250)[0] == Estimate(0.0, 50.0, 650.0)
     assert said.predict(0, 2, 500)[0] == Estimate(10.0, 20.0, 30.0)
     assert said.predict(0, 7, 515)[0] == Estimate(0.0, 5.0, 15.0)
-
-
-def test_nothing_is_said_beyond_the_cap() -> None:
-    assert RecordedPredictor(two_turns(1_000, cap=400), [[Recorded(0, 0, ESTIMATE)]]).predict(0, 1, 200)[0] == Estimate(
-        0, 100, 200
-    )
-
-
-@pytest.mark.parametrize("said", [[], [[]], [[Recorded(1, 10, ESTIMATE)]]])
-def test_a_trajectory_without_an_answer_at_its_opening_is_refused(said: list[list[Recorded]]) -> None:
-    with pytest.raises(ValueError, match="must begin at turn 0"):
-        RecordedPredictor(two_turns(1_000), said)
+    capped = RecordedPredictor(two_turns(1_000, cap=400), [[Recorded(0, 0, ESTIMATE)]])
+    assert capped.predict(0, 1, 200)[0] == Estimate(0, 100, 200)
 
 
 def test_who_repeats_the_truth_leads_to_the_rollout_of_who_knows_it_but_for_the_turns() -> None:
