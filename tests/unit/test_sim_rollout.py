@@ -69,7 +69,7 @@ def test_the_same_rollout_comes_out_the_same(batch: Works, cluster: Cluster, sys
     first, second = (play(batch, cluster, system, record=True, seed=3) for _ in range(2))
 
     assert first.outcome == second.outcome
-    assert first.heard == second.heard
+    assert repr(first.heard) == repr(second.heard)  # a plan is an array
 
 
 @settings(max_examples=30, deadline=None)
