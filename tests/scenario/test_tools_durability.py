@@ -94,7 +94,7 @@ async def test_a_step_in_flight_at_the_kill_is_published_as_finished(
     trajectory_id, published = f"t-{uuid.uuid4().hex}", []
     async with run(start_service, state, "reasoning_gym") as calls:
         riddle = (await calls.open("reasoning_gym", LEGS, trajectory_id=trajectory_id)).session.session_id
-        in_flight = asyncio.create_task(calls.step(riddle, {"code": "import time; time.sleep(2)"}))
+        in_flight = asyncio.create_task(calls.step(riddle, {"code": "import time; time.sleep(1)"}))
         await until_said(calls.resources, lambda said: said.actions_running == 1)
         await asyncio.sleep(0.2)  # until the sandbox has it
         calls.process.kill()
@@ -195,13 +195,14 @@ async def test_an_opening_in_flight_is_the_one_that_its_repeat_gets(
     Result: the repeat gets the session that the first call began
     """
     async with run_own(start_service, state, tmp_path) as first:
-        opening = asyncio.create_task(first.open("count", {"opening_s": 1.5}, id="one"))
-        await asyncio.sleep(1.0)
+        opening = asyncio.create_task(first.open("count", {"opening_s": 1.0}, id="one"))
+        await until_said(first.resources, lambda said: said.actions_running == 1)
+        await asyncio.sleep(0.2)  # until the sandbox has it
         killed_at = time.time()
         first.process.kill()
         await asyncio.gather(opening, return_exceptions=True)
     async with run_own(start_service, state, tmp_path) as second:
-        opened = await second.open("count", {"opening_s": 1.5}, id="one")
+        opened = await second.open("count", {"opening_s": 1.0}, id="one")
         assert opened.first.output == "open"
         assert opened.session.opened_at.ToNanoseconds() / 1e9 < killed_at
         assert (await second.step(opened.session.session_id, {}, id="one")).output == "1"

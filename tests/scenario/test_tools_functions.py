@@ -92,8 +92,8 @@ async def test_a_get_has_its_arguments_in_the_query(start_service: StartService,
 async def test_a_function_that_starts_from_zero_is_waited_for(start_service: StartService, tmp_path: Path) -> None:
     """Its start takes longer than a connection may; it is asked once, not again while it starts."""
     async with (
-        function(says_text("up"), cold_s=2.0) as server,
-        asking(start_service, tmp_path, server, connect_s=0.5) as calls,
+        function(says_text("up"), cold_s=0.8) as server,
+        asking(start_service, tmp_path, server, connect_s=0.3) as calls,
     ):
         for _ in range(2):
             server.sleep()

@@ -238,13 +238,13 @@ async def test_a_drain_ends_what_runs_and_keeps_it(start_service: StartService, 
     async with grpc.aio.insecure_channel(process.address) as channel:
         calls = RewardCalls(channel)
         await calls.ended((await calls.score("waiting", {"seconds": 0})).reward_id)  # its worker runs
-        running = [await calls.score("waiting", {"seconds": 1.5}) for _ in range(4)]
+        running = [await calls.score("waiting", {"seconds": 0.7}) for _ in range(4)]
         await calls.running(running[0].reward_id)
         process.terminate()
         assert await process.wait() == 0, process.stderr_text()
     async with rewards(start_service, outside_tmp) as calls:
         ended = await calls.ended(*(one.reward_id for one in running))
-        assert [(one.state, one.score) for one in ended] == [(DONE, 1.5)] * 4
+        assert [(one.state, one.score) for one in ended] == [(DONE, 0.7)] * 4
 
 
 async def test_a_reward_ends_once_nats_is_back(
