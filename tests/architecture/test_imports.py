@@ -4,7 +4,7 @@ import ast
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -12,16 +12,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("predictor", "scheduler", "placement", "migrator", "tools", "rollout", "sidecar")
-OURS = {
-    "treadle",
-    "treadle_core",
-    "treadle_learned",
-    "treadle_runtime",
-    "treadle_sim",
-    "treadle_cli",
-    "treadle_bench",
-} | {f"treadle_{name}" for name in SERVICES}
-
 PACKAGES = {
     "treadle": ROOT / "clients/python/treadle",
     "treadle_core": ROOT / "core/treadle_core",
@@ -64,30 +54,33 @@ def sources(package: str) -> list[Path]:
     return [path for path in sorted(PACKAGES[package].rglob("*.py")) if "_pb2" not in path.name]
 
 
-def imported(path: Path) -> Iterator[str]:
+def imports(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Each module that a file imports, with the names that it takes from it."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name, []) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            assert node.module is not None
-            yield node.module
+            assert node.level == 0 and node.module is not None, f"{path}: relative import"
+            yield node.module, [alias.name for alias in node.names]
 
 
 def top(module: str) -> str:
     return module.partition(".")[0]
 
 
+def wrong_imports(paths: Iterable[Path], is_wrong: Callable[[str], bool]) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in paths
+        for module, _ in imports(path)
+        if is_wrong(module)
+    ]
+
+
 @pytest.mark.parametrize("package", sorted(PACKAGES))
 def test_a_package_imports_only_the_packages_below_it(package: str) -> None:
-    allowed = ALLOWED_OURS[package] | {package}
-    wrong = [
-        f"{path.relative_to(ROOT)} imports {module}"
-        for path in sources(package)
-        for module in imported(path)
-        if top(module) in OURS and top(module) not in allowed
-    ]
-    assert not wrong, "\n".join(wrong)
+    above = set(PACKAGES) - ALLOWED_OURS[package] - {package}
+    assert not wrong_imports(sources(package), lambda module: top(module) in above)
 
 
 @pytest.mark.parametrize("package", sorted(PACKAGES))
@@ -98,11 +91,13 @@ def test_imports_inside_a_package_run_one_way(package: str) -> None:
     names = {name.removesuffix(".__init__"): path for name, path in names.items()}
     graphs: defaultdict[str, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name, path in names.items():
-        for module in imported_of(path, names) - {name}:
-            ours, theirs = name.split("."), module.split(".")
-            shared = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
-            if shared is not None:
-                graphs[".".join(ours[:shared])][ours[shared]].add(theirs[shared])
+        for parent, taken in imports(path):
+            deeper = {f"{parent}.{each}" for each in taken} & set(names)
+            for module in (deeper or {parent} & set(names)) - {name}:
+                ours, theirs = name.split("."), module.split(".")
+                shared = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+                if shared is not None:
+                    graphs[".".join(ours[:shared])][ours[shared]].add(theirs[shared])
     for folder, graph in graphs.items():
         try:
             TopologicalSorter(graph).prepare()
@@ -110,56 +105,27 @@ def test_imports_inside_a_package_run_one_way(package: str) -> None:
             pytest.fail(f"{folder}: {' -> '.join(reversed(error.args[1]))}")
 
 
-def imported_of(path: Path, names: Mapping[str, Path]) -> set[str]:
-    """The modules that a file imports, of these."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            deeper = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= deeper & set(names) or {node.module}
-    return found & set(names)
-
-
 @pytest.mark.parametrize("package", sorted(ALLOWED_THIRD_PARTIES))
 def test_the_client_and_the_core_stay_light(package: str) -> None:
-    allowed = ALLOWED_THIRD_PARTIES[package] | {package} | set(sys.stdlib_module_names)
-    wrong = [
-        f"{path.relative_to(ROOT)} imports {module}"
-        for path in sources(package)
-        for module in imported(path)
-        if top(module) not in allowed | ALLOWED_OURS[package]
-    ]
-    assert not wrong, "\n".join(wrong)
+    allowed = ALLOWED_THIRD_PARTIES[package] | ALLOWED_OURS[package] | {package} | set(sys.stdlib_module_names)
+    assert not wrong_imports(sources(package), lambda module: top(module) not in allowed)
 
 
 def test_the_core_has_no_clock_no_io_and_no_randomness_of_its_own() -> None:
-    wrong = [
-        f"{path.relative_to(ROOT)} imports {module}"
-        for path in sources("treadle_core")
-        for module in imported(path)
-        if top(module) in IMPURE or module == "numpy.random"
-    ]
-    wrong += [
-        f"{path.relative_to(ROOT)}:{node.lineno} awaits"
-        for path in sources("treadle_core")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Await | ast.AsyncFunctionDef | ast.AsyncFor | ast.AsyncWith)
-    ]
-    assert not wrong, "\n".join(wrong)
+    core = sources("treadle_core")
+    assert not wrong_imports(core, lambda module: top(module) in IMPURE or module == "numpy.random")
+    waits = ast.Await | ast.AsyncFunctionDef | ast.AsyncFor | ast.AsyncWith
+    assert not [path for path in core for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, waits)]
 
 
 def test_only_convert_touches_protobuf_messages_and_core_dataclasses() -> None:
     wrong = []
-    for name in SERVICES:
-        for path in sources(f"treadle_{name}"):
-            modules = set(imported(path))
-            protobuf = {module for module in modules if module.startswith("treadle.") and module.endswith("_pb2")}
-            core = {module for module in modules if top(module) == "treadle_core"}
-            builds_both = protobuf and core and path.stem.partition("_")[0] not in {"convert", "servicer"}
-            if builds_both:
-                wrong.append(f"{path.relative_to(ROOT)}: {sorted(protobuf)} and {sorted(core)}")
+    for path in (path for name in SERVICES for path in sources(f"treadle_{name}")):
+        modules = {module for module, _ in imports(path)}
+        protobuf = {module for module in modules if module.startswith("treadle.") and module.endswith("_pb2")}
+        core = {module for module in modules if top(module) == "treadle_core"}
+        if protobuf and core and path.stem.partition("_")[0] not in {"convert", "servicer"}:
+            wrong.append(f"{path.relative_to(ROOT)}: {sorted(protobuf)} and {sorted(core)}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -181,14 +147,6 @@ def test_what_runs_without_a_learned_model_needs_no_torch(module: str) -> None:
 
 def test_what_runs_in_a_sandbox_imports_the_standard_library_and_the_tool_alone() -> None:
     """It starts with `python -I -S` in a few milliseconds, where nothing else is to be had."""
-    inside = "treadle_tools.sandbox.inside"
-    allowed = (inside, "treadle_tools.tool", "treadle_tools.limits")
-    wrong = [
-        f"{path.relative_to(ROOT)} imports {module}"
-        for path in sources("treadle_tools")
-        if path.parent.name == "inside"
-        for node in ast.walk(ast.parse(path.read_text()))
-        for module in ([node.module] if isinstance(node, ast.ImportFrom) and node.module else [])
-        if module.startswith("treadle") and not module.startswith(allowed)
-    ]
-    assert not wrong
+    allowed = ("treadle_tools.sandbox.inside", "treadle_tools.tool", "treadle_tools.limits")
+    inside = [path for path in sources("treadle_tools") if path.parent.name == "inside"]
+    assert not wrong_imports(inside, lambda module: module.startswith("treadle") and not module.startswith(allowed))

@@ -1,7 +1,9 @@
-"""Compose and Kubernetes speak of settings that exist: a renamed setting must not wait for an operator to find it."""
+"""Compose, Kubernetes and the Dockerfile name what exists: a renamed setting, extra or folder must not wait for an
+operator to find it.
+"""
 
 import importlib
-import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,8 @@ def variables_in_compose() -> set[str]:
 
 
 def variables_in_kubernetes() -> set[str]:
-    names: set[str] = set()
-    for path in (ROOT / "k8s").rglob("*.yaml"):
-        for document in yaml.safe_load_all(path.read_text()):
-            names |= set(_environment(document))
-    return names
+    documents = [each for path in (ROOT / "k8s").rglob("*.yaml") for each in yaml.safe_load_all(path.read_text())]
+    return set(_environment(documents))
 
 
 def _environment(node: Any) -> list[str]:
@@ -65,6 +64,14 @@ def test_compose_and_kubernetes_give_every_service_an_address_of_its_own(service
     assert variable in variables_in_kubernetes()
 
 
-def test_the_dockerfile_installs_an_extra_that_exists_for_every_service() -> None:
-    extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
-    assert set(SERVICES) <= set(extras)
+def test_the_dockerfile_copies_the_folder_of_every_package_and_installs_an_extra_for_every_service() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert set(SERVICES) <= set(project["project"]["optional-dependencies"])
+    copied = {
+        word
+        for line in (ROOT / "Dockerfile").read_text().splitlines()
+        if line.startswith("COPY ") and "--from" not in line
+        for word in line.split()[1:-1]
+    }
+    folders = project["tool"]["setuptools"]["packages"]["find"]["where"]
+    assert {Path(folder).parts[0] for folder in folders} <= copied
