@@ -18,6 +18,7 @@ from treadle_cli.problems import UsageProblem
 
 ENGINE_PYTHON_VARIABLE = "TREADLE_ENGINE_PYTHON"
 SANDBOX_PROBE_S = 10.0  # bubblewrap needs some 30 ms; a busy box more
+INSTALLERS = ("apt-get install -y", "dnf install -y", "apk add", "pacman -S", "zypper install")
 
 
 def require_bubblewrap() -> None:
@@ -27,13 +28,8 @@ def require_bubblewrap() -> None:
         raise UsageProblem(
             f"bubblewrap is not installed, and tools do not run without their sandbox.\n{_install_hint('bubblewrap')}"
         )
-    probe = subprocess.run(
-        [path, "--ro-bind", "/", "/", "--unshare-all", "--die-with-parent", "true"],
-        capture_output=True,
-        text=True,
-        timeout=SANDBOX_PROBE_S,
-        check=False,
-    )
+    command = [path, "--ro-bind", "/", "/", "--unshare-all", "--die-with-parent", "true"]
+    probe = subprocess.run(command, capture_output=True, text=True, timeout=SANDBOX_PROBE_S, check=False)
     if probe.returncode != 0:
         reason = probe.stderr.strip() or f"exit code {probe.returncode}"
         raise UsageProblem(
@@ -88,14 +84,7 @@ def has_gpu() -> bool:
 
 
 def _install_hint(package: str) -> str:
-    managers = {
-        "apt-get": "apt-get install -y",
-        "dnf": "dnf install -y",
-        "apk": "apk add",
-        "pacman": "pacman -S",
-        "zypper": "zypper install",
-    }
-    command = next((words for program, words in managers.items() if shutil.which(program)), None)
+    command = next((command for command in INSTALLERS if shutil.which(command.split()[0])), None)
     sudo = "" if os.geteuid() == 0 else "sudo "
     return f"Install it: {sudo}{command} {package}" if command else f"Install the package {package} of your system."
 
@@ -108,25 +97,23 @@ class OtherPrograms:
     """
 
     def __init__(self) -> None:
-        self._wall_s, self._busy_s, self._own_s = time.monotonic(), _busy_s(), _own_s()
+        self._begun = _read_clocks()
 
     def share(self) -> float:
         """The share of all cores' time that others used, between 0 and 1."""
-        wall_s = (time.monotonic() - self._wall_s) * (psutil.cpu_count() or 1)
-        others_s = (_busy_s() - self._busy_s) - (_own_s() - self._own_s)
-        return min(1.0, max(0.0, others_s / wall_s)) if wall_s > 0 else 0.0
+        wall_s, busy_s, own_s = (now - then for now, then in zip(_read_clocks(), self._begun, strict=True))
+        cores_s = wall_s * (psutil.cpu_count() or 1)
+        return min(1.0, max(0.0, (busy_s - own_s) / cores_s)) if cores_s > 0 else 0.0
 
 
-def _busy_s() -> float:
-    times = psutil.cpu_times()
-    return float(times.user + times.nice + times.system + times.irq + times.softirq + times.steal)
-
-
-def _own_s() -> float:
+def _read_clocks() -> tuple[float, float, float]:
+    """Seconds of wall time, of all cores being busy, and of those the seconds of this process and its descendants."""
+    all_cores = psutil.cpu_times()
+    busy_s = sum(getattr(all_cores, kind) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
+    own_s = 0.0
     me = psutil.Process()
-    total = 0.0
     for process in (me, *me.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
             times = process.cpu_times()
-            total += times.user + times.system + times.children_user + times.children_system
-    return total
+            own_s += times.user + times.system + times.children_user + times.children_system
+    return time.monotonic(), busy_s, own_s

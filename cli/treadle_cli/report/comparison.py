@@ -156,11 +156,11 @@ def print_report(console: Console, run: Run, figures: Sequence[ArmFigures], fold
 
 
 def _table(title: str, table_rows: Sequence[Row], titles: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("")
-    for arm in titles:
-        table.add_column(arm, justify="right")
-    table.add_column("change", justify="right")
+    table = Table(
+        "", title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )
+    for column in (*titles, "change"):
+        table.add_column(column, justify="right")
     for row in table_rows:
         style = _VERDICT_STYLE[row.verdict()]
         table.add_row(row.label, *[row.shown(value) for value in row.values], f"[{style}]{row.change()}[/{style}]")
