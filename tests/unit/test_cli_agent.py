@@ -1,9 +1,16 @@
 """What the demo's agent makes of a small model's words, and how it builds what the model reads."""
 
+import io
+
 import pytest
+from rich.console import Console
+from support.mesh_in_process import fake_mesh
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from treadle import Prompt
 from treadle_cli.demo.agents import read_action
 from treadle_cli.demo.chatml import ChatML
+from treadle_cli.demo.live import LiveBoard
+from treadle_cli.demo.play import Work, play
 from treadle_cli.demo.tasks import Task, make_prompts
 from treadle_cli.problems import UsageProblem
 
@@ -84,3 +91,19 @@ def test_prompts_and_seeds_depend_on_nothing_but_index_and_seed(chat: ChatML) ->
     assert make_prompts(chat, 8, 6) != once
     seeds = {p.data.sampling_seed(p.id, sample, turn) for p in once for sample in range(4) for turn in range(7)}
     assert len(seeds) == 8 * 4 * 7
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+async def test_the_demos_work_is_played_on_a_mesh_and_shown(chat: ChatML, terminal: bool) -> None:
+    task = Task("lake", "count", {}, turn_tokens=4, turns=2, base_seed=0)
+    prompts = [Prompt(f"count-{index}", chat.system("Count."), task) for index in range(2)]
+    screen = io.StringIO()
+    console = Console(file=screen, width=200, force_terminal=terminal)
+    async with fake_mesh("e0") as mesh:
+        board = LiveBoard(console, "Both", prompts, 2, {"e0": mesh.engine_ports["e0"].address})
+        played = await play(mesh.address, "", "arm", Work(2, 2, 0, 0.0), chat, prompts, board)
+    assert [(record.arm, record.outcome, record.turns) for record in played.records] == [("arm", "finished", 2)] * 4
+    assert played.makespan_s == max(record.finished_s for record in played.records) > 0
+    tokens = sum(record.gen_tokens for record in played.records)
+    assert f"{tokens} tokens" in screen.getvalue()
+    assert ("4/4" if terminal else "Both: 4/4 trajectories after") in screen.getvalue()

@@ -42,12 +42,12 @@ class LiveBoard(Board):
         )
         self._progress = Progress(*columns, console=console, auto_refresh=False)
         self._bar = self._progress.add_task(title, total=self._total, left="")
-        self._live = Live(get_renderable=self._picture, console=console, refresh_per_second=4)
         self._loads: dict[str, engine_pb2.Load | None] = {}
         self._tokens: dict[str, int] = {}
         self._part_done: dict[tuple[str, int], float] = {}
         self._closed = 0
         self._started_s = time.monotonic()
+        self._live = Live(get_renderable=self._picture, console=console, refresh_per_second=4)
 
     async def __aenter__(self) -> Self:
         self._started_s = time.monotonic()
