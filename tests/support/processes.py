@@ -1,18 +1,17 @@
 """A Treadle service as a real child process."""
 
-import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 import psutil
+from support.conditions import until
 
-POLL_S = 0.01
 END_DEADLINE_S = 20.0
 SUPPORT = Path(__file__).parent
 
@@ -36,16 +35,11 @@ class ServiceProcess:
         return self._process.poll()
 
     async def ready(self, within_s: float) -> None:
-        """Returns once the service listens. Raises AssertionError with its stderr if it ends or takes too long."""
-        ready = self._folder / "ready.json"
-        ends_at = asyncio.get_running_loop().time() + within_s
-        while not ready.exists():
-            if self.returncode is not None:
-                raise AssertionError(f"the service ended with {self.returncode}:\n{self.stderr_text()}")
-            if asyncio.get_running_loop().time() > ends_at:
-                raise AssertionError(f"the service was not ready within {within_s} s:\n{self.stderr_text()}")
-            await asyncio.sleep(POLL_S)
-        self.address = json.loads(ready.read_text())["address"]
+        """Return once the service listens. Raises AssertionError with its stderr if it ends or takes too long."""
+        file = self._folder / "ready.json"
+        await self._until(lambda: file.exists() or self.returncode is not None, within_s)
+        assert file.exists(), f"the service ended with {self.returncode}:\n{self.stderr_text()}"
+        self.address = json.loads(file.read_text())["address"]
 
     def terminate(self) -> None:
         """SIGTERM: drain."""
@@ -58,12 +52,16 @@ class ServiceProcess:
 
     async def wait(self, within_s: float = END_DEADLINE_S) -> int:
         """The exit code, once there is one. Raises AssertionError with stderr if it takes too long."""
-        ends_at = asyncio.get_running_loop().time() + within_s
-        while (code := self.returncode) is None:
-            if asyncio.get_running_loop().time() > ends_at:
-                raise AssertionError(f"the service did not end within {within_s} s:\n{self.stderr_text()}")
-            await asyncio.sleep(POLL_S)
-        return code
+        await self._until(lambda: self.returncode is not None, within_s)
+        return self._process.wait()
+
+    async def _until(self, condition: Callable[[], object], within_s: float) -> None:
+        try:
+            await until(condition, within_s)
+        except AssertionError as late:
+            raise AssertionError(
+                f"the service did not begin or end within {within_s} s:\n{self.stderr_text()}"
+            ) from late
 
     def stderr_text(self) -> str:
         """All that the service has written to stderr."""

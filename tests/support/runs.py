@@ -41,25 +41,18 @@ def span(kind: str, start_s: float, end_s: float, engine_id: str = "engine-0", t
 
 def small_run() -> Run:
     """Two arms of two trajectories. The second arm ends later and queues less; one of them moves behind a tool."""
-    slow = trajectory(
-        "pinned-fcfs", "lake-0", 0, 40, 10.0, span("queue", 0, 6), span("prefill", 6, 7), span("decode", 7, 10)
+    queued = (span("queue", 0, 6), span("prefill", 6, 7), span("decode", 7, 10))
+    called = (span("prefill", 0, 1), span("decode", 1, 3), span("tool", 3, 4, ""))
+    moved = (
+        *(span("queue", 0, 1), span("decode", 1, 5), span("tool", 5, 7, "")),
+        *(span("migration", 5.5, 6.5, "engine-1"), span("decode", 8, 12, "engine-1", 1)),
     )
-    short = trajectory(
-        "pinned-fcfs", "lake-1", 0, 10, 4.0, span("prefill", 0, 1), span("decode", 1, 3), span("tool", 3, 4, "")
+    trajectories = (
+        trajectory("pinned-fcfs", "lake-0", 0, 40, 10.0, *queued),
+        trajectory("pinned-fcfs", "lake-1", 0, 10, 4.0, *called),
+        replace(trajectory("treadle", "lake-0", 0, 40, 12.0, *moved), lost_engines=1, turns=2),
+        trajectory("treadle", "lake-1", 0, 10, 4.0, span("decode", 0, 4, "engine-1")),
     )
-    moved = trajectory(
-        "treadle",
-        "lake-0",
-        0,
-        40,
-        12.0,
-        span("queue", 0, 1),
-        span("decode", 1, 5),
-        span("tool", 5, 7, ""),
-        span("migration", 5.5, 6.5, "engine-1"),
-        span("decode", 8, 12, "engine-1", 1),
-    )
-    still = trajectory("treadle", "lake-1", 0, 10, 4.0, span("decode", 0, 4, "engine-1"))
     arms = (
         ArmRecord("pinned-fcfs", "Pinned FCFS", "first come first served", 10.0),
         ArmRecord("treadle", "Treadle", "longest first", 12.0, 0.0, ("engine-0 was killed by SIGKILL at 7.5 s",)),
@@ -75,4 +68,4 @@ def small_run() -> Run:
         conditions=("Same seeds.",),
         arms=arms,
     )
-    return Run(record, (slow, short, replace(moved, lost_engines=1, turns=2), still))
+    return Run(record, trajectories)
