@@ -9,6 +9,7 @@ A batch depends on its arguments alone; routing only adds hardware tags.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -56,10 +57,10 @@ PREFILL_HEAVY = Parameters(
     tool_sigma=0.5,
     tool_limit_s=5.0,
 )
-DECODE_HEAVY = Parameters(
+DECODE_HEAVY = replace(
+    PREFILL_HEAVY,
     tokens_median=3_000.0,
     tokens_sigma=0.35,
-    within_prompt=0.45,
     steps_median=2.0,
     steps_elasticity=0.3,
     steps_sigma=0.2,
@@ -67,11 +68,8 @@ DECODE_HEAVY = Parameters(
     prompt_tokens=LogNormal(300.0, 0.2, 2_000.0),
     obs_tokens=LogNormal(60.0, 0.4, 500.0),
     tool_mean_s={LLM.lower(): 0.05},
-    tool_sigma=0.5,
-    tool_limit_s=5.0,
 )
 TASKS = {"prefill-heavy": (PREFILL_HEAVY, COMPUTE), "decode-heavy": (DECODE_HEAVY, BANDWIDTH)}
-
 
 Play = Callable[[Sequence[TrajectoryWork], Sequence[str], System, int], float]
 
@@ -124,18 +122,13 @@ def _makespan_s(workload: Workload, pools: Sequence[str], system: System, seed: 
 def _play_alone(name: str, seeds: Sequence[int], prompts: int, play: Play) -> dict[str, Any]:
     kind, suited = TASKS[name]
     other = COMPUTE if suited == BANDWIDTH else BANDWIDTH
-    of: dict[str, list[float]] = {suited: [], other: []}
-    read: list[float] = []
-    for seed in seeds:
-        works = draw_works(kind, prompts, seed, name)
-        for pool, times in of.items():
-            times.append(play(works, [pool], ALONE, seed))
-        read.append(prefill_over_decode(works))
+    drawn = {seed: draw_works(kind, prompts, seed, name) for seed in seeds}
+    of = {pool: [play(works, [pool], ALONE, seed) for seed, works in drawn.items()] for pool in (suited, other)}
     ratios = [mine / theirs for mine, theirs in zip(of[suited], of[other], strict=True)]
     return {
         "task": name,
         "suited": suited,
-        "read_per_written": median_of(read),
+        "read_per_written": median_of(prefill_over_decode(works) for works in drawn.values()),
         "s": {pool: median_of(times) for pool, times in of.items()},
         "ratio": median_of(ratios),
         "spread": range_of(ratios),
@@ -198,11 +191,10 @@ def route(works: Sequence[TrajectoryWork], earlier: Sequence[TrajectoryWork]) ->
     """Assign each prompt to an accelerator by its cost in the epoch `earlier`: those that gain most go to COMPUTE until
     both pools have the same work. If work could be divided, no other split of two pools would end sooner."""
     models = {name: engine_model(LLM, name, 1, SLOTS) for name in POOLS}
-    costs: dict[str, dict[str, float]] = {}
+    costs: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(POOLS, 0.0))
     for work in earlier:
-        of_prompt = costs.setdefault(work.prompt_id, dict.fromkeys(POOLS, 0.0))
         for name, model in models.items():
-            of_prompt[name] += work_s(work, model) / POOLS[name]
+            costs[work.prompt_id][name] += work_s(work, model) / POOLS[name]
     order = sorted(costs, key=lambda prompt: costs[prompt][COMPUTE] / costs[prompt][BANDWIDTH])
     to_compute = np.concatenate([[0.0], np.cumsum([costs[prompt][COMPUTE] for prompt in order])])
     all_left = np.cumsum([costs[prompt][BANDWIDTH] for prompt in order])
@@ -214,8 +206,7 @@ def route(works: Sequence[TrajectoryWork], earlier: Sequence[TrajectoryWork]) ->
 
 def work_s(work: TrajectoryWork, model: EngineModel) -> float:
     """Seconds of an engine with a full batch that a trajectory takes if its prefix is always cached."""
-    curve, context, seconds_ = model.curve, work.prompt_tokens, 0.0
-    cached = 0
+    curve, context, cached, seconds_ = model.curve, work.prompt_tokens, 0, 0.0
     batch = min(float(model.slots), model.kv_tokens / max(1, work.prompt_tokens + work.gen_tokens))
     for step in work.steps:
         seconds_ += curve.prefill_s(context - cached, cached)
@@ -232,17 +223,8 @@ def prefill_over_decode(works: Sequence[TrajectoryWork]) -> float:
 
 
 def _page(found: Figures) -> Figures:
-    mixed: dict[str, dict[str, Any]] = {}
-    for row in found["mixed"]:
-        mixed.setdefault(row["system"], {})[row["routing"]] = row
-    return {
-        "paper": PAPER,
-        "mixed": mixed,
-        "routings": (UNROUTED, BY_TAG, BY_RATIO),
-        "bandwidth": BANDWIDTH,
-        "compute": COMPUTE,
-        "samples": SAMPLES,
-    }
+    names = {"bandwidth": BANDWIDTH, "compute": COMPUTE, "samples": SAMPLES}
+    return {"paper": PAPER, "routings": (UNROUTED, BY_TAG, BY_RATIO), **names}
 
 
 def draw(found: Figures, file: Path) -> None:

@@ -7,7 +7,6 @@ owns the virtual time; everything is drawn from one seed.
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -57,23 +56,15 @@ DOUBT = 2.0
 CURVE = DecodeCurve(base_s=0.008, per_sequence_s=0.00012, per_kv_token_s=6e-9, prefill_tokens_per_s=20_000.0)
 
 
-@dataclass(frozen=True, slots=True)
-class TimedEvent:
-    """One event and its time."""
-
-    now: float
-    event: Event
-
-
 class World:
-    """Plays a rollout of `trajectories` on `engines` against a controller, and records its events. doubt: the factor by
-    which p10 and p90 of a prediction differ from its median; 1: a predictor without doubt."""
+    """Plays a rollout of `trajectories` on `engines` against a controller, and records its events with their times.
+    doubt: the factor by which p10 and p90 of a prediction differ from its median; 1: a predictor without doubt."""
 
     def __init__(
         self, trajectories: int, engines: int, seed: int, policy: Policy, tuning: Tuning, doubt: float = DOUBT
     ) -> None:
         self.controller = Controller(policy, tuning)
-        self.events: list[TimedEvent] = []
+        self.events: list[tuple[Event, float]] = []
         self.now = 0.0
         self.open = 0
         self._doubt = doubt
@@ -115,13 +106,13 @@ class World:
         heapq.heappush(self._waiting, (self.now + seconds, self._came, happens))
 
     def _tell(self, event: Event) -> None:
-        self.events.append(TimedEvent(self.now, event))
+        self.events.append((event, self.now))
         for action in self.handle(event):
             match action:
                 case IssueTicket(ticket):
                     self._step(ticket)
                 case AskPrediction():
-                    self._after(PREDICTOR_S, partial(self._predicted, action))
+                    self._after(PREDICTOR_S, partial(self._predict, action))
                 case AskPlan():
                     self._after(PLACEMENT_S, partial(self._tell, self.solve(action)))
                 case StartMigration():
@@ -138,16 +129,15 @@ class World:
         self._after(RENEWAL_S, partial(self._renew, number))
 
     def _request(self, number: int, tool_s: float) -> None:
-        turn = int(self._turn[number])
-        context = int(self._context[number])
+        turn, context = int(self._turn[number]), int(self._context[number])
         self._tell(StepRequested(f"s{number}.{turn}", f"t{number}", turn, context, 8_192, tool_s=tool_s))
 
     def _step(self, ticket: TicketRecord) -> None:
         number = int(ticket.trajectory_id[1:])
         tokens = int(self._step_tokens[number])
-        self._after(tokens * TOKEN_S, partial(self._finished, number, ticket, tokens))
+        self._after(tokens * TOKEN_S, partial(self._finish_step, number, ticket, tokens))
 
-    def _finished(self, number: int, ticket: TicketRecord, tokens: int) -> None:
+    def _finish_step(self, number: int, ticket: TicketRecord, tokens: int) -> None:
         self._turn[number] += 1
         self._context[number] += tokens + OBSERVATION_TOKENS
         name = ticket.trajectory_id
@@ -158,33 +148,27 @@ class World:
             return
         tool_s = float(self._rng.exponential(MEAN_TOOL_S))
         self._tell(ToolStarted(name, MEAN_TOOL_S))
-        self._after(tool_s, partial(self._tool_over, number, tool_s))
+        self._after(tool_s, partial(self._finish_tool, number, tool_s))
 
-    def _tool_over(self, number: int, tool_s: float) -> None:
+    def _finish_tool(self, number: int, tool_s: float) -> None:
         self._tell(ToolFinished(f"t{number}"))
         self._request(number, tool_s)
 
-    def _predicted(self, ask: AskPrediction) -> None:
+    def _predict(self, ask: AskPrediction) -> None:
         number = int(ask.trajectory_id[1:])
         turns = float(self._steps[number] - ask.turn)
         error = float(np.exp(self._rng.normal(0.0, PREDICTION_SIGMA / (1 + ask.turn))))
         tokens = turns * float(self._step_tokens[number]) * error
-        self._tell(
-            PredictionArrived(
-                ask.trajectory_id,
-                ask.turn,
-                ask.gen_tokens,
-                Estimate(tokens / self._doubt, tokens, tokens * self._doubt),
-                Estimate(turns, turns, turns),
-            )
-        )
+        estimate = Estimate(tokens / self._doubt, tokens, tokens * self._doubt)
+        asked = (ask.trajectory_id, ask.turn, ask.gen_tokens)
+        self._tell(PredictionArrived(*asked, estimate, Estimate(turns, turns, turns)))
 
     def _move(self, move: StartMigration) -> None:
         migration_id = f"m.{move.move_id}"
         self._tell(MoveAccepted(move.trajectory_id, move.move_id, migration_id))
-        self._after(MOVE_S, partial(self._moved, move, migration_id))
+        self._after(MOVE_S, partial(self._finish_move, move, migration_id))
 
-    def _moved(self, move: StartMigration, migration_id: str) -> None:
+    def _finish_move(self, move: StartMigration, migration_id: str) -> None:
         try:
             self._tell(SwitchRequested(migration_id, move.trajectory_id, move.expected_revision, move.target.engine_id))
         except Refusal:  # the tool came back first

@@ -12,16 +12,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from treadle_core.controller import Controller
+from treadle_core.events import Event
 from treadle_core.model import TREADLE_POLICY, PlacementRule, Policy, Replanning
 from treadle_core.placing import balance
 from treadle_core.tuning import Tuning
 
 from treadle_bench.bench import Bench, BenchOptions
-from treadle_bench.controller.load import TimedEvent, World
+from treadle_bench.controller.load import World
 
 TRAJECTORIES = 6_400
 ENGINES = 64
 MICROSECONDS = 1e6
+
+Events = Sequence[tuple[Event, float]]  # with their times
 
 POLICIES = {
     "treadle": TREADLE_POLICY,
@@ -52,7 +55,7 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     }
 
 
-def _measure_policy(events: Sequence[TimedEvent], policy: Policy, options: BenchOptions) -> dict[str, Any]:
+def _measure_policy(events: Events, policy: Policy, options: BenchOptions) -> dict[str, Any]:
     gc.collect()
     gc.freeze()  # the recorded events belong to the bench; garbage of the controller is collected as usual
     try:
@@ -70,34 +73,31 @@ def _measure_policy(events: Sequence[TimedEvent], policy: Policy, options: Bench
         "most_events_per_s": round(max(rates)),
         "events": len(events),
         "actions": actions[0],
-        "mix": dict(Counter(type(each.event).__name__ for each in events).most_common()),
+        "mix": dict(Counter(type(event).__name__ for event, _ in events).most_common()),
         "us_by_kind": by_kind,
     }
 
 
-def _replay(events: Sequence[TimedEvent], policy: Policy) -> tuple[float, int]:
+def _replay(events: Events, policy: Policy) -> tuple[float, int]:
     """Seconds, and the number of actions."""
     controller = Controller(policy, Tuning())
     actions = 0
     started = time.perf_counter()
-    for each in events:
-        actions += len(controller.on_event(each.event, each.now))
+    for event, now in events:
+        actions += len(controller.on_event(event, now))
     return time.perf_counter() - started, actions
 
 
-def _by_kind(events: Sequence[TimedEvent], policy: Policy) -> dict[str, float]:
+def _by_kind(events: Events, policy: Policy) -> dict[str, float]:
     """Mean microseconds of an event of each kind, including two clock reads."""
     controller = Controller(policy, Tuning())
-    seconds: dict[str, float] = defaultdict(float)
-    counts: Counter[str] = Counter()
-    for each in events:
-        kind = type(each.event).__name__
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for event, now in events:
         started = time.perf_counter()
-        controller.on_event(each.event, each.now)
-        seconds[kind] += time.perf_counter() - started
-        counts[kind] += 1
-    means = {kind: round(MICROSECONDS * seconds[kind] / counts[kind], 1) for kind in seconds}
-    return dict(sorted(means.items(), key=lambda pair: -seconds[pair[0]]))
+        controller.on_event(event, now)
+        seconds[type(event).__name__].append(time.perf_counter() - started)
+    by_sum = sorted(seconds, key=lambda kind: -sum(seconds[kind]))
+    return {kind: round(MICROSECONDS * statistics.fmean(seconds[kind]), 1) for kind in by_sum}
 
 
 BENCH = Bench(

@@ -7,7 +7,7 @@ there, and the time of the gRPC call is added.
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from treadle_core.tuning import Tuning
 
 from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.controller.load import DOUBT, World
+from treadle_bench.summary import median_of
 
 # (live trajectories, engines); the first size gives the figures at the top level.
 SIZES = ((6_400, 64), (1_600, 16), (100, 4), (25_600, 256))
@@ -31,6 +32,7 @@ VARIANTS = {"treadle": (TREADLE_POLICY, DOUBT), "trusting": (Policy(reserve=Fals
 TUNING = Tuning(plan_interval_s=0.0)
 RANK_UPDATES = 20_000
 MS = 1e3
+PARTS = ("ms", "ask_ms", "solve_ms", "follow_ms")  # of a plan's time: all of it, and its parts
 
 
 @dataclass
@@ -103,10 +105,7 @@ def _measure_size(live: int, engines: int, name: str, options: BenchOptions) -> 
         "trajectories": min(plan.trajectories for plan in plans),
         "engines": engines,
         "plans": len(plans),
-        "ms": _median(plans, lambda plan: plan.ms),
-        "ask_ms": _median(plans, lambda plan: plan.ask_ms),
-        "solve_ms": _median(plans, lambda plan: plan.solve_ms),
-        "follow_ms": _median(plans, lambda plan: plan.follow_ms),
+        **{key: median_of((getattr(plan, key) for plan in plans), 3) for key in PARTS},
         "p90_ms": round(float(np.percentile([plan.ms for plan in plans], 90)), 3),
         "most_ms": round(max(plan.ms for plan in plans), 3),
     }
@@ -114,23 +113,14 @@ def _measure_size(live: int, engines: int, name: str, options: BenchOptions) -> 
     return row
 
 
-def _median(plans: Sequence[Timed], of: Callable[[Timed], float]) -> float:
-    return round(statistics.median(of(plan) for plan in plans), 3)
-
-
 def _rank_us(live: int, options: BenchOptions) -> float:
     """Microseconds to set a new length and get its rank, among `live` trajectories."""
     rng = np.random.default_rng(options.seed)
     ranks = Ranks()
-    names = [f"t{number}" for number in range(live)]
-    for name, length in zip(names, rng.lognormal(8.0, 1.0, live).tolist(), strict=True):
-        ranks.put(name, length)
-    updates = [
-        (names[int(index)], float(length))
-        for index, length in zip(
-            rng.integers(0, live, RANK_UPDATES), rng.lognormal(8.0, 1.0, RANK_UPDATES), strict=True
-        )
-    ]
+    for number, length in enumerate(rng.lognormal(8.0, 1.0, live).tolist()):
+        ranks.put(f"t{number}", length)
+    numbers, lengths = rng.integers(0, live, RANK_UPDATES), rng.lognormal(8.0, 1.0, RANK_UPDATES)
+    updates = [(f"t{number}", length) for number, length in zip(numbers, lengths.tolist(), strict=True)]
     took: list[float] = []
     for _ in range(options.repeats):
         started = time.perf_counter()

@@ -9,6 +9,8 @@ program, over that size and `cases` random small ones with all cost models and w
 size and cost model. `bound_ratio`: the makespan over a time that no assignment beats.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -91,23 +93,22 @@ def _row(lengths: Floats, contexts: Floats, m: int, model: CostModel, options: B
     def make(current: npt.NDArray[np.int64], memory: Workspace | None) -> None:
         plan(lengths, contexts, current, engines, model, workspace=memory)
 
-    whole = milliseconds(lambda: make(nowhere, workspace), options.repeats, PLANS)
-    fresh = milliseconds(lambda: make(nowhere, None), options.repeats, PLANS)
-    again = milliseconds(lambda: make(placed, workspace), options.repeats, PLANS)
-    sort = milliseconds(lambda: _costs(lengths, contexts, m, model, workspace), options.repeats, PLANS)
-    costs = _costs(lengths, contexts, m, model, workspace)
-    solve = milliseconds(lambda: partition(costs), options.repeats, PLANS)
+    costs = _costs(lengths, contexts, m, model)
+    calls: dict[str, Callable[[], object]] = {
+        "ms": lambda: make(nowhere, workspace),
+        "fresh_ms": lambda: make(nowhere, None),
+        "replan_ms": lambda: make(placed, workspace),
+        "sort_ms": lambda: _costs(lengths, contexts, m, model, workspace),
+        "solve_ms": lambda: partition(costs),
+    }
+    took_ms = {key: milliseconds(call, options.repeats, PLANS) for key, call in calls.items()}
     found = plan(lengths, contexts, nowhere, engines, model, bound=True)
     return {
         "n": n,
         "m": m,
         "model": model.name.lower(),
-        "ms": median(whole),
-        "ms_range": [min(whole), max(whole)],
-        "sort_ms": median(sort),
-        "solve_ms": median(solve),
-        "fresh_ms": median(fresh),
-        "replan_ms": median(again),
+        "ms_range": [min(took_ms["ms"]), max(took_ms["ms"])],
+        **{key: median(of_key) for key, of_key in took_ms.items()},
         "bound_ratio": found.makespan_s / found.lower_bound_s if found.lower_bound_s else 1.0,
     }
 
@@ -167,16 +168,10 @@ def _largest_difference(seed: int) -> float:
         n, m = int(rng.integers(1, 300)), int(rng.integers(1, 13))
         lengths = rng.lognormal(LOG_MEAN, rng.uniform(0.0, 2.0), n).round(int(rng.integers(0, 3)))
         speeds = rng.choice([1.0, 1.7, 3.0], m) if case % 2 else np.ones(m)
-        engines = [
-            PlanEngine(
-                f"engine-{index}",
-                int(rng.integers(1, 64)),
-                int(rng.integers(5_000, 90_000)),
-                1,
-                DecodeCurve(0.01 / speed, 2e-4, 1e-8, 2e4),
-            )
-            for index, speed in enumerate(speeds)
-        ]
+        engines = []
+        for index, speed in enumerate(speeds):
+            slots, kv_tokens = int(rng.integers(1, 64)), int(rng.integers(5_000, 90_000))
+            engines.append(PlanEngine(f"engine-{index}", slots, kv_tokens, 1, replace(ENGINE, base_s=0.01 / speed)))
         model = list(CostModel)[case % len(CostModel)]
         contexts = rng.uniform(0.0, 5_000.0, n)
         costs = tabulate(model, lengths, contexts, rng.random(n) < 0.5, engines)

@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from rich.progress import track
 from treadle_core.model import CostModel
 from treadle_core.placing.solver import partition
-from treadle_sim.allocation.annealing import COOLING, EPSILON_S, anneal
+from treadle_sim.allocation.annealing import COOLING, EPSILON_S, Annealed, anneal
 from treadle_sim.allocation.plan import PLANNED_MODELS, Allocation, EngineKind, allocate, homogeneous, prepare
 from treadle_sim.engine_model import engine_model
 from treadle_sim.workloads.parametric import WORKLOADS, make
@@ -59,17 +59,14 @@ class Case:
     batch: Callable[[int], Batch]
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """One repeat of a case."""
 
     exact: Allocation
-    exact_s: float
-    annealed: Allocation
-    annealing_s: float
-    iterations: int
+    exact_ms: float
+    annealed: Annealed
+    annealing_ms: float
     same_degree: Allocation
-    trajectories: int
 
 
 async def measure(options: BenchOptions) -> dict[str, Any]:
@@ -77,11 +74,8 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     kinds = engine_kinds()
     for model in PLANNED_MODELS:  # compile before anything is timed
         plan_three_ways(draw_lengths(options.seed, 64, 1.0, 0), 8, kinds, model, np.random.default_rng(0))
-    todo = list_cases(options)
-    rows = [
-        measure_case(case, kinds, options)
-        for case in track(todo, "resource plans", console=options.progress, transient=True)
-    ]
+    bar = track(list_cases(options), "resource plans", console=options.progress, transient=True)
+    rows = [measure_case(case, kinds, options) for case in bar]
     named = {(row["lengths"], row["gpus"], row["trajectories"], row["cost"]): row for row in rows}
     top, larger = (named["log-normal 1.0", gpus, 100 * gpus, CostModel.LINEAR_INTEGRAL.name] for gpus in BUDGETS)
     return {
@@ -131,25 +125,21 @@ def draw_lengths(seed: int, count: int, sigma: float, repeat: int) -> Batch:
 
 def lengths_of(works: tuple[TrajectoryWork, ...]) -> Batch:
     """Generated tokens and prompts of trajectories."""
-    return (
-        np.array([work.gen_tokens for work in works], np.float64),
-        np.array([work.prompt_tokens for work in works], np.float64),
-    )
+    lengths, contexts = np.array([(work.gen_tokens, work.prompt_tokens) for work in works], np.float64).T
+    return np.ascontiguousarray(lengths), np.ascontiguousarray(contexts)
 
 
 def plan_three_ways(
     batch: Batch, gpus: int, kinds: list[EngineKind], model: CostModel, rng: np.random.Generator
 ) -> Trial:
     """Plan one workload: exact, annealed, and with one degree."""
-    lengths, contexts = batch
-    started = time.perf_counter()
-    exact = allocate(lengths, contexts, gpus, kinds, model)
-    exact_s = time.perf_counter() - started
-    started = time.perf_counter()
-    annealed = anneal(lengths, contexts, gpus, kinds, rng, model)
-    annealing_s = time.perf_counter() - started
-    same_degree = homogeneous(lengths, contexts, gpus, kinds, model)
-    return Trial(exact, exact_s, annealed.allocation, annealing_s, annealed.iterations, same_degree, len(lengths))
+    began = time.perf_counter()
+    exact = allocate(*batch, gpus, kinds, model)
+    planned = time.perf_counter()
+    annealed = anneal(*batch, gpus, kinds, rng, model)
+    ended = time.perf_counter()
+    same_degree = homogeneous(*batch, gpus, kinds, model)
+    return Trial(exact, 1e3 * (planned - began), annealed, 1e3 * (ended - planned), same_degree)
 
 
 def measure_case(case: Case, kinds: list[EngineKind], options: BenchOptions) -> dict[str, Any]:
@@ -159,10 +149,10 @@ def measure_case(case: Case, kinds: list[EngineKind], options: BenchOptions) -> 
         rng = np.random.default_rng([options.seed, repeat])
         trials.append(plan_three_ways(case.batch(repeat), case.gpus, kinds, case.model, rng))
     first = trials[0].exact
-    exact_ms = [1e3 * each.exact_s for each in trials]
+    exact_ms = [each.exact_ms for each in trials]
     ratios = {
         "gap": [each.exact.gap for each in trials],
-        "annealing_rel": [each.annealed.makespan_s / each.exact.makespan_s for each in trials],
+        "annealing_rel": [each.annealed.allocation.makespan_s / each.exact.makespan_s for each in trials],
         "homogeneous_rel": [each.same_degree.makespan_s / each.exact.makespan_s for each in trials],
     }
     medians = {key: median_of(values, RATIO_DIGITS) for key, values in ratios.items()}
@@ -171,7 +161,7 @@ def measure_case(case: Case, kinds: list[EngineKind], options: BenchOptions) -> 
     return {
         "lengths": case.lengths,
         "gpus": case.gpus,
-        "trajectories": trials[0].trajectories,
+        "trajectories": len(case.batch(0)[0]),
         "cost": case.model.name,
         "ms": median_of(exact_ms, 2),
         "ms_range": range_of(exact_ms, 2),
@@ -180,8 +170,8 @@ def measure_case(case: Case, kinds: list[EngineKind], options: BenchOptions) -> 
         "optimal": first.optimal and (not tried or abs(first.makespan_s / best_s - 1.0) <= SAME),
         "optimal_by": f"trying all {tried}" if tried else "proof",
         "enumeration_ms": round(1e3 * enumeration_s, 1) if tried else None,
-        "annealing_ms": median_of((1e3 * each.annealing_s for each in trials), 2),
-        "annealing_iterations": round(median(each.iterations for each in trials)),
+        "annealing_ms": median_of((each.annealing_ms for each in trials), 2),
+        "annealing_iterations": round(median(each.annealed.iterations for each in trials)),
         "homogeneous_degree": trials[0].same_degree.degrees[0],
         **medians,
         **ranges,
@@ -194,14 +184,11 @@ def try_all_multisets(case: Case, kinds: list[EngineKind]) -> tuple[float, float
     every = list(itertools.islice(multisets(case.gpus, DEGREES), MOST_ENUMERATED + 1))
     if len(every) > MOST_ENUMERATED:
         return np.inf, 0.0, 0
-    lengths, contexts = case.batch(0)
+    batch = case.batch(0)
     started = time.perf_counter()
-    problem = prepare(lengths, contexts, case.gpus, kinds, case.model)
-    place = {degree: at for at, degree in enumerate(DEGREES)}
-    least = np.inf
-    for counts in every:
-        by_row = np.array([counts[place[int(gpus)]] for gpus in problem.gpus], np.int64)
-        least = min(least, partition(problem.engines(by_row), fill_budget=0)[1])
+    problem = prepare(*batch, case.gpus, kinds, case.model)
+    places = [DEGREES.index(int(gpus)) for gpus in problem.gpus]
+    least = min(partition(problem.engines(np.array(counts)[places]), fill_budget=0)[1] for counts in every)
     return least, time.perf_counter() - started, len(every)
 
 

@@ -5,6 +5,7 @@ sources under --data. `predictors`: recall of the longest tenth and correlation 
 are percentiles over trajectories (tokens, steps) and over calls (tool_s, obs_tokens).
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,10 +21,12 @@ from treadle_bench.summary import range_of, rounded
 from treadle_bench.workloads.plot import draw
 
 PERCENTILES = (10, 50, 90, 99, 100)
+SCORES = ("recall", "pearson", "pearson_log", "bias")  # of a predictor
 TURNS = 2  # steps after which the papers last ask a predictor
 SIBLINGS_PROMPTS = 100  # for the estimator without a model, which takes 0.5 ms an answer: a quarter of the batch
 LEAST_REPEATS = 2  # samples that a prompt must have for a variance
 UNTIMED = ("mcpmark", "tau_airline_gpt4o")  # sources whose tool seconds are drawn, not measured
+NO_TOOL_S = {"tool_s": None, "tool_s_mean": None}
 
 
 async def measure(options: BenchOptions) -> dict[str, Any]:
@@ -32,7 +35,10 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     traces = _read_traces(options)
     found = {
         "workloads": [_describe_parametric(name, of_name) for name, of_name in batches.items()],
-        "traces": [_named(name, describe(works), timed=name not in UNTIMED) for name, works in traces.items()],
+        "traces": [
+            {"name": name, **rounded(describe(works)), **(NO_TOOL_S if name in UNTIMED else {})}
+            for name, works in traces.items()
+        ],
         "predictors": [row for name in WORKLOADS for row in _score_predictors(name, options)],
     }
     if options.pictures is not None:
@@ -101,16 +107,15 @@ def _correlation(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> floa
 
 def _describe_parametric(name: str, batches: Sequence[Workload]) -> dict[str, Any]:
     each = [describe(batch.trajectories) for batch in batches]
-    row = _named(name, _median(each), timed=True)
-    row["longest_over_median_range"] = range_of(batch["longest_over_median"] for batch in each)
-    row["tool_s_mean_by_model"] = {
-        llm: {
-            "paper": WORKLOADS[name].tool_mean_s[llm],
-            "drawn": round(describe(make(name, llm=llm).trajectories)["tool_s_mean"], 4),
-        }
-        for llm in MODELS
+    drawn = {llm: describe(make(name, llm=llm).trajectories)["tool_s_mean"] for llm in MODELS}
+    return {
+        "name": name,
+        **rounded(_median(each)),
+        "longest_over_median_range": range_of(batch["longest_over_median"] for batch in each),
+        "tool_s_mean_by_model": {
+            llm: {"paper": WORKLOADS[name].tool_mean_s[llm], "drawn": rounded(mean_s)} for llm, mean_s in drawn.items()
+        },
     }
-    return row
 
 
 def _median(rows: Sequence[Any]) -> Any:
@@ -121,13 +126,6 @@ def _median(rows: Sequence[Any]) -> Any:
     if all(row == first for row in rows):
         return first
     return None if any(row is None for row in rows) else float(np.median(rows))
-
-
-def _named(name: str, row: dict[str, Any], *, timed: bool) -> dict[str, Any]:
-    found = rounded(row)
-    if not timed:
-        found["tool_s"] = found["tool_s_mean"] = None  # the source has none
-    return {"name": name, **found}
 
 
 def _read_traces(options: BenchOptions) -> dict[str, Sequence[TrajectoryWork]]:
@@ -145,7 +143,7 @@ def _read_traces(options: BenchOptions) -> dict[str, Sequence[TrajectoryWork]]:
 
 
 def _score_predictors(name: str, options: BenchOptions) -> list[dict[str, Any]]:
-    rows: dict[str, list[list[dict[str, float]]]] = {}
+    rows: dict[str, list[list[dict[str, float]]]] = defaultdict(list)
     for number, seed in enumerate(options.seeds, 1):
         options.progress.print(f"predictors of {name}, {number} of {options.repeats}")
         whole = (make(name, seed=seed), make(name, seed=seed, epoch=1).trajectories)
@@ -157,20 +155,15 @@ def _score_predictors(name: str, options: BenchOptions) -> list[dict[str, Any]]:
             "siblings, after one epoch": (part[0], Siblings(*part)),
         }
         for label, (workload, predictor) in asked.items():
-            rows.setdefault(label, []).append(
-                [
-                    {"recall": each.recall, "pearson": each.pearson, "pearson_log": each.pearson_log, "bias": each.bias}
-                    for each in measure_accuracy(workload, predictor, TURNS)
-                ]
-            )
+            accuracy = measure_accuracy(workload, predictor, TURNS)
+            rows[label].append([{key: getattr(each, key) for key in SCORES} for each in accuracy])
     return [
         {
             "workload": name,
             "predictor": label,
             "turn": turn,
             **rounded(_median([each[turn] for each in repeats])),
-            "recall_range": range_of([each[turn]["recall"] for each in repeats]),
-            "pearson_range": range_of([each[turn]["pearson"] for each in repeats]),
+            **{f"{key}_range": range_of([each[turn][key] for each in repeats]) for key in ("recall", "pearson")},
         }
         for label, repeats in rows.items()
         for turn in range(TURNS + 1)
