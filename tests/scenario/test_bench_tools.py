@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,19 +17,20 @@ KEYS = (
 )
 
 
+def run_quickly(folder: Path, **environ: str) -> dict[str, Any]:
+    """What `--json` prints; the page is in `folder`."""
+    arguments = ["bench", "tools", "--quick", "--repeats", "1", "--json", "--pictures", str(folder)]
+    command = [sys.executable, "-m", "treadle_cli", *arguments]
+    env = {**os.environ, **environ}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="tools run in bubblewrap's sandbox or not at all")
 def test_a_quick_run_prints_every_key_and_writes_its_page(tmp_path: Path) -> None:
-    arguments = ["bench", "tools", "--quick", "--repeats", "1", "--json", "--pictures", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "treadle_cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=RUN_S,
-        check=False,
-        env=dict(os.environ),
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = run_quickly(tmp_path)
     assert all(isinstance(found[key], float) for key in KEYS)
     assert found["live"]["missing"] is None
     assert found["sessions_ok"] == found["live"]["sessions"]["asked"]
@@ -39,19 +41,7 @@ def test_a_quick_run_prints_every_key_and_writes_its_page(tmp_path: Path) -> Non
 
 
 def test_without_a_sandbox_the_live_figures_are_null_and_it_says_why(tmp_path: Path) -> None:
-    empty = tmp_path / "bin"
-    empty.mkdir()
-    arguments = ["bench", "tools", "--quick", "--repeats", "1", "--json", "--pictures", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "treadle_cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=RUN_S,
-        check=False,
-        env={**os.environ, "PATH": str(empty)},
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = run_quickly(tmp_path, PATH=str(tmp_path))
     assert {key for key in KEYS if found[key] is None} == {"live_p50_ms", "live_p99_ms", "sessions_ok"}
     assert "bubblewrap is not installed" in found["live"]["missing"]
     assert "Nothing was measured live" in (tmp_path / "tools.md").read_text()

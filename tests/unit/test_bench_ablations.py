@@ -8,11 +8,8 @@ import pytest
 from treadle_core.actions import StartMigration
 from treadle_core.events import MoveEnded, ToolFinished
 from treadle_core.model import EngineSpec
-from treadle_sim.cluster import Cluster
-from treadle_sim.driver import Driver
 from treadle_sim.engine_model import engine_model
-from treadle_sim.systems import VERL
-from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload, write_traces
+from treadle_sim.workloads.workload import Step, TrajectoryWork, write_traces
 
 from treadle_bench.ablations.measure import ORDERINGS, PLACEMENTS
 from treadle_bench.affinity.measure import (
@@ -25,7 +22,6 @@ from treadle_bench.affinity.measure import (
     interleave,
     prefill_over_decode,
     route,
-    tag,
     work_s,
 )
 from treadle_bench.bench import BenchOptions
@@ -38,13 +34,8 @@ ONE_GPU = 1 / 64
 @pytest.fixture
 def tiny(tmp_path: Path) -> BenchOptions:
     file = tmp_path / "tiny.jsonl"
-    write_traces(
-        file,
-        [
-            TrajectoryWork(f"p{index // 2}", index % 2, 50, (Step(10 + 7 * index, 20, 0.1), Step(5, 0, 0.1)))
-            for index in range(8)
-        ],
-    )
+    steps = [(Step(10 + 7 * index, 20, 0.1), Step(5, 0, 0.1)) for index in range(8)]
+    write_traces(file, [TrajectoryWork(f"p{index // 2}", index % 2, 50, each) for index, each in enumerate(steps)])
     return BenchOptions(repeats=2, traces=file, scale=ONE_GPU, workers=1, pictures=tmp_path / "drawn")
 
 
@@ -128,13 +119,6 @@ def test_tasks_by_turns_lose_no_trajectory() -> None:
     assert sorted(map(id, mixed)) == sorted(id(work) for each in works for work in each)
     assert {work.prompt_id[0] for work in mixed[:BLOCK]} == {"a"}
     assert mixed[BLOCK].prompt_id[0] == "b"
-
-
-def test_tagged_trajectories_run_on_engines_that_carry_their_tag() -> None:
-    works = draw_works(DECODE_HEAVY, 2, 0, "b")[:6]
-    engines = (engine_model(LLM, "H20", 1, 8), engine_model(LLM, COMPUTE, 1, 8))
-    outcome = Driver(Workload("x", tuple(tag(works, COMPUTE))), Cluster(engines), VERL.policy, VERL.tuning, None).run()
-    assert outcome.engine_busy_s[0] == 0.0 < outcome.engine_busy_s[1]
 
 
 async def test_affinity_compares_every_system_under_every_routing(tmp_path: Path) -> None:

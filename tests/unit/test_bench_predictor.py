@@ -1,6 +1,7 @@
 """`bench predictor` on a trace file, with a real small backbone."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -39,12 +40,8 @@ async def test_every_estimator_is_scored_at_each_step_and_drawn(
     monkeypatch.setattr(predictor_latency, "REQUESTS", 12)
     monkeypatch.setattr(predictor_latency, "WARM_UP", 4)
     write_traces(tmp_path / "own.jsonl", works())
-    options = BenchOptions(
-        repeats=1,
-        traces=tmp_path / "own.jsonl",
-        pictures=tmp_path / "out",
-        model=str(tiny_backbone(tmp_path / "backbone")),
-    )
+    model, out = str(tiny_backbone(tmp_path / "backbone")), tmp_path / "out"
+    options = BenchOptions(repeats=1, traces=tmp_path / "own.jsonl", pictures=out, model=model)
     found = await BENCHES["predictor"].run(options)
     assert {row["estimator"] for row in found["rows"]} == {
         *("history", "siblings", "boosted", "numbers", "prompt-only", "learned", "chosen", "oracle")
@@ -63,10 +60,8 @@ async def test_every_estimator_is_scored_at_each_step_and_drawn(
     (data,) = found["data"]
     assert (data["name"], data["trajectories"], data["prompts"]) == ("own.jsonl", 120, 60)
     assert data["step_texts"] and data["prompt_texts"]
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        *("predictor.json", "predictor.md", "predictor.png")
-    }
-    assert json.loads((tmp_path / "out" / "predictor.json").read_text()) == found
+    assert {path.name for path in out.iterdir()} == {"predictor.json", "predictor.md", "predictor.png"}
+    assert json.loads((out / "predictor.json").read_text()) == found
 
 
 def test_prompts_are_drawn_whole_and_by_the_seed() -> None:
@@ -93,22 +88,15 @@ def test_who_says_the_truth_backwards_costs_time_in_every_fold() -> None:
     assert min(found["backwards"]) > 0.05
 
 
-async def test_without_trajectories_it_says_what_it_needs() -> None:
-    with pytest.raises(UsageProblem, match=r"--traces FILE .* or --data DIR"):
-        await BENCHES["predictor"].run(BenchOptions())
-
-
-async def test_too_few_trajectories_are_named_and_so_is_a_folder_without_a_model(tmp_path: Path) -> None:
+async def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no default backbone
     write_traces(tmp_path / "own.jsonl", works(4))
-    backbone = str(tiny_backbone(tmp_path / "backbone"))
-    with pytest.raises(UsageProblem, match="4 prompts are too few for 5 folds"):
-        await BENCHES["predictor"].run(BenchOptions(traces=tmp_path / "own.jsonl", model=backbone))
-    with pytest.raises(UsageProblem, match="cannot be loaded"):
-        await BENCHES["predictor"].run(BenchOptions(traces=tmp_path / "own.jsonl", model=str(tmp_path)))
-
-
-async def test_a_backbone_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    write_traces(tmp_path / "own.jsonl", works(4))
-    with pytest.raises(UsageProblem, match="is not there yet: `treadle demo` makes it"):
-        await BENCHES["predictor"].run(BenchOptions(traces=tmp_path / "own.jsonl"))
+    few = BenchOptions(traces=tmp_path / "own.jsonl")
+    for options, words in (
+        (BenchOptions(), r"--traces FILE .* or --data DIR"),
+        (replace(few, model=str(tiny_backbone(tmp_path / "backbone"))), "4 prompts are too few for 5 folds"),
+        (replace(few, model=str(tmp_path)), "cannot be loaded"),
+        (few, "is not there yet: `treadle demo` makes it"),
+    ):
+        with pytest.raises(UsageProblem, match=words):
+            await BENCHES["predictor"].run(options)

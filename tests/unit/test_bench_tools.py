@@ -11,13 +11,14 @@ from treadle_bench.tools.setting import DecisionSeconds, by_arrival, mean_act_s,
 
 def replay(*completions: tuple[str, float, float]) -> Replay:
     """Of (trajectory, arrival, completion)."""
-    records: list[Record] = []
-    traces: dict[str, Trace] = {}
-    for name, arrived_s, took_s in completions:
-        call = Call(0.0, {CPU_CORES: Fixed(1)}, took_s)
-        trace = traces.setdefault(name, Trace(name, "coding", (call,)))
-        records.append(Record(Asked(trace, 0, arrived_s), arrived_s, 0.0, arrived_s + took_s, 1))
-    return Replay(tuple(traces.values()), tuple(records), dict.fromkeys(traces, 0.0), Decisions())
+    traces = {
+        name: Trace(name, "coding", (Call(0.0, {CPU_CORES: Fixed(1)}, took_s),)) for name, _, took_s in completions
+    }
+    records = tuple(
+        Record(Asked(traces[name], 0, arrived_s), arrived_s, 0.0, arrived_s + took_s, 1)
+        for name, arrived_s, took_s in completions
+    )
+    return Replay(tuple(traces.values()), records, dict.fromkeys(traces, 0.0), Decisions())
 
 
 def test_completion_times_are_summed_by_trajectory_and_averaged_over_them() -> None:

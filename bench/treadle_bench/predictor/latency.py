@@ -14,7 +14,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,31 +43,12 @@ VERSION = "bench"
 MS = 1e3
 
 
-@dataclass
-class Latency:
-    """Milliseconds of each answered call."""
-
-    took_ms: list[float] = field(default_factory=list)
-    others: int = 0  # answers that are not from the learned model
-
-    def figures(self) -> dict[str, Any]:
-        """p50_ms, p99_ms: of all calls of all repeats."""
-        p50, p99 = np.percentile(self.took_ms, [50, 99]) if self.took_ms else (float("nan"), float("nan"))
-        return {
-            "p50_ms": round(float(p50), 1),
-            "p99_ms": round(float(p99), 1),
-            "latency_requests": len(self.took_ms),
-            "latency_others": self.others,
-            "latency_per_s": RATE_PER_S,
-        }
-
-
 async def measure(transcripts: Sequence[Transcript], backbone: Backbone, options: BenchOptions) -> dict[str, Any]:
     """The figures, none without transcripts of several turns. Raises ProcessError."""
     played = [transcript for transcript in transcripts if len(transcript.turns) > 1]
     if not played:
         return {}
-    found = Latency()
+    took_ms: list[float] = []
     with tempfile.TemporaryDirectory(prefix="treadle-bench-") as models:
         _save_untrained_model(backbone, Path(models))
         settings = {"MODELS": models, "DEADLINE_S": str(DEADLINE_S), "THREADS": str(os.cpu_count() or 1)}
@@ -79,8 +60,15 @@ async def measure(transcripts: Sequence[Transcript], backbone: Backbone, options
             stub = predictor_pb2_grpc.PredictorServiceStub(channel)
             for number, seed in enumerate(options.seeds, 1):
                 options.progress.print(f"latency {number}/{options.repeats}: {REQUESTS} predictions")
-                await _repeat(played, backbone, bus, stub, found, seed)
-    return found.figures()
+                took_ms += await _repeat(played, backbone, bus, stub, seed)
+    p50, p99 = np.percentile(took_ms, [50, 99]) if took_ms else (float("nan"), float("nan"))
+    return {
+        "p50_ms": round(float(p50), 1),
+        "p99_ms": round(float(p99), 1),
+        "latency_requests": len(took_ms),
+        "latency_others": REQUESTS * options.repeats - len(took_ms),
+        "latency_per_s": RATE_PER_S,
+    }
 
 
 async def _repeat(
@@ -88,9 +76,9 @@ async def _repeat(
     backbone: Backbone,
     bus: Bus,
     stub: predictor_pb2_grpc.PredictorServiceAsyncStub,
-    found: Latency,
     seed: int,
-) -> None:
+) -> list[float]:
+    """Milliseconds of the answers of the learned model to REQUESTS questions."""
     rng = np.random.default_rng(seed)
     steps = _steps(played, backbone, rng, f"bench-{seed}")
     asked = 0
@@ -99,12 +87,12 @@ async def _repeat(
         for fact in facts:
             await bus.publish(fact)
         if query.turn:
-            await _ask(stub, query, Latency())
+            await _time_answer(stub, query)
             asked += 1
     due_s = time.perf_counter()
     async with asyncio.TaskGroup() as group:
-        asked = 0
-        while asked < REQUESTS:
+        tasks: list[asyncio.Task[float | None]] = []
+        while len(tasks) < REQUESTS:
             facts, query = next(steps)
             if query.turn:
                 due_s += float(rng.exponential(1.0 / RATE_PER_S))
@@ -112,18 +100,16 @@ async def _repeat(
             for fact in facts:
                 await bus.publish(fact)
             if query.turn:
-                group.create_task(_ask(stub, query, found))
-                asked += 1
+                tasks.append(group.create_task(_time_answer(stub, query)))
+    return [took_ms for task in tasks if (took_ms := task.result()) is not None]
 
 
-async def _ask(stub: predictor_pb2_grpc.PredictorServiceAsyncStub, query: predictor_pb2.Query, found: Latency) -> None:
+async def _time_answer(stub: predictor_pb2_grpc.PredictorServiceAsyncStub, query: predictor_pb2.Query) -> float | None:
+    """Milliseconds of an answer, None where it is not from the learned model."""
     began_s = time.perf_counter()
     answer = await stub.PredictRemaining(predictor_pb2.PredictRemainingRequest(query=query), timeout=CALL_S)
     took_ms = MS * (time.perf_counter() - began_s)
-    if answer.prediction.estimator == predictor_pb2.ESTIMATOR_MODEL:
-        found.took_ms.append(took_ms)
-    else:
-        found.others += 1
+    return took_ms if answer.prediction.estimator == predictor_pb2.ESTIMATOR_MODEL else None
 
 
 def _steps(
@@ -154,12 +140,8 @@ def _steps_of(
     gen_tokens = 0
     for turn, done in enumerate(own.turns, start=1):
         gen_tokens += done.gen_tokens
-        yield (
-            [next(facts)],
-            predictor_pb2.Query(
-                trajectory_id=own.trajectory_id, prompt_id=own.prompt_id, turn=turn, gen_tokens=gen_tokens
-            ),
-        )
+        query = predictor_pb2.Query(trajectory_id=name, prompt_id=own.prompt_id, turn=turn, gen_tokens=gen_tokens)
+        yield [next(facts)], query
     yield list(facts), predictor_pb2.Query()
 
 

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import sys
 import time
 import uuid
@@ -20,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import aiohttp
+from treadle_cli.mesh.services import free_ports
 from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused, EngineRequest
 from treadle_sidecar.engine.process import EngineSpec, start_engine, stop_engine
 
@@ -42,8 +42,10 @@ def prompt(number: int) -> list[int]:
     return [3 + (number * 7919 + position * 31 + position * position) % 40_000 for position in range(PROMPT_TOKENS)]
 
 
-async def stream(url: str, ids: list[int], count: int, priority: int, arrivals: list[float]) -> dict[str, Any]:
-    """One request to the engine itself. Appends the time of each chunk to `arrivals`; returns its last meta_info."""
+async def stream(
+    url: str, ids: list[int], count: int, priority: int, arrivals: asyncio.Queue[float] | None = None
+) -> dict[str, Any]:
+    """One request to the engine itself. Puts the time of each chunk into `arrivals`; returns its last meta_info."""
     body = {
         "rid": uuid.uuid4().hex,
         "input_ids": ids,
@@ -58,15 +60,10 @@ async def stream(url: str, ids: list[int], count: int, priority: int, arrivals: 
     ):
         async for line in response.content:
             if line.startswith(b"data: {"):
-                arrivals.append(time.monotonic())
+                if arrivals is not None:
+                    arrivals.put_nowait(time.monotonic())
                 meta = json.loads(line[6:])["meta_info"]
     return meta
-
-
-async def until_count(arrivals: list[float], count: int) -> None:
-    """Wait until `count` chunks have arrived."""
-    while len(arrivals) < count:  # noqa: ASYNC110 - a measurement: no event between the chunk and its time
-        await asyncio.sleep(0.005)
 
 
 async def total_prefilled(session: aiohttp.ClientSession, url: str) -> int:
@@ -77,18 +74,19 @@ async def total_prefilled(session: aiohttp.ClientSession, url: str) -> int:
 
 async def native(url: str, number: int) -> dict[str, float]:
     """The engine preempts the long request itself."""
-    long_times: list[float] = []
+    arrivals: asyncio.Queue[float] = asyncio.Queue()
     async with aiohttp.ClientSession() as session:
-        long = asyncio.create_task(stream(url, prompt(number), LONG_TOKENS, 0, long_times))
-        await until_count(long_times, CUT_AFTER_TOKENS)
+        long = asyncio.create_task(stream(url, prompt(number), LONG_TOKENS, 0, arrivals))
+        for _ in range(CUT_AFTER_TOKENS):
+            await arrivals.get()
         before = await total_prefilled(session, url)
-        await stream(url, prompt(number + 1), SHORT_TOKENS, 10, [])
-        ended, had = time.monotonic(), len(long_times)
-        await until_count(long_times, had + 1)
-        resumed_s = long_times[had] - ended
+        await stream(url, prompt(number + 1), SHORT_TOKENS, 10)
+        ended = time.monotonic()
+        while (resumed := await arrivals.get()) < ended:  # chunks that came before the preemption
+            pass
         meta = await long
         computed = await total_prefilled(session, url) - before - PROMPT_TOKENS
-    return {"recomputed_tokens": computed, "resumed_s": resumed_s, "retractions": meta["num_retractions"]}
+    return {"recomputed_tokens": computed, "resumed_s": resumed - ended, "retractions": meta["num_retractions"]}
 
 
 async def by_abort(engine: EngineClient, url: str, number: int) -> dict[str, float]:
@@ -100,7 +98,7 @@ async def by_abort(engine: EngineClient, url: str, number: int) -> dict[str, flo
         ids += chunk.token_ids
         if len(ids) == PROMPT_TOKENS + CUT_AFTER_TOKENS:
             await engine.abort(rid)
-    await stream(url, prompt(number + 1), SHORT_TOKENS, 10, [])
+    await stream(url, prompt(number + 1), SHORT_TOKENS, 10)
     ended = time.monotonic()
     async for chunk in engine.generate(EngineRequest(uuid.uuid4().hex, ids, params, "default")):
         resumed_s = time.monotonic() - ended
@@ -121,7 +119,7 @@ async def measure(url: str) -> dict[str, list[dict[str, float]]]:
                 if time.monotonic() > ends_at:
                     raise
                 await asyncio.sleep(0.5)
-        await stream(url, prompt(9000), 4, 0, [])
+        await stream(url, prompt(9000), 4, 0)
         results: dict[str, list[dict[str, float]]] = {"native_preemption": [], "abort_and_resume": []}
         for repeat in range(REPEATS):
             results["native_preemption"].append(await native(url, 100 + 10 * repeat))
@@ -137,9 +135,7 @@ def main() -> None:
     parser.add_argument("--engine-python", type=Path, required=True)
     parser.add_argument("--model", required=True)
     arguments = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     with TemporaryDirectory() as folder:
         spec = EngineSpec(
             engine_id="measured",

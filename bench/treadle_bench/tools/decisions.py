@@ -40,14 +40,10 @@ def measure(plan: Plan) -> dict[str, Any]:
     everything: list[Took] = []
     plan.report("decisions")
     for shape, nodes, busy in itertools.product(SHAPES, (1, 10), (0.0, 0.5, 0.9)):
-        took: list[Took] = []
-        started: list[int] = []
-        for seed in plan.seeds:
-            state = draw_state(shape, nodes, busy, setting.waiting, seed)
-            started.append(len(decide(*state, typical_s=5.0)))
-            took += _time_decisions(state)
-        row = {"shape": shape, "nodes": nodes, "busy": busy, **quantiles(took)}
-        rows.append({**row, "started": float(np.mean(started))})
+        states = [draw_state(shape, nodes, busy, setting.waiting, seed) for seed in plan.seeds]
+        started = float(np.mean([len(decide(*state, typical_s=5.0)) for state in states]))
+        took = [each for state in states for each in _time_decisions(state)]
+        rows.append({"shape": shape, "nodes": nodes, "busy": busy, **quantiles(took), "started": started})
         everything += took
     worst = {f"worst_row_{key}": max(row[key] for row in rows) for key in ("p99_ms", "processor_p99_ms")}
     return {
@@ -64,13 +60,12 @@ def measure(plan: Plan) -> dict[str, Any]:
 def quantiles(took: Sequence[Took]) -> dict[str, float]:
     """Quantiles of wall time, and of processor time, which other programs on the machine lengthen less."""
     wall, processor = np.array(took).T
-    return {
-        "p50_ms": round(float(np.percentile(wall, 50)), 3),
-        "p99_ms": round(float(np.percentile(wall, 99)), 3),
-        "processor_p50_ms": round(float(np.percentile(processor, 50)), 3),
-        "processor_p99_ms": round(float(np.percentile(processor, 99)), 3),
-        "max_ms": round(float(wall.max()), 3),
+    found = {
+        f"{name}p{share}_ms": round(float(np.percentile(times, share)), 3)
+        for name, times in (("", wall), ("processor_", processor))
+        for share in (50, 99)
     }
+    return {**found, "max_ms": round(float(wall.max()), 3)}
 
 
 def _time_decisions(state: tuple[ActionQueue, list[Pool], list[Executing]]) -> list[Took]:
