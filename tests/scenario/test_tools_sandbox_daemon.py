@@ -71,7 +71,7 @@ async def test_an_answer_that_was_read_by_half_is_received_whole(tmp_path: Path)
     """The next service gets a fresh connection and receives the whole answer, and the sandbox goes on."""
     async with service(tmp_path / "s") as first:
         sandbox = await take(first)
-        first.bind(RECORD, sandbox)
+        first.records.bind(RECORD, sandbox.name)
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(sandbox._connection, request(f"print('x' * {LARGE})", "one"))
         assert len(await loop.sock_recv(sandbox._connection, 1000)) > 0
@@ -87,7 +87,7 @@ async def test_an_answer_that_was_read_by_half_is_received_whole(tmp_path: Path)
 async def test_a_request_that_was_sent_by_half_never_happened(tmp_path: Path) -> None:
     async with service(tmp_path / "s") as first:
         sandbox = await take(first)
-        first.bind(RECORD, sandbox)
+        first.records.bind(RECORD, sandbox.name)
         whole = request("open('/tmp/x', 'w').write('x')", "one")
         await asyncio.get_running_loop().sock_sendall(sandbox._connection, whole[: len(whole) // 2])
     async with service(tmp_path / "s", keep_on_exit=False) as second:
@@ -101,21 +101,21 @@ async def test_only_sandboxes_of_sessions_outlive_a_service(tmp_path: Path) -> N
     """What is noted of a session is there, what is forgotten is not; a sandbox that is no session's is killed."""
     async with service(tmp_path / "s") as first:
         kept, closed, loose = [await take(first) for _ in range(3)]
-        first.bind(RECORD, kept)
-        first.bind({"session_id": "s-2"}, closed)
-        first.note("s-1", {"note": "changed"})
-        first.forget("s-2", closed_by="r-2")
+        first.records.bind(RECORD, kept.name)
+        first.records.bind({"session_id": "s-2"}, closed.name)
+        first.records.note("s-1", {"note": "changed"})
+        first.records.forget("s-2", closed_by="r-2")
         processes = [psutil.Process(sandbox._pid) for sandbox in (closed, loose)]
     await gone(processes)
     async with service(tmp_path / "s", keep_on_exit=False) as second:
         assert [found.record for found in second.found] == [{**RECORD, "note": "changed"}]
-        assert second.closed == {"s-2": "r-2"}
+        assert second.records.closed == {"s-2": "r-2"}
 
 
 async def test_a_sandbox_that_is_closed_is_dead_and_its_session_is_remembered(tmp_path: Path) -> None:
     async with service(tmp_path / "s") as first:
         sandbox = await take(first)
-        first.bind(RECORD, sandbox)
+        first.records.bind(RECORD, sandbox.name)
         process = psutil.Process(sandbox._pid)
         sandbox.close()
         await gone([process])
@@ -129,7 +129,7 @@ async def test_a_sandbox_that_is_closed_is_dead_and_its_session_is_remembered(tm
 async def test_a_daemon_ends_with_all_it_holds(tmp_path: Path, keep_s: float | None) -> None:
     async with service(tmp_path / "s", keep_s=keep_s or 0.0, cgroups=True, keep_on_exit=keep_s is not None) as first:
         daemon = daemon_process(tmp_path / "s")
-        first.bind(RECORD, await take(first))
+        first.records.bind(RECORD, (await take(first)).name)
         running = daemon.children(recursive=True)
         if keep_s is None:
             daemon.terminate()
@@ -144,7 +144,7 @@ async def test_a_service_of_another_version_gets_a_daemon_of_its_own(tmp_path: P
     """The old one ends on the first word that it does not understand, and its sessions with it."""
     async with service(tmp_path / "s") as first:
         old = daemon_process(tmp_path / "s")
-        first.bind(RECORD, await take(first))
+        first.records.bind(RECORD, (await take(first)).name)
         running = old.children(recursive=True)
     folder = StateFolder.take(tmp_path / "s")
     end = folder.connect()
@@ -163,7 +163,7 @@ async def test_a_service_of_another_version_gets_a_daemon_of_its_own(tmp_path: P
 
 async def test_other_control_groups_need_another_daemon(tmp_path: Path) -> None:
     async with service(tmp_path / "s", cgroups=False) as first:
-        first.bind(RECORD, await take(first))
+        first.records.bind(RECORD, (await take(first)).name)
         old = daemon_process(tmp_path / "s")
     async with service(tmp_path / "s", cgroups=True, keep_on_exit=False) as second:
         assert second.found == []

@@ -43,7 +43,7 @@ async def test_each_sandbox_is_used_once_and_an_orderly_end_leaves_none(tmp_path
             assert not sandbox.alive
         assert len(names) == 4
         await until(lambda: not names & set(host.containers))
-        fleet.bind(RECORD, await fleet.take("python"))
+        fleet.records.bind(RECORD, (await fleet.take("python")).name)
     assert host.containers == {}
     assert list(tmp_path.iterdir()) == []  # noqa: ASYNC240 - a moment at the end of a test
 
@@ -106,22 +106,22 @@ async def test_the_next_run_finds_sessions_and_removes_all_other_containers(tmp_
     host = FakeHost()
     async with fleet_on([host], tmp_path, tools=[COUNTER], keep_on_exit=True) as fleet:
         sandbox, other = await fleet.take("counter"), await fleet.take("counter")
-        fleet.bind(RECORD, sandbox)
-        fleet.bind({"session_id": "s-2", "tool": "counter"}, other)
+        fleet.records.bind(RECORD, sandbox.name)
+        fleet.records.bind({"session_id": "s-2", "tool": "counter"}, other.name)
         await open_counter(sandbox)
         assert await step(sandbox, "s1", add=1) == "2"
-        fleet.note("s-1", {"steps": 1})
-        fleet.forget("s-2", closed_by="close-request")
+        fleet.records.note("s-1", {"steps": 1})
+        fleet.records.forget("s-2", closed_by="close-request")
         await container_of(host, sandbox).pipes[-1].write(b'{"op":"step","id":"half","argum')
     async with fleet_on([host], tmp_path, tools=[COUNTER]) as fleet:
         (found,) = fleet.found
         assert found.record == {**RECORD, "steps": 1}
-        assert fleet.closed == {"s-2": "close-request"}
+        assert fleet.records.closed == {"s-2": "close-request"}
         assert found.sandbox is not None
         assert sandbox.name in host.containers and other.name not in host.containers
         assert (await found.sandbox.ask("recall", None, COUNTER.limits, 64))["id"] == "s1"
         assert await step(found.sandbox, "s2", add=5) == "7"
-        fleet.forget("s-1")
+        fleet.records.forget("s-1")
         found.sandbox.close()
     assert host.containers == {}
 
@@ -130,7 +130,7 @@ async def test_a_session_whose_container_is_gone_is_found_without_a_sandbox(tmp_
     host = FakeHost()
     async with fleet_on([host], tmp_path, tools=[COUNTER], keep_on_exit=True) as fleet:
         sandbox = await fleet.take("counter")
-        fleet.bind(RECORD, sandbox)
+        fleet.records.bind(RECORD, sandbox.name)
     await host.remove(sandbox.name)
     (tmp_path / "s-3.session.json").write_text("{ written by")
     async with fleet_on([host], tmp_path, tools=[COUNTER]) as fleet:

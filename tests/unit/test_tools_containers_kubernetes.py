@@ -67,7 +67,7 @@ async def test_sessions_of_pods_outlive_the_service(server: FakeApiServer, tmp_p
     folder = tmp_path / "ledger"
     async with fleet_on([host()], folder, tools=[COUNTER], keep_on_exit=True) as fleet:
         sandbox, warm = await fleet.take("counter"), await fleet.take("counter")
-        fleet.bind({"session_id": "s-1", "tool": "counter"}, sandbox)
+        fleet.records.bind({"session_id": "s-1", "tool": "counter"}, sandbox.name)
         await sandbox.ask("open", {"start": 1}, COUNTER.limits, 64)
         await sandbox.ask("step", {"add": 2}, COUNTER.limits, 64, request_id="s1")
     assert sandbox.name in server.pods and warm.name not in server.pods

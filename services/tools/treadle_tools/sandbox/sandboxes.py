@@ -176,8 +176,8 @@ class SessionRecords:
         if session_id in self.records:
             self.records[session_id].update(facts)
 
-    def forget(self, session_id: str, closed_by: str) -> None:
-        """Remove a closed session. closed_by: by which request; "": by none."""
+    def forget(self, session_id: str, closed_by: str = "") -> None:
+        """Remove a closed session. closed_by: the request that closed it, which may be repeated to the next run."""
         self.records.pop(session_id, None)
         self.sandboxes.pop(session_id, None)
         if closed_by:
@@ -197,19 +197,23 @@ class FoundSession:
 class Backend(ABC):
     """Makes sandboxes, and stores sessions for the service's next run. While `run` runs it keeps sandboxes warm.
 
-    tools: those that it runs. failures: why the others of its tools cannot run. warm: sandboxes per tool that wait for
-    a call. lazy: tools whose worker starts with the first call. found: the sessions that outlived the service's last
-    run. closed: sessions closed in it, session id -> the request that closed it.
+    records: where sessions are stored. tools: those that it runs. failures: why the others of its tools cannot run.
+    warm: sandboxes per tool that wait for a call. lazy: tools whose worker starts with the first call. found: the
+    sessions that outlived the service's last run.
     """
 
     def __init__(
-        self, tools: Iterable[str], failures: Mapping[str, str], *, warm: int, lazy: Iterable[str] = ()
+        self,
+        records: SessionRecords,
+        tools: Iterable[str],
+        failures: Mapping[str, str],
+        *,
+        warm: int,
+        lazy: Iterable[str] = (),
     ) -> None:
+        self.records = records
         self.found: list[FoundSession] = []
-        self.closed: dict[str, str] = {}
-        self._warm: dict[str, WarmSandboxes] = {
-            tool: WarmSandboxes(warm, partial(self._request, tool), lazy=tool in lazy) for tool in tools
-        }
+        self._warm = {tool: WarmSandboxes(warm, partial(self._request, tool), lazy=tool in lazy) for tool in tools}
         for tool, why in failures.items():
             self._warm[tool] = WarmSandboxes(0, lambda count: None, failure=why)
 
@@ -221,20 +225,8 @@ class Backend(ABC):
     def _request(self, tool: str, count: int) -> None:
         """Start making sandboxes of a tool for `_warm`."""
 
-    @abstractmethod
-    def bind(self, record: Mapping[str, Any], sandbox: Sandbox) -> None:
-        """Store a session and the sandbox that it lives in. record: JSON, with its session_id and tool."""
-
-    @abstractmethod
-    def note(self, session_id: str, facts: Mapping[str, Any]) -> None:
-        """Change fields of its record."""
-
-    @abstractmethod
-    def forget(self, session_id: str, closed_by: str = "") -> None:
-        """Remove a closed session. closed_by: the request that closed it, which may be repeated to the next run."""
-
     async def flush(self) -> None:  # noqa: B027 - most store at once
-        """Return once all of that is stored even if this process is killed."""
+        """Return once all that `records` was told is stored even if this process is killed."""
 
     @abstractmethod
     async def run(self) -> None:

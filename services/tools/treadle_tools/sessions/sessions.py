@@ -85,7 +85,7 @@ class Sessions:
         """Take over the sessions of an earlier run."""
         tools = {tool.name: tool for tool in registry}
         for backend in self._backends:
-            self._closed_before |= backend.closed
+            self._closed_before |= backend.records.closed
             for found in backend.found:
                 session_id, name = str(found.record["session_id"]), str(found.record["tool"])
                 if name in tools:
@@ -94,7 +94,7 @@ class Sessions:
                     self._opened_before[session.opened_by] = session
                     continue
                 log.warning("a session of a tool that is gone", session_id=session_id, tool=name)
-                backend.forget(session_id)
+                backend.records.forget(session_id)
                 if found.sandbox is not None:
                     found.sandbox.close()
 
@@ -142,7 +142,7 @@ class Sessions:
 
         async def start(granted: Granted) -> Mapping[str, Any]:
             session.sandbox = sandbox = await session.backend.take(opening.tool.name)
-            session.backend.bind(session.record(), sandbox)
+            session.backend.records.bind(session.record(), sandbox.name)
             processes, key = opening.tool.processes, opening.key
             if opening.snapshot is None:
                 return await sandbox.ask("open", opening.arguments, granted, processes, request_id=key)
@@ -278,13 +278,13 @@ class Sessions:
         log.warning("a session was lost", session_id=session.session_id, tool=session.tool.name, why=why)
         session.ended = session.ended or why
         self._release(session)
-        session.backend.note(session.session_id, session.facts())
+        session.backend.records.note(session.session_id, session.facts())
 
     def _drop(self, session: Session, why: str, closed_by: str = "") -> None:
         self._sessions.pop(session.session_id, None)
         session.ended = session.ended or why
         self._release(session)
-        session.backend.forget(session.session_id, closed_by)
+        session.backend.records.forget(session.session_id, closed_by)
 
     def _note(self, session: Session, key: str, result: Result) -> None:
         session.last_key, session.last = key, result
@@ -292,7 +292,7 @@ class Sessions:
             session.ended = session.ended or DONE
         elif not result.alive:
             session.ended = session.ended or result.error or result.status
-        session.backend.note(session.session_id, session.facts())
+        session.backend.records.note(session.session_id, session.facts())
         if session.ended:
             self._release(session)
 

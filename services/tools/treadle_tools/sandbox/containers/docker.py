@@ -186,7 +186,8 @@ class DockerHost:
         mounts = [
             {"Type": "bind", "Source": str(path), "Target": place, "ReadOnly": True} for path, place in recipe.code
         ]
-        limit = recipe.memory_bytes
+        tmp = f"rw,exec,nosuid,nodev,size={recipe.work_bytes},nr_inodes={WORK_FOLDER_INODES},mode=1777"
+        most = {"nofile": MOST_DESCRIPTORS, "core": 0, "fsize": recipe.work_bytes}
         return {
             "Image": recipe.image,
             "Entrypoint": [recipe.argv[0]],
@@ -205,22 +206,16 @@ class DockerHost:
                 "CapDrop": ["ALL"],
                 "SecurityOpt": ["no-new-privileges"],
                 "ReadonlyRootfs": True,
-                "Tmpfs": {
-                    "/tmp": f"rw,exec,nosuid,nodev,size={recipe.work_bytes},nr_inodes={WORK_FOLDER_INODES},mode=1777",
-                },
+                "Tmpfs": {"/tmp": tmp},
                 "ShmSize": recipe.work_bytes,
                 "IpcMode": "private",
                 "PidsLimit": recipe.processes,
-                "Memory": limit,
-                "MemorySwap": limit,
+                "Memory": recipe.memory_bytes,
+                "MemorySwap": recipe.memory_bytes,
                 "CpuPeriod": PERIOD_US,
                 "CpuQuota": recipe.cpu_cores * PERIOD_US,
                 "OomScoreAdj": 500,  # before the machine's own programs
-                "Ulimits": [
-                    {"Name": "nofile", "Soft": MOST_DESCRIPTORS, "Hard": MOST_DESCRIPTORS},
-                    {"Name": "core", "Soft": 0, "Hard": 0},
-                    {"Name": "fsize", "Soft": recipe.work_bytes, "Hard": recipe.work_bytes},
-                ],
+                "Ulimits": [{"Name": name, "Soft": value, "Hard": value} for name, value in most.items()],
                 "LogConfig": {"Type": "none"},  # a log would let others read the answers
                 "RestartPolicy": {"Name": "no"},
                 "Mounts": mounts,

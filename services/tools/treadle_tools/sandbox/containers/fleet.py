@@ -25,7 +25,6 @@ from treadle_tools.sandbox.daemon.state_folder import StateFolder
 from treadle_tools.sandbox.sandboxes import (
     Backend,
     FoundSession,
-    Sandbox,
     SessionRecords,
     WorkerFailed,
     worker_retry_pauses,
@@ -65,7 +64,7 @@ class SessionFiles(SessionRecords):
         if session_id in self.records:
             self._write(session_id)
 
-    def forget(self, session_id: str, closed_by: str) -> None:
+    def forget(self, session_id: str, closed_by: str = "") -> None:
         oldest = next(iter(self.closed), session_id)
         super().forget(session_id, closed_by)
         if closed_by:
@@ -92,6 +91,8 @@ class Fleet(Backend):
     outlive an orderly end of the service too.
     """
 
+    records: SessionFiles
+
     def __init__(
         self,
         hosts: Hosts,
@@ -104,23 +105,21 @@ class Fleet(Backend):
         keep_on_exit: bool,
     ) -> None:
         self._recipes = {recipe.tool: (recipe, limits) for recipe, limits in recipes}
-        super().__init__(self._recipes, failures, warm=warm)
+        super().__init__(SessionFiles(folder.path), self._recipes, failures, warm=warm)
         self._hosts = hosts
         self._folder = folder
-        self._files = SessionFiles(folder.path)
         self._prefix = f"treadle-{_slug(owner)}"
         self._keep_on_exit = keep_on_exit
         self._group: asyncio.TaskGroup | None = None
         self._early: list[Coroutine[Any, Any, None]] = []
         self._making = asyncio.Semaphore(MOST_MAKING)
         self._in_use: dict[str, ContainerSandbox] = {}
-        self.closed = dict(self._files.closed)
 
     async def connect(self) -> None:
         """Find the containers of the stored sessions, and remove all others. A host that does not answer keeps its
         containers, and the sessions there are lost.
         """
-        stored, alive = set(self._files.sandboxes.values()), dict[str, Host]()
+        stored, alive = set(self.records.sandboxes.values()), dict[str, Host]()
         for host in self._hosts:
             try:
                 running = stored.intersection(await host.list_names(running=True))
@@ -130,8 +129,8 @@ class Fleet(Backend):
                 log.error("a host of containers does not answer", host=host.name, error=str(failure))
             else:
                 log.info("host of containers", host=host.name, sessions=len(running), removed=swept)
-        for session_id, record in self._files.records.items():
-            sandbox, name = None, self._files.sandboxes[session_id]
+        for session_id, record in self.records.records.items():
+            sandbox, name = None, self.records.sandboxes[session_id]
             if name in alive:
                 sandbox = self._add(alive[name], name)
                 self._hosts.add_load(alive[name].name, 1)
@@ -146,20 +145,11 @@ class Fleet(Backend):
                 warm.fill()
             await asyncio.Event().wait()
 
-    def bind(self, record: Mapping[str, Any], sandbox: Sandbox) -> None:
-        self._files.bind(record, sandbox.name)
-
-    def note(self, session_id: str, facts: Mapping[str, Any]) -> None:
-        self._files.note(session_id, facts)
-
-    def forget(self, session_id: str, closed_by: str = "") -> None:
-        self._files.forget(session_id, closed_by)
-
     async def close(self) -> None:
         """Remove every container, but those of sessions that are to outlive the service; `run` has ended."""
-        kept = set(self._files.sandboxes.values()) if self._keep_on_exit else set()
+        kept = set(self.records.sandboxes.values()) if self._keep_on_exit else set()
         if not self._keep_on_exit:
-            self._files.clear()
+            self.records.clear()
         for sandbox in self._in_use.values():
             await sandbox.disconnect()
         for host in self._hosts:

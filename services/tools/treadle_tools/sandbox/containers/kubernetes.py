@@ -56,41 +56,30 @@ OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 def make_pod(recipe: Recipe, *, name: str, owner: str, runtime_class: str) -> dict[str, Any]:
     """The Pod object of a recipe, as the API takes it."""
     memory = str(recipe.memory_bytes)
+    user = {"runAsNonRoot": True, "runAsUser": NOBODY, "runAsGroup": NOBODY, "fsGroup": NOBODY}
+    security = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+    limits = {"cpu": str(recipe.cpu_cores), "memory": memory}
+    worker = {
+        "name": CONTAINER,
+        "image": recipe.image,
+        "command": list(recipe.argv),
+        "env": [{"name": name, "value": value} for name, value in VARIABLES.items()],
+        "workingDir": "/tmp",
+        "stdin": True,
+        "stdinOnce": False,  # the input stays open for the service's next run
+        "securityContext": security,
+        "resources": {"requests": {"cpu": REQUESTED_CPU, "memory": memory}, "limits": limits},
+        "resizePolicy": [{"resourceName": "cpu", "restartPolicy": "NotRequired"}],
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+    }
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": 0,
         "hostname": "sandbox",
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": NOBODY,
-            "runAsGroup": NOBODY,
-            "fsGroup": NOBODY,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "containers": [
-            {
-                "name": CONTAINER,
-                "image": recipe.image,
-                "command": list(recipe.argv),
-                "env": [{"name": name, "value": value} for name, value in VARIABLES.items()],
-                "workingDir": "/tmp",
-                "stdin": True,
-                "stdinOnce": False,  # the input stays open for the service's next run
-                "securityContext": {
-                    "allowPrivilegeEscalation": False,
-                    "readOnlyRootFilesystem": True,
-                    "capabilities": {"drop": ["ALL"]},
-                },
-                "resources": {
-                    "requests": {"cpu": REQUESTED_CPU, "memory": memory},
-                    "limits": {"cpu": str(recipe.cpu_cores), "memory": memory},
-                },
-                "resizePolicy": [{"resourceName": "cpu", "restartPolicy": "NotRequired"}],
-                "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
-            }
-        ],
+        "securityContext": {**user, "seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [worker],
         # In memory, because the kernel enforces its size; on disk the kubelet looks every few minutes, and evicts.
         "volumes": [{"name": "tmp", "emptyDir": {"medium": "Memory", "sizeLimit": str(recipe.work_bytes)}}],
     }

@@ -10,7 +10,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -23,7 +23,7 @@ from treadle_tools.sandbox.daemon import channel
 from treadle_tools.sandbox.daemon.channel import Channel
 from treadle_tools.sandbox.daemon.state_folder import StateFolder
 from treadle_tools.sandbox.inside import frames
-from treadle_tools.sandbox.sandboxes import Backend, FoundSession, Sandbox, WorkerFailed
+from treadle_tools.sandbox.sandboxes import Backend, FoundSession, Sandbox, SessionRecords, WorkerFailed
 
 log = structlog.get_logger()
 
@@ -37,10 +37,27 @@ class DaemonFailed(Exception):  # noqa: N818 - named for what happened
     """There is no sandbox daemon and none can be started; the message says why."""
 
 
+class DaemonRecords(SessionRecords):
+    """Sessions that the daemon stores. post: sends it an order. closed: what the daemon knew when this service came."""
+
+    def __init__(self, post: Callable[[Mapping[str, Any]], None]) -> None:
+        super().__init__()
+        self._post = post
+
+    def bind(self, record: Mapping[str, Any], sandbox: str) -> None:
+        self._post({channel.OP: channel.BIND, "record": record, "sandbox": sandbox})
+
+    def note(self, session_id: str, facts: Mapping[str, Any]) -> None:
+        self._post({channel.OP: channel.NOTE, "session": session_id, "facts": facts})
+
+    def forget(self, session_id: str, closed_by: str = "") -> None:
+        self._post({channel.OP: channel.FORGET, "session": session_id, "closed_by": closed_by})
+
+
 class DaemonClient(Backend):
     """failures: why a tool has no recipe. warm: sandboxes per tool that wait for a call. keep_s: how long the daemon is
     to wait for the next service. keep_on_exit: whether sessions outlive an orderly end of the service too. lazy: tools
-    whose worker starts with the first call. found, closed: what the daemon knew when this service came.
+    whose worker starts with the first call.
     """
 
     def __init__(
@@ -55,7 +72,7 @@ class DaemonClient(Backend):
         keep_on_exit: bool,
         lazy: Collection[str] = (),
     ) -> None:
-        super().__init__([recipe.tool for recipe in recipes], failures, warm=warm, lazy=lazy)
+        super().__init__(DaemonRecords(self._post), [recipe.tool for recipe in recipes], failures, warm=warm, lazy=lazy)
         self._folder = folder
         self._hello = {
             channel.OP: channel.HELLO, "protocol": channel.PROTOCOL, "recipes": [asdict(recipe) for recipe in recipes],
@@ -114,21 +131,12 @@ class DaemonClient(Backend):
             for session in self.found:  # of yet another daemon: this service has called them crashed already
                 if session.sandbox is not None:
                     session.sandbox.close()
-                self.forget(str(session.record["session_id"]))
+                self.records.forget(str(session.record["session_id"]))
 
     async def take(self, tool: str) -> Sandbox:
         if self._channel is None:
             raise WorkerFailed("the sandbox daemon is being started again")
         return await super().take(tool)
-
-    def bind(self, record: Mapping[str, Any], sandbox: Sandbox) -> None:
-        self._post({channel.OP: channel.BIND, "record": record, "sandbox": sandbox.name})
-
-    def note(self, session_id: str, facts: Mapping[str, Any]) -> None:
-        self._post({channel.OP: channel.NOTE, "session": session_id, "facts": facts})
-
-    def forget(self, session_id: str, closed_by: str = "") -> None:
-        self._post({channel.OP: channel.FORGET, "session": session_id, "closed_by": closed_by})
 
     async def flush(self) -> None:
         if self._channel is not None:
@@ -174,7 +182,7 @@ class DaemonClient(Backend):
         while (received := await connection.receive()) is not None:
             match received[0]:
                 case {"op": channel.WELCOME, "cgroups": root, "closed": closed}:
-                    self._root, self.closed = None if root is None else Root(**root), closed
+                    self._root, self.records.closed = None if root is None else Root(**root), closed
                 case {"op": channel.SESSION, "record": record}:
                     self.found.append(FoundSession(record, self._take_in(connection, *received)))
                 case {"op": channel.READY}:
