@@ -214,7 +214,7 @@ async def test_a_fork_bomb_is_contained(calls: ToolsCalls) -> None:
     await until(lambda: len(service.children(recursive=True)) <= before + SPARE_PROCESSES)
 
 
-async def test_a_full_disk_is_only_the_snippets_own(plain_calls: ToolsCalls) -> None:
+async def test_a_full_disk_is_only_the_snippets_own(calls: ToolsCalls) -> None:
     code = """
 import errno
 failed = set()
@@ -227,9 +227,9 @@ for number in range(3):
         failed.add(errno.errorcode[error.errno])
 print(sorted(failed))
 """
-    result = await plain_calls.python(code)
+    result = await calls.python(code)
     assert result.status != pb.RESULT_STATUS_OK or result.output in ("['EFBIG', 'ENOSPC']\n", "['ENOSPC']\n")
-    assert (await plain_calls.python("open('/tmp/a', 'wb').write(bytes(1 << 20))")).output == f"{1 << 20}\n"
+    assert (await calls.python("open('/tmp/a', 'wb').write(bytes(1 << 20))")).output == f"{1 << 20}\n"
 
 
 async def test_snippets_see_nothing_of_each_other(plain_calls: ToolsCalls) -> None:

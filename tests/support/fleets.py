@@ -32,7 +32,7 @@ async def fleet_on(
     keep_on_exit: bool = False,
 ) -> AsyncIterator[Fleet]:
     """One run of a fleet."""
-    recipes = [(make_recipe(tool, image), tool.limits) for tool in tools]
+    recipes = [make_recipe(tool, image) for tool in tools]
     state = StateFolder.take(folder)
     fleet = Fleet(Hosts(hosts), state, recipes, {}, owner="test", warm=warm, keep_on_exit=keep_on_exit)
     await fleet.connect()

@@ -14,7 +14,6 @@ import structlog
 from treadle_runtime.errors import FailedPrecondition, StartError
 
 from treadle_tools.config import ToolsSettings
-from treadle_tools.limits import Limits
 from treadle_tools.sandbox.bubblewrap.command import BubblewrapMissing, find_bubblewrap
 from treadle_tools.sandbox.containers.fleet import Fleet, default_owner
 from treadle_tools.sandbox.containers.hosts import Host, HostFailed, Hosts, Recipe
@@ -140,11 +139,10 @@ async def _start_fleet(kind: str, settings: ToolsSettings, tools: Sequence[Tool]
     hosts = _find_hosts(kind, settings, owner)
     version = await _check(kind, hosts)
 
-    def make(tool: Tool) -> tuple[Recipe, Limits]:
+    def make(tool: Tool) -> Recipe:
         code_in_image = settings.code_in_image or kind == "kubernetes"
         silence_s = settings.session_idle_s + settings.keep_s + SILENCE_GRACE_S
-        recipe = Recipe.for_tool(tool, image=settings.image, code_in_image=code_in_image, silence_s=silence_s)
-        return recipe, tool.limits
+        return Recipe.for_tool(tool, image=settings.image, code_in_image=code_in_image, silence_s=silence_s)
 
     recipes, failures = _make_recipes(tools, make)
     fleet = Fleet(

@@ -20,7 +20,7 @@ from aiodocker.containers import DockerContainer
 from aiodocker.stream import Stream
 from tenacity import retry_if_exception
 
-from treadle_tools.limits import WORK_FOLDER_INODES
+from treadle_tools.limits import WORK_FOLDER_INODES, WORKER_PROCESSES
 from treadle_tools.sandbox.containers.hosts import (
     MOST_DESCRIPTORS,
     Allotment,
@@ -162,15 +162,12 @@ class DockerHost:
             # Each attached container holds a connection, and the library's own connector stops at a hundred.
             connector: aiohttp.BaseConnector
             if self.name.startswith(UNIX):
-                connector = aiohttp.UnixConnector(self.name.removeprefix(UNIX), limit=0)
+                url, connector = f"{UNIX}localhost", aiohttp.UnixConnector(self.name.removeprefix(UNIX), limit=0)
             else:
+                url = self.name.replace("tcp://", "https://" if self._tls else "http://")
                 connector = aiohttp.TCPConnector(limit=0, ssl=self._make_context())
-            url = self.name.replace("tcp://", "https://" if self._tls else "http://")
-            self._docker = aiodocker.Docker(
-                url if not url.startswith(UNIX) else f"{UNIX}localhost",
-                connector=connector,
-                timeout=aiohttp.ClientTimeout(total=CALL_TIMEOUT_S),
-            )
+            timeout = aiohttp.ClientTimeout(total=CALL_TIMEOUT_S)
+            self._docker = aiodocker.Docker(url, connector=connector, timeout=timeout)
             self._images = Images(self._docker, self._mirror)
         return self._docker
 
@@ -186,8 +183,8 @@ class DockerHost:
         mounts = [
             {"Type": "bind", "Source": str(path), "Target": place, "ReadOnly": True} for path, place in recipe.code
         ]
-        tmp = f"rw,exec,nosuid,nodev,size={recipe.work_bytes},nr_inodes={WORK_FOLDER_INODES},mode=1777"
-        most = {"nofile": MOST_DESCRIPTORS, "core": 0, "fsize": recipe.work_bytes}
+        tmp = f"rw,exec,nosuid,nodev,size={recipe.tool.work_bytes},nr_inodes={WORK_FOLDER_INODES},mode=1777"
+        most = {"nofile": MOST_DESCRIPTORS, "core": 0, "fsize": recipe.tool.work_bytes}
         return {
             "Image": recipe.image,
             "Entrypoint": [recipe.argv[0]],
@@ -196,24 +193,24 @@ class DockerHost:
             "User": f"{NOBODY}:{NOBODY}",
             "WorkingDir": "/tmp",
             "Hostname": "sandbox",
-            "Labels": {OWNER: self._owner, TOOL: recipe.tool},
+            "Labels": {OWNER: self._owner, TOOL: recipe.tool.name},
             "AttachStdin": True,
             "OpenStdin": True,
             "StdinOnce": False,  # the input stays open for the service's next run
             "Tty": False,
             "HostConfig": {
-                "NetworkMode": recipe.network or "none",
+                "NetworkMode": recipe.tool.network or "none",
                 "CapDrop": ["ALL"],
                 "SecurityOpt": ["no-new-privileges"],
                 "ReadonlyRootfs": True,
                 "Tmpfs": {"/tmp": tmp},
-                "ShmSize": recipe.work_bytes,
+                "ShmSize": recipe.tool.work_bytes,
                 "IpcMode": "private",
-                "PidsLimit": recipe.processes,
+                "PidsLimit": recipe.tool.processes + WORKER_PROCESSES,
                 "Memory": recipe.memory_bytes,
                 "MemorySwap": recipe.memory_bytes,
                 "CpuPeriod": PERIOD_US,
-                "CpuQuota": recipe.cpu_cores * PERIOD_US,
+                "CpuQuota": recipe.tool.limits.cpu_cores * PERIOD_US,
                 "OomScoreAdj": 500,  # before the machine's own programs
                 "Ulimits": [{"Name": name, "Soft": value, "Hard": value} for name, value in most.items()],
                 "LogConfig": {"Type": "none"},  # a log would let others read the answers
@@ -277,18 +274,13 @@ class Images:
     async def require(self, image: str) -> None:
         """Return once the daemon has it. Raises aiodocker.DockerError where no registry gives it."""
         async with self._fetching[image]:
-            if not await self._has(image):
+            try:
+                await self._docker.images.inspect(image)
+            except aiodocker.DockerError as error:
+                if error.status != 404:
+                    raise
                 worth_it = retry_if_exception(_may_pass)
                 await retry_after(PULL_PAUSES_S, worth_it, "an image is fetched again", image=image)(self._fetch, image)
-
-    async def _has(self, image: str) -> bool:
-        try:
-            await self._docker.images.inspect(image)
-        except aiodocker.DockerError as error:
-            if error.status == 404:
-                return False
-            raise
-        return True
 
     async def _fetch(self, image: str) -> None:
         if self._mirror:

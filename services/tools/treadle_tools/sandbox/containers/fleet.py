@@ -18,7 +18,6 @@ from typing import Any
 import structlog
 from tenacity import retry_if_exception_type
 
-from treadle_tools.limits import Limits
 from treadle_tools.sandbox.containers.hosts import ContainerLost, Host, HostFailed, Hosts, Recipe, retry_after, sweep
 from treadle_tools.sandbox.containers.sandbox import ContainerSandbox, Disconnected
 from treadle_tools.sandbox.daemon.state_folder import StateFolder
@@ -86,9 +85,8 @@ class SessionFiles(SessionRecords):
 
 
 class Fleet(Backend):
-    """folder: for records of sessions. recipes: with the limits that a warm container of the tool gets before its first
-    call. failures: why a tool has no recipe. warm: containers that wait per tool. keep_on_exit: whether sessions
-    outlive an orderly end of the service too.
+    """folder: for records of sessions. failures: why a tool has no recipe. warm: containers that wait per tool.
+    keep_on_exit: whether sessions outlive an orderly end of the service too.
     """
 
     records: SessionFiles
@@ -97,14 +95,14 @@ class Fleet(Backend):
         self,
         hosts: Hosts,
         folder: StateFolder,
-        recipes: Iterable[tuple[Recipe, Limits]],
+        recipes: Iterable[Recipe],
         failures: Mapping[str, str],
         *,
         owner: str,
         warm: int,
         keep_on_exit: bool,
     ) -> None:
-        self._recipes = {recipe.tool: (recipe, limits) for recipe, limits in recipes}
+        self._recipes = {recipe.tool.name: recipe for recipe in recipes}
         super().__init__(SessionFiles(folder.path), self._recipes, failures, warm=warm)
         self._hosts = hosts
         self._folder = folder
@@ -167,7 +165,7 @@ class Fleet(Backend):
         for pause_s in worker_retry_pauses():
             try:
                 async with self._making:
-                    sandbox = await self._make(*self._recipes[tool])
+                    sandbox = await self._make(self._recipes[tool])
             except WorkerFailed as failure:
                 log.error("a tool's worker failed", tool=tool, error=str(failure))
                 self._warm[tool].fail(str(failure))
@@ -176,9 +174,9 @@ class Fleet(Backend):
                 self._warm[tool].add(sandbox)
                 return
 
-    async def _make(self, recipe: Recipe, limits: Limits) -> ContainerSandbox:
+    async def _make(self, recipe: Recipe) -> ContainerSandbox:
         """A container whose worker answers. Raises WorkerFailed."""
-        tool = recipe.tool
+        tool = recipe.tool.name
         name = f"{self._prefix}-{_slug(tool)}-{uuid.uuid4().hex[:12]}"
         try:
             host = await self._hosts.make(recipe, name)
@@ -189,7 +187,7 @@ class Fleet(Backend):
             undo.callback(sandbox.close)
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
-                    await sandbox.start(limits)
+                    await sandbox.start(recipe.tool.limits)
             except TimeoutError:
                 raise WorkerFailed(f"tool {tool!r} was not ready after {START_TIMEOUT_S:g} s") from None
             except (Disconnected, ContainerLost, HostFailed) as error:

@@ -15,7 +15,7 @@ import structlog
 from tenacity import AsyncRetrying, RetryCallState, stop_after_attempt, wait_chain, wait_fixed
 from tenacity.retry import RetryBaseT
 
-from treadle_tools.limits import MIB, WORKER_PROCESSES
+from treadle_tools.limits import MIB
 from treadle_tools.sandbox.worker import PACKAGE, find_top_level, worker_arguments
 from treadle_tools.tool import Tool
 
@@ -32,18 +32,14 @@ REST_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # of a host, after each o
 @dataclass(frozen=True)
 class Recipe:
     """How the container of a tool is made, wherever it runs. code: path on this machine -> path inside, read-only;
-    empty: the image has it. network: the name of one; empty: none.
+    empty: the image has it. memory_bytes: until its worker has started.
     """
 
-    tool: str
+    tool: Tool
     image: str
     argv: tuple[str, ...]
     code: tuple[tuple[Path, str], ...]
-    cpu_cores: int
     memory_bytes: int
-    work_bytes: int
-    processes: int
-    network: str = ""
 
     @classmethod
     def for_tool(cls, tool: Tool, *, image: str, code_in_image: bool, silence_s: float) -> "Recipe":
@@ -53,15 +49,11 @@ class Recipe:
         """
         paths = () if code_in_image else (CODE,)
         return cls(
-            tool=tool.name,
+            tool=tool,
             image=tool.image or image,
             argv=(*INTERPRETER, *worker_arguments(tool, "container", paths, silence_s=silence_s)),
             code=() if code_in_image else _find_code(tool),
-            cpu_cores=tool.limits.cpu_cores,
             memory_bytes=tool.limits.memory_bytes + START_BYTES,
-            work_bytes=tool.work_bytes,
-            processes=tool.processes + WORKER_PROCESSES,
-            network=tool.network,
         )
 
 

@@ -58,7 +58,7 @@ def make_pod(recipe: Recipe, *, name: str, owner: str, runtime_class: str) -> di
     memory = str(recipe.memory_bytes)
     user = {"runAsNonRoot": True, "runAsUser": NOBODY, "runAsGroup": NOBODY, "fsGroup": NOBODY}
     security = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
-    limits = {"cpu": str(recipe.cpu_cores), "memory": memory}
+    limits = {"cpu": str(recipe.tool.limits.cpu_cores), "memory": memory}
     worker = {
         "name": CONTAINER,
         "image": recipe.image,
@@ -81,7 +81,7 @@ def make_pod(recipe: Recipe, *, name: str, owner: str, runtime_class: str) -> di
         "securityContext": {**user, "seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [worker],
         # In memory, because the kernel enforces its size; on disk the kubelet looks every few minutes, and evicts.
-        "volumes": [{"name": "tmp", "emptyDir": {"medium": "Memory", "sizeLimit": str(recipe.work_bytes)}}],
+        "volumes": [{"name": "tmp", "emptyDir": {"medium": "Memory", "sizeLimit": str(recipe.tool.work_bytes)}}],
     }
     if runtime_class:
         spec["runtimeClassName"] = runtime_class
@@ -89,8 +89,8 @@ def make_pod(recipe: Recipe, *, name: str, owner: str, runtime_class: str) -> di
         "app.kubernetes.io/part-of": "treadle",
         "app.kubernetes.io/component": "tools-sandbox",
         OWNER: make_label(owner),
-        TOOL: make_label(recipe.tool),
-        NETWORK: make_label(recipe.network) if recipe.network else NO_NETWORK,
+        TOOL: make_label(recipe.tool.name),
+        NETWORK: make_label(recipe.tool.network) if recipe.tool.network else NO_NETWORK,
     }
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec}
 

@@ -29,9 +29,8 @@ class StateFolder:
         self.path = path
         self.log = path / LOG  # of the daemon
         self._descriptor = descriptor
-        self._socket = (
-            f"/proc/self/fd/{descriptor}/{SOCKET}"  # a unix socket's path ends at 107 bytes, a folder's later
-        )
+        # A unix socket's path ends at 107 bytes; a folder's may be longer.
+        self._socket = f"/proc/self/fd/{descriptor}/{SOCKET}"
 
     @classmethod
     def take(cls, path: Path) -> "StateFolder":

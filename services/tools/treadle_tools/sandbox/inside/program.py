@@ -168,13 +168,8 @@ def _write_in_fork(environment: Environment, file: int, link: socket.socket) -> 
     """Write a snapshot in a fork, so that the environment stays as it is, whatever its own pickling does."""
     child = os.fork()
     if child == 0:
-
-        def write() -> Outcome:
-            write_snapshot(environment, file)
-            return Outcome()
-
         try:
-            _answer(link, write)
+            _answer(link, partial(write_snapshot, environment, file))
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
@@ -182,7 +177,7 @@ def _write_in_fork(environment: Environment, file: int, link: socket.socket) -> 
         frames.send(link, {"status": Status.CRASHED, "error": "the process that wrote the snapshot was killed"})
 
 
-def write_snapshot(environment: Any, file: int) -> None:
+def write_snapshot(environment: Any, file: int) -> Outcome:
     """Write a pickled environment and the files of its /tmp as one tar. What is not in the object is not in the
     snapshot: state of modules, threads, open files.
 
@@ -194,6 +189,7 @@ def write_snapshot(environment: Any, file: int) -> None:
         state.size = len(body)
         archive.addfile(state, io.BytesIO(body))
         archive.add(f"/{FILES}", FILES)
+    return Outcome()
 
 
 def read_snapshot(file: int) -> Any:
