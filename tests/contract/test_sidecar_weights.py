@@ -6,12 +6,10 @@ import asyncio
 from pathlib import Path
 
 import grpc
-import grpc.aio
-import pytest
 from support.conditions import until
-from support.engine_steps import StepResult, int32s, packed, run_step, step_request, ticket
-from support.fake_sglang import FakeSglang, expected, fake_sglang
-from support.rpc import error_of
+from support.engine_steps import Step, int32s, packed, run_step, step_request, ticket
+from support.fake_sglang import expected, fake_sglang
+from support.rpc import refused
 from support.sidecar_in_process import Sidecar, sidecar
 from treadle.common.v1.tokens_pb2 import SamplingParams
 from treadle.engine.v1 import engine_pb2
@@ -19,27 +17,15 @@ from treadle.telemetry.v1.facts_pb2 import Fact
 
 PROMPT = list(range(10, 74))
 T = 20.0
+PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
 
 
-class Steps:
-    """Some steps in flight, and what they have said so far."""
-
-    def __init__(self, side: Sidecar, count: int, tokens: int) -> None:
-        self.results = [StepResult() for _ in range(count)]
-        self.tasks = [asyncio.create_task(self._run(side, index, tokens)) for index in range(count)]
-
-    async def _run(self, side: Sidecar, index: int, tokens: int) -> StepResult:
-        def note(result: StepResult) -> None:
-            self.results[index] = result
-
-        sampling = SamplingParams(max_new_tokens=tokens, temperature=0.0)
-        return await run_step(side.stub, step_request(ticket("e0"), [*PROMPT, index], sampling), note)
-
-    async def until_under_way(self, running: int) -> None:
-        await until(lambda: sum(1 for result in self.results if len(result.tokens) > 5) >= running)
-
-    async def ended(self) -> list[StepResult]:
-        return [await task for task in self.tasks]
+async def steps_under_way(side: Sidecar, count: int, tokens: int) -> list[Step]:
+    """Steps of two slots, of which two have sampled some tokens."""
+    sampling = SamplingParams(max_new_tokens=tokens, temperature=0.0)
+    steps = [Step(side.stub, step_request(ticket("e0"), [*PROMPT, index], sampling)) for index in range(count)]
+    await until(lambda: sum(len(step.seen.tokens) > 5 for step in steps) >= 2)
+    return steps
 
 
 async def pause(side: Sidecar, mode: engine_pb2.PauseMode.ValueType) -> engine_pb2.PauseResponse:
@@ -53,19 +39,19 @@ async def update(side: Sidecar, version: str = "v2") -> engine_pb2.UpdateWeights
 
 async def test_a_pause_that_keeps_holds_the_streams_and_they_go_on_after_resume(nats_url: str) -> None:
     async with fake_sglang() as engine, sidecar(nats_url, engine.url, slots=2) as side:
-        steps = Steps(side, count=3, tokens=150)
-        await steps.until_under_way(2)
+        steps = await steps_under_way(side, count=3, tokens=150)
         answer = await pause(side, engine_pb2.PAUSE_MODE_KEEP)
         load = await side.load()
 
         assert (answer.aborted_steps, answer.kept_steps) == (0, 3)
         assert (load.paused, load.running_steps, load.waiting_steps) == (True, 0, 3)
-        held = [len(result.tokens) for result in steps.results]
+        held = [len(step.seen.tokens) for step in steps]
         await asyncio.sleep(0.1)
-        assert [len(result.tokens) for result in steps.results] == held
+        assert [len(step.seen.tokens) for step in steps] == held
 
         await side.stub.Resume(engine_pb2.ResumeRequest(request_id="resume"), timeout=T)
-        for index, result in enumerate(await steps.ended()):
+        for index, step in enumerate(steps):
+            result = await step
             finished = result.require_whole()
             assert finished.reason == engine_pb2.FINISH_REASON_LENGTH
             assert result.tokens.tolist() == expected([*PROMPT, index], 150)
@@ -74,12 +60,12 @@ async def test_a_pause_that_keeps_holds_the_streams_and_they_go_on_after_resume(
 
 async def test_a_pause_that_aborts_ends_running_and_waiting_steps(nats_url: str) -> None:
     async with fake_sglang() as engine, sidecar(nats_url, engine.url, slots=2) as side:
-        steps = Steps(side, count=3, tokens=1000)
-        await steps.until_under_way(2)
+        steps = await steps_under_way(side, count=3, tokens=1000)
         answer = await pause(side, engine_pb2.PAUSE_MODE_ABORT)
 
         assert (answer.aborted_steps, answer.kept_steps) == (3, 0)
-        for index, result in enumerate(await steps.ended()):
+        for index, step in enumerate(steps):
+            result = await step
             finished = result.require_whole()
             assert finished.reason == engine_pb2.FINISH_REASON_ABORTED
             assert result.tokens.tolist() == expected([*PROMPT, index], finished.output_tokens)
@@ -96,13 +82,13 @@ async def test_a_step_that_lives_through_an_update_has_two_spans(nats_url: str) 
             facts.append(fact)
 
         await side.runtime.bus.subscribe(["weights_updated"], hear)
-        steps = Steps(side, count=2, tokens=150)
-        await steps.until_under_way(2)
+        steps = await steps_under_way(side, count=2, tokens=150)
         answer = await update(side)
         assert answer.previous_weight_version == "default"
         assert (await update(side)) == answer, "a repeat is answered from the record"
 
-        for index, result in enumerate(await steps.ended()):
+        for index, step in enumerate(steps):
+            result = await step
             finished = result.require_whole()
             assert [span.weight_version for span in finished.version_spans] == ["default", "v2"]
             assert result.tokens.tolist() == expected([*PROMPT, index], 150)
@@ -127,9 +113,8 @@ async def test_a_paused_engine_computes_no_prefix(nats_url: str) -> None:
     async with fake_sglang() as engine, sidecar(nats_url, engine.url) as side:
         await pause(side, engine_pb2.PAUSE_MODE_KEEP)
         request = engine_pb2.PrefetchPrefixRequest(request_id="p", trajectory_id="t", token_ids=packed(PROMPT))
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
+        with refused("ENGINE_PAUSED"):
             await side.stub.PrefetchPrefix(request, timeout=T)
-        assert error_of(raised.value).reason == "ENGINE_PAUSED"
         await side.stub.Resume(engine_pb2.ResumeRequest(request_id="resume"), timeout=T)
         taken = await side.stub.PrefetchPrefix(request, timeout=T)
         assert taken.tokens_prefilled == len(PROMPT)
@@ -138,14 +123,11 @@ async def test_a_paused_engine_computes_no_prefix(nats_url: str) -> None:
 async def test_weights_that_do_not_load_leave_the_steps_running_on_the_old_ones(nats_url: str) -> None:
     async with fake_sglang() as engine, sidecar(nats_url, engine.url, slots=2) as side:
         engine.refuse_weights = True
-        steps = Steps(side, count=2, tokens=100)
-        await steps.until_under_way(2)
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
+        steps = await steps_under_way(side, count=2, tokens=100)
+        with refused("WEIGHTS_NOT_LOADED", PRECONDITION):
             await update(side)
-        code, reason, _, _ = error_of(raised.value)
-        assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "WEIGHTS_NOT_LOADED")
-        for result in await steps.ended():
-            assert [span.weight_version for span in result.require_whole().version_spans] == ["default"]
+        for step in steps:
+            assert [span.weight_version for span in (await step).require_whole().version_spans] == ["default"]
 
 
 async def test_a_trajectory_moves_from_sidecar_to_sidecar_through_storage(nats_url: str) -> None:
@@ -178,7 +160,7 @@ async def test_a_trajectory_moves_from_sidecar_to_sidecar_through_storage(nats_u
         await source.stub.ReleasePrefix(
             engine_pb2.ReleasePrefixRequest(request_id="release", trajectory_id="t7"), timeout=T
         )
-        with pytest.raises(grpc.aio.AioRpcError):
+        with refused("PREFIX_NOT_FOUND"):
             await source.stub.ExportPrefix(engine_pb2.ExportPrefixRequest(trajectory_id="t7"), timeout=T)
 
 
@@ -188,26 +170,17 @@ async def test_a_prefix_of_other_weights_is_not_taken(nats_url: str) -> None:
         request = engine_pb2.PrefetchPrefixRequest(
             request_id="p", trajectory_id="t", token_ids=packed(PROMPT), cache_salt="v9"
         )
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
+        with refused("WEIGHT_VERSION_MISMATCH", PRECONDITION):
             await side.stub.PrefetchPrefix(request, timeout=T)
-        code, reason, _, _ = error_of(raised.value)
-        assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "WEIGHT_VERSION_MISMATCH")
 
 
 async def test_storage_only_prefills_nothing_that_is_not_stored(nats_url: str, tmp_path: Path) -> None:
-    fake = FakeSglang(stored={})
-    await fake.start()
-    try:
-        async with sidecar(nats_url, fake.url, kv_storage_dir=str(tmp_path)) as side:
-            request = engine_pb2.PrefetchPrefixRequest(
-                request_id="p", trajectory_id="t", token_ids=packed(PROMPT), storage_only=True
-            )
-            with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await side.stub.PrefetchPrefix(request, timeout=T)
-            code, reason, _, _ = error_of(raised.value)
-            assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "PREFIX_NOT_STORED")
-    finally:
-        await fake.stop()
+    async with fake_sglang(stored={}) as engine, sidecar(nats_url, engine.url, kv_storage_dir=str(tmp_path)) as side:
+        request = engine_pb2.PrefetchPrefixRequest(
+            request_id="p", trajectory_id="t", token_ids=packed(PROMPT), storage_only=True
+        )
+        with refused("PREFIX_NOT_STORED", PRECONDITION):
+            await side.stub.PrefetchPrefix(request, timeout=T)
 
 
 async def move(

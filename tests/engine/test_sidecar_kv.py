@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 from support.conditions import until
-from support.engine_steps import StepResult, int32s, packed, responses, run_step, step_request, ticket
+from support.engine_steps import Step, StepResult, int32s, packed, responses, run_step, step_request, ticket
 from support.real_engines import RealEngine
 from support.rpc import error_of
 from support.sidecar_in_process import sidecar
@@ -33,14 +33,9 @@ async def test_new_weights_in_the_middle_of_a_step_show_as_two_spans(nats_url: s
     and resumed once more.
     """
     async with sidecar(nats_url, engine.url) as side:
-        seen = StepResult()
-
-        def note(result: StepResult) -> None:
-            nonlocal seen
-            seen = result
-
-        step = asyncio.create_task(run_step(side.stub, step_request(ticket("e0"), prompt(1, 100), sampled(60)), note))
-        await until(lambda: len(seen.tokens) >= 10)
+        step = Step(side.stub, step_request(ticket("e0"), prompt(1, 100), sampled(60)))
+        seen = step.seen
+        await step.until_tokens(10)
         request = engine_pb2.UpdateWeightsRequest(
             request_id="w", weight_version="v2", model_path=engine.spec.model_path
         )

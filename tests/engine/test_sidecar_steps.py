@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import pytest
-from support.conditions import until
-from support.engine_steps import StepResult, run_step, step_request, ticket
+from support.engine_steps import Step, run_step, step_request, ticket
 from support.real_engines import RealEngine
-from support.sidecar_in_process import Sidecar, sidecar
+from support.sidecar_in_process import sidecar
 from treadle.common.v1.tokens_pb2 import SamplingParams
 from treadle.engine.v1 import engine_pb2
 
@@ -46,20 +44,6 @@ def rescored(engine: RealEngine, context: Sequence[int], output: Sequence[int], 
     return [entry[0] for entry in tail]
 
 
-class Watched:
-    """A step in flight and what it has said so far."""
-
-    def __init__(self, side: Sidecar, request: engine_pb2.GenerateRequest) -> None:
-        self.seen = StepResult()
-        self.task = asyncio.create_task(run_step(side.stub, request, self._note))
-
-    def _note(self, result: StepResult) -> None:
-        self.seen = result
-
-    async def until_tokens(self, count: int) -> None:
-        await until(lambda: len(self.seen.tokens) >= count, within_s=90.0)
-
-
 async def test_forced_evictions_lose_no_token_and_keep_the_kv(nats_url: str, engine: RealEngine) -> None:
     """Two slots, two long steps, four urgent ones that come while they run. Result: the long steps are evicted several
     times, every token is there once with the logprob that the engine gives it in its context, and a resumption
@@ -68,7 +52,7 @@ async def test_forced_evictions_lose_no_token_and_keep_the_kv(nats_url: str, eng
     async with sidecar(nats_url, engine.url, slots=2) as side:
         prompts = [prompt(1, 150), prompt(2, 90)]
         lows = [
-            Watched(side, step_request(ticket("e0", priority=1.0 + index), prompts[index], sampled(110, index)))
+            Step(side.stub, step_request(ticket("e0", priority=1.0 + index), prompts[index], sampled(110, index)))
             for index in range(2)
         ]
         for urgent in range(4):
@@ -77,7 +61,7 @@ async def test_forced_evictions_lose_no_token_and_keep_the_kv(nats_url: str, eng
             high_ticket = ticket("e0", priority=10.0)
             high = await run_step(side.stub, step_request(high_ticket, prompt(10 + urgent, 30), sampled(8)))
             assert high.require_whole().output_tokens == 8
-        results = [await low.task for low in lows]
+        results = [await low for low in lows]
 
         preemptions = 0
         for index, result in enumerate(results):
@@ -98,10 +82,10 @@ async def test_forced_evictions_lose_no_token_and_keep_the_kv(nats_url: str, eng
 async def test_an_abort_returns_all_that_was_sampled(nats_url: str, engine: RealEngine) -> None:
     async with sidecar(nats_url, engine.url) as side:
         mine = ticket("e0")
-        step = Watched(side, step_request(mine, prompt(20, 60), sampled(2000)))
+        step = Step(side.stub, step_request(mine, prompt(20, 60), sampled(2000)))
         await step.until_tokens(10)
         answer = await side.stub.Abort(engine_pb2.AbortRequest(request_id="a", ticket_id=mine.ticket_id), timeout=30)
-        finished = (await step.task).require_whole()
+        finished = (await step).require_whole()
         assert finished.reason == engine_pb2.FINISH_REASON_ABORTED
         assert answer.output_tokens == finished.output_tokens >= 10
         assert (await side.load()).running_steps == 0

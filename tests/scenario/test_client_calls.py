@@ -1,6 +1,7 @@
 """Long turns of treadle.Client: several calls for the scheduler, one step for the caller."""
 
 import asyncio
+from functools import partial
 
 import grpc
 import pytest
@@ -8,14 +9,17 @@ import treadle
 from support.conditions import until
 from support.fake_engine import Script, token_at
 from support.fake_servicer import Refusal
-from support.mesh_in_process import FakeMesh, fake_mesh
+from support.mesh_in_process import FakeMesh, generate, one_trajectory
 
 PROMPT = [11, 12, 13]
 CALL, COUNT = 4, 10
 SAMPLING = treadle.Sampling(max_new_tokens=COUNT)
+TOO_LONG = Refusal(grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_TOO_LONG", fields=("context_tokens",))
+
+in_calls = partial(one_trajectory, prompt=PROMPT, call_tokens=CALL)
 
 
-def in_calls(prompt: list[int], count: int, most: int = CALL) -> list[int]:
+def expected(prompt: list[int], count: int, most: int = CALL) -> list[int]:
     """The only possible output: each call goes on from all that came before it."""
     output: list[int] = []
     while len(output) < count:
@@ -24,12 +28,7 @@ def in_calls(prompt: list[int], count: int, most: int = CALL) -> list[int]:
     return output
 
 
-async def opened(client: treadle.Client) -> treadle.Trajectory:
-    return await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
-
-
-async def generated(t: treadle.Trajectory, sampling: treadle.Sampling = SAMPLING) -> list[treadle.Chunk]:
-    return [chunk async for chunk in t.generate(sampling)]
+WHOLE = expected(PROMPT, COUNT)
 
 
 def asked(mesh: FakeMesh) -> list[tuple[int, int, int, str]]:
@@ -38,102 +37,74 @@ def asked(mesh: FakeMesh) -> list[tuple[int, int, int, str]]:
 
 
 async def test_a_long_turn_is_several_calls_for_the_scheduler_and_one_step_for_the_caller() -> None:
-    async with fake_mesh() as mesh, mesh.client(call_tokens=CALL) as client:
-        t = await opened(client)
-        chunks = await generated(t)
+    async with in_calls() as (mesh, t):
+        chunks = [chunk async for chunk in t.generate(SAMPLING)]
         assert [chunk.offset for chunk in chunks] == [0, 2, 4, 6, 8]
-        assert [token for chunk in chunks for token in chunk.token_ids] == in_calls(PROMPT, COUNT)
+        assert [token for chunk in chunks for token in chunk.token_ids] == WHOLE
         [step] = t.steps
-        assert (step.turn, step.token_ids, step.finish_reason) == (0, in_calls(PROMPT, COUNT), "length")
+        assert (step.turn, step.token_ids, step.finish_reason) == (0, WHOLE, "length")
         assert step.version_spans == (treadle.VersionSpan("0", 0, COUNT),)
         assert step.engine_ids == ("e0", "e1", "e0")
         assert [span.kind for span in step.spans] == ["queue", "prefill", "decode"] * 3
         assert t.loss_mask == [0, 0, 0, *[1] * COUNT]
         context = list(t.tokens)
-        await generated(t, treadle.Sampling(max_new_tokens=3))
-        assert t.steps[1].token_ids == in_calls(context, 3)
+        await generate(t, 3)
+        assert t.steps[1].token_ids == expected(context, 3)
         assert asked(mesh) == [(0, 3, 4, ""), (1, 7, 4, ""), (2, 11, 2, ""), (3, 13, 3, "")]
         times = [r.tool_time.ToNanoseconds() for r in mesh.scheduler.requests("ScheduleStep")]
         assert times[:3] == [0, 0, 0]
         assert times[3] > 0
 
 
-@pytest.mark.parametrize("most", [0, COUNT, 1_000])
-async def test_a_turn_within_the_limit_is_one_call(most: int) -> None:
-    async with fake_mesh("e0") as mesh, mesh.client(call_tokens=most) as client:
-        t = await opened(client)
-        await generated(t)
-        assert asked(mesh) == [(0, 3, COUNT, "")]
-
-
-async def test_a_turn_that_stops_at_a_string_is_one_call_as_the_string_could_lie_across_two() -> None:
-    async with fake_mesh("e0") as mesh, mesh.client(call_tokens=CALL) as client:
-        t = await opened(client)
-        await generated(t, treadle.Sampling(max_new_tokens=COUNT, stop=("</tool>",)))
+@pytest.mark.parametrize(("most", "stop"), [(0, ()), (COUNT, ()), (1_000, ()), (CALL, ("</tool>",))])
+async def test_a_turn_within_the_limit_or_with_a_stop_string_is_one_call(most: int, stop: tuple[str, ...]) -> None:
+    """A stop string could lie across two calls."""
+    async with one_trajectory("e0", prompt=PROMPT, call_tokens=most) as (mesh, t):
+        await generate(t, COUNT, stop=stop)
         assert asked(mesh) == [(0, 3, COUNT, "")]
 
 
 async def test_the_cap_of_a_trajectory_ends_the_last_call() -> None:
-    async with fake_mesh("e0") as mesh, mesh.client(call_tokens=CALL) as client:
-        t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT, max_total_tokens=6)
-        await generated(t)
-        assert t.steps[0].token_ids == in_calls(PROMPT, 6)
+    async with in_calls("e0", max_total_tokens=6) as (mesh, t):
+        assert await generate(t, COUNT) == expected(PROMPT, 6)
         assert asked(mesh) == [(0, 3, 4, ""), (1, 7, 2, "")]
 
 
 @pytest.mark.parametrize("lose_at", [0, 2, 4])
 async def test_an_engine_lost_in_the_middle_of_a_later_call_costs_that_call_alone(lose_at: int) -> None:
     """The second call loses its engine before its first token, in the middle, and with its last word."""
-    async with fake_mesh() as mesh, mesh.client(call_tokens=CALL) as client:
+    async with in_calls() as (mesh, t):
         mesh.engines["e1"].script = Script(lose_at=lose_at)
-        t = await opened(client)
-        await generated(t)
-        assert t.steps[0].token_ids == in_calls(PROMPT, COUNT)
+        assert await generate(t, COUNT) == WHOLE
         assert t.steps[0].finish_reason == "length"
         again = [] if lose_at == CALL else [(1, 7, 4, "k-2")]
         assert asked(mesh) == [(0, 3, 4, ""), (1, 7, 4, ""), *again, (2, 11, 2, "")]
 
 
-async def test_a_change_of_weights_between_calls_shows_in_the_version_spans() -> None:
-    async with fake_mesh() as mesh, mesh.client(call_tokens=CALL) as client:
-        mesh.engines["e1"].script = Script(version_from={0: "6", 2: "7"})
-        t = await opened(client)
-        await generated(t)
-        assert t.steps[0].version_spans == (
-            treadle.VersionSpan("0", 0, 4),
-            treadle.VersionSpan("6", 4, 6),
-            treadle.VersionSpan("7", 6, 8),
-            treadle.VersionSpan("0", 8, 10),
-        )
-
-
-async def test_a_preemption_in_a_later_call_is_counted_and_loses_nothing() -> None:
-    async with fake_mesh() as mesh, mesh.client(call_tokens=CALL) as client:
-        mesh.engines["e1"].script = Script(preempt_at=2)
-        t = await opened(client)
-        await generated(t)
-        assert t.steps[0].token_ids == in_calls(PROMPT, COUNT)
+async def test_new_weights_and_a_preemption_in_a_later_call_show_in_the_step() -> None:
+    async with in_calls() as (mesh, t):
+        mesh.engines["e1"].script = Script(version_from={0: "6", 2: "7"}, preempt_at=2)
+        assert await generate(t, COUNT) == WHOLE
+        spans = [(span.weight_version, span.start_token, span.end_token) for span in t.steps[0].version_spans]
+        assert spans == [("0", 0, 4), ("6", 4, 6), ("7", 6, 8), ("0", 8, 10)]
         assert t.steps[0].preemptions == 1
 
 
 @pytest.mark.parametrize("hold_at", [0, 2])
 async def test_a_step_left_in_a_later_call_keeps_what_was_seen_and_the_next_turn_goes_on(hold_at: int) -> None:
-    async with fake_mesh() as mesh, mesh.client(call_tokens=CALL) as client:
+    async with in_calls() as (mesh, t):
         engine = mesh.engines["e1"]
         engine.script = Script(hold_at=hold_at)
-        t = await opened(client)
-        reading = asyncio.ensure_future(generated(t))
+        reading = asyncio.ensure_future(generate(t, COUNT))
         await until(engine.holding.is_set)
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
         assert engine.aborted == ["k-2"]
-        seen = in_calls(PROMPT, COUNT)[: CALL + hold_at]
-        assert (t.tokens, t.steps[0].finish_reason) == ([*PROMPT, *seen], "aborted")
+        assert (t.tokens, t.steps[0].finish_reason) == ([*PROMPT, *WHOLE[: CALL + hold_at]], "aborted")
         mesh.scheduler.finished("k-2")
         context = list(t.tokens)
-        await generated(t, treadle.Sampling(max_new_tokens=2))
-        assert t.steps[1].token_ids == in_calls(context, 2)
+        assert await generate(t, 2) == expected(context, 2)
         assert asked(mesh)[-1] == (2, len(context), 2, "")
 
 
@@ -142,8 +113,7 @@ async def test_a_step_left_while_its_next_call_waits_for_a_ticket_goes_on_with_t
 
     Result: the step has the first call's tokens; the next turn takes the call that never had a ticket.
     """
-    async with fake_mesh("e0") as mesh, mesh.client(call_tokens=CALL) as client:
-        t = await opened(client)
+    async with in_calls("e0") as (mesh, t):
         stream = t.generate(SAMPLING)
         assert len([await anext(stream), await anext(stream)]) == 2
         engines = dict(mesh.scheduler.engines)
@@ -153,44 +123,37 @@ async def test_a_step_left_while_its_next_call_waits_for_a_ticket_goes_on_with_t
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
-        assert t.steps[0].token_ids == in_calls(PROMPT, CALL)
+        assert t.steps[0].token_ids == WHOLE[:CALL]
         mesh.scheduler.engines.update(engines)
         context = list(t.tokens)
-        await generated(t, treadle.Sampling(max_new_tokens=2))
-        assert t.steps[1].token_ids == in_calls(context, 2)
+        assert await generate(t, 2) == expected(context, 2)
         assert asked(mesh)[-1][0] == 1
 
 
 async def test_a_step_whose_next_call_fits_no_engine_ends_there_as_it_would_in_one_call() -> None:
-    async with fake_mesh("e0") as mesh, mesh.client(call_tokens=CALL) as client:
-        t = await opened(client)
+    async with in_calls("e0") as (mesh, t):
         stream = t.generate(SAMPLING)
         assert len([await anext(stream), await anext(stream)]) == 2
-        too_long = Refusal(grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_TOO_LONG", fields=("context_tokens",))
-        mesh.scheduler.refuse_next("ScheduleStep", too_long)
+        mesh.scheduler.refuse_next("ScheduleStep", TOO_LONG)
         assert [chunk async for chunk in stream] == []
-        assert (t.steps[0].token_ids, t.steps[0].finish_reason) == (in_calls(PROMPT, CALL), "length")
+        assert (t.steps[0].token_ids, t.steps[0].finish_reason) == (WHOLE[:CALL], "length")
 
 
 async def test_a_first_call_that_fits_no_engine_is_an_error() -> None:
-    async with fake_mesh("e0") as mesh, mesh.client(call_tokens=CALL) as client:
-        t = await opened(client)
-        too_long = Refusal(grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_TOO_LONG", fields=("context_tokens",))
-        mesh.scheduler.refuse_next("ScheduleStep", too_long)
+    async with in_calls("e0") as (mesh, t):
+        mesh.scheduler.refuse_next("ScheduleStep", TOO_LONG)
         with pytest.raises(treadle.TreadleError, match="CONTEXT_TOO_LONG"):
-            await generated(t)
+            await generate(t, COUNT)
         assert t.steps == []
 
 
 async def test_a_step_that_fails_in_a_later_call_keeps_nothing_and_runs_again() -> None:
-    async with fake_mesh() as mesh, mesh.client(call_tokens=CALL) as client:
+    async with in_calls() as (mesh, t):
         mesh.engines["e1"].script = Script(skip_at=2)
-        t = await opened(client)
         with pytest.raises(treadle.StreamBroken, match="offset"):
-            await generated(t)
+            await generate(t, COUNT)
         assert (t.tokens, t.steps) == (PROMPT, [])
-        await generated(t)
-        assert t.steps[0].token_ids == in_calls(PROMPT, COUNT)
+        assert await generate(t, COUNT) == WHOLE
         assert asked(mesh)[2:] == [(1, 3, 4, "k-2"), (2, 7, 4, ""), (3, 11, 2, "")]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import treadle
 from support.conditions import until
 from support.fake_engine import FakeEngine, Script, leased_engines, token_at
-from support.mesh_in_process import QUICK, WAIT_S
+from support.mesh_in_process import QUICK, WAIT_S, generate
 from support.processes import StartService
 
 PROMPT = [1, 2, 3]
@@ -23,8 +23,7 @@ async def one_engine(scheduler: str, **options: Any) -> AsyncIterator[tuple[Fake
 
 async def one_turn(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
     for _ in range(2):
-        async for _chunk in trajectory.generate(treadle.Sampling(max_new_tokens=4)):
-            pass
+        await generate(trajectory, 4)
         trajectory.observe([9])
     return 1.0
 
@@ -58,8 +57,7 @@ async def test_a_stream_lost_in_the_middle_goes_on_under_a_ticket_of_the_real_sc
     ):
         engine.script = Script(lose_at=4)
         t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
-        async for _ in t.generate(treadle.Sampling(max_new_tokens=10)):
-            pass
+        await generate(t, 10)
         assert t.steps[0].token_ids == [token_at(PROMPT, i) for i in range(10)]
         first, second = engine.requests("Generate")
         assert first.ticket.ticket_id != second.ticket.ticket_id
@@ -117,8 +115,7 @@ async def test_steps_left_early_in_every_way_leave_the_real_scheduler_in_order(s
         await until(engine.holding.is_set)
         first.cancel()
         await asyncio.wait({first})
-        async for _ in t.generate(treadle.Sampling(max_new_tokens=10)):
-            pass
+        await generate(t, 10)
         assert [(s.turn, len(s.token_ids), s.finish_reason) for s in t.steps] == [(0, 2, "aborted"), (1, 10, "length")]
         await t.close(reward=0.0)
 
@@ -134,14 +131,12 @@ async def test_the_real_scheduler_is_killed_in_the_middle_and_the_client_goes_on
         treadle.Client(scheduler.address, retry=QUICK) as client,
     ):
         t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
-        async for _ in t.generate(treadle.Sampling(max_new_tokens=4)):
-            pass
+        await generate(t, 4)
         scheduler.kill()
         await scheduler.wait()
 
         async def go_on() -> None:
-            async for _ in t.generate(treadle.Sampling(max_new_tokens=4)):
-                pass
+            await generate(t, 4)
             await t.close(reward=1.0)
 
         async with asyncio.timeout(WAIT_S * 2), asyncio.TaskGroup() as group:

@@ -3,6 +3,7 @@ why not.
 """
 
 import asyncio
+from functools import partial
 
 import grpc
 import pytest
@@ -10,20 +11,14 @@ import treadle
 from support.conditions import until
 from support.fake_engine import Script, logprob_at, token_at
 from support.fake_servicer import Refusal
-from support.mesh_in_process import FakeMesh, fake_mesh
+from support.mesh_in_process import FakeMesh, generate, one_trajectory
 from treadle.generation import MAX_FRUITLESS_LOSSES
 
 PROMPT = [5, 6, 7, 8]
 COUNT = 12
 SAMPLING = treadle.Sampling(max_new_tokens=COUNT)
 
-
-async def opened(client: treadle.Client) -> treadle.Trajectory:
-    return await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
-
-
-async def generated(t: treadle.Trajectory, sampling: treadle.Sampling = SAMPLING) -> list[int]:
-    return [token for chunk in [c async for c in t.generate(sampling)] for token in chunk.token_ids]
+started = partial(one_trajectory, prompt=PROMPT)
 
 
 def assert_whole(t: treadle.Trajectory) -> None:
@@ -41,10 +36,9 @@ async def test_a_stream_broken_in_the_middle_goes_on_at_another_engine(how: str)
     Result: one iterator, 12 tokens, none twice and none missing; the second ticket names the first and the tokens
     received.
     """
-    async with fake_mesh() as mesh, mesh.client() as client:
+    async with started() as (mesh, t):
         mesh.engines["e0"].script = Script(die_at=4) if "dies" in how else Script(lose_at=4)
-        t = await opened(client)
-        assert await generated(t) == [token_at(PROMPT, i) for i in range(COUNT)]
+        assert await generate(t, COUNT) == [token_at(PROMPT, i) for i in range(COUNT)]
         assert_whole(t)
         assert t.steps[0].engine_ids == ("e0", "e1")
         assert [s.kind for s in t.spans] == ["queue", "prefill", "decode", "queue", "prefill", "decode"]
@@ -60,56 +54,51 @@ async def test_a_stream_broken_in_the_middle_goes_on_at_another_engine(how: str)
 
 
 async def test_an_engine_lost_before_its_first_token_costs_nothing() -> None:
-    async with fake_mesh() as mesh, mesh.client() as client:
+    async with started() as (mesh, t):
         await mesh.engine_ports["e0"].stop()  # the scheduler has not noticed yet
-        t = await opened(client)
-        await generated(t)
+        await generate(t, COUNT)
         assert_whole(t)
         assert mesh.scheduler.requests("ScheduleStep")[1].replaces_ticket_id == "k-1"
 
 
 @pytest.mark.parametrize("reason", ["TICKET_EXPIRED", "TICKET_WRONG_ENGINE"])
 async def test_a_ticket_that_the_engine_no_longer_takes_is_replaced(reason: str) -> None:
-    async with fake_mesh("e0") as mesh, mesh.client() as client:
+    async with started("e0") as (mesh, t):
         mesh.engines["e0"].refuse_next("Generate", Refusal(grpc.StatusCode.FAILED_PRECONDITION, reason))
-        t = await opened(client)
-        await generated(t)
+        await generate(t, COUNT)
         assert_whole(t)
         assert [r.replaces_ticket_id for r in mesh.scheduler.requests("ScheduleStep")] == ["", "k-1"]
 
 
 async def test_a_full_queue_is_waited_for_as_long_as_it_asks() -> None:
-    async with fake_mesh("e0") as mesh, mesh.client() as client:
+    async with started("e0") as (mesh, t):
         full = Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after_s=0.3)
         mesh.engines["e0"].refuse_next("Generate", full)
-        t = await opened(client)
-        await generated(t)
+        await generate(t, COUNT)
         assert_whole(t)
         first, second = (c.time_s for c in mesh.engines["e0"].calls if c.method == "Generate")
         assert second - first >= 0.3
 
 
 async def test_a_refused_request_is_not_tried_again() -> None:
-    async with fake_mesh("e0") as mesh, mesh.client() as client:
+    async with started("e0") as (mesh, t):
         bad = Refusal(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", fields=("sampling.top_p",))
         mesh.engines["e0"].refuse_next("Generate", bad)
-        t = await opened(client)
         with pytest.raises(treadle.TreadleError) as refused:
-            await generated(t)
+            await generate(t, COUNT)
         assert refused.value.field_violations == (treadle.FieldViolation("sampling.top_p", "is wrong"),)
         assert len(mesh.engines["e0"].requests("Generate")) == 1
         assert (t.tokens, t.steps) == (PROMPT, [])
-        await generated(t)  # the same turn again, naming the ticket that came to nothing
+        await generate(t, COUNT)  # the same turn again, naming the ticket that came to nothing
         assert_whole(t)
 
 
 @pytest.mark.parametrize("script", [Script(skip_at=4), Script(repeat_at=4)], ids=["gap", "repeat"])
 async def test_a_gap_or_a_repeated_token_is_an_error_and_stops_the_engine(script: Script) -> None:
-    async with fake_mesh("e0") as mesh, mesh.client() as client:
+    async with started("e0") as (mesh, t):
         mesh.engines["e0"].script = script
-        t = await opened(client)
         with pytest.raises(treadle.StreamBroken, match="offset"):
-            await generated(t)
+            await generate(t, COUNT)
         assert mesh.engines["e0"].aborted == ["k-1"]
         assert (t.tokens, t.loss_mask, t.steps) == (PROMPT, [0] * 4, [])
 
@@ -119,21 +108,19 @@ async def test_a_prompt_that_brings_down_every_engine_fails_its_step_only() -> N
 
     Result: the step fails after a few losses rather than going round the mesh for an hour.
     """
-    async with fake_mesh() as mesh, mesh.client() as client:
+    async with started() as (mesh, t):
         for engine in mesh.engines.values():
             engine.script = Script(lose_at=0, times=1000)
-        t = await opened(client)
         with pytest.raises(treadle.TreadleError) as lost:
-            await generated(t)
+            await generate(t, COUNT)
         assert lost.value.reason == "ENGINE_LOST"
         assert len(mesh.scheduler.requests("ScheduleStep")) == MAX_FRUITLESS_LOSSES
 
 
 async def test_a_step_whose_last_word_was_lost_with_the_engine_is_complete() -> None:
-    async with fake_mesh("e0") as mesh, mesh.client() as client:
+    async with started("e0") as (mesh, t):
         mesh.engines["e0"].script = Script(lose_at=COUNT)
-        t = await opened(client)
-        await generated(t)
+        await generate(t, COUNT)
         assert t.steps[0].finish_reason == "length"
         assert len(t.steps[0].token_ids) == COUNT
 
@@ -151,7 +138,7 @@ async def break_off(mesh: FakeMesh, t: treadle.Trajectory) -> None:
 
 
 async def cancel_the_reader(mesh: FakeMesh, t: treadle.Trajectory) -> None:
-    reading = asyncio.ensure_future(generated(t))
+    reading = asyncio.ensure_future(generate(t, COUNT))
     await until(mesh.engines["e0"].holding.is_set)
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -159,7 +146,7 @@ async def cancel_the_reader(mesh: FakeMesh, t: treadle.Trajectory) -> None:
 
 
 async def close_from_another_task(mesh: FakeMesh, t: treadle.Trajectory) -> None:
-    reading = asyncio.ensure_future(generated(t))
+    reading = asyncio.ensure_future(generate(t, COUNT))
     await until(mesh.engines["e0"].holding.is_set)
     await t.close(outcome="cancelled")
     assert len(await reading) == 2
@@ -172,10 +159,9 @@ async def test_a_step_left_early_is_aborted_on_its_engine_and_keeps_the_tokens_s
     Result: the engine is told and runs nothing any more; the two tokens are in the trajectory; the next turn works.
     """
     assert callable(leave)
-    async with fake_mesh("e0") as mesh, mesh.client() as client:
+    async with started("e0") as (mesh, t):
         engine = mesh.engines["e0"]
         engine.script = Script(hold_at=2)
-        t = await opened(client)
         await leave(mesh, t)
         assert engine.aborted == ["k-1"]
         await until(lambda: not engine.running)
@@ -184,7 +170,7 @@ async def test_a_step_left_early_is_aborted_on_its_engine_and_keeps_the_tokens_s
         if t.outcome is None:
             mesh.scheduler.finished("k-1")
             t.observe([9])
-            assert len(await generated(t)) == COUNT
+            assert len(await generate(t, COUNT)) == COUNT
             assert [s.turn for s in t.steps] == [0, 1]
 
 
@@ -193,10 +179,9 @@ async def test_closing_from_another_task_does_not_wait_for_a_ticket_that_does_no
 
     Result: both end; the scheduler hears of the end.
     """
-    async with fake_mesh() as mesh, mesh.client() as client:
+    async with started() as (mesh, t):
         mesh.scheduler.engines.clear()
-        t = await opened(client)
-        reading = asyncio.ensure_future(generated(t))
+        reading = asyncio.ensure_future(generate(t, COUNT))
         await until(lambda: mesh.scheduler.requests("ScheduleStep"))
         await t.close(outcome="cancelled")
         assert await reading == []
@@ -205,9 +190,8 @@ async def test_closing_from_another_task_does_not_wait_for_a_ticket_that_does_no
 
 
 async def test_observing_right_after_a_break_comes_after_the_tokens_seen() -> None:
-    async with fake_mesh("e0") as mesh, mesh.client() as client:
+    async with started("e0") as (mesh, t):
         mesh.engines["e0"].script = Script(hold_at=2)
-        t = await opened(client)
         async for _ in t.generate(SAMPLING):
             break
         t.observe([9])
@@ -220,18 +204,14 @@ async def test_a_step_cancelled_while_it_waits_for_its_ticket_can_be_asked_for_a
 
     Result: the scheduler is asked again under the same request_id, so that the lost ticket can be named.
     """
-    async with (
-        fake_mesh("e0") as mesh,
-        mesh.client(retry=treadle.RetryPolicy(first_delay_s=60, max_delay_s=60)) as client,
-    ):
+    async with started("e0", retry=treadle.RetryPolicy(first_delay_s=60, max_delay_s=60)) as (mesh, t):
         mesh.scheduler.refuse_next("ScheduleStep", Refusal(grpc.StatusCode.UNAVAILABLE, "AWAY", after=True))
-        t = await opened(client)
-        reading = asyncio.ensure_future(generated(t))
+        reading = asyncio.ensure_future(generate(t, COUNT))
         await until(lambda: mesh.scheduler.requests("ScheduleStep"))
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
-        await generated(t)
+        await generate(t, COUNT)
         assert_whole(t)
         first, repeat, second = mesh.scheduler.requests("ScheduleStep")
         assert first.request_id == repeat.request_id != second.request_id

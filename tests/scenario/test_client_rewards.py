@@ -1,18 +1,15 @@
 """The client's rewards against real services: a rollout whose scores come after its trajectories have ended."""
 
 import asyncio
-import sys
-from pathlib import Path
 
 import grpc
 import pytest
 import treadle
 from support.fake_servicer import Port
-from support.mesh_in_process import WAIT_S, fake_mesh
+from support.mesh_in_process import WAIT_S, fake_mesh, generate
 from support.processes import StartService
 from treadle.tools.v1 import rewards_pb2, rewards_pb2_grpc
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "rewards.py"
 SAMPLING = treadle.Sampling(max_new_tokens=4)
 RIGHT = {"answer": "4", "expected": "4"}
 
@@ -30,8 +27,7 @@ async def test_a_rollout_hands_in_what_the_service_scored(start_service: StartSe
     tools = await start_rewards(start_service)
 
     async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> treadle.PendingReward:
-        async for _ in trajectory.generate(SAMPLING):
-            pass
+        await generate(trajectory, 4)
         if prompt.id == "p1" and trajectory.sample == 1:
             return await trajectory.score("python_tests", {"files": {"/etc/it.py": ""}, "tests": {"test_it.py": ""}})
         return await trajectory.score("exact_match", {"answer": str(trajectory.sample), "expected": "1"})
@@ -99,22 +95,3 @@ async def test_a_mesh_without_tools_says_so() -> None:
         with pytest.raises(treadle.TreadleError) as none:
             await client.score("t-1", "exact_match", RIGHT)
         assert (none.value.code, none.value.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "NO_TOOLS_SERVICE")
-
-
-async def test_the_example_runs_as_it_stands(start_service: StartService) -> None:
-    tools = await start_rewards(start_service)
-    async with fake_mesh() as mesh:
-        mesh.scheduler.directory.tools_address = tools
-        command = (sys.executable, str(EXAMPLE), mesh.address)
-        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-        try:
-            async with asyncio.timeout(WAIT_S):
-                stdout, _ = await process.communicate()
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        assert process.returncode == 0
-        lines = stdout.decode().splitlines()
-        assert len(lines) == 4
-        assert all("finished: reward 0.0" in line or "finished: reward 1.0" in line for line in lines), lines

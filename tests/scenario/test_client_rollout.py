@@ -8,15 +8,14 @@ import treadle
 from support.conditions import until
 from support.fake_engine import Script, token_at
 from support.fake_servicer import Refusal
-from support.mesh_in_process import fake_mesh
+from support.mesh_in_process import fake_mesh, generate
 from treadle.scheduler.v1 import scheduler_pb2
 
 PROMPTS = [treadle.Prompt("p0", [1, 2], data="first"), treadle.Prompt("p1", [3, 4, 5], data="second")]
 
 
 async def one_turn(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
-    async for _ in trajectory.generate(treadle.Sampling(max_new_tokens=3)):
-        pass
+    await generate(trajectory, 3)
     return float(trajectory.sample)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import treadle
 from support.fake_engine import Script, logprob_at, token_at
-from support.mesh_in_process import fake_mesh
+from support.mesh_in_process import fake_mesh, generate, one_trajectory
 from treadle.scheduler.v1 import scheduler_pb2
 
 PROMPT = [11, 12, 13]
@@ -37,8 +37,7 @@ async def test_a_trajectory_of_two_turns_with_a_tool_and_an_environment_comes_ou
         assert not mesh.tools.sessions
         t.observe([7, 8])
         context = list(t.tokens)
-        async for _ in t.generate(treadle.Sampling(max_new_tokens=4)):
-            pass
+        await generate(t, 4)
         await t.close(reward=1.0)
         second = expected(context, 4)
 
@@ -64,8 +63,7 @@ async def test_a_trajectory_of_two_turns_with_a_tool_and_an_environment_comes_ou
 
 
 async def test_a_failing_tool_is_a_result_and_an_unknown_tool_is_an_error_with_its_field() -> None:
-    async with fake_mesh() as mesh, mesh.client() as client:
-        t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
+    async with one_trajectory(prompt=PROMPT) as (_, t):
         result = await t.tool("echo", {"fail": 1})
         assert (result.status, result.error, result.ok) == ("tool_error", "ValueError: no", False)
         with pytest.raises(treadle.TreadleError) as refused:
@@ -75,9 +73,8 @@ async def test_a_failing_tool_is_a_result_and_an_unknown_tool_is_an_error_with_i
 
 
 async def test_a_preempted_step_shows_its_waits_and_counts_its_preemptions() -> None:
-    async with fake_mesh("e0") as mesh, mesh.client() as client:
+    async with one_trajectory("e0", prompt=PROMPT) as (mesh, t):
         mesh.engines["e0"].script = Script(preempt_at=4)
-        t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
         chunks = [chunk async for chunk in t.generate(treadle.Sampling(max_new_tokens=8))]
         step = t.steps[-1]
         assert [i for c in chunks for i in c.token_ids] == expected(PROMPT, 8)
@@ -88,24 +85,19 @@ async def test_a_preempted_step_shows_its_waits_and_counts_its_preemptions() -> 
 
 
 async def test_a_change_of_weights_within_a_step_gives_two_version_spans() -> None:
-    async with fake_mesh("e0") as mesh, mesh.client() as client:
+    async with one_trajectory("e0", prompt=PROMPT) as (mesh, t):
         mesh.engines["e0"].script = Script(version_from={0: "6", 4: "7"})
-        t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
-        async for _ in t.generate(treadle.Sampling(max_new_tokens=6)):
-            pass
+        await generate(t, 6)
         assert t.steps[0].version_spans == (treadle.VersionSpan("6", 0, 4), treadle.VersionSpan("7", 4, 6))
         assert t.version_spans == [treadle.VersionSpan("6", 3, 7), treadle.VersionSpan("7", 7, 9)]
 
 
 async def test_the_cap_of_a_trajectory_cuts_a_step_and_then_refuses_the_next() -> None:
-    async with fake_mesh() as mesh, mesh.client() as client:
-        t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT, max_total_tokens=5)
-        async for _ in t.generate(treadle.Sampling(max_new_tokens=64)):
-            pass
+    async with one_trajectory(prompt=PROMPT, max_total_tokens=5) as (mesh, t):
+        await generate(t, 64)
         assert (len(t.steps[0].token_ids), t.tokens_left) == (5, 0)
         with pytest.raises(treadle.TokensSpent):
-            async for _ in t.generate(treadle.Sampling(max_new_tokens=64)):
-                pass
+            await generate(t, 64)
         assert len(mesh.scheduler.requests("ScheduleStep")) == 1
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc.aio
+from support.conditions import until
 from treadle.common.v1.ticket_pb2 import Ticket
 from treadle.common.v1.tokens_pb2 import SamplingParams, TokenIds
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
@@ -101,17 +104,31 @@ def step_request(
     )
 
 
-async def run_step(
-    stub: engine_pb2_grpc.EngineServiceAsyncStub,
-    request: engine_pb2.GenerateRequest,
-    on_event: Callable[[StepResult], None] = lambda _: None,
-) -> StepResult:
-    """Reads the stream to its end; `on_event` sees what there is after each event."""
-    result = StepResult()
-    async for response in responses(stub, request):
-        result.take(response)
-        on_event(result)
-    return result
+class Step:
+    """A step in flight. `seen` is what its stream has said so far; await the step for everything."""
+
+    def __init__(self, stub: engine_pb2_grpc.EngineServiceAsyncStub, request: engine_pb2.GenerateRequest) -> None:
+        self.seen = StepResult()
+        self._task = asyncio.create_task(self._read(stub, request))
+
+    async def until_tokens(self, count: int) -> None:
+        """Returns once so many tokens have come."""
+        await until(lambda: len(self.seen.tokens) >= count, within_s=STEP_TIMEOUT_S)
+
+    def __await__(self) -> Generator[Any, None, StepResult]:
+        return self._task.__await__()
+
+    async def _read(
+        self, stub: engine_pb2_grpc.EngineServiceAsyncStub, request: engine_pb2.GenerateRequest
+    ) -> StepResult:
+        async for response in responses(stub, request):
+            self.seen.take(response)
+        return self.seen
+
+
+async def run_step(stub: engine_pb2_grpc.EngineServiceAsyncStub, request: engine_pb2.GenerateRequest) -> StepResult:
+    """Reads the stream to its end."""
+    return await Step(stub, request)
 
 
 def responses(

@@ -182,8 +182,8 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
                 weight_version=version,
             )
             spans.append(tokens_pb2.VersionSpan(weight_version=version, start_token=count, end_token=end))
-            yield engine_pb2.GenerateResponse(tokens=chunk)
             await asyncio.sleep(self._token_s * (end - count))
+            yield engine_pb2.GenerateResponse(tokens=chunk)
             count = end
         finished = engine_pb2.StepFinished(reason=reason, output_tokens=count, version_spans=spans, cached_tokens=first)
         yield engine_pb2.GenerateResponse(finished=finished)

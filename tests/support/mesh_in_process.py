@@ -6,6 +6,7 @@ The fakes obey the contract and keep their state over a restart of their server,
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import treadle
 from support.fake_engine import FakeEngine, engine_port
@@ -82,3 +83,18 @@ async def fake_mesh(*engine_ids: str) -> AsyncIterator[FakeMesh]:
         yield mesh
     finally:
         await mesh.stop()
+
+
+@asynccontextmanager
+async def one_trajectory(
+    *engine_ids: str, prompt: Sequence[int], max_total_tokens: int = 0, **options: object
+) -> AsyncIterator[tuple[FakeMesh, treadle.Trajectory]]:
+    """A running mesh and an open trajectory of a client with these options."""
+    async with fake_mesh(*engine_ids) as mesh, mesh.client(**options) as client:
+        yield mesh, await client.open(prompt_id="p0", sample=0, prompt=prompt, max_total_tokens=max_total_tokens)
+
+
+async def generate(t: treadle.Trajectory, count: int, **sampling: Any) -> list[int]:
+    """The tokens of the next turn."""
+    stream = t.generate(treadle.Sampling(max_new_tokens=count, **sampling))
+    return [token async for chunk in stream for token in chunk.token_ids]

@@ -1,6 +1,6 @@
-"""The contract is language-neutral: the Node example generates a step straight from protos/.
+"""The examples run as they stand; the one for Node shows that the contract is language-neutral.
 
-Where this machine has no node and npm, or npm cannot reach its registry, the tests are skipped with that reason
+Where this machine has no node and npm, or npm cannot reach its registry, its tests are skipped with that reason
 (pytest's summary shows it); with TREADLE_REQUIRE_NODE=1 that is a failure, for machines that are meant to have them.
 """
 
@@ -8,28 +8,23 @@ import asyncio
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from support.fake_engine import Script, logprob_at, token_at
 from support.mesh_in_process import FakeMesh, fake_mesh
+from support.processes import StartService
 from treadle.scheduler.v1 import scheduler_pb2
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE = ROOT / "examples" / "node"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+NODE = EXAMPLES / "node"
 PROMPT = [504, 2365, 354]
 COMMAND_S = 90.0  # npm ci takes 3 s with a warm cache
 _OFFLINE = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ETIMEDOUT", "ENETUNREACH")
 
 
-def not_run(reason: str) -> None:
-    """Skips with a reason, or fails where Node is required."""
-    if os.environ.get("TREADLE_REQUIRE_NODE"):
-        pytest.fail(f"TREADLE_REQUIRE_NODE is set and {reason}")
-    pytest.skip(f"the Node example was not tested: {reason}")
-
-
-async def output_of(*command: str, cwd: Path) -> tuple[int, str, str]:
+async def output_of(*command: str, cwd: Path = EXAMPLES) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
         *command, cwd=cwd, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -44,22 +39,52 @@ async def output_of(*command: str, cwd: Path) -> tuple[int, str, str]:
     return process.returncode, stdout.decode(), stderr.decode()
 
 
+async def test_the_quickstart_plays_its_four_trajectories_and_says_so() -> None:
+    async with fake_mesh() as mesh:
+        code, stdout, _ = await output_of(sys.executable, "quickstart.py", mesh.address)
+        assert code == 0
+        lines = stdout.splitlines()
+        assert [line.split(":")[0] for line in lines] == [f"lake-{n}/{s} finished" for n in (1, 2) for s in (0, 1)]
+        assert all("48 tokens in 3 turns, reward 1.5" in line for line in lines)
+        assert not mesh.tools.sessions
+        assert not mesh.scheduler.open_trajectories
+
+
+async def test_the_example_of_rewards_has_its_trajectories_scored(start_service: StartService) -> None:
+    settings = {"TREADLE_TOOLS_BUILTIN": "", "TREADLE_TOOLS_REWARDS": "exact_match"}
+    tools = await start_service("treadle_tools", settings)
+    async with fake_mesh() as mesh:
+        mesh.scheduler.directory.tools_address = tools.address
+        code, stdout, _ = await output_of(sys.executable, "rewards.py", mesh.address)
+        assert code == 0
+        lines = stdout.splitlines()
+        assert len(lines) == 4
+        assert all("finished: reward 0.0" in line or "finished: reward 1.0" in line for line in lines), lines
+
+
+def skip_node(reason: str) -> None:
+    """Skips with a reason, or fails where Node is required."""
+    if os.environ.get("TREADLE_REQUIRE_NODE"):
+        pytest.fail(f"TREADLE_REQUIRE_NODE is set and {reason}")
+    pytest.skip(f"the Node example was not tested: {reason}")
+
+
 @pytest.fixture
 async def example(tmp_path: Path) -> Path:
     """The example's folder with its packages: installed by its user, else here into a copy."""
     missing = [tool for tool in ("node", "npm") if shutil.which(tool) is None]
     if missing:
-        not_run(f"{' and '.join(missing)} are not installed")
-    if (EXAMPLE / "node_modules").is_dir():
-        return EXAMPLE
+        skip_node(f"{' and '.join(missing)} are not installed")
+    if (NODE / "node_modules").is_dir():
+        return NODE
     copy = tmp_path / "examples" / "node"
     copy.mkdir(parents=True)
     for name in ("package.json", "package-lock.json", ".npmrc", "generate.mjs"):
-        shutil.copy(EXAMPLE / name, copy / name)
-    (tmp_path / "protos").symlink_to(ROOT / "protos")
+        shutil.copy(NODE / name, copy / name)
+    (tmp_path / "protos").symlink_to(EXAMPLES.parent / "protos")
     code, _, stderr = await output_of("npm", "ci", "--ignore-scripts", cwd=copy)
     if code != 0 and any(word in stderr for word in _OFFLINE):
-        not_run("npm cannot reach its registry")
+        skip_node("npm cannot reach its registry")
     assert code == 0, stderr
     return copy
 
@@ -91,5 +116,5 @@ async def test_node_closes_its_trajectory_as_failed_when_a_token_is_missing(exam
 
 
 def test_the_lock_file_names_no_registry() -> None:
-    packages = json.loads((EXAMPLE / "package-lock.json").read_text())["packages"]
+    packages = json.loads((NODE / "package-lock.json").read_text())["packages"]
     assert [name for name, package in packages.items() if "resolved" in package] == []
