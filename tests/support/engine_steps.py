@@ -112,8 +112,10 @@ class Step:
         self._task = asyncio.create_task(self._read(stub, request))
 
     async def until_tokens(self, count: int) -> None:
-        """Returns once so many tokens have come."""
-        await until(lambda: len(self.seen.tokens) >= count, within_s=STEP_TIMEOUT_S)
+        """Returns once so many tokens have come. Raises what the stream ended with before."""
+        await until(lambda: len(self.seen.tokens) >= count or self._task.done(), within_s=STEP_TIMEOUT_S)
+        if self._task.done():
+            self._task.result()
 
     def __await__(self) -> Generator[Any, None, StepResult]:
         return self._task.__await__()
