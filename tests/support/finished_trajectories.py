@@ -52,6 +52,7 @@ class RolloutCalls:
     """One rollout as a trainer and its workers see it. Request ids are the callers' to give where they matter."""
 
     def __init__(self, channel: grpc.aio.Channel, rollout_id: str = "r") -> None:
+        self.channel = channel
         self.stub = rollout_pb2_grpc.RolloutServiceStub(channel)
         self.rollout_id = rollout_id
 
@@ -103,8 +104,8 @@ def members(batch: pb.GetBatchResponse) -> list[list[str]]:
 @asynccontextmanager
 async def rollout_service(
     nats_url: str, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
-) -> AsyncIterator[grpc.aio.Channel]:
-    """The service in this process, and a channel to it that takes large batches."""
+) -> AsyncIterator[RolloutCalls]:
+    """The service in this process, by a channel that takes large batches."""
     config = RolloutSettings(
         listen="127.0.0.1:0", nats_url=nats_url, drain_grace_s=1.0, max_message_bytes=max_message_bytes
     )
@@ -112,4 +113,4 @@ async def rollout_service(
         serving(config, wire) as served,
         grpc.aio.insecure_channel(served.address, options=[("grpc.max_receive_message_length", -1)]) as channel,
     ):
-        yield channel
+        yield RolloutCalls(channel)

@@ -1,6 +1,6 @@
 """Reading a failed call as a client does."""
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -43,6 +43,13 @@ def error_of(error: grpc.aio.AioRpcError) -> RpcError:
         elif name == "RetryInfo":
             retry_after_s = status_pb2.RetryInfo.FromString(detail.value).retry_delay.ToNanoseconds() / 1e9
     return RpcError(error.code(), reason, tuple(fields), retry_after_s)
+
+
+async def refusal_of(call: Awaitable[object]) -> RpcError:
+    """What the call, which must fail, fails with."""
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    return error_of(raised.value)
 
 
 @contextmanager

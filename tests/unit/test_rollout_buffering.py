@@ -3,10 +3,9 @@
 import asyncio
 
 import grpc
-import grpc.aio
 import pytest
-from support.finished_trajectories import CALL_S, RolloutCalls, finished, members, rollout_service
-from support.rpc import error_of
+from support.finished_trajectories import CALL_S, finished, members, rollout_service
+from support.rpc import refusal_of
 from treadle.rollout.v1 import rollout_pb2 as pb
 from treadle_core.rollouts.buffer import RolloutSpec, Sample
 from treadle_rollout.rollouts import BatchRequest, Rollouts
@@ -21,8 +20,7 @@ async def test_the_first_k_samples_are_kept_and_come_back_whole(nats_url: str) -
 
     They come back token for token, and the third is told that its group has settled.
     """
-    async with rollout_service(nats_url) as channel:
-        calls = RolloutCalls(channel)
+    async with rollout_service(nats_url) as calls:
         created = await calls.create(samples=3, keep=2)
         assert created.state == pb.ROLLOUT_STATE_RUNNING
         first, second = finished("a", sample=0), finished("b", sample=1, versions=("0", "1"))
@@ -44,8 +42,7 @@ async def test_the_first_k_samples_are_kept_and_come_back_whole(nats_url: str) -
 async def test_a_trajectory_larger_than_a_nats_message_comes_back_whole(nats_url: str, tokens: int) -> None:
     """300,000 tokens are 2.7 MB, beyond NATS's 1 MiB: they travel in chunks."""
     trajectory = finished("long", sampled=tokens)
-    async with rollout_service(nats_url) as channel:
-        calls = RolloutCalls(channel)
+    async with rollout_service(nats_url) as calls:
         await calls.create()
         assert (await calls.submit(trajectory)).kept
         batch = await calls.batch("b")
@@ -53,18 +50,15 @@ async def test_a_trajectory_larger_than_a_nats_message_comes_back_whole(nats_url
 
 
 async def test_a_group_that_no_batch_could_hold_is_refused_at_submission(nats_url: str) -> None:
-    async with rollout_service(nats_url, max_message_bytes=200_000) as channel:
-        calls = RolloutCalls(channel)
+    async with rollout_service(nats_url, max_message_bytes=200_000) as calls:
         await calls.create(samples=2)
         assert (await calls.submit(finished("a", sample=0, sampled=10_000))).kept
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await calls.submit(finished("b", sample=1, sampled=10_000))
-        assert error_of(refused.value).reason == "GROUP_TOO_LARGE"
+        refusal = await refusal_of(calls.submit(finished("b", sample=1, sampled=10_000)))
+        assert refusal.reason == "GROUP_TOO_LARGE"
 
 
 async def test_a_batch_stops_at_the_message_limit_and_the_rest_comes_with_the_next(nats_url: str) -> None:
-    async with rollout_service(nats_url, max_message_bytes=200_000) as channel:
-        calls = RolloutCalls(channel)
+    async with rollout_service(nats_url, max_message_bytes=200_000) as calls:
         await calls.create(prompts=2)
         for index in range(2):
             await calls.submit(finished(f"t{index}", f"p{index}", sampled=10_000))
@@ -75,8 +69,7 @@ async def test_a_batch_stops_at_the_message_limit_and_the_rest_comes_with_the_ne
 
 async def test_trajectories_beyond_the_bound_are_dropped_measured_from_their_oldest_token(nats_url: str) -> None:
     """Bound 1, trainer at 5: sampled under 3 and 5 is too old by its first tokens, under 4 and 5 is not."""
-    async with rollout_service(nats_url) as channel:
-        calls = RolloutCalls(channel)
+    async with rollout_service(nats_url) as calls:
         await calls.create(samples=2, staleness=1)
         await calls.submit(finished("old", sample=0, versions=("3", "5")))
         await calls.submit(finished("new", sample=1, versions=("4", "5")))
@@ -86,8 +79,7 @@ async def test_trajectories_beyond_the_bound_are_dropped_measured_from_their_old
 
 
 async def test_a_repeated_submission_gets_its_first_verdict_and_counts_once(nats_url: str) -> None:
-    async with rollout_service(nats_url) as channel:
-        calls = RolloutCalls(channel)
+    async with rollout_service(nats_url) as calls:
         await calls.create(samples=3, keep=1)
         first = await calls.submit(finished("a"), "one")
         assert await calls.submit(finished("a"), "one") == first
@@ -99,8 +91,7 @@ async def test_a_repeated_submission_gets_its_first_verdict_and_counts_once(nats
 
 
 async def test_concurrent_batches_never_share_a_group_and_a_repeat_gives_the_same_one(nats_url: str) -> None:
-    async with rollout_service(nats_url) as channel:
-        calls = RolloutCalls(channel)
+    async with rollout_service(nats_url) as calls:
         await calls.create(prompts=12)
         for index in range(12):
             await calls.submit(finished(f"t{index}", f"p{index}"))
@@ -112,8 +103,7 @@ async def test_concurrent_batches_never_share_a_group_and_a_repeat_gives_the_sam
 
 
 async def test_a_waiting_batch_is_answered_when_it_is_full_and_takes_nothing_before(nats_url: str) -> None:
-    async with rollout_service(nats_url) as channel:
-        calls = RolloutCalls(channel)
+    async with rollout_service(nats_url) as calls:
         await calls.create(prompts=3)
         async with asyncio.TaskGroup() as group:
             waiting = group.create_task(calls.batch("b", 2, wait=True))
@@ -124,21 +114,18 @@ async def test_a_waiting_batch_is_answered_when_it_is_full_and_takes_nothing_bef
 
 
 async def test_a_batch_whose_deadline_passes_takes_nothing(nats_url: str) -> None:
-    async with rollout_service(nats_url) as channel:
-        calls = RolloutCalls(channel)
+    async with rollout_service(nats_url) as calls:
         await calls.create(prompts=2)
         await calls.submit(finished("t0", "p0"))
-        with pytest.raises(grpc.aio.AioRpcError) as late:
-            await calls.batch("b", 2, wait=True, timeout_s=0.3)
-        assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        late = await refusal_of(calls.batch("b", 2, wait=True, timeout_s=0.3))
+        assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
         assert (await calls.get()).buffered_trajectories == 1
         await calls.submit(finished("t1", "p1"))
         assert members(await calls.batch("b", 2, wait=True)) == [["t0"], ["t1"]]
 
 
 async def test_cancelling_ends_the_wait_of_a_batch(nats_url: str) -> None:
-    async with rollout_service(nats_url) as channel:
-        calls = RolloutCalls(channel)
+    async with rollout_service(nats_url) as calls:
         await calls.create(prompts=2)
         await calls.submit(finished("t0", "p0"))
         async with asyncio.TaskGroup() as group:
@@ -153,8 +140,7 @@ async def test_cancelling_ends_the_wait_of_a_batch(nats_url: str) -> None:
 
 
 async def test_a_watch_shows_settled_groups_and_ends_with_the_rollout(nats_url: str) -> None:
-    async with rollout_service(nats_url) as channel:
-        calls = RolloutCalls(channel)
+    async with rollout_service(nats_url) as calls:
         await calls.create(prompts=2)
         watch = calls.stub.WatchRollout(pb.WatchRolloutRequest(rollout_id="r"), timeout=CALL_S)
         states = aiter(watch)
