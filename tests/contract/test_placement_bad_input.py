@@ -7,8 +7,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 import grpc.aio
-import pytest
-from support.rpc import error_of
+from support.rpc import refusal_of
 from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
 from treadle_placement.config import PlacementSettings
 from treadle_placement.wire import wire
@@ -62,62 +61,49 @@ async def test_plan_placement_names_the_bad_field(nats_url: str) -> None:
                 trajectories=[trajectory(0), trajectory(1, **of_trajectory)],
                 engines=[engine(0), engine(1, **of_engine)],
             )
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await stub.PlanPlacement(request, timeout=CALL_S)
-            error = error_of(refused.value)
+            error = await refusal_of(stub.PlanPlacement(request, timeout=CALL_S))
             assert (error.code, error.fields) == (grpc.StatusCode.INVALID_ARGUMENT, (field,))
         for request, field in (
             (placement_pb2.PlanPlacementRequest(trajectories=[trajectory(0)]), "engines"),
             (placement_pb2.PlanPlacementRequest(engines=[engine(0)], cost_model=99), "cost_model"),  # type: ignore[arg-type]
         ):
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await stub.PlanPlacement(request, timeout=CALL_S)
-            assert error_of(refused.value).fields == (field,)
+            assert (await refusal_of(stub.PlanPlacement(request, timeout=CALL_S))).fields == (field,)
 
 
-@pytest.mark.parametrize("cost_model", placement_pb2.CostModel.values())
-async def test_a_plan_has_one_group_for_each_engine_in_the_order_of_the_request(nats_url: str, cost_model: int) -> None:
+async def test_a_plan_has_one_group_for_each_engine_in_the_order_of_the_request(nats_url: str) -> None:
     slow = {"base_s": 0.02, "per_sequence_s": 0.002}
     request = placement_pb2.PlanPlacementRequest(
         trajectories=[trajectory(number) for number in range(20)],
         engines=[engine(0, decode_curve=slow), engine(1), engine(2, decode_curve=slow)],
-        cost_model=cost_model,  # type: ignore[arg-type]
     )
     async with placement(nats_url) as stub:
-        plan = await stub.PlanPlacement(request, timeout=CALL_S)
-        again = await stub.PlanPlacement(request, timeout=CALL_S)
-    assert [group.engine_id for group in plan.groups] == ["e0", "e1", "e2"]
-    assert sorted(each for group in plan.groups for each in group.trajectory_ids) == sorted(
-        f"t{number}" for number in range(20)
-    )
-    assert plan.groups[1].trajectory_ids[0] == "t19"  # the longest, on the fastest
-    for group in plan.groups:
-        assert list(group.trajectory_ids) == sorted(group.trajectory_ids, key=lambda each: -int(each[1:]))
-    assert plan.predicted_makespan.ToNanoseconds() >= plan.lower_bound.ToNanoseconds() > 0
-    assert plan.predicted_makespan == max(
-        (each.predicted_time for each in plan.groups), key=lambda d: d.ToNanoseconds()
-    )
-    again.solve_time.CopyFrom(plan.solve_time)
-    assert again == plan
+        for cost_model in placement_pb2.CostModel.values():
+            request.cost_model = cost_model
+            plan = await stub.PlanPlacement(request, timeout=CALL_S)
+            again = await stub.PlanPlacement(request, timeout=CALL_S)
+            assert [group.engine_id for group in plan.groups] == ["e0", "e1", "e2"]
+            placed = [each for group in plan.groups for each in group.trajectory_ids]
+            assert sorted(placed) == sorted(f"t{number}" for number in range(20))
+            assert plan.groups[1].trajectory_ids[0] == "t19"  # the longest, on the fastest
+            for group in plan.groups:
+                assert list(group.trajectory_ids) == sorted(group.trajectory_ids, key=lambda each: -int(each[1:]))
+            makespan = plan.predicted_makespan
+            assert makespan.ToNanoseconds() >= plan.lower_bound.ToNanoseconds() > 0
+            assert makespan.ToNanoseconds() == max(each.predicted_time.ToNanoseconds() for each in plan.groups)
+            again.solve_time.CopyFrom(plan.solve_time)
+            assert again == plan
 
 
 async def test_an_engine_without_a_curve_is_taken_for_the_slowest_that_has_one(nats_url: str) -> None:
+    unknown = placement_pb2.PlacementEngine(engine_id="unknown", slot_limit=8)
+    works = [trajectory(number + 1) for number in range(8)]
     async with placement(nats_url) as stub:
-        plan = await stub.PlanPlacement(
-            placement_pb2.PlanPlacementRequest(
-                trajectories=[trajectory(number + 1) for number in range(8)],
-                engines=[placement_pb2.PlacementEngine(engine_id="unknown", slot_limit=8), engine(1)],
-            ),
-            timeout=CALL_S,
-        )
+        request = placement_pb2.PlanPlacementRequest(trajectories=works, engines=[unknown, engine(1)])
+        plan = await stub.PlanPlacement(request, timeout=CALL_S)
+        nothing = await stub.PlanPlacement(placement_pb2.PlanPlacementRequest(engines=[engine(0)]), timeout=CALL_S)
     assert all(group.trajectory_ids for group in plan.groups)
-
-
-async def test_no_trajectories_make_an_empty_plan(nats_url: str) -> None:
-    async with placement(nats_url) as stub:
-        plan = await stub.PlanPlacement(placement_pb2.PlanPlacementRequest(engines=[engine(0)]), timeout=CALL_S)
-    assert [list(group.trajectory_ids) for group in plan.groups] == [[]]
-    assert plan.predicted_makespan.ToNanoseconds() == 0
+    assert [list(group.trajectory_ids) for group in nothing.groups] == [[]], "no trajectories make an empty plan"
+    assert nothing.predicted_makespan.ToNanoseconds() == 0
 
 
 async def test_a_plan_of_the_papers_size_is_made_beside_small_ones(nats_url: str) -> None:
