@@ -1,0 +1,54 @@
+"""Settings of the services: a bad value is one clear line and exit code 2."""
+
+import pytest
+from treadle_migrator.config import MigratorSettings
+from treadle_placement.config import PlacementSettings
+from treadle_rollout.config import RolloutSettings
+from treadle_runtime.config import Settings, read_settings
+from treadle_scheduler.config import SchedulerSettings
+
+
+def test_by_default_every_part_of_the_scheduler_is_off() -> None:
+    settings = read_settings(SchedulerSettings, {})
+    assert settings.listen == "127.0.0.1:7401"
+    assert (settings.predictor, settings.placement, settings.migrator, settings.tools, settings.rollout) == ("",) * 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "value"),
+    [
+        (MigratorSettings, "SCHEDULER", "nowhere"),
+        (MigratorSettings, "GIVE_UP_S", "0"),
+        (MigratorSettings, "RETENTION_S", "60"),
+        (MigratorSettings, "SHEDULER", "127.0.0.1:1"),
+        (PlacementSettings, "COST_MODEL", "quadratic"),
+        (PlacementSettings, "DEFAULT_BASE_S", "0"),
+        (PlacementSettings, "DEFAULT_PER_SEQUENCE_S", "-1"),
+        (PlacementSettings, "DEFAULT_PREFILL_TOKENS_PER_S", "nan"),
+        (PlacementSettings, "DEFAULT_PREFILL_TOKENS_PER_S", "0.5"),
+        (RolloutSettings, "BATCH_REPLAY_S", "0"),
+        (RolloutSettings, "RETENTION_S", "-5"),
+        (RolloutSettings, "RETENTION_S", "a week"),
+        (SchedulerSettings, "PREDICTOR", "nowhere"),
+        (SchedulerSettings, "PLACEMENT", "host:0"),
+        (SchedulerSettings, "PUBLIC_TOOLS", ":7405"),
+        (SchedulerSettings, "LEASE_TTL_S", "0"),
+        (SchedulerSettings, "LEASE_TTL_S", "soon"),
+        (SchedulerSettings, "TICKET_TTL_S", "-1"),
+        (SchedulerSettings, "KEEP_CLOSED_S", "-1"),
+        (SchedulerSettings, "ABANDON_AFTER_S", "nan"),
+        (SchedulerSettings, "AGING_DOUBLING_S", "0"),
+        (SchedulerSettings, "PLAN_EVERY_EVENTS", "0"),
+        (SchedulerSettings, "PLAN_EVERY_EVENTS", "1.5"),
+        (SchedulerSettings, "PLAN_MARGIN", "1"),
+        (SchedulerSettings, "PREDICTER", "p:7402"),
+    ],
+)
+def test_a_bad_setting_ends_the_process_with_its_name(
+    settings: type[Settings], name: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variable = f"TREADLE_{settings.service.upper()}_{name}"
+    with pytest.raises(SystemExit) as ended:
+        read_settings(settings, {variable: value})
+    line = capsys.readouterr().err
+    assert ended.value.code == 2 and variable in line and line.count("\n") == 1
