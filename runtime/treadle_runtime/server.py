@@ -32,8 +32,7 @@ from treadle_runtime.calls import KEEPALIVE_MS, Channels, Interceptor
 from treadle_runtime.config import Settings
 from treadle_runtime.errors import ErrorTable, StartError
 from treadle_runtime.idempotency import RequestRecords
-from treadle_runtime.metrics import Metrics
-from treadle_runtime.telemetry import Tracing, configure_logging, configure_tracing
+from treadle_runtime.telemetry import Metrics, Tracing, configure_logging, configure_tracing
 
 log = structlog.get_logger()
 

@@ -1,8 +1,10 @@
-"""Write logs and send traces of a process (metrics: `metrics.py`).
+"""Write logs, and send traces and metrics of a process.
 
 Owns structlog's configuration (JSON lines on stderr, with service and, where a span is active, trace_id and span_id;
 the standard library's loggers go the same way) and the OpenTelemetry tracer. Tracing is off, with no provider,
-exporter or interceptor, until `otlp_endpoint` is set. Anywhere: `log = structlog.get_logger()`.
+exporter or interceptor, until `otlp_endpoint` is set. There is no meter provider, and an instrument does nothing,
+until it is set and the service asks for a meter: a collector that only takes traces gets nothing from a service
+without metrics. Anywhere: `log = structlog.get_logger()`.
 """
 
 import asyncio
@@ -14,9 +16,12 @@ from typing import Any
 
 import grpc.aio
 import structlog
-from opentelemetry import trace
+from opentelemetry import metrics, trace
+from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.instrumentation.grpc import aio_client_interceptors, aio_server_interceptor
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -24,7 +29,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from treadle_runtime.config import Settings
 
 FLUSH_TIMEOUT_S = 5.0  # a collector that is away must not hold up the end of the process
-EXPORT_INTERVAL_S = 1.0  # spans are seen soon, still many at a time
+SPANS_EXPORT_INTERVAL_S = 1.0  # spans are seen soon, still many at a time
+METRICS_EXPORT_INTERVAL_S = 10.0  # metrics are looked at over minutes
+SCOPE = "treadle"
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Tracing:
     def tracer(self) -> trace.Tracer:
         """The process's tracer; its spans record nothing where tracing is off."""
         provider: trace.TracerProvider = self.provider or trace.NoOpTracerProvider()
-        return provider.get_tracer("treadle")
+        return provider.get_tracer(SCOPE)
 
     def server_interceptor(self) -> grpc.aio.ServerInterceptor | None:
         """What starts a span for each RPC served; None where tracing is off."""
@@ -63,17 +70,41 @@ def configure_tracing(settings: Settings) -> Tracing:
     """The tracer that `settings` ask for."""
     if not settings.otlp_endpoint:
         return Tracing()
-    provider = TracerProvider(resource=resource_of(settings))
-    exporter = OTLPSpanExporter(
-        endpoint=settings.otlp_endpoint,
-        insecure=not settings.otlp_endpoint.startswith("https"),
-        timeout=FLUSH_TIMEOUT_S,
-    )
-    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_INTERVAL_S * 1000))
+    provider = TracerProvider(resource=_resource_of(settings))
+    exporter = OTLPSpanExporter(**_collector(settings))
+    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=SPANS_EXPORT_INTERVAL_S * 1000))
     return Tracing(provider)
 
 
-def resource_of(settings: Settings) -> Resource:
+class Metrics:
+    """The metrics of one process: counters, histograms, gauges."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._provider: MeterProvider | None = None
+
+    def meter(self) -> metrics.Meter:
+        """Makes instruments; they are sent from now on, where metrics are exported."""
+        if not self._settings.otlp_endpoint:
+            return metrics.NoOpMeter(SCOPE)
+        if self._provider is None:
+            exporter = OTLPMetricExporter(**_collector(self._settings))
+            reader = PeriodicExportingMetricReader(exporter, METRICS_EXPORT_INTERVAL_S * 1000, FLUSH_TIMEOUT_S * 1000)
+            self._provider = MeterProvider([reader], _resource_of(self._settings), shutdown_on_exit=False)
+        return self._provider.get_meter(SCOPE)
+
+    async def shutdown(self) -> None:
+        """Send the last values, for `FLUSH_TIMEOUT_S` at most."""
+        if self._provider is not None:
+            await asyncio.to_thread(self._provider.shutdown, FLUSH_TIMEOUT_S * 1000)
+
+
+def _collector(settings: Settings) -> dict[str, Any]:
+    insecure = not settings.otlp_endpoint.startswith("https")
+    return {"endpoint": settings.otlp_endpoint, "insecure": insecure, "timeout": FLUSH_TIMEOUT_S}
+
+
+def _resource_of(settings: Settings) -> Resource:
     """The attributes that name this service in traces and metrics."""
     return Resource.create({"service.name": f"treadle-{settings.service}", "service.namespace": "treadle"})
 

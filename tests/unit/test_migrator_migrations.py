@@ -15,7 +15,6 @@ from treadle_migrator.migrations import (
     Prefix,
     State,
 )
-from treadle_migrator.servicer import page_of
 
 MOVE = Move(
     trajectory_id="t",
@@ -78,18 +77,3 @@ def test_states_go_forward_only_and_an_end_is_final(steps: list[State]) -> None:
         assert state in ENDED or order.index(state) == order.index(before.state) + 1
         assert state is not State.DONE or before.state is State.SWITCHING
         assert state is not State.CANCELLED or before.state is not State.SWITCHING
-
-
-@settings(deadline=None)
-@given(times=st.lists(st.integers(0, 5), max_size=30), page_size=st.integers(1, 7))
-def test_pages_show_every_migration_once_in_order_of_age(times: list[int], page_size: int) -> None:
-    migrations = [Migration(f"m{index}", MOVE, created_at_s=time / 3) for index, time in enumerate(times)]
-    listed: list[Migration] = []
-    token = ""
-    while True:
-        page, token = page_of(migrations, page_size, token)
-        listed += page
-        if not token:
-            break
-        assert len(page) == page_size
-    assert listed == sorted(migrations, key=lambda m: (m.created_at_s, m.migration_id))

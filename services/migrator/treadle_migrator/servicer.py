@@ -1,21 +1,17 @@
 """Serve MigratorService: check the request, convert it, ask the store, convert the answer. Moves run in mover.py."""
 
-import base64
-import binascii
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 
 import grpc.aio
 from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle.migrator.v1 import migrator_pb2_grpc
-from treadle_runtime.errors import InvalidArgument, identifier, require
+from treadle_runtime.errors import identifier
 from treadle_runtime.idempotency import RequestRecords, answered_once
+from treadle_runtime.pages import page_of
 
 from treadle_migrator.convert import migration_id_of, migration_to, move_from
 from treadle_migrator.migrations import Migration, MigrationStore, State
 from treadle_migrator.mover import Runner
-
-DEFAULT_PAGE_SIZE = 100
-LARGEST_PAGE_SIZE = 1000
 
 Context = grpc.aio.ServicerContext[object, object]
 
@@ -61,7 +57,7 @@ class MigratorServicer(migrator_pb2_grpc.MigratorServiceServicer):
         if request.trajectory_id:
             identifier("trajectory_id", request.trajectory_id)
         wanted = (m for m in self._store if request.trajectory_id in ("", m.move.trajectory_id))
-        page, token = page_of(wanted, request.page_size, request.page_token)
+        page, token = page_of(wanted, lambda m: (m.created_at_s, m.migration_id), request.page_size, request.page_token)
         return pb.ListMigrationsResponse(migrations=map(migration_to, page), next_page_token=token)
 
     def _find(self, migration_id: str) -> Migration:
@@ -78,38 +74,3 @@ class MigratorServicer(migrator_pb2_grpc.MigratorServiceServicer):
                 yield migration
             else:
                 await changed.wait()
-
-
-_Key = tuple[float, str]
-
-
-def page_of(migrations: Iterable[Migration], page_size: int, page_token: str) -> tuple[list[Migration], str]:
-    """One page, oldest first, and the token of the next, empty at the end. Raises InvalidArgument naming the field.
-
-    A token says after which migration the next page begins, so that it stays valid as migrations come and go.
-    """
-    require(
-        0 <= page_size <= LARGEST_PAGE_SIZE,
-        "page_size",
-        f"must be 1..{LARGEST_PAGE_SIZE}, or 0 for 100, is {page_size}",
-    )
-    after = _key_from(page_token) if page_token else (float("-inf"), "")
-    following = sorted((m for m in migrations if _key(m) > after), key=_key)
-    page = following[: page_size or DEFAULT_PAGE_SIZE]
-    return page, _token(_key(page[-1])) if len(page) < len(following) else ""
-
-
-def _key(migration: Migration) -> _Key:
-    return migration.created_at_s, migration.migration_id
-
-
-def _token(key: _Key) -> str:
-    return base64.urlsafe_b64encode(f"{key[0].hex()}|{key[1]}".encode()).decode()
-
-
-def _key_from(token: str) -> _Key:
-    try:
-        created_at, _, migration_id = base64.b64decode(token, altchars=b"-_", validate=True).decode().partition("|")
-        return float.fromhex(created_at), migration_id
-    except (binascii.Error, ValueError) as error:
-        raise InvalidArgument("page_token", "must be the next_page_token of an earlier answer") from error

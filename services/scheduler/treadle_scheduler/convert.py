@@ -47,8 +47,6 @@ from treadle_runtime.times import require_duration, require_timestamp, timestamp
 LONGEST_TRAJECTORY_ID_CHARS = 96
 LONGEST_PROMPT_ID_CHARS = 256
 MOST_HARDWARE_TAGS = 32
-LARGEST_PAGE = 1000
-DEFAULT_PAGE = 100
 
 E = TypeVar("E", bound=enum.Enum)
 
@@ -68,13 +66,13 @@ def trajectory_opened(request: pb.OpenTrajectoryRequest) -> TrajectoryOpened:
         request_id=request_id,
         trajectory_id=_trajectory_id(request.trajectory_id or minted),
         prompt_id=_at_most("prompt_id", non_empty("prompt_id", request.prompt_id), LONGEST_PROMPT_ID_CHARS),
-        rollout_id=_optional_identifier("rollout_id", request.rollout_id),
+        rollout_id=optional_identifier("rollout_id", request.rollout_id),
         sample=non_negative("sample", request.sample),
         prompt_tokens=positive("prompt_tokens", request.prompt_tokens),
         max_total_tokens=non_negative("max_total_tokens", request.max_total_tokens),
         deadline_s=require_timestamp("deadline", request.deadline) if request.HasField("deadline") else None,
         hardware_tags=_tags("hardware_tags", request.hardware_tags),
-        pinned_engine_id=_optional_identifier("pinned_engine_id", request.pinned_engine_id),
+        pinned_engine_id=optional_identifier("pinned_engine_id", request.pinned_engine_id),
     )
 
 
@@ -85,7 +83,7 @@ def step_requested(request: pb.ScheduleStepRequest) -> StepRequested:
         turn=non_negative("turn", request.turn),
         context_tokens=positive("context_tokens", request.context_tokens),
         max_new_tokens=positive("max_new_tokens", request.max_new_tokens),
-        replaces_ticket_id=_optional_identifier("replaces_ticket_id", request.replaces_ticket_id),
+        replaces_ticket_id=optional_identifier("replaces_ticket_id", request.replaces_ticket_id),
         resumed_tokens=non_negative("resumed_tokens", request.resumed_tokens),
         tool_s=require_duration("tool_time", request.tool_time),
     )
@@ -98,13 +96,6 @@ def trajectory_closed(request: pb.CloseTrajectoryRequest) -> TrajectoryClosed:
         outcome=_enum_of(Outcome, "outcome", pb.Outcome, request.outcome),
         reward=finite("reward", request.reward) if request.HasField("reward") else None,
     )
-
-
-def check_list(request: pb.ListTrajectoriesRequest) -> None:
-    """Check the filter and the page size; the page token is checked where it is read."""
-    _optional_identifier("rollout_id", request.rollout_id)
-    description = f"must be 1..{LARGEST_PAGE}, or 0 for {DEFAULT_PAGE}, is {request.page_size}"
-    require(0 <= request.page_size <= LARGEST_PAGE, "page_size", description)
 
 
 def switch_requested(request: pb.SwitchEngineRequest) -> SwitchRequested:
@@ -282,7 +273,7 @@ def _trajectory_id(value: str) -> str:
     return _at_most("trajectory_id", identifier("trajectory_id", value), LONGEST_TRAJECTORY_ID_CHARS)
 
 
-def _optional_identifier(field: str, value: str) -> str:
+def optional_identifier(field: str, value: str) -> str:
     return identifier(field, value) if value else value
 
 

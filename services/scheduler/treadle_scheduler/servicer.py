@@ -1,15 +1,14 @@
 """Answer SchedulerService: convert the request to an event, hand it to the driver, convert the record back."""
 
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
-from treadle_core.model import TrajectoryRecord
 from treadle_runtime.calls import remaining_s
-from treadle_runtime.errors import InvalidArgument, identifier
+from treadle_runtime.errors import identifier
 from treadle_runtime.idempotency import RequestRecords, answered_once
+from treadle_runtime.pages import page_of
 from treadle_runtime.times import duration
 
 from treadle_scheduler import convert
@@ -48,16 +47,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return pb.GetTrajectoryResponse(trajectory=self._trajectory(identifier("trajectory_id", request.trajectory_id)))
 
     async def ListTrajectories(self, request: pb.ListTrajectoriesRequest, context: Any) -> pb.ListTrajectoriesResponse:
-        convert.check_list(request)
-        records, next_token = page_of(
-            self._controller.trajectories(),
-            rollout_id=request.rollout_id,
-            open_only=request.open_only,
-            size=request.page_size or convert.DEFAULT_PAGE,
-            token=request.page_token,
+        rollout_id = convert.optional_identifier("rollout_id", request.rollout_id)
+        wanted = (
+            record
+            for record in self._controller.trajectories()
+            if rollout_id in ("", record.rollout_id) and (record.is_open or not request.open_only)
         )
-        messages = [convert.trajectory_message(record) for record in records]
-        return pb.ListTrajectoriesResponse(trajectories=messages, next_page_token=next_token)
+        records, token = page_of(
+            wanted, lambda record: (record.opened_s, record.trajectory_id), request.page_size, request.page_token
+        )
+        return pb.ListTrajectoriesResponse(trajectories=map(convert.trajectory_message, records), next_page_token=token)
 
     async def SwitchEngine(self, request: pb.SwitchEngineRequest, context: Any) -> pb.SwitchEngineResponse:
         event = convert.switch_requested(request)
@@ -108,40 +107,3 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def _trajectory(self, trajectory_id: str) -> pb.Trajectory:
         return convert.trajectory_message(self._controller.trajectory(trajectory_id))
-
-
-def page_of(
-    records: Sequence[TrajectoryRecord], *, rollout_id: str, open_only: bool, size: int, token: str
-) -> tuple[Sequence[TrajectoryRecord], str]:
-    """The trajectories after `token` in the order of opening, and the token of the next page, empty after the last.
-
-    A token names the last trajectory of its page, so that openings and removals between two pages neither repeat nor
-    hide others. Raises InvalidArgument for a token that no earlier page gave.
-    """
-    after = _position_in(token) if token else None
-    wanted = sorted(
-        (
-            record
-            for record in records
-            if (not rollout_id or record.rollout_id == rollout_id)
-            and (record.is_open or not open_only)
-            and (after is None or _position(record) > after)
-        ),
-        key=_position,
-    )
-    page = wanted[:size]
-    return page, f"{page[-1].opened_s.hex()}/{page[-1].trajectory_id}" if len(wanted) > size else ""
-
-
-def _position(record: TrajectoryRecord) -> tuple[float, str]:
-    return record.opened_s, record.trajectory_id
-
-
-def _position_in(token: str) -> tuple[float, str]:
-    opened, slash, trajectory_id = token.partition("/")
-    try:
-        if slash:
-            return float.fromhex(opened), trajectory_id
-    except (ValueError, OverflowError):
-        pass
-    raise InvalidArgument("page_token", "must be a next_page_token of an earlier answer, or empty")
