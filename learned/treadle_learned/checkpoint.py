@@ -16,7 +16,7 @@ import hashlib
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +35,7 @@ from treadle_learned.reading import Bounds
 from treadle_learned.transcript import Transcript, replace_file
 
 ABOUT, HEAD, POINTER = "predictor.json", "head.safetensors", "current"
+DESCRIBED = ("version", "backbone", "fingerprint", "reads_text", "hidden_size", "bounds", "notes")  # as in a Checkpoint
 
 
 class _Tuned(BaseModel):
@@ -55,7 +56,7 @@ class _About(BaseModel):
     reads_text: bool
     hidden_size: int
     members: int
-    bounds: dict[str, int]
+    bounds: Bounds
     features: list[str]
     head_sha256: str
     tuned: _Tuned | None
@@ -113,17 +114,11 @@ def save(checkpoint: Checkpoint, folder: Path) -> Path:
     weights = save_tensors({name: tensor.contiguous() for name, tensor in checkpoint.head.state_dict().items()})
     about = _About(
         format=4,
-        version=checkpoint.version,
-        backbone=checkpoint.backbone,
-        fingerprint=checkpoint.fingerprint,
-        reads_text=checkpoint.reads_text,
-        hidden_size=checkpoint.hidden_size,
         members=checkpoint.head.members,
-        bounds=asdict(checkpoint.bounds),
         features=list(FEATURES),
         head_sha256=hashlib.sha256(weights).hexdigest(),
         tuned=None,
-        notes=dict(checkpoint.notes),
+        **{name: getattr(checkpoint, name) for name in DESCRIBED},
     )
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -157,17 +152,8 @@ def load(folder: Path) -> Checkpoint:
         head.load_state_dict(load_tensors(weights))
     except (SafetensorError, RuntimeError) as error:
         raise CheckpointError(f"{folder / HEAD}: does not hold this head ({str(error).splitlines()[0]})") from error
-    return Checkpoint(
-        version=about.version,
-        backbone=about.backbone,
-        fingerprint=about.fingerprint,
-        hidden_size=about.hidden_size,
-        bounds=Bounds(**about.bounds),
-        head=head.eval(),
-        notes=about.notes,
-        reads_text=about.reads_text,
-        tuned=_check_tuned(folder, about.tuned) if about.tuned else None,
-    )
+    tuned = _check_tuned(folder, about.tuned) if about.tuned else None
+    return Checkpoint(head=head.eval(), tuned=tuned, **{name: getattr(about, name) for name in DESCRIBED})
 
 
 def _read_about(path: Path) -> _About:

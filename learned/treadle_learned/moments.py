@@ -130,14 +130,13 @@ def replay(
     earlier: Iterable[Transcript] = (),
     *,
     asked: Callable[[int], bool] = lambda turn: True,
-    prior: Prior | None = None,
 ) -> list[Moment]:
     """The moments of all transcripts whose turn is `asked`, in the order in which they would have come. earlier: those
-    that ended before the first begins. prior: the estimate for a mesh's first trajectories."""
+    that ended before the first begins."""
     evidence = Evidence()
     for transcript in earlier:
         evidence.close_trajectory(ended(transcript))
-    estimator = learned_from(evidence, prior or Prior())
+    estimator = learned_from(evidence, Prior())
     tracks = [_Track(index, transcript) for index, transcript in enumerate(transcripts)]
     moments: list[Moment] = []
     for track, turn in _in_time(tracks):
@@ -159,7 +158,6 @@ def replay_apart(
     folds: Sequence[int],
     *,
     asked: Callable[[int], bool] = lambda turn: True,
-    prior: Prior | None = None,
 ) -> list[Moment]:
     """The moments of training transcripts: one fold of the prompts at a time, with the other folds as history. folds:
     the fold of each transcript; a prompt is in one fold.
@@ -171,7 +169,7 @@ def replay_apart(
     for number in sorted(set(folds)):
         own = [index for index, fold in enumerate(folds) if fold == number]
         others = [transcripts[index] for index, fold in enumerate(folds) if fold != number]
-        found = replay([transcripts[index] for index in own], others, asked=asked, prior=prior)
+        found = replay([transcripts[index] for index in own], others, asked=asked)
         moments += [replace(moment, index=own[moment.index]) for moment in found]
     return moments
 

@@ -50,31 +50,23 @@ async def test_a_trajectory_moves_during_its_tool_call_and_goes_on_at_the_target
         migrator = await stack.enter_async_context(serving(moving, wire))
         calls = MigratorCalls(await stack.enter_async_context(grpc.aio.insecure_channel(migrator.address)))
 
-        async def registered() -> bool:
-            engines = (await scheduler.call("ListEngines", scheduler_pb2.ListEnginesRequest())).engines
-            return len(engines) == len(sidecars)
-
-        await until_said(registered, bool)
+        await scheduler.until_registered(len(sidecars))
         await scheduler.open("t", prompt_tokens=len(PROMPT))
         context = list(PROMPT)
         source = await take_step(scheduler, sidecars, 0, context)
         (target,) = set(sidecars) - {source}
 
-        async def trajectory() -> scheduler_pb2.Trajectory:
-            response = await scheduler.call("GetTrajectory", scheduler_pb2.GetTrajectoryRequest(trajectory_id="t"))
-            assert isinstance(response, scheduler_pb2.GetTrajectoryResponse)
-            return response.trajectory
+        async def until_idle() -> scheduler_pb2.Trajectory:  # the scheduler has heard that the step is over
+            return await until_said(
+                lambda: scheduler.trajectory("t"), lambda said: said.state == scheduler_pb2.TRAJECTORY_STATE_IDLE
+            )
 
-        async def idle() -> bool:  # the scheduler has heard that the step is over
-            return (await trajectory()).state == scheduler_pb2.TRAJECTORY_STATE_IDLE
-
-        await until_said(idle, bool)
         request = pb.StartMigrationRequest(
             request_id="move-0",
             trajectory_id="t",
             source=pb.Endpoint(engine_id=source, address=sidecars[source].address),
             target=pb.Endpoint(engine_id=target, address=sidecars[target].address),
-            expected_revision=(await trajectory()).revision,
+            expected_revision=(await until_idle()).revision,
             remaining_tokens=100.0,
             cache_salt="default",
             allow_prefill=True,
@@ -82,13 +74,13 @@ async def test_a_trajectory_moves_during_its_tool_call_and_goes_on_at_the_target
         done = await calls.moved(request)
         assert (done.state, done.failure_reason) == (pb.MIGRATION_STATE_DONE, "")
         assert (done.path, done.prefix_tokens) == (pb.MIGRATION_PATH_PREFILL, len(PROMPT) + NEW_TOKENS)
-        assert (await trajectory()).engine_id == target
+        assert (await scheduler.trajectory("t")).engine_id == target
         assert await take_step(scheduler, sidecars, 1, context) == target
         assert context[len(PROMPT) :] == expected(PROMPT, 2 * NEW_TOKENS)
-        await until_said(idle, bool)
+        await until_idle()
         request.request_id = "move-1"
         request.source.CopyFrom(pb.Endpoint(engine_id=target, address=sidecars[target].address))
         request.target.CopyFrom(pb.Endpoint(engine_id=source, address=sidecars[source].address))
         refused = await calls.moved(request)
         assert (refused.state, refused.failure_reason) == (pb.MIGRATION_STATE_FAILED, "REVISION_MISMATCH")
-        assert (await trajectory()).engine_id == target
+        assert (await scheduler.trajectory("t")).engine_id == target

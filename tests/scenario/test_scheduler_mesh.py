@@ -1,20 +1,17 @@
 """The scheduler among others: facts in and out, predictions, priorities, leases, an outage of NATS."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import grpc.aio
-import pytest
 from support.conditions import until, until_said
 from support.fake_engine import FakeEngine, leased_engines
 from support.nats_server import NatsServer
-from support.rpc import error_of
-from support.scheduler import SchedulerClient, scheduler
-from treadle.common.v1 import tokens_pb2
-from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
+from support.rpc import error_of, refusal_of
+from support.scheduler import SchedulerClient, generate, scheduler
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.telemetry.v1.facts_pb2 import Fact
 from treadle_predictor.config import PredictorSettings
@@ -45,32 +42,6 @@ class Mesh:
         self.client, self.bus, self.heard = client, bus, heard
         self.engines = {engine.engine_id: engine for engine in engines}
 
-    async def generate(self, ticket: Any, tokens: int) -> None:
-        """Runs a step to its end."""
-        async with grpc.aio.insecure_channel(ticket.engine_address) as channel:
-            request = engine_pb2.GenerateRequest(
-                ticket=ticket,
-                prompt=tokens_pb2.TokenIds(int32_le=bytes(40)),
-                sampling=tokens_pb2.SamplingParams(max_new_tokens=tokens),
-            )
-            stub = engine_pb2_grpc.EngineServiceStub(channel)
-            assert [event async for event in stub.Generate(request, timeout=WAIT_S)]
-
-    async def trajectory(self, name: str) -> pb.Trajectory:
-        """As the scheduler knows it."""
-        response = await self.client.call("GetTrajectory", pb.GetTrajectoryRequest(trajectory_id=name))
-        assert isinstance(response, pb.GetTrajectoryResponse)
-        return response.trajectory
-
-    async def trajectory_until(self, name: str, condition: Callable[[pb.Trajectory], bool]) -> pb.Trajectory:
-        """Once the condition holds."""
-
-        async def holds() -> bool:
-            return condition(await self.trajectory(name))
-
-        await until_said(holds, bool)
-        return await self.trajectory(name)
-
 
 @asynccontextmanager
 async def mesh(nats_url: str, **settings: Any) -> AsyncIterator[Mesh]:
@@ -90,22 +61,15 @@ async def test_a_trajectory_is_told_to_the_world_from_opening_to_closing(nats_ur
     async with mesh(nats_url) as world:
         await world.client.open("t", rollout_id="r", prompt_id="p1", sample=3, prompt_tokens=10)
         for turn in range(2):
-            await world.generate(await world.client.step("t", turn), tokens=5)
-        await world.client.call(
-            "CloseTrajectory",
-            pb.CloseTrajectoryRequest(request_id="c", trajectory_id="t", outcome=pb.OUTCOME_TRUNCATED, reward=0.5),
-        )
+            await generate(await world.client.step("t", turn), 5)
+        await world.client.close("t", outcome=pb.OUTCOME_TRUNCATED, reward=0.5)
         await until(lambda: world.heard.of("trajectory_closed"), what="the closing is told")
         (closed,) = world.heard.of("trajectory_closed")
         (opened,) = world.heard.of("trajectory_opened")
         assert (opened.trajectory_id, opened.rollout_id, opened.prompt_id, opened.sample) == ("t", "r", "p1", 3)
-        assert (closed.outcome, closed.gen_tokens, closed.turns, closed.prompt_tokens) == (
-            pb.OUTCOME_TRUNCATED,
-            10,
-            2,
-            10,
-        )
-        engine = world.engines[(await world.trajectory("t")).engine_id]
+        assert closed.outcome == pb.OUTCOME_TRUNCATED
+        assert (closed.gen_tokens, closed.turns, closed.prompt_tokens) == (10, 2, 10)
+        engine = world.engines[(await world.client.trajectory("t")).engine_id]
         await until(lambda: engine.requests("ReleasePrefix"), what="the engine may forget the context")
 
 
@@ -115,11 +79,13 @@ async def test_predictions_come_after_each_step_and_are_published(nats_url: str)
         mesh(nats_url, predictor=predictor.address) as world,
     ):
         await world.client.open("t", prompt_id="p", max_total_tokens=400)
-        first = await world.trajectory_until("t", lambda t: t.HasField("predicted_remaining_tokens"))
+        first = await until_said(
+            lambda: world.client.trajectory("t"), lambda t: t.HasField("predicted_remaining_tokens")
+        )
         assert first.predicted_remaining_tokens.p50 <= 400
-        await world.generate(await world.client.step("t", 0), tokens=6)
+        await generate(await world.client.step("t", 0), 6)
         await until(lambda: [f for f in world.heard.of("trajectory_predicted") if f.turn == 1], what="asked again")
-        later = await world.trajectory("t")
+        later = await world.client.trajectory("t")
         assert later.predicted_remaining_tokens.p50 <= 394
         assert later.prediction_model_version
         directory = await world.client.call("GetDirectory", pb.GetDirectoryRequest())
@@ -129,8 +95,7 @@ async def test_predictions_come_after_each_step_and_are_published(nats_url: str)
 async def test_a_policy_that_does_not_preempt_issues_tickets_of_steps_that_cannot_be_evicted(nats_url: str) -> None:
     async with mesh(nats_url) as world:
         await world.client.open("evictable")
-        policy = pb.Policy(ordering=pb.ORDERING_PROGRESSIVE, placement=pb.PLACEMENT_RULE_PLANNED, preempt=False)
-        await world.client.call("SetPolicy", pb.SetPolicyRequest(request_id="p", policy=policy))
+        await world.client.set_policy(preempt=False)
         await world.client.open("firm")
         assert (await world.client.step("evictable", 0)).preemptible
         ticket = await world.client.step("firm", 0)
@@ -198,9 +163,7 @@ async def test_while_nats_is_away_no_ticket_is_given_that_a_restart_could_forget
         await client.open("t")
         nats_server.kill()
         for _ in range(2):
-            with pytest.raises(grpc.aio.AioRpcError) as failed:
-                await client.step("t", 0, request_id="s")
-            assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert (await refusal_of(client.step("t", 0, request_id="s"))).code is grpc.StatusCode.UNAVAILABLE
         nats_server.start()
         ticket = None
         async with asyncio.timeout(WAIT_S):

@@ -5,13 +5,10 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 from support.conditions import until, until_said
 from support.fake_engine import FakeEngine, leased_engines
-from support.scheduler import SchedulerClient, scheduler
-from treadle.common.v1 import tokens_pb2
-from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
+from support.scheduler import SchedulerClient, generate, scheduler
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.telemetry.v1.facts_pb2 import Fact
 from treadle_cli.mesh.services import free_port
@@ -27,7 +24,6 @@ from treadle_runtime.server import serving
 NAMES = [f"t{number}" for number in range(6)]
 TOKENS = 4
 TOOL = Duration(seconds=1)
-WAIT_S = 30.0
 
 
 @asynccontextmanager
@@ -60,14 +56,7 @@ async def control_plane(nats_url: str) -> AsyncIterator[SchedulerClient]:
 async def run_step(client: SchedulerClient, name: str, turn: int) -> str:
     """One step to its end; the engine it ran on."""
     ticket = await client.step(name, turn, tool_time=TOOL if turn else None)
-    async with grpc.aio.insecure_channel(ticket.engine_address) as channel:
-        request = engine_pb2.GenerateRequest(
-            ticket=ticket,
-            prompt=tokens_pb2.TokenIds(int32_le=bytes(4 * 10)),
-            sampling=tokens_pb2.SamplingParams(max_new_tokens=TOKENS),
-        )
-        stub = engine_pb2_grpc.EngineServiceStub(channel)
-        assert [event async for event in stub.Generate(request, timeout=WAIT_S)]
+    await generate(ticket, TOKENS)
     return str(ticket.engine_id)
 
 
@@ -91,10 +80,10 @@ async def test_trajectories_move_to_a_new_engine_while_their_tools_run(nats_url:
     async with open_bus(nats_url, "test") as bus:
         await bus.subscribe(["migration_ended"], hear)
         async with control_plane(nats_url) as client, leased_engines(bus, client.address, ["e0"], slots=1) as first:
-            await until_registered(client, 1)
+            await client.until_registered(1)
             await open_and_step(client)
             async with leased_engines(bus, client.address, ["e1"], slots=1) as second:
-                await until_registered(client, 2)
+                await client.until_registered(2)
                 await until(lambda: any(fact.migration_ended.moved for fact in ended), what="a trajectory moves")
                 moved = [fact.migration_ended for fact in ended if fact.migration_ended.moved]
                 after = await trajectories(client)
@@ -107,15 +96,6 @@ async def test_trajectories_move_to_a_new_engine_while_their_tools_run(nats_url:
                 await until(lambda: released(first[0]) >= {fact.trajectory_id for fact in moved}, what="released")
                 assert len(moved) < len(NAMES), "both engines have work"
                 assert second[0].ran
-
-
-async def until_registered(client: SchedulerClient, count: int) -> None:
-    """So many engines hold leases."""
-
-    async def registered() -> bool:
-        return len((await client.call("ListEngines", pb.ListEnginesRequest())).engines) == count
-
-    await until_said(registered, bool)
 
 
 async def open_and_step(client: SchedulerClient) -> None:

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
-import grpc.aio
 import pytest
 from support.conditions import until
 from support.fake_engine import leased_engines
@@ -50,10 +50,21 @@ async def test_steps_go_on_without_predictor_placement_and_migrator(nats_url: st
             lost = await client.step("t0", 3, replaces_ticket_id=tickets[0].ticket_id)
             assert lost.engine_id != tickets[0].engine_id
             for number in range(8):
-                request = pb.CloseTrajectoryRequest(
-                    request_id=f"c{number}", trajectory_id=f"t{number}", outcome=pb.OUTCOME_CANCELLED
-                )
-                await client.call("CloseTrajectory", request)
+                await client.close(f"t{number}")
+
+
+async def test_trajectories_are_listed_by_rollout_and_by_whether_they_are_open(nats_url: str) -> None:
+    async with scheduler(nats_url) as client:
+        for number in range(6):
+            await client.open(f"t{number}", rollout_id=f"r{number % 2}")
+        await client.close("t2")
+
+        async def listed(**fields: Any) -> list[str]:
+            response = await client.call("ListTrajectories", pb.ListTrajectoriesRequest(rollout_id="r0", **fields))
+            return [trajectory.trajectory_id for trajectory in response.trajectories]
+
+        assert await listed() == ["t0", "t2", "t4"]
+        assert await listed(open_only=True, page_size=2) == ["t0", "t4"]
 
 
 async def test_a_lost_stream_moves_the_step_and_stops_it_at_the_old_engine(nats_url: str) -> None:
@@ -94,5 +105,3 @@ async def test_the_directory_names_public_addresses_where_they_are_set(nats_url:
         assert directory == pb.GetDirectoryResponse(
             predictor_address="p:1", tools_address="mesh.example:7405", rollout_address="mesh.example:7406"
         )
-        with pytest.raises(grpc.aio.AioRpcError):
-            await client.step("t", 0)

@@ -10,12 +10,12 @@ import grpc
 import grpc.aio
 import pytest
 from support.conditions import until, until_said
-from support.fake_engine import CHUNK_TOKENS, FakeEngine, leased_engines
+from support.fake_engine import FakeEngine, leased_engines
 from support.processes import ServiceProcess, StartService
-from support.rpc import error_of
-from treadle.common.v1 import tokens_pb2
+from support.rpc import refusal_of
+from support.scheduler import generate
 from treadle.common.v1.ticket_pb2 import Ticket
-from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
+from treadle.engine.v1 import engine_pb2
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle_cli.mesh.services import free_port
@@ -90,14 +90,7 @@ class Loop:
         """Reads the step's stream to its end."""
         if ticket.engine_address not in self.channels:
             self.channels[ticket.engine_address] = grpc.aio.insecure_channel(ticket.engine_address)
-        engine = engine_pb2_grpc.EngineServiceStub(self.channels[ticket.engine_address])
-        request = engine_pb2.GenerateRequest(
-            ticket=ticket,
-            prompt=tokens_pb2.TokenIds(int32_le=bytes(40)),
-            sampling=tokens_pb2.SamplingParams(max_new_tokens=TOKENS),
-        )
-        received = [event.WhichOneof("event") async for event in engine.Generate(request, timeout=ALL_DONE_S)]
-        assert received == ["started", *["tokens"] * (TOKENS // CHUNK_TOKENS), "finished"]
+        await generate(ticket, TOKENS, self.channels[ticket.engine_address])
 
     async def close(self) -> None:
         """Of the channels to sidecars."""
@@ -205,11 +198,8 @@ async def test_a_request_made_before_the_kill_gets_the_same_answer_after_it(
                 **{**_fields(policy), "objective": pb.OBJECTIVE_MAKESPAN, "replanning": pb.REPLANNING_RESOLVE}
             )
         )
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await loop.call(
-                "ScheduleStep", pb.ScheduleStepRequest(**{**_fields(requests[4][1]), "request_id": "other"})
-            )
-        assert error_of(refused.value).reason == "STEP_IN_FLIGHT"
+        other_request = pb.ScheduleStepRequest(**{**_fields(requests[4][1]), "request_id": "other"})
+        assert (await refusal_of(loop.call("ScheduleStep", other_request))).reason == "STEP_IN_FLIGHT"
 
 
 def _fields(message: Any) -> dict[str, Any]:

@@ -2,11 +2,14 @@
 
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc.aio
-from treadle.engine.v1 import engine_pb2
+from support.conditions import until_said
+from treadle.common.v1 import tokens_pb2
+from treadle.common.v1.ticket_pb2 import Ticket
+from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle_runtime.server import serving
@@ -14,6 +17,7 @@ from treadle_scheduler.config import SchedulerSettings
 from treadle_scheduler.wire import wire
 
 TIMEOUT_S = 10.0
+GENERATE_S = 90.0
 
 
 class SchedulerClient:
@@ -23,9 +27,9 @@ class SchedulerClient:
         self.address = address
         self.stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
 
-    async def call(self, rpc: str, request: Any) -> Any:
+    async def call(self, rpc: str, request: Any, timeout_s: float = TIMEOUT_S) -> Any:
         """Any RPC by name."""
-        return await getattr(self.stub, rpc)(request, timeout=TIMEOUT_S)
+        return await getattr(self.stub, rpc)(request, timeout=timeout_s)
 
     async def register(self, engine_id: str, **fields: Any) -> pb.RegisterEngineResponse:
         """An engine, which nobody serves."""
@@ -35,6 +39,17 @@ class SchedulerClient:
         assert isinstance(response, pb.RegisterEngineResponse)
         return response
 
+    async def until_registered(self, count: int) -> None:
+        """So many engines hold leases."""
+        await until_said(
+            lambda: self.call("ListEngines", pb.ListEnginesRequest()), lambda said: len(said.engines) == count
+        )
+
+    async def set_policy(self, **fields: Any) -> None:
+        """The policy of trajectories that are opened later."""
+        given = {"ordering": pb.ORDERING_PROGRESSIVE, "placement": pb.PLACEMENT_RULE_PLANNED, **fields}
+        await self.call("SetPolicy", pb.SetPolicyRequest(request_id=uuid.uuid4().hex, policy=pb.Policy(**given)))
+
     async def open(self, trajectory_id: str = "", **fields: Any) -> pb.Trajectory:
         """A trajectory."""
         given = {"request_id": uuid.uuid4().hex, "prompt_id": "p", "prompt_tokens": 10, **fields}
@@ -42,11 +57,37 @@ class SchedulerClient:
         assert isinstance(response, pb.OpenTrajectoryResponse)
         return response.trajectory
 
-    async def step(self, trajectory_id: str, turn: int, **fields: Any) -> Any:
+    async def step(self, trajectory_id: str, turn: int, *, timeout_s: float = TIMEOUT_S, **fields: Any) -> Any:
         """A ticket."""
         given = {"request_id": uuid.uuid4().hex, "context_tokens": 10, "max_new_tokens": 8, **fields}
         request = pb.ScheduleStepRequest(trajectory_id=trajectory_id, turn=turn, **given)
-        return (await self.call("ScheduleStep", request)).ticket
+        return (await self.call("ScheduleStep", request, timeout_s)).ticket
+
+    async def close(self, trajectory_id: str, **fields: Any) -> None:
+        """End a trajectory."""
+        given = {"request_id": uuid.uuid4().hex, "outcome": pb.OUTCOME_CANCELLED, **fields}
+        await self.call("CloseTrajectory", pb.CloseTrajectoryRequest(trajectory_id=trajectory_id, **given))
+
+    async def trajectory(self, trajectory_id: str) -> pb.Trajectory:
+        """As the scheduler knows it."""
+        response = await self.call("GetTrajectory", pb.GetTrajectoryRequest(trajectory_id=trajectory_id))
+        assert isinstance(response, pb.GetTrajectoryResponse)
+        return response.trajectory
+
+
+async def generate(ticket: Ticket, tokens: int, channel: grpc.aio.Channel | None = None) -> None:
+    """Run a step of 10 prompt tokens to its end."""
+    async with AsyncExitStack() as stack:
+        if channel is None:
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(ticket.engine_address))
+        request = engine_pb2.GenerateRequest(
+            ticket=ticket,
+            prompt=tokens_pb2.TokenIds(int32_le=bytes(40)),
+            sampling=tokens_pb2.SamplingParams(max_new_tokens=tokens),
+        )
+        stream = engine_pb2_grpc.EngineServiceStub(channel).Generate(request, timeout=GENERATE_S)
+        kinds = [event.WhichOneof("event") async for event in stream]
+    assert kinds[0] == "started" and set(kinds[1:-1]) == {"tokens"} and kinds[-1] == "finished"
 
 
 @asynccontextmanager
