@@ -4,13 +4,15 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import cast
 
 import numpy as np
 from support.conditions import until
 from treadle_core.model import Estimate
 from treadle_core.ranking.estimator import Forecast, Progress, Source
 from treadle_learned.moments import FEATURES
-from treadle_predictor.worker import Answerer, Question, Worker
+from treadle_predictor.model import LearnedModel
+from treadle_predictor.worker import Question, Worker
 
 LONG_S = 20.0
 
@@ -62,9 +64,9 @@ class FakeModel:
 
 
 @asynccontextmanager
-async def working(model: Answerer | None, deadline_s: float = LONG_S, most_batch: int = 8) -> AsyncIterator[Worker]:
+async def working(model: FakeModel | None, deadline_s: float = LONG_S, most_batch: int = 8) -> AsyncIterator[Worker]:
     worker = Worker(deadline_s, gather_s=0.0, most_batch=most_batch)
-    worker.model = model
+    worker.model = cast("LearnedModel | None", model)
     task = asyncio.create_task(worker.run())
     try:
         yield worker

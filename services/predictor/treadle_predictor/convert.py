@@ -23,12 +23,8 @@ FACT_KINDS = (
     "weights_updated",
 )
 
-ESTIMATORS = {
-    Source.PRIOR: predictor_pb2.ESTIMATOR_PRIOR,
-    Source.HISTORY: predictor_pb2.ESTIMATOR_HISTORY,
-    Source.SIBLINGS: predictor_pb2.ESTIMATOR_SIBLINGS,
-    Source.MODEL: predictor_pb2.ESTIMATOR_MODEL,
-}
+ESTIMATORS = {source: predictor_pb2.Estimator.Value(f"ESTIMATOR_{source.name}") for source in Source}
+COUNTS = ("turn", "gen_tokens", "context_tokens", "prompt_tokens", "max_total_tokens")  # of a query and of Progress
 
 
 def progress_of(query: predictor_pb2.Query, at: str) -> Progress:
@@ -40,22 +36,14 @@ def progress_of(query: predictor_pb2.Query, at: str) -> Progress:
         f"{at}.prompt_id",
         f"must be at most {LONGEST_PROMPT_ID_CHARS} characters, is {len(query.prompt_id)}",
     )
-    for name in ("sample", "turn", "gen_tokens", "context_tokens", "prompt_tokens", "max_total_tokens"):
-        non_negative(f"{at}.{name}", getattr(query, name))
+    non_negative(f"{at}.sample", query.sample)
+    counts = {name: non_negative(f"{at}.{name}", getattr(query, name)) for name in COUNTS}
     require(
         len(query.context.int32_le) % TOKEN_ID_BYTES == 0,
         f"{at}.context.int32_le",
         f"must be whole int32 ids, {TOKEN_ID_BYTES} bytes each, is {len(query.context.int32_le)} bytes",
     )
-    return Progress(
-        trajectory_id=query.trajectory_id,
-        prompt_id=query.prompt_id,
-        turn=query.turn,
-        gen_tokens=query.gen_tokens,
-        context_tokens=query.context_tokens,
-        prompt_tokens=query.prompt_tokens,
-        max_total_tokens=query.max_total_tokens,
-    )
+    return Progress(query.trajectory_id, query.prompt_id, **counts)
 
 
 def context_of(query: predictor_pb2.Query) -> list[int]:

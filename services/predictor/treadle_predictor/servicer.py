@@ -1,32 +1,45 @@
-"""PredictorService: validate, convert, ask the estimators, convert back."""
+"""Answer PredictorService by the best estimator that is ready: the learned model where it leads and is in time, else
+siblings, history, the prior."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc.aio
 from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
-from treadle_core.ranking.estimator import Forecast, Progress, Source, best_source
+from treadle_core.ranking.estimator import FirstThatAnswers, Forecast, Progress, Source, best_source
 from treadle_core.ranking.evidence import Evidence
 from treadle_runtime.errors import require
 
 from treadle_predictor.convert import ESTIMATORS, context_of, prediction_of, progress_of
 from treadle_predictor.facts import Learner
-from treadle_predictor.forecaster import Forecaster
+from treadle_predictor.worker import make_question
+
+if TYPE_CHECKING:  # a service without a learned model needs no torch
+    from treadle_predictor.learned import LearnedPart
 
 MOST_QUERIES = 4_096
 # Predictions made before other tasks run on the event loop; one takes from 40 us to 0.3 ms.
 QUERIES_AT_ONCE = 128
 
+# The fact of a step and the question after it travel at the same time; a fact that is later than this is taken as lost.
+FACT_WITHIN_S = 0.1
+
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
-    """Answers from the facts so far; waits for nothing but the learned model, and for that not long."""
+    """Answers from the facts so far; waits for nothing but the learned model, and for that not long.
 
-    def __init__(self, evidence: Evidence, forecaster: Forecaster, learner: Learner) -> None:
+    learned: None where no models folder is given.
+    """
+
+    def __init__(
+        self, evidence: Evidence, estimator: FirstThatAnswers, learned: "LearnedPart | None", learner: Learner
+    ) -> None:
         self._evidence = evidence
-        self._forecaster = forecaster
+        self._estimator = estimator
+        self._learned = learned
         self._learner = learner
 
     async def PredictRemaining(
@@ -34,7 +47,7 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
     ) -> predictor_pb2.PredictRemainingResponse:
         require(request.HasField("query"), "query", "must be set")
         progress = progress_of(request.query, "query")
-        forecast = await self._forecaster.forecast(progress, context_of(request.query))
+        forecast = await self._forecast(progress, context_of(request.query))
         return predictor_pb2.PredictRemainingResponse(prediction=prediction_of(progress.trajectory_id, forecast))
 
     async def BatchPredictRemaining(
@@ -43,9 +56,9 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
         count = len(request.queries)
         require(1 <= count <= MOST_QUERIES, "queries", f"must be 1 to {MOST_QUERIES}, are {count}")
         asked = [progress_of(query, f"queries[{index}]") for index, query in enumerate(request.queries)]
-        if self._forecaster.model_leads:
+        if self._learned is not None and self._learned.loader.leads:
             contexts = [context_of(query) for query in request.queries]
-            forecasts = await asyncio.gather(*map(self._forecaster.forecast, asked, contexts))
+            forecasts = await asyncio.gather(*map(self._forecast, asked, contexts))
         else:
             forecasts = [forecast async for forecast in self._in_turns(asked)]
         return predictor_pb2.BatchPredictRemainingResponse(
@@ -58,35 +71,50 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
     async def GetModelInfo(
         self, request: predictor_pb2.GetModelInfoRequest, context: Context
     ) -> predictor_pb2.GetModelInfoResponse:
-        learned = self._learned()
-        best = Source.MODEL if learned is not None and learned.leads else best_source(self._evidence)
+        leading = self._learned.loader if self._learned is not None and self._learned.loader.leads else None
+        best = Source.MODEL if leading is not None else best_source(self._evidence)
         version = f"{best.name.lower()}-{self._evidence.closed_total}"
         return predictor_pb2.GetModelInfoResponse(
-            model_version=learned.version if learned is not None and learned.leads else version,
+            model_version=leading.version if leading is not None else version,
             best_estimator=ESTIMATORS[best],
             finished_trajectories=self._evidence.closed_total,
             known_prompts=self._evidence.known_prompts,
             updated_at=self._learner.updated_at,
-            learned=learned,
+            learned=_describe(self._learned) if self._learned is not None else None,
         )
+
+    async def _forecast(self, progress: Progress, context: list[int]) -> Forecast:
+        """An answer within the model's deadline. context: the trajectory's token ids by its query, or none; they are
+        the prompt before the first step."""
+        learned = self._learned
+        if learned is None or not learned.loader.leads:
+            return self._estimator.estimate(progress)
+        recordings = learned.recordings
+        recording = await recordings.wait_for(progress.trajectory_id, progress.turn, FACT_WITHIN_S)
+        forecast = self._estimator.estimate(progress)
+        if recording is None:
+            return forecast
+        prompt = recordings.prompt_of(progress.prompt_id)
+        if not prompt and not progress.turn and context:
+            prompt = recordings.decode(context)
+        question = make_question(progress, recording, forecast, self._evidence, prompt)
+        return (await learned.worker.ask(question) if question is not None else None) or forecast
 
     async def _in_turns(self, asked: Sequence[Progress]) -> AsyncIterator[Forecast]:
         for index, progress in enumerate(asked):
-            yield self._forecaster.forecast_without_model(progress)
+            yield self._estimator.estimate(progress)
             if index % QUERIES_AT_ONCE == QUERIES_AT_ONCE - 1:
                 await asyncio.sleep(0)
 
-    def _learned(self) -> predictor_pb2.LearnedModel | None:
-        part = self._forecaster.learned
-        if part is None:
-            return None
-        counts = part.worker.counts
-        return predictor_pb2.LearnedModel(
-            version=part.loader.version,
-            leads=part.loader.leads,
-            refused=part.loader.refused,
-            answered=counts.answered,
-            late=counts.late,
-            replaced=counts.replaced,
-            harvested=len(part.recordings.ended),
-        )
+
+def _describe(part: "LearnedPart") -> predictor_pb2.LearnedModel:
+    counts = part.worker.counts
+    return predictor_pb2.LearnedModel(
+        version=part.loader.version,
+        leads=part.loader.leads,
+        refused=part.loader.refused,
+        answered=counts.answered,
+        late=counts.late,
+        replaced=counts.replaced,
+        harvested=len(part.recordings.ended),
+    )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
 from treadle_core.ranking.estimator import Prior, learned_from
@@ -13,7 +13,6 @@ from treadle_runtime.server import Runtime, Wiring
 from treadle_predictor.config import PredictorSettings
 from treadle_predictor.convert import FACT_KINDS
 from treadle_predictor.facts import Learner
-from treadle_predictor.forecaster import Forecaster
 from treadle_predictor.history import HistoryStore
 from treadle_predictor.servicer import PredictorServicer
 
@@ -25,9 +24,7 @@ SERVICE = predictor_pb2.DESCRIPTOR.services_by_name["PredictorService"].full_nam
 
 async def wire(runtime: Runtime) -> Wiring:
     """Load the histories and the learned model, take in the facts that are kept, then serve. Raises StartError."""
-    settings = runtime.settings
-    if not isinstance(settings, PredictorSettings):
-        raise TypeError(f"expected PredictorSettings, got {type(settings).__name__}")
+    settings = cast(PredictorSettings, runtime.settings)
     evidence = Evidence()
     prior = Prior(
         settings.prior_median_tokens,
@@ -35,24 +32,21 @@ async def wire(runtime: Runtime) -> Wiring:
         settings.prior_median_turns,
         settings.prior_sigma_turns,
     )
-    learned, tasks = await _load_learned_part(settings) if settings.models else (None, [])
+    learned, tasks = await _load_learned(settings) if settings.models else (None, [])
     store = await HistoryStore.open(runtime.bus, evidence)
-    learner = (
-        Learner(store)
-        if learned is None
-        else Learner(store, learned.recordings, on_start=learned.on_start, on_end=learned.worker.forget)
-    )
+    heard = (learned.recordings, learned.on_start, learned.worker.forget) if learned is not None else ()
+    learner = Learner(store, *heard)
     # Not durable: the state is in memory, so each process takes in all kept facts from the first.
     await runtime.bus.subscribe(FACT_KINDS, learner.on_fact, replay=True)
     await runtime.bus.catch_up()
-    servicer = PredictorServicer(evidence, Forecaster(evidence, learned_from(evidence, prior), learned), learner)
+    servicer = PredictorServicer(evidence, learned_from(evidence, prior), learned, learner)
     return Wiring(
         services={SERVICE: lambda server: predictor_pb2_grpc.add_PredictorServiceServicer_to_server(servicer, server)},
         tasks=[store.run, *tasks],
     )
 
 
-async def _load_learned_part(
+async def _load_learned(
     settings: PredictorSettings,
 ) -> "tuple[LearnedPart, list[Callable[[], Coroutine[Any, Any, None]]]]":
     try:

@@ -11,7 +11,7 @@ import asyncio
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 from treadle_core.ranking.estimator import Forecast, Progress
@@ -20,6 +20,9 @@ from treadle_learned.moments import Vector, features_of
 from treadle_learned.transcript import Turn
 
 from treadle_predictor.facts import Recording
+
+if TYPE_CHECKING:  # it needs torch
+    from treadle_predictor.model import LearnedModel
 
 log = structlog.get_logger()
 
@@ -45,26 +48,6 @@ def make_question(
     return Question(progress, features, recording.prompt or prompt, tuple(recording.turns))
 
 
-class Answerer(Protocol):
-    """The learned model, as far as the worker sees it."""
-
-    @property
-    def gains_together(self) -> bool:
-        """Whether several questions at once take less time than one after the other."""
-
-    def answer(self, questions: list[Question]) -> list[Forecast | None]:
-        """One forecast for each question, in their order."""
-
-    def begin(self, trajectory_id: str, prompt: str) -> None:
-        """Note a trajectory whose prompt can be read ahead."""
-
-    def read_ahead(self) -> bool:
-        """Read at most a step's worth of what will be asked about; False where nothing is left to read."""
-
-    def forget(self, trajectory_id: str) -> None:
-        """Drop what is kept of a trajectory that has ended."""
-
-
 @dataclass
 class Counts:
     """Questions since the service began."""
@@ -79,7 +62,7 @@ class Worker:
     most_batch: questions in one run of the model."""
 
     def __init__(self, deadline_s: float, gather_s: float, most_batch: int) -> None:
-        self.model: Answerer | None = None
+        self.model: LearnedModel | None = None
         self.counts = Counts()
         self._deadline_s = deadline_s
         self._gather_s = gather_s
@@ -171,13 +154,13 @@ class Worker:
                 future.set_result(forecast)
 
 
-def _answer(model: Answerer, ended: list[str], questions: list[Question]) -> list[Forecast | None]:
+def _answer(model: "LearnedModel", ended: list[str], questions: list[Question]) -> list[Forecast | None]:
     for trajectory_id in ended:
         model.forget(trajectory_id)
     return model.answer(questions) if questions else []
 
 
-def _read_ahead(model: Answerer, begun: tuple[str, str] | None) -> bool:
+def _read_ahead(model: "LearnedModel", begun: tuple[str, str] | None) -> bool:
     if begun is not None:
         model.begin(*begun)
     return model.read_ahead()

@@ -10,7 +10,6 @@ from treadle.rollout.v1 import rollout_pb2 as pb
 from treadle_core.rollouts.buffer import (
     Batch,
     DropReason,
-    Group,
     RolloutSpec,
     RolloutState,
     Sample,
@@ -25,17 +24,31 @@ from treadle_rollout.rollouts import BatchRequest, Rollout
 STATES = {state: pb.RolloutState.Value(f"ROLLOUT_STATE_{state.name}") for state in RolloutState}
 DROP_REASONS = {reason: pb.DropReason.Value(f"DROP_REASON_{reason.name}") for reason in DropReason}
 NO_BOUND = -1  # of max_staleness on the wire
+ITEM_BYTES = 4  # of an int32 token id and of a float32 log-probability
 
 
-def spec_from(message: pb.RolloutSpec) -> RolloutSpec:
+def spec_from(spec: pb.RolloutSpec) -> RolloutSpec:
     """The spec of a request, where keep 0 is all, staleness -1 and tokens 0 no bound. Raises InvalidArgument."""
-    _check_spec(message)
+    positive("spec.samples_per_prompt", spec.samples_per_prompt)
+    require(
+        0 <= spec.keep_per_prompt <= spec.samples_per_prompt,
+        "spec.keep_per_prompt",
+        f"must be 0 (all) or 1..samples_per_prompt ({spec.samples_per_prompt}), is {spec.keep_per_prompt}",
+    )
+    require(
+        spec.max_staleness >= -1, "spec.max_staleness", f"must be >= 0, or -1 for no bound, is {spec.max_staleness}"
+    )
+    non_negative("spec.max_total_tokens", spec.max_total_tokens)
+    require(spec.prompt_ids, "spec.prompt_ids", "must name at least one prompt")
+    for index, prompt_id in enumerate(spec.prompt_ids):
+        identifier(f"spec.prompt_ids[{index}]", prompt_id)
+    require(len(set(spec.prompt_ids)) == len(spec.prompt_ids), "spec.prompt_ids", "must be distinct")
     return RolloutSpec(
-        prompt_ids=tuple(message.prompt_ids),
-        samples_per_prompt=message.samples_per_prompt,
-        keep_per_prompt=message.keep_per_prompt or message.samples_per_prompt,
-        max_staleness=None if message.max_staleness == NO_BOUND else message.max_staleness,
-        max_total_tokens=message.max_total_tokens or None,
+        prompt_ids=tuple(spec.prompt_ids),
+        samples_per_prompt=spec.samples_per_prompt,
+        keep_per_prompt=spec.keep_per_prompt or spec.samples_per_prompt,
+        max_staleness=None if spec.max_staleness == NO_BOUND else spec.max_staleness,
+        max_total_tokens=spec.max_total_tokens or None,
     )
 
 
@@ -58,17 +71,14 @@ def rollout_to(rollout: Rollout) -> pb.Rollout:
         spec=spec_to(buffer.spec),
         state=STATES[buffer.state],
         revision=buffer.revision,
-        groups=[_group_to(group) for group in buffer.groups.values()],
+        groups=[
+            pb.GroupStatus(prompt_id=each.prompt_id, received=each.received, kept=len(each.kept), settled=each.settled)
+            for each in buffer.groups.values()
+        ],
         drops=[pb.DropCount(reason=DROP_REASONS[reason], count=count) for reason, count in buffer.drops.items()],
         buffered_trajectories=buffer.buffered,
         taken_trajectories=buffer.taken_total,
         created_at=timestamp(rollout.created_at_s),
-    )
-
-
-def _group_to(group: Group) -> pb.GroupStatus:
-    return pb.GroupStatus(
-        prompt_id=group.prompt_id, received=group.received, kept=len(group.kept), settled=group.settled
     )
 
 
@@ -103,26 +113,6 @@ def batch_to(batch: Batch, payloads: Mapping[str, bytes]) -> pb.GetBatchResponse
         for trajectory_id in trajectory_ids:
             group.trajectories.add().ParseFromString(payloads[trajectory_id])
     return response
-
-
-ITEM_BYTES = 4  # of an int32 token id and of a float32 log-probability
-
-
-def _check_spec(spec: pb.RolloutSpec) -> None:
-    require(spec.samples_per_prompt >= 1, "spec.samples_per_prompt", f"must be >= 1, is {spec.samples_per_prompt}")
-    require(
-        0 <= spec.keep_per_prompt <= spec.samples_per_prompt,
-        "spec.keep_per_prompt",
-        f"must be 0 (all) or 1..samples_per_prompt ({spec.samples_per_prompt}), is {spec.keep_per_prompt}",
-    )
-    require(
-        spec.max_staleness >= -1, "spec.max_staleness", f"must be >= 0, or -1 for no bound, is {spec.max_staleness}"
-    )
-    require(spec.max_total_tokens >= 0, "spec.max_total_tokens", f"must be >= 0, is {spec.max_total_tokens}")
-    require(spec.prompt_ids, "spec.prompt_ids", "must name at least one prompt")
-    for index, prompt_id in enumerate(spec.prompt_ids):
-        identifier(f"spec.prompt_ids[{index}]", prompt_id)
-    require(len(set(spec.prompt_ids)) == len(spec.prompt_ids), "spec.prompt_ids", "must be distinct")
 
 
 def sample_from(trajectory: pb.FinishedTrajectory, buffer: SampleBuffer) -> Sample:
@@ -203,16 +193,13 @@ def _check_spans(spans: Sequence[VersionSpan], mask: npt.NDArray[np.uint8], *, b
         require(not covered[start:end].any(), name, "must not overlap another span")
         covered[start:end] = True
         if bounded:
-            versions.append(_version(f"{name}.weight_version", span.weight_version))
+            text = span.weight_version
+            description = f"must be an integer >= 0, because the rollout bounds staleness, is {text[:64]!r}"
+            require(text.isascii() and text.isdigit(), f"{name}.weight_version", description)
+            versions.append(int(text))
     require(
         not bounded or int(covered.sum()) == int(mask.sum()),
         "trajectory.version_spans",
         "must cover every sampled token, because the rollout bounds staleness",
     )
     return min(versions, default=None)
-
-
-def _version(field: str, text: str) -> int:
-    whole = text.isascii() and text.isdigit()
-    require(whole, field, f"must be an integer >= 0, because the rollout bounds staleness, is {text[:64]!r}")
-    return int(text)

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 import grpc.aio
 from treadle.rollout.v1 import rollout_pb2 as pb
 from treadle.rollout.v1 import rollout_pb2_grpc
-from treadle_core.rollouts.buffer import DropReason, Sample, SampleBuffer
-from treadle_runtime.errors import FailedPrecondition, identifier
+from treadle_core.rollouts.buffer import DropReason, GroupTooLargeError, SampleBuffer
+from treadle_runtime.errors import identifier
 from treadle_runtime.idempotency import RequestRecords, answered_once
 
 from treadle_rollout import convert
@@ -71,7 +71,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """The verdict on a finished trajectory."""
         rollout = await self._find(request.rollout_id)
         sample = convert.sample_from(request.trajectory, rollout.buffer)
-        self._check_room(rollout, sample)
+        group = rollout.buffer.groups[sample.prompt_id]
+        needed = group.payload_bytes + sample.payload_bytes
+        counts = sample.trajectory_id not in rollout.buffer.samples and not group.settled
+        if counts and needed > self._batch_bytes:  # refused here, where the sender can still do something about it
+            raise GroupTooLargeError(sample.prompt_id, needed, self._batch_bytes)
         return convert.verdict_to(await rollout.submit(sample, request.trajectory.SerializeToString()))
 
     async def GetBatch(self, request: pb.GetBatchRequest, context: Context) -> pb.GetBatchResponse:
@@ -86,18 +90,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def _find(self, rollout_id: str) -> Rollout:
         return await self._rollouts.find(identifier("rollout_id", rollout_id))
-
-    def _check_room(self, rollout: Rollout, sample: Sample) -> None:
-        """Refuse what makes a group too large for an answer of GetBatch while its sender can still do something."""
-        group = rollout.buffer.groups[sample.prompt_id]
-        needed = group.payload_bytes + sample.payload_bytes
-        if sample.trajectory_id not in rollout.buffer.samples and not group.settled and needed > self._batch_bytes:
-            raise FailedPrecondition(
-                "GROUP_TOO_LARGE",
-                f"with this trajectory the group of prompt {sample.prompt_id} has {needed} bytes and does not fit into "
-                f"a batch of {self._batch_bytes}; raise max_message_bytes of the rollout service",
-                prompt_id=sample.prompt_id,
-            )
 
 
 def _news(buffer: SampleBuffer) -> tuple[object, ...]:

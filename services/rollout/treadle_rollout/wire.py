@@ -74,9 +74,7 @@ ERRORS: ErrorTable = {
         "SAMPLE_TAKEN", str(error), prompt_id=error.prompt_id, trajectory_id=error.trajectory_id
     ),
     GroupTooLargeError: lambda error: FailedPrecondition(
-        "GROUP_TOO_LARGE",
-        f"{error}; raise max_message_bytes of the rollout service",
-        prompt_id=error.prompt_id,
+        "GROUP_TOO_LARGE", f"{error}; raise max_message_bytes of the rollout service", prompt_id=error.prompt_id
     ),
     nats.errors.MaxPayloadError: lambda _: InvalidArgument(
         "spec.prompt_ids", "are too many for one record of NATS; split the rollout or raise max_payload of nats-server"

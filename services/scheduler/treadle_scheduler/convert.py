@@ -55,6 +55,8 @@ _SIZES = ("kv_tokens_capacity", "max_context_tokens", "tensor_parallel", "kv_byt
 _CURVE = ("base_s", "per_sequence_s", "per_kv_token_s", "prefill_tokens_per_s")
 _COUNTS = ("running_steps", "waiting_steps", "slot_limit", "kv_tokens_used", "kv_tokens_capacity")
 _MEASURES = (*_COUNTS, "decode_tokens_per_s", "oldest_wait_s")
+IDENTITY = ("trajectory_id", "rollout_id", "prompt_id", "sample", "prompt_tokens")  # of a trajectory
+_PROGRESS = ("engine_id", "revision", "next_turn", "context_tokens", "gen_tokens", "priority", "migrations")
 _LOAD = (*_MEASURES, "paused", "weight_version", "engine_healthy")
 
 
@@ -161,7 +163,7 @@ def lease_renewed(request: pb.RenewEngineLeaseRequest) -> LeaseRenewed:
     for name in _MEASURES:
         non_negative(f"load.{name}", getattr(request.load, name))
     measured_s = require_timestamp("load.measured_at", request.load.measured_at)
-    return LeaseRenewed(lease_id, engine_id, EngineLoad(**_fields(request.load, _LOAD), measured_s=measured_s))
+    return LeaseRenewed(lease_id, engine_id, EngineLoad(**fields_of(request.load, _LOAD), measured_s=measured_s))
 
 
 def engine_deregistered(request: pb.DeregisterEngineRequest) -> EngineDeregistered:
@@ -187,20 +189,9 @@ def ticket_message(ticket: TicketRecord) -> Ticket:
 
 def trajectory_message(record: TrajectoryRecord) -> pb.Trajectory:
     message = pb.Trajectory(
-        trajectory_id=record.trajectory_id,
-        rollout_id=record.rollout_id,
-        prompt_id=record.prompt_id,
-        sample=record.sample,
+        **fields_of(record, (*IDENTITY, *_PROGRESS)),
         state=number_of(record.state, pb.TrajectoryState),
-        engine_id=record.engine_id,
-        revision=record.revision,
-        next_turn=record.next_turn,
-        prompt_tokens=record.prompt_tokens,
-        context_tokens=record.context_tokens,
-        gen_tokens=record.gen_tokens,
-        priority=record.priority,
         opened_at=timestamp(record.opened_s),
-        migrations=record.migrations,
     )
     if record.prediction is not None:
         message.predicted_remaining_tokens.CopyFrom(quantiles(record.prediction.remaining_tokens))
@@ -229,20 +220,20 @@ def registered_engine(record: EngineRecord, trajectories: int) -> pb.RegisteredE
         info=engine_info(record.spec),
         lease_expires_at=timestamp(record.lease_expires_s),
         trajectories=trajectories,
-        load=engine_pb2.Load(**_fields(load, _LOAD), measured_at=timestamp(load.measured_s)) if load else None,
+        load=engine_pb2.Load(**fields_of(load, _LOAD), measured_at=timestamp(load.measured_s)) if load else None,
     )
 
 
 def engine_info(spec: EngineSpec) -> engine_pb2.EngineInfo:
     return engine_pb2.EngineInfo(
-        **_fields(spec, ("engine_id", "address", "model", "weight_version", "slot_limit", "hardware_tags", *_SIZES)),
+        **fields_of(spec, ("engine_id", "address", "model", "weight_version", "slot_limit", "hardware_tags", *_SIZES)),
         kv_transfer=number_of(spec.kv_transfer, engine_pb2.KvTransfer),
         decode_curve=curve_message(spec.decode_curve),
     )
 
 
 def curve_message(curve: DecodeCurve) -> engine_pb2.DecodeCurve:
-    return engine_pb2.DecodeCurve(**_fields(curve, _CURVE))
+    return engine_pb2.DecodeCurve(**fields_of(curve, _CURVE))
 
 
 def quantiles(estimate: Estimate) -> Quantiles:
@@ -265,7 +256,7 @@ def _prefix(message_enum: Any) -> str:
     return str(message_enum.Name(0)).removesuffix("UNSPECIFIED")
 
 
-def _fields(source: Any, names: Iterable[str]) -> dict[str, Any]:
+def fields_of(source: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names}
 
 

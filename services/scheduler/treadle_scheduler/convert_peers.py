@@ -38,7 +38,7 @@ from treadle_core.model import EngineSpec, Estimate
 from treadle_runtime.facts import make_fact
 from treadle_runtime.times import duration, seconds
 
-from treadle_scheduler.convert import curve_message, engine_info, number_of, quantiles
+from treadle_scheduler.convert import IDENTITY, curve_message, engine_info, fields_of, number_of, quantiles
 
 SOURCE = "scheduler"
 
@@ -52,24 +52,19 @@ SUBSCRIBED_KINDS = (
     "weights_updated",
 )
 
+# Fields that a question of the core and its message have under the same name.
+QUERY = (
+    *("trajectory_id", "prompt_id", "sample", "turn"),
+    *("gen_tokens", "context_tokens", "prompt_tokens", "max_total_tokens"),
+)
+ENGINE = ("engine_id", "slot_limit", "kv_tokens_capacity", "tensor_parallel")
+
 Announcement = AnnounceOpened | AnnounceClosed | AnnouncePredicted | AnnounceEngineJoined | AnnounceEngineLost
 
 
 def predictions_request(asks: Iterable[AskPrediction]) -> predictor_pb2.BatchPredictRemainingRequest:
     return predictor_pb2.BatchPredictRemainingRequest(
-        queries=[
-            predictor_pb2.Query(
-                trajectory_id=ask.trajectory_id,
-                prompt_id=ask.prompt_id,
-                sample=ask.sample,
-                turn=ask.turn,
-                gen_tokens=ask.gen_tokens,
-                context_tokens=ask.context_tokens,
-                prompt_tokens=ask.prompt_tokens,
-                max_total_tokens=ask.max_total_tokens,
-            )
-            for ask in asks
-        ]
+        queries=[predictor_pb2.Query(**fields_of(ask, QUERY)) for ask in asks]
     )
 
 
@@ -117,13 +112,7 @@ def plan_request(ask: AskPlan) -> placement_pb2.PlanPlacementRequest:
             for trajectory_id, remaining_tokens, context_tokens, current, log_sigma, room_tokens in columns
         ],
         engines=[
-            placement_pb2.PlacementEngine(
-                engine_id=engine.engine_id,
-                slot_limit=engine.slot_limit,
-                kv_tokens_capacity=engine.kv_tokens_capacity,
-                tensor_parallel=engine.tensor_parallel,
-                decode_curve=curve_message(engine.decode_curve),
-            )
+            placement_pb2.PlacementEngine(**fields_of(engine, ENGINE), decode_curve=curve_message(engine.decode_curve))
             for engine in ask.engines
         ],
         cost_model=number_of(ask.cost_model, placement_pb2.CostModel),
@@ -218,24 +207,13 @@ def fact_of(action: Announcement) -> facts_pb2.Fact:
     """The fact to publish for an announcement."""
     match action:
         case AnnounceOpened(record):
-            opened = facts_pb2.TrajectoryOpened(
-                trajectory_id=record.trajectory_id,
-                rollout_id=record.rollout_id,
-                prompt_id=record.prompt_id,
-                sample=record.sample,
-                prompt_tokens=record.prompt_tokens,
-            )
-            return make_fact(SOURCE, trajectory_opened=opened)
+            return make_fact(SOURCE, trajectory_opened=facts_pb2.TrajectoryOpened(**fields_of(record, IDENTITY)))
         case AnnounceClosed(record, outcome):
             closed = facts_pb2.TrajectoryClosed(
-                trajectory_id=record.trajectory_id,
-                rollout_id=record.rollout_id,
-                prompt_id=record.prompt_id,
-                sample=record.sample,
+                **fields_of(record, IDENTITY),
                 outcome=number_of(outcome, scheduler_pb2.Outcome),
                 gen_tokens=record.gen_tokens,
                 turns=record.next_turn,
-                prompt_tokens=record.prompt_tokens,
             )
             fact = make_fact(SOURCE, trajectory_closed=closed)
             # The same at each try, so that consumers drop a repeat.
