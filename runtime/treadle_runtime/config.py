@@ -10,12 +10,20 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, field_validator
-from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+)
 
 # A context of 1M tokens is 4 MiB of int32 ids; a batch of them needs some room.
 DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -49,6 +57,14 @@ def url(value: str, schemes: tuple[str, ...], example: str) -> str:
     return value
 
 
+def _parse_json(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise ValueError(f"JSON is expected here ({error})") from error
+
+
+Json = BeforeValidator(_parse_json)  # of a setting that is a list
 LowerCase = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
 NatsUrl = Annotated[
     str, AfterValidator(lambda value: url(value, ("nats", "tls", "ws", "wss"), "nats://127.0.0.1:4222"))
@@ -58,10 +74,10 @@ CollectorUrl = Annotated[
 ]
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """The settings that every service has. Units are in the names."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     service: ClassVar[str] = ""
 
@@ -74,13 +90,6 @@ class Settings(BaseSettings):
     startup_timeout_s: Annotated[float, Field(gt=0)] = 60.0  # how long to wait for NATS at start
     max_message_bytes: Annotated[int, Field(ge=SMALLEST_MAX_MESSAGE_BYTES)] = DEFAULT_MAX_MESSAGE_BYTES
     ready_file: str = ""  # written once the server listens: {"address": "host:port", "pid": N}; empty: none
-
-    @classmethod
-    def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *others: Any, **more: Any
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what the caller passes: `read_settings` is the one place that looks at the environment."""
-        return (init_settings,)
 
     @field_validator("listen")
     @classmethod
@@ -101,42 +110,15 @@ def read_settings(cls: type[S], environ: Mapping[str, str] | None = None) -> S:
     A bad value, or a `TREADLE_<SERVICE>_` variable that names no setting: one line on stderr with the variable, its
     value and what would be right, then exit code 2.
     """
-    variables = dict(os.environ if environ is None else environ)
+    variables = os.environ if environ is None else environ
     prefix = prefix_of(cls)
+    _refuse_unknown(cls, prefix, variables)
+    names = {field: f"{COMMON_PREFIX}{field.upper()}" for field in Settings.model_fields}
+    names |= {field: own for field in cls.model_fields if (own := f"{prefix}{field.upper()}") in variables}
     try:
-        _refuse_unknown(cls, prefix, variables)
-        own = _Variables(cls, prefix, variables, cls.model_fields)()
-        common = _Variables(cls, COMMON_PREFIX, variables, Settings.model_fields)()
-        return cls(**{**common, **own})
+        return cls.model_validate({field: variables[name] for field, name in names.items() if name in variables})
     except ValidationError as error:
-        _exit(cls, "; ".join(_refusals(cls, prefix, variables, error)))
-    except _BadVariableError as error:
-        _exit(cls, str(error))
-
-
-class _BadVariableError(Exception):
-    """A variable is no JSON where it must be, or names no setting. The message is the line to print."""
-
-
-class _Variables(EnvSettingsSource):
-    """pydantic-settings' own reader, of the given variables instead of the process's environment."""
-
-    def __init__(self, cls: type[Settings], prefix: str, variables: Mapping[str, str], fields: Iterable[str]) -> None:
-        self._variables = {name.lower(): value for name, value in variables.items()}
-        self._fields = frozenset(fields)
-        self._names = prefix
-        super().__init__(cls, case_sensitive=False, env_prefix=prefix)
-
-    def _load_env_vars(self) -> Mapping[str, str | None]:
-        wanted = {f"{self._names}{field}".lower() for field in self._fields}
-        return {name: value for name, value in self._variables.items() if name in wanted}
-
-    def prepare_field_value(self, field_name: str, field: Any, value: Any, value_is_complex: bool) -> Any:
-        try:
-            return super().prepare_field_value(field_name, field, value, value_is_complex)
-        except json.JSONDecodeError as error:
-            name = f"{self._names}{field_name.upper()}"
-            raise _BadVariableError(f"{name}={value!r} is refused: JSON is expected here ({error})") from error
+        _exit(cls, "; ".join(_refusal(cls, variables, names, problem) for problem in error.errors(include_url=False)))
 
 
 def _refuse_unknown(cls: type[Settings], prefix: str, variables: Mapping[str, str]) -> None:
@@ -148,21 +130,19 @@ def _refuse_unknown(cls: type[Settings], prefix: str, variables: Mapping[str, st
         if in_kubernetes and _KUBERNETES_LINK.search(name):
             continue
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-        raise _BadVariableError(f"{name} is no setting of {cls.service}: did you mean {nearest[0]}?")
+        _exit(cls, f"{name} is no setting of {cls.service}: did you mean {nearest[0]}?")
 
 
-def _refusals(cls: type[Settings], prefix: str, variables: Mapping[str, str], error: ValidationError) -> Iterable[str]:
-    for problem in error.errors(include_url=False):
-        field = str(problem["loc"][0]) if problem["loc"] else ""
-        own, common = f"{prefix}{field.upper()}", f"{COMMON_PREFIX}{field.upper()}"
-        name = common if own not in variables and common in variables and field in Settings.model_fields else own
-        expected = problem["msg"].removeprefix("Value error, ")
-        if name not in variables:
-            yield f"{name} is not set: {expected}" if field else expected
-            continue
-        secret = field in cls.model_fields and cls.model_fields[field].annotation is SecretStr
-        value = "***" if secret else repr(variables[name])
-        yield f"{name}={value} is refused: {expected}"
+def _refusal(cls: type[Settings], variables: Mapping[str, str], names: Mapping[str, str], problem: Any) -> str:
+    expected: str = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:  # of several settings together
+        return expected
+    field = problem["loc"][0]
+    name = names.get(field, "")
+    if name not in variables:
+        return f"{prefix_of(cls)}{field.upper()} is not set: {expected}"
+    value = "***" if cls.model_fields[field].annotation is SecretStr else repr(variables[name])
+    return f"{name}={value} is refused: {expected}"
 
 
 def _exit(cls: type[Settings], line: str) -> NoReturn:

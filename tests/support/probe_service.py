@@ -5,7 +5,7 @@ The id of the first trajectory says what PlanPlacement does; see `Probe`. Run as
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import structlog
 from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
@@ -13,7 +13,7 @@ from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
 from treadle.telemetry.v1.facts_pb2 import EngineLost
 from treadle_runtime import errors
 from treadle_runtime.calls import remaining_s
-from treadle_runtime.config import Settings, read_settings
+from treadle_runtime.config import Json, Settings, read_settings
 from treadle_runtime.facts import make_fact
 from treadle_runtime.idempotency import answered_once
 from treadle_runtime.server import Runtime, Wiring, run
@@ -28,7 +28,7 @@ class ProbeSettings(Settings):
     slow_s: float = 1.0
     upstream: str = ""
     broken: Literal["", "start", "task"] = ""
-    weights: tuple[float, ...] = ()
+    weights: Annotated[tuple[float, ...], Json] = ()
 
 
 class CoreError(Exception):

@@ -17,7 +17,7 @@ from treadle_predictor import facts as module
 from treadle_predictor.convert import learn
 from treadle_predictor.facts import Learner, Recordings
 from treadle_predictor.history import HistoryStore, decode, encode
-from treadle_predictor.worker import make_question
+from treadle_predictor.question import make_question
 from treadle_runtime.facts import make_fact
 
 from treadle_bench.predictor.facts import facts_of, prompt_started

@@ -1,11 +1,11 @@
 """Settings: where they are read, and how a bad one is refused."""
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import pytest
 from pydantic import SecretStr, ValidationError
-from treadle_runtime.config import Settings, read_settings
+from treadle_runtime.config import Json, Settings, read_settings
 
 
 class LoomSettings(Settings):
@@ -15,7 +15,7 @@ class LoomSettings(Settings):
     listen: str = "127.0.0.1:7499"
     heddles: int = 4
     ratio: float = 0.5
-    names: tuple[str, ...] = ()
+    names: Annotated[tuple[str, ...], Json] = ()
     token: SecretStr = SecretStr("")
 
 

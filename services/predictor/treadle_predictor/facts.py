@@ -1,4 +1,4 @@
-"""Learn from facts, and record running trajectories for the learned model: what it reads, and, once they have ended,
+"""Learn from facts, and record running trajectories for the learned model: what it is asked, and, once they have ended,
 what it is trained on.
 
 Invariants: a recording that misses a step is not `whole` and is neither read nor trained on; a fact that comes twice

@@ -13,7 +13,7 @@ from treadle_runtime.errors import require
 
 from treadle_predictor.convert import ESTIMATORS, context_of, prediction_of, progress_of
 from treadle_predictor.facts import Learner
-from treadle_predictor.worker import make_question
+from treadle_predictor.question import make_question
 
 if TYPE_CHECKING:  # a service without a learned model needs no torch
     from treadle_predictor.learned import LearnedPart

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from treadle_core.steps.preemptive_queue import DEFAULT_HYSTERESIS, DEFAULT_MIN_RUN_TOKENS
-from treadle_runtime.config import Settings, address, url
+from treadle_runtime.config import Json, Settings, address, url
 
 WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
 
@@ -39,7 +39,7 @@ class SidecarSettings(Settings):
     # A running step without a token for so long counts as an engine that is lost.
     engine_stall_s: Annotated[float, Field(gt=0)] = 120.0
     tell_tokens: Count = 0  # most ids of a step's output that its fact carries, for a learned predictor; 0: none
-    hardware_tags: tuple[str, ...] = ()  # JSON list, e.g. ["h200", "compute-bound"]
+    hardware_tags: Annotated[tuple[str, ...], Json] = ()  # JSON list, e.g. ["h200", "compute-bound"]
     decode_base_s: NotNegative = 0.0  # declared decode curve (treadle.engine.v1.DecodeCurve); all 0: not known
     decode_per_sequence_s: NotNegative = 0.0
     decode_per_kv_token_s: NotNegative = 0.0

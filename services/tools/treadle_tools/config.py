@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
-from pydantic_settings import NoDecode
 from treadle_runtime.config import Settings
 
 from treadle_tools.builtin import REWARDS, TOOLS
@@ -32,7 +31,7 @@ def _names_of(tools: Iterable[Tool]) -> AfterValidator:
     return _each(known.__contains__, f"names out of {','.join(known)} separated by commas")
 
 
-Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]  # separated by commas
+Names = Annotated[tuple[str, ...], BeforeValidator(_split)]  # separated by commas
 ModuleNames = Annotated[
     Names,
     _each(
