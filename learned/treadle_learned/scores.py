@@ -169,20 +169,6 @@ class Asked:
     parts: Numbers
 
 
-def pool(deals: Sequence[Asked]) -> Asked:
-    """The answers of several ways to deal the prompts of the same transcripts into folds: the chance of one deal counts
-    less. Every fold of every deal is a part of its own."""
-    parts: list[Numbers] = []
-    for deal in deals:
-        parts.append(deal.parts + (1 + parts[-1].max() if parts else 0))
-    return Asked(
-        [moment for deal in deals for moment in deal.moments],
-        deals[0].transcripts,
-        {name: np.concatenate([deal.answers[name] for deal in deals]) for name in deals[0].answers},
-        np.concatenate(parts),
-    )
-
-
 def rows(data: str, asked: Asked, *, seed: int = 0, with_intervals: bool = True) -> list[dict[str, Any]]:
     """One row for each step and estimator: data, step, estimator, number of trajectories compared, and each score with
     its 95% interval, e.g. pinball and pinball_interval. Steps that no trajectory goes beyond have no rows."""

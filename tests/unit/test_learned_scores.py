@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from treadle_learned import scores
-from treadle_learned.held_out import Boosted
 from treadle_learned.moments import replay
-from treadle_learned.scores import Answers, Asked, PromptAverage, forecasts, pool, rows, truth
+from treadle_learned.scores import Answers, Asked, PromptAverage, forecasts, rows, truth
 from treadle_learned.transcript import Transcript, Turn
 
 
@@ -92,39 +91,6 @@ def test_what_was_cut_costs_only_where_less_was_predicted() -> None:
     assert generous == 0.0 < short
 
 
-def rollout(censor_at: int | None = None) -> list[Transcript]:
-    """Long prompts make long trajectories."""
-    rng = np.random.default_rng(2)
-    transcripts = []
-    for number in range(160):
-        size = int(rng.integers(50, 2_000))
-        total = 2 * size
-        cut = censor_at is not None and total > censor_at
-        tokens = censor_at if cut and censor_at is not None else total
-        transcripts.append(
-            Transcript(f"t{number}", "r", f"p{number}", size, (Turn(tokens // 2), Turn(tokens - tokens // 2)), cut)
-        )
-    return transcripts
-
-
-def test_trees_learn_what_numbers_say_of_the_length() -> None:
-    train, test = replay(rollout()), [moment for moment in replay(rollout()) if moment.turn == 0]
-    predicted = Boosted(train).predict(test)
-    assert (np.diff(predicted, axis=1) >= 0).all()
-    assert np.corrcoef(predicted[:, 1], [moment.remaining_tokens for moment in test])[0, 1] > 0.9
-
-
-def test_trees_do_not_take_what_was_cut_for_short() -> None:
-    """Half of all are cut at 2,000 tokens. Result: the longest are predicted beyond the cut."""
-    test = [moment for moment in replay(rollout()) if moment.turn == 0 and moment.remaining_tokens > 3_000]
-    assert (Boosted(replay(rollout(censor_at=2_000))).predict(test)[:, 2] >= 2_000).mean() > 0.9
-
-
-def test_no_moments_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        Boosted([])
-
-
 def epoch(rollout: str, seed: int, prompts: int = 30, samples: int = 4) -> list[Transcript]:
     """Prompts differ by far more than their samples do."""
     sizes = np.exp(np.random.default_rng(0).normal(5, 1, prompts))
@@ -172,21 +138,6 @@ def test_shares_within_quantiles_are_of_all_that_were_asked() -> None:
     said = np.full((len(moments), 3), np.median([moment.remaining_tokens for moment in moments]))
     (row,) = rows("made", Asked(moments, now, {"median": said}, np.zeros(8, np.int64)), with_intervals=False)
     assert (row["trajectories"], row["below_p50"]) == (6, 0.5)
-
-
-def test_deals_count_alike_and_a_trajectory_counts_once() -> None:
-    now = epoch("now", 2)
-    moments = replay(now)
-    half = np.arange(len(moments)) % 2
-    told = truth(moments)
-    deals = [Asked(moments, now, {"who": said}, half) for said in (told + 1.0, told - 1.0)]
-    both = pool(deals)
-    assert np.unique(both.parts).tolist() == [0, 1, 2, 3]
-    above, below, each = (rows("made", asked, with_intervals=False) for asked in (*deals, both))
-    for over, under, row in zip(above, below, each, strict=True):
-        assert row["trajectories"] == over["trajectories"]
-        assert (over["below_p50"], under["below_p50"], row["below_p50"]) == (1.0, 0.0, 0.5)
-        assert row["pinball"] == pytest.approx((over["pinball"] + under["pinball"]) / 2)
 
 
 def test_history_knows_its_prompts_and_says_the_average_of_others() -> None:

@@ -1,6 +1,6 @@
 """How well each estimator knows the remaining tokens of a trajectory, step by step (Heddle §7.2, Figure 13).
 
-Every prompt is tested by estimators that were fitted without it (`treadle_learned.held_out`). Prompts are dealt into
+Every prompt is tested by estimators that were fitted without it (held_out.py). Prompts are dealt into
 folds in `repeats` ways, because a share moves by some points from one way to the next. `rows`: for each data set, step
 and estimator the scores of `treadle_learned.scores`, each with a bootstrap interval over prompts, and `regret`, which
 is one number for all steps, with its range over folds. `data`: what was read. `p50_ms`, `p99_ms`: of predictions by the
@@ -73,9 +73,10 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     from treadle_learned.backbone import Backbone
     from treadle_learned.errors import LearnedError
     from treadle_learned.examples import States
-    from treadle_learned.held_out import ask_estimators, deal
     from treadle_learned.reading import Bounds
-    from treadle_learned.scores import pool, rows
+    from treadle_learned.scores import rows
+
+    from treadle_bench.predictor.held_out import ask_estimators, deal, pool
 
     bounds = Bounds()
     found: list[dict[str, Any]] = []

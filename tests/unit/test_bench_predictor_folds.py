@@ -11,9 +11,12 @@ from support.transcripts import told_by_the_plan
 from treadle_learned.backbone import Backbone
 from treadle_learned.examples import States
 from treadle_learned.fitting import Fitting
-from treadle_learned.held_out import ask_estimators, deal
+from treadle_learned.moments import replay
 from treadle_learned.reading import Bounds
-from treadle_learned.scores import rows
+from treadle_learned.scores import Asked, rows, truth
+from treadle_learned.transcript import Transcript, Turn
+
+from treadle_bench.predictor.held_out import Boosted, ask_estimators, deal, pool
 
 
 def test_no_prompt_is_asked_about_by_who_has_seen_it() -> None:
@@ -76,3 +79,51 @@ def test_what_only_the_plan_tells_is_known_after_it_to_who_reads_it(tmp_path: Pa
 def test_fewer_than_three_folds_are_refused() -> None:
     with pytest.raises(ValueError, match="folds must be >= 3"):
         deal(told_by_the_plan(4), 2)
+
+
+def rollout(censor_at: int | None = None) -> list[Transcript]:
+    """Long prompts make long trajectories."""
+    rng = np.random.default_rng(2)
+    transcripts = []
+    for number in range(160):
+        size = int(rng.integers(50, 2_000))
+        total = 2 * size
+        cut = censor_at is not None and total > censor_at
+        tokens = censor_at if cut and censor_at is not None else total
+        transcripts.append(
+            Transcript(f"t{number}", "r", f"p{number}", size, (Turn(tokens // 2), Turn(tokens - tokens // 2)), cut)
+        )
+    return transcripts
+
+
+def test_trees_learn_what_numbers_say_of_the_length() -> None:
+    train, test = replay(rollout()), [moment for moment in replay(rollout()) if moment.turn == 0]
+    predicted = Boosted(train).predict(test)
+    assert (np.diff(predicted, axis=1) >= 0).all()
+    assert np.corrcoef(predicted[:, 1], [moment.remaining_tokens for moment in test])[0, 1] > 0.9
+
+
+def test_trees_do_not_take_what_was_cut_for_short() -> None:
+    """Half of all are cut at 2,000 tokens. Result: the longest are predicted beyond the cut."""
+    test = [moment for moment in replay(rollout()) if moment.turn == 0 and moment.remaining_tokens > 3_000]
+    assert (Boosted(replay(rollout(censor_at=2_000))).predict(test)[:, 2] >= 2_000).mean() > 0.9
+
+
+def test_no_moments_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        Boosted([])
+
+
+def test_deals_count_alike_and_a_trajectory_counts_once() -> None:
+    now = told_by_the_plan(30, text=False)
+    moments = replay(now)
+    half = np.arange(len(moments)) % 2
+    told = truth(moments)
+    deals = [Asked(moments, now, {"who": said}, half) for said in (told + 1.0, told - 1.0)]
+    both = pool(deals)
+    assert np.unique(both.parts).tolist() == [0, 1, 2, 3]
+    above, below, each = (rows("made", asked, with_intervals=False) for asked in (*deals, both))
+    for over, under, row in zip(above, below, each, strict=True):
+        assert row["trajectories"] == over["trajectories"]
+        assert (over["below_p50"], under["below_p50"], row["below_p50"]) == (1.0, 0.0, 0.5)
+        assert row["pinball"] == pytest.approx((over["pinball"] + under["pinball"]) / 2)

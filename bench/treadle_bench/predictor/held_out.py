@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from sklearn.ensemble import HistGradientBoostingRegressor
 from threadpoolctl import threadpool_limits
-
 from treadle_learned.errors import TooFewError
 from treadle_learned.examples import Examples, States, Track, without_text
 from treadle_learned.fitting import Fitting, fit
@@ -30,6 +29,7 @@ from treadle_learned.scores import (
     Asked,
     Flags,
     Floats,
+    Numbers,
     PromptAverage,
     forecasts,
     pinball_each,
@@ -97,6 +97,20 @@ def ask_estimators(
         transcripts,
         {name: np.concatenate([of_fold[name] for of_fold in answers]) for name in answers[0]},
         np.repeat(np.arange(len(dealt)), [len(fold.test) for fold in dealt]),
+    )
+
+
+def pool(deals: Sequence[Asked]) -> Asked:
+    """The answers of several ways to deal the prompts of the same transcripts into folds: the chance of one deal counts
+    less. Every fold of every deal is a part of its own."""
+    parts: list[Numbers] = []
+    for deal in deals:
+        parts.append(deal.parts + (1 + parts[-1].max() if parts else 0))
+    return Asked(
+        [moment for deal in deals for moment in deal.moments],
+        deals[0].transcripts,
+        {name: np.concatenate([deal.answers[name] for deal in deals]) for name in deals[0].answers},
+        np.concatenate(parts),
     )
 
 
