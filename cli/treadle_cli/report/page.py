@@ -8,19 +8,18 @@ import html
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from treadle_cli.report.accounting import ArmFigures
 from treadle_cli.report.comparison import headline, losses, rows, time_rows
-from treadle_cli.report.palette import COLOURS, DRAWN_KINDS, GRID, INK, MEANINGS, row_label
+from treadle_cli.report.gantt import MAKESPAN, MOVE, draw_bars, draw_marks, label_rows, make_html
+from treadle_cli.report.palette import COLOURS, DRAWN_KINDS, GRID, INK, row_label
 from treadle_cli.report.records import ForecastRecord, Run, SpanRecord, TrajectoryRecord
 from treadle_cli.templates import render
 
 CANCELLED = "CANCELLED"  # the tool returned before the KV had moved: the source goes on, nothing went wrong
-BAR_ROWS = 0.82  # height of a bar in rows; plotly would choose one from the distance between bars
 ROW_PX = 15  # height of a trajectory's row; its label is 10 px
 PANEL_PX = 60  # title and margin of a panel
 
@@ -28,9 +27,6 @@ PANEL_PX = 60  # title and margin of a panel
 def write_page(run: Run, figures: Sequence[ArmFigures], path: Path) -> None:
     """Write the page: about 5 MB, nearly all of it plotly's script."""
     titles = [arm.title for arm in run.record.arms]
-    gantt = _gantt(run).to_html(
-        full_html=False, include_plotlyjs=True, config={"displaylogo": False, "responsive": True}
-    )
     page = render(
         "treadle_cli.report",
         "report.html.j2",
@@ -40,7 +36,7 @@ def write_page(run: Run, figures: Sequence[ArmFigures], path: Path) -> None:
         headline=headline(figures, titles),
         titles=titles,
         events=_events(run),
-        gantt=gantt,
+        gantt=_gantt(run),
         rows=rows(figures),
         time_rows=time_rows(figures),
         colours=COLOURS,
@@ -63,7 +59,7 @@ def _events(run: Run) -> list[str]:
     return events
 
 
-def _gantt(run: Run) -> go.Figure:
+def _gantt(run: Run) -> str:
     arms = [(arm, run.of_arm(arm.arm)) for arm in run.record.arms]
     heights = [max(4, len(trajectories)) * ROW_PX + PANEL_PX for _, trajectories in arms]
     titles = [f"<b>{arm.title}</b> · {arm.policy} · {arm.makespan_s:.1f} s" for arm, _ in arms]
@@ -73,64 +69,26 @@ def _gantt(run: Run) -> go.Figure:
     )
     for panel, (arm, trajectories) in enumerate(arms, start=1):
         where = {"row": panel, "col": 1}
+        first, last = panel == 1, panel == len(arms)
         spans = [(row, t, span) for row, t in enumerate(trajectories) for span in t.spans]
         for kind in DRAWN_KINDS:
-            bars = _bars(kind, [entry for entry in spans if entry[2].kind == kind], legend=panel == 1)
-            figure.add_trace(bars, **where)
-        figure.add_trace(_migrations(spans, legend=panel == len(arms)), **where)
-        figure.add_trace(_forecasts(trajectories, legend=panel == len(arms)), **where)
-        figure.add_vline(x=arm.makespan_s, line={"color": INK, "width": 1, "dash": "dash"}, **where)
-        figure.update_yaxes(
-            tickvals=list(range(len(trajectories))),
-            ticktext=[row_label(trajectory) for trajectory in trajectories],
-            range=[-0.8, len(trajectories) - 0.2],
-            tickfont={"size": 10},
-            **where,
-        )
+            bars = [(row, s.start_s, s.end_s, _describe_span(t, s)) for row, t, s in spans if s.kind == kind]
+            figure.add_trace(draw_bars(kind, bars, legend=first and kind != "migration"), **where)
+        moves = [(span.start_s, row, span.engine_id) for row, _, span in spans if span.kind == "migration"]
+        moves_to = "moves to %{customdata} at %{x:.2f} s<extra></extra>"
+        figure.add_trace(draw_marks("migration", moves, MOVE, hovertemplate=moves_to, showlegend=last), **where)
+        figure.add_trace(_forecasts(trajectories, legend=last), **where)
+        figure.add_vline(x=arm.makespan_s, line=MAKESPAN, **where)
+        labels = [row_label(trajectory) for trajectory in trajectories]
+        label_rows(figure, labels, (-0.8, len(labels) - 0.2), **where)
     figure.update_xaxes(gridcolor=GRID, zeroline=False, ticksuffix=" s", showticklabels=True, rangemode="tozero")
-    figure.update_layout(
-        barmode="overlay",
-        height=sum(heights) + 90,
-        plot_bgcolor="white",
-        paper_bgcolor="white",
-        font={"family": "system-ui, sans-serif", "color": INK, "size": 12},
-        legend={"orientation": "h", "y": 1 + 28 / sum(heights), "yanchor": "bottom", "x": 0.0, "xanchor": "left"},
-        margin={"l": 150, "r": 20, "t": 90, "b": 30},
-    )
-    figure.update_annotations(x=0.0, xanchor="left", font={"size": 13})
-    return figure
-
-
-def _bars(kind: str, spans: Sequence[tuple[int, TrajectoryRecord, SpanRecord]], *, legend: bool) -> go.Bar:
-    return go.Bar(
-        x=[round(span.end_s - span.start_s, 4) for _, _, span in spans],
-        y=[row for row, _, _ in spans],
-        base=[round(span.start_s, 4) for _, _, span in spans],
-        customdata=[_describe_span(trajectory, span) for _, trajectory, span in spans],
-        orientation="h",
-        width=BAR_ROWS,
-        name=kind,
-        legendgroup=kind,
-        showlegend=legend and kind != "migration",
-        marker={"color": COLOURS[kind], "line": {"width": 0}},
-        hovertemplate=f"%{{customdata}}<br><b>{kind}</b>: {MEANINGS[kind]}<extra></extra>",
-    )
-
-
-def _migrations(spans: Sequence[tuple[int, TrajectoryRecord, SpanRecord]], *, legend: bool) -> go.Scatter:
-    return _marks(
-        "migration",
-        [(span.start_s, row, span.engine_id) for row, _, span in spans if span.kind == "migration"],
-        {"symbol": "diamond", "size": 8, "color": COLOURS["migration"], "line": {"width": 1, "color": "white"}},
-        hovertemplate="moves to %{customdata} at %{x:.2f} s<extra></extra>",
-        showlegend=legend,
-    )
+    return make_html(figure, sum(heights), more_px=90, legend_px=28, left_px=150, top_px=90)
 
 
 def _forecasts(trajectories: Sequence[TrajectoryRecord], *, legend: bool) -> go.Scatter:
     """One mark a step, hidden until the reader clicks the legend."""
     marks = [(f.came_s, row, _describe_forecast(f)) for row, t in enumerate(trajectories) for f in t.forecasts]
-    return _marks(
+    return draw_marks(
         "forecast",
         marks,
         {"symbol": "line-ns-open", "size": 9, "color": INK},
@@ -140,26 +98,9 @@ def _forecasts(trajectories: Sequence[TrajectoryRecord], *, legend: bool) -> go.
     )
 
 
-def _marks(name: str, marks: Sequence[tuple[float, int, str]], marker: dict[str, Any], **more: Any) -> go.Scatter:
-    """marks: second, row and the words that the pointer shows."""
-    return go.Scatter(
-        x=[second for second, _, _ in marks],
-        y=[row for _, row, _ in marks],
-        customdata=[words for _, _, words in marks],
-        mode="markers",
-        marker=marker,
-        name=name,
-        legendgroup=name,
-        **more,
-    )
-
-
 def _describe_span(trajectory: TrajectoryRecord, span: SpanRecord) -> str:
     where = f", {span.engine_id}" if span.engine_id else ""
-    return (
-        f"{html.escape(row_label(trajectory))}<br>turn {span.turn}{html.escape(where)}: "
-        f"{span.end_s - span.start_s:.2f} s from {span.start_s:.2f} s"
-    )
+    return f"{html.escape(row_label(trajectory))}<br>turn {span.turn}{html.escape(where)}"
 
 
 def _describe_forecast(forecast: ForecastRecord) -> str:

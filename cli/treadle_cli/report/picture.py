@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from treadle_cli.report.accounting import KINDS, ArmFigures
-from treadle_cli.report.palette import COLOURS, DRAWN_KINDS, FAINT, GRID, INK, row_label
+from treadle_cli.report.gantt import tidy, use_font
+from treadle_cli.report.palette import COLOURS, DRAWN_KINDS, FAINT, INK, row_label
 from treadle_cli.report.records import ArmRecord, Run, TrajectoryRecord
 
 WIDTH_IN = 13.0
@@ -33,7 +33,7 @@ def draw_picture(run: Run, figures: Sequence[ArmFigures], path: Path) -> None:
     rows = [max(4, len(trajectories)) * ROW_IN + 0.55 for _, trajectories in arms]
     share_in = 0.42 * len(arms) + 0.75
     height = sum(rows) + share_in + 1.95
-    with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "axes.labelcolor": INK}):
+    with use_font():
         figure = Figure(figsize=(WIDTH_IN, height), dpi=DPI, facecolor="white")
         grid = figure.add_gridspec(
             len(arms) + 1,
@@ -102,7 +102,7 @@ def _draw_arm(
     axes.set_yticks(range(len(labels)), labels, size=6.5)
     if last:
         axes.set_xlabel("seconds from the start of the arm", loc="right", size=8, color=FAINT)
-    _tidy(axes)
+    tidy(axes, line=True)
 
 
 def _draw_shares(axes: Axes, run: Run, figures: Sequence[ArmFigures]) -> None:
@@ -119,13 +119,4 @@ def _draw_shares(axes: Axes, run: Run, figures: Sequence[ArmFigures]) -> None:
     axes.set_yticks(range(len(figures)), [arm.title for arm in reversed(run.record.arms)], size=9)
     axes.set_ylim(-0.6, len(figures) - 0.4)
     axes.set_title("Where the time went: all trajectories added up, seconds", **TITLE)
-    _tidy(axes)
-
-
-def _tidy(axes: Axes) -> None:
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(GRID)
-    axes.tick_params(length=0, colors=FAINT)
-    axes.grid(axis="x", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
+    tidy(axes, line=True)

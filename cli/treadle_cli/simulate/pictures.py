@@ -7,7 +7,6 @@ as it has GPUs, so that white in a strip is GPU time that was not used. The page
 import html
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
 import plotly.graph_objects as go
 from matplotlib.axes import Axes
@@ -17,7 +16,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from plotly.subplots import make_subplots
 
-from treadle_cli.report.palette import COLOURS, FAINT, GRID, INK, MEANINGS
+from treadle_cli.report.gantt import MAKESPAN, MOVE, draw_bars, draw_marks, label_rows, make_html, tidy, use_font
+from treadle_cli.report.palette import COLOURS, FAINT, GRID, INK
 from treadle_cli.simulate.comparison import Comparison
 from treadle_cli.simulate.output import Sentences, text_tables
 from treadle_cli.simulate.scene import Panel, Scene
@@ -34,8 +34,7 @@ BATCH_COLOURS = LinearSegmentedColormap.from_list("batch", ["#C9D6E2", "#5B7FA3"
 BATCH_POWER = 0.5
 BOUND = "#CC3D3D"
 
-# Of the page: pixels, and bars' height in rows.
-BAR_ROWS = 0.82
+# Of the page, in pixels.
 ROW_PX, STRIP_PX, GAP_PX = 16, 110, 40
 BATCH_SCALE = [[0.0, "#FFFFFF"], [0.001, "#C9D6E2"], [0.3, "#5B7FA3"], [1.0, "#0B2545"]]
 PREFILL_SCALE = [[0.0, "rgba(86,180,233,0)"], [1.0, COLOURS["prefill"]]]
@@ -46,7 +45,7 @@ def draw(scene: Scene, title: str, facts: str, path: Path) -> None:
     """Write the PNG."""
     heights = [STRIP_IN + GAP_IN + ROW_IN * (len(panel.bars) + 0.6) for panel in scene.panels]
     height = HEAD_IN + sum(heights) + TITLE_IN * len(heights) + FOOT_IN
-    with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "axes.labelcolor": INK}):
+    with use_font():
         figure = Figure(figsize=(WIDTH_IN, height), dpi=DPI, facecolor="white")
         top = height - HEAD_IN
         for index, (panel, panel_in) in enumerate(zip(scene.panels, heights, strict=True)):
@@ -120,11 +119,7 @@ def _frame(axes: Axes, panel: Panel, scene: Scene) -> None:
             weight="bold",
             va="center",
         )
-    for side in ("top", "right", "left", "bottom"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(length=0, colors=FAINT)
-    axes.grid(axis="x", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
+    tidy(axes, line=False)
 
 
 def _legend(figure: Figure, scene: Scene, height: float) -> None:
@@ -154,9 +149,6 @@ def _legend(figure: Figure, scene: Scene, height: float) -> None:
 
 def write_page(scene: Scene, title: str, facts: str, comparison: Comparison, sentences: Sentences, path: Path) -> None:
     """Write the HTML page."""
-    drawing = _page_drawing(scene).to_html(
-        full_html=False, include_plotlyjs=True, config={"displaylogo": False, "responsive": True}
-    )
     how_long, meanwhile = text_tables(comparison)
     page = render(
         "treadle_cli.simulate",
@@ -165,14 +157,14 @@ def write_page(scene: Scene, title: str, facts: str, comparison: Comparison, sen
         title=title,
         facts=facts,
         sentences=sentences,
-        drawing=drawing,
+        drawing=_page_drawing(scene),
         how_long=how_long,
         meanwhile=meanwhile,
     )
     path.write_text(page)
 
 
-def _page_drawing(scene: Scene) -> go.Figure:
+def _page_drawing(scene: Scene) -> str:
     heights = [px for panel in scene.panels for px in (STRIP_PX, ROW_PX * (len(panel.bars) + 1))]
     total = sum(heights) + GAP_PX * len(heights)
     titles = [
@@ -195,35 +187,21 @@ def _page_drawing(scene: Scene) -> go.Figure:
         figure.update_yaxes(autorange="reversed", showticklabels=False, row=strip, col=1)
         for kind in BAR_KINDS:
             figure.add_trace(_page_bars(panel, kind, legend=index == 0), row=rows, col=1)
-        figure.add_trace(_page_moves(panel, legend=index == 0), row=rows, col=1)
+        moves = [(moved_s, row, "") for row, bars in enumerate(panel.bars) for moved_s in bars.moved_s]
+        goes_on = "goes on with another engine at %{x:.2f} s<extra></extra>"
+        moved = draw_marks("other engine", moves, MOVE, hovertemplate=goes_on, showlegend=index == 0)
+        figure.add_trace(moved, row=rows, col=1)
         labels = [bars.label for bars in panel.bars]
-        figure.update_yaxes(
-            tickvals=list(range(len(labels))),
-            ticktext=labels,
-            range=[len(labels) - 0.4, -0.6],
-            tickfont={"size": 10},
-            row=rows,
-            col=1,
-        )
+        label_rows(figure, labels, (len(labels) - 0.4, -0.6), row=rows, col=1)
         for row in (strip, rows):
-            figure.add_vline(x=panel.makespan_s, line={"color": INK, "width": 1, "dash": "dash"}, row=row, col=1)
+            figure.add_vline(x=panel.makespan_s, line=MAKESPAN, row=row, col=1)
             figure.add_vline(x=scene.bound_s, line={"color": BOUND, "width": 1, "dash": "dot"}, row=row, col=1)
     figure.update_xaxes(
         gridcolor=GRID, zeroline=False, ticksuffix=" s", range=[0, scene.end_s * 1.03], showticklabels=True
     )
     for strip in range(1, len(heights), 2):
         figure.update_xaxes(showticklabels=False, row=strip, col=1)
-    figure.update_layout(
-        barmode="overlay",
-        height=total + 100,
-        plot_bgcolor="white",
-        paper_bgcolor="white",
-        font={"family": "system-ui, sans-serif", "color": INK, "size": 12},
-        legend={"orientation": "h", "y": 1 + 34 / total, "yanchor": "bottom", "x": 0.0, "xanchor": "left"},
-        margin={"l": 210, "r": 20, "t": 80, "b": 30},
-    )
-    figure.update_annotations(x=0.0, xanchor="left", font={"size": 13})
-    return figure
+    return make_html(figure, total, more_px=100, legend_px=34, left_px=210, top_px=80)
 
 
 def _page_strip(panel: Panel, scene: Scene) -> tuple[go.Heatmap, go.Heatmap]:
@@ -253,35 +231,10 @@ def _fold(cells: np.ndarray) -> np.ndarray:
 
 
 def _page_bars(panel: Panel, kind: str, *, legend: bool) -> go.Bar:
-    spans = [(row, bars.label, span) for row, bars in enumerate(panel.bars) for span in bars.spans if span.what == kind]
-    return go.Bar(
-        x=[round(span.end_s - span.start_s, 4) for _, _, span in spans],
-        base=[round(span.start_s, 4) for _, _, span in spans],
-        y=[row for row, _, _ in spans],
-        customdata=[
-            f"{html.escape(label)}<br>{panel.lanes[span.engine].engine_id}: {span.end_s - span.start_s:.2f} s from "
-            f"{span.start_s:.2f} s"
-            for _, label, span in spans
-        ],
-        orientation="h",
-        width=BAR_ROWS,
-        name=kind,
-        legendgroup=kind,
-        showlegend=legend,
-        marker={"color": COLOURS[kind], "line": {"width": 0}},
-        hovertemplate=f"%{{customdata}}<br><b>{kind}</b>: {MEANINGS[kind]}<extra></extra>",
-    )
-
-
-def _page_moves(panel: Panel, *, legend: bool) -> go.Scatter:
-    moves = [(moved_s, row) for row, bars in enumerate(panel.bars) for moved_s in bars.moved_s]
-    return go.Scatter(
-        x=[moved_s for moved_s, _ in moves],
-        y=[row for _, row in moves],
-        mode="markers",
-        marker={"symbol": "diamond", "size": 8, "color": COLOURS["migration"], "line": {"width": 1, "color": "white"}},
-        name="other engine",
-        legendgroup="moved",
-        showlegend=legend,
-        hovertemplate="goes on with another engine at %{x:.2f} s<extra></extra>",
-    )
+    bars = [
+        (row, s.start_s, s.end_s, f"{html.escape(bars.label)}<br>{panel.lanes[s.engine].engine_id}")
+        for row, bars in enumerate(panel.bars)
+        for s in bars.spans
+        if s.what == kind
+    ]
+    return draw_bars(kind, bars, legend=legend)
