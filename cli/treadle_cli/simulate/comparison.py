@@ -10,9 +10,9 @@ from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import numpy as np
-from treadle_sim.rollout import Run, Setting, alone_s, longest_alone_s, work_s
+from treadle_sim.rollout import Run, Setting, alone_s, work_s
 from treadle_sim.systems import BASELINES, ORACLE, VERL, System
-from treadle_sim.workloads.workload import TrajectoryWork, Workload
+from treadle_sim.workloads.workload import Workload
 
 TAIL = 0.1  # of the trajectories, by tokens: those that a rollout waits for
 MOST = 0.9  # of the trajectories
@@ -69,6 +69,7 @@ class Comparison:
     best_baseline: str
 
     def row(self, name: str) -> Row | None:
+        """The row of a system, None if it was not simulated."""
         return next((row for row in self.rows if row.system.name == name), None)
 
     def as_json(self) -> dict[str, Any]:
@@ -163,10 +164,9 @@ def count_once_tokens(workload: Workload) -> int:
 
 def _bound(setting: Setting) -> Bound:
     usable = [model for model in setting.models if model.kv_tokens > 0 and model.gpus <= setting.gpus]
-    longest_s, work_all_s = longest_alone_s(setting.workload, usable), work_s(setting.workload, usable, setting.gpus)
-
-    def fastest(work: TrajectoryWork) -> tuple[float, int]:
-        return min((alone_s(work, model), model.gpus) for model in usable)
-
-    slowest = max(setting.workload.trajectories, key=fastest)
-    return Bound(max(longest_s, work_all_s), longest_s, slowest.tool_s, fastest(slowest)[1], work_all_s)
+    works = setting.workload.trajectories
+    fastest = [min((alone_s(work, model), model.gpus) for model in usable) for work in works]
+    longest_s, gpus = max(fastest)
+    tools_s = works[fastest.index((longest_s, gpus))].tool_s
+    all_s = work_s(setting.workload, usable, setting.gpus)
+    return Bound(max(longest_s, all_s), longest_s, tools_s, gpus, all_s)

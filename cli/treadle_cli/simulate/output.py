@@ -9,14 +9,15 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from treadle_sim.outcome import Times
 from treadle_sim.rollout import Run
 from treadle_sim.systems import ORACLE, TREADLE
+from treadle_sim.workloads.workload import groups
 
 from treadle_cli.simulate.comparison import Bound, Comparison, Row
 from treadle_cli.simulate.request import SimulationPlan
@@ -149,10 +150,10 @@ def make_document(plan: SimulationPlan, comparison: Comparison, sentences: Sente
     return {
         "workload": plan.workload,
         "trajectories": len(works),
-        "prompts": len({work.prompt_id for work in works}),
+        "prompts": len(groups(works)),
         "gen_tokens": setting.workload.gen_tokens,
-        "llm": plan.llm,
-        "accelerator": plan.accelerator,
+        "llm": setting.models[0].llm,
+        "accelerator": setting.models[0].accelerator,
         "curve": plan.origin,
         "gpus": setting.gpus,
         "slots_per_gpu": setting.models[0].slots // setting.models[0].gpus,
@@ -172,31 +173,28 @@ def write_trajectories(plan: SimulationPlan, runs: Mapping[str, Sequence[Run]], 
     lines: list[dict[str, Any]] = [
         {
             "workload": plan.workload,
-            "seed": plan.seed,
+            "seed": plan.settings[0].seed,
             "prompt_id": [work.prompt_id for work in works],
             "sample": [work.sample for work in works],
             "gen_tokens": [work.gen_tokens for work in works],
         }
     ]
-    for name, each in runs.items():
-        for setting, run in zip(plan.settings, each, strict=True):
-            lines.append({"system": name, "seed": setting.seed, **_columns(run.outcome.times)})
+    for name, of_system in runs.items():
+        for setting, run in zip(plan.settings, of_system, strict=True):
+            seconds = {what: [round(getattr(each, what), 3) for each in run.outcome.times] for what in SECONDS}
+            counts = {what: [getattr(each, what) for each in run.outcome.times] for what in COUNTS}
+            lines.append({"system": name, "seed": setting.seed, **seconds, **counts})
     path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
-
-
-def _columns(times: Sequence[Times]) -> dict[str, list[float]]:
-    seconds = {name: [round(getattr(each, name), 3) for each in times] for name in SECONDS}
-    return {**seconds, **{name: [getattr(each, name) for each in times] for name in COUNTS}}
 
 
 def heading(plan: SimulationPlan) -> str:
     """What was simulated, on one line."""
     setting = plan.settings[0]
     works = setting.workload.trajectories
-    prompts = len({work.prompt_id for work in works})
+    prompts, model = len(groups(works)), setting.models[0]
     return (
         f"{plan.workload}: {len(works):,} trajectories of {prompts:,} prompts, {setting.workload.gen_tokens:,} tokens; "
-        f"{plan.llm} on {setting.gpus} {plan.accelerator}, predictor {setting.predictor}, seed {plan.seed}"
+        f"{model.llm} on {setting.gpus} {model.accelerator}, predictor {setting.predictor}, seed {setting.seed}"
     )
 
 
@@ -248,21 +246,17 @@ def print_comparison(
     console: Console, plan: SimulationPlan, comparison: Comparison, sentences: Sentences, folder: Path
 ) -> None:
     """Paths come last, because that is where a reader looks."""
-    console.print(heading(plan), style="bold", highlight=False)
-    console.print()
-    console.print(_terminal_table(HOW_LONG, comparison))
-    console.print("Times as fast as: another's makespan over the system's own.", style="dim", highlight=False)
-    console.print()
-    console.print(_terminal_table(MEANWHILE, comparison))
-    console.print()
+    show = partial(console.print, highlight=False, markup=False)
+    show(heading(plan), style="bold")
+    show()
+    show(_terminal_table(HOW_LONG, comparison))
+    show("Times as fast as: another's makespan over the system's own.", style="dim")
+    show()
+    show(_terminal_table(MEANWHILE, comparison))
+    show()
     for line in sentences.lines():
-        console.print(line, highlight=False, markup=False)
-    console.print(
-        f"Picture: {folder / PICTURE} (and {PAGE}, {SUMMARY}, {TRAJECTORIES})",
-        soft_wrap=True,
-        highlight=False,
-        markup=False,
-    )
+        show(line)
+    show(f"Picture: {folder / PICTURE} (and {PAGE}, {SUMMARY}, {TRAJECTORIES})", soft_wrap=True)
 
 
 def _terminal_table(columns: Mapping[str, Callable[[Row], str]], comparison: Comparison) -> Table:

@@ -6,7 +6,6 @@ what would be right.
 
 import json
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from treadle_sim.engine_model import EngineModel, profiles
@@ -16,7 +15,7 @@ from treadle_sim.rollout import Setting
 from treadle_sim.systems import BASELINES, HEDDLE, ORACLE, SYSTEMS, TREADLE, System
 from treadle_sim.workloads.parametric import MODELS, WORKLOADS, make
 from treadle_sim.workloads.resample import resample
-from treadle_sim.workloads.workload import TraceFileError, TrajectoryWork, Workload, read_traces
+from treadle_sim.workloads.workload import TraceFileError, TrajectoryWork, Workload, groups, read_traces
 
 from treadle_cli.problems import UsageProblem
 
@@ -53,18 +52,19 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SimulationPlan:
-    """What to simulate. settings: one a seed, from `seed` on. degree: of every system's engines, 0 for the best or the
-    system's own allocation. origin: where the engines' curves come from (sim/README.md)."""
+    """What to simulate. settings: one a seed. degree: of every system's engines, 0 for the best or the system's own
+    allocation."""
 
     workload: str
     settings: tuple[Setting, ...]
     systems: tuple[System, ...]
     degree: int
-    seed: int
-    llm: str
-    accelerator: str
-    origin: str
     from_file: bool
+
+    @property
+    def origin(self) -> str:
+        """Where the engines' curves come from (sim/README.md)."""
+        return " and ".join(sorted({model.origin for model in self.settings[0].models}))
 
 
 def make_plan(request: Request) -> SimulationPlan:
@@ -74,21 +74,12 @@ def make_plan(request: Request) -> SimulationPlan:
         raise UsageProblem(f"--predictor: there is no {request.predictor!r}; take one of {', '.join(NAMES)}")
     degree = _parse_degree(request.degrees)
     _check_sizes(request)
-    models = _choose_models(request)
-    settings = _make_settings(request, models)
+    settings = _make_settings(request, _choose_models(request))
     for setting in settings:
         _check_fit(setting, degree)
-    return SimulationPlan(
-        workload=request.workload if request.workload in WORKLOADS else Path(request.workload).name,
-        settings=settings,
-        systems=systems,
-        degree=degree,
-        seed=request.seed,
-        llm=models[0].llm,
-        accelerator=models[0].accelerator,
-        origin=" and ".join(sorted({model.origin for model in models})),
-        from_file=request.workload not in WORKLOADS,
-    )
+    from_file = request.workload not in WORKLOADS
+    name = Path(request.workload).name if from_file else request.workload
+    return SimulationPlan(name, settings, systems, degree, from_file)
 
 
 def _parse_systems(names: str) -> tuple[System, ...]:
@@ -160,20 +151,19 @@ def _make_settings(request: Request, models: tuple[EngineModel, ...]) -> tuple[S
             "--predictor: prompt-mean knows an earlier epoch, and a trace file that runs as it is has none; "
             "give --prompts, which draws a batch and an earlier epoch from it"
         )
+    name, samples = Path(request.workload).name, request.samples or DEFAULT_SAMPLES
+    llm = models[0].llm.lower() if models[0].llm.lower() in MODELS else OTHER_TOOL_TIMES
+
+    def draw(seed: int, epoch: int) -> Workload:
+        if named:
+            return make(request.workload, request.prompts or DEFAULT_PROMPTS, samples, seed, epoch=epoch, llm=llm)
+        return resample(traces, request.prompts or len(groups(traces)), samples, seed, epoch=epoch, name=name)
+
     settings = []
     for seed in range(request.seed, request.seed + request.repeats):
-        if named:
-            llm = models[0].llm.lower() if models[0].llm.lower() in MODELS else OTHER_TOOL_TIMES
-            prompts, samples = request.prompts or DEFAULT_PROMPTS, request.samples or DEFAULT_SAMPLES
-            draw = partial(make, request.workload, prompts, samples, seed, llm=llm)
-        else:
-            draw = partial(_resample, request, traces, seed)
-        if unchanged:
-            batch, earlier = Workload(Path(request.workload).name, traces), None
-        else:
-            batch, earlier = draw(epoch=0), draw(epoch=1)
-        known = earlier.trajectories if earlier else ()
-        settings.append(Setting(batch, request.gpus, models, known, request.predictor, seed=seed))
+        batch = Workload(name, traces) if unchanged else draw(seed, 0)
+        earlier = () if unchanged else draw(seed, 1).trajectories
+        settings.append(Setting(batch, request.gpus, models, earlier, request.predictor, seed=seed))
     return tuple(settings)
 
 
@@ -190,12 +180,6 @@ def _read_trace_file(name: str) -> tuple[TrajectoryWork, ...]:
         raise UsageProblem(f"WORKLOAD: {name}: {error.strerror}") from error
     except TraceFileError as error:
         raise UsageProblem(f"WORKLOAD: {error} (format: docs/traces.md)") from error
-
-
-def _resample(request: Request, traces: tuple[TrajectoryWork, ...], seed: int, *, epoch: int) -> Workload:
-    prompts = request.prompts or len({work.prompt_id for work in traces})
-    name = Path(request.workload).name
-    return resample(traces, prompts, request.samples or DEFAULT_SAMPLES, seed, epoch=epoch, name=name)
 
 
 def _check_fit(setting: Setting, degree: int) -> None:

@@ -25,20 +25,8 @@ from treadle_sim.rollout import Run, Setting, simulate
 from treadle_sim.systems import System
 
 from treadle_cli.problems import UsageProblem
+from treadle_cli.simulate import output
 from treadle_cli.simulate.comparison import Comparison, compare
-from treadle_cli.simulate.output import (
-    PAGE,
-    PICTURE,
-    SUMMARY,
-    TRAJECTORIES,
-    Sentences,
-    describe,
-    heading,
-    make_document,
-    new_folder,
-    print_comparison,
-    write_trajectories,
-)
 from treadle_cli.simulate.request import Request, SimulationPlan, make_plan
 from treadle_cli.simulate.scene import choose_systems, make_scene
 
@@ -53,7 +41,7 @@ async def run_simulate(request: Request, out_folder: Path, as_json: bool, out: C
     with progress.status("drawing the workload"):
         plan = make_plan(request)
     try:
-        folder = new_folder(out_folder)
+        folder = output.new_folder(out_folder)
     except OSError as error:
         raise UsageProblem(f"--out: {out_folder}: {error.strerror}") from error
     try:
@@ -62,13 +50,13 @@ async def run_simulate(request: Request, out_folder: Path, as_json: bool, out: C
         if not any(folder.iterdir()):  # interrupted
             folder.rmdir()
     if as_json:
-        typer.echo(json.dumps(make_document(plan, comparison, sentences, folder)))
+        typer.echo(json.dumps(output.make_document(plan, comparison, sentences, folder)))
     else:
-        print_comparison(out, plan, comparison, sentences, folder)
+        output.print_comparison(out, plan, comparison, sentences, folder)
     return 0
 
 
-async def _simulate_into(folder: Path, plan: SimulationPlan, progress: Console) -> tuple[Comparison, Sentences]:
+async def _simulate_into(folder: Path, plan: SimulationPlan, progress: Console) -> tuple[Comparison, output.Sentences]:
     """Simulate, and write all files."""
     with Progress(
         TextColumn("{task.description}"),
@@ -81,17 +69,17 @@ async def _simulate_into(folder: Path, plan: SimulationPlan, progress: Console) 
         runs = await _run_systems(plan, bar)
         comparison = compare(plan.systems, plan.settings, runs)
         recorded = await _record_systems(plan, comparison, runs, bar)
-    sentences = describe(plan, comparison)
+    sentences = output.describe(plan, comparison)
     with progress.status("drawing"):
         from treadle_cli.simulate import pictures  # a second of imports, which bad options need not wait for
 
         scene = make_scene(recorded, plan.settings[0].workload, comparison)
         title = "Makespan: " + " · ".join(f"{panel.name} {panel.makespan_s:.0f} s" for panel in scene.panels)
-        pictures.draw(scene, title, heading(plan), folder / PICTURE)
-        pictures.write_page(scene, title, heading(plan), comparison, sentences, folder / PAGE)
-        document = make_document(plan, comparison, sentences, folder)
-        (folder / SUMMARY).write_text(json.dumps(document, indent=1) + "\n")
-        write_trajectories(plan, runs, folder / TRAJECTORIES)
+        pictures.draw(scene, title, output.heading(plan), folder / output.PICTURE)
+        pictures.write_page(scene, title, output.heading(plan), comparison, sentences, folder / output.PAGE)
+        document = output.make_document(plan, comparison, sentences, folder)
+        (folder / output.SUMMARY).write_text(json.dumps(document, indent=1) + "\n")
+        output.write_trajectories(plan, runs, folder / output.TRAJECTORIES)
     return comparison, sentences
 
 
@@ -136,11 +124,10 @@ async def _record_systems(
     """The first seed's runs of the systems to draw, once more and with their spans."""
     names = choose_systems(plan.systems, comparison)
     jobs = []
-    for system in plan.systems:
-        if system.name in names:
-            run = runs[system.name][0]
-            degree = 0 if system.allocated and not plan.degree else run.cluster.engines[0].gpus
-            jobs.append(Job(system, plan.settings[0], 0, degree, record=True))
+    for system in (system for system in plan.systems if system.name in names):
+        own = system.allocated and not plan.degree
+        degree = 0 if own else runs[system.name][0].cluster.engines[0].gpus
+        jobs.append(Job(system, plan.settings[0], 0, degree, record=True))
     task = bar.add_task("recording", total=len(jobs))
     found: dict[str, Run] = {}
 
