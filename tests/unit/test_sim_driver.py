@@ -2,22 +2,7 @@
 
 import pytest
 from support.simulated import SLOW, Rollout, engine, play, trajectory
-from treadle_core.actions import AnnounceClosed, IssueTicket, StartMigration
-from treadle_core.events import (
-    EngineDeregistered,
-    EngineRegistered,
-    MoveEnded,
-    PredictionArrived,
-    StepFinished,
-    StepRequested,
-    SwitchRequested,
-    Tick,
-    ToolFinished,
-    ToolStarted,
-    TrajectoryClosed,
-    TrajectoryOpened,
-    WeightsUpdated,
-)
+from treadle_core import actions, events
 from treadle_core.tuning import Tuning
 from treadle_sim.cluster import Cluster, Failure, Latencies, Link, WeightUpdate
 from treadle_sim.workloads.workload import TrajectoryWork
@@ -35,18 +20,21 @@ def test_a_step_is_a_ticket_a_prefill_its_tokens_and_a_tool_and_each_is_heard_wh
     first_s = SLOW.prefill_s(300, 0) + decode_s(300, 100)
     second_s = SLOW.prefill_s(51, 399) + decode_s(450, 40)
     end_s = [2 * rpc_s + first_s, 2 * rpc_s + first_s + 2.0 + rpc_s + second_s]
-    told = [(type(heard.event), heard.now_s) for heard in rollout.heard if not isinstance(heard.event, Tick)]
+    told = [(type(heard.event), heard.now_s) for heard in rollout.heard if not isinstance(heard.event, events.Tick)]
     assert told[1:] == [
-        (TrajectoryOpened, 0.0),
-        (StepRequested, pytest.approx(rpc_s)),
-        (StepFinished, pytest.approx(end_s[0])),
-        (ToolStarted, pytest.approx(end_s[0])),
-        (ToolFinished, pytest.approx(end_s[0] + 2.0)),
-        (StepRequested, pytest.approx(end_s[0] + 2.0)),
-        (StepFinished, pytest.approx(end_s[1])),
-        (TrajectoryClosed, pytest.approx(end_s[1] + 1.0)),
+        (events.TrajectoryOpened, 0.0),
+        (events.StepRequested, pytest.approx(rpc_s)),
+        (events.StepFinished, pytest.approx(end_s[0])),
+        (events.ToolStarted, pytest.approx(end_s[0])),
+        (events.ToolFinished, pytest.approx(end_s[0] + 2.0)),
+        (events.StepRequested, pytest.approx(end_s[0] + 2.0)),
+        (events.StepFinished, pytest.approx(end_s[1])),
+        (events.TrajectoryClosed, pytest.approx(end_s[1] + 1.0)),
     ]
     assert rollout.outcome.makespan_s == pytest.approx(end_s[1] + 1.0), "the last step's tool runs too"
+    ticks = [now_s for now_s, _ in rollout.events(events.Tick)]
+    assert ticks == [pytest.approx(0.5 * (number + 1)) for number in range(len(ticks))]
+    assert rollout.outcome.makespan_s - ticks[-1] <= 0.5
 
 
 def test_predictions_are_of_the_moment_they_were_asked_for_and_come_later() -> None:
@@ -54,18 +42,10 @@ def test_predictions_are_of_the_moment_they_were_asked_for_and_come_later() -> N
 
     rollout = play([work], Cluster((engine(), engine())), "treadle", predictor="oracle")
 
-    asked = [0.0] + [now_s for now_s, _ in rollout.events(StepFinished)]
-    told = rollout.events(PredictionArrived)
+    asked = [0.0] + [now_s for now_s, _ in rollout.events(events.StepFinished)]
+    told = rollout.events(events.PredictionArrived)
     assert [now_s for now_s, _ in told] == [pytest.approx(at_s + LATENCIES.predict_s) for at_s in asked]
     assert [event.remaining_tokens.p50 for _, event in told] == [160.0, 60.0, 0.0]
-
-
-def test_time_is_told_every_half_second() -> None:
-    rollout = play([trajectory(0, [(500, 0, 0.0)])], Cluster((engine(),)))
-
-    ticks = [now_s for now_s, _ in rollout.events(Tick)]
-    assert ticks == [pytest.approx(0.5 * (number + 1)) for number in range(len(ticks))]
-    assert rollout.outcome.makespan_s - ticks[-1] <= 0.5
 
 
 def test_a_trajectory_that_moves_takes_its_kv_along_and_prefills_only_what_its_tools_said() -> None:
@@ -83,10 +63,10 @@ def test_a_move_takes_the_link_as_long_as_its_kv_is_big_and_the_owner_changes_at
 
     rollout, _ = moving(link)
 
-    started = {action.move_id: (now_s, action) for now_s, action in rollout.actions(StartMigration)}
-    ended = [(now_s, event) for now_s, event in rollout.events(MoveEnded) if event.moved]
+    started = {action.move_id: (now_s, action) for now_s, action in rollout.actions(actions.StartMigration)}
+    ended = [(now_s, event) for now_s, event in rollout.events(events.MoveEnded) if event.moved]
     assert ended
-    switched_s = [now_s for now_s, _ in rollout.events(SwitchRequested)]
+    switched_s = [now_s for now_s, _ in rollout.events(events.SwitchRequested)]
     for now_s, event in ended:
         asked_s, move = started[event.move_id]
         least_s = link.fixed_s + 200 * move.source.kv_bytes_per_token / link.bytes_per_s
@@ -94,7 +74,7 @@ def test_a_move_takes_the_link_as_long_as_its_kv_is_big_and_the_owner_changes_at
         assert now_s in switched_s
         later = [
             action.ticket
-            for issued_s, action in rollout.actions(IssueTicket)
+            for issued_s, action in rollout.actions(actions.IssueTicket)
             if issued_s >= now_s and action.ticket.trajectory_id == event.trajectory_id
         ]
         assert not later or later[0].engine_id == move.target.engine_id
@@ -103,7 +83,7 @@ def test_a_move_takes_the_link_as_long_as_its_kv_is_big_and_the_owner_changes_at
 def test_where_the_link_is_too_slow_every_move_is_given_up_or_called_off_and_the_source_keeps_the_trajectory() -> None:
     rollout, works = moving(Link(bytes_per_s=1e5))
 
-    assert rollout.actions(StartMigration)
+    assert rollout.actions(actions.StartMigration)
     assert rollout.outcome.migrations == 0
     assert [times.gen_tokens for times in rollout.outcome.times] == [work.gen_tokens for work in works]
 
@@ -129,8 +109,8 @@ def test_a_step_that_an_engine_takes_with_it_goes_on_elsewhere_from_the_tokens_t
 
     broken = play([work], Cluster((engine(), engine()), failures=(Failure(0, 5.0, 1e3),)))
 
-    asked_s, again = broken.events(StepRequested)[1]
-    assert again.replaces_ticket_id == broken.actions(IssueTicket)[0][1].ticket.ticket_id
+    asked_s, again = broken.events(events.StepRequested)[1]
+    assert again.replaces_ticket_id == broken.actions(actions.IssueTicket)[0][1].ticket.ticket_id
     assert asked_s == pytest.approx(5.0 + RPC_S)
     assert 400 < again.resumed_tokens < 500, "about 10 ms a token"
     times, undisturbed = broken.outcome.times[0], whole.outcome.times[0]
@@ -139,7 +119,7 @@ def test_a_step_that_an_engine_takes_with_it_goes_on_elsewhere_from_the_tokens_t
     assert times.decode_s == pytest.approx(undisturbed.decode_s, abs=SLOW.decode_s(1) + 1e-3), (
         "but for a part of a token"
     )
-    assert [ticket.ticket.engine_id for _, ticket in broken.actions(IssueTicket)] == ["e0000", "e0001"]
+    assert [ticket.ticket.engine_id for _, ticket in broken.actions(actions.IssueTicket)] == ["e0000", "e0001"]
 
 
 def test_an_engine_is_taken_away_when_its_lease_has_run_out_and_not_before() -> None:
@@ -147,7 +127,7 @@ def test_an_engine_is_taken_away_when_its_lease_has_run_out_and_not_before() -> 
 
     rollout = play([work], Cluster((engine(), engine()), failures=(Failure(1, 2.0, 1e3),)))
 
-    ((gone_s, gone),) = rollout.events(EngineDeregistered)
+    ((gone_s, gone),) = rollout.events(events.EngineDeregistered)
     assert gone.engine_id == "e0001"
     assert gone_s == pytest.approx(2.0 + Tuning().lease_ttl_s)
 
@@ -155,11 +135,11 @@ def test_an_engine_is_taken_away_when_its_lease_has_run_out_and_not_before() -> 
 def test_who_returns_from_a_tool_to_a_dead_engine_is_refused_there_and_runs_elsewhere() -> None:
     """Its KV died with the engine."""
     work = trajectory(0, [(100, 50, 5.0), (100, 0, 0.0)], prompt_tokens=300)
-    ends_s = play([work], Cluster((engine(), engine()))).events(StepFinished)[0][0]
+    ends_s = play([work], Cluster((engine(), engine()))).events(events.StepFinished)[0][0]
 
     rollout = play([work], Cluster((engine(), engine()), failures=(Failure(0, ends_s + 1.0, 1e3),)))
 
-    engines = [action.ticket.engine_id for _, action in rollout.actions(IssueTicket)]
+    engines = [action.ticket.engine_id for _, action in rollout.actions(actions.IssueTicket)]
     assert engines == ["e0000", "e0000", "e0001"]
     assert rollout.outcome.times[0].prefilled_tokens == 300 + (300 + 100 + 50)
 
@@ -169,9 +149,9 @@ def test_an_engine_that_comes_back_before_its_lease_is_over_registers_anew_and_w
 
     rollout = play(works, Cluster((engine(), engine()), failures=(Failure(0, 5.0, 7.0),)), "slime")
 
-    assert [event.lease_id for _, event in rollout.events(EngineRegistered)] == ["l0.0", "l1.0", "l0.1"]
-    assert not rollout.events(EngineDeregistered)
-    late = [action.ticket.engine_id for now_s, action in rollout.actions(IssueTicket) if now_s > 7.0]
+    assert [event.lease_id for _, event in rollout.events(events.EngineRegistered)] == ["l0.0", "l1.0", "l0.1"]
+    assert not rollout.events(events.EngineDeregistered)
+    late = [action.ticket.engine_id for now_s, action in rollout.actions(actions.IssueTicket) if now_s > 7.0]
     assert "e0000" in late
 
 
@@ -183,7 +163,8 @@ def test_with_all_engines_but_one_dead_everything_ends_on_that_one(system: str) 
     rollout = play(works, Cluster((engine(slots=2),) * 4, failures=failures), system)
 
     assert [times.gen_tokens for times in rollout.outcome.times] == [900] * 6
-    assert rollout.actions(IssueTicket)[-1][1].ticket.engine_id == "e0003"
+    assert len(rollout.actions(actions.AnnounceClosed)) == 6
+    assert rollout.actions(actions.IssueTicket)[-1][1].ticket.engine_id == "e0003"
 
 
 def test_an_update_of_the_weights_stops_all_engines_and_each_context_is_computed_again() -> None:
@@ -193,7 +174,7 @@ def test_an_update_of_the_weights_stops_all_engines_and_each_context_is_computed
 
     updated = play(works, Cluster(cluster.engines, weight_updates=(WeightUpdate(5.0, 3.0),)))
 
-    assert [event.engine_id for _, event in updated.events(WeightsUpdated)] == ["e0000", "e0001"]
+    assert [event.engine_id for _, event in updated.events(events.WeightsUpdated)] == ["e0000", "e0001"]
     for times, before in zip(updated.outcome.times, whole.outcome.times, strict=True):
         again_tokens = times.prefilled_tokens - 400
         step_s = SLOW.decode_s(1) + 1_400 * SLOW.per_kv_token_s  # the one under way is lost, the prefill yields one
@@ -202,14 +183,17 @@ def test_an_update_of_the_weights_stops_all_engines_and_each_context_is_computed
         assert times.decode_s == pytest.approx(before.decode_s, abs=step_s)
 
 
-def test_later_tickets_carry_the_new_weights() -> None:
+def test_later_tickets_carry_the_new_weights_and_a_returning_engine_serves_them() -> None:
     work = trajectory(0, [(100, 0, 1.0)] * 6)
+    updates = (WeightUpdate(3.0, 0.5), WeightUpdate(6.0, 0.5))
 
-    rollout = play([work], Cluster((engine(),), weight_updates=(WeightUpdate(3.0, 0.5), WeightUpdate(6.0, 0.5))))
+    rollout = play([work], Cluster((engine(), engine()), failures=(Failure(1, 2.0, 5.0),), weight_updates=updates))
 
-    versions = [action.ticket.weight_version for _, action in rollout.actions(IssueTicket)]
+    versions = [action.ticket.weight_version for _, action in rollout.actions(actions.IssueTicket)]
     assert versions == sorted(versions)
     assert set(versions) == {"0", "1", "2"}
+    registered = rollout.events(events.EngineRegistered)
+    assert [event.spec.weight_version for _, event in registered] == ["0", "0", "1"]
 
 
 @pytest.mark.parametrize("rpc_s", [0.0, 0.002])
@@ -223,20 +207,3 @@ def test_clients_ask_again_until_the_only_engine_is_back(rpc_s: float, away_s: f
 
     assert rollout.outcome.times[0].gen_tokens == 2_000
     assert rollout.outcome.makespan_s > 3.0 + away_s
-
-
-def test_an_engine_that_comes_back_serves_the_weights_of_the_day() -> None:
-    works = [trajectory(index, [(2_000, 10, 1.0)] * 3) for index in range(4)]
-    cluster = Cluster(
-        (engine(), engine()), failures=(Failure(0, 3.0, 20.0),), weight_updates=(WeightUpdate(10.0, 1.0),)
-    )
-
-    registered = play(works, cluster).events(EngineRegistered)
-
-    assert [event.spec.weight_version for _, event in registered] == ["0", "0", "1"]
-
-
-def test_a_closing_is_announced_once() -> None:
-    works = [trajectory(0, [(10, 0, 0.0)]), trajectory(1, [(5_000, 0, 0.0)])]
-
-    assert len(play(works, Cluster((engine(),))).actions(AnnounceClosed)) == 2
