@@ -1,10 +1,9 @@
 """One simulated engine behind a sidecar's queue: continuous batching, slots, a KV limit and a radix cache.
 
 The queue is the sidecar's own (`treadle_core.steps.preemptive_queue`), the batch is `DecodeBatch`. A step that arrives
-or is to be
-aborted during a decode step waits for the end of that decode step. Prefills run alone and before decodes, as SGLang
-schedules them (the chunks of one prefill do not let decodes in between); a step that arrives during a prefill waits for
-the next one. Equations and assumptions: docs/simulator.md.
+or is to be aborted during a decode step waits for the end of that decode step. Prefills run alone and before decodes,
+as SGLang schedules them (the chunks of one prefill do not let decodes in between); a step that arrives during a prefill
+waits for the next one. Equations and assumptions: docs/simulator.md.
 
 The driver submits and reprioritizes steps, and learns of their ends through `StepListener`.
 """
@@ -32,7 +31,7 @@ class PrefixCache:
     def __init__(self) -> None:
         self.tokens = 0
         self._entries: dict[int, int] = {}  # by last use, oldest first
-        self._prompts: dict[str, int] = {}
+        self.prompts: dict[str, int] = {}  # what was prefilled of each, for its other samples to find
 
     def put(self, index: int, tokens: int) -> None:
         """Keep the context of a trajectory."""
@@ -53,17 +52,10 @@ class PrefixCache:
         while tokens > 0 and self._entries:
             tokens -= self.take(next(iter(self._entries)))
 
-    def put_prompt(self, prompt_id: str, tokens: int) -> None:
-        """Let the other samples of a prompt find what was prefilled of it."""
-        self._prompts[prompt_id] = tokens
-
-    def peek_prompt(self, prompt_id: str) -> int:
-        return self._prompts.get(prompt_id, 0)
-
     def clear(self) -> None:
         self.tokens = 0
         self._entries.clear()
-        self._prompts.clear()
+        self.prompts.clear()
 
 
 class SimEngine:
@@ -100,7 +92,7 @@ class SimEngine:
         self._prefill_began_s = 0.0
 
     def submit(self, step: EngineStep, priority: float, *, preemptible: bool = True) -> None:
-        """Put a step with a ticket into the queue."""
+        """Put a step into the queue."""
         self._advance()
         self._steps[step.step_id] = step
         self._queue.add(step.step_id, priority, preemptible=preemptible)
@@ -130,11 +122,8 @@ class SimEngine:
             step.book(what, self._timeline.now)
             self._queue.remove(step.step_id)
         self._book_prefill()
-        self._steps.clear()
-        self._pending.clear()
-        self._prefilling.clear()
-        self._fresh.clear()
-        self._evicting.clear()
+        for held in (self._steps, self._pending, self._prefilling, self._fresh, self._evicting):
+            held.clear()
         self._reserved = 0
         self._paused_until = 0.0
         self._epoch += 1
@@ -266,7 +255,7 @@ class SimEngine:
 
     def _take_cached(self, step: EngineStep, context: int) -> int:
         """Tokens of the context that are cached: whole pages, and never the last token."""
-        kept = max(self.cache.take(step.index), self.cache.peek_prompt(step.prompt_id))
+        kept = max(self.cache.take(step.index), self.cache.prompts.get(step.prompt_id, 0))
         kept = min(kept, context - 1)
         return kept - kept % self.model.page_tokens
 
@@ -279,7 +268,7 @@ class SimEngine:
         steps, self._prefilling = self._prefilling, []
         for step in steps:
             step.book("prefill", now)
-            self.cache.put_prompt(step.prompt_id, step.prompt_tokens)
+            self.cache.prompts[step.prompt_id] = step.prompt_tokens
             self._batch.join(step)
             self._fresh[step.step_id] = step
         self._finish_ended()

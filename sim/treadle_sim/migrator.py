@@ -54,11 +54,8 @@ class Migrator:
         self._timeline.after(0.0, self._send, MoveEnded(action.trajectory_id, action.migration_id, reason="cancelled"))
 
     def _start_transfers(self) -> None:
-        busy = {
-            end.engine_id
-            for migration_id in self._running
-            for end in (self._moves[migration_id][0].source, self._moves[migration_id][0].target)
-        }
+        running = [self._moves[migration_id][0] for migration_id in self._running]
+        busy = {end.engine_id for move in running for end in (move.source, move.target)}
         waiting = [
             Transfer(migration_id, move.source.engine_id, move.target.engine_id, move.remaining_tokens, requested_s)
             for migration_id, (move, requested_s) in self._moves.items()

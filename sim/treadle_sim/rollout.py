@@ -47,10 +47,7 @@ class Setting:
 
     def model(self, degree: int) -> EngineModel:
         """The engine on `degree` GPUs. Raises KeyError."""
-        for model in self.models:
-            if model.gpus == degree:
-                return model
-        raise KeyError(degree)
+        return {model.gpus: model for model in self.models}[degree]
 
     def degrees(self) -> list[int]:
         """Degrees that divide the budget and whose KV holds the longest trajectory."""
@@ -80,15 +77,8 @@ def simulate(system: System, setting: Setting, degree: int = 0, *, record: bool 
         storage_bytes_per_s=setting.link.bytes_per_s,
         move_fixed_s=setting.link.fixed_s,
     )
-    driver = Driver(
-        setting.workload,
-        cluster,
-        system.policy,
-        tuning,
-        predictor,
-        call_tokens=system.call_tokens,
-        record=record,
-    )
+    calls = system.call_tokens
+    driver = Driver(setting.workload, cluster, system.policy, tuning, predictor, call_tokens=calls, record=record)
     return Run(system, cluster, driver.run())
 
 
@@ -130,13 +120,11 @@ def choose_cluster(system: System, setting: Setting) -> Cluster:
 
 def known_lengths(setting: Setting, predictor: str) -> tuple[Floats, Floats]:
     """Lengths and mean contexts, in tokens: of this epoch for the oracle, of the earlier one for all others."""
-    works: Sequence[TrajectoryWork] = setting.earlier or setting.workload.trajectories
-    if predictor == "oracle":
-        works = setting.workload.trajectories
+    works = setting.workload.trajectories
+    if predictor != "oracle":
+        works = setting.earlier or works
     lengths = np.array([float(work.gen_tokens) for work in works])
-    observed = [sum(step.obs_tokens for step in work.steps) for work in works]
-    contexts = np.array([work.prompt_tokens + 0.5 * seen for work, seen in zip(works, observed, strict=True)])
-    return lengths, contexts
+    return lengths, np.array([work.prompt_tokens + 0.5 * sum(step.obs_tokens for step in work.steps) for work in works])
 
 
 def lower_bound_s(workload: Workload, models: Sequence[EngineModel], gpus: int) -> float:

@@ -7,7 +7,7 @@ served, with KV reserved for those that have started.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from treadle_core.model import TREADLE_POLICY, CostModel, Ordering, PlacementRule, Policy, Replanning
 from treadle_core.tuning import Tuning
@@ -59,28 +59,13 @@ HEDDLE = System(
     cost_model=CostModel.GROUP_SIZE,
 )
 TREADLE = System("treadle", "Treadle", TREADLE_POLICY, predictor="", allocated=True, call_tokens=CALL_TOKENS)
-TREADLE_HOMOGENEOUS = System(
-    "treadle-homogeneous",
-    "Treadle on engines of one degree",
-    TREADLE_POLICY,
-    predictor="",
-    call_tokens=CALL_TOKENS,
+TREADLE_HOMOGENEOUS = replace(
+    TREADLE, name="treadle-homogeneous", title="Treadle on engines of one degree", allocated=False
 )
-TREADLE_WHOLE_TURNS = System(
-    "treadle-whole-turns",
-    "Treadle, each turn in one call however long",
-    TREADLE_POLICY,
-    predictor="",
-    allocated=True,
+TREADLE_WHOLE_TURNS = replace(
+    TREADLE, name="treadle-whole-turns", title="Treadle, each turn in one call however long", call_tokens=0
 )
-ORACLE = System(
-    "oracle",
-    "Treadle told every length",
-    TREADLE_POLICY,
-    predictor="oracle",
-    allocated=True,
-    call_tokens=CALL_TOKENS,
-)
+ORACLE = replace(TREADLE, name="oracle", title="Treadle told every length", predictor="oracle")
 
 BASELINES = (VERL, VERL_STAR, SLIME, LEAST_ATTAINED, PAUSING)
 SYSTEMS: Mapping[str, System] = {

@@ -15,8 +15,6 @@ from treadle_core.placing.costs import group_cost
 from treadle_core.placing.solver import partition
 from treadle_sim.allocation.plan import PLANNED_MODELS, Allocation, EngineKind, allocate, homogeneous, prepare
 
-from treadle_bench.placement.measure import least_makespan
-
 REL = 1e-9
 DEGREES = (1, 2, 4, 8)
 MODELS = list(PLANNED_MODELS)
@@ -61,15 +59,6 @@ def test_the_makespan_is_the_least_of_all_multisets_of_engines(case: Case) -> No
     spans = [partition(problem.engines(np.array(c)))[1] for c in multisets(problem.gpus.tolist(), gpus)]
     assert found.optimal
     assert found.makespan_s == pytest.approx(min(spans), rel=REL)
-
-
-@settings(max_examples=25, deadline=None)
-@given(cases(n=10, gpus=4))
-def test_the_makespan_is_what_the_papers_dynamic_program_finds_over_all_multisets(case: Case) -> None:
-    lengths, contexts, gpus, kinds, model = case
-    problem = prepare(lengths, contexts, gpus, kinds, model)
-    spans = [least_makespan(problem.engines(np.array(c))) for c in multisets(problem.gpus.tolist(), gpus)]
-    assert allocate(lengths, contexts, gpus, kinds, model).makespan_s == pytest.approx(min(spans), rel=REL)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -61,20 +61,15 @@ def test_without_variance_within_every_sample_is_as_long_as_the_one_that_is_know
         assert each.gen_tokens == pytest.approx(tokens[each.prompt_id], abs=1)
 
 
-def test_a_cut_trajectory_goes_on_as_one_of_its_prompt_that_went_further() -> None:
+def test_a_cut_trajectory_goes_on_as_one_that_went_further_of_its_prompt_if_there_is_one() -> None:
     cut = work("p", 0, 30, 20, censored=True)
     own = [cut, work("p", 1, 10), work("p", 2, 45, 25, 5)]
     steps, censored = continue_cut(cut, Donors(own), Donors([*own, work("q", 0, 900)]), np.random.default_rng(0))
     assert [step.gen_tokens for step in steps] == [30, 20, 20, 5]  # 50 of the other's 75 tokens lie behind it
     assert not censored
-
-
-def test_where_none_of_its_prompt_went_further_another_prompts_does() -> None:
-    cut = work("p", 0, 50, censored=True)
-    steps, censored = continue_cut(
-        cut, Donors([cut, work("p", 1, 10)]), Donors([cut, work("q", 0, 900)]), np.random.default_rng(0)
-    )
-    assert [step.gen_tokens for step in steps] == [50, 850]
+    other = Donors([cut, work("q", 0, 900)])  # none of its prompt went further, another prompt's did
+    steps, censored = continue_cut(cut, Donors([cut, work("p", 1, 10)]), other, np.random.default_rng(0))
+    assert [step.gen_tokens for step in steps] == [30, 20, 850]
     assert not censored
 
 

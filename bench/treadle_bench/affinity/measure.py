@@ -46,7 +46,6 @@ MAX_CONTEXT_TOKENS = 32_768
 PREFILL_HEAVY = Parameters(
     tokens_median=150.0,
     tokens_sigma=0.3,
-    within_prompt=0.45,
     steps_median=12.0,
     steps_elasticity=1.0,
     steps_sigma=0.1,

@@ -5,7 +5,7 @@ alone. The prompts depend on name and seed, the samples on the epoch too, so ano
 prompts sampled again. Each step generates at least one token.
 
 The model of a trajectory, where z is standard normal:
-    ln tokens = ln median + sigma (sqrt(1 - within) z_prompt + sqrt(within) z_sample), cut at the cap
+    ln tokens = ln median + sigma (sqrt(1 - WITHIN_PROMPT) z_prompt + sqrt(WITHIN_PROMPT) z_sample), cut at the cap
     ln steps  = ln steps_median + elasticity (ln tokens - ln median) + steps_sigma z, rounded, at least 1
     tokens over steps: log-normal weights; answers of tools, in tokens and in seconds: log-normal, cut at a limit.
 The source of each parameter stands beside it; docs/traces.md has them in one table.
@@ -70,7 +70,6 @@ class Parameters:
 
     tokens_median: float
     tokens_sigma: float
-    within_prompt: float
     steps_median: float
     steps_elasticity: float
     steps_sigma: float
@@ -97,7 +96,6 @@ class Parameters:
 CODING = Parameters(
     tokens_median=3_500.0,
     tokens_sigma=0.65,
-    within_prompt=WITHIN_PROMPT,
     steps_median=4.0,
     steps_elasticity=0.7,
     steps_sigma=0.35,
@@ -114,7 +112,6 @@ CODING = Parameters(
 SEARCH = Parameters(
     tokens_median=2_400.0,
     tokens_sigma=0.60,
-    within_prompt=WITHIN_PROMPT,
     steps_median=8.0,
     steps_elasticity=0.6,
     steps_sigma=0.30,
@@ -131,7 +128,6 @@ SEARCH = Parameters(
 MATH = Parameters(
     tokens_median=5_000.0,
     tokens_sigma=0.65,
-    within_prompt=WITHIN_PROMPT,
     steps_median=3.0,
     steps_elasticity=0.5,
     steps_sigma=0.35,
@@ -180,9 +176,7 @@ def draw(
     max_context_tokens: int,
 ) -> tuple[TrajectoryWork, ...]:
     """The trajectories of `make`, from other parameters than those of WORKLOADS."""
-    for argument, count in (("prompts", prompts), ("samples", samples)):
-        if count < 1:
-            raise ValueError(f"{argument} must be >= 1, is {count}")
+    check_counts(prompts=prompts, samples=samples)
     stream = zlib.crc32(name.encode())
     of_prompts = np.random.default_rng([stream, seed])
     of_samples = np.random.default_rng([stream, seed, 1 + epoch])
@@ -191,7 +185,7 @@ def draw(
     z_prompt = np.repeat(of_prompts.standard_normal(prompts), samples)
     prompt_tokens = np.repeat(np.maximum(1, kind.prompt_tokens.draw(of_prompts, prompts).astype(np.int64)), samples)
     z_sample = of_samples.standard_normal(count)
-    z = math.sqrt(1.0 - kind.within_prompt) * z_prompt + math.sqrt(kind.within_prompt) * z_sample
+    z = math.sqrt(1.0 - WITHIN_PROMPT) * z_prompt + math.sqrt(WITHIN_PROMPT) * z_sample
     wanted = kind.tokens_median * np.exp(kind.tokens_sigma * z)
     tokens = np.maximum(1, np.minimum(wanted, max_gen_tokens)).astype(np.int64)
     log_steps = kind.steps_elasticity * kind.tokens_sigma * z + kind.steps_sigma * of_samples.standard_normal(count)
@@ -221,6 +215,13 @@ def draw(
             zip(prompt_tokens.tolist(), firsts, kept.tolist(), rewarded.tolist(), cut.tolist(), strict=True)
         )
     )
+
+
+def check_counts(**counts: int) -> None:
+    """Raise ValueError for a count below 1."""
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name} must be >= 1, is {count}")
 
 
 def split(tokens: Ints, steps: Ints, weights: Floats) -> Ints:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from treadle_sim.workloads.parametric import SAMPLES, WITHIN_PROMPT, split
+from treadle_sim.workloads.parametric import SAMPLES, WITHIN_PROMPT, check_counts, split
 from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload, groups
 
 LEAST_REPEATS = 2
@@ -50,9 +50,7 @@ def resample(
     """
     if not works:
         raise ValueError("works must hold at least one trajectory")
-    for argument, count in (("prompts", prompts), ("samples", samples)):
-        if count < 1:
-            raise ValueError(f"{argument} must be >= 1, is {count}")
+    check_counts(prompts=prompts, samples=samples)
     if not 0.0 <= within <= 1.0:
         raise ValueError(f"within must be from 0 to 1, is {within}")
     by_prompt = list(groups(works).values())
@@ -82,14 +80,14 @@ class Donors:
     """Trajectories by length, to draw one that is longer than a cut one."""
 
     def __init__(self, works: Iterable[TrajectoryWork]) -> None:
-        self._sorted = sorted(((work.gen_tokens, work) for work in works), key=lambda pair: pair[0])
-        self._tokens = [tokens for tokens, _ in self._sorted]
+        self._sorted = sorted(works, key=lambda work: work.gen_tokens)
+        self._tokens = [work.gen_tokens for work in self._sorted]
 
     def draw(self, tokens: int, rng: np.random.Generator) -> TrajectoryWork | None:
         """One that generated more than `tokens`, each equally likely; None if there is none."""
         first = bisect.bisect_right(self._tokens, tokens)
         count = len(self._sorted) - first
-        return self._sorted[first + int(rng.integers(count))][1] if count else None
+        return self._sorted[first + int(rng.integers(count))] if count else None
 
 
 def continue_cut(
@@ -164,7 +162,5 @@ def _steps_beyond(work: TrajectoryWork, tokens: int) -> list[Step]:
 
 def _prompt_order(rng: np.random.Generator, available: int, wanted: int) -> list[tuple[int, int]]:
     """`wanted` pairs of how often the prompt came before, and which prompt."""
-    order: list[tuple[int, int]] = []
-    for appearance in range(-(-wanted // available)):
-        order += [(appearance, int(at)) for at in rng.permutation(available)]
-    return order[:wanted]
+    rounds = range(-(-wanted // available))
+    return [(appearance, int(at)) for appearance in rounds for at in rng.permutation(available)][:wanted]
