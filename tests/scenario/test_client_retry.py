@@ -80,15 +80,6 @@ async def test_a_step_that_is_held_in_line_has_the_whole_deadline_with_each_atte
         assert attempts[-1].deadline_s > schedule_s - 0.9
 
 
-async def test_a_retry_waits_as_long_as_retry_info_asks() -> None:
-    async with fake_mesh() as mesh, mesh.client() as client:
-        busy = Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY", retry_after_s=0.4)
-        mesh.scheduler.refuse_next("OpenTrajectory", busy)
-        await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
-        first, second = (c.time_s for c in mesh.scheduler.calls if c.method == "OpenTrajectory")
-        assert second - first >= 0.4
-
-
 async def test_no_engine_yet_is_waited_for() -> None:
     async with one_trajectory("e0", prompt=PROMPT) as (mesh, t):
         engines, mesh.scheduler.engines = mesh.scheduler.engines, {}
@@ -98,15 +89,6 @@ async def test_no_engine_yet_is_waited_for() -> None:
         mesh.scheduler.engines = engines
         assert (await first).offset == 0
         await stream.aclose()
-
-
-async def test_exhausted_without_retry_info_is_the_answer() -> None:
-    async with fake_mesh() as mesh, mesh.client() as client:
-        mesh.scheduler.refuse_next("OpenTrajectory", Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE"))
-        with pytest.raises(treadle.TreadleError) as refused:
-            await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
-        assert (refused.value.reason, refused.value.retry_after_s) == ("MESSAGE_TOO_LARGE", None)
-        assert len(mesh.scheduler.requests("OpenTrajectory")) == 1
 
 
 async def test_a_wait_that_would_pass_the_deadline_is_not_begun() -> None:

@@ -84,14 +84,6 @@ async def test_a_preempted_step_shows_its_waits_and_counts_its_preemptions() -> 
         assert step.queue_s + step.prefill_s + step.decode_s == pytest.approx(total)
 
 
-async def test_a_change_of_weights_within_a_step_gives_two_version_spans() -> None:
-    async with one_trajectory("e0", prompt=PROMPT) as (mesh, t):
-        mesh.engines["e0"].script = Script(version_from={0: "6", 4: "7"})
-        await generate(t, 6)
-        assert t.steps[0].version_spans == (treadle.VersionSpan("6", 0, 4), treadle.VersionSpan("7", 4, 6))
-        assert t.version_spans == [treadle.VersionSpan("6", 3, 7), treadle.VersionSpan("7", 7, 9)]
-
-
 async def test_the_cap_of_a_trajectory_cuts_a_step_and_then_refuses_the_next() -> None:
     async with one_trajectory(prompt=PROMPT, max_total_tokens=5) as (mesh, t):
         await generate(t, 64)

@@ -17,7 +17,8 @@ import grpc
 import grpc.aio
 from support.fake_servicer import FakeServicer, Gate, Port, Refusal, refuse
 from treadle.common.v1 import tokens_pb2
-from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
+from treadle.engine.v1 import engine_pb2 as pb
+from treadle.engine.v1 import engine_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from treadle.telemetry.v1 import facts_pb2
 from treadle.types import pack_ids, pack_logprobs, unpack_ids
@@ -57,7 +58,7 @@ class Script:
     times: int = 1  # how many streams it goes wrong in
     only_max_new_tokens: int | None = None  # streams that ask for another number are served in order
 
-    def meant_for(self, request: engine_pb2.GenerateRequest) -> bool:
+    def meant_for(self, request: pb.GenerateRequest) -> bool:
         """Whether it goes wrong in this stream."""
         return self.times > 0 and self.only_max_new_tokens in (None, request.sampling.max_new_tokens)
 
@@ -97,9 +98,7 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
         self._finished, self._bus, self._token_s = finished, bus, token_s
         self._aborts: dict[str, asyncio.Event] = {}
 
-    async def Generate(
-        self, request: engine_pb2.GenerateRequest, context: Any
-    ) -> AsyncIterator[engine_pb2.GenerateResponse]:
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         self.log("Generate", request, context)
         ticket, refusal = request.ticket, self.next_refusal("Generate")
         if ticket.ticket_id in self._aborts or ticket.engine_id != self.engine_id:
@@ -125,9 +124,7 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
         finally:
             self.running.discard(ticket.ticket_id)
 
-    async def _finish(
-        self, step: facts_pb2.StepRef, request: engine_pb2.GenerateRequest, end: engine_pb2.StepFinished
-    ) -> None:
+    async def _finish(self, step: facts_pb2.StepRef, request: pb.GenerateRequest, end: pb.StepFinished) -> None:
         prompt_tokens = len(request.prompt.int32_le) // 4
         self._finished(step.ticket_id)
         self.ran[step.trajectory_id, step.turn] += 1
@@ -142,13 +139,13 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
             await self._bus.publish(make_fact(f"sidecar/{self.engine_id}", **fact))
 
     async def _events(
-        self, request: engine_pb2.GenerateRequest, context: Any, script: Script
-    ) -> AsyncIterator[engine_pb2.GenerateResponse]:
+        self, request: pb.GenerateRequest, context: Any, script: Script
+    ) -> AsyncIterator[pb.GenerateResponse]:
         prompt, abort = unpack_ids(request.prompt.int32_le), self._aborts[request.ticket.ticket_id]
         first = count = len(request.resumed_output.int32_le) // 4
         version, spans = WEIGHT_VERSION, list[tokens_pb2.VersionSpan]()
-        reason = engine_pb2.FINISH_REASON_LENGTH
-        yield engine_pb2.GenerateResponse(started=engine_pb2.StepStarted(attempt=0))
+        reason = pb.FINISH_REASON_LENGTH
+        yield pb.GenerateResponse(started=pb.StepStarted(attempt=0))
         while True:
             if count == script.lose_at:
                 await refuse(context, Refusal(grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST", retry_after_s=HOUR_S))
@@ -166,16 +163,16 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
                     for wait in waits:
                         wait.cancel()
             if abort.is_set():
-                reason = engine_pb2.FINISH_REASON_ABORTED
+                reason = pb.FINISH_REASON_ABORTED
                 break
             if count == script.preempt_at:
-                preempted = engine_pb2.StepPreempted(output_tokens=count, by_ticket_id="other")
-                yield engine_pb2.GenerateResponse(preempted=preempted)
-                yield engine_pb2.GenerateResponse(started=engine_pb2.StepStarted(attempt=1))
+                preempted = pb.StepPreempted(output_tokens=count, by_ticket_id="other")
+                yield pb.GenerateResponse(preempted=preempted)
+                yield pb.GenerateResponse(started=pb.StepStarted(attempt=1))
             version = (script.version_from or {}).get(count, version)
             end = min(count + CHUNK_TOKENS, request.sampling.max_new_tokens)
             offset = count + (count == script.skip_at) - (count == script.repeat_at)
-            chunk = engine_pb2.TokenChunk(
+            chunk = pb.TokenChunk(
                 offset=offset,
                 token_ids=tokens_pb2.TokenIds(int32_le=pack_ids([token_at(prompt, i) for i in range(count, end)])),
                 logprobs=tokens_pb2.Logprobs(float32_le=pack_logprobs([logprob_at(i) for i in range(count, end)])),
@@ -183,23 +180,23 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
             )
             spans.append(tokens_pb2.VersionSpan(weight_version=version, start_token=count, end_token=end))
             await asyncio.sleep(self._token_s * (end - count))
-            yield engine_pb2.GenerateResponse(tokens=chunk)
+            yield pb.GenerateResponse(tokens=chunk)
             count = end
-        finished = engine_pb2.StepFinished(reason=reason, output_tokens=count, version_spans=spans, cached_tokens=first)
-        yield engine_pb2.GenerateResponse(finished=finished)
+        finished = pb.StepFinished(reason=reason, output_tokens=count, version_spans=spans, cached_tokens=first)
+        yield pb.GenerateResponse(finished=finished)
 
-    async def Abort(self, request: engine_pb2.AbortRequest, context: Any) -> Any:
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> Any:
         self.log("Abort", request, context)
         self.aborted.append(request.ticket_id)
         if request.ticket_id in self._aborts:
             self._aborts[request.ticket_id].set()
-        return engine_pb2.AbortResponse()
+        return pb.AbortResponse()
 
-    async def Reprioritize(self, request: engine_pb2.ReprioritizeRequest, context: Any) -> Any:
+    async def Reprioritize(self, request: pb.ReprioritizeRequest, context: Any) -> Any:
         self.log("Reprioritize", request, context)
-        return engine_pb2.ReprioritizeResponse()
+        return pb.ReprioritizeResponse()
 
-    async def PrefetchPrefix(self, request: engine_pb2.PrefetchPrefixRequest, context: Any) -> Any:
+    async def PrefetchPrefix(self, request: pb.PrefetchPrefixRequest, context: Any) -> Any:
         self.log("PrefetchPrefix", request, context)
         await self.gate.pass_through()
         if refusal := self.next_refusal("PrefetchPrefix"):
@@ -209,30 +206,30 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
         reference = getattr(request, "from")
         async with grpc.aio.insecure_channel(reference.engine_address) as channel:
             source = engine_pb2_grpc.EngineServiceStub(channel)
-            export = engine_pb2.ExportPrefixRequest(trajectory_id=reference.trajectory_id)
+            export = pb.ExportPrefixRequest(trajectory_id=reference.trajectory_id)
             held = len((await source.ExportPrefix(export, timeout=RPC_TIMEOUT_S)).token_ids.int32_le) // 4
         tokens = self.prefixes[request.trajectory_id] = held - self.tokens_short
         stored = tokens if self.stored else 0
-        return engine_pb2.PrefetchPrefixResponse(
+        return pb.PrefetchPrefixResponse(
             prefix_tokens=tokens, tokens_from_storage=stored, tokens_prefilled=tokens - stored
         )
 
-    async def ExportPrefix(self, request: engine_pb2.ExportPrefixRequest, context: Any) -> Any:
+    async def ExportPrefix(self, request: pb.ExportPrefixRequest, context: Any) -> Any:
         self.log("ExportPrefix", request, context)
         if request.trajectory_id not in self.prefixes:
             await refuse(context, Refusal(grpc.StatusCode.NOT_FOUND, "PREFIX_NOT_FOUND"))
         count = self.prefixes[request.trajectory_id]
-        response = engine_pb2.ExportPrefixResponse(cache_salt=self.cache_salt, prefix_tokens=count)
+        response = pb.ExportPrefixResponse(cache_salt=self.cache_salt, prefix_tokens=count)
         if not request.counts_only:
             response.token_ids.int32_le = array("i", range(count)).tobytes()
         return response
 
-    async def ReleasePrefix(self, request: engine_pb2.ReleasePrefixRequest, context: Any) -> Any:
+    async def ReleasePrefix(self, request: pb.ReleasePrefixRequest, context: Any) -> Any:
         self.log("ReleasePrefix", request, context)
         if refusal := self.next_refusal("ReleasePrefix"):
             await refuse(context, refusal)
         self.prefixes.pop(request.trajectory_id, None)
-        return engine_pb2.ReleasePrefixResponse()
+        return pb.ReleasePrefixResponse()
 
     async def hold_lease(self, scheduler_address: str) -> None:
         """Register, and renew for ever; register again where the lease is gone."""
@@ -250,7 +247,7 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
 
     async def _renew(self, scheduler: Any) -> None:
         if not self.lease_id:
-            info = engine_pb2.EngineInfo(
+            info = pb.EngineInfo(
                 engine_id=self.engine_id,
                 address=self.address,
                 model="fake",
@@ -258,13 +255,11 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
                 slot_limit=self.slots,
                 max_context_tokens=100_000,
                 tensor_parallel=1,
-                decode_curve=engine_pb2.DecodeCurve(
-                    base_s=TOKEN_S, per_sequence_s=0.0001, prefill_tokens_per_s=100_000
-                ),
+                decode_curve=pb.DecodeCurve(base_s=TOKEN_S, per_sequence_s=0.0001, prefill_tokens_per_s=100_000),
             )
             request = scheduler_pb2.RegisterEngineRequest(request_id=uuid.uuid4().hex, info=info)
             self.lease_id = (await scheduler.RegisterEngine(request, timeout=RPC_TIMEOUT_S)).lease_id
-        load = engine_pb2.Load(slot_limit=self.slots, engine_healthy=True, weight_version=WEIGHT_VERSION)
+        load = pb.Load(slot_limit=self.slots, engine_healthy=True, weight_version=WEIGHT_VERSION)
         renewal = scheduler_pb2.RenewEngineLeaseRequest(lease_id=self.lease_id, engine_id=self.engine_id, load=load)
         await scheduler.RenewEngineLease(renewal, timeout=RPC_TIMEOUT_S)
 

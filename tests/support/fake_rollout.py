@@ -1,11 +1,10 @@
 """FakeRollout and FakeTools: the contracts of RolloutService and ToolsService as the client sees them, in memory."""
 
 import json
-from typing import Any
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
-from support.fake_servicer import FakeServicer, Refusal
+from support.fake_servicer import FakeServicer, Refusal, answer
 from treadle.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
 
@@ -22,28 +21,19 @@ class FakeRollout(FakeServicer, rollout_pb2_grpc.RolloutServiceServicer):
         self.cancelled: set[str] = set()
         self.kept: dict[str, list[rollout_pb2.FinishedTrajectory]] = {}
 
-    async def CreateRollout(self, request: rollout_pb2.CreateRolloutRequest, context: Any) -> Any:
-        return await self.once("CreateRollout", request, context, self._create)
-
-    async def CancelRollout(self, request: rollout_pb2.CancelRolloutRequest, context: Any) -> Any:
-        return await self.once("CancelRollout", request, context, self._cancel)
-
-    async def SubmitTrajectory(self, request: rollout_pb2.SubmitTrajectoryRequest, context: Any) -> Any:
-        return await self.once("SubmitTrajectory", request, context, self._submit)
-
-    async def GetBatch(self, request: rollout_pb2.GetBatchRequest, context: Any) -> Any:
-        return await self.once("GetBatch", request, context, self._batch)
-
-    def _create(self, request: rollout_pb2.CreateRolloutRequest) -> rollout_pb2.CreateRolloutResponse:
+    @answer
+    def CreateRollout(self, request: rollout_pb2.CreateRolloutRequest) -> rollout_pb2.CreateRolloutResponse:
         rollout_id = f"r-{len(self.specs)}"
         self.specs[rollout_id] = request.spec
         return rollout_pb2.CreateRolloutResponse(rollout=rollout_pb2.Rollout(rollout_id=rollout_id, spec=request.spec))
 
-    def _cancel(self, request: rollout_pb2.CancelRolloutRequest) -> rollout_pb2.CancelRolloutResponse:
+    @answer
+    def CancelRollout(self, request: rollout_pb2.CancelRolloutRequest) -> rollout_pb2.CancelRolloutResponse:
         self.cancelled.add(request.rollout_id)
         return rollout_pb2.CancelRolloutResponse()
 
-    def _submit(self, request: rollout_pb2.SubmitTrajectoryRequest) -> rollout_pb2.SubmitTrajectoryResponse:
+    @answer
+    def SubmitTrajectory(self, request: rollout_pb2.SubmitTrajectoryRequest) -> rollout_pb2.SubmitTrajectoryResponse:
         spec, trajectory = self.specs[request.rollout_id], request.trajectory
         if trajectory.failed:
             return rollout_pb2.SubmitTrajectoryResponse(drop_reason=rollout_pb2.DROP_REASON_FAILED)
@@ -56,7 +46,8 @@ class FakeRollout(FakeServicer, rollout_pb2_grpc.RolloutServiceServicer):
         group.append(trajectory)
         return rollout_pb2.SubmitTrajectoryResponse(kept=True, group_settled=len(group) >= keep)
 
-    def _batch(self, request: rollout_pb2.GetBatchRequest) -> rollout_pb2.GetBatchResponse:
+    @answer
+    def GetBatch(self, request: rollout_pb2.GetBatchRequest) -> rollout_pb2.GetBatchResponse:
         taken = [self.kept.pop(prompt_id) for prompt_id in list(self.kept)[: request.max_groups]]
         groups = [rollout_pb2.TrajectoryGroup(prompt_id=g[0].prompt_id, trajectories=g) for g in taken]
         return rollout_pb2.GetBatchResponse(groups=groups, exhausted=not self.kept)
@@ -69,16 +60,8 @@ class FakeTools(FakeServicer, tools_pb2_grpc.ToolsServiceServicer):
         super().__init__()
         self.sessions: dict[str, int] = {}
 
-    async def Invoke(self, request: tools_pb2.InvokeRequest, context: Any) -> Any:
-        return await self.once("Invoke", request, context, self._invoke)
-
-    async def OpenSession(self, request: tools_pb2.OpenSessionRequest, context: Any) -> Any:
-        return await self.once("OpenSession", request, context, self._open)
-
-    async def CloseSession(self, request: tools_pb2.CloseSessionRequest, context: Any) -> Any:
-        return await self.once("CloseSession", request, context, self._close)
-
-    def _invoke(self, request: tools_pb2.InvokeRequest) -> tools_pb2.InvokeResponse | Refusal:
+    @answer
+    def Invoke(self, request: tools_pb2.InvokeRequest) -> tools_pb2.InvokeResponse | Refusal:
         timing = tools_pb2.ActionTiming(queue=Duration(nanos=250_000_000), execution=Duration(seconds=1))
         if request.session_id:
             if request.session_id not in self.sessions:
@@ -97,7 +80,8 @@ class FakeTools(FakeServicer, tools_pb2_grpc.ToolsServiceServicer):
             result = tools_pb2.ToolResult(status=_OK, output=data, data_json=data, timing=timing)
         return tools_pb2.InvokeResponse(result=result)
 
-    def _open(self, request: tools_pb2.OpenSessionRequest) -> tools_pb2.OpenSessionResponse | Refusal:
+    @answer
+    def OpenSession(self, request: tools_pb2.OpenSessionRequest) -> tools_pb2.OpenSessionResponse | Refusal:
         if request.tool not in ENVIRONMENTS:
             return Refusal(grpc.StatusCode.NOT_FOUND, "TOOL_NOT_FOUND", fields=("tool",))
         session = tools_pb2.Session(session_id=f"s-{len(self.calls)}", tool=request.tool)
@@ -106,7 +90,8 @@ class FakeTools(FakeServicer, tools_pb2_grpc.ToolsServiceServicer):
             session=session, first=tools_pb2.ToolResult(status=_OK, output=request.arguments_json)
         )
 
-    def _close(self, request: tools_pb2.CloseSessionRequest) -> tools_pb2.CloseSessionResponse | Refusal:
+    @answer
+    def CloseSession(self, request: tools_pb2.CloseSessionRequest) -> tools_pb2.CloseSessionResponse | Refusal:
         if self.sessions.pop(request.session_id, None) is None:
             return Refusal(grpc.StatusCode.NOT_FOUND, "SESSION_NOT_FOUND")
         return tools_pb2.CloseSessionResponse()

@@ -3,9 +3,10 @@
 from typing import Any
 
 import grpc
-from support.fake_servicer import FakeServicer, Gate, Refusal, refuse
+from support.fake_servicer import FakeServicer, Gate, Refusal, answer, refuse
 from treadle.common.v1 import ticket_pb2
-from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from treadle.scheduler.v1 import scheduler_pb2 as pb
+from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle.types import duration
 
 LEASE_TTL_S = 0.6
@@ -21,9 +22,9 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
     def __init__(self) -> None:
         super().__init__()
         self.engines: dict[str, str] = {}
-        self.directory = scheduler_pb2.GetDirectoryResponse()
-        self.trajectories: dict[str, scheduler_pb2.Trajectory] = {}
-        self.outcomes: dict[str, scheduler_pb2.Outcome.ValueType] = {}
+        self.directory = pb.GetDirectoryResponse()
+        self.trajectories: dict[str, pb.Trajectory] = {}
+        self.outcomes: dict[str, pb.Outcome.ValueType] = {}
         self.tickets: dict[str, str] = {}  # trajectory → the ticket that is out
         self._last: dict[str, tuple[str, int]] = {}  # trajectory → its newest ticket, and that one's turn
         self._issued = 0
@@ -45,60 +46,48 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
                 del self.tickets[trajectory_id]
                 self.trajectories[trajectory_id].next_turn += 1
 
-    async def OpenTrajectory(self, request: scheduler_pb2.OpenTrajectoryRequest, context: Any) -> Any:
-        return await self.once("OpenTrajectory", request, context, self._open)
-
-    async def ScheduleStep(self, request: scheduler_pb2.ScheduleStepRequest, context: Any) -> Any:
-        return await self.once("ScheduleStep", request, context, self._schedule)
-
-    async def CloseTrajectory(self, request: scheduler_pb2.CloseTrajectoryRequest, context: Any) -> Any:
-        return await self.once("CloseTrajectory", request, context, self._close)
-
-    async def GetDirectory(self, request: scheduler_pb2.GetDirectoryRequest, context: Any) -> Any:
+    async def GetDirectory(self, request: pb.GetDirectoryRequest, context: Any) -> Any:
         self.log("GetDirectory", request, context)
         return self.directory
 
-    async def SwitchEngine(self, request: scheduler_pb2.SwitchEngineRequest, context: Any) -> Any:
+    async def SwitchEngine(self, request: pb.SwitchEngineRequest, context: Any) -> Any:
         await self.gate.pass_through()
         answer = await self.once("SwitchEngine", request, context, self._switch)
         await self.gate_after.pass_through()
         return answer
 
-    async def GetTrajectory(self, request: scheduler_pb2.GetTrajectoryRequest, context: Any) -> Any:
+    async def GetTrajectory(self, request: pb.GetTrajectoryRequest, context: Any) -> Any:
         self.log("GetTrajectory", request, context)
         if refusal := self.next_refusal("GetTrajectory"):
             await refuse(context, refusal)
         if request.trajectory_id not in self.owners:
             await refuse(context, Refusal(grpc.StatusCode.NOT_FOUND, "TRAJECTORY_NOT_FOUND"))
         engine_id, revision = self.owners[request.trajectory_id]
-        trajectory = scheduler_pb2.Trajectory(
-            trajectory_id=request.trajectory_id, engine_id=engine_id, revision=revision
-        )
-        return scheduler_pb2.GetTrajectoryResponse(trajectory=trajectory)
+        trajectory = pb.Trajectory(trajectory_id=request.trajectory_id, engine_id=engine_id, revision=revision)
+        return pb.GetTrajectoryResponse(trajectory=trajectory)
 
-    async def RegisterEngine(self, request: scheduler_pb2.RegisterEngineRequest, context: Any) -> Any:
-        return await self.once("RegisterEngine", request, context, self._register)
-
-    async def RenewEngineLease(self, request: scheduler_pb2.RenewEngineLeaseRequest, context: Any) -> Any:
+    async def RenewEngineLease(self, request: pb.RenewEngineLeaseRequest, context: Any) -> Any:
         self.log("RenewEngineLease", request, context)
         if request.lease_id not in self.leases:
             await refuse(context, Refusal(grpc.StatusCode.NOT_FOUND, "LEASE_NOT_FOUND"))
-        return scheduler_pb2.RenewEngineLeaseResponse()
+        return pb.RenewEngineLeaseResponse()
 
-    async def DeregisterEngine(self, request: scheduler_pb2.DeregisterEngineRequest, context: Any) -> Any:
+    async def DeregisterEngine(self, request: pb.DeregisterEngineRequest, context: Any) -> Any:
         self.log("DeregisterEngine", request, context)
         self.leases.discard(request.lease_id)
-        return scheduler_pb2.DeregisterEngineResponse()
+        return pb.DeregisterEngineResponse()
 
-    def _register(self, request: scheduler_pb2.RegisterEngineRequest) -> scheduler_pb2.RegisterEngineResponse:
+    @answer
+    def RegisterEngine(self, request: pb.RegisterEngineRequest) -> pb.RegisterEngineResponse:
         lease_id = f"lease-{len(self.requests('RegisterEngine'))}"
         self.leases.add(lease_id)
-        return scheduler_pb2.RegisterEngineResponse(lease_id=lease_id, lease_ttl=duration(LEASE_TTL_S))
+        return pb.RegisterEngineResponse(lease_id=lease_id, lease_ttl=duration(LEASE_TTL_S))
 
-    def _open(self, request: scheduler_pb2.OpenTrajectoryRequest) -> scheduler_pb2.OpenTrajectoryResponse | Refusal:
+    @answer
+    def OpenTrajectory(self, request: pb.OpenTrajectoryRequest) -> pb.OpenTrajectoryResponse | Refusal:
         if request.prompt_tokens < 1:
             return Refusal(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", fields=("prompt_tokens",))
-        trajectory = scheduler_pb2.Trajectory(
+        trajectory = pb.Trajectory(
             trajectory_id=request.trajectory_id or f"t-{len(self.trajectories)}",
             rollout_id=request.rollout_id,
             prompt_id=request.prompt_id,
@@ -106,9 +95,10 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
             prompt_tokens=request.prompt_tokens,
         )
         self.trajectories[trajectory.trajectory_id] = trajectory
-        return scheduler_pb2.OpenTrajectoryResponse(trajectory=trajectory)
+        return pb.OpenTrajectoryResponse(trajectory=trajectory)
 
-    def _schedule(self, request: scheduler_pb2.ScheduleStepRequest) -> scheduler_pb2.ScheduleStepResponse | Refusal:
+    @answer
+    def ScheduleStep(self, request: pb.ScheduleStepRequest) -> pb.ScheduleStepResponse | Refusal:
         trajectory = self.trajectories.get(request.trajectory_id)
         if trajectory is None:
             return Refusal(grpc.StatusCode.NOT_FOUND, "TRAJECTORY_NOT_FOUND")
@@ -142,19 +132,20 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
         )
         self.tickets[request.trajectory_id] = ticket.ticket_id
         self._last[request.trajectory_id] = (ticket.ticket_id, request.turn)
-        return scheduler_pb2.ScheduleStepResponse(ticket=ticket)
+        return pb.ScheduleStepResponse(ticket=ticket)
 
-    def _close(self, request: scheduler_pb2.CloseTrajectoryRequest) -> scheduler_pb2.CloseTrajectoryResponse | Refusal:
+    @answer
+    def CloseTrajectory(self, request: pb.CloseTrajectoryRequest) -> pb.CloseTrajectoryResponse | Refusal:
         if request.trajectory_id not in self.trajectories:
             return Refusal(grpc.StatusCode.NOT_FOUND, "TRAJECTORY_NOT_FOUND")
         if request.trajectory_id in self.outcomes:
             return Refusal(_FAILED, "TRAJECTORY_CLOSED")
         self.outcomes[request.trajectory_id] = request.outcome
-        return scheduler_pb2.CloseTrajectoryResponse(trajectory=self.trajectories[request.trajectory_id])
+        return pb.CloseTrajectoryResponse(trajectory=self.trajectories[request.trajectory_id])
 
-    def _switch(self, request: scheduler_pb2.SwitchEngineRequest) -> scheduler_pb2.SwitchEngineResponse | Refusal:
+    def _switch(self, request: pb.SwitchEngineRequest) -> pb.SwitchEngineResponse | Refusal:
         _, revision = self.owners[request.trajectory_id]
         if revision != request.expected_revision:
             return Refusal(grpc.StatusCode.FAILED_PRECONDITION, "REVISION_MISMATCH")
         self.owners[request.trajectory_id] = (request.target_engine_id, revision + 1)
-        return scheduler_pb2.SwitchEngineResponse(revision=revision + 1)
+        return pb.SwitchEngineResponse(revision=revision + 1)

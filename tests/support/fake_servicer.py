@@ -1,6 +1,7 @@
 """What the fakes of services share: refusals in google.rpc's messages, scripted failures, a log of calls, servers."""
 
 import asyncio
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -157,3 +158,13 @@ class FakeServicer:
         """The scripted refusal of this attempt, taken from the script."""
         scripted = self._refusals.get(method)
         return scripted.pop(0) if scripted else None
+
+
+def answer(work: Callable[[Any, Any], Any]) -> Any:
+    """The RPC of the same name out of what it does with a request: a response or a Refusal, once a request_id."""
+
+    @functools.wraps(work)
+    async def rpc(servicer: FakeServicer, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        return await servicer.once(work.__name__, request, context, functools.partial(work, servicer))
+
+    return rpc
