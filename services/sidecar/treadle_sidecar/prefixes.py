@@ -59,16 +59,13 @@ class Contexts:
 
     def get(self, trajectory_id: str) -> "array[int] | None":
         """None where the trajectory was never here, or was forgotten."""
-        context = self._contexts.get(trajectory_id)
-        if context is not None:
+        if trajectory_id in self._contexts:
             self._contexts.move_to_end(trajectory_id)
-        return context
+        return self._contexts.get(trajectory_id)
 
     def forget(self, trajectory_id: str) -> None:
         """Forgetting an unknown trajectory changes nothing."""
-        dropped = self._contexts.pop(trajectory_id, None)
-        if dropped is not None:
-            self._tokens -= len(dropped)
+        self._tokens -= len(self._contexts.pop(trajectory_id, ()))
 
 
 @dataclass(eq=False)

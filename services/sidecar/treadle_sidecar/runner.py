@@ -67,11 +67,8 @@ class StepRunner:
         self.queue = StepQueue(policy)
         self._slots = policy.slots
         self.meter = LoadMeter()
-        self._engine = engine
-        self._watch = watch
-        self._bus = bus
-        self._facts = facts
-        self._contexts = contexts
+        self._engine, self._watch, self._contexts = engine, watch, contexts
+        self._bus, self._facts = bus, facts
         self._steps: dict[str, RunningStep] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._slot_freed = asyncio.Event()

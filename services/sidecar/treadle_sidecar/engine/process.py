@@ -180,11 +180,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     python_help = "python of the venv that holds SGLang"
     parser.add_argument("--python", dest="venv_python", type=Path, default=Path(sys.executable), help=python_help)
     parser.add_argument("--cores", type=int, nargs="*", default=(), help="cores to pin a CPU engine to")
-    parser.add_argument("--slots", type=int, default=4)
-    parser.add_argument("--kv-tokens", type=int, default=0)
-    parser.add_argument("--context-tokens", type=int, default=0)
+    for name in ("slots", "kv_tokens", "context_tokens", "seed"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(EngineSpec, name))
     parser.add_argument("--hicache-dir", type=Path, default=None)
-    parser.add_argument("--seed", type=int, default=0)
     known, extra = parser.parse_known_args(arguments)
     known.cores = tuple(known.cores) or None
     command = engine_command(EngineSpec(**vars(known), extra_args=tuple(arg for arg in extra if arg != "--")))

@@ -8,9 +8,9 @@ after three replacements, made in `init_backend`, which every worker calls once:
   kernels. Layouts are SGLang's own (mem_cache/pool_host/mha.py): layer-first pools are [token, ...] a layer, the
   page-first-direct pool is [page, layer, token in page, ...]. Index tensors name tokens; whole pages travel together,
   so every page_size-th index names a page.
-- `install_page_hashes`: SGLang compiles its page hash from C++ at the first use (17 s; needs g++, ninja and OpenSSL
+- `page_hash`: SGLang compiles its page hash from C++ at the first use (17 s; needs g++, ninja and OpenSSL
   headers). The same digests come from hashlib at about 1 us a page (`treadle_sidecar.storage_keys`).
-- `install_seeded_noise`: the hash behind seeded sampling, in torch; SGLang's CPU version lives in sgl_kernel.
+- `murmur_hash32`: the hash behind seeded sampling, in torch; SGLang's CPU version lives in sgl_kernel.
 
 SGLang honours `sampling_seed` only with --enable-deterministic-inference, which requires a batch-invariant attention
 backend and Triton kernels. torch-native attention works sequence by sequence, so it is registered as one; the kernels
@@ -58,10 +58,12 @@ class TreadleCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def init_backend(self) -> None:
         from sglang.srt import batch_invariant_ops
+        from sglang.srt.layers import sampler
+        from sglang.srt.mem_cache import utils
 
         install_transfers()
-        install_page_hashes()
-        install_seeded_noise()
+        utils.get_native_hash = page_hash  # of the radix tree and the storage
+        sampler.murmur_hash32 = murmur_hash32
         batch_invariant_ops.enable_batch_invariant_mode = lambda *_args, **_kwargs: None
 
 
@@ -140,27 +142,20 @@ def page_hash(token_ids: Any, prior_digest: bytes | None, page_size: int | None 
     return keys
 
 
-def install_page_hashes() -> None:
-    """Replace the compiled hash in SGLang's radix tree and storage."""
-    from sglang.srt.mem_cache import utils
-
-    utils.get_native_hash = page_hash
-
-
 _MASK = 0xFFFFFFFF
 _HASHED_BYTES = 16  # four blocks: low and high half of the seed, the position, the column
 
 
-def _rotated(x: torch.Tensor, bits: int) -> torch.Tensor:
+def _rotate(x: torch.Tensor, bits: int) -> torch.Tensor:
     return ((x << bits) | (x >> (32 - bits))) & _MASK
 
 
-def _key(k: torch.Tensor) -> torch.Tensor:
-    return (_rotated((k * 0xCC9E2D51) & _MASK, 15) * 0x1B873593) & _MASK
+def _scramble(k: torch.Tensor) -> torch.Tensor:
+    return (_rotate((k * 0xCC9E2D51) & _MASK, 15) * 0x1B873593) & _MASK
 
 
-def _mixed(h: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    return (_rotated(h ^ key, 13) * 5 + 0xE6546B64) & _MASK
+def _mix(h: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return (_rotate(h ^ key, 13) * 5 + 0xE6546B64) & _MASK
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
@@ -170,10 +165,10 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torc
     int64, masked to 32 bits after each product.
     """
     seed = seed.to(torch.int64)
-    h = _mixed(torch.zeros_like(seed), _key(seed & _MASK))
-    h = _mixed(h, _key((seed >> 32) & _MASK))
-    h = _mixed(h, _key(positions.to(torch.int64) & _MASK))
-    h = _mixed(h[:, None], _key(col_indices.to(torch.int64) & _MASK)[None, :])
+    h = _mix(torch.zeros_like(seed), _scramble(seed & _MASK))
+    h = _mix(h, _scramble((seed >> 32) & _MASK))
+    h = _mix(h, _scramble(positions.to(torch.int64) & _MASK))
+    h = _mix(h[:, None], _scramble(col_indices.to(torch.int64) & _MASK)[None, :])
     h ^= _HASHED_BYTES
     h ^= h >> 16
     h = (h * 0x85EBCA6B) & _MASK
@@ -181,10 +176,3 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torc
     h = (h * 0xC2B2AE35) & _MASK
     h ^= h >> 16
     return h
-
-
-def install_seeded_noise() -> None:
-    """Put the hash under SGLang's sampler."""
-    from sglang.srt.layers import sampler
-
-    sampler.murmur_hash32 = murmur_hash32

