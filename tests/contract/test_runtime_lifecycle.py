@@ -16,7 +16,7 @@ from support.conditions import until
 from support.nats_server import NatsServer
 from support.probe_service import Probe, ProbeSettings, wire
 from support.processes import StartService, start_process
-from support.rpc import error_of
+from support.rpc import refusal_of
 from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
 from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
 from treadle.telemetry.v1.facts_pb2 import Fact
@@ -61,9 +61,8 @@ async def test_sigterm_lets_a_call_in_flight_finish_and_turns_health_to_not_serv
         await answer
         assert await slow.code() is grpc.StatusCode.OK
         assert await process.wait() == 0
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stub.PlanPlacement(slow_request(), timeout=5)
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        refused = await refusal_of(stub.PlanPlacement(slow_request(), timeout=5))
+        assert refused.code is grpc.StatusCode.UNAVAILABLE
 
     heard: list[str] = []
 
@@ -109,9 +108,7 @@ async def test_a_watch_is_sent_away_at_drain_rather_than_waited_for(nats_url: st
             migrator_pb2.WatchMigrationRequest(migration_id="endless")
         )
         await watch.read()
-    with pytest.raises(grpc.aio.AioRpcError) as ended:
-        await watch.read()
-    assert error_of(ended.value)[:2] == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+    assert (await refusal_of(watch.read()))[:2] == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
     await channel.close()
 
 
@@ -144,16 +141,6 @@ async def test_a_service_waits_for_nats_and_starts_when_it_comes(nats_server: Na
     assert process.returncode == 0
 
 
-async def test_without_nats_a_service_ends_with_one_clear_line(nats_server: NatsServer, tmp_path: Path) -> None:
-    nats_server.kill()
-    env = {"TREADLE_NATS_URL": nats_server.url, "TREADLE_PROBE_STARTUP_TIMEOUT_S": "0.5"}
-    process = start_process(PROBE, "probe", env, tmp_path / "probe")
-    assert await process.wait() == 1
-    last = process.stderr_text().splitlines()[-1]
-    assert last.startswith(f"treadle_probe: NATS at {nats_server.url} did not answer within 0.5 s")
-    assert "Traceback" not in process.stderr_text()
-
-
 async def test_sigterm_ends_a_service_that_still_waits_for_nats(nats_server: NatsServer, tmp_path: Path) -> None:
     nats_server.kill()
     process = start_process(PROBE, "probe", {"TREADLE_NATS_URL": nats_server.url}, tmp_path / "probe")
@@ -163,29 +150,27 @@ async def test_sigterm_ends_a_service_that_still_waits_for_nats(nats_server: Nat
     assert "Traceback" not in process.stderr_text()
 
 
-async def test_a_taken_port_is_refused_with_one_clear_line(nats_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variable", "value", "code", "said"),
+    [
+        ("TREADLE_NATS_URL", "nats://127.0.0.1:9", 1, "NATS at {value} did not answer within 0.5 s"),
+        ("TREADLE_PROBE_LISTEN", "", 1, "cannot listen on {value}"),
+        ("TREADLE_PROBE_SLOW_S", "soon", 2, "TREADLE_PROBE_SLOW_S='soon' is refused: "),
+        ("TREADLE_PROBE_BROKEN", "start", 1, "the loom is missing: install a loom"),
+    ],
+)
+async def test_a_service_that_cannot_start_says_why_in_one_line(
+    nats_url: str, tmp_path: Path, variable: str, value: str, code: int, said: str
+) -> None:
+    """NATS is away, the port is taken, a setting is bad, `wire` raises."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        env = {"TREADLE_NATS_URL": nats_url, "TREADLE_PROBE_LISTEN": listen}
+        value = value or f"127.0.0.1:{taken.getsockname()[1]}"
+        env = {"TREADLE_NATS_URL": nats_url, "TREADLE_PROBE_STARTUP_TIMEOUT_S": "0.5", variable: value}
         process = start_process(PROBE, "probe", env, tmp_path / "probe")
-        assert await process.wait() == 1
-    assert f"treadle_probe: cannot listen on {listen}" in process.stderr_text().splitlines()[-1]
-    assert "Traceback" not in process.stderr_text()
-
-
-async def test_a_bad_setting_ends_the_process_with_exit_code_2(tmp_path: Path) -> None:
-    process = start_process(PROBE, "probe", {"TREADLE_PROBE_SLOW_S": "soon"}, tmp_path / "probe")
-    assert await process.wait() == 2
-    lines = process.stderr_text().splitlines()
-    assert len(lines) == 1
-    assert "TREADLE_PROBE_SLOW_S='soon'" in lines[0]
-
-
-async def test_a_service_that_cannot_start_says_why_in_one_line(nats_url: str, tmp_path: Path) -> None:
-    process = start_process(PROBE, "probe", {"TREADLE_NATS_URL": nats_url, "TREADLE_PROBE_BROKEN": "start"}, tmp_path)
-    assert await process.wait() == 1
-    assert process.stderr_text().splitlines()[-1] == "treadle_probe: the loom is missing: install a loom"
-    assert "Traceback" not in process.stderr_text()
+        assert await process.wait() == code
+    text = process.stderr_text()
+    assert text.splitlines()[-1].startswith(f"treadle_probe: {said.format(value=value)}")
+    assert "Traceback" not in text
 
 
 async def test_a_background_task_that_fails_ends_the_process_with_its_traceback_in_the_log(

@@ -4,16 +4,17 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from support.conditions import until
 from support.probe_service import ProbeSettings
-from support.processes import StartService
+from support.processes import ServiceProcess, StartService
+from support.rpc import refusal_of
 from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
 from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
 from treadle.telemetry.v1.facts_pb2 import Fact
@@ -129,31 +130,29 @@ async def test_a_collector_that_is_away_changes_nothing_for_callers_and_does_not
     assert await process.wait(30) == 0
 
 
-async def test_without_an_endpoint_nothing_is_traced(start_service: StartService) -> None:
+def logs_the_bug(process: ServiceProcess) -> bool:
+    return "ZeroDivisionError" in process.stderr_text()
+
+
+async def test_without_an_endpoint_nothing_is_traced_and_a_bug_is_logged_with_its_traceback(
+    start_service: StartService,
+) -> None:
     tracing = configure_tracing(ProbeSettings())
     assert tracing == Tracing(None)
     assert tracing.server_interceptor() is None
     assert list(tracing.client_interceptors()) == []
-    process = await start_service(PROBE, {"TREADLE_PROBE_SLOW_S": "0"}, service="probe")
-    await call(process.address, "slow")
-    lines = list(log_lines(process.stderr_text()))
-    assert any(line["event"] == "slow call begins" for line in lines)
-    assert all("trace_id" not in line for line in lines)
-
-
-@pytest.mark.parametrize(("level", "expected"), [("info", True), ("error", False)])
-async def test_the_log_level_holds_and_a_bug_is_logged_with_its_traceback(
-    start_service: StartService, level: str, expected: bool
-) -> None:
-    process = await start_service(PROBE, {"TREADLE_LOG_LEVEL": level}, service="probe")
-    with pytest.raises(grpc.aio.AioRpcError):
-        await call(process.address, "bug")
-    await until(lambda: "ZeroDivisionError" in process.stderr_text())
-    lines = list(log_lines(process.stderr_text()))
-    assert any(line["event"] == "serving" for line in lines) is expected
-    (bug,) = [line for line in lines if line["level"] == "error"]
-    assert "Traceback" in bug["exception"]
-    assert bug["rpc"] == "PlanPlacement"
+    for level in ("info", "error"):
+        env = {"TREADLE_PROBE_SLOW_S": "0", "TREADLE_LOG_LEVEL": level}
+        process = await start_service(PROBE, env, service="probe")
+        await call(process.address, "slow")
+        await refusal_of(call(process.address, "bug"))
+        await until(partial(logs_the_bug, process))
+        lines = list(log_lines(process.stderr_text()))
+        assert all("trace_id" not in line for line in lines)
+        assert {"serving", "slow call begins"} <= {line["event"] for line in lines} or level == "error"
+        (bug,) = [line for line in lines if line["level"] == "error"]
+        assert "Traceback" in bug["exception"] and bug["rpc"] == "PlanPlacement"
+    assert lines == [bug], "of the level that is set"
 
 
 async def test_the_console_format_is_for_people(start_service: StartService) -> None:

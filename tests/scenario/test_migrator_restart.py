@@ -6,12 +6,11 @@ from contextlib import asynccontextmanager
 import grpc.aio
 import pytest
 from support.conditions import until
-from support.fake_migration_peers import Mesh, MigratorCalls, fake_mesh
+from support.fake_migration_peers import Mesh, MigratorCalls, fake_mesh, hear_ends
 from support.fake_scheduler import FakeScheduler
 from support.processes import ServiceProcess, StartService
 from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
-from treadle.telemetry.v1.facts_pb2 import Fact
 from treadle_cli.mesh.services import free_port
 from treadle_runtime.bus import open_bus
 
@@ -100,14 +99,12 @@ async def test_a_move_that_was_cut_off_is_ended_by_the_next_process(
     Result: the migration ends, a fact says so once, the resource agrees with the scheduler, and the trajectory can
     move again.
     """
-    facts: list[Fact] = []
-
-    async def hear(fact: Fact) -> None:
-        if fact.migration_ended.trajectory_id == "t":
-            facts.append(fact)
-
     async with fake_mesh() as mesh, open_bus(nats_url, "test") as bus:
-        await bus.subscribe(["migration_ended"], hear, replay=True)
+        ends = await hear_ends(bus)
+
+        def of_it() -> list[bool]:
+            return [end.moved for end in ends if end.trajectory_id == "t"]
+
         mesh.place("t", "e0")
         environment = {"TREADLE_MIGRATOR_SCHEDULER": mesh.scheduler.address}
         service = await start_service("treadle_migrator", environment)
@@ -117,15 +114,15 @@ async def test_a_move_that_was_cut_off_is_ended_by_the_next_process(
         async with grpc.aio.insecure_channel(service.address) as channel:
             calls = MigratorCalls(channel)
             ended = await calls.ended(migration_id)
-            await until(lambda: facts)
+            await until(of_it)
             assert (ended.state, ended.failure_reason) == (state, reason)
             assert mesh.scheduler.owners["t"] == owner
             back = mesh.request("t", *sorted(mesh.sidecars, key=lambda engine: engine != owner[0]), request_id="back")
             back.expected_revision = owner[1]
             mesh.sidecars[owner[0]].prefixes["t"] = 100
             assert (await calls.moved(back)).state == pb.MIGRATION_STATE_DONE
-            await until(lambda: len(facts) == 2)
-    assert [fact.migration_ended.moved for fact in facts] == [state == pb.MIGRATION_STATE_DONE, True]
+            await until(lambda: len(of_it()) == 2)
+    assert of_it() == [state == pb.MIGRATION_STATE_DONE, True]
 
 
 async def test_a_switch_stays_undecided_until_the_scheduler_answers(start_service: StartService) -> None:

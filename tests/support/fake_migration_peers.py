@@ -12,8 +12,10 @@ from support.fake_servicer import Port
 from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle.migrator.v1 import migrator_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2_grpc
+from treadle.telemetry.v1.facts_pb2 import Fact, MigrationEnded
 from treadle_migrator.config import MigratorSettings
 from treadle_migrator.wire import wire
+from treadle_runtime.bus import Bus
 from treadle_runtime.server import Serving, serving
 
 SALT = "w7"
@@ -94,6 +96,17 @@ class MigratorCalls:
     async def moved(self, request: pb.StartMigrationRequest) -> pb.Migration:
         """Started and ended."""
         return await self.ended((await self.start(request)).migration_id)
+
+
+async def hear_ends(bus: Bus) -> list[MigrationEnded]:
+    """The ends of migrations that the bus tells, now and later."""
+    ends: list[MigrationEnded] = []
+
+    async def hear(fact: Fact) -> None:
+        ends.append(fact.migration_ended)
+
+    await bus.subscribe(["migration_ended"], hear, replay=True)
+    return ends
 
 
 @asynccontextmanager

@@ -150,28 +150,25 @@ def test_fewer_tuples_are_whole_trajectories_of_as_many_prompts_as_there_are() -
 
 
 @pytest.mark.parametrize(
-    ("how", "count", "says"),
+    ("how", "transcripts", "says"),
     [
-        (QUICK, 3, "tuples of 3 prompts in all, at least 8 are needed: harvest more"),
-        (replace(QUICK, backbone="/nowhere"), 60, "hub name '/nowhere' cannot be loaded"),
-        (replace(QUICK, tune=Tune.LORA), 60, "tune: lora needs a backbone"),
+        (QUICK, told_by_the_plan(3), "tuples of 3 prompts in all, at least 8 are needed: harvest more"),
+        (replace(QUICK, backbone="/nowhere"), told_by_the_plan(), "hub name '/nowhere' cannot be loaded"),
+        (replace(QUICK, tune=Tune.LORA), told_by_the_plan(), "tune: lora needs a backbone"),
+        (replace(QUICK, backbone="b", tune=Tune.LORA), told_by_the_plan(text=False), "needs texts, and no transcript"),
     ],
 )
-def test_what_cannot_be_trained_says_why(how: Training, count: int, says: str, tmp_path: Path) -> None:
+def test_what_cannot_be_trained_says_why(
+    how: Training, transcripts: list[Transcript], says: str, tmp_path: Path
+) -> None:
     with pytest.raises(LearnedError, match=says):
-        train(told_by_the_plan(count), how, tmp_path / "v1")
+        train(transcripts, how, tmp_path / "v1")
     assert not list(tmp_path.iterdir())
 
 
 def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
-    (tmp_path / "v1").mkdir()
     with pytest.raises(TrainingError, match="is there already"):
-        train(told_by_the_plan(text=False), QUICK, tmp_path / "v1")
-
-
-def test_texts_are_needed_to_train_a_backbone(backbone: str, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="needs texts, and no transcript has any"):
-        train(told_by_the_plan(text=False), replace(QUICK, backbone=backbone, tune=Tune.LORA), tmp_path / "v1")
+        train(told_by_the_plan(text=False), QUICK, tmp_path)
 
 
 def test_a_backbone_has_one_fingerprint_whatever_was_trained_of_it(with_adapter: Path) -> None:

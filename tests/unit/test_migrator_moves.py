@@ -1,27 +1,22 @@
 """Moves between fake sidecars over a real nats-server: the path, the failures, the order."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from support.conditions import until
-from support.fake_migration_peers import CALL_S, SALT, fake_mesh, migrator
+from support.fake_migration_peers import CALL_S, SALT, Mesh, fake_mesh, hear_ends, migrator
 from support.fake_servicer import Refusal
 from treadle.migrator.v1 import migrator_pb2 as pb
-from treadle.telemetry.v1.facts_pb2 import Fact
 
 
 async def test_a_move_goes_through_its_states_and_the_target_is_the_owner(nats_url: str) -> None:
     """Prefetch from storage, verify, switch, release: states pending to done, revision by revision; a fact says so."""
-    facts: list[Fact] = []
-
-    async def hear(fact: Fact) -> None:
-        facts.append(fact)
-
     async with fake_mesh() as mesh, migrator(nats_url, mesh) as (calls, served):
-        await served.runtime.bus.subscribe(["migration_ended"], hear, replay=True)
+        ends = await hear_ends(served.runtime.bus)
         mesh.place("t", "e0", tokens=100)
         mesh.sidecars["e1"].gate.close()
         started = await calls.start(mesh.request("t", "e0", "e1"))
@@ -30,7 +25,7 @@ async def test_a_move_goes_through_its_states_and_the_target_is_the_owner(nats_u
             await until(lambda: mesh.sidecars["e1"].gate.waiting)
             mesh.sidecars["e1"].gate.open()
         states = watching.result()
-        await until(lambda: facts)
+        await until(lambda: ends)
         await until(lambda: not mesh.sidecars["e0"].prefixes)
     assert started.state == pb.MIGRATION_STATE_PENDING and started.revision == 1
     assert [state.revision for state in states] == sorted({state.revision for state in states})
@@ -43,7 +38,7 @@ async def test_a_move_goes_through_its_states_and_the_target_is_the_owner(nats_u
     assert all(r.counts_only for r in mesh.sidecars["e0"].requests("ExportPrefix")[1:])  # the first is the target's
     assert request.storage_only and request.cache_salt == SALT
     assert getattr(request, "from").engine_address == mesh.sidecars["e0"].address
-    ended = facts[0].migration_ended
+    (ended,) = ends
     assert (ended.moved, ended.migration_id, ended.prefix_tokens) == (True, done.migration_id, 100)
     assert ended.started_at == done.started_at
 
@@ -58,81 +53,45 @@ async def test_what_is_not_stored_is_prefilled_on_the_target(nats_url: str) -> N
     assert [request.storage_only for request in mesh.sidecars["e1"].requests("PrefetchPrefix")] == [True, False]
 
 
-def not_stored(mesh: Any) -> dict[str, Any]:
-    mesh.sidecars["e1"].stored = False
-    return {"allow_prefill": False}
-
-
-def too_short(mesh: Any) -> dict[str, Any]:
-    mesh.sidecars["e1"].tokens_short = 1
-    return {}
-
-
-def other_weights(mesh: Any) -> dict[str, Any]:
-    mesh.sidecars["e0"].cache_salt = "w6"
-    return {}
-
-
-def target_away(mesh: Any) -> dict[str, Any]:
-    mesh.sidecars["e1"].refuse_next("PrefetchPrefix", Refusal(grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST"))
-    return {}
-
-
-def moved_meanwhile(mesh: Any) -> dict[str, Any]:
-    mesh.scheduler.owners["t"] = ("e0", 5)
-    return {}
-
-
-def in_a_step(mesh: Any) -> dict[str, Any]:
-    mesh.scheduler.refuse_next("SwitchEngine", Refusal(grpc.StatusCode.FAILED_PRECONDITION, "STEP_IN_FLIGHT"))
-    return {}
-
-
-def too_slow(mesh: Any) -> dict[str, Any]:
-    mesh.sidecars["e1"].gate.close()
-    return {"give_up_after": Duration(nanos=200_000_000)}
-
-
-def scheduler_too_slow(mesh: Any) -> dict[str, Any]:
-    mesh.scheduler.gate.close()
-    return {"give_up_after": Duration(nanos=500_000_000)}
+UNAVAILABLE = Refusal(grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST")
+IN_A_STEP = Refusal(grpc.StatusCode.FAILED_PRECONDITION, "STEP_IN_FLIGHT")
+AT_ONCE, SOON = Duration(nanos=200_000_000), Duration(nanos=500_000_000)
 
 
 @pytest.mark.parametrize(
-    ("trouble", "reason"),
+    ("trouble", "fields", "reason"),
     [
-        (not_stored, "PREFIX_NOT_STORED"),
-        (too_short, "PREFIX_MISMATCH"),
-        (other_weights, "WEIGHT_VERSION_MISMATCH"),
-        (target_away, "TARGET_UNAVAILABLE"),
-        (moved_meanwhile, "REVISION_MISMATCH"),
-        (in_a_step, "STEP_IN_FLIGHT"),
-        (too_slow, "GAVE_UP"),
-        (scheduler_too_slow, "GAVE_UP"),
+        (lambda mesh: setattr(mesh.sidecars["e1"], "stored", False), {"allow_prefill": False}, "PREFIX_NOT_STORED"),
+        (lambda mesh: setattr(mesh.sidecars["e1"], "tokens_short", 1), {}, "PREFIX_MISMATCH"),
+        (lambda mesh: setattr(mesh.sidecars["e0"], "cache_salt", "w6"), {}, "WEIGHT_VERSION_MISMATCH"),
+        (lambda mesh: mesh.sidecars["e1"].refuse_next("PrefetchPrefix", UNAVAILABLE), {}, "TARGET_UNAVAILABLE"),
+        (lambda mesh: mesh.scheduler.owners.update(t=("e0", 5)), {}, "REVISION_MISMATCH"),
+        (lambda mesh: mesh.scheduler.refuse_next("SwitchEngine", IN_A_STEP), {}, "STEP_IN_FLIGHT"),
+        (lambda mesh: mesh.sidecars["e1"].gate.close(), {"give_up_after": AT_ONCE}, "GAVE_UP"),
+        (lambda mesh: mesh.scheduler.gate.close(), {"give_up_after": SOON}, "GAVE_UP"),
     ],
 )
-async def test_whatever_fails_leaves_the_source_the_owner(nats_url: str, trouble: Any, reason: str) -> None:
+async def test_whatever_fails_leaves_the_source_the_owner(
+    nats_url: str, trouble: Callable[[Mesh], object], fields: dict[str, Any], reason: str
+) -> None:
     """One thing goes wrong. Result: failed, its reason in resource and fact, source owner and prefix as before."""
-    facts: list[Fact] = []
-
-    async def hear(fact: Fact) -> None:
-        facts.append(fact)
-
     async with fake_mesh() as mesh, migrator(nats_url, mesh) as (calls, served):
-        await served.runtime.bus.subscribe(["migration_ended"], hear, replay=True)
+        ends = await hear_ends(served.runtime.bus)
         mesh.place("t", "e0")
-        failed = await calls.moved(mesh.request("t", "e0", "e1", **trouble(mesh)))
-        await until(lambda: facts)
+        trouble(mesh)
+        failed = await calls.moved(mesh.request("t", "e0", "e1", **fields))
+        await until(lambda: ends)
     assert (failed.state, failed.failure_reason) == (pb.MIGRATION_STATE_FAILED, reason)
     assert mesh.scheduler.owners["t"][0] == "e0"
     assert mesh.sidecars["e0"].prefixes == {"t": 100}
-    assert (facts[0].migration_ended.moved, facts[0].migration_ended.failure_reason) == (False, reason)
+    assert [(end.moved, end.failure_reason) for end in ends] == [(False, reason)]
 
 
 async def test_a_failed_move_makes_the_target_forget_the_prefix(nats_url: str) -> None:
     async with fake_mesh() as mesh, migrator(nats_url, mesh) as (calls, _):
         mesh.place("t", "e0")
-        failed = await calls.moved(mesh.request("t", "e0", "e1", **in_a_step(mesh)))
+        mesh.scheduler.refuse_next("SwitchEngine", IN_A_STEP)
+        failed = await calls.moved(mesh.request("t", "e0", "e1"))
         await until(lambda: not mesh.sidecars["e1"].prefixes)
     assert failed.prefix_tokens == 100
 
@@ -140,7 +99,7 @@ async def test_a_failed_move_makes_the_target_forget_the_prefix(nats_url: str) -
 async def test_a_source_that_does_not_release_changes_nothing_about_the_move(nats_url: str) -> None:
     async with fake_mesh() as mesh, migrator(nats_url, mesh) as (calls, _):
         mesh.place("t", "e0")
-        mesh.sidecars["e0"].refuse_next("ReleasePrefix", Refusal(grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST"))
+        mesh.sidecars["e0"].refuse_next("ReleasePrefix", UNAVAILABLE)
         done = await calls.moved(mesh.request("t", "e0", "e1"))
         await until(lambda: mesh.sidecars["e0"].requests("ReleasePrefix"))
     assert done.state == pb.MIGRATION_STATE_DONE
@@ -168,7 +127,7 @@ async def test_a_switch_that_is_not_answered_in_time_ends_as_the_scheduler_says(
         mesh.place("t", "e0")
         mesh.scheduler.gate_after.close()
         mesh.scheduler.refuse_next("GetTrajectory", Refusal(grpc.StatusCode.UNAVAILABLE, ""))
-        done = await calls.moved(mesh.request("t", "e0", "e1", give_up_after=Duration(nanos=500_000_000)))
+        done = await calls.moved(mesh.request("t", "e0", "e1", give_up_after=SOON))
         mesh.scheduler.gate_after.open()
     assert done.state == pb.MIGRATION_STATE_DONE
 
@@ -203,7 +162,7 @@ async def test_a_move_that_waits_for_its_engines_too_long_gives_up(nats_url: str
         mesh.place("second", "e0")
         mesh.sidecars["e1"].gate.close()
         await calls.start(mesh.request("first", "e0", "e1"))
-        failed = await calls.moved(mesh.request("second", "e0", "e1", give_up_after=Duration(nanos=200_000_000)))
+        failed = await calls.moved(mesh.request("second", "e0", "e1", give_up_after=AT_ONCE))
         mesh.sidecars["e1"].gate.open()
     assert (failed.state, failed.failure_reason) == (pb.MIGRATION_STATE_FAILED, "GAVE_UP")
     assert not failed.HasField("started_at")

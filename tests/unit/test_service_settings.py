@@ -3,6 +3,7 @@
 import pytest
 from treadle_migrator.config import MigratorSettings
 from treadle_placement.config import PlacementSettings
+from treadle_predictor.config import PredictorSettings
 from treadle_rollout.config import RolloutSettings
 from treadle_runtime.config import Settings, read_settings
 from treadle_scheduler.config import SchedulerSettings
@@ -26,6 +27,9 @@ def test_by_default_every_part_of_the_scheduler_is_off() -> None:
         (PlacementSettings, "DEFAULT_PER_SEQUENCE_S", "-1"),
         (PlacementSettings, "DEFAULT_PREFILL_TOKENS_PER_S", "nan"),
         (PlacementSettings, "DEFAULT_PREFILL_TOKENS_PER_S", "0.5"),
+        (PredictorSettings, "PRIOR_SIGMA_TOKENS", "-1"),
+        (PredictorSettings, "MODELS", "models"),
+        (PredictorSettings, "REFIT_EVERY", "3"),
         (RolloutSettings, "BATCH_REPLAY_S", "0"),
         (RolloutSettings, "RETENTION_S", "-5"),
         (RolloutSettings, "RETENTION_S", "a week"),
