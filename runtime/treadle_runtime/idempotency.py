@@ -194,18 +194,18 @@ class RequestRecords:
 
 
 class _HasRecords(Protocol):
-    _records: RequestRecords
+    records: RequestRecords
 
 
 def answered_once(
     rpc: Callable[[Servicer, Request, Context], Awaitable[R]],
 ) -> Callable[[Servicer, Request, Context], Awaitable[R]]:
-    """Answer a repeat of a servicer's mutation from the servicer's `_records`: see `RequestRecords.once`."""
+    """Answer a repeat of a servicer's mutation from the servicer's `records`: see `RequestRecords.once`."""
     response_type: type[R] = get_type_hints(rpc)["return"]
 
     @wraps(rpc)
     async def answer(self: Servicer, request: Request, context: Context) -> R:
-        return await self._records.once(rpc.__name__, request, response_type, lambda: rpc(self, request, context))
+        return await self.records.once(rpc.__name__, request, response_type, lambda: rpc(self, request, context))
 
     return answer
 

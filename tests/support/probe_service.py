@@ -82,7 +82,7 @@ class ProbeStream(migrator_pb2_grpc.MigratorServiceServicer):
     """WatchMigration: endless, 3, refuse. CancelMigration: answers a repeat from the record."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._records = runtime.records
+        self.records = runtime.records
         self.closed = 0
         self.calls = 0
 

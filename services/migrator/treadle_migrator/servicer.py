@@ -22,7 +22,7 @@ class MigratorServicer(migrator_pb2_grpc.MigratorServiceServicer):
     def __init__(self, store: MigrationStore, runner: Runner, records: RequestRecords, *, give_up_s: float) -> None:
         self._store = store
         self._runner = runner
-        self._records = records
+        self.records = records
         self._give_up_s = give_up_s
 
     @answered_once

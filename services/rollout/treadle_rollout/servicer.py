@@ -24,7 +24,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     def __init__(self, rollouts: Rollouts, records: RequestRecords, *, max_message_bytes: int) -> None:
         self._rollouts = rollouts
-        self._records = records
+        self.records = records
         self._batch_bytes = max(1, max_message_bytes - BATCH_FRAME_BYTES)
 
     @answered_once

@@ -24,7 +24,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def __init__(self, driver: Driver, records: RequestRecords, settings: SchedulerSettings) -> None:
         self._driver = driver
         self._controller = driver.controller
-        self._records = records
+        self.records = records
         self._settings = settings
 
     async def OpenTrajectory(self, request: pb.OpenTrajectoryRequest, context: Any) -> pb.OpenTrajectoryResponse:

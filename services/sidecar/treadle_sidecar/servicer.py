@@ -1,28 +1,22 @@
 """Answer EngineService: check the request, ask the sidecar's parts. Each ticket is taken once."""
 
 import asyncio
-import functools
 import heapq
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from google.protobuf.message import Message
 from treadle.engine.v1 import engine_pb2 as pb
 from treadle.engine.v1 import engine_pb2_grpc
 from treadle_runtime.errors import FailedPrecondition, finite, identifier, non_empty, require
-from treadle_runtime.idempotency import RequestRecords
+from treadle_runtime.idempotency import RequestRecords, answered_once
 from treadle_runtime.times import duration, seconds
 
 from treadle_sidecar import convert
 from treadle_sidecar.prefixes import Prefixes
 from treadle_sidecar.runner import StepRunner
 from treadle_sidecar.weights import Weights
-
-Q = TypeVar("Q", bound=Message)
-R = TypeVar("R", bound=Message)
-Rpc = Callable[["EngineServicer", Q, Any], Coroutine[Any, Any, R]]
 
 SHORTEST_WATCH_S = 0.05
 DEFAULT_WATCH_S = 1.0
@@ -58,19 +52,6 @@ class TicketBook:
             self._used.discard(heapq.heappop(self._expiries)[1])
 
 
-def once(rpc: Rpc[Q, R]) -> Rpc[Q, R]:
-    """Make `rpc` answer a repeated request_id with the recorded answer of the first call."""
-    response_type: type[R] = rpc.__annotations__["return"]
-
-    @functools.wraps(rpc)
-    async def answer(servicer: "EngineServicer", request: Q, context: Any) -> R:
-        return await servicer.records.once(
-            rpc.__name__, request, response_type, lambda: rpc(servicer, request, context)
-        )
-
-    return answer
-
-
 @dataclass(eq=False, kw_only=True)
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     """`load` and `info` describe the engine at the moment."""
@@ -95,11 +76,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         finally:
             self.runner.abandon(step)
 
-    @once
+    @answered_once
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         return pb.AbortResponse(output_tokens=await self.runner.abort(identifier("ticket_id", request.ticket_id)))
 
-    @once
+    @answered_once
     async def Reprioritize(self, request: pb.ReprioritizeRequest, context: Any) -> pb.ReprioritizeResponse:
         require(request.changes, "changes", "must have at least one change")
         for index, change in enumerate(request.changes):
@@ -120,25 +101,25 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             yield pb.WatchLoadResponse(load=self.load())
             await asyncio.sleep(interval_s)
 
-    @once
+    @answered_once
     async def Pause(self, request: pb.PauseRequest, context: Any) -> pb.PauseResponse:
         known = (pb.PAUSE_MODE_ABORT, pb.PAUSE_MODE_KEEP)
         require(request.mode in known, "mode", "must be PAUSE_MODE_ABORT or PAUSE_MODE_KEEP")
         aborted, kept = await self.weights.pause(abort=request.mode == pb.PAUSE_MODE_ABORT)
         return pb.PauseResponse(aborted_steps=aborted, kept_steps=kept)
 
-    @once
+    @answered_once
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeResponse:
         await self.weights.resume()
         return pb.ResumeResponse()
 
-    @once
+    @answered_once
     async def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: Any) -> pb.UpdateWeightsResponse:
         version = identifier("weight_version", request.weight_version)
         load_s, previous = await self.weights.update(non_empty("model_path", request.model_path), version)
         return pb.UpdateWeightsResponse(load_time=duration(load_s), previous_weight_version=previous)
 
-    @once
+    @answered_once
     async def PrefetchPrefix(self, request: pb.PrefetchPrefixRequest, context: Any) -> pb.PrefetchPrefixResponse:
         trajectory_id = identifier("trajectory_id", request.trajectory_id)
         source = convert.prefix_source(request)
@@ -148,7 +129,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         trajectory_id = identifier("trajectory_id", request.trajectory_id)
         return await self.prefixes.export(trajectory_id, counts_only=request.counts_only)
 
-    @once
+    @answered_once
     async def ReleasePrefix(self, request: pb.ReleasePrefixRequest, context: Any) -> pb.ReleasePrefixResponse:
         self.prefixes.contexts.forget(identifier("trajectory_id", request.trajectory_id))
         return pb.ReleasePrefixResponse()

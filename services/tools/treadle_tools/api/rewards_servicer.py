@@ -9,7 +9,7 @@ import grpc.aio
 from treadle.tools.v1 import rewards_pb2 as pb
 from treadle.tools.v1 import rewards_pb2_grpc
 from treadle_runtime.errors import InvalidArgument, identifier, require
-from treadle_runtime.idempotency import RequestRecords
+from treadle_runtime.idempotency import RequestRecords, answered_once
 
 from treadle_tools.api import convert
 from treadle_tools.registry import Registry
@@ -27,30 +27,28 @@ class RewardsServicer(rewards_pb2_grpc.RewardsServiceServicer):
     def __init__(self, registry: Registry, pool: RewardPool, records: RequestRecords) -> None:
         self._registry = registry
         self._pool = pool
-        self._records = records
+        self.records = records
 
     async def ListRewards(self, request: pb.ListRewardsRequest, context: Context) -> pb.ListRewardsResponse:
         return pb.ListRewardsResponse(rewards=[convert.function_message(tool) for tool in self._registry.rewards])
 
+    @answered_once
     async def ScoreTrajectory(self, request: pb.ScoreTrajectoryRequest, context: Context) -> pb.ScoreTrajectoryResponse:
-        async def call() -> pb.ScoreTrajectoryResponse:
-            tool = self._registry.reward(request.reward)
-            reward = Reward(
-                # Derived, not drawn: a repeat whose first answer was not recorded must find what it made.
-                reward_id=f"w-{uuid.uuid5(uuid.NAMESPACE_OID, request.request_id).hex}",
-                trajectory_id=identifier("trajectory_id", request.trajectory_id),
-                job=identifier("job", request.job or DEFAULT_JOB),
-                name=tool.name,
-                accepted_at=time.time(),
+        tool = self._registry.reward(request.reward)
+        reward = Reward(
+            # Derived, not drawn: a repeat whose first answer was not recorded must find what it made.
+            reward_id=f"w-{uuid.uuid5(uuid.NAMESPACE_OID, request.request_id).hex}",
+            trajectory_id=identifier("trajectory_id", request.trajectory_id),
+            job=identifier("job", request.job or DEFAULT_JOB),
+            name=tool.name,
+            accepted_at=time.time(),
+        )
+        accepted = await self._pool.accept(reward, request.arguments_json)
+        if (accepted.trajectory_id, accepted.job, accepted.name) != (reward.trajectory_id, reward.job, reward.name):
+            raise InvalidArgument(
+                "request_id", "was used with a different request; mint a new id for each logical call"
             )
-            accepted = await self._pool.accept(reward, request.arguments_json)
-            if (accepted.trajectory_id, accepted.job, accepted.name) != (reward.trajectory_id, reward.job, reward.name):
-                raise InvalidArgument(
-                    "request_id", "was used with a different request; mint a new id for each logical call"
-                )
-            return pb.ScoreTrajectoryResponse(reward=convert.reward_message(accepted))
-
-        return await self._records.once("ScoreTrajectory", request, pb.ScoreTrajectoryResponse, call)
+        return pb.ScoreTrajectoryResponse(reward=convert.reward_message(accepted))
 
     async def GetReward(self, request: pb.GetRewardRequest, context: Context) -> pb.GetRewardResponse:
         reward = self._pool.get(identifier("reward_id", request.reward_id))
@@ -76,9 +74,7 @@ class RewardsServicer(rewards_pb2_grpc.RewardsServiceServicer):
         trajectory_id = identifier("trajectory_id", request.trajectory_id)
         return self._pool.table.watch(lambda reward: reward.trajectory_id == trajectory_id)
 
+    @answered_once
     async def CancelReward(self, request: pb.CancelRewardRequest, context: Context) -> pb.CancelRewardResponse:
-        async def call() -> pb.CancelRewardResponse:
-            reward = await self._pool.cancel(identifier("reward_id", request.reward_id))
-            return pb.CancelRewardResponse(reward=convert.reward_message(reward))
-
-        return await self._records.once("CancelReward", request, pb.CancelRewardResponse, call)
+        reward = await self._pool.cancel(identifier("reward_id", request.reward_id))
+        return pb.CancelRewardResponse(reward=convert.reward_message(reward))
