@@ -1,9 +1,10 @@
 """Tools and rewards that are HTTP functions: real servers on loopback that start from zero, refuse, and die."""
 
 import asyncio
+import itertools
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +12,86 @@ import grpc
 import grpc.aio
 import pytest
 from aiohttp import web
+from support.conditions import until
 from support.functions import FunctionServer, Handler, breaks_off, function, is_silent, says, says_text, start_declared
-from support.processes import StartService
+from support.processes import ServiceProcess, StartService
 from support.rewards import RewardCalls
 from support.rpc import error_of
-from support.tools import ToolsCalls, calls_to, limits
+from support.tools import ToolsCalls, calls_to, limits, shared_tools
 from treadle.tools.v1 import rewards_pb2, tools_pb2
-from treadle_tools.functions import SHORTEST_WARM_S
+from treadle_cli.mesh.services import free_port
+from treadle_core.tools.dispatcher import Dispatcher, Resources
+from treadle_tools import functions
+from treadle_tools.declarations import HttpFunction
+from treadle_tools.functions import Caller
+from treadle_tools.scheduling.scheduler import ActionScheduler
 
 OK, ERROR, TIMED_OUT = (
     tools_pb2.RESULT_STATUS_OK,
     tools_pb2.RESULT_STATUS_TOOL_ERROR,
     tools_pb2.RESULT_STATUS_TIMED_OUT,
 )
+# Each test has functions of its own, as the service learns how long each takes.
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    "search": {
+        "headers": {"X-Job": "math"},
+        "headers_from_env": {"Authorization": "SEARCH_KEY"},
+        "arguments_schema": {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
+    },
+    "get": {"method": "GET"},
+    "asleep": {"connect_s": 0.3},
+    "refusing": {},
+    "refusing_for_long": {},
+    "silent": {},
+    "idempotent": {},
+    "not_idempotent": {"idempotent": False},
+    "down": {"tries": 100, "idempotent": False},
+    "short": {"response_bytes": 4096},
+    "long": {},
+    "narrow": {"at_once": 3},
+    "graded": {"kind": "reward", "tries": 1},
+    "with_quota": {"provider": "with_quota"},
+    "with_a_pause": {"provider": "with_a_pause"},
+    "with_a_long_pause": {"provider": "with_a_long_pause"},
+}
+PORTS = {name: free_port() for name in FUNCTIONS}
+PROVIDERS = """
+[[provider]]
+name = "with_quota"
+concurrency = 2
+quota = [{ count = 4, period_s = 1.0, slack_s = 0.5 }]
+[[provider]]
+name = "with_a_pause"
+[[provider]]
+name = "with_a_long_pause"
+"""
 
 
-@asynccontextmanager
-async def asking(
-    start_service: StartService, folder: Path, server: FunctionServer, env: dict[str, str] | None = None, **fields: Any
-) -> AsyncIterator[ToolsCalls]:
-    """A tools service with one function, `ask`."""
-    document = {"function": [{"name": "ask", "url": server.url, **fields}]}
-    process = await start_declared(start_service, folder, document, **(env or {}))
-    async with calls_to(process) as calls:
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    """A tools service with all FUNCTIONS."""
+    folder = tmp_path_factory.mktemp("functions")
+    declared = [{"name": name, "url": f"http://127.0.0.1:{PORTS[name]}/", **more} for name, more in FUNCTIONS.items()]
+    (folder / "functions.json").write_text(json.dumps({"function": declared}))
+    (folder / "providers.toml").write_text(PROVIDERS)
+    files = {"FUNCTIONS": str(folder / "functions.json"), "PROVIDERS_FILE": str(folder / "providers.toml")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SEARCH_KEY", "Bearer s3cret")
+        with shared_tools(folder, FUNCTION_HOSTS="127.0.0.1", REWARDS="", **files) as process:
+            yield process
+
+
+@pytest.fixture
+async def calls(service: ServiceProcess) -> AsyncIterator[ToolsCalls]:
+    async with calls_to(service) as calls:
         yield calls
+
+
+def served(
+    name: str, last: Handler, *answers: Handler, cold_s: float = 0.0
+) -> AbstractAsyncContextManager[FunctionServer]:
+    """The function of FUNCTIONS, up."""
+    return function(last, *answers, cold_s=cold_s, port=PORTS[name])
 
 
 def noted(came: list[float], answer: Handler) -> Handler:
@@ -48,22 +105,13 @@ def noted(came: list[float], answer: Handler) -> Handler:
     return handle
 
 
-async def test_arguments_go_as_a_body_and_the_answer_is_the_output(start_service: StartService, tmp_path: Path) -> None:
-    async with (
-        function(says({"output": "42", "data": {"pages": 3}}), says_text("plain"), says([1, 2])) as server,
-        asking(
-            start_service,
-            tmp_path,
-            server,
-            {"SEARCH_KEY": "Bearer s3cret"},
-            headers={"X-Job": "math"},
-            headers_from_env={"Authorization": "SEARCH_KEY"},
-            arguments_schema={"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
-        ) as calls,
-    ):
-        plain = await calls.invoke({"q": "a"}, tool="ask", trajectory_id="t-1")
-        listed = await calls.invoke({"q": "b"}, tool="ask")
-        outcome = await calls.invoke({"q": "c"}, tool="ask")
+async def test_arguments_go_as_a_body_and_the_answer_is_the_output(calls: ToolsCalls) -> None:
+    async with served(
+        "search", says({"output": "42", "data": {"pages": 3}}), says_text("plain"), says([1, 2])
+    ) as server:
+        plain = await calls.invoke({"q": "a"}, tool="search", trajectory_id="t-1")
+        listed = await calls.invoke({"q": "b"}, tool="search")
+        outcome = await calls.invoke({"q": "c"}, tool="search")
         assert (plain.status, plain.output, plain.data_json) == (OK, "plain", "")
         assert (listed.output, listed.data_json) == ("[1, 2]", "[1, 2]")
         assert (outcome.output, json.loads(outcome.data_json)) == ("42", {"pages": 3})
@@ -73,47 +121,36 @@ async def test_arguments_go_as_a_body_and_the_answer_is_the_output(start_service
         assert {request.headers["X-Job"] for request in server.requests} == {"math"}
         assert len({request.headers["Idempotency-Key"] for request in server.requests}) == 3
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await calls.invoke({}, tool="ask")
+            await calls.invoke({}, tool="search")
         assert error_of(refused.value).fields == ("arguments_json.q",)
-        assert [tool.name for tool in (await calls.stub.ListTools(tools_pb2.ListToolsRequest(), timeout=9)).tools] == [
-            "ask"
-        ]
+        listed_tools = (await calls.stub.ListTools(tools_pb2.ListToolsRequest(), timeout=9)).tools
+        assert {tool.name for tool in listed_tools} == set(FUNCTIONS) - {"graded"}
 
 
-async def test_a_get_has_its_arguments_in_the_query(start_service: StartService, tmp_path: Path) -> None:
-    async with (
-        function(says_text("found")) as server,
-        asking(start_service, tmp_path, server, method="GET") as calls,
-    ):
-        assert (await calls.invoke({"q": "a&b=c", "n": 2}, tool="ask")).output == "found"
+async def test_a_get_has_its_arguments_in_the_query(calls: ToolsCalls) -> None:
+    async with served("get", says_text("found")) as server:
+        assert (await calls.invoke({"q": "a&b=c", "n": 2}, tool="get")).output == "found"
         assert server.bodies == [{"q": "a&b=c", "n": "2"}]
 
 
-async def test_a_function_that_starts_from_zero_is_waited_for(start_service: StartService, tmp_path: Path) -> None:
+async def test_a_function_that_starts_from_zero_is_waited_for(calls: ToolsCalls) -> None:
     """Its start takes longer than a connection may; it is asked once, not again while it starts."""
-    async with (
-        function(says_text("up"), cold_s=0.8) as server,
-        asking(start_service, tmp_path, server, connect_s=0.3) as calls,
-    ):
+    async with served("asleep", says_text("up"), cold_s=0.8) as server:
         for _ in range(2):
             server.sleep()
-            assert (await calls.invoke({}, tool="ask")).output == "up"
+            assert (await calls.invoke({}, tool="asleep")).output == "up"
         assert len(server.requests) == 2
 
 
-async def test_a_refused_call_is_sent_again_and_not_before_it_may(start_service: StartService, tmp_path: Path) -> None:
+async def test_a_refused_call_is_sent_again_and_not_before_it_may(calls: ToolsCalls) -> None:
     """
     WHEN    a function answers 429 with Retry-After, 503, 502, and then the answer
     Result: the caller sees the answer alone; no call came earlier than was asked; all had one Idempotency-Key
     """
     came: list[float] = []
-
     refusals = (says({}, 429, Retry_After="1"), says({}, 503), says({}, 502))
-    async with (
-        function(noted(came, says_text("at last")), *(noted(came, one) for one in refusals)) as server,
-        asking(start_service, tmp_path, server) as calls,
-    ):
-        result = await calls.invoke({}, tool="ask")
+    async with served("refusing", noted(came, says_text("at last")), *(noted(came, one) for one in refusals)) as server:
+        result = await calls.invoke({}, tool="refusing")
         assert (result.status, result.output) == (OK, "at last")
         assert len(came) == 4
         assert came[1] - came[0] >= 1.0
@@ -121,71 +158,57 @@ async def test_a_refused_call_is_sent_again_and_not_before_it_may(start_service:
         assert len({request.headers["Idempotency-Key"] for request in server.requests}) == 1
 
 
-async def test_a_proxy_that_refuses_for_a_function_does_not_make_it_a_warm_one(
-    start_service: StartService, tmp_path: Path
-) -> None:
-    """WHEN 503 comes at once, twice, and then the function starts for seconds. Result: it is waited for, and once."""
+async def test_a_proxy_that_refuses_for_a_function_does_not_make_it_a_warm_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """WHEN 503 comes at once, twice, and then the function starts slowly. Result: it is waited for, and once."""
+    monkeypatch.setattr(functions, "SHORTEST_WARM_S", 0.1)
 
     async def starting(request: web.Request) -> web.StreamResponse:
-        await asyncio.sleep(SHORTEST_WARM_S + 1.0)
+        await asyncio.sleep(0.5)
         return web.Response(text="up")
 
-    async with (
-        function(starting, says({}, 503), says({}, 503)) as server,
-        asking(start_service, tmp_path, server) as calls,
-    ):
-        assert (await calls.invoke({}, tool="ask")).output == "up"
+    caller = Caller(ActionScheduler(Dispatcher(Resources([]), 0.0), 0), {}, itertools.count(), {})
+    async with function(starting, says({}, 503), says({}, 503)) as server:
+        assert (await caller.call(HttpFunction(name="ask", url=server.url), {}, 60.0)).body == b"up"
         assert len(server.requests) == 3
+    await caller.close()
 
 
-async def test_a_wait_beyond_the_callers_time_is_not_begun(start_service: StartService, tmp_path: Path) -> None:
-    async with (
-        function(says({"message": "slow down"}, 429, Retry_After="3600")) as server,
-        asking(start_service, tmp_path, server) as calls,
-    ):
-        result = await calls.invoke({}, tool="ask", limits=limits(5.0))
+async def test_a_wait_beyond_the_callers_time_is_not_begun(calls: ToolsCalls) -> None:
+    async with served("refusing_for_long", says({"message": "slow down"}, 429, Retry_After="3600")) as server:
+        result = await calls.invoke({}, tool="refusing_for_long", limits=limits(5.0))
         assert result.status == ERROR
-        assert "HTTP 429" in result.error
-        assert "slow down" in result.error
-        assert "retry after 3600 s" in result.error
+        assert all(words in result.error for words in ("HTTP 429", "slow down", "retry after 3600 s"))
         assert len(server.requests) == 1
 
 
-async def test_a_silent_function_ends_with_the_callers_time(start_service: StartService, tmp_path: Path) -> None:
-    async with function(is_silent()) as server, asking(start_service, tmp_path, server) as calls:
-        result = await calls.invoke({}, tool="ask", limits=limits(0.5))
+async def test_a_silent_function_ends_with_the_callers_time(calls: ToolsCalls) -> None:
+    async with served("silent", is_silent()):
+        result = await calls.invoke({}, tool="silent", limits=limits(0.5))
         assert (result.status, result.error) == (TIMED_OUT, "no answer within 0.5 s")
-        request = tools_pb2.InvokeRequest(request_id="r", tool="ask", arguments_json="{}")
+        request = tools_pb2.InvokeRequest(request_id="r", tool="silent", arguments_json="{}")
         result = (await calls.stub.Invoke(request, timeout=1.5)).result  # told before the deadline, not cut by it
         assert result.status == TIMED_OUT
 
 
-@pytest.mark.parametrize("idempotent", [True, False])
+@pytest.mark.parametrize(
+    ("name", "wanted", "asked"), [("idempotent", (OK, "second"), 2), ("not_idempotent", (ERROR, ""), 1)]
+)
 async def test_a_lost_answer_is_asked_for_again_only_where_that_is_harmless(
-    start_service: StartService, tmp_path: Path, idempotent: bool
+    calls: ToolsCalls, name: str, wanted: tuple[int, str], asked: int
 ) -> None:
-    async with (
-        function(says_text("second"), breaks_off()) as server,
-        asking(start_service, tmp_path, server, idempotent=idempotent) as calls,
-    ):
-        result = await calls.invoke({}, tool="ask")
-        assert (result.status, result.output) == ((OK, "second") if idempotent else (ERROR, ""))
-        assert len(server.requests) == (2 if idempotent else 1)
+    async with served(name, says_text("second"), breaks_off()) as server:
+        result = await calls.invoke({}, tool=name)
+        assert (result.status, result.output) == wanted
+        assert len(server.requests) == asked
 
 
-async def test_one_that_is_down_is_tried_until_it_is_back(start_service: StartService, tmp_path: Path) -> None:
-    async with (
-        function(says_text("back")) as server,
-        asking(start_service, tmp_path, server, tries=100, idempotent=False) as calls,
-    ):
-        await server.stop()
-        waiting = asyncio.create_task(calls.invoke({}, tool="ask"))
-        await asyncio.sleep(0.5)
-        await server.start()
+async def test_one_that_is_down_is_tried_until_it_is_back(calls: ToolsCalls) -> None:
+    waiting = asyncio.create_task(calls.invoke({}, tool="down"))
+    await asyncio.sleep(0.5)
+    async with served("down", says_text("back")):
         assert (await waiting).output == "back"
-        await server.stop()
-        result = await calls.invoke({}, tool="ask", limits=limits(1.0))
-        assert result.status in (ERROR, TIMED_OUT)
+    result = await calls.invoke({}, tool="down", limits=limits(1.0))
+    assert result.status in (ERROR, TIMED_OUT)
 
 
 REFUSALS = [
@@ -196,50 +219,44 @@ REFUSALS = [
 ]
 
 
-async def test_what_is_no_answer_is_an_error_and_not_tried_again(start_service: StartService, tmp_path: Path) -> None:
-    async with (
-        function(says_text("never"), *(handler for handler, _ in REFUSALS)) as server,
-        asking(start_service, tmp_path, server, response_bytes=4096) as calls,
-    ):
+async def test_what_is_no_answer_is_an_error_and_not_tried_again(calls: ToolsCalls) -> None:
+    async with served("short", says_text("never"), *(handler for handler, _ in REFUSALS)) as server:
         for count, (_, words) in enumerate(REFUSALS, 1):
-            result = await calls.invoke({}, tool="ask")
+            result = await calls.invoke({}, tool="short")
             assert result.status == ERROR
             assert words in result.error
             assert len(server.requests) == count
 
 
-async def test_a_long_output_is_cut_and_said_to_be(start_service: StartService, tmp_path: Path) -> None:
-    async with function(says_text("x" * 5000)) as server, asking(start_service, tmp_path, server) as calls:
-        result = await calls.invoke({}, tool="ask", limits=tools_pb2.Limits(output_bytes=100))
+async def test_a_long_output_is_cut_and_said_to_be(calls: ToolsCalls) -> None:
+    async with served("long", says_text("x" * 5000)):
+        result = await calls.invoke({}, tool="long", limits=tools_pb2.Limits(output_bytes=100))
         assert result.output_truncated
         assert result.output == "x" * 100 + "\n[output cut at 100 bytes]"
 
 
-async def test_no_more_calls_than_allowed_are_under_way(start_service: StartService, tmp_path: Path) -> None:
+async def test_no_more_calls_than_allowed_are_under_way(calls: ToolsCalls) -> None:
     async def slow(request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(0.05)
         return web.Response(text="ok")
 
-    async with function(slow) as server, asking(start_service, tmp_path, server, at_once=3) as calls:
-        await asyncio.gather(*(calls.invoke({}, tool="ask") for _ in range(12)))
+    async with served("narrow", slow) as server:
+        await asyncio.gather(*(calls.invoke({}, tool="narrow") for _ in range(12)))
         assert server.most_at_once == 3
         assert len(server.requests) == 12
 
 
-async def test_a_reward_that_is_a_function_is_asked_until_it_answers(
-    start_service: StartService, tmp_path: Path
-) -> None:
+async def test_a_reward_that_is_a_function_is_asked_until_it_answers(calls: ToolsCalls) -> None:
     """A refusal is no score: the reward stays, and is asked again when its own tries are used up."""
     async with (
-        function(says({"score": 0.75}), says({}, 503), says({}, 503), says(0.5)) as server,
-        asking(start_service, tmp_path, server, kind="reward", tries=1) as calls,
+        served("graded", says({"score": 0.75}), says({}, 503), says({}, 503), says(0.5)) as server,
         grpc.aio.insecure_channel(calls.process.address) as channel,
     ):
         rewards = RewardCalls(channel)
-        first = await rewards.score("ask", {"answer": "a"})
+        first = await rewards.score("graded", {"answer": "a"})
         [ended] = await rewards.ended(first.reward_id)
         assert (ended.state, ended.score, ended.tries) == (rewards_pb2.REWARD_STATE_DONE, 0.5, 1)
-        [ended] = await rewards.ended((await rewards.score("ask", {"answer": "b"})).reward_id)
+        [ended] = await rewards.ended((await rewards.score("graded", {"answer": "b"})).reward_id)
         assert (ended.score, server.bodies[-1]) == (0.75, {"answer": "b"})
         assert len(server.requests) == 4
 
@@ -252,58 +269,36 @@ async def test_a_bad_declaration_ends_the_service_with_one_line(start_service: S
         assert words in str(refused.value).splitlines()[-1]
 
 
-def provider_file(folder: Path, text: str) -> dict[str, str]:
-    """The setting that describes the provider `search`."""
-    path = folder / "providers.toml"
-    path.write_text(f'[[provider]]\nname = "search"\n{text}\n')
-    return {"TREADLE_TOOLS_PROVIDERS_FILE": str(path)}
-
-
-async def test_calls_of_all_keep_within_what_their_provider_allows(start_service: StartService, tmp_path: Path) -> None:
+async def test_calls_of_all_keep_within_what_their_provider_allows(calls: ToolsCalls) -> None:
     came: list[float] = []
-    env = provider_file(tmp_path, "concurrency = 2\nquota = [{ count = 4, period_s = 1.0, slack_s = 0.2 }]")
-    async with (
-        function(noted(came, says_text("ok"))) as server,
-        asking(start_service, tmp_path, server, env, provider="search") as calls,
-    ):
-        results = await asyncio.gather(*(calls.invoke({}, tool="ask", trajectory_id=f"t-{n}") for n in range(10)))
+    async with served("with_quota", noted(came, says_text("ok"))) as server:
+        results = await asyncio.gather(*(calls.invoke({}, tool="with_quota") for _ in range(10)))
         assert [result.status for result in results] == [OK] * 10
         assert server.most_at_once <= 2
         assert all(later - earlier >= 1.0 for earlier, later in zip(came, came[4:], strict=False))
 
 
-async def test_a_provider_that_refuses_one_is_left_alone_by_all(start_service: StartService, tmp_path: Path) -> None:
+async def test_a_provider_that_refuses_one_is_left_alone_by_all(calls: ToolsCalls) -> None:
     """
     WHEN    one call is refused for a second, while another call is made
     Result: neither reaches the provider before the second is over; both are answered
     """
     came: list[float] = []
-    env = provider_file(tmp_path, "concurrency = 8")
     refusal = noted(came, says({}, 429, Retry_After="1"))
-    async with (
-        function(noted(came, says_text("ok")), refusal) as server,
-        asking(start_service, tmp_path, server, env, provider="search") as calls,
-    ):
-        first = asyncio.create_task(calls.invoke({}, tool="ask"))
-        while not came:  # noqa: ASYNC110 - it is another process that asks
-            await asyncio.sleep(0.005)
+    async with served("with_a_pause", noted(came, says_text("ok")), refusal):
+        first = asyncio.create_task(calls.invoke({}, tool="with_a_pause"))
+        await until(lambda: came)
         await asyncio.sleep(0.1)
-        second = asyncio.create_task(calls.invoke({}, tool="ask"))
+        second = asyncio.create_task(calls.invoke({}, tool="with_a_pause"))
         assert [(await first).output, (await second).output] == ["ok", "ok"]
         assert len(came) == 3
         assert min(came[1:]) - came[0] >= 1.0
 
 
-async def test_a_provider_that_is_left_alone_for_too_long_is_not_waited_for(
-    start_service: StartService, tmp_path: Path
-) -> None:
-    env = provider_file(tmp_path, "concurrency = 8")
-    async with (
-        function(says({}, 429, Retry_After="600")) as server,
-        asking(start_service, tmp_path, server, env, provider="search") as calls,
-    ):
-        for words in ("HTTP 429", "provider 'search' is left alone for another"):
-            result = await calls.invoke({}, tool="ask", limits=limits(5.0))
+async def test_a_provider_that_is_left_alone_for_too_long_is_not_waited_for(calls: ToolsCalls) -> None:
+    async with served("with_a_long_pause", says({}, 429, Retry_After="600")) as server:
+        for words in ("HTTP 429", "provider 'with_a_long_pause' is left alone for another"):
+            result = await calls.invoke({}, tool="with_a_long_pause", limits=limits(5.0))
             assert result.status == ERROR
             assert words in result.error
         assert len(server.requests) == 1

@@ -23,7 +23,7 @@ class FunctionServer:
     cold_s: how long the first request, and the first after it went to sleep, waits for it to start.
     """
 
-    def __init__(self, last: Handler, *answers: Handler, cold_s: float = 0.0) -> None:
+    def __init__(self, last: Handler, *answers: Handler, cold_s: float = 0.0, port: int = 0) -> None:
         self._last = last
         self._answers = list(answers)
         self._cold_s = cold_s
@@ -33,7 +33,7 @@ class FunctionServer:
         self.bodies: list[Any] = []
         self.most_at_once = 0
         self._now = 0
-        self.port = free_port()
+        self.port = port or free_port()
 
     @property
     def url(self) -> str:
@@ -75,9 +75,11 @@ class FunctionServer:
 
 
 @asynccontextmanager
-async def function(last: Handler, *answers: Handler, cold_s: float = 0.0) -> AsyncIterator[FunctionServer]:
+async def function(
+    last: Handler, *answers: Handler, cold_s: float = 0.0, port: int = 0
+) -> AsyncIterator[FunctionServer]:
     """A function that listens."""
-    server = FunctionServer(last, *answers, cold_s=cold_s)
+    server = FunctionServer(last, *answers, cold_s=cold_s, port=port)
     await server.start()
     try:
         yield server
