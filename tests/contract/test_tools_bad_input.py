@@ -1,14 +1,15 @@
 """Bad input to every RPC of ToolsService: the right code, naming the field or the reason."""
 
 import json
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from support.processes import StartService
-from support.rpc import error_of
-from support.tools import CALL_S, ToolsCalls, limits, tools
+from support.processes import ServiceProcess, StartService
+from support.rpc import error_of, refused
+from support.tools import CALL_S, ToolsCalls, calls_to, limits, shared_tools, tools
 from treadle.tools.v1 import tools_pb2 as pb
 
 CODE = json.dumps({"code": "1"})
@@ -69,96 +70,80 @@ async def refused_field(call: Any) -> tuple[str, ...]:
     return error.fields
 
 
-async def test_invoke_and_open_session_name_the_bad_field(start_service: StartService) -> None:
-    """One service for the whole table: what is refused leaves no trace, also not under its request_id."""
-    async with tools(start_service, *ALL) as calls:
-        for invoke, field in INVOKES:
-            assert await refused_field(calls.stub.Invoke(invoke, timeout=CALL_S)) == (field,), invoke
-        for opening, field in OPENS:
-            assert await refused_field(calls.stub.OpenSession(opening, timeout=CALL_S)) == (field,), opening
-        good = await calls.stub.Invoke(invoke_request(), timeout=CALL_S)
-        assert good.result.output == "1\n"
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    with shared_tools(tmp_path_factory.mktemp("tools"), *ALL) as process:
+        yield process
 
 
-async def test_a_step_names_the_bad_field_and_takes_no_step(start_service: StartService) -> None:
-    async with tools(start_service, "frozen_lake") as calls:
-        session = (await calls.open("frozen_lake", trajectory_id="t")).session
-        step = {"session_id": session.session_id, "tool": ""}
-        bad: list[tuple[dict[str, Any], str]] = [
-            ({**step, "tool": "python"}, "tool"),
-            ({**step, "trajectory_id": "u"}, "trajectory_id"),
-            ({**step, "arguments_json": '{"action": "jump"}'}, "arguments_json.action"),
-            ({**step, "arguments_json": "{}"}, "arguments_json.action"),
-            ({**step, "arguments_json": '{"action": "up"}', "limits": limits(60.0)}, "limits.wall_time"),
-        ]
-        for fields, field in bad:
-            request = invoke_request(**fields)
-            assert await refused_field(calls.stub.Invoke(request, timeout=CALL_S)) == (field,), request
-        assert (await calls.session(session.session_id)).steps == 0
+@pytest.fixture
+async def calls(service: ServiceProcess) -> AsyncIterator[ToolsCalls]:
+    async with calls_to(service) as calls:
+        yield calls
 
 
-async def reason_of(call: Any) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await call
-    error = error_of(refused.value)
-    return error.code, error.reason
+async def test_invoke_and_open_session_name_the_bad_field(calls: ToolsCalls) -> None:
+    """What is refused leaves no trace, also not under its request_id."""
+    for invoke, field in INVOKES:
+        assert await refused_field(calls.stub.Invoke(invoke, timeout=CALL_S)) == (field,), invoke
+    for opening, field in OPENS:
+        assert await refused_field(calls.stub.OpenSession(opening, timeout=CALL_S)) == (field,), opening
+    good = await calls.stub.Invoke(invoke_request(), timeout=CALL_S)
+    assert good.result.output == "1\n"
 
 
-async def test_unknown_tools_and_sessions_are_not_found(start_service: StartService) -> None:
-    async with tools(start_service, "frozen_lake") as calls:
-        no_tool = (grpc.StatusCode.NOT_FOUND, "TOOL_NOT_FOUND")
-        no_session = (grpc.StatusCode.NOT_FOUND, "SESSION_NOT_FOUND")
-        assert await reason_of(calls.invoke({}, tool="oracle")) == no_tool
-        assert await reason_of(calls.open("oracle")) == no_tool
-        assert await reason_of(calls.step("s-none", {"action": "up"})) == no_session
-        assert await reason_of(calls.close("s-none")) == no_session
-        assert await reason_of(calls.session("s-none")) == no_session
+async def test_a_step_names_the_bad_field_and_takes_no_step(calls: ToolsCalls) -> None:
+    session = (await calls.open("frozen_lake", trajectory_id="t")).session
+    step = {"session_id": session.session_id, "tool": ""}
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({**step, "tool": "python"}, "tool"),
+        ({**step, "trajectory_id": "u"}, "trajectory_id"),
+        ({**step, "arguments_json": '{"action": "jump"}'}, "arguments_json.action"),
+        ({**step, "arguments_json": "{}"}, "arguments_json.action"),
+        ({**step, "arguments_json": '{"action": "up"}', "limits": limits(60.0)}, "limits.wall_time"),
+    ]
+    for fields, field in bad:
+        request = invoke_request(request_id="step", **fields)
+        assert await refused_field(calls.stub.Invoke(request, timeout=CALL_S)) == (field,), request
+    assert (await calls.session(session.session_id)).steps == 0
 
 
-async def test_close_and_get_session_name_the_bad_field(start_service: StartService) -> None:
-    async with tools(start_service, "frozen_lake") as calls:
-        stub = calls.stub
-        for field, close in (
-            ("request_id", pb.CloseSessionRequest(session_id="s")),
-            ("session_id", pb.CloseSessionRequest(request_id="r")),
-        ):
-            assert await refused_field(stub.CloseSession(close, timeout=CALL_S)) == (field,)
-        assert await refused_field(stub.GetSession(pb.GetSessionRequest(), timeout=CALL_S)) == ("session_id",)
+async def test_unknown_tools_and_sessions_are_not_found(calls: ToolsCalls) -> None:
+    for call in (calls.invoke({}, tool="oracle"), calls.open("oracle")):
+        with refused("TOOL_NOT_FOUND", grpc.StatusCode.NOT_FOUND):
+            await call
+    for ask in (calls.step("s-none", {"action": "up"}), calls.close("s-none"), calls.session("s-none")):
+        with refused("SESSION_NOT_FOUND", grpc.StatusCode.NOT_FOUND):
+            await ask
 
 
-async def test_every_rpc_needs_a_deadline(start_service: StartService) -> None:
-    async with tools(start_service, "frozen_lake") as calls:
-        assert await reason_of(calls.stub.ListTools(pb.ListToolsRequest())) == (
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "DEADLINE_REQUIRED",
-        )
+async def test_close_and_get_session_name_the_bad_field(calls: ToolsCalls) -> None:
+    for field, close in (
+        ("request_id", pb.CloseSessionRequest(session_id="s")),
+        ("session_id", pb.CloseSessionRequest(request_id="r")),
+    ):
+        assert await refused_field(calls.stub.CloseSession(close, timeout=CALL_S)) == (field,)
+    assert await refused_field(calls.stub.GetSession(pb.GetSessionRequest(), timeout=CALL_S)) == ("session_id",)
 
 
-async def test_a_request_id_with_another_request_is_refused(start_service: StartService) -> None:
-    async with tools(start_service, "python", "frozen_lake") as calls:
-        await calls.python("1", id="same")
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await calls.python("2", id="same")
-        assert error_of(refused.value).fields == ("request_id",)
+async def test_every_rpc_needs_a_deadline(calls: ToolsCalls) -> None:
+    with refused("DEADLINE_REQUIRED", grpc.StatusCode.INVALID_ARGUMENT):
+        await calls.stub.ListTools(pb.ListToolsRequest())
 
 
-async def test_an_ended_session_takes_no_more_steps(start_service: StartService) -> None:
-    async with tools(start_service, "frozen_lake") as calls:
-        session_id = await fall_into_a_hole(calls)
-        assert await reason_of(calls.step(session_id, {"action": "up"})) == (
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "SESSION_ENDED",
-        )
+async def test_a_request_id_with_another_request_is_refused(calls: ToolsCalls) -> None:
+    await calls.python("1", id="same")
+    assert await refused_field(calls.python("2", id="same")) == ("request_id",)
 
 
-async def fall_into_a_hole(calls: ToolsCalls) -> str:
-    """A session that is done. With seed 7 the first row is `SHFF`: one step to the right of the start is a hole."""
+async def test_an_ended_session_takes_no_more_steps(calls: ToolsCalls) -> None:
+    """With seed 7 the first row is `SHFF`: one step to the right of the start is a hole."""
     opened = await calls.open("frozen_lake", {"seed": 7})
     assert "AHFF" in opened.first.output
     result = await calls.step(opened.session.session_id, {"action": "right"})
-    assert result.done
-    assert result.reward == 0.0
-    return opened.session.session_id
+    assert (result.done, result.reward) == (True, 0.0)
+    with refused("SESSION_ENDED", grpc.StatusCode.FAILED_PRECONDITION):
+        await calls.step(opened.session.session_id, {"action": "up"})
 
 
 async def test_too_many_sessions_are_refused_with_a_time_to_retry(start_service: StartService) -> None:

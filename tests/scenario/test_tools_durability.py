@@ -4,8 +4,8 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -33,11 +33,11 @@ def state(tmp_path: Path) -> str:
     return str(tmp_path / "state")
 
 
-@asynccontextmanager
-async def run(start_service: StartService, state: str, *builtin: str, **settings: str) -> AsyncIterator[ToolsCalls]:
+def run(
+    start_service: StartService, state: str, *builtin: str, **settings: str
+) -> AbstractAsyncContextManager[ToolsCalls]:
     """One run of the service of that folder."""
-    async with tools(start_service, *builtin, STATE_DIR=state, **settings) as calls:
-        yield calls
+    return tools(start_service, *builtin, STATE_DIR=state, **settings)
 
 
 async def test_a_killed_service_goes_on_where_it_was(start_service: StartService, state: str) -> None:
@@ -180,11 +180,11 @@ class Hoards:
 """
 
 
-@asynccontextmanager
-async def run_own(start_service: StartService, state: str, folder: Path, **settings: str) -> AsyncIterator[ToolsCalls]:
+def run_own(
+    start_service: StartService, state: str, folder: Path, **settings: str
+) -> AbstractAsyncContextManager[ToolsCalls]:
     """One run of a service with tools that count, die and hoard."""
-    async with own_tools(start_service, folder, OWN_TOOLS, OWN_CODE, STATE_DIR=state, **settings) as calls:
-        yield calls
+    return own_tools(start_service, folder, OWN_TOOLS, OWN_CODE, STATE_DIR=state, **settings)
 
 
 async def test_an_opening_in_flight_is_the_one_that_its_repeat_gets(

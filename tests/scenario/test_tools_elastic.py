@@ -5,17 +5,16 @@ import json
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
 from support.conditions import until_said
-from support.processes import SUPPORT, StartService
+from support.processes import StartService
 from support.rpc import error_of
-from support.tools import ToolsCalls, calls_to, tools
+from support.tools import ToolsCalls, own_tools, tools
 from treadle.tools.v1 import tools_pb2 as pb
 
 TOOLS = """
@@ -23,11 +22,11 @@ from treadle_tools.tool import Kind, Limits, Scaling, Tool
 
 ANYTHING = {"type": "object"}
 TOOLS = [
-    Tool("spread", Kind.STATELESS, "", "elastic_code:spread", ANYTHING, limits=Limits(cpu_cores=2),
+    Tool("spread", Kind.STATELESS, "", "own_code:spread", ANYTHING, limits=Limits(cpu_cores=2),
          scaling=Scaling((1, 2), serial_share=0.1, single_core_s=1.0)),
-    Tool("room", Kind.ENVIRONMENT, "", "elastic_code:Room", ANYTHING, limits=Limits(cpu_cores=2),
+    Tool("room", Kind.ENVIRONMENT, "", "own_code:Room", ANYTHING, limits=Limits(cpu_cores=2),
          scaling=Scaling((1, 2), single_core_s=1.0)),
-    Tool("search", Kind.STATELESS, "", "elastic_code:search", ANYTHING, provider="web"),
+    Tool("search", Kind.STATELESS, "", "own_code:search", ANYTHING, provider="web"),
 ]
 """
 
@@ -64,24 +63,15 @@ PINS = Path("/sys/fs/cgroup/cpuset").is_dir() and os.access("/sys/fs/cgroup/cpus
 pins = pytest.mark.skipif(not PINS or len(os.sched_getaffinity(0)) < 2, reason="needs two cores and cpuset to write")
 
 
-@asynccontextmanager
-async def elastic_tools(
+def elastic_tools(
     start_service: StartService, folder: Path, *builtin: str, **settings: str
-) -> AsyncIterator[ToolsCalls]:
-    (folder / "elastic_tools.py").write_text(TOOLS)
-    (folder / "elastic_code.py").write_text(CODE)
+) -> AbstractAsyncContextManager[ToolsCalls]:
     (folder / "providers.toml").write_text(
         "[[provider]]\nname = 'web'\nconcurrency = 1\nquota = [{ count = 5, period_s = 3600 }]\n"
         "breaker = { failures = 2, cooldown_s = 600, longest_cooldown_s = 600 }\n"
     )
-    env = {"MODULES": "elastic_tools", "BUILTIN": ",".join(builtin), "PROVIDERS_FILE": str(folder / "providers.toml")}
-    process = await start_service(
-        "treadle_tools",
-        {f"TREADLE_TOOLS_{name}": value for name, value in (env | settings).items()}
-        | {"PYTHONPATH": f"{SUPPORT.parent}:{folder}"},
-    )
-    async with calls_to(process) as calls:
-        yield calls
+    providers = str(folder / "providers.toml")
+    return own_tools(start_service, folder, TOOLS, CODE, *builtin, PROVIDERS_FILE=providers, **settings)
 
 
 async def dimension(calls: ToolsCalls, name: str) -> pb.Resource:

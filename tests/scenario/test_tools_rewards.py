@@ -14,10 +14,10 @@ import grpc
 import grpc.aio
 import pytest
 from support.nats_server import NatsServer
-from support.processes import SUPPORT, ServiceProcess, StartService
+from support.processes import ServiceProcess, StartService, import_path
 from support.rewards import OWN_REWARDS, OWN_SCORES, RewardCalls
-from support.rpc import error_of
-from support.tools import CALL_S, ToolsCalls
+from support.rpc import error_of, refused
+from support.tools import CALL_S, calls_to, environment, shared_tools
 from treadle.telemetry.v1.facts_pb2 import Fact
 from treadle.tools.v1 import rewards_pb2 as pb
 from treadle_runtime.bus import open_bus
@@ -26,14 +26,34 @@ DONE, FAILED, CANCELLED = pb.REWARD_STATE_DONE, pb.REWARD_STATE_FAILED, pb.REWAR
 RUNNING = pb.REWARD_STATE_RUNNING
 
 
-async def start(start_service: StartService, folder: Path, **settings: str) -> ServiceProcess:
-    """A tools service with the rewards of support/rewards.py; started again it is the same service."""
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """The modules of support/rewards.py, not below /tmp, which a sandbox hides behind its own."""
+    folder = Path(tempfile.mkdtemp(prefix="treadle-rewards-", dir="/var/tmp"))
+    folder.chmod(0o755)
     (folder / "own_rewards.py").write_text(OWN_REWARDS)
     (folder / "own_scores.py").write_text(OWN_SCORES)
-    paths = [str(folder), str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")]
-    env = {"MODULES": "own_rewards", "BUILTIN": "", "REWARDS": "", **settings}
-    variables = {f"TREADLE_TOOLS_{name}": value for name, value in env.items()}
-    return await start_service("treadle_tools", {**variables, "PYTHONPATH": os.pathsep.join(filter(None, paths))})
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def service(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    settings = {"MODULES": "own_rewards", "CORES": "2", "PIN": "off"}
+    with shared_tools(tmp_path_factory.mktemp("rewards"), PYTHONPATH=import_path(folder), **settings) as process:
+        yield process
+
+
+@pytest.fixture
+async def calls(service: ServiceProcess) -> AsyncIterator[RewardCalls]:
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        yield RewardCalls(channel)
+
+
+async def start(start_service: StartService, folder: Path, **settings: str) -> ServiceProcess:
+    """A service of the test's own; started again it is the same service."""
+    env = environment(PYTHONPATH=import_path(folder), MODULES="own_rewards", REWARDS="", **settings)
+    return await start_service("treadle_tools", env)
 
 
 @asynccontextmanager
@@ -43,21 +63,12 @@ async def rewards(start_service: StartService, folder: Path, **settings: str) ->
         yield RewardCalls(channel)
 
 
-@pytest.fixture
-def outside_tmp() -> Iterator[Path]:
-    """A folder that is not below /tmp, which a sandbox hides behind its own."""
-    folder = Path(tempfile.mkdtemp(prefix="treadle-rewards-", dir="/var/tmp"))
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder)
-
-
 async def test_a_reward_is_accepted_scored_watched_and_told(
-    start_service: StartService, nats_url: str, outside_tmp: Path
+    start_service: StartService, nats_url: str, folder: Path
 ) -> None:
     facts: asyncio.Queue[Fact] = asyncio.Queue()
 
-    async with open_bus(nats_url, "test") as bus, rewards(start_service, outside_tmp) as calls:
+    async with open_bus(nats_url, "test") as bus, rewards(start_service, folder) as calls:
         await bus.subscribe(["reward_ended"], facts.put)
         accepted = await calls.score("given", {"score": 0.25}, job="math", trajectory_id="t-7")
         assert accepted.state in (pb.REWARD_STATE_PENDING, RUNNING)
@@ -72,25 +83,22 @@ async def test_a_reward_is_accepted_scored_watched_and_told(
         assert (told.reward_id, told.trajectory_id, told.job, told.score) == (ended.reward_id, "t-7", "math", 0.25)
 
 
-async def test_a_function_without_a_score_fails_its_reward_alone(
-    start_service: StartService, outside_tmp: Path
-) -> None:
-    async with rewards(start_service, outside_tmp) as calls:
-        names = ["nothing", "no_number", "raising", "given"]
-        accepted = [await calls.score(name, {"score": 1}) for name in names]
-        ended = await calls.ended(*(one.reward_id for one in accepted))
-        assert [one.state for one in ended] == [FAILED, FAILED, FAILED, DONE]
-        assert [one.HasField("score") for one in ended] == [False, False, False, True]
-        for one, word in zip(ended, ["no reward", "nan", "RuntimeError: no such luck", ""], strict=True):
-            assert word in one.error
+async def test_a_function_without_a_score_fails_its_reward_alone(calls: RewardCalls) -> None:
+    names = ["nothing", "no_number", "raising", "given"]
+    accepted = [await calls.score(name, {"score": 1}) for name in names]
+    ended = await calls.ended(*(one.reward_id for one in accepted))
+    assert [one.state for one in ended] == [FAILED, FAILED, FAILED, DONE]
+    assert [one.HasField("score") for one in ended] == [False, False, False, True]
+    for one, word in zip(ended, ["no reward", "nan", "RuntimeError: no such luck", ""], strict=True):
+        assert word in one.error
 
 
-async def test_what_was_accepted_is_scored_after_a_kill(start_service: StartService, outside_tmp: Path) -> None:
+async def test_what_was_accepted_is_scored_after_a_kill(start_service: StartService, folder: Path) -> None:
     """
     WHEN    the service is killed with a reward running, others waiting and one done
     Result: the next one scores what had not ended, tells the done one as it was, and repeats are answered as before
     """
-    process = await start(start_service, outside_tmp, REWARD_SLOTS="1")
+    process = await start(start_service, folder, REWARD_SLOTS="1")
     async with grpc.aio.insecure_channel(process.address) as channel:
         calls = RewardCalls(channel)
         [done] = await calls.ended((await calls.score("given", {"score": 3}, id="a")).reward_id)
@@ -99,7 +107,7 @@ async def test_what_was_accepted_is_scored_after_a_kill(start_service: StartServ
         waiting = [await calls.score("given", {"score": 4}, id="c", job="one"), await calls.score("given", large)]
         await calls.running(running.reward_id)
         process.kill()
-    async with rewards(start_service, outside_tmp, REWARD_SLOTS="1") as calls:
+    async with rewards(start_service, folder, REWARD_SLOTS="1") as calls:
         assert await calls.get(done.reward_id) == done
         again = await calls.score("given", {"score": 4}, id="c", job="one")
         assert again.reward_id == waiting[0].reward_id
@@ -107,8 +115,8 @@ async def test_what_was_accepted_is_scored_after_a_kill(start_service: StartServ
         assert [(one.state, one.score) for one in ended] == [(DONE, 1.0), (DONE, 4.0), (DONE, 5.0)]
 
 
-async def test_no_job_waits_for_all_of_another(start_service: StartService, outside_tmp: Path) -> None:
-    async with rewards(start_service, outside_tmp, REWARD_SLOTS="1") as calls:
+async def test_no_job_waits_for_all_of_another(start_service: StartService, folder: Path) -> None:
+    async with rewards(start_service, folder, REWARD_SLOTS="1") as calls:
         await calls.ended((await calls.score("given", {"score": 0})).reward_id)  # what it costs is known now
         large = [await calls.score("given", {"score": 1}, job="large") for _ in range(60)]
         small = [await calls.score("given", {"score": 2}, job="small") for _ in range(3)]
@@ -121,8 +129,8 @@ async def test_no_job_waits_for_all_of_another(start_service: StartService, outs
         assert in_order == [one.reward_id for one in large]
 
 
-async def test_a_cancelled_reward_ends_whether_it_waits_or_runs(start_service: StartService, outside_tmp: Path) -> None:
-    async with rewards(start_service, outside_tmp, REWARD_SLOTS="1") as calls:
+async def test_a_cancelled_reward_ends_whether_it_waits_or_runs(start_service: StartService, folder: Path) -> None:
+    async with rewards(start_service, folder, REWARD_SLOTS="1") as calls:
         running = await calls.score("endless", {})
         waiting = await calls.score("given", {"score": 1})
         await calls.running(running.reward_id)
@@ -133,20 +141,19 @@ async def test_a_cancelled_reward_ends_whether_it_waits_or_runs(start_service: S
         assert (await calls.cancel(after.reward_id)).state == DONE
 
 
-async def test_a_watch_of_a_job_hears_of_later_rewards(start_service: StartService, outside_tmp: Path) -> None:
-    async with rewards(start_service, outside_tmp) as calls:
-        watch = calls.stub.WatchRewards(pb.WatchRewardsRequest(job="mine"), timeout=CALL_S)
-        await calls.score("given", {"score": 1}, job="other")
-        mine = await calls.score("given", {"score": 2}, job="mine")
-        async for answer in watch:
-            assert answer.reward.reward_id == mine.reward_id
-            if answer.reward.state == DONE:
-                break
-        watch.cancel()
+async def test_a_watch_of_a_job_hears_of_later_rewards(calls: RewardCalls) -> None:
+    watch = calls.stub.WatchRewards(pb.WatchRewardsRequest(job="mine"), timeout=CALL_S)
+    await calls.score("given", {"score": 1}, job="other")
+    mine = await calls.score("given", {"score": 2}, job="mine")
+    async for answer in watch:
+        assert answer.reward.reward_id == mine.reward_id
+        if answer.reward.state == DONE:
+            break
+    watch.cancel()
 
 
-async def test_a_full_pool_says_when_to_come_back(start_service: StartService, outside_tmp: Path) -> None:
-    async with rewards(start_service, outside_tmp, REWARD_SLOTS="1", MAX_REWARDS="2") as calls:
+async def test_a_full_pool_says_when_to_come_back(start_service: StartService, folder: Path) -> None:
+    async with rewards(start_service, folder, REWARD_SLOTS="1", MAX_REWARDS="2") as calls:
         running = await calls.score("endless", {})
         await calls.running(running.reward_id)
         for _ in range(2):
@@ -158,15 +165,12 @@ async def test_a_full_pool_says_when_to_come_back(start_service: StartService, o
         assert error.retry_after_s is not None
 
 
-async def test_agents_do_not_see_rewards(start_service: StartService, outside_tmp: Path) -> None:
-    process = await start(start_service, outside_tmp)
-    async with grpc.aio.insecure_channel(process.address) as channel:
-        tools = ToolsCalls(channel, process)
-        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+async def test_agents_do_not_see_rewards(service: ServiceProcess, calls: RewardCalls) -> None:
+    async with calls_to(service) as tools:
+        with refused("TOOL_NOT_FOUND", grpc.StatusCode.NOT_FOUND):
             await tools.invoke({"score": 1}, tool="given")
-        assert error_of(unknown.value)[:2] == (grpc.StatusCode.NOT_FOUND, "TOOL_NOT_FOUND")
-        listed = await RewardCalls(channel).stub.ListRewards(pb.ListRewardsRequest(), timeout=CALL_S)
-        assert {one.name for one in listed.rewards} >= {"given", "waiting"}
+    listed = await calls.stub.ListRewards(pb.ListRewardsRequest(), timeout=CALL_S)
+    assert {one.name for one in listed.rewards} >= {"given", "waiting"}
 
 
 PASSING = "def double(x):\n    return 2 * x\n"
@@ -202,39 +206,33 @@ BUILTIN: list[tuple[str, dict[str, Any], float]] = [
 ]
 
 
-async def test_the_built_in_rewards(start_service: StartService, outside_tmp: Path) -> None:
-    names = ",".join(sorted({name for name, _, _ in BUILTIN}))
-    async with rewards(start_service, outside_tmp, REWARDS=names) as calls:
-        accepted = [await calls.score(name, arguments) for name, arguments, _ in BUILTIN]
-        ended = await calls.ended(*(one.reward_id for one in accepted))
-        assert [(one.state, one.error) for one in ended] == [(DONE, "")] * len(BUILTIN)
-        assert [one.score for one in ended] == [score for _, _, score in BUILTIN]
+async def test_the_built_in_rewards(calls: RewardCalls) -> None:
+    accepted = [await calls.score(name, arguments) for name, arguments, _ in BUILTIN]
+    ended = await calls.ended(*(one.reward_id for one in accepted))
+    assert [(one.state, one.error) for one in ended] == [(DONE, "")] * len(BUILTIN)
+    assert [one.score for one in ended] == [score for _, _, score in BUILTIN]
 
 
 SLOW = "import time\n" + "".join(f"def test_{n}():\n    time.sleep(0.2)\n" for n in range(6))
 
 
-async def test_python_tests_runs_on_the_cores_that_it_is_granted(
-    start_service: StartService, outside_tmp: Path
-) -> None:
+async def test_python_tests_runs_on_the_cores_that_it_is_granted(calls: RewardCalls) -> None:
     """WHEN it is known how long it takes, and a second core is free. Result: two workers, and the same score."""
-    async with rewards(start_service, outside_tmp, REWARDS="python_tests", CORES="2", PIN="off") as calls:
-        arguments = {"files": {"solution.py": ""}, "tests": {"test_it.py": SLOW}}
-        for _ in range(2):
-            [ended] = await calls.ended((await calls.score("python_tests", arguments)).reward_id)
-            assert (ended.state, ended.score) == (DONE, 1.0), ended.output
-        assert "2 workers" in ended.output or "bringing up nodes" in ended.output
+    arguments = {"files": {"solution.py": ""}, "tests": {"test_it.py": SLOW}}
+    for _ in range(2):
+        [ended] = await calls.ended((await calls.score("python_tests", arguments)).reward_id)
+        assert (ended.state, ended.score) == (DONE, 1.0), ended.output
+    assert "2 workers" in ended.output or "bringing up nodes" in ended.output
 
 
-async def test_tests_that_are_not_run_are_no_score(start_service: StartService, outside_tmp: Path) -> None:
-    async with rewards(start_service, outside_tmp, REWARDS="python_tests") as calls:
-        accepted = await calls.score("python_tests", {"files": {"a.py": ""}, "tests": {"test_it.py": "x = 1"}})
-        [ended] = await calls.ended(accepted.reward_id)
-        assert (ended.state, ended.error) == (FAILED, "tool_error: pytest found no tests")
+async def test_tests_that_are_not_run_are_no_score(calls: RewardCalls) -> None:
+    accepted = await calls.score("python_tests", {"files": {"a.py": ""}, "tests": {"test_it.py": "x = 1"}})
+    [ended] = await calls.ended(accepted.reward_id)
+    assert (ended.state, ended.error) == (FAILED, "tool_error: pytest found no tests")
 
 
-async def test_a_drain_ends_what_runs_and_keeps_it(start_service: StartService, outside_tmp: Path) -> None:
-    process = await start(start_service, outside_tmp)
+async def test_a_drain_ends_what_runs_and_keeps_it(start_service: StartService, folder: Path) -> None:
+    process = await start(start_service, folder)
     async with grpc.aio.insecure_channel(process.address) as channel:
         calls = RewardCalls(channel)
         await calls.ended((await calls.score("waiting", {"seconds": 0})).reward_id)  # its worker runs
@@ -242,15 +240,15 @@ async def test_a_drain_ends_what_runs_and_keeps_it(start_service: StartService, 
         await calls.running(running[0].reward_id)
         process.terminate()
         assert await process.wait() == 0, process.stderr_text()
-    async with rewards(start_service, outside_tmp) as calls:
+    async with rewards(start_service, folder) as calls:
         ended = await calls.ended(*(one.reward_id for one in running))
         assert [(one.state, one.score) for one in ended] == [(DONE, 0.7)] * 4
 
 
 async def test_a_reward_ends_once_nats_is_back(
-    start_service: StartService, nats_server: NatsServer, outside_tmp: Path
+    start_service: StartService, nats_server: NatsServer, folder: Path
 ) -> None:
-    async with rewards(start_service, outside_tmp) as calls:
+    async with rewards(start_service, folder) as calls:
         running = await calls.score("waiting", {"seconds": 1})
         await calls.running(running.reward_id)
         nats_server.kill()
@@ -264,10 +262,9 @@ async def test_a_reward_ends_once_nats_is_back(
         assert (ended.state, ended.score) == (DONE, 1.0)
 
 
-async def test_a_path_out_of_the_work_folder_is_refused(start_service: StartService, outside_tmp: Path) -> None:
-    async with rewards(start_service, outside_tmp, REWARDS="python_tests") as calls:
-        for path in ("../up.py", "/etc/up.py"):
-            accepted = await calls.score("python_tests", {"files": {path: ""}, "tests": {"test_it.py": ""}})
-            [ended] = await calls.ended(accepted.reward_id)
-            assert ended.state == FAILED
-            assert "below the work folder" in ended.error
+async def test_a_path_out_of_the_work_folder_is_refused(calls: RewardCalls) -> None:
+    for path in ("../up.py", "/etc/up.py"):
+        accepted = await calls.score("python_tests", {"files": {path: ""}, "tests": {"test_it.py": ""}})
+        [ended] = await calls.ended(accepted.reward_id)
+        assert ended.state == FAILED
+        assert "below the work folder" in ended.error

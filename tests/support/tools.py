@@ -5,7 +5,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +83,16 @@ class ToolsCalls:
         return (await self.stub.GetSession(pb.GetSessionRequest(session_id=session_id), timeout=CALL_S)).session
 
 
+def environment(*builtin: str, PYTHONPATH: str = "", **settings: str) -> dict[str, str]:  # noqa: N803 - as it is called
+    """The built-in tools named (each costs the start of a worker) and settings in upper case, as variables."""
+    env = {f"TREADLE_TOOLS_{name}": value for name, value in {"BUILTIN": ",".join(builtin), **settings}.items()}
+    return env | ({"PYTHONPATH": PYTHONPATH} if PYTHONPATH else {})
+
+
 @asynccontextmanager
 async def tools(start_service: StartService, *builtin: str, **settings: str) -> AsyncIterator[ToolsCalls]:
-    """A tools service with the built-in tools named (each costs the start of a worker); settings in upper case."""
-    env = {f"TREADLE_TOOLS_{name}": value for name, value in settings.items()}
-    process = await start_service("treadle_tools", {"TREADLE_TOOLS_BUILTIN": ",".join(builtin), **env})
+    """A tools service; see `environment`."""
+    process = await start_service("treadle_tools", environment(*builtin, **settings))
     async with calls_to(process) as calls:
         yield calls
 
@@ -97,8 +102,8 @@ def shared_tools(folder: Path, *builtin: str, **settings: str) -> Iterator[Servi
     """A tools service with a nats-server of its own, for the tests of a whole module: they leave nothing in it."""
     nats = NatsServer(folder / "nats")
     nats.start()
-    env = {f"TREADLE_TOOLS_{name}": value for name, value in {"BUILTIN": ",".join(builtin), **settings}.items()}
-    process = start_process("treadle_tools", "tools", {"TREADLE_NATS_URL": nats.url, **env}, folder / "tools")
+    env = {"TREADLE_NATS_URL": nats.url, **environment(*builtin, **settings)}
+    process = start_process("treadle_tools", "tools", env, folder / "tools")
     try:
         asyncio.run(process.ready(60.0))
         yield process
@@ -133,17 +138,10 @@ async def calls_to(process: ServiceProcess) -> AsyncIterator[ToolsCalls]:
         yield ToolsCalls(channel, process)
 
 
-@asynccontextmanager
-async def own_tools(
-    start_service: StartService, folder: Path, declared: str, code: str, **settings: str
-) -> AsyncIterator[ToolsCalls]:
+def own_tools(
+    start_service: StartService, folder: Path, declared: str, code: str, *builtin: str, **settings: str
+) -> AbstractAsyncContextManager[ToolsCalls]:
     """A tools service with the tools of a module `own_tools`, whose code is in a module `own_code`."""
     (folder / "own_tools.py").write_text(declared)
     (folder / "own_code.py").write_text(code)
-    env = {"MODULES": "own_tools", "BUILTIN": "", **settings}
-    process = await start_service(
-        "treadle_tools",
-        {"PYTHONPATH": import_path(folder), **{f"TREADLE_TOOLS_{name}": value for name, value in env.items()}},
-    )
-    async with calls_to(process) as calls:
-        yield calls
+    return tools(start_service, *builtin, PYTHONPATH=import_path(folder), MODULES="own_tools", **settings)
