@@ -8,9 +8,10 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from support.conditions import until
 from support.fake_memory_engine import FakeGpu, FakeMemoryEngine
 from support.functions import start_declared
-from support.processes import ServiceProcess, StartService
+from support.processes import StartService
 from support.rewards import RewardCalls
 from treadle.tools.v1 import rewards_pb2 as pb
 
@@ -98,9 +99,7 @@ async def engines_beside(first: FakeMemoryEngine, second: FakeMemoryEngine) -> A
 
 async def until_released(engine: FakeMemoryEngine) -> None:
     """As the service does with a server that nobody asks."""
-    async with asyncio.timeout(60.0):
-        while not engine.released:  # noqa: ASYNC110 - it is another process that does it
-            await asyncio.sleep(0.01)
+    await until(lambda: engine.released, 60.0)
 
 
 async def test_a_restarted_service_knows_what_is_released(start_service: StartService, tmp_path: Path) -> None:
@@ -198,13 +197,13 @@ async def test_a_kill_in_the_middle_of_a_change_costs_a_start_of_that_server(
             await until_released(a)
             a.may_change.clear()
             pending = await RewardCalls(channel).score("by_a", {"text": "x"})
-            await logged(a, "resume")
+            await until(lambda: "resume" in a.log)
             process.kill()
             a.may_change.set()
         process = await start_declared(start_service, tmp_path, declarations)
         async with grpc.aio.insecure_channel(process.address) as channel:
             calls = RewardCalls(channel)
-            await reported(process, "start it anew")
+            await until(lambda: "start it anew" in process.stderr_text(), 60.0)
             assert (await calls.get(pending.reward_id)).state == pb.REWARD_STATE_RUNNING
             await a.stop()
             await a.start()
@@ -228,11 +227,11 @@ async def test_a_release_that_a_kill_left_open_keeps_its_gpu_taken(start_service
                 b.may_change.clear()
                 b.log.clear()
                 pending = await RewardCalls(channel).score("by_a", {"text": "x"})
-                await logged(b, "release")
+                await until(lambda: "release" in b.log)
                 process.kill()
             process = await start_declared(start_service, tmp_path, declarations)
             async with grpc.aio.insecure_channel(process.address) as channel:
-                await reported(process, "start it anew")
+                await until(lambda: "start it anew" in process.stderr_text(), 60.0)
                 b.may_change.set()
                 assert "resume" not in a.log
                 await b.stop()
@@ -252,9 +251,9 @@ async def test_a_drain_in_the_middle_of_a_change_waits_for_it(start_service: Sta
             await until_released(a)
             a.may_change.clear()
             pending = await RewardCalls(channel).score("by_a", {"text": "x"})
-            await logged(a, "resume")
+            await until(lambda: "resume" in a.log)
             process.terminate()
-            await reported(process, "draining")
+            await until(lambda: "draining" in process.stderr_text(), 60.0)
             asyncio.get_running_loop().call_later(0.5, a.may_change.set)  # the drain cancels its caller before
             assert await process.wait() == 0, process.stderr_text()
         process = await start_declared(start_service, tmp_path, declarations)
@@ -262,20 +261,6 @@ async def test_a_drain_in_the_middle_of_a_change_waits_for_it(start_service: Sta
             assert (await RewardCalls(channel).ended(pending.reward_id))[0].state == DONE
             unharmed(a)
             assert a.log.count("start") == 1
-
-
-async def reported(process: ServiceProcess, words: str) -> None:
-    """Returns once the service has logged it."""
-    async with asyncio.timeout(60.0):
-        while words not in process.stderr_text():  # noqa: ASYNC110 - it is another process that writes it
-            await asyncio.sleep(0.01)
-
-
-async def logged(engine: FakeMemoryEngine, what: str) -> None:
-    """Returns once it has begun to do it."""
-    async with asyncio.timeout(20.0):
-        while what not in engine.log:  # noqa: ASYNC110 - it is another process that asks for it
-            await asyncio.sleep(0.01)
 
 
 async def test_a_server_that_would_lose_its_weights_is_not_released(

@@ -369,13 +369,11 @@ class Patience:
 
     def longest_s(self, now_s: float) -> float:
         """How long a call that begins now waits for its first byte."""
-        if self.is_cold(now_s):
-            learned_s = max(self._cold.longest_s, SHORTEST_COLD_S) if self._cold.count else self._cold_s
-        elif self._warm.count:
-            learned_s = max(self._warm.longest_s, SHORTEST_WARM_S)
-        else:
-            learned_s = self._cold_s  # one cold answer says nothing of warm ones
-        return min(learned_s, self._cold_s)
+        cold = self.is_cold(now_s)
+        waits, shortest_s = (self._cold, SHORTEST_COLD_S) if cold else (self._warm, SHORTEST_WARM_S)
+        if waits.count == 0:
+            return self._cold_s  # one cold answer says nothing of warm ones
+        return min(max(waits.longest_s, shortest_s), self._cold_s)
 
     def answered(self, began_s: float, now_s: float) -> None:
         """A call that began then has its first byte now."""

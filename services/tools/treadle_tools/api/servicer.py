@@ -5,11 +5,12 @@ so that a caller's mistake is always reported as one.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
+from google.protobuf.message import Message
 from treadle.tools.v1 import tools_pb2 as pb
 from treadle.tools.v1 import tools_pb2_grpc
 from treadle_core.tools.dispatcher import Dispatcher
@@ -32,6 +33,7 @@ from treadle_tools.sessions.sessions import Sessions
 from treadle_tools.sessions.snapshots import Snapshot, Snapshots
 from treadle_tools.tool import Kind, Result, Tool
 
+R = TypeVar("R", bound=Message)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -103,9 +105,12 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
             return await self._call(request)
 
         if request.session_id:
-            # A step changes the environment: it is finished and recorded whether or not the caller still waits.
-            return await self._background.finish(lambda: self._records.once("Invoke", request, pb.InvokeResponse, call))
+            return await self._finish("Invoke", request, pb.InvokeResponse, call)
         return await self._records.once("Invoke", request, pb.InvokeResponse, call, self._background.spawn)
+
+    async def _finish(self, rpc: str, request: Message, answer: type[R], call: Callable[[], Awaitable[R]]) -> R:
+        """What changes a session is finished and recorded whether or not the caller still waits."""
+        return await self._background.finish(lambda: self._records.once(rpc, request, answer, call))
 
     async def _call(self, request: pb.InvokeRequest) -> pb.InvokeResponse:
         _trajectory(request.trajectory_id)
@@ -146,18 +151,14 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
             session, first = await self._gateway.sessions.open(opening)
             return pb.OpenSessionResponse(session=convert.session_message(session), first=convert.result_message(first))
 
-        return await self._background.finish(
-            lambda: self._records.once("OpenSession", request, pb.OpenSessionResponse, call)
-        )
+        return await self._finish("OpenSession", request, pb.OpenSessionResponse, call)
 
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
         async def call() -> pb.CloseSessionResponse:
             await self._gateway.sessions.close(identifier("session_id", request.session_id), request.request_id)
             return pb.CloseSessionResponse()
 
-        return await self._background.finish(
-            lambda: self._records.once("CloseSession", request, pb.CloseSessionResponse, call)
-        )
+        return await self._finish("CloseSession", request, pb.CloseSessionResponse, call)
 
     def _snapshot(self, request: pb.OpenSessionRequest) -> Snapshot:
         snapshot = self._gateway.snapshots.get(identifier("snapshot_id", request.snapshot_id))
@@ -173,9 +174,7 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
             snapshot = await self._gateway.sessions.snapshot(session)
             return pb.SnapshotSessionResponse(snapshot=convert.snapshot_message(snapshot))
 
-        return await self._background.finish(
-            lambda: self._records.once("SnapshotSession", request, pb.SnapshotSessionResponse, call)
-        )
+        return await self._finish("SnapshotSession", request, pb.SnapshotSessionResponse, call)
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.GetSessionResponse:
         session = self._gateway.sessions.get(identifier("session_id", request.session_id))

@@ -102,34 +102,27 @@ class RewardJournal:
         for entry in await entries_of(self._bucket):
             reward_id, kind, *index = entry.key.split(".")
             if kind == STATE:
-                rewards.append(_decode(entry.value or b""))
+                document = json.loads(entry.value or b"")
+                rewards.append(Reward(**{**document, "state": State(document["state"])}))
             else:
                 parts.setdefault(reward_id, {})[int(index[0])] = entry.value or b""
         for orphan in parts.keys() - {reward.reward_id for reward in rewards}:
             await self.forget(orphan)  # never accepted: the service ended before its state was written
         return [
-            (reward, "" if reward.ended else _joined(parts[reward.reward_id]))
+            (reward, "" if reward.ended else _join(parts[reward.reward_id]))
             for reward in sorted(rewards, key=lambda reward: reward.accepted_at)
         ]
 
     async def _put_state(self, reward: Reward) -> None:
-        await self._bucket.put(f"{reward.reward_id}.{STATE}", _encode(reward))
+        # By the standard library, as pydantic refuses the lone surrogates that a tool's output may hold.
+        data = json.dumps(dataclasses.asdict(reward), separators=(",", ":")).encode()
+        await self._bucket.put(f"{reward.reward_id}.{STATE}", data)
 
     async def _purge(self, keys: str) -> None:
         """The subjects themselves: deleting by key would leave a marker behind each."""
         await self._jetstream.purge_stream(f"KV_{BUCKET}", subject=f"$KV.{BUCKET}.{keys}")
 
 
-def _encode(reward: Reward) -> bytes:
-    """JSON by the standard library, as pydantic refuses the lone surrogates that a tool's output may hold."""
-    return json.dumps(dataclasses.asdict(reward), separators=(",", ":")).encode()
-
-
-def _decode(data: bytes) -> Reward:
-    document = json.loads(data)
-    return Reward(**{**document, "state": State(document["state"])})
-
-
-def _joined(parts: dict[int, bytes]) -> str:
+def _join(parts: dict[int, bytes]) -> str:
     data = b"".join(parts[index] for index in sorted(parts))
     return zlib.decompress(data).decode("utf-8", "surrogatepass")

@@ -63,14 +63,11 @@ class ToolScorer:
         result = await self._call(self._tool, arguments, self._tool.limits, "")
         if result.refused_s is not None:
             raise Unavailable("PROVIDER_REFUSED", result.error or "refused", retry_after_s=result.refused_s)
-        if result.status is not Status.OK:
+        if result.status is not Status.OK or (result.reward is not None and math.isfinite(result.reward)):
             return result
-        if result.reward is None:
-            return replace(result, status=Status.TOOL_ERROR, error="the reward function gave no reward")
-        if not math.isfinite(result.reward):
-            error = f"the reward is {result.reward}, no finite number"
-            return replace(result, status=Status.TOOL_ERROR, error=error)
-        return result
+        none = "the reward function gave no reward"
+        error = none if result.reward is None else f"the reward is {result.reward}, no finite number"
+        return replace(result, status=Status.TOOL_ERROR, error=error)
 
 
 class Endpoint(Protocol):

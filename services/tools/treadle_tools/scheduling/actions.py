@@ -4,11 +4,9 @@ The time of an action is its queue time, its execution (the tool's own) and its 
 provider refused is made again when the provider allows it, if its caller still waits then.
 """
 
-import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from treadle_core.tools.grants import SERVED, End, Ended
@@ -20,13 +18,20 @@ from treadle_tools.limits import Granted, Limits
 from treadle_tools.sandbox.sandboxes import SandboxLost, WorkerFailed
 from treadle_tools.scheduling.demand import Demands
 from treadle_tools.scheduling.scheduler import ActionScheduler, RunningAction
-from treadle_tools.scheduling.usage import NO_METERS, Meters
+from treadle_tools.scheduling.usage import Meters
 from treadle_tools.tool import Kind, Result, Status, Tool
 
 RETRY_WORKER_S = 2.0  # about what a worker takes to start
 # Of the caller's time left, what a refused call may wait for another turn: the rest is for the answer to arrive.
 RETRY_SHARE = 0.9
 LONGEST_REST_S = 86_400.0  # what a tool says that its provider asked for; quotas of a day are the longest in use
+
+# What is taken from a worker's reply as it is, and how it is read.
+READ: Mapping[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("output", "error", "data_json"), str),
+    **dict.fromkeys(("truncated", "done", "alive"), bool),
+    **dict.fromkeys(("reward", "execution_s", "cpu_s"), float),
+}
 
 Work = Callable[[Granted], Awaitable[Mapping[str, Any]]]
 
@@ -66,10 +71,10 @@ class Actions:
         facts: Facts,
         demands: Demands,
         *,
-        pinned: bool = False,
-        providers: Mapping[str, BasicManager] = MappingProxyType({}),
-        meters: Meters = NO_METERS,
-        numbers: Iterator[int] | None = None,
+        pinned: bool,
+        providers: Mapping[str, BasicManager],
+        meters: Meters,
+        numbers: Iterator[int],
     ) -> None:
         self._scheduler = scheduler
         self._facts = facts
@@ -77,7 +82,7 @@ class Actions:
         self._pinned = pinned
         self._providers = providers
         self._meters = meters
-        self._numbers = itertools.count() if numbers is None else numbers
+        self._numbers = numbers
 
     async def run(self, tool: Tool, trajectory_id: str, limits: Limits, work: Work, holder: str = "") -> Result:
         """Run `work`, which asks a sandbox and may raise SandboxLost or WorkerFailed.
@@ -164,7 +169,7 @@ class Actions:
         try:
             result = result_of(await call.work(granted))
         except SandboxLost as lost:
-            result = result_of_lost_sandbox(lost)
+            result = Result(lost.status, error=str(lost), alive=False)
         except WorkerFailed as failure:
             raise Unavailable("TOOL_NOT_READY", str(failure), retry_after_s=RETRY_WORKER_S) from failure
         refused_s = result.refused_s if call.tool.provider else None
@@ -181,29 +186,15 @@ def ended_of(tool: Tool, result: Result) -> Ended:
 
 def result_of(reply: Mapping[str, Any]) -> Result:
     """Parse a worker's reply."""
-    invalid, cpu_s = reply.get("invalid"), reply.get("cpu_s")
-    retry_after_s = reply.get("retry_after_s")
-    refused_s = None if retry_after_s is None else min(max(0.0, float(retry_after_s)), LONGEST_REST_S)
-    status = Status(reply["status"])
-    if refused_s is not None and status is Status.OK:
-        status = Status.TOOL_ERROR
-        reply = {**reply, "error": reply["error"] or f"the provider refuses for {refused_s:g} s"}
-    return Result(
-        status=status,
-        output=str(reply["output"]),
-        truncated=bool(reply["truncated"]),
-        error=str(reply["error"]),
-        reward=None if reply.get("reward") is None else float(reply["reward"]),
-        done=bool(reply.get("done", False)),
-        data_json=str(reply.get("data_json", "")),
-        alive=bool(reply["alive"]),
-        invalid=None if invalid is None else (str(invalid[0]), str(invalid[1])),
-        execution_s=float(reply["execution_s"]),
-        cpu_s=None if cpu_s is None else float(cpu_s),
-        refused_s=refused_s,
-    )
-
-
-def result_of_lost_sandbox(lost: SandboxLost) -> Result:
-    """The result of an action whose sandbox gave no answer."""
-    return Result(lost.status, error=str(lost), done=False, alive=False)
+    fields = {name: read(reply[name]) for name, read in READ.items() if reply.get(name) is not None}
+    result = Result(Status(reply["status"]), **fields)
+    if reply.get("invalid") is not None:
+        name, description = reply["invalid"]
+        result = replace(result, invalid=(str(name), str(description)))
+    if reply.get("retry_after_s") is None:
+        return result
+    refused_s = min(max(0.0, float(reply["retry_after_s"])), LONGEST_REST_S)
+    if result.status is not Status.OK:
+        return replace(result, refused_s=refused_s)
+    error = result.error or f"the provider refuses for {refused_s:g} s"
+    return replace(result, status=Status.TOOL_ERROR, error=error, refused_s=refused_s)

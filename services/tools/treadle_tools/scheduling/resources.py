@@ -48,8 +48,7 @@ def find_node(cores: int, memory_bytes: int, system: Path = Path("/sys/devices/s
         sorted(usable & parse_cpu_list((folder / "cpulist").read_text()))
         for folder in sorted(system.glob("node[0-9]*"))
     ]
-    known = {core for cores_of in numa for core in cores_of}
-    numa = [*numa, sorted(usable - known)]
+    numa.append(sorted(usable.difference(*numa)))
     taken: list[tuple[int, ...]] = []
     for of_node in numa:
         taken.append(tuple(of_node[: wanted - sum(map(len, taken))]))

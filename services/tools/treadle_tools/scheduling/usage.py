@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from opentelemetry.metrics import Meter, NoOpMeter
+from opentelemetry.metrics import Meter
 from treadle_core.tools.dispatcher import Dispatcher
 
 from treadle_tools.tool import Result, Tool
@@ -19,7 +19,7 @@ WATCH_S = 5.0  # twice as often as figures are exported
 
 
 class Meters:
-    """Instruments; they do nothing where nothing is exported."""
+    """Instruments; those of a meter that exports nothing do nothing."""
 
     def __init__(self, meter: Meter) -> None:
         def histogram(name: str, what: str, bounds_s: Sequence[float] = ACTION_BOUNDS_S) -> Callable[..., None]:
@@ -62,6 +62,3 @@ class Meters:
                 self._held(each.held, labels)
                 self._waiting(waiting[each.dimension], labels)
             await asyncio.sleep(WATCH_S)
-
-
-NO_METERS = Meters(NoOpMeter("treadle"))
