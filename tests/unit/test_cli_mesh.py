@@ -1,10 +1,12 @@
 """The process tree of `treadle up` and `treadle demo`, with plain shells for children: whatever ends it, nothing is
-left.
+left. And the ports that they choose before a service binds them.
 """
 
 import asyncio
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.conditions import until
+from treadle_cli.mesh import services as ports
 from treadle_cli.mesh.guardian import session_members
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree
 
@@ -133,3 +136,23 @@ async def test_a_child_is_pinned_to_the_cores_that_it_was_given(tmp_path: Path) 
 
 async def never_ready() -> None:
     return None
+
+
+def test_ports_differ_and_can_be_bound() -> None:
+    chosen = ports.free_ports(50)
+    assert len(set(chosen)) == 50
+    assert all(ports.is_free(port) for port in chosen)
+
+
+def test_the_kernel_gives_none_of_them_to_a_connection() -> None:
+    first = int(ports.EPHEMERAL_RANGE.read_text().split()[0])
+    assert all(ports.LOWEST <= port < first for port in ports.free_ports(50))
+
+
+def test_a_port_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server((ports.HOST, ports.free_port())) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(random, "sample", lambda among, count: [port])
+        assert not ports.is_free(port)
+        with pytest.raises(OSError, match="only 0 of 1 ports from 10000 to"):
+            ports.free_ports(1)
