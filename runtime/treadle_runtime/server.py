@@ -51,21 +51,18 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Runtime:
     """What a service is given to work with.
 
-    stopping: set when the drain begins. listening: resolves to the address (host:port) that the server listens at.
+    stopping: set when the drain begins. channel: from an address (host:port) to its channel: one per address, closed at
+    drain; deadline and trace go with it. listening: resolves to the address that the server listens at.
     """
 
     settings: Settings
     bus: Bus
     records: RequestRecords
     stopping: asyncio.Event
-    channels: Channels
+    channel: Callable[[str], grpc.aio.Channel]
     tracing: Tracing
     metrics: Metrics
     listening: asyncio.Future[str]
-
-    def channel(self, address: str) -> grpc.aio.Channel:
-        """The channel to `address` (host:port): one per address, closed at drain; deadline and trace go with it."""
-        return self.channels.get(address)
 
 
 @dataclass(frozen=True)
@@ -156,7 +153,7 @@ async def serving(settings: Settings, wire: Wire, *, tracing: Tracing | None = N
             except nats.errors.Error as error:
                 raise StartError(f"JetStream at {settings.nats_url} does not hold records: {error!r}") from error
             listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-            runtime = Runtime(settings, bus, records, stopping, channels, tracing, metrics, listening)
+            runtime = Runtime(settings, bus, records, stopping, channels.get, tracing, metrics, listening)
             wiring = await wire(runtime)
             try:
                 async with run_beside(wiring.tasks), _listening(settings, wiring, stopping, tracing) as address:

@@ -88,8 +88,7 @@ def test_another_tokenizer_in_the_backbones_place_is_refused(tmp_path: Path) -> 
 
 def folder_with(path: Path, *versions: str) -> ModelsFolder:
     for version in versions:
-        torch.manual_seed(0)
-        save(Checkpoint(version, "nowhere", "f" * 16, HIDDEN, Bounds(), QuantileHead(HIDDEN).eval()), path / version)
+        save(made(version), path / version)
     return ModelsFolder(path)
 
 
