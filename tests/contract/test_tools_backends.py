@@ -60,10 +60,22 @@ TOOLS = [Tool("docker_only", Kind.STATELESS, "", "own_code:f", {}, backend="dock
         assert error_of(refused.value).reason == "SANDBOX_UNAVAILABLE"
 
 
-@pytest.mark.parametrize("networks", ["host", "egress,host", "container:other"])
-def test_the_hosts_own_network_cannot_be_allowed(networks: str) -> None:
-    with pytest.raises(ValidationError, match="not host"):
-        ToolsSettings.model_validate({"networks": networks})
+@pytest.mark.parametrize(
+    ("setting", "value", "says"),
+    [
+        ("networks", "host", "not host"),
+        ("networks", "egress,host", "not host"),
+        ("networks", "container:other", "not host"),
+        ("modules", "not a name", "Python module names"),
+        ("cores", "-1", "greater than or equal to 0"),
+        ("cgroups", "maybe", "'auto' or 'off'"),
+        ("keep_s", "-1", "greater than or equal to 0"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(setting: str, value: str, says: str) -> None:
+    """The host's own network cannot be allowed either."""
+    with pytest.raises(ValidationError, match=says):
+        ToolsSettings.model_validate({setting: value})
 
 
 def test_a_network_or_backend_that_nobody_allowed_is_refused_at_start() -> None:

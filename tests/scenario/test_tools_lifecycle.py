@@ -169,11 +169,7 @@ async def test_own_tools_come_from_a_module(start_service: StartService, tmp_pat
     ("variable", "value", "says"),
     [
         ("MODULES", "no_such_module", "no_such_module"),
-        ("MODULES", "not a name", "Python module names"),
-        ("CORES", "-1", "greater than or equal to 0"),
         ("BUILTIN", "python,oracle", "python,frozen_lake,reasoning_gym"),
-        ("CGROUPS", "maybe", "'auto' or 'off'"),
-        ("KEEP_S", "-1", "greater than or equal to 0"),
         ("STATE_DIR", "/proc/nowhere", "cannot be used"),
         ("BWARP", "x", "TREADLE_TOOLS_BWRAP"),
     ],
