@@ -37,15 +37,10 @@ Work = Callable[[Granted], Awaitable[Mapping[str, Any]]]
 
 
 class Facts(Protocol):
-    """Publishes facts about actions (convert.py)."""
+    """Publishes that an action starts (expected_s: 0 where unknown) and that it has ended (convert.py)."""
 
-    async def started(self, trajectory_id: str, tool: str, expected_s: float) -> None:
-        """Publish that an action starts. expected_s: 0 where unknown."""
-        ...
-
-    async def finished(self, trajectory_id: str, tool: str, result: Result) -> None:
-        """Publish that it has ended."""
-        ...
+    async def started(self, trajectory_id: str, tool: str, expected_s: float) -> None: ...
+    async def finished(self, trajectory_id: str, tool: str, result: Result) -> None: ...
 
 
 @dataclass
