@@ -109,7 +109,7 @@ async def test_granted_cores_are_the_containers_before_each_action(
             reply = await sandbox.ask("step", {"code": files + look}, granted, 64)
             limited.append(reply["output"].split()[:2])
         (name,) = [name for name in docker_daemon.containers(owner, running=True) if name == sandbox.name]
-        memory = docker_daemon.inspected(name)["HostConfig"]["Memory"]  # type: ignore[index]
+        memory = docker_daemon.inspect(name)["HostConfig"]["Memory"]  # type: ignore[index]
         assert limited[0] == ["[1]", "100000"]
         assert limited[1] == ["[0]", "100000"]
         assert limited[2][0] == "[0," and limited[2][1] == "1]"
@@ -137,13 +137,13 @@ async def test_a_session_is_written_down_and_goes_on_in_another_container(
 ) -> None:
     """The state travels within the messages, since no open file can go to a container; one that is too large stays."""
     host = DockerHost(docker_daemon.url, owner=owner)
-    async with fleet_on([host], tmp_path / "ledger", tools=[COUNTER], image=docker_daemon.image) as fleet:
+    async with fleet_on([host], tmp_path / "state", tools=[COUNTER], image=docker_daemon.image) as fleet:
         one, other = await fleet.take("counter"), await fleet.take("counter")
         limits = COUNTER.limits
         await one.ask("open", {"start": 1}, limits, 64)
         await one.ask("step", {"code": "open('/tmp/kept', 'w').write('kept')"}, limits, 64)
         await one.ask("step", {"add": 41}, limits, 64)
-        with (tmp_path / "state").open("w+b") as state:
+        with (tmp_path / "written").open("w+b") as state:
             taken = await one.ask("snapshot", None, limits, 64, file=state.fileno())
             assert (taken["status"], taken["alive"]) == ("ok", True)
             state.seek(0)
@@ -227,7 +227,7 @@ async def test_no_container_has_more_than_it_needs(calls: ToolsCalls, docker_dae
     """What the daemon itself says of a session's container."""
     session = (await calls.open("counter")).session.session_id
     for name in docker_daemon.containers(SHARED_OWNER, running=True):
-        about = docker_daemon.inspected(name)
+        about = docker_daemon.inspect(name)
         host, config = about["HostConfig"], about["Config"]
         assert isinstance(host, dict) and isinstance(config, dict)
         assert host["NetworkMode"] == "none"

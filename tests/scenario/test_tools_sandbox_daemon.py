@@ -135,7 +135,7 @@ async def test_a_daemon_ends_with_all_it_holds(tmp_path: Path, keep_s: float | N
             daemon.terminate()
             await gone(running)
     await gone(running)
-    await ended(daemon)
+    await wait_for_end(daemon)
     assert groups_of(daemon) == []
     assert not (tmp_path / "s").exists()
 
@@ -155,7 +155,7 @@ async def test_a_service_of_another_version_gets_a_daemon_of_its_own(tmp_path: P
     newer.close()
     folder.release(keep=True)
     await gone(running)
-    await ended(old)
+    await wait_for_end(old)
     async with service(tmp_path / "s", keep_on_exit=False) as second:
         assert second.found == []
         assert (await run(await take(second), "1 + 1", "r"))["output"] == "2\n"
@@ -167,7 +167,7 @@ async def test_other_control_groups_need_another_daemon(tmp_path: Path) -> None:
         old = daemon_process(tmp_path / "s")
     async with service(tmp_path / "s", cgroups=True, keep_on_exit=False) as second:
         assert second.found == []
-        await ended(old)
+        await wait_for_end(old)
         assert (await run(await take(second), "1 + 1", "r"))["output"] == "2\n"
 
 
@@ -220,6 +220,6 @@ async def test_frames_and_descriptors_arrive_in_their_order(tmp_path: Path) -> N
     folder.release(keep=True)
 
 
-async def ended(daemon: psutil.Process) -> None:
-    """Returns once it is gone: this process has started it and reaps it."""
+async def wait_for_end(daemon: psutil.Process) -> None:
+    """Return once it is gone: this process has started it and reaps it."""
     await asyncio.to_thread(daemon.wait, 20)

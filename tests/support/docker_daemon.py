@@ -40,7 +40,7 @@ class DockerDaemon:
             "ps", *every, "--filter", f"label=treadle.tools.owner={owner}", "--format", "{{.Names}}"
         ).split()
 
-    def inspected(self, name: str) -> dict[str, object]:
+    def inspect(self, name: str) -> dict[str, object]:
         """What the daemon says of a container."""
         (about,) = json.loads(self._run("inspect", name))
         return dict(about)

@@ -33,7 +33,7 @@ class FakePod:
     waiting: str = ""
     resized: list[dict[str, Any]] = field(default_factory=list)
 
-    def shown(self) -> dict[str, Any]:
+    def show(self) -> dict[str, Any]:
         """As the API gives it."""
         code = None if self.process is None else self.process.poll()
         state: dict[str, Any]
@@ -63,7 +63,7 @@ class FakeApiServer:
 
     async def start(self, folder: Path) -> Path:
         """Listen; the kubeconfig that leads here."""
-        application = web.Application(middlewares=[self._noted])
+        application = web.Application(middlewares=[self._note])
         pods = POD.removesuffix("/{name}")
         application.add_routes([
             web.get("/version/", self._version), web.get("/version", self._version),
@@ -94,7 +94,7 @@ class FakeApiServer:
             await self._runner.cleanup()
 
     @web.middleware
-    async def _noted(self, request: web.Request, handler: Any) -> web.StreamResponse:
+    async def _note(self, request: web.Request, handler: Any) -> web.StreamResponse:
         self.requests.append((request.method, request.path))
         try:
             answer: web.StreamResponse = await handler(request)
@@ -108,7 +108,7 @@ class FakeApiServer:
 
     async def _list(self, request: web.Request) -> web.Response:
         wanted = dict(part.split("=") for part in request.query.get("labelSelector", "").split(",") if part)
-        found = [pod.shown() for pod in self.pods.values() if wanted.items() <= pod.body["metadata"]["labels"].items()]
+        found = [pod.show() for pod in self.pods.values() if wanted.items() <= pod.body["metadata"]["labels"].items()]
         return web.json_response({"apiVersion": "v1", "kind": "PodList", "metadata": {}, "items": found})
 
     async def _create(self, request: web.Request) -> web.Response:
@@ -119,10 +119,10 @@ class FakeApiServer:
         if not self.waiting:
             pod.process, pod.end = start_worker(body["spec"]["containers"][0]["command"], self._paths)
         self.pods[body["metadata"]["name"]] = pod
-        return web.json_response(pod.shown(), status=201)
+        return web.json_response(pod.show(), status=201)
 
     async def _read(self, request: web.Request) -> web.Response:
-        return web.json_response(self.pods[request.match_info["name"]].shown())
+        return web.json_response(self.pods[request.match_info["name"]].show())
 
     async def _delete(self, request: web.Request) -> web.Response:
         pod = self.pods.pop(request.match_info["name"])
@@ -136,7 +136,7 @@ class FakeApiServer:
         pod = self.pods[request.match_info["name"]]
         assert request.content_type == "application/strategic-merge-patch+json"
         pod.resized.append(await request.json())
-        return web.json_response(pod.shown())
+        return web.json_response(pod.show())
 
     async def _attach(self, request: web.Request) -> web.StreamResponse:
         pod = self.pods[request.match_info["name"]]

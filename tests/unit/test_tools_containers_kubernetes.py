@@ -36,7 +36,7 @@ def host() -> KubernetesHost:
 async def test_a_pod_is_made_asked_resized_and_deleted(server: FakeApiServer, tmp_path: Path) -> None:
     pods = host()
     assert await pods.check() == "kubernetes v1.35.0-fake"
-    async with fleet_on([pods], tmp_path / "ledger", tools=[COUNTER]) as fleet:
+    async with fleet_on([pods], tmp_path / "state", tools=[COUNTER]) as fleet:
         sandbox = await fleet.take("counter")
         await sandbox.ask("open", {"start": 1}, COUNTER.limits, 64)
         reply = await sandbox.ask("step", {"add": 2}, Granted(cpu_cores=4, cores=(0, 1, 2, 3)), 64)
@@ -56,7 +56,7 @@ async def test_an_old_server_is_asked_for_no_resize(server: FakeApiServer, tmp_p
     server.minor = "32"
     pods = host()
     await pods.check()
-    async with fleet_on([pods], tmp_path / "ledger", tools=[PYTHON]) as fleet:
+    async with fleet_on([pods], tmp_path / "state", tools=[PYTHON]) as fleet:
         sandbox = await fleet.take("python")
         assert (await sandbox.ask("call", {"code": "1"}, Granted(cpu_cores=2), 64))["output"] == "1\n"
         assert server.pods[sandbox.name].resized == []
@@ -64,7 +64,7 @@ async def test_an_old_server_is_asked_for_no_resize(server: FakeApiServer, tmp_p
 
 
 async def test_sessions_of_pods_outlive_the_service(server: FakeApiServer, tmp_path: Path) -> None:
-    folder = tmp_path / "ledger"
+    folder = tmp_path / "state"
     async with fleet_on([host()], folder, tools=[COUNTER], keep_on_exit=True) as fleet:
         sandbox, warm = await fleet.take("counter"), await fleet.take("counter")
         fleet.records.bind({"session_id": "s-1", "tool": "counter"}, sandbox.name)
@@ -80,7 +80,7 @@ async def test_sessions_of_pods_outlive_the_service(server: FakeApiServer, tmp_p
 
 
 async def test_a_pod_that_the_kernel_killed_for_memory_is_reported_so(server: FakeApiServer, tmp_path: Path) -> None:
-    async with fleet_on([host()], tmp_path / "ledger", tools=[COUNTER]) as fleet:
+    async with fleet_on([host()], tmp_path / "state", tools=[COUNTER]) as fleet:
         sandbox = await fleet.take("counter")
         await sandbox.ask("open", {}, COUNTER.limits, 64)
         process = server.pods[sandbox.name].process
@@ -96,7 +96,7 @@ async def test_a_pod_that_the_kernel_killed_for_memory_is_reported_so(server: Fa
 async def test_a_refused_or_hopeless_pod_is_tried_again_and_not_left(server: FakeApiServer, tmp_path: Path) -> None:
     """A quota that is full for a moment; then an image that nobody has."""
     server.refuses = [403, 500]
-    async with fleet_on([host()], tmp_path / "ledger", tools=[PYTHON]) as fleet:
+    async with fleet_on([host()], tmp_path / "state", tools=[PYTHON]) as fleet:
         sandbox = await fleet.take("python")
         sandbox.close()
     created = [path for method, path in server.requests if method == "POST"]
