@@ -117,8 +117,9 @@ async def test_a_stop_string_ends_a_step_also_across_a_cut(nats_url: str, engine
 async def test_a_seed_decides_what_is_sampled(nats_url: str, engine: RealEngine) -> None:
     async with sidecar(nats_url, engine.url) as side:
         ids = prompt(40, 20)
-        first, same, other = [
-            await run_step(side.stub, step_request(ticket("e0"), ids, sampled(12, seed))) for seed in (7, 7, 8)
+        # The first step computes the KV that the others find: its logits may differ from theirs in the last bit.
+        _, first, same, other = [
+            await run_step(side.stub, step_request(ticket("e0"), ids, sampled(12, seed))) for seed in (7, 7, 7, 8)
         ]
         assert first.tokens[:4] == same.tokens[:4]
         assert first.tokens != other.tokens
