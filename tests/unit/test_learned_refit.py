@@ -95,9 +95,12 @@ def test_as_a_process_it_says_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout).keys() == {"version", "promoted", "loss", "current_loss"}
-    assert main([*words, str(tmp_path / "absent.jsonl")]) == REFUSED
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.count("\n") == 1 and "absent.jsonl: No such file" in told.err
+    write_transcripts(told_by_the_plan(3, text=False), tmp_path / "few.jsonl")
+    words[3] = "v2"
+    for name, says in (("absent.jsonl", "absent.jsonl: No such file"), ("few.jsonl", "at least 8 are needed")):
+        assert main([*words, str(tmp_path / name)]) == REFUSED
+        told = capsys.readouterr()
+        assert told.out == "" and told.err.count("\n") == 1 and says in told.err
 
 
 @pytest.mark.parametrize("version", ["", "..", "a/b", ".hidden", POINTER, "v1"])
@@ -118,13 +121,6 @@ def test_a_version_in_use_that_is_damaged_stops_it(models: ModelsFolder) -> None
     with pytest.raises(LearnedError, match="checksum"):
         refit(transcripts, models, "v2")
     assert not (models.folder / "v2").exists()
-
-
-def test_too_few_transcripts_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_transcripts(told_by_the_plan(3, text=False), tmp_path / "t.jsonl")
-    words = ["--transcripts", str(tmp_path / "t.jsonl"), "--models", str(tmp_path / "models"), "--version", "v1"]
-    assert main(words) == REFUSED
-    assert "at least 8 are needed: harvest more" in capsys.readouterr().err
 
 
 def test_who_is_in_use_is_judged_by_the_member_that_has_not_seen_the_validation_prompts(models: ModelsFolder) -> None:
