@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc.aio
 import psutil
+import pytest
 from support.conditions import until, until_said
 from support.learned_models import models_with, saved_version
 from support.processes import StartService, start_process
@@ -186,6 +187,7 @@ async def test_a_tokenizer_that_is_not_there_ends_the_start_with_a_line(nats_url
         service.kill()
 
 
+@pytest.mark.timeout(300)  # four processes import torch, one after the other
 async def test_it_learns_from_what_ended_and_a_kill_in_the_middle_costs_nothing(
     start_service: StartService, nats_url: str, tmp_path: Path
 ) -> None:
