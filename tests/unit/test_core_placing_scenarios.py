@@ -36,8 +36,7 @@ def rows(count: int) -> Floats:
 
 
 def makespans(engines: Floats, samples: Samples, placement: Indexes) -> Floats:
-    contexts, tool_s, prefill = samples.contexts, samples.tool_s, samples.prefill
-    return scenarios.finish_samples(engines, samples.lengths, contexts, tool_s, prefill, placement)[0]
+    return scenarios.finish_samples(engines, samples, placement)[0]
 
 
 def test_samples_are_spread_about_the_median_as_stated() -> None:

@@ -22,6 +22,9 @@ REBALANCE_MOVES = 32
 BASE_S, PER_SEQUENCE_S, PER_KV_TOKEN_S, SLOTS, KV_TOKENS, PREFILL_S = range(6)
 # Columns of work: tokens left, KV tokens read over the rest, seconds of tool calls left.
 TOKENS, KV, TOOL_S = range(3)
+# Columns of the sums of what an engine has: tokens of the longest trajectory and of the next longest, seconds of those
+# that take longest alone, tokens, KV tokens.
+LONGEST, NEXT, ALONE_S, NEXT_ALONE_S, ALL_TOKENS, ALL_KV = range(6)
 
 
 @dataclass(frozen=True)
@@ -62,72 +65,92 @@ def finish_s(engine: Floats, longest_tokens: float, longest_alone_s: float, toke
     return float(max(engine[0] * steps + engine[1] * tokens + engine[2] * kv_tokens, longest_alone_s))
 
 
+@inlined
+def add_up(sums: Floats, length: float, kv_tokens: float, alone_s: float) -> None:
+    """Add a trajectory to what an engine has."""
+    sums[NEXT] = max(sums[NEXT], min(length, sums[LONGEST]))
+    sums[LONGEST] = max(sums[LONGEST], length)
+    sums[NEXT_ALONE_S] = max(sums[NEXT_ALONE_S], min(alone_s, sums[ALONE_S]))
+    sums[ALONE_S] = max(sums[ALONE_S], alone_s)
+    sums[ALL_TOKENS] += length
+    sums[ALL_KV] += kv_tokens
+
+
 @compiled
-def finish_times(engines: Floats, work: Floats, placement: Indexes) -> Floats:
-    """When each engine finishes under a placement."""
-    sums = np.zeros((len(engines), 4))
+def sum_up(engines: Floats, work: Floats, placement: Indexes) -> Floats:
+    """What each engine has under a placement."""
+    sums = np.zeros((len(engines), ALL_KV + 1))
     for index in range(len(work)):
         at = placement[index]
         if at >= 0:
-            row = sums[at]
-            row[0] = max(row[0], work[index, 0])
-            row[1] = max(row[1], work[index, 0] * engines[at, 0] + work[index, 2])
-            row[2] += work[index, 0]
-            row[3] += work[index, 1]
+            alone_s = work[index, TOKENS] * engines[at, BASE_S] + work[index, TOOL_S]
+            add_up(sums[at], work[index, TOKENS], work[index, KV], alone_s)
+    return sums
+
+
+@inlined
+def done_s(engine: Floats, sums: Floats) -> float:
+    return finish_s(engine, sums[LONGEST], sums[ALONE_S], sums[ALL_TOKENS], sums[ALL_KV])
+
+
+@compiled
+def done_times(engines: Floats, sums: Floats) -> Floats:
+    """When each engine finishes what it has."""
     times = np.zeros(len(engines))
     for at in range(len(engines)):
-        times[at] = finish_s(engines[at], sums[at, 0], sums[at, 1], sums[at, 2], sums[at, 3])
+        times[at] = done_s(engines[at], sums[at])
     return times
+
+
+@compiled
+def finish_times(engines: Floats, work: Floats, placement: Indexes) -> Floats:
+    """When each engine finishes under a placement."""
+    return done_times(engines, sum_up(engines, work, placement))
+
+
+@inlined
+def after_move_s(
+    engines: Floats, sums: Floats, here: int, there: int, length: float, kv_tokens: float, tool_s: float
+) -> float:
+    """When the later of two engines finishes if a trajectory goes from one to the other."""
+    bound = length >= sums[here, LONGEST]
+    bound_alone = length * engines[here, BASE_S] + tool_s >= sums[here, ALONE_S]
+    left_s = finish_s(
+        engines[here],
+        sums[here, NEXT] if bound else sums[here, LONGEST],
+        sums[here, NEXT_ALONE_S] if bound_alone else sums[here, ALONE_S],
+        sums[here, ALL_TOKENS] - length,
+        sums[here, ALL_KV] - kv_tokens,
+    )
+    joined_s = finish_s(
+        engines[there],
+        max(sums[there, LONGEST], length),
+        max(sums[there, ALONE_S], length * engines[there, BASE_S] + tool_s),
+        sums[there, ALL_TOKENS] + length,
+        sums[there, ALL_KV] + kv_tokens,
+    )
+    return max(left_s, joined_s)
 
 
 @lean
 def best_move(
-    engines: Floats, work: Floats, source: int, target: int, head: Indexes, following: Indexes, movable: Flags
+    engines: Floats,
+    work: Floats,
+    sums: Floats,
+    source: int,
+    target: int,
+    head: Indexes,
+    following: Indexes,
+    movable: Flags,
 ) -> tuple[float, int]:
     """The move after which the later of two engines finishes earliest: (seconds, trajectory); (inf, -1) for none."""
-    here, there = engines[source], engines[target]
-    there_longest = there_alone = there_tokens = there_kv = 0.0
-    index = head[target]
-    while index >= 0:
-        there_longest = max(there_longest, work[index, 0])
-        there_alone = max(there_alone, work[index, 0] * there[0] + work[index, 2])
-        there_tokens += work[index, 0]
-        there_kv += work[index, 1]
-        index = following[index]
-    # The longest and the next: what is the longest without one of them.
-    longest = second = alone = second_alone = tokens = kv = 0.0
-    index = head[source]
-    while index >= 0:
-        length = work[index, 0]
-        alone_s = length * here[0] + work[index, 2]
-        second = max(second, min(length, longest))
-        longest = max(longest, length)
-        second_alone = max(second_alone, min(alone_s, alone))
-        alone = max(alone, alone_s)
-        tokens += length
-        kv += work[index, 1]
-        index = following[index]
     least_s, best = np.inf, -1
     index = head[source]
     while index >= 0:
         if movable[index]:
-            length, kv_work = work[index, 0], work[index, 1]
-            alone_s = length * here[0] + work[index, 2]
-            rest_s = finish_s(
-                here,
-                second if length >= longest else longest,
-                second_alone if alone_s >= alone else alone,
-                tokens - length,
-                kv - kv_work,
+            after_s = after_move_s(
+                engines, sums, source, target, work[index, TOKENS], work[index, KV], work[index, TOOL_S]
             )
-            joined_s = finish_s(
-                there,
-                max(there_longest, length),
-                max(there_alone, length * there[0] + work[index, 2]),
-                there_tokens + length,
-                there_kv + kv_work,
-            )
-            after_s = max(rest_s, joined_s)
             if after_s < least_s or (after_s == least_s and index < best):
                 least_s, best = after_s, index
         index = following[index]
@@ -135,17 +158,14 @@ def best_move(
 
 
 @lean
-def group_finish_s(engine: Floats, work: Floats, head: int, following: Indexes) -> float:
-    """When an engine finishes the trajectories of a linked list."""
-    longest = alone = tokens = kv = 0.0
+def sum_list(sums: Floats, engine: Floats, work: Floats, head: int, following: Indexes) -> None:
+    """Write what an engine has whose trajectories are a linked list."""
+    sums[:] = 0.0
     index = head
     while index >= 0:
-        longest = max(longest, work[index, 0])
-        alone = max(alone, work[index, 0] * engine[0] + work[index, 2])
-        tokens += work[index, 0]
-        kv += work[index, 1]
+        alone_s = work[index, TOKENS] * engine[BASE_S] + work[index, TOOL_S]
+        add_up(sums, work[index, TOKENS], work[index, KV], alone_s)
         index = following[index]
-    return finish_s(engine, longest, alone, tokens, kv)
 
 
 @compiled
@@ -165,7 +185,8 @@ def rebalance(engines: Floats, work: Floats, placement: Indexes, margin: float, 
         if at >= 0:
             following[index] = head[at]
             head[at] = index
-    times = finish_times(engines, work, result)
+    sums = sum_up(engines, work, result)
+    times = done_times(engines, sums)
     active = np.ones(m, np.bool_)
     left = m
     tried = 0
@@ -180,7 +201,7 @@ def rebalance(engines: Floats, work: Floats, placement: Indexes, margin: float, 
                     target = at
         if times[target] >= times[last] * (1.0 - margin):
             break
-        after_s, index = best_move(engines, work, last, target, head, following, movable)
+        after_s, index = best_move(engines, work, sums, last, target, head, following, movable)
         if index < 0 or after_s >= times[last]:
             active[last] = False
             left -= 1
@@ -195,8 +216,9 @@ def rebalance(engines: Floats, work: Floats, placement: Indexes, margin: float, 
         following[index] = head[target]
         head[target] = index
         result[index] = target
-        times[last] = group_finish_s(engines[last], work, head[last], following)
-        times[target] = group_finish_s(engines[target], work, head[target], following)
+        for at in (last, target):
+            sum_list(sums[at], engines[at], work, head[at], following)
+            times[at] = done_s(engines[at], sums[at])
     return result
 
 
@@ -254,44 +276,14 @@ def relabel(planned: Indexes, present: Indexes, context_tokens: Floats, movable:
 def savings_s(engines: Floats, work: Floats, placement: Indexes, moving: Indexes, targets: Indexes) -> Floats:
     """For each trajectory in `moving`, the seconds by which the later of its two engines finishes earlier if it alone
     moves. O(n + m) for all together."""
-    m = len(engines)
-    sums = np.zeros((m, 6))  # longest, next longest, the same in seconds alone, tokens, KV tokens
-    for index in range(len(work)):
-        at = placement[index]
-        if at >= 0:
-            row = sums[at]
-            length = work[index, 0]
-            alone_s = length * engines[at, 0] + work[index, 2]
-            row[1] = max(row[1], min(length, row[0]))
-            row[0] = max(row[0], length)
-            row[3] = max(row[3], min(alone_s, row[2]))
-            row[2] = max(row[2], alone_s)
-            row[4] += length
-            row[5] += work[index, 1]
-    times = np.zeros(m)
-    for at in range(m):
-        times[at] = finish_s(engines[at], sums[at, 0], sums[at, 2], sums[at, 4], sums[at, 5])
+    sums = sum_up(engines, work, placement)
+    times = done_times(engines, sums)
     result = np.zeros(len(moving))
     for number in range(len(moving)):
-        index = moving[number]
-        source, target = placement[index], targets[number]
-        length, kv_work = work[index, 0], work[index, 1]
-        here, there = sums[source], sums[target]
-        rest_s = finish_s(
-            engines[source],
-            here[1] if length >= here[0] else here[0],
-            here[3] if length * engines[source, 0] + work[index, 2] >= here[2] else here[2],
-            here[4] - length,
-            here[5] - kv_work,
-        )
-        joined_s = finish_s(
-            engines[target],
-            max(there[0], length),
-            max(there[2], length * engines[target, 0] + work[index, 2]),
-            there[4] + length,
-            there[5] + kv_work,
-        )
-        result[number] = max(times[source], times[target]) - max(rest_s, joined_s)
+        index, there = moving[number], targets[number]
+        here = placement[index]
+        after_s = after_move_s(engines, sums, here, there, work[index, TOKENS], work[index, KV], work[index, TOOL_S])
+        result[number] = max(times[here], times[there]) - after_s
     return result
 
 

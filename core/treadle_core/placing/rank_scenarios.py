@@ -13,7 +13,8 @@ others are balanced. Each plan is the exact optimum of its own cost and takes no
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +30,7 @@ from treadle_core.placing.workload import LENGTH, SUM_PREFILL, Workspace
 BLOCK = 8  # ranks
 
 
-@dataclass(frozen=True)
-class RankSamples:
+class RankSamples(NamedTuple):
     """lengths[r, s]: tokens of rank r in sample s. contexts: tokens in KV now, by rank. Of the ranks before block b
     tokens[b, s] and KV tokens read kv[b, s]; longest[b, s]: of block b alone."""
 
@@ -51,21 +51,9 @@ def draw_rank_samples(
     blocks = n // BLOCK + 1
     memory = (workspace or Workspace()).floats(n * (count + 1) + 3 * blocks * count, "samples")
     lengths, contexts_of_ranks, sums = np.split(memory, [n * count, n * (count + 1)])
-    tokens, kv, longest = sums.reshape(3, blocks, count)
-    samples = RankSamples(lengths.reshape(n, count), contexts_of_ranks, tokens, kv, longest)
-    strata, factors = draws()
-    draw(
-        costs.order,
-        costs.table.ranks,
-        contexts,
-        log_sigma,
-        room_tokens,
-        strata,
-        factors,
-        samples.lengths,
-        samples.contexts,
-    )
-    sum_up(*_arrays(samples))
+    samples = RankSamples(lengths.reshape(n, count), contexts_of_ranks, *sums.reshape(3, blocks, count))
+    draw(costs.order, costs.table.ranks, contexts, log_sigma, room_tokens, *draws(), samples)
+    sum_up(samples)
     return samples
 
 
@@ -73,7 +61,7 @@ def judge_partition(costs: Costs, samples: RankSamples, bounds: Indexes) -> tupl
     """Mean makespan over the samples where engine e of the table runs ranks [bounds[e], bounds[e + 1]), and whether no
     placement ends earlier in any of them (`scenarios.Fate.least`)."""
     engines = costs.table.engines
-    times_s, last = makespans(engines, costs.table.ranks, bounds, *_arrays(samples))
+    times_s, last = makespans(engines, costs.table.ranks, bounds, samples)
     least = bool((bounds[last + 1] - bounds[last] == 1).all())
     if least:
         sample, rank = np.arange(len(times_s)), bounds[last]
@@ -82,10 +70,6 @@ def judge_partition(costs: Costs, samples: RankSamples, bounds: Indexes) -> tupl
         alone_s = least_alone_s(engines, samples.lengths[rank, sample], samples.contexts[rank], 0.0 * prefill, prefill)
         least = bool((alone_s >= times_s * (1.0 - ROUNDING)).all())
     return float(times_s.mean()), least
-
-
-def _arrays(samples: RankSamples) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-    return samples.lengths, samples.contexts, samples.tokens, samples.kv, samples.longest
 
 
 @compiled
@@ -97,20 +81,20 @@ def draw(
     room_tokens: Floats,
     strata: npt.NDArray[np.uint8],
     factors: Floats,
-    lengths: Floats,
-    contexts_of_ranks: Floats,
+    samples: RankSamples,
 ) -> None:
     """Write the samples. A trajectory's index in the caller's order is its row of the draws."""
     for rank in range(len(order)):
         index = order[rank]
-        contexts_of_ranks[rank] = contexts[index]
+        samples.contexts[rank] = contexts[index]
         row = strata[index % len(strata)]
-        draw_one(lengths[rank], ranks[rank, LENGTH], log_sigma[index], room_tokens[index], row, factors)
+        draw_one(samples.lengths[rank], ranks[rank, LENGTH], log_sigma[index], room_tokens[index], row, factors)
 
 
 @lean
-def sum_up(lengths: Floats, contexts: Floats, tokens: Floats, kv: Floats, longest: Floats) -> None:
+def sum_up(samples: RankSamples) -> None:
     """Write the sums of whole blocks; the loops keep samples side by side and a block's sums in registers."""
+    lengths, contexts, tokens, kv, longest = samples
     tokens[0] = 0.0
     kv[0] = 0.0
     for block in range(len(lengths) // BLOCK):
@@ -139,17 +123,9 @@ def add(tokens: Floats, kv: Floats, longest: Floats, lengths: Floats, context: f
 
 
 @compiled
-def makespans(
-    engines: Floats,
-    ranks: Floats,
-    bounds: Indexes,
-    lengths: Floats,
-    contexts: Floats,
-    block_tokens: Floats,
-    block_kv: Floats,
-    block_longest: Floats,
-) -> tuple[Floats, Indexes]:
+def makespans(engines: Floats, ranks: Floats, bounds: Indexes, samples: RankSamples) -> tuple[Floats, Indexes]:
     """Seconds until the last engine finishes by the linear-integral cost, and which one that is, in each sample."""
+    lengths, contexts, block_tokens, block_kv, block_longest = samples
     count = lengths.shape[1]
     times, last = np.zeros(count), np.zeros(count, np.int64)
     tokens, kv, longest = np.empty(count), np.empty(count), np.empty(count)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +39,7 @@ SIGMA_STEP = 1.0 / 48.0
 ROUNDING = 1e-12
 
 
-@dataclass(frozen=True)
-class Samples:
+class Samples(NamedTuple):
     """lengths[i, s]: tokens of trajectory i in sample s. contexts: tokens in KV now, or mean ones. tool_s: seconds of
     tools left. prefill: tokens that whichever engine runs it must prefill first."""
 
@@ -81,10 +81,8 @@ def draw_samples(
     prefill = np.zeros(n) if prefill is None else prefill
     if n == 0 or not log_sigma.any():
         return Samples(np.minimum(lengths, room_tokens)[:, None].copy(), contexts, tool_s, prefill)
-    strata, factors = draws()
-    return Samples(
-        draw(rows, lengths, log_sigma, room_tokens, strata, factors, sample_count(n)), contexts, tool_s, prefill
-    )
+    drawn = draw(rows, lengths, log_sigma, room_tokens, *draws(), sample_count(n))
+    return Samples(drawn, contexts, tool_s, prefill)
 
 
 @dataclass(frozen=True)
@@ -107,9 +105,7 @@ def judge(engines: Floats, samples: Samples, placement: Indexes) -> Fate:
     engines: rows of base_s, per_sequence_s, per_kv_token_s, slots, KV tokens (inf where unknown), and seconds a
     prefilled token (0 where unknown); placement: row of each trajectory's engine, -1 for none.
     """
-    times_s, last = finish_samples(
-        engines, samples.lengths, samples.contexts, samples.tool_s, samples.prefill, placement
-    )
+    times_s, last = finish_samples(engines, samples, placement)
     critical = np.zeros(len(engines), np.bool_)
     if not len(engines):  # all have left since the plan was asked for
         return Fate(0.0, critical, False)
@@ -197,10 +193,9 @@ def end(times: Floats, last: Indexes, at: int, sums: Floats, engine: Floats, pre
 
 
 @compiled
-def finish_samples(
-    engines: Floats, lengths: Floats, contexts: Floats, tool_s: Floats, prefill: Floats, placement: Indexes
-) -> tuple[Floats, Indexes]:
+def finish_samples(engines: Floats, samples: Samples, placement: Indexes) -> tuple[Floats, Indexes]:
     """Seconds until the last engine finishes, and which one that is, in each sample; trajectories in any order."""
+    lengths, contexts, tool_s, prefill = samples
     prefill_s = np.zeros(len(engines))
     sums = np.zeros((len(engines), 4, lengths.shape[1]))
     for index in range(len(placement)):
