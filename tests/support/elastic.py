@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from treadle_core.tools.action import Action, Amdahl, Duration, Knowledge, Measured, Range, UnitSet
+from treadle_core.tools.action import Action, Amdahl, Measured, Range, UnitSet
 from treadle_core.tools.arrangement import Curves
 
 Choices = Sequence[tuple[int, float]]  # (units, seconds) of one candidate
@@ -25,8 +25,7 @@ def elastic(
     index: int, demand: Range | UnitSet, single_unit_s: float, elasticity: Amdahl | Measured, key: str = "cpu_cores"
 ) -> Action:
     """A scalable action that arrives as the index-th."""
-    duration = Duration(Knowledge.PROFILED, single_unit_s)
-    return Action(f"a{index}", f"t{index}", index, {key: demand}, duration, key, elasticity)
+    return Action(f"a{index}", f"t{index}", index, {key: demand}, single_unit_s, key, elasticity)
 
 
 def total_s(candidates: Sequence[Choices], picks: Sequence[int]) -> float:

@@ -11,10 +11,8 @@ from treadle_core.tools.action import (
     Action,
     Amdahl,
     Demand,
-    Duration,
     Fixed,
     InvalidActionError,
-    Knowledge,
     Measured,
     Range,
     UnitSet,
@@ -57,9 +55,9 @@ def bad(**changes: Any) -> Action:
         (bad(cost={"cpu_cores": Range(1, 1 << 40)}), "cost[cpu_cores]"),
         (bad(cost={"cpu_cores": Fixed(NO_NUMBER)}), "cost[cpu_cores].units"),
         (bad(cost={"cpu_cores": Fixed(NOT_WHOLE)}), "cost[cpu_cores].units"),
-        (bad(duration=Duration(Knowledge.PROFILED, math.nan)), "duration.single_unit_s"),
-        (bad(duration=Duration(Knowledge.LEARNED, -1.0)), "duration.single_unit_s"),
-        (bad(duration=Duration(Knowledge.LEARNED, math.inf)), "duration.single_unit_s"),
+        (bad(single_unit_s=math.nan), "single_unit_s"),
+        (bad(single_unit_s=-1.0), "single_unit_s"),
+        (bad(single_unit_s=math.inf), "single_unit_s"),
         (bad(key="memory_bytes"), "key"),
         (bad(key=None), "key"),
         (bad(elasticity=Measured(((1, 1.0), (8, 0.0)))), "elasticity"),
@@ -100,14 +98,14 @@ def test_rows_stay_with_their_actions_as_others_come_and_go() -> None:
     assert waiting.least[rows].tolist() == [[1, -1]] * len(left)
     curves = waiting.curves(rows, 1.0)
     assert curves.counts.tolist() == [1 + action.arrival % 40 for action in left]
-    assert curves.seconds[:, 0].tolist() == [action.duration.single_unit_s for action in left]
+    assert curves.seconds[:, 0].tolist() == [action.single_unit_s for action in left]
     with pytest.raises(KeyError):
         waiting.remove("a0")
 
 
 def test_what_cannot_be_scaled_has_one_choice_and_what_is_unknown_lasts_as_is_typical() -> None:
     waiting = ActionQueue(CAPACITIES)
-    waiting.add(replace(GOOD, duration=Duration(Knowledge.UNKNOWN)))
+    waiting.add(replace(GOOD, single_unit_s=None))
     waiting.add(replace(GOOD, action_id="rigid", elasticity=None))
     waiting.add(replace(GOOD, action_id="plain", key=None, elasticity=None, cost={"memory_bytes": Fixed(7)}))
     curves = waiting.curves(np.arange(3), 42.0)

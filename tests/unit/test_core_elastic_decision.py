@@ -13,10 +13,8 @@ from treadle_core.tools.action import (
     Action,
     Amdahl,
     Demand,
-    Duration,
     Fixed,
     InvalidActionError,
-    Knowledge,
     Range,
     UnitSet,
 )
@@ -36,12 +34,11 @@ from treadle_core.tools.queue import ActionQueue
 
 LINEAR = Amdahl(0.0)
 GIB = 1 << 30
-KNOWN_10_S = Duration(Knowledge.PROFILED, 10.0)
 
 
 def asks(index: int, **cost: Demand) -> Action:
     """An action that cannot be scaled."""
-    return Action(f"a{index}", f"t{index}", index, cost, KNOWN_10_S)
+    return Action(f"a{index}", f"t{index}", index, cost, 10.0)
 
 
 def lives(node_id: str, action: Action) -> Action:
@@ -116,7 +113,7 @@ def test_one_that_waits_for_a_quota_keeps_its_cores_and_others_pass_it_by() -> N
 def test_starts_come_in_the_order_of_arrival() -> None:
     queue = [
         asks(1, cpu_cores=Fixed(1)),
-        replace(asks(0, cpu_cores=Fixed(1)), duration=Duration(Knowledge.LEARNED, 99)),
+        replace(asks(0, cpu_cores=Fixed(1)), single_unit_s=99.0),
     ]
     assert list(units(decided(queue, [cores(2)]))) == ["a0", "a1"]
     assert list(units(decided(queue, [cores(1)]))) == ["a0"]

@@ -13,10 +13,8 @@ from treadle_core.tools.action import (
     Action,
     Amdahl,
     Demand,
-    Duration,
     Fixed,
     InvalidActionError,
-    Knowledge,
     Range,
 )
 from treadle_core.tools.cpu import CpuManager, Machine
@@ -43,8 +41,7 @@ def action(index: int, trajectory: str = "", *, memory: int = 0, **cost: Demand)
 
 
 def scalable(index: int, most: int, single_unit_s: float) -> Action:
-    duration = Duration(Knowledge.PROFILED, single_unit_s)
-    return Action(f"a{index}", f"t{index}", index, {CPU_CORES: Range(1, most)}, duration, CPU_CORES, Amdahl(0.0))
+    return Action(f"a{index}", f"t{index}", index, {CPU_CORES: Range(1, most)}, single_unit_s, CPU_CORES, Amdahl(0.0))
 
 
 class Life(RuleBasedStateMachine):
@@ -78,10 +75,7 @@ class Life(RuleBasedStateMachine):
         }
         elastic, service = kind == "elastic", "judge" if kind == "gpu" else None
         key, elasticity = (CPU_CORES, Amdahl(0.1)) if elastic else (None, None)
-        duration = Duration(Knowledge.LEARNED, 4.0)
-        coming = Action(
-            f"x{self.count}", trajectory, self.count, costs[kind], duration, key, elasticity, service=service
-        )
+        coming = Action(f"x{self.count}", trajectory, self.count, costs[kind], 4.0, key, elasticity, service=service)
         self.dispatcher.check(coming)
         if at_once and self.dispatcher.start_at_once(coming, self.now_s) is not None:
             assert not self.waiting

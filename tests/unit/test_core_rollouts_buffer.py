@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from treadle_core.rollouts.buffer import (
     Advanced,
     Batch,
+    Cancelled,
     DropReason,
     Event,
-    Group,
     GroupTooLargeError,
     RolloutSpec,
     RolloutState,
@@ -18,7 +18,6 @@ from treadle_core.rollouts.buffer import (
     SampleBuffer,
     SampleTakenError,
     Verdict,
-    is_stale,
 )
 
 ROOMY = 1 << 30
@@ -84,7 +83,6 @@ def test_the_bound_is_measured_from_the_oldest_token_and_drops_are_counted() -> 
     batch = take(buffer, "b", 2)
     assert batch is not None and batch.groups == (("p0", ("new",)),)
     assert buffer.drops == {DropReason.STALE: 1}
-    assert buffer.kept_fraction == 0.5
 
 
 def test_an_unsettled_group_that_loses_a_stale_sample_takes_another_one() -> None:
@@ -223,67 +221,47 @@ def test_every_kept_trajectory_leaves_once_within_the_bound_and_a_replay_gives_t
     assert vars(replay) == vars(buffer)
 
 
-def spec_of(samples: int, keep: int, bound: int | None = None) -> RolloutSpec:
-    return RolloutSpec(("p",), samples_per_prompt=samples, keep_per_prompt=keep, max_staleness=bound)
-
-
-def judge(group: Group, spec: RolloutSpec, sample: Sample, newest: int | None = None) -> tuple[Group, Verdict]:
-    verdict = group.judge(sample, spec, newest, cancelled=False)
-    return group.with_sample(sample, verdict, settled_order=0), verdict
-
-
 def test_a_group_settles_when_enough_samples_are_kept_and_drops_the_rest() -> None:
     """Two of three samples are wanted. The second settles the group; the third is dropped as GROUP_SETTLED.
 
     Result: kept, kept and settled, dropped.
     """
-    spec, group = spec_of(3, 2), Group("p")
-    group, first = judge(group, spec, Sample("a", "p", 0))
-    group, second = judge(group, spec, Sample("b", "p", 1))
-    group, third = judge(group, spec, Sample("c", "p", 2))
+    buffer = buffer_of(1, samples=3, keep=2)
+    first, second, third = (hand_in(buffer, Sample(name, "p0", index)) for index, name in enumerate("abc"))
     assert (first.kept, first.group_settled) == (True, False)
     assert (second.kept, second.group_settled) == (True, True)
     assert (third.drop_reason, third.group_settled) == (DropReason.GROUP_SETTLED, True)
-    assert [sample.trajectory_id for sample in group.kept] == ["a", "b"]
+    assert [sample.trajectory_id for sample in buffer.groups["p0"].kept] == ["a", "b"]
 
 
 def test_a_failed_sample_is_dropped_and_a_group_with_failures_settles_once_all_are_in() -> None:
-    spec, group = spec_of(2, 2), Group("p")
-    group, first = judge(group, spec, Sample("a", "p", 0, failed=True))
+    buffer = buffer_of(1, samples=2, keep=2)
+    first = hand_in(buffer, Sample("a", "p0", 0, failed=True))
     assert first.drop_reason is DropReason.FAILED and not first.group_settled
-    group, second = judge(group, spec, Sample("b", "p", 1))
+    second = hand_in(buffer, Sample("b", "p0", 1))
     assert second.kept and second.group_settled
-    assert group.ready
+    assert buffer.groups["p0"].ready
 
 
 def test_a_group_in_which_everything_failed_settles_and_never_goes_out() -> None:
-    spec, group = spec_of(1, 1), Group("p")
-    group, verdict = judge(group, spec, Sample("a", "p", 0, failed=True))
-    assert verdict.group_settled
-    assert group.settled and not group.ready
+    buffer = buffer_of(1)
+    assert hand_in(buffer, Sample("a", "p0", 0, failed=True)).group_settled
+    assert buffer.groups["p0"].settled and not buffer.groups["p0"].ready
 
 
 def test_the_same_trajectory_gets_its_first_verdict_again_even_after_its_group_settled() -> None:
-    spec, group = spec_of(3, 1), Group("p")
-    group, first = judge(group, spec, Sample("a", "p", 0))
-    again = group.judge(Sample("a", "p", 0), spec, None, cancelled=True)
-    assert again == first
+    buffer = buffer_of(2, samples=3)
+    first = hand_in(buffer, Sample("a", "p0", 0))
+    buffer.apply(Cancelled(()))
+    assert hand_in(buffer, Sample("a", "p0", 0)) == first
 
 
 def test_a_sample_index_belongs_to_the_first_trajectory_that_hands_it_in() -> None:
-    spec, group = spec_of(3, 2), Group("p")
-    group, _ = judge(group, spec, Sample("a", "p", 0))
+    buffer = buffer_of(1, samples=3, keep=2)
+    hand_in(buffer, Sample("a", "p0", 0))
     with pytest.raises(SampleTakenError) as refused:
-        group.judge(Sample("b", "p", 0), spec, None, cancelled=False)
+        hand_in(buffer, Sample("b", "p0", 0))
     assert refused.value.trajectory_id == "a"
-
-
-def test_a_sample_older_than_the_bound_is_stale_on_arrival() -> None:
-    spec, group = spec_of(2, 2, bound=1), Group("p")
-    _, verdict = judge(group, spec, Sample("a", "p", 0, oldest_version=3), newest=5)
-    assert verdict.drop_reason is DropReason.STALE
-    _, verdict = judge(group, spec, Sample("a", "p", 0, oldest_version=4), newest=5)
-    assert verdict.kept
 
 
 @pytest.mark.parametrize(
@@ -297,10 +275,14 @@ def test_a_sample_older_than_the_bound_is_stale_on_arrival() -> None:
         (0, None, 0, False),
     ],
 )
-def test_staleness_is_the_lag_of_the_oldest_token_behind_the_newest_version(
+def test_a_sample_whose_oldest_token_lags_too_far_behind_the_newest_version_is_stale_on_arrival(
     oldest: int | None, newest: int | None, bound: int | None, stale: bool
 ) -> None:
-    assert is_stale(oldest, newest, bound) is stale
+    buffer = buffer_of(1, samples=2, keep=2, bound=bound)
+    if newest is not None:
+        advance(buffer, newest)
+    verdict = hand_in(buffer, Sample("a", "p0", 0, oldest_version=oldest))
+    assert verdict.drop_reason is (DropReason.STALE if stale else None)
 
 
 @pytest.mark.parametrize(
@@ -324,11 +306,12 @@ def test_a_spec_no_group_could_satisfy_is_refused(
 def test_a_group_never_keeps_more_than_k_and_settles_exactly_when_it_has_k_or_everything(
     keep: int, extra: int, fates: list[bool]
 ) -> None:
-    spec, group = spec_of(keep + extra, keep), Group("p")
-    for index, failed in enumerate(fates[: spec.samples_per_prompt]):
+    buffer = buffer_of(1, samples=keep + extra, keep=keep)
+    group = buffer.groups["p0"]
+    for index, failed in enumerate(fates[: keep + extra]):
         was_settled = group.settled
-        group, verdict = judge(group, spec, Sample(f"t{index}", "p", index, failed=failed))
+        verdict = hand_in(buffer, Sample(f"t{index}", "p0", index, failed=failed))
         assert len(group.kept) <= keep
-        assert group.settled == (len(group.kept) == keep or group.received == spec.samples_per_prompt)
+        assert group.settled == (len(group.kept) == keep or group.received == keep + extra)
         assert group.settled or not was_settled
         assert verdict.group_settled == group.settled

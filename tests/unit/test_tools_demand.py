@@ -8,12 +8,9 @@ import pytest
 from treadle_core.tools.action import (
     CPU_CORES,
     MEMORY_BYTES,
-    UNKNOWN_DURATION,
     Action,
     Amdahl,
-    Duration,
     Fixed,
-    Knowledge,
     Measured,
     Range,
 )
@@ -61,7 +58,7 @@ def test_a_tool_that_scales_asks_for_what_it_can_use(cores: tuple[int, ...], mos
     action = Demands(16, GIB, {}).action("x", "x", 0, tool(scaling), Limits(cpu_cores=most))
     assert action.cost[CPU_CORES] == demand
     assert action.scalable
-    assert (action.elasticity, action.duration) == (Amdahl(0.1), Duration(Knowledge.PROFILED, 20.0))
+    assert (action.elasticity, action.single_unit_s) == (Amdahl(0.1), 20.0)
 
 
 def test_durations_are_learned_for_one_core_and_told_for_as_many_as_lately() -> None:
@@ -75,14 +72,14 @@ def test_durations_are_learned_for_one_core_and_told_for_as_many_as_lately() -> 
     def next_of(tool: Tool) -> Action:
         return demands.action("x", "x", 0, tool, Limits(cpu_cores=8))
 
-    assert (next_of(scaled).duration, demands.expected_s(scaled)) == (UNKNOWN_DURATION, 0.0)
+    assert (next_of(scaled).single_unit_s, demands.expected_s(scaled)) == (None, 0.0)
     demands.learn(scaled, ended(1.0, cores=8, overhead_s=0.1))
-    assert next_of(scaled).duration == Duration(Knowledge.LEARNED, 4.1)
+    assert next_of(scaled).single_unit_s == 4.1
     assert demands.expected_s(scaled) == pytest.approx(1.1)
     demands.learn(scaled, ended(9.0, cores=1, overhead_s=0.1))
-    assert next_of(scaled).duration.single_unit_s == pytest.approx(0.1 + 4.0 + 0.2 * 5.0)
+    assert next_of(scaled).single_unit_s == pytest.approx(0.1 + 4.0 + 0.2 * 5.0)
     assert next_of(scaled).elasticity == Measured(((1, 1.0), (8, 0.5)))
-    assert next_of(tool(Scaling((1, 2), single_core_s=7.0))).duration == Duration(Knowledge.PROFILED, 7.0)
+    assert next_of(tool(Scaling((1, 2), single_core_s=7.0))).single_unit_s == 7.0
 
 
 @pytest.mark.parametrize(
@@ -90,11 +87,11 @@ def test_durations_are_learned_for_one_core_and_told_for_as_many_as_lately() -> 
     [
         (Scaling(()), "cost[cpu_cores].units: must be 1 to 1024 numbers, are 0"),
         (Scaling((2, 1)), "must ascend"),
-        (Scaling((0, 1)), "whole number, 1 at least"),
+        (Scaling((0, 1)), "whole number from 1"),
         (Scaling((1, 16)), "at most limits.cpu_cores, 8"),
         (Scaling((1, 2), serial_share=-0.5), "elasticity: E(2)"),
         (Scaling((1, 2), efficiency=((2, 0.5), (1, 1.0))), "elasticity.points"),
-        (Scaling((1, 2), single_core_s=float("nan")), "duration.single_unit_s"),
+        (Scaling((1, 2), single_core_s=float("nan")), "single_unit_s"),
     ],
 )
 def test_a_scaling_that_cannot_be_is_refused_at_start(scaling: Scaling, words: str) -> None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from support.conditions import until
-from treadle_core.tools.action import CPU_CORES, Action, Amdahl, Demand, Duration, Fixed, Knowledge, Range
+from treadle_core.tools.action import CPU_CORES, Action, Amdahl, Demand, Fixed, Range
 from treadle_core.tools.cpu import CpuManager, Machine
 from treadle_core.tools.dispatcher import Dispatcher, Resources
 from treadle_core.tools.grants import End, Ended
@@ -44,8 +44,7 @@ def wants(name: str, cores: int, **cost: Demand) -> Action:
 
 
 def scales(name: str, most: int) -> Action:
-    duration = Duration(Knowledge.PROFILED, 10.0)
-    return Action(name, name, next(ARRIVALS), {CPU_CORES: Range(1, most)}, duration, CPU_CORES, Amdahl(0.0))
+    return Action(name, name, next(ARRIVALS), {CPU_CORES: Range(1, most)}, 10.0, CPU_CORES, Amdahl(0.0))
 
 
 class Holder:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from treadle_core.tools.action import Action, Amdahl, Demand, Duration, Elasticity, Fixed, Knowledge, Measured, Range
+from treadle_core.tools.action import Action, Amdahl, Demand, Elasticity, Fixed, Measured, Range
 from treadle_core.tools.action import UnitSet as Units
 from treadle_core.tools.decision import Executing, decide
 from treadle_core.tools.pools import CpuNode, CpuNodes, FlatPool, Pool, capacities
@@ -119,11 +119,12 @@ def draw_state(
     waiting = ActionQueue(capacities(pools))
     for index in range(waiting_count):
         units, elasticity = demand(shape, rng)
-        known = Knowledge.PROFILED if rng.random() < 0.9 else Knowledge.UNKNOWN
-        duration = Duration(known, float(rng.lognormal(2.0, 1.2)))
+        known = rng.random() < 0.9
+        took_s = float(rng.lognormal(2.0, 1.2))
+        single_unit_s = took_s if known else None
         home = names[int(rng.integers(nodes))] if rng.random() < 0.7 else None
         cost: dict[str, Demand] = {"cpu_cores": units}
         if nodes > 1 and home is None:
             cost["memory_bytes"] = Fixed(GIB // 4)
-        waiting.add(Action(f"a{index}", f"t{index}", index, cost, duration, "cpu_cores", elasticity, home))
+        waiting.add(Action(f"a{index}", f"t{index}", index, cost, single_unit_s, "cpu_cores", elasticity, home))
     return waiting, pools, executing

@@ -11,8 +11,7 @@ leaves whole; a batch id always names the same batch; `revision` is the number o
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
 NO_VERSION = float("inf")  # ranks groups without a weight version behind those that can grow stale
@@ -80,7 +79,6 @@ class SampleTakenError(Exception):
     def __init__(self, prompt_id: str, sample: int, trajectory_id: str) -> None:
         super().__init__(f"sample {sample} of prompt {prompt_id} was handed in by trajectory {trajectory_id}")
         self.prompt_id = prompt_id
-        self.sample = sample
         self.trajectory_id = trajectory_id
 
 
@@ -91,14 +89,15 @@ def is_stale(oldest_version: int | None, newest_version: int | None, bound: int 
     return newest_version - oldest_version > bound
 
 
-@dataclass(frozen=True)
+@dataclass
 class Group:
-    """The samples of one prompt; frozen. `kept` wait to be taken, in order of arrival; `settled_order` ranks groups."""
+    """The samples of one prompt. `kept`: those that wait to be taken, or were, in order of arrival; `verdicts`: by
+    trajectory; `owners`: the trajectory of each sample index; `settled_order`: rank among the settled groups."""
 
     prompt_id: str
-    kept: tuple[Sample, ...] = ()
-    verdicts: Mapping[str, Verdict] = field(default_factory=dict)  # by trajectory
-    owners: Mapping[int, str] = field(default_factory=dict)  # sample index -> trajectory
+    kept: list[Sample] = field(default_factory=list)
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    owners: dict[int, str] = field(default_factory=dict)
     settled_order: int | None = None
     taken: bool = False
 
@@ -116,53 +115,14 @@ class Group:
         return self.settled and not self.taken and bool(self.kept)
 
     @property
-    def oldest_version(self) -> int | None:
-        return min((s.oldest_version for s in self.kept if s.oldest_version is not None), default=None)
-
-    @property
     def payload_bytes(self) -> int:
         return sum(sample.payload_bytes for sample in self.kept)
 
-    def judge(self, sample: Sample, spec: RolloutSpec, newest_version: int | None, cancelled: bool) -> Verdict:
-        """The verdict for a sample; for a known trajectory its first one. Raises SampleTakenError."""
-        first = self.verdicts.get(sample.trajectory_id)
-        if first is not None:
-            return first
-        owner = self.owners.get(sample.sample)
-        if owner is not None:
-            raise SampleTakenError(self.prompt_id, sample.sample, owner)
-        reason = self._drop_reason(sample, spec, newest_version, cancelled)
-        enough = reason is None and len(self.kept) + 1 >= spec.keep_per_prompt
-        everything_in = self.received + 1 >= spec.samples_per_prompt
-        return Verdict(reason, group_settled=self.settled or cancelled or enough or everything_in)
-
-    def _drop_reason(
-        self, sample: Sample, spec: RolloutSpec, newest_version: int | None, cancelled: bool
-    ) -> DropReason | None:
-        if cancelled:
-            return DropReason.CANCELLED
-        if sample.failed:
-            return DropReason.FAILED
-        if self.settled:
-            return DropReason.GROUP_SETTLED
-        if is_stale(sample.oldest_version, newest_version, spec.max_staleness):
-            return DropReason.STALE
-        return None
-
-    def with_sample(self, sample: Sample, verdict: Verdict, settled_order: int) -> "Group":
-        """The group after a verdict; `settled_order` is its rank if this sample settles it."""
-        settles = verdict.group_settled and not self.settled
-        return replace(
-            self,
-            kept=(*self.kept, sample) if verdict.kept else self.kept,
-            verdicts={**self.verdicts, sample.trajectory_id: verdict},
-            owners={**self.owners, sample.sample: sample.trajectory_id},
-            settled_order=settled_order if settles else self.settled_order,
-        )
-
-    def without(self, trajectory_ids: Collection[str]) -> "Group":
-        """The group without some of its kept samples; settled or not as before."""
-        return replace(self, kept=tuple(s for s in self.kept if s.trajectory_id not in trajectory_ids))
+    @property
+    def age(self) -> tuple[float, int]:
+        """What groups leave by, the least first: the version of the oldest token, then the order of settling."""
+        versions = (s.oldest_version for s in self.kept if s.oldest_version is not None)
+        return min(versions, default=NO_VERSION), self.settled_order or 0
 
 
 class RolloutState(Enum):
@@ -214,12 +174,10 @@ class GroupTooLargeError(Exception):
     def __init__(self, prompt_id: str, group_bytes: int, limit_bytes: int) -> None:
         super().__init__(f"the group of prompt {prompt_id} has {group_bytes} bytes, a batch may have {limit_bytes}")
         self.prompt_id = prompt_id
-        self.group_bytes = group_bytes
-        self.limit_bytes = limit_bytes
 
 
 class SampleBuffer:
-    """State of one rollout. Only `apply` changes its attributes."""
+    """State of one rollout, its groups included. Only `apply` changes it."""
 
     def __init__(self, spec: RolloutSpec) -> None:
         self.spec = spec
@@ -232,7 +190,6 @@ class SampleBuffer:
         self.revision = 0
         self.taken_total = 0
         self.settled_total = 0
-        self._buffered = 0
 
     @property
     def state(self) -> RolloutState:
@@ -247,31 +204,44 @@ class SampleBuffer:
     @property
     def buffered(self) -> int:
         """The number of trajectories kept and not yet taken."""
-        return self._buffered
-
-    @property
-    def kept_fraction(self) -> float:
-        """Share of the submitted trajectories that are kept or taken, 1.0 before the first: a metric of wasted work."""
-        return (self.taken_total + self._buffered) / len(self.samples) if self.samples else 1.0
+        return sum(len(group.kept) for group in self.groups.values() if not group.taken)
 
     def decide_arrival(self, sample: Sample) -> Arrived:
         """The verdict for a sample; for a known trajectory its first one. Raises KeyError for an unknown prompt,
         SampleTakenError."""
         group = self.groups[sample.prompt_id]
-        return Arrived(sample, group.judge(sample, self.spec, self.newest_version, self.cancelled))
+        first = group.verdicts.get(sample.trajectory_id)
+        if first is not None:
+            return Arrived(sample, first)
+        owner = group.owners.get(sample.sample)
+        if owner is not None:
+            raise SampleTakenError(sample.prompt_id, sample.sample, owner)
+        reason = self._drop_reason(sample, group)
+        enough = reason is None and len(group.kept) + 1 >= self.spec.keep_per_prompt
+        everything_in = group.received + 1 >= self.spec.samples_per_prompt
+        return Arrived(sample, Verdict(reason, group.settled or self.cancelled or enough or everything_in))
+
+    def _drop_reason(self, sample: Sample, group: Group) -> DropReason | None:
+        if self.cancelled:
+            return DropReason.CANCELLED
+        if sample.failed:
+            return DropReason.FAILED
+        if group.settled:
+            return DropReason.GROUP_SETTLED
+        stale = is_stale(sample.oldest_version, self.newest_version, self.spec.max_staleness)
+        return DropReason.STALE if stale else None
 
     def decide_version(self, version: int) -> Advanced | None:
         """What a trainer at `version` makes stale in groups not yet taken; None for a version that is not newer."""
         if self.newest_version is not None and version <= self.newest_version:
             return None
-        bound = self.spec.max_staleness
-        stale = [
+        stale = (
             sample.trajectory_id
             for group in self.groups.values()
             if not group.taken
             for sample in group.kept
-            if is_stale(sample.oldest_version, version, bound)
-        ]
+            if is_stale(sample.oldest_version, version, self.spec.max_staleness)
+        )
         return Advanced(version, tuple(stale))
 
     def decide_batch(self, batch_id: str, max_groups: int, wait: bool, max_bytes: int) -> Batch | None:
@@ -283,7 +253,7 @@ class SampleBuffer:
         first = self.batches.get(batch_id)
         if first is not None:
             return first
-        ready = sorted((group for group in self.groups.values() if group.ready), key=_oldest_first)
+        ready = sorted((group for group in self.groups.values() if group.ready), key=lambda group: group.age)
         chosen: list[Group] = []
         room = max_bytes
         for group in ready[:max_groups]:
@@ -315,7 +285,10 @@ class SampleBuffer:
                 self.newest_version = event.version
                 self._drop(event.stale, DropReason.STALE)
             case Batch():
-                self._apply_batch(event)
+                self.batches[event.batch_id] = event
+                for prompt_id, trajectory_ids in event.groups:
+                    self.groups[prompt_id].taken = True
+                    self.taken_total += len(trajectory_ids)
             case Cancelled():
                 self.cancelled = True
                 self._drop(event.dropped, DropReason.CANCELLED)
@@ -323,34 +296,20 @@ class SampleBuffer:
 
     def _apply_arrival(self, event: Arrived) -> None:
         sample, verdict = event.sample, event.verdict
-        before = self.groups[sample.prompt_id]
-        after = before.with_sample(sample, verdict, settled_order=self.settled_total)
-        self.groups[sample.prompt_id] = after
+        group = self.groups[sample.prompt_id]
         self.samples[sample.trajectory_id] = sample
-        self.settled_total += after.settled and not before.settled
+        group.verdicts[sample.trajectory_id] = verdict
+        group.owners[sample.sample] = sample.trajectory_id
         if verdict.drop_reason is None:
-            self._buffered += 1
+            group.kept.append(sample)
         else:
             self.drops[verdict.drop_reason] += 1
-
-    def _apply_batch(self, batch: Batch) -> None:
-        self.batches[batch.batch_id] = batch
-        for prompt_id, trajectory_ids in batch.groups:
-            self.groups[prompt_id] = replace(self.groups[prompt_id], taken=True)
-            self.taken_total += len(trajectory_ids)
-            self._buffered -= len(trajectory_ids)
+        if verdict.group_settled and not group.settled:
+            group.settled_order = self.settled_total
+            self.settled_total += 1
 
     def _drop(self, trajectory_ids: tuple[str, ...], reason: DropReason) -> None:
-        if not trajectory_ids:
-            return
-        gone = frozenset(trajectory_ids)
-        for prompt_id in {self.samples[trajectory_id].prompt_id for trajectory_id in trajectory_ids}:
-            self.groups[prompt_id] = self.groups[prompt_id].without(gone)
-        self.drops[reason] += len(gone)
-        self._buffered -= len(gone)
-
-
-def _oldest_first(group: Group) -> tuple[float, int]:
-    version = group.oldest_version
-    order = group.settled_order
-    return (NO_VERSION if version is None else float(version), order if order is not None else 0)
+        for trajectory_id in trajectory_ids:
+            sample = self.samples[trajectory_id]
+            self.groups[sample.prompt_id].kept.remove(sample)
+            self.drops[reason] += 1

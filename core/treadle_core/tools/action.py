@@ -7,9 +7,7 @@ bad one when it is submitted, so that no solver meets a NaN or an empty set.
 
 from __future__ import annotations
 
-import enum
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -92,40 +90,22 @@ class Measured:
         return self.points[-1][1]
 
 
-class Knowledge(enum.Enum):
-    """Where a duration comes from. Only actions with PROFILED and LEARNED durations are scaled."""
-
-    PROFILED = "profiled"
-    LEARNED = "learned"
-    UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, slots=True)
-class Duration:
-    """T of eq. 1: seconds on one unit; a mean where learned, not read where unknown."""
-
-    knowledge: Knowledge
-    single_unit_s: float = 0.0
-
-
-UNKNOWN_DURATION = Duration(Knowledge.UNKNOWN)
-
-
 @dataclass(frozen=True, slots=True)
 class Action:
     """One call of a tool or a reward.
 
-    arrival: place in the order of submission, any ascending integers. cost: the demand by dimension. key: the dimension
-    that the duration depends on, if any. node_id: the CPU node that the trajectory lives on; None: this is its first
-    action, and the memory it asks for is the whole trajectory's (§5.2). service: the model that it needs on its GPUs;
-    each number of GPUs is a service of its own (§5.3).
+    arrival: place in the order of submission, any ascending integers. cost: the demand by dimension. single_unit_s: T
+    of eq. 1, seconds on one unit, profiled or a mean; None: not known. key: the dimension that the duration depends on,
+    if any. node_id: the CPU node that the trajectory lives on; None: this is its first action, and the memory it asks
+    for is the whole trajectory's (§5.2). service: the model that it needs on its GPUs; each number of GPUs is a service
+    of its own (§5.3).
     """
 
     action_id: str
     trajectory_id: str
     arrival: int
     cost: Mapping[str, Demand]
-    duration: Duration = UNKNOWN_DURATION
+    single_unit_s: float | None = None
     key: str | None = None
     elasticity: Elasticity | None = None
     node_id: str | None = None
@@ -134,8 +114,7 @@ class Action:
     @property
     def scalable(self) -> bool:
         """Whether elasticity and duration are both known (Algorithm 1, line 5)."""
-        known = self.duration.knowledge is not Knowledge.UNKNOWN
-        return known and self.key is not None and self.elasticity is not None
+        return self.single_unit_s is not None and self.key is not None and self.elasticity is not None
 
     @property
     def sized_dimension(self) -> str:
@@ -154,11 +133,11 @@ def key_units(demand: Demand) -> tuple[int, ...]:
             return units
 
 
-def seconds_at(action: Action, units: int) -> float:
+def seconds_at(action: Action, units: int) -> float | None:
     """T / (E(m) * m), eq. 1; T itself where the elasticity is not known."""
-    if action.elasticity is None:
-        return action.duration.single_unit_s
-    return action.duration.single_unit_s / (action.elasticity.efficiency(units) * units)
+    if action.single_unit_s is None or action.elasticity is None:
+        return action.single_unit_s
+    return action.single_unit_s / (action.elasticity.efficiency(units) * units)
 
 
 class InvalidActionError(CoreError):
@@ -183,8 +162,10 @@ def check_action(action: Action, capacities: Mapping[str, int]) -> None:
                 f"cost[{dimension}]",
                 f"at least {demand.least} asked for, {capacities[dimension]} in all: never fits; ask for less",
             )
-    if action.duration.knowledge is not Knowledge.UNKNOWN:
-        _check_number("duration.single_unit_s", action.duration.single_unit_s, MOST_SECONDS)
+    if action.single_unit_s is not None and not 0.0 <= action.single_unit_s <= MOST_SECONDS:  # NaN fails too
+        raise InvalidActionError(
+            "single_unit_s", f"must be a number from 0 to {MOST_SECONDS:g}, is {action.single_unit_s}"
+        )
     if action.key is None:
         if action.elasticity is not None:
             raise InvalidActionError("key", "is missing; name the dimension that the elasticity is of")
@@ -212,30 +193,18 @@ def _check_elasticity(elasticity: Elasticity | None, field: str, demand: Demand)
 def _check_demand(field: str, demand: Demand) -> None:
     match demand:
         case Fixed(units):
-            _check_units(f"{field}.units", units)
+            figures = {"units": units}
         case Range(least, most):
-            _check_units(f"{field}.least", least)
-            _check_units(f"{field}.most", most)
-            if most < least:
-                raise InvalidActionError(f"{field}.most", f"must be at least {least}, is {most}")
-        case UnitSet(units):
-            if not 1 <= len(units) <= MOST_CHOICES:
-                raise InvalidActionError(f"{field}.units", f"must be 1 to {MOST_CHOICES} numbers, are {len(units)}")
-            for index, choice in enumerate(units):
-                _check_units(f"{field}.units[{index}]", choice)
-            if list(units) != sorted(set(units)):
-                raise InvalidActionError(f"{field}.units", "must ascend without repeats")
-
-
-def _check_units(field: str, units: float) -> None:
-    """A caller without types may hand over a float."""
-    _check_number(field, units, MOST_UNITS)
-    if units < 1 or units != int(units):
-        raise InvalidActionError(
-            field, f"must be a whole number, 1 at least, is {units}; leave out what is not asked for"
-        )
-
-
-def _check_number(field: str, value: float, most: float) -> None:
-    if math.isnan(value) or not 0 <= value <= most:
-        raise InvalidActionError(field, f"must be a number from 0 to {most:g}, is {value}")
+            figures = {"least": least, "most": most}
+        case UnitSet(choices):
+            if not 1 <= len(choices) <= MOST_CHOICES:
+                raise InvalidActionError(f"{field}.units", f"must be 1 to {MOST_CHOICES} numbers, are {len(choices)}")
+            figures = {f"units[{index}]": units for index, units in enumerate(choices)}
+    for name, units in figures.items():
+        if not 1 <= units <= MOST_UNITS or units != int(units):  # a caller without types may hand over a float
+            wish = f"must be a whole number from 1 to {MOST_UNITS}"
+            raise InvalidActionError(f"{field}.{name}", f"{wish}, is {units}; leave out what is not asked for")
+    if isinstance(demand, Range) and demand.most < demand.least:
+        raise InvalidActionError(f"{field}.most", f"must be at least {demand.least}, is {demand.most}")
+    if isinstance(demand, UnitSet) and list(demand.units) != sorted(set(demand.units)):
+        raise InvalidActionError(f"{field}.units", "must ascend without repeats")

@@ -49,7 +49,6 @@ class Arrangement(Protocol):
 
     def chosen(self, prefix: int) -> Indexes:
         """int64[prefix]: the choice of each of the first `prefix` candidates when the others get nothing."""
-        ...
 
 
 class FlatTable:

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from treadle_core.tools.action import CPU_CORES, MEMORY_BYTES, Action, InvalidActionError
 from treadle_core.tools.decision import Executing, Start
-from treadle_core.tools.grants import NEVER_S, CpuGrant, Ended, InvalidHoldingError, Usage
+from treadle_core.tools.grants import CpuGrant, Ended, InvalidHoldingError, Manager, Usage
 from treadle_core.tools.pools import CpuNode, CpuNodes, InvalidPoolError
 
 Cores = tuple[frozenset[int], ...]  # by NUMA node
@@ -54,13 +54,13 @@ class _Running:
 
 @dataclass
 class _Home:
-    """Where a trajectory lives."""
-
     node: _Node
     memory_bytes: int = 0
 
 
-class CpuManager:
+class CpuManager(Manager):
+    """Owner of the cores and the memory."""
+
     dimensions: ClassVar[tuple[str, ...]] = (CPU_CORES, MEMORY_BYTES)
 
     def __init__(self, machines: Sequence[Machine]) -> None:
@@ -95,16 +95,11 @@ class CpuManager:
             raise InvalidActionError("node_id", f"no node is called {action.node_id!r}; place its trajectory anew")
 
     def pools(self, now_s: float) -> tuple[CpuNodes, ...]:
-        return (
-            CpuNodes(
-                tuple(
-                    CpuNode(
-                        name, node.machine.cores, node.free_cores, node.machine.memory_bytes, node.free_memory_bytes
-                    )
-                    for name, node in self._nodes.items()
-                )
-            ),
+        members = (
+            CpuNode(name, node.machine.cores, node.free_cores, node.machine.memory_bytes, node.free_memory_bytes)
+            for name, node in self._nodes.items()
         )
+        return (CpuNodes(tuple(members)),)
 
     def executing(self, now_s: float) -> list[Executing]:
         return [
@@ -135,17 +130,14 @@ class CpuManager:
         if home is not None:
             home.node.free_memory_bytes += home.memory_bytes
 
-    def next_change_s(self, now_s: float) -> float:
-        return NEVER_S
-
     def usage(self, now_s: float) -> tuple[Usage, ...]:
         nodes = self._nodes.values()
-        free_cores, cores = sum(node.free_cores for node in nodes), sum(node.machine.cores for node in nodes)
+        cores, free_cores = sum(node.machine.cores for node in nodes), sum(node.free_cores for node in nodes)
+        size = sum(node.machine.memory_bytes for node in nodes)
         free_bytes = sum(node.free_memory_bytes for node in nodes)
-        memory_bytes = sum(node.machine.memory_bytes for node in nodes)
         return (
             Usage(CPU_CORES, cores, cores - free_cores, free_cores),
-            Usage(MEMORY_BYTES, memory_bytes, memory_bytes - free_bytes, free_bytes),
+            Usage(MEMORY_BYTES, size, size - free_bytes, free_bytes),
         )
 
 

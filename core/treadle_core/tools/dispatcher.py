@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from treadle_core.tools.action import Action, InvalidActionError, Knowledge, check_action, seconds_at
+from treadle_core.tools.action import Action, InvalidActionError, check_action, seconds_at
 from treadle_core.tools.cpu import CpuManager
 from treadle_core.tools.decision import Executing, Start, decide, start_alone
 from treadle_core.tools.grants import (
@@ -237,8 +237,8 @@ class Dispatcher:
         return bool((least <= [free[dimension] for dimension in self._queue.dimensions]).all())
 
     def _start(self, start: Start, now_s: float) -> Started:
-        known = start.action.duration.knowledge is not Knowledge.UNKNOWN
-        expected_s = seconds_at(start.action, start.units) if known else self.typical_s
+        known_s = seconds_at(start.action, start.units)
+        expected_s = self.typical_s if known_s is None else known_s
         grant = self.resources.take(start, now_s, expected_s)
         self._began_s[start.action.action_id] = now_s
         return Started(start.action, start.units, grant, expected_s)

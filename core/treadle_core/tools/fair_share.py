@@ -42,10 +42,6 @@ class FairShare(Generic[T]):
     def __len__(self) -> int:
         return self._count
 
-    def waiting_by_job(self) -> dict[str, int]:
-        """How many wait, of each job that has any."""
-        return {job: len(line.waiting) for job, line in self._lines.items()}
-
     def add(self, job: str, item: T, cost: float) -> None:
         """Put `item` behind its job's others. Raises ValueError unless cost is finite and >= 0."""
         if not (cost >= 0 and math.isfinite(cost)):

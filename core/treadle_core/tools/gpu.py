@@ -15,7 +15,17 @@ from typing import ClassVar
 from treadle_core.tools.action import GPUS, Action, InvalidActionError, key_units
 from treadle_core.tools.arrangement import NODE_GPUS, Chunk, free_chunks, level_of
 from treadle_core.tools.decision import Executing, Start
-from treadle_core.tools.grants import NEVER_S, End, Ended, GpuGrant, InvalidHoldingError, Resident, Service, Usage
+from treadle_core.tools.grants import (
+    NEVER_S,
+    End,
+    Ended,
+    GpuGrant,
+    InvalidHoldingError,
+    Manager,
+    Resident,
+    Service,
+    Usage,
+)
 from treadle_core.tools.pools import GpuNode, GpuNodes, InvalidPoolError
 
 Gpu = tuple[str, int]  # node, number
@@ -28,7 +38,7 @@ class _Running:
     scalable: bool
 
 
-class GpuManager:
+class GpuManager(Manager):
     """Owner of the GPUs. Invariant: on no GPU do the resident services take more than its memory."""
 
     dimensions: ClassVar[tuple[str, ...]] = (GPUS,)
@@ -114,9 +124,6 @@ class GpuManager:
     def forget(self, trajectory_id: str) -> None:
         """Only actions hold GPUs."""
 
-    def next_change_s(self, now_s: float) -> float:
-        return NEVER_S
-
     def usage(self, now_s: float) -> tuple[Usage, ...]:
         free = sum(map(len, self._free.values()))
         return (Usage(GPUS, self._capacity, self._capacity - free, free),)
@@ -136,10 +143,7 @@ class GpuManager:
         ]
         return min(
             grants,
-            key=lambda grant: (
-                grant.restore,
-                max((self._used_s[resident] for resident in grant.evicted), default=-NEVER_S),
-            ),
+            key=lambda grant: (grant.restore, max((self._used_s[each] for each in grant.evicted), default=-NEVER_S)),
         )
 
     def _grant(self, chunk: Chunk, service: Service | None) -> GpuGrant:

@@ -123,15 +123,12 @@ class Manager(Protocol):
 
     def check(self, action: Action) -> None:
         """Raise InvalidActionError for an action that could never be given what it asks of this manager."""
-        ...
 
     def pools(self, now_s: float) -> Sequence[Pool]:
         """What is free, for a decision. Capacities are the same at all times."""
-        ...
 
     def executing(self, now_s: float) -> Sequence[Executing]:
         """Units that running actions will give back, and when."""
-        ...
 
     def take(
         self, start: Start, units: Mapping[str, int], now_s: float, expected_s: float
@@ -140,18 +137,15 @@ class Manager(Protocol):
 
         Raises InvalidHoldingError where they are not free, and changes nothing then.
         """
-        ...
 
     def give_back(self, action_id: str, ended: Ended, now_s: float) -> None:
         """The action has ended. Raises KeyError for one that holds nothing here."""
-        ...
 
     def forget(self, trajectory_id: str) -> None:
         """Free what the trajectory holds beyond its actions. An unknown trajectory is no error."""
-        ...
 
     def next_change_s(self, now_s: float) -> float:
         """When more becomes free although no action ends; NEVER_S: at no time."""
-        ...
+        return NEVER_S
 
     def usage(self, now_s: float) -> Sequence[Usage]: ...

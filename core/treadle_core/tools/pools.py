@@ -54,11 +54,9 @@ class Pool(Protocol):
     @property
     def nodes(self) -> tuple[str | None, ...]:
         """The node of each partition; None: the partition is no node."""
-        ...
 
     def capacities(self) -> Mapping[str, int]:
         """By dimension, the most that one action can get when nothing runs."""
-        ...
 
     def assign(self, needs: Indexes, homes: Indexes) -> Indexes:
         """R.accommodate (Algorithm 1, line 2): int64[n], the partition of each action in order, or WAITS.
@@ -66,15 +64,12 @@ class Pool(Protocol):
         needs: int64[n, dimensions], the least units. homes: int64[n], the partition that the action has to use, -1:
         any. No action is assigned in place of an earlier one that waits for the same units.
         """
-        ...
 
     def share(self, partition: int, dimension: int, others: Indexes) -> Share:
         """What candidates share of a partition's dimension after `others`, units in order, are served."""
-        ...
 
     def chunks(self, units: Indexes) -> Sequence[Chunk | None]:
         """The GPUs of actions that start with so many; empty for a pool of something else."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

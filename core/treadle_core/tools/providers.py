@@ -15,11 +15,17 @@ from dataclasses import dataclass
 
 from treadle_core.tools.action import Action, Fixed, InvalidActionError
 from treadle_core.tools.decision import Executing, Start
-from treadle_core.tools.grants import NEVER_S, End, Ended, InvalidHoldingError, Usage
+from treadle_core.tools.grants import NEVER_S, End, Ended, InvalidHoldingError, Manager, Usage
 from treadle_core.tools.pools import FlatPool, InvalidPoolError
 
 GROWTH = 2.0  # of the cool-down from one failed probe to the next
 UNLIMITED = 1 << 20  # concurrent requests to a provider that states no limit: more than a process can hold
+
+
+def require(good: bool, field: str, wish: str, value: object) -> None:
+    """Raise InvalidPoolError for a figure that is not good."""
+    if not good:
+        raise InvalidPoolError(field, f"must be {wish}, is {value!r}")
 
 
 class State(enum.Enum):
@@ -42,16 +48,13 @@ class BreakerRule:
 
     def check(self, field: str) -> None:
         """Raise InvalidPoolError with the path of the bad figure."""
-        if self.failures < 1:
-            raise InvalidPoolError(f"{field}.failures", f"must be at least 1, is {self.failures}")
-        if not 0.0 < self.share <= 1.0:
-            raise InvalidPoolError(f"{field}.share", f"must be above 0 and at most 1, is {self.share}")
-        if self.recent < 1:
-            raise InvalidPoolError(f"{field}.recent", f"must be at least 1, is {self.recent}")
-        if not 0.0 < self.cooldown_s <= self.longest_cooldown_s < NEVER_S:
-            raise InvalidPoolError(
-                f"{field}.cooldown_s", f"must be above 0 and at most longest_cooldown_s, is {self.cooldown_s}"
-            )
+        wish = "above 0 and at most longest_cooldown_s"
+        require(self.failures >= 1, f"{field}.failures", "at least 1", self.failures)
+        require(0.0 < self.share <= 1.0, f"{field}.share", "above 0 and at most 1", self.share)
+        require(self.recent >= 1, f"{field}.recent", "at least 1", self.recent)
+        require(
+            0.0 < self.cooldown_s <= self.longest_cooldown_s < NEVER_S, f"{field}.cooldown_s", wish, self.cooldown_s
+        )
 
 
 class Breaker:
@@ -145,12 +148,9 @@ class Quota:
 
     def check(self, field: str) -> None:
         """Raise InvalidPoolError with the path of the bad figure."""
-        if self.count < 1:
-            raise InvalidPoolError(f"{field}.count", f"must be at least 1, is {self.count}")
-        if not 0.0 < self.period_s < NEVER_S:
-            raise InvalidPoolError(f"{field}.period_s", f"must be a number above 0, is {self.period_s}")
-        if not 0.0 <= self.slack_s < self.period_s:
-            raise InvalidPoolError(f"{field}.slack_s", f"must be at least 0 and below the period, is {self.slack_s}")
+        require(self.count >= 1, f"{field}.count", "at least 1", self.count)
+        require(0.0 < self.period_s < NEVER_S, f"{field}.period_s", "a number above 0", self.period_s)
+        require(0.0 <= self.slack_s < self.period_s, f"{field}.slack_s", "0 to below the period", self.slack_s)
 
 
 class Window:
@@ -213,21 +213,20 @@ class Provider:
     breaker: BreakerRule = BreakerRule()
 
 
-class BasicManager:
+class BasicManager(Manager):
     """The manager of one provider."""
 
     def __init__(self, provider: Provider) -> None:
         """Raises InvalidPoolError for a bad figure."""
-        if not provider.name:
-            raise InvalidPoolError("provider.name", "is empty")
-        if provider.concurrency < 1:
-            raise InvalidPoolError("provider.concurrency", f"must be at least 1, is {provider.concurrency}")
+        require(bool(provider.name), "provider.name", "a name", provider.name)
+        require(provider.concurrency >= 1, "provider.concurrency", "at least 1", provider.concurrency)
         for index, quota in enumerate(provider.quotas):
             quota.check(f"provider.quotas[{index}]")
         provider.breaker.check("provider.breaker")
         self.provider = provider
         self._concurrency, self._quota = concurrency_of(provider.name), quota_of(provider.name)
         self._windows = [Window(quota) for quota in provider.quotas]
+        self._quota_capacity = min((quota.count for quota in provider.quotas), default=0)
         self._breaker = Breaker(provider.breaker)
         self._waits_until_s = -NEVER_S
         self._ends_at_s: dict[str, float] = {}
@@ -242,6 +241,7 @@ class BasicManager:
         return {**cost, self._quota: Fixed(requests)} if self._windows else cost
 
     def state(self, now_s: float) -> State:
+        """Of its circuit breaker."""
         return self._breaker.state(now_s)
 
     def rests_s(self, now_s: float) -> float:
@@ -266,7 +266,7 @@ class BasicManager:
     def pools(self, now_s: float) -> tuple[FlatPool, ...]:
         pools = [FlatPool(self._concurrency, self.provider.concurrency, self._free_calls(now_s))]
         if self._windows:
-            pools.append(FlatPool(self._quota, self._quota_capacity(), self._free_quota(now_s)))
+            pools.append(FlatPool(self._quota, self._quota_capacity, self._free_quota(now_s)))
         return tuple(pools)
 
     def executing(self, now_s: float) -> list[Executing]:
@@ -296,25 +296,19 @@ class BasicManager:
         """Only actions make requests."""
 
     def next_change_s(self, now_s: float) -> float:
-        changes = [window.next_change_s(now_s) for window in self._windows]
-        changes.append(self._breaker.next_change_s(now_s))
-        if now_s < self._waits_until_s:
-            changes.append(self._waits_until_s)
-        return min(changes)
+        waits_until_s = self._waits_until_s if now_s < self._waits_until_s else NEVER_S
+        windows = (window.next_change_s(now_s) for window in self._windows)
+        return min(self._breaker.next_change_s(now_s), waits_until_s, *windows)
 
     def usage(self, now_s: float) -> tuple[Usage, ...]:
         calls = Usage(self._concurrency, self.provider.concurrency, len(self._ends_at_s), self._free_calls(now_s))
         if not self._windows:
             return (calls,)
-        capacity, free = self._quota_capacity(), self._free_quota(now_s)
+        capacity, free = self._quota_capacity, self._free_quota(now_s)
         return calls, Usage(self._quota, capacity, capacity - free, free)
 
-    def _quota_capacity(self) -> int:
-        return min(quota.count for quota in self.provider.quotas)
-
     def _free_quota(self, now_s: float) -> int:
-        free = [window.free(now_s) for window in self._windows]
-        return min([*free, self._quota_capacity()]) if free else 0
+        return min((window.free(now_s) for window in self._windows), default=0)
 
     def _free_calls(self, now_s: float) -> int:
         if now_s < self._waits_until_s:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from treadle_core.tools.action import Action, Knowledge, key_units, seconds_at
+from treadle_core.tools.action import Action, key_units, seconds_at
 from treadle_core.tools.arrangement import Curves, Floats, Indexes
 
 FIRST_ROWS = 64
@@ -95,12 +95,13 @@ class ActionQueue:
 
 def _useful_choices(action: Action, choices: Sequence[int]) -> tuple[list[int], list[float]]:
     """Return the choices that are faster than every choice with fewer units, and their seconds."""
-    if action.duration.knowledge is Knowledge.UNKNOWN:
-        return [choices[0]], [np.nan]
-    units, seconds = [choices[0]], [seconds_at(action, choices[0])]
-    for choice in choices[1:]:
+    units: list[int] = []
+    seconds: list[float] = []
+    for choice in choices:
         took_s = seconds_at(action, choice)
-        if took_s < seconds[-1]:
+        if took_s is None:
+            return [choice], [np.nan]
+        if not seconds or took_s < seconds[-1]:
             units.append(choice)
             seconds.append(took_s)
     return units, seconds

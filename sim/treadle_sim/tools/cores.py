@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from treadle_core.tools.action import CPU_CORES, MEMORY_BYTES, Demand, Duration, Fixed, Knowledge
+from treadle_core.tools.action import CPU_CORES, MEMORY_BYTES, Demand, Fixed
 from treadle_core.tools.cpu import CpuManager, Machine
 from treadle_core.tools.decision import Executing
 from treadle_core.tools.dispatcher import Dispatcher, Resources
@@ -111,8 +111,7 @@ class ElasticCores(Executor):
         if call.profiled_s is None:
             gateway.submit(asked, cost, key=call.key)
         else:
-            duration = Duration(Knowledge.PROFILED, call.profiled_s)
-            gateway.submit(asked, cost, duration, call.key, call.elasticity)
+            gateway.submit(asked, cost, call.profiled_s, call.key, call.elasticity)
 
 
 def equal_machines(count: int, cores: int, memory_bytes: int) -> tuple[Machine, ...]:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from treadle_core.tools.action import GPUS, Action, Duration, Fixed, Knowledge, Measured, key_units
+from treadle_core.tools.action import GPUS, Action, Fixed, Measured, key_units
 from treadle_core.tools.arrangement import NODE_GPUS
 from treadle_core.tools.dispatcher import Dispatcher, Resources, Started
 from treadle_core.tools.gpu import GpuManager
@@ -59,7 +59,7 @@ class ElasticGpus(Executor):
             }
         one_s = seconds[1]
         used = Measured(tuple((degree, min(1.0, one_s / (degree * took))) for degree, took in seconds.items()))
-        self._gateway.submit(asked, cost, Duration(Knowledge.PROFILED, one_s), GPUS, used)
+        self._gateway.submit(asked, cost, one_s, GPUS, used)
 
     @staticmethod
     def _take_away(dispatcher: Dispatcher, gpus: int) -> None:

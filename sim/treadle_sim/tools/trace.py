@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from treadle_core.tools.action import UNKNOWN_DURATION, Action, Demand, Duration, Elasticity
+from treadle_core.tools.action import Action, Demand, Elasticity
 from treadle_core.tools.dispatcher import Dispatcher, Started
 from treadle_core.tools.grants import NEVER_S
 
@@ -180,7 +180,7 @@ class Dispatched:
         self,
         asked: Asked,
         cost: Mapping[str, Demand],
-        duration: Duration = UNKNOWN_DURATION,
+        single_unit_s: float | None = None,
         key: str | None = None,
         elasticity: Elasticity | None = None,
     ) -> None:
@@ -191,7 +191,7 @@ class Dispatched:
             asked.trace.trajectory_id,
             self._arrivals,
             cost,
-            duration,
+            single_unit_s,
             key,
             elasticity,
             service=asked.call.service or None,

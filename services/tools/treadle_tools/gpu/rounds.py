@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import nats.errors
-from treadle_core.tools.action import GPUS, Action, Amdahl, Duration, Fixed, Knowledge, UnitSet
+from treadle_core.tools.action import GPUS, Action, Amdahl, Fixed, UnitSet
 from treadle_core.tools.arrangement import Chunk
 from treadle_core.tools.grants import SERVED, End, Ended, Service
 from treadle_runtime.errors import TreadleError, Unavailable
@@ -147,13 +147,12 @@ class Rounds:
     def _action(self, service: GpuService) -> Action:
         number = next(self._numbers)
         degrees = tuple(sorted(service.bytes_per_gpu))
-        known_s = self._single_gpu_s.get(service.name)
         return Action(
             f"round-{number}",
             f"round-{number}",
             number,
             {GPUS: Fixed(degrees[0]) if len(degrees) == 1 else UnitSet(degrees)},
-            Duration(Knowledge.UNKNOWN) if known_s is None else Duration(Knowledge.LEARNED, known_s),
+            self._single_gpu_s.get(service.name),
             key=GPUS,
             elasticity=Amdahl(service.serial_share),
             service=service.name,

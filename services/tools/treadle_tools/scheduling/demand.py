@@ -9,15 +9,12 @@ from treadle_core.tools.action import (
     CPU_CORES,
     MEMORY_BYTES,
     MOST_UNITS,
-    UNKNOWN_DURATION,
     Action,
     Amdahl,
     Demand,
-    Duration,
     Elasticity,
     Fixed,
     InvalidActionError,
-    Knowledge,
     Measured,
     Range,
     UnitSet,
@@ -91,19 +88,19 @@ class Demands:
             holder,
             arrival,
             cost,
-            self._single_core(tool),
+            self._next_single_core_s(tool),
             key=CPU_CORES,
             elasticity=elasticity(tool.scaling) if tool.scaling is not None else None,
             node_id=None if stays else NODE_ID,
         )
 
-    def _single_core(self, tool: Tool) -> Duration:
-        """Seconds of the next action on one core, as profiled or learned."""
+    def _next_single_core_s(self, tool: Tool) -> float | None:
+        """Seconds of the next action on one core, as profiled or learned; None: not known."""
         if tool.scaling is not None and tool.scaling.single_core_s is not None:
-            return Duration(Knowledge.PROFILED, tool.scaling.single_core_s)
+            return tool.scaling.single_core_s
         if tool.name not in self._single_core_s:
-            return UNKNOWN_DURATION
-        return Duration(Knowledge.LEARNED, self._overhead_s[tool.name] + self._single_core_s[tool.name])
+            return None
+        return self._overhead_s[tool.name] + self._single_core_s[tool.name]
 
 
 def check_scaling(tool: Tool) -> None:
@@ -111,9 +108,9 @@ def check_scaling(tool: Tool) -> None:
     scaling = tool.scaling
     if scaling is None:
         return
-    single_core = Duration(Knowledge.PROFILED, 1.0 if scaling.single_core_s is None else scaling.single_core_s)
+    single_core_s = 1.0 if scaling.single_core_s is None else scaling.single_core_s
     cost = {CPU_CORES: UnitSet(scaling.cores)}
-    declared = Action(tool.name, tool.name, 0, cost, single_core, CPU_CORES, elasticity(scaling))
+    declared = Action(tool.name, tool.name, 0, cost, single_core_s, CPU_CORES, elasticity(scaling))
     check_action(declared, {CPU_CORES: MOST_UNITS})
     if scaling.cores[-1] > tool.limits.cpu_cores:
         raise InvalidActionError("cores", f"must be at most limits.cpu_cores, {tool.limits.cpu_cores}")

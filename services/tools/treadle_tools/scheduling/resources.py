@@ -10,9 +10,7 @@ from treadle_core.tools.action import (
     MEMORY_BYTES,
     Action,
     Amdahl,
-    Duration,
     Fixed,
-    Knowledge,
     Measured,
     Range,
     UnitSet,
@@ -88,9 +86,8 @@ def warm_up() -> None:
     dispatcher.start_at_once(Action("alone", "alone", 0, {CPU_CORES: Fixed(1), MEMORY_BYTES: Fixed(1)}), 0.0)
     for index in range(12):
         demand, elasticity = ((Range(1, 4), Amdahl(0.1)), (UnitSet((1, 2, 4)), ROUGH))[index % 2]
-        duration = Duration(Knowledge.LEARNED, 1.0 + index)
         cost = {CPU_CORES: demand, MEMORY_BYTES: Fixed(1)}
-        dispatcher.submit(Action(f"w{index}", f"w{index}", index, cost, duration, CPU_CORES, elasticity))
+        dispatcher.submit(Action(f"w{index}", f"w{index}", index, cost, 1.0 + index, CPU_CORES, elasticity))
     now_s = 0.0
     while len(dispatcher):
         now_s += 1.0
