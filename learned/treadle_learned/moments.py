@@ -19,7 +19,7 @@ from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
-from treadle_core.ranking.estimator import FirstThatAnswers, Forecast, Prior, Progress, learned_from
+from treadle_core.ranking.estimator import Estimator, Forecast, Prior, Progress
 from treadle_core.ranking.evidence import Ended, Evidence
 
 from treadle_learned.transcript import Transcript, version_number
@@ -136,7 +136,7 @@ def replay(
     evidence = Evidence()
     for transcript in earlier:
         evidence.close_trajectory(ended(transcript))
-    estimator = learned_from(evidence, Prior())
+    estimator = Estimator(evidence, Prior())
     tracks = [_Track(index, transcript) for index, transcript in enumerate(transcripts)]
     moments: list[Moment] = []
     for track, turn in _in_time(tracks):
@@ -205,7 +205,7 @@ class _Track:
         self._steps = self._steps.after(done.gen_tokens, self._running_tool_tokens)
         self._running_tool_tokens = done.obs_tokens
 
-    def moment(self, turn: int, evidence: Evidence, estimator: FirstThatAnswers) -> Moment:
+    def moment(self, turn: int, evidence: Evidence, estimator: Estimator) -> Moment:
         transcript = self.transcript
         progress = Progress(
             transcript.trajectory_id,

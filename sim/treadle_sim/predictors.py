@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from treadle_core.model import Estimate
-from treadle_core.ranking.estimator import Prior, Progress, correlation, learned_from, recall_of_longest
+from treadle_core.ranking.estimator import Estimator, Prior, Progress, correlation, recall_of_longest
 from treadle_core.ranking.evidence import Ended, Evidence
 from treadle_core.tuning import Tuning
 
@@ -156,7 +156,7 @@ class Siblings(Predictor):
         super().__init__(workload)
         self._workload = workload
         self._evidence = Evidence()
-        self._estimator = learned_from(self._evidence, Prior())
+        self._estimator = Estimator(self._evidence, Prior())
         self._seen: dict[int, tuple[int, int]] = {}  # turns and tokens that the evidence has of an open trajectory
         for number, work in enumerate(earlier):
             self._evidence.close_trajectory(_ended(f"{BEFORE}-{number}", BEFORE, work))

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.ranking.estimator import Forecast, InvalidProgressError, Prior, Progress, Source, learned_from
+from treadle_core.ranking.estimator import Estimator, Forecast, InvalidProgressError, Prior, Progress, Source
 from treadle_core.ranking.evidence import Ended, Evidence
 
 PRIOR = Prior()
@@ -15,7 +15,7 @@ def ended(trajectory_id: str, tokens: int, *, prompt: str = "p", rollout: str = 
 
 def ask(evidence: Evidence, gen_tokens: int = 0, *, prompt: str = "p", trajectory: str = "t", cap: int = 0) -> Forecast:
     progress = Progress(trajectory, prompt, gen_tokens=gen_tokens, max_total_tokens=cap)
-    return learned_from(evidence, PRIOR).estimate(progress)
+    return Estimator(evidence, PRIOR).estimate(progress)
 
 
 @settings(deadline=None, max_examples=60)
@@ -36,7 +36,7 @@ def test_quantiles_are_in_order_and_within_the_cap_whatever_was_seen(
             ended(f"t{index}", tokens, prompt=f"p{prompt}", rollout=f"r{index % 2}", own_end=own_end)
         )
     progress = Progress("t", "p0", turn=turn, gen_tokens=gen_tokens, max_total_tokens=cap)
-    forecast = learned_from(evidence, PRIOR).estimate(progress)
+    forecast = Estimator(evidence, PRIOR).estimate(progress)
     tokens_left, turns_left = forecast.remaining_tokens, forecast.remaining_turns
     assert 0 <= tokens_left.p10 <= tokens_left.p50 <= tokens_left.p90
     assert 0 <= turns_left.p10 <= turns_left.p50 <= turns_left.p90
@@ -131,7 +131,7 @@ def test_the_cap_leaves_nothing_where_it_is_reached() -> None:
 
 def test_the_same_evidence_gives_the_same_estimate_however_often_it_was_asked_on_the_way() -> None:
     asked, silent = Evidence(), Evidence()
-    often = learned_from(asked, PRIOR)
+    often = Estimator(asked, PRIOR)
     for evidence in (asked, silent):
         for index in range(30):
             evidence.open_trajectory(f"t{index}", "r0", f"p{index % 4}")
@@ -142,7 +142,7 @@ def test_the_same_evidence_gives_the_same_estimate_however_often_it_was_asked_on
                 often.estimate(Progress(f"t{index}", f"p{index % 4}"))
     for number in range(4):
         progress = Progress("new", f"p{number}", gen_tokens=70)
-        assert often.estimate(progress) == learned_from(silent, PRIOR).estimate(progress)
+        assert often.estimate(progress) == Estimator(silent, PRIOR).estimate(progress)
 
 
 @pytest.mark.parametrize("field", ["turn", "gen_tokens", "context_tokens", "prompt_tokens", "max_total_tokens"])

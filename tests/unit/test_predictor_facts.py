@@ -9,7 +9,7 @@ import pytest
 from treadle.engine.v1.engine_pb2 import EngineInfo
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.telemetry.v1 import facts_pb2
-from treadle_core.ranking.estimator import Prior, Progress, learned_from
+from treadle_core.ranking.estimator import Estimator, Prior, Progress
 from treadle_core.ranking.evidence import Ended, Evidence
 from treadle_learned.moments import FEATURES
 from treadle_learned.transcript import Transcript, Turn
@@ -224,7 +224,7 @@ class Heard:
         recording = self.recordings.get(name, 1)
         assert recording is not None
         progress = Progress(name, "p", 1, 10, 26, 12)
-        estimator = learned_from(self.evidence, Prior(100.0, 1.0, 3.0, 1.0))
+        estimator = Estimator(self.evidence, Prior(100.0, 1.0, 3.0, 1.0))
         asked = make_question(progress, recording, estimator.estimate(progress), self.evidence, "")
         assert asked is not None
         return float(asked.features[BEHIND])

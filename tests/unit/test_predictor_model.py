@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.learned_models import BOUNDS, random_head
 from support.tiny_backbone import HIDDEN, tiny_backbone
 from treadle.telemetry.v1.facts_pb2 import Fact
-from treadle_core.ranking.estimator import Prior, Progress, Source, learned_from
+from treadle_core.ranking.estimator import Estimator, Prior, Progress, Source
 from treadle_core.ranking.evidence import Evidence
 from treadle_learned.backbone import Backbone
 from treadle_learned.checkpoint import Checkpoint
@@ -75,7 +75,7 @@ class Served:
     def __init__(self, backbone: Backbone) -> None:
         self.evidence = Evidence()
         self.recordings = Recordings(backbone.tokenizer.decode)
-        self.estimator = learned_from(self.evidence, Prior())
+        self.estimator = Estimator(self.evidence, Prior())
 
     def hear(self, fact: Fact) -> None:
         learn(self.evidence, fact)

@@ -1,4 +1,4 @@
-"""Estimators of what is left of a trajectory, as quantiles of tokens and turns, from siblings and earlier trajectories.
+"""Estimates of what is left of a trajectory, as quantiles of tokens and turns, from siblings and earlier trajectories.
 
 An estimate depends on the evidence and the question alone; 0 <= p10 <= p50 <= p90, and remaining tokens never exceed
 what the trajectory's cap leaves. A trajectory that was cut counts as longer than it was, a running sibling as longer
@@ -6,16 +6,15 @@ than it is.
 
 Each level is shrunk to the one below it (`evidence.posterior`), so that few observations bend an estimate and many
 determine it: siblings of the group <- earlier trajectories of the prompt <- trajectories of all prompts <- a stated
-prior. A learned model (Heddle §4.1) is one more `Estimator`, asked before these.
+prior. One ended trajectory is enough for a level to answer. A learned model (Heddle §4.1) is asked before these.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from treadle_core.ranking.evidence import (
     TURN_KNOTS,
     Ended,
     Evidence,
+    Group,
     GroupKey,
     Observed,
     Running,
@@ -42,10 +42,6 @@ from treadle_core.refusals import CoreError
 SIBLINGS_WEIGHT = 4.0  # a prompt's history against its group, which shares the policy too
 PROMPT_WEIGHT = 4.0  # all prompts against one, whose share of the variance of lengths is from a tenth to three quarters
 ALL_WEIGHT = 8.0  # the prior against all trajectories: negligible after a few groups
-
-# A level answers from this many ended trajectories on; one is enough, since the estimate is shrunk.
-LEAST_ENDED_SIBLINGS = 1
-LEAST_ENDED_HISTORY = 1
 
 # The prior: log-normal totals, in the middle of the published agentic workloads and wide, so that a few observations
 # bend it.
@@ -99,13 +95,6 @@ class Forecast:
     model_version: str
 
 
-class Estimator(Protocol):
-    """Estimates how much is left of a trajectory."""
-
-    def estimate(self, progress: Progress) -> Forecast | None:
-        """None where it has no evidence; then the next estimator is asked."""
-
-
 @dataclass(frozen=True, slots=True)
 class Curves:
     """P(total > t) of tokens and of turns, on TOKEN_KNOTS and TURN_KNOTS."""
@@ -152,89 +141,57 @@ class Prior:
             lognormal(TOKEN_KNOTS, median_tokens, sigma_tokens), lognormal(TURN_KNOTS, median_turns, sigma_turns)
         )
 
-    def estimate(self, progress: Progress) -> Forecast:
-        return self.curves.forecast(progress, Source.PRIOR, PRIOR_VERSION)
 
-
-class History:
-    """Ended trajectories of the same prompt, shrunk to those of all prompts."""
+class Estimator:
+    """Estimates from siblings, ended and running, shrunk to the prompt's history; where none has ended from the
+    history alone; else from the prior."""
 
     def __init__(self, evidence: Evidence, prior: Prior) -> None:
         self._evidence = evidence
         self._prior = prior
-        self._all = (-1, prior.curves)  # and of which revision of the evidence
-
-    def estimate(self, progress: Progress) -> Forecast | None:
-        own = self._evidence.ended_of_prompt(progress.prompt_id)
-        count = len(own) or self._evidence.ended_kept
-        if count < LEAST_ENDED_HISTORY:
-            return None
-        version = f"history-{'prompt' if own else 'all'}-{count}"
-        return self._all_curves().update_by(PROMPT_WEIGHT, own).forecast(progress, Source.HISTORY, version)
-
-    def before(self, key: GroupKey) -> Curves:
-        """The curves of a prompt without the group itself, to which the group's siblings are shrunk."""
-        rollout_id, prompt_id = key
-        earlier = [each for each in self._evidence.ended_of_prompt(prompt_id) if each.rollout_id != rollout_id]
-        return self._all_curves().update_by(PROMPT_WEIGHT, earlier)
-
-    def _all_curves(self) -> Curves:
-        evidence = self._evidence
-        if self._all[0] != evidence.revision:
-            curves = self._prior.curves.update(ALL_WEIGHT, evidence.tokens.observed, evidence.turns.observed)
-            self._all = (evidence.revision, curves)
-        return self._all[1]
-
-
-class SiblingsSoFar:
-    """Ended samples of the group, and running ones as censored, shrunk to the prompt's history."""
-
-    def __init__(self, evidence: Evidence, history: History) -> None:
-        self._evidence = evidence
-        self._history = history
-        self._curves: OrderedDict[GroupKey, tuple[int, Curves]] = OrderedDict()
-
-    def estimate(self, progress: Progress) -> Forecast | None:
-        found = self._evidence.group_of(progress.trajectory_id, progress.prompt_id)
-        if found is None:
-            return None
-        key, group = found
-        if len(group.ended) < LEAST_ENDED_SIBLINGS:
-            return None
-        cached = self._curves.get(key)
-        if cached is None or cached[0] != self._evidence.revision:
-            curves = self._history.before(key).update_by(SIBLINGS_WEIGHT, group.ended.values(), group.running.values())
-            cached = self._curves[key] = (self._evidence.revision, curves)
-            self._curves.move_to_end(key)
-            if len(self._curves) > MOST_CURVES:
-                self._curves.popitem(last=False)
-        return cached[1].forecast(progress, Source.SIBLINGS, f"siblings-{len(group.ended)}")
-
-
-class FirstThatAnswers:
-    """Asks estimators in order, then the prior."""
-
-    def __init__(self, estimators: Sequence[Estimator], prior: Prior) -> None:
-        self._estimators = tuple(estimators)
-        self._prior = prior
+        self._of_all = (-1, prior.curves)  # the revision of the evidence, and its curves
+        self._of_groups: OrderedDict[GroupKey, tuple[int, Curves]] = OrderedDict()
 
     def estimate(self, progress: Progress) -> Forecast:
-        for estimator in self._estimators:
-            forecast = estimator.estimate(progress)
-            if forecast is not None:
-                return forecast
-        return self._prior.estimate(progress)
+        evidence = self._evidence
+        found = evidence.group_of(progress.trajectory_id, progress.prompt_id)
+        if found is not None and found[1].ended:
+            version = f"siblings-{len(found[1].ended)}"
+            return self._curves_of_group(*found).forecast(progress, Source.SIBLINGS, version)
+        own = evidence.ended_of_prompt(progress.prompt_id)
+        count = len(own) or evidence.ended_kept
+        if not count:
+            return self._prior.curves.forecast(progress, Source.PRIOR, PRIOR_VERSION)
+        version = f"history-{'prompt' if own else 'all'}-{count}"
+        return self._curves_of_all().update_by(PROMPT_WEIGHT, own).forecast(progress, Source.HISTORY, version)
+
+    def _curves_of_all(self) -> Curves:
+        evidence = self._evidence
+        if self._of_all[0] != evidence.revision:
+            curves = self._prior.curves.update(ALL_WEIGHT, evidence.tokens.observed, evidence.turns.observed)
+            self._of_all = (evidence.revision, curves)
+        return self._of_all[1]
+
+    def _curves_of_group(self, key: GroupKey, group: Group) -> Curves:
+        """Shrunk to the curves of the prompt without the group itself."""
+        revision, kept = self._evidence.revision, self._of_groups
+        cached = kept.get(key)
+        if cached is not None and cached[0] == revision:
+            return cached[1]
+        rollout_id, prompt_id = key
+        earlier = [each for each in self._evidence.ended_of_prompt(prompt_id) if each.rollout_id != rollout_id]
+        before = self._curves_of_all().update_by(PROMPT_WEIGHT, earlier)
+        curves = before.update_by(SIBLINGS_WEIGHT, group.ended.values(), group.running.values())
+        kept[key] = (revision, curves)
+        kept.move_to_end(key)
+        if len(kept) > MOST_CURVES:
+            kept.popitem(last=False)
+        return curves
 
 
 def best_source(evidence: Evidence) -> Source:
     """The best estimator that can answer now."""
-    return Source.SIBLINGS if evidence.closed_total >= LEAST_ENDED_SIBLINGS else Source.PRIOR
-
-
-def learned_from(evidence: Evidence, prior: Prior) -> FirstThatAnswers:
-    """Siblings, then history, then the prior."""
-    history = History(evidence, prior)
-    return FirstThatAnswers((SiblingsSoFar(evidence, history), history), prior)
+    return Source.SIBLINGS if evidence.closed_total else Source.PRIOR
 
 
 LONGEST = 0.10  # share of the trajectories that are the long tail (Heddle 7.2)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc.aio
 from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
-from treadle_core.ranking.estimator import FirstThatAnswers, Forecast, Progress, Source, best_source
+from treadle_core.ranking.estimator import Estimator, Forecast, Progress, Source, best_source
 from treadle_core.ranking.evidence import Evidence
 from treadle_runtime.errors import require
 
@@ -35,7 +35,7 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
     """
 
     def __init__(
-        self, evidence: Evidence, estimator: FirstThatAnswers, learned: "LearnedPart | None", learner: Learner
+        self, evidence: Evidence, estimator: Estimator, learned: "LearnedPart | None", learner: Learner
     ) -> None:
         self._evidence = evidence
         self._estimator = estimator

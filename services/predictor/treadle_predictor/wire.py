@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
-from treadle_core.ranking.estimator import Prior, learned_from
+from treadle_core.ranking.estimator import Estimator, Prior
 from treadle_core.ranking.evidence import Evidence
 from treadle_runtime.errors import StartError
 from treadle_runtime.server import Runtime, Wiring
@@ -39,7 +39,7 @@ async def wire(runtime: Runtime) -> Wiring:
     # Not durable: the state is in memory, so each process takes in all kept facts from the first.
     await runtime.bus.subscribe(FACT_KINDS, learner.on_fact, replay=True)
     await runtime.bus.catch_up()
-    servicer = PredictorServicer(evidence, learned_from(evidence, prior), learned, learner)
+    servicer = PredictorServicer(evidence, Estimator(evidence, prior), learned, learner)
     return Wiring(
         services={SERVICE: lambda server: predictor_pb2_grpc.add_PredictorServiceServicer_to_server(servicer, server)},
         tasks=[store.run, *tasks],
