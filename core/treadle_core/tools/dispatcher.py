@@ -7,7 +7,7 @@ decided on; its other actions wait until that one has a node.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -59,9 +59,7 @@ class Resources:
     def needs_placement(self, action: Action) -> bool:
         """Whether the action, which was sent home, decides the node of its trajectory."""
         return (
-            self._cpu is not None
-            and action.node_id is None
-            and any(dimension in action.cost for dimension in self._cpu.dimensions)
+            self._cpu is not None and action.node_id is None and not action.cost.keys().isdisjoint(self._cpu.dimensions)
         )
 
     def pools(self, now_s: float) -> list[Pool]:
@@ -152,11 +150,9 @@ class Dispatcher:
     def waiting_for(self) -> dict[str, int]:
         """How many waiting actions ask for each dimension."""
         asking = (self._queue.least[: len(self._queue)] > 0).sum(axis=0).tolist()
-        found = dict(zip(self._queue.dimensions, asking, strict=True))
+        found = Counter(dict(zip(self._queue.dimensions, asking, strict=True)))
         for behind in self._behind.values():
-            for action in behind:
-                for dimension in action.cost:
-                    found[dimension] += 1
+            found.update(dimension for action in behind for dimension in action.cost)
         return found
 
     def check(self, action: Action) -> None:
@@ -194,9 +190,7 @@ class Dispatcher:
             for trajectory_id, behind in self._behind.items():
                 self._behind[trajectory_id] = deque(action for action in behind if action.action_id != action_id)
             return
-        action = self._queue.remove(action_id)
-        if self._placing.get(action.trajectory_id) == action_id:
-            self._submit_behind(action.trajectory_id)
+        self._submit_behind(self._queue.remove(action_id))
 
     def decide(self, now_s: float) -> list[Started]:
         """Start the actions that a decision chooses, in their order."""
@@ -206,12 +200,7 @@ class Dispatcher:
             for start in starts:
                 self._queue.remove(start.action.action_id)
                 started.append(self._start(start, now_s))
-            placed = [
-                start.action.trajectory_id
-                for start in starts
-                if self._placing.get(start.action.trajectory_id) == start.action.action_id
-            ]
-            if not sum(self._submit_behind(trajectory_id) for trajectory_id in placed):
+            if not sum(self._submit_behind(start.action) for start in starts):
                 break
         return started
 
@@ -243,11 +232,13 @@ class Dispatcher:
         self._began_s[start.action.action_id] = now_s
         return Started(start.action, start.units, grant, expected_s)
 
-    def _submit_behind(self, trajectory_id: str) -> int:
-        """Queue the actions that waited for the trajectory's node, or for the action that decides it; how many."""
-        del self._placing[trajectory_id]
-        behind = self._behind.pop(trajectory_id, ())
+    def _submit_behind(self, action: Action) -> int:
+        """Queue the actions that waited for the node that this one was to decide; returns how many."""
+        if self._placing.get(action.trajectory_id) != action.action_id:
+            return 0
+        del self._placing[action.trajectory_id]
+        behind = self._behind.pop(action.trajectory_id, ())
         self._behind_ids -= {action.action_id for action in behind}
-        for action in behind:
-            self.submit(action)
+        for each in behind:
+            self.submit(each)
         return len(behind)

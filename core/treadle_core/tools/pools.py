@@ -70,10 +70,11 @@ class Pool(Protocol):
 
     def chunks(self, units: Indexes) -> Sequence[Chunk | None]:
         """The GPUs of actions that start with so many; empty for a pool of something else."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
-class FlatPool:
+class FlatPool(Pool):
     """Interchangeable units of one dimension, such as a quota or concurrency."""
 
     dimension: str
@@ -94,9 +95,6 @@ class FlatPool:
     def share(self, partition: int, dimension: int, others: Indexes) -> Share:
         return share_units(self.free - int(others.sum()))
 
-    def chunks(self, units: Indexes) -> Sequence[Chunk | None]:
-        return ()
-
 
 @dataclass(frozen=True, slots=True)
 class CpuNode:
@@ -110,7 +108,7 @@ class CpuNode:
 
 
 @dataclass(frozen=True, slots=True)
-class CpuNodes:
+class CpuNodes(Pool):
     """Cores and memory. A trajectory's first action goes to the node with the largest share of its memory free, its
     other actions to the same node (§5.2)."""
 
@@ -134,9 +132,6 @@ class CpuNodes:
     def share(self, partition: int, dimension: int, others: Indexes) -> Share:
         return share_units(int(self._free()[partition, dimension]) - int(others.sum()))
 
-    def chunks(self, units: Indexes) -> Sequence[Chunk | None]:
-        return ()
-
     def _free(self) -> Indexes:
         return np.array([[node.free_cores, node.free_memory_bytes] for node in self.members], np.int64).reshape(-1, 2)
 
@@ -150,7 +145,7 @@ class GpuNode:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuNodes:
+class GpuNodes(Pool):
     """GPUs in buddy chunks, each on one node; an action holds the whole chunk that its GPUs are in (§5.3)."""
 
     members: tuple[GpuNode, ...]
@@ -178,15 +173,11 @@ class GpuNodes:
                 found.append(None)
                 continue
             size = 1 << level_of(int(asked))
-            at = min((c.size, index) for index, c in enumerate(free) if c.size >= size)[1]
-            chunk = free.pop(at)
-            buddies = []
-            while chunk.size > size:
-                half = chunk.size // 2
-                buddies.append(Chunk(chunk.node_id, chunk.first + half, half))
-                chunk = Chunk(chunk.node_id, chunk.first, half)
-            free[at:at] = reversed(buddies)
-            found.append(chunk)
+            _, at = min((chunk.size, index) for index, chunk in enumerate(free) if chunk.size >= size)
+            node_id, first, whole = free[at]
+            buddies = [half for half in (1, 2, 4) if size <= half < whole]
+            free[at : at + 1] = [Chunk(node_id, first + half, half) for half in buddies]
+            found.append(Chunk(node_id, first, size))
         return found
 
     def _free(self) -> list[Chunk]:
@@ -226,11 +217,10 @@ def assign_partitions(needs: Indexes, homes: Indexes, free: Indexes, capacity: I
     which they cannot do unless their actions pass it.
     """
     partitions, dimensions = free.shape
-    left = free.copy()
-    closed = np.zeros(partitions, np.bool_)
-    all_closed = False
-    assigned = np.full(len(needs), WAITS, np.int64)
     last = dimensions - 1
+    left = free.copy()
+    closed, all_closed = np.zeros(partitions, np.bool_), False
+    assigned = np.full(len(needs), WAITS, np.int64)
     for i in range(len(needs)):
         home = homes[i]
         best, best_share = -1, -1.0
