@@ -22,7 +22,7 @@ from treadle_core.model import CostModel
 from treadle_core.placing.balance import keep_most, number_kinds
 from treadle_core.placing.bound import lower_bound
 from treadle_core.placing.costs import Costs, tabulate
-from treadle_core.placing.question import PlanEngine, check_current, check_uncertainty
+from treadle_core.placing.question import MOST_LOG_SIGMA, PlanEngine, check_column
 from treadle_core.placing.rank_scenarios import RankSamples, best_partition, draw_rank_samples, is_hedgeable
 from treadle_core.placing.solver import group_costs, partition
 from treadle_core.placing.workload import Workspace
@@ -64,7 +64,7 @@ def plan(
     lengths = np.ascontiguousarray(lengths, np.float64)
     contexts = np.ascontiguousarray(contexts, np.float64)
     current = np.ascontiguousarray(current, np.int64)
-    check_current(current, len(lengths), len(engines))
+    check_column("current_engine_id", current, len(lengths), -1, len(engines) - 1)
     costs = tabulate(model, lengths, contexts, current >= 0, engines, workspace)
     samples = sample_lengths(costs, contexts, log_sigma, room_tokens, workspace)
     hedged = samples is not None and is_hedgeable(costs)
@@ -92,7 +92,8 @@ def sample_lengths(
     if log_sigma is None:
         return None
     room_tokens = np.full(len(contexts), np.inf) if room_tokens is None else room_tokens
-    check_uncertainty(log_sigma, room_tokens, len(contexts))
+    check_column("log_sigma", log_sigma, len(contexts), most=MOST_LOG_SIGMA)
+    check_column("room_tokens", room_tokens, len(contexts), most=np.inf)
     return draw_rank_samples(costs, contexts, log_sigma, room_tokens, workspace) if log_sigma.any() else None
 
 

@@ -88,39 +88,22 @@ class NothingFitsError(InvalidTrajectoryError):
 
 def check_workload(lengths: Floats, contexts: Floats) -> None:
     """Raises InvalidTrajectoryError naming the first bad figure."""
-    if lengths.ndim != 1 or contexts.shape != lengths.shape:
-        raise InvalidTrajectoryError("trajectories", f"lengths {lengths.shape} do not match contexts {contexts.shape}")
-    _require_range("remaining_tokens", lengths, MOST_TOKENS)
-    _require_range("context_tokens", contexts, MOST_TOKENS)
+    check_column("remaining_tokens", lengths, len(lengths))
+    check_column("context_tokens", contexts, len(lengths))
 
 
-def check_uncertainty(log_sigma: Floats, room_tokens: Floats, count: int) -> None:
-    """Raises InvalidTrajectoryError for a deviation that is no finite number >= 0 or a cap that is no number >= 0."""
-    for name, values, most in (("log_sigma", log_sigma, MOST_LOG_SIGMA), ("room_tokens", room_tokens, math.inf)):
-        if values.shape != (count,):
-            raise InvalidTrajectoryError("trajectories", f"{count} lengths but {name} {values.shape}")
-        _require_range(name, values, most)
-
-
-def _require_range(name: str, values: Floats, most: float) -> None:
-    if len(values) == 0 or (values.min() >= 0.0 and values.max() <= most):  # NaN fails both
+def check_column(
+    name: str, values: Floats | Indexes, count: int, least: float = 0.0, most: float = MOST_TOKENS
+) -> None:
+    """Raises InvalidTrajectoryError for another number of figures than `count`, or one that is out of range."""
+    if values.shape != (count,):
+        raise InvalidTrajectoryError("trajectories", f"there are {count}, but {name} is {values.shape}")
+    if count == 0 or (values.min() >= least and values.max() <= most):  # NaN fails both
         return
-    index = int(np.argmax(~((values >= 0.0) & (values <= most))))
+    index = int(np.argmax(~((values >= least) & (values <= most))))
     raise InvalidTrajectoryError(
-        f"trajectories[{index}].{name}", f"must be a number from 0 to {most:g}, is {float(values[index])}"
+        f"trajectories[{index}].{name}", f"must be a number from {least:g} to {most:g}, is {float(values[index])}"
     )
-
-
-def check_current(current: Indexes, count: int, engines: int) -> None:
-    """Raises InvalidTrajectoryError for an index that is neither an engine's nor -1."""
-    if current.shape != (count,):
-        raise InvalidTrajectoryError("trajectories", f"{count} lengths but current engines {current.shape}")
-    if count and (current.min() < -1 or current.max() >= engines):
-        index = int(np.argmax((current < -1) | (current >= engines)))
-        raise InvalidTrajectoryError(
-            f"trajectories[{index}].current_engine_id",
-            f"must be the index of one of {engines} engines or -1, is {int(current[index])}",
-        )
 
 
 def check_fit(contexts: Floats, capacities: Floats) -> None:
