@@ -17,13 +17,13 @@ from treadle_core.tools.action import Amdahl
 from treadle_core.tools.arrangement import (
     LEVELS,
     Arrangement,
-    ChunkTable,
-    FlatTable,
-    MarginalGains,
+    chunk_table,
+    flat_table,
     free_chunks,
     is_convex,
+    marginal_gains,
 )
-from treadle_core.tools.pools import CpuNode, CpuNodes, GpuNode, GpuNodes, share_units
+from treadle_core.tools.pools import CpuNode, CpuNodes, GpuNode, GpuNodes
 
 REL = 1e-9
 seconds = st.one_of(st.sampled_from([0.0, 1.0, 2.0]), st.floats(0.0, 1_000.0))
@@ -53,7 +53,7 @@ def least_units(candidates: list[Choices]) -> int:
 
 def hold(found: Arrangement, candidates: list[Choices], prefix: int, best_s: float) -> list[int]:
     """The units of a prefix, which takes the least seconds there are."""
-    picks = found.chosen(prefix).tolist()
+    picks = found(prefix).tolist()
     assert total_s(candidates[:prefix], picks) == pytest.approx(best_s, rel=REL)
     return [each[pick][0] for each, pick in zip(candidates[:prefix], picks, strict=True)]
 
@@ -61,7 +61,7 @@ def hold(found: Arrangement, candidates: list[Choices], prefix: int, best_s: flo
 @given(st.lists(any_choices, min_size=1, max_size=5), st.integers(0, 20))
 def test_every_prefix_of_a_flat_pool_is_arranged_as_well_as_by_trying_all(candidates: list[Choices], more: int) -> None:
     free = least_units(candidates) + more
-    table = FlatTable(curves(candidates), free)
+    table = flat_table(curves(candidates), free)
     for prefix in range(len(candidates) + 1):
         best_s = least_flat_s(candidates[:prefix], free)
         assert sum(hold(table, candidates, prefix, best_s)) <= free
@@ -72,7 +72,7 @@ def test_every_prefix_of_a_flat_pool_is_arranged_as_well_as_by_trying_all(candid
 def test_marginal_gains_are_exact_where_durations_are_convex(candidates: list[Choices], more: int) -> None:
     free = least_units(candidates) + more
     assert is_convex(*curves(candidates))
-    gains = MarginalGains(curves(candidates), free)
+    gains = marginal_gains(curves(candidates), free)
     for prefix in range(len(candidates) + 1):
         assert sum(hold(gains, candidates, prefix, least_flat_s(candidates[:prefix], free))) <= free
 
@@ -93,7 +93,6 @@ def test_every_prefix_on_gpu_chunks_is_arranged_as_well_as_by_trying_all(
     members = tuple(GpuNode(f"n{index}", gpus) for index, gpus in enumerate(free))
     share = GpuNodes(members).share(0, 0, np.empty(0, np.int64))
     table = share.arrange(curves(candidates))
-    assert isinstance(table, ChunkTable)
     assert share.free == sum(map(len, free))
     for prefix in range(len(candidates) + 1):
         best_s = least_chunked_s(candidates[:prefix], free)
@@ -124,16 +123,22 @@ def test_free_buddies_are_one_chunk_and_others_are_not() -> None:
 def test_one_gpu_can_be_had_of_a_free_node_where_the_listing_of_algorithm_4_finds_none() -> None:
     counts = np.array([0, 0, 0, 1])
     assert len(counts) == LEVELS
-    assert ChunkTable(curves([[(1, 5.0)]]), counts).chosen(1).tolist() == [0]
+    assert chunk_table(curves([[(1, 5.0)]]), counts)(1).tolist() == [0]
 
 
 def test_units_that_save_nothing_stay_free() -> None:
     level = [(1, 4.0), (2, 4.0), (3, 4.0)]
-    for pool in (FlatTable(curves([level, level]), 6), MarginalGains(curves([level, level]), 6)):
-        assert pool.chosen(2).tolist() == [0, 0]
+    for pool in (flat_table(curves([level, level]), 6), marginal_gains(curves([level, level]), 6)):
+        assert pool(2).tolist() == [0, 0]
 
 
-def test_a_set_of_units_is_left_to_the_table_and_a_convex_range_to_the_gains() -> None:
-    assert isinstance(share_units(8).arrange(curves([[(1, 8.0), (2, 4.0), (4, 2.0)]])), FlatTable)
-    assert isinstance(share_units(8).arrange(curves([[(1, 8.0), (2, 4.0), (3, 8.0 / 3.0)]])), MarginalGains)
-    assert isinstance(share_units(8).arrange(curves([[(1, 8.0), (2, 7.0), (3, 2.0)]])), FlatTable)
+@pytest.mark.parametrize(
+    ("one", "convex"),
+    [
+        ([(1, 8.0), (2, 4.0), (4, 2.0)], False),
+        ([(1, 8.0), (2, 4.0), (3, 8.0 / 3.0)], True),
+        ([(1, 8.0), (2, 7.0), (3, 2.0)], False),
+    ],
+)
+def test_a_set_of_units_is_left_to_the_table_and_a_convex_range_to_the_gains(one: Choices, convex: bool) -> None:
+    assert is_convex(*curves([one])) is convex

@@ -290,7 +290,7 @@ def test_no_decision_is_worse_than_the_papers_greedy_eviction(seed: int) -> None
     arrangement = found.share.arrange(found.curves.of(found.candidates))
     paper_s = math.inf
     for prefix in range(small[3], 0, -1):
-        evicted_s = found.objective(arrangement.chosen(prefix))
+        evicted_s = found.objective(arrangement(prefix))
         if evicted_s >= paper_s:
             break
         paper_s = evicted_s

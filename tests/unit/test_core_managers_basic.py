@@ -11,6 +11,7 @@ from treadle_core.tools.decision import Start, decide
 from treadle_core.tools.grants import SERVED, End, Ended, InvalidHoldingError, units_of
 from treadle_core.tools.pools import InvalidPoolError
 from treadle_core.tools.providers import (
+    UNLIMITED,
     BasicManager,
     Breaker,
     BreakerRule,
@@ -147,7 +148,7 @@ def test_a_breaker_opens_after_failures_in_a_row_tries_one_and_waits_twice_as_lo
     fail(breaker, "served", 0.0, End.SERVED)
     for name in ("a", "b"):
         fail(breaker, name, 0.0)
-    assert (breaker.state(0.0), breaker.admits(0.0)) == (State.CLOSED, None)
+    assert (breaker.state(0.0), breaker.admits(0.0)) == (State.CLOSED, UNLIMITED)
     fail(breaker, "c", 0.0)
     now_s = 0.0
     for cooldown_s in (1.0, 2.0, 4.0, 4.0):

@@ -46,7 +46,7 @@ def test_the_live_columns_say_what_a_walk_over_the_open_records_would(
     assert len(live) == len(columns) == len(walked)
     assert set(columns.ids[live.rows]) == {record.trajectory_id for record in walked}
     by_name = {record.trajectory_id: record for record in walked}
-    engines = columns.engines.values()
+    engines = list(columns.engines)
     for at, name in enumerate(columns.ids[live.rows]):
         record = by_name[name]
         assert live.tokens[at] == remaining_tokens(record, tuning)

@@ -23,7 +23,7 @@ from treadle_core.placing.balance import keep_most, number_kinds
 from treadle_core.placing.bound import lower_bound
 from treadle_core.placing.costs import Costs, tabulate
 from treadle_core.placing.question import MOST_LOG_SIGMA, PlanEngine, check_column
-from treadle_core.placing.rank_scenarios import RankSamples, best_partition, draw_rank_samples, is_hedgeable
+from treadle_core.placing.rank_scenarios import RankSamples, best_partition, draw_rank_samples
 from treadle_core.placing.solver import group_costs, partition
 from treadle_core.placing.workload import Workspace
 
@@ -67,8 +67,10 @@ def plan(
     check_column("current_engine_id", current, len(lengths), -1, len(engines) - 1)
     costs = tabulate(model, lengths, contexts, current >= 0, engines, workspace)
     samples = sample_lengths(costs, contexts, log_sigma, room_tokens, workspace)
-    hedged = samples is not None and is_hedgeable(costs)
-    bounds, _ = best_partition(costs, samples) if samples is not None and hedged else partition(costs)
+    if samples is not None and len(engines) > 1 and model is CostModel.LINEAR_INTEGRAL:  # else all shares cost alike
+        bounds, _ = best_partition(costs, samples)
+    else:
+        bounds, _ = partition(costs)
     engine_of = np.empty(len(costs.order), np.int64)
     spread(costs.order, bounds, engine_of)
     engine_of_group = choose_engines(costs, engine_of, current, contexts)

@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from treadle_core.compiled import Floats, Indexes, compiled, inlined, lean
-from treadle_core.model import CostModel
 from treadle_core.placing.balance import finish_s
 from treadle_core.placing.costs import Costs
 from treadle_core.placing.scenarios import ROUNDING, draw_one, draws, least_alone_s, sample_count
@@ -159,11 +158,6 @@ def makespans(engines: Floats, ranks: Floats, bounds: Indexes, samples: RankSamp
 
 # Shares of the longest trajectory that every group is taken to contain.
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-
-
-def is_hedgeable(costs: Costs) -> bool:
-    """Whether plans can differ by share: more than one engine, and a cost that depends on the longest."""
-    return len(costs.table.engines) > 1 and costs.table.model == CostModel.LINEAR_INTEGRAL
 
 
 def hedge(costs: Costs, share: float) -> Costs:

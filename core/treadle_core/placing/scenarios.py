@@ -181,20 +181,10 @@ def add(sums: Floats, lengths: Floats, base_s: float, context: float, tool_s: fl
         sums[3, sample] += lengths[sample] * (context + 0.5 * lengths[sample])
 
 
-@inlined
-def end(times: Floats, last: Indexes, at: int, sums: Floats, engine: Floats, prefill_s: float) -> None:
-    """Finish engine `at`: by the linear-integral cost of `costs`, and never before its longest trajectory alone."""
-    for sample in range(len(times)):
-        decoded_s = finish_s(engine, sums[0, sample], 0.0, sums[2, sample], sums[3, sample])
-        done_s = max(decoded_s + prefill_s, sums[1, sample])
-        if done_s > times[sample]:
-            times[sample] = done_s
-            last[sample] = at
-
-
 @compiled
 def finish_samples(engines: Floats, samples: Samples, placement: Indexes) -> tuple[Floats, Indexes]:
-    """Seconds until the last engine finishes, and which one that is, in each sample; trajectories in any order."""
+    """Seconds until the last engine finishes, and which one that is, in each sample; trajectories in any order. By the
+    linear-integral cost of `costs`, and never before an engine's longest trajectory alone."""
     lengths, contexts, tool_s, prefill = samples
     prefill_s = np.zeros(len(engines))
     sums = np.zeros((len(engines), 4, lengths.shape[1]))
@@ -206,7 +196,13 @@ def finish_samples(engines: Floats, samples: Samples, placement: Indexes) -> tup
     times = np.zeros(lengths.shape[1])
     last = np.zeros(lengths.shape[1], np.int64)
     for at in range(len(engines)):
-        end(times, last, at, sums[at], engines[at], prefill_s[at])
+        engine, longest, alone_s, tokens, kv = engines[at], sums[at, 0], sums[at, 1], sums[at, 2], sums[at, 3]
+        for sample in range(len(times)):
+            decoded_s = finish_s(engine, longest[sample], 0.0, tokens[sample], kv[sample])
+            done_s = max(decoded_s + prefill_s[at], alone_s[sample])
+            if done_s > times[sample]:
+                times[sample] = done_s
+                last[sample] = at
     return times, last
 
 

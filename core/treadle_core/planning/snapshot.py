@@ -16,11 +16,10 @@ An engine's index is its place among the usable engines by id; -1 for one that i
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
 
 import numpy as np
 
-from treadle_core.compiled import Flags, Floats, Indexes, compiled, inlined
+from treadle_core.compiled import Flags, Floats, Indexes, compiled
 from treadle_core.model import EngineSpec
 from treadle_core.placing import balance, scenarios
 from treadle_core.placing.balance import EngineRows
@@ -115,8 +114,6 @@ class Snapshots:
         everywhere = set.intersection(*all_tags) if all_tags else set()
         specs = tuple(engine.spec for engine in self._engines if engine.usable)
         index_of = {spec.engine_id: index for index, spec in enumerate(specs)}
-        names = cast("list[str]", self._columns.engines.values())
-        tags = cast("list[tuple[str, ...]]", self._columns.tags.values())
         return Roster(
             specs=specs,
             plan_engines=tuple(
@@ -127,9 +124,9 @@ class Snapshots:
             ),
             rows=balance.engine_rows(specs),
             index_of=index_of,
-            index_of_number=np.array([index_of.get(name, -1) for name in names], np.int64),
-            here=np.array([name in self._engines for name in names], np.bool_),
-            carried=np.array([everywhere.issuperset(each) for each in tags], np.bool_),
+            index_of_number=np.array([index_of.get(name, -1) for name in self._columns.engines], np.int64),
+            here=np.array([name in self._engines for name in self._columns.engines], np.bool_),
+            carried=np.array([everywhere.issuperset(each) for each in self._columns.tags], np.bool_),
         )
 
 
@@ -154,7 +151,10 @@ def deal(engines: Floats, work: Floats, placement: Indexes, free: Flags, order: 
         return result
     at_of = np.full(len(engines), -1)
     at_of[pool] = np.arange(len(pool))
-    speeds = weigh_engines(engines[pool])
+    rows = engines[pool]
+    # Seconds of steps for a token where slots are the bound, and for a KV token where KV is; for either on top.
+    by_slots, by_kv = rows[:, 0] / rows[:, 3], rows[:, 0] / rows[:, 4]
+    per_token, per_kv = rows[:, 1].copy(), rows[:, 2].copy()
     tokens, kv = np.zeros(len(pool)), np.zeros(len(pool))
     for index in range(len(work)):
         at = placement[index]
@@ -166,7 +166,11 @@ def deal(engines: Floats, work: Floats, placement: Indexes, free: Flags, order: 
         at = placement[index]
         if at < 0 or at_of[at] < 0:
             continue
-        add_up_loads(speeds, tokens, kv, work[index, 0], work[index, 1], load_s)
+        for each in range(len(pool)):  # a loop for the sums alone, so that the compiler takes several at once
+            own_tokens, own_kv = tokens[each] + work[index, 0], kv[each] + work[index, 1]
+            slots_s, kv_s = by_slots[each] * own_tokens, by_kv[each] * own_kv
+            steps_s = slots_s if slots_s > kv_s else kv_s
+            load_s[each] = steps_s + per_token[each] * own_tokens + per_kv[each] * own_kv
         best = 0
         for other in range(1, len(pool)):
             if load_s[other] < load_s[best]:
@@ -175,30 +179,6 @@ def deal(engines: Floats, work: Floats, placement: Indexes, free: Flags, order: 
         tokens[best] += work[index, 0]
         kv[best] += work[index, 1]
     return result
-
-
-@compiled
-def weigh_engines(engines: Floats) -> Floats:
-    """What `add_up_loads` reads, one column an engine: seconds of steps for a token where slots are the bound, and for
-    a KV token where KV is, then seconds for a token and a KV token on top."""
-    speeds = np.empty((4, len(engines)))
-    speeds[0] = engines[:, 0] / engines[:, 3]
-    speeds[1] = engines[:, 0] / engines[:, 4]
-    speeds[2] = engines[:, 1]
-    speeds[3] = engines[:, 2]
-    return speeds
-
-
-@inlined
-def add_up_loads(
-    speeds: Floats, tokens: Floats, kv: Floats, more_tokens: float, more_kv: float, load_s: Floats
-) -> None:
-    """Write the seconds of work of each engine with so much more, without regard to its longest trajectory."""
-    for at in range(len(load_s)):
-        own_tokens, own_kv = tokens[at] + more_tokens, kv[at] + more_kv
-        by_slots, by_kv = speeds[0, at] * own_tokens, speeds[1, at] * own_kv
-        steps_s = by_slots if by_slots > by_kv else by_kv
-        load_s[at] = steps_s + speeds[2, at] * own_tokens + speeds[3, at] * own_kv
 
 
 def warm_up() -> None:

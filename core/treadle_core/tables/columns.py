@@ -6,7 +6,9 @@ numbers all at once in a new array of ids, and `layout` grows. So who holds `ids
 """
 
 import struct
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,6 +25,7 @@ ROW = struct.Struct("9d")
 NOT_PLANNED = 0.0
 CLOSED = -1.0  # in RULE
 
+Value = TypeVar("Value", bound=Hashable)
 Row = tuple[float, float, float, float, float, float, float, float, float]
 
 
@@ -45,21 +48,9 @@ class Columns:
         return len(self.rows)
 
 
-class Numbers:
-    """Numbers 0, 1, ... for values, in the order in which they were first seen."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[object, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def number(self, value: object) -> int:
-        """The number of a value; a new value gets the next one."""
-        return self._numbers.setdefault(value, len(self._numbers))
-
-    def values(self) -> list[object]:
-        return list(self._numbers)
+def number(numbers: dict[Value, int], value: Value) -> int:
+    """The number of a value among those seen: 0, 1, ...; a new value gets the next one."""
+    return numbers.setdefault(value, len(numbers))
 
 
 @compiled
@@ -77,8 +68,8 @@ class LiveColumns:
     """The rows of all open trajectories."""
 
     def __init__(self) -> None:
-        self.engines = Numbers()  # engine ids
-        self.tags = Numbers()  # sets of hardware tags, as tuples
+        self.engines: dict[str, int] = {}  # numbers of engine ids
+        self.tags: dict[tuple[str, ...], int] = {}  # numbers of sets of hardware tags
         self.layout = 0
         self.ids: Names = np.empty(FIRST_ROWS, np.object_)
         self.used = 0  # rows, those of closed trajectories included

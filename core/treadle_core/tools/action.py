@@ -66,7 +66,7 @@ class Elasticity(Protocol):
 class Amdahl:
     """A serial share of the work, in [0, 1], runs on one unit only: E(m) = 1 / (1 + share * (m - 1)).
 
-    Durations are convex in m, so `arrangement.MarginalGains` arranges them exactly.
+    Durations are convex in m, so `arrangement.marginal_gains` arranges them exactly.
     """
 
     serial_share: float

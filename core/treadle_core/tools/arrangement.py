@@ -1,23 +1,20 @@
 """Divide free units among candidates so that the sum of their durations is least (DPArrange, ARL-Tangram appendix B).
 
 An arrangement is computed once for all candidates in their order, and then answers for every prefix of them: all the
-evictions of Algorithm 1 come out of one table, where the paper runs DPArrange again for each. `FlatTable` is the basic
-operator (Algorithm 3), `MarginalGains` is exact and faster where durations are convex, `ChunkTable` is the GPU-chunk
+evictions of Algorithm 1 come out of one table, where the paper runs DPArrange again for each. `flat_table` is the basic
+operator (Algorithm 3), `marginal_gains` is exact and faster where durations are convex, `chunk_table` is the GPU-chunk
 operator. All of them expect that every candidate fits with its least units.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from treadle_core.compiled import compiled, inlined, lean
-
-Floats = npt.NDArray[np.float64]
-Indexes = npt.NDArray[np.int64]
+from treadle_core.compiled import Floats, Indexes, compiled, inlined, lean
 
 # Of a duration: a saving that grows by less is the last digit of a division and not a curve that bends up.
 ROUNDING = 1e-12
@@ -44,41 +41,34 @@ class Curves(NamedTuple):
         return Curves(self.units, self.seconds * (1.0 + price * self.units), self.counts)
 
 
-class Arrangement(Protocol):
-    """The best choices of units for candidates that share the free units."""
-
-    def chosen(self, prefix: int) -> Indexes:
-        """int64[prefix]: the choice of each of the first `prefix` candidates when the others get nothing."""
+# Of candidates that share the free units: int64[prefix], the choice of units of each of the first `prefix` when the
+# others get nothing.
+Arrangement = Callable[[int], Indexes]
 
 
-class FlatTable:
+def flat_table(curves: Curves, free: int) -> Arrangement:
     """Interchangeable units, such as those of a quota or the cores of one node; any curves.
 
     Row i of the table is of the first i candidates; entry e is their least sum of seconds with at most e units beyond
     their minimums. The paper's rows use all units exactly (ISVALID: r = 0), but a set such as {1, 4} need not add up to
     what is free. A row is as wide as its prefix can use, so a queue that only just fits has a narrow table.
     """
-
-    def __init__(self, curves: Curves, free: int) -> None:
-        self._curves = curves
-        least = curves.units[:, 0]
-        most = curves.units[np.arange(len(curves.counts)), curves.counts - 1]
-        left = np.concatenate(([free], free - np.cumsum(least)))
-        usable = np.concatenate(([0], np.cumsum(most - least)))
-        self._widths = np.minimum(left, usable)
-        self._starts = np.concatenate(([0], np.cumsum(self._widths + 1)))
-        self._table = np.empty(int(self._starts[-1]))
-        fill_rows(*curves, self._widths, self._starts, self._table)
-
-    def chosen(self, prefix: int) -> Indexes:
-        return trace_rows(*self._curves, self._widths, self._starts, self._table, prefix)
+    least = curves.units[:, 0]
+    most = curves.units[np.arange(len(curves.counts)), curves.counts - 1]
+    left = np.concatenate(([free], free - np.cumsum(least)))
+    usable = np.concatenate(([0], np.cumsum(most - least)))
+    widths = np.minimum(left, usable)
+    starts = np.concatenate(([0], np.cumsum(widths + 1)))
+    table = np.empty(int(starts[-1]))
+    fill_rows(*curves, widths, starts, table)
+    return partial(trace_rows, *curves, widths, starts, table)
 
 
 @compiled
 def fill_rows(
     units: Indexes, seconds: Floats, counts: Indexes, widths: Indexes, starts: Indexes, table: Floats
 ) -> None:
-    """Fill the table of `FlatTable`. The loop over entries is innermost, so that it is vectorised."""
+    """Fill the table of `flat_table`. The loop over entries is innermost, so that it is vectorised."""
     table[0] = 0.0
     for i in range(len(counts)):
         before = table[starts[i] : starts[i] + widths[i] + 1]
@@ -118,20 +108,14 @@ def trace_rows(
     return chosen
 
 
-class MarginalGains:
+def marginal_gains(curves: Curves, free: int) -> Arrangement:
     """Interchangeable units for curves that `is_convex` accepts. Beyond the paper.
 
     Each further unit goes to the candidate that it saves most. No unit of a candidate saves more than the one before,
     so these are the largest savings there are (Fox 1966). O(n + units * log n) a prefix, where the table takes
     O(n * units * choices).
     """
-
-    def __init__(self, curves: Curves, free: int) -> None:
-        self._curves = curves
-        self._free = free
-
-    def chosen(self, prefix: int) -> Indexes:
-        return deal_units(*self._curves, self._free, prefix)
+    return partial(deal_units, *curves, free)
 
 
 @compiled
@@ -243,9 +227,9 @@ def take_chunk(counts: Indexes, level: int) -> bool:
     return True
 
 
-class ChunkTable:
+def chunk_table(curves: Curves, free_chunks: Indexes) -> Arrangement:
     """GPUs in buddy chunks: entry [i, state] is the least sum of seconds of the first i candidates on the free chunks
-    of a state.
+    of a state. free_chunks: int64[LEVELS], how many chunks of 1, 2, 4, 8 GPUs are free.
 
     Where the paper contradicts itself, §5.3 and the text of appendix B are followed and not the listing of Algorithm 4,
     which takes k GPUs apart over several chunks and never splits one, so that one GPU cannot be had of a free node.
@@ -253,18 +237,11 @@ class ChunkTable:
     only when it is empty, so there are never more chunks of it than max(free at first, 1): that bounds the states,
     which Algorithm 4 leaves open. n fresh nodes have 8 * (n + 1) of them.
     """
-
-    def __init__(self, curves: Curves, free_chunks: Indexes) -> None:
-        """free_chunks: int64[LEVELS], how many chunks of 1, 2, 4, 8 GPUs are free."""
-        self._curves = curves
-        self._residuals = residual_states(free_chunks)
-        self._full = 0  # the state with all of them
-        for level in range(LEVELS - 1, -1, -1):
-            self._full = self._full * (max(int(free_chunks[level]), 1) + 1) + int(free_chunks[level])
-        self._table = fill_states(*curves, self._residuals)
-
-    def chosen(self, prefix: int) -> Indexes:
-        return trace_states(*self._curves, self._residuals, self._table, prefix, self._full)
+    residuals = residual_states(free_chunks)
+    full = 0  # the state with all of them
+    for level in range(LEVELS - 1, -1, -1):
+        full = full * (max(int(free_chunks[level]), 1) + 1) + int(free_chunks[level])
+    return partial(trace_states, *curves, residuals, fill_states(*curves, residuals), full)
 
 
 @compiled
@@ -314,7 +291,7 @@ def fill_states(units: Indexes, seconds: Floats, counts: Indexes, residual: Inde
 
 @compiled
 def trace_states(
-    units: Indexes, seconds: Floats, counts: Indexes, residual: Indexes, table: Floats, prefix: int, full: int
+    units: Indexes, seconds: Floats, counts: Indexes, residual: Indexes, table: Floats, full: int, prefix: int
 ) -> Indexes:
     """Find the choices behind an entry again by the same sums; of equal choices the one with the fewest units."""
     chosen = np.zeros(prefix, np.int64)

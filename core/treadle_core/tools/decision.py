@@ -15,17 +15,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from treadle_core.compiled import Flags, Indexes
 from treadle_core.tools.action import Action, InvalidActionError
-from treadle_core.tools.arrangement import Chunk, Indexes
+from treadle_core.tools.arrangement import Chunk
 from treadle_core.tools.group import Group
 from treadle_core.tools.pools import WAITS, Pool
 from treadle_core.tools.queue import ActionQueue
 
 NOT_ASKED = -2  # in place of a partition: the action does not use this pool
-
-Flags = npt.NDArray[np.bool_]
 
 
 class Executing(NamedTuple):
@@ -132,7 +130,11 @@ class _PartitionGroup:
         starting = self.keyed & here & self.candidates.admitted
         if not starting.any():
             return
-        members = np.flatnonzero(starting | (self.keyed & (assigned == WAITS) & (self._expected() == self.partition)))
+        homes = self.candidates.homes[self.at]
+        # A waiting action counts for its home; without one, each for another partition in turn.
+        expected = np.where(homes >= 0, homes, np.arange(len(homes)) % len(self.pool.nodes))
+        waiting = self.keyed & (assigned == WAITS) & (expected == self.partition)
+        members = np.flatnonzero(starting | waiting)
         curves = self.queue.curves(rows[members], typical_s)
         # What actions with another key take of this dimension is served first and comes back when they end.
         others = rows[here & ~starting]
@@ -157,11 +159,6 @@ class _PartitionGroup:
         units[members] = WAITS
         places = self._reassign()
         units[places] = self.queue.units[rows[places], 0]
-
-    def _expected(self) -> Indexes:
-        """int64[n]: the partition that each action counts for while it waits: its home; without one, each in turn."""
-        homes = self.candidates.homes[self.at]
-        return np.where(homes >= 0, homes, np.arange(len(homes)) % len(self.pool.nodes))
 
     def _reassign(self) -> Indexes:
         """Assign the partition again without the group's scalable actions, which all wait, so that the first of them

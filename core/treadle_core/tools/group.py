@@ -18,8 +18,8 @@ from functools import cached_property
 
 import numpy as np
 
-from treadle_core.compiled import compiled, lean
-from treadle_core.tools.arrangement import Curves, Floats, Indexes
+from treadle_core.compiled import Floats, Indexes, compiled, lean
+from treadle_core.tools.arrangement import Curves
 from treadle_core.tools.pools import Share
 
 # How many choices of units the objective tries for the first waiting action; the paper finds 2 or 3 enough.
@@ -57,12 +57,12 @@ class Group:
         if (mine.counts == 1).all():
             return np.zeros(count, np.int64)
         arrangement = self.share.arrange(mine.priced(self._expected) if self._expected else mine)
-        prefix, least_s = best_prefix(lambda at, limit: self.objective(arrangement.chosen(at), limit), count)
-        best = arrangement.chosen(prefix)
+        prefix, least_s = best_prefix(lambda at, limit: self.objective(arrangement(at), limit), count)
+        best = arrangement(prefix)
         if count <= MOST_TRIED:
             priced = self.share.arrange(mine.priced(self._price))
             for near in range(max(prefix - 1, 1), min(prefix + 1, count) + 1):
-                chosen = priced.chosen(near)
+                chosen = priced(near)
                 found_s = self.objective(chosen, least_s)
                 if found_s < least_s:
                     best, least_s = chosen, found_s

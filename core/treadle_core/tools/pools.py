@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from treadle_core.compiled import compiled
+from treadle_core.compiled import Indexes, compiled
 from treadle_core.refusals import CoreError
 from treadle_core.tools.action import CPU_CORES, GPUS, MEMORY_BYTES
 from treadle_core.tools.arrangement import (
@@ -20,14 +20,13 @@ from treadle_core.tools.arrangement import (
     NODE_GPUS,
     Arrangement,
     Chunk,
-    ChunkTable,
     Curves,
-    FlatTable,
-    Indexes,
-    MarginalGains,
+    chunk_table,
+    flat_table,
     free_chunks,
     is_convex,
     level_of,
+    marginal_gains,
     take_chunk,
 )
 
@@ -162,7 +161,7 @@ class GpuNodes(Pool):
         counts = _counts(self._free())
         for units in others:
             take_chunk(counts, level_of(int(units)))
-        return Share(int((counts << np.arange(LEVELS)).sum()), lambda curves: ChunkTable(curves, counts))
+        return Share(int((counts << np.arange(LEVELS)).sum()), lambda curves: chunk_table(curves, counts))
 
     def chunks(self, units: Indexes) -> Sequence[Chunk | None]:
         """The smallest free chunk that holds them; of equal chunks the first by node and number."""
@@ -193,7 +192,7 @@ def share_units(free: int) -> Share:
     """Interchangeable units: by marginal gain where that is exact, by the table elsewhere."""
 
     def arrange(curves: Curves) -> Arrangement:
-        return MarginalGains(curves, free) if is_convex(*curves) else FlatTable(curves, free)
+        return marginal_gains(curves, free) if is_convex(*curves) else flat_table(curves, free)
 
     return Share(free, arrange)
 

@@ -69,22 +69,21 @@ class Breaker:
         self._recent: deque[bool] = deque(maxlen=rule.recent)  # whether each failed
         self._in_a_row = 0
         self._opened = 0  # how often; a request that began before the last time is late
-        self._open_until_s = -NEVER_S
-        self._closed = True
+        self._open_until_s: float | None = None  # None: closed
         self._cooldown_s = rule.cooldown_s
         self._probe: str | None = None
         self._began: dict[str, int] = {}
 
     def state(self, now_s: float) -> State:
-        if self._closed:
+        if self._open_until_s is None:
             return State.CLOSED
         return State.OPEN if now_s < self._open_until_s else State.HALF_OPEN
 
-    def admits(self, now_s: float) -> int | None:
-        """How many requests may begin now; None: any number."""
+    def admits(self, now_s: float) -> int:
+        """How many requests may begin now."""
         match self.state(now_s):
             case State.CLOSED:
-                return None
+                return UNLIMITED
             case State.OPEN:
                 return 0
             case State.HALF_OPEN:
@@ -106,34 +105,26 @@ class Breaker:
                 self._cooldown_s = min(self._cooldown_s * GROWTH, self._rule.longest_cooldown_s)
                 self._open(now_s)
             elif end is not End.ABANDONED:
-                self._close()
+                self._open_until_s = None
+                self._cooldown_s = self._rule.cooldown_s
+                self._recent.clear()
+                self._in_a_row = 0
         elif end in (End.SERVED, End.FAILED):
-            self._count(end is End.FAILED, now_s)
+            self._recent.append(end is End.FAILED)
+            self._in_a_row = self._in_a_row + 1 if end is End.FAILED else 0
+            full = len(self._recent) == self._rule.recent
+            share_failed = full and sum(self._recent) >= self._rule.share * self._rule.recent
+            if end is End.FAILED and (self._in_a_row >= self._rule.failures or share_failed):
+                self._open(now_s)
 
     def next_change_s(self, now_s: float) -> float:
         """When the probe may begin; NEVER_S: the breaker is not open."""
-        return self._open_until_s if self.state(now_s) is State.OPEN else NEVER_S
-
-    def _count(self, failed: bool, now_s: float) -> None:
-        self._recent.append(failed)
-        self._in_a_row = self._in_a_row + 1 if failed else 0
-        full = len(self._recent) == self._rule.recent
-        if failed and (
-            self._in_a_row >= self._rule.failures
-            or (full and sum(self._recent) >= self._rule.share * self._rule.recent)
-        ):
-            self._open(now_s)
+        until_s = self._open_until_s
+        return until_s if until_s is not None and now_s < until_s else NEVER_S
 
     def _open(self, now_s: float) -> None:
-        self._closed = False
         self._opened += 1
         self._open_until_s = now_s + self._cooldown_s
-
-    def _close(self) -> None:
-        self._closed = True
-        self._cooldown_s = self._rule.cooldown_s
-        self._recent.clear()
-        self._in_a_row = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,21 +163,20 @@ class Window:
     def take(self, units: int, now_s: float) -> None:
         """Take at most the units that are free now."""
         self._expire(now_s)
-        self._taken.append((self._ends_s(now_s), units))
+        comes_s = now_s + self._quota.slack_s
+        period_s = self._quota.period_s
+        ends_s = comes_s + period_s
+        if not self._quota.sliding:
+            ends_s = (math.floor(comes_s / period_s) + 1) * period_s
+            if ends_s <= comes_s:  # a floor that rounding made too low
+                ends_s += period_s
+        self._taken.append((ends_s, units))
         self._used += units
 
     def next_change_s(self, now_s: float) -> float:
         """When more is free; NEVER_S: nothing is taken."""
         self._expire(now_s)
         return self._taken[0][0] if self._taken else NEVER_S
-
-    def _ends_s(self, now_s: float) -> float:
-        quota = self._quota
-        comes_s = now_s + quota.slack_s
-        if quota.sliding:
-            return comes_s + quota.period_s
-        end_s = (math.floor(comes_s / quota.period_s) + 1) * quota.period_s
-        return end_s if end_s > comes_s else end_s + quota.period_s  # a floor that rounding made too low
 
     def _expire(self, now_s: float) -> None:
         while self._taken and self._taken[0][0] <= now_s:
@@ -313,6 +303,4 @@ class BasicManager(Manager):
     def _free_calls(self, now_s: float) -> int:
         if now_s < self._waits_until_s:
             return 0
-        free = self.provider.concurrency - len(self._ends_at_s)
-        admitted = self._breaker.admits(now_s)
-        return free if admitted is None else min(free, admitted)
+        return min(self.provider.concurrency - len(self._ends_at_s), self._breaker.admits(now_s))

@@ -6,12 +6,13 @@ gap.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
+from treadle_core.compiled import Floats, Indexes
 from treadle_core.tools.action import Action, key_units, seconds_at
-from treadle_core.tools.arrangement import Curves, Floats, Indexes
+from treadle_core.tools.arrangement import Curves
 
 FIRST_ROWS = 64
 FIRST_CHOICES = 8
@@ -43,9 +44,13 @@ class ActionQueue:
         """Append an action that `check_action` accepts and whose id does not wait."""
         # Without a key the group is that of the first dimension, of which the action gets the least.
         key = action.sized_dimension
-        choices, seconds = _useful_choices(
-            action, key_units(action.cost[key]) if action.scalable else (action.cost[key].least,)
-        )
+        choices: list[int] = []  # those that are faster than every choice with fewer units
+        seconds: list[float] = []
+        for units in key_units(action.cost[key]) if action.scalable else (action.cost[key].least,):
+            took_s = seconds_at(action, units)
+            if took_s is None or not seconds or took_s < seconds[-1]:
+                choices.append(units)
+                seconds.append(np.nan if took_s is None else took_s)
         row = len(self.actions)
         self._grow(row + 1, len(choices))
         self.least[row] = [
@@ -91,17 +96,3 @@ class ActionQueue:
         if choices > have_choices:
             wider = ((0, 0), (0, choices - have_choices))
             self.units, self.seconds = np.pad(self.units, wider), np.pad(self.seconds, wider)
-
-
-def _useful_choices(action: Action, choices: Sequence[int]) -> tuple[list[int], list[float]]:
-    """Return the choices that are faster than every choice with fewer units, and their seconds."""
-    units: list[int] = []
-    seconds: list[float] = []
-    for choice in choices:
-        took_s = seconds_at(action, choice)
-        if took_s is None:
-            return [choice], [np.nan]
-        if not seconds or took_s < seconds[-1]:
-            units.append(choice)
-            seconds.append(took_s)
-    return units, seconds
