@@ -314,7 +314,9 @@ class Planner:
     def _follow(self, course: Course, question: Question, event: PlanArrived) -> list[str]:
         snapshot = self._snapshots.take()
         movable = snapshot.movable(RULE_NUMBERS[course.rule])
-        engine_of = event.engine_of if event.engine_of is not None else np.full(len(question.ask.work), -1)
+        engine_of = np.full(len(question.ask.work), -1)
+        if event.engine_of is not None and len(event.engine_of) == len(engine_of):  # else of a run before a restart
+            engine_of = np.where(event.engine_of < len(question.ask.engines), event.engine_of, -1)
         planned = self._place_answer(snapshot, question, engine_of, movable)
         if course.rule is Replanning.RANK_SCALING:
             engine_ids = [engine.engine_id for engine in question.ask.engines]
