@@ -29,7 +29,9 @@ CURVE = DecodeCurve(base_s=0.01, per_sequence_s=0.001, per_kv_token_s=0.0, prefi
 class Scenario:
     """Drives a controller. `stored` is what a driver would have written; `heard` all actions, in order."""
 
-    def __init__(self, policy: Policy | None = None, tuning: Tuning | None = None) -> None:
+    def __init__(
+        self, policy: Policy | None = None, tuning: Tuning | None = None, *, engines: Sequence[str] = ()
+    ) -> None:
         self.policy = policy or Policy()
         self.tuning = tuning or Tuning()
         self.controller = Controller(self.policy, self.tuning, epoch_s=0.0)
@@ -38,6 +40,8 @@ class Scenario:
         self.trajectories: dict[str, TrajectoryRecord] = {}
         self.engines: dict[str, EngineRecord] = {}
         self.heard: list[act.Action] = []
+        for engine_id in engines:
+            self.engine(engine_id)
 
     def send(self, event: ev.Event) -> list[act.Action]:
         """One event at the present time; its actions, stored as a driver does."""
@@ -54,6 +58,11 @@ class Scenario:
                     self.engines.pop(engine_id, None)
         self.heard += actions
         return actions
+
+    @property
+    def plans(self) -> list[act.AskPlan]:
+        """The questions for a plan, in order."""
+        return all_of(self.heard, act.AskPlan)
 
     def restart(self) -> None:
         """A new controller with what is stored, as after a SIGKILL."""
@@ -80,10 +89,14 @@ class Scenario:
         """Renews the lease of `engine`."""
         return self.send(ev.LeaseRenewed(f"lease-{engine_id}", engine_id, load))
 
-    def open(self, trajectory_id: str, *, prompt_id: str = "p", **fields: object) -> TrajectoryRecord:
-        """Opens a trajectory."""
+    def open(
+        self, trajectory_id: str, *, prompt_id: str = "p", tokens: float | None = None, **fields: object
+    ) -> TrajectoryRecord:
+        """Opens a trajectory; `tokens`: of which so much is predicted."""
         event = ev.TrajectoryOpened(self.request_id(), trajectory_id, prompt_id, prompt_tokens=100)
         self.send(replace(event, **fields))  # type: ignore[arg-type]
+        if tokens is not None:
+            self.predict(trajectory_id, tokens)
         return self.controller.trajectory(trajectory_id)
 
     def step(self, trajectory_id: str, turn: int, **fields: object) -> TicketRecord:

@@ -13,9 +13,7 @@ PINNED = Policy(placement=PlacementRule.PINNED, migrate=False)
 
 
 def test_a_lease_that_is_renewed_holds_and_one_that_is_not_runs_out() -> None:
-    scenario = Scenario()
-    scenario.engine("held")
-    scenario.engine("silent")
+    scenario = Scenario(engines=("held", "silent"))
     for _ in range(3):
         scenario.now += scenario.tuning.lease_ttl_s / 3
         scenario.renew("held")
@@ -29,9 +27,7 @@ def test_a_lease_that_is_renewed_holds_and_one_that_is_not_runs_out() -> None:
 @pytest.mark.parametrize("rule", list(PlacementRule))
 def test_the_trajectories_of_a_lost_engine_go_on_elsewhere(rule: PlacementRule) -> None:
     """Result: revision moves by one, the ticket is lost, and the same turn is ticketed anew at the other engine."""
-    scenario = Scenario(replace(PINNED, placement=rule))
-    scenario.engine("e0")
-    scenario.engine("e1")
+    scenario = Scenario(replace(PINNED, placement=rule), engines=("e0", "e1"))
     for number in range(4):
         scenario.open(f"t{number}")
     tickets = {f"t{number}": scenario.step(f"t{number}", 0) for number in range(4)}
@@ -52,8 +48,7 @@ def test_the_trajectories_of_a_lost_engine_go_on_elsewhere(rule: PlacementRule) 
 
 
 def test_when_the_last_engine_is_lost_trajectories_wait_for_the_next() -> None:
-    scenario = Scenario()
-    scenario.engine("e0")
+    scenario = Scenario(engines=("e0",))
     scenario.open("t")
     ticket = scenario.step("t", 0)
     scenario.advance(scenario.tuning.lease_ttl_s)
@@ -65,9 +60,7 @@ def test_when_the_last_engine_is_lost_trajectories_wait_for_the_next() -> None:
 
 
 def test_a_pinned_engine_always_wins_and_is_waited_for() -> None:
-    scenario = Scenario(Policy(placement=PlacementRule.LEAST_LOAD))
-    scenario.engine("e0")
-    scenario.engine("e1")
+    scenario = Scenario(Policy(placement=PlacementRule.LEAST_LOAD), engines=("e0", "e1"))
     for number in range(3):
         scenario.open(f"t{number}", pinned_engine_id="e1")
         assert scenario.step(f"t{number}", 0).engine_id == "e1"
@@ -83,8 +76,7 @@ def test_a_pinned_engine_always_wins_and_is_waited_for() -> None:
 
 
 def test_only_engines_with_the_asked_hardware_are_chosen() -> None:
-    scenario = Scenario()
-    scenario.engine("plain")
+    scenario = Scenario(engines=("plain",))
     scenario.engine("fast", hardware_tags=("h200", "bandwidth-bound"))
     for number in range(3):
         assert scenario.open(f"t{number}", hardware_tags=("h200",)).engine_id == "fast"
@@ -94,9 +86,7 @@ def test_only_engines_with_the_asked_hardware_are_chosen() -> None:
 
 
 def test_an_unhealthy_engine_gets_no_steps_and_its_trajectories_leave_it() -> None:
-    scenario = Scenario()
-    scenario.engine("e0")
-    scenario.engine("e1")
+    scenario = Scenario(engines=("e0", "e1"))
     assert scenario.open("t").engine_id == "e0"
     scenario.renew("e0", EngineLoad(engine_healthy=False))
     assert scenario.step("t", 0).engine_id == "e1"
@@ -120,8 +110,7 @@ def test_registering_again_with_the_same_request_changes_nothing() -> None:
 
 
 def test_a_restarted_sidecar_takes_its_engine_over_and_what_ran_there_is_lost() -> None:
-    scenario = Scenario()
-    scenario.engine("e0")
+    scenario = Scenario(engines=("e0",))
     scenario.open("t")
     ticket = scenario.step("t", 0)
     actions = scenario.send(ev.EngineRegistered("again", "new-lease", EngineSpec("e0", "e0:2")))
@@ -135,8 +124,7 @@ def test_a_restarted_sidecar_takes_its_engine_over_and_what_ran_there_is_lost() 
 
 def test_a_restarted_scheduler_gives_every_engine_time_to_renew() -> None:
     """Nobody could renew while it was away; stored tickets stay live."""
-    scenario = Scenario()
-    scenario.engine("e0")
+    scenario = Scenario(engines=("e0",))
     scenario.open("t")
     scenario.step("t", 0)
     scenario.now += 10 * scenario.tuning.lease_ttl_s
@@ -147,8 +135,7 @@ def test_a_restarted_scheduler_gives_every_engine_time_to_renew() -> None:
 
 
 def test_tickets_carry_the_weights_that_the_engine_serves_now() -> None:
-    scenario = Scenario()
-    scenario.engine("e0")
+    scenario = Scenario(engines=("e0",))
     scenario.open("t")
     scenario.finish(scenario.step("t", 0))
     scenario.send(ev.WeightsUpdated("e0", "v1"))
@@ -160,9 +147,7 @@ def test_tickets_carry_the_weights_that_the_engine_serves_now() -> None:
 
 
 def test_pinned_placement_takes_engines_in_turn_and_never_moves() -> None:
-    scenario = Scenario(PINNED)
-    scenario.engine("e0")
-    scenario.engine("e1")
+    scenario = Scenario(PINNED, engines=("e0", "e1"))
     assert [scenario.open(f"t{number}").engine_id for number in range(4)] == ["e0", "e1", "e0", "e1"]
     for turn in range(3):
         for number in range(4):
@@ -186,17 +171,13 @@ def test_least_load_chooses_afresh_at_each_step() -> None:
 
 
 def test_planned_placement_opens_where_least_predicted_work_is() -> None:
-    scenario = Scenario()
-    scenario.engine("e0")
-    scenario.engine("e1")
-    scenario.open("long")
-    scenario.predict("long", 5_000)
+    scenario = Scenario(engines=("e0", "e1"))
+    scenario.open("long", tokens=5_000)
     assert [scenario.open(f"t{number}").engine_id for number in range(5)] == ["e1"] * 5
 
 
 def test_a_policy_holds_for_trajectories_opened_under_it() -> None:
-    scenario = Scenario(PINNED)
-    scenario.engine("e0")
+    scenario = Scenario(PINNED, engines=("e0",))
     scenario.open("before")
     scenario.send(ev.PolicySet(Policy(placement=PlacementRule.LEAST_LOAD)))
     scenario.open("after")

@@ -28,8 +28,7 @@ def ask(scenario: Scenario, trajectory_id: str, turn: int = 0, **fields: object)
 
 def opened(scenario: Scenario, lengths: dict[str, float]) -> None:
     for name, tokens in lengths.items():
-        scenario.open(name)
-        scenario.predict(name, tokens)
+        scenario.open(name, tokens=tokens)
 
 
 def waiting(scenario: Scenario, lengths: dict[str, float]) -> list[str]:
@@ -130,8 +129,7 @@ def test_a_later_step_never_waits_for_room() -> None:
 
 
 def test_a_repeated_request_gets_the_ticket_that_was_issued_meanwhile() -> None:
-    scenario = Scenario(RESERVE, WHOLE)
-    scenario.engine("e0")
+    scenario = Scenario(RESERVE, WHOLE, engines=("e0",))
     opened(scenario, {"t": 500.0})
     request = ev.StepRequested("the-request", "t", 0, context_tokens=100, max_new_tokens=64)
     scenario.open("other")  # unpredicted, so that the mesh is not taken for idle
@@ -168,7 +166,7 @@ def test_a_step_waits_for_its_kv_on_the_way_and_runs_at_the_source_where_the_mov
             assert ticket is not None
             scenario.finish(ticket)
         scenario.engine("e1", kv_transfer=KvTransfer.STORAGE)
-        plan = next(action for action in reversed(scenario.heard) if isinstance(action, act.AskPlan))
+        plan = scenario.plans[-1]
         scenario.send(ev.ToolStarted("t0", 10.0))
         started = all_of(
             scenario.send(answer(plan, {"e0": ["t0", "t1"], "e1": ["t2", "t3"]})),

@@ -1,6 +1,7 @@
 """Plans and migrations: what moves, what does not, and who owns a trajectory meanwhile."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from treadle_core.tuning import Tuning
 EAGER = Tuning(plan_every_events=1, plan_interval_s=0.0, move_rest_turns=2)
 
 Groups = dict[str, list[str]]
+SPLIT: Groups = {"e0": ["t0", "t1"], "e1": ["t2", "t3"]}
 
 
 def plan(scenario: Scenario, groups: Groups) -> list[act.Action]:
@@ -22,9 +24,14 @@ def plan(scenario: Scenario, groups: Groups) -> list[act.Action]:
     scenario.now += scenario.tuning.plan_timeout_s  # whatever was asked before is void
     scenario.open(f"trigger-{scenario.requests}", prompt_id="trigger")
     trigger = f"trigger-{scenario.requests - 1}"
-    asked = [action for action in scenario.heard if isinstance(action, act.AskPlan)][-1]
+    asked = scenario.plans[-1]
     scenario.close(trigger)
     return scenario.send(answer(asked, groups))
+
+
+def moves(scenario: Scenario, groups: Groups = SPLIT) -> list[act.StartMigration]:
+    """The moves that a plan starts."""
+    return all_of(plan(scenario, groups), act.StartMigration)
 
 
 def unbalanced(tuning: Tuning = EAGER, policy: Policy | None = None, **engine: object) -> Scenario:
@@ -43,16 +50,16 @@ def unbalanced(tuning: Tuning = EAGER, policy: Policy | None = None, **engine: o
 
 def test_trajectories_in_a_tool_call_move_to_an_idle_engine() -> None:
     scenario = unbalanced()
-    moves = all_of(plan(scenario, {"e0": ["t0", "t1"], "e1": ["t2", "t3"]}), act.StartMigration)
-    assert moves
-    for move in moves:
+    started = moves(scenario)
+    assert started
+    for move in started:
         assert (move.source.engine_id, move.target.engine_id, move.expected_revision) == ("e0", "e1", 1)
         assert move.give_up_after_s > 0
         assert move.cache_salt == "v0"
 
 
 def test_without_a_placement_service_the_present_placement_is_still_rebalanced() -> None:
-    assert all_of(plan(unbalanced(), {}), act.StartMigration)
+    assert moves(unbalanced(), {})
 
 
 def test_a_plan_that_is_no_better_than_what_we_have_moves_nothing() -> None:
@@ -70,7 +77,7 @@ def test_a_plan_that_is_no_better_than_what_we_have_moves_nothing() -> None:
     swapped: Groups = {"e0": [n for n in names if there[n] == "e1"], "e1": [n for n in names if there[n] == "e0"]}
     lopsided: Groups = {"e0": names[:1], "e1": names[1:]}
     for groups in (swapped, lopsided, {}):
-        assert all_of(plan(scenario, groups), act.StartMigration) == []
+        assert moves(scenario, groups) == []
 
 
 def test_an_unexpected_plan_is_ignored() -> None:
@@ -81,26 +88,23 @@ def test_an_unexpected_plan_is_ignored() -> None:
 def test_a_trajectory_whose_step_is_out_moves_after_the_step() -> None:
     scenario = unbalanced()
     tickets = [scenario.step(f"t{number}", 2, tool_s=10.0) for number in range(4)]
-    assert all_of(plan(scenario, {"e0": ["t0", "t1"], "e1": ["t2", "t3"]}), act.StartMigration) == []
-    moves = [move for ticket in tickets for move in all_of(scenario.finish(ticket), act.StartMigration)]
-    assert {move.target.engine_id for move in moves} == {"e1"}
+    assert moves(scenario) == []
+    after = [move for ticket in tickets for move in all_of(scenario.finish(ticket), act.StartMigration)]
+    assert {move.target.engine_id for move in after} == {"e1"}
 
 
-def test_a_move_that_costs_more_than_it_saves_does_not_start() -> None:
-    """A context of a million tokens, to be computed again, for two thousand tokens that are left."""
-    scenario = unbalanced()
+@pytest.mark.parametrize(
+    ("engine", "pays"), [({}, False), ({"kv_transfer": KvTransfer.STORAGE, "kv_bytes_per_token": 1_000}, True)]
+)
+def test_a_move_that_costs_more_than_it_saves_does_not_start_but_by_shared_storage_it_costs_less(
+    engine: dict[str, Any], pays: bool
+) -> None:
+    """A context of a million tokens, for two thousand tokens that are left: to be computed again, or to be read."""
+    scenario = unbalanced(**engine)
     for number in range(4):
         scenario.finish(scenario.step(f"t{number}", 2, context_tokens=1_000_000, tool_s=10.0))
         scenario.predict(f"t{number}", 2_000.0)
-    assert all_of(plan(scenario, {"e0": ["t0", "t1"], "e1": ["t2", "t3"]}), act.StartMigration) == []
-
-
-def test_shared_storage_lets_a_long_context_move_where_computing_it_again_would_not_pay() -> None:
-    scenario = unbalanced(kv_transfer=KvTransfer.STORAGE, kv_bytes_per_token=1_000)
-    for number in range(4):
-        scenario.finish(scenario.step(f"t{number}", 2, context_tokens=1_000_000, tool_s=10.0))
-        scenario.predict(f"t{number}", 2_000.0)
-    assert all_of(plan(scenario, {"e0": ["t0", "t1"], "e1": ["t2", "t3"]}), act.StartMigration)
+    assert bool(moves(scenario)) is pays
 
 
 @pytest.mark.parametrize(
@@ -116,8 +120,7 @@ def test_only_planned_trajectories_that_may_migrate_do(policy: Policy) -> None:
 
 
 def test_a_trajectory_that_has_not_run_yet_moves_for_nothing() -> None:
-    scenario = Scenario(None, EAGER)
-    scenario.engine("e0")
+    scenario = Scenario(None, EAGER, engines=("e0",))
     for number in range(8):
         scenario.open(f"t{number}")
     scenario.engine("e1")
@@ -130,7 +133,7 @@ def test_a_trajectory_that_has_not_run_yet_moves_for_nothing() -> None:
 def moving() -> tuple[Scenario, act.StartMigration]:
     """A scenario with a move under way, accepted as `m`."""
     scenario = unbalanced()
-    move = all_of(plan(scenario, {"e0": ["t0", "t1"], "e1": ["t2", "t3"]}), act.StartMigration)[0]
+    move = moves(scenario)[0]
     scenario.send(ev.MoveAccepted(move.trajectory_id, move.move_id, "m"))
     return scenario, move
 
@@ -161,7 +164,7 @@ def test_a_repeated_switch_gets_its_answer_also_after_the_trajectory_has_gone_on
 def test_no_prefix_moves_to_an_engine_with_other_weights() -> None:
     scenario = unbalanced()
     scenario.send(ev.WeightsUpdated("e1", "v1"))
-    assert all_of(plan(scenario, {"e0": ["t0", "t1"], "e1": ["t2", "t3"]}), act.StartMigration) == []
+    assert moves(scenario) == []
 
 
 def test_when_the_tool_comes_back_first_the_source_stays_the_owner() -> None:
@@ -177,7 +180,7 @@ def test_when_the_tool_comes_back_first_the_source_stays_the_owner() -> None:
 
 def test_a_move_accepted_too_late_is_called_off() -> None:
     scenario = unbalanced()
-    move = all_of(plan(scenario, {"e0": ["t0", "t1"], "e1": ["t2", "t3"]}), act.StartMigration)[0]
+    move = moves(scenario)[0]
     scenario.step(move.trajectory_id, 2)
     late = scenario.send(ev.MoveAccepted(move.trajectory_id, move.move_id, "m"))
     assert one(late, act.CancelMigration).migration_id == "m"
@@ -200,16 +203,14 @@ def test_a_switch_with_an_old_revision_or_to_nowhere_is_refused() -> None:
 def test_one_move_at_a_time_and_a_rest_after_it() -> None:
     scenario, move = moving()
     name = move.trajectory_id
-    again = plan(scenario, {"e0": ["t0", "t1"], "e1": ["t2", "t3"]})
-    assert name not in {started.trajectory_id for started in all_of(again, act.StartMigration)}
+    assert name not in {started.trajectory_id for started in moves(scenario)}
     scenario.send(ev.SwitchRequested("s", name, 1, "e1"))
     scenario.send(ev.MoveEnded(name, "m", moved=True))
     scenario.finish(scenario.step(name, 2, tool_s=10.0))
     for other in ("t0", "t1", "t2", "t3"):  # now e0 is the better place for it, but it has only just come
         if other != name and scenario.controller.trajectory(other).engine_id == "e0":
             scenario.close(other)
-    back = all_of(plan(scenario, {"e0": [name]}), act.StartMigration)
-    assert name not in {started.trajectory_id for started in back}
+    assert name not in {started.trajectory_id for started in moves(scenario, {"e0": [name]})}
 
 
 def test_a_failed_move_leaves_the_trajectory_where_it_is_until_the_next_plan() -> None:
@@ -242,7 +243,7 @@ def test_no_move_starts_once_the_tool_is_done() -> None:
     scenario = unbalanced()
     for number in range(4):
         scenario.send(ev.ToolFinished(f"t{number}"))
-    assert all_of(plan(scenario, {"e0": ["t0", "t1"], "e1": ["t2", "t3"]}), act.StartMigration) == []
+    assert moves(scenario) == []
 
 
 def test_a_long_tool_call_hides_a_move_that_a_short_one_would_not() -> None:
@@ -261,51 +262,45 @@ def test_a_long_tool_call_hides_a_move_that_a_short_one_would_not() -> None:
         for number in range(2):
             scenario.finish(scenario.step(f"t{number}", 1, context_tokens=990), 1)
             scenario.send(ev.ToolStarted(f"t{number}", expected_s))
-        asked = all_of(scenario.heard, act.AskPlan)[-1]
+        asked = scenario.plans[-1]
         outcomes.append(bool(all_of(scenario.send(ev.PlanArrived(asked.plan_id)), act.StartMigration)))
     assert outcomes == [False, True]
 
 
 def test_pinned_trajectories_are_neither_planned_for_nor_switched() -> None:
-    scenario = Scenario(None, EAGER)
-    scenario.engine("e0")
-    scenario.engine("e1")
+    scenario = Scenario(None, EAGER, engines=("e0", "e1"))
     for number in range(6):
         scenario.open(f"t{number}", pinned_engine_id="e0")
-    assert all_of(scenario.heard, act.AskPlan) == []
+    assert scenario.plans == []
     with pytest.raises(refusals.TrajectoryPinned):
         scenario.send(ev.SwitchRequested("s", "t0", 1, "e1"))
 
 
 def test_plans_are_asked_for_every_so_many_events_and_one_at_a_time() -> None:
     tuning = replace(EAGER, plan_every_events=10, plan_interval_s=1.0, plan_timeout_s=5.0)
-    scenario = Scenario(None, tuning)
-    scenario.engine("e0")
-    scenario.engine("e1")
+    scenario = Scenario(None, tuning, engines=("e0", "e1"))
     scenario.now += 1
     scenario.open("a0")
-    assert len(all_of(scenario.heard, act.AskPlan)) == 1, "of few trajectories each event changes much"
+    assert len(scenario.plans) == 1, "of few trajectories each event changes much"
     for number in range(1, 10):
         scenario.open(f"a{number}")
     for number in range(30):
         scenario.open(f"b{number}")
-    assert len(all_of(scenario.heard, act.AskPlan)) == 1, "the first is not answered yet"
+    assert len(scenario.plans) == 1, "the first is not answered yet"
     scenario.now += 5.0
     scenario.predict("a0", 10)
-    asked = all_of(scenario.heard, act.AskPlan)
+    asked = scenario.plans
     assert len(asked) == 2, "the first will never be answered"
     assert len(asked[-1].work) == 40
     assert set(asked[-1].work.current.tolist()) == {0, 1}
 
 
 def test_predictions_are_capped_in_what_placement_is_asked() -> None:
-    scenario = Scenario(None, EAGER)
-    scenario.engine("e0")
-    scenario.engine("e1")
+    scenario = Scenario(None, EAGER, engines=("e0", "e1"))
     scenario.open("capped", max_total_tokens=64)
     scenario.predict("capped", 1e6, remaining_turns=Estimate(1, 2, 3))
     scenario.now += EAGER.plan_timeout_s
     scenario.open("other")
-    asked = all_of(scenario.heard, act.AskPlan)[-1]
+    asked = scenario.plans[-1]
     capped = asked.work.trajectory_ids.index("capped")
     assert asked.work.remaining_tokens[capped] == asked.work.room_tokens[capped] == 64

@@ -13,10 +13,7 @@ from treadle_core.steps.tickets import ticket_id
 
 @pytest.fixture
 def scenario() -> Scenario:
-    scenario = Scenario()
-    scenario.engine("e0")
-    scenario.engine("e1")
-    return scenario
+    return Scenario(engines=("e0", "e1"))
 
 
 def test_a_step_gets_a_ticket_that_names_engine_turn_revision_and_weights(scenario: Scenario) -> None:
@@ -83,8 +80,7 @@ def test_a_lost_stream_is_resumed_at_another_engine_and_the_old_step_is_stopped(
 
 
 def test_a_lost_stream_on_the_only_engine_is_resumed_there() -> None:
-    scenario = Scenario()
-    scenario.engine("e0")
+    scenario = Scenario(engines=("e0",))
     scenario.open("t")
     lost = scenario.step("t", 0)
     again = scenario.step("t", 0, replaces_ticket_id=lost.ticket_id)

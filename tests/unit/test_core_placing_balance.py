@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.control import CURVE, Scenario, all_of, answer
-from treadle_core import actions as act
+from support.control import CURVE, Scenario, answer
 from treadle_core.compiled import Flags, Floats, Indexes
 from treadle_core.model import DecodeCurve, EngineSpec, Estimate
 from treadle_core.placing import balance
@@ -164,7 +163,7 @@ def test_following_plans_on_two_small_engines_is_never_worse_than_staying(
     scenario.now += scenario.tuning.plan_timeout_s  # whatever was asked before is void
     scenario.open("late")
     scenario.close("late")
-    asked = all_of(scenario.heard, act.AskPlan)[-1]
+    asked = scenario.plans[-1]
     groups: dict[str, list[str]] = {"e0": [], "e1": []}
     for name, place in zip(names, anywhere(seed, len(names), 2), strict=True):
         groups[f"e{place}"].append(name)

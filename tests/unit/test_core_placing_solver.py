@@ -1,6 +1,5 @@
 """The fast partition against everything slower: Heddle's dynamic program, and the trial of every partition."""
 
-import itertools
 import subprocess
 import sys
 
@@ -160,61 +159,6 @@ def test_bundles_of_short_trajectories_lose_little_and_only_what_one_bundle_adds
     assert exact_s <= least_makespan(costs, cuts) <= exact_s * 1.02
 
 
-def test_a_plan_without_numba_is_the_same_to_the_last_bit() -> None:
-    script = """
-import sys
-sys.modules["numba"] = None
-import numpy as np
-from treadle_core import compiled
-from treadle_core.placing.question import PlanEngine
-from treadle_core.placing.costs import tabulate
-from treadle_core.model import CostModel, DecodeCurve
-from treadle_core.placing.placement import plan
-from treadle_core.placing.bound import lower_bound
-from treadle_core.placing.solver import partition
-assert not compiled.HAVE_NUMBA
-exec(sys.argv[1])
-"""
-    body = """
-rng = np.random.default_rng(3)
-for model in CostModel:
-    speeds = [DecodeCurve(0.01 / (1 + i % 3), 1e-4, 1e-8, 1e4) for i in range(6)]
-    engines = [PlanEngine(f"e{i}", 4 + i, 50_000, 1, curve) for i, curve in enumerate(speeds)]
-    lengths, contexts = rng.lognormal(7, 1, 300).round(1 - model), rng.uniform(0, 900, 300)
-    costs = tabulate(model, lengths, contexts, np.zeros(300, bool), engines)
-    bounds, makespan_s = partition(costs)
-    print(bounds.tolist(), makespan_s.hex(), float(lower_bound(costs)).hex(), costs.order.tolist())
-    found = plan(lengths, contexts, rng.integers(-1, 6, 300), engines, model)
-    print(found.engine_of.tolist(), [each.hex() for each in found.finish_s.tolist()])
-"""
-    plain = subprocess.run([sys.executable, "-c", script, body], capture_output=True, text=True, check=True).stdout
-    compiled = subprocess.run(
-        [sys.executable, "-c", script.replace('sys.modules["numba"] = None', "").replace("assert not", "assert"), body],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert plain == compiled
-    assert plain.count("0x1") == len(CostModel) * 8
-
-
-def test_every_way_to_cut_is_tried_by_the_oracle() -> None:
-    """The oracle itself, against all cuts of a workload small enough to list them."""
-    costs = tabulate(
-        CostModel.GROUP_SIZE,
-        np.array([9.0, 7.0, 4.0, 4.0, 1.0]),
-        np.zeros(5),
-        np.zeros(5, bool),
-        [PlanEngine("e", 2, 0, 1, DecodeCurve(1.0, 0.5))] * 3,
-    )
-    cuts = itertools.combinations_with_replacement(range(6), 2)
-    by_hand = min(
-        max(group_cost(costs.table, e, *pair) for e, pair in enumerate(itertools.pairwise((0, *cut, 5))))
-        for cut in cuts
-    )
-    assert least_makespan(costs) == by_hand
-
-
 @given(st.integers(0, 1_000), st.integers(2, 12), st.integers(2, 200), st.sampled_from([0.5, 1.5, 3.0]))
 def test_those_that_run_alone_leave_the_others_as_a_plan_without_them_would(
     seed: int, m: int, n: int, sigma: float
@@ -235,3 +179,31 @@ def test_those_that_run_alone_leave_the_others_as_a_plan_without_them_would(
     while alone < min(m, n) - 1 and whole[alone + 1] == alone + 1:
         alone += 1
         assert bounds_of(alone, alone) == whole[alone:]
+
+
+def test_a_plan_without_numba_is_the_same_to_the_last_bit() -> None:
+    script = """
+import numpy as np
+from treadle_core import compiled
+from treadle_core.placing.question import PlanEngine
+from treadle_core.placing.costs import tabulate
+from treadle_core.model import CostModel, DecodeCurve
+from treadle_core.placing.placement import plan
+from treadle_core.placing.bound import lower_bound
+from treadle_core.placing.solver import partition
+rng = np.random.default_rng(3)
+engines = [PlanEngine(f"e{i}", 4 + i, 50_000, 1, DecodeCurve(0.01 / (1 + i % 3), 1e-4, 1e-8, 1e4)) for i in range(6)]
+for model in CostModel:
+    lengths, contexts = rng.lognormal(7, 1, 300).round(1 - model), rng.uniform(0, 900, 300)
+    costs = tabulate(model, lengths, contexts, np.zeros(300, bool), engines)
+    bounds, makespan_s = partition(costs)
+    print(bounds.tolist(), makespan_s.hex(), float(lower_bound(costs)).hex(), costs.order.tolist())
+    found = plan(lengths, contexts, rng.integers(-1, 6, 300), engines, model)
+    print(compiled.HAVE_NUMBA, found.engine_of.tolist(), [each.hex() for each in found.finish_s.tolist()])
+"""
+    plain, compiled = (
+        subprocess.run([sys.executable, "-c", before + script], capture_output=True, text=True, check=True).stdout
+        for before in ("import sys; sys.modules['numba'] = None", "")
+    )
+    assert plain.count("False") == len(CostModel)
+    assert plain.replace("False", "True") == compiled

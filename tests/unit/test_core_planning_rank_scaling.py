@@ -65,11 +65,10 @@ def planned(policy: Policy = HEDDLE, tuning: Tuning | None = None) -> tuple[Scen
     scenario.engine("e1", slots=8)
     names = [f"t{number}" for number in range(8)]
     for number, name in enumerate(names):
-        scenario.open(name)
-        scenario.predict(name, 800.0 - 100.0 * number)
+        scenario.open(name, tokens=800.0 - 100.0 * number)
     scenario.now += scenario.tuning.plan_timeout_s
     scenario.engine("e1", slots=8)  # void whatever was asked before
-    asked = all_of(scenario.heard, act.AskPlan)[-1]
+    asked = scenario.plans[-1]
     assert asked.work.trajectory_ids == tuple(names)
     scenario.send(ev.PlanArrived(asked.plan_id, np.array([0, 0, 1, 1, 1, 1, 1, 1])))
     for name in names:
@@ -79,13 +78,13 @@ def planned(policy: Policy = HEDDLE, tuning: Tuning | None = None) -> tuple[Scen
 
 def test_the_plan_is_made_by_group_sizes_and_followed_as_it_is() -> None:
     scenario, names = planned()
-    assert all_of(scenario.heard, act.AskPlan)[-1].cost_model is CostModel.GROUP_SIZE
+    assert scenario.plans[-1].cost_model is CostModel.GROUP_SIZE
     assert [scenario.controller.trajectory(name).engine_id for name in names] == ["e0"] * 2 + ["e1"] * 6
 
 
 def test_the_cost_model_can_be_named_for_ablations() -> None:
     scenario, _ = planned(tuning=Tuning(plan_cost_model=CostModel.LINEAR_INTEGRAL))
-    assert all_of(scenario.heard, act.AskPlan)[-1].cost_model is CostModel.LINEAR_INTEGRAL
+    assert scenario.plans[-1].cost_model is CostModel.LINEAR_INTEGRAL
 
 
 def test_a_new_rank_moves_a_trajectory_whatever_the_move_costs() -> None:
@@ -117,15 +116,15 @@ def test_without_leave_to_migrate_a_rank_changes_nothing() -> None:
 
 def test_steps_and_closings_do_not_make_a_new_plan_due_but_new_trajectories_do() -> None:
     scenario, names = planned(tuning=Tuning(lease_ttl_s=1e6))
-    count = len(all_of(scenario.heard, act.AskPlan))
+    count = len(scenario.plans)
     for name in names:
         scenario.now += 5.0
         scenario.finish(scenario.step(name, 1))
         scenario.advance(0.0)
-    assert len(all_of(scenario.heard, act.AskPlan)) == count
+    assert len(scenario.plans) == count
     for number in range(8):
         scenario.open(f"new{number}")
-    assert len(all_of(scenario.heard, act.AskPlan)) == count + 1
+    assert len(scenario.plans) == count + 1
 
 
 def test_lost_engines_make_the_sizes_void() -> None:

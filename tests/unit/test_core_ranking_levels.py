@@ -123,12 +123,6 @@ def test_those_that_run_elsewhere_say_nothing_about_a_prompt_of_its_own() -> Non
     assert ask(evidence, prompt="unseen") == before
 
 
-def test_the_cap_leaves_nothing_where_it_is_reached() -> None:
-    forecast = ask(Evidence(), gen_tokens=600, cap=500)
-    assert forecast.remaining_tokens.p90 == 0
-    assert ask(Evidence(), gen_tokens=100, cap=150).remaining_tokens.p90 == 50
-
-
 def test_the_same_evidence_gives_the_same_estimate_however_often_it_was_asked_on_the_way() -> None:
     asked, silent = Evidence(), Evidence()
     often = Estimator(asked, PRIOR)

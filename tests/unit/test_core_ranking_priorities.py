@@ -19,9 +19,7 @@ TOKENS = st.integers(1, 32_768)
 
 def ranked(policy: Policy) -> Scenario:
     """One engine, the policy in force."""
-    scenario = Scenario(policy)
-    scenario.engine("e0")
-    return scenario
+    return Scenario(policy, engines=("e0",))
 
 
 def two_steps(policy: Policy, first: float, second: float, gap_s: float) -> tuple[float, float]:
@@ -122,8 +120,7 @@ def test_tools_count_as_time_left() -> None:
 
 def test_a_late_prediction_reorders_a_step_that_waits_and_a_small_change_does_not() -> None:
     scenario = ranked(Policy())
-    scenario.open("t")
-    scenario.predict("t", 1_000)
+    scenario.open("t", tokens=1_000)
     ticket = scenario.step("t", 0)
     assert all_of(scenario.predict("t", 1_050), act.Reprioritize) == []
     changed = one(scenario.predict("t", 8_000), act.Reprioritize)

@@ -56,18 +56,6 @@ def test_quantiles_of_what_remains_never_fall(ended: list[float], censored: list
     assert 0.0 <= p10 <= p50 <= p90 < TOKEN_KNOTS[-1]
 
 
-def test_what_was_cut_makes_the_rest_look_longer_not_shorter() -> None:
-    """Eight totals of about 500; as many cut at 500 say that the total is beyond."""
-    ended = [400.0, 450.0, 480.0, 500.0, 520.0, 540.0, 560.0, 600.0]
-    whole = remaining_quantiles(TOKEN_KNOTS, posterior(TOKEN_KNOTS, BASE, 2.0, count_totals(ended, [])), 100.0)
-    cut = remaining_quantiles(TOKEN_KNOTS, posterior(TOKEN_KNOTS, BASE, 2.0, count_totals(ended, [500.0] * 8)), 100.0)
-    as_if_short = remaining_quantiles(
-        TOKEN_KNOTS, posterior(TOKEN_KNOTS, BASE, 2.0, count_totals([*ended, *[500.0] * 8], [])), 100.0
-    )
-    assert cut[1] > whole[1]
-    assert cut[1] > as_if_short[1]
-
-
 def test_the_same_trajectory_still_running_says_nothing_about_its_own_rest() -> None:
     without = posterior(TOKEN_KNOTS, BASE, 2.0, count_totals([300.0, 900.0, 2_000.0], [700.0]))
     with_itself = posterior(TOKEN_KNOTS, BASE, 2.0, count_totals([300.0, 900.0, 2_000.0], [700.0, 800.0]))

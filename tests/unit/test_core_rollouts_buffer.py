@@ -102,14 +102,6 @@ def test_a_version_that_is_no_news_drops_nothing() -> None:
     assert buffer.decide_version(3) is None
 
 
-def test_what_was_taken_does_not_grow_stale() -> None:
-    buffer = buffer_of(1, bound=0)
-    hand_in(buffer, Sample("a", "p0", 0, oldest_version=0))
-    take(buffer, "b", 1)
-    assert advance(buffer, 9) == Advanced(9, ())
-    assert buffer.taken_total == 1 and not buffer.drops
-
-
 def test_a_batch_id_gives_the_same_batch_for_ever() -> None:
     buffer = buffer_of(2)
     hand_in(buffer, Sample("a", "p0", 0))
@@ -241,12 +233,6 @@ def test_a_failed_sample_is_dropped_and_a_group_with_failures_settles_once_all_a
     second = hand_in(buffer, Sample("b", "p0", 1))
     assert second.kept and second.group_settled
     assert buffer.groups["p0"].ready
-
-
-def test_a_group_in_which_everything_failed_settles_and_never_goes_out() -> None:
-    buffer = buffer_of(1)
-    assert hand_in(buffer, Sample("a", "p0", 0, failed=True)).group_settled
-    assert buffer.groups["p0"].settled and not buffer.groups["p0"].ready
 
 
 def test_the_same_trajectory_gets_its_first_verdict_again_even_after_its_group_settled() -> None:

