@@ -188,10 +188,9 @@ async def _measure_sidecar(
         times: dict[str, StepTime] = {}
         for side in ("alone", "through") if number % 2 else ("through", "alone"):
             await forget_caches(mesh.engines, mesh.hicache_folder, mesh.board.note)
-            if side == "alone":
-                times[side] = await time_engine(mesh.engines[0].url, prompt)
-            else:
-                times[side] = await _time_sidecar(scheduler, sidecar, prompt)
+            alone = side == "alone"
+            step = time_engine(mesh.engines[0].url, prompt) if alone else _time_sidecar(scheduler, sidecar, prompt)
+            times[side] = await step
         if number > 0:
             pairs.append((times["alone"], times["through"]))
         if number and number % PROMPTS == 0:

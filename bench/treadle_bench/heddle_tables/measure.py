@@ -143,8 +143,7 @@ def _plan_ms(setting: Setting, repeats: int) -> tuple[float, float]:
         for kind in kinds
         if kind.gpus == planned.gpus
     ]
-    nowhere = np.full(len(lengths), -1)
-    workspace = Workspace()
+    nowhere, workspace = np.full(len(lengths), -1), Workspace()
     resources = milliseconds(lambda: allocate(lengths, contexts, setting.gpus, kinds), repeats, PLANS)
     placement = milliseconds(
         lambda: plan_placement(lengths, contexts, nowhere, engines, workspace=workspace), repeats, PLANS

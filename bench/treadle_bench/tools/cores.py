@@ -135,19 +135,18 @@ def least_s(traces: Sequence[Trace]) -> float:
 
 def _play_in_detail(traces: Sequence[Trace], whole: Cores, half: Cores) -> dict[str, Any]:
     """One batch with the values of Figures 3, 6 and 7."""
-    elastic, pods = play(traces, whole.elastic()), play(traces, whole.pods())
-    shares = [trace.single_unit_s / (trace.single_unit_s + trace.generation_s) for trace in traces]
+    runs = {"elastic": play(traces, whole.elastic()), "pods": play(traces, whole.pods())}
     halves = {"elastic": play(traces, half.elastic()), "pods": play(traces, half.pods())}
+    shares = [trace.single_unit_s / (trace.single_unit_s + trace.generation_s) for trace in traces]
     return {
-        "elastic": split_times(elastic),
-        "pods": split_times(pods),
-        "windows": {"elastic": by_arrival(elastic, WINDOW_S), "pods": by_arrival(pods, WINDOW_S)},
+        **{name: split_times(each) for name, each in runs.items()},
+        "windows": {name: by_arrival(each, WINDOW_S) for name, each in runs.items()},
         "active_share": rounded(float(np.mean(shares))),
         "active_share_deciles": np.percentile(shares, range(0, 101, 10)).round(3).tolist(),
         "half": {name: {"act_s": rounded(mean_act_s(each)), **split_times(each)} for name, each in halves.items()},
-        "act_s": {"elastic": rounded(mean_act_s(elastic)), "pods": rounded(mean_act_s(pods))},
-        "actions": float(len(elastic.records)),
-        "per_action_pods": rounded(mean_action(pods.records)),
+        "act_s": {name: rounded(mean_act_s(each)) for name, each in runs.items()},
+        "actions": float(len(runs["elastic"].records)),
+        "per_action_pods": rounded(mean_action(runs["pods"].records)),
     }
 
 
@@ -212,16 +211,6 @@ def play_changed(job: Changed) -> dict[str, float]:
     return rounded({f"ratio_{job.size}": pods_s / ours_s, "tools_s": tools_s, "rewards_s": rewards_s})
 
 
-@dataclass(frozen=True)
-class Resampled:
-    """Draws tool seconds from measured ones."""
-
-    values: tuple[float, ...]
-
-    def __call__(self, rng: np.random.Generator, count: int) -> Floats:
-        return np.array(self.values)[rng.integers(len(self.values), size=count)]
-
-
 def _read_shapes(options: BenchOptions) -> tuple[str, tuple[TrajectoryWork, ...]]:
     """Where the shapes of trajectories come from, and the shapes; none: they are drawn from fitted distributions."""
     if options.traces is not None:
@@ -234,10 +223,10 @@ def _read_shapes(options: BenchOptions) -> tuple[str, tuple[TrajectoryWork, ...]
 def _measured_tools(data: Path) -> Mapping[str, ToolSeconds]:
     """Tool times of two public data sets; both include more than the tool, as the page says."""
     of_runs = [step.tool_s for work in read_public(SOURCE, data) for step in work.steps[:-1]]
-    of_sessions = [
-        max(0.0, step.tool_s - GAPS_FLOOR_S)
-        for work in read_public(GAPS, data)
-        if len(work.steps) > 1
-        for step in work.steps[:-1]
-    ]
-    return {f"tools as in {SOURCE}": Resampled(tuple(of_runs)), f"tools as in {GAPS}": Resampled(tuple(of_sessions))}
+    of_sessions = [max(0.0, step.tool_s - GAPS_FLOOR_S) for work in read_public(GAPS, data) for step in work.steps[:-1]]
+    of = {SOURCE: of_runs, GAPS: of_sessions}
+    return {f"tools as in {name}": partial(_draw_from, np.array(values)) for name, values in of.items()}
+
+
+def _draw_from(values: Floats, rng: np.random.Generator, count: int) -> Floats:
+    return values[rng.integers(len(values), size=count)]

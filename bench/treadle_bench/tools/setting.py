@@ -5,7 +5,7 @@ import multiprocessing
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -169,8 +169,6 @@ class Plan:
 @contextmanager
 def open_plan(setting: Setting, seeds: Sequence[int], workers: int, report: Callable[[str], None]) -> Iterator[Plan]:
     """A plan, with a pool of processes where there are several workers."""
-    if workers <= 1:
-        yield Plan(setting, seeds, report)
-        return
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context) if workers > 1 else nullcontext() as pool:
         yield Plan(setting, seeds, report, pool)
