@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from treadle.common.v1.tokens_pb2 import TokenIds
 from treadle.scheduler.v1 import scheduler_pb2
@@ -24,15 +24,10 @@ def facts_of(
     """Opened, one fact for each step, closed. most: ids of each output and observation; the prompt may have
     PROMPT_SHARE times as many."""
     name = transcript.trajectory_id
-    yield make_fact(
-        "scheduler",
-        trajectory_opened=facts_pb2.TrajectoryOpened(
-            trajectory_id=name,
-            rollout_id=transcript.rollout_id,
-            prompt_id=transcript.prompt_id,
-            prompt_tokens=transcript.prompt_tokens,
-        ),
-    )
+    known: dict[str, Any] = {
+        key: getattr(transcript, key) for key in ("trajectory_id", "rollout_id", "prompt_id", "prompt_tokens")
+    }
+    yield make_fact("scheduler", trajectory_opened=facts_pb2.TrajectoryOpened(**known))
     context_tokens = transcript.prompt_tokens
     for number, turn in enumerate(transcript.turns):
         before = transcript.turns[number - 1] if number else None
@@ -59,13 +54,7 @@ def facts_of(
         yield make_fact(
             "scheduler",
             trajectory_closed=facts_pb2.TrajectoryClosed(
-                trajectory_id=name,
-                rollout_id=transcript.rollout_id,
-                prompt_id=transcript.prompt_id,
-                outcome=outcome,
-                gen_tokens=transcript.gen_tokens,
-                turns=len(transcript.turns),
-                prompt_tokens=transcript.prompt_tokens,
+                **known, outcome=outcome, gen_tokens=transcript.gen_tokens, turns=len(transcript.turns)
             ),
         )
 
