@@ -154,10 +154,7 @@ def replay(
 
 
 def replay_apart(
-    transcripts: Sequence[Transcript],
-    folds: Sequence[int],
-    *,
-    asked: Callable[[int], bool] = lambda turn: True,
+    transcripts: Sequence[Transcript], folds: Sequence[int], *, asked: Callable[[int], bool] = lambda turn: True
 ) -> list[Moment]:
     """The moments of training transcripts: one fold of the prompts at a time, with the other folds as history. folds:
     the fold of each transcript; a prompt is in one fold.

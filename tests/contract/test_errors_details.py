@@ -50,11 +50,7 @@ async def test_a_google_rpc_parser_reads_our_errors(nats_url: str) -> None:
     assert invalid.message == "engines[0].slot_limit: must be >= 1, is 0"
     info, bad_request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
     assert invalid.details[0].Unpack(info)
-    assert (info.reason, info.domain, dict(info.metadata)) == (
-        "INVALID_ARGUMENT",
-        "probe.treadle",
-        {"engine_id": "e0"},
-    )
+    assert (info.reason, info.domain, dict(info.metadata)) == ("INVALID_ARGUMENT", "probe.treadle", {"engine_id": "e0"})
     assert invalid.details[1].Unpack(bad_request)
     violation = bad_request.field_violations[0]
     assert (violation.field, violation.description) == ("engines[0].slot_limit", "must be >= 1, is 0")

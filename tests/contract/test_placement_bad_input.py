@@ -113,8 +113,7 @@ async def test_a_plan_of_the_papers_size_is_made_beside_small_ones(nats_url: str
     small = placement_pb2.PlanPlacementRequest(trajectories=[trajectory(1)], engines=[engine(0)])
     async with placement(nats_url) as stub:
         plan, *others = await asyncio.gather(
-            stub.PlanPlacement(large, timeout=CALL_S),
-            *[stub.PlanPlacement(small, timeout=CALL_S) for _ in range(10)],
+            stub.PlanPlacement(large, timeout=CALL_S), *[stub.PlanPlacement(small, timeout=CALL_S) for _ in range(10)]
         )
     assert sum(len(group.trajectory_ids) for group in plan.groups) == 6_400
     assert all(group.trajectory_ids for group in plan.groups)

@@ -151,9 +151,7 @@ async def test_a_killed_nats_server_that_comes_back_costs_no_fact(nats_server: N
     assert ear.heard == [str(index) for index in range(150)]
 
 
-async def test_a_nats_server_that_lost_its_store_is_given_the_stream_again(
-    nats_server: NatsServer,
-) -> None:
+async def test_a_nats_server_that_lost_its_store_is_given_the_stream_again(nats_server: NatsServer) -> None:
     ear = Ear()
     async with open_bus(nats_server.url, "test") as bus:
         await bus.subscribe(["engine_lost"], ear)

@@ -118,10 +118,7 @@ async def test_a_step_whose_engine_is_killed_goes_on_elsewhere(
     came; e0 goes on from them, and the parts make one whole output.
     """
     first, second = two_engines
-    async with (
-        sidecar(nats_url, first.url) as rescue,
-        sidecar(nats_url, second.url, "e1") as doomed,
-    ):
+    async with sidecar(nats_url, first.url) as rescue, sidecar(nats_url, second.url, "e1") as doomed:
         ids = prompt(4, 80)
         received = StepResult()
         with pytest.raises(grpc.aio.AioRpcError) as raised:

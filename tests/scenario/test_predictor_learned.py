@@ -158,8 +158,7 @@ async def test_a_model_that_is_late_keeps_nobody_waiting(
     models = models_with(tmp_path, "v1")
     tokenize = Backbone.load(str(tmp_path / "backbone"), device="cpu").tokenize
     service = await start_service(
-        "treadle_predictor",
-        {"TREADLE_PREDICTOR_MODELS": str(models.folder), "TREADLE_PREDICTOR_DEADLINE_S": "0"},
+        "treadle_predictor", {"TREADLE_PREDICTOR_MODELS": str(models.folder), "TREADLE_PREDICTOR_DEADLINE_S": "0"}
     )
     one = transcript("one")
     await publish(nats_url, facts_of(one, tokenize, close=False))
@@ -197,11 +196,7 @@ async def test_it_learns_from_what_ended_and_a_kill_in_the_middle_costs_nothing(
     whole.
     """
     models = models_with(tmp_path, "v1", reads_text=False)
-    env = {
-        "TREADLE_PREDICTOR_MODELS": str(models.folder),
-        "TREADLE_PREDICTOR_REFIT_EVERY": str(ENDED),
-        **PATIENT,
-    }
+    env = {"TREADLE_PREDICTOR_MODELS": str(models.folder), "TREADLE_PREDICTOR_REFIT_EVERY": str(ENDED), **PATIENT}
     service = await start_service("treadle_predictor", env)
     ended = [transcript(f"{number}", 2 + number % 7) for number in range(ENDED)]
     await publish(nats_url, (fact for each in ended for fact in facts_of(each, lambda text: [])))

@@ -11,18 +11,9 @@ from functools import cache
 
 import pytest
 from support.scheduler_replay import NO_LEASE_ENDS_S, SENT, Service, as_done, service_tuning
+from treadle_core import events as ev
 from treadle_core.actions import Action, AnnounceClosed, AskPlan, IssueTicket, KeepWaiting, StartMigration
 from treadle_core.controller import Controller
-from treadle_core.events import (
-    EngineDeregistered,
-    Event,
-    PlanArrived,
-    PolicySet,
-    PredictionArrived,
-    StepPreempted,
-    SwitchRequested,
-    WeightsUpdated,
-)
 from treadle_core.model import TrajectoryRecord, copy_with
 from treadle_runtime.bus import open_bus
 from treadle_scheduler.driver import engine_key, trajectory_key
@@ -51,7 +42,7 @@ class Heard:
     """One event of the recording, and what the simulator's controller wanted done."""
 
     now_s: float
-    event: Event
+    event: ev.Event
     actions: Sequence[Action]
 
 
@@ -78,7 +69,7 @@ def recorded(name: str) -> Sequence[Heard]:
     )
     predictor = None if system.predictor == "none" else make_predictor(system.predictor or "noisy", work, 5)
 
-    def log(now_s: float, event: Event, actions: Sequence[Action]) -> None:
+    def log(now_s: float, event: ev.Event, actions: Sequence[Action]) -> None:
         heard.append(Heard(now_s, event, tuple(actions)))
 
     SimDriver(work, cluster, system.policy, system.tuning, predictor, call_tokens=system.call_tokens, log=log).run()
@@ -151,7 +142,7 @@ async def test_the_service_does_what_the_simulators_controller_does(nats_url: st
     stream = recorded(name)
     async with open_bus(nats_url, "test") as bus:
         service = await Service.start(bus, 0.0)
-        await service.hear(0.0, PolicySet(system.policy))
+        await service.hear(0.0, ev.PolicySet(system.policy))
 
         await check_same(service, stream)
         await check_stored(service, stream)
@@ -163,12 +154,12 @@ def test_the_recordings_hold_what_matters() -> None:
     actions = {type(action) for heard in recorded("treadle") for action in heard.actions}
 
     assert {
-        EngineDeregistered,
-        WeightsUpdated,
-        PlanArrived,
-        PredictionArrived,
-        StepPreempted,
-        SwitchRequested,
+        ev.EngineDeregistered,
+        ev.WeightsUpdated,
+        ev.PlanArrived,
+        ev.PredictionArrived,
+        ev.StepPreempted,
+        ev.SwitchRequested,
     } <= events
     assert {AskPlan, KeepWaiting, StartMigration} <= actions
 
@@ -185,7 +176,7 @@ async def test_after_a_restart_a_scheduler_without_plans_goes_on_as_if_nothing_h
     cut = events_before(stream, at_s)
     async with open_bus(nats_url, "test") as bus:
         first = await Service.start(bus, 0.0)
-        await first.hear(0.0, PolicySet(system.policy))
+        await first.hear(0.0, ev.PolicySet(system.policy))
         await check_same(first, stream[:cut])
         await first.store.settle_all()
 
@@ -207,7 +198,7 @@ async def test_after_a_restart_the_planning_scheduler_knows_every_trajectory_and
     cut = events_before(stream, at_s)
     async with open_bus(nats_url, "test") as bus:
         first = await Service.start(bus, 0.0)
-        await first.hear(0.0, PolicySet(system.policy))
+        await first.hear(0.0, ev.PolicySet(system.policy))
         await check_same(first, stream[:cut])
         await first.store.settle_all()
 

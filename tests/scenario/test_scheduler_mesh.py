@@ -154,9 +154,7 @@ async def test_the_switch_is_a_compare_and_swap(nats_url: str) -> None:
         assert (await client.step("t", 0)).engine_id == winner.target_engine_id
 
 
-async def test_while_nats_is_away_no_ticket_is_given_that_a_restart_could_forget(
-    nats_server: NatsServer,
-) -> None:
+async def test_while_nats_is_away_no_ticket_is_given_that_a_restart_could_forget(nats_server: NatsServer) -> None:
     """Result: UNAVAILABLE during the outage, and afterwards one ticket for the same request."""
     async with scheduler(nats_server.url) as client:
         await client.register("e0")

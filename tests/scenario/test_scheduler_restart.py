@@ -28,11 +28,7 @@ CALL_TIMEOUT_S = 2.0
 RETRY_S = 0.05
 ALL_DONE_S = 90.0
 # The last: it waits for room on an engine, and is to ask again.
-TRANSIENT = {
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-}
+TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED}
 RECONNECTS = (("grpc.max_reconnect_backoff_ms", 200), ("grpc.min_reconnect_backoff_ms", 100))
 
 
@@ -162,9 +158,7 @@ async def check_every_trajectory_is_finished(channel: grpc.aio.Channel) -> None:
         assert (trajectory.state, trajectory.next_turn) == (pb.TRAJECTORY_STATE_FINISHED, TURNS)
 
 
-async def test_a_request_made_before_the_kill_gets_the_same_answer_after_it(
-    start_service: StartService,
-) -> None:
+async def test_a_request_made_before_the_kill_gets_the_same_answer_after_it(start_service: StartService) -> None:
     """OpenTrajectory, ScheduleStep, CloseTrajectory, SetPolicy and RegisterEngine, each repeated after a SIGKILL."""
     env = {"TREADLE_SCHEDULER_LISTEN": f"127.0.0.1:{free_port()}"}
     process = await start_service("treadle_scheduler", env)

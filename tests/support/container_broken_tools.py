@@ -9,5 +9,5 @@ TOOLS = [
         description="Never starts.",
         entry="support.container_broken_tools:missing",
         arguments_schema={"type": "object"},
-    ),
+    )
 ]

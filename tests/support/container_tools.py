@@ -14,5 +14,5 @@ TOOLS = [
             "properties": {"add": {"type": "integer"}, "code": {"type": "string"}, "pause_s": {"type": "number"}},
         },
         limits=Limits(wall_s=20.0),
-    ),
+    )
 ]

@@ -73,12 +73,7 @@ class StepResult:
 
 
 def ticket(
-    engine_id: str,
-    *,
-    priority: float = 0.0,
-    trajectory_id: str = "",
-    turn: int = 0,
-    preemptible: bool | None = None,
+    engine_id: str, *, priority: float = 0.0, trajectory_id: str = "", turn: int = 0, preemptible: bool | None = None
 ) -> Ticket:
     """A fresh ticket, good for some minutes. preemptible None: as an older scheduler leaves it out."""
     made = Ticket(

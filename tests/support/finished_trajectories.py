@@ -87,11 +87,7 @@ class RolloutCalls:
     ) -> pb.GetBatchResponse:
         """A batch."""
         request = pb.GetBatchRequest(
-            request_id=request_id,
-            rollout_id=self.rollout_id,
-            max_groups=max_groups,
-            weight_version=version,
-            wait=wait,
+            request_id=request_id, rollout_id=self.rollout_id, max_groups=max_groups, weight_version=version, wait=wait
         )
         return await self.stub.GetBatch(request, timeout=timeout_s)
 

@@ -8,26 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treadle_core.actions import (
-    Action,
-    ForgetTrajectory,
-    IssueTicket,
-    KeepWaiting,
-    RemoveEngine,
-    SaveEngine,
-    SavePolicy,
-    SaveTrajectory,
-)
+from treadle_core import actions as act
+from treadle_core import events as ev
 from treadle_core.controller import Controller
-from treadle_core.events import (
-    ClosedAnnounced,
-    Event,
-    MoveAccepted,
-    PlanArrived,
-    PredictionArrived,
-    StepRequested,
-    Tick,
-)
 from treadle_core.model import EngineRecord, Policy, TicketRecord, TrajectoryRecord
 from treadle_core.tuning import Tuning
 from treadle_runtime.bus import Bus
@@ -38,7 +21,7 @@ from treadle_scheduler.wire import tuning_of
 # The one threshold that the simulator sets itself: its leases never run out, it takes dead engines away by an event.
 NO_LEASE_ENDS_S = float("inf")
 # What the service's own workers tell the driver: answers of other services, and time. The rest are RPCs and facts.
-TOLD = (PredictionArrived, PlanArrived, MoveAccepted, ClosedAnnounced, Tick)
+TOLD = (ev.PredictionArrived, ev.PlanArrived, ev.MoveAccepted, ev.ClosedAnnounced, ev.Tick)
 SENT = ""  # in place of a key, of what goes to another service
 ANSWER_S = 10.0  # a ticket is on its way already when it is waited for
 
@@ -101,11 +84,11 @@ class Service:
         service._driver.start(restored)
         return service
 
-    async def hear(self, now_s: float, event: Event) -> list[tuple[str, object]]:
+    async def hear(self, now_s: float, event: ev.Event) -> list[tuple[str, object]]:
         """Takes an event on the way that the service takes it; what was done, but for tickets (`ticket`)."""
         self._clock.now_s = now_s
         self.store.log.clear()
-        if isinstance(event, StepRequested):
+        if isinstance(event, ev.StepRequested):
             step = self._driver.request_step(event, None)
             self._steps[event.trajectory_id] = asyncio.create_task(step)
             await asyncio.sleep(0)  # as far as the controller's answer; the ticket may come much later
@@ -125,26 +108,26 @@ class Service:
         """Trajectories whose clients wait for a ticket."""
         return sorted(name for name, step in self._steps.items() if not step.done())
 
-    def _sent(self, action: Action) -> None:
+    def _sent(self, action: act.Action) -> None:
         self.store.log.append((SENT, action))
 
 
-def as_done(actions: Iterable[Action]) -> list[tuple[str, object]]:
+def as_done(actions: Iterable[act.Action]) -> list[tuple[str, object]]:
     """The simulator's actions as a service does them: records under their keys, the rest sent; tickets are answers."""
     done: list[tuple[str, object]] = []
     for action in actions:
         match action:
-            case SaveTrajectory(record):
+            case act.SaveTrajectory(record):
                 done.append((trajectory_key(record.trajectory_id), record))
-            case ForgetTrajectory(trajectory_id):
+            case act.ForgetTrajectory(trajectory_id):
                 done.append((trajectory_key(trajectory_id), None))
-            case SaveEngine(record):
+            case act.SaveEngine(record):
                 done.append((engine_key(record.spec.engine_id), record))
-            case RemoveEngine(engine_id):
+            case act.RemoveEngine(engine_id):
                 done.append((engine_key(engine_id), None))
-            case SavePolicy(policy):
+            case act.SavePolicy(policy):
                 done.append((POLICY_KEY, MeshRecord(policy, 0.0)))
-            case IssueTicket() | KeepWaiting():
+            case act.IssueTicket() | act.KeepWaiting():
                 pass
             case _:
                 done.append((SENT, action))

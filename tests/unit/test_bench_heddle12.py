@@ -64,8 +64,7 @@ def test_tools_bind_where_most_of_the_longest_trajectory_is_tools(tmp_path: Path
         file = tmp_path / f"{expected}.jsonl"
         tokens = [3_000, *[5] * 5]
         write_traces(
-            file,
-            [TrajectoryWork(f"p{at // 2}", at % 2, 10, (Step(tokens[at // 2], 0, tool_s),)) for at in range(12)],
+            file, [TrajectoryWork(f"p{at // 2}", at % 2, 10, (Step(tokens[at // 2], 0, tool_s),)) for at in range(12)]
         )
         bound = find_bound(batch_for("traces", "Qwen3-8B", ONE_GPU, 0, BenchOptions(traces=file)))
         assert bound["bound_by"] == expected

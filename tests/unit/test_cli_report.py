@@ -62,8 +62,7 @@ def test_seconds_by_kind_add_up_to_the_wall_time_with_the_rest_as_other() -> Non
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(KINDS[:-1]), st.floats(-5, 50), st.floats(0, 20)), max_size=12),
-    st.floats(0, 40),
+    st.lists(st.tuples(st.sampled_from(KINDS[:-1]), st.floats(-5, 50), st.floats(0, 20)), max_size=12), st.floats(0, 40)
 )
 def test_overlapping_spans_never_count_a_moment_twice(spans: list[tuple[str, float, float]], finished_s: float) -> None:
     drawn = [span(kind, start_s, start_s + length_s) for kind, start_s, length_s in spans]

@@ -67,11 +67,7 @@ def test_the_engines_account_of_versions_replaces_that_of_its_chunks_but_not_of_
 
 @pytest.mark.parametrize(
     ("message", "says"),
-    [
-        (chunk(3, 1), "a gap"),
-        (chunk(1, 1), "a repeat"),
-        (chunk(2, 2, logprobs=1), "2 tokens with 1 logprobs"),
-    ],
+    [(chunk(3, 1), "a gap"), (chunk(1, 1), "a repeat"), (chunk(2, 2, logprobs=1), "2 tokens with 1 logprobs")],
 )
 def test_a_chunk_that_does_not_join_is_an_error(message: engine_pb2.TokenChunk, says: str) -> None:
     step = begun()

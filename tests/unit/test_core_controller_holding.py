@@ -168,10 +168,7 @@ def test_a_step_waits_for_its_kv_on_the_way_and_runs_at_the_source_where_the_mov
         scenario.engine("e1", kv_transfer=KvTransfer.STORAGE)
         plan = scenario.plans[-1]
         scenario.send(ev.ToolStarted("t0", 10.0))
-        started = all_of(
-            scenario.send(answer(plan, {"e0": ["t0", "t1"], "e1": ["t2", "t3"]})),
-            act.StartMigration,
-        )
+        started = all_of(scenario.send(answer(plan, {"e0": ["t0", "t1"], "e1": ["t2", "t3"]})), act.StartMigration)
         move = started[0]
         scenario.send(ev.MoveAccepted(move.trajectory_id, move.move_id, "m"))
 

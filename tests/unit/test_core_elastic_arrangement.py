@@ -4,15 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.elastic import (
-    Choices,
-    arrange_as_listed,
-    chunks_exist,
-    curves,
-    least_chunked_s,
-    least_flat_s,
-    total_s,
-)
+from support.elastic import Choices, arrange_as_listed, chunks_exist, curves, least_chunked_s, least_flat_s, total_s
 from treadle_core.tools.action import Amdahl
 from treadle_core.tools.arrangement import (
     LEVELS,

@@ -9,27 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.elastic import Choices, curves, elastic, estimate_as_listed, every_pick, objective_s
-from treadle_core.tools.action import (
-    Action,
-    Amdahl,
-    Demand,
-    Fixed,
-    InvalidActionError,
-    Range,
-    UnitSet,
-)
+from treadle_core.tools.action import Action, Amdahl, Demand, Fixed, InvalidActionError, Range, UnitSet
 from treadle_core.tools.decision import Executing, Start, decide
 from treadle_core.tools.group import GRAIN, MOST_TRIED, Group, best_prefix
-from treadle_core.tools.pools import (
-    CpuNode,
-    CpuNodes,
-    FlatPool,
-    GpuNode,
-    GpuNodes,
-    Pool,
-    capacities,
-    share_units,
-)
+from treadle_core.tools.pools import CpuNode, CpuNodes, FlatPool, GpuNode, GpuNodes, Pool, capacities, share_units
 from treadle_core.tools.queue import ActionQueue
 
 LINEAR = Amdahl(0.0)
@@ -45,11 +28,7 @@ def lives(node_id: str, action: Action) -> Action:
     return replace(action, node_id=node_id)
 
 
-def decided(
-    actions: Sequence[Action],
-    pools: Sequence[Pool],
-    executing: Sequence[Executing] = (),
-) -> list[Start]:
+def decided(actions: Sequence[Action], pools: Sequence[Pool], executing: Sequence[Executing] = ()) -> list[Start]:
     waiting = ActionQueue(capacities(pools))
     for action in actions:
         waiting.add(action)
@@ -111,10 +90,7 @@ def test_one_that_waits_for_a_quota_keeps_its_cores_and_others_pass_it_by() -> N
 
 
 def test_starts_come_in_the_order_of_arrival() -> None:
-    queue = [
-        asks(1, cpu_cores=Fixed(1)),
-        replace(asks(0, cpu_cores=Fixed(1)), single_unit_s=99.0),
-    ]
+    queue = [asks(1, cpu_cores=Fixed(1)), replace(asks(0, cpu_cores=Fixed(1)), single_unit_s=99.0)]
     assert list(units(decided(queue, [cores(2)]))) == ["a0", "a1"]
     assert list(units(decided(queue, [cores(1)]))) == ["a0"]
 
@@ -173,10 +149,7 @@ def test_an_action_on_a_node_that_is_gone_is_refused() -> None:
         decided([lives("gone", asks(0, cpu_cores=Fixed(1)))], [nodes((8, 8))])
 
 
-@given(
-    st.lists(st.floats(0.0, 100.0), min_size=1, max_size=6),
-    st.lists(st.floats(0.0, 100.0), min_size=1, max_size=9),
-)
+@given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=6), st.lists(st.floats(0.0, 100.0), min_size=1, max_size=9))
 def test_where_each_holds_one_unit_the_objective_is_the_papers(running: list[float], queue: list[float]) -> None:
     ends_s, held = np.array(running), np.ones(len(running), np.int64)
     found = Group(curves([[(1, took_s)] for took_s in queue]), np.arange(1), ends_s, held, share_units(1))

@@ -107,8 +107,7 @@ def test_a_quota_is_shared_by_all_and_comes_back_by_the_clock() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ended", "until_s"),
-    [(Ended(End.REFUSED, 7.0), 8.0), (Ended(End.SERVED, 3.0), 4.0), (REFUSED, 3.0), (SERVED, 1.0)],
+    ("ended", "until_s"), [(Ended(End.REFUSED, 7.0), 8.0), (Ended(End.SERVED, 3.0), 4.0), (REFUSED, 3.0), (SERVED, 1.0)]
 )
 def test_nothing_goes_to_a_provider_before_the_time_it_asked_to_wait_for(ended: Ended, until_s: float) -> None:
     """One that does not say until when is left alone for the breaker's cool-down, here 2 s."""

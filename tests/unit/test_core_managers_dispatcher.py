@@ -151,11 +151,7 @@ def test_a_trajectory_stays_on_its_node_and_its_memory_is_held_until_it_is_forgo
         queue.submit(action(index, "t", memory=60, cpu_cores=Fixed(1)))
     queue.submit(action(3, "other", memory=60, cpu_cores=Fixed(1)))
     assert len(queue) == 4
-    assert queue.waiting_for() == {
-        **dict.fromkeys(queue.waiting_for(), 0),
-        CPU_CORES: 4,
-        MEMORY_BYTES: 4,
-    }
+    assert queue.waiting_for() == {**dict.fromkeys(queue.waiting_for(), 0), CPU_CORES: 4, MEMORY_BYTES: 4}
     nodes = {s.action.action_id: s.grant.cpu.node_id for s in queue.decide(0.0) if s.grant.cpu is not None}
     assert nodes["a0"] == nodes["a1"] == nodes["a2"] != nodes["a3"]
     for index in range(4):

@@ -48,11 +48,7 @@ class GpuLife(RuleBasedStateMachine):
         self.there: set[Resident] = set()
         self.now_s = 0.0
 
-    @rule(
-        target=running,
-        service=st.sampled_from(["big", "mid", "low", None]),
-        degree=st.sampled_from([1, 2, 4, 8]),
-    )
+    @rule(target=running, service=st.sampled_from(["big", "mid", "low", None]), degree=st.sampled_from([1, 2, 4, 8]))
     def takes(self, service: str | None, degree: int) -> str:
         self.now_s += 1.0
         action_id = f"x{self.now_s}"

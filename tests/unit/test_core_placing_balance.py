@@ -141,11 +141,7 @@ def test_the_move_that_is_chosen_is_the_best_of_all(
         assert after == pytest.approx(before.max())
 
 
-@given(
-    st.lists(st.floats(50.0, 20_000.0), min_size=2, max_size=16),
-    st.integers(1, 4),
-    PLACES,
-)
+@given(st.lists(st.floats(50.0, 20_000.0), min_size=2, max_size=16), st.integers(1, 4), PLACES)
 def test_following_plans_on_two_small_engines_is_never_worse_than_staying(
     lengths: list[float], slots: int, seed: int
 ) -> None:

@@ -284,11 +284,7 @@ def test_a_spec_no_group_could_satisfy_is_refused(
 
 
 @settings(deadline=None)
-@given(
-    keep=st.integers(1, 5),
-    extra=st.integers(0, 4),
-    fates=st.lists(st.booleans(), max_size=12),
-)
+@given(keep=st.integers(1, 5), extra=st.integers(0, 4), fates=st.lists(st.booleans(), max_size=12))
 def test_a_group_never_keeps_more_than_k_and_settles_exactly_when_it_has_k_or_everything(
     keep: int, extra: int, fates: list[bool]
 ) -> None:

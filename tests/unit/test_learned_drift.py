@@ -25,10 +25,7 @@ def drifting(count: int = 150) -> list[Transcript]:
     for number in range(count):
         length, moved = int(100 * np.exp(rng.normal(0, 1))), int(rng.integers(0, 4))
         left = int(length * 2.0**moved * np.exp(rng.normal(0, 0.1)))
-        for name, turns, version in (
-            ("old", (Turn(length),), 10),
-            ("new", (Turn(length + 1), Turn(left)), 10 + moved),
-        ):
+        for name, turns, version in (("old", (Turn(length),), 10), ("new", (Turn(length + 1), Turn(left)), 10 + moved)):
             made.append(Transcript(f"{name}{number}", "r", f"p{number}", length, turns, weight_version=str(version)))
     return made
 

@@ -9,14 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from treadle_runtime import errors as fields
 from treadle_runtime.errors import InvalidArgument
-from treadle_runtime.times import (
-    LONGEST_DURATION_S,
-    duration,
-    require_duration,
-    require_timestamp,
-    seconds,
-    timestamp,
-)
+from treadle_runtime.times import LONGEST_DURATION_S, duration, require_duration, require_timestamp, seconds, timestamp
 
 
 @pytest.mark.parametrize(

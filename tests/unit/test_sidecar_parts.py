@@ -155,10 +155,7 @@ def test_a_profile_takes_the_end_tokens_from_the_models_own_files(tmp_path: Path
         "tp_size": 1,
         "hicache_storage_backend": "file",
         "internal_states": [
-            {
-                "memory_usage": {"token_capacity": 20000, "kvcache": 0.429},
-                "effective_max_running_requests_per_dp": 4,
-            }
+            {"memory_usage": {"token_capacity": 20000, "kvcache": 0.429}, "effective_max_running_requests_per_dp": 4}
         ],
     }
     profile = read_profile(server, {"model_path": str(tmp_path), "weight_version": "default"}, 49152)

@@ -24,18 +24,7 @@ from treadle_sim.tools.cores import ElasticCores, equal_machines
 from treadle_sim.tools.gpus import ElasticGpus, LoadingGroups, StaticGroups
 from treadle_sim.tools.pods import PodRules, Pods, SharedCores
 from treadle_sim.tools.reward_models import DEGREES, JUDGE, Restoring, reading, scored_batch, services, teachers
-from treadle_sim.tools.trace import (
-    Asked,
-    Call,
-    Executor,
-    Make,
-    Record,
-    Replay,
-    Report,
-    StuckError,
-    Trace,
-    play,
-)
+from treadle_sim.tools.trace import Asked, Call, Executor, Make, Record, Replay, Report, StuckError, Trace, play
 from treadle_sim.workloads.workload import Step, TrajectoryWork
 
 GIB = 1 << 30

@@ -5,15 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from treadle_core.tools.action import (
-    CPU_CORES,
-    MEMORY_BYTES,
-    Action,
-    Amdahl,
-    Fixed,
-    Measured,
-    Range,
-)
+from treadle_core.tools.action import CPU_CORES, MEMORY_BYTES, Action, Amdahl, Fixed, Measured, Range
 from treadle_core.tools.action import UnitSet as Units
 from treadle_tools.builtin import FROZEN_LAKE, PYTHON
 from treadle_tools.registry import RegistrationError, Registry

@@ -10,26 +10,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
+from treadle_core import events as ev
 from treadle_core.actions import Action, AnnounceClosed, AskPlan, AskPrediction, IssueTicket, StartMigration
 from treadle_core.controller import Controller
-from treadle_core.events import (
-    ClosedAnnounced,
-    EngineRegistered,
-    Event,
-    LeaseRenewed,
-    MoveAccepted,
-    MoveEnded,
-    PlanArrived,
-    PredictionArrived,
-    StepFinished,
-    StepRequested,
-    SwitchRequested,
-    Tick,
-    ToolFinished,
-    ToolStarted,
-    TrajectoryClosed,
-    TrajectoryOpened,
-)
 from treadle_core.model import DecodeCurve, EngineLoad, EngineSpec, Estimate, Outcome, Policy, TicketRecord
 from treadle_core.refusals import Refusal
 from treadle_core.tuning import Tuning
@@ -64,7 +47,7 @@ class World:
         self, trajectories: int, engines: int, seed: int, policy: Policy, tuning: Tuning, doubt: float = DOUBT
     ) -> None:
         self.controller = Controller(policy, tuning)
-        self.events: list[tuple[Event, float]] = []
+        self.events: list[tuple[ev.Event, float]] = []
         self.now = 0.0
         self.open = 0
         self._doubt = doubt
@@ -79,11 +62,11 @@ class World:
         for number in range(engines):
             name = f"e{number:03}"
             spec = EngineSpec(name, f"{name}:7410", slot_limit=SLOTS, kv_tokens_capacity=KV_TOKENS, decode_curve=CURVE)
-            self._tell(EngineRegistered(f"r{number}", f"l{number}", spec))
+            self._tell(ev.EngineRegistered(f"r{number}", f"l{number}", spec))
             self._after(RENEWAL_S * (1 + number / engines), partial(self._renew, number))
         self._after(TICK_S, self._tick)
         for number in range(trajectories):
-            self._tell(TrajectoryOpened(f"o{number}", f"t{number}", f"p{number // GROUP}", sample=number % GROUP))
+            self._tell(ev.TrajectoryOpened(f"o{number}", f"t{number}", f"p{number // GROUP}", sample=number % GROUP))
             self.open += 1
             self._after(2 * PREDICTOR_S, partial(self._request, number, 0.0))
 
@@ -93,11 +76,11 @@ class World:
             self.now, _, happens = heapq.heappop(self._waiting)
             happens()
 
-    def handle(self, event: Event) -> Sequence[Action]:
+    def handle(self, event: ev.Event) -> Sequence[Action]:
         """The actions of the controller."""
         return self.controller.on_event(event, self.now)
 
-    def solve(self, ask: AskPlan) -> PlanArrived:
+    def solve(self, ask: AskPlan) -> ev.PlanArrived:
         """The answer of the placement service."""
         return self._placement.plan(ask)
 
@@ -105,7 +88,7 @@ class World:
         self._came += 1
         heapq.heappush(self._waiting, (self.now + seconds, self._came, happens))
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: ev.Event) -> None:
         self.events.append((event, self.now))
         for action in self.handle(event):
             match action:
@@ -118,19 +101,19 @@ class World:
                 case StartMigration():
                     self._move(action)
                 case AnnounceClosed(record):
-                    self._after(0.0, partial(self._tell, ClosedAnnounced(record.trajectory_id)))
+                    self._after(0.0, partial(self._tell, ev.ClosedAnnounced(record.trajectory_id)))
 
     def _tick(self) -> None:
-        self._tell(Tick())
+        self._tell(ev.Tick())
         self._after(TICK_S, self._tick)
 
     def _renew(self, number: int) -> None:
-        self._tell(LeaseRenewed(f"l{number}", f"e{number:03}", EngineLoad(running_steps=SLOTS, slot_limit=SLOTS)))
+        self._tell(ev.LeaseRenewed(f"l{number}", f"e{number:03}", EngineLoad(running_steps=SLOTS, slot_limit=SLOTS)))
         self._after(RENEWAL_S, partial(self._renew, number))
 
     def _request(self, number: int, tool_s: float) -> None:
         turn, context = int(self._turn[number]), int(self._context[number])
-        self._tell(StepRequested(f"s{number}.{turn}", f"t{number}", turn, context, 8_192, tool_s=tool_s))
+        self._tell(ev.StepRequested(f"s{number}.{turn}", f"t{number}", turn, context, 8_192, tool_s=tool_s))
 
     def _step(self, ticket: TicketRecord) -> None:
         number = int(ticket.trajectory_id[1:])
@@ -141,17 +124,17 @@ class World:
         self._turn[number] += 1
         self._context[number] += tokens + OBSERVATION_TOKENS
         name = ticket.trajectory_id
-        self._tell(StepFinished(name, ticket.ticket_id, ticket.turn, ticket.context_tokens, tokens))
+        self._tell(ev.StepFinished(name, ticket.ticket_id, ticket.turn, ticket.context_tokens, tokens))
         if self._turn[number] == self._steps[number]:
-            self._tell(TrajectoryClosed(f"c{number}", name, Outcome.FINISHED, 1.0))
+            self._tell(ev.TrajectoryClosed(f"c{number}", name, Outcome.FINISHED, 1.0))
             self.open -= 1
             return
         tool_s = float(self._rng.exponential(MEAN_TOOL_S))
-        self._tell(ToolStarted(name, MEAN_TOOL_S))
+        self._tell(ev.ToolStarted(name, MEAN_TOOL_S))
         self._after(tool_s, partial(self._finish_tool, number, tool_s))
 
     def _finish_tool(self, number: int, tool_s: float) -> None:
-        self._tell(ToolFinished(f"t{number}"))
+        self._tell(ev.ToolFinished(f"t{number}"))
         self._request(number, tool_s)
 
     def _predict(self, ask: AskPrediction) -> None:
@@ -161,18 +144,20 @@ class World:
         tokens = turns * float(self._step_tokens[number]) * error
         estimate = Estimate(tokens / self._doubt, tokens, tokens * self._doubt)
         asked = (ask.trajectory_id, ask.turn, ask.gen_tokens)
-        self._tell(PredictionArrived(*asked, estimate, Estimate(turns, turns, turns)))
+        self._tell(ev.PredictionArrived(*asked, estimate, Estimate(turns, turns, turns)))
 
     def _move(self, move: StartMigration) -> None:
         migration_id = f"m.{move.move_id}"
-        self._tell(MoveAccepted(move.trajectory_id, move.move_id, migration_id))
+        self._tell(ev.MoveAccepted(move.trajectory_id, move.move_id, migration_id))
         self._after(MOVE_S, partial(self._finish_move, move, migration_id))
 
     def _finish_move(self, move: StartMigration, migration_id: str) -> None:
         try:
-            self._tell(SwitchRequested(migration_id, move.trajectory_id, move.expected_revision, move.target.engine_id))
+            self._tell(
+                ev.SwitchRequested(migration_id, move.trajectory_id, move.expected_revision, move.target.engine_id)
+            )
         except Refusal:  # the tool came back first
             self.events.pop()
-            self._tell(MoveEnded(move.trajectory_id, migration_id, move.move_id))
+            self._tell(ev.MoveEnded(move.trajectory_id, migration_id, move.move_id))
             return
-        self._tell(MoveEnded(move.trajectory_id, migration_id, move.move_id, moved=True))
+        self._tell(ev.MoveEnded(move.trajectory_id, migration_id, move.move_id, moved=True))

@@ -91,10 +91,7 @@ def measure(options: BenchOptions, plan: Plan) -> dict[str, Any]:
         **costs,
         "near": near,
         "varied_batch": setting.varied_batch,
-        "table1": [
-            {"batch": setting.batch, **near["elastic"]},
-            {"batch": setting.large_batch, **split_times(large)},
-        ],
+        "table1": [{"batch": setting.batch, **near["elastic"]}, {"batch": setting.large_batch, **split_times(large)}],
         "sensitivity": sensitivity(options, plan, among),
     }
 

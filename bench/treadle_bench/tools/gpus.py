@@ -20,14 +20,7 @@ from treadle_sim.tools.reward_models import (
 from treadle_sim.tools.trace import Make, play
 
 from treadle_bench.summary import median_by_key, rounded
-from treadle_bench.tools.setting import (
-    DecisionSeconds,
-    Plan,
-    Setting,
-    decision_seconds,
-    mean_act_s,
-    mean_action,
-)
+from treadle_bench.tools.setting import DecisionSeconds, Plan, Setting, decision_seconds, mean_act_s, mean_action
 
 GROUP = 4  # §6.1: four GPUs a model
 JUDGE_GROUP, JUDGE_REPLICAS = 8, 5  # §6.1: of search alone

@@ -44,8 +44,7 @@ def harvest(
     sources: Sources,
     out_file: Annotated[Path, typer.Option("--out", help="File to write; gzip where the name ends in .gz.")],
     tokenizer: Annotated[
-        Path | None,
-        typer.Option(help="Folder with the tokenizer.json of a run's model, where that is elsewhere."),
+        Path | None, typer.Option(help="Folder with the tokenizer.json of a run's model, where that is elsewhere.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -20,18 +20,7 @@ from treadle.rewards import PendingReward, request_reward
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.step_stream import shift_spans
 from treadle.tools.v1 import tools_pb2
-from treadle.types import (
-    Chunk,
-    Outcome,
-    Sampling,
-    Span,
-    Step,
-    ToolResult,
-    ToolStatus,
-    VersionSpan,
-    seconds,
-    words_of,
-)
+from treadle.types import Chunk, Outcome, Sampling, Span, Step, ToolResult, ToolStatus, VersionSpan, seconds, words_of
 
 T = TypeVar("T")
 OnChange = Callable[["Trajectory", Literal["step", "tool"]], None]

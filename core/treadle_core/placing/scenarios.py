@@ -152,12 +152,7 @@ def draw(
 
 @inlined
 def draw_one(
-    lengths: Floats,
-    median: float,
-    log_sigma: float,
-    room_tokens: float,
-    row: npt.NDArray[np.uint8],
-    factors: Floats,
+    lengths: Floats, median: float, log_sigma: float, room_tokens: float, row: npt.NDArray[np.uint8], factors: Floats
 ) -> None:
     """Write the samples of one trajectory. row: its strata."""
     factor = factors[min(int(log_sigma / SIGMA_STEP + 0.5), len(factors) - 1)]

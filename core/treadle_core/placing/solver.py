@@ -55,13 +55,7 @@ def furthest(table: Table, engine: int, at: int, end: int, hint: int, limit_s: f
 
 @lean
 def fill(
-    table: Table,
-    bounds: Indexes,
-    first_engine: int,
-    end_engine: int,
-    first: int,
-    end: int,
-    limit_s: float,
+    table: Table, bounds: Indexes, first_engine: int, end_engine: int, first: int, end: int, limit_s: float
 ) -> tuple[bool, float, float]:
     """Give each engine in turn all that it finishes within `limit_s`; writes bounds[engine + 1], the end of its group.
 

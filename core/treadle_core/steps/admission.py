@@ -10,17 +10,8 @@ Heddle, which starts all and evicts).
 A later step waits while the trajectory's KV moves to another engine, as long as the move is worth it.
 """
 
+from treadle_core import events as ev
 from treadle_core.actions import Action, KeepWaiting, SaveTrajectory
-from treadle_core.events import (
-    EngineRegistered,
-    Event,
-    MoveEnded,
-    PlanArrived,
-    StepFinished,
-    StepRequested,
-    Tick,
-    TrajectoryClosed,
-)
 from treadle_core.model import EngineSpec, PlacementRule, TrajectoryRecord, copy_with
 from treadle_core.refusals import ContextTooLong, NoEngine
 from treadle_core.steps import tickets
@@ -42,7 +33,7 @@ def must_wait(state: State, record: TrajectoryRecord) -> bool:
     return 2 * state.table.tally(record.engine_id).started >= spec.slot_limit or not _fits(state, record, spec)
 
 
-def let_wait(state: State, event: StepRequested) -> list[Action]:
+def let_wait(state: State, event: ev.StepRequested) -> list[Action]:
     """Keep a request until its step may start. Raises ContextTooLong, since waiting would not help."""
     trajectory_id = event.trajectory_id
     state.siting.require_fitting(state.table.require(trajectory_id), event.context_tokens)
@@ -52,15 +43,15 @@ def let_wait(state: State, event: StepRequested) -> list[Action]:
     return [KeepWaiting(trajectory_id)]
 
 
-def answer_waiting(state: State, event: Event, now: float) -> list[Action]:
+def answer_waiting(state: State, event: ev.Event, now: float) -> list[Action]:
     """Issue tickets for the waiting steps that may start after this event."""
     match event:
-        case StepFinished() | TrajectoryClosed():
+        case ev.StepFinished() | ev.TrajectoryClosed():
             record = state.table.get(event.trajectory_id)
             return _start_first_steps(state, record.engine_id, now) if record is not None else []
-        case MoveEnded():
+        case ev.MoveEnded():
             return _start_after_move(state, event.trajectory_id, now)
-        case PlanArrived() | EngineRegistered() | Tick():
+        case ev.PlanArrived() | ev.EngineRegistered() | ev.Tick():
             actions: list[Action] = []
             for trajectory_id in state.waiting.by_arrival(state.table.take_changed()):
                 _enqueue(state, trajectory_id)

@@ -2,17 +2,7 @@
 
 from dataclasses import fields
 
-from treadle_core.actions import (
-    AbortStep,
-    Action,
-    AnnounceClosed,
-    AnnounceOpened,
-    AskPrediction,
-    CancelMigration,
-    ForgetTrajectory,
-    ReleasePrefix,
-    SaveTrajectory,
-)
+from treadle_core import actions as act
 from treadle_core.events import ClosedAnnounced, TrajectoryClosed, TrajectoryOpened
 from treadle_core.model import Outcome, TrajectoryRecord, TrajectoryState, copy_with
 from treadle_core.refusals import EngineNotFound, RequestIdReused, TrajectoryExists, TrajectoryIsClosed
@@ -32,7 +22,7 @@ ABANDONED = "abandoned"  # close_request_id of a trajectory that the scheduler c
 OPENING_FIELDS = [field.name for field in fields(TrajectoryOpened) if field.name != "request_id"]
 
 
-def open_trajectory(state: State, event: TrajectoryOpened, now: float) -> list[Action]:
+def open_trajectory(state: State, event: TrajectoryOpened, now: float) -> list[act.Action]:
     """Admit a trajectory, and place it where there is an engine. Raises TrajectoryExists, RequestIdReused,
     EngineNotFound."""
     values = {name: getattr(event, name) for name in OPENING_FIELDS}
@@ -53,12 +43,7 @@ def open_trajectory(state: State, event: TrajectoryOpened, now: float) -> list[A
             f"pinned_engine_id: no engine {event.pinned_engine_id} holds a lease", engine_id=event.pinned_engine_id
         )
     record = TrajectoryRecord(
-        **values,
-        policy=state.policy,
-        opened_s=now,
-        open_request_id=event.request_id,
-        requested_s=now,
-        touched_s=now,
+        **values, policy=state.policy, opened_s=now, open_request_id=event.request_id, requested_s=now, touched_s=now
     )
     engine = state.siting.choose(record)
     if engine is not None:
@@ -67,12 +52,12 @@ def open_trajectory(state: State, event: TrajectoryOpened, now: float) -> list[A
     state.table.put(record)
     state.planner.note_opening(record)
     state.sweeps.set(record.trajectory_id, now + state.tuning.abandon_after_s)
-    return [SaveTrajectory(record), AnnounceOpened(record), ask_prediction(record)]
+    return [act.SaveTrajectory(record), act.AnnounceOpened(record), ask_prediction(record)]
 
 
-def ask_prediction(record: TrajectoryRecord) -> AskPrediction:
+def ask_prediction(record: TrajectoryRecord) -> act.AskPrediction:
     """Ask how much is left of a trajectory."""
-    return AskPrediction(
+    return act.AskPrediction(
         trajectory_id=record.trajectory_id,
         prompt_id=record.prompt_id,
         sample=record.sample,
@@ -84,7 +69,7 @@ def ask_prediction(record: TrajectoryRecord) -> AskPrediction:
     )
 
 
-def close_trajectory(state: State, event: TrajectoryClosed, now: float) -> list[Action]:
+def close_trajectory(state: State, event: TrajectoryClosed, now: float) -> list[act.Action]:
     """End a trajectory. Raises TrajectoryNotFound, TrajectoryIsClosed, RequestIdReused."""
     record = state.table.require(event.trajectory_id)
     if not record.is_open:
@@ -100,7 +85,7 @@ def close_trajectory(state: State, event: TrajectoryClosed, now: float) -> list[
     return _close(state, record, event.request_id, event.outcome, event.reward, now)
 
 
-def confirm_announcement(state: State, event: ClosedAnnounced, _now: float) -> list[Action]:
+def confirm_announcement(state: State, event: ClosedAnnounced, _now: float) -> list[act.Action]:
     """Note that a closing has been published."""
     state.announcements.pop(event.trajectory_id, None)
     record = state.table.get(event.trajectory_id)
@@ -108,19 +93,19 @@ def confirm_announcement(state: State, event: ClosedAnnounced, _now: float) -> l
         return []
     record = copy_with(record, announced=True)
     state.table.put(record)
-    return [SaveTrajectory(record)]
+    return [act.SaveTrajectory(record)]
 
 
-def announce_if_counted(state: State, record: TrajectoryRecord, now: float) -> list[Action]:
+def announce_if_counted(state: State, record: TrajectoryRecord, now: float) -> list[act.Action]:
     """Publish a closing whose tokens are all counted."""
     if record.is_open or record.announced or record.uncounted:
         return []
     return _announce(state, record, now)
 
 
-def announce_due(state: State, now: float) -> list[Action]:
+def announce_due(state: State, now: float) -> list[act.Action]:
     """Publish closings that have waited long enough for their last tokens, or for a confirmation."""
-    actions: list[Action] = []
+    actions: list[act.Action] = []
     for trajectory_id in [trajectory_id for trajectory_id, due_s in state.announcements.items() if due_s <= now]:
         record = state.table.get(trajectory_id)
         if record is None:
@@ -130,9 +115,9 @@ def announce_due(state: State, now: float) -> list[Action]:
     return actions
 
 
-def sweep(state: State, now: float) -> list[Action]:
+def sweep(state: State, now: float) -> list[act.Action]:
     """Close trajectories that no client uses any more, and forget those that closed long ago."""
-    actions: list[Action] = []
+    actions: list[act.Action] = []
     for trajectory_id in state.sweeps.take_due(now):
         record = state.table.get(trajectory_id)
         if record is None:
@@ -146,7 +131,7 @@ def sweep(state: State, now: float) -> list[Action]:
             state.sweeps.set(trajectory_id, now + state.tuning.announce_again_s)
         else:
             state.table.forget(trajectory_id)
-            actions.append(ForgetTrajectory(trajectory_id))
+            actions.append(act.ForgetTrajectory(trajectory_id))
     return actions
 
 
@@ -159,16 +144,16 @@ def sweep_s(state: State, record: TrajectoryRecord) -> float:
 
 def _close(
     state: State, record: TrajectoryRecord, request_id: str, outcome: Outcome, reward: float | None, now: float
-) -> list[Action]:
-    actions: list[Action] = []
+) -> list[act.Action]:
+    actions: list[act.Action] = []
     engine = state.engines.spec(record.engine_id)
     ticket, move = record.live_ticket, record.move
     if ticket is not None and engine is not None and outcome in (Outcome.CANCELLED, Outcome.FAILED):
-        actions.append(AbortStep(engine.address, ticket.ticket_id))
+        actions.append(act.AbortStep(engine.address, ticket.ticket_id))
     if move is not None and move.migration_id:
-        actions.append(CancelMigration(record.trajectory_id, move.migration_id))
+        actions.append(act.CancelMigration(record.trajectory_id, move.migration_id))
     if engine is not None and record.ticket is not None:
-        actions.append(ReleasePrefix(engine.address, record.trajectory_id))
+        actions.append(act.ReleasePrefix(engine.address, record.trajectory_id))
     record = copy_with(
         tickets.end_ticket(record),
         state=CLOSED_STATES[outcome],
@@ -183,10 +168,10 @@ def _close(
     state.planner.note_closing(record)
     state.sweeps.set(record.trajectory_id, now + state.tuning.keep_closed_s)
     state.announcements[record.trajectory_id] = now + state.tuning.close_settle_s
-    return [SaveTrajectory(record), *actions, *announce_if_counted(state, record, now)]
+    return [act.SaveTrajectory(record), *actions, *announce_if_counted(state, record, now)]
 
 
-def _announce(state: State, record: TrajectoryRecord, now: float) -> list[Action]:
+def _announce(state: State, record: TrajectoryRecord, now: float) -> list[act.Action]:
     assert record.outcome is not None, "a closed trajectory has an outcome"
     state.announcements[record.trajectory_id] = now + state.tuning.announce_again_s
-    return [AnnounceClosed(record, record.outcome)]
+    return [act.AnnounceClosed(record, record.outcome)]

@@ -9,13 +9,7 @@ from dataclasses import replace
 
 from treadle_core.actions import Action, CancelMigration, SaveTrajectory, StartMigration
 from treadle_core.events import MoveAccepted, MoveEnded, PlanArrived, SwitchRequested
-from treadle_core.model import (
-    MoveRecord,
-    PlacementRule,
-    TicketStatus,
-    TrajectoryRecord,
-    copy_with,
-)
+from treadle_core.model import MoveRecord, PlacementRule, TicketStatus, TrajectoryRecord, copy_with
 from treadle_core.planning.plans import must_gain
 from treadle_core.ranking.priorities import remaining_tokens
 from treadle_core.refusals import (

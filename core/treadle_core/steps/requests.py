@@ -1,21 +1,14 @@
 """Handlers of steps: requests for tickets, and what engines, tools and the predictor report."""
 
+from treadle_core import events as ev
 from treadle_core.actions import Action, AnnouncePredicted, IssueTicket, Reprioritize, SaveTrajectory
-from treadle_core.events import (
-    PredictionArrived,
-    StepFinished,
-    StepPreempted,
-    StepRequested,
-    ToolFinished,
-    ToolStarted,
-)
 from treadle_core.model import Prediction, copy_with
 from treadle_core.steps import admission, lifecycle, moves, tickets
 from treadle_core.steps.state import State
 from treadle_core.steps.tickets import StepKind
 
 
-def request_step(state: State, event: StepRequested, now: float) -> list[Action]:
+def request_step(state: State, event: ev.StepRequested, now: float) -> list[Action]:
     """Answer with a ticket, or let the step wait for one. Raises what `check_request` raises, TrajectoryNotFound,
     ContextTooLong, NoEngine."""
     record = state.table.require(event.trajectory_id)
@@ -28,12 +21,12 @@ def request_step(state: State, event: StepRequested, now: float) -> list[Action]
     return tickets.issue_ticket(state, record, event, kind, now)
 
 
-def preempt_step(_state: State, _event: StepPreempted, _now: float) -> list[Action]:
+def preempt_step(_state: State, _event: ev.StepPreempted, _now: float) -> list[Action]:
     """Nothing changes: the step keeps its ticket and its priority."""
     return []
 
 
-def finish_step(state: State, event: StepFinished, now: float) -> list[Action]:
+def finish_step(state: State, event: ev.StepFinished, now: float) -> list[Action]:
     """Count the tokens of a step, ask how much is left, and see whether the trajectory should move meanwhile."""
     record = state.table.get(event.trajectory_id)
     record = tickets.count_step(record, event, now) if record is not None else None
@@ -46,7 +39,7 @@ def finish_step(state: State, event: StepFinished, now: float) -> list[Action]:
     return [SaveTrajectory(record), lifecycle.ask_prediction(record), *moves.start_move(state, record, now)]
 
 
-def start_tool(state: State, event: ToolStarted, _now: float) -> list[Action]:
+def start_tool(state: State, event: ev.ToolStarted, _now: float) -> list[Action]:
     """Note how long the tool call is expected to take: a move should be over by then."""
     record = state.table.get(event.trajectory_id)
     if record is not None and record.is_open:
@@ -54,7 +47,7 @@ def start_tool(state: State, event: ToolStarted, _now: float) -> list[Action]:
     return []
 
 
-def finish_tool(state: State, event: ToolFinished, _now: float) -> list[Action]:
+def finish_tool(state: State, event: ev.ToolFinished, _now: float) -> list[Action]:
     """Start no move from now on, as the next step is about to be requested."""
     record = state.table.get(event.trajectory_id)
     if record is not None and record.is_open:
@@ -62,7 +55,7 @@ def finish_tool(state: State, event: ToolFinished, _now: float) -> list[Action]:
     return []
 
 
-def take_prediction(state: State, event: PredictionArrived, now: float) -> list[Action]:
+def take_prediction(state: State, event: ev.PredictionArrived, now: float) -> list[Action]:
     """Store a prediction unless a newer one is here; send an engine the new priority of a step, or start a move."""
     record = state.table.get(event.trajectory_id)
     if record is None or not record.is_open:
@@ -71,12 +64,7 @@ def take_prediction(state: State, event: PredictionArrived, now: float) -> list[
     if known is not None and (event.turn, event.gen_tokens) < (known.turn, known.gen_tokens):
         return []
     prediction = Prediction(
-        event.turn,
-        event.gen_tokens,
-        event.remaining_tokens,
-        event.remaining_turns,
-        event.model_version,
-        event.learned,
+        event.turn, event.gen_tokens, event.remaining_tokens, event.remaining_turns, event.model_version, event.learned
     )
     record = copy_with(record, prediction=prediction)
     record = copy_with(record, priority=state.priority(record))

@@ -44,10 +44,7 @@ class GpuManager(Manager):
     dimensions: ClassVar[tuple[str, ...]] = (GPUS,)
 
     def __init__(
-        self,
-        node_ids: Sequence[str] | Mapping[str, Collection[int]],
-        gpu_bytes: int,
-        services: Sequence[Service] = (),
+        self, node_ids: Sequence[str] | Mapping[str, Collection[int]], gpu_bytes: int, services: Sequence[Service] = ()
     ) -> None:
         """gpu_bytes: memory of each GPU. node_ids: nodes of 8 GPUs; of a node with fewer the numbers of its GPUs.
 

@@ -82,14 +82,7 @@ class Group:
             held = self.curves.units[starting, chosen] * self.curves.seconds[starting, chosen]
             expected_s = self._expected * float(held.sum())
         return expected_s + sum_until_done(
-            *self.curves,
-            self.candidates,
-            chosen,
-            self.ends_s,
-            self.units,
-            self.share.free,
-            DEPTH,
-            limit_s - expected_s,
+            *self.curves, self.candidates, chosen, self.ends_s, self.units, self.share.free, DEPTH, limit_s - expected_s
         )
 
     @cached_property

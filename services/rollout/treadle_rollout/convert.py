@@ -7,15 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from treadle.common.v1.tokens_pb2 import VersionSpan
 from treadle.rollout.v1 import rollout_pb2 as pb
-from treadle_core.rollouts.buffer import (
-    Batch,
-    DropReason,
-    RolloutSpec,
-    RolloutState,
-    Sample,
-    SampleBuffer,
-    Verdict,
-)
+from treadle_core.rollouts.buffer import Batch, DropReason, RolloutSpec, RolloutState, Sample, SampleBuffer, Verdict
 from treadle_runtime.errors import finite, identifier, non_negative, positive, require
 from treadle_runtime.times import require_duration, timestamp
 

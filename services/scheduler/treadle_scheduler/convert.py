@@ -12,16 +12,7 @@ from treadle.common.v1.estimate_pb2 import Quantiles
 from treadle.common.v1.ticket_pb2 import Ticket
 from treadle.engine.v1 import engine_pb2
 from treadle.scheduler.v1 import scheduler_pb2 as pb
-from treadle_core.events import (
-    EngineDeregistered,
-    EngineRegistered,
-    LeaseRenewed,
-    PolicySet,
-    StepRequested,
-    SwitchRequested,
-    TrajectoryClosed,
-    TrajectoryOpened,
-)
+from treadle_core import events as ev
 from treadle_core.model import (
     DEFAULT_PREFILL_TOKENS_PER_S,
     DecodeCurve,
@@ -60,11 +51,11 @@ _PROGRESS = ("engine_id", "revision", "next_turn", "context_tokens", "gen_tokens
 _LOAD = (*_MEASURES, "paused", "weight_version", "engine_healthy")
 
 
-def trajectory_opened(request: pb.OpenTrajectoryRequest) -> TrajectoryOpened:
+def trajectory_opened(request: pb.OpenTrajectoryRequest) -> ev.TrajectoryOpened:
     """A trajectory that its client left unnamed gets the same id for each repeat of the request."""
     request_id = identifier("request_id", request.request_id)
     minted = f"t-{hashlib.sha256(request_id.encode()).hexdigest()[:20]}"
-    return TrajectoryOpened(
+    return ev.TrajectoryOpened(
         request_id=request_id,
         trajectory_id=_trajectory_id(request.trajectory_id or minted),
         prompt_id=_at_most("prompt_id", non_empty("prompt_id", request.prompt_id), LONGEST_PROMPT_ID_CHARS),
@@ -78,8 +69,8 @@ def trajectory_opened(request: pb.OpenTrajectoryRequest) -> TrajectoryOpened:
     )
 
 
-def step_requested(request: pb.ScheduleStepRequest) -> StepRequested:
-    return StepRequested(
+def step_requested(request: pb.ScheduleStepRequest) -> ev.StepRequested:
+    return ev.StepRequested(
         request_id=identifier("request_id", request.request_id),
         trajectory_id=_trajectory_id(request.trajectory_id),
         turn=non_negative("turn", request.turn),
@@ -91,8 +82,8 @@ def step_requested(request: pb.ScheduleStepRequest) -> StepRequested:
     )
 
 
-def trajectory_closed(request: pb.CloseTrajectoryRequest) -> TrajectoryClosed:
-    return TrajectoryClosed(
+def trajectory_closed(request: pb.CloseTrajectoryRequest) -> ev.TrajectoryClosed:
+    return ev.TrajectoryClosed(
         request_id=identifier("request_id", request.request_id),
         trajectory_id=_trajectory_id(request.trajectory_id),
         outcome=_enum_of(Outcome, "outcome", pb.Outcome, request.outcome),
@@ -100,8 +91,8 @@ def trajectory_closed(request: pb.CloseTrajectoryRequest) -> TrajectoryClosed:
     )
 
 
-def switch_requested(request: pb.SwitchEngineRequest) -> SwitchRequested:
-    return SwitchRequested(
+def switch_requested(request: pb.SwitchEngineRequest) -> ev.SwitchRequested:
+    return ev.SwitchRequested(
         request_id=identifier("request_id", request.request_id),
         trajectory_id=_trajectory_id(request.trajectory_id),
         expected_revision=non_negative("expected_revision", request.expected_revision),
@@ -109,11 +100,11 @@ def switch_requested(request: pb.SwitchEngineRequest) -> SwitchRequested:
     )
 
 
-def policy_set(request: pb.SetPolicyRequest) -> PolicySet:
+def policy_set(request: pb.SetPolicyRequest) -> ev.PolicySet:
     """Two fields may stay unspecified: the objective is makespan then, and replanning resolves."""
     require(request.HasField("policy"), "policy", "must be set")
     message = request.policy
-    return PolicySet(
+    return ev.PolicySet(
         Policy(
             ordering=_enum_of(Ordering, "policy.ordering", pb.Ordering, message.ordering),
             objective=_enum_of(Objective, "policy.objective", pb.Objective, message.objective or pb.OBJECTIVE_MAKESPAN),
@@ -128,7 +119,7 @@ def policy_set(request: pb.SetPolicyRequest) -> PolicySet:
     )
 
 
-def engine_registered(request: pb.RegisterEngineRequest, lease_id: str) -> EngineRegistered:
+def engine_registered(request: pb.RegisterEngineRequest, lease_id: str) -> ev.EngineRegistered:
     """A decode curve without speeds takes the default ones."""
     request_id = identifier("request_id", request.request_id)
     require(request.HasField("info"), "info", "must be set")
@@ -153,21 +144,21 @@ def engine_registered(request: pb.RegisterEngineRequest, lease_id: str) -> Engin
         decode_curve=DecodeCurve(**{**(speeds if has_speeds else {}), "prefill_tokens_per_s": prefill}),
         **{**sizes, "tensor_parallel": max(1, info.tensor_parallel)},
     )
-    return EngineRegistered(request_id, lease_id, spec)
+    return ev.EngineRegistered(request_id, lease_id, spec)
 
 
-def lease_renewed(request: pb.RenewEngineLeaseRequest) -> LeaseRenewed:
+def lease_renewed(request: pb.RenewEngineLeaseRequest) -> ev.LeaseRenewed:
     lease_id, engine_id = identifier("lease_id", request.lease_id), identifier("engine_id", request.engine_id)
     if not request.HasField("load"):
-        return LeaseRenewed(lease_id, engine_id)
+        return ev.LeaseRenewed(lease_id, engine_id)
     for name in _MEASURES:
         non_negative(f"load.{name}", getattr(request.load, name))
     measured_s = require_timestamp("load.measured_at", request.load.measured_at)
-    return LeaseRenewed(lease_id, engine_id, EngineLoad(**fields_of(request.load, _LOAD), measured_s=measured_s))
+    return ev.LeaseRenewed(lease_id, engine_id, EngineLoad(**fields_of(request.load, _LOAD), measured_s=measured_s))
 
 
-def engine_deregistered(request: pb.DeregisterEngineRequest) -> EngineDeregistered:
-    return EngineDeregistered(identifier("lease_id", request.lease_id), identifier("engine_id", request.engine_id))
+def engine_deregistered(request: pb.DeregisterEngineRequest) -> ev.EngineDeregistered:
+    return ev.EngineDeregistered(identifier("lease_id", request.lease_id), identifier("engine_id", request.engine_id))
 
 
 def ticket_message(ticket: TicketRecord) -> Ticket:

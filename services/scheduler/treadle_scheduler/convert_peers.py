@@ -10,30 +10,8 @@ from treadle.placement.v1 import placement_pb2
 from treadle.predictor.v1 import predictor_pb2
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.telemetry.v1 import facts_pb2
-from treadle_core.actions import (
-    AbortStep,
-    AnnounceClosed,
-    AnnounceEngineJoined,
-    AnnounceEngineLost,
-    AnnounceOpened,
-    AnnouncePredicted,
-    AskPlan,
-    AskPrediction,
-    ReleasePrefix,
-    StartMigration,
-)
-from treadle_core.events import (
-    Event,
-    MoveAccepted,
-    MoveEnded,
-    PlanArrived,
-    PredictionArrived,
-    StepFinished,
-    StepPreempted,
-    ToolFinished,
-    ToolStarted,
-    WeightsUpdated,
-)
+from treadle_core import actions as act
+from treadle_core import events as ev
 from treadle_core.model import EngineSpec, Estimate
 from treadle_runtime.facts import make_fact
 from treadle_runtime.times import duration, seconds
@@ -59,22 +37,24 @@ QUERY = (
 )
 ENGINE = ("engine_id", "slot_limit", "kv_tokens_capacity", "tensor_parallel")
 
-Announcement = AnnounceOpened | AnnounceClosed | AnnouncePredicted | AnnounceEngineJoined | AnnounceEngineLost
+Announcement = (
+    act.AnnounceOpened | act.AnnounceClosed | act.AnnouncePredicted | act.AnnounceEngineJoined | act.AnnounceEngineLost
+)
 
 
-def predictions_request(asks: Iterable[AskPrediction]) -> predictor_pb2.BatchPredictRemainingRequest:
+def predictions_request(asks: Iterable[act.AskPrediction]) -> predictor_pb2.BatchPredictRemainingRequest:
     return predictor_pb2.BatchPredictRemainingRequest(
         queries=[predictor_pb2.Query(**fields_of(ask, QUERY)) for ask in asks]
     )
 
 
 def predictions_arrived(
-    asks: Sequence[AskPrediction], response: predictor_pb2.BatchPredictRemainingResponse
-) -> list[PredictionArrived]:
+    asks: Sequence[act.AskPrediction], response: predictor_pb2.BatchPredictRemainingResponse
+) -> list[ev.PredictionArrived]:
     """The answers, in the order of the questions. Raises ValueError where their number differs from the questions', or
     one is no quantiles."""
     return [
-        PredictionArrived(
+        ev.PredictionArrived(
             trajectory_id=ask.trajectory_id,
             turn=ask.turn,
             gen_tokens=ask.gen_tokens,
@@ -87,7 +67,7 @@ def predictions_arrived(
     ]
 
 
-def plan_request(ask: AskPlan) -> placement_pb2.PlanPlacementRequest:
+def plan_request(ask: act.AskPlan) -> placement_pb2.PlanPlacementRequest:
     engine_ids = [*(engine.engine_id for engine in ask.engines), ""]  # the index -1 is the last: on no engine
     work = ask.work
     columns = zip(
@@ -119,7 +99,7 @@ def plan_request(ask: AskPlan) -> placement_pb2.PlanPlacementRequest:
     )
 
 
-def plan_arrived(ask: AskPlan, response: placement_pb2.PlanPlacementResponse) -> PlanArrived:
+def plan_arrived(ask: act.AskPlan, response: placement_pb2.PlanPlacementResponse) -> ev.PlanArrived:
     """Trajectories and engines that were not in the question are passed over."""
     place = {trajectory_id: at for at, trajectory_id in enumerate(ask.work.trajectory_ids)}
     index_of = {engine.engine_id: index for index, engine in enumerate(ask.engines)}
@@ -127,10 +107,10 @@ def plan_arrived(ask: AskPlan, response: placement_pb2.PlanPlacementResponse) ->
     for group in response.groups:
         at = [place[trajectory_id] for trajectory_id in group.trajectory_ids if trajectory_id in place]
         engine_of[at] = index_of.get(group.engine_id, -1)
-    return PlanArrived(ask.plan_id, engine_of)
+    return ev.PlanArrived(ask.plan_id, engine_of)
 
 
-def migration_request(action: StartMigration) -> migrator_pb2.StartMigrationRequest:
+def migration_request(action: act.StartMigration) -> migrator_pb2.StartMigrationRequest:
     return migrator_pb2.StartMigrationRequest(
         request_id=action.move_id,
         trajectory_id=action.trajectory_id,
@@ -144,8 +124,8 @@ def migration_request(action: StartMigration) -> migrator_pb2.StartMigrationRequ
     )
 
 
-def move_accepted(action: StartMigration, response: migrator_pb2.StartMigrationResponse) -> MoveAccepted:
-    return MoveAccepted(action.trajectory_id, action.move_id, response.migration.migration_id)
+def move_accepted(action: act.StartMigration, response: migrator_pb2.StartMigrationResponse) -> ev.MoveAccepted:
+    return ev.MoveAccepted(action.trajectory_id, action.move_id, response.migration.migration_id)
 
 
 def cancel_request(migration_id: str) -> migrator_pb2.CancelMigrationRequest:
@@ -160,24 +140,24 @@ def reprioritize_request(changes: Iterable[tuple[str, float]], request_id: str) 
     )
 
 
-def abort_request(action: AbortStep) -> engine_pb2.AbortRequest:
+def abort_request(action: act.AbortStep) -> engine_pb2.AbortRequest:
     """The same request at each try."""
     return engine_pb2.AbortRequest(request_id=f"abort.{action.ticket_id}", ticket_id=action.ticket_id)
 
 
-def release_request(action: ReleasePrefix, request_id: str) -> engine_pb2.ReleasePrefixRequest:
+def release_request(action: act.ReleasePrefix, request_id: str) -> engine_pb2.ReleasePrefixRequest:
     return engine_pb2.ReleasePrefixRequest(request_id=request_id, trajectory_id=action.trajectory_id)
 
 
-def event_of(fact: facts_pb2.Fact) -> Event | None:
+def event_of(fact: facts_pb2.Fact) -> ev.Event | None:
     """The event that a fact becomes; None for a kind that is not subscribed to."""
     match fact.WhichOneof("fact"):
         case "step_preempted":
             step = fact.step_preempted.step
-            return StepPreempted(step.trajectory_id, step.ticket_id, fact.step_preempted.output_tokens)
+            return ev.StepPreempted(step.trajectory_id, step.ticket_id, fact.step_preempted.output_tokens)
         case "step_finished":
             finished = fact.step_finished
-            return StepFinished(
+            return ev.StepFinished(
                 trajectory_id=finished.step.trajectory_id,
                 ticket_id=finished.step.ticket_id,
                 turn=finished.step.turn,
@@ -186,19 +166,19 @@ def event_of(fact: facts_pb2.Fact) -> Event | None:
                 aborted=finished.reason == engine_pb2.FINISH_REASON_ABORTED,
             )
         case "tool_started":
-            return ToolStarted(fact.tool_started.trajectory_id, max(0.0, seconds(fact.tool_started.expected_time)))
+            return ev.ToolStarted(fact.tool_started.trajectory_id, max(0.0, seconds(fact.tool_started.expected_time)))
         case "tool_finished":
-            return ToolFinished(fact.tool_finished.trajectory_id)
+            return ev.ToolFinished(fact.tool_finished.trajectory_id)
         case "migration_ended":
             ended = fact.migration_ended
-            return MoveEnded(
+            return ev.MoveEnded(
                 trajectory_id=ended.trajectory_id,
                 migration_id=ended.migration_id,
                 moved=ended.moved,
                 reason=ended.failure_reason,
             )
         case "weights_updated":
-            return WeightsUpdated(fact.weights_updated.engine_id, fact.weights_updated.weight_version)
+            return ev.WeightsUpdated(fact.weights_updated.engine_id, fact.weights_updated.weight_version)
         case _:
             return None
 
@@ -206,9 +186,9 @@ def event_of(fact: facts_pb2.Fact) -> Event | None:
 def fact_of(action: Announcement) -> facts_pb2.Fact:
     """The fact to publish for an announcement."""
     match action:
-        case AnnounceOpened(record):
+        case act.AnnounceOpened(record):
             return make_fact(SOURCE, trajectory_opened=facts_pb2.TrajectoryOpened(**fields_of(record, IDENTITY)))
-        case AnnounceClosed(record, outcome):
+        case act.AnnounceClosed(record, outcome):
             closed = facts_pb2.TrajectoryClosed(
                 **fields_of(record, IDENTITY),
                 outcome=number_of(outcome, scheduler_pb2.Outcome),
@@ -219,7 +199,7 @@ def fact_of(action: Announcement) -> facts_pb2.Fact:
             # The same at each try, so that consumers drop a repeat.
             fact.fact_id = f"closed.{record.trajectory_id}.{record.open_request_id}"
             return fact
-        case AnnouncePredicted(record):
+        case act.AnnouncePredicted(record):
             predicted = facts_pb2.TrajectoryPredicted(trajectory_id=record.trajectory_id)
             if record.prediction is not None:
                 predicted.turn = record.prediction.turn
@@ -227,9 +207,9 @@ def fact_of(action: Announcement) -> facts_pb2.Fact:
                 predicted.model_version = record.prediction.model_version
                 predicted.learned = record.prediction.learned
             return make_fact(SOURCE, trajectory_predicted=predicted)
-        case AnnounceEngineJoined(spec):
+        case act.AnnounceEngineJoined(spec):
             return make_fact(SOURCE, engine_joined=facts_pb2.EngineJoined(info=engine_info(spec)))
-        case AnnounceEngineLost(engine_id, reason):
+        case act.AnnounceEngineLost(engine_id, reason):
             return make_fact(SOURCE, engine_lost=facts_pb2.EngineLost(engine_id=engine_id, reason=reason))
 
 

@@ -20,16 +20,7 @@ import nats.errors
 import structlog
 from nats.js.kv import KeyValue
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from treadle_core.actions import (
-    Action,
-    ForgetTrajectory,
-    IssueTicket,
-    KeepWaiting,
-    RemoveEngine,
-    SaveEngine,
-    SavePolicy,
-    SaveTrajectory,
-)
+from treadle_core import actions as act
 from treadle_core.controller import Controller
 from treadle_core.events import Event, StepRequested, Tick
 from treadle_core.model import EngineRecord, Policy, TicketRecord, TrajectoryRecord
@@ -216,7 +207,7 @@ class Driver:
         store: Store,
         epoch_s: float,
         clock: Callable[[], float],
-        send: Callable[[Action], None],
+        send: Callable[[act.Action], None],
     ) -> None:
         self.controller = controller
         self._store = store
@@ -256,7 +247,7 @@ class Driver:
         """Handle an event at once. Returns the keys of changed state, which the next tick stores."""
         return self._carry_out(self.controller.on_event(event, self._clock()))
 
-    def start(self, actions: list[Action]) -> None:
+    def start(self, actions: list[act.Action]) -> None:
         """Carry out what the controller returned when it was restored."""
         self._carry_out(actions)
 
@@ -289,30 +280,30 @@ class Driver:
         except nats.errors.Error as error:
             log.warning("state is not stored yet; trying again", error=repr(error))
 
-    def _carry_out(self, actions: list[Action]) -> set[str]:
+    def _carry_out(self, actions: list[act.Action]) -> set[str]:
         """Note state to be stored and send the rest. Returns the keys whose state a request must wait for."""
         keys: set[str] = set()
         for action in actions:
             match action:
-                case SaveTrajectory(record):
+                case act.SaveTrajectory(record):
                     keys.add(key := trajectory_key(record.trajectory_id))
                     self._store.put(key, record)
-                case ForgetTrajectory(trajectory_id):
+                case act.ForgetTrajectory(trajectory_id):
                     self._store.remove(trajectory_key(trajectory_id))
-                case SaveEngine(record):
+                case act.SaveEngine(record):
                     keys.add(key := engine_key(record.spec.engine_id))
                     self._store.put(key, record)
-                case RemoveEngine(engine_id):
+                case act.RemoveEngine(engine_id):
                     keys.add(key := engine_key(engine_id))
                     self._store.remove(key)
-                case SavePolicy(policy):
+                case act.SavePolicy(policy):
                     keys.add(POLICY_KEY)
                     self._store.put(POLICY_KEY, MeshRecord(policy, self._epoch_s))
-                case IssueTicket(ticket):
+                case act.IssueTicket(ticket):
                     waiting = self._waiting.get(ticket.trajectory_id)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(ticket)  # a later repeat of the request gets the ticket from the record
-                case KeepWaiting():
+                case act.KeepWaiting():
                     pass
                 case _:
                     self._send(action)

@@ -17,17 +17,7 @@ from treadle.engine.v1.engine_pb2_grpc import EngineServiceStub
 from treadle.migrator.v1.migrator_pb2_grpc import MigratorServiceStub
 from treadle.placement.v1.placement_pb2_grpc import PlacementServiceStub
 from treadle.predictor.v1.predictor_pb2_grpc import PredictorServiceStub
-from treadle_core.actions import (
-    AbortStep,
-    Action,
-    AnnounceClosed,
-    AskPlan,
-    AskPrediction,
-    CancelMigration,
-    ReleasePrefix,
-    Reprioritize,
-    StartMigration,
-)
+from treadle_core import actions as act
 from treadle_core.events import ClosedAnnounced, Event, MoveEnded, PlanArrived
 from treadle_runtime.bus import Bus
 
@@ -35,7 +25,7 @@ from treadle_scheduler import convert_peers as convert
 from treadle_scheduler.config import SchedulerSettings
 
 T = TypeVar("T")
-Command = StartMigration | CancelMigration | AbortStep | ReleasePrefix
+Command = act.StartMigration | act.CancelMigration | act.AbortStep | act.ReleasePrefix
 
 log = structlog.get_logger()
 
@@ -86,30 +76,30 @@ class Outbound:
         self._settings = settings
         self._bus = bus
         self._connect = connect
-        self._predictions: Waiting[AskPrediction] = Waiting()
-        self._plans: Waiting[AskPlan] = Waiting()
-        self._priorities: Waiting[Reprioritize] = Waiting()
+        self._predictions: Waiting[act.AskPrediction] = Waiting()
+        self._plans: Waiting[act.AskPlan] = Waiting()
+        self._priorities: Waiting[act.Reprioritize] = Waiting()
         self._commands: Waiting[Command] = Waiting()
         self._announcements: Waiting[convert.Announcement] = Waiting()
 
-    def send(self, action: Action) -> None:
+    def send(self, action: act.Action) -> None:
         """Take an action to be carried out in the background; never blocks."""
         match action:
-            case AskPrediction(trajectory_id):
+            case act.AskPrediction(trajectory_id):
                 if self._settings.predictor:
                     self._predictions.put(trajectory_id, action)
-            case AskPlan():
+            case act.AskPlan():
                 self._plans.put("plan", action)
-            case Reprioritize(engine_id, address, changes):
+            case act.Reprioritize(engine_id, address, changes):
                 for ticket_id, priority in changes:
-                    self._priorities.put(ticket_id, Reprioritize(engine_id, address, ((ticket_id, priority),)))
-            case StartMigration(move_id):
+                    self._priorities.put(ticket_id, act.Reprioritize(engine_id, address, ((ticket_id, priority),)))
+            case act.StartMigration(move_id):
                 self._commands.put(move_id, action)
-            case CancelMigration(_, migration_id):
+            case act.CancelMigration(_, migration_id):
                 self._commands.put(f"cancel {migration_id}", action)
-            case AbortStep(_, ticket_id):
+            case act.AbortStep(_, ticket_id):
                 self._commands.put(f"abort {ticket_id}", action)
-            case ReleasePrefix(address, trajectory_id):
+            case act.ReleasePrefix(address, trajectory_id):
                 self._commands.put(f"release {address} {trajectory_id}", action)
             case _ if isinstance(action, convert.Announcement):
                 self._announcements.put(uuid.uuid4().hex, action)
@@ -171,30 +161,30 @@ class Outbound:
                 await self._carry_out(command)
             except grpc.aio.AioRpcError as error:
                 log.info("a command failed, which is allowed", command=str(command), error=_brief(error))
-                if isinstance(command, StartMigration):
+                if isinstance(command, act.StartMigration):
                     self._refuse_move(command)
 
     async def _carry_out(self, command: Command) -> None:
         match command:
-            case StartMigration() | CancelMigration() if not self._settings.migrator:
-                if isinstance(command, StartMigration):
+            case act.StartMigration() | act.CancelMigration() if not self._settings.migrator:
+                if isinstance(command, act.StartMigration):
                     self._refuse_move(command)
-            case StartMigration():
+            case act.StartMigration():
                 migrator = MigratorServiceStub(self._connect(self._settings.migrator))
                 accepted = await migrator.StartMigration(convert.migration_request(command), timeout=COMMAND_TIMEOUT_S)
                 self.handle(convert.move_accepted(command, accepted))
-            case CancelMigration(_, migration_id):
+            case act.CancelMigration(_, migration_id):
                 migrator = MigratorServiceStub(self._connect(self._settings.migrator))
                 await migrator.CancelMigration(convert.cancel_request(migration_id), timeout=COMMAND_TIMEOUT_S)
-            case AbortStep(address):
+            case act.AbortStep(address):
                 await EngineServiceStub(self._connect(address)).Abort(
                     convert.abort_request(command), timeout=COMMAND_TIMEOUT_S
                 )
-            case ReleasePrefix(address):
+            case act.ReleasePrefix(address):
                 release = convert.release_request(command, uuid.uuid4().hex)
                 await EngineServiceStub(self._connect(address)).ReleasePrefix(release, timeout=COMMAND_TIMEOUT_S)
 
-    def _refuse_move(self, command: StartMigration) -> None:
+    def _refuse_move(self, command: act.StartMigration) -> None:
         self.handle(MoveEnded(command.trajectory_id, move_id=command.move_id, reason="NOT_STARTED"))
 
     async def _announce(self) -> None:
@@ -202,7 +192,7 @@ class Outbound:
             actions = await self._announcements.take(MOST_QUERIES)
             for action in actions:
                 await self._bus.publish(convert.fact_of(action))
-            closed = [action.record.trajectory_id for action in actions if isinstance(action, AnnounceClosed)]
+            closed = [action.record.trajectory_id for action in actions if isinstance(action, act.AnnounceClosed)]
             if closed:
                 await self._bus.flush()
                 for trajectory_id in closed:

@@ -373,11 +373,7 @@ def _read(path: str, form: type[D]) -> D:
 
 
 def _require_usable(
-    where: str,
-    urls: Iterable[str],
-    headers: Mapping[str, str],
-    hosts: tuple[str, ...],
-    environment: Mapping[str, str],
+    where: str, urls: Iterable[str], headers: Mapping[str, str], hosts: tuple[str, ...], environment: Mapping[str, str]
 ) -> None:
     """Raises DeclarationError for a host that is not allowed and for a header whose variable is not set."""
     for one in urls:

@@ -83,11 +83,7 @@ async def wire(runtime: Runtime) -> Wiring:
     )
     snapshots = Snapshots(backends.snapshots, most=settings.max_snapshots, kept_s=settings.snapshot_kept_s)
     sessions = Sessions(
-        actions,
-        backends,
-        most=settings.max_sessions,
-        idle_s=settings.session_idle_s,
-        snapshots=snapshots,
+        actions, backends, most=settings.max_sessions, idle_s=settings.session_idle_s, snapshots=snapshots
     )
     caller = Caller(scheduler, providers, numbers, os.environ)
     reused = ReusedSandboxes(most=settings.reused_sandboxes, kept_s=settings.reused_sandbox_s)

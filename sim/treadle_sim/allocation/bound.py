@@ -188,14 +188,7 @@ def climb(kinds: Floats, gpus: Indexes, sample: Floats, limit_s: float, chosen: 
 
 @compiled
 def refute(
-    kinds: Floats,
-    gpus: Indexes,
-    work: Floats,
-    budget: float,
-    chosen: Floats,
-    low: float,
-    high: float,
-    guess: float,
+    kinds: Floats, gpus: Indexes, work: Floats, budget: float, chosen: Floats, low: float, high: float, guess: float
 ) -> float:
     """The largest time found, from `low` up, within which the trajectories need more GPUs than the budget.
 

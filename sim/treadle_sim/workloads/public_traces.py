@@ -143,12 +143,7 @@ def tau(row: Row, seed: int) -> Iterator[TrajectoryWork]:
             for step, seconds in zip(row["steps"], tool_s, strict=True)
         )
         yield TrajectoryWork(
-            row["prompt_id"],
-            row["sample"],
-            TAU_PROMPT_TOKENS,
-            steps,
-            float(row["reward"]),
-            prompt=row["first_user"],
+            row["prompt_id"], row["sample"], TAU_PROMPT_TOKENS, steps, float(row["reward"]), prompt=row["first_user"]
         )
 
 

@@ -5,16 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from treadle_core.tools.action import (
-    CPU_CORES,
-    MEMORY_BYTES,
-    Action,
-    Amdahl,
-    Fixed,
-    Measured,
-    Range,
-    UnitSet,
-)
+from treadle_core.tools.action import CPU_CORES, MEMORY_BYTES, Action, Amdahl, Fixed, Measured, Range, UnitSet
 from treadle_core.tools.cpu import CpuManager, Machine
 from treadle_core.tools.dispatcher import Dispatcher, Resources
 
