@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from treadle_core import actions as act
@@ -27,10 +27,10 @@ CURVE = DecodeCurve(base_s=0.01, per_sequence_s=0.001, per_kv_token_s=0.0, prefi
 
 
 class Scenario:
-    """Drives a controller. `stored` is what a driver would have written; `heard` all actions, in order."""
+    """Drives a controller. `heard`: all actions, in order. fields: of the engines that are there from the start."""
 
     def __init__(
-        self, policy: Policy | None = None, tuning: Tuning | None = None, *, engines: Sequence[str] = ()
+        self, policy: Policy | None = None, tuning: Tuning | None = None, *, engines: Sequence[str] = (), **fields: Any
     ) -> None:
         self.policy = policy or Policy()
         self.tuning = tuning or Tuning()
@@ -41,7 +41,7 @@ class Scenario:
         self.engines: dict[str, EngineRecord] = {}
         self.heard: list[act.Action] = []
         for engine_id in engines:
-            self.engine(engine_id)
+            self.engine(engine_id, **fields)
 
     def send(self, event: ev.Event) -> list[act.Action]:
         """One event at the present time; its actions, stored as a driver does."""
@@ -79,31 +79,42 @@ class Scenario:
         self.requests += 1
         return f"request-{self.requests}"
 
-    def engine(self, engine_id: str, *, slots: int = 4, **fields: object) -> list[act.Action]:
+    def engine(self, engine_id: str, *, slots: int = 4, **fields: Any) -> list[act.Action]:
         """Registers an engine; its lease is called `lease-<engine_id>`."""
         spec = EngineSpec(engine_id, f"{engine_id}:7410", slot_limit=slots, weight_version="v0", decode_curve=CURVE)
-        spec = replace(spec, **fields)  # type: ignore[arg-type]
-        return self.send(ev.EngineRegistered(self.request_id(), f"lease-{engine_id}", spec))
+        return self.send(ev.EngineRegistered(self.request_id(), f"lease-{engine_id}", replace(spec, **fields)))
 
     def renew(self, engine_id: str, load: EngineLoad | None = None) -> list[act.Action]:
         """Renews the lease of `engine`."""
         return self.send(ev.LeaseRenewed(f"lease-{engine_id}", engine_id, load))
 
-    def open(
-        self, trajectory_id: str, *, prompt_id: str = "p", tokens: float | None = None, **fields: object
-    ) -> TrajectoryRecord:
+    def open(self, trajectory_id: str, *, tokens: float | None = None, **fields: Any) -> TrajectoryRecord:
         """Opens a trajectory; `tokens`: of which so much is predicted."""
-        event = ev.TrajectoryOpened(self.request_id(), trajectory_id, prompt_id, prompt_tokens=100)
-        self.send(replace(event, **fields))  # type: ignore[arg-type]
+        event = ev.TrajectoryOpened(self.request_id(), trajectory_id, "p", prompt_tokens=100)
+        self.send(replace(event, **fields))
         if tokens is not None:
             self.predict(trajectory_id, tokens)
         return self.controller.trajectory(trajectory_id)
 
-    def step(self, trajectory_id: str, turn: int, **fields: object) -> TicketRecord:
-        """Asks for a ticket."""
+    def open_all(self, lengths: Mapping[str, float]) -> None:
+        """Opens trajectories of which so many tokens are predicted."""
+        for trajectory_id, tokens in lengths.items():
+            self.open(trajectory_id, tokens=tokens)
+
+    def ask(self, trajectory_id: str, turn: int = 0, **fields: Any) -> list[act.Action]:
+        """Asks for a ticket, which may be made to wait."""
         event = ev.StepRequested(self.request_id(), trajectory_id, turn, context_tokens=100, max_new_tokens=64)
-        actions = self.send(replace(event, **fields))  # type: ignore[arg-type]
-        return one(actions, act.IssueTicket).ticket
+        return self.send(replace(event, **fields))
+
+    def step(self, trajectory_id: str, turn: int, **fields: Any) -> TicketRecord:
+        """Asks for a ticket and gets it."""
+        return one(self.ask(trajectory_id, turn, **fields), act.IssueTicket).ticket
+
+    def ticket(self, trajectory_id: str) -> TicketRecord:
+        """The last ticket of a trajectory."""
+        ticket = self.controller.trajectory(trajectory_id).ticket
+        assert ticket is not None
+        return ticket
 
     def finish(self, ticket: TicketRecord, tokens: int = 10) -> list[act.Action]:
         """The engine's account of a step."""
@@ -111,13 +122,13 @@ class Scenario:
             ev.StepFinished(ticket.trajectory_id, ticket.ticket_id, ticket.turn, ticket.context_tokens, tokens)
         )
 
-    def predict(self, trajectory_id: str, tokens: float, **fields: object) -> list[act.Action]:
+    def predict(self, trajectory_id: str, tokens: float, **fields: Any) -> list[act.Action]:
         """A prediction of what is left now."""
         record = self.controller.trajectory(trajectory_id)
         event = ev.PredictionArrived(
             trajectory_id, record.next_turn, record.gen_tokens, Estimate(tokens / 2, tokens, tokens * 2)
         )
-        return self.send(replace(event, **fields))  # type: ignore[arg-type]
+        return self.send(replace(event, **fields))
 
     def close(self, trajectory_id: str, outcome: Outcome = Outcome.FINISHED) -> list[act.Action]:
         """Ends a trajectory."""

@@ -30,15 +30,14 @@ def test_the_trajectories_of_a_lost_engine_go_on_elsewhere(rule: PlacementRule) 
     scenario = Scenario(replace(PINNED, placement=rule), engines=("e0", "e1"))
     for number in range(4):
         scenario.open(f"t{number}")
-    tickets = {f"t{number}": scenario.step(f"t{number}", 0) for number in range(4)}
-    lost = {name: ticket for name, ticket in tickets.items() if ticket.engine_id == "e0"}
+    tickets = [scenario.step(f"t{number}", 0) for number in range(4)]
+    lost = {ticket.trajectory_id: ticket for ticket in tickets if ticket.engine_id == "e0"}
     assert lost, "both engines have work"
     scenario.send(ev.EngineDeregistered("lease-e0", "e0"))
     for name, ticket in lost.items():
         record = scenario.controller.trajectory(name)
         assert (record.engine_id, record.revision) == ("e1", ticket.revision + 1)
-        assert record.ticket is not None
-        assert record.ticket.status is TicketStatus.LOST
+        assert scenario.ticket(name).status is TicketStatus.LOST
         with pytest.raises(refusals.StepInFlight):
             scenario.step(name, 0)
         again = scenario.step(name, 0, replaces_ticket_id=ticket.ticket_id, resumed_tokens=2)
@@ -64,8 +63,7 @@ def test_a_pinned_engine_always_wins_and_is_waited_for() -> None:
     for number in range(3):
         scenario.open(f"t{number}", pinned_engine_id="e1")
         assert scenario.step(f"t{number}", 0).engine_id == "e1"
-    ticket = scenario.controller.trajectory("t0").ticket
-    assert ticket is not None
+    ticket = scenario.ticket("t0")
     scenario.send(ev.EngineDeregistered("lease-e1", "e1"))
     with pytest.raises(refusals.NoEngine):
         scenario.step("t0", 0, replaces_ticket_id=ticket.ticket_id)

@@ -13,30 +13,12 @@ WHOLE = Tuning(reserve_share=1.0)  # so that the figures in the scenarios are ro
 EAGER = Tuning(plan_every_events=1, plan_interval_s=0.0)
 
 
-def ask(scenario: Scenario, trajectory_id: str, turn: int = 0, **fields: object) -> list[act.Action]:
-    return scenario.send(
-        ev.StepRequested(
-            scenario.request_id(),
-            trajectory_id,
-            turn,
-            context_tokens=100,
-            max_new_tokens=64,
-            **fields,  # type: ignore[arg-type]
-        )
-    )
-
-
-def opened(scenario: Scenario, lengths: dict[str, float]) -> None:
-    for name, tokens in lengths.items():
-        scenario.open(name, tokens=tokens)
-
-
 def waiting(scenario: Scenario, lengths: dict[str, float]) -> list[str]:
     """Opens them, asks for their first tickets, and predicts; those that are held."""
     held: list[str] = []
     for name in lengths:
         scenario.open(name)
-        held += [action.trajectory_id for action in all_of(ask(scenario, name), act.KeepWaiting)]
+        held += [action.trajectory_id for action in all_of(scenario.ask(name), act.KeepWaiting)]
     for name, tokens in lengths.items():
         scenario.predict(name, tokens)
     return held
@@ -46,24 +28,30 @@ def tickets(actions: list[act.Action]) -> list[str]:
     return [action.ticket.trajectory_id for action in all_of(actions, act.IssueTicket)]
 
 
-def test_an_engine_lets_begin_what_its_kv_holds_longest_first() -> None:
-    scenario = Scenario(RESERVE, WHOLE)
-    scenario.engine("e0", slots=2, kv_tokens_capacity=2_000)
-    held = waiting(scenario, {"short": 200.0, "long": 1_500.0, "middle": 600.0})
+@pytest.mark.parametrize(
+    ("engine", "lengths", "begun"),
+    [
+        # The middle one does not fit beside the long one, and the short one does not overtake it.
+        ({"slots": 2, "kv_tokens_capacity": 2_000}, {"short": 200.0, "long": 1_500.0, "middle": 600.0}, ["long"]),
+        ({"slots": 2}, {"a": 400.0, "b": 300.0, "c": 200.0}, ["a", "b"]),  # the KV is unknown
+        ({"kv_tokens_capacity": 500}, {"huge": 50_000.0}, ["huge"]),  # an empty engine takes even what does not fit
+    ],
+)
+def test_an_engine_lets_begin_what_its_slots_and_its_kv_hold_longest_first(
+    engine: dict[str, int], lengths: dict[str, float], begun: list[str]
+) -> None:
+    scenario = Scenario(RESERVE, WHOLE, engines=("e0",), **engine)
 
-    begun = tickets(scenario.advance(1.0))
-
-    assert held == ["short", "long", "middle"]
-    assert begun == ["long"], "the middle one does not fit beside it, and the short one does not overtake it"
+    assert waiting(scenario, lengths) == list(lengths)
+    assert tickets(scenario.advance(1.0)) == begun
 
 
 def test_of_equally_long_ones_the_one_that_asked_first_begins_first() -> None:
-    scenario = Scenario(RESERVE, WHOLE)
-    scenario.engine("e0", slots=1, kv_tokens_capacity=2_000)
+    scenario = Scenario(RESERVE, WHOLE, engines=("e0",), slots=1, kv_tokens_capacity=2_000)
     for name in ("opened first", "asked first"):
         scenario.open(name)
     for name in ("asked first", "opened first"):
-        ask(scenario, name)
+        scenario.ask(name)
     for name in ("opened first", "asked first"):
         scenario.predict(name, 500.0)
 
@@ -71,69 +59,54 @@ def test_of_equally_long_ones_the_one_that_asked_first_begins_first() -> None:
 
 
 def test_a_context_that_no_engine_takes_is_refused_and_not_held() -> None:
-    scenario = Scenario(RESERVE, WHOLE)
-    scenario.engine("e0", max_context_tokens=100)
+    scenario = Scenario(RESERVE, WHOLE, engines=("e0",), max_context_tokens=100)
     scenario.open("t")
 
     with pytest.raises(ContextTooLong, match="100 tokens leave no room"):
-        ask(scenario, "t")
+        scenario.ask("t")
 
     assert tickets(scenario.advance(1.0)) == []
 
 
 def test_a_ticket_carries_what_the_context_is_expected_to_grow_to() -> None:
-    scenario = Scenario(RESERVE, WHOLE)
-    scenario.engine("e0", kv_tokens_capacity=10_000)
-    opened(scenario, {"t": 700.0})
+    scenario = Scenario(RESERVE, WHOLE, engines=("e0",), kv_tokens_capacity=10_000)
+    scenario.open_all({"t": 700.0})
 
-    ticket = one(ask(scenario, "t") + scenario.advance(1.0), act.IssueTicket).ticket
+    ticket = one(scenario.ask("t") + scenario.advance(1.0), act.IssueTicket).ticket
 
     assert ticket.kv_reserve_tokens == 100 + 700
 
 
 def test_the_next_one_begins_when_a_trajectory_closes_and_frees_its_room() -> None:
-    scenario = Scenario(RESERVE, WHOLE)
-    scenario.engine("e0", kv_tokens_capacity=2_000)
+    scenario = Scenario(RESERVE, WHOLE, engines=("e0",), kv_tokens_capacity=2_000)
     waiting(scenario, {"first": 1_500.0, "second": 1_400.0})
     assert tickets(scenario.advance(1.0)) == ["first"]
 
     assert tickets(scenario.close("first")) == ["second"]
 
 
-def test_more_than_the_slots_do_not_begin_at_once_where_kv_is_unknown() -> None:
-    scenario = Scenario(RESERVE, WHOLE)
-    scenario.engine("e0", slots=2)
-    waiting(scenario, {"a": 400.0, "b": 300.0, "c": 200.0})
-    assert tickets(scenario.advance(1.0)) == ["a", "b"]
+def test_the_next_one_begins_when_a_step_ends_and_frees_its_slot() -> None:
+    scenario = Scenario(RESERVE, WHOLE, engines=("e0",), slots=1)
+    waiting(scenario, {"first": 400.0, "second": 300.0})
+    scenario.advance(1.0)
 
-    ticket = scenario.controller.trajectory("a").ticket
-    assert ticket is not None
-    assert tickets(scenario.finish(ticket)) == ["c"]
-
-
-def test_an_empty_engine_takes_even_what_does_not_fit() -> None:
-    scenario = Scenario(RESERVE, WHOLE)
-    scenario.engine("e0", kv_tokens_capacity=500)
-    opened(scenario, {"huge": 50_000.0})
-
-    assert tickets(ask(scenario, "huge") + scenario.advance(1.0)) == ["huge"]
+    assert tickets(scenario.finish(scenario.ticket("first"))) == ["second"]
 
 
 def test_a_later_step_never_waits_for_room() -> None:
-    scenario = Scenario(RESERVE, WHOLE)
-    scenario.engine("e0", kv_tokens_capacity=500)
+    scenario = Scenario(RESERVE, WHOLE, engines=("e0",), kv_tokens_capacity=500)
     waiting(scenario, {"t": 5_000.0})
     scenario.finish(one(scenario.advance(1.0), act.IssueTicket).ticket)
 
-    assert tickets(ask(scenario, "t", 1)) == ["t"]
+    assert tickets(scenario.ask("t", 1)) == ["t"]
 
 
 def test_a_repeated_request_gets_the_ticket_that_was_issued_meanwhile() -> None:
     scenario = Scenario(RESERVE, WHOLE, engines=("e0",))
-    opened(scenario, {"t": 500.0})
+    scenario.open_all({"t": 500.0})
     request = ev.StepRequested("the-request", "t", 0, context_tokens=100, max_new_tokens=64)
     scenario.open("other")  # unpredicted, so that the mesh is not taken for idle
-    ask(scenario, "other")
+    scenario.ask("other")
     assert one(scenario.send(request), act.KeepWaiting)
     issued = [action.ticket for action in all_of(scenario.advance(1.0), act.IssueTicket)]
 
@@ -143,36 +116,32 @@ def test_a_repeated_request_gets_the_ticket_that_was_issued_meanwhile() -> None:
 
 
 def test_after_a_restart_those_that_waited_ask_again_and_begin() -> None:
-    scenario = Scenario(RESERVE, WHOLE)
-    scenario.engine("e0", kv_tokens_capacity=2_000)
+    scenario = Scenario(RESERVE, WHOLE, engines=("e0",), kv_tokens_capacity=2_000)
     waiting(scenario, {"first": 1_500.0, "second": 1_400.0})
     scenario.advance(1.0)
     scenario.restart()
-    assert one(ask(scenario, "second"), act.KeepWaiting)
+    assert one(scenario.ask("second"), act.KeepWaiting)
 
     assert tickets(scenario.close("first")) == ["second"]
 
 
 def test_a_step_waits_for_its_kv_on_the_way_and_runs_at_the_source_where_the_move_fails() -> None:
     for moved in (True, False):
-        scenario = Scenario(RESERVE, EAGER)
-        scenario.engine("e0", kv_transfer=KvTransfer.STORAGE)
-        opened(scenario, {f"t{number}": 2_000.0 for number in range(4)})
-        for number in range(4):
-            ask(scenario, f"t{number}")
+        scenario = Scenario(RESERVE, EAGER, engines=("e0",), kv_transfer=KvTransfer.STORAGE)
+        names = [f"t{number}" for number in range(4)]
+        scenario.open_all(dict.fromkeys(names, 2_000.0))
+        for name in names:
+            scenario.ask(name)
         scenario.advance(1.0)
-        for number in range(4):
-            ticket = scenario.controller.trajectory(f"t{number}").ticket
-            assert ticket is not None
-            scenario.finish(ticket)
+        for name in names:
+            scenario.finish(scenario.ticket(name))
         scenario.engine("e1", kv_transfer=KvTransfer.STORAGE)
         plan = scenario.plans[-1]
         scenario.send(ev.ToolStarted("t0", 10.0))
-        started = all_of(scenario.send(answer(plan, {"e0": ["t0", "t1"], "e1": ["t2", "t3"]})), act.StartMigration)
-        move = started[0]
+        move = all_of(scenario.send(answer(plan, {"e0": names[:2], "e1": names[2:]})), act.StartMigration)[0]
         scenario.send(ev.MoveAccepted(move.trajectory_id, move.move_id, "m"))
 
-        assert one(ask(scenario, move.trajectory_id, 1), act.KeepWaiting)
+        assert one(scenario.ask(move.trajectory_id, 1), act.KeepWaiting)
         if moved:
             scenario.send(ev.SwitchRequested("s", move.trajectory_id, move.expected_revision, "e1"))
         ended = scenario.send(ev.MoveEnded(move.trajectory_id, "m", move.move_id, moved=moved))
@@ -181,10 +150,9 @@ def test_a_step_waits_for_its_kv_on_the_way_and_runs_at_the_source_where_the_mov
 
 
 def test_without_the_policy_nothing_is_held_and_nothing_reserved() -> None:
-    scenario = Scenario(Policy())
-    scenario.engine("e0", kv_tokens_capacity=500)
-    opened(scenario, {"a": 5_000.0, "b": 5_000.0})
+    scenario = Scenario(engines=("e0",), kv_tokens_capacity=500)
+    scenario.open_all({"a": 5_000.0, "b": 5_000.0})
 
-    issued = [one(ask(scenario, name), act.IssueTicket).ticket for name in "ab"]
+    issued = [one(scenario.ask(name), act.IssueTicket).ticket for name in "ab"]
 
     assert [ticket.kv_reserve_tokens for ticket in issued] == [0, 0]

@@ -252,4 +252,4 @@ class AnyEvents(RuleBasedStateMachine):
 
 @pytest.mark.timeout(300)
 def test_the_invariants_hold_whatever_happens() -> None:
-    run_state_machine_as_test(AnyEvents, settings=settings(max_examples=150, stateful_step_count=80, deadline=None))
+    run_state_machine_as_test(AnyEvents, settings=settings(max_examples=150, stateful_step_count=80))

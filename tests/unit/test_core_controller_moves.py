@@ -22,10 +22,9 @@ SPLIT: Groups = {"e0": ["t0", "t1"], "e1": ["t2", "t3"]}
 def plan(scenario: Scenario, groups: Groups) -> list[act.Action]:
     """Asks for a plan by letting something happen, and answers it."""
     scenario.now += scenario.tuning.plan_timeout_s  # whatever was asked before is void
-    scenario.open(f"trigger-{scenario.requests}", prompt_id="trigger")
-    trigger = f"trigger-{scenario.requests - 1}"
+    trigger = scenario.open(f"trigger-{scenario.requests}", prompt_id="trigger")
     asked = scenario.plans[-1]
-    scenario.close(trigger)
+    scenario.close(trigger.trajectory_id)
     return scenario.send(answer(asked, groups))
 
 
@@ -34,17 +33,22 @@ def moves(scenario: Scenario, groups: Groups = SPLIT) -> list[act.StartMigration
     return all_of(plan(scenario, groups), act.StartMigration)
 
 
-def unbalanced(tuning: Tuning = EAGER, policy: Policy | None = None, **engine: object) -> Scenario:
-    """Four trajectories on e0, in tool calls of 10 s, long ones; then e1 comes. Nothing has moved."""
-    scenario = Scenario(policy, tuning)
-    scenario.engine("e0", **engine)  # type: ignore[arg-type]
-    for number in range(4):
-        name = f"t{number}"
+def begin(scenario: Scenario, count: int, tokens: float) -> list[str]:
+    """Trajectories in tool calls of 10 s, with so many tokens left."""
+    names = [f"t{number}" for number in range(count)]
+    for name in names:
         scenario.open(name)
         scenario.finish(scenario.step(name, 0))
         scenario.finish(scenario.step(name, 1, tool_s=10.0))
-        scenario.predict(name, 2_000.0)
-    scenario.engine("e1", **engine)  # type: ignore[arg-type]
+        scenario.predict(name, tokens)
+    return names
+
+
+def unbalanced(tuning: Tuning = EAGER, policy: Policy | None = None, **engine: Any) -> Scenario:
+    """Four long trajectories on e0, in tool calls; then e1 comes. Nothing has moved."""
+    scenario = Scenario(policy, tuning, engines=("e0",), **engine)
+    begin(scenario, 4, 2_000.0)
+    scenario.engine("e1", **engine)
     return scenario
 
 
@@ -64,15 +68,8 @@ def test_without_a_placement_service_the_present_placement_is_still_rebalanced()
 
 def test_a_plan_that_is_no_better_than_what_we_have_moves_nothing() -> None:
     """Two small engines in balance: the plan only swaps names, or is worse."""
-    scenario = Scenario(None, EAGER)
-    scenario.engine("e0", slots=2)
-    scenario.engine("e1", slots=2)
-    names = [f"t{number}" for number in range(8)]
-    for name in names:
-        scenario.open(name)
-        scenario.finish(scenario.step(name, 0))
-        scenario.finish(scenario.step(name, 1, tool_s=10.0))
-        scenario.predict(name, 500.0)
+    scenario = Scenario(None, EAGER, engines=("e0", "e1"), slots=2)
+    names = begin(scenario, 8, 500.0)
     there = {name: scenario.controller.trajectory(name).engine_id for name in names}
     swapped: Groups = {"e0": [n for n in names if there[n] == "e1"], "e1": [n for n in names if there[n] == "e0"]}
     lopsided: Groups = {"e0": names[:1], "e1": names[1:]}

@@ -79,18 +79,12 @@ def test_a_lost_stream_is_resumed_at_another_engine_and_the_old_step_is_stopped(
     assert scenario.open("later").engine_id == "e0"
 
 
-def test_a_lost_stream_on_the_only_engine_is_resumed_there() -> None:
+def test_a_lost_stream_on_the_only_engine_is_resumed_there_and_its_account_changes_nothing() -> None:
     scenario = Scenario(engines=("e0",))
     scenario.open("t")
     lost = scenario.step("t", 0)
     again = scenario.step("t", 0, replaces_ticket_id=lost.ticket_id)
     assert (again.engine_id, again.revision) == ("e0", lost.revision)
-
-
-def test_the_account_of_a_replaced_ticket_changes_nothing(scenario: Scenario) -> None:
-    scenario.open("t")
-    lost = scenario.step("t", 0)
-    again = scenario.step("t", 0, replaces_ticket_id=lost.ticket_id)
     assert scenario.finish(lost, 7) == []
     scenario.finish(again, 20)
     assert scenario.controller.trajectory("t").gen_tokens == 20
@@ -192,8 +186,7 @@ def test_closed_trajectories_stay_readable_and_are_then_forgotten(scenario: Scen
     scenario.open("t")
     scenario.close("t")
     scenario.send(ev.ClosedAnnounced("t"))
-    scenario.now += scenario.tuning.keep_closed_s - 1
-    scenario.send(ev.Tick())
+    scenario.advance(scenario.tuning.keep_closed_s - 1)
     assert scenario.controller.trajectory("t").state is TrajectoryState.FINISHED
     assert one(scenario.advance(1.0), act.ForgetTrajectory).trajectory_id == "t"
     with pytest.raises(refusals.TrajectoryNotFound):
@@ -235,9 +228,7 @@ def test_a_lost_ticket_that_still_finishes_is_counted(scenario: Scenario) -> Non
     scenario.open("t")
     ticket = scenario.step("t", 0)
     scenario.send(ev.EngineDeregistered("lease-e0", "e0"))
-    lost = scenario.controller.trajectory("t").ticket
-    assert lost is not None
-    assert lost.status is TicketStatus.LOST
+    assert scenario.ticket("t").status is TicketStatus.LOST
     scenario.finish(ticket, 9)
     record = scenario.controller.trajectory("t")
     assert (record.gen_tokens, record.next_turn, record.state) == (9, 1, TrajectoryState.IDLE)

@@ -16,12 +16,6 @@ LENGTHS = st.lists(st.floats(1.0, 30_000.0), min_size=1, max_size=14)
 PLACES = st.integers(0, 2**32 - 1)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compiled() -> None:
-    """Before hypothesis looks at its watch."""
-    balance.warm_up()
-
-
 def engines(count: int, slots: int) -> EngineRows:
     return balance.engine_rows(
         [EngineSpec(f"e{i}", f"e{i}:1", slot_limit=slots, decode_curve=CURVE) for i in range(count)]
@@ -147,9 +141,7 @@ def test_following_plans_on_two_small_engines_is_never_worse_than_staying(
 ) -> None:
     """Any plan, however bad: where the trajectories then run finishes no later, by the core's own cost, than where they
     were."""
-    scenario = Scenario(None, Tuning(plan_every_events=1, plan_interval_s=0.0))
-    scenario.engine("e0", slots=slots)
-    scenario.engine("e1", slots=slots)
+    scenario = Scenario(None, Tuning(plan_every_events=1, plan_interval_s=0.0), engines=("e0", "e1"), slots=slots)
     names = [f"t{i:02}" for i in range(len(lengths))]
     for name, tokens in zip(names, lengths, strict=True):
         scenario.open(name)

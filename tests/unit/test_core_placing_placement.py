@@ -39,7 +39,7 @@ def plan_for(
     return plan(lengths, contexts, current.astype(int), specs, model, bound=True, workspace=workspace)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(tokens, st.integers(0, 90), st.integers(-1, 2)), max_size=40),
     st.lists(engines, min_size=3, max_size=6),

@@ -29,7 +29,7 @@ def lanes(lengths: list[float], slots: int) -> list[float]:
     return alone + (rest if len(rest) <= left else [sum(rest) / left] * left)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(tokens, min_size=1, max_size=30), st.integers(1, 40))
 def test_the_linear_cost_is_equation_four_of_darts_summed_by_interval(lengths: list[float], slots: int) -> None:
     spec, n = PlanEngine("e", slots, 0, 1, DecodeCurve(0.01, 0.001, 0.0, 0.0)), len(lengths)
@@ -40,7 +40,7 @@ def test_the_linear_cost_is_equation_four_of_darts_summed_by_interval(lengths: l
     assert group_cost(costs.table, 0, 0, n) == pytest.approx(by_hand, rel=1e-9, abs=1e-12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(workloads(n=40, m=6))
 def test_the_makespan_equals_the_dynamic_program_of_the_paper(costs: Costs) -> None:
     bounds, makespan_s = partition(costs)
@@ -48,14 +48,14 @@ def test_the_makespan_equals_the_dynamic_program_of_the_paper(costs: Costs) -> N
     assert max(group_seconds(costs, bounds)) == makespan_s
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(workloads(n=9, m=4))
 def test_the_makespan_equals_the_best_of_all_contiguous_partitions(costs: Costs) -> None:
     _, makespan_s = partition(costs)
     assert makespan_s == pytest.approx(min(max(found) for found in contiguous_costs(costs)), rel=REL, abs=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(workloads(n=7, m=3, alike=True, model=CostModel.GROUP_SIZE))
 def test_with_group_sizes_and_like_engines_no_partition_at_all_is_better(costs: Costs) -> None:
     """Heddle's Lemma 5.1."""
@@ -64,13 +64,13 @@ def test_with_group_sizes_and_like_engines_no_partition_at_all_is_better(costs: 
     assert lower_bound(costs) == pytest.approx(makespan_s, rel=REL, abs=1e-12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(workloads(n=6, m=3))
 def test_no_assignment_whatever_beats_the_lower_bound(costs: Costs) -> None:
     assert lower_bound(costs) <= min(makespans_of_all(costs)) * (1 + REL)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(workloads(n=60, m=8))
 def test_the_groups_cover_every_rank_once_and_in_order(costs: Costs) -> None:
     bounds, _ = partition(costs)
@@ -80,7 +80,7 @@ def test_the_groups_cover_every_rank_once_and_in_order(costs: Costs) -> None:
     assert sorted(costs.order.tolist()) == list(range(len(costs.table.lengths)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(workloads(n=30, m=5), st.data())
 def test_the_cost_of_a_group_grows_at_its_end_and_falls_with_its_head(costs: Costs, data: st.DataObject) -> None:
     """What the greedy fill rests on."""

@@ -25,7 +25,7 @@ def same(given: list[float], workspace: Workspace | None = None) -> None:
     assert (ranks == expected).all()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(lengths, max_size=80))
 def test_the_order_and_the_sums_are_those_of_a_stable_sort(given: list[float]) -> None:
     same(given)

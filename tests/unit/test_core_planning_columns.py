@@ -8,7 +8,6 @@ from support.control import Scenario, all_of
 from treadle_core import actions as act
 from treadle_core import events as ev
 from treadle_core.model import Policy, TrajectoryRecord, copy_with
-from treadle_core.placing import balance
 from treadle_core.ranking.priorities import remaining_tokens
 from treadle_core.steps.state import Deadlines
 from treadle_core.tables.columns import FIRST_ROWS
@@ -17,12 +16,6 @@ from treadle_core.tuning import Tuning
 
 EAGER = Tuning(plan_every_events=1, plan_interval_s=0.0)
 NAMES = st.integers(0, 3 * FIRST_ROWS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled() -> None:
-    """Before hypothesis looks at its watch."""
-    balance.warm_up()
 
 
 @given(st.lists(st.tuples(NAMES, st.integers(0, 9), st.booleans()), max_size=40), st.integers(0, 2 * FIRST_ROWS))
@@ -82,8 +75,7 @@ def test_what_is_due_comes_once_and_by_its_last_time() -> None:
 def heaped() -> Scenario:
     """Eight long trajectories on e0, none has run; then e1 comes, and a plan is asked for."""
     scenario = Scenario(None, EAGER, engines=("e0",))
-    for number in range(8):
-        scenario.open(f"t{number}", tokens=2_000.0)
+    scenario.open_all({f"t{number}": 2_000.0 for number in range(8)})
     scenario.engine("e1")
     return scenario
 
@@ -127,12 +119,9 @@ def test_first_predictions_make_a_plan_due_at_once_and_a_tick_asks_for_what_is_l
 
 def test_nobody_is_asked_again_about_what_is_done_before_the_interval_is_over() -> None:
     scenario = Scenario(None, Tuning(plan_every_events=2, plan_interval_s=10.0, lease_ttl_s=1e6), engines=("e0", "e1"))
-    for number in range(4):
-        scenario.open(f"t{number}", tokens=500.0)
-    scenario.now += 20.0
-    scenario.send(ev.Tick())
-    ask = scenario.plans[-1]
-    scenario.send(ev.PlanArrived(ask.plan_id))
+    scenario.open_all({f"t{number}": 500.0 for number in range(4)})
+    scenario.advance(20.0)
+    scenario.send(ev.PlanArrived(scenario.plans[-1].plan_id))
     before = len(scenario.plans)
     for number in range(4):
         scenario.finish(scenario.step(f"t{number}", 0))

@@ -1,25 +1,19 @@
 """Heddle's rule of re-planning: ranks are exact, sizes scale, and nothing but one move at a time holds a move back."""
 
+from dataclasses import replace
+
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.control import Scenario, all_of
 from treadle_core import actions as act
 from treadle_core import events as ev
 from treadle_core.model import CostModel, Policy, Replanning
-from treadle_core.placing import balance
 from treadle_core.planning.plans import Ranks, ScaledGroups
 from treadle_core.tuning import Tuning
 
 HEDDLE = Policy(replanning=Replanning.RANK_SCALING)
 LENGTHS = st.lists(st.tuples(st.integers(0, 7), st.floats(0, 100) | st.none()), max_size=60)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled() -> None:
-    """Before hypothesis looks at its watch."""
-    balance.warm_up()
 
 
 @given(LENGTHS)
@@ -60,12 +54,9 @@ def test_a_rank_that_is_not_there_has_no_engine() -> None:
 
 def planned(policy: Policy = HEDDLE, tuning: Tuning | None = None) -> tuple[Scenario, list[str]]:
     """Eight trajectories of 800, 700, ... tokens on two engines, planned 2 and 6; each is in a tool call."""
-    scenario = Scenario(policy, tuning)
-    scenario.engine("e0", slots=8)
-    scenario.engine("e1", slots=8)
+    scenario = Scenario(policy, tuning, engines=("e0", "e1"), slots=8)
     names = [f"t{number}" for number in range(8)]
-    for number, name in enumerate(names):
-        scenario.open(name, tokens=800.0 - 100.0 * number)
+    scenario.open_all({name: 800.0 - 100.0 * number for number, name in enumerate(names)})
     scenario.now += scenario.tuning.plan_timeout_s
     scenario.engine("e1", slots=8)  # void whatever was asked before
     asked = scenario.plans[-1]
@@ -80,24 +71,17 @@ def test_the_plan_is_made_by_group_sizes_and_followed_as_it_is() -> None:
     scenario, names = planned()
     assert scenario.plans[-1].cost_model is CostModel.GROUP_SIZE
     assert [scenario.controller.trajectory(name).engine_id for name in names] == ["e0"] * 2 + ["e1"] * 6
-
-
-def test_the_cost_model_can_be_named_for_ablations() -> None:
-    scenario, _ = planned(tuning=Tuning(plan_cost_model=CostModel.LINEAR_INTEGRAL))
-    assert scenario.plans[-1].cost_model is CostModel.LINEAR_INTEGRAL
+    ablated, _ = planned(tuning=Tuning(plan_cost_model=CostModel.LINEAR_INTEGRAL))
+    assert ablated.plans[-1].cost_model is CostModel.LINEAR_INTEGRAL
 
 
 def test_a_new_rank_moves_a_trajectory_whatever_the_move_costs() -> None:
     """The prefix takes 5 s to compute again and 10 more tokens are not worth it: the rule asks for none of that."""
     scenario, _ = planned()
+    assert all_of(scenario.predict("t7", 550.0), act.StartMigration) == [], "its rank stays in its group"
     (move,) = all_of(scenario.predict("t7", 750.0), act.StartMigration)
     assert (move.source.engine_id, move.target.engine_id) == ("e1", "e0")
     assert scenario.predict("t7", 760.0) and not all_of(scenario.predict("t7", 740.0), act.StartMigration), "one move"
-
-
-def test_a_prediction_that_leaves_the_rank_in_its_group_moves_nothing() -> None:
-    scenario, _ = planned()
-    assert all_of(scenario.predict("t7", 550.0), act.StartMigration) == []
 
 
 def test_the_groups_shrink_with_those_that_are_left() -> None:
@@ -107,11 +91,6 @@ def test_the_groups_shrink_with_those_that_are_left() -> None:
         scenario.close(name)
     (move,) = all_of(scenario.predict("t1", 690.0), act.StartMigration)
     assert (move.trajectory_id, move.target.engine_id) == ("t1", "e1")
-
-
-def test_without_leave_to_migrate_a_rank_changes_nothing() -> None:
-    scenario, _ = planned(Policy(replanning=Replanning.RANK_SCALING, migrate=False))
-    assert all_of(scenario.predict("t7", 750.0), act.StartMigration) == []
 
 
 def test_steps_and_closings_do_not_make_a_new_plan_due_but_new_trajectories_do() -> None:
@@ -127,7 +106,9 @@ def test_steps_and_closings_do_not_make_a_new_plan_due_but_new_trajectories_do()
     assert len(scenario.plans) == count + 1
 
 
-def test_lost_engines_make_the_sizes_void() -> None:
-    scenario, _ = planned()
-    scenario.send(ev.EngineDeregistered("lease-e0", "e0"))
-    assert all_of(scenario.predict("t7", 750.0), act.StartMigration) == []
+def test_without_leave_to_migrate_or_without_the_planned_engines_a_rank_changes_nothing() -> None:
+    forbidden, _ = planned(replace(HEDDLE, migrate=False))
+    bereft, _ = planned()
+    bereft.send(ev.EngineDeregistered("lease-e0", "e0"))
+    for scenario in (forbidden, bereft):
+        assert all_of(scenario.predict("t7", 750.0), act.StartMigration) == []

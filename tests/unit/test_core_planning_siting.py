@@ -8,12 +8,9 @@ POLICY = Policy(placement=PlacementRule.CACHE_AWARE, migrate=False)
 TUNING = Tuning(skew_steps=4, skew_ratio=1.5)
 
 
-def scenario(engines: int = 2) -> Scenario:
-    """Some engines, the policy in force."""
-    made = Scenario(POLICY, TUNING)
-    for number in range(engines):
-        made.engine(f"e{number}", slots=100)
-    return made
+def scenario() -> Scenario:
+    """Two engines, the policy in force."""
+    return Scenario(POLICY, TUNING, engines=("e0", "e1"), slots=100)
 
 
 def test_siblings_go_where_their_prompt_is_and_a_trajectory_stays_with_its_prefix() -> None:

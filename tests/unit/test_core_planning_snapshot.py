@@ -1,7 +1,7 @@
 """Dealing those that have not begun over the engines that are not bound by their longest."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from treadle_core.compiled import Floats, Indexes
 from treadle_core.placing import balance
@@ -44,7 +44,6 @@ def test_with_fewer_than_two_engines_in_the_pool_nothing_changes() -> None:
     assert dealt([9_000.0, 9_000.0, 100.0, 100.0], placement, [True] * 4).tolist() == placement
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(1.0, 10_000.0), min_size=1, max_size=30), st.integers(0, 100))
 def test_nobody_is_lost_and_nobody_who_has_begun_moves(lengths: list[float], seed: int) -> None:
     rng = np.random.default_rng(seed)

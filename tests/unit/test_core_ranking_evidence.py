@@ -1,7 +1,7 @@
 """What the estimators remember: the same for the same events, told once or twice, and never more than the bounds."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from treadle_core.ranking import evidence as module
 from treadle_core.ranking.evidence import Ended, Evidence
@@ -39,7 +39,6 @@ def seen(evidence: Evidence) -> object:
     )
 
 
-@settings(deadline=None)
 @given(events)
 def test_an_event_told_twice_changes_nothing_the_second_time(told: list[Event]) -> None:
     once, twice = Evidence(), Evidence()
@@ -50,7 +49,6 @@ def test_an_event_told_twice_changes_nothing_the_second_time(told: list[Event]) 
     assert seen(once) == seen(twice)
 
 
-@settings(deadline=None)
 @given(events)
 def test_every_trajectory_is_counted_once_running_or_ended(told: list[Event]) -> None:
     evidence = Evidence()

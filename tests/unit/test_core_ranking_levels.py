@@ -18,7 +18,7 @@ def ask(evidence: Evidence, gen_tokens: int = 0, *, prompt: str = "p", trajector
     return Estimator(evidence, PRIOR).estimate(progress)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 50_000), st.integers(0, 2), st.booleans()), max_size=20),
     st.integers(0, 60_000),

@@ -25,10 +25,7 @@ def ranked(policy: Policy) -> Scenario:
 def two_steps(policy: Policy, first: float, second: float, gap_s: float) -> tuple[float, float]:
     """Priorities of two steps, predicted to leave `first` and `second` tokens, asked for `gap_s` apart."""
     scenario = ranked(policy)
-    scenario.open("first")
-    scenario.open("second")
-    scenario.predict("first", first)
-    scenario.predict("second", second)
+    scenario.open_all({"first": first, "second": second})
     one_priority = scenario.step("first", 0).priority
     scenario.now += gap_s
     return one_priority, scenario.step("second", 0).priority
@@ -101,8 +98,7 @@ def test_the_deadline_objective_runs_least_slack_first() -> None:
     scenario.open("soon", deadline_s=60.0)
     scenario.open("later", deadline_s=600.0)
     scenario.open("none")
-    scenario.open("later but long", deadline_s=600.0)
-    scenario.predict("later but long", 40_000)  # 600 s at the curve's 14 ms a token
+    scenario.open("later but long", tokens=40_000, deadline_s=600.0)  # 600 s at the curve's 14 ms a token
     ranks = {name: scenario.step(name, 0).priority for name in ("none", "later", "soon", "later but long")}
     assert sorted(ranks, key=lambda name: ranks[name], reverse=True) == ["later but long", "soon", "later", "none"]
 
@@ -127,9 +123,7 @@ def test_a_late_prediction_reorders_a_step_that_waits_and_a_small_change_does_no
     ((ticket_id, priority),) = changed.changes
     assert ticket_id == ticket.ticket_id
     assert priority == pytest.approx(ticket.priority + 3)
-    record = scenario.controller.trajectory("t")
-    assert record.live_ticket is not None
-    assert record.live_ticket.priority == record.priority == priority
+    assert scenario.ticket("t").priority == scenario.controller.trajectory("t").priority == priority
 
 
 def test_an_older_prediction_does_not_replace_a_newer_one() -> None:
@@ -145,10 +139,8 @@ def test_an_older_prediction_does_not_replace_a_newer_one() -> None:
 
 def test_predictions_never_exceed_what_the_cap_leaves() -> None:
     scenario = ranked(Policy())
-    scenario.open("capped", max_total_tokens=100)
-    scenario.open("free")
-    scenario.predict("capped", 100_000)
-    scenario.predict("free", 200)
+    scenario.open("capped", tokens=100_000, max_total_tokens=100)
+    scenario.open("free", tokens=200)
     assert scenario.step("free", 0).priority > scenario.step("capped", 0).priority
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from treadle_core.ranking.evidence import TOKEN_KNOTS, Tally, count_totals, lognormal, posterior, remaining_quantiles
 
@@ -21,7 +21,6 @@ def kaplan_meier(ended: list[float], censored: list[float], at: float) -> float:
     return alive
 
 
-@settings(deadline=None)
 @given(totals, totals, st.floats(0.5, 20.0))
 def test_a_curve_never_rises_and_stays_between_one_and_zero(
     ended: list[float], censored: list[float], weight: float
@@ -31,7 +30,6 @@ def test_a_curve_never_rises_and_stays_between_one_and_zero(
     assert 0.0 <= curve[-1] <= curve[0] <= 1.0
 
 
-@settings(deadline=None)
 @given(totals.filter(bool), totals)
 def test_when_the_base_counts_next_to_nothing_the_curve_is_kaplan_meiers(
     ended: list[float], censored: list[float]
@@ -47,7 +45,6 @@ def test_without_observations_the_curve_is_the_base() -> None:
     assert posterior(TOKEN_KNOTS, BASE, 3.0, count_totals([], [])) is BASE
 
 
-@settings(deadline=None)
 @given(totals, totals, st.floats(0, 100_000))
 def test_quantiles_of_what_remains_never_fall(ended: list[float], censored: list[float], done: float) -> None:
     p10, p50, p90 = remaining_quantiles(

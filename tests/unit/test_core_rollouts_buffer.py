@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from treadle_core.rollouts.buffer import (
     Advanced,
@@ -168,7 +168,6 @@ COMMANDS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(commands=COMMANDS, keep=st.integers(1, 4), bound=st.one_of(st.none(), st.integers(0, 3)))
 def test_every_kept_trajectory_leaves_once_within_the_bound_and_a_replay_gives_the_same_buffer(
     commands: list[tuple[object, ...]], keep: int, bound: int | None
@@ -283,7 +282,6 @@ def test_a_spec_no_group_could_satisfy_is_refused(
         RolloutSpec(prompts, samples, keep, bound, cap)
 
 
-@settings(deadline=None)
 @given(keep=st.integers(1, 5), extra=st.integers(0, 4), fates=st.lists(st.booleans(), max_size=12))
 def test_a_group_never_keeps_more_than_k_and_settles_exactly_when_it_has_k_or_everything(
     keep: int, extra: int, fates: list[bool]

@@ -159,7 +159,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(1, 3), st.floats(0, 1), EVENTS)
 def test_the_invariants_hold_after_any_reports(slots: int, hysteresis: float, events: list[Event]) -> None:
     """Against a second account kept here: slots are never exceeded, and every eviction is one that the rules allow."""

@@ -2,7 +2,7 @@
 
 import math
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from treadle_core.steps.transfers import Transfer, next_transfers
 
@@ -36,7 +36,6 @@ MOVES = st.lists(
 ).map(lambda rows: [move(f"m{i}", s, t, r, float(i)) for i, (s, t, r) in enumerate(rows)])
 
 
-@settings(deadline=None)
 @given(waiting=MOVES, busy=st.sets(ENGINES))
 def test_a_batch_is_strictly_parallel_and_leaves_out_only_what_collides_with_something_longer(
     waiting: list[Transfer], busy: set[str]
@@ -52,7 +51,6 @@ def test_a_batch_is_strictly_parallel_and_leaves_out_only_what_collides_with_som
         assert max(rivals + blocked) >= left.remaining_tokens
 
 
-@settings(deadline=None)
 @given(waiting=MOVES)
 def test_epochs_finish_every_move_exactly_once(waiting: list[Transfer]) -> None:
     left, done = list(waiting), []

@@ -1,6 +1,6 @@
 """Waiting steps: the queue of each engine is what sorting all of its waiting steps would give."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from treadle_core.events import StepRequested
 from treadle_core.steps.state import WaitingSteps
@@ -13,7 +13,6 @@ def request(name: str) -> StepRequested:
     return StepRequested("r", name, 0, 100, 64)
 
 
-@settings(deadline=None)
 @given(st.lists(st.one_of(ENQUEUE, st.integers(0, 9)), max_size=60))
 def test_queues_equal_a_sort_of_all_steps_that_wait_in_them(calls: list[tuple[int, str, float] | int]) -> None:
     waiting = WaitingSteps()

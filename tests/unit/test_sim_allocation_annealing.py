@@ -46,7 +46,7 @@ def test_redistribution_reaches_every_allocation_with_as_many_engines_that_a_ste
     assert (0, 2, 1, 0) in met
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 40), seeds)
 def test_the_first_allocation_spends_the_budget(budget: int, rng: np.random.Generator) -> None:
     problem = prepare(LENGTHS, CONTEXTS, budget, KINDS, CostModel.GROUP_SIZE)

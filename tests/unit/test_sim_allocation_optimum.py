@@ -50,7 +50,7 @@ def multisets(gpus: list[int], budget: int) -> Iterator[tuple[int, ...]]:
             yield counts
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(cases(n=25, gpus=9))
 def test_the_makespan_is_the_least_of_all_multisets_of_engines(case: Case) -> None:
     lengths, contexts, gpus, kinds, model = case
@@ -76,7 +76,7 @@ def test_on_64_gpus_all_969_multisets_are_no_better(model: CostModel, n: int, si
     assert sum(found.degrees) == 64
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(n=4, gpus=4, degrees=(1, 2, 4)))
 def test_no_engines_and_no_assignment_whatever_beat_the_bound(case: Case) -> None:
     """And with group sizes the bound is what the best of them has."""
@@ -104,7 +104,7 @@ def test_on_1024_gpus_the_plan_is_within_two_per_cent_of_what_no_plan_beats(sigm
     assert 0.0 <= found.gap <= 0.02
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(n=20, gpus=12))
 def test_the_best_homogeneous_plan_is_the_best_of_the_plans_with_one_kind(case: Case) -> None:
     lengths, contexts, gpus, kinds, model = case

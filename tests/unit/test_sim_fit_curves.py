@@ -33,7 +33,7 @@ def points_of(step_s: dict[int, float], kv_token_s: float) -> list[DecodePoint]:
 
 
 @given(rows=st.integers(2, 6), columns=st.integers(1, 4), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_other_non_negative_solution_is_nearer(rows: int, columns: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     matrix, target = rng.normal(size=(rows, columns)), rng.normal(size=rows)
@@ -51,7 +51,7 @@ def test_no_other_non_negative_solution_is_nearer(rows: int, columns: int, seed:
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_column_that_was_tried_and_is_not_needed_counts_for_nothing(seed: int) -> None:
     matrix = np.random.default_rng(seed).uniform(0.1, 1.0, size=(5, 3))
     found = non_negative_least_squares(matrix, matrix[:, 0] + matrix[:, 1])
@@ -60,7 +60,7 @@ def test_a_column_that_was_tried_and_is_not_needed_counts_for_nothing(seed: int)
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_of_parallel_columns_the_first_is_taken_whatever_the_rounding(seed: int) -> None:
     rng = np.random.default_rng(seed)
     column = rng.uniform(0.1, 1.0, size=6)
@@ -87,7 +87,7 @@ def test_a_curve_with_a_knee_is_found_with_its_knee_and_without_idle_knots() -> 
 
 
 @given(noise=st.lists(st.floats(-0.5, 0.5), min_size=27, max_size=27))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_fitted_step_never_falls_as_the_batch_grows(noise: list[float]) -> None:
     exact = points_of({batch: 0.008 + 1e-5 * batch for batch in BATCHES}, 3e-8)
     fit = fit_decode([DecodePoint(p.batch, p.kv_tokens, p.step_s * (1 + e)) for p, e in zip(exact, noise, strict=True)])
@@ -119,7 +119,7 @@ def test_one_step_alone_gives_a_constant_and_none_gives_an_error() -> None:
     pair=st.sampled_from([0.0, 1e-10, 1e-8]),
     square=st.sampled_from([0.0, 1e-9]),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_the_terms_of_exact_prefills_are_found(fixed: float, token: float, pair: float, square: float) -> None:
     points = [
         PrefillPoint(new, cached, fixed + token * new + pair * new * (cached + new / 2) + square * (cached + new) ** 2)

@@ -112,7 +112,7 @@ asked = st.lists(
 ).map(lambda rows: [row for row in rows if row[1] != row[2]])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(asked)
 def test_each_move_ends_once_and_those_that_arrive_never_overlap_at_an_engine(
     rows: list[tuple[float, str, str, int, float, float]],

@@ -43,7 +43,7 @@ clusters = st.lists(
 systems = st.sampled_from(sorted(SYSTEMS))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(works, clusters, systems)
 def test_every_trajectory_ends_with_all_its_tokens_and_every_second_is_accounted_for(
     batch: Works, cluster: Cluster, system: str
@@ -55,7 +55,7 @@ def test_every_trajectory_ends_with_all_its_tokens_and_every_second_is_accounted
     check_spans(rollout)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(works, clusters, systems)
 def test_no_rollout_is_faster_than_the_lower_bound(batch: Works, cluster: Cluster, system: str) -> None:
     bound_s = lower_bound_s(Workload("test", tuple(batch)), tuple(set(cluster.engines)), cluster.gpus)
@@ -63,7 +63,7 @@ def test_no_rollout_is_faster_than_the_lower_bound(batch: Works, cluster: Cluste
     assert play(batch, cluster, system).outcome.makespan_s >= bound_s * (1.0 - 1e-9)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(works, clusters, systems)
 def test_the_same_rollout_comes_out_the_same(batch: Works, cluster: Cluster, system: str) -> None:
     first, second = (play(batch, cluster, system, record=True, seed=3) for _ in range(2))
@@ -72,7 +72,7 @@ def test_the_same_rollout_comes_out_the_same(batch: Works, cluster: Cluster, sys
     assert repr(first.heard) == repr(second.heard)  # a plan is an array
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(works, systems, st.floats(0.0, 20.0), st.floats(0.1, 40.0), st.floats(0.0, 20.0))
 def test_an_engine_that_dies_and_weights_that_change_lose_no_token_and_no_trajectory(
     batch: Works, system: str, dies_s: float, away_s: float, updated_s: float

@@ -81,7 +81,7 @@ def most_at_once(records: Sequence[Record]) -> int:
 
 
 @given(batches())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_every_action_runs_once_on_cores_that_nobody_else_has(traces: tuple[Trace, ...]) -> None:
     nodes = equal_machines(2, 4, 8 * GIB)
     replay = play(traces, elastic(nodes))
@@ -91,7 +91,7 @@ def test_every_action_runs_once_on_cores_that_nobody_else_has(traces: tuple[Trac
 
 
 @given(batches())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_every_action_runs_once_in_its_trajectorys_pod(traces: tuple[Trace, ...]) -> None:
     replay = play(traces, pods(equal_machines(2, 2, 8 * GIB)))
     everything_ran_once(replay)
