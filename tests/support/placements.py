@@ -1,6 +1,8 @@
 """Workloads for the placement's property tests, and what any assignment of them costs, counted the slow way."""
 
 import itertools
+import subprocess
+import sys
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +45,16 @@ def workloads(draw: st.DrawFn, *, n: int, m: int, alike: bool = False, model: Co
 
 def group_seconds(costs: Costs, bounds: npt.NDArray[np.int64]) -> list[float]:
     return [group_cost(costs.table, e, int(bounds[e]), int(bounds[e + 1])) for e in range(len(bounds) - 1)]
+
+
+def check_without_numba(script: str, results: int) -> None:
+    """The same last bits with and without compiled kernels; so many of the lines say `HAVE_NUMBA`."""
+    plain, compiled = (
+        subprocess.run([sys.executable, "-c", before + script], capture_output=True, text=True, check=True).stdout
+        for before in ("import sys; sys.modules['numba'] = None", "")
+    )
+    assert plain.count("False") == results
+    assert plain.replace("False", "True") == compiled
 
 
 def contiguous_costs(costs: Costs) -> list[list[float]]:

@@ -35,6 +35,16 @@ def trajectory(prompt: int, steps: Sequence[tuple[int, int, float]], *, prompt_t
     return TrajectoryWork(f"p{prompt}", 0, prompt_tokens, tuple(Step(*step) for step in steps))
 
 
+def work(prompt_id: str, sample: int, *gen_tokens: int, censored: bool = False) -> TrajectoryWork:
+    """Steps of so many tokens, with answers of 10 tokens after half a second."""
+    return TrajectoryWork(prompt_id, sample, 100, tuple(Step(each, 10, 0.5) for each in gen_tokens), None, censored)
+
+
+def decode_s(context: int, tokens: int) -> float:
+    """SLOW, alone, after a prefill that yields the first token: each decode step reads what is there."""
+    return sum(SLOW.decode_s(1) + SLOW.per_kv_token_s * (context + number) for number in range(1, tokens))
+
+
 class LoneEngine:
     """A simulated engine without a driver. finished and preempted: when, by step id."""
 

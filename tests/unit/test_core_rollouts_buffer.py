@@ -1,6 +1,7 @@
 """The sample buffer: first-K verdicts of each group; whole groups out, oldest first, each trajectory once."""
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,7 +9,6 @@ from hypothesis import strategies as st
 from treadle_core.rollouts.buffer import (
     Advanced,
     Batch,
-    Cancelled,
     DropReason,
     Event,
     GroupTooLargeError,
@@ -27,9 +27,9 @@ def buffer_of(prompts: int, samples: int = 1, keep: int = 1, bound: int | None =
     return SampleBuffer(RolloutSpec(tuple(f"p{i}" for i in range(prompts)), samples, keep, bound))
 
 
-def hand_in(buffer: SampleBuffer, sample: Sample) -> Verdict:
-    arrived = buffer.decide_arrival(sample)
-    if sample.trajectory_id not in buffer.samples:
+def hand_in(buffer: SampleBuffer, trajectory: str, prompt: str = "p0", index: int = 0, **fields: Any) -> Verdict:
+    arrived = buffer.decide_arrival(Sample(trajectory, prompt, index, **fields))
+    if trajectory not in buffer.samples:
         buffer.apply(arrived)
     return arrived.verdict
 
@@ -52,9 +52,9 @@ def advance(buffer: SampleBuffer, version: int) -> Advanced | None:
 
 def test_groups_go_out_whole_and_only_once_settled() -> None:
     buffer = buffer_of(2, samples=2, keep=2)
-    hand_in(buffer, Sample("a0", "p0", 0))
+    hand_in(buffer, "a0")
     assert take(buffer, "b0", 2) == Batch("b0", (), exhausted=False)
-    hand_in(buffer, Sample("a1", "p0", 1))
+    hand_in(buffer, "a1", index=1)
     assert take(buffer, "b1", 2) == Batch("b1", (("p0", ("a0", "a1")),), exhausted=False)
     assert take(buffer, "b2", 2) == Batch("b2", (), exhausted=False)
     assert (buffer.buffered, buffer.taken_total) == (0, 2)
@@ -66,9 +66,8 @@ def test_groups_with_the_oldest_tokens_go_first_then_those_that_settled_first() 
     Result: p2, p0, then p1.
     """
     buffer = buffer_of(3, bound=5)
-    hand_in(buffer, Sample("a", "p0", 0, oldest_version=4))
-    hand_in(buffer, Sample("b", "p1", 0))
-    hand_in(buffer, Sample("c", "p2", 0, oldest_version=1))
+    for number, version in enumerate((4, None, 1)):
+        hand_in(buffer, "abc"[number], f"p{number}", oldest_version=version)
     batch = take(buffer, "b", 3)
     assert batch is not None
     assert [prompt for prompt, _ in batch.groups] == ["p2", "p0", "p1"]
@@ -77,8 +76,8 @@ def test_groups_with_the_oldest_tokens_go_first_then_those_that_settled_first() 
 
 def test_the_bound_is_measured_from_the_oldest_token_and_drops_are_counted() -> None:
     buffer = buffer_of(2, samples=2, keep=2, bound=1)
-    hand_in(buffer, Sample("old", "p0", 0, oldest_version=3))
-    hand_in(buffer, Sample("new", "p0", 1, oldest_version=5))
+    hand_in(buffer, "old", oldest_version=3)
+    hand_in(buffer, "new", index=1, oldest_version=5)
     assert advance(buffer, 5) == Advanced(5, ("old",))
     batch = take(buffer, "b", 2)
     assert batch is not None and batch.groups == (("p0", ("new",)),)
@@ -87,10 +86,10 @@ def test_the_bound_is_measured_from_the_oldest_token_and_drops_are_counted() -> 
 
 def test_an_unsettled_group_that_loses_a_stale_sample_takes_another_one() -> None:
     buffer = buffer_of(1, samples=3, keep=2, bound=0)
-    hand_in(buffer, Sample("old", "p0", 0, oldest_version=1))
+    hand_in(buffer, "old", oldest_version=1)
     advance(buffer, 2)
-    assert hand_in(buffer, Sample("x", "p0", 1, oldest_version=2)).group_settled is False
-    assert hand_in(buffer, Sample("y", "p0", 2, oldest_version=2)).group_settled is True
+    assert hand_in(buffer, "x", index=1, oldest_version=2).group_settled is False
+    assert hand_in(buffer, "y", index=2, oldest_version=2).group_settled is True
     batch = take(buffer, "b", 1)
     assert batch is not None and batch.groups == (("p0", ("x", "y")),)
 
@@ -104,34 +103,33 @@ def test_a_version_that_is_no_news_drops_nothing() -> None:
 
 def test_a_batch_id_gives_the_same_batch_for_ever() -> None:
     buffer = buffer_of(2)
-    hand_in(buffer, Sample("a", "p0", 0))
+    hand_in(buffer, "a")
     first = take(buffer, "b", 1)
-    hand_in(buffer, Sample("c", "p1", 0))
+    hand_in(buffer, "c", "p1")
     assert take(buffer, "b", 2) == first
 
 
 def test_a_waiting_batch_comes_when_full_or_when_nothing_more_can_come() -> None:
     buffer = buffer_of(2, samples=2, keep=1)
-    hand_in(buffer, Sample("a", "p0", 0))
+    hand_in(buffer, "a")
     assert take(buffer, "b", 2, wait=True) is None
-    hand_in(buffer, Sample("c", "p1", 0, failed=True))
+    hand_in(buffer, "c", "p1", failed=True)
     assert take(buffer, "b", 2, wait=True) is None
-    hand_in(buffer, Sample("d", "p1", 1, failed=True))
+    hand_in(buffer, "d", "p1", 1, failed=True)
     assert buffer.state is RolloutState.FINISHED
     assert take(buffer, "b", 2, wait=True) == Batch("b", (("p0", ("a",)),), exhausted=True)
 
 
 def test_a_batch_is_full_at_its_byte_limit_and_a_group_beyond_it_is_an_error() -> None:
     buffer = buffer_of(3)
-    hand_in(buffer, Sample("a", "p0", 0, payload_bytes=60))
-    hand_in(buffer, Sample("b", "p1", 0, payload_bytes=60))
-    hand_in(buffer, Sample("c", "p2", 0, payload_bytes=30))
+    for number, size in enumerate((60, 60, 30)):
+        hand_in(buffer, "abc"[number], f"p{number}", payload_bytes=size)
     assert take(buffer, "b0", 3, wait=True, max_bytes=100) == Batch("b0", (("p0", ("a",)),), exhausted=False)
     assert take(buffer, "b1", 3, wait=True, max_bytes=100) == Batch(
         "b1", (("p1", ("b",)), ("p2", ("c",))), exhausted=True
     )
     small = buffer_of(1)
-    hand_in(small, Sample("a", "p0", 0, payload_bytes=60))
+    hand_in(small, "a", payload_bytes=60)
     with pytest.raises(GroupTooLargeError):
         take(small, "b", 1, max_bytes=50)
     assert small.buffered == 1
@@ -140,14 +138,14 @@ def test_a_batch_is_full_at_its_byte_limit_and_a_group_beyond_it_is_an_error() -
 def test_cancelling_drops_partial_groups_and_leaves_settled_ones_to_be_taken() -> None:
     buffer = buffer_of(2, samples=2, keep=2)
     for index in range(2):
-        hand_in(buffer, Sample(f"a{index}", "p0", index))
-    hand_in(buffer, Sample("c", "p1", 0))
+        hand_in(buffer, f"a{index}", index=index)
+    hand_in(buffer, "c", "p1")
     cancelled = buffer.decide_cancel()
     assert cancelled is not None
     buffer.apply(cancelled)
     assert buffer.state is RolloutState.CANCELLED
     assert buffer.drops == {DropReason.CANCELLED: 1}
-    late = hand_in(buffer, Sample("d", "p1", 1))
+    late = hand_in(buffer, "d", "p1", 1)
     assert late.drop_reason is DropReason.CANCELLED and late.group_settled
     assert take(buffer, "b", 5, wait=True) == Batch("b", (("p0", ("a0", "a1")),), exhausted=True)
     assert buffer.decide_cancel() is None
@@ -218,7 +216,7 @@ def test_a_group_settles_when_enough_samples_are_kept_and_drops_the_rest() -> No
     Result: kept, kept and settled, dropped.
     """
     buffer = buffer_of(1, samples=3, keep=2)
-    first, second, third = (hand_in(buffer, Sample(name, "p0", index)) for index, name in enumerate("abc"))
+    first, second, third = (hand_in(buffer, name, index=index) for index, name in enumerate("abc"))
     assert (first.kept, first.group_settled) == (True, False)
     assert (second.kept, second.group_settled) == (True, True)
     assert (third.drop_reason, third.group_settled) == (DropReason.GROUP_SETTLED, True)
@@ -227,25 +225,18 @@ def test_a_group_settles_when_enough_samples_are_kept_and_drops_the_rest() -> No
 
 def test_a_failed_sample_is_dropped_and_a_group_with_failures_settles_once_all_are_in() -> None:
     buffer = buffer_of(1, samples=2, keep=2)
-    first = hand_in(buffer, Sample("a", "p0", 0, failed=True))
+    first = hand_in(buffer, "a", failed=True)
     assert first.drop_reason is DropReason.FAILED and not first.group_settled
-    second = hand_in(buffer, Sample("b", "p0", 1))
+    second = hand_in(buffer, "b", index=1)
     assert second.kept and second.group_settled
     assert buffer.groups["p0"].ready
 
 
-def test_the_same_trajectory_gets_its_first_verdict_again_even_after_its_group_settled() -> None:
-    buffer = buffer_of(2, samples=3)
-    first = hand_in(buffer, Sample("a", "p0", 0))
-    buffer.apply(Cancelled(()))
-    assert hand_in(buffer, Sample("a", "p0", 0)) == first
-
-
 def test_a_sample_index_belongs_to_the_first_trajectory_that_hands_it_in() -> None:
     buffer = buffer_of(1, samples=3, keep=2)
-    hand_in(buffer, Sample("a", "p0", 0))
+    hand_in(buffer, "a")
     with pytest.raises(SampleTakenError) as refused:
-        hand_in(buffer, Sample("b", "p0", 0))
+        hand_in(buffer, "b")
     assert refused.value.trajectory_id == "a"
 
 
@@ -266,7 +257,7 @@ def test_a_sample_whose_oldest_token_lags_too_far_behind_the_newest_version_is_s
     buffer = buffer_of(1, samples=2, keep=2, bound=bound)
     if newest is not None:
         advance(buffer, newest)
-    verdict = hand_in(buffer, Sample("a", "p0", 0, oldest_version=oldest))
+    verdict = hand_in(buffer, "a", oldest_version=oldest)
     assert verdict.drop_reason is (DropReason.STALE if stale else None)
 
 
@@ -290,7 +281,7 @@ def test_a_group_never_keeps_more_than_k_and_settles_exactly_when_it_has_k_or_ev
     group = buffer.groups["p0"]
     for index, failed in enumerate(fates[: keep + extra]):
         was_settled = group.settled
-        verdict = hand_in(buffer, Sample(f"t{index}", "p0", index, failed=failed))
+        verdict = hand_in(buffer, f"t{index}", index=index, failed=failed)
         assert len(group.kept) <= keep
         assert group.settled == (len(group.kept) == keep or group.received == keep + extra)
         assert group.settled or not was_settled

@@ -45,12 +45,6 @@ def test_a_waiting_step_that_outranks_the_lowest_running_one_evicts_it() -> None
     assert q.decide() == [Admit("high")]
 
 
-def test_an_equal_priority_evicts_nobody() -> None:
-    q = running("first")
-    q.add("second", 1.0)
-    assert q.decide() == []
-
-
 def test_a_step_is_not_evicted_before_it_has_made_its_tokens_since_its_admission() -> None:
     """Two steps whose priorities leapfrog would else trade one slot without getting on. Result: each turn makes
     tokens.
@@ -70,12 +64,13 @@ def test_a_step_is_not_evicted_before_it_has_made_its_tokens_since_its_admission
     assert q.decide() == [], "the new one has made none yet"
 
 
-def test_the_hysteresis_keeps_a_small_lead_from_evicting() -> None:
-    q = running("low", hysteresis=2.0)
-    q.add("near", 3.0)
-    assert q.decide() == []
-    q.reprioritize("near", 3.1)
-    assert q.decide() == [Evict("low", "near")]
+def test_the_hysteresis_keeps_a_small_lead_from_evicting_and_without_preemption_no_lead_does() -> None:
+    for preempt in (True, False):
+        q = running("low", hysteresis=2.0, preempt=preempt)
+        q.add("near", 3.0)
+        assert q.decide() == []
+        q.reprioritize("near", 3.1)
+        assert q.decide() == ([Evict("low", "near")] if preempt else [])
 
 
 def test_an_evicted_step_waits_with_its_original_arrival() -> None:
@@ -87,12 +82,6 @@ def test_an_evicted_step_waits_with_its_original_arrival() -> None:
     q.decide()
     q.remove("high")
     assert q.decide() == [Admit("early")]
-
-
-def test_without_preemption_the_running_step_stays() -> None:
-    q = running("low", preempt=False)
-    q.add("high", 5.0)
-    assert q.decide() == []
 
 
 def test_a_step_that_is_not_preemptible_is_never_evicted_and_one_that_ranks_above_it_is() -> None:

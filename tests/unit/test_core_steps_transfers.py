@@ -20,14 +20,11 @@ def test_the_longest_goes_first_and_a_short_move_between_free_engines_does_not_w
     assert [t.transfer_id for t in next_transfers(waiting, ())] == ["long", "short"]
 
 
-def test_an_engine_that_is_busy_takes_part_in_nothing_else() -> None:
+def test_an_engine_that_is_busy_takes_part_in_nothing_else_and_of_equal_lengths_the_first_asked_goes() -> None:
     waiting = [move("a", "e0", "e1", 90), move("b", "e2", "e0", 80), move("c", "e2", "e3", 1)]
     assert [t.transfer_id for t in next_transfers(waiting, {"e0"})] == ["c"]
-
-
-def test_equal_lengths_go_in_the_order_asked() -> None:
-    waiting = [move("later", "e0", "e1", 5, asked_at_s=2.0), move("sooner", "e0", "e1", 5, asked_at_s=1.0)]
-    assert [t.transfer_id for t in next_transfers(waiting, ())] == ["sooner"]
+    alike = [move("later", "e0", "e1", 5, asked_at_s=2.0), move("sooner", "e0", "e1", 5, asked_at_s=1.0)]
+    assert [t.transfer_id for t in next_transfers(alike, ())] == ["sooner"]
 
 
 ENGINES = st.sampled_from([f"e{i}" for i in range(6)])

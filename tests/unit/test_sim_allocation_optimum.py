@@ -1,15 +1,13 @@
 """The exact resource plan against the trial of every multiset of engines, and its bound against every assignment."""
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.placements import curves, makespans_of_all, tokens
+from support.placements import check_without_numba, curves, makespans_of_all, tokens
 from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing.costs import group_cost
 from treadle_core.placing.solver import partition
@@ -109,11 +107,11 @@ def test_on_1024_gpus_the_plan_is_within_two_per_cent_of_what_no_plan_beats(sigm
 def test_the_best_homogeneous_plan_is_the_best_of_the_plans_with_one_kind(case: Case) -> None:
     lengths, contexts, gpus, kinds, model = case
     found = homogeneous(lengths, contexts, gpus, kinds, model)
-    fitting = [kind for kind in kinds if kind.gpus not in found.left_out]
-    alone = []
-    for kind in fitting:
-        affordable = gpus // kind.gpus * kind.gpus  # the mean of the workload, not the budget, sets the costs
-        alone.append(allocate(lengths, contexts, affordable, [kind], model).makespan_s)
+    alone = [
+        allocate(lengths, contexts, gpus // kind.gpus * kind.gpus, [kind], model).makespan_s
+        for kind in kinds
+        if kind.gpus not in found.left_out
+    ]
     assert found.makespan_s == pytest.approx(min(alone), rel=REL)
     assert len(set(found.degrees)) == 1
     assert found.makespan_s >= allocate(lengths, contexts, gpus, kinds, model).makespan_s * (1 - REL)
@@ -173,9 +171,4 @@ for model in (CostModel.GROUP_SIZE, CostModel.LINEAR_INTEGRAL):
     found = allocate(lengths, contexts, 10, kinds, model)
     print(compiled.HAVE_NUMBA, found.degrees, found.makespan_s.hex(), float(found.lower_bound_s).hex())
 """
-    plain, compiled = (
-        subprocess.run([sys.executable, "-c", before + script], capture_output=True, text=True, check=True).stdout
-        for before in ("import sys; sys.modules['numba'] = None", "")
-    )
-    assert plain.count("False") == len(MODELS)
-    assert plain.replace("False", "True") == compiled
+    check_without_numba(script, len(MODELS))

@@ -1,7 +1,7 @@
 """When the simulator's driver sends which event, what a move brings along, and what failures and new weights do."""
 
 import pytest
-from support.simulated import SLOW, Rollout, engine, play, trajectory
+from support.simulated import SLOW, Rollout, decode_s, engine, play, trajectory
 from treadle_core import actions, events
 from treadle_core.tuning import Tuning
 from treadle_sim.cluster import Cluster, Failure, Latencies, Link, WeightUpdate
@@ -16,14 +16,13 @@ def test_a_step_is_a_ticket_a_prefill_its_tokens_and_a_tool_and_each_is_heard_wh
 
     rollout = play([work], Cluster((engine(),)))
 
-    rpc_s = LATENCIES.rpc_s
     first_s = SLOW.prefill_s(300, 0) + decode_s(300, 100)
     second_s = SLOW.prefill_s(51, 399) + decode_s(450, 40)
-    end_s = [2 * rpc_s + first_s, 2 * rpc_s + first_s + 2.0 + rpc_s + second_s]
+    end_s = [2 * RPC_S + first_s, 2 * RPC_S + first_s + 2.0 + RPC_S + second_s]
     told = [(type(heard.event), heard.now_s) for heard in rollout.heard if not isinstance(heard.event, events.Tick)]
     assert told[1:] == [
         (events.TrajectoryOpened, 0.0),
-        (events.StepRequested, pytest.approx(rpc_s)),
+        (events.StepRequested, pytest.approx(RPC_S)),
         (events.StepFinished, pytest.approx(end_s[0])),
         (events.ToolStarted, pytest.approx(end_s[0])),
         (events.ToolFinished, pytest.approx(end_s[0] + 2.0)),
@@ -95,11 +94,6 @@ def moving(link: Link) -> tuple[Rollout, list[TrajectoryWork]]:
         for index in range(16)
     ]
     return play(works, Cluster((engine(2), engine(), engine()), link=link), "heddle"), works
-
-
-def decode_s(context: int, tokens: int) -> float:
-    """Alone, after a prefill that yields the first token: each step reads what is there."""
-    return sum(SLOW.decode_s(1) + SLOW.per_kv_token_s * (context + number) for number in range(1, tokens))
 
 
 def test_a_step_that_an_engine_takes_with_it_goes_on_elsewhere_from_the_tokens_that_its_client_has() -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from support.simulated import SLOW, LoneEngine, engine_step
+from support.simulated import SLOW, LoneEngine, decode_s, engine_step
 from treadle_core.steps.preemptive_queue import DEFAULT_MIN_RUN_TOKENS
 from treadle_sim.batch import EngineStep
 
@@ -12,8 +12,7 @@ def test_one_sequence_takes_what_the_curve_says() -> None:
 
     alone.run((0.0, engine_step("a", 1_000, 500), 0.0))
 
-    decode_s = sum(SLOW.decode_s(1) + SLOW.per_kv_token_s * (1_000 + i) for i in range(1, 500))
-    assert alone.finished["a"] == pytest.approx(SLOW.prefill_s(1_000, 0) + decode_s, rel=1e-9)
+    assert alone.finished["a"] == pytest.approx(SLOW.prefill_s(1_000, 0) + decode_s(1_000, 500), rel=1e-9)
     assert alone.engine.busy_s == pytest.approx(alone.finished["a"], rel=1e-9)
 
 
@@ -51,8 +50,8 @@ def test_a_running_step_is_evicted_as_soon_as_it_has_its_least_tokens() -> None:
 
     alone.run((0.0, engine_step("low", 1_000, 400), 1.0), (0.03, high, 2.0))
 
-    decode_s = sum(SLOW.decode_s(1) + SLOW.per_kv_token_s * (1_000 + i) for i in range(1, DEFAULT_MIN_RUN_TOKENS))
-    assert high.queue_s == pytest.approx(SLOW.prefill_s(1_000, 0) + decode_s - 0.03, rel=1e-9)
+    evicted_s = SLOW.prefill_s(1_000, 0) + decode_s(1_000, DEFAULT_MIN_RUN_TOKENS)
+    assert high.queue_s == pytest.approx(evicted_s - 0.03, rel=1e-9)
 
 
 def test_where_kv_is_short_the_next_step_waits_and_the_oldest_cached_context_goes() -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.simulated import work
 from treadle_core.model import Estimate
 from treadle_core.tuning import Tuning
 from treadle_sim.cluster import homogeneous
@@ -35,10 +36,6 @@ from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload
 
 CODING = make("coding", 100, 16, seed=1)
 BEFORE = make("coding", 100, 16, seed=1, epoch=1).trajectories
-
-
-def work(prompt_id: str, sample: int, *gen_tokens: int, censored: bool = False) -> TrajectoryWork:
-    return TrajectoryWork(prompt_id, sample, 100, tuple(Step(each, 10, 0.5) for each in gen_tokens), None, censored)
 
 
 SMALL = Workload("small", (work("p", 0, 100, 200), work("p", 1, 50), work("q", 0, 900)), 1_000)

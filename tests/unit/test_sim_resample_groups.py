@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.simulated import work
 from treadle_core.ranking.evidence import count_totals, posterior
 from treadle_sim.workloads.parametric import make
 from treadle_sim.workloads.resample import Donors, apply_caps, continue_cut, resample
-from treadle_sim.workloads.workload import Step, TrajectoryWork, groups
-
-
-def work(prompt_id: str, sample: int, *gen_tokens: int, censored: bool = False) -> TrajectoryWork:
-    return TrajectoryWork(prompt_id, sample, 100, tuple(Step(each, 10, 0.5) for each in gen_tokens), None, censored)
+from treadle_sim.workloads.workload import Step, groups
 
 
 def test_samples_of_a_prompt_with_repeats_are_its_own_trajectories() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.simulated import FAST, SLOW, Rollout, engine, play, trajectory
+from support.simulated import FAST, SLOW, Rollout, decode_s, engine, play, trajectory
 from treadle_core.actions import IssueTicket
 from treadle_core.events import StepFinished, StepRequested, TrajectoryClosed
 from treadle_sim.cluster import Cluster, Failure, Latencies, WeightUpdate
@@ -157,10 +157,7 @@ def test_one_trajectory_alone_takes_the_bound_and_the_latency_of_its_tickets() -
 def test_alone_a_trajectory_prefills_each_token_once_and_reads_its_growing_context() -> None:
     work = trajectory(0, [(10, 30, 1.0), (20, 99, 2.0)], prompt_tokens=100)
 
-    by_hand = SLOW.prefill_s(100, 0) + sum(SLOW.decode_s(1) + SLOW.per_kv_token_s * (100 + i) for i in range(1, 10))
-    by_hand += 1.0 + SLOW.prefill_s(31, 109)
-    by_hand += sum(SLOW.decode_s(1) + SLOW.per_kv_token_s * (140 + i) for i in range(1, 20)) + 2.0
-
+    by_hand = SLOW.prefill_s(100, 0) + decode_s(100, 10) + 1.0 + SLOW.prefill_s(31, 109) + decode_s(140, 20) + 2.0
     assert alone_s(work, engine()) == pytest.approx(by_hand)
 
 

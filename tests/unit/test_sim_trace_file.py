@@ -25,13 +25,9 @@ WORKS = st.builds(
     censored=st.booleans(),
     prompt=TEXTS,
 )
-LINE: dict[str, Any] = {
-    "prompt_id": "p",
-    "sample": 0,
-    "prompt_tokens": 10,
-    "reward": None,
-    "steps": [{"gen_tokens": 5, "obs_tokens": 2, "tool_latency_s": 0.5}],
-}
+STEP = {"gen_tokens": 5, "obs_tokens": 2, "tool_latency_s": 0.5}
+LINE: dict[str, Any] = {"prompt_id": "p", "sample": 0, "prompt_tokens": 10, "reward": None, "steps": [STEP]}
+ZIPPED = gzip.compress(json.dumps(LINE).encode())
 
 
 @given(
@@ -49,8 +45,8 @@ def test_what_is_written_is_read_back(works: list[TrajectoryWork], suffix: str, 
 
 def test_fields_of_others_and_blank_lines_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
-    step = {**LINE["steps"][0], "tool": "python"}
-    path.write_text("\n" + json.dumps({**LINE, "model": "m", "steps": [step]}) + "\n\n")
+    line = {**LINE, "model": "m", "steps": [{**STEP, "tool": "python"}]}
+    path.write_text("\n" + json.dumps(line) + "\n\n")
     assert read_traces(path) == (TrajectoryWork("p", 0, 10, (Step(5, 2, 0.5),)),)
 
 
@@ -70,24 +66,20 @@ def test_fields_of_others_and_blank_lines_are_passed_over(tmp_path: Path) -> Non
         ({"steps": []}, "steps", "at least 1 item"),
         ({"steps": {}}, "steps", "must be"),
         ({"steps": [5]}, "steps[0]", "JSON object"),
-        ({"steps": [LINE["steps"][0], {"gen_tokens": 1, "obs_tokens": 1}]}, "steps[1].tool_latency_s", "is missing"),
-        ({"steps": [{**LINE["steps"][0], "gen_tokens": 0}]}, "steps[0].gen_tokens", "greater than or equal to 1"),
-        (
-            {"steps": [{**LINE["steps"][0], "obs_tokens": -4}]},
-            "steps[0].obs_tokens",
-            "greater than or equal to 0, is -4",
-        ),
-        (
-            {"steps": [{**LINE["steps"][0], "tool_latency_s": -0.1}]},
-            "steps[0].tool_latency_s",
-            "greater than or equal to 0",
-        ),
-        ({"steps": [{**LINE["steps"][0], "tool_latency_s": float("inf")}]}, "steps[0].tool_latency_s", "finite"),
+        ({"steps": [STEP, {"gen_tokens": 1, "obs_tokens": 1}]}, "steps[1].tool_latency_s", "is missing"),
+        ({"steps": [{**STEP, "gen_tokens": 0}]}, "steps[0].gen_tokens", "greater than or equal to 1"),
+        ({"steps": [{**STEP, "obs_tokens": -4}]}, "steps[0].obs_tokens", "greater than or equal to 0, is -4"),
+        ({"steps": [{**STEP, "tool_latency_s": -0.1}]}, "steps[0].tool_latency_s", "greater than or equal to 0"),
+        ({"steps": [{**STEP, "tool_latency_s": float("inf")}]}, "steps[0].tool_latency_s", "finite"),
+        ({"sample": 1}, "sample", "1 of prompt 'p' is already on line 1"),
+        *(({field: ...}, field, "is missing") for field in ("prompt_id", "sample", "prompt_tokens", "steps")),
     ],
 )
 def test_a_wrong_field_is_named_with_its_line(tmp_path: Path, change: dict[str, Any], field: str, says: str) -> None:
+    """`...` leaves a field out."""
     path = tmp_path / "bad.jsonl"
-    path.write_text(json.dumps({**LINE, "sample": 1}) + "\n\n" + json.dumps({**LINE, **change}) + "\n")
+    bad = {name: value for name, value in {**LINE, **change}.items() if value is not ...}
+    path.write_text(json.dumps({**LINE, "sample": 1}) + "\n\n" + json.dumps(bad) + "\n")
     with pytest.raises(TraceFileError) as caught:
         read_traces(path)
     assert (caught.value.line, caught.value.field) == (3, field)
@@ -95,44 +87,20 @@ def test_a_wrong_field_is_named_with_its_line(tmp_path: Path, change: dict[str, 
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("field", ["prompt_id", "sample", "prompt_tokens", "steps"])
-def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text(json.dumps({name: value for name, value in LINE.items() if name != field}))
-    with pytest.raises(TraceFileError, match=f"line 1: {field}: is missing"):
-        read_traces(path)
-
-
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("name", "content", "says"),
     [
-        (b'{"prompt_id": ', "line 1: must be JSON"),
-        (b"[" * 100_000, "line 1: must be JSON"),
-        (b"[1]", "line 1: must be a JSON object"),
-        (b"\xff\xfe", "line 1: must be UTF-8"),
-        (b"\n \n", "holds no trajectory"),
+        ("own.jsonl", b'{"prompt_id": ', "line 1: must be JSON"),
+        ("own.jsonl", b"[" * 100_000, "line 1: must be JSON"),
+        ("own.jsonl", b"[1]", "line 1: must be a JSON object"),
+        ("own.jsonl", b"\xff\xfe", "line 1: must be UTF-8"),
+        ("own.jsonl", b"\n \n", "holds no trajectory"),
+        ("own.jsonl.gz", ZIPPED[:10], "no whole gzip file"),
+        ("own.jsonl.gz", ZIPPED[:-6], "no whole gzip file"),
+        ("own.jsonl.gz", b"plain text", "no whole gzip file"),
     ],
 )
-def test_a_line_that_is_no_object_is_named(tmp_path: Path, content: bytes, says: str) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_bytes(content)
+def test_a_file_that_holds_no_lines_of_objects_is_refused(tmp_path: Path, name: str, content: bytes, says: str) -> None:
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(TraceFileError, match=says):
-        read_traces(path)
-
-
-def test_a_sample_that_stands_twice_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "twice.jsonl"
-    path.write_text((json.dumps(LINE) + "\n") * 2)
-    with pytest.raises(TraceFileError, match="line 2: sample: 0 of prompt 'p' is already on line 1"):
-        read_traces(path)
-
-
-@pytest.mark.parametrize("keep", [10, -6])
-def test_half_a_gzip_file_is_refused(tmp_path: Path, keep: int) -> None:
-    path = tmp_path / "half.jsonl.gz"
-    path.write_bytes(gzip.compress(json.dumps(LINE).encode())[:keep])
-    with pytest.raises(TraceFileError, match="no whole gzip file"):
-        read_traces(path)
-    path.write_bytes(b"plain text")
-    with pytest.raises(TraceFileError, match="no whole gzip file"):
-        read_traces(path)
+        read_traces(tmp_path / name)
