@@ -5,7 +5,7 @@ The clock is the test's, and what would go to other services is noted instead of
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from treadle_core import actions as act
@@ -47,25 +47,15 @@ class NotedStore(Store):
         super().remove(key)
 
 
-@dataclass
-class Clock:
-    """Says what time it was in the recording."""
-
-    now_s: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 class Service:
     """The scheduler's driver, controller and store, put together as `wire.py` does."""
 
     def __init__(self, store: NotedStore, mesh: MeshRecord, controller: Controller) -> None:
         self.store = store
         self.controller = controller
-        self._clock = Clock()
+        self._now_s = 0.0  # what time it was in the recording
         self._steps: dict[str, asyncio.Task[TicketRecord]] = {}
-        self._driver = Driver(controller, store, mesh.epoch_s, self._clock, self._sent)
+        self._driver = Driver(controller, store, mesh.epoch_s, lambda: self._now_s, self._sent)
 
     @classmethod
     async def start(cls, bus: Bus, now_s: float) -> "Service":
@@ -86,7 +76,7 @@ class Service:
 
     async def hear(self, now_s: float, event: ev.Event) -> list[tuple[str, object]]:
         """Takes an event on the way that the service takes it; what was done, but for tickets (`ticket`)."""
-        self._clock.now_s = now_s
+        self._now_s = now_s
         self.store.log.clear()
         if isinstance(event, ev.StepRequested):
             step = self._driver.request_step(event, None)

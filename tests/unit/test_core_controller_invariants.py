@@ -1,6 +1,5 @@
 """Whatever happens in whatever order, the controller's invariants hold (hypothesis, stateful)."""
 
-from collections.abc import Callable
 from dataclasses import fields
 
 import numpy as np
@@ -86,8 +85,10 @@ class AnyEvents(RuleBasedStateMachine):
             assert not record.pinned_engine_id
             assert move.source.engine_id == record.engine_id != move.target.engine_id
 
-    def pick(self, index: int, of: list[TicketRecord]) -> TicketRecord | None:
-        return of[index % len(of)] if of else None
+    def pick(self, index: int, name: str = "") -> TicketRecord | None:
+        """One of the tickets that were issued, of a trajectory if it is named."""
+        found = [ticket for ticket in self.issued.values() if name in ("", ticket.trajectory_id)]
+        return found[index % len(found)] if found else None
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 4.0, 11.0]), silent=st.integers(0, 5))
     def time_passes(self, seconds: float, silent: int) -> None:
@@ -101,7 +102,7 @@ class AnyEvents(RuleBasedStateMachine):
     @rule(name=TRAJECTORIES, tokens=st.floats(100, 1e5))
     def a_whole_turn(self, name: str, tokens: float) -> None:
         """Asked for, run, accounted for, predicted; the tool is slow."""
-        self.ask(name, 0, "", 30.0, self.scenario.request_id())
+        self.client_asks(name, 0, 30.0)
         ticket = self.scenario.controller.trajectory(name).live_ticket if name in self.known() else None
         if ticket is not None:
             self.hand(ev.StepFinished(name, ticket.ticket_id, ticket.turn, 100, 20))
@@ -143,43 +144,34 @@ class AnyEvents(RuleBasedStateMachine):
 
     @rule(name=TRAJECTORIES, ahead=st.sampled_from([0, 0, 0, 1, -1]), tool_s=st.sampled_from([0.0, 5.0]))
     def client_asks(self, name: str, ahead: int, tool_s: float) -> None:
-        self.ask(name, ahead, "", tool_s, f"ask-{self.scenario.request_id()}")
+        next_turn = self.scenario.controller.trajectory(name).next_turn if name in self.known() else 0
+        self.hand(ev.StepRequested(self.scenario.request_id(), name, max(0, next_turn + ahead), 100, 64, tool_s=tool_s))
 
     @rule(name=TRAJECTORIES, index=INDEX)
     def client_asks_again_after_a_lost_stream(self, name: str, index: int) -> None:
-        lost = self.pick(index, [ticket for ticket in self.issued.values() if ticket.trajectory_id == name])
+        lost = self.pick(index, name)
         if lost is not None:
-            event = ev.StepRequested(self.scenario.request_id(), name, lost.turn, 100, 64, lost.ticket_id, 3)
-            self.hand(event)
+            self.hand(ev.StepRequested(self.scenario.request_id(), name, lost.turn, 100, 64, lost.ticket_id, 3))
 
     @rule(index=INDEX)
     def client_repeats(self, index: int) -> None:
-        ticket = self.pick(index, list(self.issued.values()))
+        ticket = self.pick(index)
         if ticket is not None:
             names = (field.name for field in fields(ev.StepRequested) if field.name != "tool_s")
             self.hand(ev.StepRequested(*(getattr(ticket, name) for name in names)))
-
-    def ask(self, name: str, ahead: int, replaces: str, tool_s: float, request: str) -> None:
-        known = {record.trajectory_id: record for record in self.scenario.controller.trajectories()}
-        turn = max(0, (known[name].next_turn if name in known else 0) + ahead)
-        self.hand(ev.StepRequested(request, name, turn, 100, 64, replaces, 0, tool_s))
 
     @rule(name=TRAJECTORIES, outcome=st.sampled_from(list(Outcome)), request=st.integers(0, 7))
     def client_closes(self, name: str, outcome: Outcome, request: int) -> None:
         if request < 2:
             self.hand(ev.TrajectoryClosed(f"close-{name}-{request}", name, outcome))
 
-    @rule(index=INDEX, tokens=st.integers(0, 64))
-    def bus_says_finished(self, index: int, tokens: int) -> None:
-        ticket = self.pick(index, list(self.issued.values()))
+    @rule(index=INDEX, tokens=st.integers(0, 64), preempted=st.booleans())
+    def bus_says_finished_or_preempted(self, index: int, tokens: int, preempted: bool) -> None:
+        ticket = self.pick(index)
         if ticket is not None:
-            self.hand(ev.StepFinished(ticket.trajectory_id, ticket.ticket_id, ticket.turn, 100, tokens))
-
-    @rule(index=INDEX)
-    def bus_says_preempted(self, index: int) -> None:
-        ticket = self.pick(index, list(self.issued.values()))
-        if ticket is not None:
-            self.hand(ev.StepPreempted(ticket.trajectory_id, ticket.ticket_id, 1))
+            name, ticket_id = ticket.trajectory_id, ticket.ticket_id
+            finished = ev.StepFinished(name, ticket_id, ticket.turn, 100, tokens)
+            self.hand(ev.StepPreempted(name, ticket_id, 1) if preempted else finished)
 
     @rule(name=TRAJECTORIES, started=st.booleans())
     def bus_says_tool(self, name: str, started: bool) -> None:
@@ -201,13 +193,13 @@ class AnyEvents(RuleBasedStateMachine):
         if self.moves:
             move = self.moves[-1 - index % min(3, len(self.moves))]
             name, migration = move.trajectory_id, f"m-{move.move_id}"
-            answers: list[Callable[[], ev.Event]] = [
-                lambda: ev.MoveAccepted(name, move.move_id, migration),
-                lambda: ev.SwitchRequested(f"s-{move.move_id}", name, move.expected_revision, move.target.engine_id),
-                lambda: ev.MoveEnded(name, migration, moved=True),
-                lambda: ev.MoveEnded(name, move_id=move.move_id),
+            answers: list[ev.Event] = [
+                ev.MoveAccepted(name, move.move_id, migration),
+                ev.SwitchRequested(f"s-{move.move_id}", name, move.expected_revision, move.target.engine_id),
+                ev.MoveEnded(name, migration, moved=True),
+                ev.MoveEnded(name, move_id=move.move_id),
             ]
-            self.hand(answers[what]())
+            self.hand(answers[what])
 
     @rule()
     def scheduler_is_killed_and_comes_back(self) -> None:

@@ -16,9 +16,10 @@ LENGTHS = st.lists(st.floats(1.0, 30_000.0), min_size=1, max_size=14)
 PLACES = st.integers(0, 2**32 - 1)
 
 
-def engines(count: int, slots: int) -> EngineRows:
+def engines(*slots: int) -> EngineRows:
+    """An engine for each number of slots."""
     return balance.engine_rows(
-        [EngineSpec(f"e{i}", f"e{i}:1", slot_limit=slots, decode_curve=CURVE) for i in range(count)]
+        [EngineSpec(f"e{i}", f"e{i}:1", slot_limit=limit, decode_curve=CURVE) for i, limit in enumerate(slots)]
     )
 
 
@@ -37,7 +38,7 @@ def all_may(count: int) -> Flags:
 
 @given(LENGTHS, st.integers(2, 4), st.integers(1, 4), PLACES)
 def test_a_rebalance_never_makes_the_last_engine_later(lengths: list[float], count: int, slots: int, seed: int) -> None:
-    rows, jobs = engines(count, slots).rows, works(lengths)
+    rows, jobs = engines(*[slots] * count).rows, works(lengths)
     present = anywhere(seed, len(lengths), count)
     before = balance.finish_times(rows, jobs, present)
     after = balance.finish_times(rows, jobs, balance.rebalance(rows, jobs, present, MARGIN, all_may(len(lengths))))
@@ -48,42 +49,38 @@ def test_a_rebalance_never_makes_the_last_engine_later(lengths: list[float], cou
 
 @given(LENGTHS)
 def test_what_may_not_move_stays(lengths: list[float]) -> None:
-    rows, jobs = engines(2, 1).rows, works(lengths)
+    rows, jobs = engines(1, 1).rows, works(lengths)
     movable = np.arange(len(lengths)) % 2 == 0
     result = balance.rebalance(rows, jobs, np.zeros(len(lengths), np.int64), MARGIN, movable)
     assert (result[~movable] == 0).all()
 
 
 def test_a_heap_on_one_engine_is_spread() -> None:
-    rows, jobs = engines(4, 2).rows, works([1_000.0] * 16)
+    rows, jobs = engines(2, 2, 2, 2).rows, works([1_000.0] * 16)
     result = balance.rebalance(rows, jobs, np.zeros(16, np.int64), MARGIN, all_may(16))
     assert np.bincount(result, minlength=4).tolist() == [4, 4, 4, 4]
 
 
 def test_one_trajectory_that_sets_the_bound_does_not_hide_the_imbalance_of_the_rest() -> None:
     """Degenerate minimax (reference point 5): the giant cannot be relieved; the other engines still are."""
-    rows, jobs = engines(3, 1).rows, works([1e6, *[1_000.0] * 6])
+    rows, jobs = engines(1, 1, 1).rows, works([1e6, *[1_000.0] * 6])
     present = np.array([0, *[1] * 6])
     result = balance.rebalance(rows, jobs, present, MARGIN, all_may(7))
     assert result[0] == 0
     assert np.bincount(result, minlength=3).tolist() == [1, 3, 3]
 
 
-def test_groups_of_equal_engines_keep_the_names_that_leave_most_context_where_it_is() -> None:
+@pytest.mark.parametrize(("slots", "kept"), [((2, 2), [0, 0, 1, 1]), ((2, 8), [1, 1, 0, 0])])
+def test_groups_of_equal_engines_alone_keep_the_names_that_leave_most_context_where_it_is(
+    slots: tuple[int, int], kept: list[int]
+) -> None:
     present, swapped = np.array([0, 0, 1, 1]), np.array([1, 1, 0, 0])
-    kept = balance.relabel(swapped, present, np.full(4, 100.0), all_may(4), engines(2, 2).kinds)
-    assert kept.tolist() == present.tolist()
-
-
-def test_engines_that_differ_are_not_renamed() -> None:
-    specs = [EngineSpec(f"e{i}", f"e{i}:1", slot_limit=slots, decode_curve=CURVE) for i, slots in enumerate((2, 8))]
-    planned = np.array([1, 0])
-    kept = balance.relabel(planned, np.array([0, 1]), np.full(2, 100.0), all_may(2), balance.engine_rows(specs).kinds)
-    assert kept.tolist() == planned.tolist()
+    found = balance.relabel(swapped, present, np.full(4, 100.0), all_may(4), engines(*slots).kinds)
+    assert found.tolist() == kept
 
 
 def test_an_engine_is_never_done_before_its_longest_trajectory_alone() -> None:
-    rows = engines(2, 4).rows
+    rows = engines(4, 4).rows
     times = balance.finish_times(rows, works([10.0], tool_s=99.0), np.array([0]))
     assert times.tolist() == [pytest.approx(99.0 + 10 * CURVE.base_s), 0.0]
 
@@ -146,7 +143,7 @@ def test_following_plans_on_two_small_engines_is_never_worse_than_staying(
     for name, tokens in zip(names, lengths, strict=True):
         scenario.open(name)
         scenario.predict(name, tokens, remaining_tokens=Estimate(tokens, tokens, tokens))
-    rows, jobs = engines(2, slots).rows, works(lengths)
+    rows, jobs = engines(slots, slots).rows, works(lengths)
     present = np.array([int(scenario.controller.trajectory(name).engine_id[1:]) for name in names])
     scenario.now += scenario.tuning.plan_timeout_s  # whatever was asked before is void
     scenario.open("late")

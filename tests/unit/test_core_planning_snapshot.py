@@ -3,20 +3,16 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_core.compiled import Floats, Indexes
+from treadle_core.compiled import Indexes
 from treadle_core.placing import balance
 from treadle_core.planning import snapshot
 
 ENGINES = np.tile(np.array([0.01, 0.001, 0.0, 100.0, np.inf]), (3, 1))
 
 
-def work(lengths: list[float]) -> Floats:
-    tokens = np.array(lengths)
-    return balance.work_rows(tokens, np.zeros(len(tokens)), np.zeros(len(tokens)))
-
-
 def dealt(lengths: list[float], placement: list[int], free: list[bool], slack: float = 2.0) -> Indexes:
-    rows, at = work(lengths), np.array(placement, np.int64)
+    nothing = np.zeros(len(lengths))
+    rows, at = balance.work_rows(np.array(lengths), nothing, nothing), np.array(placement, np.int64)
     makespan_s = float(balance.finish_times(ENGINES, rows, at).max())
     order = np.argsort(-np.array(lengths), kind="stable")
     order = order[np.array(free)[order]]

@@ -76,14 +76,10 @@ def test_a_step_that_ended_on_one_engine_and_went_on_on_another_counts_once() ->
     assert found[1].running["t"].turns == 3
 
 
-def test_a_step_of_a_trajectory_that_nobody_opened_changes_nothing() -> None:
+def test_a_step_before_the_opening_or_after_the_close_changes_nothing() -> None:
     evidence = Evidence()
-    evidence.add_step("stranger", 0, 100)
-    assert evidence.group_of("stranger", "p") is None
-
-
-def test_a_late_step_after_the_close_changes_nothing() -> None:
-    evidence = Evidence()
+    evidence.add_step("t", 0, 100)
+    assert evidence.group_of("t", "p") is None
     evidence.open_trajectory("t", "r", "p")
     evidence.close_trajectory(Ended("t", "r", "p", 50, 1, own_end=True))
     before = seen(evidence)

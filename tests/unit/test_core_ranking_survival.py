@@ -21,13 +21,15 @@ def kaplan_meier(ended: list[float], censored: list[float], at: float) -> float:
     return alive
 
 
-@given(totals, totals, st.floats(0.5, 20.0))
-def test_a_curve_never_rises_and_stays_between_one_and_zero(
-    ended: list[float], censored: list[float], weight: float
+@given(totals, totals, st.floats(0.5, 20.0), st.floats(0, 100_000))
+def test_a_curve_never_rises_and_stays_between_one_and_zero_nor_do_quantiles_of_what_remains_fall(
+    ended: list[float], censored: list[float], weight: float, done: float
 ) -> None:
     curve = posterior(TOKEN_KNOTS, BASE, weight, count_totals(ended, censored))
     assert (np.diff(curve) <= 0).all()
     assert 0.0 <= curve[-1] <= curve[0] <= 1.0
+    p10, p50, p90 = remaining_quantiles(TOKEN_KNOTS, curve, done)
+    assert 0.0 <= p10 <= p50 <= p90 < TOKEN_KNOTS[-1]
 
 
 @given(totals.filter(bool), totals)
@@ -43,14 +45,6 @@ def test_when_the_base_counts_next_to_nothing_the_curve_is_kaplan_meiers(
 
 def test_without_observations_the_curve_is_the_base() -> None:
     assert posterior(TOKEN_KNOTS, BASE, 3.0, count_totals([], [])) is BASE
-
-
-@given(totals, totals, st.floats(0, 100_000))
-def test_quantiles_of_what_remains_never_fall(ended: list[float], censored: list[float], done: float) -> None:
-    p10, p50, p90 = remaining_quantiles(
-        TOKEN_KNOTS, posterior(TOKEN_KNOTS, BASE, 2.0, count_totals(ended, censored)), done
-    )
-    assert 0.0 <= p10 <= p50 <= p90 < TOKEN_KNOTS[-1]
 
 
 def test_the_same_trajectory_still_running_says_nothing_about_its_own_rest() -> None:

@@ -103,7 +103,6 @@ def test_an_engine_that_fails_during_an_update_works_as_soon_as_it_is_back() -> 
     alone.timeline.at(0.5, alone.engine.pause, 30.0)
     alone.timeline.at(1.0, alone.engine.fail)
     alone.run((5.0, engine_step("a", 100, 100), 0.0))
-
     assert alone.finished["a"] < 10.0
 
 
