@@ -60,10 +60,7 @@ def test_trajectories_in_a_tool_call_move_to_an_idle_engine() -> None:
         assert (move.source.engine_id, move.target.engine_id, move.expected_revision) == ("e0", "e1", 1)
         assert move.give_up_after_s > 0
         assert move.cache_salt == "v0"
-
-
-def test_without_a_placement_service_the_present_placement_is_still_rebalanced() -> None:
-    assert moves(unbalanced(), {})
+    assert moves(unbalanced(), {}), "without a placement service the present placement is still rebalanced"
 
 
 def test_a_plan_that_is_no_better_than_what_we_have_moves_nothing() -> None:
@@ -77,13 +74,9 @@ def test_a_plan_that_is_no_better_than_what_we_have_moves_nothing() -> None:
         assert moves(scenario, groups) == []
 
 
-def test_an_unexpected_plan_is_ignored() -> None:
+def test_an_unexpected_plan_is_ignored_and_a_trajectory_whose_step_is_out_moves_after_the_step() -> None:
     scenario = unbalanced()
     assert scenario.send(ev.PlanArrived(999, np.array([1, 1]))) == []
-
-
-def test_a_trajectory_whose_step_is_out_moves_after_the_step() -> None:
-    scenario = unbalanced()
     tickets = [scenario.step(f"t{number}", 2, tool_s=10.0) for number in range(4)]
     assert moves(scenario) == []
     after = [move for ticket in tickets for move in all_of(scenario.finish(ticket), act.StartMigration)]

@@ -126,15 +126,6 @@ def test_without_an_engine_a_step_is_refused_and_may_be_asked_for_again() -> Non
     assert scenario.step("t", 0, request_id="r").engine_id == "e0"
 
 
-def test_a_closed_trajectory_takes_no_steps(scenario: Scenario) -> None:
-    scenario.open("t")
-    scenario.close("t")
-    with pytest.raises(refusals.TrajectoryIsClosed):
-        scenario.step("t", 0)
-    with pytest.raises(refusals.TrajectoryNotFound):
-        scenario.step("unknown", 0)
-
-
 def test_a_context_that_no_engine_takes_is_refused() -> None:
     scenario = Scenario()
     scenario.engine("small", max_context_tokens=200)
@@ -168,16 +159,13 @@ def test_the_closing_is_announced_once_all_tokens_are_counted(scenario: Scenario
     assert all_of(scenario.advance(scenario.tuning.announce_again_s), act.AnnounceClosed) == []
 
 
-def test_a_closing_whose_last_account_is_lost_is_announced_all_the_same(scenario: Scenario) -> None:
+def test_a_closing_whose_last_account_is_lost_is_announced_all_the_same_and_after_a_restart_again(
+    scenario: Scenario,
+) -> None:
     scenario.open("t")
     scenario.step("t", 0)
     scenario.close("t")
     assert one(scenario.advance(scenario.tuning.close_settle_s), act.AnnounceClosed).record.gen_tokens == 0
-
-
-def test_a_closing_that_was_not_announced_is_announced_after_a_restart(scenario: Scenario) -> None:
-    scenario.open("t")
-    scenario.close("t")
     scenario.restart()
     assert one(scenario.advance(0.0), act.AnnounceClosed).record.trajectory_id == "t"
 
@@ -199,7 +187,7 @@ def test_a_trajectory_that_nobody_touches_any_more_is_closed_as_failed(scenario:
     assert scenario.controller.trajectory("t").state is TrajectoryState.FAILED
 
 
-def test_opening_and_closing_answer_repeats_and_refuse_others(scenario: Scenario) -> None:
+def test_opening_and_closing_answer_repeats_and_what_is_closed_or_unknown_takes_no_steps(scenario: Scenario) -> None:
     first = scenario.open("t", request_id="r")
     assert scenario.open("t", request_id="r") == first
     with pytest.raises(refusals.RequestIdReused):
@@ -209,10 +197,14 @@ def test_opening_and_closing_answer_repeats_and_refuse_others(scenario: Scenario
     close = ev.TrajectoryClosed("c", "t", Outcome.FINISHED, 1.0)
     scenario.send(close)
     assert scenario.send(close) == []
-    with pytest.raises(refusals.TrajectoryIsClosed):
-        scenario.close("t")
     with pytest.raises(refusals.RequestIdReused):
         scenario.send(ev.TrajectoryClosed("c", "t", Outcome.FAILED, 1.0))
+    with pytest.raises(refusals.TrajectoryIsClosed):
+        scenario.close("t")
+    with pytest.raises(refusals.TrajectoryIsClosed):
+        scenario.step("t", 0)
+    with pytest.raises(refusals.TrajectoryNotFound):
+        scenario.step("unknown", 0)
 
 
 def test_no_ticket_id_is_the_prefix_of_another() -> None:

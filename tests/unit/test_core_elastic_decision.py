@@ -19,13 +19,9 @@ LINEAR = Amdahl(0.0)
 GIB = 1 << 30
 
 
-def asks(index: int, **cost: Demand) -> Action:
-    """An action that cannot be scaled."""
-    return Action(f"a{index}", f"t{index}", index, cost, 10.0)
-
-
-def lives(node_id: str, action: Action) -> Action:
-    return replace(action, node_id=node_id)
+def asks(index: int, node: str | None = None, /, **cost: Demand) -> Action:
+    """An action that cannot be scaled, of a trajectory that lives on the node if one is named."""
+    return Action(f"a{index}", f"t{index}", index, cost, 10.0, node_id=node)
 
 
 def decided(actions: Sequence[Action], pools: Sequence[Pool], executing: Sequence[Executing] = ()) -> list[Start]:
@@ -104,23 +100,22 @@ def test_a_trajectory_begins_where_most_memory_is_free_and_stays_where_it_is() -
     queue = [
         asks(0, cpu_cores=Fixed(1), memory_bytes=Fixed(6 * GIB)),
         asks(1, cpu_cores=Fixed(1), memory_bytes=Fixed(6 * GIB)),
-        lives("n0", asks(2, cpu_cores=Fixed(1))),
+        asks(2, "n0", cpu_cores=Fixed(1)),
     ]
     found = decided(queue, [nodes((8, 10), (8, 12))])
     assert [(start.action.action_id, start.node_id) for start in found] == [("a0", "n1"), ("a1", "n0"), ("a2", "n0")]
 
 
 def test_each_node_shares_out_its_own_cores() -> None:
-    queue = [lives(f"n{i}", elastic(i, Range(1, 8), 10.0, LINEAR)) for i in range(2)]
+    queue = [replace(elastic(i, Range(1, 8), 10.0, LINEAR), node_id=f"n{i}") for i in range(2)]
     assert units(decided(queue, [nodes((8, 0), (3, 0))])) == {"a0": 8, "a1": 3}
 
 
 def test_those_that_live_on_a_node_pass_one_that_waits_for_memory_but_not_one_that_waits_for_cores() -> None:
-    there = lives("n0", asks(1, cpu_cores=Fixed(1)))
-    assert units(decided([asks(0, cpu_cores=Fixed(1), memory_bytes=Fixed(9 * GIB)), there], [nodes((8, 8))])) == {
-        "a1": 1
-    }
-    assert units(decided([asks(0, cpu_cores=Fixed(6), memory_bytes=Fixed(8 * GIB)), there], [nodes((5, 8))])) == {}
+    there = asks(1, "n0", cpu_cores=Fixed(1))
+    for needed, expected in (((1, 9), {"a1": 1}), ((6, 8), {})):
+        first = asks(0, cpu_cores=Fixed(needed[0]), memory_bytes=Fixed(needed[1] * GIB))
+        assert units(decided([first, there], [nodes((5, 8))])) == expected
 
 
 def test_gpus_come_as_one_aligned_chunk_beside_cores_of_a_node() -> None:
@@ -137,16 +132,14 @@ def test_gpus_come_as_one_aligned_chunk_beside_cores_of_a_node() -> None:
 def test_what_runs_decides_whether_waiting_for_it_is_better() -> None:
     # Six cores that come back at once make eviction cheap, and dear if they come back late.
     pair = [elastic(0, UnitSet((1, 2)), 10.0, LINEAR), elastic(1, UnitSet((1, 2)), 10.0, LINEAR)]
-    soon = [Executing("cpu_cores", 6, -1.0)]
-    late = [Executing("cpu_cores", 6, 100.0)]
-    assert units(decided(pair, [cores(8, 2)], soon)) == {"a0": 2}
+    assert units(decided(pair, [cores(8, 2)], [Executing("cpu_cores", 6, -1.0)])) == {"a0": 2}
     rigid = [pair[0], elastic(1, UnitSet((1,)), 10.0, LINEAR)]
-    assert units(decided(rigid, [cores(8, 2)], late)) == {"a0": 1, "a1": 1}
+    assert units(decided(rigid, [cores(8, 2)], [Executing("cpu_cores", 6, 100.0)])) == {"a0": 1, "a1": 1}
 
 
 def test_an_action_on_a_node_that_is_gone_is_refused() -> None:
     with pytest.raises(InvalidActionError, match="no node is called 'gone'"):
-        decided([lives("gone", asks(0, cpu_cores=Fixed(1)))], [nodes((8, 8))])
+        decided([asks(0, "gone", cpu_cores=Fixed(1))], [nodes((8, 8))])
 
 
 @given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=6), st.lists(st.floats(0.0, 100.0), min_size=1, max_size=9))
@@ -300,14 +293,7 @@ def test_one_that_would_start_with_little_waits_for_what_its_like_free_soon_and_
     assert units(decided([run, behind], [cores(16, 1)], [runs(15, 1.0)])) == {"a1": 1}
     (start,) = decided([run], [cores(16, 15)], [Executing("cpu_cores", 1, 9.0)])
     assert start.units > 2
-
-
-def test_nobody_waits_for_what_ends_late_or_for_what_cannot_be_scaled() -> None:
-    run = elastic(0, Range(1, 16), 100.0, Amdahl(0.05))
+    # Nobody waits for what ends late or cannot be scaled; of those that can be scaled none passes one that waits.
     assert units(decided([run], [cores(16, 2)], [runs(14, 500.0)])) == {"a0": 2}
     assert units(decided([run], [cores(16, 2)], [Executing("cpu_cores", 14, 1.0)])) == {"a0": 2}
-
-
-def test_of_those_that_can_be_scaled_none_passes_one_that_waits() -> None:
-    first, second = (elastic(index, Range(1, 16), 100.0, Amdahl(0.05)) for index in range(2))
-    assert decided([first, second], [cores(16, 1)], [runs(15, 1.0)]) == []
+    assert decided([run, replace(run, action_id="b", arrival=1)], [cores(16, 1)], [runs(15, 1.0)]) == []

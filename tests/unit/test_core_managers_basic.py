@@ -126,8 +126,8 @@ def test_an_earlier_time_to_wait_does_not_shorten_a_later_one() -> None:
     manager = BasicManager(Provider("search"))
     for name in ("a", "b"):
         call(manager, name, 0.0)
-    manager.give_back("a", Ended(End.REFUSED, 10.0), 0.0)
-    manager.give_back("b", Ended(End.REFUSED, 1.0), 0.0)
+    for name, wait_s in (("a", 10.0), ("b", 1.0)):
+        manager.give_back(name, Ended(End.REFUSED, wait_s), 0.0)
     assert manager.next_change_s(0.0) == 10.0
 
 
@@ -142,11 +142,8 @@ def test_a_breaker_opens_after_failures_in_a_row_tries_one_and_waits_twice_as_lo
     Result: open for 1, 2, 4, 4 s (the longest), one probe each; then closed, and the next cool-down is 1 s again
     """
     breaker = Breaker(BreakerRule(failures=3, recent=100, cooldown_s=1.0, longest_cooldown_s=4.0))
-    for name in ("a", "b"):
-        fail(breaker, name, 0.0)
-    fail(breaker, "served", 0.0, End.SERVED)
-    for name in ("a", "b"):
-        fail(breaker, name, 0.0)
+    for end in (End.FAILED, End.FAILED, End.SERVED, End.FAILED, End.FAILED):
+        fail(breaker, "a", 0.0, end)
     assert (breaker.state(0.0), breaker.admits(0.0)) == (State.CLOSED, UNLIMITED)
     fail(breaker, "c", 0.0)
     now_s = 0.0
@@ -168,10 +165,8 @@ def test_a_breaker_opens_after_failures_in_a_row_tries_one_and_waits_twice_as_lo
 
 def test_a_breaker_opens_when_a_share_of_the_recent_requests_failed() -> None:
     breaker = Breaker(BreakerRule(failures=100, share=0.5, recent=4))
-    for name, end in (("a", End.SERVED), ("b", End.FAILED), ("c", End.SERVED)):
-        fail(breaker, name, 0.0, end)
-    fail(breaker, "gone", 0.0, End.ABANDONED)
-    fail(breaker, "busy", 0.0, End.REFUSED)
+    for end in (End.SERVED, End.FAILED, End.SERVED, End.ABANDONED, End.REFUSED):
+        fail(breaker, "a", 0.0, end)
     assert breaker.state(0.0) is State.CLOSED
     fail(breaker, "d", 0.0)
     assert breaker.state(0.0) is State.OPEN

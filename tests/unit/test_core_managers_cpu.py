@@ -47,9 +47,7 @@ class CpuLife(RuleBasedStateMachine):
         home = self.manager.home(trajectory)
         begun = start(action_id, trajectory, cores, 0 if home else memory, home or node)
         assert begun.node_id is not None
-        free_cores = self.cores(begun.node_id) - sum(
-            len(grant.cores) for grant in self.grants.values() if grant.node_id == begun.node_id
-        )
+        free_cores = self.cores(begun.node_id) - len(self.held(begun.node_id))
         free_bytes = self.bytes(begun.node_id)
         try:
             grant = take(self.manager, begun)
@@ -82,17 +80,18 @@ class CpuLife(RuleBasedStateMachine):
     def nothing_is_held_twice_or_lost(self) -> None:
         (pool,) = self.manager.pools(0.0)
         for node in pool.members:
-            held = [core for grant in self.grants.values() if grant.node_id == node.node_id for core in grant.cores]
+            held = self.held(node.node_id)
             assert len(set(held)) == len(held) <= node.cores
             assert set(held) <= {core for machine in MACHINES for numa in machine.numa for core in numa}
             assert node.free_cores == node.cores - len(held)
             assert node.free_memory_bytes == self.bytes(node.node_id) >= 0
-        assert sum(item.units for item in self.manager.executing(0.0)) == sum(
-            len(grant.cores) for grant in self.grants.values()
-        )
         cores, memory = self.manager.usage(0.0)
-        assert cores.held == sum(len(grant.cores) for grant in self.grants.values())
+        executing = sum(item.units for item in self.manager.executing(0.0))
+        assert cores.held == executing == sum(len(grant.cores) for grant in self.grants.values())
         assert memory.held == sum(amount for _, amount in self.memory.values())
+
+    def held(self, node_id: str) -> list[int]:
+        return [core for grant in self.grants.values() if grant.node_id == node_id for core in grant.cores]
 
     @staticmethod
     def cores(node_id: str) -> int:

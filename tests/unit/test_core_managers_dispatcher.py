@@ -115,8 +115,8 @@ class Life(RuleBasedStateMachine):
         self.dispatcher.end(action_id, self.now_s, Ended(end))
         with pytest.raises(InvalidHoldingError):
             self.dispatcher.end(action_id, self.now_s)
-        if not any(other.trajectory_id == coming.trajectory_id for other in self.running.values()) and not any(
-            other.trajectory_id == coming.trajectory_id for other in self.waiting.values()
+        if all(
+            other.trajectory_id != coming.trajectory_id for other in [*self.running.values(), *self.waiting.values()]
         ):
             self.dispatcher.forget(coming.trajectory_id)
 
@@ -166,8 +166,8 @@ def test_when_the_first_of_a_trajectory_gives_up_the_next_says_where() -> None:
     queue, _ = dispatcher()
     for index in range(3):
         queue.submit(action(index, "t", memory=60, cpu_cores=Fixed(1)))
-    queue.withdraw("a1")
-    queue.withdraw("a0")
+    for gone in ("a1", "a0"):
+        queue.withdraw(gone)
     assert names(queue) == ["a2"]
 
 

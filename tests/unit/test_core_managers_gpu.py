@@ -125,9 +125,8 @@ def test_services_share_the_memory_of_a_gpu_while_they_fit_and_the_least_recentl
     Result: what was used least recently goes, and only as much as must
     """
     manager = GpuManager(["a"], GPU_BYTES, SERVICES)
-    take(manager, "busy4", None, 4, 0.0)
-    take(manager, "busy2", None, 2, 0.0)
-    take(manager, "busy1", None, 1, 0.0)
+    for degree in (4, 2, 1):
+        take(manager, f"busy{degree}", None, degree, 0.0)
     chunk = Chunk("a", 7, 1)
     assert use(manager, "mid", 1, 1.0) == GpuGrant(chunk, SERVICES[4], 40, ())
     assert use(manager, "low", 1, 2.0) == GpuGrant(chunk, SERVICES[8], 24, ())

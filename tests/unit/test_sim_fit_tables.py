@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -77,20 +78,13 @@ def data(tmp_path: Path) -> Path:
             "context": context,
             "ms_per_token": 1e3 * kernels_s(system, gpus, batch, batch * context),
         }
-        for system in ("h100_sxm", "h200_sxm")
-        for gpus in (2, 4)
-        for batch in (1, 8, 64, 256)
-        for context in (1024, 4096, 8192)
+        for system, gpus, batch, context in product(
+            ("h100_sxm", "h200_sxm"), (2, 4), (1, 8, 64, 256), (1024, 4096, 8192)
+        )
     ]
     odd = {**kernels[0], "model": "Qwen3-14B"}
     write(tmp_path / KERNELS, [*kernels, odd])
-    served = [
-        served_row(gpus, batch, prompt, gen)
-        for gpus in (2, 4)
-        for batch in (8, 16, 32)
-        for prompt in (1024, 2048, 4096)
-        for gen in (128, 512)
-    ]
+    served = [served_row(*shape) for shape in product((2, 4), (8, 16, 32), (1024, 2048, 4096), (128, 512))]
     write(
         tmp_path / SERVED,
         [*served, {**served[0], "tp_size": 64.0}, {**served[0], "mode": "disagg"}, {**served[0], "system": "b200_sxm"}],
@@ -136,13 +130,8 @@ def test_the_engine_behind_the_tables_is_found_printed_written_and_drawn(data: P
     assert report.skipped == ("Qwen3-14B on H100 x2 (sglang), 1 context length(s)",)
     assert "unseen degree" in (out / "fit.md").read_text()
     assert (out / "fit.png").stat().st_size > 10_000
-    assert {file.name for file in (out / "profiles").iterdir()} == {
-        "a100.json",
-        "h100.json",
-        "h20.json",
-        "h200.json",
-        "h800.json",
-    }
+    written = sorted(file.stem for file in (out / "profiles").iterdir())
+    assert written == ["a100", "h100", "h20", "h200", "h800"]
     screen = io.StringIO()
     print_public(report, Console(file=screen, width=80))
     assert "Qwen3-32B H20 x4" in screen.getvalue()

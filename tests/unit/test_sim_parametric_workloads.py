@@ -1,6 +1,7 @@
 """Parametric workloads: reproducible, whole, and as the papers describe theirs."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from treadle_sim.workloads.parametric import (
     MODELS,
     WITHIN_PROMPT,
     WORKLOADS,
-    UnknownWorkloadError,
     make,
     split,
 )
@@ -90,16 +90,11 @@ def test_the_same_arguments_give_the_same_workload_and_another_epoch_samples_its
     pairs = list(zip(groups(now.trajectories).items(), groups(later.trajectories).items(), strict=True))
     assert all(one == other for (one, _), (other, _) in pairs)
     assert all(a[0].prompt_tokens == b[0].prompt_tokens for (_, a), (_, b) in pairs)
-    means = [
-        [np.mean([work.gen_tokens for work in group]) for group in side]
-        for side in zip(*[(a, b) for (_, a), (_, b) in pairs], strict=True)
-    ]
-    assert np.corrcoef(means[0], means[1])[0, 1] > 0.85
-    own = [
-        [work.gen_tokens - np.mean([each.gen_tokens for each in group]) for group in side for work in group]
-        for side in zip(*[(a, b) for (_, a), (_, b) in pairs], strict=True)
-    ]
-    assert abs(np.corrcoef(own[0], own[1])[0, 1]) < 0.1
+    tokens = np.array([[[work.gen_tokens for work in group] for (_, group) in pair] for pair in pairs])
+    means = tokens.mean(axis=2)  # of a prompt, now and later
+    own = tokens - means[:, :, None]
+    assert np.corrcoef(means[:, 0], means[:, 1])[0, 1] > 0.85
+    assert abs(np.corrcoef(own[:, 0].ravel(), own[:, 1].ravel())[0, 1]) < 0.1
 
 
 def test_a_cap_cuts_and_marks_what_it_cut() -> None:
@@ -123,25 +118,28 @@ def test_a_context_limit_below_the_prompt_leaves_a_step_of_one_token() -> None:
         max_size=6,
     )
 )
-def test_splitting_keeps_every_token_and_gives_each_step_one(cases: list[tuple[int, list[float]]]) -> None:
+def test_splitting_keeps_every_token_gives_each_step_one_and_follows_the_weights(
+    cases: list[tuple[int, list[float]]],
+) -> None:
     tokens = np.array([max(total, len(weights)) for total, weights in cases])
     steps = np.array([len(weights) for _, weights in cases])
     parts = split(tokens, steps, np.array([each for _, weights in cases for each in weights]))
     assert parts.min() >= 1
     assert np.add.reduceat(parts, np.cumsum(steps) - steps).tolist() == tokens.tolist()
 
-
-def test_splitting_follows_the_weights() -> None:
-    parts = split(np.array([1_003, 7]), np.array([3, 1]), np.array([1.0, 8.0, 1.0, 0.5]))
-    assert parts.tolist() == [101, 801, 101, 7]
+    weighted = split(np.array([1_003, 7]), np.array([3, 1]), np.array([1.0, 8.0, 1.0, 0.5]))
+    assert weighted.tolist() == [101, 801, 101, 7]
 
 
-def test_what_is_unknown_or_empty_is_refused() -> None:
-    with pytest.raises(UnknownWorkloadError, match="no workload 'chess', only coding, search, math"):
-        make("chess")
-    with pytest.raises(UnknownWorkloadError, match="gpt"):
-        make("math", llm="gpt")
-    with pytest.raises(ValueError, match="prompts must be >= 1"):
-        make("math", 0)
-    with pytest.raises(ValueError, match="samples must be >= 1"):
-        make("math", 1, 0)
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"name": "chess"}, "no workload 'chess', only coding, search, math"),
+        ({"llm": "gpt"}, "gpt"),
+        ({"prompts": 0}, "prompts must be >= 1"),
+        ({"samples": 0}, "samples must be >= 1"),
+    ],
+)
+def test_what_is_unknown_or_empty_is_refused(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        make(**{"name": "math", "prompts": 1, **options})
