@@ -11,6 +11,8 @@ import hypothesis
 import pytest
 from support.nats_server import NatsServer
 from support.processes import ServiceProcess, StartService, start_process
+from support.rewards import RewardCalls, rewards_of
+from support.tools import ToolsCalls, calls_to
 
 # What an example takes says nothing: the first one may compile a kernel, and machines are shared.
 hypothesis.settings.register_profile("treadle", deadline=None)
@@ -54,3 +56,17 @@ async def start_service(nats_url: str, tmp_path: Path) -> AsyncIterator[StartSer
 
     yield start
     await asyncio.gather(*(process.end() for process in started))
+
+
+@pytest.fixture
+async def calls(service: ServiceProcess) -> AsyncIterator[ToolsCalls]:
+    """Calls to the tools service that the test's module has as its fixture `service`."""
+    async with calls_to(service) as made:
+        yield made
+
+
+@pytest.fixture
+async def rewards(service: ServiceProcess) -> AsyncIterator[RewardCalls]:
+    """Calls to the RewardsService of the same."""
+    async with rewards_of(service) as made:
+        yield made

@@ -4,15 +4,14 @@ import json
 from typing import Any
 
 import grpc
-import grpc.aio
-import pytest
-from support.processes import StartService
 from support.rewards import RewardCalls
-from support.rpc import error_of
-from support.tools import CALL_S
+from support.rpc import refusal_of, refused
+from support.tools import CALL_S, serve
 from treadle.tools.v1 import rewards_pb2 as pb
 
 GOOD = json.dumps({"answer": "1", "expected": "1"})
+
+service = serve(REWARDS="exact_match")
 
 
 def score_request(**fields: Any) -> pb.ScoreTrajectoryRequest:
@@ -42,29 +41,25 @@ WATCHES = [
 ]
 
 
-async def test_a_bad_request_names_its_field(start_service: StartService) -> None:
-    process = await start_service(
-        "treadle_tools", {"TREADLE_TOOLS_BUILTIN": "", "TREADLE_TOOLS_REWARDS": "exact_match"}
-    )
-    async with grpc.aio.insecure_channel(process.address) as channel:
-        calls = RewardCalls(channel)
-        for request, field in SCORES:
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await calls.stub.ScoreTrajectory(request, timeout=CALL_S)
-            assert error_of(refused.value).fields == (field,), request
-        for watch in WATCHES:
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await calls.stub.WatchRewards(watch, timeout=CALL_S).read()
-            assert error_of(refused.value).fields == ("reward_ids",), watch
-        for ask in (calls.get, calls.cancel):
-            with pytest.raises(grpc.aio.AioRpcError) as missing:
-                await ask("w-none")
-            assert error_of(missing.value)[:2] == (grpc.StatusCode.NOT_FOUND, "REWARD_NOT_FOUND")
-        with pytest.raises(grpc.aio.AioRpcError) as unknown:
-            await calls.score("python", {})
-        assert error_of(unknown.value)[:2] == (grpc.StatusCode.NOT_FOUND, "REWARD_FUNCTION_NOT_FOUND")
-        accepted = await calls.score("exact_match", json.loads(GOOD), id="r")
-        with pytest.raises(grpc.aio.AioRpcError) as reused:
-            await calls.score("exact_match", json.loads(GOOD), id="r", job="other")
-        assert error_of(reused.value).reason == "REQUEST_ID_REUSED"
-        assert (await calls.score("exact_match", json.loads(GOOD), id="r")).reward_id == accepted.reward_id
+async def test_a_bad_request_names_its_field(rewards: RewardCalls) -> None:
+    for request, field in SCORES:
+        error = await refusal_of(rewards.stub.ScoreTrajectory(request, timeout=CALL_S))
+        assert error.fields == (field,), request
+    for watch in WATCHES:
+        error = await refusal_of(rewards.stub.WatchRewards(watch, timeout=CALL_S).read())
+        assert error.fields == ("reward_ids",), watch
+
+
+async def test_what_is_not_there_is_not_found(rewards: RewardCalls) -> None:
+    for ask in (rewards.get, rewards.cancel):
+        with refused("REWARD_NOT_FOUND", grpc.StatusCode.NOT_FOUND):
+            await ask("w-none")
+    with refused("REWARD_FUNCTION_NOT_FOUND", grpc.StatusCode.NOT_FOUND):
+        await rewards.score("python", {})
+
+
+async def test_a_request_id_with_another_request_is_refused(rewards: RewardCalls) -> None:
+    accepted = await rewards.score("exact_match", json.loads(GOOD), id="r")
+    with refused("REQUEST_ID_REUSED"):
+        await rewards.score("exact_match", json.loads(GOOD), id="r", job="other")
+    assert (await rewards.score("exact_match", json.loads(GOOD), id="r")).reward_id == accepted.reward_id

@@ -3,18 +3,18 @@
 from pathlib import Path
 
 import grpc
-import grpc.aio
 import pytest
 from pydantic import ValidationError
 from support.processes import StartService
-from support.rpc import error_of
-from support.tools import own_tools, tools
+from support.rpc import refusal_of, refused
+from support.tools import tools
 from treadle.tools.v1 import tools_pb2 as pb
 from treadle_tools.config import ToolsSettings
 from treadle_tools.registry import RegistrationError, Registry
 from treadle_tools.tool import Kind, Tool
 
 BACKENDS = {
+    "no bubblewrap": ({"BWRAP": "/nowhere/bwrap"}, "apt-get install bubblewrap"),
     "no daemon": (
         {"BACKEND": "docker", "IMAGE": "python"},
         "start the Docker daemon, or set TREADLE_TOOLS_DOCKER_HOSTS",
@@ -33,31 +33,13 @@ async def test_a_backend_that_is_not_there_refuses_calls_and_says_what_to_do(
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     settings = {**settings, "DOCKER_HOSTS": f"unix://{tmp_path}/nobody.sock", "STATE_DIR": str(tmp_path / "state")}
     async with tools(start_service, "python", "frozen_lake", **settings) as calls:
-        assert (await calls.stub.ListTools(pb.ListToolsRequest(), timeout=10)).sandbox == ""
-        with pytest.raises(grpc.aio.AioRpcError) as mistaken:
-            await calls.invoke({"cod": ""}, tool="python")
-        assert error_of(mistaken.value).code == grpc.StatusCode.INVALID_ARGUMENT
+        listed = await calls.stub.ListTools(pb.ListToolsRequest(), timeout=10)
+        assert (listed.sandbox, {tool.name for tool in listed.tools}) == ("", {"python", "frozen_lake"})
+        mistaken = await refusal_of(calls.invoke({"cod": ""}, tool="python"))
+        assert mistaken.code is grpc.StatusCode.INVALID_ARGUMENT
         for call in (calls.python("1"), calls.open("frozen_lake")):
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
+            with refused("SANDBOX_UNAVAILABLE", grpc.StatusCode.FAILED_PRECONDITION, says=remedy):
                 await call
-            error = error_of(refused.value)
-            assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "SANDBOX_UNAVAILABLE")
-            assert remedy in str(refused.value.details())
-
-
-async def test_a_tool_on_a_backend_that_is_missing_leaves_the_others_alone(
-    start_service: StartService, tmp_path: Path
-) -> None:
-    declared = """
-from treadle_tools.tool import Kind, Tool
-TOOLS = [Tool("docker_only", Kind.STATELESS, "", "own_code:f", {}, backend="docker", image="python")]
-"""
-    settings = {"BUILTIN": "python", "DOCKER_HOSTS": f"unix://{tmp_path}/nobody.sock"}
-    async with own_tools(start_service, tmp_path, declared, "", **settings) as calls:
-        assert (await calls.python("1 + 1")).output == "2\n"
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await calls.invoke({}, tool="docker_only")
-        assert error_of(refused.value).reason == "SANDBOX_UNAVAILABLE"
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ Limits of memory, disk and time are tried beside those of bubblewrap (`test_tool
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import grpc
@@ -17,8 +17,8 @@ from support.docker_daemon import DockerDaemon, docker_daemon
 from support.escapes import ATTEMPTS as ATTEMPTS_ANYWHERE
 from support.fleets import COUNTER, fleet_on
 from support.processes import ServiceProcess, StartService
-from support.rpc import error_of, refused
-from support.tools import ToolsCalls, calls_to, shared_tools, tools
+from support.rpc import refused
+from support.tools import ToolsCalls, shared_tools, tools
 from treadle.tools.v1 import tools_pb2 as pb
 from treadle_tools.limits import Granted
 from treadle_tools.sandbox.containers.docker import DockerHost
@@ -37,14 +37,12 @@ def owner() -> str:
     return f"test-{uuid.uuid4().hex[:8]}"
 
 
-@asynccontextmanager
-async def run(
+def run(
     start_service: StartService, daemon: DockerDaemon, owner: str, folder: Path, *builtin: str, **settings: str
-) -> AsyncIterator[ToolsCalls]:
+) -> AbstractAsyncContextManager[ToolsCalls]:
     """One run of a service whose tools run in containers."""
     settings = {**daemon.settings(owner, folder), "WARM_SANDBOXES": "1", **settings}
-    async with tools(start_service, *builtin, **settings) as calls:
-        yield calls
+    return tools(start_service, *builtin, **settings)
 
 
 async def test_calls_and_sessions_run_in_containers_and_leave_none(
@@ -126,9 +124,8 @@ async def test_a_tool_whose_worker_does_not_start_says_why(
     """Its calls are refused with the last line of the worker's own words; other tools run."""
     modules = "support.container_tools,support.container_broken_tools"
     async with run(start_service, docker_daemon, owner, tmp_path, "python", MODULES=modules) as calls:
-        with pytest.raises(grpc.aio.AioRpcError, match="has no attribute 'missing'") as unready:
+        with refused("TOOL_NOT_READY", grpc.StatusCode.UNAVAILABLE, says="has no attribute 'missing'"):
             await calls.invoke({}, tool="broken")
-        assert error_of(unready.value)[:2] == (grpc.StatusCode.UNAVAILABLE, "TOOL_NOT_READY")
         assert (await calls.python("1 + 1")).output == "2\n"
 
 
@@ -169,12 +166,6 @@ def service(docker_daemon: DockerDaemon, tmp_path_factory: pytest.TempPathFactor
     with shared_tools(folder, "python", **docker_daemon.settings(SHARED_OWNER, folder)) as process:
         yield process
     assert docker_daemon.containers(SHARED_OWNER) == []
-
-
-@pytest.fixture
-async def calls(service: ServiceProcess) -> AsyncIterator[ToolsCalls]:
-    async with calls_to(service) as made:
-        yield made
 
 
 # Each prints `contained` and nothing else, or raises.

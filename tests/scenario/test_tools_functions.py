@@ -1,24 +1,25 @@
-"""Tools and rewards that are HTTP functions: real servers on loopback that start from zero, refuse, and die."""
+"""Tools and rewards that are HTTP functions: real servers on loopback that start from zero, refuse, and die; and LLM
+judges, asked over OpenAI's chat API at several endpoints until there is a score.
+"""
 
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Any
 
-import grpc
-import grpc.aio
 import pytest
 from aiohttp import web
 from support.conditions import until
-from support.functions import FunctionServer, Handler, breaks_off, function, is_silent, says, says_text, start_declared
-from support.processes import ServiceProcess, StartService
+from support.functions import FunctionServer, Handler, breaks_off, function, is_silent, says
+from support.processes import ServiceProcess
 from support.rewards import RewardCalls
-from support.rpc import error_of
-from support.tools import ToolsCalls, calls_to, limits, shared_tools
-from treadle.tools.v1 import rewards_pb2, tools_pb2
+from support.rpc import refusal_of
+from support.tools import ToolsCalls, limits, shared_tools
+from treadle.tools.v1 import tools_pb2
+from treadle.tools.v1.rewards_pb2 import REWARD_STATE_DONE as DONE
+from treadle.tools.v1.rewards_pb2 import REWARD_STATE_FAILED as FAILED
 from treadle_cli.mesh.services import free_port
 from treadle_core.tools.dispatcher import Dispatcher, Resources
 from treadle_tools import functions
@@ -39,8 +40,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
         "arguments_schema": {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
     },
     "get": {"method": "GET"},
-    "asleep": {"connect_s": 0.3},
-    "refusing": {},
+    "asleep": {"connect_s": 0.2},
     "refusing_for_long": {},
     "silent": {},
     "idempotent": {},
@@ -54,12 +54,24 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "with_a_pause": {"provider": "with_a_pause"},
     "with_a_long_pause": {"provider": "with_a_long_pause"},
 }
-PORTS = {name: free_port() for name in FUNCTIONS}
+PORTS = {name: free_port() for name in (*FUNCTIONS, "one", "down for good")}
+JUDGES = [
+    {
+        "name": name,
+        "prompt": "Question: $question\nAnswer: $answer\nEnd with `Score: N`, from 0 to 10.",
+        "endpoints": [f"http://127.0.0.1:{PORTS[server]}" for server in servers],
+        "authorization_from_env": "SEARCH_KEY",
+        "model": "big",
+        "max_tokens": 99,
+    }
+    for name, servers in {"judge": ["one"], "either": ["down for good", "one"]}.items()
+]
+QUESTION = {"question": "1+1?", "answer": "2"}
 PROVIDERS = """
 [[provider]]
 name = "with_quota"
 concurrency = 2
-quota = [{ count = 4, period_s = 1.0, slack_s = 0.5 }]
+quota = [{ count = 4, period_s = 0.3, slack_s = 0.2 }]
 [[provider]]
 name = "with_a_pause"
 [[provider]]
@@ -69,10 +81,10 @@ name = "with_a_long_pause"
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    """A tools service with all FUNCTIONS."""
+    """A tools service with all FUNCTIONS and JUDGES."""
     folder = tmp_path_factory.mktemp("functions")
     declared = [{"name": name, "url": f"http://127.0.0.1:{PORTS[name]}/", **more} for name, more in FUNCTIONS.items()]
-    (folder / "functions.json").write_text(json.dumps({"function": declared}))
+    (folder / "functions.json").write_text(json.dumps({"function": declared, "judge": JUDGES}))
     (folder / "providers.toml").write_text(PROVIDERS)
     files = {"FUNCTIONS": str(folder / "functions.json"), "PROVIDERS_FILE": str(folder / "providers.toml")}
     with pytest.MonkeyPatch.context() as patch:
@@ -81,16 +93,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
             yield process
 
 
-@pytest.fixture
-async def calls(service: ServiceProcess) -> AsyncIterator[ToolsCalls]:
-    async with calls_to(service) as calls:
-        yield calls
-
-
 def served(
     name: str, last: Handler, *answers: Handler, cold_s: float = 0.0
 ) -> AbstractAsyncContextManager[FunctionServer]:
-    """The function of FUNCTIONS, up."""
+    """The function of FUNCTIONS, or the server of a judge, up."""
     return function(last, *answers, cold_s=cold_s, port=PORTS[name])
 
 
@@ -106,9 +112,7 @@ def noted(came: list[float], answer: Handler) -> Handler:
 
 
 async def test_arguments_go_as_a_body_and_the_answer_is_the_output(calls: ToolsCalls) -> None:
-    async with served(
-        "search", says({"output": "42", "data": {"pages": 3}}), says_text("plain"), says([1, 2])
-    ) as server:
+    async with served("search", says({"output": "42", "data": {"pages": 3}}), says("plain"), says([1, 2])) as server:
         plain = await calls.invoke({"q": "a"}, tool="search", trajectory_id="t-1")
         listed = await calls.invoke({"q": "b"}, tool="search")
         outcome = await calls.invoke({"q": "c"}, tool="search")
@@ -120,42 +124,24 @@ async def test_arguments_go_as_a_body_and_the_answer_is_the_output(calls: ToolsC
         assert {request.headers["Authorization"] for request in server.requests} == {"Bearer s3cret"}
         assert {request.headers["X-Job"] for request in server.requests} == {"math"}
         assert len({request.headers["Idempotency-Key"] for request in server.requests}) == 3
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await calls.invoke({}, tool="search")
-        assert error_of(refused.value).fields == ("arguments_json.q",)
+        assert (await refusal_of(calls.invoke({}, tool="search"))).fields == ("arguments_json.q",)
         listed_tools = (await calls.stub.ListTools(tools_pb2.ListToolsRequest(), timeout=9)).tools
         assert {tool.name for tool in listed_tools} == set(FUNCTIONS) - {"graded"}
 
 
 async def test_a_get_has_its_arguments_in_the_query(calls: ToolsCalls) -> None:
-    async with served("get", says_text("found")) as server:
+    async with served("get", says("found")) as server:
         assert (await calls.invoke({"q": "a&b=c", "n": 2}, tool="get")).output == "found"
         assert server.bodies == [{"q": "a&b=c", "n": "2"}]
 
 
 async def test_a_function_that_starts_from_zero_is_waited_for(calls: ToolsCalls) -> None:
     """Its start takes longer than a connection may; it is asked once, not again while it starts."""
-    async with served("asleep", says_text("up"), cold_s=0.8) as server:
+    async with served("asleep", says("up"), cold_s=0.5) as server:
         for _ in range(2):
             server.sleep()
             assert (await calls.invoke({}, tool="asleep")).output == "up"
         assert len(server.requests) == 2
-
-
-async def test_a_refused_call_is_sent_again_and_not_before_it_may(calls: ToolsCalls) -> None:
-    """
-    WHEN    a function answers 429 with Retry-After, 503, 502, and then the answer
-    Result: the caller sees the answer alone; no call came earlier than was asked; all had one Idempotency-Key
-    """
-    came: list[float] = []
-    refusals = (says({}, 429, Retry_After="1"), says({}, 503), says({}, 502))
-    async with served("refusing", noted(came, says_text("at last")), *(noted(came, one) for one in refusals)) as server:
-        result = await calls.invoke({}, tool="refusing")
-        assert (result.status, result.output) == (OK, "at last")
-        assert len(came) == 4
-        assert came[1] - came[0] >= 1.0
-        assert result.timing.queue.ToNanoseconds() >= 1e9
-        assert len({request.headers["Idempotency-Key"] for request in server.requests}) == 1
 
 
 async def test_a_proxy_that_refuses_for_a_function_does_not_make_it_a_warm_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,10 +169,10 @@ async def test_a_wait_beyond_the_callers_time_is_not_begun(calls: ToolsCalls) ->
 
 async def test_a_silent_function_ends_with_the_callers_time(calls: ToolsCalls) -> None:
     async with served("silent", is_silent()):
-        result = await calls.invoke({}, tool="silent", limits=limits(0.5))
-        assert (result.status, result.error) == (TIMED_OUT, "no answer within 0.5 s")
+        result = await calls.invoke({}, tool="silent", limits=limits(0.2))
+        assert (result.status, result.error) == (TIMED_OUT, "no answer within 0.2 s")
         request = tools_pb2.InvokeRequest(request_id="r", tool="silent", arguments_json="{}")
-        result = (await calls.stub.Invoke(request, timeout=1.5)).result  # told before the deadline, not cut by it
+        result = (await calls.stub.Invoke(request, timeout=1.0)).result  # told before the deadline, not cut by it
         assert result.status == TIMED_OUT
 
 
@@ -196,7 +182,7 @@ async def test_a_silent_function_ends_with_the_callers_time(calls: ToolsCalls) -
 async def test_a_lost_answer_is_asked_for_again_only_where_that_is_harmless(
     calls: ToolsCalls, name: str, wanted: tuple[int, str], asked: int
 ) -> None:
-    async with served(name, says_text("second"), breaks_off()) as server:
+    async with served(name, says("second"), breaks_off()) as server:
         result = await calls.invoke({}, tool=name)
         assert (result.status, result.output) == wanted
         assert len(server.requests) == asked
@@ -205,7 +191,7 @@ async def test_a_lost_answer_is_asked_for_again_only_where_that_is_harmless(
 async def test_one_that_is_down_is_tried_until_it_is_back(calls: ToolsCalls) -> None:
     waiting = asyncio.create_task(calls.invoke({}, tool="down"))
     await asyncio.sleep(0.5)
-    async with served("down", says_text("back")):
+    async with served("down", says("back")):
         assert (await waiting).output == "back"
     result = await calls.invoke({}, tool="down", limits=limits(1.0))
     assert result.status in (ERROR, TIMED_OUT)
@@ -215,12 +201,12 @@ REFUSALS = [
     (says({"error": "no such page"}, 404), "HTTP 404"),
     (says({}, 500), "HTTP 500"),
     (says({}, 302, Location="http://127.0.0.1:1/"), "HTTP 302"),
-    (says_text("x" * 5000), "more than 4096 bytes"),
+    (says("x" * 5000), "more than 4096 bytes"),
 ]
 
 
 async def test_what_is_no_answer_is_an_error_and_not_tried_again(calls: ToolsCalls) -> None:
-    async with served("short", says_text("never"), *(handler for handler, _ in REFUSALS)) as server:
+    async with served("short", says("never"), *(handler for handler, _ in REFUSALS)) as server:
         for count, (_, words) in enumerate(REFUSALS, 1):
             result = await calls.invoke({}, tool="short")
             assert result.status == ERROR
@@ -229,7 +215,7 @@ async def test_what_is_no_answer_is_an_error_and_not_tried_again(calls: ToolsCal
 
 
 async def test_a_long_output_is_cut_and_said_to_be(calls: ToolsCalls) -> None:
-    async with served("long", says_text("x" * 5000)):
+    async with served("long", says("x" * 5000)):
         result = await calls.invoke({}, tool="long", limits=tools_pb2.Limits(output_bytes=100))
         assert result.output_truncated
         assert result.output == "x" * 100 + "\n[output cut at 100 bytes]"
@@ -246,53 +232,46 @@ async def test_no_more_calls_than_allowed_are_under_way(calls: ToolsCalls) -> No
         assert len(server.requests) == 12
 
 
-async def test_a_reward_that_is_a_function_is_asked_until_it_answers(calls: ToolsCalls) -> None:
+async def test_a_reward_that_is_a_function_is_asked_until_it_answers(rewards: RewardCalls) -> None:
     """A refusal is no score: the reward stays, and is asked again when its own tries are used up."""
-    async with (
-        served("graded", says({"score": 0.75}), says({}, 503), says({}, 503), says(0.5)) as server,
-        grpc.aio.insecure_channel(calls.process.address) as channel,
-    ):
-        rewards = RewardCalls(channel)
-        first = await rewards.score("graded", {"answer": "a"})
-        [ended] = await rewards.ended(first.reward_id)
-        assert (ended.state, ended.score, ended.tries) == (rewards_pb2.REWARD_STATE_DONE, 0.5, 1)
-        [ended] = await rewards.ended((await rewards.score("graded", {"answer": "b"})).reward_id)
+    async with served("graded", says({"score": 0.75}), says({}, 503), says({}, 503), says(0.5)) as server:
+        ended = await rewards.end("graded", {"answer": "a"})
+        assert (ended.state, ended.score, ended.tries) == (DONE, 0.5, 1)
+        ended = await rewards.end("graded", {"answer": "b"})
         assert (ended.score, server.bodies[-1]) == (0.75, {"answer": "b"})
         assert len(server.requests) == 4
 
 
-async def test_a_bad_declaration_ends_the_service_with_one_line(start_service: StartService, tmp_path: Path) -> None:
-    for fields, words in (({"url": "http://example.org/"}, "FUNCTION_HOSTS"), ({"name": "a b"}, "a b")):
-        declared = {"name": "ask", "url": "http://127.0.0.1:1/", **fields}
-        with pytest.raises(AssertionError) as refused:
-            await start_declared(start_service, tmp_path, {"function": [declared]})
-        assert words in str(refused.value).splitlines()[-1]
-
-
 async def test_calls_of_all_keep_within_what_their_provider_allows(calls: ToolsCalls) -> None:
     came: list[float] = []
-    async with served("with_quota", noted(came, says_text("ok"))) as server:
+    async with served("with_quota", noted(came, says("ok"))) as server:
         results = await asyncio.gather(*(calls.invoke({}, tool="with_quota") for _ in range(10)))
         assert [result.status for result in results] == [OK] * 10
         assert server.most_at_once <= 2
-        assert all(later - earlier >= 1.0 for earlier, later in zip(came, came[4:], strict=False))
+        assert all(later - earlier >= 0.3 for earlier, later in zip(came, came[4:], strict=False))
 
 
-async def test_a_provider_that_refuses_one_is_left_alone_by_all(calls: ToolsCalls) -> None:
+async def test_a_refused_call_is_sent_again_and_a_provider_is_left_alone_by_all(calls: ToolsCalls) -> None:
     """
-    WHEN    one call is refused for a second, while another call is made
-    Result: neither reaches the provider before the second is over; both are answered
+    WHEN    a function answers a call with 429 and Retry-After, 503 and 502, and another call is made after the first
+    Result: nothing reaches its provider before the second that it asked for is over; both callers see the answer
+            alone; all tries of a call have one Idempotency-Key
     """
     came: list[float] = []
-    refusal = noted(came, says({}, 429, Retry_After="1"))
-    async with served("with_a_pause", noted(came, says_text("ok")), refusal):
-        first = asyncio.create_task(calls.invoke({}, tool="with_a_pause"))
+    refusals = (says({}, 429, Retry_After="1"), says({}, 503), says({}, 502))
+    handlers = (noted(came, answer) for answer in (says("at last"), *refusals))
+    async with served("with_a_pause", *handlers) as server:
+        first = asyncio.create_task(calls.invoke({"call": 1}, tool="with_a_pause"))
         await until(lambda: came)
         await asyncio.sleep(0.1)
-        second = asyncio.create_task(calls.invoke({}, tool="with_a_pause"))
-        assert [(await first).output, (await second).output] == ["ok", "ok"]
-        assert len(came) == 3
+        second = asyncio.create_task(calls.invoke({"call": 2}, tool="with_a_pause"))
+        results = [await first, await second]
+        assert [(result.status, result.output) for result in results] == [(OK, "at last")] * 2
+        assert len(came) == 5
         assert min(came[1:]) - came[0] >= 1.0
+        assert results[0].timing.queue.ToNanoseconds() >= 1e9
+        keys = [request.headers["Idempotency-Key"] for request in server.requests]
+        assert len({(body["call"], key) for body, key in zip(server.bodies, keys, strict=True)}) == len(set(keys)) == 2
 
 
 async def test_a_provider_that_is_left_alone_for_too_long_is_not_waited_for(calls: ToolsCalls) -> None:
@@ -301,4 +280,53 @@ async def test_a_provider_that_is_left_alone_for_too_long_is_not_waited_for(call
             result = await calls.invoke({}, tool="with_a_long_pause", limits=limits(5.0))
             assert result.status == ERROR
             assert words in result.error
+        assert len(server.requests) == 1
+
+
+def judge_says(text: str | None) -> Handler:
+    """A chat completion with this content, where the test is of what is asked and what is made of the answer."""
+    message = {"role": "assistant", "content": text}
+    return says({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
+
+
+async def test_a_judge_reads_the_trajectory_and_its_score_is_the_reward(rewards: RewardCalls) -> None:
+    async with served("one", judge_says("It is right.\nScore: 8")) as server:
+        ended = await rewards.end("judge", QUESTION)
+        assert (ended.state, ended.score, ended.output) == (DONE, 0.8, "It is right.\nScore: 8")
+        assert ended.timing.execution.ToNanoseconds() > 0
+        [body] = server.bodies
+        assert body["messages"] == [
+            {"role": "user", "content": "Question: 1+1?\nAnswer: 2\nEnd with `Score: N`, from 0 to 10."}
+        ]
+        assert (body["model"], body["max_tokens"]) == ("big", 99)
+        [request] = server.requests
+        assert (request.path, request.headers["Authorization"]) == ("/v1/chat/completions", "Bearer s3cret")
+        refused = await refusal_of(rewards.score("judge", {"question": "1+1?"}))
+        assert refused.fields == ("arguments_json.answer",)
+
+
+async def test_a_judge_without_a_score_is_asked_again_and_otherwise(rewards: RewardCalls) -> None:
+    """WHEN it never gives one. Result: the reward has failed, and says what the judge said."""
+    answers = [judge_says("Score: eleven"), judge_says("hm"), judge_says(None), judge_says("Score: 2")]
+    async with served("one", *answers) as server:
+        ended = await rewards.end("judge", QUESTION)
+        assert (ended.state, ended.score) == (DONE, 0.2)
+        assert [body["temperature"] for body in server.bodies] == [0.0, 0.7, 0.7]
+        ended = await rewards.end("judge", QUESTION)
+        assert ended.state == FAILED
+        assert "gave no score: 'Score: eleven' (3 tries)" in ended.error
+
+
+async def test_an_endpoint_that_is_down_is_not_waited_for(rewards: RewardCalls) -> None:
+    async with served("one", judge_says("Score: 10")):
+        accepted = [await rewards.score("either", QUESTION) for _ in range(6)]
+        ended = await rewards.ended(*(one.reward_id for one in accepted))
+        assert [(one.state, one.score) for one in ended] == [(DONE, 1.0)] * 6
+
+
+async def test_a_judge_that_refuses_the_question_fails_its_reward(rewards: RewardCalls) -> None:
+    async with served("one", says({"error": {"message": "prompt too long"}}, 400)) as server:
+        ended = await rewards.end("judge", QUESTION)
+        assert ended.state == FAILED
+        assert "prompt too long" in ended.error
         assert len(server.requests) == 1

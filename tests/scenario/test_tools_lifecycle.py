@@ -1,6 +1,7 @@
 """The service's own life: it leaves no process behind, recovers from what it loses, and takes tools from a module."""
 
 import asyncio
+import json
 import time
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import grpc.aio
 import psutil
 import pytest
 from support.processes import StartService
-from support.rpc import error_of
-from support.tools import CALL_S, GONE_WITHIN_S, ToolsCalls, daemon_of, gone, groups_of, own_tools, tools
+from support.rpc import error_of, refusal_of, refused
+from support.tools import CALL_S, GONE_WITHIN_S, ToolsCalls, daemon_of, gone, groups_of, tools, write_tools
 from treadle.tools.v1 import tools_pb2 as pb
 
 
@@ -24,25 +25,20 @@ async def sandboxed(calls: ToolsCalls) -> list[psutil.Process]:
     return running
 
 
-async def test_sigterm_leaves_nothing_behind(start_service: StartService, tmp_path: Path) -> None:
+async def test_sigterm_lets_the_call_in_flight_finish_and_leaves_nothing_behind(
+    start_service: StartService, tmp_path: Path
+) -> None:
     async with tools(start_service, "python", "frozen_lake", STATE_DIR=str(tmp_path / "state")) as calls:
         running = await sandboxed(calls)
         daemon = daemon_of(calls)
+        in_flight = asyncio.create_task(calls.python("import time; time.sleep(0.8); print('done')"))
+        await asyncio.sleep(0.3)
         calls.process.terminate()
+        assert (await in_flight).output == "done\n"
         assert await calls.process.wait() == 0
         await gone(running)
         assert groups_of(daemon) == []
         assert not (tmp_path / "state").exists()
-
-
-async def test_sigterm_lets_the_call_in_flight_finish(start_service: StartService) -> None:
-    async with tools(start_service, "python") as calls:
-        await calls.python("1")
-        running = asyncio.create_task(calls.python("import time; time.sleep(1); print('done')"))
-        await asyncio.sleep(0.3)
-        calls.process.terminate()
-        assert (await running).output == "done\n"
-        assert await calls.process.wait() == 0
 
 
 async def test_sigkill_leaves_nothing_behind_once_nobody_has_come(start_service: StartService, tmp_path: Path) -> None:
@@ -110,6 +106,8 @@ TOOLS = [
     Tool(name="count", kind=Kind.ENVIRONMENT, description="counts", entry="own_code:Counter", arguments_schema=TEXT,
          limits=Limits(wall_s=2.0)),
     Tool(name="broken", kind=Kind.STATELESS, description="", entry="own_code:nothing", arguments_schema=TEXT),
+    Tool(name="elsewhere", kind=Kind.STATELESS, description="", entry="own_code:shout", arguments_schema=TEXT,
+         backend="docker", image="python"),
 ]
 """
 OWN_CODE = """
@@ -142,16 +140,15 @@ async def test_own_tools_come_from_a_module(start_service: StartService, tmp_pat
     """
     GIVEN   a module with TOOLS beside the code that they name
     Result: a stateless tool and an environment run, fail and time out like the built-in ones; one that cannot be
-            imported is unavailable and says why, without harm to the others
+            imported is unavailable and says why, and so is one whose backend is not there, without harm to the others
     """
-    async with own_tools(start_service, tmp_path, OWN_TOOLS, OWN_CODE) as calls:
+    settings = write_tools(tmp_path, OWN_TOOLS, OWN_CODE) | {"DOCKER_HOSTS": f"unix://{tmp_path}/nobody.sock"}
+    async with tools(start_service, **settings) as calls:
         listed = await calls.stub.ListTools(pb.ListToolsRequest(), timeout=CALL_S)
-        assert [tool.name for tool in listed.tools] == ["shout", "count", "broken"]
+        assert [tool.name for tool in listed.tools] == ["shout", "count", "broken", "elsewhere"]
         shouted = await calls.invoke({"text": "hey"}, tool="shout")
         assert (shouted.output, shouted.reward, shouted.data_json) == ("heard hey\nHEY", 0.5, '{"length": 3}')
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await calls.invoke({"text": "LOUD"}, tool="shout")
-        assert error_of(refused.value).fields == ("arguments_json.text",)
+        assert (await refusal_of(calls.invoke({"text": "LOUD"}, tool="shout"))).fields == ("arguments_json.text",)
         session_id = (await calls.open("count")).session.session_id
         failed = await calls.step(session_id, {"text": "raise"})
         assert (failed.status, failed.error) == (pb.RESULT_STATUS_TOOL_ERROR, "RuntimeError: as asked")
@@ -159,10 +156,18 @@ async def test_own_tools_come_from_a_module(start_service: StartService, tmp_pat
         hung = await calls.step(session_id, {"text": "hang"})
         assert hung.status == pb.RESULT_STATUS_TIMED_OUT
         assert (await calls.session(session_id)).done
-        with pytest.raises(grpc.aio.AioRpcError) as broken:
+        with refused("TOOL_NOT_READY", grpc.StatusCode.UNAVAILABLE, says="nothing"):
             await calls.invoke({"text": "x"}, tool="broken")
-        assert error_of(broken.value)[:2] == (grpc.StatusCode.UNAVAILABLE, "TOOL_NOT_READY")
-        assert "nothing" in str(broken.value.details())
+        with refused("SANDBOX_UNAVAILABLE"):
+            await calls.invoke({"text": "x"}, tool="elsewhere")
+
+
+HTTP = {"function": [{"name": "ask", "url": "http://example.org/"}]}
+SERVER = {"node": "n", "first": 0, "degree": 1, "url": "http://gpu-0/"}
+SMALL_GPU = {
+    "gpus": {"gpu_bytes": 50, "nodes": {"n": [0]}},
+    "gpu_service": [{"name": "s", "bytes_per_gpu": {"1": 60}, "servers": [SERVER]}],
+}
 
 
 @pytest.mark.parametrize(
@@ -172,13 +177,21 @@ async def test_own_tools_come_from_a_module(start_service: StartService, tmp_pat
         ("BUILTIN", "python,oracle", "python,frozen_lake,reasoning_gym"),
         ("STATE_DIR", "/proc/nowhere", "cannot be used"),
         ("BWARP", "x", "TREADLE_TOOLS_BWRAP"),
+        ("FUNCTIONS", HTTP, "FUNCTION_HOSTS"),
+        ("FUNCTIONS", SMALL_GPU, "bytes_per_gpu"),
     ],
+    ids=["MODULES", "BUILTIN", "STATE_DIR", "BWARP", "a host that is not allowed", "a GPU that is too small"],
 )
 async def test_a_bad_setting_ends_the_start_with_one_line(
-    start_service: StartService, variable: str, value: str, says: str
+    start_service: StartService, tmp_path: Path, variable: str, value: str | dict[str, object], says: str
 ) -> None:
+    if isinstance(value, dict):
+        (tmp_path / "declared.json").write_text(json.dumps(value))
+        value = str(tmp_path / "declared.json")
     with pytest.raises(AssertionError, match=r"the service ended with [12]") as ended:
-        await start_service("treadle_tools", {f"TREADLE_TOOLS_{variable}": value})
+        await start_service(
+            "treadle_tools", {"TREADLE_TOOLS_FUNCTION_HOSTS": "gpu-0", f"TREADLE_TOOLS_{variable}": value}
+        )
     line = str(ended.value).splitlines()[-1]
     assert f"TREADLE_TOOLS_{variable}" in line
     assert says in line

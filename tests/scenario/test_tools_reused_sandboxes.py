@@ -1,12 +1,11 @@
 """A trajectory's calls run in one sandbox after the other, and none finds anything of the one before."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import os
 
 import pytest
 from support.escapes import FORK_BOMB
-from support.processes import ServiceProcess
-from support.tools import ToolsCalls, calls_to, limits, shared_tools
+from support.tools import ToolsCalls, limits, serve
 from treadle.tools.v1 import tools_pb2 as pb
 
 KEPT = 3
@@ -72,17 +71,7 @@ print(True)
 }
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    settings = {"REUSED_SANDBOXES": str(KEPT), "PIN": "off", "CORES": "4"}
-    with shared_tools(tmp_path_factory.mktemp("kept"), "python", **settings) as process:
-        yield process
-
-
-@pytest.fixture
-async def calls(service: ServiceProcess) -> AsyncIterator[ToolsCalls]:
-    async with calls_to(service) as made:
-        yield made
+service = serve("python", REUSED_SANDBOXES=str(KEPT), PIN="off", CORES="4")
 
 
 async def where(calls: ToolsCalls, trajectory_id: str) -> tuple[int, int]:
@@ -122,6 +111,11 @@ async def test_what_cannot_be_removed_costs_the_sandbox(calls: ToolsCalls, left:
     await calls.python(TOO_MUCH[left], trajectory_id=left_id)
     looked = await calls.python(LOOK, trajectory_id=left_id)
     assert (looked.output, looked.error) == (fresh.output, "")
+
+
+async def test_without_pinning_an_action_may_run_anywhere(calls: ToolsCalls) -> None:
+    result = await calls.python("import os; os.sched_getaffinity(0)")
+    assert result.output == f"{os.sched_getaffinity(0)}\n"
 
 
 async def test_a_stopped_call_costs_its_trajectory_nothing(calls: ToolsCalls) -> None:

@@ -12,7 +12,7 @@ from support.docker_daemon import DockerDaemon, docker_daemon
 from support.escapes import ATTEMPTS as ATTEMPTS_ANYWHERE
 from support.escapes import FORK_BOMB
 from support.processes import ServiceProcess, command_line
-from support.tools import ToolsCalls, calls_to, limits, shared_tools
+from support.tools import ToolsCalls, calls_to, limits, serve, shared_tools
 from treadle.tools.v1 import tools_pb2 as pb
 
 __all__ = ["docker_daemon"]
@@ -22,16 +22,8 @@ MIB = 1024 * 1024
 TROUBLE = (pb.RESULT_STATUS_TOOL_ERROR, pb.RESULT_STATUS_CRASHED, pb.RESULT_STATUS_OUT_OF_MEMORY)
 
 
-@pytest.fixture(scope="module")
-def with_cgroups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    with shared_tools(tmp_path_factory.mktemp("with"), "python") as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def without_cgroups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    with shared_tools(tmp_path_factory.mktemp("without"), "python", CGROUPS="off") as process:
-        yield process
+with_cgroups = serve("python")
+without_cgroups = serve("python", CGROUPS="off")
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +40,10 @@ async def plain_calls(with_cgroups: ServiceProcess) -> AsyncIterator[ToolsCalls]
 
 
 @pytest.fixture(params=["with_cgroups", "without_cgroups", "in_docker"])
-def counted(request: pytest.FixtureRequest) -> ServiceProcess:
+def service(request: pytest.FixtureRequest) -> ServiceProcess:
     """One after the other: what holds where memory is counted by control groups holds where it is watched."""
     process: ServiceProcess = request.getfixturevalue(request.param)
     return process
-
-
-@pytest.fixture
-async def calls(counted: ServiceProcess) -> AsyncIterator[ToolsCalls]:
-    async with calls_to(counted) as made:
-        yield made
 
 
 # Each prints `contained` and nothing else, or raises.
@@ -196,13 +182,13 @@ while True:
     assert slept.status == pb.RESULT_STATUS_TIMED_OUT
 
 
-@pytest.mark.parametrize("counted", ["with_cgroups", "without_cgroups"], indirect=True)
+@pytest.mark.parametrize("service", ["with_cgroups", "without_cgroups"], indirect=True)
 async def test_a_fork_bomb_is_contained(calls: ToolsCalls) -> None:
     """Its processes never exceed the tool's limit by much, other snippets run afterwards, and nothing is left of it."""
     await calls.python("1")
     service = psutil.Process(calls.process.pid)
     before = len(service.children(recursive=True))
-    exploding = asyncio.create_task(calls.python(FORK_BOMB, limits=limits(2.0)))
+    exploding = asyncio.create_task(calls.python(FORK_BOMB, limits=limits(1.0)))
     most = 0
     while not exploding.done():
         most = max(most, len(service.children(recursive=True)))
@@ -241,7 +227,7 @@ for folder in ("/tmp", "/dev/shm"):
 server = socket.socket(socket.AF_UNIX)
 server.bind("\\0meeting")
 server.listen()
-time.sleep(1.5)
+time.sleep(0.8)
 print("held")
 """
     looker = """

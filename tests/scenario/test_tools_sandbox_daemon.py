@@ -180,6 +180,14 @@ def test_one_service_at_a_time_holds_a_folder(tmp_path: Path) -> None:
     StateFolder.take(tmp_path / "s").release(keep=False)
 
 
+@pytest.mark.parametrize("mode", [0o755, 0o770])
+def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(mode)
+    with pytest.raises(FolderRefused, match="chmod 700"):
+        StateFolder.take(tmp_path / "open")
+
+
 def test_a_folder_under_another_name_is_refused(tmp_path: Path) -> None:
     """In a folder that all users write to, a link could lead anywhere."""
     (tmp_path / "real").mkdir(mode=0o700)

@@ -23,44 +23,23 @@ class FunctionServer:
     cold_s: how long the first request, and the first after it went to sleep, waits for it to start.
     """
 
-    def __init__(self, last: Handler, *answers: Handler, cold_s: float = 0.0, port: int = 0) -> None:
+    def __init__(self, last: Handler, *answers: Handler, cold_s: float, port: int) -> None:
         self._last = last
         self._answers = list(answers)
         self._cold_s = cold_s
         self._asleep = True
-        self._runner: web.AppRunner | None = None
+        self._now = 0
         self.requests: list[web.Request] = []
         self.bodies: list[Any] = []
         self.most_at_once = 0
-        self._now = 0
-        self.port = port or free_port()
-
-    @property
-    def url(self) -> str:
-        """http://127.0.0.1:<port>/ask"""
-        return f"http://127.0.0.1:{self.port}/ask"
+        self.url = f"http://127.0.0.1:{port}/ask"
 
     def sleep(self) -> None:
         """Scale to zero: the next request has to wait."""
         self._asleep = True
 
-    async def start(self) -> None:
-        """Listens."""
-        app = web.Application()
-        self._over = app[OVER] = asyncio.Event()
-        app.add_routes([web.route("*", "/{path:.*}", self._serve)])
-        self._runner = web.AppRunner(app, shutdown_timeout=0.0)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
-
-    async def stop(self) -> None:
-        """Refuses connections."""
-        if self._runner is not None:
-            self._over.set()
-            await self._runner.cleanup()
-            self._runner = None
-
-    async def _serve(self, request: web.Request) -> web.StreamResponse:
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        """Answer one request."""
         self.requests.append(request)
         self.bodies.append(await request.json() if request.can_read_body else dict(request.query))
         self._now += 1
@@ -78,30 +57,30 @@ class FunctionServer:
 async def function(
     last: Handler, *answers: Handler, cold_s: float = 0.0, port: int = 0
 ) -> AsyncIterator[FunctionServer]:
-    """A function that listens."""
+    """A function that listens; afterwards its port refuses connections."""
+    port = port or free_port()
     server = FunctionServer(last, *answers, cold_s=cold_s, port=port)
-    await server.start()
+    app = web.Application()
+    over = app[OVER] = asyncio.Event()
+    app.add_routes([web.route("*", "/{path:.*}", server.serve)])
+    runner = web.AppRunner(app, shutdown_timeout=0.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
     try:
         yield server
     finally:
-        await server.stop()
+        over.set()
+        await runner.cleanup()
 
 
 def says(value: Any, status: int = 200, **headers: str) -> Handler:
-    """Answers with JSON; of headers, `_` stands for `-`."""
+    """Answers with plain text, or with JSON where it is no text; of headers, `_` stands for `-`."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
+        if isinstance(value, str):
+            return web.Response(text=value, status=status, headers=named)
         return web.json_response(value, status=status, headers=named)
-
-    return answer
-
-
-def says_text(text: str) -> Handler:
-    """Answers with plain text."""
-
-    async def answer(request: web.Request) -> web.StreamResponse:
-        return web.Response(text=text)
 
     return answer
 

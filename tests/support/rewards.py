@@ -2,12 +2,17 @@
 
 import json
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
+from support.processes import ServiceProcess
 from support.tools import CALL_S
 from treadle.tools.v1 import rewards_pb2 as pb
 from treadle.tools.v1 import rewards_pb2_grpc
+
+WATCH_S = 300.0  # a machine that many share may score one reward after the other
 
 # A module of rewards, and the code that it names.
 OWN_REWARDS = """
@@ -15,7 +20,7 @@ from treadle_tools.tool import Kind, Limits, Tool
 
 ANY = {"type": "object"}
 def reward(name, **more):
-    return Tool(name=name, kind=Kind.REWARD, description="", entry=f"own_scores:{name}", arguments_schema=ANY, **more)
+    return Tool(name=name, kind=Kind.REWARD, description="", entry=f"own_code:{name}", arguments_schema=ANY, **more)
 
 TOOLS = [reward(name) for name in ("given", "nothing", "endless", "no_number", "raising", "waiting")]
 """
@@ -75,9 +80,21 @@ class RewardCalls:
     async def changes(self, *reward_ids: str) -> list[pb.Reward]:
         """All that a watch of them says until they have ended."""
         request = pb.WatchRewardsRequest(reward_ids=reward_ids)
-        return [answer.reward async for answer in self.stub.WatchRewards(request, timeout=CALL_S)]
+        return [answer.reward async for answer in self.stub.WatchRewards(request, timeout=WATCH_S)]
 
     async def ended(self, *reward_ids: str) -> list[pb.Reward]:
         """How each ended, in the order of the ids."""
         last = {reward.reward_id: reward for reward in await self.changes(*reward_ids)}
         return [last[reward_id] for reward_id in reward_ids]
+
+    async def end(self, reward: str, arguments: dict[str, Any], **fields: Any) -> pb.Reward:
+        """How a new one ended."""
+        [ended] = await self.ended((await self.score(reward, arguments, **fields)).reward_id)
+        return ended
+
+
+@asynccontextmanager
+async def rewards_of(process: ServiceProcess) -> AsyncIterator[RewardCalls]:
+    """Calls to a service that runs."""
+    async with grpc.aio.insecure_channel(process.address) as channel:
+        yield RewardCalls(channel)

@@ -53,9 +53,9 @@ async def refusal_of(call: Awaitable[object]) -> RpcError:
 
 
 @contextmanager
-def refused(reason: str, code: grpc.StatusCode | None = None) -> Iterator[None]:
-    """The block's call must fail with a reason, and with a code where one is given."""
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
+def refused(reason: str, code: grpc.StatusCode | None = None, *, says: str | None = None) -> Iterator[None]:
+    """The block's call must fail with a reason, and with a code and words where they are given."""
+    with pytest.raises(grpc.aio.AioRpcError, match=says) as raised:
         yield
     error = error_of(raised.value)
     assert error.reason == reason

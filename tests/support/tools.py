@@ -5,12 +5,13 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import psutil
+import pytest
 from google.protobuf.duration_pb2 import Duration
 from support.nats_server import NatsServer
 from support.processes import ServiceProcess, StartService, import_path, start_process
@@ -99,7 +100,7 @@ async def tools(start_service: StartService, *builtin: str, **settings: str) -> 
 
 @contextmanager
 def shared_tools(folder: Path, *builtin: str, **settings: str) -> Iterator[ServiceProcess]:
-    """A tools service with a nats-server of its own, for the tests of a whole module: they leave nothing in it."""
+    """A tools service with a nats-server of its own."""
     nats = NatsServer(folder / "nats")
     nats.start()
     env = {"TREADLE_NATS_URL": nats.url, **environment(*builtin, **settings)}
@@ -110,6 +111,20 @@ def shared_tools(folder: Path, *builtin: str, **settings: str) -> Iterator[Servi
     finally:
         asyncio.run(process.end())
         nats.kill()
+
+
+def serve(*builtin: str, **settings: str) -> Any:
+    """A fixture: one tools service for the tests of a module, which leave nothing in it; see `environment`.
+
+    As `service` of the module it is the one that the fixtures `calls` and `rewards` call.
+    """
+
+    @pytest.fixture(scope="module")
+    def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+        with shared_tools(tmp_path_factory.mktemp("tools"), *builtin, **settings) as process:
+            yield process
+
+    return service
 
 
 def daemon_of(calls: ToolsCalls) -> psutil.Process:
@@ -138,10 +153,8 @@ async def calls_to(process: ServiceProcess) -> AsyncIterator[ToolsCalls]:
         yield ToolsCalls(channel, process)
 
 
-def own_tools(
-    start_service: StartService, folder: Path, declared: str, code: str, *builtin: str, **settings: str
-) -> AbstractAsyncContextManager[ToolsCalls]:
-    """A tools service with the tools of a module `own_tools`, whose code is in a module `own_code`."""
+def write_tools(folder: Path, declared: str, code: str) -> dict[str, str]:
+    """Settings of a service with the tools of a module `own_tools`, whose code is in a module `own_code`."""
     (folder / "own_tools.py").write_text(declared)
     (folder / "own_code.py").write_text(code)
-    return tools(start_service, *builtin, PYTHONPATH=import_path(folder), MODULES="own_tools", **settings)
+    return {"PYTHONPATH": import_path(folder), "MODULES": "own_tools"}
