@@ -23,7 +23,7 @@ class FakeGpu:
     most_bytes: int = 0
 
     def hold(self, name: str, count: int) -> None:
-        """Raises AssertionError where it does not fit."""
+        """Note it, also where it does not fit."""
         self.held[name] = count
         self.most_bytes = max(self.most_bytes, sum(self.held.values()))
 
@@ -44,7 +44,6 @@ class FakeMemoryEngine:
         self._running = 0
         self._released = False
         self._runner: web.AppRunner | None = None
-        self._died = asyncio.Event()
         self.port = free_port()
 
     @property
