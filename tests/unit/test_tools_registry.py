@@ -58,16 +58,12 @@ def test_a_tool_is_found_by_name_and_kind() -> None:
 @pytest.mark.parametrize(
     ("text", "field"),
     [
-        ("", "arguments_json.task"),
         ('{"task": ""}', "arguments_json.task"),
         ('{"task": "a", "seed": 4294967296}', "arguments_json.seed"),
         ('{"task": "a", "index": 1.5}', "arguments_json.index"),
         ('{"task": "a", "level": 1}', "arguments_json.level"),
-        ('{"task": "a", "seed": Infinity}', "arguments_json"),
         ("null", "arguments_json"),
         ('"{}"', "arguments_json"),
-        ("{'task': 'a'}", "arguments_json"),
-        ('{"a":' * 10_000, "arguments_json"),
     ],
 )
 def test_bad_arguments_are_named(text: str, field: str) -> None:

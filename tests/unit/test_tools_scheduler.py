@@ -89,31 +89,6 @@ async def test_a_large_action_is_not_passed_by_later_small_ones() -> None:
         small.let_go.set()
 
 
-async def test_cores_are_of_one_action_at_a_time() -> None:
-    async with turns_of(4, max_waiting=10) as turns, asyncio.TaskGroup() as group:
-        holders = [Holder(group, turns, wants(f"a{index}", 1 + index % 2)) for index in range(8)]
-        for holder in holders:  # they come first and start first
-            await holder.holds.wait()
-            running = [each for each in holders if each.holds.is_set() and not each.let_go.is_set()]
-            cores = [core for each in running for core in each.cores]
-            assert len(set(cores)) == len(cores) <= 4
-            holder.let_go.set()
-
-
-async def test_a_full_queue_is_refused_with_a_time_to_retry() -> None:
-    async with turns_of(2, max_waiting=1) as turns, asyncio.TaskGroup() as group:
-        first = Holder(group, turns, wants("first", 2))
-        await settled()
-        second = Holder(group, turns, wants("second", 1))
-        await settled()
-        with pytest.raises(ResourceExhausted) as refused:
-            async with turns.hold(wants("third", 1)):
-                pass
-        assert (refused.value.reason, refused.value.retry_after_s) == ("ACTIONS_WAITING", 1.0)
-        first.let_go.set()
-        second.let_go.set()
-
-
 async def test_where_nobody_may_wait_what_fits_starts_all_the_same() -> None:
     async with turns_of(2, max_waiting=0) as turns:
         async with turns.hold(scales("scales", 2)) as turn:
