@@ -5,11 +5,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from treadle_cli.report.palette import COLOURS, FAINT, GRID, INK
+from treadle_cli.report.gantt import use_font
+from treadle_cli.report.palette import COLOURS, FAINT, GRID
 
 WIDTH_IN, DPI = 11.0, 150
 BARS_WIDTH = 0.84  # fraction of a group's width that its bars take
@@ -23,7 +23,7 @@ def sheet(
 ) -> Iterator[Figure]:
     """A figure with a title and a note, which is written to `file` when the block ends. top: where the axes end, as a
     fraction of the height."""
-    with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "axes.labelcolor": INK}):
+    with use_font():
         figure = Figure(figsize=(width_in, height_in), dpi=DPI, facecolor="white")
         figure.subplots_adjust(left=0.08, right=0.985, top=top, bottom=0.42 / height_in, wspace=0.12)
         yield figure
@@ -32,8 +32,14 @@ def sheet(
         figure.savefig(file)
 
 
-def style(axes: Axes, title: str = "", *, size: float = 10) -> None:
-    """No frame, faint ticks, a grid behind the data, a title at the left."""
+def style(
+    axes: Axes, title: str = "", *, size: float = 10, legend: Mapping[str, Any] | None = None, **settings: Any
+) -> None:
+    """No frame, faint ticks, a grid behind the data, a title at the left. legend: how it looks; None: there is none.
+    settings: of the axes, by the names that `Axes.set` knows."""
+    axes.set(**settings)
+    if legend is not None:
+        axes.legend(frameon=False, **legend)
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)
     axes.tick_params(length=0, which="both", colors=FAINT)
@@ -55,8 +61,7 @@ def draw_groups(
     for at, (name, of_series) in enumerate(heights.items()):
         places = np.arange(len(groups)) + (at - 0.5 * (len(heights) - 1)) * width
         axes.bar(places, of_series, 0.9 * width, color=colours[at % len(colours)], label=name)
-    axes.set_xticks(range(len(groups)), groups)
-    style(axes, title)
+    style(axes, title, xticks=range(len(groups)), xticklabels=groups)
     axes.grid(visible=False, axis="x")
 
 

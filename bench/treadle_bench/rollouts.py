@@ -9,7 +9,7 @@ import multiprocessing
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,14 @@ def batch_for(workload: str, llm: str, scale: float, seed: int, options: BenchOp
 def workloads(options: BenchOptions) -> tuple[str, ...]:
     """Names of the workloads of a figure: the three of the paper, or that of --traces."""
     return (TRACES,) if options.traces is not None else tuple(parametric.WORKLOADS)
+
+
+def batches_for(llm: str, scale: float, options: BenchOptions, slots: int = SLOTS) -> dict[str, list[Batch]]:
+    """Of each workload a batch for each seed. slots: of an engine; the number of trajectories stays."""
+    return {
+        name: [replace(batch_for(name, llm, scale, seed, options), slots=slots) for seed in options.seeds]
+        for name in workloads(options)
+    }
 
 
 def header(first: Batch, scale: float, options: BenchOptions) -> dict[str, Any]:

@@ -22,15 +22,14 @@ def range_of(values: Iterable[float], digits: int = DIGITS) -> list[float]:
 
 def rounded(value: Value, digits: int = DIGITS) -> Value:
     """The same with each float rounded, also within dictionaries and lists; a tuple becomes a list, as in JSON."""
-    return cast("Value", _round_all(value, digits))
-
-
-def _round_all(value: object, digits: int) -> object:
+    found: object = value
     if isinstance(value, float):
-        return round(value, digits)
-    if isinstance(value, dict):
-        return {key: _round_all(each, digits) for key, each in value.items()}
-    return [_round_all(each, digits) for each in value] if isinstance(value, list | tuple) else value
+        found = round(value, digits)
+    elif isinstance(value, dict):
+        found = {key: rounded(each, digits) for key, each in value.items()}
+    elif isinstance(value, list | tuple):
+        found = [rounded(each, digits) for each in value]
+    return cast("Value", found)
 
 
 def median_by_key(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:

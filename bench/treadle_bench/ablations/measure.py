@@ -23,19 +23,7 @@ from treadle_sim.systems import TREADLE, TREADLE_HOMOGENEOUS, System
 from treadle_bench.bench import Bench, BenchOptions, Figures
 from treadle_bench.page import describe_seeds, value_range
 from treadle_bench.pictures import SERIES, draw_panels, draw_variants, sheet, style
-from treadle_bench.rollouts import (
-    DEGREES,
-    SLOTS,
-    TRACES,
-    Batch,
-    Job,
-    Played,
-    batch_for,
-    find_bound,
-    header,
-    play_all,
-    workloads,
-)
+from treadle_bench.rollouts import DEGREES, SLOTS, TRACES, Batch, Job, Played, batches_for, find_bound, header, play_all
 from treadle_bench.summary import median_of, range_of
 
 # Name of each variant, Treadle's first: its system, and the GPUs of each engine, 0 where the system allocates them.
@@ -90,21 +78,15 @@ async def play_variants(
     """The figures, and by workload and variant the rollout of the first seed. slots: of an engine; the number of
     trajectories stays. Raises TraceFileError, OSError."""
     scale = options.scale or 1.0
-    batches = {
-        name: [replace(batch_for(name, LLM, scale, seed, options), slots=slots) for seed in options.seeds]
-        for name in workloads(options)
-    }
+    batches = batches_for(LLM, scale, options, slots)
     first = next(iter(batches.values()))[0]
-    jobs = {
-        (name, variant): [Job(batch, system, degree) for batch in of_name]
+    possible = {name: each for name, each in variants.items() if not each[1] or first.gpus % each[1] == 0}
+    jobs = (Job(batch, *each) for of_name in batches.values() for each in possible.values() for batch in of_name)
+    done = await play_all(jobs, options, what)
+    runs = {
+        name: {variant: [done[Job(batch, *each)] for batch in of_name] for variant, each in possible.items()}
         for name, of_name in batches.items()
-        for variant, (system, degree) in variants.items()
-        if not degree or first.gpus % degree == 0
     }
-    done = await play_all((job for seeds in jobs.values() for job in seeds), options, what)
-    runs: dict[str, dict[str, list[Played]]] = {name: {} for name in batches}
-    for (name, variant), seeds in jobs.items():
-        runs[name][variant] = [done[job] for job in seeds]
     found = header(first, scale, options) | {"slots": slots}
     found["rows"] = [_row(name, batches[name], of_name) for name, of_name in runs.items()]
     return found, {name: {each: of_seeds[0] for each, of_seeds in of.items()} for name, of in runs.items()}
@@ -197,10 +179,7 @@ def _draw_allocations(found: Figures, file: Path) -> None:
         for name, colour in zip(CURVES, (SERIES[0], SERIES[1], SERIES[4]), strict=True):
             if name in active:
                 right.plot(active["at_s"], active[name], color=colour, linewidth=2.0, label=name)
-        right.set_xlabel("seconds")
-        right.set_ylim(bottom=0)
-        right.legend(frameon=False)
-        style(right, "trajectories that have not ended")
+        style(right, "trajectories that have not ended", xlabel="seconds", ylim=(0, None), legend={})
 
 
 HEDDLE14 = Bench(

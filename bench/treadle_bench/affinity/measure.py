@@ -77,8 +77,9 @@ PAPER = {"prefill-heavy": (0.53, 0.53), "decode-heavy": (0.49, 0.79)}
 SWEEP = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
 SWEEP_STEPS, SWEEP_TOKENS = 8, 7_000.0
 SWEEP_SIGMA = 0.2  # of ln tokens written: small, so that work and not the longest trajectory sets the makespan
-UNROUTED, BY_TAG, BY_RATIO = "unrouted", "by the task's tag", "by measured ratio"
+ROUTINGS = UNROUTED, BY_TAG, BY_RATIO = ("unrouted", "by the task's tag", "by measured ratio")
 SYSTEMS = (VERL, PAUSING, TREADLE)
+PAGE = {"paper": PAPER, "routings": ROUTINGS, "samples": SAMPLES, "bandwidth": BANDWIDTH, "compute": COMPUTE}
 ALONE = PAUSING  # it reserves KV for running trajectories, so that memory is not compared
 
 
@@ -123,14 +124,12 @@ def _play_alone(name: str, seeds: Sequence[int], prompts: int, play: Play) -> di
     other = COMPUTE if suited == BANDWIDTH else BANDWIDTH
     drawn = {seed: draw_works(kind, prompts, seed, name) for seed in seeds}
     of = {pool: [play(works, [pool], ALONE, seed) for seed, works in drawn.items()] for pool in (suited, other)}
-    ratios = [mine / theirs for mine, theirs in zip(of[suited], of[other], strict=True)]
     return {
         "task": name,
         "suited": suited,
         "read_per_written": median_of(prefill_over_decode(works) for works in drawn.values()),
         "s": {pool: median_of(times) for pool, times in of.items()},
-        "ratio": median_of(ratios),
-        "spread": range_of(ratios),
+        **_ratio_to(of[other], of[suited]),
     }
 
 
@@ -154,7 +153,7 @@ def _play_sweep(read: float, seed: int, prompts: int, play: Play) -> dict[str, f
 
 
 def _play_mixed(system: System, seeds: Sequence[int], prompts: int, play: Play) -> list[dict[str, Any]]:
-    of: dict[str, list[float]] = {UNROUTED: [], BY_TAG: [], BY_RATIO: []}
+    of: dict[str, list[float]] = {routing: [] for routing in ROUTINGS}
     for seed in seeds:
         both = {name: draw_works(kind, prompts, seed, name) for name, (kind, _) in TASKS.items()}
         before = [work for name, (kind, _) in TASKS.items() for work in draw_works(kind, prompts, seed, name, epoch=1)]
@@ -162,12 +161,15 @@ def _play_mixed(system: System, seeds: Sequence[int], prompts: int, play: Play) 
         by_tag = interleave([tag(works, TASKS[name][1]) for name, works in both.items()])
         for routing, works in ((UNROUTED, plain), (BY_TAG, by_tag), (BY_RATIO, route(plain, before))):
             of[routing].append(play(works, list(POOLS), system, seed))
-    rows = []
-    for routing, times in of.items():
-        ratios = [one / base for one, base in zip(times, of[UNROUTED], strict=True)]
-        row = {"s": median_of(times), "ratio": median_of(ratios), "spread": range_of(ratios)}
-        rows.append({"system": system.name, "routing": routing, **row})
-    return rows
+    return [
+        {"system": system.name, "routing": routing, "s": median_of(times), **_ratio_to(of[UNROUTED], times)}
+        for routing, times in of.items()
+    ]
+
+
+def _ratio_to(base: Sequence[float], times: Sequence[float]) -> dict[str, Any]:
+    ratios = [one / other for one, other in zip(times, base, strict=True)]
+    return {"ratio": median_of(ratios), "spread": range_of(ratios)}
 
 
 def draw_works(kind: Parameters, prompts: int, seed: int, name: str, *, epoch: int = 0) -> tuple[TrajectoryWork, ...]:
@@ -221,11 +223,6 @@ def prefill_over_decode(works: Sequence[TrajectoryWork]) -> float:
     return read / sum(work.gen_tokens for work in works)
 
 
-def _page(found: Figures) -> Figures:
-    names = {"bandwidth": BANDWIDTH, "compute": COMPUTE, "samples": SAMPLES}
-    return {"paper": PAPER, "routings": (UNROUTED, BY_TAG, BY_RATIO), **names}
-
-
 def draw(found: Figures, file: Path) -> None:
     """Write the picture."""
     note = f"{LLM}, {POOLS[BANDWIDTH]} {BANDWIDTH} against {POOLS[COMPUTE]} {COMPUTE}, which cost about the same."
@@ -233,16 +230,12 @@ def draw(found: Figures, file: Path) -> None:
         left, right = figure.subplots(1, 2)
         sweep = [(row["read_per_written"], row["ratio"]) for row in found["sweep"]]
         left.plot(*zip(*sweep, strict=True), "o-", color=SERIES[0], linewidth=2.0)
-        left.axhline(1.0, color="#6B7280", linewidth=1.0)
-        left.set_xscale("log")
+        left.axhline(1.0, color=FAINT, linewidth=1.0)
+        title = f"seconds of {COMPUTE} over {BANDWIDTH}"
+        style(left, title, xscale="log", xlabel="tokens read for one written", ylim=(0, None))
         left.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        left.set_xlabel("tokens read for one written")
-        left.set_ylim(bottom=0)
-        style(left, f"seconds of {COMPUTE} over {BANDWIDTH}")
         systems = list(dict.fromkeys(row["system"] for row in found["mixed"]))
-        times: dict[str, list[float]] = {}
-        for row in found["mixed"]:
-            times.setdefault(row["routing"], []).append(row["s"])
+        times = {name: [row["s"] for row in found["mixed"] if row["routing"] == name] for name in ROUTINGS}
         draw_groups(right, "both tasks on both pools: rollout seconds", systems, times, (FAINT, *SERIES))
         right.legend(frameon=False, fontsize=8)
 
@@ -251,6 +244,6 @@ BENCH = Bench(
     "affinity",
     "RollArt's Figure 4: work on H20 against work on H800, and routing between them. Takes about 2 minutes.",
     measure,
-    page=_page,
+    page=lambda found: PAGE,
     draw=draw,
 )

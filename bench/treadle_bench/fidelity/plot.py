@@ -52,13 +52,13 @@ def _draw_ends(axes: Axes, cases: Sequence[Case], colours: dict[str, str]) -> No
         look: dict[str, Any] = {"s": 12, "color": colours[case.policy], "alpha": 0.5, "linewidths": 0}
         for play in case.plays:
             axes.scatter(play.ends_s, case.simulated.ends_s, **look)
-    axes.set(xlim=(0, most_s), ylim=(0, most_s), xlabel="end of a trajectory, live (s)", ylabel="simulated (s)")
     dots = [
         Line2D([], [], marker="o", linestyle="", color=colour, label=TITLES.get(policy, policy))
         for policy, colour in colours.items()
     ]
-    axes.legend(handles=[*dots, Patch(color=GRID, label=f"within {WITHIN:.0%}")], frameon=False, loc="upper left")
-    style(axes)
+    legend = {"handles": [*dots, Patch(color=GRID, label=f"within {WITHIN:.0%}")], "loc": "upper left"}
+    limits, label = (0, most_s), "end of a trajectory, live (s)"
+    style(axes, xlim=limits, ylim=limits, xlabel=label, ylabel="simulated (s)", legend=legend)
 
 
 def _draw_running(axes: Axes, cases: Sequence[Case], colours: dict[str, str]) -> None:
@@ -67,12 +67,9 @@ def _draw_running(axes: Axes, cases: Sequence[Case], colours: dict[str, str]) ->
             left = np.arange(len(play.ends_s), -1, -1)
             look: dict[str, Any] = {"color": colours[case.policy], "linestyle": line, "linewidth": 1.0, "alpha": 0.7}
             axes.step([0.0, *np.sort(play.ends_s)], left, where="post", **look)
-    axes.set(xlabel="seconds", ylabel="running trajectories")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
     lines = [Line2D([], [], color=INK, label="live"), Line2D([], [], color=INK, linestyle="--", label="simulated")]
-    axes.legend(handles=lines, frameon=False, loc="upper right")
-    style(axes)
+    legend = {"handles": lines, "loc": "upper right"}
+    style(axes, xlabel="seconds", ylabel="running trajectories", xlim=(0, None), ylim=(0, None), legend=legend)
 
 
 def _draw_spans(axes: Axes, play: Play, order: Sequence[int], until_s: float) -> None:

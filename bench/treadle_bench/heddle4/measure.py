@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from treadle_cli.report.palette import FAINT
 from treadle_sim.systems import VERL
 
 from treadle_bench.bench import Bench, BenchOptions, Figures
 from treadle_bench.pictures import SERIES, sheet, style
-from treadle_bench.rollouts import Job, batch_for, header, play_all, setting_of, workloads
+from treadle_bench.rollouts import Job, batches_for, header, play_all, setting_of
 from treadle_bench.summary import DIGITS, median_of, range_of
 
 LLM = "Qwen3-14B"
@@ -25,9 +26,7 @@ PERCENT = range(1, 101)
 async def measure(options: BenchOptions) -> dict[str, Any]:
     """Raises TraceFileError, OSError."""
     scale = options.scale or 1.0
-    batches = {
-        name: [batch_for(name, LLM, scale, seed, options) for seed in options.seeds] for name in workloads(options)
-    }
+    batches = batches_for(LLM, scale, options)
     done = await play_all((Job(each, VERL, DEGREE) for seeds in batches.values() for each in seeds), options, "heddle4")
     rows = []
     for name, of_name in batches.items():
@@ -55,13 +54,12 @@ def draw(found: Figures, file: Path) -> None:
         for row, colour in zip(found["rows"], SERIES, strict=False):
             label = f"{row['workload']}: the last takes {row['max_over_median']:.1f} times the median"
             axes.plot(row["at"], np.array(PERCENT) / 100.0, color=colour, linewidth=2.0, label=label)
-        grey, at = "#6B7280", 1.0 / PAPER_RATIO
-        axes.axvline(at, color=grey, linestyle=":", linewidth=1.2)
+        at = 1.0 / PAPER_RATIO
+        axes.axvline(at, color=FAINT, linestyle=":", linewidth=1.2)
         words = "the paper's median lies left of here"
-        axes.annotate(words, (at, 0.03), (4, 0), size=8, color=grey, textcoords="offset points")
-        axes.set(xlim=(0, 1.01), ylim=(0, 1.01), xlabel="time / the last trajectory's")
-        axes.legend(frameon=False, loc="lower right")
-        style(axes)
+        axes.annotate(words, (at, 0.03), (4, 0), size=8, color=FAINT, textcoords="offset points")
+        label, legend = "time / the last trajectory's", {"loc": "lower right"}
+        style(axes, xlim=(0, 1.01), ylim=(0, 1.01), xlabel=label, legend=legend)
 
 
 BENCH = Bench(

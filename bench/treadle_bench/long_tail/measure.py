@@ -36,6 +36,7 @@ PRINTED_DIGIT = 0.05  # half of the last published digit
 MAXIMA = 20_000  # sampled for each K and repeat: their mean is then within 1% at c = 2
 LONGEST_SHARE = 0.05  # fraction of trajectories whose share of all tokens is computed
 DIGITS = 3
+MEANS = (1, 2, 4, 8, 16, 32)  # ticks of the picture
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -47,7 +48,12 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
         for k in GROUP_SIZES
     }
     rows = [_row(k, c, sampled[k]) for k in GROUP_SIZES for c in VARIATIONS]
-    found = {"rows": rows, "claims": _check_claims(options), "workloads": _describe_workloads(options)}
+    if options.traces is not None:
+        batches = {options.traces.name: [read_traces(options.traces)]}
+    else:
+        batches = {name: [make(name, seed=seed).trajectories for seed in options.seeds] for name in WORKLOADS}
+    workloads = [_describe(name, of_name) for name, of_name in batches.items()]
+    found = {"rows": rows, "claims": _check_claims(options), "workloads": workloads}
     if options.pictures is not None:
         draw(rows, options.pictures / "long-tail.png")
     return found
@@ -60,17 +66,15 @@ def log_sigma(c: float) -> float:
 
 def formula(k: int, c: float) -> float:
     """The published approximation of the longest of `k`, in means."""
-    s = log_sigma(c)
-    return math.exp(s * math.sqrt(2.0 * math.log(k)) - 0.5 * s * s)
+    return float(_lengths(math.sqrt(2.0 * math.log(k)), c))
 
 
 def expected_maximum(k: int, c: float) -> float:
     """Mean longest of `k`, in means: the integral of exp(s z - s²/2) over the density of the maximum of k normals."""
-    s = log_sigma(c)
     z = np.linspace(-9.0, 14.0, 4_601)  # outside, the integrand is below 1e-12 for every k and c here
     below = np.array([0.5 * math.erfc(-each / math.sqrt(2.0)) for each in z.tolist()])
     density = k * below ** (k - 1) * np.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
-    return float(np.trapezoid(np.exp(s * z - 0.5 * s * s) * density, z))
+    return float(np.trapezoid(_lengths(z, c) * density, z))
 
 
 def _log_maxima(k: int, rng: np.random.Generator) -> Floats:
@@ -78,13 +82,14 @@ def _log_maxima(k: int, rng: np.random.Generator) -> Floats:
     return np.array([rng.standard_normal((MAXIMA // 20, k)).max(axis=1) for _ in range(20)]).ravel()
 
 
-def _longest(maxima: Floats, c: float) -> Floats:
+def _lengths(normal: Floats | float, c: float) -> Floats:
+    """Log-normal lengths of mean 1 from standard normal values."""
     s = log_sigma(c)
-    return np.exp(s * maxima - 0.5 * s * s)
+    return np.asarray(np.exp(s * normal - 0.5 * s * s))
 
 
 def _row(k: int, c: float, sampled: Sequence[Floats]) -> dict[str, Any]:
-    longest = [_longest(maxima, c) for maxima in sampled]
+    longest = [_lengths(maxima, c) for maxima in sampled]
     means = [float(each.mean()) for each in longest]
     expected = float(np.median(means))
     by_formula, printed = formula(k, c), PRINTED[k, c]
@@ -113,7 +118,7 @@ def _check_claims(options: BenchOptions) -> dict[str, Any]:
     maxima = {k: _log_maxima(k, rng) for k in (16, 32)}
 
     def compare(larger: tuple[int, float], smaller: tuple[int, float]) -> dict[str, float]:
-        means = [float(_longest(maxima[k], c).mean()) for k, c in (larger, smaller)]
+        means = [float(_lengths(maxima[k], c).mean()) for k, c in (larger, smaller)]
         return rounded({"formula": formula(*larger) / formula(*smaller), "expected": means[0] / means[1]}, DIGITS)
 
     return {
@@ -126,12 +131,6 @@ def _check_claims(options: BenchOptions) -> dict[str, Any]:
     }
 
 
-def _describe_workloads(options: BenchOptions) -> list[dict[str, Any]]:
-    if options.traces is not None:
-        return [_describe(options.traces.name, [read_traces(options.traces)])]
-    return [_describe(name, [make(name, seed=seed).trajectories for seed in options.seeds]) for name in WORKLOADS]
-
-
 def _describe(name: str, batches: Sequence[Sequence[TrajectoryWork]]) -> dict[str, Any]:
     """Medians over batches: the longest of a prompt's samples, and of the whole batch, over the mean of all.
 
@@ -140,16 +139,15 @@ def _describe(name: str, batches: Sequence[Sequence[TrajectoryWork]]) -> dict[st
     figures = []
     for works in batches:
         tokens = np.array([work.gen_tokens for work in works], np.float64)
-        mean = float(tokens.mean())
-        of_groups = [[work.gen_tokens for work in group] for group in groups(works).values()]
-        size = round(len(works) / len(of_groups))
-        c = float(tokens.std() / mean)
+        mean, c = float(tokens.mean()), float(tokens.std() / tokens.mean())
+        longest = [max(work.gen_tokens for work in group) for group in groups(works).values()]
+        size = round(len(works) / len(longest))
         figures.append(
             {
                 "c": c,
                 "group_size": size,
                 "formula": formula(size, c) if size > 1 else 1.0,
-                "longest_of_group": float(np.mean([max(group) for group in of_groups])) / mean,
+                "longest_of_group": float(np.mean(longest)) / mean,
                 "longest_of_all": float(tokens.max()) / mean,
                 "longest_over_median": float(tokens.max() / np.median(tokens)),
             }
@@ -183,8 +181,8 @@ def _panel(axes: Axes, rows: Sequence[Mapping[str, Any]], colour: str) -> None:
         axes.annotate(f"{at[1]:.1f}", at, xytext=(0, -11), textcoords="offset points", ha="center", size=8)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.set_xticks(GROUP_SIZES, [str(k) for k in GROUP_SIZES])
-    axes.set_yticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
+    axes.set_xticks(GROUP_SIZES, map(str, GROUP_SIZES))
+    axes.set_yticks(MEANS, map(str, MEANS))
     axes.set_xlim(GROUP_SIZES[0] * 0.75, GROUP_SIZES[-1] * 1.33)
 
 

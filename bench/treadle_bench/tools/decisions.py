@@ -10,7 +10,7 @@ import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from treadle_core.tools.action import Action, Amdahl, Demand, Elasticity, Fixed, Measured, Range
@@ -27,11 +27,7 @@ GIB = 1 << 30
 SHAPES = ("range", "wide range", "set", "wide set", "linear", "rough", "mixed")
 
 
-class Took(NamedTuple):
-    """Milliseconds of one decision: wall time and processor time."""
-
-    wall_ms: float
-    processor_ms: float
+Took = tuple[float, float]  # milliseconds of one decision: wall time and processor time
 
 
 def measure(plan: Plan) -> dict[str, Any]:
@@ -75,7 +71,7 @@ def _time_decisions(state: tuple[ActionQueue, list[Pool], list[Executing]]) -> l
         for _ in range(DECISIONS_OF_A_DRAW):
             began, worked = time.perf_counter(), time.thread_time()
             decide(*state, typical_s=5.0)
-            found.append(Took(1e3 * (time.perf_counter() - began), 1e3 * (time.thread_time() - worked)))
+            found.append((1e3 * (time.perf_counter() - began), 1e3 * (time.thread_time() - worked)))
     finally:
         gc.enable()
     return found

@@ -17,7 +17,7 @@ from treadle_sim.tools.reward_models import (
     services,
     teachers,
 )
-from treadle_sim.tools.trace import Make, play
+from treadle_sim.tools.trace import Make, Replay, Trace, play
 
 from treadle_bench.summary import median_by_key, rounded
 from treadle_bench.tools.setting import DecisionSeconds, Plan, Setting, decision_seconds, mean_act_s, mean_action
@@ -129,18 +129,22 @@ def _fraction(plan: Plan, models: tuple[str, ...], pace: float) -> dict[str, Any
 def _play_judge(setting: Setting, seed: int) -> dict[str, float]:
     """Search alone, one judge on all GPUs: five replicas of eight GPUs against the pool."""
     traces = scored_batch(setting.search_batch, seed, [JUDGE], pace=DENSE)
-    ours = play(traces, elastic(setting.gpus, [JUDGE]))
     replicas = min(JUDGE_REPLICAS, setting.gpus // JUDGE_GROUP)
-    own_s = mean_act_s(play(traces, static([JUDGE], JUDGE_GROUP, replicas)))
-    found = {"elastic_s": mean_act_s(ours), "static_s": own_s, "ratio": own_s / mean_act_s(ours)}
-    return rounded({**found, **mean_action(ours.records)})
+    ours, ratio = _compare(traces, elastic(setting.gpus, [JUDGE]), static([JUDGE], JUDGE_GROUP, replicas))
+    return rounded({**ratio, **mean_action(ours.records)})
 
 
 def _play_skewed(setting: Setting, models: Sequence[str], seed: int) -> dict[str, float]:
     """Domains whose shares fall as 1 / rank, at the batch of Table 1."""
     traces = scored_batch(setting.search_batch, seed, models, pace=DENSE, skew=1.0)
-    ours_s, own_s = mean_act_s(play(traces, elastic(setting.gpus, models))), mean_act_s(play(traces, static(models)))
-    return rounded({"elastic_s": ours_s, "static_s": own_s, "ratio": own_s / ours_s})
+    return rounded(_compare(traces, elastic(setting.gpus, models), static(models))[1])
+
+
+def _compare(traces: Sequence[Trace], pool: Make, groups: Make) -> tuple[Replay, dict[str, float]]:
+    """The replay of the pool, and its seconds against those of groups of their own."""
+    ours = play(traces, pool)
+    ours_s, own_s = mean_act_s(ours), mean_act_s(play(traces, groups))
+    return ours, {"elastic_s": ours_s, "static_s": own_s, "ratio": own_s / ours_s}
 
 
 def _measure_busy(setting: Setting, seed: int) -> dict[str, Any]:

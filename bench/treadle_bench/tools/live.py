@@ -14,7 +14,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 import grpc.aio
@@ -31,8 +31,7 @@ from treadle_bench.processes import run_service
 from treadle_bench.summary import rounded
 from treadle_bench.tools.setting import Setting
 
-if TYPE_CHECKING:
-    from treadle.tools.v1.tools_pb2_grpc import ToolsServiceAsyncStub
+Tools: TypeAlias = "tools_pb2_grpc.ToolsServiceAsyncStub"
 
 MS = 1_000.0
 CALL_TIMEOUT_S = 60.0
@@ -58,7 +57,7 @@ async def measure(options: BenchOptions, setting: Setting) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _run_tools(options: BenchOptions, **settings: str) -> AsyncIterator[ToolsServiceAsyncStub]:
+async def _run_tools(options: BenchOptions, **settings: str) -> AsyncIterator[Tools]:
     async with (
         run_service("tools", options, BUILTIN="python,frozen_lake", **settings) as service,
         grpc.aio.insecure_channel(service.address) as channel,
@@ -66,7 +65,7 @@ async def _run_tools(options: BenchOptions, **settings: str) -> AsyncIterator[To
         yield tools_pb2_grpc.ToolsServiceStub(channel)
 
 
-async def time_invocations(tools: ToolsServiceAsyncStub, setting: Setting, trajectory_id: str) -> dict[str, float]:
+async def time_invocations(tools: Tools, setting: Setting, trajectory_id: str) -> dict[str, float]:
     """Milliseconds of a trivial snippet for the caller, one call after the other. Calls of one trajectory share a
     sandbox; with an empty `trajectory_id` each has a fresh one."""
     took_s: list[float] = []
@@ -82,7 +81,7 @@ async def time_invocations(tools: ToolsServiceAsyncStub, setting: Setting, traje
     return rounded({**found, "calls": float(setting.live_calls)})
 
 
-async def run_sessions(tools: ToolsServiceAsyncStub, setting: Setting) -> dict[str, float]:
+async def run_sessions(tools: Tools, setting: Setting) -> dict[str, float]:
     """Open all sessions at once. A session is ok when all its steps and its end succeed."""
     everyone_open = asyncio.Barrier(setting.sessions)
 
@@ -91,21 +90,16 @@ async def run_sessions(tools: ToolsServiceAsyncStub, setting: Setting) -> dict[s
             request_id=uuid.uuid4().hex, tool="frozen_lake", arguments_json=json.dumps({"seed": seed})
         )
         try:
-            session_id = (await tools.OpenSession(opening, timeout=CALL_TIMEOUT_S)).session.session_id
-        except grpc.aio.AioRpcError:
-            return False
-        finally:
-            await everyone_open.wait()  # also after a failure, so that the others do not wait forever
-        closing = tools_pb2.CloseSessionRequest(request_id=uuid.uuid4().hex, session_id=session_id)
-        try:
-            for _ in range(STEPS):
-                result = await _invoke(tools, {"action": "left"}, session_id=session_id)
-                if result.status != tools_pb2.RESULT_STATUS_OK:
-                    return False
+            try:
+                session_id = (await tools.OpenSession(opening, timeout=CALL_TIMEOUT_S)).session.session_id
+            finally:
+                await everyone_open.wait()  # also after a failure, so that the others do not wait forever
+            results = [await _invoke(tools, {"action": "left"}, session_id=session_id) for _ in range(STEPS)]
+            closing = tools_pb2.CloseSessionRequest(request_id=uuid.uuid4().hex, session_id=session_id)
             await tools.CloseSession(closing, timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return False
-        return True
+        return all(result.status == tools_pb2.RESULT_STATUS_OK for result in results)
 
     began = time.perf_counter()
     ended = await asyncio.gather(*(play_one(seed) for seed in range(setting.sessions)))
@@ -137,7 +131,7 @@ class _Lived(NamedTuple):
     slept_s: float
 
 
-async def replay_trace(tools: ToolsServiceAsyncStub, traces: Sequence[Trace]) -> dict[str, Any]:
+async def replay_trace(tools: Tools, traces: Sequence[Trace]) -> dict[str, Any]:
     """Play the trace through the service and through the simulator. The simulator's overhead of an action is the live
     median: of the service, the calls over loopback, and the start and end of a snippet."""
     for _ in range(WARM_UP):
@@ -187,7 +181,7 @@ async def replay_trace(tools: ToolsServiceAsyncStub, traces: Sequence[Trace]) ->
     return rounded(found)
 
 
-async def _invoke(tools: ToolsServiceAsyncStub, arguments: dict[str, str], **target: str) -> tools_pb2.ToolResult:
+async def _invoke(tools: Tools, arguments: dict[str, str], **target: str) -> tools_pb2.ToolResult:
     """target: the session, or the tool and the trajectory."""
     request = tools_pb2.InvokeRequest(request_id=uuid.uuid4().hex, arguments_json=json.dumps(arguments))
     for field, value in target.items():

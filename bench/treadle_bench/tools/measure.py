@@ -10,11 +10,13 @@ of GPUs of their own, null where there is none; at the pace of Figure 3b. `decis
 """
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 from treadle_sim.tools.api_calls import LIMITS, ManagedCalls, ProviderModel, UnmanagedCalls, search_batch
-from treadle_sim.tools.trace import Make, Replay, play
+from treadle_sim.tools.trace import Executor, Replay, play
 
 from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.summary import median_by_key, rounded
@@ -85,9 +87,10 @@ def _play_calls(plan: Plan) -> dict[str, Any]:
     windows: dict[str, Any] = {}
     for seed in plan.seeds:
         traces = search_batch(plan.setting.search_batch, seed)
-        for name in rows:
+        makes: tuple[Callable[..., Executor], ...] = (ManagedCalls, partial(UnmanagedCalls, seed=seed))
+        for name, make in zip(rows, makes, strict=True):
             provider = ProviderModel(LIMITS)
-            replay = play(traces, _handle_calls(name, provider, seed))
+            replay = play(traces, partial(make, provider=provider))
             rows[name].append(_summarize_calls(replay, provider))
             windows.setdefault(name, by_arrival(replay, CALLS_WINDOW_S))
             if name == "managed":
@@ -99,12 +102,6 @@ def _play_calls(plan: Plan) -> dict[str, Any]:
         "windows": windows,
         **overheads(kept),
     }
-
-
-def _handle_calls(name: str, provider: ProviderModel, seed: int) -> Make:
-    if name == "managed":
-        return lambda timeline, report: ManagedCalls(timeline, report, provider)
-    return lambda timeline, report: UnmanagedCalls(timeline, report, provider, seed)
 
 
 def _summarize_calls(replay: Replay, provider: ProviderModel) -> dict[str, float]:
