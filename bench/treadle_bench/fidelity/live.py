@@ -11,15 +11,11 @@ simulator's clients start in the same way. Times are the client's own, from the 
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-import nats
 import numpy as np
-from nats.aio.msg import Msg
 from treadle import Client, Sampling, Span, Trajectory
-from treadle.telemetry.v1.facts_pb2 import Fact
 from treadle_sim.driver import TICK_S
 from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload
 
@@ -71,7 +67,6 @@ def _step(rng: np.random.Generator, level: float) -> Step:
     )
 
 
-ALL_FACTS = "treadle.facts.>"
 FIRST_STEPS_S = TICK_S + 0.05  # after the first opening: a tick, and the plan that is asked for at it
 
 
@@ -86,11 +81,6 @@ class Played:
     def part_s(self, kind: str) -> float:
         """Seconds of all its spans of one kind."""
         return sum(span.end_s - span.start_s for span in self.spans if span.kind == kind)
-
-    @property
-    def service_s(self) -> float:
-        """Seconds on engines."""
-        return self.part_s("prefill") + self.part_s("decode")
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -114,53 +104,14 @@ class Play:
         return np.array([played.finished_s for played in self.trajectories])
 
     @property
+    def service_s(self) -> np.ndarray:
+        """Seconds of each trajectory on engines."""
+        return np.array([played.part_s("prefill") + played.part_s("decode") for played in self.trajectories])
+
+    @property
     def makespan_s(self) -> float:
         """When the last trajectory ended."""
         return float(self.ends_s.max())
-
-
-@dataclass
-class FactLog:
-    """Counts in facts the trajectories that moved; seconds from a step's end to the prediction that followed."""
-
-    moves: int = 0
-    predict_s: list[float] = field(default_factory=list)
-    _step_ends: dict[tuple[str, int], float] = field(default_factory=dict)
-    _seen: set[str] = field(default_factory=set)
-
-    def record(self, fact: Fact) -> None:
-        """Record a fact; a fact that arrives twice counts once."""
-        if fact.fact_id in self._seen:
-            return
-        self._seen.add(fact.fact_id)
-        at_s = fact.time.ToMicroseconds() / 1e6
-        if fact.HasField("migration_ended"):
-            self.moves += fact.migration_ended.moved
-        elif fact.HasField("step_finished"):
-            step = fact.step_finished.step
-            self._step_ends[step.trajectory_id, step.turn + 1] = at_s
-        elif fact.HasField("trajectory_predicted"):
-            predicted = fact.trajectory_predicted
-            ended_s = self._step_ends.get((predicted.trajectory_id, predicted.turn))
-            if ended_s is not None:
-                self.predict_s.append(at_s - ended_s)
-
-
-@asynccontextmanager
-async def collect_facts(nats_url: str) -> AsyncIterator[FactLog]:
-    """Collect facts until the block ends, with a plain subscription, of which NATS keeps nothing."""
-    log = FactLog()
-    client = await nats.connect(nats_url)
-
-    async def on_message(message: Msg) -> None:
-        log.record(Fact.FromString(message.data))
-
-    await client.subscribe(ALL_FACTS, cb=on_message)
-    await client.flush()
-    try:
-        yield log
-    finally:
-        await client.drain()
 
 
 async def play_live(scheduler: str, workload: Workload, salt: str) -> tuple[Played, ...]:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from treadle_cli.demo.run import warm_engines
 from treadle_cli.problems import UsageProblem
+from treadle_core.ranking.estimator import correlation
 from treadle_sim.fitting.curves import MeasuredEngine
 from treadle_sim.workloads.workload import TraceFileError, Workload, read_traces
 
@@ -115,14 +116,14 @@ def compare_plays(case: Case) -> dict[str, Any]:
     plays, simulated = case.plays, case.simulated
     live_s = fmean(play.makespan_s for play in plays)
     errors = np.abs(simulated.ends_s / np.mean([play.ends_s for play in plays], axis=0) - 1.0)
-    correlations = [_correlation(play.ends_s, simulated.ends_s) for play in plays]
+    correlations = [correlation(play.ends_s, simulated.ends_s) for play in plays]
     found: dict[str, Any] = {
         "live_makespan_s": [round(play.makespan_s, 2) for play in plays],
         "simulated_makespan_s": round(simulated.makespan_s, 2),
         "makespan_rel_err": simulated.makespan_s / live_s - 1.0,
         "time_corr": fmean(correlations),
         "time_corr_of_each": correlations,
-        "service_corr": fmean(_correlation(_served(play), _served(simulated)) for play in plays),
+        "service_corr": fmean(correlation(play.service_s, simulated.service_s) for play in plays),
         "time_abs_err_median": float(np.median(errors)),
         "time_abs_err_p90": float(np.quantile(errors, 0.9)),
         "same_engine": fmean(same_engine(play, simulated) for play in plays),
@@ -133,7 +134,7 @@ def compare_plays(case: Case) -> dict[str, Any]:
         "other_programs_share": [play.others_share for play in plays],
     }
     if pairs := list(itertools.combinations(plays, 2)):
-        found["live_time_corr"] = fmean(_correlation(one.ends_s, other.ends_s) for one, other in pairs)
+        found["live_time_corr"] = fmean(correlation(one.ends_s, other.ends_s) for one, other in pairs)
         found["live_same_engine"] = fmean(same_engine(one, other) for one, other in pairs)
     return rounded(found)
 
@@ -147,14 +148,6 @@ def same_engine(one: Play, other: Play) -> float:
         fmean(dict(zip(names, renamed, strict=True))[a] == b for a, b in zip(*sides, strict=True))
         for renamed in itertools.permutations(names)
     )
-
-
-def _correlation(one: np.ndarray, other: np.ndarray) -> float:
-    return float(np.corrcoef(one, other)[0, 1])
-
-
-def _served(play: Play) -> np.ndarray:
-    return np.array([played.service_s for played in play.trajectories])
 
 
 def _mean_parts(plays: Sequence[Play]) -> dict[str, float]:

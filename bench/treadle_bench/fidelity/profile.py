@@ -13,6 +13,7 @@ import math
 import random
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -23,7 +24,6 @@ from google.protobuf.duration_pb2 import Duration
 from treadle import Client
 from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
 from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
-from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from treadle.scheduler.v1.scheduler_pb2 import RegisteredEngine
 from treadle_cli.mesh.mesh import Mesh
 from treadle_sim.cluster import Latencies, Link
@@ -54,8 +54,8 @@ async def measure_engines(
     time of two calls. Takes about a minute for five slots. Raises TreadleError, ValueError."""
     rng = random.Random(f"profile {seed}")
     ids = [engine.info.engine_id for engine in engines]
-    decode: dict[str, Rows] = {engine_id: [] for engine_id in ids}
-    prefill: dict[str, Rows] = {engine_id: [] for engine_id in ids}
+    decode: dict[str, Rows] = defaultdict(list)
+    prefill: dict[str, Rows] = defaultdict(list)
     queue_s: list[float] = []
     slots = min(engine.info.slot_limit for engine in engines)
     for context, batch in itertools.product(DECODE_CONTEXTS, range(1, slots + 1)):
@@ -68,11 +68,8 @@ async def measure_engines(
             rows, waited_s = grown.result()
             prefill[engine_id] += rows
             queue_s += waited_s
-    profiles = {
-        engine_id: _document(engine, decode[engine_id], prefill[engine_id])
-        for engine_id, engine in zip(ids, engines, strict=True)
-    }
-    return profiles, queue_s
+    found = {each: _document(engine, decode[each], prefill[each]) for each, engine in zip(ids, engines, strict=True)}
+    return found, queue_s
 
 
 async def measure_pulse(client: Client, engines: Sequence[RegisteredEngine], seed: str) -> dict[str, Rows]:
@@ -116,9 +113,7 @@ async def _batches(
             engine_id: [group.create_task(generate_alone(engine_id, _tokens(rng, context))) for _ in range(batch)]
             for engine_id in engine_ids
         }
-    return {
-        engine_id: decode_rows([task.result() for task in of_engine], context) for engine_id, of_engine in tasks.items()
-    }
+    return {name: decode_rows([task.result() for task in of_engine], context) for name, of_engine in tasks.items()}
 
 
 async def _growing(client: Client, rng: random.Random, engine_id: str, context: int) -> tuple[Rows, list[float]]:
@@ -166,14 +161,6 @@ class Control:
     link: Link
 
 
-async def list_engines(scheduler: str) -> list[RegisteredEngine]:
-    """The engines that are registered, by id."""
-    async with grpc.aio.insecure_channel(scheduler) as channel:
-        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-        answer = await stub.ListEngines(scheduler_pb2.ListEnginesRequest(), timeout=CALL_TIMEOUT_S)
-    return sorted(answer.engines, key=lambda engine: str(engine.info.engine_id))
-
-
 async def measure_control(
     mesh: Mesh,
     client: Client,
@@ -192,19 +179,11 @@ async def measure_control(
 
 
 async def _time_plans(placement: str, engines: Sequence[RegisteredEngine]) -> list[float]:
-    request = placement_pb2.PlanPlacementRequest(
-        trajectories=[
-            placement_pb2.PlacedTrajectory(
-                trajectory_id=f"t{number}", remaining_tokens=50.0 + number, context_tokens=200
-            )
-            for number in range(PLAN_TRAJECTORIES)
-        ],
-        engines=[
-            placement_pb2.PlacementEngine(**{key: getattr(engine.info, key) for key in PLACEMENT_KEYS})
-            for engine in engines
-        ],
-        cost_model=placement_pb2.COST_MODEL_LINEAR_INTEGRAL,
-    )
+    request = placement_pb2.PlanPlacementRequest(cost_model=placement_pb2.COST_MODEL_LINEAR_INTEGRAL)
+    for number in range(PLAN_TRAJECTORIES):
+        request.trajectories.add(trajectory_id=f"t{number}", remaining_tokens=50.0 + number, context_tokens=200)
+    for engine in engines:
+        request.engines.add(**{key: getattr(engine.info, key) for key in PLACEMENT_KEYS})
     taken_s: list[float] = []
     async with grpc.aio.insecure_channel(placement) as channel:
         stub = placement_pb2_grpc.PlacementServiceStub(channel)

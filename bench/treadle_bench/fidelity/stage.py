@@ -6,18 +6,16 @@ a play: the profile is measured before all plays, and scaled by the mean of the 
 planner uses the decode curve that each sidecar declares, as the live one does, not the measured curve.
 """
 
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Self
 
-import grpc.aio
 from rich.console import Console
 from treadle import Client, Span
 from treadle.scheduler.v1 import scheduler_pb2 as pb
-from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle.scheduler.v1.scheduler_pb2 import RegisteredEngine
+from treadle_cli.demo.collect import CollectedFacts, collect_facts
 from treadle_cli.mesh.checks import OtherPrograms
 from treadle_cli.mesh.mesh import Mesh, StartBoard
 from treadle_core.model import DecodeCurve, Policy
@@ -30,10 +28,9 @@ from treadle_sim.predictors import Siblings
 from treadle_sim.systems import SYSTEMS, System
 from treadle_sim.workloads.workload import Workload
 
-from treadle_bench.fidelity.live import Play, Played, collect_facts, play_live
-from treadle_bench.fidelity.profile import Control, list_engines, measure_control, measure_engines, measure_pulse
+from treadle_bench.fidelity.live import Play, Played, play_live
+from treadle_bench.fidelity.profile import Control, measure_control, measure_engines, measure_pulse
 
-CALL_TIMEOUT_S = 30.0
 SECONDS_OF_A_CURVE = ("per_kv_token_s", "prefill_fixed_s", "prefill_token_s", "prefill_pair_s", "prefill_square_s")
 
 
@@ -89,6 +86,15 @@ def _played(times: Times) -> Played:
     return Played(times.finished_s, tuple(spans), times.preemptions)
 
 
+def predict_seconds(facts: CollectedFacts) -> list[float]:
+    """Seconds from a step's end to each prediction that followed it."""
+    return [
+        came_s - ended_s
+        for came_s, predicted in facts.forecasts
+        if (ended_s := facts.finished_s.get((predicted.trajectory_id, predicted.turn - 1))) is not None
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """Live plays of one work under one policy, and the simulator's."""
@@ -113,11 +119,11 @@ class Stage:
     @classmethod
     async def measure(cls, mesh: Mesh, seed: int) -> Self:
         """Measure engines and control plane; takes about a minute. Raises TreadleError, AioRpcError, ValueError."""
-        engines = await list_engines(mesh.where.scheduler)
+        engines = await mesh.list_engines()
         async with Client(mesh.where.scheduler) as client:
-            async with collect_facts(mesh.nats_url) as log:
+            async with collect_facts(mesh.nats_url, mesh.board.note) as facts:
                 profiles, queue_s = await measure_engines(client, engines, seed)
-            control = await measure_control(mesh, client, engines, queue_s, log.predict_s)
+            control = await measure_control(mesh, client, engines, queue_s, predict_seconds(facts))
         measured = [fit_measured(profiles[engine.info.engine_id]) for engine in engines]
         return cls(mesh, engines, measured, engine_models(engines, measured), control, [[] for _ in engines])
 
@@ -130,18 +136,13 @@ class Stage:
 
     async def play(self, work: Workload, name: str, number: int) -> Play:
         """The work under one of the simulator's systems, live. number: of the play, for fresh tokens."""
-        policy = SYSTEMS[name].policy
         with StartBoard(Console(quiet=True)) as board:
             self.mesh.board = board
-            await self.mesh.renew_control_plane(preempt=policy.preempt)
-        scheduler = self.mesh.where.scheduler
-        async with grpc.aio.insecure_channel(scheduler) as channel:
-            request = pb.SetPolicyRequest(request_id=uuid.uuid4().hex, policy=policy_message(policy))
-            await scheduler_pb2_grpc.SchedulerServiceStub(channel).SetPolicy(request, timeout=CALL_TIMEOUT_S)
+            await self.mesh.renew_control_plane(policy_message(SYSTEMS[name].policy))
         others = OtherPrograms()
-        async with collect_facts(self.mesh.nats_url) as log:
-            trajectories = await play_live(scheduler, work, f"{work.name} {name} {number}")
-        return Play(trajectories, log.moves, others.share())
+        async with collect_facts(self.mesh.nats_url, self.mesh.board.note) as facts:
+            trajectories = await play_live(self.mesh.where.scheduler, work, f"{work.name} {name} {number}")
+        return Play(trajectories, sum(move.moved for move in facts.migrations), others.share())
 
     def simulate(self, work: Workload, name: str) -> Play:
         """The same in the simulator, on engines slowed by the mean factor of all pulses."""

@@ -23,7 +23,6 @@ import psutil
 from rich.console import Console
 from treadle import Prompt
 from treadle.scheduler.v1 import scheduler_pb2 as pb
-from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
 
 from treadle_cli.demo.chatml import ChatML
@@ -41,7 +40,6 @@ WARM_TOKENS = 8
 WARM_BATCHES = (1, 4)  # both ends of the batch sizes that an arm starts with
 ENGINE_TIMEOUT_S = 120.0
 TOOLS_TIMEOUT_S = 120.0  # bounded by the imports of gymnasium and reasoning-gym beside two busy engines
-POLICY_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -132,12 +130,9 @@ async def _run_arm(
 ) -> tuple[ArmRecord, list[TrajectoryRecord]]:
     with StartBoard(console) as board:
         mesh.board = board
-        await mesh.renew_control_plane(preempt=arm.policy.preempt)
+        await mesh.renew_control_plane(arm.policy)
         with board.part("tools' sandboxes"):
             await _warm_tools(mesh.where.services["tools"], prompts)
-    async with grpc.aio.insecure_channel(mesh.where.scheduler) as channel:
-        request = pb.SetPolicyRequest(request_id=uuid.uuid4().hex, policy=arm.policy)
-        await scheduler_pb2_grpc.SchedulerServiceStub(channel).SetPolicy(request, timeout=POLICY_TIMEOUT_S)
     display = LiveBoard(console, arm.title, prompts, work.samples, mesh.where.sidecars)
     mesh.board = display
     others = OtherPrograms()

@@ -9,6 +9,7 @@ scheduler; any other child that dies ends the mesh, with its name and the end of
 import asyncio
 import shutil
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree, describ
 from treadle_cli.mesh.services import SERVICES, ControlPlane, choose_addresses
 
 ASK_TIMEOUT_S = 10.0
+POLICY_TIMEOUT_S = 30.0
 REGISTRATION_TIMEOUT_S = 60.0  # a sidecar registers as soon as its engine has answered it
 
 
@@ -142,17 +144,25 @@ class Mesh:
         child = await asyncio.shield(self._broken)
         raise ProcessError(child, describe_exit(child.returncode))
 
-    async def renew_control_plane(self, *, preempt: bool) -> None:
-        """Stop NATS, the services and the sidecars, empty all KV caches, and start them again with an empty store.
-
-        preempt: whether the sidecars may preempt a running step for a waiting one.
-        """
+    async def renew_control_plane(self, policy: scheduler_pb2.Policy) -> None:
+        """Stop NATS, the services and the sidecars, empty all KV caches, and start them again with an empty store and
+        this policy: its `preempt` is also whether the sidecars may preempt a running step for a waiting one."""
         await self._control.stop()
         await engines.forget_caches(self.engines, self.hicache_folder, self.board.note)
         self._generation += 1
         self._plan_control()
         await self._start_control()
-        await self._start_sidecars(preempt=preempt)
+        await self._start_sidecars(preempt=policy.preempt)
+        async with grpc.aio.insecure_channel(self.where.scheduler) as channel:
+            request = scheduler_pb2.SetPolicyRequest(request_id=uuid.uuid4().hex, policy=policy)
+            await scheduler_pb2_grpc.SchedulerServiceStub(channel).SetPolicy(request, timeout=POLICY_TIMEOUT_S)
+
+    async def list_engines(self) -> list[scheduler_pb2.RegisteredEngine]:
+        """The engines that are registered with the scheduler, by id."""
+        async with grpc.aio.insecure_channel(self.where.scheduler) as channel:
+            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+            answer = await stub.ListEngines(scheduler_pb2.ListEnginesRequest(), timeout=ASK_TIMEOUT_S)
+        return sorted(answer.engines, key=lambda engine: str(engine.info.engine_id))
 
     async def _start_engines(self) -> None:
         plan = self.plan.engines
@@ -200,15 +210,12 @@ class Mesh:
 
     async def _until_registered(self, engine_ids: set[str], sidecars: list[Child]) -> None:
         """Return once the scheduler has a lease of each engine."""
-        async with grpc.aio.insecure_channel(self.where.scheduler) as channel:
-            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
 
-            async def registered() -> bool | None:
-                answer = await stub.ListEngines(scheduler_pb2.ListEnginesRequest(), timeout=ASK_TIMEOUT_S)
-                return engine_ids <= {engine.info.engine_id for engine in answer.engines} or None
+        async def are_registered() -> bool | None:
+            return engine_ids <= {engine.info.engine_id for engine in await self.list_engines()} or None
 
-            for sidecar in sidecars:
-                await sidecar.until(registered, "registration with the scheduler", REGISTRATION_TIMEOUT_S)
+        for sidecar in sidecars:
+            await sidecar.until(are_registered, "registration with the scheduler", REGISTRATION_TIMEOUT_S)
 
 
 async def run_up(plan: MeshPlan, logs: Path, console: Console, hurry: asyncio.Event) -> int:
