@@ -22,11 +22,12 @@ import uuid
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import grpc.aio
 import numpy as np
+from treadle import Client, Trajectory
 from treadle.common.v1 import tokens_pb2
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -36,10 +37,6 @@ from treadle_cli.mesh.mesh import Mesh
 
 from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.processes import run_mesh
-
-if TYPE_CHECKING:
-    from treadle.engine.v1.engine_pb2_grpc import EngineServiceAsyncStub
-    from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
 
 Done = TypeVar("Done")
 
@@ -62,13 +59,35 @@ async def measure(options: BenchOptions) -> dict[str, float]:
     engine = replace(options.engines, count=1, cores=options.engines.cores[:1])
     async with (
         run_mesh(engine, options) as mesh,
+        Client(mesh.where.scheduler) as client,
         grpc.aio.insecure_channel(mesh.where.scheduler) as to_scheduler,
         grpc.aio.insecure_channel(next(iter(mesh.where.sidecars.values()))) as to_sidecar,
     ):
-        scheduler: SchedulerServiceAsyncStub = scheduler_pb2_grpc.SchedulerServiceStub(to_scheduler)
-        sidecar: EngineServiceAsyncStub = engine_pb2_grpc.EngineServiceStub(to_sidecar)
-        schedule = await _measure_schedule(scheduler, options)
-        return summarize(schedule, await _measure_sidecar(mesh, scheduler, sidecar, options))
+        sidecar = engine_pb2_grpc.EngineServiceStub(to_sidecar)
+        calls = Calls(client, scheduler_pb2_grpc.SchedulerServiceStub(to_scheduler), sidecar)
+        schedule = await _measure_schedule(calls, options)
+        return summarize(schedule, await _measure_sidecar(mesh, calls, options))
+
+
+class Calls(NamedTuple):
+    """Who calls the mesh: the client opens and closes trajectories, and the stubs make the calls that are timed."""
+
+    client: Client
+    scheduler: scheduler_pb2_grpc.SchedulerServiceAsyncStub
+    sidecar: engine_pb2_grpc.EngineServiceAsyncStub
+
+    async def open(self, prompt: Sequence[int]) -> Trajectory:
+        return await self.client.open(prompt_id="bench", sample=0, prompt=prompt)
+
+    async def schedule(self, trajectory: Trajectory, max_new_tokens: int) -> scheduler_pb2.ScheduleStepResponse:
+        """The answer to the first question for a ticket."""
+        request = scheduler_pb2.ScheduleStepRequest(
+            request_id=uuid.uuid4().hex,
+            trajectory_id=trajectory.trajectory_id,
+            context_tokens=len(trajectory.tokens),
+            max_new_tokens=max_new_tokens,
+        )
+        return await self.scheduler.ScheduleStep(request, timeout=DEADLINE_S)
 
 
 class ScheduleTimes(NamedTuple):
@@ -111,17 +130,18 @@ def summarize(schedule: ScheduleTimes, pairs: Sequence[tuple[StepTime, StepTime]
     }
 
 
-async def _measure_schedule(scheduler: SchedulerServiceAsyncStub, options: BenchOptions) -> ScheduleTimes:
+async def _measure_schedule(calls: Calls, options: BenchOptions) -> ScheduleTimes:
     """The first repeat is not counted."""
+    prompt = [0] * CONTEXT_TOKENS
     found = ScheduleTimes([], [], [])
     for repeat in range(options.repeats + 1):
-        sequential = await _gather(_open(scheduler, CONTEXT_TOKENS) for _ in range(SEQUENTIAL))
-        alone_s = [await _time_ticket(scheduler, trajectory_id) for trajectory_id in sequential]
-        burst = await _gather(_open(scheduler, CONTEXT_TOKENS) for _ in range(BURST))
+        sequential = await _gather(calls.open(prompt) for _ in range(SEQUENTIAL))
+        alone_s = [await _time_ticket(calls, trajectory) for trajectory in sequential]
+        burst = await _gather(calls.open(prompt) for _ in range(BURST))
         begun_s = time.perf_counter()
-        together_s = await _time_tickets(scheduler, burst)
+        together_s = await _time_tickets(calls, burst)
         rate = len(burst) / (time.perf_counter() - begun_s)
-        await _gather(_close(scheduler, trajectory_id) for trajectory_id in (*sequential, *burst))
+        await _gather(trajectory.close(outcome="cancelled") for trajectory in (*sequential, *burst))
         if repeat > 0:
             found.sequential_s.extend(alone_s)
             found.in_flight_s.extend(together_s)
@@ -136,50 +156,22 @@ async def _gather(calls: Iterable[Coroutine[Any, Any, Done]]) -> list[Done]:
     return [task.result() for task in tasks]
 
 
-async def _open(scheduler: SchedulerServiceAsyncStub, prompt_tokens: int) -> str:
-    """Open a trajectory; its id."""
-    request = scheduler_pb2.OpenTrajectoryRequest(
-        request_id=uuid.uuid4().hex, prompt_id="bench", prompt_tokens=prompt_tokens
-    )
-    return (await scheduler.OpenTrajectory(request, timeout=DEADLINE_S)).trajectory.trajectory_id
-
-
-async def _close(scheduler: SchedulerServiceAsyncStub, trajectory_id: str) -> None:
-    request = scheduler_pb2.CloseTrajectoryRequest(
-        request_id=uuid.uuid4().hex, trajectory_id=trajectory_id, outcome=scheduler_pb2.OUTCOME_CANCELLED
-    )
-    await scheduler.CloseTrajectory(request, timeout=DEADLINE_S)
-
-
-def _ask(trajectory_id: str, context_tokens: int, max_new_tokens: int) -> scheduler_pb2.ScheduleStepRequest:
-    return scheduler_pb2.ScheduleStepRequest(
-        request_id=uuid.uuid4().hex,
-        trajectory_id=trajectory_id,
-        turn=0,
-        context_tokens=context_tokens,
-        max_new_tokens=max_new_tokens,
-    )
-
-
-async def _time_ticket(scheduler: SchedulerServiceAsyncStub, trajectory_id: str) -> float:
-    request = _ask(trajectory_id, CONTEXT_TOKENS, MAX_NEW_TOKENS)
+async def _time_ticket(calls: Calls, trajectory: Trajectory) -> float:
     begun_s = time.perf_counter()
-    await scheduler.ScheduleStep(request, timeout=DEADLINE_S)
+    await calls.schedule(trajectory, MAX_NEW_TOKENS)
     return time.perf_counter() - begun_s
 
 
-async def _time_tickets(scheduler: SchedulerServiceAsyncStub, trajectory_ids: Sequence[str]) -> list[float]:
-    left = iter(trajectory_ids)
+async def _time_tickets(calls: Calls, trajectories: Sequence[Trajectory]) -> list[float]:
+    left = iter(trajectories)
 
     async def work() -> list[float]:
-        return [await _time_ticket(scheduler, trajectory_id) for trajectory_id in left]
+        return [await _time_ticket(calls, trajectory) for trajectory in left]
 
     return [time_s for times_s in await _gather(work() for _ in range(IN_FLIGHT)) for time_s in times_s]
 
 
-async def _measure_sidecar(
-    mesh: Mesh, scheduler: SchedulerServiceAsyncStub, sidecar: EngineServiceAsyncStub, options: BenchOptions
-) -> list[tuple[StepTime, StepTime]]:
+async def _measure_sidecar(mesh: Mesh, calls: Calls, options: BenchOptions) -> list[tuple[StepTime, StepTime]]:
     """PROMPTS pairs a repeat (engine alone, through the sidecar); a first pair is not counted."""
     rng = random.Random(options.seed)
     pairs: list[tuple[StepTime, StepTime]] = []
@@ -188,8 +180,7 @@ async def _measure_sidecar(
         times: dict[str, StepTime] = {}
         for side in ("alone", "through") if number % 2 else ("through", "alone"):
             await forget_caches(mesh.engines, mesh.hicache_folder, mesh.board.note)
-            alone = side == "alone"
-            step = time_engine(mesh.engines[0].url, prompt) if alone else _time_sidecar(scheduler, sidecar, prompt)
+            step = time_engine(mesh.engines[0].url, prompt) if side == "alone" else _time_sidecar(calls, prompt)
             times[side] = await step
         if number > 0:
             pairs.append((times["alone"], times["through"]))
@@ -233,23 +224,20 @@ async def time_engine(url: str, prompt: list[int]) -> StepTime:
     return StepTime(first_s - begun_s, ended_s - begun_s)
 
 
-async def _time_sidecar(
-    scheduler: SchedulerServiceAsyncStub, sidecar: EngineServiceAsyncStub, prompt: list[int]
-) -> StepTime:
-    trajectory_id = await _open(scheduler, len(prompt))
-    asked = await scheduler.ScheduleStep(_ask(trajectory_id, len(prompt), OUTPUT_TOKENS), timeout=DEADLINE_S)
+async def _time_sidecar(calls: Calls, prompt: list[int]) -> StepTime:
+    trajectory = await calls.open(prompt)
     request = engine_pb2.GenerateRequest(
-        ticket=asked.ticket,
+        ticket=(await calls.schedule(trajectory, OUTPUT_TOKENS)).ticket,
         prompt=tokens_pb2.TokenIds(int32_le=pack_ids(prompt)),
         sampling=tokens_pb2.SamplingParams(max_new_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True),
     )
     begun_s, first_s, received = time.perf_counter(), 0.0, 0
-    async for event in sidecar.Generate(request, timeout=STEP_DEADLINE_S):
+    async for event in calls.sidecar.Generate(request, timeout=STEP_DEADLINE_S):
         if event.WhichOneof("event") == "tokens":
             first_s = first_s or time.perf_counter()
             received += len(event.tokens.token_ids.int32_le) // 4
     ended_s = time.perf_counter()
-    await _close(scheduler, trajectory_id)
+    await trajectory.close(outcome="cancelled")
     if received != OUTPUT_TOKENS:
         raise ValueError(f"the sidecar gave {received} of {OUTPUT_TOKENS} tokens")
     return StepTime(first_s - begun_s, ended_s - begun_s)
