@@ -95,10 +95,7 @@ def choose_cluster(system: System, setting: Setting) -> Cluster:
     spread as this epoch's are, and medians are not.
     """
     name = system.predictor or setting.predictor
-    kinds = [
-        EngineKind(model.gpus, model.slots, model.kv_tokens, model.curve.linear(model.slots))
-        for model in setting.models
-    ]
+    kinds = engine_kinds(setting.models)
     if system.cost_model is not CostModel.LINEAR_INTEGRAL or name in ("none", "oracle"):
         lengths, contexts = known_lengths(setting, name)
         plan = allocate(lengths, contexts, setting.gpus, kinds, system.cost_model)
@@ -116,6 +113,11 @@ def choose_cluster(system: System, setting: Setting) -> Cluster:
             room_tokens=np.full(len(answers), float(setting.workload.max_total_tokens or np.inf)),
         )
     return Cluster(tuple(setting.model(engine.gpus) for engine in plan.engines))
+
+
+def engine_kinds(models: Sequence[EngineModel]) -> list[EngineKind]:
+    """What a planner knows of engines."""
+    return [EngineKind(each.gpus, each.slots, each.kv_tokens, each.curve.linear(each.slots)) for each in models]
 
 
 def known_lengths(setting: Setting, predictor: str) -> tuple[Floats, Floats]:

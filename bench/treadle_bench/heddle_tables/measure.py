@@ -19,11 +19,11 @@ from treadle_core.events import Event, MoveEnded, ToolFinished
 from treadle_core.placing.placement import plan as plan_placement
 from treadle_core.placing.question import PlanEngine
 from treadle_core.placing.workload import Workspace
-from treadle_sim.allocation.plan import EngineKind, allocate
+from treadle_sim.allocation.plan import allocate
 from treadle_sim.cluster import Cluster, Latencies
 from treadle_sim.driver import Driver
 from treadle_sim.predictors import Noisy, Siblings
-from treadle_sim.rollout import Setting, choose_cluster, known_lengths
+from treadle_sim.rollout import Setting, choose_cluster, engine_kinds, known_lengths
 from treadle_sim.systems import TREADLE
 
 from treadle_bench.bench import Bench, BenchOptions
@@ -133,9 +133,7 @@ def _predict_s(setting: Setting) -> float:
 def _plan_ms(setting: Setting, repeats: int) -> tuple[float, float]:
     """Milliseconds of the resource plan, and of the placement of all trajectories on its engines."""
     lengths, contexts = known_lengths(setting, "noisy")
-    kinds = [
-        EngineKind(each.gpus, each.slots, each.kv_tokens, each.curve.linear(each.slots)) for each in setting.models
-    ]
+    kinds = engine_kinds(setting.models)
     plan = allocate(lengths, contexts, setting.gpus, kinds)
     engines = [
         PlanEngine(f"e{index}", kind.slot_limit, kind.kv_tokens_capacity or 0, kind.gpus, kind.decode_curve)

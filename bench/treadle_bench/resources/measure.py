@@ -26,6 +26,7 @@ from treadle_core.placing.solver import partition
 from treadle_sim.allocation.annealing import COOLING, EPSILON_S, Annealed, anneal
 from treadle_sim.allocation.plan import PLANNED_MODELS, Allocation, EngineKind, allocate, homogeneous, prepare
 from treadle_sim.engine_model import engine_model
+from treadle_sim.rollout import engine_kinds
 from treadle_sim.workloads.parametric import WORKLOADS, make
 from treadle_sim.workloads.workload import TrajectoryWork, read_traces
 
@@ -71,9 +72,9 @@ class Trial(NamedTuple):
 
 async def measure(options: BenchOptions) -> dict[str, Any]:
     """Raises TraceFileError."""
-    kinds = engine_kinds()
+    kinds = engine_kinds([engine_model(LLM, ACCELERATOR, degree) for degree in DEGREES])
     for model in PLANNED_MODELS:  # compile before anything is timed
-        plan_three_ways(draw_lengths(options.seed, 64, 1.0, 0), 8, kinds, model, np.random.default_rng(0))
+        plan_three_ways(Case("warm-up", 8, model, partial(draw_lengths, options.seed, 64, 1.0)), 0, kinds, 0)
     bar = track(list_cases(options), "resource plans", console=options.progress, transient=True)
     rows = [measure_case(case, kinds, options) for case in bar]
     named = {(row["lengths"], row["gpus"], row["trajectories"], row["cost"]): row for row in rows}
@@ -89,30 +90,23 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     }
 
 
-def engine_kinds() -> list[EngineKind]:
-    """The shipped profile at each degree, as a planner gets it."""
-    engines = [engine_model(LLM, ACCELERATOR, degree) for degree in DEGREES]
-    return [
-        EngineKind(engine.gpus, engine.slots, engine.kv_tokens, engine.curve.linear(engine.slots)) for engine in engines
-    ]
-
-
 def list_cases(options: BenchOptions) -> list[Case]:
     """A case for each row; workloads and traces on 64 GPUs only."""
     cases = [
         Case(f"log-normal {sigma}", gpus, model, partial(draw_lengths, options.seed, each * gpus, sigma))
         for gpus, each, sigma, model in itertools.product(BUDGETS, TRAJECTORIES_A_GPU, LOG_SIGMAS, PLANNED_MODELS)
     ]
+    batches: dict[str, Callable[[int], Batch]]
     if options.traces is not None:
         traced = lengths_of(read_traces(options.traces))
-        return cases + [Case(options.traces.name, BUDGETS[0], model, lambda _: traced) for model in PLANNED_MODELS]
-    return cases + [
-        Case(name, BUDGETS[0], model, partial(_workload_lengths, name, options.seed))
-        for name, model in itertools.product(WORKLOADS, PLANNED_MODELS)
-    ]
+        batches = {options.traces.name: lambda _: traced}
+    else:
+        batches = {name: partial(_make_lengths, name, options.seed) for name in WORKLOADS}
+    others = itertools.product(batches.items(), PLANNED_MODELS)
+    return cases + [Case(name, BUDGETS[0], model, batch) for (name, batch), model in others]
 
 
-def _workload_lengths(name: str, seed: int, repeat: int) -> Batch:
+def _make_lengths(name: str, seed: int, repeat: int) -> Batch:
     return lengths_of(make(name, seed=seed + repeat).trajectories)
 
 
@@ -129,10 +123,10 @@ def lengths_of(works: tuple[TrajectoryWork, ...]) -> Batch:
     return np.ascontiguousarray(lengths), np.ascontiguousarray(contexts)
 
 
-def plan_three_ways(
-    batch: Batch, gpus: int, kinds: list[EngineKind], model: CostModel, rng: np.random.Generator
-) -> Trial:
+def plan_three_ways(case: Case, repeat: int, kinds: list[EngineKind], seed: int) -> Trial:
     """Plan one workload: exact, annealed, and with one degree."""
+    batch, gpus, model = case.batch(repeat), case.gpus, case.model
+    rng = np.random.default_rng([seed, repeat])
     began = time.perf_counter()
     exact = allocate(*batch, gpus, kinds, model)
     planned = time.perf_counter()
@@ -144,10 +138,7 @@ def plan_three_ways(
 
 def measure_case(case: Case, kinds: list[EngineKind], options: BenchOptions) -> dict[str, Any]:
     """All repeats of a case."""
-    trials = []
-    for repeat in range(options.repeats):
-        rng = np.random.default_rng([options.seed, repeat])
-        trials.append(plan_three_ways(case.batch(repeat), case.gpus, kinds, case.model, rng))
+    trials = [plan_three_ways(case, repeat, kinds, options.seed) for repeat in range(options.repeats)]
     first = trials[0].exact
     exact_ms = [each.exact_ms for each in trials]
     ratios = {
