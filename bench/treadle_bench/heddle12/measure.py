@@ -18,8 +18,7 @@ from typing import Any
 from treadle_sim.systems import BASELINES, HEDDLE, ORACLE, TREADLE, TREADLE_WHOLE_TURNS
 
 from treadle_bench.bench import Bench, BenchOptions
-from treadle_bench.heddle12.page import page_values
-from treadle_bench.heddle12.plot import draw
+from treadle_bench.heddle12.page import draw, page_values
 from treadle_bench.rollouts import (
     ACCELERATOR,
     GPUS,

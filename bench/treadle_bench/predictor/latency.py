@@ -16,21 +16,24 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc.aio
 import numpy as np
 from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
+from treadle.telemetry.v1.facts_pb2 import Fact
+from treadle_learned.backbone import Backbone
+from treadle_learned.checkpoint import Checkpoint, ModelsFolder, save
+from treadle_learned.head import QuantileHead
+from treadle_learned.reading import Bounds
+from treadle_learned.transcript import Transcript
 from treadle_runtime.bus import Bus, open_bus
 
 from treadle_bench.bench import BenchOptions
 from treadle_bench.predictor.facts import facts_of, prompt_started
 from treadle_bench.processes import run_service
 
-if TYPE_CHECKING:
-    from treadle.telemetry.v1.facts_pb2 import Fact
-    from treadle_learned.backbone import Backbone
-    from treadle_learned.transcript import Transcript
+Asked = tuple[list[Fact], predictor_pb2.Query]  # the facts of a step's end, and the question after it
 
 RATE_PER_S = 4.0
 SIDE_BY_SIDE = 16
@@ -81,27 +84,23 @@ async def _repeat(
     """Milliseconds of the answers of the learned model to REQUESTS questions."""
     rng = np.random.default_rng(seed)
     steps = _steps(played, backbone, rng, f"bench-{seed}")
-    asked = 0
-    while asked < WARM_UP:  # one after the other: the first burst of a rollout is not measured
-        facts, query = next(steps)
-        for fact in facts:
-            await bus.publish(fact)
-        if query.turn:
-            await _time_answer(stub, query)
-            asked += 1
-    due_s = time.perf_counter()
+    tasks: list[asyncio.Task[float | None]] = []
+    due_s = 0.0
     async with asyncio.TaskGroup() as group:
-        tasks: list[asyncio.Task[float | None]] = []
-        while len(tasks) < REQUESTS:
+        while len(tasks) < WARM_UP + REQUESTS:
             facts, query = next(steps)
-            if query.turn:
+            is_warm = len(tasks) >= WARM_UP
+            if query.turn and is_warm:
                 due_s += float(rng.exponential(1.0 / RATE_PER_S))
                 await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
             for fact in facts:
                 await bus.publish(fact)
             if query.turn:
                 tasks.append(group.create_task(_time_answer(stub, query)))
-    return [took_ms for task in tasks if (took_ms := task.result()) is not None]
+                if not is_warm:  # one after the other: the first burst of a rollout is not measured
+                    await tasks[-1]
+                    due_s = time.perf_counter()
+    return [took_ms for task in tasks[WARM_UP:] if (took_ms := task.result()) is not None]
 
 
 async def _time_answer(stub: predictor_pb2_grpc.PredictorServiceAsyncStub, query: predictor_pb2.Query) -> float | None:
@@ -112,12 +111,9 @@ async def _time_answer(stub: predictor_pb2_grpc.PredictorServiceAsyncStub, query
     return took_ms if answer.prediction.estimator == predictor_pb2.ESTIMATOR_MODEL else None
 
 
-def _steps(
-    played: Sequence[Transcript], backbone: Backbone, rng: np.random.Generator, name: str
-) -> Iterator[tuple[list[Fact], predictor_pb2.Query]]:
-    """Endless steps of trajectories that run side by side: the facts of a step's end and the question after it. At the
-    start and end of a trajectory the question is empty."""
-    running: list[Iterator[tuple[list[Fact], predictor_pb2.Query]]] = []
+def _steps(played: Sequence[Transcript], backbone: Backbone, rng: np.random.Generator, name: str) -> Iterator[Asked]:
+    """Endless steps of trajectories that run side by side. At the start and end of one the question is empty."""
+    running: list[Iterator[Asked]] = []
     number = 0
     while True:
         while len(running) < SIDE_BY_SIDE:
@@ -131,9 +127,7 @@ def _steps(
             yield step
 
 
-def _steps_of(
-    transcript: Transcript, name: str, backbone: Backbone
-) -> Iterator[tuple[list[Fact], predictor_pb2.Query]]:
+def _steps_of(transcript: Transcript, name: str, backbone: Backbone) -> Iterator[Asked]:
     own = replace(transcript, trajectory_id=name)
     facts = facts_of(own, backbone.tokenize, most=TOLD_TOKENS)
     yield [next(facts), prompt_started(own, backbone.tokenize, most=TOLD_TOKENS)], predictor_pb2.Query()
@@ -146,10 +140,6 @@ def _steps_of(
 
 
 def _save_untrained_model(backbone: Backbone, models: Path) -> None:
-    from treadle_learned.checkpoint import Checkpoint, ModelsFolder, save
-    from treadle_learned.head import QuantileHead
-    from treadle_learned.reading import Bounds
-
     head = QuantileHead(backbone.hidden_size).eval()
     checkpoint = Checkpoint(VERSION, backbone.name, backbone.fingerprint, backbone.hidden_size, Bounds(), head)
     save(checkpoint, models / VERSION)

@@ -35,12 +35,11 @@ from treadle_sim.workloads.public_traces import read_public
 from treadle_sim.workloads.workload import TrajectoryWork, Workload, groups, read_traces
 
 from treadle_bench.bench import Bench, BenchOptions
-from treadle_bench.predictor import latency
-from treadle_bench.predictor.page import page_values
-from treadle_bench.predictor.plot import draw
+from treadle_bench.predictor.page import draw, page_values
 from treadle_bench.summary import rounded
 
 if TYPE_CHECKING:
+    from treadle_learned.moments import Moment
     from treadle_learned.scores import Asked
     from treadle_learned.transcript import Transcript
 
@@ -76,6 +75,7 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     from treadle_learned.reading import Bounds
     from treadle_learned.scores import rows
 
+    from treadle_bench.predictor import latency
     from treadle_bench.predictor.held_out import ask_estimators, deal, pool
 
     bounds = Bounds()
@@ -108,7 +108,16 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
                 for estimator, of_folds in measure_regrets(works, asked, played).items()
             }
             found += [{**row, **costs[row["estimator"]]} for row in rows(source.name, asked, seed=options.seed)]
-            data.append(_describe_source(source, works))
+            data.append(
+                {
+                    "name": source.name,
+                    "trajectories": len(works),
+                    "prompts": len(groups(works)),
+                    "drawn": bool(source.prompts),
+                    "step_texts": any(step.text for work in works for step in work.steps),
+                    "prompt_texts": any(work.prompt for work in works),
+                }
+            )
     except LearnedError as error:
         raise UsageProblem(str(error)) from error
     return {
@@ -143,17 +152,6 @@ def _read_sources(options: BenchOptions) -> Iterator[tuple[Source, Sequence[Traj
         raise UsageProblem("this bench needs trajectories to learn from: --traces FILE (docs/traces.md) or --data DIR")
 
 
-def _describe_source(source: Source, works: Sequence[TrajectoryWork]) -> dict[str, Any]:
-    return {
-        "name": source.name,
-        "trajectories": len(works),
-        "prompts": len(groups(works)),
-        "drawn": bool(source.prompts),
-        "step_texts": any(step.text for work in works for step in work.steps),
-        "prompt_texts": any(work.prompt for work in works),
-    }
-
-
 def _backbone_folder(model: str) -> str:
     if model != DEFAULT_MODEL:
         return model
@@ -166,30 +164,24 @@ def _backbone_folder(model: str) -> str:
 def measure_regrets(works: Sequence[TrajectoryWork], asked: Asked, played: Iterable[int]) -> dict[str, list[float]]:
     """The regret of each estimator, one for each fold in `played`. works: the trajectories, as the questions number
     them. Raises ValueError where a trajectory was not asked about at its opening."""
-    found: dict[str, list[float]] = {name: [] for name in asked.answers}
-    for fold in played:
-        makespans = _play_fold(works, asked, fold)
-        for name, makespan_s in makespans.items():
-            found[name].append(makespan_s / makespans["oracle"] - 1.0)
-    return found
+    folds = [_play_fold(works, asked, fold) for fold in played]
+    return {name: [makespans[name] / makespans["oracle"] - 1.0 for makespans in folds] for name in asked.answers}
 
 
 def _play_fold(works: Sequence[TrajectoryWork], asked: Asked, fold: int) -> Mapping[str, float]:
     """The makespan with each estimator."""
-    rows = np.flatnonzero(asked.parts == fold).tolist()
-    rows.sort(key=lambda at: asked.moments[at].turn)
-    of: dict[int, list[int]] = {}
-    for at in rows:
-        of.setdefault(asked.moments[at].index, []).append(at)
+    of: dict[int, list[tuple[int, Moment]]] = {}  # of each trajectory, its questions by turn
+    questions = ((at, asked.moments[at]) for at in np.flatnonzero(asked.parts == fold).tolist())
+    for at, moment in sorted(questions, key=lambda question: question[1].turn):
+        of.setdefault(moment.index, []).append((at, moment))
     batch = Workload(f"fold-{fold}", tuple(works[index] for index in of))
     slots = max(1, len(of) // (ENGINES * OVERSUBSCRIBED))
     cluster = homogeneous(engine_model(LLM, ACCELERATOR, 1, slots), ENGINES)
-    system = TREADLE_HOMOGENEOUS
-    makespans: dict[str, float] = {}
+    system, makespans = TREADLE_HOMOGENEOUS, {}
     for name, quantiles in asked.answers.items():
         said = [
             [Recorded(moment.turn, moment.gen_tokens, Estimate(*quantiles[at].tolist())) for at, moment in own]
-            for own in ([(at, asked.moments[at]) for at in of_work] for of_work in of.values())
+            for own in of.values()
         ]
         predictor = RecordedPredictor(batch, said)
         driver = Driver(batch, cluster, system.policy, system.tuning, predictor, call_tokens=system.call_tokens)
