@@ -44,9 +44,7 @@ async def test_a_figure_writes_what_it_needs_to_be_drawn_again(name: str, tiny: 
     found = await BENCHES[name].run(tiny)
     assert tiny.pictures is not None
     assert json.loads((tiny.pictures / f"{name}.json").read_text()) == json.loads(json.dumps(found))
-    for row in found["rows"]:
-        for value in row.get("ratio_to", {}).values():
-            assert value > 0.0
+    assert all(value > 0.0 for row in found["rows"] for value in row.get("ratio_to", {}).values())
     BENCHES[name].write(found, tmp_path / "again")
     assert (tmp_path / "again" / f"{name}.md").read_bytes() == (tiny.pictures / f"{name}.md").read_bytes()
     assert (tmp_path / "again" / f"{name}.png").stat().st_size > 0
@@ -97,11 +95,9 @@ def test_work_that_reads_goes_to_the_compute_bound_pool() -> None:
     )
     assert prefill_over_decode(now["reads"]) > 10.0 > 1.0 > prefill_over_decode(now["writes"])
     split = route([*now["reads"], *now["writes"]], [*before["reads"], *before["writes"]])
-    on_compute = [work.prompt_id for work in split if work.hardware_tags == (COMPUTE,)]
-    reads = sum(prompt.startswith("reads") for prompt in on_compute)
-    writes = len(on_compute) - reads
-    assert reads > 0
-    assert reads == len(now["reads"]) or writes == 0  # the better suited first
+    reads = [work.prompt_id.startswith("reads") for work in split if work.hardware_tags == (COMPUTE,)]
+    assert any(reads)
+    assert all(reads) or sum(reads) == len(now["reads"])  # the better suited first
 
 
 def test_work_costs_what_the_curve_says_of_a_full_batch() -> None:

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from treadle import Span
 from treadle.engine.v1.engine_pb2 import DecodeCurve as DeclaredMessage
@@ -15,7 +14,6 @@ from treadle_sim.cluster import Latencies, Link
 from treadle_sim.fitting.curves import fit_measured
 from treadle_sim.systems import SYSTEMS
 
-from treadle_bench.command import BENCHES
 from treadle_bench.fidelity.live import GEN_TOKENS, OBS_TOKENS, STEPS, TOOL_S, Play, Played, make_workload, token_ids
 from treadle_bench.fidelity.measure import ENGINES, POLICIES, compare_plays, same_engine
 from treadle_bench.fidelity.plot import draw
@@ -81,10 +79,7 @@ def test_only_tokens_of_a_whole_batch_count_as_its_steps() -> None:
     assert [row["step_s"] for row in rows] == [pytest.approx(0.2), pytest.approx(0.2)]
     assert [row["batch"] for row in rows] == [2, 2]
     assert rows[0]["kv_tokens"] == pytest.approx(2 * (100 + (2 + 5) / 2))
-
-
-def test_sequences_that_never_ran_together_give_no_row() -> None:
-    assert decode_rows([[0.0, 0.1], [0.5, 0.6]], context=10) == []
+    assert decode_rows([[0.0, 0.1], [0.5, 0.6]], context=10) == []  # they never ran together
 
 
 def test_the_simulator_steps_at_the_measured_curve_while_its_planner_sees_the_declared_one() -> None:
@@ -168,14 +163,8 @@ def test_a_policy_reaches_the_live_scheduler_as_the_simulator_has_it() -> None:
         assert (message.migrate, message.preempt, message.reserve) == (policy.migrate, policy.preempt, policy.reserve)
 
 
-def test_the_picture_is_drawn_and_the_bench_names_its_engines(tmp_path: Path) -> None:
-    cases = []
-    for name in POLICIES:
-        play = simulated(0, name)
-        cases.append(Case(name, make_workload(0), [play, play], simulated(0, name, slots=2)))
-        assert np.isfinite(compare_plays(cases[-1])["time_corr"])
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    work = make_workload(0)
+    cases = [Case(name, work, [simulated(0, name)] * 2, simulated(0, name, slots=2)) for name in POLICIES]
     draw(cases, tmp_path / "fidelity.png")
     assert (tmp_path / "fidelity.png").stat().st_size > 10_000
-    assert BENCHES["fidelity"].engines == ENGINES
-    assert BENCHES["control-plane"].engines == 1
-    assert BENCHES["placement"].engines == 0

@@ -52,20 +52,16 @@ async def test_a_cell_holds_every_ratio_and_no_policy_beats_the_bound(traces: Pa
 async def test_processes_of_their_own_give_what_this_one_gives() -> None:
     batch = batch_for("coding", "Qwen3-8B", ONE_GPU, 0, BenchOptions())
     jobs = [Job(batch, TREADLE), Job(batch, VERL, 1)]
-    here = await play_all(jobs, BenchOptions(workers=1), "here")
-    there = await play_all(jobs, BenchOptions(workers=2), "there")
-    assert [(one.makespan_s, one.last) for one in here.values()] == [
-        (one.makespan_s, one.last) for one in there.values()
-    ]
+    here, there = [await play_all(jobs, BenchOptions(workers=workers), "jobs") for workers in (1, 2)]
+    for job in jobs:
+        assert (here[job].makespan_s, here[job].last) == (there[job].makespan_s, there[job].last)
 
 
 def test_tools_bind_where_most_of_the_longest_trajectory_is_tools(tmp_path: Path) -> None:
     for tool_s, expected in ((100.0, "tools"), (0.0, "tail")):
         file = tmp_path / f"{expected}.jsonl"
-        tokens = [3_000, *[5] * 5]
-        write_traces(
-            file, [TrajectoryWork(f"p{at // 2}", at % 2, 10, (Step(tokens[at // 2], 0, tool_s),)) for at in range(12)]
-        )
+        steps = [Step(3_000 if at < 2 else 5, 0, tool_s) for at in range(12)]
+        write_traces(file, [TrajectoryWork(f"p{at // 2}", at % 2, 10, (step,)) for at, step in enumerate(steps)])
         bound = find_bound(batch_for("traces", "Qwen3-8B", ONE_GPU, 0, BenchOptions(traces=file)))
         assert bound["bound_by"] == expected
         assert bound["bound_s"] == bound["alone_s"] > bound["work_s"]

@@ -23,12 +23,10 @@ from treadle_bench.predictor.measure import draw_prompts, measure_regrets
 def works(prompts: int = 60) -> list[TrajectoryWork]:
     rng = np.random.default_rng(0)
     made = []
-    for prompt in range(prompts):
-        for sample in range(2):
-            steps = [
-                Step(int(tokens), 20, 0.1, "look", "found") for tokens in rng.integers(5, 400, int(rng.integers(1, 6)))
-            ]
-            made.append(TrajectoryWork(f"p{prompt}", sample, 50, tuple(steps), prompt="Find it."))
+    for number in range(2 * prompts):
+        sizes = rng.integers(5, 400, int(rng.integers(1, 6))).tolist()
+        steps = tuple(Step(tokens, 20, 0.1, "look", "found") for tokens in sizes)
+        made.append(TrajectoryWork(f"p{number // 2}", number % 2, 50, steps, prompt="Find it."))
     return made
 
 
@@ -52,8 +50,7 @@ async def test_every_estimator_is_scored_at_each_step_and_drawn(
         assert {*keys, *(f"{key}_interval" for key in keys)} <= row.keys()
         low, high = row["regret_range"]
         assert low <= row["regret"] <= high
-        if row["estimator"] == "oracle":
-            assert row["regret"] == 0.0
+        assert row["regret"] == 0.0 or row["estimator"] != "oracle"
     assert 0.0 < found["p50_ms"] <= found["p99_ms"]
     assert found["latency_requests"] + found["latency_others"] == 12
     assert found["latency_requests"] > 0
@@ -75,10 +72,7 @@ def test_prompts_are_drawn_whole_and_by_the_seed() -> None:
 
 
 def test_who_says_the_truth_backwards_costs_time_in_every_fold() -> None:
-    every = [
-        TrajectoryWork(f"p{at}", 0, 50, (Step(100 * (at + 1), 5, 0.1), Step(100 * (at + 1), 5, 0.1)))
-        for at in range(96)
-    ]
+    every = [TrajectoryWork(f"p{at}", 0, 50, (Step(100 * (at + 1), 5, 0.1),) * 2) for at in range(96)]
     told = [Transcript(work.prompt_id, "r", work.prompt_id, 50, (Turn(work.gen_tokens),)) for work in every]
     moments = [moment for moment in replay(told) if moment.turn == 0]
     moments.sort(key=lambda moment: moment.index)

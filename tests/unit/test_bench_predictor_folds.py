@@ -28,9 +28,8 @@ def test_no_prompt_is_asked_about_by_who_has_seen_it() -> None:
         train, test = ({moment.index for moment in part} for part in (fold.train, fold.test))
         assert not train & test and train | test == set(range(40))
         assert {transcript.trajectory_id for transcript in fold.before} == {f"t{index}" for index in train}
-        of = {moment.index: apart for moment, apart in zip(fold.train, fold.apart, strict=True)}
-        assert all(of[moment.index] == apart for moment, apart in zip(fold.train, fold.apart, strict=True))
-        assert set(of.values()) == {0, 1, 2, 3}
+        of = {(moment.index, apart) for moment, apart in zip(fold.train, fold.apart, strict=True)}
+        assert len(of) == len(train) and {apart for _, apart in of} == {0, 1, 2, 3}
 
 
 def test_folds_are_even_and_another_seed_deals_otherwise() -> None:
@@ -76,9 +75,11 @@ def test_what_only_the_plan_tells_is_known_after_it_to_who_reads_it(tmp_path: Pa
         assert own and not own & others
 
 
-def test_fewer_than_three_folds_are_refused() -> None:
+def test_fewer_than_three_folds_and_no_moments_are_refused() -> None:
     with pytest.raises(ValueError, match="folds must be >= 3"):
         deal(told_by_the_plan(4), 2)
+    with pytest.raises(ValueError, match="at least one"):
+        Boosted([])
 
 
 def rollout(censor_at: int | None = None) -> list[Transcript]:
@@ -87,12 +88,9 @@ def rollout(censor_at: int | None = None) -> list[Transcript]:
     transcripts = []
     for number in range(160):
         size = int(rng.integers(50, 2_000))
-        total = 2 * size
-        cut = censor_at is not None and total > censor_at
-        tokens = censor_at if cut and censor_at is not None else total
-        transcripts.append(
-            Transcript(f"t{number}", "r", f"p{number}", size, (Turn(tokens // 2), Turn(tokens - tokens // 2)), cut)
-        )
+        tokens = min(2 * size, censor_at or 2 * size)
+        turns = (Turn(tokens // 2), Turn(tokens - tokens // 2))
+        transcripts.append(Transcript(f"t{number}", "r", f"p{number}", size, turns, tokens < 2 * size))
     return transcripts
 
 
@@ -107,11 +105,6 @@ def test_trees_do_not_take_what_was_cut_for_short() -> None:
     """Half of all are cut at 2,000 tokens. Result: the longest are predicted beyond the cut."""
     test = [moment for moment in replay(rollout()) if moment.turn == 0 and moment.remaining_tokens > 3_000]
     assert (Boosted(replay(rollout(censor_at=2_000))).predict(test)[:, 2] >= 2_000).mean() > 0.9
-
-
-def test_no_moments_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        Boosted([])
 
 
 def test_deals_count_alike_and_a_trajectory_counts_once() -> None:

@@ -8,15 +8,7 @@ import pytest
 from treadle_sim.workloads.workload import Step, TrajectoryWork
 
 from treadle_bench.bench import BenchOptions
-from treadle_bench.long_tail.measure import (
-    GROUP_SIZES,
-    PRINTED,
-    PRINTED_DIGIT,
-    VARIATIONS,
-    expected_maximum,
-    formula,
-    measure,
-)
+from treadle_bench.long_tail.measure import PRINTED, PRINTED_DIGIT, VARIATIONS, expected_maximum, formula, measure
 from treadle_bench.workloads.measure import describe, within_prompt
 
 
@@ -24,8 +16,7 @@ def work(prompt_id: str, sample: int, *gen_tokens: int) -> TrajectoryWork:
     return TrajectoryWork(prompt_id, sample, 100, tuple(Step(each, 10, 0.5) for each in gen_tokens))
 
 
-@pytest.mark.parametrize("k", GROUP_SIZES)
-@pytest.mark.parametrize("c", VARIATIONS)
+@pytest.mark.parametrize(("k", "c"), PRINTED)
 def test_the_formula_gives_what_was_printed_and_lies_above_the_mean_maximum(k: int, c: float) -> None:
     assert formula(k, c) == pytest.approx(PRINTED[k, c], abs=PRINTED_DIGIT)
     assert 1.2 * expected_maximum(k, c) < formula(k, c) < 1.7 * expected_maximum(k, c)
@@ -41,7 +32,7 @@ def test_the_longer_of_two_is_as_the_closed_form_has_it() -> None:
 
 async def test_what_is_drawn_agrees_with_the_integral(tmp_path: Path) -> None:
     found = await measure(BenchOptions(repeats=2, pictures=tmp_path))
-    assert len(found["rows"]) == len(GROUP_SIZES) * len(VARIATIONS)
+    assert len(found["rows"]) == len(PRINTED)
     for row in found["rows"]:
         assert row["expected_max"] == pytest.approx(row["expected_max_exact"], rel=0.03)
         assert row["max_p10"] < row["max_p50"] < row["max_p90"]
