@@ -4,17 +4,14 @@ snapshots: branches start where one was taken and see nothing of each other.
 
 import asyncio
 import json
-import uuid
 from pathlib import Path
 
 import grpc
-from support.conditions import until, until_said
+from support.conditions import until_said
 from support.processes import StartService
 from support.rpc import refusal_of, refused
 from support.tools import CALL_S, ToolsCalls, limits, serve, tools, write_tools
-from treadle.telemetry.v1.facts_pb2 import Fact
 from treadle.tools.v1 import tools_pb2 as pb
-from treadle_runtime.bus import open_bus
 
 LEGS = {"task": "leg_counting", "seed": 3, "index": 2}
 OK = pb.RESULT_STATUS_OK
@@ -352,37 +349,6 @@ async def test_sessions_and_snapshots_that_nobody_uses_end(start_service: StartS
             await until_said(lambda: calls.session(session_id), lambda said: False)
         with refused("SNAPSHOT_NOT_FOUND"):
             await until_said(lambda: calls.open_from(snapshot.snapshot_id), lambda said: False)
-
-
-async def test_actions_are_published_on_the_bus_with_their_times(start_service: StartService, nats_url: str) -> None:
-    """
-    GIVEN   one core
-    WHEN    two snippets of 0.3 s run at the same time
-    Result: each is published as started and finished with its queue, overhead and execution times, and one waited
-    """
-    trajectory_id = f"t-{uuid.uuid4().hex}"
-    async with tools(start_service, "python", CORES="1") as calls:
-        await calls.python("1", trajectory_id=trajectory_id)
-        code = "import time; time.sleep(0.3)"
-        results = await asyncio.gather(*(calls.python(code, trajectory_id=trajectory_id) for _ in range(2)))
-    published: list[Fact] = []
-
-    async def receive(fact: Fact) -> None:
-        published.append(fact)
-
-    async with open_bus(nats_url, "test") as bus:
-        await bus.subscribe(["tool_started", "tool_finished"], receive, replay=True)
-        await until(lambda: len(published) >= 6)
-    started = [fact.tool_started for fact in published if fact.HasField("tool_started")]
-    finished = [fact.tool_finished for fact in published if fact.HasField("tool_finished")]
-    assert [fact.trajectory_id for fact in started] == [trajectory_id] * 3
-    assert [fact.status for fact in finished] == [OK] * 3
-    assert started[0].expected_time.ToNanoseconds() == 0
-    assert started[1].expected_time.ToNanoseconds() > 0
-    queued = sorted(result.timing.queue.ToTimedelta().total_seconds() for result in results)
-    assert queued[0] < 0.15 < queued[1]
-    assert all(result.timing.execution.ToTimedelta().total_seconds() >= 0.3 for result in results)
-    assert finished[-1].timing in [result.timing for result in results]
 
 
 async def test_what_is_full_is_refused_with_a_time_to_retry(start_service: StartService) -> None:

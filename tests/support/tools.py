@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -13,6 +12,7 @@ import grpc.aio
 import psutil
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from support.conditions import until
 from support.nats_server import NatsServer
 from support.processes import ServiceProcess, StartService, import_path, start_process
 from treadle.tools.v1 import tools_pb2 as pb
@@ -140,10 +140,7 @@ def groups_of(daemon: psutil.Process) -> list[Path]:
 
 async def gone(processes: list[psutil.Process]) -> None:
     """Returns once none of them runs."""
-    ends_at = time.monotonic() + GONE_WITHIN_S
-    while left := [process for process in processes if process.is_running()]:
-        assert time.monotonic() < ends_at, left
-        await asyncio.sleep(0.02)
+    await until(lambda: not any(process.is_running() for process in processes), GONE_WITHIN_S, f"one of {processes}")
 
 
 @asynccontextmanager
