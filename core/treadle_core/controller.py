@@ -35,7 +35,7 @@ HANDLERS: Mapping[type[ev.Event], Callable[[State, Any, float], list[Action]]] =
     ev.TrajectoryClosed: lifecycle.close_trajectory,
     ev.ClosedAnnounced: lifecycle.confirm_announcement,
     ev.StepRequested: requests.request_step,
-    ev.StepPreempted: requests.preempt_step,
+    ev.StepPreempted: lambda _state, _event, _now: [],  # the step keeps its ticket and its priority
     ev.StepFinished: requests.finish_step,
     ev.ToolStarted: requests.start_tool,
     ev.ToolFinished: requests.finish_tool,

@@ -9,7 +9,7 @@ ignored.
 from dataclasses import dataclass
 
 from treadle_core.compiled import Indexes
-from treadle_core.model import EngineLoad, EngineSpec, Estimate, Outcome, Policy
+from treadle_core.model import EngineLoad, EngineSpec, Outcome, Policy, Prediction
 
 
 class Event:
@@ -120,7 +120,6 @@ class StepFinished(Event):
     turn: int
     context_tokens: int
     output_tokens: int
-    aborted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +139,10 @@ class ToolFinished(Event):
 
 @dataclass(frozen=True, slots=True)
 class PredictionArrived(Event):
-    """The predictor's answer to AskPrediction; see `model.Prediction`."""
+    """The predictor's answer to AskPrediction."""
 
     trajectory_id: str
-    turn: int
-    gen_tokens: int
-    remaining_tokens: Estimate
-    remaining_turns: Estimate | None = None
-    model_version: str = ""
-    learned: bool = False
+    prediction: Prediction
 
 
 @dataclass(frozen=True, slots=True, eq=False)

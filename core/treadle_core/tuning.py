@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from treadle_core.model import CostModel
-
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
@@ -54,9 +52,6 @@ class Tuning:
     plan_margin: float = 0.02
     # A rebalance stops where the engines' finish times are within this fraction: cost models are right to about 10%.
     rebalance_margin: float = 0.10
-    # The cost model that plans are made by; None: each replanning rule's own (LINEAR_INTEGRAL where the partition is
-    # solved again, GROUP_SIZE where Heddle's ranks are scaled).
-    plan_cost_model: CostModel | None = None
     # CACHE_AWARE leaves the engine that holds a prefix where the most loaded engine has more than this many steps more
     # than the least loaded, ...
     skew_steps: int = 32

@@ -11,7 +11,7 @@ from dataclasses import replace
 from treadle_core import actions, events
 from treadle_core.controller import Controller
 from treadle_core.model import Outcome as Ending
-from treadle_core.model import Policy, TicketRecord
+from treadle_core.model import Policy, Prediction, TicketRecord
 from treadle_core.refusals import NoEngine
 from treadle_core.tuning import Tuning
 
@@ -134,7 +134,8 @@ class Driver:
             return
         progress = self._by_id[ask.trajectory_id]
         tokens, turns = self._predictor.predict(progress.index, progress.turn, ask.gen_tokens)
-        answer = events.PredictionArrived(ask.trajectory_id, ask.turn, ask.gen_tokens, tokens, turns, "sim")
+        prediction = Prediction(ask.turn, ask.gen_tokens, tokens, turns, "sim")
+        answer = events.PredictionArrived(ask.trajectory_id, prediction)
         self._timeline.after(self._latencies.predict_s, self._send, answer)
 
     def _plan(self, ask: actions.AskPlan) -> None:

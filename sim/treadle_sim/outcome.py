@@ -85,7 +85,6 @@ class Progress:
     context_tokens: int
     times: Times = field(default_factory=Times)
     turn: int = 0
-    gen_tokens: int = 0
     engine: int = -1
     tool_s: float = 0.0
     requests: int = 0
@@ -139,7 +138,6 @@ class Progress:
         """Count a call that has sampled `gen_tokens`; True if its turn ends with it."""
         step = self.step
         self.calls += 1
-        self.gen_tokens += gen_tokens
         self.times.gen_tokens += gen_tokens
         self.part_tokens += gen_tokens
         self.context_tokens += gen_tokens

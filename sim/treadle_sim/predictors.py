@@ -16,14 +16,13 @@ import numpy.typing as npt
 from treadle_core.model import Estimate
 from treadle_core.ranking.estimator import Estimator, Prior, Progress, correlation, recall_of_longest
 from treadle_core.ranking.evidence import Ended, Evidence
+from treadle_core.ranking.priorities import P90_Z
 from treadle_core.tuning import Tuning
 
 from treadle_sim.workloads.workload import TrajectoryWork, Workload, groups
 
 Answer = tuple[Estimate, Estimate | None]
 Floats = npt.NDArray[np.float64]
-
-P90_Z = 1.2815515655446004  # standard deviations from the median to the 90th percentile of a normal distribution
 
 # Of `Noisy`, chosen so that before the first step it ranks trajectories about as well as `PromptMean`, and better
 # with each step, as in Heddle §7.2 and Figure 13. Their recall and correlation: bench/results/workloads.md.

@@ -16,6 +16,7 @@ from treadle_core.model import (
     Estimate,
     Outcome,
     Policy,
+    Prediction,
     TicketRecord,
     TrajectoryRecord,
 )
@@ -125,10 +126,8 @@ class Scenario:
     def predict(self, trajectory_id: str, tokens: float, **fields: Any) -> list[act.Action]:
         """A prediction of what is left now."""
         record = self.controller.trajectory(trajectory_id)
-        event = ev.PredictionArrived(
-            trajectory_id, record.next_turn, record.gen_tokens, Estimate(tokens / 2, tokens, tokens * 2)
-        )
-        return self.send(replace(event, **fields))
+        prediction = Prediction(record.next_turn, record.gen_tokens, Estimate(tokens / 2, tokens, tokens * 2))
+        return self.send(ev.PredictionArrived(trajectory_id, replace(prediction, **fields)))
 
     def close(self, trajectory_id: str, outcome: Outcome = Outcome.FINISHED) -> list[act.Action]:
         """Ends a trajectory."""

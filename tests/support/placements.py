@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing.costs import Costs, group_cost, tabulate
 from treadle_core.placing.question import PlanEngine
+from treadle_core.placing.workload import SUM_KV, SUM_PREFILL
 
 curves = st.builds(
     DecodeCurve,
@@ -69,7 +70,7 @@ def contiguous_costs(costs: Costs) -> list[list[float]]:
 def makespans_of_all(costs: Costs) -> list[float]:
     """The makespan of every assignment whatever that fits, each group's cost computed afresh from its members."""
     table = costs.table
-    kv, prefill = np.diff(table.sum_kv), np.diff(table.sum_prefill)
+    kv, prefill = np.diff(table.ranks[:, [SUM_KV, SUM_PREFILL]], axis=0).T
     spans = []
     for choice in itertools.product(range(len(table.engines)), repeat=len(table.lengths)):
         of = np.array(choice)

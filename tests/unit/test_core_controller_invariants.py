@@ -19,6 +19,7 @@ from treadle_core.model import (
     Outcome,
     PlacementRule,
     Policy,
+    Prediction,
     TicketRecord,
     TicketStatus,
     TrajectoryState,
@@ -108,7 +109,7 @@ class AnyEvents(RuleBasedStateMachine):
             self.hand(ev.StepFinished(name, ticket.ticket_id, ticket.turn, 100, 20))
             record = self.scenario.controller.trajectory(name)
             estimate = Estimate(tokens / 2, tokens, tokens * 2)
-            self.hand(ev.PredictionArrived(name, record.next_turn, record.gen_tokens, estimate))
+            self.hand(ev.PredictionArrived(name, Prediction(record.next_turn, record.gen_tokens, estimate)))
 
     def known(self) -> set[str]:
         return {record.trajectory_id for record in self.scenario.controller.trajectories()}
@@ -179,7 +180,8 @@ class AnyEvents(RuleBasedStateMachine):
 
     @rule(name=TRAJECTORIES, tokens=st.floats(0, 1e6), turn=st.integers(0, 5))
     def predictor_answers(self, name: str, tokens: float, turn: int) -> None:
-        self.hand(ev.PredictionArrived(name, turn, 10 * turn, Estimate(tokens, tokens, tokens), Estimate(1, 2, 3)))
+        prediction = Prediction(turn, 10 * turn, Estimate(tokens, tokens, tokens), Estimate(1, 2, 3))
+        self.hand(ev.PredictionArrived(name, prediction))
 
     @rule(index=INDEX, random=st.randoms(use_true_random=False))
     def placement_answers(self, index: int, random: object) -> None:

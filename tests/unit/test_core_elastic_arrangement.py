@@ -15,7 +15,7 @@ from treadle_core.tools.arrangement import (
     is_convex,
     marginal_gains,
 )
-from treadle_core.tools.pools import CpuNode, CpuNodes, GpuNode, GpuNodes
+from treadle_core.tools.pools import CpuNodes, GpuNodes
 
 REL = 1e-9
 seconds = st.one_of(st.sampled_from([0.0, 1.0, 2.0]), st.floats(0.0, 1_000.0))
@@ -72,7 +72,7 @@ def test_marginal_gains_are_exact_where_durations_are_convex(candidates: list[Ch
 @given(st.lists(st.one_of(any_choices, convex_choices()), min_size=1, max_size=4), st.integers(0, 12))
 def test_cores_of_a_node_are_arranged_exactly_whatever_the_curves(candidates: list[Choices], more: int) -> None:
     free, taken = least_units(candidates) + more, np.array([3, 2])
-    pool = CpuNodes((CpuNode("small", 4, 4, 0, 0), CpuNode("large", 200, free + 5, 0, 0)))
+    pool = CpuNodes(("small", "large"), [(4, 0), (200, 0)], [(4, 0), (free + 5, 0)])
     share = pool.share(1, 0, taken)
     assert share.free == free
     hold(share.arrange(curves(candidates)), candidates, len(candidates), least_flat_s(candidates, free))
@@ -82,8 +82,7 @@ def test_cores_of_a_node_are_arranged_exactly_whatever_the_curves(candidates: li
 def test_every_prefix_on_gpu_chunks_is_arranged_as_well_as_by_trying_all(
     candidates: list[Choices], free: list[frozenset[int]]
 ) -> None:
-    members = tuple(GpuNode(f"n{index}", gpus) for index, gpus in enumerate(free))
-    share = GpuNodes(members).share(0, 0, np.empty(0, np.int64))
+    share = GpuNodes({f"n{index}": gpus for index, gpus in enumerate(free)}).share(0, 0, np.empty(0, np.int64))
     table = share.arrange(curves(candidates))
     assert share.free == sum(map(len, free))
     for prefix in range(len(candidates) + 1):
@@ -94,11 +93,11 @@ def test_every_prefix_on_gpu_chunks_is_arranged_as_well_as_by_trying_all(
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=6), gpu_nodes)
 def test_gpus_are_assigned_as_long_as_any_placement_has_room(asked: list[int], free: list[frozenset[int]]) -> None:
-    members = tuple(GpuNode(f"n{index}", gpus) for index, gpus in enumerate(free))
-    assigned = GpuNodes(members).assign(np.array(asked).reshape(-1, 1), np.full(len(asked), -1))
+    nodes = GpuNodes({f"n{index}": gpus for index, gpus in enumerate(free)})
+    assigned = nodes.assign(np.array(asked).reshape(-1, 1), np.full(len(asked), -1))
     most = max(count for count in range(len(asked) + 1) if chunks_exist(asked[:count], free))
     assert assigned.tolist() == [0] * most + [-1] * (len(asked) - most)
-    given_out = [chunk for chunk in GpuNodes(members).chunks(np.array(asked[:most])) if chunk is not None]
+    given_out = [chunk for chunk in nodes.chunks(np.array(asked[:most])) if chunk is not None]
     used = [(chunk.node_id, gpu) for chunk in given_out for gpu in range(chunk.first, chunk.first + chunk.size)]
     assert len(used) == len(set(used))
     assert all(gpu in free[int(node[1:])] for node, gpu in used)

@@ -12,7 +12,7 @@ from support.elastic import Choices, curves, elastic, estimate_as_listed, every_
 from treadle_core.tools.action import Action, Amdahl, Demand, Fixed, InvalidActionError, Range, UnitSet
 from treadle_core.tools.decision import Executing, Start, decide
 from treadle_core.tools.group import GRAIN, MOST_TRIED, Group, best_prefix
-from treadle_core.tools.pools import CpuNode, CpuNodes, FlatPool, GpuNode, GpuNodes, Pool, capacities, share_units
+from treadle_core.tools.pools import CpuNodes, FlatPool, GpuNodes, Pool, capacities, share_units
 from treadle_core.tools.queue import ActionQueue
 
 LINEAR = Amdahl(0.0)
@@ -93,7 +93,7 @@ def test_starts_come_in_the_order_of_arrival() -> None:
 
 def nodes(*free: tuple[int, int]) -> CpuNodes:
     """Nodes n0, n1, ... of 8 cores and 16 GiB, with so many cores and GiB free."""
-    return CpuNodes(tuple(CpuNode(f"n{i}", 8, c, 16 * GIB, m * GIB) for i, (c, m) in enumerate(free)))
+    return CpuNodes([f"n{i}" for i in range(len(free))], [(8, 16 * GIB)] * len(free), [(c, m * GIB) for c, m in free])
 
 
 def test_a_trajectory_begins_where_most_memory_is_free_and_stays_where_it_is() -> None:
@@ -119,7 +119,7 @@ def test_those_that_live_on_a_node_pass_one_that_waits_for_memory_but_not_one_th
 
 
 def test_gpus_come_as_one_aligned_chunk_beside_cores_of_a_node() -> None:
-    gpus = GpuNodes((GpuNode("g0", frozenset({3, 4, 5, 6})), GpuNode("g1", frozenset())))
+    gpus = GpuNodes({"g0": {3, 4, 5, 6}, "g1": set()})
     both = asks(0, gpus=Fixed(1), cpu_cores=Fixed(2))
     scaled = elastic(1, UnitSet((1, 2, 4)), 10.0, LINEAR, key="gpus")
     found = decided([both, scaled], [gpus, nodes((8, 8))])

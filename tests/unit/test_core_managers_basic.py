@@ -149,7 +149,7 @@ def test_a_breaker_opens_after_failures_in_a_row_tries_one_and_waits_twice_as_lo
     now_s = 0.0
     for cooldown_s in (1.0, 2.0, 4.0, 4.0):
         assert (breaker.state(now_s), breaker.admits(now_s)) == (State.OPEN, 0)
-        assert breaker.next_change_s(now_s) == now_s + cooldown_s
+        assert breaker.open_until_s == now_s + cooldown_s
         now_s += cooldown_s
         assert (breaker.state(now_s), breaker.admits(now_s)) == (State.HALF_OPEN, 1)
         breaker.begin("probe", now_s)
@@ -160,7 +160,7 @@ def test_a_breaker_opens_after_failures_in_a_row_tries_one_and_waits_twice_as_lo
     assert breaker.state(now_s) is State.CLOSED
     for name in ("a", "b", "c"):
         fail(breaker, name, now_s)
-    assert breaker.next_change_s(now_s) == now_s + 1.0
+    assert breaker.open_until_s == now_s + 1.0
 
 
 def test_a_breaker_opens_when_a_share_of_the_recent_requests_failed() -> None:

@@ -79,25 +79,25 @@ class CpuLife(RuleBasedStateMachine):
     @invariant()
     def nothing_is_held_twice_or_lost(self) -> None:
         (pool,) = self.manager.pools(0.0)
-        for node in pool.members:
-            held = self.held(node.node_id)
-            assert len(set(held)) == len(held) <= node.cores
+        for node_id, (all_cores, _), (free, free_bytes) in zip(pool.nodes, pool.capacity, pool.free, strict=True):
+            held = self.held(node_id)
+            assert len(set(held)) == len(held) <= all_cores
             assert set(held) <= {core for machine in MACHINES for numa in machine.numa for core in numa}
-            assert node.free_cores == node.cores - len(held)
-            assert node.free_memory_bytes == self.bytes(node.node_id) >= 0
+            assert free == all_cores - len(held)
+            assert free_bytes == self.bytes(node_id) >= 0
         cores, memory = self.manager.usage(0.0)
         executing = sum(item.units for item in self.manager.executing(0.0))
         assert cores.held == executing == sum(len(grant.cores) for grant in self.grants.values())
         assert memory.held == sum(amount for _, amount in self.memory.values())
 
-    def held(self, node_id: str) -> list[int]:
+    def held(self, node_id: str | None) -> list[int]:
         return [core for grant in self.grants.values() if grant.node_id == node_id for core in grant.cores]
 
     @staticmethod
     def cores(node_id: str) -> int:
         return next(sum(map(len, machine.numa)) for machine in MACHINES if machine.node_id == node_id)
 
-    def bytes(self, node_id: str) -> int:
+    def bytes(self, node_id: str | None) -> int:
         total = next(machine.memory_bytes for machine in MACHINES if machine.node_id == node_id)
         return total - sum(amount for node, amount in self.memory.values() if node == node_id)
 

@@ -22,7 +22,7 @@ from treadle_core.tools.decision import Start, decide, start_alone
 from treadle_core.tools.dispatcher import FIRST_TYPICAL_S, Dispatcher, Resources
 from treadle_core.tools.gpu import GpuManager
 from treadle_core.tools.grants import NEVER_S, SERVED, End, Ended, InvalidHoldingError, Service
-from treadle_core.tools.pools import CpuNode, CpuNodes, FlatPool, GpuNode, GpuNodes, Pool, capacities
+from treadle_core.tools.pools import CpuNodes, FlatPool, GpuNodes, Pool, capacities
 from treadle_core.tools.providers import BasicManager, Provider, Quota, quota_of
 from treadle_core.tools.queue import ActionQueue
 
@@ -230,9 +230,9 @@ def test_an_action_holds_of_all_managers_or_of_none() -> None:
 def test_one_alone_starts_where_a_decision_would_have_it_start(
     free: list[tuple[int, int]], free_gpus: set[int], calls: int, asked: dict[str, int], home: int | None
 ) -> None:
-    nodes = tuple(CpuNode(f"n{at}", 4, cores, 9, memory) for at, (cores, memory) in enumerate(free))
-    pools: list[Pool] = [CpuNodes(nodes), GpuNodes((GpuNode("g", frozenset(free_gpus)),)), FlatPool("calls", 2, calls)]
-    node_id = None if home is None or home >= len(nodes) else f"n{home}"
+    nodes = CpuNodes([f"n{at}" for at in range(len(free))], [(4, 9)] * len(free), free)
+    pools: list[Pool] = [nodes, GpuNodes({"g": free_gpus}), FlatPool("calls", 2, calls)]
+    node_id = None if home is None or home >= len(free) else f"n{home}"
     alone = Action("x", "t", 0, {name: Fixed(units) for name, units in asked.items()}, node_id=node_id)
     waiting = ActionQueue(capacities(pools))
     waiting.add(alone)

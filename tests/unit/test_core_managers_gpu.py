@@ -85,7 +85,7 @@ class GpuLife(RuleBasedStateMachine):
         held = [gpu for grant in self.grants.values() for gpu in gpus_of(grant.chunk)]
         assert len(set(held)) == len(held)
         (pool,) = self.manager.pools(self.now_s)
-        free = {(node.node_id, number) for node in pool.members for number in node.free}
+        free = {(node, number) for node, numbers in pool.free.items() for number in numbers}
         assert free | set(held) == {(node, number) for node in ("a", "b") for number in range(8)}
         assert not free & set(held)
         for grant in self.grants.values():
@@ -190,6 +190,6 @@ def test_a_node_that_lends_some_of_its_gpus_gives_no_others() -> None:
     [usage] = manager.usage(0.0)
     assert (usage.capacity, usage.free) == (2, 2)
     [pool] = manager.pools(0.0)
-    assert [node.free for node in pool.members] == [frozenset({2, 3})]
+    assert pool.free == {"a": frozenset({2, 3})}
     with pytest.raises(InvalidPoolError, match="node_ids"):
         GpuManager({"a": (7, 8)}, GPU_BYTES)

@@ -71,8 +71,6 @@ def test_the_plan_is_made_by_group_sizes_and_followed_as_it_is() -> None:
     scenario, names = planned()
     assert scenario.plans[-1].cost_model is CostModel.GROUP_SIZE
     assert [scenario.controller.trajectory(name).engine_id for name in names] == ["e0"] * 2 + ["e1"] * 6
-    ablated, _ = planned(tuning=Tuning(plan_cost_model=CostModel.LINEAR_INTEGRAL))
-    assert ablated.plans[-1].cost_model is CostModel.LINEAR_INTEGRAL
 
 
 def test_a_new_rank_moves_a_trajectory_whatever_the_move_costs() -> None:

@@ -44,7 +44,7 @@ def test_predictions_are_of_the_moment_they_were_asked_for_and_come_later() -> N
     asked = [0.0] + [now_s for now_s, _ in rollout.events(events.StepFinished)]
     told = rollout.events(events.PredictionArrived)
     assert [now_s for now_s, _ in told] == [pytest.approx(at_s + LATENCIES.predict_s) for at_s in asked]
-    assert [event.remaining_tokens.p50 for _, event in told] == [160.0, 60.0, 0.0]
+    assert [event.prediction.remaining_tokens.p50 for _, event in told] == [160.0, 60.0, 0.0]
 
 
 def test_a_trajectory_that_moves_takes_its_kv_along_and_prefills_only_what_its_tools_said() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.simulated import work
 from treadle_core.ranking.evidence import count_totals, posterior
-from treadle_sim.workloads.parametric import make
+from treadle_sim.workloads.parametric import WITHIN_PROMPT, make
 from treadle_sim.workloads.resample import Donors, apply_caps, continue_cut, resample
 from treadle_sim.workloads.workload import Step, groups
 
@@ -42,20 +42,13 @@ def test_the_same_seed_gives_the_same_batch_and_another_epoch_the_same_prompts()
 
 def test_single_samples_spread_within_the_prompt_by_the_stated_share_and_not_beyond() -> None:
     singles = make("coding", 3_000, 1, seed=2).trajectories
-    batch = resample(singles, 1_000, 8, within=0.4)
+    batch = resample(singles, 1_000, 8)
     logs = np.array([[np.log(each.gen_tokens) for each in group] for group in groups(batch.trajectories).values()])
     spread = np.log([each.gen_tokens for each in singles]).var()
     assert logs.var() == pytest.approx(spread, rel=0.1)
-    assert logs.var(axis=1, ddof=1).mean() / logs.var() == pytest.approx(0.4, abs=0.05)
+    assert logs.var(axis=1, ddof=1).mean() / logs.var() == pytest.approx(WITHIN_PROMPT, abs=0.05)
     steps = np.log([len(each.steps) for each in batch.trajectories])
     assert np.corrcoef(logs.ravel(), steps)[0, 1] > 0.5
-
-
-def test_without_variance_within_every_sample_is_as_long_as_the_one_that_is_known() -> None:
-    singles = make("search", 20, 1).trajectories
-    tokens = {each.prompt_id: each.gen_tokens for each in singles}
-    for each in resample(singles, 20, 3, within=0.0).trajectories:
-        assert each.gen_tokens == pytest.approx(tokens[each.prompt_id], abs=1)
 
 
 def test_a_cut_trajectory_goes_on_as_one_that_went_further_of_its_prompt_if_there_is_one() -> None:
@@ -147,5 +140,3 @@ def test_nothing_to_draw_from_is_refused() -> None:
         resample([work("p", 0, 5)], 0)
     with pytest.raises(ValueError, match="samples must be >= 1"):
         resample([work("p", 0, 5)], 1, 0)
-    with pytest.raises(ValueError, match="within must be from 0 to 1"):
-        resample([work("p", 0, 5)], 1, within=1.5)

@@ -13,7 +13,7 @@ import numpy as np
 from treadle_core import events as ev
 from treadle_core.actions import Action, AnnounceClosed, AskPlan, AskPrediction, IssueTicket, StartMigration
 from treadle_core.controller import Controller
-from treadle_core.model import DecodeCurve, EngineLoad, EngineSpec, Estimate, Outcome, Policy, TicketRecord
+from treadle_core.model import DecodeCurve, EngineLoad, EngineSpec, Estimate, Outcome, Policy, Prediction, TicketRecord
 from treadle_core.refusals import Refusal
 from treadle_core.tuning import Tuning
 from treadle_sim.cluster import SimPlacement
@@ -143,8 +143,8 @@ class World:
         error = float(np.exp(self._rng.normal(0.0, PREDICTION_SIGMA / (1 + ask.turn))))
         tokens = turns * float(self._step_tokens[number]) * error
         estimate = Estimate(tokens / self._doubt, tokens, tokens * self._doubt)
-        asked = (ask.trajectory_id, ask.turn, ask.gen_tokens)
-        self._tell(ev.PredictionArrived(*asked, estimate, Estimate(turns, turns, turns)))
+        prediction = Prediction(ask.turn, ask.gen_tokens, estimate, Estimate(turns, turns, turns))
+        self._tell(ev.PredictionArrived(ask.trajectory_id, prediction))
 
     def _move(self, move: StartMigration) -> None:
         migration_id = f"m.{move.move_id}"

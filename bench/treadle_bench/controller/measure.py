@@ -14,7 +14,7 @@ from typing import Any
 from treadle_core.controller import Controller
 from treadle_core.events import Event
 from treadle_core.model import TREADLE_POLICY, PlacementRule, Policy, Replanning
-from treadle_core.placing import balance
+from treadle_core.planning import snapshot
 from treadle_core.tuning import Tuning
 
 from treadle_bench.bench import Bench, BenchOptions
@@ -36,7 +36,7 @@ POLICIES = {
 
 async def measure(options: BenchOptions) -> dict[str, Any]:
     """events_per_s: the median over repeats under Treadle's policy; the rest by policy and by kind of event."""
-    balance.warm_up()
+    snapshot.warm_up()
     World(200, 4, options.seed, TREADLE_POLICY, Tuning()).run()
     rows: dict[str, Any] = {}
     for name, policy in POLICIES.items():

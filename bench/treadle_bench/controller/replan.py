@@ -15,7 +15,7 @@ import numpy as np
 from treadle_core.actions import Action, AskPlan
 from treadle_core.events import Event, PlanArrived
 from treadle_core.model import TREADLE_POLICY, Policy
-from treadle_core.placing import balance
+from treadle_core.planning import snapshot
 from treadle_core.planning.plans import Ranks
 from treadle_core.tuning import Tuning
 
@@ -80,7 +80,7 @@ class TimedWorld(World):
 async def measure(options: BenchOptions) -> dict[str, Any]:
     """trajectories, ms: the median plan for 6,400 live trajectories on 64 engines; its parts; the same of a re-solve
     that trusts its lengths; other sizes."""
-    balance.warm_up()
+    snapshot.warm_up()
     World(200, 4, options.seed, TREADLE_POLICY, Tuning()).run()
     rows = [_measure_size(live, engines, name, options) for live, engines in SIZES for name in VARIANTS]
     return {

@@ -16,7 +16,7 @@ import numpy as np
 from treadle_core.tools.action import Action, Amdahl, Demand, Elasticity, Fixed, Measured, Range
 from treadle_core.tools.action import UnitSet as Units
 from treadle_core.tools.decision import Executing, decide
-from treadle_core.tools.pools import CpuNode, CpuNodes, FlatPool, Pool, capacities
+from treadle_core.tools.pools import CpuNodes, FlatPool, Pool, capacities
 from treadle_core.tools.queue import ActionQueue
 
 from treadle_bench.tools.setting import Plan
@@ -111,7 +111,9 @@ def draw_state(
     free = size - held // 2 * 2
     pools: list[Pool] = [FlatPool("cpu_cores", size, free)]
     if nodes > 1:
-        pools = [CpuNodes(tuple(CpuNode(f"n{node}", size, free, 1024 * GIB, 1024 * GIB) for node in range(nodes)))]
+        pools = [
+            CpuNodes([f"n{at}" for at in range(nodes)], [(size, 1024 * GIB)] * nodes, [(free, 1024 * GIB)] * nodes)
+        ]
     waiting = ActionQueue(capacities(pools))
     for index in range(waiting_count):
         units, elasticity = demand(shape, rng)

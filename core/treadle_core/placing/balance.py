@@ -285,13 +285,3 @@ def savings_s(engines: Floats, work: Floats, placement: Indexes, moving: Indexes
         after_s = after_move_s(engines, sums, here, there, work[index, TOKENS], work[index, KV], work[index, TOOL_S])
         result[number] = max(times[here], times[there]) - after_s
     return result
-
-
-def warm_up() -> None:
-    """Compile all kernels, or load them: the first plan must not wait for a compiler."""
-    table = engine_rows([EngineSpec("a", ""), EngineSpec("b", "")])
-    work = work_rows(np.ones(2), np.ones(2), np.zeros(2))
-    placement, movable = np.zeros(2, np.int64), np.ones(2, np.bool_)
-    finish_times(table.rows, work, rebalance(table.rows, work, placement, 0.0, movable))
-    relabel(placement, placement, np.ones(2), movable, table.kinds)
-    savings_s(table.rows, work, placement, placement[:1], placement[:1] + 1)

@@ -18,6 +18,7 @@ from treadle_core.compiled import Floats, Indexes, compiled
 from treadle_core.model import CostModel
 from treadle_core.placing.costs import Costs, Table
 from treadle_core.placing.solver import partition
+from treadle_core.placing.workload import SUM_KV, SUM_LENGTHS, SUM_PREFILL
 
 # The q longest are tried for these many q, evenly in log q: each gives a valid bound, and neighbours nearly the same
 # one.
@@ -48,8 +49,7 @@ def costliest_alone(table: Table) -> float:
     if table.model == CostModel.GROUP_SIZE:
         return float(lengths[0] * alone_s.min())
     kinds = np.unique(np.column_stack([table.engines, alone_s]), axis=0)
-    kv_work = np.diff(table.sum_kv)
-    prefill = np.diff(table.sum_prefill)
+    kv_work, prefill = np.diff(table.ranks[:, SUM_KV]), np.diff(table.ranks[:, SUM_PREFILL])
     best = np.full(len(lengths), np.inf)
     for base_s, _, kv_s, _, capacity, prefill_s, step_s in kinds:
         waits = np.maximum(0.0, kv_work / capacity - lengths)
@@ -91,7 +91,7 @@ def shared_work(table: Table) -> float:
     from KV (sum Q * (a / capacity + k) + sum L * b). With r_e the least ratio of an engine's three weights to the
     yardstick's, its time is at least r_e times the work by the yardstick, and the works add up.
     """
-    amounts = np.array([table.sum_lengths[-1], table.sum_kv[-1], table.sum_prefill[-1]])
+    amounts = table.ranks[-1, [SUM_LENGTHS, SUM_KV, SUM_PREFILL]]
     base_s, sequence_s, kv_s, slots, capacity, prefill_s = table.engines.T
     bound = 0.0
     for weights in (

@@ -35,19 +35,15 @@ class Table(NamedTuple):
     """What the kernels read: a workload, longest first, and the engines in the order in which they take it.
 
     `engines` has a row for each engine: base_s, per_sequence_s, per_kv_token_s, slots, KV tokens (inf where unknown),
-    seconds a prefilled token. `lengths` has n entries; the sums have n + 1, the first of them 0; all four are views of
-    `ranks` (`workload`), which has them side by side. reach[reach_of[e], r] is the first rank from r on whose context
-    engine e cannot hold, n + 1 where there is none; `reach` has no rows where everything fits everywhere. Under
-    LINEAR_INTEGRAL no group counts as having a longest trajectory below `least_longest` tokens (`rank_scenarios`); 0
-    but there.
+    seconds a prefilled token. `ranks` is what `workload.rank` makes, n + 1 rows; `lengths` is a view of n of its
+    entries. reach[reach_of[e], r] is the first rank from r on whose context engine e cannot hold, n + 1 where there is
+    none; `reach` has no rows where everything fits everywhere. Under LINEAR_INTEGRAL no group counts as having a
+    longest trajectory below `least_longest` tokens (`rank_scenarios`); 0 but there.
     """
 
     model: int
     engines: Floats
     lengths: Floats
-    sum_lengths: Floats
-    sum_kv: Floats
-    sum_prefill: Floats
     ranks: Floats
     reach: Indexes
     reach_of: Indexes
@@ -117,9 +113,6 @@ def tabulate(
         model=int(model),
         engines=np.ascontiguousarray(rows[engine_order, :6]),
         lengths=ranks[:-1, LENGTH],
-        sum_lengths=ranks[:, SUM_LENGTHS],
-        sum_kv=ranks[:, SUM_KV],
-        sum_prefill=ranks[:, SUM_PREFILL],
         ranks=ranks,
         reach=reach,
         reach_of=reach_of,

@@ -199,10 +199,3 @@ def finish_samples(engines: Floats, samples: Samples, placement: Indexes) -> tup
                 times[sample] = done_s
                 last[sample] = at
     return times, last
-
-
-def warm_up() -> None:
-    """Compile the kernels, or load them."""
-    one = np.ones(1)
-    samples = draw_samples(np.zeros(1, np.int64), one, one, one, one, one)
-    judge(np.ones((1, 6)), samples, np.zeros(1, np.int64))

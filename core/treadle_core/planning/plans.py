@@ -1,9 +1,9 @@
 """Plans: when to ask the placement service for one, and where each trajectory should be by the plan in force."""
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 
@@ -35,20 +35,17 @@ class PlanTiming:
     def __init__(self, tuning: Tuning, follows_work: bool) -> None:
         self._tuning = tuning
         self._follows_work = follows_work
-        self.noted = False  # any work or news since the last question
-        self._work = 0
-        self._news = 0
+        self.work = 0
+        self.news = 0
         self._asked_s: float | None = None
         self._last_asked_s = float("-inf")
 
     def note_work(self) -> None:
         if self._follows_work:
-            self._work += 1
-            self.noted = True
+            self.work += 1
 
     def note_news(self, count: int = 1) -> None:
-        self._news += count
-        self.noted = True
+        self.news += count
 
     def note_question(self, now: float) -> None:
         self.reset()
@@ -58,26 +55,23 @@ class PlanTiming:
         self._asked_s = None
 
     def reset(self) -> None:
-        self._work = self._news = 0
-        self.noted = False
+        self.work = self.news = 0
 
     def is_due(self, now: float, open_count: int, ticked: bool) -> bool:
         """Whether to ask now, with so many open trajectories. ticked: at a tick."""
-        if not self.noted:
-            return False
         tuning = self._tuning
-        renewed = self._news >= max(1.0, NEW_SHARE * open_count)
+        renewed = self.news >= max(1.0, NEW_SHARE * open_count)
         if self._asked_s is not None and now - self._asked_s < tuning.plan_timeout_s:
             return ticked and renewed
         if renewed:
             return True
         if not self._follows_work:
             return False
-        if ticked and self._news:
+        if ticked and self.news:
             return True
         # With few trajectories each event changes much, and at the tail engines fall idle; with many it changes little.
         few, many = min(tuning.plan_every_events, open_count // 2), open_count // tuning.plan_trajectories_per_event
-        return self._work + self._news >= max(few, many, 1) and now - self._last_asked_s >= tuning.plan_interval_s
+        return self.work + self.news >= max(few, many, 1) and now - self._last_asked_s >= tuning.plan_interval_s
 
 
 class Ranks:
@@ -98,15 +92,9 @@ class Ranks:
     def put(self, trajectory_id: str, length: float) -> None:
         """Add a trajectory, or change its length."""
         old = self._key_of.get(trajectory_id)
-        if old is None:
-            key = (-length, self._arrivals)
-            self._arrivals += 1
-        else:
-            key = (-length, old[1])
-            if key == old:
-                return
-            del self._keys[bisect_left(self._keys, old)]
-        self._key_of[trajectory_id] = key
+        self.drop(trajectory_id)
+        self._arrivals += 1
+        key = self._key_of[trajectory_id] = (-length, old[1] if old else self._arrivals)
         insort(self._keys, key)
 
     def drop(self, trajectory_id: str) -> None:
@@ -160,16 +148,8 @@ def scale_groups(work: PlanWork, engine_ids: Sequence[str], engine_of: Indexes) 
     return ScaledGroups([engine_ids[index] for index in order], [int(sizes[index]) for index in order])
 
 
-# The cost model of each rule's plans, unless the tuning names one.
+# The cost model of each rule's plans.
 COST_MODELS = {Replanning.RESOLVE: CostModel.LINEAR_INTEGRAL, Replanning.RANK_SCALING: CostModel.GROUP_SIZE}
-
-
-@dataclass(frozen=True)
-class Question:
-    """A plan that was asked for; the rows of its trajectories are of this layout of the live columns."""
-
-    ask: AskPlan
-    layout: int
 
 
 @dataclass
@@ -179,7 +159,7 @@ class Course:
 
     rule: Replanning
     timing: PlanTiming
-    question: Question | None = None
+    question: AskPlan | None = None
     targets: dict[str, str] = field(default_factory=dict)
     savings_s: dict[str, float] = field(default_factory=dict)
 
@@ -249,22 +229,21 @@ class Planner:
         """Id of the engine where the plan in force wants a trajectory; empty for none."""
         return self._course(record).targets.get(record.trajectory_id, "")
 
-    def targeted(self) -> Iterator[str]:
+    def targeted(self) -> Iterable[str]:
         """Ids of the trajectories for which `target` names an engine."""
-        yield from self._resolve.targets
-        yield from self._scaling.targets
+        return chain(self._resolve.targets, self._scaling.targets)
 
     def ask(self, now: float, *, ticked: bool = False) -> AskPlan | None:
         """The question for a plan, where one is due and there is a choice to make."""
         for course in (self._resolve, self._scaling):
-            if course.timing.noted and course.timing.is_due(now, self._table.open_count(), ticked):
+            timing = course.timing
+            if (timing.work or timing.news) and timing.is_due(now, self._table.open_count(), ticked):
                 question = self._question(course.rule)
-                if question is None:
-                    course.timing.reset()
-                else:
-                    course.timing.note_question(now)
+                if question is not None:
+                    timing.note_question(now)
                     course.question = question
-                    return question.ask
+                    return question
+                timing.reset()
         return None
 
     def take_plan(self, event: PlanArrived) -> list[str]:
@@ -274,7 +253,7 @@ class Planner:
         """
         for course in (self._resolve, self._scaling):
             question = course.question
-            if question is not None and question.ask.plan_id == event.plan_id:
+            if question is not None and question.plan_id == event.plan_id:
                 course.question = None
                 course.timing.note_answer()
                 return self._follow(course, question, event)
@@ -288,7 +267,7 @@ class Planner:
     def _course(self, record: TrajectoryRecord) -> Course:
         return self._resolve if record.policy.replanning is Replanning.RESOLVE else self._scaling
 
-    def _question(self, replanning: Replanning) -> Question | None:
+    def _question(self, replanning: Replanning) -> AskPlan | None:
         snapshot = self._snapshots.take()
         if len(snapshot.roster.specs) < 2:
             return None
@@ -307,20 +286,18 @@ class Planner:
             room_tokens=snapshot.room_tokens[which],
         )
         self._plan_id += 1
-        cost_model = self._tuning.plan_cost_model or COST_MODELS[replanning]
-        ask = AskPlan(self._plan_id, work, snapshot.roster.plan_engines, cost_model)
-        return Question(ask, columns.layout)
+        return AskPlan(self._plan_id, work, snapshot.roster.plan_engines, COST_MODELS[replanning])
 
-    def _follow(self, course: Course, question: Question, event: PlanArrived) -> list[str]:
+    def _follow(self, course: Course, question: AskPlan, event: PlanArrived) -> list[str]:
         snapshot = self._snapshots.take()
         movable = snapshot.movable(RULE_NUMBERS[course.rule])
-        engine_of = np.full(len(question.ask.work), -1)
+        engine_of = np.full(len(question.work), -1)
         if event.engine_of is not None and len(event.engine_of) == len(engine_of):  # else of a run before a restart
-            engine_of = np.where(event.engine_of < len(question.ask.engines), event.engine_of, -1)
+            engine_of = np.where(event.engine_of < len(question.engines), event.engine_of, -1)
         planned = self._place_answer(snapshot, question, engine_of, movable)
         if course.rule is Replanning.RANK_SCALING:
-            engine_ids = [engine.engine_id for engine in question.ask.engines]
-            self._groups = scale_groups(question.ask.work, engine_ids, engine_of)
+            engine_ids = [engine.engine_id for engine in question.engines]
+            self._groups = scale_groups(question.work, engine_ids, engine_of)
             return self._set_targets(course, snapshot, planned, np.flatnonzero(planned != snapshot.placement))
         placement, share_s = choose_placement(snapshot, planned, movable, self._tuning)
         moved = np.flatnonzero((placement != snapshot.placement) & (placement >= 0))
@@ -329,9 +306,8 @@ class Planner:
             balance.savings_s(snapshot.roster.rows.rows, snapshot.work, snapshot.placement, moved, placement[moved]),
         )
         started = snapshot.live.started[moved]
-        worth = (
-            savings_s >= self._tuning.move_gain_factor * self._tuning.move_fixed_s
-        )  # any other would not pass the cost gate
+        # Any other would not pass the cost gate.
+        worth = savings_s >= self._tuning.move_gain_factor * self._tuning.move_fixed_s
         self._set_targets(course, snapshot, placement, moved[~started | worth])
         names: list[str] = self._table.columns.ids[snapshot.live.rows[moved[started & worth]]].tolist()
         course.savings_s = dict(zip(names, savings_s[started & worth].tolist(), strict=True))
@@ -345,13 +321,13 @@ class Planner:
         course.targets = dict(zip(names, engine_ids, strict=True))
         return names
 
-    def _place_answer(self, snapshot: Snapshot, question: Question, engine_of: Indexes, movable: Flags) -> Indexes:
+    def _place_answer(self, snapshot: Snapshot, question: AskPlan, engine_of: Indexes, movable: Flags) -> Indexes:
         """The answer as a placement of the present trajectories on the present engines."""
         columns, roster = self._table.columns, snapshot.roster
-        rows = question.ask.work.rows
-        if columns.layout != question.layout:
-            rows = np.array([columns.row(name) for name in question.ask.work.trajectory_ids], np.int64)
-        here = np.array([roster.index_of.get(engine.engine_id, -1) for engine in question.ask.engines], np.int64)
+        rows = question.work.rows
+        if columns.ids is not question.work.names:  # the rows have new numbers
+            rows = np.array([columns.row(name) for name in question.work.trajectory_ids], np.int64)
+        here = np.array([roster.index_of.get(engine.engine_id, -1) for engine in question.engines], np.int64)
         wanted = np.full(columns.used, -1, np.int64)
         known = (rows >= 0) & (engine_of >= 0)
         wanted[rows[known]] = here[engine_of[known]]

@@ -101,13 +101,11 @@ class Snapshots:
         self._made_for = (-1, -1, -1)
 
     def take(self) -> Snapshot:
-        return Snapshot(self._columns.read(), self._current_roster())
-
-    def _current_roster(self) -> Roster:
+        live = self._columns.read()
         made_for = (self._engines.membership, len(self._columns.engines), len(self._columns.tags))
         if self._roster is None or made_for != self._made_for:
             self._roster, self._made_for = self._make_roster(), made_for
-        return self._roster
+        return Snapshot(live, self._roster)
 
     def _make_roster(self) -> Roster:
         all_tags = [set(engine.spec.hardware_tags) for engine in self._engines]
@@ -182,10 +180,17 @@ def deal(engines: Floats, work: Floats, placement: Indexes, free: Flags, order: 
 
 
 def warm_up() -> None:
-    """Compile the kernels, or load them."""
-    engines, work, free = np.ones((2, 6)), np.ones((2, 3)), np.ones(2, np.bool_)
-    placement = np.zeros(2, np.int64)
-    deal(engines, work, placement, free, np.arange(2), find_pool(engines, work, placement, 9.0, 1.0))
+    """Compile all kernels of re-planning, or load them: the first plan must not wait for a compiler."""
+    LiveColumns().read()
+    engines = balance.engine_rows([EngineSpec("a", ""), EngineSpec("b", "")])
+    ones, every, placement = np.ones(2), np.ones(2, np.bool_), np.zeros(2, np.int64)
+    work = balance.work_rows(ones, ones, ones)
+    scenarios.judge(engines.rows, scenarios.draw_samples(placement, ones, ones, ones, ones, ones), placement)
+    balance.relabel(placement, placement, ones, every, engines.kinds)
+    balance.savings_s(engines.rows, work, placement, placement[:1], placement[:1] + 1)
+    makespan_s = float(balance.finish_times(engines.rows, work, placement).max())
+    pooled = find_pool(engines.rows, work, placement, makespan_s, 1.0)
+    deal(engines.rows, work, balance.rebalance(engines.rows, work, placement, 0.0, every), every, np.arange(2), pooled)
 
 
 def choose_placement(snapshot: Snapshot, planned: Indexes, movable: Flags, tuning: Tuning) -> tuple[Indexes, float]:

@@ -189,11 +189,6 @@ class Estimator:
         return curves
 
 
-def best_source(evidence: Evidence) -> Source:
-    """The best estimator that can answer now."""
-    return Source.SIBLINGS if evidence.closed_total else Source.PRIOR
-
-
 LONGEST = 0.10  # share of the trajectories that are the long tail (Heddle 7.2)
 
 

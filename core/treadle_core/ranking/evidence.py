@@ -116,9 +116,6 @@ MOST_OF_ALL = 2_048  # newest ended trajectories of all prompts
 class Running:
     """An open trajectory. `turns` are finished steps, `gen_tokens` sampled in them."""
 
-    trajectory_id: str
-    rollout_id: str
-    prompt_id: str
     turns: int = 0
     gen_tokens: int = 0
     last_step_tokens: int = 0  # of gen_tokens, sampled in the last finished step
@@ -198,7 +195,7 @@ class Evidence:
             return
         key = (rollout_id, prompt_id)
         group = self._group(key)
-        group.running[trajectory_id] = Running(trajectory_id, rollout_id, prompt_id)
+        group.running[trajectory_id] = Running()
         self.revision += 1
         self._key_of[trajectory_id] = key
         while len(self._key_of) > MOST_RUNNING or len(group.running) > MOST_IN_GROUP:

@@ -10,18 +10,13 @@ from treadle_core.model import TicketStatus, TrajectoryRecord, copy_with
 from treadle_core.steps import moves
 from treadle_core.steps.state import State
 
-# Reasons of engine_lost.
-LEASE_EXPIRED = "LEASE_EXPIRED"
-DEREGISTERED = "DEREGISTERED"
-REPLACED = "REPLACED"
-
 
 def register_engine(state: State, event: EngineRegistered, now: float) -> list[act.Action]:
     """Add an engine. An engine that was here under the same id has restarted: its steps are lost. Raises
     RequestIdReused."""
     if state.engines.find_repeat(event) is not None:
         return []
-    actions = remove_engine(state, event.spec.engine_id, REPLACED) if event.spec.engine_id in state.engines else []
+    actions = remove_engine(state, event.spec.engine_id, "REPLACED") if event.spec.engine_id in state.engines else []
     record = state.engines.register(event, now)
     state.planner.note_engines()
     return [*actions, act.SaveEngine(record), act.AnnounceEngineJoined(record.spec)]
@@ -38,7 +33,7 @@ def renew_lease(state: State, event: LeaseRenewed, now: float) -> list[act.Actio
 def deregister_engine(state: State, event: EngineDeregistered, _now: float) -> list[act.Action]:
     """Remove an engine as its sidecar asks. Raises LeaseNotFound."""
     record = state.engines.require_lease(event.lease_id, event.engine_id)
-    return remove_engine(state, record.spec.engine_id, DEREGISTERED)
+    return remove_engine(state, record.spec.engine_id, "DEREGISTERED")
 
 
 def update_weights(state: State, event: WeightsUpdated, _now: float) -> list[act.Action]:
@@ -51,12 +46,12 @@ def expire_leases(state: State, now: float) -> list[act.Action]:
     """Remove engines whose lease has run out."""
     actions: list[act.Action] = []
     for engine_id in state.engines.expired(now):
-        actions += remove_engine(state, engine_id, LEASE_EXPIRED)
+        actions += remove_engine(state, engine_id, "LEASE_EXPIRED")
     return actions
 
 
 def remove_engine(state: State, engine_id: str, reason: str) -> list[act.Action]:
-    """Remove an engine and place its open trajectories again."""
+    """Remove an engine and place its open trajectories again. reason: as in AnnounceEngineLost."""
     state.engines.remove(engine_id)
     state.planner.note_engines()
     actions: list[act.Action] = [act.RemoveEngine(engine_id), act.AnnounceEngineLost(engine_id, reason)]

@@ -14,6 +14,7 @@ import enum
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 DEFAULT_HYSTERESIS = 0.0  # priority units; only strictly larger priorities evict
 # An eviction costs a prefill of what the radix tree did not keep (under one page and the last token) and a queue
@@ -77,8 +78,7 @@ class _Entry:
         return (-self.priority, self.arrival)
 
 
-def _rank(entry: _Entry) -> tuple[float, int]:
-    return entry.rank
+_rank = attrgetter("rank")
 
 
 class StepQueue:

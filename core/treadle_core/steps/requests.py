@@ -2,7 +2,7 @@
 
 from treadle_core import events as ev
 from treadle_core.actions import Action, AnnouncePredicted, IssueTicket, Reprioritize, SaveTrajectory
-from treadle_core.model import Prediction, copy_with
+from treadle_core.model import copy_with
 from treadle_core.steps import admission, lifecycle, moves, tickets
 from treadle_core.steps.state import State
 from treadle_core.steps.tickets import StepKind
@@ -19,11 +19,6 @@ def request_step(state: State, event: ev.StepRequested, now: float) -> list[Acti
     if kind is StepKind.NEXT and admission.must_wait(state, record):
         return admission.let_wait(state, event)
     return tickets.issue_ticket(state, record, event, kind, now)
-
-
-def preempt_step(_state: State, _event: ev.StepPreempted, _now: float) -> list[Action]:
-    """Nothing changes: the step keeps its ticket and its priority."""
-    return []
 
 
 def finish_step(state: State, event: ev.StepFinished, now: float) -> list[Action]:
@@ -60,13 +55,10 @@ def take_prediction(state: State, event: ev.PredictionArrived, now: float) -> li
     record = state.table.get(event.trajectory_id)
     if record is None or not record.is_open:
         return []
-    known = record.prediction
-    if known is not None and (event.turn, event.gen_tokens) < (known.turn, known.gen_tokens):
+    known, new = record.prediction, event.prediction
+    if known is not None and (new.turn, new.gen_tokens) < (known.turn, known.gen_tokens):
         return []
-    prediction = Prediction(
-        event.turn, event.gen_tokens, event.remaining_tokens, event.remaining_turns, event.model_version, event.learned
-    )
-    record = copy_with(record, prediction=prediction)
+    record = copy_with(record, prediction=new)
     record = copy_with(record, priority=state.priority(record))
     state.table.put(record)
     state.planner.note_prediction(record, first=known is None)

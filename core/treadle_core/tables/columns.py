@@ -2,13 +2,11 @@
 
 `TrajectoryTable` alone writes them, at each event, one row for each open trajectory; the rows are in the order of
 opening. The row of a closed trajectory is never used again and keeps its id: when room runs out, the live rows get new
-numbers all at once in a new array of ids, and `layout` grows. So who holds `ids` and some rows knows whose they are.
+numbers all at once in a new array of ids. So who holds `ids` and some rows knows whose they are.
 """
 
 import struct
-from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
@@ -25,7 +23,6 @@ ROW = struct.Struct("9d")
 NOT_PLANNED = 0.0
 CLOSED = -1.0  # in RULE
 
-Value = TypeVar("Value", bound=Hashable)
 Row = tuple[float, float, float, float, float, float, float, float, float]
 
 
@@ -48,11 +45,6 @@ class Columns:
         return len(self.rows)
 
 
-def number(numbers: dict[Value, int], value: Value) -> int:
-    """The number of a value among those seen: 0, 1, ...; a new value gets the next one."""
-    return numbers.setdefault(value, len(numbers))
-
-
 @compiled
 def gather(cells: Floats, rows: Indexes) -> Floats:
     """Some rows, column by column, in a third of the time that numpy takes."""
@@ -68,9 +60,8 @@ class LiveColumns:
     """The rows of all open trajectories."""
 
     def __init__(self) -> None:
-        self.engines: dict[str, int] = {}  # numbers of engine ids
+        self.engines: dict[str, int] = {}  # numbers of engine ids: 0, 1, ... as they were first seen
         self.tags: dict[tuple[str, ...], int] = {}  # numbers of sets of hardware tags
-        self.layout = 0
         self.ids: Names = np.empty(FIRST_ROWS, np.object_)
         self.used = 0  # rows, those of closed trajectories included
         self._cells = np.zeros((FIRST_ROWS, ROW.size // 8))
@@ -137,9 +128,3 @@ class LiveColumns:
         cells[: len(rows)], ids[: len(rows)] = self._cells[rows], self.ids[rows]
         self._cells, self._buffer, self.ids, self.used = cells, cells.data, ids, len(rows)
         self._rows = {trajectory_id: row for row, trajectory_id in enumerate(self._rows)}
-        self.layout += 1
-
-
-def warm_up() -> None:
-    """Compile the kernel, or load it."""
-    LiveColumns().read()

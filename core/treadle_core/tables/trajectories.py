@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from treadle_core.model import EngineSpec, PlacementRule, Prediction, Replanning, TicketStatus, TrajectoryRecord
 from treadle_core.ranking.priorities import log_sigma, remaining_tokens, remaining_tool_s, room_tokens
 from treadle_core.refusals import TrajectoryNotFound
-from treadle_core.tables.columns import NOT_PLANNED, LiveColumns, number
+from treadle_core.tables.columns import NOT_PLANNED, LiveColumns
 from treadle_core.tuning import Tuning
 
 RESOLVE_NUMBER, RANK_SCALING_NUMBER = 1.0, 2.0  # of the re-planning rules in the live columns
@@ -174,9 +174,9 @@ class TrajectoryTable:
                 tokens,
                 record.context_tokens or record.prompt_tokens,
                 remaining_tool_s(record),
-                number(columns.engines, engine_id),
+                columns.engines.setdefault(engine_id, len(columns.engines)),
                 _rule_number(record),
-                number(columns.tags, record.hardware_tags),
+                columns.tags.setdefault(record.hardware_tags, len(columns.tags)),
                 float(started),
                 counted.log_sigma,
                 room_tokens(record),

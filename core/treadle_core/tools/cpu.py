@@ -13,7 +13,7 @@ from typing import ClassVar
 from treadle_core.tools.action import CPU_CORES, MEMORY_BYTES, Action, InvalidActionError
 from treadle_core.tools.decision import Executing, Start
 from treadle_core.tools.grants import CpuGrant, Ended, InvalidHoldingError, Manager, Usage
-from treadle_core.tools.pools import CpuNode, CpuNodes, InvalidPoolError
+from treadle_core.tools.pools import CpuNodes, InvalidPoolError
 
 Cores = tuple[frozenset[int], ...]  # by NUMA node
 
@@ -95,11 +95,9 @@ class CpuManager(Manager):
             raise InvalidActionError("node_id", f"no node is called {action.node_id!r}; place its trajectory anew")
 
     def pools(self, now_s: float) -> tuple[CpuNodes, ...]:
-        members = (
-            CpuNode(name, node.machine.cores, node.free_cores, node.machine.memory_bytes, node.free_memory_bytes)
-            for name, node in self._nodes.items()
-        )
-        return (CpuNodes(tuple(members)),)
+        nodes = self._nodes.values()
+        capacity = [(node.machine.cores, node.machine.memory_bytes) for node in nodes]
+        return (CpuNodes(self._nodes, capacity, [(node.free_cores, node.free_memory_bytes) for node in nodes]),)
 
     def executing(self, now_s: float) -> list[Executing]:
         return [

@@ -26,7 +26,7 @@ from treadle_core.tools.grants import (
     Service,
     Usage,
 )
-from treadle_core.tools.pools import GpuNode, GpuNodes, InvalidPoolError
+from treadle_core.tools.pools import GpuNodes, InvalidPoolError
 
 Gpu = tuple[str, int]  # node, number
 
@@ -87,7 +87,7 @@ class GpuManager(Manager):
                 )
 
     def pools(self, now_s: float) -> tuple[GpuNodes, ...]:
-        return (GpuNodes(tuple(GpuNode(node_id, free) for node_id, free in self._free.items())),)
+        return (GpuNodes(dict(self._free)),)
 
     def executing(self, now_s: float) -> list[Executing]:
         return [

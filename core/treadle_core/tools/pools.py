@@ -6,7 +6,7 @@ arranged by itself. A flat pool (a quota, concurrency) is one partition, each CP
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -29,6 +29,8 @@ from treadle_core.tools.arrangement import (
     marginal_gains,
     take_chunk,
 )
+
+Amounts = tuple[int, int]  # cores, bytes of memory
 
 WAITS = -1  # in place of a partition: the action has to wait
 
@@ -95,77 +97,55 @@ class FlatPool(Pool):
         return share_units(self.free - int(others.sum()))
 
 
-@dataclass(frozen=True, slots=True)
-class CpuNode:
-    """A machine: exclusive cores, and memory that a trajectory holds as long as it lives."""
-
-    node_id: str
-    cores: int
-    free_cores: int
-    memory_bytes: int
-    free_memory_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class CpuNodes(Pool):
-    """Cores and memory. A trajectory's first action goes to the node with the largest share of its memory free, its
-    other actions to the same node (§5.2)."""
+    """Exclusive cores, and memory that a trajectory holds as long as it lives. A trajectory's first action goes to the
+    node with the largest share of its memory free, its other actions to the same node (§5.2)."""
 
-    members: tuple[CpuNode, ...]
     dimensions: ClassVar[tuple[str, ...]] = (CPU_CORES, MEMORY_BYTES)
+    nodes: tuple[str | None, ...] = ()
 
-    @property
-    def nodes(self) -> tuple[str | None, ...]:
-        return tuple(node.node_id for node in self.members)
+    def __init__(self, node_ids: Iterable[str], capacity: Sequence[Amounts], free: Sequence[Amounts]) -> None:
+        """By node: how many cores and bytes of memory it has, and how many of them are free."""
+        self.nodes = tuple(node_ids)
+        self.capacity = np.array(capacity, np.int64).reshape(-1, 2)
+        self.free = np.array(free, np.int64).reshape(-1, 2)
 
     def capacities(self) -> Mapping[str, int]:
-        return {
-            CPU_CORES: max((node.cores for node in self.members), default=0),
-            MEMORY_BYTES: max((node.memory_bytes for node in self.members), default=0),
-        }
+        return dict(zip(self.dimensions, self.capacity.max(axis=0, initial=0).tolist(), strict=True))
 
     def assign(self, needs: Indexes, homes: Indexes) -> Indexes:
-        capacity = np.array([[node.cores, node.memory_bytes] for node in self.members], np.int64).reshape(-1, 2)
-        return assign_partitions(needs, homes, self._free(), capacity)
+        return assign_partitions(needs, homes, self.free, self.capacity)
 
     def share(self, partition: int, dimension: int, others: Indexes) -> Share:
-        return share_units(int(self._free()[partition, dimension]) - int(others.sum()))
-
-    def _free(self) -> Indexes:
-        return np.array([[node.free_cores, node.free_memory_bytes] for node in self.members], np.int64).reshape(-1, 2)
-
-
-@dataclass(frozen=True, slots=True)
-class GpuNode:
-    """A machine of 8 GPUs. free: the numbers, 0 to 7, of the GPUs on which nothing runs."""
-
-    node_id: str
-    free: frozenset[int]
+        return share_units(int(self.free[partition, dimension]) - int(others.sum()))
 
 
 @dataclass(frozen=True, slots=True)
 class GpuNodes(Pool):
-    """GPUs in buddy chunks, each on one node; an action holds the whole chunk that its GPUs are in (§5.3)."""
+    """GPUs in buddy chunks, each on one node of 8; an action holds the whole chunk that its GPUs are in (§5.3).
 
-    members: tuple[GpuNode, ...]
+    free: by node, the numbers, 0 to 7, of the GPUs on which nothing runs.
+    """
+
+    free: Mapping[str, Collection[int]]
     dimensions: ClassVar[tuple[str, ...]] = (GPUS,)
     nodes: ClassVar[tuple[str | None, ...]] = (None,)
 
     def capacities(self) -> Mapping[str, int]:
-        return {GPUS: NODE_GPUS if self.members else 0}
+        return {GPUS: NODE_GPUS if self.free else 0}
 
     def assign(self, needs: Indexes, homes: Indexes) -> Indexes:
-        return assign_chunks(needs[:, 0], _counts(self._free()))
+        return assign_chunks(needs[:, 0], _counts(self._free_chunks()))
 
     def share(self, partition: int, dimension: int, others: Indexes) -> Share:
-        counts = _counts(self._free())
+        counts = _counts(self._free_chunks())
         for units in others:
             take_chunk(counts, level_of(int(units)))
         return Share(int((counts << np.arange(LEVELS)).sum()), lambda curves: chunk_table(curves, counts))
 
     def chunks(self, units: Indexes) -> Sequence[Chunk | None]:
         """The smallest free chunk that holds them; of equal chunks the first by node and number."""
-        free = self._free()
+        free = self._free_chunks()
         found: list[Chunk | None] = []
         for asked in units:
             if asked == 0:
@@ -179,8 +159,8 @@ class GpuNodes(Pool):
             found.append(Chunk(node_id, first, size))
         return found
 
-    def _free(self) -> list[Chunk]:
-        return [chunk for node in self.members for chunk in free_chunks(node.node_id, node.free)]
+    def _free_chunks(self) -> list[Chunk]:
+        return [chunk for node_id, free in self.free.items() for chunk in free_chunks(node_id, free)]
 
 
 def capacities(pools: Sequence[Pool]) -> dict[str, int]:

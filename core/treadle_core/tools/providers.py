@@ -69,25 +69,20 @@ class Breaker:
         self._recent: deque[bool] = deque(maxlen=rule.recent)  # whether each failed
         self._in_a_row = 0
         self._opened = 0  # how often; a request that began before the last time is late
-        self._open_until_s: float | None = None  # None: closed
+        self.open_until_s = -NEVER_S  # so: closed
         self._cooldown_s = rule.cooldown_s
         self._probe: str | None = None
         self._began: dict[str, int] = {}
 
     def state(self, now_s: float) -> State:
-        if self._open_until_s is None:
+        if self.open_until_s == -NEVER_S:
             return State.CLOSED
-        return State.OPEN if now_s < self._open_until_s else State.HALF_OPEN
+        return State.OPEN if now_s < self.open_until_s else State.HALF_OPEN
 
     def admits(self, now_s: float) -> int:
         """How many requests may begin now."""
-        match self.state(now_s):
-            case State.CLOSED:
-                return UNLIMITED
-            case State.OPEN:
-                return 0
-            case State.HALF_OPEN:
-                return 0 if self._probe is not None else 1
+        state = self.state(now_s)
+        return UNLIMITED if state is State.CLOSED else int(state is State.HALF_OPEN and self._probe is None)
 
     def begin(self, request_id: str, now_s: float) -> None:
         """Count a request that `admits` allows."""
@@ -105,7 +100,7 @@ class Breaker:
                 self._cooldown_s = min(self._cooldown_s * GROWTH, self._rule.longest_cooldown_s)
                 self._open(now_s)
             elif end is not End.ABANDONED:
-                self._open_until_s = None
+                self.open_until_s = -NEVER_S
                 self._cooldown_s = self._rule.cooldown_s
                 self._recent.clear()
                 self._in_a_row = 0
@@ -117,14 +112,9 @@ class Breaker:
             if end is End.FAILED and (self._in_a_row >= self._rule.failures or share_failed):
                 self._open(now_s)
 
-    def next_change_s(self, now_s: float) -> float:
-        """When the probe may begin; NEVER_S: the breaker is not open."""
-        until_s = self._open_until_s
-        return until_s if until_s is not None and now_s < until_s else NEVER_S
-
     def _open(self, now_s: float) -> None:
         self._opened += 1
-        self._open_until_s = now_s + self._cooldown_s
+        self.open_until_s = now_s + self._cooldown_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,9 +226,7 @@ class BasicManager(Manager):
 
     def rests_s(self, now_s: float) -> float:
         """Seconds until a request may begin: as the provider asked, or its breaker; 0: now."""
-        opens_s = self._breaker.next_change_s(now_s)
-        until_s = max(self._waits_until_s, opens_s if opens_s < NEVER_S else now_s)
-        return max(0.0, until_s - now_s)
+        return max(0.0, max(self._waits_until_s, self._breaker.open_until_s) - now_s)
 
     def check(self, action: Action) -> None:
         """Raise InvalidActionError for an action that is not one call."""
@@ -286,9 +274,9 @@ class BasicManager(Manager):
         """Only actions make requests."""
 
     def next_change_s(self, now_s: float) -> float:
-        waits_until_s = self._waits_until_s if now_s < self._waits_until_s else NEVER_S
         windows = (window.next_change_s(now_s) for window in self._windows)
-        return min(self._breaker.next_change_s(now_s), waits_until_s, *windows)
+        changes = (self._waits_until_s, self._breaker.open_until_s, *windows)
+        return min((at_s for at_s in changes if at_s > now_s), default=NEVER_S)
 
     def usage(self, now_s: float) -> tuple[Usage, ...]:
         calls = Usage(self._concurrency, self.provider.concurrency, len(self._ends_at_s), self._free_calls(now_s))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc.aio
 from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
-from treadle_core.ranking.estimator import Estimator, Forecast, Progress, Source, best_source
+from treadle_core.ranking.estimator import Estimator, Forecast, Progress, Source
 from treadle_core.ranking.evidence import Evidence
 from treadle_runtime.errors import require
 
@@ -72,7 +72,8 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
         self, request: predictor_pb2.GetModelInfoRequest, context: Context
     ) -> predictor_pb2.GetModelInfoResponse:
         leading = self._learned.loader if self._learned is not None and self._learned.loader.leads else None
-        best = Source.MODEL if leading is not None else best_source(self._evidence)
+        without_model = Source.SIBLINGS if self._evidence.closed_total else Source.PRIOR
+        best = Source.MODEL if leading is not None else without_model
         version = f"{best.name.lower()}-{self._evidence.closed_total}"
         return predictor_pb2.GetModelInfoResponse(
             model_version=leading.version if leading is not None else version,

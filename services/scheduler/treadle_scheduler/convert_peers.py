@@ -12,7 +12,7 @@ from treadle.scheduler.v1 import scheduler_pb2
 from treadle.telemetry.v1 import facts_pb2
 from treadle_core import actions as act
 from treadle_core import events as ev
-from treadle_core.model import EngineSpec, Estimate
+from treadle_core.model import EngineSpec, Estimate, Prediction
 from treadle_runtime.facts import make_fact
 from treadle_runtime.times import duration, seconds
 
@@ -55,15 +55,17 @@ def predictions_arrived(
     one is no quantiles."""
     return [
         ev.PredictionArrived(
-            trajectory_id=ask.trajectory_id,
-            turn=ask.turn,
-            gen_tokens=ask.gen_tokens,
-            remaining_tokens=_estimate(prediction.remaining_tokens),
-            remaining_turns=_estimate(prediction.remaining_turns) if prediction.HasField("remaining_turns") else None,
-            model_version=prediction.model_version,
-            learned=prediction.estimator == predictor_pb2.ESTIMATOR_MODEL,
+            ask.trajectory_id,
+            Prediction(
+                turn=ask.turn,
+                gen_tokens=ask.gen_tokens,
+                remaining_tokens=_estimate(answer.remaining_tokens),
+                remaining_turns=_estimate(answer.remaining_turns) if answer.HasField("remaining_turns") else None,
+                model_version=answer.model_version,
+                learned=answer.estimator == predictor_pb2.ESTIMATOR_MODEL,
+            ),
         )
-        for ask, prediction in zip(asks, response.predictions, strict=True)
+        for ask, answer in zip(asks, response.predictions, strict=True)
     ]
 
 
@@ -163,7 +165,6 @@ def event_of(fact: facts_pb2.Fact) -> ev.Event | None:
                 turn=finished.step.turn,
                 context_tokens=finished.context_tokens,
                 output_tokens=max(0, finished.output_tokens),
-                aborted=finished.reason == engine_pb2.FINISH_REASON_ABORTED,
             )
         case "tool_started":
             return ev.ToolStarted(fact.tool_started.trajectory_id, max(0.0, seconds(fact.tool_started.expected_time)))

@@ -11,9 +11,7 @@ from treadle.scheduler.v1.scheduler_pb2_grpc import add_SchedulerServiceServicer
 from treadle_core import refusals
 from treadle_core.controller import Controller
 from treadle_core.model import TREADLE_POLICY
-from treadle_core.placing import balance, scenarios
 from treadle_core.planning import snapshot
-from treadle_core.tables import columns
 from treadle_core.tuning import Tuning
 from treadle_runtime.errors import (
     AlreadyExists,
@@ -100,8 +98,7 @@ async def wire(runtime: Runtime) -> Wiring:
 
 async def warm_up() -> None:
     """Background task: compile or load the kernels of re-planning while the first requests are served."""
-    for kernels in (balance, snapshot, scenarios, columns):
-        await asyncio.to_thread(kernels.warm_up)
+    await asyncio.to_thread(snapshot.warm_up)
 
 
 def tuning_of(settings: SchedulerSettings) -> Tuning:

@@ -21,6 +21,7 @@ from treadle_core.compiled import Floats, Indexes, compiled
 from treadle_core.model import CostModel
 from treadle_core.placing.bound import costliest_alone
 from treadle_core.placing.costs import Table, group_cost
+from treadle_core.placing.workload import SUM_KV, SUM_PREFILL
 
 from treadle_sim.allocation.search import far
 
@@ -49,7 +50,7 @@ def lower_bound(table: Table, gpus: Indexes, budget: int, known_s: float) -> flo
         return bound_s
     if table.model == CostModel.GROUP_SIZE:
         return max(bound_s, float(free_order(table, gpus, budget, bound_s, known_s)))
-    work = np.stack([table.lengths, np.diff(table.sum_kv), np.diff(table.sum_prefill)], axis=1)
+    work = np.column_stack((table.lengths, np.diff(table.ranks[:, [SUM_KV, SUM_PREFILL]], axis=0)))
     step = -(-len(work) // SAMPLE)
     sample = np.ascontiguousarray(work[step // 2 :: step])
     base_s, sequence_s, kv_s, slots, capacity, _ = table.engines.T

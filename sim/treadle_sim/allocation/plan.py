@@ -79,15 +79,14 @@ class Allocation:
     """The engines to run, fastest first. `optimal`: proven to have the least makespan of its cost (`allocate`).
 
     lower_bound_s: no engines within the budget and no assignment take less under the cost model. left_out: degrees at
-    which the weights and the longest trajectory do not fit, or that exceed the budget. gpus_idle is more than 0 only
-    where that is no worse and the degrees do not add up.
+    which the weights and the longest trajectory do not fit, or that exceed the budget. GPUs are left idle only where
+    that is no worse and the degrees do not add up.
     """
 
     engines: tuple[PlannedEngine, ...]
     makespan_s: float
     lower_bound_s: float
     optimal: bool
-    gpus_idle: int
     left_out: tuple[int, ...]
 
     @property
@@ -212,8 +211,7 @@ def lay_out(problem: Problem, counts: Indexes, *, optimal: bool) -> Allocation:
         for row, (engine, (first, end)) in zip(costs.engine_order, groups, strict=True)
     )
     bound_s = lower_bound(problem.costs.table, problem.gpus, problem.budget, makespan_s)
-    idle = problem.budget - int(counts @ problem.gpus)
-    return Allocation(engines, makespan_s, min(bound_s, makespan_s), optimal, idle, problem.left_out)
+    return Allocation(engines, makespan_s, min(bound_s, makespan_s), optimal, problem.left_out)
 
 
 def spend_rest(problem: Problem, counts: Indexes, left: int) -> None:

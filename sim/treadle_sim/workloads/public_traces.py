@@ -111,16 +111,7 @@ def mcpmark(row: Row, seed: int) -> Iterator[TrajectoryWork]:
 def swebench(row: Row, seed: int) -> Iterator[TrajectoryWork]:
     """One run."""
     del seed  # nothing is drawn
-    steps = [
-        Step(
-            max(1, step["gen_tokens"]),
-            step["obs_tokens_smol"] or 0,
-            _tool_of_interval(step),
-            step["gen"] or "",
-            step["obs"] or "",
-        )
-        for step in row["steps"]
-    ]
+    steps = [_step_of(step, step["obs_tokens_smol"], _tool_of_interval(step)) for step in row["steps"]]
     if steps:
         # The answer to the last step is the whole patch, which no further step reads.
         steps[-1] = replace(steps[-1], obs_tokens=0, obs_text="")
@@ -139,8 +130,7 @@ def tau(row: Row, seed: int) -> Iterator[TrajectoryWork]:
         rng = _rng(seed, f"{row['prompt_id']}/{row['sample']}")
         tool_s = _tool_s(rng, len(row["steps"]))
         steps = tuple(
-            Step(max(1, step["gen_tokens"]), step["obs_tokens"] or 0, seconds, step["gen"] or "", step["obs"] or "")
-            for step, seconds in zip(row["steps"], tool_s, strict=True)
+            _step_of(step, step["obs_tokens"], seconds) for step, seconds in zip(row["steps"], tool_s, strict=True)
         )
         yield TrajectoryWork(
             row["prompt_id"], row["sample"], TAU_PROMPT_TOKENS, steps, float(row["reward"]), prompt=row["first_user"]
@@ -176,6 +166,10 @@ def _episode(prompt_id: str, calls: list[Row]) -> TrajectoryWork:
     return TrajectoryWork(
         prompt_id, 0, max(1, calls[0]["in_tokens"]), tuple(steps), None, censored=calls[-1]["stop"] == "tool_use"
     )
+
+
+def _step_of(step: Row, obs_tokens: int | None, tool_s: float) -> Step:
+    return Step(max(1, step["gen_tokens"]), obs_tokens or 0, tool_s, step["gen"] or "", step["obs"] or "")
 
 
 def _tool_of_interval(step: Row) -> float:

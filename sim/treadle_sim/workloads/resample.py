@@ -7,9 +7,9 @@ cut, as a longer one did. No trajectory exceeds the caps.
   appearance is a prompt of its own.
 - A prompt with repeats (at least LEAST_REPEATS trajectories): each sample is one of them, drawn with replacement.
 - A prompt with a single trajectory of length L: L is a noisy sign of the prompt's typical length. ln of a sample's is
-  m + sqrt(1 - within) (ln L - m) + sqrt(within) sigma z, with m and sigma those of all traces, continued where cut:
-  the spread over all stays as it is, and `within` of its variance is among samples of a prompt. Steps grow with tokens
-  by STEPS_ELASTICITY; further steps are drawn with replacement from the trajectory's own.
+  m + sqrt(1 - w) (ln L - m) + sqrt(w) sigma z, w = WITHIN_PROMPT, with m and sigma those of all traces, continued
+  where cut: the spread over all stays as it is, and w of its variance is among samples of a prompt. Steps grow with
+  tokens by STEPS_ELASTICITY; further steps are drawn with replacement from the trajectory's own.
 - A censored trajectory (cut after c tokens) goes on as one drawn evenly among those of its prompt that are longer than
   c, else among all that are; if that one is censored too, the drawing repeats beyond its own end. This is Kaplan and
   Meier's estimate: the mass of a cut observation goes to what lies to its right (Efron 1967). If no trajectory is
@@ -38,7 +38,6 @@ def resample(
     seed: int = 0,
     *,
     epoch: int = 0,
-    within: float = WITHIN_PROMPT,
     max_gen_tokens: int = 0,
     max_context_tokens: int = 0,
     name: str = "traces",
@@ -46,18 +45,16 @@ def resample(
     """`prompts` groups of `samples` from traces; another `epoch` is the same prompts sampled again.
 
     Caps are of a trajectory, on what it generates and on its whole context; 0 is none. What they cut is censored.
-    Raises ValueError for no traces, counts below 1 and `within` outside 0 to 1.
+    Raises ValueError for no traces and counts below 1.
     """
     if not works:
         raise ValueError("works must hold at least one trajectory")
     check_counts(prompts=prompts, samples=samples)
-    if not 0.0 <= within <= 1.0:
-        raise ValueError(f"within must be from 0 to 1, is {within}")
     by_prompt = list(groups(works).values())
     beyond = Donors(works)
     of_prompts = np.random.default_rng([seed, 2])
     whole = [continue_cut(work, beyond, beyond, of_prompts)[0] for work in works]
-    spread = Spread([sum(step.gen_tokens for step in steps) for steps in whole], within)
+    spread = Spread([sum(step.gen_tokens for step in steps) for steps in whole])
     rng = np.random.default_rng([seed, 2, 1 + epoch])
     batch: list[TrajectoryWork] = []
     for appearance, at in _prompt_order(of_prompts, len(by_prompt), prompts):
@@ -128,16 +125,15 @@ def apply_caps(
 class Spread:
     """Makes further samples of a prompt of which there is only one, as the module says."""
 
-    def __init__(self, tokens: Sequence[int], within: float) -> None:
+    def __init__(self, tokens: Sequence[int]) -> None:
         logs = np.log(tokens)
         self._mean = float(logs.mean())
-        self._between = math.sqrt(1.0 - within)
-        self._within_sigma = math.sqrt(within) * float(logs.std())
+        self._within_sigma = math.sqrt(WITHIN_PROMPT) * float(logs.std())
 
     def another(self, steps: tuple[Step, ...], rng: np.random.Generator) -> tuple[Step, ...]:
         """Another sample of the prompt of which `steps` is one."""
         tokens = sum(step.gen_tokens for step in steps)
-        log_tokens = self._mean + self._between * (math.log(tokens) - self._mean)
+        log_tokens = self._mean + math.sqrt(1.0 - WITHIN_PROMPT) * (math.log(tokens) - self._mean)
         log_tokens += self._within_sigma * float(rng.standard_normal())
         wanted = max(1, round(math.exp(log_tokens)))
         count = min(wanted, max(1, round(len(steps) * (wanted / tokens) ** STEPS_ELASTICITY)))
