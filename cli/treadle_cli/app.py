@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markdown import Markdown
 
 from treadle_cli import exits
 from treadle_cli.mesh import checks
 from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan, default_model_folder
 from treadle_cli.predictor.commands import commands as predictor_commands
 from treadle_cli.problems import UsageProblem
-from treadle_cli.report.records import RecordError
 
 DEFAULT_SLOTS = 5  # steps that decode at once: 16 trajectories an engine then queue, as they do where GPUs are scarce
 DEFAULT_TOOL_LATENCY_S = 1.0  # a remote sandbox or a small test run; coding agents' tools take 4 s on average
@@ -179,19 +179,16 @@ def fit(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Fit the simulator's engine curves to measurements, and say how far off they are."""
-    from treadle_cli.fit import fit_data, fit_profile, measured_figures, print_measured, print_public, public_figures
+    from treadle_cli.fit import fit_data, fit_profile
 
-    try:
+    with exits.end_with_one_line():
         if data is not None and profile is None:
-            report = fit_data(data, out_folder, profiles, exits.err)
-            typer.echo(json.dumps(public_figures(report))) if as_json else print_public(report, out)
+            figures, page = fit_data(data, out_folder, profiles, exits.err)
         elif profile is not None and data is None:
-            measured = fit_profile(profile, out_folder)
-            typer.echo(json.dumps(measured_figures(measured))) if as_json else print_measured(measured, out)
+            figures, page = fit_profile(profile, out_folder)
         else:
             raise UsageProblem("fit takes either --data DIR or --profile FILE")
-    except UsageProblem as error:
-        exits.end(error)
+        typer.echo(json.dumps(figures)) if as_json else out.print(Markdown(page))
 
 
 @app.command()
@@ -205,13 +202,11 @@ def trace(
     from treadle_cli.predictor.sources import write_run
     from treadle_cli.report.render import render
 
-    try:
+    with exits.end_with_one_line():
         if traces is None:
             render(run, out)
         else:
             typer.echo(f"{traces}: {write_run(run, traces)} trajectories")
-    except (RecordError, OSError) as error:
-        exits.end(error)
 
 
 def engine_plan(count: int, slots: int, model: str, seed: int, flags: list[str]) -> EnginePlan:

@@ -9,17 +9,20 @@ the process ends by itself: no signal ends it before its children.
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
 from treadle import TreadleError
+from treadle_learned.errors import LearnedError
 from treadle_sim.workloads.public_traces import PublicTraceError
 from treadle_sim.workloads.workload import TraceFileError
 
 from treadle_cli.mesh.processes import ProcessError
 from treadle_cli.problems import UsageProblem
+from treadle_cli.report.records import RecordError
 
 INTERRUPTED = 130  # exit code that a shell gives for SIGINT
 
@@ -61,23 +64,35 @@ def run(begin: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> NoReturn:
     """Run an async command under signal handling; end the process with its exit code."""
     try:
         code = run_interruptible(begin)
-    except (*KNOWN, BaseExceptionGroup) as raised:
-        known = _known(raised)
-        if known is None:
+    except KNOWN as error:
+        end(error)
+    except BaseExceptionGroup as group:
+        known, bugs = group.split(KNOWN)
+        if known is None or bugs is not None:
             raise
-        end(known, USER_CAN_HELP if isinstance(known, USERS) else FAILED)
+        end(known)
     raise typer.Exit(code)
 
 
-def end(error: BaseException, code: int = USER_CAN_HELP) -> NoReturn:
-    """Print the error and end the command."""
+@contextmanager
+def end_with_one_line() -> Iterator[None]:
+    """For commands without a loop: end on what the user can correct, files included, and on Ctrl-C."""
+    try:
+        yield
+    except (*USERS, LearnedError, RecordError, OSError) as error:
+        end(error)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("treadle"):
+            raise
+        end(UsageProblem(f"{error.name} is not installed: pip install 'treadle[learned]'"))
+    except KeyboardInterrupt:
+        err.print("interrupted", highlight=False)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def end(error: BaseException) -> NoReturn:
+    """Print the error, of a group the first one, and end the command."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     err.print(f"treadle: {error}", style="red", highlight=False, markup=False)
-    raise typer.Exit(code)
-
-
-def _known(raised: BaseException) -> BaseException | None:
-    """The error to show (the first of a group), or None if any of them is a bug of ours."""
-    if not isinstance(raised, BaseExceptionGroup):
-        return raised if isinstance(raised, KNOWN) else None
-    known = [_known(error) for error in raised.exceptions]
-    return None if None in known else known[0]
+    raise typer.Exit(FAILED if isinstance(error, (ProcessError, TreadleError)) else USER_CAN_HELP)

@@ -155,7 +155,7 @@ def test_numbers_alone_are_learned_from_traces_without_text(tmp_path: Path) -> N
         (("harvest", "t.jsonl", "--out", "no/o"), "No such file or directory"),
         (("train", "bad.jsonl", "--out", "v1"), "bad.jsonl: line 1: turns: Tuple should have at least 1 item"),
         (("train", "neither.jsonl", "--out", "v1"), "neither.jsonl: line 1: prompt_id: is missing"),
-        (("train", "t.jsonl", "--out", "v1", "--tune", "some"), "--tune must be frozen, lora, full, is 'some'"),
+        (("train", "t.jsonl", "--out", "v1", "--tune", "some"), "'some' is not one of 'frozen', 'lora', 'full'"),
         (
             ("train", "t.jsonl", "--out", "v1", "--backbone", "SmolLM2-135M-Instruct"),
             "is not there yet: `treadle demo` makes it; or pass --backbone",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from treadle_cli.app import app
 from treadle_sim.engine_model import (
     EngineModel,
     UnknownEngineError,
@@ -15,6 +16,7 @@ from treadle_sim.engine_model import (
     render_profiles,
 )
 from treadle_sim.fitting.curves import MeasuredProfileError, fit_measured
+from typer.testing import CliRunner
 
 SHIPPED = profiles()
 
@@ -117,10 +119,9 @@ def test_a_profile_that_cannot_be_is_refused_by_the_field(changes: dict[str, Any
 
 
 def test_the_command_fits_a_profile_and_draws_it(tmp_path: Path) -> None:
-    from treadle_cli.fit import fit_profile
-
     (tmp_path / "mine.json").write_text(json.dumps(measured()))
-    fit_profile(tmp_path / "mine.json", tmp_path / "out")
+    result = CliRunner().invoke(app, ["fit", "--profile", str(tmp_path / "mine.json"), "--out", str(tmp_path / "out")])
+    assert "1000.0 ns" in result.stdout and "decode error" in result.stdout
     written = json.loads((tmp_path / "out" / "mine-fit.json").read_text())
     assert written["engine"]["curve"]["per_kv_token_s"] == pytest.approx(1e-6)
     assert (tmp_path / "out" / "mine-fit.png").stat().st_size > 10_000

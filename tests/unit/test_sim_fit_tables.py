@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from treadle_cli.fit import fit_data, print_public
+from treadle_cli.fit import fit_data
 from treadle_cli.problems import UsageProblem
-from treadle_sim.engine_model import EngineModel
+from treadle_sim.engine_model import StepCurve
 from treadle_sim.fitting.tables import KERNELS, SERVED, SPLITWISE, FitDataError, read_served, read_splitwise
 
 FACTOR, LAYER_S, SEQUENCE_S, COMPUTE = 0.9, 4e-5, 2e-5, 1.5
@@ -109,32 +109,25 @@ def test_the_engine_behind_the_tables_is_found_printed_written_and_drawn(data: P
     Result: exact on both degrees; the model with one context is named as not fitted; everything asked for is there.
     """
     out = tmp_path / "out"
-    report = fit_data(data, out, out / "profiles", Console(quiet=True))
-    level = report.served[0].level
-    assert level.kernel_factor == pytest.approx(FACTOR, rel=1e-3)
-    assert level.layer_s == pytest.approx(LAYER_S, rel=1e-2)
-    assert report.served[0].unseen_gpus.held_out_p90 < 0.01
-    found: dict[tuple[str, int], EngineModel] = {
-        (fitted.profile.accelerator, fitted.profile.gpus): fitted.profile
-        for fitted in report.engines
-        if fitted.engine == "sglang"
-    }
-    assert {key: profile.origin for key, profile in found.items() if key[1] == 2} == {
+    figures, page = fit_data(data, out, out / "profiles", Console(quiet=True))
+    (served,) = [each for each in figures["served"] if each["engine"] == "sglang"]
+    assert served["level"]["kernel_factor"] == pytest.approx(FACTOR, rel=1e-3)
+    assert served["level"]["layer_s"] == pytest.approx(LAYER_S, rel=1e-2)
+    assert served["request_error_unseen_gpus"]["held_out_p90"] < 0.01
+    found = {(each["accelerator"], each["gpus"]): each for each in figures["engines"] if each["engine"] == "sglang"}
+    assert {key: engine["origin"] for key, engine in found.items() if key[1] == 2} == {
         ("H100", 2): "fitted",
         ("H200", 2): "transferred",
         ("H800", 2): "derived",
         ("H20", 2): "derived",
     }
     expected = FACTOR * kernels_s("h200_sxm", 4, 8, 0.0) + LAYER_S * LAYERS + SEQUENCE_S * 8
-    assert found["H200", 4].curve.decode_s(8) == pytest.approx(expected, rel=1e-3)
-    assert report.skipped == ("Qwen3-14B on H100 x2 (sglang), 1 context length(s)",)
-    assert "unseen degree" in (out / "fit.md").read_text()
+    assert StepCurve(**found["H200", 4]["curve"]).decode_s(8) == pytest.approx(expected, rel=1e-3)
+    assert figures["skipped"] == ["Qwen3-14B on H100 x2 (sglang), 1 context length(s)"]
+    assert "Qwen3-32B, H20 x4" in page and (out / "fit.md").read_text() == page
     assert (out / "fit.png").stat().st_size > 10_000
     written = sorted(file.stem for file in (out / "profiles").iterdir())
     assert written == ["a100", "h100", "h20", "h200", "h800"]
-    screen = io.StringIO()
-    print_public(report, Console(file=screen, width=80))
-    assert "Qwen3-32B H20 x4" in screen.getvalue()
 
 
 def test_a_table_that_is_missing_or_another_is_named(data: Path) -> None:

@@ -9,19 +9,17 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from treadle_learned.errors import LearnedError
 from treadle_learned.transcript import Transcript
 
 from treadle_cli import exits
 from treadle_cli.mesh.engines import DEFAULT_MODEL, default_model_folder
 from treadle_cli.problems import UsageProblem
-from treadle_cli.report.records import RecordError
 
 DEFAULT_BACKBONE = "Qwen/Qwen3-0.6B"  # Heddle 4.1; treadle_learned.backbone says the same, and would import torch
 
@@ -51,7 +49,7 @@ def harvest(
     """Gather trajectories of all sources into one file to train on."""
     from treadle_cli.predictor.sources import harvest as gather
 
-    with _end_with_one_line():
+    with exits.end_with_one_line():
         found = gather(sources, out_file, tokenizer)
         if as_json:
             typer.echo(json.dumps(found))
@@ -72,22 +70,23 @@ def train(
             f'{DEFAULT_MODEL}: that of the demo; "" to learn from numbers alone.'
         ),
     ] = DEFAULT_BACKBONE,
-    tune: Annotated[str, typer.Option(help="frozen: the head alone; lora, full: the backbone with it.")] = "frozen",
+    tune: Annotated[
+        Literal["frozen", "lora", "full"],
+        typer.Option(help="frozen: the head alone; lora, full: the backbone with it."),
+    ] = "frozen",
     seed: Annotated[int, typer.Option(min=0, help="Of the split by prompt, the drawing and the fits.")] = 0,
     epochs: Annotated[int, typer.Option(min=0, help="At most; 0: 200 of the head, 3 of a backbone.")] = 0,
     max_tuples: Annotated[int, typer.Option(min=0, help="Draw trajectories with at most so many; 0: all.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Fit a predictor and compare it with the estimators without a model, on prompts that it was not fitted to."""
-    with _end_with_one_line():
+    with exits.end_with_one_line():
         from treadle_learned.backbone import Tune
         from treadle_learned.training import Training
         from treadle_learned.training import train as fit
 
         from treadle_cli.predictor.sources import read_source
 
-        if tune not in list(Tune):
-            raise UsageProblem(f"--tune must be {', '.join(Tune)}, is {tune!r}")
         read = read_source(transcripts)
         with_text = any(transcript.has_text for transcript in read)
         out_folder = out_folder.absolute().resolve()  # "." has no name
@@ -103,18 +102,19 @@ def train(
             _quiet()
             found = fit(read, how, out_folder, bar=bar)
         if as_json:
-            said: dict[str, Any] = {"version": found.version, "leads": found.leads, **found.notes}
-            typer.echo(json.dumps(said))
+            typer.echo(json.dumps({"version": found.version, "leads": found.leads, **found.notes}))
             return
         for name, loss in sorted(found.notes["validation"].items(), key=lambda each: each[1]):
             out.print(f"{name:<10} validation loss {loss:.4f}", highlight=False)
-        out.print(f"{out_folder}: {_verdict(found.leads, found.reads_text)}", highlight=False, soft_wrap=True)
+        reads = "texts and numbers" if found.reads_text else "numbers alone"
+        verdict = f"it is {'better' if found.leads else 'no better'} than what siblings and history say"
+        out.print(f"{out_folder}: reads {reads}; {verdict}", highlight=False, soft_wrap=True)
 
 
 @commands.command()
 def evaluate(checkpoint: CheckpointFolder, transcripts: Transcripts, as_json: AsJson = False) -> None:
     """Score a predictor, siblings and history on the test prompts, which no training looks at."""
-    with _end_with_one_line():
+    with exits.end_with_one_line():
         from treadle_cli.predictor.sources import read_source
 
         read = read_source(transcripts)
@@ -134,7 +134,7 @@ def export(
     version: Version = "",
 ) -> None:
     """Copy a predictor into a folder of versions, and make it the one in use."""
-    with _end_with_one_line():
+    with exits.end_with_one_line():
         from treadle_learned.checkpoint import ModelsFolder
 
         folder = ModelsFolder(models).add(checkpoint, version)
@@ -193,31 +193,10 @@ def _backbone(named: str) -> str:
     return str(folder)
 
 
-def _verdict(leads: bool, reads_text: bool) -> str:
-    reads = "reads texts and numbers" if reads_text else "reads numbers alone"
-    return f"{reads}; it is {'better' if leads else 'no better'} than what siblings and history say"
-
-
 def _quiet() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-
-
-@contextmanager
-def _end_with_one_line() -> Iterator[None]:
-    """Print what the user can correct as one line and exit with code 2; Ctrl-C: one line and 130."""
-    try:
-        yield
-    except (*exits.USERS, LearnedError, RecordError, OSError) as error:
-        exits.end(error)
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("treadle"):
-            raise
-        exits.end(UsageProblem(f"{error.name} is not installed: pip install 'treadle[learned]'"))
-    except KeyboardInterrupt:
-        exits.err.print("interrupted", highlight=False)
-        raise typer.Exit(exits.INTERRUPTED) from None
 
 
 @contextmanager

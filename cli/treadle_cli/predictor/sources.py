@@ -10,7 +10,7 @@ import gzip
 import itertools
 import json
 import zlib
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -79,48 +79,27 @@ def transcripts_of_works(works: Sequence[TrajectoryWork], rollout_id: str = "tra
 def transcripts_of_run(run: Run, tokenizer: Tokenizer | None = None) -> list[Transcript]:
     """Each arm of a run as a rollout, without trajectories that sampled nothing. Prompts of another seed are other
     prompts."""
-    found = []
-    for record in run.trajectories:
-        spans = [(sampled, list(ids)) for sampled, ids in _spans(record)]
-        if not any(sampled for sampled, _ in spans):
-            continue
-        prompt = [] if spans[0][0] else spans.pop(0)[1]
-        found.append(
-            Transcript(
-                run_id_of(run, record),
-                f"{run.record.run_id}/{record.arm}",
-                f"{run.record.seed}/{record.prompt_id}",
-                len(prompt),
-                tuple(_turns(spans, tokenizer)),
-                record.outcome != ENDED,
-                _text(tokenizer, prompt),
-                weight_version=record.version_spans[0].weight_version if record.version_spans else "",
-            )
-        )
-    return found
+    return [_transcript(run, record, tokenizer) for record in run.trajectories if any(record.loss_mask)]
 
 
-def run_id_of(run: Run, record: TrajectoryRecord) -> str:
-    """The id of a trajectory among those of many runs."""
-    return f"{run.record.run_id}/{record.arm}/{record.trajectory_id}"
+def _transcript(run: Run, record: TrajectoryRecord, tokenizer: Tokenizer | None) -> Transcript:
+    def decode(ids: list[int]) -> str:
+        return "" if tokenizer is None else str(tokenizer.decode(ids, skip_special_tokens=True))
 
-
-def _spans(record: TrajectoryRecord) -> list[tuple[bool, list[int]]]:
-    """Runs of sampled tokens, and the tokens between them."""
     pairs = zip(record.loss_mask, record.token_ids, strict=True)
-    return [(bool(mask), [token for _, token in each]) for mask, each in itertools.groupby(pairs, lambda pair: pair[0])]
-
-
-def _turns(spans: Sequence[tuple[bool, list[int]]], tokenizer: Tokenizer | None) -> list[Turn]:
-    turns = []
-    for at in range(0, len(spans), 2):
-        said, answer = spans[at][1], spans[at + 1][1] if at + 1 < len(spans) else []
-        turns.append(Turn(len(said), len(answer), _text(tokenizer, said), _text(tokenizer, answer)))
-    return turns
-
-
-def _text(tokenizer: Tokenizer | None, ids: Sequence[int]) -> str:
-    return "" if tokenizer is None else str(tokenizer.decode(list(ids), skip_special_tokens=True))
+    spans = [[token for _, token in each] for _, each in itertools.groupby(pairs, lambda pair: pair[0])]
+    prompt = [] if record.loss_mask[0] else spans.pop(0)
+    sampled_and_answered = itertools.zip_longest(spans[::2], spans[1::2], fillvalue=[])
+    return Transcript(
+        f"{run.record.run_id}/{record.arm}/{record.trajectory_id}",
+        f"{run.record.run_id}/{record.arm}",
+        f"{run.record.seed}/{record.prompt_id}",
+        len(prompt),
+        tuple(Turn(len(ids), len(answer), decode(ids), decode(answer)) for ids, answer in sampled_and_answered),
+        record.outcome != ENDED,
+        decode(prompt),
+        weight_version=record.version_spans[0].weight_version if record.version_spans else "",
+    )
 
 
 def tokenizer_of(model: str, named: Path | None = None) -> Tokenizer | None:
@@ -144,22 +123,18 @@ def _holds_transcripts(path: Path) -> bool:
 
 
 def write_run(folder: Path, out: Path) -> int:
-    """Write a run as a trace file (docs/traces.md), and count its trajectories. Raises RecordError, OSError."""
+    """Write the trajectories of a run that sampled anything as a trace file (docs/traces.md), and count them. The
+    samples of a prompt are numbered over all arms. Raises RecordError, OSError."""
     run = read_run(folder)
-    works = list(works_of_run(run, tokenizer_of(run.record.model)))
+    tokenizer = tokenizer_of(run.record.model)
+    numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+    works = [
+        _work(record, _transcript(run, record, tokenizer), next(numbers[record.prompt_id]))
+        for record in run.trajectories
+        if any(record.loss_mask)
+    ]
     write_traces(out, works)
     return len(works)
-
-
-def works_of_run(run: Run, tokenizer: Tokenizer | None = None) -> Iterator[TrajectoryWork]:
-    """The trajectories that sampled anything. The samples of a prompt are numbered over all arms."""
-    transcripts = {transcript.trajectory_id: transcript for transcript in transcripts_of_run(run, tokenizer)}
-    samples: Counter[str] = Counter()
-    for record in run.trajectories:
-        transcript = transcripts.get(run_id_of(run, record))
-        if transcript is not None:
-            yield _work(record, transcript, samples[record.prompt_id])
-            samples[record.prompt_id] += 1
 
 
 def _work(record: TrajectoryRecord, transcript: Transcript, sample: int) -> TrajectoryWork:
