@@ -21,6 +21,8 @@ DEFAULT_SLOTS = 5  # steps that decode at once: 16 trajectories an engine then q
 DEFAULT_TOOL_LATENCY_S = 1.0  # a remote sandbox or a small test run; coding agents' tools take 4 s on average
 DEFAULT_PORT = 7401  # of the scheduler, as in the services' own defaults
 DEFAULT_OUT = Path("runs")
+# Sixteen times the papers' cluster: beyond, a simulation takes longer than anyone waits, and then the memory.
+MOST_GPUS, MOST_SLOTS = 1_024, 4_096
 PASS_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": False}
 PASS_ALL = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -132,8 +134,10 @@ def simulate(
     workload: Annotated[str, typer.Argument(help="coding, search, math, or a trace file (docs/traces.md).")] = "coding",
     llm: Annotated[str, typer.Option(help="Model whose engines are simulated.")] = "Qwen3-14B",
     accelerator: Annotated[str, typer.Option(help="A100, H100, H200, H800 or H20.")] = "H200",
-    gpus: Annotated[int, typer.Option(min=1, help="Accelerators of each system.")] = 8,
-    slots: Annotated[int, typer.Option(min=1, help="Steps that decode at once for each GPU of an engine.")] = 100,
+    gpus: Annotated[int, typer.Option(min=1, max=MOST_GPUS, help="Accelerators of each system.")] = 8,
+    slots: Annotated[
+        int, typer.Option(min=1, max=MOST_SLOTS, help="Steps that decode at once for each GPU of an engine.")
+    ] = 100,
     prompts: Annotated[
         int | None, typer.Option(min=1, help="50 of a named workload; a trace file is resampled where this is given.")
     ] = None,

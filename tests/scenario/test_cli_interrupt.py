@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from support.cli import TreadleProcess
-from support.processes import command_line
-from treadle_cli.mesh.services import SERVICES, free_port
+from support.processes import command_line, free_port
+from treadle_cli.mesh.services import SERVICES
 
 Start = Callable[..., TreadleProcess]
 NO_ENGINE = ("up", "--engines", "0", "--port", "0")

@@ -8,10 +8,9 @@ import pytest
 from support.conditions import until
 from support.fake_migration_peers import Mesh, MigratorCalls, fake_mesh, hear_ends
 from support.fake_scheduler import FakeScheduler
-from support.processes import ServiceProcess, StartService
+from support.processes import ServiceProcess, StartService, free_port
 from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
-from treadle_cli.mesh.services import free_port
 from treadle_runtime.bus import open_bus
 
 Kill = Callable[[Mesh, MigratorCalls, ServiceProcess], Awaitable[str]]

@@ -8,10 +8,10 @@ from typing import Any
 from google.protobuf.duration_pb2 import Duration
 from support.conditions import until, until_said
 from support.fake_engine import FakeEngine, leased_engines
+from support.processes import free_port
 from support.scheduler import SchedulerClient, generate, scheduler
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.telemetry.v1.facts_pb2 import Fact
-from treadle_cli.mesh.services import free_port
 from treadle_migrator.config import MigratorSettings
 from treadle_migrator.wire import wire as migrator_wire
 from treadle_placement.config import PlacementSettings

@@ -11,14 +11,13 @@ import grpc.aio
 import pytest
 from support.conditions import until, until_said
 from support.fake_engine import FakeEngine, leased_engines
-from support.processes import ServiceProcess, StartService
+from support.processes import ServiceProcess, StartService, free_port
 from support.rpc import refusal_of
 from support.scheduler import generate
 from treadle.common.v1.ticket_pb2 import Ticket
 from treadle.engine.v1 import engine_pb2
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
-from treadle_cli.mesh.services import free_port
 from treadle_runtime.bus import open_bus
 
 TRAJECTORIES = 24

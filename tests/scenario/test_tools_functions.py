@@ -13,14 +13,13 @@ import pytest
 from aiohttp import web
 from support.conditions import until
 from support.functions import FunctionServer, Handler, breaks_off, function, is_silent, says
-from support.processes import ServiceProcess
+from support.processes import ServiceProcess, free_port
 from support.rewards import RewardCalls
 from support.rpc import refusal_of
 from support.tools import ToolsCalls, limits, shared_tools
 from treadle.tools.v1 import tools_pb2
 from treadle.tools.v1.rewards_pb2 import REWARD_STATE_DONE as DONE
 from treadle.tools.v1.rewards_pb2 import REWARD_STATE_FAILED as FAILED
-from treadle_cli.mesh.services import free_port
 from treadle_core.tools.dispatcher import Dispatcher, Resources
 from treadle_tools import functions
 from treadle_tools.declarations import HttpFunction

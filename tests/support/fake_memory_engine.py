@@ -9,7 +9,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from aiohttp import web
-from treadle_cli.mesh.services import free_port
+from support.processes import free_port
 
 _STARTS = itertools.count()
 

@@ -12,8 +12,8 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
+from support.processes import free_port
 from treadle.types import duration
-from treadle_cli.mesh.services import free_port
 
 _SERVER_OPTIONS = (("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),)  # as Treadle's servers: clients ping
 

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
-from treadle_cli.mesh.services import free_port
+from support.processes import free_port
 
 VOCAB = 1000
 END_TOKEN = 2

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from support.processes import ServiceProcess, StartService
-from treadle_cli.mesh.services import free_port
+from support.processes import ServiceProcess, StartService, free_port
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

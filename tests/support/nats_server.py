@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from treadle_cli.mesh.services import free_port
+from support.processes import free_port
 
 START_DEADLINE_S = 20.0
 POLL_S = 0.01

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import psutil
 from support.conditions import until
+from treadle_cli.mesh.services import free_ports
 
 END_DEADLINE_S = 20.0
 SUPPORT = Path(__file__).parent
@@ -76,6 +77,11 @@ class ServiceProcess:
             await self.wait()
         except AssertionError:
             self.kill()
+
+
+def free_port() -> int:
+    """A port that no socket listens on."""
+    return free_ports(1)[0]
 
 
 def command_line(process: psutil.Process) -> str:

@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from treadle_cli.mesh.services import free_port
+from support.processes import free_port
 from treadle_sidecar.engine.process import EngineSpec, start_engine, stop_engine
 
 START_DEADLINE_S = 240.0  # two engines that start together on a busy machine

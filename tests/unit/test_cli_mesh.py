@@ -150,7 +150,7 @@ def test_the_kernel_gives_none_of_them_to_a_connection() -> None:
 
 
 def test_a_port_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server((ports.HOST, ports.free_port())) as taken:
+    with socket.create_server((ports.HOST, ports.free_ports(1)[0])) as taken:
         port = taken.getsockname()[1]
         monkeypatch.setattr(random, "sample", lambda among, count: [port])
         assert not ports.is_free(port)

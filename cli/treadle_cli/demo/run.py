@@ -178,7 +178,7 @@ def _run_record(engines: EnginePlan, work: Work, run_id: str, started_at: str, a
     memory_gib = psutil.virtual_memory().total / 2**30
     where = (
         "each pinned to a core of its own with one thread, so that an idle engine does not speed up the other"
-        if engines.on_cpu
+        if engines.cores
         else "on GPUs"
     )
     return RunRecord(

@@ -48,11 +48,6 @@ class EnginePlan:
     flags: tuple[str, ...]
 
     @property
-    def on_cpu(self) -> bool:
-        """Whether the engines run on CPU cores."""
-        return bool(self.cores)
-
-    @property
     def engine_ids(self) -> list[str]:
         """Names of the engines, in order."""
         return [f"engine-{index}" for index in range(self.count)]
@@ -105,7 +100,7 @@ def start_engines(tree: ProcessTree, plan: EnginePlan, model_path: str, hicache_
         command += ["--port", str(port), "--model", model_path, "--python", str(plan.python)]
         command += ["--slots", str(plan.slots), "--seed", str(plan.seed), "--hicache-dir", str(hicache_folder)]
         env = {}
-        if plan.on_cpu:
+        if plan.cores:
             command += ["--cpu", "--kv-tokens", str(CPU_KV_TOKENS), "--cores", *map(str, cores)]
         else:
             env["CUDA_VISIBLE_DEVICES"] = _devices(index, plan.flags, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
@@ -158,7 +153,4 @@ async def forget_caches(engines: Sequence[Engine], hicache_folder: Path, note: C
 
 def _empty(folder: Path) -> None:
     for entry in folder.glob("*"):
-        if entry.is_dir():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink(missing_ok=True)
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink(missing_ok=True)

@@ -197,7 +197,7 @@ class Mesh:
             "TREADLE_SIDECAR_SLOTS": str(self.plan.engines.slots),
             "TREADLE_SIDECAR_KV_STORAGE_DIR": str(self.hicache_folder.absolute()),
             "TREADLE_SIDECAR_PREEMPT": "true" if preempt else "false",
-            **(engines.CPU_CURVE_SETTINGS if self.plan.engines.on_cpu else {}),
+            **(engines.CPU_CURVE_SETTINGS if self.plan.engines.cores else {}),
         }
         with self.board.part("sidecars"):
             sidecars = [

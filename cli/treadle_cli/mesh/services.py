@@ -34,16 +34,12 @@ def free_ports(count: int) -> list[int]:
     They lie below the range from which the kernel takes ports for outgoing connections and for port 0, so that no
     connection takes one of them before its service starts, however long an engine loads.
     """
-    among = range(LOWEST, _first_ephemeral_port())
+    first = int(EPHEMERAL_RANGE.read_text().split()[0]) if EPHEMERAL_RANGE.exists() else 0
+    among = range(LOWEST, first if first >= LOWEST + CANDIDATES else EPHEMERAL_FROM)
     ports = list(itertools.islice(filter(is_free, random.sample(among, CANDIDATES)), count))
     if len(ports) < count:
         raise OSError(f"only {len(ports)} of {count} ports from {among.start} to {among.stop - 1} are free on {HOST}")
     return ports
-
-
-def free_port() -> int:
-    """One free port, as in `free_ports`."""
-    return free_ports(1)[0]
 
 
 def is_free(port: int) -> bool:
@@ -55,15 +51,6 @@ def is_free(port: int) -> bool:
         except OSError:
             return False
         return True
-
-
-def _first_ephemeral_port() -> int:
-    """The first port that the kernel assigns by itself."""
-    try:
-        first = int(EPHEMERAL_RANGE.read_text().split()[0])
-    except OSError:
-        return EPHEMERAL_FROM
-    return first if first >= LOWEST + CANDIDATES else EPHEMERAL_FROM
 
 
 START_TIMEOUT_S = 90.0  # about 2 s on an idle machine; engines may be loading on the same cores
@@ -109,9 +96,8 @@ def choose_addresses(base_port: int, engine_ids: Sequence[str]) -> Addresses:
             raise UsageProblem(
                 f"port {', '.join(taken)} is taken: another mesh runs? Pass --port 0 for free ones, or another --port."
             )
-    hosts = [f"{HOST}:{port}" for port in ports]
-    sidecars = dict(zip(engine_ids, hosts[len(SERVICES) :], strict=True))
-    return Addresses(dict(zip(SERVICES, hosts, strict=False)), sidecars)
+    hosts = dict(zip([*SERVICES, *engine_ids], [f"{HOST}:{port}" for port in ports], strict=True))
+    return Addresses({name: hosts[name] for name in SERVICES}, {name: hosts[name] for name in engine_ids})
 
 
 class ControlPlane:

@@ -89,7 +89,9 @@ def _transcript(run: Run, record: TrajectoryRecord, tokenizer: Tokenizer | None)
     pairs = zip(record.loss_mask, record.token_ids, strict=True)
     spans = [[token for _, token in each] for _, each in itertools.groupby(pairs, lambda pair: pair[0])]
     prompt = [] if record.loss_mask[0] else spans.pop(0)
-    sampled_and_answered = itertools.zip_longest(spans[::2], spans[1::2], fillvalue=[])
+    sampled_and_answered: Iterable[tuple[list[int], list[int]]] = itertools.zip_longest(
+        spans[::2], spans[1::2], fillvalue=[]
+    )
     return Transcript(
         f"{run.record.run_id}/{record.arm}/{record.trajectory_id}",
         f"{run.record.run_id}/{record.arm}",

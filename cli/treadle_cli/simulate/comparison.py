@@ -7,6 +7,7 @@ the fastest of those simulated, seed by seed. Over several seeds every figure is
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
+from operator import truediv
 from typing import Any
 
 import numpy as np
@@ -36,16 +37,14 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A system. engines: of the first seed. A ratio is None if the other was not simulated."""
+    """A system. engines: of the first seed. ratios: to "best_baseline", "verl", "oracle" and "bound", None if that was
+    not simulated."""
 
     system: System
     engines: str
     median: Figures
     makespans_s: tuple[float, ...]
-    to_best_baseline: float | None
-    to_verl: float | None
-    to_oracle: float | None
-    to_bound: float | None
+    ratios: Mapping[str, float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +83,7 @@ class Comparison:
                     "engines": row.engines,
                     **asdict(row.median),
                     "makespans_s": list(row.makespans_s),
-                    "ratio_to_best_baseline": row.to_best_baseline,
-                    "ratio_to_verl": row.to_verl,
-                    "ratio_to_oracle": row.to_oracle,
-                    "ratio_to_bound": row.to_bound,
+                    **{f"ratio_to_{other}": ratio for other, ratio in row.ratios.items()},
                 }
                 for row in self.rows
             ],
@@ -96,22 +92,24 @@ class Comparison:
 
 def compare(systems: Sequence[System], settings: Sequence[Setting], runs: Mapping[str, Sequence[Run]]) -> Comparison:
     """runs: of each system's name one a setting, in the settings' order."""
-    makespans = {name: [run.outcome.makespan_s for run in each] for name, each in runs.items()}
+    makespans: dict[str, list[float]] = {name: [run.outcome.makespan_s for run in each] for name, each in runs.items()}
     bounds = [_bound(setting) for setting in settings]
-    lower_s = [bound.lower_s for bound in bounds]
     baselines = [system.name for system in BASELINES if system.name in runs]
-    best_s = [min(makespans[name][at] for name in baselines) for at in range(len(settings))] if baselines else None
+    others: dict[str, Sequence[float]] = {
+        "best_baseline": [min(each_s) for each_s in zip(*(makespans[name] for name in baselines), strict=True)],
+        "verl": makespans.get(VERL.name, ()),
+        "oracle": makespans.get(ORACLE.name, ()),
+        "bound": [bound.lower_s for bound in bounds],
+    }
 
     def make_row(system: System) -> Row:
-        own = runs[system.name]
-        own_s = makespans[system.name]
+        own, own_s = runs[system.name], makespans[system.name]
         figures = [_figures(run, setting.workload) for run, setting in zip(own, settings, strict=True)]
-        others = (best_s, makespans.get(VERL.name), makespans.get(ORACLE.name), lower_s)
-        ratios = (
-            statistics.median(other / each for other, each in zip(other_s, own_s, strict=True)) if other_s else None
-            for other_s in others
-        )
-        return Row(system, own[0].cluster.describe(), Figures(*_medians(figures)), tuple(own_s), *ratios)
+        ratios = {
+            name: statistics.median(map(truediv, other_s, own_s)) if other_s else None
+            for name, other_s in others.items()
+        }
+        return Row(system, own[0].cluster.describe(), Figures(*_medians(figures)), tuple(own_s), ratios)
 
     return Comparison(
         bound=Bound(*_medians(bounds)),

@@ -74,14 +74,14 @@ def _bound_sentence(bound: Bound, gpus: int) -> str:
 def _verdict(comparison: Comparison, treadle: Row) -> str:
     parts = []
     best = comparison.row(comparison.best_baseline)
-    if best and treadle.to_best_baseline is not None:
+    if best:
         parts.append(
-            f"is {treadle.to_best_baseline:.2f} times as fast as the best baseline, {best.system.name} "
+            f"is {treadle.ratios['best_baseline']:.2f} times as fast as the best baseline, {best.system.name} "
             f"({best.median.makespan_s:.1f} s on {best.engines})"
         )
-    if treadle.to_oracle is not None:
-        parts.append(f"takes {_longer(treadle.to_oracle)} if it knew every length ({ORACLE.name})")
-    parts.append(f"takes {_longer(treadle.to_bound or 0.0)} the bound")
+    if to_oracle := treadle.ratios["oracle"]:
+        parts.append(f"takes {_longer(to_oracle)} if it knew every length ({ORACLE.name})")
+    parts.append(f"takes {_longer(treadle.ratios['bound'] or 0.0)} the bound")
     return f"Treadle {', '.join(parts[:-1])}{' and ' if len(parts) > 1 else ''}{parts[-1]}."
 
 
@@ -205,7 +205,8 @@ def _seconds(row: Row) -> str:
     return shown
 
 
-def _ratio(ratio: float | None) -> str:
+def _ratio(row: Row, to: str) -> str:
+    ratio = row.ratios[to]
     return NOTHING if ratio is None else f"{ratio:.2f}"
 
 
@@ -214,10 +215,10 @@ HOW_LONG: Mapping[str, Callable[[Row], str]] = {
     "system": lambda row: row.system.name,
     "engines": lambda row: row.engines,
     "makespan": _seconds,
-    "best\nbaseline": lambda row: _ratio(row.to_best_baseline),
-    "\nverl": lambda row: _ratio(row.to_verl),
-    "\noracle": lambda row: _ratio(row.to_oracle),
-    "the\nbound": lambda row: _ratio(row.to_bound),
+    "best\nbaseline": partial(_ratio, to="best_baseline"),
+    "\nverl": partial(_ratio, to="verl"),
+    "\noracle": partial(_ratio, to="oracle"),
+    "the\nbound": partial(_ratio, to="bound"),
 }
 MEANWHILE: Mapping[str, Callable[[Row], str]] = {
     "system": lambda row: row.system.name,

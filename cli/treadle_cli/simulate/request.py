@@ -25,9 +25,7 @@ DEFAULT_PROMPTS = 50  # with 8 GPUs: the papers' hundred trajectories a GPU, and
 DEFAULT_SAMPLES = 16
 # The model whose tool times a named workload takes if it has none of the requested one; they differ by a tenth.
 OTHER_TOOL_TIMES = "qwen3-14b"
-# Sixteen times the papers' batch and cluster: beyond, an answer takes longer than anyone waits, and then the memory.
-MOST = {"--gpus": 1_024, "--slots": 4_096}
-MOST_TRAJECTORIES = 102_400
+MOST_TRAJECTORIES = 102_400  # sixteen times the papers' batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ def make_plan(request: Request) -> SimulationPlan:
     if request.predictor not in NAMES:
         raise UsageProblem(f"--predictor: there is no {request.predictor!r}; take one of {', '.join(NAMES)}")
     degree = _parse_degree(request.degrees)
-    _check_sizes(request)
+    _check_count(request)
     settings = _make_settings(request, _choose_models(request))
     for setting in settings:
         _check_fit(setting, degree)
@@ -101,10 +99,7 @@ def _parse_degree(text: str) -> int:
     return int(text)
 
 
-def _check_sizes(request: Request) -> None:
-    for option, value in (("--gpus", request.gpus), ("--slots", request.slots)):
-        if value > MOST[option]:
-            raise UsageProblem(f"{option}: at most {MOST[option]:,} are simulated, is {value:,}")
+def _check_count(request: Request) -> None:
     count = (request.prompts or DEFAULT_PROMPTS) * (request.samples or DEFAULT_SAMPLES)
     if count > MOST_TRAJECTORIES:
         raise UsageProblem(
@@ -183,29 +178,24 @@ def _read_trace_file(name: str) -> tuple[TrajectoryWork, ...]:
 
 
 def _check_fit(setting: Setting, degree: int) -> None:
-    """Check that some engine holds the longest trajectory, and that the budget divides into engines of `degree`."""
+    """Check that some engine (of `degree`, if it is not 0) holds the longest trajectory, and that the budget divides
+    into such engines."""
     longest = max(work.final_context_tokens for work in setting.workload.trajectories)
     engines = f"{setting.models[0].llm} on {setting.models[0].accelerator}"
-    known = ", ".join(str(model.gpus) for model in setting.models)
-    if degree:
-        if all(model.gpus != degree for model in setting.models):
-            raise UsageProblem(f"--degrees: there is no engine of {engines} on {degree} GPUs; there are {known}")
-        if setting.gpus % degree:
-            raise UsageProblem(f"--degrees: {setting.gpus} GPUs do not divide into engines of {degree}; change --gpus")
-        holds = setting.model(degree).kv_tokens
-        if holds < longest:
-            raise UsageProblem(
-                f"--degrees: the longest trajectory ends at {longest:,} tokens, and an engine of {degree} GPUs holds "
-                f"{holds:,}; take a larger degree, or {BEST}"
-            )
-    elif not setting.degrees():
-        holds = max(model.kv_tokens for model in setting.models)
-        if holds < longest:
-            raise UsageProblem(
-                f"WORKLOAD: the longest trajectory ends at {longest:,} tokens, and no engine of {engines} holds more "
-                f"than {holds:,}; take another --llm or --accelerator"
-            )
-        fitting = ", ".join(str(model.gpus) for model in setting.models if model.kv_tokens >= longest)
+    models = [model for model in setting.models if degree in (0, model.gpus)]
+    if not models:
+        known = ", ".join(str(model.gpus) for model in setting.models)
+        raise UsageProblem(f"--degrees: there is no engine of {engines} on {degree} GPUs; there are {known}")
+    holds = max(model.kv_tokens for model in models)
+    if holds < longest:
+        named, change = (f" with {degree} GPUs", f"--degrees {BEST}, ") if degree else ("", "")
         raise UsageProblem(
-            f"--gpus: {setting.gpus} do not divide into engines that hold this workload, which take {fitting} GPUs each"
+            f"WORKLOAD: the longest trajectory ends at {longest:,} tokens, and no engine of {engines}{named} holds "
+            f"more than {holds:,}; take {change}another --llm or --accelerator"
+        )
+    fitting = [model.gpus for model in models if model.kv_tokens >= longest]
+    if all(setting.gpus % gpus for gpus in fitting):
+        raise UsageProblem(
+            f"--gpus: {setting.gpus} do not divide into engines that hold this workload, which take "
+            f"{', '.join(map(str, fitting))} GPUs each"
         )

@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
@@ -57,18 +57,21 @@ async def run_simulate(request: Request, out_folder: Path, as_json: bool, out: C
 
 
 async def _simulate_into(folder: Path, plan: SimulationPlan, progress: Console) -> tuple[Comparison, output.Sentences]:
-    """Simulate, and write all files."""
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=progress,
-        transient=True,
-    ) as bar:
-        runs = await _run_systems(plan, bar)
+    """Simulate each system on the degree that suits it best, and write all files."""
+    jobs = [
+        Job(system, setting, index, degree)
+        for system in plan.systems
+        for index, setting in enumerate(plan.settings)
+        for degree in ([plan.degree] if plan.degree or system.allocated else setting.degrees())
+    ]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=progress, transient=True) as bar:
+        best = await _run_fastest(jobs, "simulating", bar)
+        seeds = range(len(plan.settings))
+        runs = {system.name: [best[system.name, index][1] for index in seeds] for system in plan.systems}
         comparison = compare(plan.systems, plan.settings, runs)
-        recorded = await _record_systems(plan, comparison, runs, bar)
+        drawn = [replace(best[name, 0][0], record=True) for name in choose_systems(plan.systems, comparison)]
+        recorded = [run for _, run in (await _run_fastest(drawn, "recording", bar)).values()]
     sentences = output.describe(plan, comparison)
     with progress.status("drawing"):
         from treadle_cli.simulate import pictures  # a second of imports, which bad options need not wait for
@@ -94,49 +97,24 @@ class Job:
     record: bool = False
 
 
-async def _run_systems(plan: SimulationPlan, bar: Progress) -> dict[str, list[Run]]:
-    """For each system one run a seed, on the degree that suits it best."""
-    jobs = []
-    for system in plan.systems:
-        for index, setting in enumerate(plan.settings):
-            degrees = [plan.degree] if plan.degree or system.allocated else setting.degrees()
-            jobs += [Job(system, setting, index, degree) for degree in degrees]
-    task = bar.add_task("simulating", total=len(jobs))
-    best: dict[tuple[str, int], Run] = {}
+async def _run_fastest(jobs: Sequence[Job], doing: str, bar: Progress) -> dict[tuple[str, int], tuple[Job, Run]]:
+    """Of each system and setting the job that ends first, with its run; of two that end at once, the one with fewer
+    GPUs an engine. In the order of the jobs."""
+    task = bar.add_task(doing, total=len(jobs))
+    best: dict[tuple[str, int], tuple[Job, Run]] = {}
 
     def keep(job: Job, run: Run) -> None:
-        bar.update(task, advance=1, description=f"{job.system.name} on {run.cluster.describe()}")
+        bar.update(task, advance=1, description=f"{doing} {job.system.name} on {run.cluster.describe()}")
         key = (job.system.name, job.index)
-        best[key] = min(best.get(key, run), run, key=_rank)
+        best[key] = min(best.get(key, (job, run)), (job, run), key=_rank)
 
     await run_jobs(jobs, keep)
-    return {system.name: [best[system.name, index] for index in range(len(plan.settings))] for system in plan.systems}
+    return {(job.system.name, job.index): best[job.system.name, job.index] for job in jobs}
 
 
-def _rank(run: Run) -> tuple[float, int]:
-    """The run that ends first; of two that end at once, the one with fewer GPUs an engine."""
+def _rank(of_job: tuple[Job, Run]) -> tuple[float, int]:
+    run = of_job[1]
     return run.outcome.makespan_s, -len(run.cluster.engines)
-
-
-async def _record_systems(
-    plan: SimulationPlan, comparison: Comparison, runs: dict[str, list[Run]], bar: Progress
-) -> list[Run]:
-    """The first seed's runs of the systems to draw, once more and with their spans."""
-    names = choose_systems(plan.systems, comparison)
-    jobs = []
-    for system in (system for system in plan.systems if system.name in names):
-        own = system.allocated and not plan.degree
-        degree = 0 if own else runs[system.name][0].cluster.engines[0].gpus
-        jobs.append(Job(system, plan.settings[0], 0, degree, record=True))
-    task = bar.add_task("recording", total=len(jobs))
-    found: dict[str, Run] = {}
-
-    def keep(job: Job, run: Run) -> None:
-        bar.update(task, advance=1, description=f"recording {job.system.name}")
-        found[job.system.name] = run
-
-    await run_jobs(jobs, keep)
-    return [found[name] for name in names]
 
 
 async def run_jobs(jobs: Sequence[Job], keep: Callable[[Job, Run], None]) -> None:
