@@ -204,11 +204,11 @@ def trace(
 ) -> None:
     """Draw the report of a finished run again, from its trajectories.jsonl and summary.json."""
     from treadle_cli.predictor.sources import write_run
-    from treadle_cli.report.render import render
+    from treadle_cli.report.page import render_run
 
     with exits.end_with_one_line():
         if traces is None:
-            render(run, out)
+            render_run(run, out)
         else:
             typer.echo(f"{traces}: {write_run(run, traces)} trajectories")
 

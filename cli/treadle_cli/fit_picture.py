@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 from treadle_sim.engine_model import StepCurve
 from treadle_sim.fitting.curves import DecodePoint, MeasuredEngine
-from treadle_sim.fitting.fit import SHIPPED_ENGINE, Check, FitReport, FittedEngine
+from treadle_sim.fitting.fit import SHIPPED_ENGINE, Check, FitReport
 from treadle_sim.fitting.serving import ServingFit
 
 COLUMNS = 8  # two models of four degrees a row
@@ -36,11 +36,13 @@ def draw_public(report: FitReport, path: Path) -> None:
     width = COLUMNS // len(scatters)
     for index, scatter in enumerate(scatters):
         axes = figure.add_subplot(grid[0:2, index * width : (index + 1) * width])
-        _requests(axes, scatter) if isinstance(scatter, ServingFit) else _check(axes, scatter)
+        _scatter(axes, scatter)
     for index, fitted in enumerate(curves):
         axes = figure.add_subplot(grid[2 + index // COLUMNS, index % COLUMNS])
         _steps(axes, fitted.points, fitted.profile.curve)
-        axes.set_title(_title(fitted), fontsize=7)
+        profile, error = fitted.profile, fitted.decode_error
+        share = f"  {error.held_out_p90:.0%}" if error else ""
+        axes.set_title(f"{profile.llm} {profile.accelerator} x{profile.gpus}{share}", fontsize=7)
     figure.suptitle(
         "Lines: the fit; points: measured. Small panels: ms of a decode step by batch, a line for each context length "
         "(dark 256, light 32K tokens); the share is the held-out 90th percentile of the error",
@@ -65,22 +67,18 @@ def draw_measured(measured: MeasuredEngine, path: Path) -> None:
     figure.savefig(path, dpi=DPI)
 
 
-def _requests(axes: Axes, served: ServingFit) -> None:
-    measured = np.array([row.request_s for row in served.rows])
-    error = served.unseen_gpus
-    _diagonal(axes, measured, np.array(served.predicted_s), np.array([row.gpus for row in served.rows]))
-    axes.set_title(
-        f"{served.engine}, {served.llm} on {served.accelerator},\nseconds of a request: {len(measured)} rows\n"
-        f"off {error.median:.1%}, degree unseen {error.held_out_median:.1%}",
-        fontsize=8,
-    )
-
-
-def _check(axes: Axes, check: Check) -> None:
-    measured, predicted, gpus = np.array(check.pairs).T
+def _scatter(axes: Axes, fit: ServingFit | Check) -> None:
+    if isinstance(fit, ServingFit):
+        pairs = [(row.request_s, own_s, row.gpus) for row, own_s in zip(fit.rows, fit.predicted_s, strict=True)]
+        error = f"off {fit.unseen_gpus.median:.1%}, degree unseen {fit.unseen_gpus.held_out_median:.1%}"
+        title = f"{fit.engine}, {fit.llm} on {fit.accelerator},\nseconds of a request: {len(pairs)} rows\n{error}"
+    else:
+        pairs = list(fit.pairs)
+        label = "\n".join(wrap(fit.label, TITLE_CHARACTERS))
+        title = f"{label}:\noff {fit.median:.1%}, {fit.rows} rows, none seen"
+    measured, predicted, gpus = np.array(pairs).T
     _diagonal(axes, measured, predicted, gpus.astype(int))
-    label = "\n".join(wrap(check.label, TITLE_CHARACTERS))
-    axes.set_title(f"{label}:\noff {check.median:.1%}, {check.rows} rows, none seen", fontsize=8)
+    axes.set_title(title, fontsize=8)
 
 
 def _diagonal(axes: Axes, measured: np.ndarray, predicted: np.ndarray, gpus: np.ndarray | None = None) -> None:
@@ -121,9 +119,3 @@ def _plain(axes: Axes) -> None:
         axis.set_minor_formatter(NullFormatter())
         axis.set_minor_locator(NullLocator())
     axes.tick_params(labelsize=6)
-
-
-def _title(fitted: FittedEngine) -> str:
-    profile = fitted.profile
-    share = f"  {fitted.decode_error.held_out_p90:.0%}" if fitted.decode_error else ""
-    return f"{profile.llm} {profile.accelerator} x{profile.gpus}{share}"

@@ -138,15 +138,11 @@ async def never_ready() -> None:
     return None
 
 
-def test_ports_differ_and_can_be_bound() -> None:
+def test_ports_differ_and_can_be_bound_and_the_kernel_gives_none_of_them_to_a_connection() -> None:
     chosen = ports.free_ports(50)
-    assert len(set(chosen)) == 50
-    assert all(ports.is_free(port) for port in chosen)
-
-
-def test_the_kernel_gives_none_of_them_to_a_connection() -> None:
+    assert len(set(chosen)) == 50 and all(ports.is_free(port) for port in chosen)
     first = int(ports.EPHEMERAL_RANGE.read_text().split()[0])
-    assert all(ports.LOWEST <= port < first for port in ports.free_ports(50))
+    assert all(ports.LOWEST <= port < first for port in chosen)
 
 
 def test_a_port_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

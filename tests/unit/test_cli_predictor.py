@@ -14,7 +14,7 @@ from support.transcripts import told_by_the_plan
 from tokenizers import Tokenizer
 from treadle_cli.app import app
 from treadle_cli.predictor.commands import DEFAULT_BACKBONE
-from treadle_cli.predictor.sources import read_source, transcripts_of_run, transcripts_of_works
+from treadle_cli.predictor.sources import transcripts_of_run
 from treadle_cli.report.records import Run, write_run
 from treadle_learned.backbone import DEFAULT
 from treadle_learned.checkpoint import ModelsFolder, load
@@ -99,11 +99,6 @@ def test_a_trajectory_that_is_in_two_sources_is_refused(tmp_path: Path) -> None:
     assert "trajectory 'own.jsonl/p#0' is in another source too" in twice and not (tmp_path / "o").exists()
 
 
-def test_bench_and_harvest_take_traces_for_the_same(tmp_path: Path) -> None:
-    write_traces(tmp_path / "own.jsonl", WORKS)
-    assert read_source(tmp_path / "own.jsonl") == transcripts_of_works(WORKS, "own.jsonl")
-
-
 def test_from_transcripts_to_the_predictor_in_use(tmp_path: Path) -> None:
     transcripts, folder, models = tmp_path / "t.jsonl.gz", tmp_path / "v1", tmp_path / "models"
     write_transcripts(told_by_the_plan(), transcripts)
@@ -125,16 +120,6 @@ def test_from_transcripts_to_the_predictor_in_use(tmp_path: Path) -> None:
     said("export", str(folder), "--models", str(models))
     assert ModelsFolder(models).current() == models / "v1" and load(models / "first").version == "first"
     assert "is there already; choose another version" in said("export", str(folder), "--models", str(models), code=2)
-
-
-def test_a_whole_adapter_is_exported_with_its_predictor(tmp_path: Path) -> None:
-    transcripts, folder = tmp_path / "t.jsonl", tmp_path / "v1"
-    write_transcripts(told_by_the_plan(), transcripts)
-    backbone = str(tiny_backbone(tmp_path / "backbone"))
-    said("train", str(transcripts), "--out", str(folder), "--backbone", backbone, "--tune", "full", "--epochs", "1")
-    said("export", str(folder), "--models", str(tmp_path / "models"))
-    names = [sorted(path.name for path in each.rglob("*")) for each in (folder, tmp_path / "models" / "v1")]
-    assert names[0] == names[1]
 
 
 def test_numbers_alone_are_learned_from_traces_without_text(tmp_path: Path) -> None:

@@ -177,11 +177,6 @@ def test_bad_options_get_one_line_that_names_them(tmp_path: Path, options: tuple
     ("content", "said"),
     [
         ("{}", r"mine.jsonl: line 1: prompt_id: is missing \(format: docs/traces.md\)"),
-        ("", r"mine.jsonl: holds no trajectory"),
-        (
-            '{"prompt_id":"a","sample":0,"prompt_tokens":9,"steps":[{"gen_tokens":0,"obs_tokens":0,"tool_latency_s":0}]}',
-            r"steps\[0\].gen_tokens: must be greater than or equal to 1, is 0",
-        ),
         (
             '{"prompt_id":"a","sample":0,"prompt_tokens":9,"steps":[{"gen_tokens":99000000,"obs_tokens":0,'
             '"tool_latency_s":0}]}',

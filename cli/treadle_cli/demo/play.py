@@ -22,8 +22,8 @@ from treadle_cli.demo.collect import CollectedFacts, collect_facts, trajectory_r
 from treadle_cli.demo.live import LiveBoard
 from treadle_cli.demo.tasks import make_prompts
 from treadle_cli.problems import UsageProblem
+from treadle_cli.report.page import render_run
 from treadle_cli.report.records import ArmRecord, Run, RunRecord, TrajectoryRecord, write_run
-from treadle_cli.report.render import render
 
 CLEANUP_S = 2.0  # after Ctrl-C the mesh ends too: no need to close every trajectory
 ASK_TIMEOUT_S = 10.0
@@ -93,7 +93,7 @@ async def play(
 def report_run(folder: Path, run: Run, console: Console) -> int:
     """Write the run's files and draw its report; the exit code of the command: 1 where a trajectory failed."""
     write_run(folder, run)
-    render(folder, console)
+    render_run(folder, console)
     return 1 if any(trajectory.outcome == "failed" for trajectory in run.trajectories) else 0
 
 

@@ -88,18 +88,24 @@ def train(
         from treadle_cli.predictor.sources import read_source
 
         read = read_source(transcripts)
-        with_text = any(transcript.has_text for transcript in read)
+        if not any(transcript.has_text for transcript in read):
+            backbone = ""
+        elif backbone == DEFAULT_MODEL:
+            backbone = str(default_model_folder())
+            if not Path(backbone).exists():
+                raise UsageProblem(
+                    f"{backbone} is not there yet: `treadle demo` makes it; or pass --backbone FOLDER or NAME"
+                )
         out_folder = out_folder.absolute().resolve()  # "." has no name
         how = Training(
             version=version or out_folder.name,
-            backbone=_backbone(backbone) if with_text else "",
+            backbone=backbone,
             tune=Tune(tune),
             seed=seed,
             epochs=epochs,
             max_tuples=max_tuples,
         )
         with _bars(exits.err) as bar:
-            _quiet()
             found = fit(read, how, out_folder, bar=bar)
         if as_json:
             typer.echo(json.dumps({"version": found.version, "leads": found.leads, **found.notes}))
@@ -119,7 +125,6 @@ def evaluate(checkpoint: CheckpointFolder, transcripts: Transcripts, as_json: As
 
         read = read_source(transcripts)
         with _bars(exits.err) as bar:
-            _quiet()
             found = evaluate_checkpoint(checkpoint, transcripts.name, read, bar)
         if as_json:
             typer.echo(json.dumps(found))
@@ -184,24 +189,13 @@ def _table(found: dict[str, Any]) -> Table:
     return drawn
 
 
-def _backbone(named: str) -> str:
-    if named != DEFAULT_MODEL:
-        return named
-    folder = default_model_folder()
-    if not folder.exists():
-        raise UsageProblem(f"{folder} is not there yet: `treadle demo` makes it; or pass --backbone FOLDER or NAME")
-    return str(folder)
-
-
-def _quiet() -> None:
+@contextmanager
+def _bars(console: Console) -> Iterator[Bar]:
+    """Progress bars on stderr, that may stand inside each other, in place of those of transformers; a bar disappears
+    when it is done."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-
-
-@contextmanager
-def _bars(console: Console) -> Iterator[Bar]:
-    """Progress bars on stderr, that may stand inside each other; a bar disappears when it is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import matplotlib as mpl
 import plotly.graph_objects as go
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from treadle_cli.report.palette import COLOURS, FAINT, GRID, INK, MEANINGS
+from treadle_cli.report.palette import COLOURS, DRAWN_KINDS, FAINT, GRID, INK, MEANINGS
 
 BAR_ROWS = 0.82  # height of a bar in rows; plotly would choose one from the distance between bars
 MOVE = {"symbol": "diamond", "size": 8, "color": COLOURS["migration"], "line": {"width": 1, "color": "white"}}
@@ -69,6 +71,25 @@ def make_html(figure: go.Figure, panels_px: int, *, more_px: int, legend_px: int
     figure.update_annotations(x=0.0, xanchor="left", font={"size": 13})
     config = {"displaylogo": False, "responsive": True}
     return str(figure.to_html(full_html=False, include_plotlyjs=True, config=config))
+
+
+Spans = Sequence[tuple[str, float, float]]  # kind, start and end in seconds
+
+
+def draw_row(
+    axes: Axes, row: int, spans: Sequence[tuple[str, float, float]], moves: Sequence[float], height: float, **mark: Any
+) -> None:
+    """Draw one trajectory in a picture. moves: seconds that a diamond marks."""
+    for kind in DRAWN_KINDS:
+        bars = [(start_s, end_s - start_s) for what, start_s, end_s in spans if what == kind]
+        if bars:
+            axes.broken_barh(bars, (row - height / 2, height), color=COLOURS[kind], linewidth=0)
+    axes.plot(moves, [row] * len(moves), "D", color=COLOURS["migration"], markeredgecolor="white", **mark)
+
+
+def add_legend(figure: Figure, handles: Sequence[Artist], at: tuple[float, float], **more: Any) -> None:
+    """One line of handles below the heading of a picture, `at` its upper left corner."""
+    figure.legend(handles=handles, loc="upper left", bbox_to_anchor=at, ncols=len(handles), frameon=False, **more)
 
 
 def use_font() -> AbstractContextManager[None]:

@@ -1,22 +1,25 @@
-"""Write report.html: the run as one page that loads nothing (plotly's script is inside).
+"""Draw all faces of a run from its folder; and report.html, one page that loads nothing (plotly's script is inside).
 
-A bar shows its trajectory, turn, engine and seconds when the pointer is on it; the arms share the time axis. Words and
-tables stand in report.html.j2; this module prepares the figures and draws the Gantt chart.
+A bar of the page shows its trajectory, turn, engine and seconds when the pointer is on it; the arms share the time
+axis. Words and tables stand in report.html.j2; this module prepares the figures and draws the Gantt chart.
 """
 
 import html
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
+from rich.console import Console
 
-from treadle_cli.report.accounting import ArmFigures
-from treadle_cli.report.comparison import headline, losses, rows, time_rows
+from treadle_cli.report.accounting import ArmFigures, arm_figures
+from treadle_cli.report.comparison import headline, losses, print_report, rows, time_rows
 from treadle_cli.report.gantt import MAKESPAN, MOVE, draw_bars, draw_marks, label_rows, make_html
 from treadle_cli.report.palette import COLOURS, DRAWN_KINDS, GRID, INK, row_label
-from treadle_cli.report.records import ForecastRecord, Run, SpanRecord, TrajectoryRecord
+from treadle_cli.report.picture import draw_picture
+from treadle_cli.report.records import ForecastRecord, Run, SpanRecord, TrajectoryRecord, read_run, write_summary
 from treadle_cli.templates import render
 
 CANCELLED = "CANCELLED"  # the tool returned before the KV had moved: the source goes on, nothing went wrong
@@ -24,10 +27,20 @@ ROW_PX = 15  # height of a trajectory's row; its label is 10 px
 PANEL_PX = 60  # title and margin of a panel
 
 
-def write_page(run: Run, figures: Sequence[ArmFigures], path: Path) -> None:
-    """Write the page: about 5 MB, nearly all of it plotly's script."""
+def render_run(folder: Path, console: Console) -> None:
+    """Read the run in `folder`, write report.html and report.png there, and print the tables. Raises RecordError."""
+    run = read_run(folder)
+    figures = [arm_figures(arm, run.of_arm(arm.arm)) for arm in run.record.arms]
+    write_summary(folder, run.record, [asdict(figure) for figure in figures])
+    (folder / "report.html").write_text(_fill_page(run, figures))
+    draw_picture(run, figures, folder / "report.png")
+    print_report(console, run, figures, folder)
+
+
+def _fill_page(run: Run, figures: Sequence[ArmFigures]) -> str:
+    """About 5 MB, nearly all of it plotly's script."""
     titles = [arm.title for arm in run.record.arms]
-    page = render(
+    return render(
         "treadle_cli.report",
         "report.html.j2",
         style=render("treadle_cli", "style.css.j2"),
@@ -47,7 +60,6 @@ def write_page(run: Run, figures: Sequence[ArmFigures], path: Path) -> None:
         ],
         losses=losses(figures),
     )
-    path.write_text(page)
 
 
 def _events(run: Run) -> list[str]:

@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from treadle_cli.report.accounting import KINDS, ArmFigures
-from treadle_cli.report.gantt import tidy, use_font
+from treadle_cli.report.gantt import add_legend, draw_row, tidy, use_font
 from treadle_cli.report.palette import COLOURS, DRAWN_KINDS, FAINT, INK, row_label
 from treadle_cli.report.records import ArmRecord, Run, TrajectoryRecord
 
@@ -22,7 +22,6 @@ WIDTH_IN = 13.0
 ROW_IN = 0.145  # height of a trajectory's row: a label of 6.5 points fits
 MOST_LABELLED_ROWS = 64  # beyond it row labels would overlap, and are left out
 DPI = 150
-MIGRATION: dict[str, Any] = {"marker": "D", "color": COLOURS["migration"], "linestyle": ""}
 MAKESPAN: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 1}
 TITLE: dict[str, Any] = {"loc": "left", "size": 11, "weight": "bold"}
 
@@ -65,17 +64,10 @@ def _draw_heading(figure: Figure, run: Run, figures: Sequence[ArmFigures], heigh
     figure.text(0.015, 1 - 0.54 / height, facts, size=9, color=FAINT)
     handles = [
         *(Patch(color=COLOURS[kind], label=kind) for kind in (*DRAWN_KINDS[:-1], "other")),
-        Line2D([], [], **MIGRATION, markersize=5, label="migration"),
+        Line2D([], [], marker="D", color=COLOURS["migration"], linestyle="", markersize=5, label="migration"),
         Line2D([], [], **MAKESPAN, label="makespan"),
     ]
-    figure.legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(0.006, 1 - 0.56 / height),
-        ncols=len(handles),
-        frameon=False,
-        fontsize=9,
-    )
+    add_legend(figure, handles, (0.006, 1 - 0.56 / height), fontsize=9)
 
 
 def _draw_arm(
@@ -84,12 +76,8 @@ def _draw_arm(
     for row, trajectory in enumerate(trajectories):
         whole = (trajectory.opened_s, trajectory.finished_s - trajectory.opened_s)
         axes.broken_barh([whole], (row - 0.41, 0.82), color=COLOURS["other"])
-        for kind in DRAWN_KINDS:
-            bars = [(s.start_s, s.end_s - s.start_s) for s in trajectory.spans if s.kind == kind]
-            if bars:
-                axes.broken_barh(bars, (row - 0.41, 0.82), color=COLOURS[kind], linewidth=0)
         moves = [s.start_s for s in trajectory.spans if s.kind == "migration"]
-        axes.plot(moves, [row] * len(moves), **MIGRATION, markersize=4, markeredgecolor="white", markeredgewidth=0.6)
+        draw_row(axes, row, [(s.kind, s.start_s, s.end_s) for s in trajectory.spans], moves, 0.82, ms=4, mew=0.6)
     axes.axvline(arm.makespan_s, **MAKESPAN)
     end = (arm.makespan_s, 0.5)
     axes.annotate(f"{end[0]:.1f} s", end, xytext=(4, 0), textcoords="offset points", size=9, weight="bold")

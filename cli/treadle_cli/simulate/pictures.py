@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from plotly.subplots import make_subplots
 
-from treadle_cli.report.gantt import MAKESPAN, MOVE, draw_bars, draw_marks, label_rows, make_html, tidy, use_font
+from treadle_cli.report import gantt
 from treadle_cli.report.palette import COLOURS, FAINT, GRID, INK
 from treadle_cli.simulate.comparison import Comparison
 from treadle_cli.simulate.output import Sentences, text_tables
@@ -45,7 +45,7 @@ def draw(scene: Scene, title: str, facts: str, path: Path) -> None:
     """Write the PNG."""
     heights = [STRIP_IN + GAP_IN + ROW_IN * (len(panel.bars) + 0.6) for panel in scene.panels]
     height = HEAD_IN + sum(heights) + TITLE_IN * len(heights) + FOOT_IN
-    with use_font():
+    with gantt.use_font():
         figure = Figure(figsize=(WIDTH_IN, height), dpi=DPI, facecolor="white")
         top = height - HEAD_IN
         for index, (panel, panel_in) in enumerate(zip(scene.panels, heights, strict=True)):
@@ -87,18 +87,8 @@ def _strip(axes: Axes, panel: Panel, scene: Scene) -> None:
 
 def _bars(axes: Axes, panel: Panel) -> None:
     for row, bars in enumerate(panel.bars):
-        for kind in BAR_KINDS:
-            spans = [(span.start_s, span.end_s - span.start_s) for span in bars.spans if span.what == kind]
-            if spans:
-                axes.broken_barh(spans, (row - 0.4, 0.8), color=COLOURS[kind], linewidth=0)
-        axes.plot(
-            bars.moved_s,
-            [row] * len(bars.moved_s),
-            "D",
-            color=COLOURS["migration"],
-            markersize=3.5,
-            markeredgecolor="white",
-            markeredgewidth=0.5,
+        gantt.draw_row(
+            axes, row, [(s.what, s.start_s, s.end_s) for s in bars.spans], bars.moved_s, 0.8, ms=3.5, mew=0.5
         )
     axes.set_ylim(len(panel.bars) - 0.4, -0.6)
     axes.set_yticks(range(len(panel.bars)), [bars.label for bars in panel.bars], size=6.5)
@@ -119,7 +109,7 @@ def _frame(axes: Axes, panel: Panel, scene: Scene) -> None:
             weight="bold",
             va="center",
         )
-    tidy(axes, line=False)
+    gantt.tidy(axes, line=False)
 
 
 def _legend(figure: Figure, scene: Scene, height: float) -> None:
@@ -135,16 +125,7 @@ def _legend(figure: Figure, scene: Scene, height: float) -> None:
             [], [], color=BOUND, linestyle=":", linewidth=1.5, label=f"no schedule ends before {scene.bound_s:.0f} s"
         ),
     ]
-    figure.legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(0.004, 1 - 0.55 / height),
-        ncols=len(handles),
-        frameon=False,
-        fontsize=8.5,
-        handlelength=1.4,
-        columnspacing=1.1,
-    )
+    gantt.add_legend(figure, handles, (0.004, 1 - 0.55 / height), fontsize=8.5, handlelength=1.4, columnspacing=1.1)
 
 
 def write_page(scene: Scene, title: str, facts: str, comparison: Comparison, sentences: Sentences, path: Path) -> None:
@@ -189,19 +170,19 @@ def _page_drawing(scene: Scene) -> str:
             figure.add_trace(_page_bars(panel, kind, legend=index == 0), row=rows, col=1)
         moves = [(moved_s, row, "") for row, bars in enumerate(panel.bars) for moved_s in bars.moved_s]
         goes_on = "goes on with another engine at %{x:.2f} s<extra></extra>"
-        moved = draw_marks("other engine", moves, MOVE, hovertemplate=goes_on, showlegend=index == 0)
+        moved = gantt.draw_marks("other engine", moves, gantt.MOVE, hovertemplate=goes_on, showlegend=index == 0)
         figure.add_trace(moved, row=rows, col=1)
         labels = [bars.label for bars in panel.bars]
-        label_rows(figure, labels, (len(labels) - 0.4, -0.6), row=rows, col=1)
+        gantt.label_rows(figure, labels, (len(labels) - 0.4, -0.6), row=rows, col=1)
         for row in (strip, rows):
-            figure.add_vline(x=panel.makespan_s, line=MAKESPAN, row=row, col=1)
+            figure.add_vline(x=panel.makespan_s, line=gantt.MAKESPAN, row=row, col=1)
             figure.add_vline(x=scene.bound_s, line={"color": BOUND, "width": 1, "dash": "dot"}, row=row, col=1)
     figure.update_xaxes(
         gridcolor=GRID, zeroline=False, ticksuffix=" s", range=[0, scene.end_s * 1.03], showticklabels=True
     )
     for strip in range(1, len(heights), 2):
         figure.update_xaxes(showticklabels=False, row=strip, col=1)
-    return make_html(figure, total, more_px=100, legend_px=34, left_px=210, top_px=80)
+    return gantt.make_html(figure, total, more_px=100, legend_px=34, left_px=210, top_px=80)
 
 
 def _page_strip(panel: Panel, scene: Scene) -> tuple[go.Heatmap, go.Heatmap]:
@@ -237,4 +218,4 @@ def _page_bars(panel: Panel, kind: str, *, legend: bool) -> go.Bar:
         for s in bars.spans
         if s.what == kind
     ]
-    return draw_bars(kind, bars, legend=legend)
+    return gantt.draw_bars(kind, bars, legend=legend)

@@ -26,7 +26,7 @@ from treadle_sim.systems import System
 
 from treadle_cli.problems import UsageProblem
 from treadle_cli.simulate import output
-from treadle_cli.simulate.comparison import Comparison, compare
+from treadle_cli.simulate.comparison import compare
 from treadle_cli.simulate.request import Request, SimulationPlan, make_plan
 from treadle_cli.simulate.scene import choose_systems, make_scene
 
@@ -45,19 +45,15 @@ async def run_simulate(request: Request, out_folder: Path, as_json: bool, out: C
     except OSError as error:
         raise UsageProblem(f"--out: {out_folder}: {error.strerror}") from error
     try:
-        comparison, sentences = await _simulate_into(folder, plan, progress)
+        await _simulate_into(folder, plan, as_json, out, progress)
     finally:
         if not any(folder.iterdir()):  # interrupted
             folder.rmdir()
-    if as_json:
-        typer.echo(json.dumps(output.make_document(plan, comparison, sentences, folder)))
-    else:
-        output.print_comparison(out, plan, comparison, sentences, folder)
     return 0
 
 
-async def _simulate_into(folder: Path, plan: SimulationPlan, progress: Console) -> tuple[Comparison, output.Sentences]:
-    """Simulate each system on the degree that suits it best, and write all files."""
+async def _simulate_into(folder: Path, plan: SimulationPlan, as_json: bool, out: Console, progress: Console) -> None:
+    """Simulate each system on the degree that suits it best, write all files, print."""
     jobs = [
         Job(system, setting, index, degree)
         for system in plan.systems
@@ -83,7 +79,10 @@ async def _simulate_into(folder: Path, plan: SimulationPlan, progress: Console) 
         document = output.make_document(plan, comparison, sentences, folder)
         (folder / output.SUMMARY).write_text(json.dumps(document, indent=1) + "\n")
         output.write_trajectories(plan, runs, folder / output.TRAJECTORIES)
-    return comparison, sentences
+    if as_json:
+        typer.echo(json.dumps(document))
+    else:
+        output.print_comparison(out, plan, comparison, sentences, folder)
 
 
 @dataclass(frozen=True, slots=True)
