@@ -1,4 +1,4 @@
-"""Fixtures for all tests: a real NATS server per test, and services as real child processes.
+"""Fixtures for all tests: real NATS servers, a bus, and services as real child processes.
 
 Whatever they start is ended by its pid, also when the test fails.
 """
@@ -13,6 +13,7 @@ from support.nats_server import NatsServer
 from support.processes import ServiceProcess, StartService, start_process
 from support.rewards import RewardCalls, rewards_of
 from support.tools import ToolsCalls, calls_to
+from treadle_runtime.bus import Bus, open_bus
 
 # What an example takes says nothing: the first one may compile a kernel, and machines are shared.
 hypothesis.settings.register_profile("treadle", deadline=None)
@@ -33,6 +34,28 @@ def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
 def nats_url(nats_server: NatsServer) -> str:
     """The address of this test's nats-server."""
     return nats_server.url
+
+
+@pytest.fixture(scope="module")
+def shared_nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a nats-server for all tests of a module."""
+    server = NatsServer(tmp_path_factory.mktemp("nats"))
+    server.start()
+    yield server.url
+    server.kill()
+
+
+@pytest.fixture
+async def bus(nats_url: str) -> AsyncIterator[Bus]:
+    """A connection to this test's nats-server."""
+    async with open_bus(nats_url, "test") as bus:
+        yield bus
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Services in this process notice soon that NATS is away."""
+    monkeypatch.setattr("treadle_runtime.bus.ANSWER_TIMEOUT_S", 0.4)
 
 
 @pytest.fixture

@@ -3,23 +3,29 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from typing import TypeAlias
 
 import grpc
 import grpc.aio
+import pytest
+import pytest_asyncio
 from support.rpc import refusal_of
 from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
 from treadle_placement.config import PlacementSettings
 from treadle_placement.wire import wire
 from treadle_runtime.server import serving
 
+Stub: TypeAlias = "placement_pb2_grpc.PlacementServiceAsyncStub"
 CALL_S = 30.0
 CURVE = {"base_s": 0.01, "per_sequence_s": 0.001, "per_kv_token_s": 1e-8, "prefill_tokens_per_s": 1e4}
 
 
-@asynccontextmanager
-async def placement(nats_url: str) -> "AsyncIterator[placement_pb2_grpc.PlacementServiceAsyncStub]":
-    settings = PlacementSettings(listen="127.0.0.1:0", nats_url=nats_url)
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stub(shared_nats_url: str) -> AsyncIterator[Stub]:
+    settings = PlacementSettings(listen="127.0.0.1:0", nats_url=shared_nats_url, default_base_s=0.5)
     async with serving(settings, wire) as served, grpc.aio.insecure_channel(served.address) as channel:
         yield placement_pb2_grpc.PlacementServiceStub(channel)
 
@@ -34,7 +40,7 @@ def engine(number: int, **changed: object) -> placement_pb2.PlacementEngine:
     return placement_pb2.PlacementEngine(**given)  # type: ignore[arg-type]
 
 
-async def test_plan_placement_names_the_bad_field(nats_url: str) -> None:
+async def test_plan_placement_names_the_bad_field(stub: Stub) -> None:
     bad: list[tuple[dict[str, object], dict[str, object], str]] = [
         ({"remaining_tokens": math.nan}, {}, "trajectories[1].remaining_tokens"),
         ({"remaining_tokens": math.inf}, {}, "trajectories[1].remaining_tokens"),
@@ -55,66 +61,66 @@ async def test_plan_placement_names_the_bad_field(nats_url: str) -> None:
         ({}, {"decode_curve": {**CURVE, "per_sequence_s": -1.0}}, "engines[1].decode_curve.per_sequence_s"),
         ({}, {"decode_curve": {"prefill_tokens_per_s": 5.0}}, "engines[1].decode_curve"),
     ]
-    async with placement(nats_url) as stub:
-        for of_trajectory, of_engine, field in bad:
-            request = placement_pb2.PlanPlacementRequest(
-                trajectories=[trajectory(0), trajectory(1, **of_trajectory)],
-                engines=[engine(0), engine(1, **of_engine)],
-            )
-            error = await refusal_of(stub.PlanPlacement(request, timeout=CALL_S))
-            assert (error.code, error.fields) == (grpc.StatusCode.INVALID_ARGUMENT, (field,))
-        for request, field in (
-            (placement_pb2.PlanPlacementRequest(trajectories=[trajectory(0)]), "engines"),
-            (placement_pb2.PlanPlacementRequest(engines=[engine(0)], cost_model=99), "cost_model"),  # type: ignore[arg-type]
-        ):
-            assert (await refusal_of(stub.PlanPlacement(request, timeout=CALL_S))).fields == (field,)
+    for of_trajectory, of_engine, field in bad:
+        request = placement_pb2.PlanPlacementRequest(
+            trajectories=[trajectory(0), trajectory(1, **of_trajectory)], engines=[engine(0), engine(1, **of_engine)]
+        )
+        error = await refusal_of(stub.PlanPlacement(request, timeout=CALL_S))
+        assert (error.code, error.fields) == (grpc.StatusCode.INVALID_ARGUMENT, (field,))
+    for request, field in (
+        (placement_pb2.PlanPlacementRequest(trajectories=[trajectory(0)]), "engines"),
+        (placement_pb2.PlanPlacementRequest(engines=[engine(0)], cost_model=99), "cost_model"),  # type: ignore[arg-type]
+    ):
+        assert (await refusal_of(stub.PlanPlacement(request, timeout=CALL_S))).fields == (field,)
 
 
-async def test_a_plan_has_one_group_for_each_engine_in_the_order_of_the_request(nats_url: str) -> None:
+async def test_a_plan_has_one_group_for_each_engine_in_the_order_of_the_request(stub: Stub) -> None:
     slow = {"base_s": 0.02, "per_sequence_s": 0.002}
     request = placement_pb2.PlanPlacementRequest(
         trajectories=[trajectory(number) for number in range(20)],
         engines=[engine(0, decode_curve=slow), engine(1), engine(2, decode_curve=slow)],
     )
-    async with placement(nats_url) as stub:
-        for cost_model in placement_pb2.CostModel.values():
-            request.cost_model = cost_model
-            plan = await stub.PlanPlacement(request, timeout=CALL_S)
-            again = await stub.PlanPlacement(request, timeout=CALL_S)
-            assert [group.engine_id for group in plan.groups] == ["e0", "e1", "e2"]
-            placed = [each for group in plan.groups for each in group.trajectory_ids]
-            assert sorted(placed) == sorted(f"t{number}" for number in range(20))
-            assert plan.groups[1].trajectory_ids[0] == "t19"  # the longest, on the fastest
-            for group in plan.groups:
-                assert list(group.trajectory_ids) == sorted(group.trajectory_ids, key=lambda each: -int(each[1:]))
-            makespan = plan.predicted_makespan
-            assert makespan.ToNanoseconds() >= plan.lower_bound.ToNanoseconds() > 0
-            assert makespan.ToNanoseconds() == max(each.predicted_time.ToNanoseconds() for each in plan.groups)
-            again.solve_time.CopyFrom(plan.solve_time)
-            assert again == plan
-
-
-async def test_an_engine_without_a_curve_is_taken_for_the_slowest_that_has_one(nats_url: str) -> None:
-    unknown = placement_pb2.PlacementEngine(engine_id="unknown", slot_limit=8)
-    works = [trajectory(number + 1) for number in range(8)]
-    async with placement(nats_url) as stub:
-        request = placement_pb2.PlanPlacementRequest(trajectories=works, engines=[unknown, engine(1)])
+    for cost_model in placement_pb2.CostModel.values():
+        request.cost_model = cost_model
         plan = await stub.PlanPlacement(request, timeout=CALL_S)
-        nothing = await stub.PlanPlacement(placement_pb2.PlanPlacementRequest(engines=[engine(0)]), timeout=CALL_S)
-    assert all(group.trajectory_ids for group in plan.groups)
-    assert [list(group.trajectory_ids) for group in nothing.groups] == [[]], "no trajectories make an empty plan"
-    assert nothing.predicted_makespan.ToNanoseconds() == 0
+        again = await stub.PlanPlacement(request, timeout=CALL_S)
+        assert [group.engine_id for group in plan.groups] == ["e0", "e1", "e2"]
+        placed = [each for group in plan.groups for each in group.trajectory_ids]
+        assert sorted(placed) == sorted(f"t{number}" for number in range(20))
+        assert plan.groups[1].trajectory_ids[0] == "t19"  # the longest, on the fastest
+        for group in plan.groups:
+            assert list(group.trajectory_ids) == sorted(group.trajectory_ids, key=lambda each: -int(each[1:]))
+        makespan = plan.predicted_makespan
+        assert makespan.ToNanoseconds() >= plan.lower_bound.ToNanoseconds() > 0
+        assert makespan.ToNanoseconds() == max(each.predicted_time.ToNanoseconds() for each in plan.groups)
+        again.solve_time.CopyFrom(plan.solve_time)
+        assert again == plan
 
 
-async def test_a_plan_of_the_papers_size_is_made_beside_small_ones(nats_url: str) -> None:
+async def test_without_a_decode_curve_an_engine_has_the_one_of_the_settings(stub: Stub) -> None:
+    request = placement_pb2.PlanPlacementRequest(
+        trajectories=[trajectory(1)],
+        engines=[placement_pb2.PlacementEngine(engine_id="e0", slot_limit=4)],
+        cost_model=placement_pb2.COST_MODEL_GROUP_SIZE,
+    )
+    plan = await stub.PlanPlacement(request, timeout=CALL_S)
+    assert 50.0 <= plan.predicted_makespan.ToTimedelta().total_seconds() <= 51.0
+
+
+async def test_no_trajectories_make_an_empty_plan(stub: Stub) -> None:
+    plan = await stub.PlanPlacement(placement_pb2.PlanPlacementRequest(engines=[engine(0)]), timeout=CALL_S)
+    assert [list(group.trajectory_ids) for group in plan.groups] == [[]]
+    assert plan.predicted_makespan.ToNanoseconds() == 0
+
+
+async def test_a_plan_of_the_papers_size_is_made_beside_small_ones(stub: Stub) -> None:
     large = placement_pb2.PlanPlacementRequest(
         trajectories=[trajectory(number) for number in range(6_400)], engines=[engine(number) for number in range(16)]
     )
     small = placement_pb2.PlanPlacementRequest(trajectories=[trajectory(1)], engines=[engine(0)])
-    async with placement(nats_url) as stub:
-        plan, *others = await asyncio.gather(
-            stub.PlanPlacement(large, timeout=CALL_S), *[stub.PlanPlacement(small, timeout=CALL_S) for _ in range(10)]
-        )
+    plan, *others = await asyncio.gather(
+        stub.PlanPlacement(large, timeout=CALL_S), *[stub.PlanPlacement(small, timeout=CALL_S) for _ in range(10)]
+    )
     assert sum(len(group.trajectory_ids) for group in plan.groups) == 6_400
     assert all(group.trajectory_ids for group in plan.groups)
     assert all(other.groups[0].trajectory_ids == ["t1"] for other in others)

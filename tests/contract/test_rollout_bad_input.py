@@ -1,9 +1,11 @@
 """Bad input to every RPC of RolloutService: the right code, naming the field or the reason."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import grpc.aio
+import pytest
 from support.finished_trajectories import CALL_S, RolloutCalls, finished, rollout_service
 from support.rpc import RpcError, refusal_of
 from treadle.common.v1.tokens_pb2 import Logprobs, TokenIds, VersionSpan
@@ -11,6 +13,12 @@ from treadle.rollout.v1 import rollout_pb2 as pb
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 NAN = b"\x00\x00\xc0\x7f"
+
+
+@pytest.fixture
+async def calls(nats_url: str) -> AsyncIterator[RolloutCalls]:
+    async with rollout_service(nats_url) as calls:
+        yield calls
 
 
 async def refusal(calls: RolloutCalls, rpc: str, request: Any) -> RpcError:
@@ -26,7 +34,7 @@ def batch(**fields: Any) -> pb.GetBatchRequest:
     return pb.GetBatchRequest(**{"request_id": "b", "rollout_id": "r", "max_groups": 1, **fields})
 
 
-async def test_a_bad_field_of_a_request_is_named(nats_url: str) -> None:
+async def test_a_bad_field_of_a_request_is_named(calls: RolloutCalls) -> None:
     bad: list[tuple[str, Any, str]] = [
         ("CreateRollout", creation(request_id=""), "request_id"),
         ("CreateRollout", creation(rollout_id="r/1"), "rollout_id"),
@@ -46,26 +54,24 @@ async def test_a_bad_field_of_a_request_is_named(nats_url: str) -> None:
         ("GetBatch", batch(max_groups=-3), "max_groups"),
         ("GetBatch", batch(weight_version=-1), "weight_version"),
     ]
-    async with rollout_service(nats_url) as calls:
-        await calls.create()
-        for rpc, request, field in bad:
-            error = await refusal(calls, rpc, request)
-            assert (error.code, error.fields) == (INVALID, (field,)), request
+    await calls.create()
+    for rpc, request, field in bad:
+        error = await refusal(calls, rpc, request)
+        assert (error.code, error.fields) == (INVALID, (field,)), request
 
 
-async def test_every_rpc_says_that_a_rollout_is_unknown_and_refuses_an_empty_id(nats_url: str) -> None:
-    async with rollout_service(nats_url) as calls:
-        for rollout_id in ("nowhere", ""):
-            errors = [
-                await refusal(calls, "GetRollout", pb.GetRolloutRequest(rollout_id=rollout_id)),
-                await refusal(calls, "CancelRollout", pb.CancelRolloutRequest(request_id="a", rollout_id=rollout_id)),
-                await refusal_of(RolloutCalls(calls.channel, rollout_id).submit(finished("a"))),
-                await refusal(calls, "GetBatch", batch(rollout_id=rollout_id)),
-                await refusal_of(calls.stub.WatchRollout(pb.WatchRolloutRequest(rollout_id=rollout_id)).read()),
-            ]
-            said = {(error.code, error.reason, error.fields) for error in errors}
-            unknown = (grpc.StatusCode.NOT_FOUND, "ROLLOUT_NOT_FOUND", ())
-            assert said == {unknown if rollout_id else (INVALID, "INVALID_ARGUMENT", ("rollout_id",))}
+async def test_every_rpc_says_that_a_rollout_is_unknown_and_refuses_an_empty_id(calls: RolloutCalls) -> None:
+    for rollout_id in ("nowhere", ""):
+        errors = [
+            await refusal(calls, "GetRollout", pb.GetRolloutRequest(rollout_id=rollout_id)),
+            await refusal(calls, "CancelRollout", pb.CancelRolloutRequest(request_id="a", rollout_id=rollout_id)),
+            await refusal_of(RolloutCalls(calls.channel, rollout_id).submit(finished("a"))),
+            await refusal(calls, "GetBatch", batch(rollout_id=rollout_id)),
+            await refusal_of(calls.stub.WatchRollout(pb.WatchRolloutRequest(rollout_id=rollout_id)).read()),
+        ]
+        said = {(error.code, error.reason, error.fields) for error in errors}
+        unknown = (grpc.StatusCode.NOT_FOUND, "ROLLOUT_NOT_FOUND", ())
+        assert said == {unknown if rollout_id else (INVALID, "INVALID_ARGUMENT", ("rollout_id",))}
 
 
 def spans(*given: tuple[str, int, int]) -> dict[str, Any]:
@@ -73,7 +79,7 @@ def spans(*given: tuple[str, int, int]) -> dict[str, Any]:
     return {"version_spans": made}
 
 
-async def test_a_bad_field_of_a_trajectory_is_named(nats_url: str) -> None:
+async def test_a_bad_field_of_a_trajectory_is_named(calls: RolloutCalls) -> None:
     """Three prompt tokens and four sampled ones, under a staleness bound, each time with one thing wrong."""
     bad: list[tuple[dict[str, Any], str]] = [
         ({"trajectory_id": "a b"}, "trajectory_id"),
@@ -101,39 +107,35 @@ async def test_a_bad_field_of_a_trajectory_is_named(nats_url: str) -> None:
         (spans(("step-12", 3, 7)), "version_spans[0].weight_version"),
         (spans(("-1", 3, 7)), "version_spans[0].weight_version"),
     ]
-    async with rollout_service(nats_url) as calls:
-        await calls.create(samples=2, staleness=1)
-        for number, (fields, field) in enumerate(bad):
-            trajectory = finished("a")
-            for name in fields:
-                trajectory.ClearField(name)  # type: ignore[arg-type]
-            trajectory.MergeFrom(pb.FinishedTrajectory(**fields))
-            error = await refusal_of(calls.submit(trajectory, f"bad-{number}"))
-            assert (error.code, error.fields) == (INVALID, (f"trajectory.{field}",)), fields
-        assert (await calls.submit(finished("a"), "good")).kept
+    await calls.create(samples=2, staleness=1)
+    for number, (fields, field) in enumerate(bad):
+        trajectory = finished("a")
+        for name in fields:
+            trajectory.ClearField(name)  # type: ignore[arg-type]
+        trajectory.MergeFrom(pb.FinishedTrajectory(**fields))
+        error = await refusal_of(calls.submit(trajectory, f"bad-{number}"))
+        assert (error.code, error.fields) == (INVALID, (f"trajectory.{field}",)), fields
+    assert (await calls.submit(finished("a"), "good")).kept
 
 
-async def test_any_version_is_taken_where_staleness_is_not_bounded(nats_url: str) -> None:
-    async with rollout_service(nats_url) as calls:
-        await calls.create()
-        assert (await calls.submit(finished("a", versions=("step-12",)))).kept
+async def test_any_version_is_taken_where_staleness_is_not_bounded(calls: RolloutCalls) -> None:
+    await calls.create()
+    assert (await calls.submit(finished("a", versions=("step-12",)))).kept
 
 
-async def test_what_is_taken_by_another_request_is_refused(nats_url: str) -> None:
+async def test_what_is_taken_by_another_request_is_refused(calls: RolloutCalls) -> None:
     """The id of a rollout, the sample of another trajectory, and the id of another GetBatch."""
-    async with rollout_service(nats_url) as calls:
-        await calls.create(samples=2, keep=1)
-        exists = await refusal_of(calls.create(request_id="another"))
-        assert exists[:2] == (grpc.StatusCode.ALREADY_EXISTS, "ROLLOUT_EXISTS")
-        await calls.submit(finished("a"))
-        taken = await refusal_of(calls.submit(finished("b")))
-        assert taken[:2] == (grpc.StatusCode.ALREADY_EXISTS, "SAMPLE_TAKEN")
-        await calls.batch("b", 1)
-        assert (await refusal_of(calls.batch("b", 2))).fields == ("request_id",)
+    await calls.create(samples=2, keep=1)
+    exists = await refusal_of(calls.create(request_id="another"))
+    assert exists[:2] == (grpc.StatusCode.ALREADY_EXISTS, "ROLLOUT_EXISTS")
+    await calls.submit(finished("a"))
+    taken = await refusal_of(calls.submit(finished("b")))
+    assert taken[:2] == (grpc.StatusCode.ALREADY_EXISTS, "SAMPLE_TAKEN")
+    await calls.batch("b", 1)
+    assert (await refusal_of(calls.batch("b", 2))).fields == ("request_id",)
 
 
-async def test_more_sampled_tokens_than_the_cap_are_refused(nats_url: str) -> None:
-    async with rollout_service(nats_url) as calls:
-        await calls.stub.CreateRollout(creation(rollout_id="r", max_total_tokens=4), timeout=CALL_S)
-        assert (await refusal_of(calls.submit(finished("a", sampled=5)))).fields == ("trajectory.tokens",)
-        assert (await calls.submit(finished("b", sampled=4))).kept
+async def test_more_sampled_tokens_than_the_cap_are_refused(calls: RolloutCalls) -> None:
+    await calls.stub.CreateRollout(creation(rollout_id="r", max_total_tokens=4), timeout=CALL_S)
+    assert (await refusal_of(calls.submit(finished("a", sampled=5)))).fields == ("trajectory.tokens",)
+    assert (await calls.submit(finished("b", sampled=4))).kept

@@ -3,38 +3,36 @@
 import asyncio
 
 from support.nats_server import NatsServer
-from treadle_runtime.bus import BATCH, entries_of, open_bus
+from treadle_runtime.bus import BATCH, Bus, entries_of, open_bus
 
 PART_BYTES = 512 * 1024  # large values arrive slower than the answers about them
 
 
-async def test_an_empty_bucket_has_no_entries(nats_url: str) -> None:
-    async with open_bus(nats_url, "test") as bus:
-        bucket = await bus.key_value("b")
-        assert await entries_of(bucket) == []
-        await bucket.put("k", b"v")
-        await bucket.delete("k")
-        assert await entries_of(bucket) == []
+async def test_an_empty_bucket_has_no_entries(bus: Bus) -> None:
+    bucket = await bus.key_value("b")
+    assert await entries_of(bucket) == []
+    await bucket.put("k", b"v")
+    await bucket.delete("k")
+    assert await entries_of(bucket) == []
 
 
-async def test_every_key_is_read_once_with_its_newest_value_in_order(nats_url: str) -> None:
-    async with open_bus(nats_url, "test") as bus:
-        bucket = await bus.key_value("b")
-        keys = [f"k.{index}" for index in range(2 * BATCH + 3)]
-        for value in (b"old", b"new"):
-            await asyncio.gather(*(bucket.put(key, value) for key in keys))
-        await bucket.put("k.7", b"newest")
-        await bucket.delete("k.9")
-        await bucket.purge("k.11")
-        entries = await entries_of(bucket)
-        assert {entry.key for entry in entries} == set(keys) - {"k.9", "k.11"}
-        assert len(entries) == len(keys) - 2
-        assert entries[-1].key == "k.7"
-        assert {entry.value for entry in entries[:-1]} == {b"new"}
-        revisions = [entry.revision or 0 for entry in entries]
-        assert revisions == sorted(revisions)
-        assert (await bucket.get("k.7")).revision == revisions[-1]
-        assert {entry.key for entry in await entries_of(bucket, keys_only=True)} == {entry.key for entry in entries}
+async def test_every_key_is_read_once_with_its_newest_value_in_order(bus: Bus) -> None:
+    bucket = await bus.key_value("b")
+    keys = [f"k.{index}" for index in range(2 * BATCH + 3)]
+    for value in (b"old", b"new"):
+        await asyncio.gather(*(bucket.put(key, value) for key in keys))
+    await bucket.put("k.7", b"newest")
+    await bucket.delete("k.9")
+    await bucket.purge("k.11")
+    entries = await entries_of(bucket)
+    assert {entry.key for entry in entries} == set(keys) - {"k.9", "k.11"}
+    assert len(entries) == len(keys) - 2
+    assert entries[-1].key == "k.7"
+    assert {entry.value for entry in entries[:-1]} == {b"new"}
+    revisions = [entry.revision or 0 for entry in entries]
+    assert revisions == sorted(revisions)
+    assert (await bucket.get("k.7")).revision == revisions[-1]
+    assert {entry.key for entry in await entries_of(bucket, keys_only=True)} == {entry.key for entry in entries}
 
 
 async def test_what_is_there_is_read_whatever_is_written_meanwhile(nats_url: str) -> None:

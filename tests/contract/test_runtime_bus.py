@@ -33,16 +33,16 @@ class Ear:
         self.heard.append(engine_id)
 
 
-async def test_facts_arrive_in_order_at_who_asked_for_their_kind(nats_url: str) -> None:
+async def test_facts_arrive_in_order_at_who_asked_for_their_kind(bus: Bus) -> None:
     ear, others = Ear(), Ear()
-    async with open_bus(nats_url, "test") as bus:
-        await bus.subscribe(["engine_lost"], ear)
-        await bus.subscribe(["step_queued", "step_started"], others)
-        for index in range(200):
-            await bus.publish(lost(str(index)))
-        step = StepFinished(step=StepRef(trajectory_id="t"))
-        await bus.publish(make_fact("test", step_finished=step))
-        await until(lambda: len(ear.heard) == 200)
+    await bus.subscribe(["engine_lost"], ear)
+    await bus.subscribe(["step_queued", "step_started"], others)
+    for index in range(200):
+        await bus.publish(lost(str(index)))
+    step = StepFinished(step=StepRef(trajectory_id="t"))
+    await bus.publish(make_fact("test", step_finished=step))
+    await until(lambda: len(ear.heard) == 200)
+
     assert ear.heard == [str(index) for index in range(200)]
     assert others.heard == []
 
@@ -62,15 +62,15 @@ async def test_a_fact_published_twice_is_handled_once(nats_url: str) -> None:
     assert ear.heard == ["once", "last"]
 
 
-async def test_without_replay_a_subscriber_hears_what_comes_with_it_what_came(nats_url: str) -> None:
+async def test_without_replay_a_subscriber_hears_what_comes_with_it_what_came(bus: Bus) -> None:
     late, historian = Ear(), Ear()
-    async with open_bus(nats_url, "test") as bus:
-        await bus.publish(lost("before"))
-        await bus.flush()
-        await bus.subscribe(["engine_lost"], late)
-        await bus.subscribe(["engine_lost"], historian, replay=True)
-        await bus.publish(lost("after"))
-        await until(lambda: late.heard and len(historian.heard) == 2)
+    await bus.publish(lost("before"))
+    await bus.flush()
+    await bus.subscribe(["engine_lost"], late)
+    await bus.subscribe(["engine_lost"], historian, replay=True)
+    await bus.publish(lost("after"))
+    await until(lambda: late.heard and len(historian.heard) == 2)
+
     assert late.heard == ["after"]
     assert historian.heard == ["before", "after"]
 
@@ -113,15 +113,15 @@ async def test_facts_that_a_dead_subscriber_had_not_acknowledged_come_at_once_to
     assert second.heard == [str(index) for index in range(5)]
 
 
-async def test_a_handler_that_fails_gets_the_fact_again_a_bounded_number_of_times(nats_url: str) -> None:
+async def test_a_handler_that_fails_gets_the_fact_again_a_bounded_number_of_times(bus: Bus) -> None:
     ear = Ear(failures={"shaky": 2, "hopeless": 1000})
-    async with open_bus(nats_url, "test") as bus:
-        await bus.subscribe(["engine_lost"], ear)
-        for name in ("shaky", "hopeless", "fine"):
-            await bus.publish(lost(name))
-        await until(lambda: set(ear.heard) == {"shaky", "fine"} and ear.tries.count("hopeless") == 5)
-        await bus.publish(lost("later"))
-        await until(lambda: "later" in ear.heard)
+    await bus.subscribe(["engine_lost"], ear)
+    for name in ("shaky", "hopeless", "fine"):
+        await bus.publish(lost(name))
+    await until(lambda: set(ear.heard) == {"shaky", "fine"} and ear.tries.count("hopeless") == 5)
+    await bus.publish(lost("later"))
+    await until(lambda: "later" in ear.heard)
+
     assert ear.tries.count("shaky") == 3
     assert ear.tries.count("hopeless") == 5
     assert ear.heard.count("fine") == 1
@@ -174,14 +174,13 @@ async def test_leaving_the_bus_sends_what_was_accepted(nats_url: str) -> None:
         await until(lambda: len(ear.heard) == 500)
 
 
-async def test_a_fact_that_cannot_be_sent_is_refused_when_it_is_published(nats_url: str) -> None:
-    async with open_bus(nats_url, "test") as bus:
-        with pytest.raises(ValueError, match="bytes"):
-            await bus.publish(lost("x" * (bus.max_payload_bytes + 1)))
-        with pytest.raises(ValueError, match="fact_id"):
-            await bus.publish(Fact(engine_lost=EngineLost()))
-        with pytest.raises(ValueError, match="no such kind"):
-            await bus.subscribe(["engine_eaten"], Ear())
+async def test_a_fact_that_cannot_be_sent_is_refused_when_it_is_published(bus: Bus) -> None:
+    with pytest.raises(ValueError, match="bytes"):
+        await bus.publish(lost("x" * (bus.max_payload_bytes + 1)))
+    with pytest.raises(ValueError, match="fact_id"):
+        await bus.publish(Fact(engine_lost=EngineLost()))
+    with pytest.raises(ValueError, match="no such kind"):
+        await bus.subscribe(["engine_eaten"], Ear())
 
 
 async def test_a_bucket_is_made_once_and_shared(nats_url: str) -> None:

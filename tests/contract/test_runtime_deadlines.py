@@ -5,13 +5,12 @@ import contextvars
 
 import grpc.aio
 from support.conditions import until
-from support.probe_service import Probe, ProbeSettings, ProbeStream, wire
+from support.probe_service import ProbeSettings, ProbeStream, wire
 from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
 from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
 from treadle_runtime.calls import detached_context, limit_to, remaining_s
 from treadle_runtime.server import Runtime, Wiring, serving
 
-PLACEMENT = "treadle.placement.v1.PlacementService"
 MIGRATOR = "treadle.migrator.v1.MigratorService"
 
 
@@ -66,15 +65,9 @@ async def test_a_stream_that_its_client_leaves_is_closed(nats_url: str) -> None:
     streams: list[ProbeStream] = []
 
     async def wired(runtime: Runtime) -> Wiring:
-        stream = ProbeStream(runtime)
-        streams.append(stream)
-        assert isinstance(runtime.settings, ProbeSettings)
-        probe = Probe(runtime.settings, runtime)
+        streams.append(ProbeStream(runtime))  # type: ignore[abstract]
         return Wiring(
-            {
-                PLACEMENT: lambda server: placement_pb2_grpc.add_PlacementServiceServicer_to_server(probe, server),
-                MIGRATOR: lambda server: migrator_pb2_grpc.add_MigratorServiceServicer_to_server(stream, server),
-            }
+            {MIGRATOR: lambda server: migrator_pb2_grpc.add_MigratorServiceServicer_to_server(streams[0], server)}
         )
 
     async with (

@@ -1,6 +1,5 @@
 """Telemetry against an OTLP collector in this process: one trace from the client's call to the handler of a fact."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -12,12 +11,12 @@ import grpc.aio
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from support.conditions import until
+from support.facts import hear
 from support.probe_service import ProbeSettings
 from support.processes import ServiceProcess, StartService
 from support.rpc import refusal_of
 from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
 from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
-from treadle.telemetry.v1.facts_pb2 import Fact
 from treadle_runtime.bus import open_bus
 from treadle_runtime.telemetry import Tracing, configure_tracing
 
@@ -85,17 +84,11 @@ async def test_one_trace_runs_through_two_services_and_on_to_the_handler_of_a_fa
         second = await start_service(PROBE, env, service="probe")
         first = await start_service(PROBE, {**env, "TREADLE_PROBE_UPSTREAM": second.address}, service="probe")
         tracing = configure_tracing(ProbeSettings(otlp_endpoint=endpoint))
-        heard = asyncio.Event()
-
-        async def hear(fact: Fact) -> None:
-            assert fact.engine_lost.engine_id == "slow"
-            heard.set()
-
         async with open_bus(nats_url, "test", tracer=tracing.tracer) as bus:
-            await bus.subscribe(["engine_lost"], hear)
+            heard = await hear(bus, "engine_lost")
             await call(first.address, "upstream:")
             await call(second.address, "slow")
-            await heard.wait()
+            await until(lambda: heard)
         async with grpc.aio.insecure_channel(second.address) as channel:
             watch = migrator_pb2_grpc.MigratorServiceStub(channel).WatchMigration(migrator_pb2.WatchMigrationRequest())
             assert len([response async for response in watch]) == 3

@@ -163,19 +163,7 @@ REFUSED: list[tuple[str, Any, grpc.StatusCode, str]] = [
 ]
 
 
-async def test_malformed_requests_are_invalid_arguments_that_name_the_field(client: SchedulerClient) -> None:
-    for rpc, request, field in MALFORMED:
-        error = await refusal_of(client.call(rpc, request))
-        assert (error.code, error.fields) == (INVALID, (field,)), f"{rpc} {request}"
-
-
-async def test_requests_that_do_not_fit_the_state_are_refused_with_a_reason(client: SchedulerClient) -> None:
-    for rpc, request, code, reason in REFUSED:
-        error = await refusal_of(client.call(rpc, request))
-        assert (error.code, error.reason) == (code, reason), f"{rpc} {request}"
-
-
-async def test_what_was_refused_has_changed_nothing(client: SchedulerClient) -> None:
+async def test_what_is_wrong_is_refused_by_field_or_reason_and_changes_nothing(client: SchedulerClient) -> None:
     async def state() -> tuple[Any, Any, Any]:
         return (
             await client.call("ListTrajectories", pb.ListTrajectoriesRequest()),
@@ -184,8 +172,12 @@ async def test_what_was_refused_has_changed_nothing(client: SchedulerClient) -> 
         )
 
     before = await state()
-    for rpc, request in [*(case[:2] for case in MALFORMED), *(case[:2] for case in REFUSED)]:
-        await refusal_of(client.call(rpc, request))
+    for rpc, request, field in MALFORMED:
+        error = await refusal_of(client.call(rpc, request))
+        assert (error.code, error.fields) == (INVALID, (field,)), f"{rpc} {request}"
+    for rpc, request, code, reason in REFUSED:
+        error = await refusal_of(client.call(rpc, request))
+        assert (error.code, error.reason) == (code, reason), f"{rpc} {request}"
     assert await state() == before
 
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-import grpc.aio
 import pytest
 from support.conditions import until
 from support.engine_steps import Step, int32s, responses, run_step, step_request, ticket
-from support.fake_sglang import END_TOKEN, expected, fake_sglang, text_of
-from support.rpc import error_of, refused
+from support.facts import hear
+from support.fake_sglang import END_TOKEN, FakeSglang, expected, fake_sglang, text_of
+from support.rpc import refusal_of, refused
 from support.sidecar_in_process import Sidecar, sidecar
 from treadle.common.v1.tokens_pb2 import SamplingParams, TokenIds
 from treadle.engine.v1 import engine_pb2
-from treadle.telemetry.v1.facts_pb2 import Fact
-from treadle_runtime.facts import kind_of
+from treadle_runtime.bus import Bus
 
 PROMPT = list(range(10, 74))
 LENGTH, STOP, ABORTED = (
@@ -40,25 +40,27 @@ async def abort(side: Sidecar, request: engine_pb2.GenerateRequest) -> engine_pb
     return await side.stub.Abort(asked, timeout=10)
 
 
-class Ears:
-    """The facts of some kinds, as the bus tells them."""
-
-    def __init__(self) -> None:
-        self.facts: list[Fact] = []
-
-    async def hear(self, fact: Fact) -> None:
-        self.facts.append(fact)
+@pytest.fixture
+async def engine() -> AsyncIterator[FakeSglang]:
+    async with fake_sglang() as engine:
+        yield engine
 
 
-async def test_a_step_streams_its_tokens_with_logprobs_version_and_timing(nats_url: str) -> None:
-    async with fake_sglang() as engine, sidecar(nats_url, engine.url) as side:
-        result = await run_step(side.stub, greedy(50))
-        finished = result.require_whole()
-        assert result.tokens.tolist() == expected(PROMPT, 50)
-        assert (finished.reason, finished.cached_tokens) == (LENGTH, 0)
-        assert [span.weight_version for span in finished.version_spans] == ["default"]
-        again = await run_step(side.stub, greedy(5))
-        assert again.require_whole().cached_tokens == 48, "whole pages before the last prompt token"
+@pytest.fixture
+async def side(nats_url: str, engine: FakeSglang) -> AsyncIterator[Sidecar]:
+    """Of one slot."""
+    async with sidecar(nats_url, engine.url, slots=1) as side:
+        yield side
+
+
+async def test_a_step_streams_its_tokens_with_logprobs_version_and_timing(side: Sidecar) -> None:
+    result = await run_step(side.stub, greedy(50))
+    finished = result.require_whole()
+    assert result.tokens.tolist() == expected(PROMPT, 50)
+    assert (finished.reason, finished.cached_tokens) == (LENGTH, 0)
+    assert [span.weight_version for span in finished.version_spans] == ["default"]
+    again = await run_step(side.stub, greedy(5))
+    assert again.require_whole().cached_tokens == 48, "whole pages before the last prompt token"
 
 
 async def test_a_higher_step_evicts_a_lower_one_and_the_lower_one_loses_nothing(nats_url: str) -> None:
@@ -119,28 +121,26 @@ async def test_an_abort_returns_every_token_that_was_sampled(nats_url: str) -> N
         assert result.tokens.tolist() == expected(PROMPT, finished.output_tokens)
 
 
-async def test_a_waiting_step_is_aborted_without_the_engine(nats_url: str) -> None:
-    async with fake_sglang() as engine, sidecar(nats_url, engine.url, slots=1) as side:
-        running = Step(side.stub, greedy(200))
-        await until(lambda: engine.most_running == 1)
-        request = greedy(10)
-        waiting = Step(side.stub, request)
-        await side.until_waiting(1)
-        await abort(side, request)
-        finished = (await waiting).require_whole()
-        assert (finished.reason, finished.output_tokens) == (ABORTED, 0)
-        assert (await running).require_whole().output_tokens == 200
+async def test_a_waiting_step_is_aborted_without_the_engine(engine: FakeSglang, side: Sidecar) -> None:
+    running = Step(side.stub, greedy(200))
+    await until(lambda: engine.most_running == 1)
+    request = greedy(10)
+    waiting = Step(side.stub, request)
+    await side.until_waiting(1)
+    await abort(side, request)
+    finished = (await waiting).require_whole()
+    assert (finished.reason, finished.output_tokens) == (ABORTED, 0)
+    assert (await running).require_whole().output_tokens == 200
 
 
-async def test_a_caller_that_goes_away_frees_its_slot(nats_url: str) -> None:
-    async with fake_sglang() as engine, sidecar(nats_url, engine.url, slots=1) as side:
-        stream = responses(side.stub, greedy(3000))
-        async for response in stream:
-            if response.WhichOneof("event") == "tokens":
-                break
-        stream.cancel()
-        (await run_step(side.stub, greedy(10))).require_whole()
-        assert len(engine.aborts) >= 1
+async def test_a_caller_that_goes_away_frees_its_slot(engine: FakeSglang, side: Sidecar) -> None:
+    stream = responses(side.stub, greedy(3000))
+    async for response in stream:
+        if response.WhichOneof("event") == "tokens":
+            break
+    stream.cancel()
+    (await run_step(side.stub, greedy(10))).require_whole()
+    assert len(engine.aborts) >= 1
 
 
 async def test_a_late_priority_reorders_what_waits(nats_url: str) -> None:
@@ -169,47 +169,45 @@ async def test_a_late_priority_reorders_what_waits(nats_url: str) -> None:
         assert order == ["first", "third", "second"]
 
 
-async def test_resumed_output_counts_and_is_not_sent_again(nats_url: str) -> None:
+async def test_resumed_output_counts_and_is_not_sent_again(engine: FakeSglang, side: Sidecar) -> None:
     """A step whose engine was lost after 30 tokens. Result: the first new token's offset is 30, the tokens those of an
     unbroken run.
     """
     whole = expected(PROMPT, 100)
-    async with fake_sglang() as engine, sidecar(nats_url, engine.url) as side:
-        result = await run_step(side.stub, greedy(100, resumed=whole[:30]))
-        finished = result.require_whole(resumed=30)
-        assert result.tokens.tolist() == whole[30:]
-        assert (finished.output_tokens, finished.version_spans[0].start_token) == (100, 30)
-        done = await run_step(side.stub, greedy(30, resumed=whole[:30]))
-        assert done.finished is not None
-        assert (done.finished.reason, len(done.tokens)) == (LENGTH, 0)
+    result = await run_step(side.stub, greedy(100, resumed=whole[:30]))
+    finished = result.require_whole(resumed=30)
+    assert result.tokens.tolist() == whole[30:]
+    assert (finished.output_tokens, finished.version_spans[0].start_token) == (100, 30)
+    done = await run_step(side.stub, greedy(30, resumed=whole[:30]))
+    assert done.finished is not None
+    assert (done.finished.reason, len(done.tokens)) == (LENGTH, 0)
 
 
-async def test_an_engine_that_dies_in_a_stream_is_unavailable_after_all_its_tokens(nats_url: str) -> None:
+async def test_an_engine_that_dies_in_a_stream_is_unavailable_after_all_its_tokens(
+    engine: FakeSglang, side: Sidecar
+) -> None:
     """The engine is killed while one step runs and one waits; then it comes back. Result: both end with ENGINE_LOST,
     the running one after the tokens it had, and the sidecar serves again.
     """
-    async with fake_sglang() as engine, sidecar(nats_url, engine.url, slots=1) as side:
-        running = Step(side.stub, greedy(3000))
-        await running.until_tokens(11)
-        waiting = Step(side.stub, greedy(3000))
-        await side.until_waiting(1)
-        await engine.stop()
-        for step in (running, waiting):
-            with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await step
-            code, reason, _, retry_after_s = error_of(raised.value)
-            assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST")
-            assert retry_after_s is not None
-        received = running.seen.tokens.tolist()
-        assert len(received) == len(running.seen.logprobs) > 10
-        assert received == expected(PROMPT, len(received))
+    running = Step(side.stub, greedy(3000))
+    await running.until_tokens(11)
+    waiting = Step(side.stub, greedy(3000))
+    await side.until_waiting(1)
+    await engine.stop()
+    for step in (running, waiting):
+        code, reason, _, retry_after_s = await refusal_of(step)
+        assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST")
+        assert retry_after_s is not None
+    received = running.seen.tokens.tolist()
+    assert len(received) == len(running.seen.logprobs) > 10
+    assert received == expected(PROMPT, len(received))
 
-        await side.until_engine_is(False)
-        with refused("ENGINE_LOST"):
-            await run_step(side.stub, greedy(5))
-        await engine.start()
-        await side.until_engine_is(True)
-        (await run_step(side.stub, greedy(5))).require_whole()
+    await side.until_engine_is(False)
+    with refused("ENGINE_LOST"):
+        await run_step(side.stub, greedy(5))
+    await engine.start()
+    await side.until_engine_is(True)
+    (await run_step(side.stub, greedy(5))).require_whole()
 
 
 async def test_a_stop_string_that_an_eviction_splits_ends_the_step(nats_url: str) -> None:
@@ -233,14 +231,13 @@ async def test_a_stop_string_that_an_eviction_splits_ends_the_step(nats_url: str
         assert resumed.tokens.tolist() == output[75:90]
 
 
-async def test_the_end_token_ends_a_step_and_ignore_eos_does_not(nats_url: str) -> None:
-    async with fake_sglang() as engine, sidecar(nats_url, engine.url) as side:
-        engine.end_at = len(PROMPT) + 7
-        ended = await run_step(side.stub, greedy(50))
-        assert ended.require_whole().reason == STOP
-        assert (len(ended.tokens), ended.tokens[-1]) == (8, END_TOKEN)
-        on = await run_step(side.stub, greedy(50, ignore_eos=True))
-        assert on.require_whole().output_tokens == 50
+async def test_the_end_token_ends_a_step_and_ignore_eos_does_not(engine: FakeSglang, side: Sidecar) -> None:
+    engine.end_at = len(PROMPT) + 7
+    ended = await run_step(side.stub, greedy(50))
+    assert ended.require_whole().reason == STOP
+    assert (len(ended.tokens), ended.tokens[-1]) == (8, END_TOKEN)
+    on = await run_step(side.stub, greedy(50, ignore_eos=True))
+    assert on.require_whole().output_tokens == 50
 
 
 async def test_the_context_limit_ends_a_step_as_length(nats_url: str) -> None:
@@ -250,56 +247,46 @@ async def test_the_context_limit_ends_a_step_as_length(nats_url: str) -> None:
         assert (finished.reason, finished.output_tokens) == (LENGTH, 5)
 
 
-async def test_the_facts_of_a_step_reach_the_bus_in_order(nats_url: str) -> None:
-    async with fake_sglang() as engine, sidecar(nats_url, engine.url, slots=1) as side:
-        ears = Ears()
-        kinds = ["step_queued", "step_started", "step_preempted", "step_finished"]
-        await side.runtime.bus.subscribe(kinds, ears.hear)
-        low_request, high_request = greedy(100), greedy(3, priority=3.0)
-        low = Step(side.stub, low_request)
-        await low.until_tokens(30)
-        (await run_step(side.stub, high_request)).require_whole()
-        finished = (await low).require_whole()
+async def test_the_facts_of_a_step_reach_the_bus_in_order(side: Sidecar) -> None:
+    facts = await hear(side.runtime.bus, "step_queued", "step_started", "step_preempted", "step_finished")
+    low_request, high_request = greedy(100), greedy(3, priority=3.0)
+    low = Step(side.stub, low_request)
+    await low.until_tokens(30)
+    (await run_step(side.stub, high_request)).require_whole()
+    finished = (await low).require_whole()
 
-        def told(request: engine_pb2.GenerateRequest) -> list[tuple[str, Any]]:
-            facts = [(kind_of(fact), getattr(fact, kind_of(fact))) for fact in ears.facts]
-            return [(kind, fact) for kind, fact in facts if fact.step.ticket_id == request.ticket.ticket_id]
+    def kinds(request: engine_pb2.GenerateRequest) -> list[str]:
+        return [type(fact).__name__ for fact in facts if fact.step.ticket_id == request.ticket.ticket_id]
 
-        await until(lambda: len(told(low_request)) == 5)
-        started = ["step_queued", "step_started"]
-        assert [kind for kind, _ in told(low_request)] == [*started, "step_preempted", "step_started", "step_finished"]
-        assert [kind for kind, _ in told(high_request)] == [*started, "step_finished"]
-        last = told(low_request)[-1][1]
-        assert last.output_tokens == finished.output_tokens == 100
-        assert (last.context_tokens, last.timing) == (len(PROMPT), finished.timing)
+    await until(lambda: len(kinds(low_request)) == 5)
+    started = ["StepQueued", "StepStarted"]
+    assert kinds(low_request) == [*started, "StepPreempted", "StepStarted", "StepFinished"]
+    assert kinds(high_request) == [*started, "StepFinished"]
+    last = facts[-1]
+    assert last.output_tokens == finished.output_tokens == 100
+    assert (last.context_tokens, last.timing) == (len(PROMPT), finished.timing)
 
 
-async def test_the_ends_of_a_steps_tokens_are_published_where_that_is_asked_for(nats_url: str) -> None:
+async def test_the_ends_of_a_steps_tokens_are_published_where_that_is_asked_for(
+    nats_url: str, bus: Bus, engine: FakeSglang, side: Sidecar
+) -> None:
     """Two turns of one trajectory, what its tool said between them, and a sidecar that publishes no tokens."""
-    ends, starts = Ears(), Ears()
+    starts, ends = await hear(bus, "step_started"), await hear(bus, "step_finished")
     observation = list(range(200, 230))
-    async with fake_sglang() as engine, sidecar(nats_url, engine.url, tell_tokens=8) as side:
-        await side.runtime.bus.subscribe(["step_finished"], ends.hear)
-        await side.runtime.bus.subscribe(["step_started"], starts.hear)
-        first = await run_step(side.stub, greedy(6, trajectory_id="t"))
+    async with sidecar(nats_url, engine.url, tell_tokens=8) as telling:
+        first = await run_step(telling.stub, greedy(6, trajectory_id="t"))
         context = [*PROMPT, *first.tokens, *observation]
-        second = await run_step(side.stub, greedy(20, prompt=context, trajectory_id="t", turn=1))
-        await until(lambda: len(ends.facts) == 2)
-    one, two = (fact.step_finished.tokens for fact in ends.facts)
+        second = await run_step(telling.stub, greedy(20, prompt=context, trajectory_id="t", turn=1))
+    await run_step(side.stub, greedy(6))
+    await until(lambda: len(ends) == 3)
+    one, two = (fact.tokens for fact in ends[:2])
 
     def ids(message: TokenIds) -> list[int]:
         return int32s(message.int32_le).tolist()
 
     assert ids(one.prompt) == [*PROMPT[:16], *PROMPT[-16:]]
-    assert [ids(start.step_started.prompt) for start in starts.facts] == [ids(one.prompt), []]
+    assert [ids(start.prompt) for start in starts[:2]] == [ids(one.prompt), []]
     assert (ids(one.observation), one.observation_tokens, ids(one.output)) == ([], 0, first.tokens.tolist())
     assert (ids(two.prompt), ids(two.output)) == ([], [*second.tokens[:4], *second.tokens[-4:]])
     assert (ids(two.observation), two.observation_tokens) == ([*observation[:4], *observation[-4:]], 30)
-
-    async with fake_sglang() as engine, sidecar(nats_url, engine.url) as side:
-        await side.runtime.bus.subscribe(["step_finished"], ends.hear)
-        await side.runtime.bus.subscribe(["step_started"], starts.hear)
-        await run_step(side.stub, greedy(6))
-        await until(lambda: len(ends.facts) == 3)
-    assert not ends.facts[2].step_finished.HasField("tokens")
-    assert not starts.facts[-1].step_started.HasField("prompt")
+    assert not starts[2].HasField("prompt") and not ends[2].HasField("tokens")

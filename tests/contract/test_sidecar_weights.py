@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
+import pytest
 from support.conditions import until
 from support.engine_steps import Step, int32s, packed, run_step, step_request, ticket
-from support.fake_sglang import expected, fake_sglang
+from support.facts import hear
+from support.fake_sglang import FakeSglang, expected, fake_sglang
 from support.rpc import refused
 from support.sidecar_in_process import Sidecar, sidecar
 from treadle.common.v1.tokens_pb2 import SamplingParams
 from treadle.engine.v1 import engine_pb2
-from treadle.telemetry.v1.facts_pb2 import Fact
 
 PROMPT = list(range(10, 74))
 T = 20.0
 PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[FakeSglang]:
+    async with fake_sglang() as engine:
+        yield engine
+
+
+@pytest.fixture
+async def side(nats_url: str, engine: FakeSglang) -> AsyncIterator[Sidecar]:
+    async with sidecar(nats_url, engine.url, slots=2) as side:
+        yield side
 
 
 async def steps_under_way(side: Sidecar, count: int, tokens: int) -> list[Step]:
@@ -37,97 +52,91 @@ async def update(side: Sidecar, version: str = "v2") -> engine_pb2.UpdateWeights
     return await side.stub.UpdateWeights(request, timeout=T)
 
 
-async def test_a_pause_that_keeps_holds_the_streams_and_they_go_on_after_resume(nats_url: str) -> None:
-    async with fake_sglang() as engine, sidecar(nats_url, engine.url, slots=2) as side:
-        steps = await steps_under_way(side, count=3, tokens=150)
-        answer = await pause(side, engine_pb2.PAUSE_MODE_KEEP)
-        load = await side.load()
-
-        assert (answer.aborted_steps, answer.kept_steps) == (0, 3)
-        assert (load.paused, load.running_steps, load.waiting_steps) == (True, 0, 3)
-        held = [len(step.seen.tokens) for step in steps]
-        await asyncio.sleep(0.1)
-        assert [len(step.seen.tokens) for step in steps] == held
-
-        await side.stub.Resume(engine_pb2.ResumeRequest(request_id="resume"), timeout=T)
-        for index, step in enumerate(steps):
-            result = await step
-            finished = result.require_whole()
-            assert finished.reason == engine_pb2.FINISH_REASON_LENGTH
-            assert result.tokens.tolist() == expected([*PROMPT, index], 150)
-            assert all(event.by_ticket_id == "" for event in result.preempted)
+async def prefetch(side: Sidecar, **fields: Any) -> engine_pb2.PrefetchPrefixResponse:
+    request = engine_pb2.PrefetchPrefixRequest(request_id="p", trajectory_id="t", token_ids=packed(PROMPT), **fields)
+    return await side.stub.PrefetchPrefix(request, timeout=T)
 
 
-async def test_a_pause_that_aborts_ends_running_and_waiting_steps(nats_url: str) -> None:
-    async with fake_sglang() as engine, sidecar(nats_url, engine.url, slots=2) as side:
-        steps = await steps_under_way(side, count=3, tokens=1000)
-        answer = await pause(side, engine_pb2.PAUSE_MODE_ABORT)
+async def test_a_pause_that_keeps_holds_the_streams_and_they_go_on_after_resume(side: Sidecar) -> None:
+    steps = await steps_under_way(side, count=3, tokens=150)
+    answer = await pause(side, engine_pb2.PAUSE_MODE_KEEP)
+    load = await side.load()
 
-        assert (answer.aborted_steps, answer.kept_steps) == (3, 0)
-        for index, step in enumerate(steps):
-            result = await step
-            finished = result.require_whole()
-            assert finished.reason == engine_pb2.FINISH_REASON_ABORTED
-            assert result.tokens.tolist() == expected([*PROMPT, index], finished.output_tokens)
+    assert (answer.aborted_steps, answer.kept_steps) == (0, 3)
+    assert (load.paused, load.running_steps, load.waiting_steps) == (True, 0, 3)
+    held = [len(step.seen.tokens) for step in steps]
+    await asyncio.sleep(0.1)
+    assert [len(step.seen.tokens) for step in steps] == held
+
+    await side.stub.Resume(engine_pb2.ResumeRequest(request_id="resume"), timeout=T)
+    for index, step in enumerate(steps):
+        result = await step
+        finished = result.require_whole()
+        assert finished.reason == engine_pb2.FINISH_REASON_LENGTH
+        assert result.tokens.tolist() == expected([*PROMPT, index], 150)
+        assert all(event.by_ticket_id == "" for event in result.preempted)
 
 
-async def test_a_step_that_lives_through_an_update_has_two_spans(nats_url: str) -> None:
+async def test_a_pause_that_aborts_ends_running_and_waiting_steps(side: Sidecar) -> None:
+    steps = await steps_under_way(side, count=3, tokens=1000)
+    answer = await pause(side, engine_pb2.PAUSE_MODE_ABORT)
+
+    assert (answer.aborted_steps, answer.kept_steps) == (3, 0)
+    for index, step in enumerate(steps):
+        result = await step
+        finished = result.require_whole()
+        assert finished.reason == engine_pb2.FINISH_REASON_ABORTED
+        assert result.tokens.tolist() == expected([*PROMPT, index], finished.output_tokens)
+
+
+async def test_a_step_that_lives_through_an_update_has_two_spans(engine: FakeSglang, side: Sidecar) -> None:
     """New weights while steps run. Result: nobody notices but by the version of their tokens, and no KV of the old
     weights is hit.
     """
-    async with fake_sglang() as engine, sidecar(nats_url, engine.url, slots=2) as side:
-        facts: list[Fact] = []
+    facts = await hear(side.runtime.bus, "weights_updated")
+    steps = await steps_under_way(side, count=2, tokens=150)
+    answer = await update(side)
+    assert answer.previous_weight_version == "default"
+    assert (await update(side)) == answer, "a repeat is answered from the record"
 
-        async def hear(fact: Fact) -> None:
-            facts.append(fact)
-
-        await side.runtime.bus.subscribe(["weights_updated"], hear)
-        steps = await steps_under_way(side, count=2, tokens=150)
-        answer = await update(side)
-        assert answer.previous_weight_version == "default"
-        assert (await update(side)) == answer, "a repeat is answered from the record"
-
-        for index, step in enumerate(steps):
-            result = await step
-            finished = result.require_whole()
-            assert [span.weight_version for span in finished.version_spans] == ["default", "v2"]
-            assert result.tokens.tolist() == expected([*PROMPT, index], 150)
-            assert finished.resumed_cached_tokens == 0
-        load = await side.load()
-        assert (load.weight_version, load.paused) == ("v2", False)
-        assert [request["cache_salt"] for request in engine.requests if request.get("stream")][-2:] == ["v2", "v2"]
-        await until(lambda: [fact.weights_updated.weight_version for fact in facts] == ["v2"])
+    for index, step in enumerate(steps):
+        result = await step
+        finished = result.require_whole()
+        assert [span.weight_version for span in finished.version_spans] == ["default", "v2"]
+        assert result.tokens.tolist() == expected([*PROMPT, index], 150)
+        assert finished.resumed_cached_tokens == 0
+    load = await side.load()
+    assert (load.weight_version, load.paused) == ("v2", False)
+    assert [request["cache_salt"] for request in engine.requests if request.get("stream")][-2:] == ["v2", "v2"]
+    await until(lambda: [fact.weight_version for fact in facts] == ["v2"])
 
 
-async def test_an_update_in_a_pause_leaves_the_pause_to_its_owner(nats_url: str) -> None:
-    async with fake_sglang() as engine, sidecar(nats_url, engine.url) as side:
-        await pause(side, engine_pb2.PAUSE_MODE_KEEP)
-        await update(side)
-        assert (await side.load()).paused
-        await side.stub.Resume(engine_pb2.ResumeRequest(request_id="resume"), timeout=T)
-        assert not (await side.load()).paused
+async def test_an_update_in_a_pause_leaves_the_pause_to_its_owner(side: Sidecar) -> None:
+    await pause(side, engine_pb2.PAUSE_MODE_KEEP)
+    await update(side)
+    assert (await side.load()).paused
+    await side.stub.Resume(engine_pb2.ResumeRequest(request_id="resume"), timeout=T)
+    assert not (await side.load()).paused
 
 
-async def test_a_paused_engine_computes_no_prefix(nats_url: str) -> None:
+async def test_a_paused_engine_computes_no_prefix(side: Sidecar) -> None:
     """Its device may be a trainer's. Result: refused, and taken after Resume."""
-    async with fake_sglang() as engine, sidecar(nats_url, engine.url) as side:
-        await pause(side, engine_pb2.PAUSE_MODE_KEEP)
-        request = engine_pb2.PrefetchPrefixRequest(request_id="p", trajectory_id="t", token_ids=packed(PROMPT))
-        with refused("ENGINE_PAUSED"):
-            await side.stub.PrefetchPrefix(request, timeout=T)
-        await side.stub.Resume(engine_pb2.ResumeRequest(request_id="resume"), timeout=T)
-        taken = await side.stub.PrefetchPrefix(request, timeout=T)
-        assert taken.tokens_prefilled == len(PROMPT)
+    await pause(side, engine_pb2.PAUSE_MODE_KEEP)
+    with refused("ENGINE_PAUSED"):
+        await prefetch(side)
+    await side.stub.Resume(engine_pb2.ResumeRequest(request_id="resume"), timeout=T)
+    assert (await prefetch(side)).tokens_prefilled == len(PROMPT)
 
 
-async def test_weights_that_do_not_load_leave_the_steps_running_on_the_old_ones(nats_url: str) -> None:
-    async with fake_sglang() as engine, sidecar(nats_url, engine.url, slots=2) as side:
-        engine.refuse_weights = True
-        steps = await steps_under_way(side, count=2, tokens=100)
-        with refused("WEIGHTS_NOT_LOADED", PRECONDITION):
-            await update(side)
-        for step in steps:
-            assert [span.weight_version for span in (await step).require_whole().version_spans] == ["default"]
+async def test_weights_that_do_not_load_leave_the_steps_running_on_the_old_ones(
+    engine: FakeSglang, side: Sidecar
+) -> None:
+    engine.refuse_weights = True
+    steps = await steps_under_way(side, count=2, tokens=100)
+    with refused("WEIGHTS_NOT_LOADED", PRECONDITION):
+        await update(side)
+    for step in steps:
+        assert [span.weight_version for span in (await step).require_whole().version_spans] == ["default"]
 
 
 async def test_a_trajectory_moves_from_sidecar_to_sidecar_through_storage(nats_url: str) -> None:
@@ -164,23 +173,16 @@ async def test_a_trajectory_moves_from_sidecar_to_sidecar_through_storage(nats_u
             await source.stub.ExportPrefix(engine_pb2.ExportPrefixRequest(trajectory_id="t7"), timeout=T)
 
 
-async def test_a_prefix_of_other_weights_is_not_taken(nats_url: str) -> None:
+async def test_a_prefix_of_other_weights_is_not_taken(side: Sidecar) -> None:
     """KV computed under one version must not be stored under another's name."""
-    async with fake_sglang() as engine, sidecar(nats_url, engine.url) as side:
-        request = engine_pb2.PrefetchPrefixRequest(
-            request_id="p", trajectory_id="t", token_ids=packed(PROMPT), cache_salt="v9"
-        )
-        with refused("WEIGHT_VERSION_MISMATCH", PRECONDITION):
-            await side.stub.PrefetchPrefix(request, timeout=T)
+    with refused("WEIGHT_VERSION_MISMATCH", PRECONDITION):
+        await prefetch(side, cache_salt="v9")
 
 
 async def test_storage_only_prefills_nothing_that_is_not_stored(nats_url: str, tmp_path: Path) -> None:
     async with fake_sglang(stored={}) as engine, sidecar(nats_url, engine.url, kv_storage_dir=str(tmp_path)) as side:
-        request = engine_pb2.PrefetchPrefixRequest(
-            request_id="p", trajectory_id="t", token_ids=packed(PROMPT), storage_only=True
-        )
         with refused("PREFIX_NOT_STORED", PRECONDITION):
-            await side.stub.PrefetchPrefix(request, timeout=T)
+            await prefetch(side, storage_only=True)
 
 
 async def move(

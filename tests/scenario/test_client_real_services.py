@@ -47,23 +47,6 @@ async def test_a_rollout_goes_through_the_real_scheduler_and_rollout_service(sta
                 assert (t.tokens, t.loss_mask) == (kept[t.trajectory_id].tokens, kept[t.trajectory_id].loss_mask)
 
 
-async def test_a_stream_lost_in_the_middle_goes_on_under_a_ticket_of_the_real_scheduler(
-    start_service: StartService,
-) -> None:
-    scheduler = await start_service("treadle_scheduler")
-    async with (
-        leased_engines(None, scheduler.address, ["e0"]) as [engine],
-        treadle.Client(scheduler.address, retry=QUICK) as client,
-    ):
-        engine.script = Script(lose_at=4)
-        t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
-        await generate(t, 10)
-        assert t.steps[0].token_ids == [token_at(PROMPT, i) for i in range(10)]
-        first, second = engine.requests("Generate")
-        assert first.ticket.ticket_id != second.ticket.ticket_id
-        await t.close()
-
-
 async def test_a_long_turn_in_calls_goes_through_the_real_scheduler_also_where_one_is_lost_or_left(
     start_service: StartService,
 ) -> None:
@@ -99,10 +82,7 @@ async def test_steps_left_early_in_every_way_leave_the_real_scheduler_in_order(s
     Result: the real scheduler takes every next request, and the trajectory closes.
     """
     scheduler = await start_service("treadle_scheduler")
-    async with (
-        leased_engines(None, scheduler.address, ["e0"]) as [engine],
-        treadle.Client(scheduler.address, retry=QUICK) as client,
-    ):
+    async with one_engine(scheduler.address) as (engine, client):
         t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
         engine.script = Script(hold_at=2)
         async for _ in t.generate(treadle.Sampling(max_new_tokens=10)):
@@ -126,10 +106,7 @@ async def test_the_real_scheduler_is_killed_in_the_middle_and_the_client_goes_on
     Result: the client's call waits for it; turn and trajectory are the same; nothing runs twice.
     """
     scheduler = await start_service("treadle_scheduler")
-    async with (
-        leased_engines(None, scheduler.address, ["e0"]) as [engine],
-        treadle.Client(scheduler.address, retry=QUICK) as client,
-    ):
+    async with one_engine(scheduler.address) as (engine, client):
         t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
         await generate(t, 4)
         scheduler.kill()

@@ -1,42 +1,13 @@
 """Scenarios of calls that fail and are tried again, against fakes behind real servers."""
 
-import asyncio
-
 import grpc
 import pytest
 import treadle
-from support.conditions import until
 from support.fake_servicer import Refusal
-from support.mesh_in_process import WAIT_S, fake_mesh, generate, one_trajectory
+from support.mesh_in_process import fake_mesh, generate, one_trajectory
 
 PROMPT = [1, 2, 3]
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
-
-
-async def test_the_scheduler_goes_away_for_a_while_and_the_client_goes_on() -> None:
-    """The scheduler's server stops in the middle of a trajectory and comes back at the same address.
-
-    Result: the calls made meanwhile wait and succeed; the trajectory is opened once and closed once.
-    """
-    async with fake_mesh() as mesh, treadle.Client(mesh.address) as client:
-        t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
-        await generate(t, 4)
-        await mesh.scheduler_port.stop()
-
-        async def back() -> None:
-            await asyncio.sleep(0.5)
-            await mesh.scheduler_port.start()
-
-        async def go_on() -> None:
-            await generate(t, 4)
-            await t.close()
-
-        async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
-            group.create_task(back())
-            group.create_task(go_on())
-        assert [len(step.token_ids) for step in t.steps] == [4, 4]
-        assert len(mesh.scheduler.requests("OpenTrajectory")) == 1
-        assert not mesh.scheduler.open_trajectories
 
 
 async def test_an_answer_lost_on_the_way_back_is_asked_for_again_under_the_same_request_id() -> None:
@@ -68,27 +39,16 @@ async def test_a_step_that_is_held_in_line_has_the_whole_deadline_with_each_atte
     """The scheduler answers time and again that the step waits for room: it may for longer than the deadline, which is
     for a scheduler that says nothing.
     """
-    schedule_s, held = 30.0, Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "STEP_HELD", retry_after_s=0.16)
+    schedule_s, held = 30.0, Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "STEP_HELD", retry_after_s=0.08)
     timeouts = treadle.Timeouts(schedule_s=schedule_s)
     async with one_trajectory("e0", prompt=PROMPT, timeouts=timeouts) as (mesh, t):
         mesh.scheduler.refuse_next("ScheduleStep", *[held] * 6)
         await generate(t, 4)
         attempts = [call for call in mesh.scheduler.calls if call.method == "ScheduleStep"]
         assert len({attempt.request.request_id for attempt in attempts}) == 1
-        assert attempts[-1].time_s - attempts[0].time_s >= 6 * 0.16
+        assert attempts[-1].time_s - attempts[0].time_s >= 6 * 0.08
         assert attempts[-1].deadline_s is not None
-        assert attempts[-1].deadline_s > schedule_s - 0.9
-
-
-async def test_no_engine_yet_is_waited_for() -> None:
-    async with one_trajectory("e0", prompt=PROMPT) as (mesh, t):
-        engines, mesh.scheduler.engines = mesh.scheduler.engines, {}
-        stream = t.generate(treadle.Sampling(max_new_tokens=2))
-        first = asyncio.ensure_future(anext(stream))
-        await until(lambda: len(mesh.scheduler.requests("ScheduleStep")) >= 3)
-        mesh.scheduler.engines = engines
-        assert (await first).offset == 0
-        await stream.aclose()
+        assert attempts[-1].deadline_s > schedule_s - 0.4
 
 
 async def test_a_wait_that_would_pass_the_deadline_is_not_begun() -> None:

@@ -1,6 +1,7 @@
 """Scenarios of whole rollouts through Client.rollout, against fakes behind real servers."""
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import grpc
 import pytest
@@ -8,10 +9,22 @@ import treadle
 from support.conditions import until
 from support.fake_engine import Script, token_at
 from support.fake_servicer import Refusal
-from support.mesh_in_process import fake_mesh, generate
+from support.mesh_in_process import FakeMesh, fake_mesh, generate
 from treadle.scheduler.v1 import scheduler_pb2
 
 PROMPTS = [treadle.Prompt("p0", [1, 2], data="first"), treadle.Prompt("p1", [3, 4, 5], data="second")]
+
+
+@pytest.fixture
+async def mesh() -> AsyncIterator[FakeMesh]:
+    async with fake_mesh() as mesh:
+        yield mesh
+
+
+@pytest.fixture
+async def client(mesh: FakeMesh) -> AsyncIterator[treadle.Client]:
+    async with mesh.client() as client:
+        yield client
 
 
 async def one_turn(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
@@ -19,66 +32,67 @@ async def one_turn(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> fl
     return float(trajectory.sample)
 
 
-async def test_every_sample_comes_back_in_order_and_can_be_taken_as_a_batch() -> None:
+async def test_every_sample_comes_back_in_order_and_can_be_taken_as_a_batch(
+    mesh: FakeMesh, client: treadle.Client
+) -> None:
     """Two prompts, three samples each, at most two at once.
 
     Result: six whole trajectories with their rewards in order; events tell of each; get_batch gives the same tokens.
     """
     events: list[treadle.RolloutEvent] = []
-    async with fake_mesh() as mesh, mesh.client() as client:
-        at_once: list[int] = []
+    at_once: list[int] = []
 
-        async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
-            at_once.append(len(mesh.scheduler.open_trajectories))
-            return await one_turn(trajectory, prompt)
+    async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
+        at_once.append(len(mesh.scheduler.open_trajectories))
+        return await one_turn(trajectory, prompt)
 
-        result = await client.rollout(PROMPTS, agent, samples_per_prompt=3, concurrency=2, on_event=events.append)
-        assert [(t.prompt_id, t.sample) for t in result.trajectories] == [(p.id, s) for p in PROMPTS for s in range(3)]
-        assert max(at_once) <= 2
-        for t in result.trajectories:
-            prompt = next(p.tokens for p in PROMPTS if p.id == t.prompt_id)
-            assert t.tokens == prompt + [token_at(prompt, i) for i in range(3)]
-            assert len(t.tokens) == len(t.loss_mask) == len(t.logprobs)
-            assert (t.outcome, t.reward, t.kept, t.error, t.drop_reason) == ("finished", float(t.sample), True, "", "")
-            assert [s.kind for s in t.spans] == ["queue", "prefill", "decode"]
-        assert not mesh.scheduler.open_trajectories
-        kinds = [event.kind for event in events]
-        assert [kinds.count(kind) for kind in ("opened", "step", "closed", "settled")] == [6, 6, 6, 2]
-        assert all(event.gen_tokens == 3 for event in events if event.kind == "closed")
+    result = await client.rollout(PROMPTS, agent, samples_per_prompt=3, concurrency=2, on_event=events.append)
+    assert [(t.prompt_id, t.sample) for t in result.trajectories] == [(p.id, s) for p in PROMPTS for s in range(3)]
+    assert max(at_once) <= 2
+    for t in result.trajectories:
+        prompt = next(p.tokens for p in PROMPTS if p.id == t.prompt_id)
+        assert t.tokens == prompt + [token_at(prompt, i) for i in range(3)]
+        assert len(t.tokens) == len(t.loss_mask) == len(t.logprobs)
+        assert (t.outcome, t.reward, t.kept, t.error, t.drop_reason) == ("finished", float(t.sample), True, "", "")
+        assert [s.kind for s in t.spans] == ["queue", "prefill", "decode"]
+    assert not mesh.scheduler.open_trajectories
+    kinds = [event.kind for event in events]
+    assert [kinds.count(kind) for kind in ("opened", "step", "closed", "settled")] == [6, 6, 6, 2]
+    assert all(event.gen_tokens == 3 for event in events if event.kind == "closed")
 
-        batch = await client.get_batch(result.rollout_id, max_groups=2)
-        assert batch.exhausted
-        taken = {(t.prompt_id, t.sample): t for group in batch.groups for t in group.trajectories}
-        for t in result.trajectories:
-            got = taken[t.prompt_id, t.sample]
-            assert (got.tokens, got.loss_mask, got.logprobs) == (t.tokens, t.loss_mask, t.logprobs)
-            assert (got.version_spans, got.reward, got.turns) == (t.version_spans, t.reward, 1)
+    batch = await client.get_batch(result.rollout_id, max_groups=2)
+    assert batch.exhausted
+    taken = {(t.prompt_id, t.sample): t for group in batch.groups for t in group.trajectories}
+    for t in result.trajectories:
+        got = taken[t.prompt_id, t.sample]
+        assert (got.tokens, got.loss_mask, got.logprobs) == (t.tokens, t.loss_mask, t.logprobs)
+        assert (got.version_spans, got.reward, got.turns) == (t.version_spans, t.reward, 1)
 
 
-async def test_an_agent_that_raises_fails_its_trajectory_and_no_other() -> None:
+async def test_an_agent_that_raises_fails_its_trajectory_and_no_other(mesh: FakeMesh, client: treadle.Client) -> None:
     async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
         if trajectory.sample == 1:
             raise ValueError("no move\nis legal")
         return await one_turn(trajectory, prompt)
 
-    async with fake_mesh() as mesh, mesh.client() as client:
-        result = await client.rollout(PROMPTS, agent, samples_per_prompt=3)
-        assert [t.outcome for t in result.trajectories] == ["finished", "failed", "finished"] * 2
-        failed = result.trajectories[1]
-        assert (failed.error, failed.kept, failed.drop_reason) == ("ValueError: no move is legal", False, "failed")
-        outcomes = list(mesh.scheduler.outcomes.values())
-        assert outcomes.count(scheduler_pb2.OUTCOME_FAILED) == 2
-        assert not mesh.scheduler.open_trajectories
+    result = await client.rollout(PROMPTS, agent, samples_per_prompt=3)
+    assert [t.outcome for t in result.trajectories] == ["finished", "failed", "finished"] * 2
+    failed = result.trajectories[1]
+    assert (failed.error, failed.kept, failed.drop_reason) == ("ValueError: no move is legal", False, "failed")
+    outcomes = list(mesh.scheduler.outcomes.values())
+    assert outcomes.count(scheduler_pb2.OUTCOME_FAILED) == 2
+    assert not mesh.scheduler.open_trajectories
 
 
-async def test_a_trajectory_that_cannot_be_opened_fails_alone_and_its_group_hears_of_it() -> None:
-    async with fake_mesh() as mesh, mesh.client() as client:
-        mesh.scheduler.refuse_next("OpenTrajectory", Refusal(grpc.StatusCode.PERMISSION_DENIED, "NO"))
-        result = await client.rollout(PROMPTS[:1], one_turn, samples_per_prompt=2, concurrency=1)
-        assert [t.outcome for t in result.trajectories] == ["failed", "finished"]
-        assert result.trajectories[0].error.startswith("open: PERMISSION_DENIED NO")
-        handed_in = [request.trajectory for request in mesh.rollout.requests("SubmitTrajectory")]
-        assert [(t.sample, t.failed) for t in handed_in] == [(0, True), (1, False)]
+async def test_a_trajectory_that_cannot_be_opened_fails_alone_and_its_group_hears_of_it(
+    mesh: FakeMesh, client: treadle.Client
+) -> None:
+    mesh.scheduler.refuse_next("OpenTrajectory", Refusal(grpc.StatusCode.PERMISSION_DENIED, "NO"))
+    result = await client.rollout(PROMPTS[:1], one_turn, samples_per_prompt=2, concurrency=1)
+    assert [t.outcome for t in result.trajectories] == ["failed", "finished"]
+    assert result.trajectories[0].error.startswith("open: PERMISSION_DENIED NO")
+    handed_in = [request.trajectory for request in mesh.rollout.requests("SubmitTrajectory")]
+    assert [(t.sample, t.failed) for t in handed_in] == [(0, True), (1, False)]
 
 
 async def test_the_first_k_settle_a_group_and_its_siblings_are_cancelled() -> None:
@@ -113,63 +127,65 @@ async def test_the_first_k_settle_a_group_and_its_siblings_are_cancelled() -> No
         assert not mesh.scheduler.open_trajectories
 
 
-async def test_a_cancelled_caller_leaves_no_trajectory_open_and_no_step_running() -> None:
+async def test_a_cancelled_caller_leaves_no_trajectory_open_and_no_step_running(
+    mesh: FakeMesh, client: treadle.Client
+) -> None:
     """All trajectories hang in a step; the caller is cancelled, and once more while it cleans up.
 
     Result: every trajectory is closed as cancelled, every step is aborted, the rollout service hears of it.
     """
-    async with fake_mesh() as mesh, mesh.client() as client:
-        for engine in mesh.engines.values():
-            engine.script = Script(hold_at=0, times=100)
-        running = asyncio.ensure_future(client.rollout(PROMPTS, one_turn, samples_per_prompt=3))
-        await until(lambda: sum(len(engine.running) for engine in mesh.engines.values()) == 6)
-        running.cancel()
-        await asyncio.sleep(0)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert len(mesh.scheduler.outcomes) == 6
-        assert set(mesh.scheduler.outcomes.values()) == {scheduler_pb2.OUTCOME_CANCELLED}
-        assert not mesh.scheduler.open_trajectories
-        assert mesh.rollout.cancelled == {"r-0"}
-        await until(lambda: not any(engine.running for engine in mesh.engines.values()))
-        assert sum(len(engine.aborted) for engine in mesh.engines.values()) == 6
+    for engine in mesh.engines.values():
+        engine.script = Script(hold_at=0, times=100)
+    running = asyncio.ensure_future(client.rollout(PROMPTS, one_turn, samples_per_prompt=3))
+    await until(lambda: sum(len(engine.running) for engine in mesh.engines.values()) == 6)
+    running.cancel()
+    await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert len(mesh.scheduler.outcomes) == 6
+    assert set(mesh.scheduler.outcomes.values()) == {scheduler_pb2.OUTCOME_CANCELLED}
+    assert not mesh.scheduler.open_trajectories
+    assert mesh.rollout.cancelled == {"r-0"}
+    await until(lambda: not any(engine.running for engine in mesh.engines.values()))
+    assert sum(len(engine.aborted) for engine in mesh.engines.values()) == 6
 
 
-async def test_a_cap_reached_counts_as_truncated_whether_the_agent_minds_it_or_not() -> None:
+async def test_a_cap_reached_counts_as_truncated_whether_the_agent_minds_it_or_not(
+    mesh: FakeMesh, client: treadle.Client
+) -> None:
     async def greedy(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
         while True:
             await one_turn(trajectory, prompt)
 
-    async with fake_mesh() as mesh, mesh.client() as client:
-        result = await client.rollout(PROMPTS[:1], greedy, samples_per_prompt=2, max_total_tokens=5)
-        assert [(t.outcome, sum(t.loss_mask), t.error) for t in result.trajectories] == [("truncated", 5, "")] * 2
-        assert all(request.trajectory.truncated for request in mesh.rollout.requests("SubmitTrajectory"))
+    result = await client.rollout(PROMPTS[:1], greedy, samples_per_prompt=2, max_total_tokens=5)
+    assert [(t.outcome, sum(t.loss_mask), t.error) for t in result.trajectories] == [("truncated", 5, "")] * 2
+    assert all(request.trajectory.truncated for request in mesh.rollout.requests("SubmitTrajectory"))
 
 
-async def test_an_agent_may_say_the_outcome_itself_and_a_pin_reaches_the_scheduler() -> None:
+async def test_an_agent_may_say_the_outcome_itself_and_a_pin_reaches_the_scheduler(
+    mesh: FakeMesh, client: treadle.Client
+) -> None:
     async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> None:
         await one_turn(trajectory, prompt)
         await trajectory.close(reward=0.25, outcome="truncated")
 
-    async with fake_mesh() as mesh, mesh.client() as client:
-        result = await client.rollout(
-            PROMPTS[:1], agent, samples_per_prompt=2, pin=lambda prompt, sample: f"e{sample % 2}"
-        )
-        assert [(t.outcome, t.reward) for t in result.trajectories] == [("truncated", 0.25)] * 2
-        pinned = {r.sample: r.pinned_engine_id for r in mesh.scheduler.requests("OpenTrajectory")}
-        assert pinned == {0: "e0", 1: "e1"}
+    result = await client.rollout(PROMPTS[:1], agent, samples_per_prompt=2, pin=lambda prompt, sample: f"e{sample % 2}")
+    assert [(t.outcome, t.reward) for t in result.trajectories] == [("truncated", 0.25)] * 2
+    pinned = {r.sample: r.pinned_engine_id for r in mesh.scheduler.requests("OpenTrajectory")}
+    assert pinned == {0: "e0", 1: "e1"}
 
 
-async def test_a_mesh_without_a_rollout_service_says_so() -> None:
-    async with fake_mesh() as mesh, mesh.client() as client:
-        mesh.scheduler.directory.rollout_address = ""
-        with pytest.raises(treadle.TreadleError) as refused:
-            await client.rollout(PROMPTS, one_turn)
-        assert refused.value.reason == "NO_ROLLOUT_SERVICE"
+async def test_a_mesh_without_a_rollout_service_says_so(mesh: FakeMesh, client: treadle.Client) -> None:
+    mesh.scheduler.directory.rollout_address = ""
+    with pytest.raises(treadle.TreadleError) as refused:
+        await client.rollout(PROMPTS, one_turn)
+    assert refused.value.reason == "NO_ROLLOUT_SERVICE"
 
 
-async def test_an_error_of_a_callback_comes_out_as_itself_and_ends_the_rollout() -> None:
+async def test_an_error_of_a_callback_comes_out_as_itself_and_ends_the_rollout(
+    mesh: FakeMesh, client: treadle.Client
+) -> None:
     """Not in an ExceptionGroup, although samples run in a task group."""
 
     def refuse_second(prompt: treadle.Prompt, sample: int) -> str:
@@ -177,8 +193,7 @@ async def test_an_error_of_a_callback_comes_out_as_itself_and_ends_the_rollout()
             raise ValueError("no engine is named")
         return "e0"
 
-    async with fake_mesh() as mesh, mesh.client() as client:
-        with pytest.raises(ValueError, match="no engine is named"):
-            await client.rollout(PROMPTS, one_turn, samples_per_prompt=3, pin=refuse_second)
-        assert not mesh.scheduler.open_trajectories
-        assert len(mesh.rollout.requests("CancelRollout")) == 1
+    with pytest.raises(ValueError, match="no engine is named"):
+        await client.rollout(PROMPTS, one_turn, samples_per_prompt=3, pin=refuse_second)
+    assert not mesh.scheduler.open_trajectories
+    assert len(mesh.rollout.requests("CancelRollout")) == 1

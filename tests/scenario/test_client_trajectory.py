@@ -2,7 +2,7 @@
 
 import pytest
 import treadle
-from support.fake_engine import Script, logprob_at, token_at
+from support.fake_engine import logprob_at, token_at
 from support.mesh_in_process import fake_mesh, generate, one_trajectory
 from treadle.scheduler.v1 import scheduler_pb2
 
@@ -70,18 +70,6 @@ async def test_a_failing_tool_is_a_result_and_an_unknown_tool_is_an_error_with_i
             await t.tool("nothing", {})
         assert refused.value.reason == "TOOL_NOT_FOUND"
         assert [v.field for v in refused.value.field_violations] == ["tool"]
-
-
-async def test_a_preempted_step_shows_its_waits_and_counts_its_preemptions() -> None:
-    async with one_trajectory("e0", prompt=PROMPT) as (mesh, t):
-        mesh.engines["e0"].script = Script(preempt_at=4)
-        chunks = [chunk async for chunk in t.generate(treadle.Sampling(max_new_tokens=8))]
-        step = t.steps[-1]
-        assert [i for c in chunks for i in c.token_ids] == expected(PROMPT, 8)
-        assert step.preemptions == 1
-        assert [span.kind for span in step.spans] == ["queue", "prefill", "decode", "queue", "prefill", "decode"]
-        total = step.spans[-1].end_s - step.spans[0].start_s
-        assert step.queue_s + step.prefill_s + step.decode_s == pytest.approx(total)
 
 
 async def test_the_cap_of_a_trajectory_cuts_a_step_and_then_refuses_the_next() -> None:

@@ -14,7 +14,7 @@ async def test_a_move_whose_state_cannot_be_stored_fails_and_the_engines_move_ag
 
     Result: failed, the source is the owner, the end is stored and told once NATS is back, and the next move runs.
     """
-    async with fake_mesh() as mesh, migrator(nats_server.url, mesh) as (calls, _):
+    async with fake_mesh() as mesh, migrator(nats_server.url, mesh) as calls:
         mesh.place("t", "e0")
         target = mesh.sidecars["e1"]
         target.gate.close()

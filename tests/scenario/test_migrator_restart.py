@@ -1,36 +1,19 @@
 """Killing the migrator in the middle of a move: the next process ends it as the scheduler says."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 
 import grpc.aio
 import pytest
 from support.conditions import until
-from support.fake_migration_peers import Mesh, MigratorCalls, fake_mesh, hear_ends
-from support.fake_scheduler import FakeScheduler
-from support.processes import ServiceProcess, StartService, free_port
+from support.facts import hear
+from support.fake_migration_peers import Mesh, MigratorCalls, fake_mesh
+from support.fake_servicer import Port
+from support.processes import ServiceProcess, StartService
 from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
-from treadle_runtime.bus import open_bus
+from treadle_runtime.bus import Bus
 
 Kill = Callable[[Mesh, MigratorCalls, ServiceProcess], Awaitable[str]]
-
-
-@asynccontextmanager
-async def a_port_without_a_scheduler() -> AsyncIterator[tuple[str, Callable[[FakeScheduler], Awaitable[None]]]]:
-    """An address at which nothing listens until the second value is called with the scheduler that is to."""
-    address = f"127.0.0.1:{free_port()}"
-    server = grpc.aio.server()
-
-    async def come_back(scheduler: FakeScheduler) -> None:
-        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(scheduler, server)
-        assert server.add_insecure_port(address)
-        await server.start()
-
-    try:
-        yield address, come_back
-    finally:
-        await server.stop(None)
 
 
 async def while_waiting(mesh: Mesh, calls: MigratorCalls, service: ServiceProcess) -> str:
@@ -87,7 +70,7 @@ async def after_the_swap(mesh: Mesh, calls: MigratorCalls, service: ServiceProce
 )
 async def test_a_move_that_was_cut_off_is_ended_by_the_next_process(
     start_service: StartService,
-    nats_url: str,
+    bus: Bus,
     kill: Kill,
     state: "pb.MigrationState.ValueType",
     reason: str,
@@ -98,8 +81,8 @@ async def test_a_move_that_was_cut_off_is_ended_by_the_next_process(
     Result: the migration ends, a fact says so once, the resource agrees with the scheduler, and the trajectory can
     move again.
     """
-    async with fake_mesh() as mesh, open_bus(nats_url, "test") as bus:
-        ends = await hear_ends(bus)
+    async with fake_mesh() as mesh:
+        ends = await hear(bus, "migration_ended")
 
         def of_it() -> list[bool]:
             return [end.moved for end in ends if end.trajectory_id == "t"]
@@ -134,11 +117,11 @@ async def test_a_switch_stays_undecided_until_the_scheduler_answers(start_servic
         service = await start_service("treadle_migrator", {"TREADLE_MIGRATOR_SCHEDULER": mesh.scheduler.address})
         async with grpc.aio.insecure_channel(service.address) as channel:
             migration_id = await after_the_swap(mesh, MigratorCalls(channel), service)
-        async with a_port_without_a_scheduler() as (address, come_back):
-            service = await start_service("treadle_migrator", {"TREADLE_MIGRATOR_SCHEDULER": address})
-            async with grpc.aio.insecure_channel(service.address) as channel:
-                calls = MigratorCalls(channel)
-                await until(lambda: "scheduler does not answer" in service.stderr_text())
-                assert (await calls.get(migration_id)).state == pb.MIGRATION_STATE_SWITCHING
-                await come_back(mesh.scheduler)
+        port = Port(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, mesh.scheduler)
+        service = await start_service("treadle_migrator", {"TREADLE_MIGRATOR_SCHEDULER": port.address})
+        async with grpc.aio.insecure_channel(service.address) as channel:
+            calls = MigratorCalls(channel)
+            await until(lambda: "scheduler does not answer" in service.stderr_text())
+            assert (await calls.get(migration_id)).state == pb.MIGRATION_STATE_SWITCHING
+            async with port:
                 assert (await calls.ended(migration_id)).state == pb.MIGRATION_STATE_DONE

@@ -9,7 +9,7 @@ from support.processes import ServiceProcess, StartService
 from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.telemetry.v1 import facts_pb2
-from treadle_runtime.bus import STREAM, open_bus
+from treadle_runtime.bus import STREAM, Bus
 from treadle_runtime.facts import make_fact
 
 CALL_S = 10.0
@@ -80,17 +80,16 @@ def a_rollout() -> list[facts_pb2.Fact]:
     return facts
 
 
-async def publish(nats_url: str, facts: Sequence[facts_pb2.Fact]) -> None:
-    async with open_bus(nats_url, "test") as bus:
-        for fact in facts:
-            await bus.publish(fact)
-        await bus.flush()
+async def publish(bus: Bus, facts: Sequence[facts_pb2.Fact]) -> None:
+    for fact in facts:
+        await bus.publish(fact)
+    await bus.flush()
 
 
 async def test_predictions_change_with_the_facts_and_a_killed_predictor_comes_back_with_the_same(
-    start_service: StartService, nats_url: str
+    start_service: StartService, bus: Bus
 ) -> None:
-    """A rollout's facts are published, the process is killed, another starts over the same NATS.
+    """A rollout's facts are published, twice, the process is killed, another starts over the same NATS.
 
     Result: before the facts the prior answers for all; after them the siblings do, short for the one group, long for
     the other; the second process gives the same predictions to the last bit from its first call on, and hears what
@@ -101,14 +100,15 @@ async def test_predictions_change_with_the_facts_and_a_killed_predictor_comes_ba
     assert {each.estimator for each in before.predictions} == {predictor_pb2.ESTIMATOR_PRIOR}
     assert (await model_info(service)).best_estimator == predictor_pb2.ESTIMATOR_PRIOR
 
-    await publish(nats_url, a_rollout())
-    info = await learned(service, 4)
-    assert (info.best_estimator, info.known_prompts) == (predictor_pb2.ESTIMATOR_SIBLINGS, 2)
+    await publish(bus, [*a_rollout(), *a_rollout(), closed(9, 0, 400)])
+    info = await learned(service, 5)
+    assert (info.best_estimator, info.known_prompts) == (predictor_pb2.ESTIMATOR_SIBLINGS, 3)
+    assert info.finished_trajectories == 5, "what is told again under other ids is not counted"
     assert info.HasField("updated_at")
     after = await predictions(service)
     short, long, unseen = after.predictions
     assert (short.estimator, short.model_version) == (predictor_pb2.ESTIMATOR_SIBLINGS, "siblings-3")
-    assert (unseen.estimator, unseen.model_version) == (predictor_pb2.ESTIMATOR_HISTORY, "history-all-4")
+    assert (unseen.estimator, unseen.model_version) == (predictor_pb2.ESTIMATOR_HISTORY, "history-all-5")
     assert short.remaining_tokens.p50 < before.predictions[0].remaining_tokens.p50
     assert long.remaining_tokens.p50 > before.predictions[1].remaining_tokens.p50
     assert long.remaining_tokens.p90 == 5_000 - 900
@@ -118,43 +118,22 @@ async def test_predictions_change_with_the_facts_and_a_killed_predictor_comes_ba
     assert await predictions(service) == after
     assert await model_info(service) == info
 
-    await publish(nats_url, [closed(0, 3, 320)])
-    await learned(service, 5)
+    await publish(bus, [closed(0, 3, 320)])
+    await learned(service, 6)
     assert await predictions(service) != after
 
 
-async def test_facts_that_are_told_again_under_other_ids_change_nothing(
-    start_service: StartService, nats_url: str
-) -> None:
-    """The same rollout is told twice, as a scheduler that was restarted might; then one more trajectory ends.
-
-    Result: the second telling is not counted.
-    """
-    service = await start_service("treadle_predictor")
-    await publish(nats_url, a_rollout())
-    await learned(service, 4)
-    once = await predictions(service)
-    await publish(nats_url, a_rollout())
-    await publish(nats_url, [closed(9, 0, 400)])
-    info = await learned(service, 5)
-    assert info.finished_trajectories == 5
-    twice = await predictions(service)
-    versions = [[each.model_version for each in said.predictions[:2]] for said in (once, twice)]
-    assert versions[0] == versions[1]
-
-
-async def test_histories_outlive_the_facts_they_came_from(start_service: StartService, nats_url: str) -> None:
+async def test_histories_outlive_the_facts_they_came_from(start_service: StartService, bus: Bus) -> None:
     """The stream keeps facts for an hour. Here it is emptied while the predictor is away.
 
     Result: what ended is still known; only what was running is forgotten.
     """
     service = await start_service("treadle_predictor")
-    await publish(nats_url, a_rollout())
+    await publish(bus, a_rollout())
     await learned(service, 4)
     service.terminate()
     assert await service.wait() == 0
-    async with open_bus(nats_url, "test") as bus:
-        await bus.jetstream.purge_stream(STREAM)
+    await bus.jetstream.purge_stream(STREAM)
     service = await start_service("treadle_predictor")
     info = await model_info(service)
     assert (info.finished_trajectories, info.known_prompts) == (4, 2)

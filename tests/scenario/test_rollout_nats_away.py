@@ -4,12 +4,14 @@ import asyncio
 
 import grpc
 import grpc.aio
+import pytest
 from support.conditions import until
 from support.finished_trajectories import CALL_S, finished, members, rollout_service
 from support.nats_server import NatsServer
 from support.rpc import refusal_of
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_submission_that_nats_did_not_take_can_be_repeated_and_counts_once(nats_server: NatsServer) -> None:
     """A worker submits while NATS is away, is told so, and retries until it is back; a trainer waits all the while.
 

@@ -7,65 +7,53 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import pytest
 from support.conditions import until, until_said
+from support.facts import hear
 from support.fake_engine import FakeEngine, leased_engines
 from support.nats_server import NatsServer
 from support.rpc import error_of, refusal_of
 from support.scheduler import SchedulerClient, generate, scheduler
 from treadle.scheduler.v1 import scheduler_pb2 as pb
-from treadle.telemetry.v1.facts_pb2 import Fact
 from treadle_predictor.config import PredictorSettings
 from treadle_predictor.wire import wire as predictor_wire
-from treadle_runtime.bus import Bus, open_bus
+from treadle_runtime.bus import Bus
 from treadle_runtime.server import serving
 
 WAIT_S = 30.0
 
 
-class Heard:
-    """All facts of the bus, by kind."""
-
-    def __init__(self) -> None:
-        self.facts: list[Fact] = []
-
-    async def hear(self, fact: Fact) -> None:
-        self.facts.append(fact)
-
-    def of(self, kind: str) -> list[Any]:
-        return [getattr(fact, kind) for fact in self.facts if fact.WhichOneof("fact") == kind]
-
-
 class Mesh:
-    """A scheduler with two fake sidecars, and ears on the bus."""
+    """A scheduler with two fake sidecars, and all facts of the bus."""
 
-    def __init__(self, client: SchedulerClient, engines: list[FakeEngine], bus: Bus, heard: Heard) -> None:
-        self.client, self.bus, self.heard = client, bus, heard
+    def __init__(self, client: SchedulerClient, engines: list[FakeEngine], heard: list[Any]) -> None:
+        self.client, self._heard = client, heard
         self.engines = {engine.engine_id: engine for engine in engines}
+
+    def heard(self, kind: str) -> list[Any]:
+        """The facts of a kind."""
+        return [fact for fact in self._heard if type(fact).__name__ == kind]
 
 
 @asynccontextmanager
-async def mesh(nats_url: str, **settings: Any) -> AsyncIterator[Mesh]:
+async def mesh(nats_url: str, bus: Bus, **settings: Any) -> AsyncIterator[Mesh]:
     """Up for the time of the block, both engines registered."""
-    heard = Heard()
-    async with open_bus(nats_url, "test") as bus:
-        await bus.subscribe([], heard.hear)
-        async with (
-            scheduler(nats_url, **settings) as client,
-            leased_engines(bus, client.address, ["e0", "e1"]) as engines,
-        ):
-            await until(lambda: len(heard.of("engine_joined")) == 2, what="both engines joined")
-            yield Mesh(client, engines, bus, heard)
+    heard = await hear(bus)
+    async with scheduler(nats_url, **settings) as client, leased_engines(bus, client.address, ["e0", "e1"]) as engines:
+        world = Mesh(client, engines, heard)
+        await until(lambda: len(world.heard("EngineJoined")) == 2, what="both engines joined")
+        yield world
 
 
-async def test_a_trajectory_is_told_to_the_world_from_opening_to_closing(nats_url: str) -> None:
-    async with mesh(nats_url) as world:
+async def test_a_trajectory_is_told_to_the_world_from_opening_to_closing(nats_url: str, bus: Bus) -> None:
+    async with mesh(nats_url, bus) as world:
         await world.client.open("t", rollout_id="r", prompt_id="p1", sample=3, prompt_tokens=10)
         for turn in range(2):
             await generate(await world.client.step("t", turn), 5)
         await world.client.close("t", outcome=pb.OUTCOME_TRUNCATED, reward=0.5)
-        await until(lambda: world.heard.of("trajectory_closed"), what="the closing is told")
-        (closed,) = world.heard.of("trajectory_closed")
-        (opened,) = world.heard.of("trajectory_opened")
+        await until(lambda: world.heard("TrajectoryClosed"), what="the closing is told")
+        (closed,) = world.heard("TrajectoryClosed")
+        (opened,) = world.heard("TrajectoryOpened")
         assert (opened.trajectory_id, opened.rollout_id, opened.prompt_id, opened.sample) == ("t", "r", "p1", 3)
         assert closed.outcome == pb.OUTCOME_TRUNCATED
         assert (closed.gen_tokens, closed.turns, closed.prompt_tokens) == (10, 2, 10)
@@ -73,10 +61,10 @@ async def test_a_trajectory_is_told_to_the_world_from_opening_to_closing(nats_ur
         await until(lambda: engine.requests("ReleasePrefix"), what="the engine may forget the context")
 
 
-async def test_predictions_come_after_each_step_and_are_published(nats_url: str) -> None:
+async def test_predictions_come_after_each_step_and_are_published(nats_url: str, bus: Bus) -> None:
     async with (
         serving(PredictorSettings(nats_url=nats_url, listen="127.0.0.1:0"), predictor_wire) as predictor,
-        mesh(nats_url, predictor=predictor.address) as world,
+        mesh(nats_url, bus, predictor=predictor.address) as world,
     ):
         await world.client.open("t", prompt_id="p", max_total_tokens=400)
         first = await until_said(
@@ -84,7 +72,7 @@ async def test_predictions_come_after_each_step_and_are_published(nats_url: str)
         )
         assert first.predicted_remaining_tokens.p50 <= 400
         await generate(await world.client.step("t", 0), 6)
-        await until(lambda: [f for f in world.heard.of("trajectory_predicted") if f.turn == 1], what="asked again")
+        await until(lambda: [f for f in world.heard("TrajectoryPredicted") if f.turn == 1], what="asked again")
         later = await world.client.trajectory("t")
         assert later.predicted_remaining_tokens.p50 <= 394
         assert later.prediction_model_version
@@ -92,8 +80,10 @@ async def test_predictions_come_after_each_step_and_are_published(nats_url: str)
         assert directory == pb.GetDirectoryResponse(predictor_address=predictor.address)
 
 
-async def test_a_policy_that_does_not_preempt_issues_tickets_of_steps_that_cannot_be_evicted(nats_url: str) -> None:
-    async with mesh(nats_url) as world:
+async def test_a_policy_that_does_not_preempt_issues_tickets_of_steps_that_cannot_be_evicted(
+    nats_url: str, bus: Bus
+) -> None:
+    async with mesh(nats_url, bus) as world:
         await world.client.open("evictable")
         await world.client.set_policy(preempt=False)
         await world.client.open("firm")
@@ -103,22 +93,22 @@ async def test_a_policy_that_does_not_preempt_issues_tickets_of_steps_that_canno
         assert not ticket.preemptible
 
 
-async def test_an_engine_that_falls_silent_is_lost_and_its_trajectories_go_on_elsewhere(nats_url: str) -> None:
-    async with mesh(nats_url, lease_ttl_s=2.0) as world:
+async def test_an_engine_that_falls_silent_is_lost_and_its_steps_go_on_elsewhere(nats_url: str, bus: Bus) -> None:
+    async with mesh(nats_url, bus, lease_ttl_s=0.9) as world:
         for number in range(4):
             await world.client.open(f"t{number}")
         tickets = [await world.client.step(f"t{number}", 0) for number in range(4)]
         silent = world.engines["e0"]
         silent.silent = True
-        await until(lambda: world.heard.of("engine_lost"), what="the lease runs out")
-        (lost,) = world.heard.of("engine_lost")
+        await until(lambda: world.heard("EngineLost"), what="the lease runs out")
+        (lost,) = world.heard("EngineLost")
         assert (lost.engine_id, lost.reason) == ("e0", "LEASE_EXPIRED")
         for number, ticket in enumerate(tickets):
             if ticket.engine_id == "e0":
                 again = await world.client.step(f"t{number}", 0, replaces_ticket_id=ticket.ticket_id, resumed_tokens=2)
                 assert (again.engine_id, again.revision) == ("e1", ticket.revision + 1)
         silent.silent = False
-        await until(lambda: len(world.heard.of("engine_joined")) == 3, what="it registers again by itself")
+        await until(lambda: len(world.heard("EngineJoined")) == 3, what="it registers again by itself")
 
 
 async def test_a_sidecar_takes_its_engine_away(nats_url: str) -> None:
@@ -154,6 +144,7 @@ async def test_the_switch_is_a_compare_and_swap(nats_url: str) -> None:
         assert (await client.step("t", 0)).engine_id == winner.target_engine_id
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_while_nats_is_away_no_ticket_is_given_that_a_restart_could_forget(nats_server: NatsServer) -> None:
     """Result: UNAVAILABLE during the outage, and afterwards one ticket for the same request."""
     async with scheduler(nats_server.url) as client:

@@ -7,18 +7,18 @@ from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 from support.conditions import until, until_said
+from support.facts import hear
 from support.fake_engine import FakeEngine, leased_engines
 from support.processes import free_port
 from support.scheduler import SchedulerClient, generate, scheduler
 from treadle.scheduler.v1 import scheduler_pb2 as pb
-from treadle.telemetry.v1.facts_pb2 import Fact
 from treadle_migrator.config import MigratorSettings
 from treadle_migrator.wire import wire as migrator_wire
 from treadle_placement.config import PlacementSettings
 from treadle_placement.wire import wire as placement_wire
 from treadle_predictor.config import PredictorSettings
 from treadle_predictor.wire import wire as predictor_wire
-from treadle_runtime.bus import open_bus
+from treadle_runtime.bus import Bus
 from treadle_runtime.server import serving
 
 NAMES = [f"t{number}" for number in range(6)]
@@ -66,36 +66,30 @@ async def trajectories(client: SchedulerClient) -> dict[str, pb.Trajectory]:
     return {trajectory.trajectory_id: trajectory for trajectory in response.trajectories}
 
 
-async def test_trajectories_move_to_a_new_engine_while_their_tools_run(nats_url: str) -> None:
+async def test_trajectories_move_to_a_new_engine_while_their_tools_run(nats_url: str, bus: Bus) -> None:
     """Six trajectories in tool calls on the only engine; a second engine comes.
 
     Result: some of them move, each by one migration that the bus tells of, with their whole context; their next steps
     run at the new engine under the new revision, and the old one forgets them.
     """
-    ended: list[Fact] = []
-
-    async def hear(fact: Fact) -> None:
-        ended.append(fact)
-
-    async with open_bus(nats_url, "test") as bus:
-        await bus.subscribe(["migration_ended"], hear)
-        async with control_plane(nats_url) as client, leased_engines(bus, client.address, ["e0"], slots=1) as first:
-            await client.until_registered(1)
-            await open_and_step(client)
-            async with leased_engines(bus, client.address, ["e1"], slots=1) as second:
-                await client.until_registered(2)
-                await until(lambda: any(fact.migration_ended.moved for fact in ended), what="a trajectory moves")
-                moved = [fact.migration_ended for fact in ended if fact.migration_ended.moved]
-                after = await trajectories(client)
-                for fact in moved:
-                    trajectory = after[fact.trajectory_id]
-                    assert (fact.source_engine_id, fact.target_engine_id) == ("e0", "e1")
-                    assert fact.prefix_tokens == 10 + TOKENS
-                    assert (trajectory.engine_id, trajectory.revision, trajectory.migrations) == ("e1", 2, 1)
-                    assert await run_step(client, fact.trajectory_id, 2) == "e1"
-                await until(lambda: released(first[0]) >= {fact.trajectory_id for fact in moved}, what="released")
-                assert len(moved) < len(NAMES), "both engines have work"
-                assert second[0].ran
+    ended = await hear(bus, "migration_ended")
+    async with control_plane(nats_url) as client, leased_engines(bus, client.address, ["e0"], slots=1) as first:
+        await client.until_registered(1)
+        await open_and_step(client)
+        async with leased_engines(bus, client.address, ["e1"], slots=1) as second:
+            await client.until_registered(2)
+            await until(lambda: any(fact.moved for fact in ended), what="a trajectory moves")
+            moved = [fact for fact in ended if fact.moved]
+            after = await trajectories(client)
+            for fact in moved:
+                trajectory = after[fact.trajectory_id]
+                assert (fact.source_engine_id, fact.target_engine_id) == ("e0", "e1")
+                assert fact.prefix_tokens == 10 + TOKENS
+                assert (trajectory.engine_id, trajectory.revision, trajectory.migrations) == ("e1", 2, 1)
+                assert await run_step(client, fact.trajectory_id, 2) == "e1"
+            await until(lambda: released(first[0]) >= {fact.trajectory_id for fact in moved}, what="released")
+            assert len(moved) < len(NAMES), "both engines have work"
+            assert second[0].ran
 
 
 async def open_and_step(client: SchedulerClient) -> None:

@@ -12,15 +12,12 @@ from support.fake_servicer import Port
 from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle.migrator.v1 import migrator_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2_grpc
-from treadle.telemetry.v1.facts_pb2 import Fact, MigrationEnded
 from treadle_migrator.config import MigratorSettings
 from treadle_migrator.wire import wire
-from treadle_runtime.bus import Bus
-from treadle_runtime.server import Serving, serving
+from treadle_runtime.server import serving
 
 SALT = "w7"
 CALL_S = 30.0  # deadline of a call in a test; long enough for a busy machine
-ENDED = (pb.MIGRATION_STATE_DONE, pb.MIGRATION_STATE_FAILED, pb.MIGRATION_STATE_CANCELLED)
 
 
 @dataclass
@@ -98,22 +95,11 @@ class MigratorCalls:
         return await self.ended((await self.start(request)).migration_id)
 
 
-async def hear_ends(bus: Bus) -> list[MigrationEnded]:
-    """The ends of migrations that the bus tells, now and later."""
-    ends: list[MigrationEnded] = []
-
-    async def hear(fact: Fact) -> None:
-        ends.append(fact.migration_ended)
-
-    await bus.subscribe(["migration_ended"], hear, replay=True)
-    return ends
-
-
 @asynccontextmanager
-async def migrator(nats_url: str, mesh: Mesh) -> AsyncIterator[tuple[MigratorCalls, Serving]]:
+async def migrator(nats_url: str, mesh: Mesh) -> AsyncIterator[MigratorCalls]:
     """The service in this process."""
     config = MigratorSettings(
         listen="127.0.0.1:0", nats_url=nats_url, drain_grace_s=1.0, scheduler=mesh.scheduler.address
     )
     async with serving(config, wire) as served, grpc.aio.insecure_channel(served.address) as channel:
-        yield MigratorCalls(channel), served
+        yield MigratorCalls(channel)

@@ -18,14 +18,7 @@ PROMPT_TOKENS = 3
 
 
 def finished(
-    trajectory_id: str,
-    prompt_id: str = "p0",
-    sample: int = 0,
-    *,
-    sampled: int = 4,
-    versions: Sequence[str] = ("0",),
-    reward: float = 1.0,
-    failed: bool = False,
+    trajectory_id: str, prompt_id: str = "p0", sample: int = 0, *, sampled: int = 4, versions: Sequence[str] = ("0",)
 ) -> pb.FinishedTrajectory:
     """Three prompt tokens, then `sampled` tokens shared among `versions` in equal spans."""
     tokens = array("i", range(PROMPT_TOKENS + sampled))
@@ -42,8 +35,7 @@ def finished(
             VersionSpan(weight_version=version, start_token=bounds[i], end_token=bounds[i + 1])
             for i, version in enumerate(versions)
         ],
-        reward=reward,
-        failed=failed,
+        reward=1.0,
         turns=1,
     )
 

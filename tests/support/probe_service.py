@@ -64,8 +64,6 @@ class Probe(placement_pb2_grpc.PlacementServiceServicer):
             raise errors.ResourceExhausted("QUEUE_FULL", "the queue is full", retry_after_s=1.5, waiting=64)
         elif what == "long":
             raise errors.NotFound("THING_NOT_FOUND", "x" * 100_000, thing="y" * 100_000)
-        elif what == "fact":
-            await self._runtime.bus.publish(make_fact("probe", engine_lost=EngineLost(engine_id="fact")))
         elif what.startswith("upstream:"):
             stub = placement_pb2_grpc.PlacementServiceStub(self._runtime.channel(self._settings.upstream))
             return await stub.PlanPlacement(
@@ -108,15 +106,6 @@ class ProbeStream(migrator_pb2_grpc.MigratorServiceServicer):
         self.calls += 1
         return migrator_pb2.CancelMigrationResponse(migration=migrator_pb2.Migration(revision=self.calls))
 
-    async def StartMigration(self, request: Any, context: Any) -> migrator_pb2.StartMigrationResponse:
-        raise NotImplementedError
-
-    async def GetMigration(self, request: Any, context: Any) -> migrator_pb2.GetMigrationResponse:
-        raise NotImplementedError
-
-    async def ListMigrations(self, request: Any, context: Any) -> migrator_pb2.ListMigrationsResponse:
-        raise NotImplementedError
-
 
 async def _refuse() -> None:
     raise errors.FailedPrecondition("NOT_NOW", "not now", retry="never")
@@ -126,7 +115,7 @@ async def wire(runtime: Runtime) -> Wiring:
     """Both servicers, one core error."""
     settings = runtime.settings
     assert isinstance(settings, ProbeSettings)
-    probe, stream = Probe(settings, runtime), ProbeStream(runtime)
+    probe, stream = Probe(settings, runtime), ProbeStream(runtime)  # type: ignore[abstract]
 
     if settings.broken == "start":
         raise errors.StartError("the loom is missing: install a loom")

@@ -106,37 +106,28 @@ def losses_of(checkpoint: Checkpoint, transcripts: list[Transcript]) -> float:
     return loss_of(head, states.examples(asked.validation))  # of one member
 
 
-@pytest.mark.parametrize(("tune", "folder"), [(Tune.LORA, "adapter"), (Tune.FULL, "backbone")])
-def test_a_trained_backbone_is_better_and_loads_as_it_was(
-    tune: Tune, folder: str, backbone: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("tune", "weights"), [(Tune.LORA, "adapter/adapter_model.safetensors"), (Tune.FULL, "backbone/model.safetensors")]
+)
+def test_a_trained_backbone_is_better_loads_as_it_was_and_is_refused_where_it_is_damaged(
+    tune: Tune, weights: str, backbone: str, tmp_path: Path
 ) -> None:
     how = replace(FEW_HEAD_EPOCHS, backbone=backbone, tune=tune)
     transcripts = told_by_the_plan()
     found = train(transcripts, how, tmp_path / "v1")
-    assert found.tuned == tmp_path / "v1" / folder and found.notes["tune_epoch"] >= 1
-    assert found.notes["validation"]["learned"] < found.notes["frozen"]
-    assert losses_of(load(tmp_path / "v1"), transcripts) == pytest.approx(
-        found.notes["validation"]["learned"], rel=1e-4
-    )
+    file = tmp_path / "v1" / weights
+    assert found.tuned == file.parent and found.notes["tune_epoch"] >= 1
+    assert found.load_backbone().fingerprint == Backbone.load(found.backbone).fingerprint, "whatever was trained of it"
+    loss = found.notes["validation"]["learned"]
+    assert loss < found.notes["frozen"]
+    assert losses_of(load(tmp_path / "v1"), transcripts) == pytest.approx(loss, rel=1e-4)
     untouched = replace(load(tmp_path / "v1"), tuned=None)
-    assert losses_of(untouched, transcripts) != pytest.approx(found.notes["validation"]["learned"], rel=1e-4)
-
-
-@pytest.fixture
-def with_adapter(backbone: str, tmp_path: Path) -> Path:
-    place = tiny_backbone(tmp_path / "backbone")
-    how = replace(FEW_HEAD_EPOCHS, backbone=str(place), tune=Tune.LORA)
-    assert train(told_by_the_plan(), how, tmp_path / "v1").tuned is not None
-    return tmp_path
-
-
-def test_a_damaged_adapter_is_refused_by_name(with_adapter: Path) -> None:
-    weights = with_adapter / "v1" / "adapter" / "adapter_model.safetensors"
-    whole = weights.read_bytes()
+    assert losses_of(untouched, transcripts) != pytest.approx(loss, rel=1e-4)
+    whole = file.read_bytes()
     for damage in (whole[:-1], None):
-        weights.unlink() if damage is None else weights.write_bytes(damage)
-        with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors: is not the file that was saved"):
-            load(with_adapter / "v1")
+        file.unlink() if damage is None else file.write_bytes(damage)
+        with pytest.raises(CheckpointError, match=rf"{file.name}: is not the file that was saved"):
+            load(tmp_path / "v1")
 
 
 def test_fewer_tuples_are_whole_trajectories_of_as_many_prompts_as_there_are() -> None:
@@ -169,8 +160,3 @@ def test_what_cannot_be_trained_says_why(
 def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="is there already"):
         train(told_by_the_plan(text=False), QUICK, tmp_path)
-
-
-def test_a_backbone_has_one_fingerprint_whatever_was_trained_of_it(with_adapter: Path) -> None:
-    found = load(with_adapter / "v1")
-    assert found.load_backbone().fingerprint == Backbone.load(found.backbone).fingerprint

@@ -1,37 +1,43 @@
 """The rollout service over a real nats-server: verdicts, batches, payloads, watching."""
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from support.finished_trajectories import CALL_S, finished, members, rollout_service
+from support.finished_trajectories import CALL_S, RolloutCalls, finished, members, rollout_service
 from support.rpc import refusal_of
 from treadle.rollout.v1 import rollout_pb2 as pb
 from treadle_core.rollouts.buffer import RolloutSpec, Sample
 from treadle_rollout.rollouts import BatchRequest, Rollouts
 from treadle_rollout.storage import LOG_BUCKET, PAYLOAD_BUCKET, PayloadStore, RolloutLog
 from treadle_rollout.wire import Janitor
-from treadle_runtime.bus import Bus, open_bus
+from treadle_runtime.bus import Bus
 from treadle_runtime.errors import FailedPrecondition, NotFound
 
 
-async def test_the_first_k_samples_are_kept_and_come_back_whole(nats_url: str) -> None:
+@pytest.fixture
+async def calls(nats_url: str) -> AsyncIterator[RolloutCalls]:
+    async with rollout_service(nats_url) as calls:
+        yield calls
+
+
+async def test_the_first_k_samples_are_kept_and_come_back_whole(calls: RolloutCalls) -> None:
     """Two of three samples are wanted.
 
     They come back token for token, and the third is told that its group has settled.
     """
-    async with rollout_service(nats_url) as calls:
-        created = await calls.create(samples=3, keep=2)
-        assert created.state == pb.ROLLOUT_STATE_RUNNING
-        first, second = finished("a", sample=0), finished("b", sample=1, versions=("0", "1"))
-        assert not (await calls.submit(first)).group_settled
-        assert (await calls.submit(second)).group_settled
-        third = await calls.submit(finished("c", sample=2))
-        assert (third.kept, third.drop_reason) == (False, pb.DROP_REASON_GROUP_SETTLED)
-        batch = await calls.batch("b")
-        assert list(batch.groups[0].trajectories) == [first, second]
-        assert batch.exhausted
-        rollout = await calls.get()
+    created = await calls.create(samples=3, keep=2)
+    assert created.state == pb.ROLLOUT_STATE_RUNNING
+    first, second = finished("a", sample=0), finished("b", sample=1, versions=("0", "1"))
+    assert not (await calls.submit(first)).group_settled
+    assert (await calls.submit(second)).group_settled
+    third = await calls.submit(finished("c", sample=2))
+    assert (third.kept, third.drop_reason) == (False, pb.DROP_REASON_GROUP_SETTLED)
+    batch = await calls.batch("b")
+    assert list(batch.groups[0].trajectories) == [first, second]
+    assert batch.exhausted
+    rollout = await calls.get()
     assert rollout.state == pb.ROLLOUT_STATE_FINISHED
     assert (rollout.taken_trajectories, rollout.buffered_trajectories) == (2, 0)
     assert [(d.reason, d.count) for d in rollout.drops] == [(pb.DROP_REASON_GROUP_SETTLED, 1)]
@@ -39,13 +45,12 @@ async def test_the_first_k_samples_are_kept_and_come_back_whole(nats_url: str) -
 
 
 @pytest.mark.parametrize("tokens", [40_000, 300_000])
-async def test_a_trajectory_larger_than_a_nats_message_comes_back_whole(nats_url: str, tokens: int) -> None:
+async def test_a_trajectory_larger_than_a_nats_message_comes_back_whole(calls: RolloutCalls, tokens: int) -> None:
     """300,000 tokens are 2.7 MB, beyond NATS's 1 MiB: they travel in chunks."""
     trajectory = finished("long", sampled=tokens)
-    async with rollout_service(nats_url) as calls:
-        await calls.create()
-        assert (await calls.submit(trajectory)).kept
-        batch = await calls.batch("b")
+    await calls.create()
+    assert (await calls.submit(trajectory)).kept
+    batch = await calls.batch("b")
     assert batch.groups[0].trajectories[0] == trajectory
 
 
@@ -67,143 +72,132 @@ async def test_a_batch_stops_at_the_message_limit_and_the_rest_comes_with_the_ne
     assert members(last) == [["t1"]] and last.exhausted
 
 
-async def test_trajectories_beyond_the_bound_are_dropped_measured_from_their_oldest_token(nats_url: str) -> None:
+async def test_trajectories_beyond_the_bound_are_dropped_measured_from_their_oldest_token(calls: RolloutCalls) -> None:
     """Bound 1, trainer at 5: sampled under 3 and 5 is too old by its first tokens, under 4 and 5 is not."""
-    async with rollout_service(nats_url) as calls:
-        await calls.create(samples=2, staleness=1)
-        await calls.submit(finished("old", sample=0, versions=("3", "5")))
-        await calls.submit(finished("new", sample=1, versions=("4", "5")))
-        assert members(await calls.batch("b", version=5)) == [["new"]]
-        rollout = await calls.get()
+    await calls.create(samples=2, staleness=1)
+    await calls.submit(finished("old", sample=0, versions=("3", "5")))
+    await calls.submit(finished("new", sample=1, versions=("4", "5")))
+    assert members(await calls.batch("b", version=5)) == [["new"]]
+    rollout = await calls.get()
     assert [(d.reason, d.count) for d in rollout.drops] == [(pb.DROP_REASON_STALE, 1)]
 
 
-async def test_a_repeated_submission_gets_its_first_verdict_and_counts_once(nats_url: str) -> None:
-    async with rollout_service(nats_url) as calls:
-        await calls.create(samples=3, keep=1)
-        first = await calls.submit(finished("a"), "one")
-        assert await calls.submit(finished("a"), "one") == first
-        assert await calls.submit(finished("a", sampled=9), "another") == first
-        rollout = await calls.get()
-        batch = await calls.batch("b")
+async def test_a_repeated_submission_gets_its_first_verdict_and_counts_once(calls: RolloutCalls) -> None:
+    await calls.create(samples=3, keep=1)
+    first = await calls.submit(finished("a"), "one")
+    assert await calls.submit(finished("a"), "one") == first
+    assert await calls.submit(finished("a", sampled=9), "another") == first
+    rollout = await calls.get()
+    batch = await calls.batch("b")
     assert rollout.groups[0].received == 1
     assert batch.groups[0].trajectories[0] == finished("a")
 
 
-async def test_concurrent_batches_never_share_a_group_and_a_repeat_gives_the_same_one(nats_url: str) -> None:
-    async with rollout_service(nats_url) as calls:
-        await calls.create(prompts=12)
-        for index in range(12):
-            await calls.submit(finished(f"t{index}", f"p{index}"))
-        ids = [f"b{index}" for index in range(6)]
-        batches = await asyncio.gather(*(calls.batch(request_id, 2) for request_id in [*ids, *ids]))
-        assert batches[:6] == batches[6:]
-        taken = [trajectory for batch in batches[:6] for group in members(batch) for trajectory in group]
-        assert sorted(taken) == sorted(f"t{index}" for index in range(12))
+async def test_concurrent_batches_never_share_a_group_and_a_repeat_gives_the_same_one(calls: RolloutCalls) -> None:
+    await calls.create(prompts=12)
+    for index in range(12):
+        await calls.submit(finished(f"t{index}", f"p{index}"))
+    ids = [f"b{index}" for index in range(6)]
+    batches = await asyncio.gather(*(calls.batch(request_id, 2) for request_id in [*ids, *ids]))
+    assert batches[:6] == batches[6:]
+    taken = [trajectory for batch in batches[:6] for group in members(batch) for trajectory in group]
+    assert sorted(taken) == sorted(f"t{index}" for index in range(12))
 
 
-async def test_a_waiting_batch_is_answered_when_it_is_full_and_takes_nothing_before(nats_url: str) -> None:
-    async with rollout_service(nats_url) as calls:
-        await calls.create(prompts=3)
-        async with asyncio.TaskGroup() as group:
-            waiting = group.create_task(calls.batch("b", 2, wait=True))
-            await calls.submit(finished("t0", "p0"))
-            assert (await calls.get()).taken_trajectories == 0
-            await calls.submit(finished("t1", "p1"))
-        assert members(waiting.result()) == [["t0"], ["t1"]]
-
-
-async def test_a_batch_whose_deadline_passes_takes_nothing(nats_url: str) -> None:
-    async with rollout_service(nats_url) as calls:
-        await calls.create(prompts=2)
+async def test_a_waiting_batch_is_answered_when_it_is_full_and_takes_nothing_before(calls: RolloutCalls) -> None:
+    await calls.create(prompts=3)
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(calls.batch("b", 2, wait=True))
         await calls.submit(finished("t0", "p0"))
-        late = await refusal_of(calls.batch("b", 2, wait=True, timeout_s=0.3))
-        assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert (await calls.get()).buffered_trajectories == 1
+        assert (await calls.get()).taken_trajectories == 0
         await calls.submit(finished("t1", "p1"))
-        assert members(await calls.batch("b", 2, wait=True)) == [["t0"], ["t1"]]
+    assert members(waiting.result()) == [["t0"], ["t1"]]
 
 
-async def test_cancelling_ends_the_wait_of_a_batch(nats_url: str) -> None:
-    async with rollout_service(nats_url) as calls:
-        await calls.create(prompts=2)
-        await calls.submit(finished("t0", "p0"))
-        async with asyncio.TaskGroup() as group:
-            waiting = group.create_task(calls.batch("b", 2, wait=True))
-            request = pb.CancelRolloutRequest(request_id="cancel", rollout_id="r")
-            cancelled = await calls.stub.CancelRollout(request, timeout=CALL_S)
-            assert await calls.stub.CancelRollout(request, timeout=CALL_S) == cancelled
-        late = await calls.submit(finished("t1", "p1"))
+async def test_a_batch_whose_deadline_passes_takes_nothing(calls: RolloutCalls) -> None:
+    await calls.create(prompts=2)
+    await calls.submit(finished("t0", "p0"))
+    late = await refusal_of(calls.batch("b", 2, wait=True, timeout_s=0.3))
+    assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert (await calls.get()).buffered_trajectories == 1
+    await calls.submit(finished("t1", "p1"))
+    assert members(await calls.batch("b", 2, wait=True)) == [["t0"], ["t1"]]
+
+
+async def test_cancelling_ends_the_wait_of_a_batch(calls: RolloutCalls) -> None:
+    await calls.create(prompts=2)
+    await calls.submit(finished("t0", "p0"))
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(calls.batch("b", 2, wait=True))
+        request = pb.CancelRolloutRequest(request_id="cancel", rollout_id="r")
+        cancelled = await calls.stub.CancelRollout(request, timeout=CALL_S)
+        assert await calls.stub.CancelRollout(request, timeout=CALL_S) == cancelled
+    late = await calls.submit(finished("t1", "p1"))
     assert cancelled.rollout.state == pb.ROLLOUT_STATE_CANCELLED
     assert members(waiting.result()) == [["t0"]] and waiting.result().exhausted
     assert late.drop_reason == pb.DROP_REASON_CANCELLED and late.group_settled
 
 
-async def test_a_watch_shows_settled_groups_and_ends_with_the_rollout(nats_url: str) -> None:
-    async with rollout_service(nats_url) as calls:
-        await calls.create(prompts=2)
-        watch = calls.stub.WatchRollout(pb.WatchRolloutRequest(rollout_id="r"), timeout=CALL_S)
-        states = aiter(watch)
-        settled = [sum(group.settled for group in (await anext(states)).rollout.groups)]
-        for index in range(2):
-            await calls.submit(finished(f"t{index}", f"p{index}"))
-            state = (await anext(states)).rollout
-            settled.append(sum(group.settled for group in state.groups))
-        assert settled == [0, 1, 2]
-        assert state.state == pb.ROLLOUT_STATE_FINISHED
-        assert [message async for message in watch] == []
+async def test_a_watch_shows_settled_groups_and_ends_with_the_rollout(calls: RolloutCalls) -> None:
+    await calls.create(prompts=2)
+    watch = calls.stub.WatchRollout(pb.WatchRolloutRequest(rollout_id="r"), timeout=CALL_S)
+    states = aiter(watch)
+    settled = [sum(group.settled for group in (await anext(states)).rollout.groups)]
+    for index in range(2):
+        await calls.submit(finished(f"t{index}", f"p{index}"))
+        state = (await anext(states)).rollout
+        settled.append(sum(group.settled for group in state.groups))
+    assert settled == [0, 1, 2]
+    assert state.state == pb.ROLLOUT_STATE_FINISHED
+    assert [message async for message in watch] == []
 
 
-def stores(bus: Bus, log_bucket: object, payload_bucket: object) -> tuple[RolloutLog, PayloadStore]:
-    return (
-        RolloutLog(log_bucket, bus.jetstream),  # type: ignore[arg-type]
-        PayloadStore(payload_bucket, bus.jetstream, bus.max_payload_bytes),  # type: ignore[arg-type]
-    )
+async def stores(bus: Bus) -> tuple[RolloutLog, PayloadStore]:
+    log, payloads = await bus.key_value(LOG_BUCKET), await bus.key_value(PAYLOAD_BUCKET)
+    return RolloutLog(log, bus.jetstream), PayloadStore(payloads, bus.jetstream, bus.max_payload_bytes)
 
 
 def asks(request_id: str, fingerprint: str = "f") -> BatchRequest:
     return BatchRequest(request_id, fingerprint, max_groups=1, weight_version=0, wait=False)
 
 
-async def test_two_processes_over_one_log_never_hand_a_group_out_twice(nats_url: str) -> None:
+async def test_two_processes_over_one_log_never_hand_a_group_out_twice(bus: Bus) -> None:
     """Both hold the same rollout. One takes a group; the other has not heard of it and wants the same one.
 
     Result: the other loses the position in its log, reads it again and answers with an empty batch.
     """
-    async with open_bus(nats_url, "test") as bus:
-        log, payloads = stores(bus, await bus.key_value(LOG_BUCKET), await bus.key_value(PAYLOAD_BUCKET))
-        one, other = Rollouts(log, payloads), Rollouts(log, payloads)
-        await one.create("r", RolloutSpec(("p0",), 1, 1), "req")
-        here, there = await one.find("r"), await other.find("r")
-        await here.submit(Sample("t0", "p0", 0), b"tokens")
-        await there.submit(Sample("t0", "p0", 0), b"tokens")
-        assert there.buffer.revision == 1
-        first = await here.take(asks("b0"), 1000)
-        second = await there.take(asks("b1"), 1000)
+    log, payloads = await stores(bus)
+    one, other = Rollouts(log, payloads), Rollouts(log, payloads)
+    await one.create("r", RolloutSpec(("p0",), 1, 1), "req")
+    here, there = await one.find("r"), await other.find("r")
+    await here.submit(Sample("t0", "p0", 0), b"tokens")
+    await there.submit(Sample("t0", "p0", 0), b"tokens")
+    assert there.buffer.revision == 1
+    first = await here.take(asks("b0"), 1000)
+    second = await there.take(asks("b1"), 1000)
     assert (len(first.groups), len(second.groups)) == (1, 0)
 
 
-async def test_the_janitor_removes_what_nobody_can_ask_for_and_nothing_else(nats_url: str) -> None:
+async def test_the_janitor_removes_what_nobody_can_ask_for_and_nothing_else(bus: Bus) -> None:
     """One trajectory taken, one waiting. Past the time of repeats the taken one's tokens go, the other's stay; past the
     retention the whole rollout goes."""
-    async with open_bus(nats_url, "test") as bus:
-        log, payloads = stores(bus, await bus.key_value(LOG_BUCKET), await bus.key_value(PAYLOAD_BUCKET))
-        rollouts = Rollouts(log, payloads)
-        janitor = Janitor(rollouts, payloads, batch_replay_s=60.0, retention_s=1000.0)
-        rollout = await rollouts.create("r", RolloutSpec(("p0", "p1"), 1, 1), "req")
-        for index in range(2):
-            await rollout.submit(Sample(f"t{index}", f"p{index}", 0), b"tokens")
-        batch = await rollout.take(asks("b0"), 1000)
-        now_s = rollout.touched_at_s
-        await janitor.sweep(now_s + 59.0)
-        assert await rollout.payloads_of(batch) == {"t0": b"tokens"}
-        await janitor.sweep(now_s + 61.0)
-        with pytest.raises(ExceptionGroup) as lost:
-            await rollout.payloads_of(batch)
-        assert lost.group_contains(FailedPrecondition)
-        following = await rollout.take(asks("b1"), 1000)
-        assert await rollout.payloads_of(following) == {"t1": b"tokens"}
-        await janitor.sweep(now_s + 5000.0)
-        with pytest.raises(NotFound):
-            await rollouts.find("r")
-        assert [entry async for entry in log.everything()] == []
+    log, payloads = await stores(bus)
+    rollouts = Rollouts(log, payloads)
+    janitor = Janitor(rollouts, payloads, batch_replay_s=60.0, retention_s=1000.0)
+    rollout = await rollouts.create("r", RolloutSpec(("p0", "p1"), 1, 1), "req")
+    for index in range(2):
+        await rollout.submit(Sample(f"t{index}", f"p{index}", 0), b"tokens")
+    batch = await rollout.take(asks("b0"), 1000)
+    now_s = rollout.touched_at_s
+    await janitor.sweep(now_s + 59.0)
+    assert await rollout.payloads_of(batch) == {"t0": b"tokens"}
+    await janitor.sweep(now_s + 61.0)
+    with pytest.raises(ExceptionGroup) as lost:
+        await rollout.payloads_of(batch)
+    assert lost.group_contains(FailedPrecondition)
+    following = await rollout.take(asks("b1"), 1000)
+    assert await rollout.payloads_of(following) == {"t1": b"tokens"}
+    await janitor.sweep(now_s + 5000.0)
+    with pytest.raises(NotFound):
+        await rollouts.find("r")
+    assert [entry async for entry in log.everything()] == []
