@@ -62,8 +62,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 async def start_service(nats_url: str, tmp_path: Path) -> AsyncIterator[StartService]:
     """`await start_service("treadle_scheduler", {"TREADLE_SCHEDULER_X": "1"})` → the process, once it serves.
 
-    It listens on a free port and uses this test's nats-server. A path to a script does in place of a module; then
-    `service=` says which service's variables it reads.
+    It listens on a free port and uses this test's nats-server. `service=` says which service's variables it reads where
+    the module's name does not.
     """
     started: list[ServiceProcess] = []
 

@@ -11,10 +11,10 @@ import pytest_asyncio
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from support.nats_server import NatsServer
-from support.probe_service import ProbeSettings, wire
+from support.probe_service import ProbeSettings, plan, wire
 from support.rpc import error_of, refusal_of, status_of
 from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
-from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
+from treadle.placement.v1 import placement_pb2_grpc
 from treadle_runtime.server import serving
 
 LIMIT = 65_536
@@ -37,11 +37,6 @@ async def probe_channel(nats_url: str, upstream: str = "") -> AsyncIterator[grpc
 async def channel(shared_nats_url: str) -> AsyncIterator[grpc.aio.Channel]:
     async with probe_channel(shared_nats_url) as channel:
         yield channel
-
-
-def plan(what: str) -> placement_pb2.PlanPlacementRequest:
-    """A request that makes the probe do `what`."""
-    return placement_pb2.PlanPlacementRequest(trajectories=[placement_pb2.PlacedTrajectory(trajectory_id=what)])
 
 
 async def failure(channel: grpc.aio.Channel, what: str) -> grpc.aio.AioRpcError:

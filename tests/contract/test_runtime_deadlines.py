@@ -5,9 +5,9 @@ import contextvars
 
 import grpc.aio
 from support.conditions import until
-from support.probe_service import ProbeSettings, ProbeStream, wire
+from support.probe_service import ProbeSettings, ProbeStream, plan, wire
 from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
-from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
+from treadle.placement.v1 import placement_pb2_grpc
 from treadle_runtime.calls import detached_context, limit_to, remaining_s
 from treadle_runtime.server import Runtime, Wiring, serving
 
@@ -16,9 +16,8 @@ MIGRATOR = "treadle.migrator.v1.MigratorService"
 
 async def plan_s(address: str, what: str, timeout: float) -> float:
     """solve_time of a plan, in seconds."""
-    request = placement_pb2.PlanPlacementRequest(trajectories=[placement_pb2.PlacedTrajectory(trajectory_id=what)])
     async with grpc.aio.insecure_channel(address) as channel:
-        response = await placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(request, timeout=timeout)
+        response = await placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(plan(what), timeout=timeout)
     return response.solve_time.ToNanoseconds() / 1e9
 
 
@@ -39,10 +38,9 @@ async def test_a_channel_is_shared_per_address_and_gives_a_deadline_only_where_t
         channel = server.runtime.channel(server.address)
         assert server.runtime.channel(server.address) is channel
         stub = placement_pb2_grpc.PlacementServiceStub(channel)
-        await stub.PlanPlacement(placement_pb2.PlanPlacementRequest(), timeout=10)
-        slow = placement_pb2.PlanPlacementRequest(trajectories=[placement_pb2.PlacedTrajectory(trajectory_id="slow")])
+        await stub.PlanPlacement(plan(""), timeout=10)
         with limit_to(0.0):
-            call = stub.PlanPlacement(slow, timeout=10)
+            call = stub.PlanPlacement(plan("slow"), timeout=10)
             assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 

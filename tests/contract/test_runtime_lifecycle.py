@@ -16,22 +16,16 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.conditions import until
 from support.facts import hear
 from support.nats_server import NatsServer
-from support.probe_service import ProbeSettings, wire
+from support.probe_service import PROBE, ProbeSettings, plan, wire
 from support.processes import StartService, start_process
 from support.rpc import refusal_of
 from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
-from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
+from treadle.placement.v1 import placement_pb2_grpc
 from treadle_runtime.bus import Bus
 from treadle_runtime.server import Runtime, Wiring, serving
 
-PROBE = str(Path(__file__).parent.parent / "support" / "probe_service.py")
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-def slow_request() -> placement_pb2.PlanPlacementRequest:
-    """Keeps the probe busy for its slow_s."""
-    return placement_pb2.PlanPlacementRequest(trajectories=[placement_pb2.PlacedTrajectory(trajectory_id="slow")])
 
 
 async def test_sigterm_lets_a_call_in_flight_finish_and_turns_health_to_not_serving(
@@ -51,7 +45,7 @@ async def test_sigterm_lets_a_call_in_flight_finish_and_turns_health_to_not_serv
         watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=30)
         assert (await watch.read()).status == SERVING
         stub = placement_pb2_grpc.PlacementServiceStub(channel)
-        slow = stub.PlanPlacement(slow_request(), timeout=30)
+        slow = stub.PlanPlacement(plan("slow"), timeout=30)
         answer = asyncio.ensure_future(slow)
         await until(lambda: "slow call begins" in process.stderr_text())
 
@@ -62,7 +56,7 @@ async def test_sigterm_lets_a_call_in_flight_finish_and_turns_health_to_not_serv
         await answer
         assert await slow.code() is grpc.StatusCode.OK
         assert await process.wait() == 0
-        refused = await refusal_of(stub.PlanPlacement(slow_request(), timeout=5))
+        refused = await refusal_of(stub.PlanPlacement(plan("slow"), timeout=5))
         assert refused.code is grpc.StatusCode.UNAVAILABLE
 
     heard = await hear(bus, "engine_lost", replay=True)
@@ -75,7 +69,7 @@ async def test_a_call_that_outlasts_the_grace_is_cut_and_the_process_ends_all_th
     env = {"TREADLE_PROBE_SLOW_S": "600", "TREADLE_PROBE_DRAIN_GRACE_S": "0.2"}
     process = await start_service(PROBE, env, service="probe")
     async with grpc.aio.insecure_channel(process.address) as channel:
-        slow = placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(slow_request(), timeout=60)
+        slow = placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(plan("slow"), timeout=60)
         await until(lambda: "slow call begins" in process.stderr_text())
         process.terminate()
         assert await slow.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -86,7 +80,7 @@ async def test_a_second_signal_ends_the_process_at_once(start_service: StartServ
     env = {"TREADLE_PROBE_SLOW_S": "600", "TREADLE_PROBE_DRAIN_GRACE_S": "600"}
     process = await start_service(PROBE, env, service="probe")
     async with grpc.aio.insecure_channel(process.address) as channel:
-        slow = placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(slow_request(), timeout=60)
+        slow = placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(plan("slow"), timeout=60)
         await until(lambda: "slow call begins" in process.stderr_text())
         os.kill(process.pid, signal.SIGINT)
         await until(lambda: "draining" in process.stderr_text())
@@ -186,7 +180,7 @@ async def test_facts_that_nats_never_took_are_named_as_lost_at_the_end(
     )
     nats_server.kill()
     async with grpc.aio.insecure_channel(process.address) as channel:
-        await placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(slow_request(), timeout=10)
+        await placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(plan("slow"), timeout=10)
     process.terminate()
     assert await process.wait() == 0
     (line,) = [json.loads(line) for line in process.stderr_text().splitlines() if "facts are lost" in line]

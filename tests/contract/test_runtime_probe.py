@@ -2,11 +2,9 @@
 
 import asyncio
 import sys
-from pathlib import Path
 
+from support.probe_service import PROBE
 from support.processes import StartService
-
-PROBE = str(Path(__file__).parent.parent / "support" / "probe_service.py")
 
 
 async def asked(*arguments: str) -> tuple[int | None, str]:

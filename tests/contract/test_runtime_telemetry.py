@@ -4,7 +4,6 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -12,15 +11,13 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from support.conditions import until
 from support.facts import hear
-from support.probe_service import ProbeSettings
+from support.probe_service import PROBE, ProbeSettings, plan
 from support.processes import ServiceProcess, StartService
 from support.rpc import refusal_of
 from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
-from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
+from treadle.placement.v1 import placement_pb2_grpc
 from treadle_runtime.bus import open_bus
 from treadle_runtime.telemetry import Tracing, configure_tracing
-
-PROBE = str(Path(__file__).parent.parent / "support" / "probe_service.py")
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -65,10 +62,7 @@ def log_lines(text: str) -> Iterator[dict[str, Any]]:
 async def call(address: str, what: str) -> None:
     """Make the probe at `address` do `what`."""
     async with grpc.aio.insecure_channel(address) as channel:
-        await placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(
-            placement_pb2.PlanPlacementRequest(trajectories=[placement_pb2.PlacedTrajectory(trajectory_id=what)]),
-            timeout=30,
-        )
+        await placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(plan(what), timeout=30)
 
 
 async def test_one_trace_runs_through_two_services_and_on_to_the_handler_of_a_fact(

@@ -2,8 +2,6 @@
 
 import asyncio
 
-import grpc
-import pytest
 import treadle
 from support.fake_servicer import Port
 from support.mesh_in_process import WAIT_S, fake_mesh, generate
@@ -87,11 +85,3 @@ class FakeRewards(rewards_pb2_grpc.RewardsServiceServicer):
         yield rewards_pb2.WatchRewardsResponse(reward=self._reward())
         if self.state == rewards_pb2.REWARD_STATE_RUNNING:
             await asyncio.Event().wait()
-
-
-async def test_a_mesh_without_tools_says_so() -> None:
-    async with fake_mesh() as mesh, mesh.client() as client:
-        mesh.scheduler.directory.tools_address = ""
-        with pytest.raises(treadle.TreadleError) as none:
-            await client.score("t-1", "exact_match", RIGHT)
-        assert (none.value.code, none.value.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "NO_TOOLS_SERVICE")

@@ -176,11 +176,15 @@ async def test_an_agent_may_say_the_outcome_itself_and_a_pin_reaches_the_schedul
     assert pinned == {0: "e0", 1: "e1"}
 
 
-async def test_a_mesh_without_a_rollout_service_says_so(mesh: FakeMesh, client: treadle.Client) -> None:
-    mesh.scheduler.directory.rollout_address = ""
-    with pytest.raises(treadle.TreadleError) as refused:
-        await client.rollout(PROMPTS, one_turn)
-    assert refused.value.reason == "NO_ROLLOUT_SERVICE"
+async def test_a_mesh_without_a_rollout_service_or_tools_says_so(mesh: FakeMesh, client: treadle.Client) -> None:
+    mesh.scheduler.directory.Clear()
+    for call, reason in (
+        (client.rollout(PROMPTS, one_turn), "NO_ROLLOUT_SERVICE"),
+        (client.score("t-1", "exact_match", {}), "NO_TOOLS_SERVICE"),
+    ):
+        with pytest.raises(treadle.TreadleError) as refused:
+            await call
+        assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.FAILED_PRECONDITION, reason)
 
 
 async def test_an_error_of_a_callback_comes_out_as_itself_and_ends_the_rollout(

@@ -90,3 +90,32 @@ async def test_leaving_the_client_closes_what_is_left_open() -> None:
         assert not mesh.tools.sessions
         with pytest.raises(treadle.TreadleError, match="TRAJECTORY_CLOSED"):
             t.observe([1])
+
+
+async def test_an_empty_prompt_is_refused_with_its_field() -> None:
+    async with fake_mesh() as mesh, mesh.client() as client:
+        with pytest.raises(treadle.TreadleError) as refused:
+            await client.open(prompt_id="p0", sample=0, prompt=[])
+        assert [violation.field for violation in refused.value.field_violations] == ["prompt_tokens"]
+
+
+async def test_a_closed_trajectory_takes_nothing_more() -> None:
+    async with one_trajectory(prompt=PROMPT) as (mesh, t):
+        await t.close(reward=1.0)
+        await t.close(reward=2.0, outcome="failed")
+        assert (t.reward, t.outcome, len(mesh.scheduler.requests("CloseTrajectory"))) == (1.0, "finished", 1)
+        for work in (t.tool("echo", {}), t.open_session("count", {}), anext(t.generate(treadle.Sampling(1)))):
+            with pytest.raises(treadle.TreadleError, match="TRAJECTORY_CLOSED"):
+                await work
+
+
+async def test_a_client_that_was_not_entered_says_how_it_is_used() -> None:
+    with pytest.raises(RuntimeError, match="async with"):
+        await treadle.Client("127.0.0.1:1").open(prompt_id="p0", sample=0, prompt=[1])
+
+
+async def test_arguments_that_are_not_json_are_refused_before_any_call() -> None:
+    async with one_trajectory(prompt=PROMPT) as (mesh, t):
+        with pytest.raises(TypeError):
+            await t.tool("echo", {"x": object()})
+        assert not mesh.tools.calls

@@ -7,7 +7,7 @@ import pytest
 from support.conditions import until
 from support.facts import hear
 from support.fake_migration_peers import Mesh, MigratorCalls, fake_mesh
-from support.fake_servicer import Port
+from support.fake_servicer import Gate, Port
 from support.processes import ServiceProcess, StartService
 from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
@@ -28,35 +28,30 @@ async def while_waiting(mesh: Mesh, calls: MigratorCalls, service: ServiceProces
     return started.migration_id
 
 
+async def kill_at(gate: Gate, mesh: Mesh, calls: MigratorCalls, service: ServiceProcess) -> str:
+    """While a call of the move is held at the gate; the call ends with its caller."""
+    gate.close()
+    started = await calls.start(mesh.request("t", "e0", "e1"))
+    await until(lambda: gate.waiting)
+    service.kill()
+    await until(lambda: not gate.waiting)
+    gate.open()
+    return started.migration_id
+
+
 async def while_preparing(mesh: Mesh, calls: MigratorCalls, service: ServiceProcess) -> str:
     """The target is fetching."""
-    mesh.sidecars["e1"].gate.close()
-    started = await calls.start(mesh.request("t", "e0", "e1"))
-    await until(lambda: mesh.sidecars["e1"].gate.waiting)
-    service.kill()
-    mesh.sidecars["e1"].gate.open()
-    return started.migration_id
+    return await kill_at(mesh.sidecars["e1"].gate, mesh, calls, service)
 
 
 async def before_the_swap(mesh: Mesh, calls: MigratorCalls, service: ServiceProcess) -> str:
-    """The switch is on its way; the call ends with its caller and changes nothing."""
-    mesh.scheduler.gate.close()
-    started = await calls.start(mesh.request("t", "e0", "e1"))
-    await until(lambda: mesh.scheduler.gate.waiting)
-    service.kill()
-    await until(lambda: not mesh.scheduler.gate.waiting)
-    mesh.scheduler.gate.open()
-    return started.migration_id
+    """The switch is on its way."""
+    return await kill_at(mesh.scheduler.gate, mesh, calls, service)
 
 
 async def after_the_swap(mesh: Mesh, calls: MigratorCalls, service: ServiceProcess) -> str:
     """The owner has changed; nobody heard the answer."""
-    mesh.scheduler.gate_after.close()
-    started = await calls.start(mesh.request("t", "e0", "e1"))
-    await until(lambda: mesh.scheduler.gate_after.waiting)
-    service.kill()
-    mesh.scheduler.gate_after.open()
-    return started.migration_id
+    return await kill_at(mesh.scheduler.gate_after, mesh, calls, service)
 
 
 @pytest.mark.parametrize(

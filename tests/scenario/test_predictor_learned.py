@@ -13,14 +13,18 @@ import psutil
 import pytest
 from support.conditions import until, until_said
 from support.learned_models import models_with, saved_version
-from support.processes import StartService, start_process
+from support.processes import StartService
 from treadle.common.v1.tokens_pb2 import TokenIds
 from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
 from treadle.telemetry.v1.facts_pb2 import Fact
 from treadle_learned.backbone import Backbone
 from treadle_learned.checkpoint import HEAD, POINTER, load
 from treadle_learned.transcript import Transcript, Turn
-from treadle_runtime.bus import open_bus
+from treadle_predictor.config import PredictorSettings
+from treadle_predictor.wire import wire
+from treadle_runtime.bus import Bus
+from treadle_runtime.errors import StartError
+from treadle_runtime.server import serving
 
 from treadle_bench.predictor.facts import facts_of
 
@@ -84,11 +88,10 @@ def refitting(models: Path) -> list[psutil.Process]:
     ]
 
 
-async def publish(nats_url: str, facts: Iterable[Fact]) -> None:
-    async with open_bus(nats_url, "test") as bus:
-        for fact in facts:
-            await bus.publish(fact)
-        await bus.flush()
+async def publish(bus: Bus, facts: Iterable[Fact]) -> None:
+    for fact in facts:
+        await bus.publish(fact)
+    await bus.flush()
 
 
 def transcript(name: str, turns: int = 3) -> Transcript:
@@ -97,7 +100,7 @@ def transcript(name: str, turns: int = 3) -> Transcript:
 
 
 async def test_it_answers_from_what_was_told_and_follows_the_pointer(
-    start_service: StartService, nats_url: str, tmp_path: Path
+    start_service: StartService, bus: Bus, tmp_path: Path
 ) -> None:
     """One version answers; another is promoted, one that is broken, one that siblings beat, and a kill.
 
@@ -115,10 +118,10 @@ async def test_it_answers_from_what_was_told_and_follows_the_pointer(
         unheard = await asked.of(one, 0, tokenize(one.prompt))
         assert unheard.estimator == predictor_pb2.ESTIMATOR_PRIOR, "nobody has opened it"
         facts = list(facts_of(one, tokenize, close=False))
-        await publish(nats_url, facts[:1])
+        await publish(bus, facts[:1])
         await asked.until_model(one, 0, tokenize(one.prompt))
         assert (await asked.of(one, 0)).estimator == predictor_pb2.ESTIMATOR_PRIOR, "no word of it is known yet"
-        await publish(nats_url, facts[1:3])
+        await publish(bus, facts[1:3])
         prediction = await asked.until_model(one, 2)
         assert prediction.model_version == "v1"
 
@@ -152,43 +155,17 @@ async def test_it_answers_from_what_was_told_and_follows_the_pointer(
         assert (await asked.of(one, 2)).estimator == predictor_pb2.ESTIMATOR_PRIOR
 
 
-async def test_a_model_that_is_late_keeps_nobody_waiting(
-    start_service: StartService, nats_url: str, tmp_path: Path
-) -> None:
-    models = models_with(tmp_path, "v1")
-    tokenize = Backbone.load(str(tmp_path / "backbone"), device="cpu").tokenize
-    service = await start_service(
-        "treadle_predictor", {"TREADLE_PREDICTOR_MODELS": str(models.folder), "TREADLE_PREDICTOR_DEADLINE_S": "0"}
-    )
-    one = transcript("one")
-    await publish(nats_url, facts_of(one, tokenize, close=False))
-    async with asking(service.address) as asked:
-
-        async def ask() -> tuple[predictor_pb2.Prediction, predictor_pb2.LearnedModel]:
-            return await asked.of(one, 3), await asked.learned()
-
-        prediction, _ = await until_said(ask, lambda said: said[1].late, WITHIN_S)
-    assert prediction.estimator == predictor_pb2.ESTIMATOR_PRIOR
-
-
 async def test_a_tokenizer_that_is_not_there_ends_the_start_with_a_line(nats_url: str, tmp_path: Path) -> None:
-    env = {
-        "TREADLE_NATS_URL": nats_url,
-        "TREADLE_PREDICTOR_MODELS": str(tmp_path / "models"),
-        "TREADLE_PREDICTOR_TOKENIZER": str(tmp_path / "nothing"),
-    }
-    service = start_process("treadle_predictor", "predictor", env, tmp_path / "service")
-    try:
-        assert await service.wait(WITHIN_S) == 1
-        said = service.stderr_text().splitlines()[-1]
-        assert "TREADLE_PREDICTOR_TOKENIZER=" in said and "cannot be loaded" in said
-    finally:
-        service.kill()
+    models, tokenizer = str(tmp_path / "models"), str(tmp_path / "nothing")
+    settings = PredictorSettings(listen="127.0.0.1:0", nats_url=nats_url, models=models, tokenizer=tokenizer)
+    with pytest.raises(StartError, match=r"TREADLE_PREDICTOR_TOKENIZER=.* cannot be loaded"):
+        async with serving(settings, wire):
+            raise AssertionError("not reached")
 
 
 @pytest.mark.timeout(300)  # four processes import torch, one after the other
 async def test_it_learns_from_what_ended_and_a_kill_in_the_middle_costs_nothing(
-    start_service: StartService, nats_url: str, tmp_path: Path
+    start_service: StartService, bus: Bus, tmp_path: Path
 ) -> None:
     """Rollouts end while a version answers; the service is killed as its refit begins, and started again.
 
@@ -199,7 +176,7 @@ async def test_it_learns_from_what_ended_and_a_kill_in_the_middle_costs_nothing(
     env = {"TREADLE_PREDICTOR_MODELS": str(models.folder), "TREADLE_PREDICTOR_REFIT_EVERY": str(ENDED), **PATIENT}
     service = await start_service("treadle_predictor", env)
     ended = [transcript(f"{number}", 2 + number % 7) for number in range(ENDED)]
-    await publish(nats_url, (fact for each in ended for fact in facts_of(each, lambda text: [])))
+    await publish(bus, (fact for each in ended for fact in facts_of(each, lambda text: [])))
     await until(lambda: refitting(models.folder), WITHIN_S, "a refit begins")
     service.kill()
     await until(lambda: not refitting(models.folder), WITHIN_S, "a refit ends with its service")

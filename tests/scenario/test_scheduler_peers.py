@@ -11,7 +11,7 @@ from support.fake_engine import leased_engines
 from support.scheduler import scheduler
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle_core.actions import ReleasePrefix
-from treadle_runtime.bus import open_bus
+from treadle_runtime.bus import Bus
 from treadle_scheduler.outbound import Waiting
 
 
@@ -53,7 +53,7 @@ async def test_steps_go_on_without_predictor_placement_and_migrator(nats_url: st
                 await client.close(f"t{number}")
 
 
-async def test_trajectories_are_listed_by_rollout_and_by_whether_they_are_open(nats_url: str) -> None:
+async def test_trajectories_are_listed_by_rollout_by_whether_they_are_open_and_by_pages(nats_url: str) -> None:
     async with scheduler(nats_url) as client:
         for number in range(6):
             await client.open(f"t{number}", rollout_id=f"r{number % 2}")
@@ -65,14 +65,13 @@ async def test_trajectories_are_listed_by_rollout_and_by_whether_they_are_open(n
 
         assert await listed() == ["t0", "t2", "t4"]
         assert await listed(open_only=True, page_size=2) == ["t0", "t4"]
+        first = await client.call("ListTrajectories", pb.ListTrajectoriesRequest(page_size=4))
+        rest = await client.call("ListTrajectories", pb.ListTrajectoriesRequest(page_token=first.next_page_token))
+        assert [each.trajectory_id for each in (*first.trajectories, *rest.trajectories)] == [f"t{n}" for n in range(6)]
 
 
-async def test_a_lost_stream_moves_the_step_and_stops_it_at_the_old_engine(nats_url: str) -> None:
-    async with (
-        open_bus(nats_url, "test") as bus,
-        scheduler(nats_url) as client,
-        leased_engines(bus, client.address, ["e0", "e1"]) as engines,
-    ):
+async def test_a_lost_stream_moves_the_step_and_stops_it_at_the_old_engine(nats_url: str, bus: Bus) -> None:
+    async with scheduler(nats_url) as client, leased_engines(bus, client.address, ["e0", "e1"]) as engines:
         await until(lambda: all(engine.lease_id for engine in engines), what="both registered")
         await client.open("t")
         lost = await client.step("t", 0)

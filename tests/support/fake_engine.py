@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from support.fake_servicer import FakeServicer, Gate, Port, Refusal, refuse
+from support.fake_servicer import FakeServicer, Gate, Port, Refusal, answer, refuse
 from treadle.common.v1 import tokens_pb2
 from treadle.engine.v1 import engine_pb2 as pb
 from treadle.engine.v1 import engine_pb2_grpc
@@ -50,7 +50,7 @@ class Script:
 
     lose_at: int | None = None  # the stream ends UNAVAILABLE ENGINE_LOST
     die_at: int | None = None  # `die` is called: the server goes away under the stream
-    hold_at: int | None = None  # waits there until aborted, cancelled or released
+    hold_at: int | None = None  # waits there until aborted or cancelled
     preempt_at: int | None = None
     skip_at: int | None = None  # leaves one token out
     repeat_at: int | None = None  # sends one token twice
@@ -82,7 +82,6 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
         self.address = ""
         self.script = Script()
         self.die: Callable[[], None] = lambda: None
-        self.release = asyncio.Event()
         self.holding = asyncio.Event()  # a stream has come to hold_at
         self.running: set[str] = set()
         self.aborted: list[str] = []
@@ -156,12 +155,7 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
                 await asyncio.Event().wait()
             if count == script.hold_at:
                 self.holding.set()
-                waits = [asyncio.ensure_future(event.wait()) for event in (abort, self.release)]
-                try:
-                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    for wait in waits:
-                        wait.cancel()
+                await abort.wait()
             if abort.is_set():
                 reason = pb.FINISH_REASON_ABORTED
                 break
@@ -185,15 +179,15 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
         finished = pb.StepFinished(reason=reason, output_tokens=count, version_spans=spans, cached_tokens=first)
         yield pb.GenerateResponse(finished=finished)
 
-    async def Abort(self, request: pb.AbortRequest, context: Any) -> Any:
-        self.log("Abort", request, context)
+    @answer
+    def Abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
         self.aborted.append(request.ticket_id)
         if request.ticket_id in self._aborts:
             self._aborts[request.ticket_id].set()
         return pb.AbortResponse()
 
-    async def Reprioritize(self, request: pb.ReprioritizeRequest, context: Any) -> Any:
-        self.log("Reprioritize", request, context)
+    @answer
+    def Reprioritize(self, _: pb.ReprioritizeRequest) -> pb.ReprioritizeResponse:
         return pb.ReprioritizeResponse()
 
     async def PrefetchPrefix(self, request: pb.PrefetchPrefixRequest, context: Any) -> Any:
@@ -214,20 +208,18 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
             prefix_tokens=tokens, tokens_from_storage=stored, tokens_prefilled=tokens - stored
         )
 
-    async def ExportPrefix(self, request: pb.ExportPrefixRequest, context: Any) -> Any:
-        self.log("ExportPrefix", request, context)
+    @answer
+    def ExportPrefix(self, request: pb.ExportPrefixRequest) -> pb.ExportPrefixResponse | Refusal:
         if request.trajectory_id not in self.prefixes:
-            await refuse(context, Refusal(grpc.StatusCode.NOT_FOUND, "PREFIX_NOT_FOUND"))
+            return Refusal(grpc.StatusCode.NOT_FOUND, "PREFIX_NOT_FOUND")
         count = self.prefixes[request.trajectory_id]
         response = pb.ExportPrefixResponse(cache_salt=self.cache_salt, prefix_tokens=count)
         if not request.counts_only:
             response.token_ids.int32_le = array("i", range(count)).tobytes()
         return response
 
-    async def ReleasePrefix(self, request: pb.ReleasePrefixRequest, context: Any) -> Any:
-        self.log("ReleasePrefix", request, context)
-        if refusal := self.next_refusal("ReleasePrefix"):
-            await refuse(context, refusal)
+    @answer
+    def ReleasePrefix(self, request: pb.ReleasePrefixRequest) -> pb.ReleasePrefixResponse:
         self.prefixes.pop(request.trajectory_id, None)
         return pb.ReleasePrefixResponse()
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import grpc
-from support.fake_servicer import FakeServicer, Gate, Refusal, answer, refuse
+from support.fake_servicer import FakeServicer, Gate, Refusal, answer
 from treadle.common.v1 import ticket_pb2
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
@@ -46,8 +46,8 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
                 del self.tickets[trajectory_id]
                 self.trajectories[trajectory_id].next_turn += 1
 
-    async def GetDirectory(self, request: pb.GetDirectoryRequest, context: Any) -> Any:
-        self.log("GetDirectory", request, context)
+    @answer
+    def GetDirectory(self, _: pb.GetDirectoryRequest) -> pb.GetDirectoryResponse:
         return self.directory
 
     async def SwitchEngine(self, request: pb.SwitchEngineRequest, context: Any) -> Any:
@@ -56,24 +56,22 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
         await self.gate_after.pass_through()
         return answer
 
-    async def GetTrajectory(self, request: pb.GetTrajectoryRequest, context: Any) -> Any:
-        self.log("GetTrajectory", request, context)
-        if refusal := self.next_refusal("GetTrajectory"):
-            await refuse(context, refusal)
+    @answer
+    def GetTrajectory(self, request: pb.GetTrajectoryRequest) -> pb.GetTrajectoryResponse | Refusal:
         if request.trajectory_id not in self.owners:
-            await refuse(context, Refusal(grpc.StatusCode.NOT_FOUND, "TRAJECTORY_NOT_FOUND"))
+            return Refusal(grpc.StatusCode.NOT_FOUND, "TRAJECTORY_NOT_FOUND")
         engine_id, revision = self.owners[request.trajectory_id]
         trajectory = pb.Trajectory(trajectory_id=request.trajectory_id, engine_id=engine_id, revision=revision)
         return pb.GetTrajectoryResponse(trajectory=trajectory)
 
-    async def RenewEngineLease(self, request: pb.RenewEngineLeaseRequest, context: Any) -> Any:
-        self.log("RenewEngineLease", request, context)
+    @answer
+    def RenewEngineLease(self, request: pb.RenewEngineLeaseRequest) -> pb.RenewEngineLeaseResponse | Refusal:
         if request.lease_id not in self.leases:
-            await refuse(context, Refusal(grpc.StatusCode.NOT_FOUND, "LEASE_NOT_FOUND"))
+            return Refusal(grpc.StatusCode.NOT_FOUND, "LEASE_NOT_FOUND")
         return pb.RenewEngineLeaseResponse()
 
-    async def DeregisterEngine(self, request: pb.DeregisterEngineRequest, context: Any) -> Any:
-        self.log("DeregisterEngine", request, context)
+    @answer
+    def DeregisterEngine(self, request: pb.DeregisterEngineRequest) -> pb.DeregisterEngineResponse:
         self.leases.discard(request.lease_id)
         return pb.DeregisterEngineResponse()
 

@@ -136,12 +136,14 @@ class FakeServicer:
         refusal = self.next_refusal(method)
         if refusal is not None and not refusal.after:
             await refuse(context, refusal)
-        recorded, answer = self._records.get(request.request_id, (None, None))
+        request_id = getattr(request, "request_id", "")
+        recorded, answer = self._records.get(request_id, (None, None))
         if recorded is None:
             answer = work(request)
             if isinstance(answer, Refusal):
                 await refuse(context, answer)
-            self._records[request.request_id] = (request, answer)
+            if request_id:
+                self._records[request_id] = (request, answer)
         elif recorded != request:
             invalid = Refusal(grpc.StatusCode.INVALID_ARGUMENT, "REQUEST_ID_REUSED", fields=("request_id",))
             await refuse(context, invalid)

@@ -1,6 +1,6 @@
 """A tiny service for the tests of the runtime: PlacementService's contract, with behaviour chosen by the request.
 
-The id of the first trajectory says what PlanPlacement does; see `Probe`. Run as a script, or in process through `wire`.
+The id of the first trajectory says what PlanPlacement does; see `Probe`. Run as a process or through `wire`.
 """
 
 import asyncio
@@ -19,6 +19,12 @@ from treadle_runtime.idempotency import answered_once
 from treadle_runtime.server import Runtime, Wiring, run
 
 log = structlog.get_logger()
+PROBE = "support.probe_service"  # to start it as a process
+
+
+def plan(what: str) -> placement_pb2.PlanPlacementRequest:
+    """A request that makes the probe do `what`."""
+    return placement_pb2.PlanPlacementRequest(trajectories=[placement_pb2.PlacedTrajectory(trajectory_id=what)])
 
 
 class ProbeSettings(Settings):
@@ -35,8 +41,20 @@ class CoreError(Exception):
     """Stands for a core exception."""
 
 
+FAILURES = {
+    "core": CoreError("the core says no"),
+    "bug": ZeroDivisionError("a bug"),
+    "group": ExceptionGroup("tasks", [errors.FailedPrecondition("NOT_NOW", "not now", retry="never")]),
+    "invalid": errors.InvalidArgument("engines[0].slot_limit", "must be >= 1, is 0", engine_id="e0"),
+    "full": errors.ResourceExhausted("QUEUE_FULL", "the queue is full", retry_after_s=1.5, waiting=64),
+    "long": errors.NotFound("THING_NOT_FOUND", "x" * 100_000, thing="y" * 100_000),
+}
+
+
 class Probe(placement_pb2_grpc.PlacementServiceServicer):
-    """slow: answers after slow_s. upstream:x: has another probe do x. remaining: tells its deadline. Others: raise."""
+    """slow: answers after slow_s. upstream:x: has another probe do x. remaining: tells its deadline. Of FAILURES:
+    raises.
+    """
 
     def __init__(self, settings: ProbeSettings, runtime: Runtime) -> None:
         self._settings, self._runtime = settings, runtime
@@ -51,26 +69,11 @@ class Probe(placement_pb2_grpc.PlacementServiceServicer):
             log.info("slow call begins")
             await asyncio.sleep(self._settings.slow_s)
             await self._runtime.bus.publish(make_fact("probe", engine_lost=EngineLost(engine_id="slow")))
-        elif what == "core":
-            raise CoreError("the core says no")
-        elif what == "bug":
-            raise ZeroDivisionError("a bug")
-        elif what == "group":
-            async with asyncio.TaskGroup() as group:
-                group.create_task(_refuse())
-        elif what == "invalid":
-            raise errors.InvalidArgument("engines[0].slot_limit", "must be >= 1, is 0", engine_id="e0")
-        elif what == "full":
-            raise errors.ResourceExhausted("QUEUE_FULL", "the queue is full", retry_after_s=1.5, waiting=64)
-        elif what == "long":
-            raise errors.NotFound("THING_NOT_FOUND", "x" * 100_000, thing="y" * 100_000)
+        elif what in FAILURES:
+            raise FAILURES[what]
         elif what.startswith("upstream:"):
             stub = placement_pb2_grpc.PlacementServiceStub(self._runtime.channel(self._settings.upstream))
-            return await stub.PlanPlacement(
-                placement_pb2.PlanPlacementRequest(
-                    trajectories=[placement_pb2.PlacedTrajectory(trajectory_id=what.removeprefix("upstream:"))]
-                )
-            )
+            return await stub.PlanPlacement(plan(what.removeprefix("upstream:")))
         elif what == "remaining":
             response.solve_time.FromNanoseconds(round((remaining_s() or 0.0) * 1e9))
         return response
@@ -105,10 +108,6 @@ class ProbeStream(migrator_pb2_grpc.MigratorServiceServicer):
     ) -> migrator_pb2.CancelMigrationResponse:
         self.calls += 1
         return migrator_pb2.CancelMigrationResponse(migration=migrator_pb2.Migration(revision=self.calls))
-
-
-async def _refuse() -> None:
-    raise errors.FailedPrecondition("NOT_NOW", "not now", retry="never")
 
 
 async def wire(runtime: Runtime) -> Wiring:

@@ -118,7 +118,7 @@ def import_path(*more: Path) -> str:
 
 
 def start_process(module: str, service: str, env: Mapping[str, str], folder: Path) -> ServiceProcess:
-    """Start `python -m module` (or a script path) on a free port; its ready file and stderr go to `folder`."""
+    """Start `python -m module` on a free port; its ready file and stderr go to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     prefix = f"TREADLE_{service.upper()}_"
     own = {
@@ -126,9 +126,8 @@ def start_process(module: str, service: str, env: Mapping[str, str], folder: Pat
         f"{prefix}READY_FILE": str(folder / "ready.json"),
         "PYTHONPATH": import_path(),
     }
-    program = [module] if module.endswith(".py") else ["-m", module]
     with (folder / "stderr").open("ab") as stderr:
         process = subprocess.Popen(
-            [sys.executable, *program], env=clean_environment({**own, **env}), stdout=stderr, stderr=stderr
+            [sys.executable, "-m", module], env=clean_environment({**own, **env}), stdout=stderr, stderr=stderr
         )
     return ServiceProcess(process, folder)

@@ -27,17 +27,16 @@ class SchedulerClient:
         self.address = address
         self.stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
 
-    async def call(self, rpc: str, request: Any, timeout_s: float = TIMEOUT_S) -> Any:
+    async def call(self, rpc: str, request: Any) -> Any:
         """Any RPC by name."""
-        return await getattr(self.stub, rpc)(request, timeout=timeout_s)
+        return await getattr(self.stub, rpc)(request, timeout=TIMEOUT_S)
 
     async def register(self, engine_id: str, **fields: Any) -> pb.RegisterEngineResponse:
         """An engine, which nobody serves."""
         given = {"address": "127.0.0.1:1", "slot_limit": 4, "weight_version": "v0", **fields}
         info = engine_pb2.EngineInfo(engine_id=engine_id, **given)
-        response = await self.call("RegisterEngine", pb.RegisterEngineRequest(request_id=uuid.uuid4().hex, info=info))
-        assert isinstance(response, pb.RegisterEngineResponse)
-        return response
+        request = pb.RegisterEngineRequest(request_id=uuid.uuid4().hex, info=info)
+        return await self.stub.RegisterEngine(request, timeout=TIMEOUT_S)
 
     async def until_registered(self, count: int) -> None:
         """So many engines hold leases."""
@@ -53,15 +52,14 @@ class SchedulerClient:
     async def open(self, trajectory_id: str = "", **fields: Any) -> pb.Trajectory:
         """A trajectory."""
         given = {"request_id": uuid.uuid4().hex, "prompt_id": "p", "prompt_tokens": 10, **fields}
-        response = await self.call("OpenTrajectory", pb.OpenTrajectoryRequest(trajectory_id=trajectory_id, **given))
-        assert isinstance(response, pb.OpenTrajectoryResponse)
-        return response.trajectory
+        request = pb.OpenTrajectoryRequest(trajectory_id=trajectory_id, **given)
+        return (await self.stub.OpenTrajectory(request, timeout=TIMEOUT_S)).trajectory
 
-    async def step(self, trajectory_id: str, turn: int, *, timeout_s: float = TIMEOUT_S, **fields: Any) -> Any:
+    async def step(self, trajectory_id: str, turn: int, *, timeout_s: float = TIMEOUT_S, **fields: Any) -> Ticket:
         """A ticket."""
         given = {"request_id": uuid.uuid4().hex, "context_tokens": 10, "max_new_tokens": 8, **fields}
         request = pb.ScheduleStepRequest(trajectory_id=trajectory_id, turn=turn, **given)
-        return (await self.call("ScheduleStep", request, timeout_s)).ticket
+        return (await self.stub.ScheduleStep(request, timeout=timeout_s)).ticket
 
     async def close(self, trajectory_id: str, **fields: Any) -> None:
         """End a trajectory."""
@@ -70,9 +68,8 @@ class SchedulerClient:
 
     async def trajectory(self, trajectory_id: str) -> pb.Trajectory:
         """As the scheduler knows it."""
-        response = await self.call("GetTrajectory", pb.GetTrajectoryRequest(trajectory_id=trajectory_id))
-        assert isinstance(response, pb.GetTrajectoryResponse)
-        return response.trajectory
+        request = pb.GetTrajectoryRequest(trajectory_id=trajectory_id)
+        return (await self.stub.GetTrajectory(request, timeout=TIMEOUT_S)).trajectory
 
 
 async def generate(ticket: Ticket, tokens: int, channel: grpc.aio.Channel | None = None) -> None:

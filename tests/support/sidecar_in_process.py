@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
+from support.conditions import until_said
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle_runtime.server import Serving, serving
 from treadle_sidecar.config import SidecarSettings
@@ -27,17 +28,13 @@ class Sidecar:
         """What it says of itself."""
         return (await self.stub.GetLoad(engine_pb2.GetLoadRequest(), timeout=CALL_S)).load
 
-    async def until_waiting(self, steps: int, within_s: float = 30.0) -> None:
+    async def until_waiting(self, steps: int) -> None:
         """Returns once so many steps wait for a slot."""
-        async for response in self.stub.WatchLoad(_every_50_ms(), timeout=within_s):
-            if response.load.waiting_steps == steps:
-                return
+        await until_said(self.load, lambda load: load.waiting_steps == steps)
 
     async def until_engine_is(self, healthy: bool, within_s: float = 30.0) -> None:
         """Waits for the sidecar's own view of its engine."""
-        async for response in self.stub.WatchLoad(_every_50_ms(), timeout=within_s):
-            if response.load.engine_healthy is healthy:
-                return
+        await until_said(self.load, lambda load: load.engine_healthy is healthy, within_s)
 
 
 @asynccontextmanager
@@ -55,9 +52,3 @@ async def sidecar(nats_url: str, engine_url: str, engine_id: str = "e0", **optio
         side = Sidecar(served, engine_pb2_grpc.EngineServiceStub(channel))
         await side.until_engine_is(True)
         yield side
-
-
-def _every_50_ms() -> engine_pb2.WatchLoadRequest:
-    request = engine_pb2.WatchLoadRequest()
-    request.interval.FromMilliseconds(50)
-    return request

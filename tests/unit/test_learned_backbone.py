@@ -40,11 +40,11 @@ def test_reading_on_gives_the_states_of_reading_at_once(backbone: Backbone) -> N
 
 
 def test_reading_on_gives_the_same_from_whatever_beginning_is_shared(backbone: Backbone) -> None:
-    """Of another context, of the whole of its own, and of one that goes further."""
+    """Of another context, of the whole of its own, of one that goes further, and none."""
     whole = "a plan, then one step, then another"
     ids = backbone.tokenize(whole)
     at_once = backbone.hidden(ids, [len(ids)])[0]
-    for other in ("a plan, then nothing", whole, f"{whole}!"):
+    for other in ("a plan, then nothing", whole, f"{whole}!", "no plan"):
         _, read = backbone.read_on(backbone.tokenize(other), None)
         state, read = backbone.read_on(ids, read)
         torch.testing.assert_close(state, at_once)
@@ -58,13 +58,6 @@ def test_a_copy_of_a_beginning_is_its_own(backbone: Backbone) -> None:
     backbone.read_on(ids, read)
     state, _ = backbone.read_on(ids, copy)
     torch.testing.assert_close(state, backbone.hidden(ids, [len(ids)])[0])
-
-
-def test_what_begins_differently_is_read_from_the_start(backbone: Backbone) -> None:
-    _, read = backbone.read_on(backbone.tokenize("one beginning"), None)
-    other = backbone.tokenize("another beginning, and more")
-    state, read = backbone.read_on(other, read)
-    torch.testing.assert_close(state, backbone.hidden(other, [len(other)])[0])
 
 
 def test_the_fingerprint_is_of_the_model_and_its_tokenizer_not_of_the_place(backbone: Backbone, tmp_path: Path) -> None:

@@ -7,20 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.learned_models import random_head
 from support.tiny_backbone import HIDDEN, tiny_backbone
 from treadle_learned.backbone import Backbone
 from treadle_learned.checkpoint import ABOUT, HEAD, POINTER, Checkpoint, ModelsFolder, load, save
 from treadle_learned.errors import CheckpointError
-from treadle_learned.head import QuantileHead
 from treadle_learned.moments import FEATURES
 from treadle_learned.reading import Bounds
 
 
 def made(version: str = "v1") -> Checkpoint:
-    torch.manual_seed(3)
-    head = QuantileHead(HIDDEN).eval()
-    torch.nn.init.normal_(head.out.weight)
-    return Checkpoint(version, "nowhere", "f" * 16, HIDDEN, Bounds(step_tokens=20), head, {"pinball": 0.2})
+    return Checkpoint(version, "nowhere", "f" * 16, HIDDEN, Bounds(step_tokens=20), random_head(), {"pinball": 0.2})
 
 
 def test_what_was_saved_is_loaded_and_predicts_the_same(tmp_path: Path) -> None:

@@ -66,19 +66,11 @@ def test_shares_below_each_quantile_leave_out_what_was_cut() -> None:
 
 
 def test_the_right_quantiles_cost_less_than_any_others() -> None:
-    rng = np.random.default_rng(1)
-    truth = np.exp(rng.normal(5, 1, 4_000))
-    spread = np.exp(1.2816)
+    truth = np.exp(np.random.default_rng(1).normal(5, 1, 4_000)).tolist()
+    told, spread = answers(truth, truth), np.exp(1.2816)
     cost = {
         factor: scores.pinball(
-            Answers(
-                np.zeros(4_000),
-                truth,
-                np.zeros(4_000, np.bool_),
-                np.tile(np.exp(5) * np.array([1 / factor, 1.0, factor]), (4_000, 1)),
-                np.arange(4_000),
-                np.zeros(4_000, np.int64),
-            )
+            replace(told, quantiles=np.tile(np.exp(5) * np.array([1 / factor, 1.0, factor]), (4_000, 1)))
         )
         for factor in (1.5, spread, 8.0)
     }
@@ -129,11 +121,7 @@ def test_shares_within_quantiles_are_of_all_that_were_asked() -> None:
     WHEN    what is said before the first step is the median of all, a quarter of whom end within two steps
     Result: half of all truths are at or below it, though fewer of those that take more steps are
     """
-    turns = [1, 2, 3, 4, 5, 6, 7, 8]
-    now = [
-        Transcript(f"t{count}", "now", f"p{count}", 9, tuple(Turn(100 + count) for _ in range(count)))
-        for count in turns
-    ]
+    now = [Transcript(f"t{count}", "now", f"p{count}", 9, (Turn(100 + count),) * count) for count in range(1, 9)]
     moments = replay(now, asked=lambda turn: turn == 0)
     said = np.full((len(moments), 3), np.median([moment.remaining_tokens for moment in moments]))
     (row,) = rows("made", Asked(moments, now, {"median": said}, np.zeros(8, np.int64)), with_intervals=False)

@@ -2,6 +2,7 @@
 changes nothing."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -85,14 +86,9 @@ def test_a_fact_that_says_nothing_of_use_is_left_out(fact: facts_pb2.Fact) -> No
     assert evidence.revision == 0
 
 
-def test_a_history_reads_back_as_it_was_written() -> None:
-    ended = [Ended(f"t{number}", "r", "p ä/:", number, 1, bool(number % 2)) for number in range(5)]
+def test_a_history_reads_back_as_it_was_written_and_one_that_was_kept_without_versions_is_read() -> None:
+    ended = [Ended("t", "r", "p ä/:", 30, 2, True, 7), Ended("u", "r", "p ä/:", 40, 3, False)]
     assert decode(encode("p ä/:", ended)) == ("p ä/:", ended)
-
-
-def test_histories_keep_the_version_and_those_that_were_kept_without_it_are_read() -> None:
-    ended = [Ended("t", "r", "p", 30, 2, True, 7), Ended("u", "r", "p", 40, 3, False)]
-    assert decode(encode("p", ended)) == ("p", ended)
     old = b'{"prompt_id": "p", "ended": [["t", "r", 30, 2, true]]}'
     assert decode(old) == ("p", [Ended("t", "r", "p", 30, 2, True)])
 
@@ -231,28 +227,19 @@ class Heard:
 
 
 async def test_a_trajectory_is_of_the_version_that_it_was_opened_under() -> None:
+    """Also where an engine joins later with an older one."""
     heard = Heard()
     opened, *rest = short("one")
     await heard.hear(joined("3"), opened, updated("4"), *rest)
-    await heard.hear(*short("two"))
+    await heard.hear(joined("3"), *short("two"))
     assert [each.weight_version for each in heard.recordings.ended] == ["3", "4"]
     assert [each.weight_version for each in heard.evidence.ended_of_prompt("p")] == [3, 4]
 
 
-async def test_an_engine_that_joins_later_says_nothing_new() -> None:
-    heard = Heard()
-    await heard.hear(joined("3"), updated("4"), joined("3"), *short("one"))
-    assert [each.weight_version for each in heard.recordings.ended] == ["4"]
-
-
-async def test_a_question_says_how_far_the_siblings_are_behind() -> None:
-    heard = Heard()
-    await heard.hear(joined("2"), *short("one"), updated("5"), *short("two")[:2])
-    assert heard.behind("two") == pytest.approx(1.386, abs=1e-3)  # ln(1 + 3)
-
-
-@pytest.mark.parametrize("version", ["", "step-5"])
-async def test_versions_without_a_number_are_no_distance(version: str) -> None:
+@pytest.mark.parametrize(("version", "behind"), [("5", math.log1p(3)), ("", 0.0), ("step-5", 0.0)])
+async def test_a_question_says_how_far_the_siblings_are_behind_where_versions_are_numbers(
+    version: str, behind: float
+) -> None:
     heard = Heard()
     await heard.hear(joined("2"), *short("one"), updated(version), *short("two")[:2])
-    assert heard.behind("two") == 0.0
+    assert heard.behind("two") == pytest.approx(behind)

@@ -77,9 +77,10 @@ class Served:
         self.recordings = Recordings(backbone.tokenizer.decode)
         self.estimator = Estimator(self.evidence, Prior())
 
-    def hear(self, fact: Fact) -> None:
-        learn(self.evidence, fact)
-        self.recordings.on_fact(fact)
+    def hear(self, *facts: Fact) -> None:
+        for fact in facts:
+            learn(self.evidence, fact)
+            self.recordings.on_fact(fact)
 
     def asked(self, of: Transcript, turn: int, cap: int = 0) -> Question:
         gen = sum(each.gen_tokens for each in of.turns[:turn])
@@ -99,11 +100,9 @@ def questions(backbone: Backbone) -> Iterator[Question]:
     """Of the last trajectory, when the others have ended."""
     served = Served(backbone)
     for each in EARLIER:
-        for fact in facts_of(each, backbone.tokenize):
-            served.hear(fact)
+        served.hear(*facts_of(each, backbone.tokenize))
     for turn, fact in enumerate(facts_of(ASKED, backbone.tokenize, close=False)):
-        served.hear(fact)
-        served.hear(fact)  # told again
+        served.hear(fact, fact)  # told twice
         if turn < len(ASKED.turns):
             yield served.asked(ASKED, turn)
 
@@ -150,8 +149,7 @@ def test_together_they_get_what_each_gets_alone(backbone: Backbone) -> None:
     served = Served(backbone)
     several = [transcript(name, turns, prompt_id=name) for name, turns in (("x", 1), ("y", 4), ("z", 6))]
     for each in several:
-        for fact in facts_of(each, backbone.tokenize, close=False):
-            served.hear(fact)
+        served.hear(*facts_of(each, backbone.tokenize, close=False))
     asked = [served.asked(each, len(each.turns)) for each in several]
     alone = [model_of(backbone).answer([each])[0] for each in asked]
     for one, other in zip(model_of(backbone).answer(asked), alone, strict=True):
@@ -161,8 +159,7 @@ def test_together_they_get_what_each_gets_alone(backbone: Backbone) -> None:
 
 def test_a_cap_bounds_the_forecast(backbone: Backbone) -> None:
     served = Served(backbone)
-    for fact in list(facts_of(ASKED, backbone.tokenize, close=False))[:3]:
-        served.hear(fact)
+    served.hear(*list(facts_of(ASKED, backbone.tokenize, close=False))[:3])
     gen = sum(turn.gen_tokens for turn in ASKED.turns[:2])
     (forecast,) = model_of(backbone).answer([served.asked(ASKED, 2, cap=gen + 3)])
     assert forecast is not None

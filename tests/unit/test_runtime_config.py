@@ -1,11 +1,13 @@
 """Settings: where they are read, and how a bad one is refused."""
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import pytest
-from pydantic import SecretStr, ValidationError
+from pydantic import SecretStr
 from treadle_runtime.config import Json, Settings, read_settings
+
+KUBERNETES_LINKS = {"TREADLE_LOOM_SERVICE_HOST": "10.0.0.1", "TREADLE_LOOM_PORT_7401_TCP_ADDR": "10.0.0.1"}
 
 
 class LoomSettings(Settings):
@@ -31,32 +33,26 @@ def refusal(capsys: pytest.CaptureFixture[str], environ: Mapping[str, str]) -> s
     return printed.err
 
 
-def test_without_variables_the_defaults_stand() -> None:
-    settings = read_settings(LoomSettings, {"PATH": "/bin"})
-    assert settings == LoomSettings()
-    assert settings.listen == "127.0.0.1:7499"
-
-
-def test_a_service_variable_wins_over_the_common_one() -> None:
-    environ = {"TREADLE_NATS_URL": "nats://common:1", "TREADLE_LOOM_NATS_URL": "nats://own:2"}
-    assert read_settings(LoomSettings, environ).nats_url == "nats://own:2"
-    del environ["TREADLE_LOOM_NATS_URL"]
-    assert read_settings(LoomSettings, environ).nats_url == "nats://common:1"
-
-
-def test_a_setting_of_one_service_is_not_read_from_the_common_prefix() -> None:
-    assert read_settings(LoomSettings, {"TREADLE_HEDDLES": "9"}).heddles == 4
-
-
-def test_values_are_converted_and_lists_are_json() -> None:
-    environ = {"TREADLE_LOOM_HEDDLES": "9", "TREADLE_LOOM_NAMES": '["a", "b"]', "TREADLE_LOOM_LOG_LEVEL": "DEBUG"}
-    settings = read_settings(LoomSettings, environ)
-    assert (settings.heddles, settings.names, settings.log_level) == (9, ("a", "b"), "debug")
-
-
-def test_settings_are_frozen() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        LoomSettings().heddles = 5
+@pytest.mark.parametrize(
+    ("environ", "read"),
+    [
+        ({"PATH": "/bin"}, {}),
+        ({"TREADLE_NATS_URL": "nats://common:1"}, {"nats_url": "nats://common:1"}),
+        (
+            {"TREADLE_NATS_URL": "nats://common:1", "TREADLE_LOOM_NATS_URL": "nats://own:2"},
+            {"nats_url": "nats://own:2"},
+        ),
+        ({"TREADLE_HEDDLES": "9"}, {}),  # no setting of all services
+        ({"TREADLE_SHUTTLE_SPEED": "9", "TREADLE_WHATEVER": "9"}, {}),
+        ({"TREADLE_LOOM_HEDDLES": "9", "TREADLE_LOOM_LOG_LEVEL": "DEBUG"}, {"heddles": 9, "log_level": "debug"}),
+        ({"TREADLE_LOOM_NAMES": '["a", "b"]'}, {"names": ("a", "b")}),
+        ({**KUBERNETES_LINKS, "KUBERNETES_SERVICE_HOST": "10.0.0.2"}, {}),
+    ],
+)
+def test_settings_are_read_from_the_variables_of_the_service_and_the_common_ones(
+    environ: dict[str, str], read: dict[str, Any]
+) -> None:
+    assert read_settings(LoomSettings, environ) == LoomSettings(**read)
 
 
 def test_building_settings_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,14 +99,8 @@ def test_an_unknown_variable_is_refused_with_the_nearest_name(capsys: pytest.Cap
     assert line == "treadle_loom: TREADLE_LOOM_HEDLES is no setting of loom: did you mean TREADLE_LOOM_HEDDLES?\n"
 
 
-def test_variables_of_other_services_are_left_alone() -> None:
-    assert read_settings(LoomSettings, {"TREADLE_SHUTTLE_SPEED": "9", "TREADLE_WHATEVER": "9"}) == LoomSettings()
-
-
-def test_the_links_that_kubernetes_adds_are_not_taken_for_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    links = {"TREADLE_LOOM_SERVICE_HOST": "10.0.0.1", "TREADLE_LOOM_PORT_7401_TCP_ADDR": "10.0.0.1"}
-    assert read_settings(LoomSettings, {**links, "KUBERNETES_SERVICE_HOST": "10.0.0.2"}) == LoomSettings()
-    assert "TREADLE_LOOM_PORT_7401_TCP_ADDR" in refusal(capsys, links)
+def test_the_links_that_kubernetes_adds_are_settings_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "TREADLE_LOOM_PORT_7401_TCP_ADDR" in refusal(capsys, KUBERNETES_LINKS)
 
 
 def test_a_secret_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
