@@ -29,7 +29,7 @@ R = TypeVar("R", bound=Message)
 Request = TypeVar("Request", bound=Message)
 Context = TypeVar("Context")
 Servicer = TypeVar("Servicer", bound="_HasRecords")
-Later = Callable[[Coroutine[Any, Any, None]], None]
+Later = Callable[[Coroutine[Any, Any, None]], object]
 
 RECORDS_KEPT_S = 3600.0  # far beyond any client's retries
 CACHED_RECORDS = 16_384

@@ -20,8 +20,8 @@ from support.processes import ServiceProcess, StartService
 from support.rpc import refused
 from support.tools import ToolsCalls, shared_tools, tools
 from treadle.tools.v1 import tools_pb2 as pb
-from treadle_tools.limits import Granted
 from treadle_tools.sandbox.containers.docker import DockerHost
+from treadle_tools.tool import Granted
 
 __all__ = ["docker_daemon"]
 

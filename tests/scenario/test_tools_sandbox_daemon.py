@@ -11,7 +11,6 @@ import psutil
 import pytest
 from support.tools import gone, groups_of
 from treadle_tools.builtin import PYTHON
-from treadle_tools.limits import Limits
 from treadle_tools.sandbox.bubblewrap.command import find_bubblewrap
 from treadle_tools.sandbox.bubblewrap.sandbox import BubblewrapSandbox
 from treadle_tools.sandbox.daemon import channel
@@ -20,6 +19,7 @@ from treadle_tools.sandbox.daemon.client import DaemonClient
 from treadle_tools.sandbox.daemon.state_folder import FolderRefused, StateFolder
 from treadle_tools.sandbox.inside import frames
 from treadle_tools.sandbox.sandboxes import Sandbox, SandboxLost
+from treadle_tools.tool import Limits
 
 LIMITS = Limits(output_bytes=4 * 1024 * 1024)
 RECORD = {"session_id": "s-1", "note": "the daemon's own it is not"}

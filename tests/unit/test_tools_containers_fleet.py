@@ -10,10 +10,9 @@ from support.conditions import until
 from support.fake_host import FakeContainer, FakeHost
 from support.fleets import COUNTER, fleet_on
 from treadle_tools.builtin import PYTHON
-from treadle_tools.limits import MIB, WORKER_BYTES, Granted, Limits
 from treadle_tools.sandbox.inside.container import LineRequests
 from treadle_tools.sandbox.sandboxes import Sandbox, SandboxLost, WorkerFailed
-from treadle_tools.tool import Kind, Status, Tool
+from treadle_tools.tool import MIB, WORKER_BYTES, Granted, Kind, Limits, Status, Tool
 
 RECORD = {"session_id": "s-1", "tool": "counter"}
 

@@ -9,10 +9,9 @@ import pytest
 from support.fake_api_server import NAMESPACE, FakeApiServer
 from support.fleets import COUNTER, fleet_on, make_recipe
 from treadle_tools.builtin import PYTHON
-from treadle_tools.limits import Granted
 from treadle_tools.sandbox.containers.kubernetes import KubernetesHost, can_resize, make_label, make_pod
 from treadle_tools.sandbox.sandboxes import SandboxLost
-from treadle_tools.tool import Status
+from treadle_tools.tool import Granted, Status
 
 PATHS = sorted({str(path.parent) for path, _ in make_recipe(COUNTER).code})
 

@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 from treadle_runtime.errors import InvalidArgument, NotFound
 from treadle_tools.builtin import FROZEN_LAKE, PYTHON, REASONING_GYM, TOOLS
+from treadle_tools.declarations import Judge
 from treadle_tools.registry import RegistrationError, Registry, load_registry
 from treadle_tools.tool import Limits, Tool
+
+JUDGE = Judge(name="j", prompt="$answer", endpoints=("http://judge:30000",))
 
 
 @pytest.mark.parametrize(
@@ -22,6 +25,8 @@ from treadle_tools.tool import Limits, Tool
         (replace(PYTHON, name="p", processes=0), "limit must be > 0"),
         (replace(PYTHON, name="p", arguments_schema={"type": "thing"}), "no JSON Schema"),
         (replace(FROZEN_LAKE, name="f", open_schema={"required": 1}), "no JSON Schema"),
+        (replace(FROZEN_LAKE, name="f", remote=JUDGE), "remote: an environment"),
+        (replace(PYTHON, name="p", remote=JUDGE), "remote: a judge"),
     ],
 )
 def test_a_tool_that_is_not_usable_is_refused(tool: Tool, says: str) -> None:

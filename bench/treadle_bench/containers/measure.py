@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 from treadle_tools.builtin import PYTHON
-from treadle_tools.limits import Granted, Limits
 from treadle_tools.sandbox.containers.docker import DockerHost
 from treadle_tools.sandbox.containers.hosts import Allotment, Recipe, sweep
 from treadle_tools.sandbox.containers.sandbox import ContainerSandbox
+from treadle_tools.tool import Granted, Limits
 
 OWNER = "treadle-bench-containers"
 SILENCE_S = 300.0

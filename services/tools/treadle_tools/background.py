@@ -24,11 +24,8 @@ class Background:
             self._group = group
             await asyncio.Event().wait()
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start work that nobody waits for; it must not raise."""
-        self._start(work)
-
-    def _start(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+    def spawn(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+        """Start work that nobody need wait for; it must not raise."""
         if self._group is None:
             raise RuntimeError("spawned before run")
         return self._group.create_task(work, context=detached_context())
@@ -42,7 +39,7 @@ class Background:
             except Exception as error:  # noqa: BLE001 - it is the caller's, who raises it
                 return error
 
-        ended = await asyncio.shield(self._start(work()))
+        ended = await asyncio.shield(self.spawn(work()))
         if isinstance(ended, Exception):
             raise ended
         return ended

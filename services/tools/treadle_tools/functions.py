@@ -13,7 +13,7 @@ import json
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -73,25 +73,21 @@ class FunctionTools:
         await self._facts.started(trajectory_id, tool.name, self._learned_s.get(tool.name, 0.0))
         result = Result(Status.CRASHED, error="cancelled", alive=False)
         try:
-            try:
-                reply = await self._caller.call(function, arguments, within_s)
-            except CallFailed as failure:
-                if failure.again and tool.kind is Kind.REWARD:
-                    # A trajectory that was scored badly by a busy network would be trained on.
-                    raise Unavailable(
-                        "FUNCTION_UNAVAILABLE", str(failure), retry_after_s=failure.retry_after_s or RETRY_S
-                    ) from failure
-                tried = f" ({failure.tries} tries)" if failure.tries > 1 else ""
-                status = Status.TIMED_OUT if failure.timed_out else Status.TOOL_ERROR
-                result = Result(status, error=f"{failure}{tried}", queue_s=time.monotonic() - arrived)
-            else:
-                total_s = time.monotonic() - arrived
-                result = replace(
-                    result_of_reply(reply, tool.kind, limits.output_bytes),
-                    queue_s=reply.waited_s,
-                    execution_s=total_s - reply.waited_s,
-                )
-                self._learned_s.add(tool.name, total_s)
+            reply = await self._caller.call(function, arguments, within_s)
+            total_s = time.monotonic() - arrived
+            self._learned_s.add(tool.name, total_s)
+            result = result_of_reply(reply, tool.kind, limits.output_bytes)
+            result = replace(result, queue_s=reply.waited_s, execution_s=total_s - reply.waited_s)
+            return result
+        except CallFailed as failure:
+            if failure.again and tool.kind is Kind.REWARD:
+                # A trajectory that was scored badly by a busy network would be trained on.
+                raise Unavailable(
+                    "FUNCTION_UNAVAILABLE", str(failure), retry_after_s=failure.retry_after_s or RETRY_S
+                ) from failure
+            tried = f" ({failure.tries} tries)" if failure.tries > 1 else ""
+            status = Status.TIMED_OUT if failure.timed_out else Status.TOOL_ERROR
+            result = Result(status, error=f"{failure}{tried}", queue_s=time.monotonic() - arrived)
             return result
         finally:
             await self._facts.finished(trajectory_id, tool.name, result)
@@ -169,6 +165,7 @@ def _cut(result: Result, output_bytes: int) -> Result:
     return replace(result, output=f"{text}\n[output cut at {output_bytes} bytes]", truncated=True)
 
 
+@dataclass(eq=False)
 class Caller:
     """Calls functions. Owns the HTTP session, and each function's patience and slots.
 
@@ -177,19 +174,14 @@ class Caller:
     numbers: of actions, ascending over all users of the scheduler. environment: where headers' secrets are.
     """
 
-    def __init__(
-        self,
-        scheduler: ActionScheduler,
-        providers: Mapping[str, BasicManager],
-        numbers: Iterator[int],
-        environment: Mapping[str, str],
-    ) -> None:
-        self._scheduler = scheduler
-        self._providers = providers
-        self._numbers = numbers
-        self._environment = environment
-        self._patience: dict[str, Patience] = {}
-        self._slots: dict[str, asyncio.Semaphore] = {}
+    scheduler: ActionScheduler
+    providers: Mapping[str, BasicManager]
+    numbers: Iterator[int]
+    environment: Mapping[str, str]
+    _patience: dict[str, "Patience"] = field(default_factory=dict, init=False)
+    _slots: dict[str, asyncio.Semaphore] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), auto_decompress=True, cookie_jar=aiohttp.DummyCookieJar()
         )
@@ -237,14 +229,14 @@ class Caller:
         """
         if not provider:
             return await send()
-        manager = self._providers[provider]
+        manager = self.providers[provider]
         rest_s = manager.rests_s(time.monotonic())
         if rest_s > within_s:
             raise CallFailed(
                 f"provider {provider!r} is left alone for another {rest_s:.1f} s", again=True, retry_after_s=rest_s
             )
-        number = next(self._numbers)
-        async with self._scheduler.hold(Action(f"call-{number}", f"call-{number}", number, manager.cost())) as running:
+        number = next(self.numbers)
+        async with self.scheduler.hold(Action(f"call-{number}", f"call-{number}", number, manager.cost())) as running:
             try:
                 return await send()
             except CallFailed as failed:
@@ -254,7 +246,7 @@ class Caller:
     def _headers(self, function: HttpFunction) -> dict[str, str]:
         headers = {"Idempotency-Key": uuid.uuid4().hex, **function.headers}
         for name, variable in function.headers_from_env.items():
-            headers[name] = self._environment[variable]
+            headers[name] = self.environment[variable]
         propagate.inject(headers)
         return headers
 

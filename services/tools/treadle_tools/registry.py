@@ -16,6 +16,7 @@ from jsonschema.protocols import Validator
 from treadle_core.tools.action import InvalidActionError
 from treadle_runtime.errors import InvalidArgument, NotFound, identifier
 
+from treadle_tools.declarations import Judge
 from treadle_tools.scheduling.demand import check_scaling
 from treadle_tools.tool import Kind, Result, Tool
 
@@ -67,6 +68,8 @@ class Registry:
                 tool.provider in ("", *self._providers)
             ),
             f"backend must be one of {', '.join(BACKENDS[1:])}": tool.backend in BACKENDS,
+            "remote: an environment runs in a sandbox": tool.remote is None or tool.kind is not Kind.ENVIRONMENT,
+            "remote: a judge is a reward": not isinstance(tool.remote, Judge) or tool.kind is Kind.REWARD,
             f"network {tool.network!r} is not in TREADLE_TOOLS_NETWORKS": tool.network in ("", *self._networks),
         }
         try:

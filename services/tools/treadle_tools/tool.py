@@ -1,4 +1,4 @@
-"""The values of the service: a tool, and the outcome and result of one action.
+"""The values of the service: a tool, the limits of one action, and its outcome and result.
 
 Invariant: standard library only, because this module is read on both sides of the sandbox's wall. A tool's code is
 named by `entry` and imported inside the sandbox; the service itself never imports it.
@@ -6,11 +6,15 @@ named by `entry` and imported inside the sandbox; the service itself never impor
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
-from treadle_tools.limits import MIB as MIB
-from treadle_tools.limits import Limits as Limits
+MIB = 1024 * 1024
+
+WORKER_BYTES = 64 * MIB  # beside an action's memory: pages of the preloaded modules that a fork copies; the supervisor
+WORKER_PROCESSES = 4  # beside an action's processes: init, the environment, and one that is being forked
+WORK_FOLDER_INODES = 16384  # kernel memory that the size of a work folder in bytes does not count
+BACKSTOP_S = 2.0  # the sandbox enforces its own wall clock; this long later the service stops waiting for its answer
 
 
 class Kind(enum.StrEnum):
@@ -32,6 +36,31 @@ class Status(enum.StrEnum):
     TIMED_OUT = "timed_out"
     OUT_OF_MEMORY = "out_of_memory"
     CRASHED = "crashed"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one action in a sandbox may use: cores, memory, seconds and bytes of output.
+
+    memory_bytes counts what the action adds to its preloaded worker, children included. How many processes an action
+    may have, and how large its /tmp may be, are properties of its tool (`Tool.processes`, `Tool.work_bytes`).
+    """
+
+    cpu_cores: int = 1
+    memory_bytes: int = 512 * MIB
+    wall_s: float = 10.0
+    output_bytes: int = 64 * 1024
+
+    def message(self) -> dict[str, Any]:
+        """The limits that the sandbox enforces by itself, as JSON."""
+        return {each.name: getattr(self, each.name) for each in fields(Limits)}
+
+
+@dataclass(frozen=True)
+class Granted(Limits):
+    """What one action gets. cpu_cores: how many; cores: which, ascending; empty where any will do."""
+
+    cores: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

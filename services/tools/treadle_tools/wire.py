@@ -20,8 +20,7 @@ from treadle_runtime.errors import StartError
 from treadle_runtime.server import Runtime, Wiring
 
 from treadle_tools.api.convert import FactPublisher
-from treadle_tools.api.rewards_servicer import RewardsServicer
-from treadle_tools.api.servicer import Gateway, ToolsServicer
+from treadle_tools.api.servicer import Gateway, RewardsServicer, ToolsServicer
 from treadle_tools.background import Background
 from treadle_tools.config import ToolsSettings
 from treadle_tools.declarations import DeclarationError, Declarations, Judge, read_declarations, read_providers
@@ -33,7 +32,7 @@ from treadle_tools.registry import RegistrationError, load_registry
 from treadle_tools.rewards.pool import RewardPool
 from treadle_tools.rewards.reward import BUCKET as REWARDS_BUCKET
 from treadle_tools.rewards.reward import RewardJournal
-from treadle_tools.rewards.scorers import Endpoints, FixedEndpoints, JudgeScorer, Scorer, ToolScorer
+from treadle_tools.rewards.scorers import JudgeScorer, Scorer, ToolScorer
 from treadle_tools.sandbox.backends import start_backends
 from treadle_tools.sandbox.sandboxes import ReusedSandboxes
 from treadle_tools.scheduling.actions import Actions
@@ -106,12 +105,9 @@ async def wire(runtime: Runtime) -> Wiring:
     rounds = Rounds(declared, scheduler, residents, background, numbers)
 
     def scorer_of(tool: Tool) -> Scorer:
-        judge = tool.remote
-        if not isinstance(judge, Judge):
-            return ToolScorer(tool, gateway.call, settings.reward_slots or node.cores)
-        by_service = functools.partial(rounds.join, judge.service)
-        endpoints: Endpoints = by_service if judge.service else FixedEndpoints(judge.endpoints).choose
-        return JudgeScorer(judge, endpoints, caller)
+        if isinstance(tool.remote, Judge):
+            return JudgeScorer(tool.remote, rounds, caller)
+        return ToolScorer(tool, gateway.call, settings.reward_slots or node.cores)
 
     rewards = RewardPool(
         {tool.name: scorer_of(tool) for tool in registry.rewards},
@@ -128,9 +124,6 @@ async def wire(runtime: Runtime) -> Wiring:
         async with run_beside([background.run]), run_beside([rewards.run]):
             await asyncio.Event().wait()
 
-    async def watch_meters() -> None:
-        await meters.watch(dispatcher)
-
     async def close() -> None:
         await caller.close()
         await memory.close()
@@ -141,7 +134,7 @@ async def wire(runtime: Runtime) -> Wiring:
         snapshots.load(registry)
     sessions.restore(registry)
 
-    tasks = [run, scheduler.run, watch_meters, sessions.expire, sessions.recall, reused.expire, residents.watch]
+    tasks = [run, scheduler.run, sessions.expire, sessions.recall, reused.expire, residents.watch]
     tune_garbage_collection()
     tools_servicer = ToolsServicer(gateway, runtime.records, background)
     rewards_servicer = RewardsServicer(registry, rewards, runtime.records)
@@ -150,7 +143,7 @@ async def wire(runtime: Runtime) -> Wiring:
             SERVICE: functools.partial(tools_pb2_grpc.add_ToolsServiceServicer_to_server, tools_servicer),
             REWARDS_SERVICE: functools.partial(rewards_pb2_grpc.add_RewardsServiceServicer_to_server, rewards_servicer),
         },
-        tasks=(*tasks, *(backend.run for backend in backends)),
+        tasks=(*tasks, functools.partial(meters.watch, dispatcher), *(backend.run for backend in backends)),
         close=close,
     )
 

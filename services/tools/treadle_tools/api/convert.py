@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from treadle.telemetry.v1 import facts_pb2
 from treadle.tools.v1 import rewards_pb2
@@ -145,19 +146,23 @@ def function_message(tool: Tool) -> rewards_pb2.RewardFunction:
     )
 
 
+def _facts_of(reward: Reward) -> dict[str, Any]:
+    """The fields that a Reward and a RewardEnded share."""
+    return {
+        **{name: getattr(reward, name) for name in ("reward_id", "trajectory_id", "job", "score")},
+        "reward": reward.name,
+        "state": REWARD_STATES[reward.state],
+        "timing": timing_message(reward),
+    }
+
+
 def reward_message(reward: Reward) -> rewards_pb2.Reward:
     return rewards_pb2.Reward(
-        reward_id=reward.reward_id,
-        trajectory_id=reward.trajectory_id,
-        job=reward.job,
-        reward=reward.name,
-        state=REWARD_STATES[reward.state],
-        score=reward.score,
+        **_facts_of(reward),
         output=text(reward.output),
         data_json=text(reward.data_json),
         error=text(" ".join(reward.error.split())),
         tries=reward.tries,
-        timing=timing_message(reward),
         accepted_at=timestamp(reward.accepted_at),
         ended_at=timestamp(reward.ended_at) if reward.ended else None,
         revision=reward.revision,
@@ -185,15 +190,6 @@ class FactPublisher:
 
     async def reward_ended(self, reward: Reward) -> None:
         """Publish reward_ended, under the same id each time."""
-        ended = facts_pb2.RewardEnded(
-            reward_id=reward.reward_id,
-            trajectory_id=reward.trajectory_id,
-            job=reward.job,
-            reward=reward.name,
-            state=REWARD_STATES[reward.state],
-            score=reward.score,
-            timing=timing_message(reward),
-        )
-        fact = make_fact(self._source, reward_ended=ended)
+        fact = make_fact(self._source, reward_ended=facts_pb2.RewardEnded(**_facts_of(reward)))
         fact.fact_id = f"reward-ended-{reward.reward_id}"
         await self._bus.publish(fact)

@@ -1,40 +1,46 @@
-"""Serve ToolsService: check the request, convert it, ask the gateway, convert the answer.
+"""Serve ToolsService and RewardsService: check a request, convert it, ask gateway or pool, convert the answer.
 
 Invariant: a request is checked first (its fields, its tool, its session) and only then refused for lack of a sandbox,
 so that a caller's mistake is always reported as one.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc.aio
 from google.protobuf.message import Message
+from treadle.tools.v1 import rewards_pb2 as rewards
+from treadle.tools.v1 import rewards_pb2_grpc, tools_pb2_grpc
 from treadle.tools.v1 import tools_pb2 as pb
-from treadle.tools.v1 import tools_pb2_grpc
 from treadle_core.tools.dispatcher import Dispatcher
 from treadle_core.tools.providers import BasicManager
 from treadle_runtime.calls import remaining_s
-from treadle_runtime.errors import InvalidArgument, identifier
-from treadle_runtime.idempotency import RequestRecords
+from treadle_runtime.errors import InvalidArgument, identifier, require
+from treadle_runtime.idempotency import RequestRecords, answered_once
 
 from treadle_tools.api import convert
 from treadle_tools.background import Background
 from treadle_tools.declarations import HttpFunction
 from treadle_tools.functions import FunctionTools
-from treadle_tools.limits import Granted, Limits
 from treadle_tools.registry import FIELD, Registry, refuse_invalid
+from treadle_tools.rewards.pool import RewardPool
+from treadle_tools.rewards.reward import DEFAULT_JOB, Reward
 from treadle_tools.sandbox.backends import Backends
 from treadle_tools.sandbox.sandboxes import ReusedSandboxes, Sandbox
 from treadle_tools.scheduling.actions import Actions
 from treadle_tools.sessions.session import Opening
 from treadle_tools.sessions.sessions import Sessions
 from treadle_tools.sessions.snapshots import Snapshot, Snapshots
-from treadle_tools.tool import Kind, Result, Tool
+from treadle_tools.tool import Granted, Kind, Limits, Result, Tool
 
 R = TypeVar("R", bound=Message)
 Context = grpc.aio.ServicerContext[Any, Any]
+
+MOST_WATCHED = 4096  # ids of one watch; a batch of rollouts has hundreds
 
 
 @dataclass(frozen=True)
@@ -86,51 +92,46 @@ class Gateway:
                 sandbox.close()
 
 
+@dataclass(eq=False)
 class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
     """The RPCs of protos/treadle/tools/v1/tools.proto."""
 
-    def __init__(self, gateway: Gateway, records: RequestRecords, background: Background) -> None:
-        self._gateway = gateway
-        self._records = records
-        self._background = background
+    gateway: Gateway
+    records: RequestRecords
+    background: Background
 
     async def ListTools(self, request: pb.ListToolsRequest, context: Context) -> pb.ListToolsResponse:
-        tools = [convert.tool_message(tool) for tool in self._gateway.registry.tools]
-        return pb.ListToolsResponse(tools=tools, sandbox=self._gateway.backends.version)
+        tools = [convert.tool_message(tool) for tool in self.gateway.registry.tools]
+        return pb.ListToolsResponse(tools=tools, sandbox=self.gateway.backends.version)
 
     async def Invoke(self, request: pb.InvokeRequest, context: Context) -> pb.InvokeResponse:
-        async def call() -> pb.InvokeResponse:
-            if request.session_id:
-                return await self._step(request)
-            return await self._call(request)
-
         if request.session_id:
-            return await self._finish("Invoke", request, pb.InvokeResponse, call)
-        return await self._records.once("Invoke", request, pb.InvokeResponse, call, self._background.spawn)
+            return await self._finish("Invoke", request, pb.InvokeResponse, partial(self._step, request))
+        call, later = partial(self._call, request), self.background.spawn
+        return await self.records.once("Invoke", request, pb.InvokeResponse, call, later)
 
     async def _finish(self, rpc: str, request: Message, answer: type[R], call: Callable[[], Awaitable[R]]) -> R:
         """What changes a session is finished and recorded whether or not the caller still waits."""
-        return await self._background.finish(lambda: self._records.once(rpc, request, answer, call))
+        return await self.background.finish(lambda: self.records.once(rpc, request, answer, call))
 
     async def _call(self, request: pb.InvokeRequest) -> pb.InvokeResponse:
         _trajectory(request.trajectory_id)
-        tool = self._gateway.registry.stateless(request.tool)
-        arguments = self._gateway.registry.step_arguments(tool, request.arguments_json)
+        tool = self.gateway.registry.stateless(request.tool)
+        arguments = self.gateway.registry.step_arguments(tool, request.arguments_json)
         limits = convert.limits_of(request.limits, tool.limits)
-        result = await self._gateway.call(tool, arguments, limits, request.trajectory_id)
+        result = await self.gateway.call(tool, arguments, limits, request.trajectory_id)
         return pb.InvokeResponse(result=convert.result_message(result))
 
     async def _step(self, request: pb.InvokeRequest) -> pb.InvokeResponse:
-        session = self._gateway.sessions.get(identifier("session_id", request.session_id))
+        session = self.gateway.sessions.get(identifier("session_id", request.session_id))
         if request.tool and request.tool != session.tool.name:
-            raise InvalidArgument(
-                "tool", f"session {session.session_id!r} is of tool {session.tool.name!r}, not this one"
-            )
+            message = f"session {session.session_id!r} is of tool {session.tool.name!r}, not this one"
+            raise InvalidArgument("tool", message)
         if request.trajectory_id and request.trajectory_id != session.trajectory_id:
             raise InvalidArgument("trajectory_id", f"session {session.session_id!r} belongs to another trajectory")
-        arguments = self._gateway.registry.step_arguments(session.tool, request.arguments_json)
+        arguments = self.gateway.registry.step_arguments(session.tool, request.arguments_json)
         limits = convert.limits_of(request.limits, session.limits)
-        result = await self._gateway.sessions.step(session, arguments, limits, request.request_id)
+        result = await self.gateway.sessions.step(session, arguments, limits, request.request_id)
         return pb.InvokeResponse(result=convert.result_message(result))
 
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> pb.OpenSessionResponse:
@@ -141,27 +142,27 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
             _trajectory(request.trajectory_id)
             snapshot = self._snapshot(request) if request.snapshot_id else None
             if snapshot is None:
-                tool = self._gateway.registry.environment(request.tool)
-                arguments = self._gateway.registry.open_arguments(tool, request.arguments_json)
+                tool = self.gateway.registry.environment(request.tool)
+                arguments = self.gateway.registry.open_arguments(tool, request.arguments_json)
             else:
                 tool, arguments = snapshot.tool, {}
             limits = convert.limits_of(request.limits, tool.limits)
             opening = Opening(tool, arguments, limits, request.trajectory_id, request.request_id, ends_at, snapshot)
-            self._gateway.backends.require(tool)
-            session, first = await self._gateway.sessions.open(opening)
+            self.gateway.backends.require(tool)
+            session, first = await self.gateway.sessions.open(opening)
             return pb.OpenSessionResponse(session=convert.session_message(session), first=convert.result_message(first))
 
         return await self._finish("OpenSession", request, pb.OpenSessionResponse, call)
 
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
         async def call() -> pb.CloseSessionResponse:
-            await self._gateway.sessions.close(identifier("session_id", request.session_id), request.request_id)
+            await self.gateway.sessions.close(identifier("session_id", request.session_id), request.request_id)
             return pb.CloseSessionResponse()
 
         return await self._finish("CloseSession", request, pb.CloseSessionResponse, call)
 
     def _snapshot(self, request: pb.OpenSessionRequest) -> Snapshot:
-        snapshot = self._gateway.snapshots.get(identifier("snapshot_id", request.snapshot_id))
+        snapshot = self.gateway.snapshots.get(identifier("snapshot_id", request.snapshot_id))
         if request.tool and request.tool != snapshot.tool.name:
             raise InvalidArgument("tool", f"snapshot {snapshot.snapshot_id!r} is of tool {snapshot.tool.name!r}")
         if request.arguments_json:
@@ -170,20 +171,82 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
 
     async def SnapshotSession(self, request: pb.SnapshotSessionRequest, context: Context) -> pb.SnapshotSessionResponse:
         async def call() -> pb.SnapshotSessionResponse:
-            session = self._gateway.sessions.get(identifier("session_id", request.session_id))
-            snapshot = await self._gateway.sessions.snapshot(session)
+            session = self.gateway.sessions.get(identifier("session_id", request.session_id))
+            snapshot = await self.gateway.sessions.snapshot(session)
             return pb.SnapshotSessionResponse(snapshot=convert.snapshot_message(snapshot))
 
         return await self._finish("SnapshotSession", request, pb.SnapshotSessionResponse, call)
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.GetSessionResponse:
-        session = self._gateway.sessions.get(identifier("session_id", request.session_id))
+        session = self.gateway.sessions.get(identifier("session_id", request.session_id))
         return pb.GetSessionResponse(session=convert.session_message(session))
 
     async def GetResources(self, request: pb.GetResourcesRequest, context: Context) -> pb.GetResourcesResponse:
-        return convert.resources_message(self._gateway.dispatcher, self._gateway.providers, time.monotonic())
+        return convert.resources_message(self.gateway.dispatcher, self.gateway.providers, time.monotonic())
 
 
 def _trajectory(trajectory_id: str) -> None:
     if trajectory_id:
         identifier("trajectory_id", trajectory_id)
+
+
+@dataclass(eq=False)
+class RewardsServicer(rewards_pb2_grpc.RewardsServiceServicer):
+    """The RPCs of protos/treadle/tools/v1/rewards.proto."""
+
+    registry: Registry
+    pool: RewardPool
+    records: RequestRecords
+
+    async def ListRewards(self, request: rewards.ListRewardsRequest, context: Context) -> rewards.ListRewardsResponse:
+        return rewards.ListRewardsResponse(rewards=[convert.function_message(tool) for tool in self.registry.rewards])
+
+    @answered_once
+    async def ScoreTrajectory(
+        self, request: rewards.ScoreTrajectoryRequest, context: Context
+    ) -> rewards.ScoreTrajectoryResponse:
+        tool = self.registry.reward(request.reward)
+        reward = Reward(
+            # Derived, not drawn: a repeat whose first answer was not recorded must find what it made.
+            reward_id=f"w-{uuid.uuid5(uuid.NAMESPACE_OID, request.request_id).hex}",
+            trajectory_id=identifier("trajectory_id", request.trajectory_id),
+            job=identifier("job", request.job or DEFAULT_JOB),
+            name=tool.name,
+            accepted_at=time.time(),
+        )
+        accepted = await self.pool.accept(reward, request.arguments_json)
+        if (accepted.trajectory_id, accepted.job, accepted.name) != (reward.trajectory_id, reward.job, reward.name):
+            message = "was used with a different request; mint a new id for each logical call"
+            raise InvalidArgument("request_id", message)
+        return rewards.ScoreTrajectoryResponse(reward=convert.reward_message(accepted))
+
+    async def GetReward(self, request: rewards.GetRewardRequest, context: Context) -> rewards.GetRewardResponse:
+        reward = self.pool.get(identifier("reward_id", request.reward_id))
+        return rewards.GetRewardResponse(reward=convert.reward_message(reward))
+
+    async def WatchRewards(
+        self, request: rewards.WatchRewardsRequest, context: Context
+    ) -> AsyncIterator[rewards.WatchRewardsResponse]:
+        async for reward in self._watch(request):
+            yield rewards.WatchRewardsResponse(reward=convert.reward_message(reward))
+
+    def _watch(self, request: rewards.WatchRewardsRequest) -> AsyncIterator[Reward]:
+        named = [bool(request.reward_ids), bool(request.job), bool(request.trajectory_id)]
+        require(sum(named) == 1, "reward_ids", "name rewards, or a job, or a trajectory: exactly one of the three")
+        require(len(request.reward_ids) <= MOST_WATCHED, "reward_ids", f"must be at most {MOST_WATCHED}")
+        for reward_id in request.reward_ids:
+            self.pool.get(identifier("reward_ids", reward_id))
+        if request.reward_ids:
+            return self.pool.table.watch_until_ended(request.reward_ids)
+        if request.job:
+            job = identifier("job", request.job)
+            return self.pool.table.watch(lambda reward: reward.job == job)
+        trajectory_id = identifier("trajectory_id", request.trajectory_id)
+        return self.pool.table.watch(lambda reward: reward.trajectory_id == trajectory_id)
+
+    @answered_once
+    async def CancelReward(
+        self, request: rewards.CancelRewardRequest, context: Context
+    ) -> rewards.CancelRewardResponse:
+        reward = await self.pool.cancel(identifier("reward_id", request.reward_id))
+        return rewards.CancelRewardResponse(reward=convert.reward_message(reward))

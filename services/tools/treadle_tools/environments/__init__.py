@@ -1,3 +1,1 @@
-"""The environments that come with the service. Imported inside the sandbox only; their libraries are the extra
-`tools`.
-"""
+"""The environments that come with the service, imported inside the sandbox only. Their libraries: extra `tools`."""

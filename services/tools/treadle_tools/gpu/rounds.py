@@ -49,30 +49,24 @@ class Round:
         self.closed = True
 
 
+@dataclass(eq=False)
 class Rounds:
     """All rounds. numbers: of actions, ascending over all users of the scheduler."""
 
-    def __init__(
-        self,
-        declared: Declarations,
-        scheduler: ActionScheduler,
-        residents: Residents,
-        background: Background,
-        numbers: Iterator[int],
-    ) -> None:
-        self._turn_s = declared.gpus.turn_s if declared.gpus else 0.0
-        self._services = {service.name: service for service in declared.gpu_service}
+    declared: Declarations
+    scheduler: ActionScheduler
+    residents: Residents
+    background: Background
+    numbers: Iterator[int]
+    _single_gpu_s: RecentMeans = field(default_factory=RecentMeans, init=False)
+
+    def __post_init__(self) -> None:
+        services = self.declared.gpu_service
+        self._services = {service.name: service for service in services}
         self._servers = {
-            (service.name, one.degree, one.node, one.first): one
-            for service in declared.gpu_service
-            for one in service.servers
+            (service.name, one.degree, one.node, one.first): one for service in services for one in service.servers
         }
-        self._scheduler = scheduler
-        self._residents = residents
-        self._background = background
-        self._numbers = numbers
         self._rounds: dict[str, list[Round]] = {name: [] for name in self._services}
-        self._single_gpu_s = RecentMeans()
 
     @asynccontextmanager
     async def join(self, service: str) -> AsyncIterator[Round]:
@@ -95,18 +89,19 @@ class Rounds:
         begun = Round(service, asyncio.get_running_loop().create_future())
         begun.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self._rounds[service.name].append(begun)
-        self._background.spawn(self._run(begun))
+        self.background.spawn(self._run(begun))
         return begun
 
     def _is_over(self, one: Round) -> bool:
         """Whether it has lasted long enough, and others wait."""
         lasted_s = 0.0 if one.began_s is None else time.monotonic() - one.began_s
-        return lasted_s > self._turn_s and self._scheduler.dispatcher.waiting_for().get(GPUS, 0) > 0
+        assert self.declared.gpus is not None  # where there are services
+        return lasted_s > self.declared.gpus.turn_s and self.scheduler.dispatcher.waiting_for().get(GPUS, 0) > 0
 
     async def _run(self, one: Round) -> None:
         """Never raises: what goes wrong is raised in those who wait for the round."""
         try:
-            async with self._scheduler.hold(self._action(one.service)) as running:
+            async with self.scheduler.hold(self._action(one.service)) as running:
                 if one.asked:
                     await self._serve(one, running)
                 else:
@@ -126,17 +121,17 @@ class Rounds:
         server = self._server_on(grant.service, grant.chunk)
         evicted = [self._server_on(other.service, other.chunk) for other in grant.evicted]
         try:
-            await self._residents.bring(server, evicted)
+            await self.residents.bring(server, evicted)
         except (Unavailable, nats.errors.Error) as error:
             running.ended = Ended(End.FAILED)
-            self._residents.leave(server, failed=True)
+            self.residents.leave(server, failed=True)
             _fail(one, error)
             return
         one.began_s = time.monotonic()
         one.ready.set_result(server)
         await one.empty.wait()
         failed = one.broken
-        self._residents.leave(server, failed=failed)
+        self.residents.leave(server, failed=failed)
         running.ended = Ended(End.FAILED) if failed else SERVED
         if not failed:
             self._learn(one.service, grant.service.degree, max(time.monotonic() - one.began_s, 1e-6))
@@ -145,7 +140,7 @@ class Rounds:
         return self._servers[service.name, service.degree, chunk.node_id, chunk.first]
 
     def _action(self, service: GpuService) -> Action:
-        number = next(self._numbers)
+        number = next(self.numbers)
         degrees = tuple(sorted(service.bytes_per_gpu))
         return Action(
             f"round-{number}",

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import nats.errors
@@ -49,6 +49,7 @@ Arguments = Mapping[str, Any]
 Matches = Callable[[Reward], bool]
 
 
+@dataclass(eq=False)
 class RewardPool:
     """Owns the rewards, their action queues, and a task for each reward that runs.
 
@@ -56,29 +57,21 @@ class RewardPool:
     that has ended. most_waiting: rewards that may wait. kept_s: how long a reward that has ended is kept.
     """
 
-    def __init__(
-        self,
-        scorers: Mapping[str, Scorer],
-        journal: RewardJournal,
-        *,
-        read: Callable[[str, str], Arguments],
-        publish: Callable[[Reward], Awaitable[None]],
-        most_waiting: int,
-        kept_s: float,
-    ) -> None:
-        self.table = RewardTable()
-        self._scorers = scorers
-        self._journal = journal
-        self._read = read
-        self._publish = publish
-        self._most_waiting = most_waiting
-        self._kept_s = kept_s
-        self._queues = {scorer.queue: _Queue(scorer.slots) for scorer in scorers.values()}
-        self._learned_s = RecentMeans()  # of a slot, by function
-        self._arguments: dict[str, Arguments] = {}
-        self._running: dict[str, asyncio.Task[None]] = {}
-        self._unwanted: set[str] = set()  # cancelled by a caller, not by the drain
-        self._wake = asyncio.Event()
+    scorers: Mapping[str, Scorer]
+    journal: RewardJournal
+    read: Callable[[str, str], Arguments]
+    publish: Callable[[Reward], Awaitable[None]]
+    most_waiting: int
+    kept_s: float
+    table: "RewardTable" = field(default_factory=lambda: RewardTable(), init=False)
+    _learned_s: RecentMeans = field(default_factory=RecentMeans, init=False)  # of a slot, by function
+    _arguments: dict[str, Arguments] = field(default_factory=dict, init=False)
+    _running: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    _unwanted: set[str] = field(default_factory=set, init=False)  # cancelled by a caller, not by the drain
+    _wake: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    def __post_init__(self) -> None:
+        self._queues = {scorer.queue: _Queue(scorer.slots) for scorer in self.scorers.values()}
 
     async def accept(self, reward: Reward, arguments_json: str) -> Reward:
         """Accept a reward, or return the one of the same id.
@@ -88,12 +81,12 @@ class RewardPool:
         present = self.table.get(reward.reward_id)
         if present is not None:
             return present
-        arguments = self._read(reward.name, arguments_json)
-        if sum(len(queue.share) for queue in self._queues.values()) >= self._most_waiting:
+        arguments = self.read(reward.name, arguments_json)
+        if sum(len(queue.share) for queue in self._queues.values()) >= self.most_waiting:
             raise ResourceExhausted(
-                "REWARDS_WAITING", f"{self._most_waiting} rewards wait already", retry_after_s=FULL_RETRY_S
+                "REWARDS_WAITING", f"{self.most_waiting} rewards wait already", retry_after_s=FULL_RETRY_S
             )
-        await self._journal.accept(reward, arguments_json)
+        await self.journal.accept(reward, arguments_json)
         self._enqueue(reward, arguments)
         return reward
 
@@ -104,7 +97,7 @@ class RewardPool:
             raise NotFound(
                 "REWARD_NOT_FOUND",
                 f"reward_id: there is no reward {reward_id[:64]!r}: never accepted, or ended over "
-                f"{self._kept_s:g} s ago",
+                f"{self.kept_s:g} s ago",
                 reward_id=reward_id,
             )
         return reward
@@ -125,13 +118,13 @@ class RewardPool:
 
     async def load(self) -> None:
         """Take up what was accepted before a restart of the service."""
-        for reward, arguments_json in await self._journal.load():
+        for reward, arguments_json in await self.journal.load():
             if reward.ended:
                 self.table.put(reward)
-                await self._publish(reward)  # its end may not have been published; the fact has the same id
+                await self.publish(reward)  # its end may not have been published; the fact has the same id
                 continue
             try:
-                self._enqueue(reward, self._read(reward.name, arguments_json))
+                self._enqueue(reward, self.read(reward.name, arguments_json))
             except TreadleError as error:  # the function is no longer there, or reads other arguments
                 await self._end(replace(reward, state=State.FAILED, error=error.message))
 
@@ -151,7 +144,7 @@ class RewardPool:
     def _enqueue(self, reward: Reward, arguments: Arguments) -> None:
         self.table.put(reward)
         self._arguments[reward.reward_id] = arguments
-        queue = self._queues[self._scorers[reward.name].queue]
+        queue = self._queues[self.scorers[reward.name].queue]
         queue.share.add(reward.job, reward, self._learned_s.get(reward.name, UNKNOWN_S))
         self._wake.set()
 
@@ -178,7 +171,7 @@ class RewardPool:
 
     async def _score(self, reward: Reward) -> Reward:
         """Score until there is a result, and return the reward as it ends."""
-        scorer, arguments = self._scorers[reward.name], self._arguments[reward.reward_id]
+        scorer, arguments = self.scorers[reward.name], self._arguments[reward.reward_id]
         pause_s = FIRST_PAUSE_S
         tries = 0
         while True:
@@ -207,7 +200,7 @@ class RewardPool:
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                await self._journal.end(reward)
+                await self.journal.end(reward)
                 break
             except nats.errors.Error as error:
                 log.warning("a reward's end is not written", reward_id=reward.reward_id, error=repr(error))
@@ -216,19 +209,19 @@ class RewardPool:
         self._arguments.pop(reward.reward_id, None)
         self._unwanted.discard(reward.reward_id)
         self.table.put(reward)
-        await self._publish(reward)
+        await self.publish(reward)
 
     async def _sweep(self) -> None:
         while True:
-            oldest = time.time() - self._kept_s
+            oldest = time.time() - self.kept_s
             for reward in [reward for reward in self.table if reward.ended and reward.ended_at < oldest]:
                 try:
-                    await self._journal.forget(reward.reward_id)
+                    await self.journal.forget(reward.reward_id)
                 except nats.errors.Error as error:
                     log.warning("sweep interrupted", error=repr(error))
                     break
                 self.table.remove(reward.reward_id)
-            await asyncio.sleep(min(SWEEP_PERIOD_S, self._kept_s / 2))
+            await asyncio.sleep(min(SWEEP_PERIOD_S, self.kept_s / 2))
 
 
 def _end_of(reward: Reward, result: Result) -> Reward:

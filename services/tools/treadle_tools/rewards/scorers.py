@@ -9,8 +9,8 @@ import math
 import re
 import string
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from treadle_runtime.errors import Unavailable
 
 from treadle_tools.declarations import HttpFunction, Judge
 from treadle_tools.functions import Caller, CallFailed, Reply
+from treadle_tools.gpu.rounds import Round, Rounds
 from treadle_tools.tool import Limits, Result, Status, Tool
 
 SANDBOX_QUEUE = "(sandbox)"  # no name of a tool
@@ -70,22 +71,10 @@ class ToolScorer:
         return replace(result, status=Status.TOOL_ERROR, error=error)
 
 
-class Endpoint(Protocol):
-    """A server with OpenAI's chat API that takes one question now."""
-
-    @property
-    def url(self) -> str: ...
-    def failed(self) -> None:
-        """It did not answer."""
-        ...
-
-
-# Waits for an endpoint that takes a question, and reserves a place there for the block.
-Endpoints = Callable[[], AbstractAsyncContextManager[Endpoint]]
-
-
 @dataclass
 class _Endpoint:
+    """A server with OpenAI's chat API at a known URL. asked: questions under way."""
+
     url: str
     asked: int = 0
     avoided_until_s: float = float("-inf")
@@ -94,31 +83,14 @@ class _Endpoint:
         self.avoided_until_s = time.monotonic() + AVOIDED_S
 
 
-class FixedEndpoints:
-    """Endpoints at known URLs (at least one): the one with the fewest questions, and one that failed lately last."""
-
-    def __init__(self, urls: Sequence[str]) -> None:
-        self._endpoints = [_Endpoint(url) for url in urls]
-
-    @asynccontextmanager
-    async def choose(self) -> AsyncIterator[Endpoint]:
-        """See Endpoints. Never waits."""
-        now_s = time.monotonic()
-        chosen = min(self._endpoints, key=lambda one: (one.avoided_until_s > now_s, one.asked))
-        chosen.asked += 1
-        try:
-            yield chosen
-        finally:
-            chosen.asked -= 1
-
-
 class JudgeScorer:
     """Asks a judge at one of its endpoints. Each judge has an action queue of its own."""
 
-    def __init__(self, judge: Judge, endpoints: Endpoints, caller: Caller) -> None:
+    def __init__(self, judge: Judge, rounds: Rounds, caller: Caller) -> None:
         self._judge = judge
-        self._endpoints = endpoints
+        self._rounds = rounds
         self._caller = caller
+        self._endpoints = [_Endpoint(url) for url in judge.endpoints]
         self.queue = judge.name
         self.slots = judge.at_once
 
@@ -128,7 +100,7 @@ class JudgeScorer:
         problem = ""
         for attempt in range(self._judge.tries):
             body = chat_request(self._judge, arguments, again=attempt > 0)
-            async with self._endpoints() as endpoint:
+            async with self._choose_endpoint() as endpoint:
                 began = time.monotonic()
                 function = self._function(endpoint.url)
                 try:
@@ -149,6 +121,23 @@ class JudgeScorer:
                 continue
             return Result(Status.OK, output=text, reward=score, queue_s=began - arrived, execution_s=took_s)
         return Result(Status.TOOL_ERROR, error=f"{problem} ({self._judge.tries} tries)")
+
+    @asynccontextmanager
+    async def _choose_endpoint(self) -> AsyncIterator[_Endpoint | Round]:
+        """Wait for a server of the judge's GPU service; of its fixed endpoints take the one with the fewest questions,
+        and one that failed lately last.
+        """
+        if self._judge.service:
+            async with self._rounds.join(self._judge.service) as joined:
+                yield joined
+            return
+        now_s = time.monotonic()
+        chosen = min(self._endpoints, key=lambda one: (one.avoided_until_s > now_s, one.asked))
+        chosen.asked += 1
+        try:
+            yield chosen
+        finally:
+            chosen.asked -= 1
 
     def _function(self, base_url: str) -> HttpFunction:
         judge = self._judge

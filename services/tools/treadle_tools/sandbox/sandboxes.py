@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from treadle_tools.limits import Limits
-from treadle_tools.tool import Status, Tool
+from treadle_tools.tool import Limits, Status, Tool
 
 CHECK_INTERVAL_S = 1.0  # between two looks whether the tool's worker has failed meanwhile
 RETRY_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # after each start of a worker that fails; the last one again

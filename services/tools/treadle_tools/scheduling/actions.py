@@ -14,12 +14,11 @@ from treadle_core.tools.providers import BasicManager
 from treadle_runtime.calls import remaining_s
 from treadle_runtime.errors import Unavailable
 
-from treadle_tools.limits import Granted, Limits
 from treadle_tools.sandbox.sandboxes import SandboxLost, WorkerFailed
 from treadle_tools.scheduling.demand import Demands
 from treadle_tools.scheduling.scheduler import ActionScheduler, RunningAction
 from treadle_tools.scheduling.usage import Meters
-from treadle_tools.tool import Kind, Result, Status, Tool
+from treadle_tools.tool import Granted, Kind, Limits, Result, Status, Tool
 
 RETRY_WORKER_S = 2.0  # about what a worker takes to start
 # Of the caller's time left, what a refused call may wait for another turn: the rest is for the answer to arrive.
@@ -56,63 +55,45 @@ class _Call:
     queue_s: float = 0.0
 
 
+@dataclass(eq=False)
 class Actions:
     """pinned: whether an action runs on its cores only. providers: by name. numbers: of actions, ascending over all
     users of the scheduler."""
 
-    def __init__(
-        self,
-        scheduler: ActionScheduler,
-        facts: Facts,
-        demands: Demands,
-        *,
-        pinned: bool,
-        providers: Mapping[str, BasicManager],
-        meters: Meters,
-        numbers: Iterator[int],
-    ) -> None:
-        self._scheduler = scheduler
-        self._facts = facts
-        self._demands = demands
-        self._pinned = pinned
-        self._providers = providers
-        self._meters = meters
-        self._numbers = numbers
+    scheduler: ActionScheduler
+    facts: Facts
+    demands: Demands
+    pinned: bool
+    providers: Mapping[str, BasicManager]
+    meters: Meters
+    numbers: Iterator[int]
 
     async def run(self, tool: Tool, trajectory_id: str, limits: Limits, work: Work, holder: str = "") -> Result:
         """Run `work`, which asks a sandbox and may raise SandboxLost or WorkerFailed.
 
-        holder: the session whose memory is held until `forget`; empty: memory is held for the action only. Raises
+        holder: the session whose memory is held until the scheduler forgets it; empty: held for the action only. Raises
         ResourceExhausted when too many actions wait, Unavailable where the tool's worker does not start or its provider
         cannot be asked within the caller's time.
         """
-        call = _Call(next(self._numbers), tool, limits, work, holder, time.monotonic())
-        await self._facts.started(trajectory_id, tool.name, self._demands.expected_s(tool))
+        call = _Call(next(self.numbers), tool, limits, work, holder, time.monotonic())
+        await self.facts.started(trajectory_id, tool.name, self.demands.expected_s(tool))
         result = Result(Status.CRASHED, error="cancelled", alive=False)
         try:
             result = await self._until_served(call)
             result = result.timed(queue_s=call.queue_s, total_s=time.monotonic() - call.arrived)
             if result.refused_s is None:
-                self._demands.learn(tool, result)
+                self.demands.learn(tool, result)
             return result
         finally:
-            await self._facts.finished(trajectory_id, tool.name, result)
-            self._meters.record_action(tool, result)
-
-    async def recalled(self, tool: Tool, trajectory_id: str, result: Result) -> None:
-        """Publish the end of an action that started before the service was restarted."""
-        await self._facts.finished(trajectory_id, tool.name, result)
-
-    def forget(self, holder: str) -> None:
-        """Free the memory of a session that has ended."""
-        self._scheduler.forget(holder)
+            await self.facts.finished(trajectory_id, tool.name, result)
+            self.meters.record_action(tool, result)
 
     async def _until_served(self, call: _Call) -> Result:
         refused: Result | None = None
         while True:
             within_s = None
             if call.tool.provider:
-                left_s, rest_s = remaining_s(), self._providers[call.tool.provider].rests_s(time.monotonic())
+                left_s, rest_s = remaining_s(), self.providers[call.tool.provider].rests_s(time.monotonic())
                 if refused is not None:
                     if left_s is None or rest_s > left_s * RETRY_SHARE:
                         return refused
@@ -139,16 +120,16 @@ class Actions:
         """Try once. Raises TimeoutError where the action does not start `within_s`."""
         asked = time.monotonic()
         action_id = f"action-{call.number}"
-        action = self._demands.action(action_id, call.holder or action_id, call.number, call.tool, call.limits)
+        action = self.demands.action(action_id, call.holder or action_id, call.number, call.tool, call.limits)
         try:
-            async with self._scheduler.hold(action, within_s) as running:
+            async with self.scheduler.hold(action, within_s) as running:
                 call.queue_s += time.monotonic() - asked
                 result = await self._execute(call, running)
                 running.ended = ended_of(call.tool, result)
                 return result
         finally:
             if not call.holder:
-                self._scheduler.forget(action_id)
+                self.scheduler.forget(action_id)
 
     async def _execute(self, call: _Call, running: RunningAction) -> Result:
         cpu = running.started.grant.cpu
@@ -158,7 +139,7 @@ class Actions:
             memory_bytes=call.limits.memory_bytes,
             wall_s=call.limits.wall_s,
             output_bytes=call.limits.output_bytes,
-            cores=cpu.cores if self._pinned else (),
+            cores=cpu.cores if self.pinned else (),
         )
         began = time.monotonic()
         try:

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from treadle_core.tools.action import Action
 from treadle_core.tools.dispatcher import Dispatcher, Started
@@ -29,22 +29,16 @@ class RunningAction:
     ended: Ended = SERVED
 
 
+@dataclass(eq=False)
 class ActionScheduler:
     """max_waiting: actions that may wait. decided: called with each decision's seconds. clock: the dispatcher's."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        max_waiting: int,
-        decided: Callable[[float], None] = lambda _: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.dispatcher = dispatcher
-        self._max_waiting = max_waiting
-        self._decided = decided
-        self._clock = clock
-        self._futures: dict[str, asyncio.Future[RunningAction]] = {}
-        self._changed = asyncio.Event()
+    dispatcher: Dispatcher
+    max_waiting: int
+    decided: Callable[[float], None] = lambda _: None
+    clock: Callable[[], float] = time.monotonic
+    _futures: dict[str, asyncio.Future[RunningAction]] = field(default_factory=dict, init=False)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     @asynccontextmanager
     async def hold(self, action: Action, within_s: float | None = None) -> AsyncIterator[RunningAction]:
@@ -68,13 +62,13 @@ class ActionScheduler:
 
     async def _start(self, action: Action, within_s: float | None) -> RunningAction:
         self.dispatcher.check(action)
-        started = self.dispatcher.start_at_once(action, self._clock())
+        started = self.dispatcher.start_at_once(action, self.clock())
         if started is not None:
             return RunningAction(started)
         waiting = len(self.dispatcher)
-        if waiting >= self._max_waiting and (waiting or not action.scalable):
+        if waiting >= self.max_waiting and (waiting or not action.scalable):
             raise ResourceExhausted(
-                "ACTIONS_WAITING", f"{self._max_waiting} actions wait already", retry_after_s=RETRY_S
+                "ACTIONS_WAITING", f"{self.max_waiting} actions wait already", retry_after_s=RETRY_S
             )
         self.dispatcher.submit(action)
         future: asyncio.Future[RunningAction] = asyncio.get_running_loop().create_future()
@@ -92,24 +86,24 @@ class ActionScheduler:
             raise
 
     def _end(self, action: Action, ended: Ended) -> None:
-        self.dispatcher.end(action.action_id, self._clock(), ended)
+        self.dispatcher.end(action.action_id, self.clock(), ended)
         self._wake()
 
     async def run(self) -> None:
         """Decide for ever, once for all that happened in an iteration of the event loop."""
         next_s = NEVER_S
         while True:
-            wait_s = None if next_s == NEVER_S else max(next_s - self._clock(), 0.0)
+            wait_s = None if next_s == NEVER_S else max(next_s - self.clock(), 0.0)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._changed.wait()
             self._changed.clear()
-            began_s = self._clock()
+            began_s = self.clock()
             self._decide(began_s)
             # As of the decision: what the clock has changed since then has not been decided on.
             next_s = self.dispatcher.next_change_s(began_s)
-            took_s = self._clock() - began_s
-            self._decided(took_s)
+            took_s = self.clock() - began_s
+            self.decided(took_s)
             if took_s > LONG_DECISION_S:
                 # The event loop has other work; actions that arrive meanwhile are decided on together.
                 await asyncio.sleep(took_s)

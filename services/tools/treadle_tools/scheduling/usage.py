@@ -33,7 +33,7 @@ class Meters:
         self._queue = histogram("action.queue", "Waiting in the queue")
         self._overhead = histogram("action.overhead", "Neither queue nor execution")
         self._execution = histogram("action.execution", "The tool's own time")
-        self._decision = histogram("decision", "What a scheduling decision took", DECISION_BOUNDS_S)
+        self.record_decision = histogram("decision", "What a scheduling decision took", DECISION_BOUNDS_S)
         self._cores_held = counter("cores.held", "Core seconds that actions held")
         self._cores_used = counter("cores.used", "CPU seconds that actions used of what they held")
         self._capacity = meter.create_gauge("treadle.tools.capacity", "1", "Units in all").set
@@ -48,9 +48,6 @@ class Meters:
         self._cores_held(result.cores * result.held_s, {"tool": tool.name})
         if result.cpu_s is not None:
             self._cores_used(result.cpu_s, {"tool": tool.name})
-
-    def record_decision(self, seconds: float) -> None:
-        self._decision(seconds)
 
     async def watch(self, dispatcher: Dispatcher) -> None:
         """Set the gauges for ever, here and not during the export, which runs on another thread."""

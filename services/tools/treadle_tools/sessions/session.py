@@ -8,10 +8,9 @@ from typing import Any
 
 from treadle_runtime.errors import FailedPrecondition
 
-from treadle_tools.limits import Limits
 from treadle_tools.sandbox.sandboxes import Backend, Sandbox
 from treadle_tools.sessions.snapshots import RESULT, Snapshot
-from treadle_tools.tool import Result, Tool
+from treadle_tools.tool import Limits, Result, Tool
 
 FIXED = ("session_id", "trajectory_id", "opened_by", "opened_at")  # fields that are stored as they are
 CHANGING = ("steps", "ended", "last_key", "last_used_at")

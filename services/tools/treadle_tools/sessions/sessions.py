@@ -19,14 +19,13 @@ from typing import Any
 import structlog
 from treadle_runtime.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 
-from treadle_tools.limits import Granted, Limits
 from treadle_tools.registry import Registry, refuse_invalid
 from treadle_tools.sandbox.backends import Backends
 from treadle_tools.sandbox.sandboxes import SandboxLost
 from treadle_tools.scheduling.actions import Actions, result_of
 from treadle_tools.sessions.session import Opening, Session
 from treadle_tools.sessions.snapshots import Snapshot, Snapshots
-from treadle_tools.tool import Result, Status
+from treadle_tools.tool import Granted, Limits, Result, Status
 
 log = structlog.get_logger()
 
@@ -268,7 +267,7 @@ class Sessions:
             else:
                 session.steps += bool(session.last_key)  # its opening is no step
                 self._note(session, str(reply["id"]), result)
-                await self._actions.recalled(session.tool, session.trajectory_id, result)
+                await self._actions.facts.finished(session.trajectory_id, session.tool.name, result)
 
     def _lose(self, session: Session, why: str) -> None:
         """End a session whose sandbox has ended. It stays, and refuses steps, unless no caller knows its id."""
@@ -298,7 +297,7 @@ class Sessions:
 
     def _release(self, session: Session) -> None:
         """Give back the session's memory and sandbox, if it has one."""
-        self._actions.forget(session.session_id)
+        self._actions.scheduler.forget(session.session_id)
         sandbox, session.sandbox = session.sandbox, None
         if sandbox is not None:
             sandbox.close()

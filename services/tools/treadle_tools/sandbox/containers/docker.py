@@ -20,7 +20,6 @@ from aiodocker.containers import DockerContainer
 from aiodocker.stream import Stream
 from tenacity import retry_if_exception
 
-from treadle_tools.limits import WORK_FOLDER_INODES, WORKER_PROCESSES
 from treadle_tools.sandbox.containers.hosts import (
     MOST_DESCRIPTORS,
     Allotment,
@@ -32,6 +31,7 @@ from treadle_tools.sandbox.containers.hosts import (
     retry_after,
 )
 from treadle_tools.sandbox.worker import NOBODY, VARIABLES
+from treadle_tools.tool import WORK_FOLDER_INODES, WORKER_PROCESSES
 
 log = structlog.get_logger()
 

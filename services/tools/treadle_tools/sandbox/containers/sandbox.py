@@ -16,11 +16,11 @@ from typing import Any
 import structlog
 from tenacity import retry_if_exception_type
 
-from treadle_tools.limits import BACKSTOP_S, WORKER_BYTES, Granted, Limits
 from treadle_tools.sandbox.containers.hosts import Allotment, ContainerLost, Ending, Host, HostFailed, Pipe, retry_after
 from treadle_tools.sandbox.inside import frames
 from treadle_tools.sandbox.inside.container import HELLO
 from treadle_tools.sandbox.sandboxes import KEEPS_MEMORY_LIMIT, Sandbox, SandboxLost
+from treadle_tools.tool import BACKSTOP_S, WORKER_BYTES, Granted, Limits
 
 log = structlog.get_logger()
 

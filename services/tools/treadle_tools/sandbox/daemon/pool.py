@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -25,6 +25,7 @@ class Made:
     spawner: Spawner
 
 
+@dataclass(eq=False)
 class Pool:
     """Makes and kills the sandboxes of one tool. Owns its fork server and spawners.
 
@@ -32,28 +33,17 @@ class Pool:
     each sandbox that was requested; on_failed: with the tool and the reason, each time that the worker does not start.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        cgroups: Cgroups | None,
-        warm: int,
-        names: Iterator[str],
-        made: dict[str, Made],
-        *,
-        on_made: Callable[[Made], None],
-        on_failed: Callable[[str, str], None],
-    ) -> None:
-        self.recipe = recipe
-        self._cgroups = cgroups
-        self._warm = warm
-        self._names = names
-        self._made = made
-        self._on_made = on_made
-        self._on_failed = on_failed
-        self._requested = 0
-        self._is_requested = asyncio.Event()
-        self._fork_server: ForkServer | None = None
-        self._free: list[Spawner] = []  # of that fork server
+    recipe: Recipe
+    cgroups: Cgroups | None
+    warm: int
+    names: Iterator[str]
+    made: dict[str, Made]
+    on_made: Callable[[Made], None]
+    on_failed: Callable[[str, str], None]
+    _requested: int = field(default=0, init=False)
+    _is_requested: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _fork_server: ForkServer | None = field(default=None, init=False)
+    _free: list[Spawner] = field(default_factory=list, init=False)  # of that fork server
 
     def request(self, count: int) -> None:
         """Make that many more sandboxes."""
@@ -67,9 +57,9 @@ class Pool:
 
     async def kill(self, made: Made) -> None:
         """Kill a sandbox, unless it is gone already; its spawner makes another when one is requested."""
-        if self._made.pop(made.name, None) is None or not await self._end(made.process):
+        if self.made.pop(made.name, None) is None or not await self._end(made.process):
             return  # the spawner of a process that does not end is not used again
-        if made.fork_server is self._fork_server and made.spawner.alive and len(self._free) <= self._warm:
+        if made.fork_server is self._fork_server and made.spawner.alive and len(self._free) <= self.warm:
             self._free.append(made.spawner)
             return
         await self._close_spawner(made.spawner)
@@ -86,7 +76,7 @@ class Pool:
                     made = await self._make()
                 except WorkerFailed as failure:
                     log.error("a tool's worker failed", tool=self.recipe.tool, error=str(failure))
-                    self._on_failed(self.recipe.tool, str(failure))
+                    self.on_failed(self.recipe.tool, str(failure))
                     await self._close_fork_server()
                     await asyncio.sleep(next(pauses_s))
                     continue
@@ -97,9 +87,9 @@ class Pool:
                 self._requested -= 1
                 if self._requested == 0:
                     self._is_requested.clear()
-                self._on_made(made)
+                self.on_made(made)
         finally:
-            for made in [made for made in self._made.values() if made.pool is self]:
+            for made in [made for made in self.made.values() if made.pool is self]:
                 await self.kill(made)
             await self._close_fork_server()
 
@@ -110,7 +100,7 @@ class Pool:
         fork_server, process = self._fork_server, None
         while process is None:
             fresh = not self._free
-            spawner = await fork_server.open_spawner(self._cgroups) if fresh else self._free.pop()
+            spawner = await fork_server.open_spawner(self.cgroups) if fresh else self._free.pop()
             try:
                 process = await spawner.spawn()
             except (OSError, SandboxLost) as error:
@@ -120,8 +110,8 @@ class Pool:
                 log.warning("a spawner does not answer", tool=self.recipe.tool, error=str(error))
         if fork_server.single_use:
             self._fork_server = None  # it ends with its sandbox
-        made = Made(next(self._names), self, process, fork_server, spawner)
-        self._made[made.name] = made
+        made = Made(next(self.names), self, process, fork_server, spawner)
+        self.made[made.name] = made
         return made
 
     async def _close_fork_server(self) -> None:
@@ -133,8 +123,8 @@ class Pool:
 
     async def _close_spawner(self, spawner: Spawner) -> None:
         """End a spawner whose sandbox is dead."""
-        if await self._end(spawner) and self._cgroups is not None and spawner.slot is not None:
-            self._cgroups.give_back(spawner.slot)
+        if await self._end(spawner) and self.cgroups is not None and spawner.slot is not None:
+            self.cgroups.give_back(spawner.slot)
 
     async def _end(self, process: SandboxProcess | Spawner) -> bool:
         """Kill a process. False where it does not end."""

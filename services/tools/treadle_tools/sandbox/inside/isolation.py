@@ -15,7 +15,7 @@ import signal
 import struct
 from collections.abc import Callable
 
-from treadle_tools.limits import WORK_FOLDER_INODES
+from treadle_tools.tool import WORK_FOLDER_INODES
 
 _libc = ctypes.CDLL(None, use_errno=True)
 # Keeps the interpreter's lock during the call: both processes hold it after a clone.

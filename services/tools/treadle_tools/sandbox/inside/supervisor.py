@@ -20,11 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from treadle_tools.limits import Limits
 from treadle_tools.sandbox.inside import frames, isolation
 from treadle_tools.sandbox.inside.child import Budget, Captured, Child
 from treadle_tools.sandbox.inside.program import run_order
-from treadle_tools.tool import Status
+from treadle_tools.tool import Limits, Status
 
 ENVIRONMENT_GRACE_S = 1.0  # for an environment to answer after code that it ran has used up the time
 WRITABLE = (Path("/tmp"), Path("/dev/shm"))  # all folders that a sandbox can write
