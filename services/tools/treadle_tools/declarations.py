@@ -32,8 +32,7 @@ and the one that says what the providers of tools allow (PROVIDERS_FILE):
     quota = [{ count = 10, period_s = 1 }, { count = 1000, period_s = 86400, sliding = false }]
     breaker = { failures = 5, cooldown_s = 1 }
 
-A misspelled field, a header whose variable is not set or a host that is not allowed is refused at start, in one line
-that names it.
+A misspelled field, a header whose variable is not set or a host that is not allowed is refused at start by its name.
 """
 
 import json
@@ -210,9 +209,7 @@ class Judge(_Declared):
 
 
 class Gpus(_Declared):
-    """nodes: the GPUs of each. gpu_bytes: of each GPU. turn_s: how long a service may keep GPUs that another one waits
-    for.
-    """
+    """nodes: the GPUs of each. gpu_bytes: of each GPU. turn_s: how long a service may keep them while others wait."""
 
     gpu_bytes: Annotated[int, Field(gt=0)]
     nodes: Annotated[dict[str, GpuNumbers], Field(min_length=1)]
@@ -234,8 +231,7 @@ class Server(_Declared):
 
 
 class GpuService(_Declared):
-    """A model that can be served on each number of GPUs in `bytes_per_gpu`, each a service of its own (ARL-Tangram
-    §5.3).
+    """A model that can be served on each number of GPUs in `bytes_per_gpu`, each its own service (ARL-Tangram §5.3).
 
     servers: one for each chunk of GPUs that it may be on. serial_share: of the work, in [0, 1], what more GPUs do not
     make faster. at_once: requests under way at one server, which runs them as a batch.
@@ -378,19 +374,15 @@ def _require_usable(
     """Raises DeclarationError for a host that is not allowed and for a header whose variable is not set."""
     for one in urls:
         if not is_allowed(one, hosts):
-            host = urlsplit(one).hostname or ""
-            raise DeclarationError(
-                f"{where}: host {host!r} of {one!r} is not allowed: name it in TREADLE_TOOLS_FUNCTION_HOSTS"
-            )
+            problem = f"host {urlsplit(one).hostname or ''!r} of {one!r} is not allowed"
+            raise DeclarationError(f"{where}: {problem}: name it in TREADLE_TOOLS_FUNCTION_HOSTS")
     for header, variable in headers.items():
         if variable not in environment:
             raise DeclarationError(f"{where}: header {header!r} is to come from {variable}, which is not set")
 
 
 def is_allowed(url: str, hosts: tuple[str, ...]) -> bool:
-    """Whether the URL's host is among `hosts`: `example.org` allows that host at any port, `example.org:8080` at that
-    port, `*.svc.cluster.local` every host below.
-    """
+    """Whether `hosts` has the URL's host: `a.org` allows any port, `a.org:80` that one, `*.b.org` every host below."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     port = parts.port or (443 if parts.scheme == "https" else 80)

@@ -123,8 +123,8 @@ def result_of_reply(reply: Reply, kind: Kind, output_bytes: int) -> Result:
     """The Result of an HTTP answer; an answer that cannot be read is a TOOL_ERROR.
 
     A JSON object with `output` has the fields of `tool.Outcome` (output, reward, done, data, error); any other JSON is
-    data, and its text the output; everything else is text. Of a reward, a number is the score, and so is `score` or
-    `reward` of an object.
+    data, and its text the output; everything else is text. A reward's score is a number, or an object's `score` or
+    `reward`.
     """
     body = reply.body.decode("utf-8", "replace")
     if "json" not in reply.content_type:
@@ -182,9 +182,8 @@ class Caller:
     _slots: dict[str, asyncio.Semaphore] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), auto_decompress=True, cookie_jar=aiohttp.DummyCookieJar()
-        )
+        connector, no_cookies = aiohttp.TCPConnector(limit=0), aiohttp.DummyCookieJar()
+        self._session = aiohttp.ClientSession(connector=connector, cookie_jar=no_cookies)
 
     async def close(self) -> None:
         """Break off calls under way."""
@@ -232,9 +231,8 @@ class Caller:
         manager = self.providers[provider]
         rest_s = manager.rests_s(time.monotonic())
         if rest_s > within_s:
-            raise CallFailed(
-                f"provider {provider!r} is left alone for another {rest_s:.1f} s", again=True, retry_after_s=rest_s
-            )
+            why = f"provider {provider!r} is left alone for another {rest_s:.1f} s"
+            raise CallFailed(why, again=True, retry_after_s=rest_s)
         number = next(self.numbers)
         async with self.scheduler.hold(Action(f"call-{number}", f"call-{number}", number, manager.cost())) as running:
             try:
@@ -256,7 +254,10 @@ class Caller:
         # Where a lost answer cannot be asked for again, all there is to gain is to wait for it.
         silence_s = patience.longest_s(began) if function.learns and function.idempotent else function.cold_s
         timeout = aiohttp.ClientTimeout(total=max(left_s, 0.001), sock_connect=function.connect_s, sock_read=silence_s)
-        body = {"params": _query(arguments)} if function.method == "GET" else {"json": arguments}
+        body = {"json": arguments}
+        if function.method == "GET":
+            texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in arguments.items()}
+            body = {"params": texts}
         try:
             async with self._session.request(
                 function.method, function.url, headers=headers, timeout=timeout, allow_redirects=False, **body
@@ -314,11 +315,6 @@ def retry_after_s(header: str, now_epoch_s: float) -> float | None:
         return max(0.0, parsedate_to_datetime(header).timestamp() - now_epoch_s)
     except ValueError:
         return None
-
-
-def _query(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Texts as they are, everything else as JSON."""
-    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in arguments.items()}
 
 
 @dataclass

@@ -114,12 +114,12 @@ class Registry:
         if not name:
             raise InvalidArgument(field, "must not be empty")
         tool = self._tools.get(name)
-        if tool is None or (tool.kind is Kind.REWARD) != (field == "reward"):
-            among = self.rewards if field == "reward" else self.tools
-            known = ", ".join(sorted(each.name for each in among)) or "none"
-            message = f"{field}: there is no {field} {name[:64]!r}; there are {known}"
-            raise NotFound(NOT_FOUND[field], message, **{field: name})
-        return tool
+        if tool is not None and (tool.kind is Kind.REWARD) == (field == "reward"):
+            return tool
+        among = self.rewards if field == "reward" else self.tools
+        known = ", ".join(sorted(each.name for each in among)) or "none"
+        message = f"{field}: there is no {field} {name[:64]!r}; there are {known}"
+        raise NotFound(NOT_FOUND[field], message, **{field: name})
 
     def step_arguments(self, tool: Tool, text: str) -> Arguments:
         """Arguments of one call or step. Raises InvalidArgument naming what is wrong."""

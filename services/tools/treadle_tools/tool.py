@@ -84,7 +84,6 @@ class Remote(Protocol):
     @property
     def at_once(self) -> int:
         """Calls under way at most."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -92,18 +91,16 @@ class Tool:
     """One registered tool.
 
     entry: "package.module:callable", imported in the sandbox. A stateless tool and a reward are
-    `f(arguments) -> Outcome`, where the reward of a reward's outcome is the score; an
-    environment is `f(arguments, sandbox) -> Environment`, called once a session.
+    `f(arguments) -> Outcome`, where the reward of a reward's outcome is the score; an environment is
+    `f(arguments, sandbox) -> Environment`, called once a session.
     arguments_schema: JSON Schema of one call's or step's arguments; open_schema: of an environment's opening arguments.
     preload: modules imported once, before any action: what is slow to import belongs here.
     work_bytes: size of the private /tmp, and the largest file. processes: processes and threads at a time.
     reserve_bytes: memory that the node keeps for a session as long as it lives; the limit may be far above. scaling:
     None for a tool that uses `limits.cpu_cores`, no more and no less. provider: whose quota each call takes of
-    (PROVIDERS_FILE); empty: nobody's. remote: where it runs instead of the sandbox; entry and what it may use there are
-    then without meaning.
+    (PROVIDERS_FILE); empty: nobody's. remote: where it runs instead; entry and what it may use then mean nothing.
     backend: where it runs (bubblewrap, docker, kubernetes); empty: where the service runs tools (BACKEND).
-    image: of its containers; empty: IMAGE. network: which network of the operator's (NETWORKS) its containers join;
-    empty: none.
+    image: of its containers; empty: IMAGE. network: of the operator's (NETWORKS), for its containers; empty: none.
     """
 
     name: str
@@ -157,11 +154,9 @@ class Sandbox(Protocol):
     @property
     def cores(self) -> int:
         """How many cores the present step may use. Of a stateless tool: the environment variable TREADLE_CORES."""
-        ...
 
     def python(self, code: str) -> Outcome:
         """Run Python in a process of its own that sees the session's /tmp, but not the environment's memory."""
-        ...
 
 
 class Environment(Protocol):
@@ -169,11 +164,9 @@ class Environment(Protocol):
 
     def first(self) -> Outcome:
         """The first observation."""
-        ...
 
     def step(self, arguments: Mapping[str, Any]) -> Outcome:
         """One action of the agent. An exception is answered as TOOL_ERROR, and the session goes on."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -81,9 +81,7 @@ async def wire(runtime: Runtime) -> Wiring:
         numbers=numbers,
     )
     snapshots = Snapshots(backends.snapshots, most=settings.max_snapshots, kept_s=settings.snapshot_kept_s)
-    sessions = Sessions(
-        actions, backends, most=settings.max_sessions, idle_s=settings.session_idle_s, snapshots=snapshots
-    )
+    sessions = Sessions(actions, backends, snapshots, most=settings.max_sessions, idle_s=settings.session_idle_s)
     caller = Caller(scheduler, providers, numbers, os.environ)
     reused = ReusedSandboxes(most=settings.reused_sandboxes, kept_s=settings.reused_sandbox_s)
     gateway = Gateway(
@@ -158,7 +156,6 @@ def _naming(setting: str, value: str) -> Iterator[None]:
 
 
 def _gpu_managers(declared: Declarations) -> list[GpuManager]:
-    """The manager of the declared GPUs, if there are any."""
     if declared.gpus is None:
         return []
     services = [

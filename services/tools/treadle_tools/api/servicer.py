@@ -102,7 +102,7 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
 
     async def ListTools(self, request: pb.ListToolsRequest, context: Context) -> pb.ListToolsResponse:
         tools = [convert.tool_message(tool) for tool in self.gateway.registry.tools]
-        return pb.ListToolsResponse(tools=tools, sandbox=self.gateway.backends.version)
+        return pb.ListToolsResponse(tools=tools, sandbox=", ".join(self.gateway.backends.versions))
 
     async def Invoke(self, request: pb.InvokeRequest, context: Context) -> pb.InvokeResponse:
         if request.session_id:

@@ -20,7 +20,8 @@ class ReasoningTask:
     def __init__(self, arguments: Mapping[str, Any], sandbox: Sandbox) -> None:
         task, seed, index = str(arguments["task"]), int(arguments.get("seed", 0)), int(arguments.get("index", 0))
         if task not in DATASETS:
-            raise InvalidArguments("task", f"{task!r} is no task of reasoning-gym; there are {_some(DATASETS)}")
+            some = f"{', '.join(sorted(DATASETS)[:MOST_NAMED])} and {len(DATASETS) - MOST_NAMED} more"
+            raise InvalidArguments("task", f"{task!r} is no task of reasoning-gym; there are {some}")
         self._dataset = reasoning_gym.create_dataset(task, seed=seed, size=index + 1)
         self._entry = self._dataset[index]
         self._sandbox = sandbox
@@ -35,8 +36,3 @@ class ReasoningTask:
             return self._sandbox.python(str(arguments["code"]))
         score = float(self._dataset.score_answer(str(arguments["answer"]), self._entry))
         return Outcome(output=f"score {score:g}", reward=score, done=True)
-
-
-def _some(names: Mapping[str, Any]) -> str:
-    listed = sorted(names)
-    return f"{', '.join(listed[:MOST_NAMED])} and {len(listed) - MOST_NAMED} more"

@@ -134,7 +134,9 @@ class Rounds:
         self.residents.leave(server, failed=failed)
         running.ended = Ended(End.FAILED) if failed else SERVED
         if not failed:
-            self._learn(one.service, grant.service.degree, max(time.monotonic() - one.began_s, 1e-6))
+            lasted_s, degree = max(time.monotonic() - one.began_s, 1e-6), grant.service.degree
+            newest_s = lasted_s * Amdahl(one.service.serial_share).efficiency(degree) * degree
+            self._single_gpu_s.add(one.service.name, newest_s)
 
     def _server_on(self, service: Service, chunk: Chunk) -> Server:
         return self._servers[service.name, service.degree, chunk.node_id, chunk.first]
@@ -152,10 +154,6 @@ class Rounds:
             elasticity=Amdahl(service.serial_share),
             service=service.name,
         )
-
-    def _learn(self, service: GpuService, degree: int, lasted_s: float) -> None:
-        newest_s = lasted_s * Amdahl(service.serial_share).efficiency(degree) * degree
-        self._single_gpu_s.add(service.name, newest_s)
 
 
 def _fail(one: Round, error: Exception) -> None:

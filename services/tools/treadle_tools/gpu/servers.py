@@ -2,8 +2,7 @@
 
 SGLang leaves two things to its caller: a release while anything runs, or a resume of what is not released, ends the
 server's scheduler (an assertion, a KeyError). So the cache is flushed first, which is refused while anything runs; and
-the `Ledger` keeps the state, which no endpoint reports. A
-server that has been started anew is recognised by how long its start took.
+the `Ledger` keeps the state, which no endpoint reports. How long its start took tells a server that was started anew.
 """
 
 import asyncio
@@ -40,8 +39,8 @@ class Residents:
     """Changes which servers hold GPU memory. Owns a lock for each server.
 
     Invariants: from `bring` until the next call for the same GPUs, no further memory of them is taken; a server is
-    resumed only where it is known to be released since its last start; a server whose last change was cut short is left
-    alone until it has been started anew.
+    resumed only where it is known to be released since its last start; one whose last change was cut short is left
+    alone until it is started anew.
     """
 
     def __init__(self, servers: Sequence[Server], memory: "EngineMemory", ledger: "Ledger") -> None:
@@ -128,9 +127,8 @@ class Residents:
             if entry is None or entry.identity != identity:
                 entry = Entry(identity, State.HELD)  # a server that starts takes its memory
             if entry.state is State.CHANGING:
-                raise EngineTrouble(
-                    "ENGINE_UNSURE", f"{url} was cut short as it released or resumed its memory: start it anew"
-                )
+                why = f"{url} was cut short as it released or resumed its memory: start it anew"
+                raise EngineTrouble("ENGINE_UNSURE", why)
             if entry.state is not wanted:
                 await self._ledger.put(url, Entry(identity, State.CHANGING))
                 change = self._memory.resume if wanted is State.HELD else self._memory.release
@@ -161,8 +159,7 @@ STORED = TypeAdapter(Entry)
 class Ledger:
     """Keeps each server's state in a JetStream bucket across restarts of this service, one key a server.
 
-    `changing` is written before a change and the new state after it: where a restart finds `changing`, nobody knows
-    whether the server holds memory.
+    `changing` is written before a change, the new state after it: a restart that finds `changing` knows neither.
     """
 
     def __init__(self, bucket: KeyValue) -> None:
@@ -221,10 +218,8 @@ class EngineMemory:
         info = json.loads(await self._ask("GET", url, "/server_info", ANSWER_S))
         saves = bool(info.get("enable_memory_saver"))
         if saves and not info.get("enable_weights_cpu_backup"):
-            raise EngineTrouble(
-                "ENGINE_LOSES_WEIGHTS",
-                f"{url} would resume without its weights: start it with --enable-weights-cpu-backup",
-            )
+            why = f"{url} would resume without its weights: start it with --enable-weights-cpu-backup"
+            raise EngineTrouble("ENGINE_LOSES_WEIGHTS", why)
         start = [info.get("startup_time"), info.get("random_seed"), saves]
         return hashlib.blake2b(json.dumps(start, sort_keys=True).encode(), digest_size=8).hexdigest()
 

@@ -15,14 +15,8 @@ from typing import Any
 import nats.errors
 import structlog
 from treadle_core.tools.fair_share import FairShare
-from treadle_runtime.errors import (
-    FailedPrecondition,
-    InvalidArgument,
-    NotFound,
-    ResourceExhausted,
-    TreadleError,
-    Unavailable,
-)
+from treadle_runtime import errors
+from treadle_runtime.errors import InvalidArgument, NotFound, ResourceExhausted, TreadleError
 
 from treadle_tools.rewards.reward import Reward, RewardJournal, State
 from treadle_tools.rewards.scorers import Scorer
@@ -43,7 +37,7 @@ QUANTUM_S = 0.1  # of a slot: cheap functions go a few at a time, judges one by 
 UNKNOWN_S = 1.0  # what a function is taken to cost before it has run
 
 # The function is not to blame, and may answer later.
-NOT_NOW = (Unavailable, ResourceExhausted, FailedPrecondition)
+NOT_NOW = (errors.Unavailable, ResourceExhausted, errors.FailedPrecondition)
 
 Arguments = Mapping[str, Any]
 Matches = Callable[[Reward], bool]
@@ -83,9 +77,8 @@ class RewardPool:
             return present
         arguments = self.read(reward.name, arguments_json)
         if sum(len(queue.share) for queue in self._queues.values()) >= self.most_waiting:
-            raise ResourceExhausted(
-                "REWARDS_WAITING", f"{self.most_waiting} rewards wait already", retry_after_s=FULL_RETRY_S
-            )
+            why = f"{self.most_waiting} rewards wait already"
+            raise ResourceExhausted("REWARDS_WAITING", why, retry_after_s=FULL_RETRY_S)
         await self.journal.accept(reward, arguments_json)
         self._enqueue(reward, arguments)
         return reward
@@ -94,12 +87,8 @@ class RewardPool:
         """Raises NotFound."""
         reward = self.table.get(reward_id)
         if reward is None:
-            raise NotFound(
-                "REWARD_NOT_FOUND",
-                f"reward_id: there is no reward {reward_id[:64]!r}: never accepted, or ended over "
-                f"{self.kept_s:g} s ago",
-                reward_id=reward_id,
-            )
+            why = f"there is no reward {reward_id[:64]!r}: never accepted, or ended over {self.kept_s:g} s ago"
+            raise NotFound("REWARD_NOT_FOUND", f"reward_id: {why}", reward_id=reward_id)
         return reward
 
     async def cancel(self, reward_id: str) -> Reward:
@@ -175,10 +164,8 @@ class RewardPool:
         pause_s = FIRST_PAUSE_S
         tries = 0
         while True:
-            queue_s = max(0.0, time.time() - reward.accepted_at)
-            reward = replace(
-                reward, state=State.RUNNING, tries=tries + 1, queue_s=queue_s, revision=reward.revision + 1
-            )
+            queue_s, revision = max(0.0, time.time() - reward.accepted_at), reward.revision + 1
+            reward = replace(reward, state=State.RUNNING, tries=tries + 1, queue_s=queue_s, revision=revision)
             self.table.put(reward)
             try:
                 result = await scorer.score(arguments)
@@ -262,8 +249,7 @@ class _Watcher:
 class RewardTable:
     """All rewards by id, and who watches them.
 
-    Invariant: a watcher gets every matching reward in its newest state. States in between may be left out; the last one
-    never is.
+    Invariant: a watcher gets every matching reward in its newest state. Only states in between may be left out.
     """
 
     def __init__(self) -> None:

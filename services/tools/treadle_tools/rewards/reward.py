@@ -1,7 +1,7 @@
 """One reward, that is, one trajectory to be scored by one reward function; and the journal of all rewards.
 
-Invariants: a reward is PENDING or RUNNING until it ends as DONE (with a score), FAILED or CANCELLED, and then changes
-no more; `revision` moves at each change.
+Invariants: a reward is PENDING or RUNNING until it ends for good, as DONE (with a score), FAILED or CANCELLED;
+`revision` moves at each change.
 """
 
 import dataclasses
@@ -32,9 +32,6 @@ class State(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
-ENDED = frozenset({State.DONE, State.FAILED, State.CANCELLED})
-
-
 @dataclass(frozen=True)
 class Reward:
     """name: of the reward function. tries: begun until now, since the service started.
@@ -63,15 +60,14 @@ class Reward:
     @property
     def ended(self) -> bool:
         """Whether it changes no more."""
-        return self.state in ENDED
+        return self.state not in (State.PENDING, State.RUNNING)
 
 
 class RewardJournal:
     """Keeps rewards and their arguments in a JetStream bucket across restarts of the service.
 
     A reward is two kinds of keys: `<id>.part.<n>`, its arguments, compressed and cut below NATS's message limit, and
-    `<id>.state`, which is written after them, so that a reward with a state is whole. Arguments are removed once it has
-    ended.
+    `<id>.state`, which is written after them, so that a reward with a state is whole. Its end removes the arguments.
     """
 
     def __init__(self, bucket: KeyValue, jetstream: JetStreamContext, max_payload_bytes: int) -> None:
@@ -108,10 +104,12 @@ class RewardJournal:
                 parts.setdefault(reward_id, {})[int(index[0])] = entry.value or b""
         for orphan in parts.keys() - {reward.reward_id for reward in rewards}:
             await self.forget(orphan)  # never accepted: the service ended before its state was written
-        return [
-            (reward, "" if reward.ended else _join(parts[reward.reward_id]))
-            for reward in sorted(rewards, key=lambda reward: reward.accepted_at)
-        ]
+        found = []
+        for reward in sorted(rewards, key=lambda reward: reward.accepted_at):
+            of_reward = parts.get(reward.reward_id, {})
+            data = b"".join(of_reward[index] for index in sorted(of_reward))
+            found.append((reward, "" if reward.ended else zlib.decompress(data).decode("utf-8", "surrogatepass")))
+        return found
 
     async def _put_state(self, reward: Reward) -> None:
         # By the standard library, as pydantic refuses the lone surrogates that a tool's output may hold.
@@ -121,8 +119,3 @@ class RewardJournal:
     async def _purge(self, keys: str) -> None:
         """The subjects themselves: deleting by key would leave a marker behind each."""
         await self._jetstream.purge_stream(f"KV_{BUCKET}", subject=f"$KV.{BUCKET}.{keys}")
-
-
-def _join(parts: dict[int, bytes]) -> str:
-    data = b"".join(parts[index] for index in sorted(parts))
-    return zlib.decompress(data).decode("utf-8", "surrogatepass")

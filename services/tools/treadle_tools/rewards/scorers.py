@@ -1,7 +1,6 @@
 """Score one trajectory: with a tool of kind REWARD, or by asking an LLM judge.
 
-Invariants: a score is finite. A fault of the reward function is a Result; what keeps it from answering for the moment
-is raised, and the pool tries again.
+Invariants: a score is finite. A fault of the reward function is a Result; what keeps it from answering now is raised.
 """
 
 import json
@@ -36,10 +35,8 @@ Call = Callable[[Tool, Mapping[str, Any], Limits, str], Awaitable[Result]]
 class Scorer(Protocol):
     """One reward function. Scorers of one `queue` share its slots, which are how many of them run at a time."""
 
-    @property
-    def queue(self) -> str: ...
-    @property
-    def slots(self) -> int: ...
+    queue: str
+    slots: int
 
     async def score(self, arguments: Mapping[str, Any]) -> Result:
         """The score is `reward` of a result whose status is OK.
@@ -47,7 +44,6 @@ class Scorer(Protocol):
         Raises InvalidArgument where the function refuses an argument; Unavailable, ResourceExhausted or
         FailedPrecondition where it cannot be asked at the moment.
         """
-        ...
 
 
 class ToolScorer:
@@ -124,9 +120,7 @@ class JudgeScorer:
 
     @asynccontextmanager
     async def _choose_endpoint(self) -> AsyncIterator[_Endpoint | Round]:
-        """Wait for a server of the judge's GPU service; of its fixed endpoints take the one with the fewest questions,
-        and one that failed lately last.
-        """
+        """Wait for a server of its service, or take the endpoint with fewest questions; one that failed lately last."""
         if self._judge.service:
             async with self._rounds.join(self._judge.service) as joined:
                 yield joined

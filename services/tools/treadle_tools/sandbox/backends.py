@@ -1,8 +1,7 @@
 """Starts the backends that the tools ask for, and finds the backend of each tool.
 
 Invariant: no tool runs outside a sandbox. A backend that is missing is missing for its own tools only: their calls are
-refused with what to do, and the service starts all the same. The libraries of Docker and Kubernetes are imported only
-where a tool needs them.
+refused with what to do, and the service starts all the same. Libraries of Docker and Kubernetes are imported on demand.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,8 +38,8 @@ class BackendMissing(Exception):  # noqa: N818 - a state of the machine more tha
 
 @dataclass
 class Backends:
-    """The backends that are there, by name. of_tool: the name of each tool's backend. missing: why one is not there.
-    versions: of those that are there. snapshots: the folder for snapshots of sessions.
+    """of_tool: the name of each tool's backend. snapshots: the folder for snapshots of sessions. started: by name, and
+    versions: of those that are there. missing: why others are not.
     """
 
     of_tool: Mapping[str, str]
@@ -51,11 +50,6 @@ class Backends:
 
     def __iter__(self) -> Iterator[Backend]:
         return iter(self.started.values())
-
-    @property
-    def version(self) -> str:
-        """All versions."""
-        return ", ".join(self.versions)
 
     def require(self, tool: Tool) -> Backend:
         """The backend of `tool`. Raises FailedPrecondition SANDBOX_UNAVAILABLE where it is missing."""
@@ -175,9 +169,7 @@ def _find_hosts(kind: str, settings: ToolsSettings, owner: str) -> Sequence[Host
 
 
 async def _check(kind: str, hosts: Sequence[Host]) -> str:
-    """The version of the first host that answers; the others are tried again when they are needed. Raises
-    BackendMissing where none answers.
-    """
+    """The version of the first host that answers; others are asked when they are needed. Raises BackendMissing."""
     versions, problems = [], []
     for host in hosts:
         try:

@@ -197,8 +197,8 @@ class Backend(ABC):
     """Makes sandboxes, and stores sessions for the service's next run. While `run` runs it keeps sandboxes warm.
 
     records: where sessions are stored. tools: those that it runs. failures: why the others of its tools cannot run.
-    warm: sandboxes per tool that wait for a call. lazy: tools whose worker starts with the first call. found: the
-    sessions that outlived the service's last run.
+    warm: sandboxes per tool that wait. lazy: tools whose worker starts with the first call. found: sessions of the
+    service's last run.
     """
 
     def __init__(
@@ -240,8 +240,7 @@ class ReusedSandboxes:
     """Sandboxes that a trajectory's call has left clean, for its next call of the same tool.
 
     A fresh sandbox costs more CPU than most calls: forks, namespaces, mounts, and their end. most: how many wait; 0:
-    every call gets a fresh one. kept_s: how long one waits. Invariants: a sandbox serves one trajectory in all its
-    life; one call has it alone.
+    none is used again. kept_s: how long. Invariant: a sandbox serves one trajectory, and one call at a time.
     """
 
     def __init__(self, *, most: int, kept_s: float) -> None:
@@ -256,10 +255,10 @@ class ReusedSandboxes:
     def take(self, trajectory_id: str, tool: Tool) -> Sandbox | None:
         """The sandbox that the trajectory's last call of `tool` has left, if it is alive."""
         sandbox, _ = self._waiting.pop((trajectory_id, tool.name), (None, 0.0))
-        if sandbox is None or sandbox.alive:
-            return sandbox
-        sandbox.close()
-        return None
+        if sandbox is not None and not sandbox.alive:
+            sandbox.close()
+            return None
+        return sandbox
 
     def add(self, trajectory_id: str, tool: Tool, sandbox: Sandbox) -> None:
         """Keep it for the trajectory's next call. Of two calls at once, the sandbox of the later one is kept."""

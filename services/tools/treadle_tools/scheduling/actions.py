@@ -57,8 +57,7 @@ class _Call:
 
 @dataclass(eq=False)
 class Actions:
-    """pinned: whether an action runs on its cores only. providers: by name. numbers: of actions, ascending over all
-    users of the scheduler."""
+    """pinned: whether an action runs on its cores only. numbers: of actions, ascending over all users of scheduler."""
 
     scheduler: ActionScheduler
     facts: Facts
@@ -99,11 +98,8 @@ class Actions:
                         return refused
                     within_s = left_s * RETRY_SHARE
                 elif left_s is not None and rest_s > left_s:
-                    raise Unavailable(
-                        "PROVIDER_UNAVAILABLE",
-                        f"provider {call.tool.provider!r} is left alone for another {rest_s:.1f} s",
-                        retry_after_s=rest_s,
-                    )
+                    why = f"provider {call.tool.provider!r} is left alone for another {rest_s:.1f} s"
+                    raise Unavailable("PROVIDER_UNAVAILABLE", why, retry_after_s=rest_s)
             asked = time.monotonic()
             try:
                 result = await self._try(call, within_s)

@@ -98,9 +98,8 @@ class Demands:
         """Seconds of the next action on one core, as profiled or learned; None: not known."""
         if tool.scaling is not None and tool.scaling.single_core_s is not None:
             return tool.scaling.single_core_s
-        if tool.name not in self._single_core_s:
-            return None
-        return self._overhead_s[tool.name] + self._single_core_s[tool.name]
+        known = tool.name in self._single_core_s
+        return self._overhead_s[tool.name] + self._single_core_s[tool.name] if known else None
 
 
 def check_scaling(tool: Tool) -> None:

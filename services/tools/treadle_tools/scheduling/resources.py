@@ -26,8 +26,7 @@ class Node:
 
 
 def find_node(cores: int, memory_bytes: int, system: Path = Path("/sys/devices/system/node")) -> Node:
-    """Return the machine with so many cores and bytes, 0: all that this process may use. With more cores than there are
-    that many actions share the cores."""
+    """This machine with so many cores and bytes; 0: all there are. With more cores than those, actions share them."""
     usable = os.sched_getaffinity(0)
     wanted = cores or len(usable)
     memory_bytes = memory_bytes or total_memory_bytes()

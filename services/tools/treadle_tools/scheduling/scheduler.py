@@ -67,9 +67,8 @@ class ActionScheduler:
             return RunningAction(started)
         waiting = len(self.dispatcher)
         if waiting >= self.max_waiting and (waiting or not action.scalable):
-            raise ResourceExhausted(
-                "ACTIONS_WAITING", f"{self.max_waiting} actions wait already", retry_after_s=RETRY_S
-            )
+            why = f"{self.max_waiting} actions wait already"
+            raise ResourceExhausted("ACTIONS_WAITING", why, retry_after_s=RETRY_S)
         self.dispatcher.submit(action)
         future: asyncio.Future[RunningAction] = asyncio.get_running_loop().create_future()
         self._futures[action.action_id] = future
@@ -99,7 +98,10 @@ class ActionScheduler:
                     await self._changed.wait()
             self._changed.clear()
             began_s = self.clock()
-            self._decide(began_s)
+            for started in self.dispatcher.decide(began_s):
+                future = self._futures.pop(started.action.action_id)
+                if not future.done():  # else its caller was cancelled, and will end the action
+                    future.set_result(RunningAction(started))
             # As of the decision: what the clock has changed since then has not been decided on.
             next_s = self.dispatcher.next_change_s(began_s)
             took_s = self.clock() - began_s
@@ -111,9 +113,3 @@ class ActionScheduler:
     def _wake(self) -> None:
         if len(self.dispatcher):
             self._changed.set()
-
-    def _decide(self, now_s: float) -> None:
-        for started in self.dispatcher.decide(now_s):
-            future = self._futures.pop(started.action.action_id)
-            if not future.done():  # else its caller was cancelled, and will end the action
-                future.set_result(RunningAction(started))

@@ -64,9 +64,7 @@ def _write(name: str, files: Mapping[str, str]) -> None:
 
 
 def _counted() -> tuple[int, int]:
-    """(passed, all) of pytest's report; a collection that failed counts as one test that did. Skipped ones count as
-    not passed.
-    """
+    """(passed, all) of pytest's report; a failed collection counts as one test. A skipped one has not passed."""
     try:
         suites = ElementTree.parse(REPORT).getroot().iter("testsuite")
     except (OSError, ElementTree.ParseError):

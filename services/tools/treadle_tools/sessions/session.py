@@ -18,9 +18,7 @@ CHANGING = ("steps", "ended", "last_key", "last_used_at")
 
 @dataclass(frozen=True)
 class Opening:
-    """A request to open a session. snapshot: to start from, instead of arguments. ends_at: the caller's deadline
-    (time.monotonic); None: none.
-    """
+    """A request to open a session. snapshot: to start from, instead of arguments. ends_at: by time.monotonic."""
 
     tool: Tool
     arguments: Mapping[str, Any]
@@ -64,11 +62,8 @@ class Session:
     def require(self) -> Sandbox:
         """The sandbox. Raises FailedPrecondition where the session has ended."""
         if self.ended or self.sandbox is None:
-            raise FailedPrecondition(
-                "SESSION_ENDED",
-                f"session {self.session_id!r} takes no more steps: {self.ended or 'closed'}",
-                session_id=self.session_id,
-            )
+            why = f"session {self.session_id!r} takes no more steps: {self.ended or 'closed'}"
+            raise FailedPrecondition("SESSION_ENDED", why, session_id=self.session_id)
         return self.sandbox
 
     def touch(self) -> None:

@@ -69,7 +69,7 @@ async def open_with_retries(
 class Sessions:
     """most: sessions at a time. idle_s: after which one is closed."""
 
-    def __init__(self, actions: Actions, backends: Backends, *, most: int, idle_s: float, snapshots: Snapshots) -> None:
+    def __init__(self, actions: Actions, backends: Backends, snapshots: Snapshots, *, most: int, idle_s: float) -> None:
         self._actions = actions
         self._backends = backends
         self._most = most
@@ -115,13 +115,11 @@ class Sessions:
             if before.session_id in self._sessions and before.last_key == opening.key and before.last is not None:
                 return before, before.last
         if len(self._sessions) + self._opening >= self._most:
-            raise ResourceExhausted(
-                "SESSIONS_FULL", f"{self._most} sessions are open already: close some", retry_after_s=FULL_RETRY_S
-            )
-        backend = self._backends.require(opening.tool)
-        session = Session(
-            f"s-{uuid.uuid4().hex}", opening.tool, backend, opening.trajectory_id, opening.limits, opening.key
-        )
+            why = f"{self._most} sessions are open already: close some"
+            raise ResourceExhausted("SESSIONS_FULL", why, retry_after_s=FULL_RETRY_S)
+        tool, session_id = opening.tool, f"s-{uuid.uuid4().hex}"
+        backend = self._backends.require(tool)
+        session = Session(session_id, tool, backend, opening.trajectory_id, opening.limits, opening.key)
         self._opening += 1
         try:
             result = await open_with_retries(opening, partial(self._attempt, session, opening))
@@ -156,8 +154,7 @@ class Sessions:
     async def snapshot(self, session: Session) -> Snapshot:
         """Take a snapshot of the session, once no step runs. It costs the environment nothing but the time.
 
-        Raises FailedPrecondition where the session has ended, or its environment cannot be pickled; ResourceExhausted
-        where there are too many snapshots.
+        Raises FailedPrecondition where the session has ended or cannot be pickled, ResourceExhausted.
         """
         await self._recall(session)
         async with session.lock:
@@ -172,11 +169,8 @@ class Sessions:
                 if not reply["alive"]:
                     self._lose(session, str(reply["error"]))
                 if reply["status"] != Status.OK or session.last is None:
-                    raise FailedPrecondition(
-                        "SNAPSHOT_REFUSED",
-                        f"session {session.session_id!r} cannot be written down: {reply['error']}",
-                        session_id=session.session_id,
-                    )
+                    why = f"session {session.session_id!r} cannot be written down: {reply['error']}"
+                    raise FailedPrecondition("SNAPSHOT_REFUSED", why, session_id=session.session_id)
                 return finish(session.tool, session.session_id, session.steps, session.last)
 
     def get(self, session_id: str) -> Session:
@@ -296,7 +290,6 @@ class Sessions:
             self._release(session)
 
     def _release(self, session: Session) -> None:
-        """Give back the session's memory and sandbox, if it has one."""
         self._actions.scheduler.forget(session.session_id)
         sandbox, session.sandbox = session.sandbox, None
         if sandbox is not None:

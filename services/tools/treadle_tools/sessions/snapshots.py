@@ -69,14 +69,11 @@ class Snapshots:
 
     @contextlib.contextmanager
     def write(self) -> Iterator[tuple[int, Callable[[Tool, str, int, Result], Snapshot]]]:
-        """A descriptor for a new snapshot, and what lists it once it is whole; else it is removed at the end of the
-        block. Raises ResourceExhausted.
-        """
+        """A new snapshot's descriptor, and what lists it; not listed, it is removed. Raises ResourceExhausted."""
         self.expire()
         if len(self._snapshots) + self._writing >= self._most:
-            raise ResourceExhausted(
-                "SNAPSHOTS_FULL", f"{self._most} snapshots are kept already", retry_after_s=FULL_RETRY_S
-            )
+            why = f"{self._most} snapshots are kept already"
+            raise ResourceExhausted("SNAPSHOTS_FULL", why, retry_after_s=FULL_RETRY_S)
         snapshot_id = f"snap-{uuid.uuid4().hex}"
         file = os.open(self._tar(snapshot_id), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self._writing += 1
@@ -102,11 +99,8 @@ class Snapshots:
         """Find a snapshot. Raises NotFound."""
         self.expire()
         if snapshot_id not in self._snapshots:
-            raise NotFound(
-                "SNAPSHOT_NOT_FOUND",
-                f"snapshot_id: there is no snapshot {snapshot_id[:64]!r}; each is kept {self._kept_s:g} s",
-                snapshot_id=snapshot_id,
-            )
+            why = f"snapshot_id: there is no snapshot {snapshot_id[:64]!r}; each is kept {self._kept_s:g} s"
+            raise NotFound("SNAPSHOT_NOT_FOUND", why, snapshot_id=snapshot_id)
         return self._snapshots[snapshot_id]
 
     def open(self, snapshot: Snapshot) -> BinaryIO:

@@ -32,9 +32,7 @@ OOM_EVENTS = {1: "memory.oom_control", 2: "memory.events"}
 
 @dataclass(frozen=True)
 class Root:
-    """Where slots are made. folders: by controller; in version 2 all the same. cores: all there are, as the kernel
-    lists them; empty where slots cannot be pinned to cores.
-    """
+    """folders: where slots are made, by controller. cores: all, as the kernel lists them; "": no slot can be pinned."""
 
     version: int
     folders: Mapping[str, str]
@@ -230,9 +228,7 @@ def _below(point: Path, root: str, path: str) -> Path:
 
 
 def _delegate(own: Path) -> None:
-    """Give controllers to child groups. Version 2 does so only in a group without processes: move the daemon and its
-    service to a child group where needed.
-    """
+    """Give controllers to child groups. Version 2 wants a group without processes: move ours to a child if needed."""
     try:
         _enable(own)
     except OSError:

@@ -1,8 +1,7 @@
 """bubblewrap: whether it works here, and the command line that isolates a fork server from the host.
 
 Invariants of the sandbox: no network, no capabilities, read-only everything but /tmp, uid 65534, namespaces of its own,
-an empty environment, ended with the daemon. No tool runs without it: where it does not work, `find_bubblewrap` says why
-and what to do.
+an empty environment, ended with the daemon. No tool runs without it; `find_bubblewrap` says why it does not work.
 """
 
 import asyncio
@@ -32,9 +31,7 @@ class BubblewrapMissing(Exception):  # noqa: N818 - a state of the machine more 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the daemon starts the fork server of one tool. command: bubblewrap with the fork server in it. user: None for
-    the daemon's own. memory_bytes: of a sandbox, beside its worker.
-    """
+    """How the daemon starts a tool's fork server. user: None: its own. memory_bytes: of a sandbox beside its worker."""
 
     tool: str
     command: tuple[str, ...]
@@ -89,9 +86,7 @@ class Bubblewrap:
 
 
 def inside(path: Path) -> Path:
-    """Where the sandbox shows `path` of the host: the same path, except for one under /tmp, which the sandbox's own
-    /tmp would cover.
-    """
+    """Where the sandbox shows `path` of the host: the same, but for one under /tmp, which its own /tmp would cover."""
     return MOVED / path.relative_to(PRIVATE) if path.is_relative_to(PRIVATE) else path
 
 

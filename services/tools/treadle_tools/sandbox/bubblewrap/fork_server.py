@@ -43,8 +43,7 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 async def wait_readable(file: socket.socket | int) -> None:
     """Return once `file` (a socket, a pidfd) can be read, or has ended."""
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
     descriptor = file if isinstance(file, int) else file.fileno()
     loop.add_reader(descriptor, ready.set)
     try:
@@ -190,10 +189,9 @@ class ForkServer:
         return fork_server
 
     async def _wait_ready(self) -> None:
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                message = await loop.sock_recv(self._control, frames.MAX_FRAME_BYTES)
+                message = await asyncio.get_running_loop().sock_recv(self._control, frames.MAX_FRAME_BYTES)
         except TimeoutError:
             raise WorkerFailed(f"tool {self._tool!r} was not ready after {START_TIMEOUT_S:g} s") from None
         except OSError:  # it ended with our socket unread

@@ -10,7 +10,6 @@ import contextlib
 import ssl
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import aiodocker
@@ -114,9 +113,7 @@ class DockerHost:
             return await _attach(self._container(name))
 
     async def allot(self, name: str, allotment: Allotment) -> None:
-        """Change what a container may use, as `docker update` does. Core numbers are those of this machine, and mean
-        nothing on another.
-        """
+        """Change what a container may use, as `docker update` does. Core numbers mean nothing on another machine."""
         limits: dict[str, Any] = {"CpuPeriod": PERIOD_US, "CpuQuota": allotment.cpu_cores * PERIOD_US}
         if self.name.startswith(UNIX):
             limits["CpusetCpus"] = ",".join(map(str, allotment.cores)) or self._all_cores
@@ -132,9 +129,7 @@ class DockerHost:
                 state = (await self._container(name).show())["State"]
         except ContainerLost:
             return Ending()
-        return Ending(
-            runs=bool(state["Running"]), exit_code=int(state["ExitCode"]), out_of_memory=bool(state["OOMKilled"])
-        )
+        return Ending(bool(state["Running"]), int(state["ExitCode"]), bool(state["OOMKilled"]))
 
     async def remove(self, name: str) -> None:
         if (pipe := self._pipes.pop(name, None)) is not None:
@@ -174,15 +169,13 @@ class DockerHost:
     def _make_context(self) -> ssl.SSLContext | bool:
         if not self._tls:
             return True
-        folder = Path(self._tls)
-        context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
-        context.load_cert_chain(str(folder / "cert.pem"), str(folder / "key.pem"))
+        context = ssl.create_default_context(cafile=f"{self._tls}/ca.pem")
+        context.load_cert_chain(f"{self._tls}/cert.pem", f"{self._tls}/key.pem")
         return context
 
     def _config(self, recipe: Recipe) -> dict[str, Any]:
-        mounts = [
-            {"Type": "bind", "Source": str(path), "Target": place, "ReadOnly": True} for path, place in recipe.code
-        ]
+        code = recipe.code
+        mounts = [{"Type": "bind", "Source": str(path), "Target": place, "ReadOnly": True} for path, place in code]
         tmp = f"rw,exec,nosuid,nodev,size={recipe.tool.work_bytes},nr_inodes={WORK_FOLDER_INODES},mode=1777"
         most = {"nofile": MOST_DESCRIPTORS, "core": 0, "fsize": recipe.tool.work_bytes}
         return {
@@ -279,7 +272,7 @@ class Images:
             except aiodocker.DockerError as error:
                 if error.status != 404:
                     raise
-                worth_it = retry_if_exception(_may_pass)
+                worth_it = retry_if_exception(lambda error: getattr(error, "status", 400) not in FINAL_STATUSES)
                 await retry_after(PULL_PAUSES_S, worth_it, "an image is fetched again", image=image)(self._fetch, image)
 
     async def _fetch(self, image: str) -> None:
@@ -294,10 +287,6 @@ class Images:
                 await self._docker.images.tag(mirrored, repository, tag=tag)
                 return
         await self._docker.images.pull(image)
-
-
-def _may_pass(error: BaseException) -> bool:
-    return isinstance(error, aiodocker.DockerError) and error.status not in FINAL_STATUSES
 
 
 def split_image(image: str) -> tuple[str, str]:

@@ -1,8 +1,8 @@
 """All containers of this service: a few warm ones for each tool, one for each session or call, and no others.
 
 Owns: the warm containers, the ones in use, the records of sessions. Invariants: a container is used once; one that was
-closed is removed, however often its host must be asked; a service that comes after a killed one finds the sessions of
-that one, and removes its other containers.
+closed is removed, however often its host must be asked; the service after a killed one finds that one's sessions, and
+removes its other containers.
 """
 
 import asyncio
@@ -79,9 +79,7 @@ class SessionFiles(SessionRecords):
 
 
 class Fleet(Backend):
-    """folder: for records of sessions. failures: why a tool has no recipe. warm: containers that wait per tool.
-    keep_on_exit: whether sessions outlive an orderly end of the service too.
-    """
+    """See Backend. folder: for records of sessions. keep_on_exit: whether sessions outlive an orderly end too."""
 
     records: SessionFiles
 
@@ -108,9 +106,7 @@ class Fleet(Backend):
         self._in_use: dict[str, ContainerSandbox] = {}
 
     async def connect(self) -> None:
-        """Find the containers of the stored sessions, and remove all others. A host that does not answer keeps its
-        containers, and the sessions there are lost.
-        """
+        """Find the containers of stored sessions, and remove all others. The sessions of a silent host are lost."""
         stored, alive = set(self.records.sandboxes.values()), dict[str, Host]()
         for host in self._hosts:
             try:
@@ -197,9 +193,8 @@ class Fleet(Backend):
     async def _remove(self, sandbox: ContainerSandbox) -> None:
         host, failed = sandbox.host, retry_if_exception_type(HostFailed)
         try:
-            await retry_after(REMOVE_PAUSES_S, failed, "a container is removed again", container=sandbox.name)(
-                host.remove, sandbox.name
-            )
+            retry = retry_after(REMOVE_PAUSES_S, failed, "a container is removed again", container=sandbox.name)
+            await retry(host.remove, sandbox.name)
         except HostFailed as failure:
             log.error("a container is left", host=host.name, container=sandbox.name, error=str(failure))
         del self._in_use[sandbox.name]

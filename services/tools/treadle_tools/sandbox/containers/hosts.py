@@ -30,9 +30,7 @@ REST_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # of a host, after each o
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the container of a tool is made, wherever it runs. code: path on this machine -> path inside, read-only;
-    empty: the image has it. memory_bytes: until its worker has started.
-    """
+    """code: (path here, path inside), shown read-only; empty: in the image. memory_bytes: until its worker runs."""
 
     tool: Tool
     image: str
@@ -79,9 +77,7 @@ class ContainerLost(Exception):  # noqa: N818 - an answer to the caller, not a f
 
 @dataclass(frozen=True)
 class Allotment:
-    """What a container may use from now on. cores: which, by this machine's numbers; empty: any. memory_bytes: None
-    leaves it as it is.
-    """
+    """What a container may use. cores: by this machine's numbers; empty: any. memory_bytes: None leaves it as it is."""
 
     cpu_cores: int
     cores: tuple[int, ...] = ()

@@ -4,8 +4,7 @@ Owns: the connection to the API server. A pod obeys Kubernetes' `restricted` sec
 label names its owner, who finds it again by that. Its specification cannot limit processes (the kubelet has one limit
 for all pods, `podPidsLimit`) nor refuse a network (a NetworkPolicy does, by the label `treadle.tools/network`, on
 clusters that enforce policies). The cores of each action are set by in-place resize where the server has it (on by
-default from 1.33, stable from 1.35): the kubelet does so a little after the action has started, and knows no core
-numbers.
+default from 1.33, stable from 1.35): the kubelet does so a little after the action's start, and knows no core numbers.
 """
 
 import asyncio
@@ -144,9 +143,8 @@ class KubernetesHost:
             await api.list_namespaced_pod(self._namespace, limit=1, _request_timeout=CALL_TIMEOUT_S)
         self._resizes = can_resize(about.major, about.minor)
         if not self._resizes:
-            log.warning(
-                "this Kubernetes does not resize pods in place: cores stay as a pod was made", version=about.git_version
-            )
+            why = "this Kubernetes does not resize pods in place: cores stay as a pod was made"
+            log.warning(why, version=about.git_version)
         return f"kubernetes {about.git_version}"
 
     async def make(self, recipe: Recipe, name: str) -> None:

@@ -2,8 +2,7 @@
 
 The service starts it with the state folder's socket as standard input. It serves one service at a time, waits a while
 for the next, and ends with all it holds. Owns: the listening socket, the sandboxes, the control groups, the records of
-sessions. Invariants: a sandbox without a session dies with the service that requested it; however the daemon ends,
-everything in the sandboxes ends.
+sessions. Invariants: a sandbox without a session dies with its service, and everything in sandboxes with the daemon.
 """
 
 import asyncio
@@ -57,11 +56,11 @@ class Daemon:
 
         That service reads the end of the connection once this process has ended, and everything with it.
         """
+        more = True
         try:
             more = await self._serve(service)
         except frames.FrameError as error:
             log.error("a service that sends no frames was disconnected", error=str(error))
-            more = True
         self._service = None
         self._keep_sessions_only()
         if more:
@@ -112,9 +111,7 @@ class Daemon:
         self._service = service
 
     async def _set_tools(self, recipes: Mapping[str, Recipe], warm: int) -> None:
-        """Have a pool for each tool. A tool whose recipe has changed, or that is not there any more, loses its
-        sandboxes.
-        """
+        """Have a pool for each tool. One that is gone, or whose recipe has changed, loses its sandboxes."""
         for tool, (pool, task) in list(self._pools.items()):
             if recipes.get(tool) != pool.recipe:
                 log.info("a tool was changed or removed", tool=tool)
@@ -150,9 +147,7 @@ class Daemon:
             self._group.create_task(made.pool.kill(made))
 
     def _keep_sessions_only(self) -> None:
-        """The service has gone: make no more, kill all sandboxes but those of sessions, and watch the memory of those
-        where no control group does.
-        """
+        """The service has gone: keep sandboxes of sessions only, and watch their memory if no control group does."""
         for pool, _ in self._pools.values():
             pool.cancel_requests()
         kept = set(self._sessions.sandboxes.values())

@@ -1,8 +1,7 @@
 """The service's side of the sandbox daemon: finds the one that runs or starts one, requests sandboxes, stores sessions.
 
 Owns: the connection, and the daemon's process where this service has started it. Invariant: the daemon carries out what
-was posted even if this process is killed right afterwards. A daemon that is lost takes every sandbox with it; the
-client starts another.
+was posted even if this process is killed right afterwards. A lost daemon takes its sandboxes along; another is started.
 """
 
 import asyncio
@@ -55,9 +54,8 @@ class DaemonRecords(SessionRecords):
 
 
 class DaemonClient(Backend):
-    """failures: why a tool has no recipe. warm: sandboxes per tool that wait for a call. keep_s: how long the daemon is
-    to wait for the next service. keep_on_exit: whether sessions outlive an orderly end of the service too. lazy: tools
-    whose worker starts with the first call.
+    """See Backend. keep_s: how long the daemon is to wait for the next service. keep_on_exit: whether sessions outlive
+    an orderly end of the service too.
     """
 
     def __init__(
@@ -96,19 +94,17 @@ class DaemonClient(Backend):
             connection = Channel(self._folder.connect() or self._start())
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
-                    welcome = await self._greet(connection)
+                    if await self._greet(connection):
+                        self._channel = connection
             except (TimeoutError, frames.FrameError) as error:
                 log.warning("the sandbox daemon gave no welcome", error=str(error))
-                welcome = False
-            except BaseException:
-                connection.close()
-                raise
-            if welcome:
-                self._channel = connection
+            finally:
+                if self._channel is None:
+                    connection.close()
+            if self._channel is not None:
                 for warm in self._warm.values():
                     warm.fill()
                 return
-            connection.close()
         raise DaemonFailed(f"no sandbox daemon starts in {self._folder.path}; {self._folder.log} says why")
 
     async def run(self) -> None:
@@ -161,7 +157,6 @@ class DaemonClient(Backend):
         self._folder.release(keep=self._keep_on_exit)
 
     def _start(self) -> socket.socket:
-        """Start a daemon, and connect to it."""
         self._started = [pid for pid in self._started if not _has_ended(pid, os.WNOHANG)]
         with self._folder.listen() as listener, self._folder.log.open("wb") as output:
             program = [sys.executable, "-m", __package__, str(self._folder.path.absolute())]

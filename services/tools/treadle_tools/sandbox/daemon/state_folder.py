@@ -44,9 +44,8 @@ class StateFolder:
             try:
                 _require_private(path, os.fstat(descriptor))
                 if not _lock(descriptor):
-                    raise FolderRefused(
-                        f"{path} belongs to another tools service that runs: give each service a folder of its own"
-                    )
+                    why = "belongs to another tools service that runs: give each service a folder of its own"
+                    raise FolderRefused(f"{path} {why}")
                 if _is(path, descriptor):
                     return cls(path, descriptor)
             except BaseException:

@@ -1,8 +1,7 @@
 """A forked process whose output is captured, and which answers over a socket until a deadline.
 
 Owns: the fork, its pipes, its resource limits. Invariants: the parent never blocks on what the child writes or does not
-write; the child holds no descriptor but its own pipe and socket, and no other process may read its memory until it
-allows that itself.
+write; the child holds no descriptor but its own pipe and socket; its memory is hidden until it shows it itself.
 """
 
 import contextlib
@@ -29,9 +28,7 @@ CPU_GRACE_S = 1  # of CPU seconds above wall clock x cores, so that the wall clo
 
 @dataclass(frozen=True)
 class Budget:
-    """What the child may use. baseline_bytes: address space of the preloaded worker before anything runs. cpu_s: None
-    where the wall clock alone limits it.
-    """
+    """What the child may use. baseline_bytes: address space of the preloaded worker. cpu_s: None: no limit."""
 
     memory_bytes: int
     baseline_bytes: int

@@ -1,5 +1,4 @@
-"""The first program in a bubblewrap sandbox: imports a tool once, then forks spawners, which fork a sandbox for each
-action or session.
+"""The first program in a bubblewrap sandbox: imports a tool once, then forks spawners, which fork sandboxes.
 
 A spawner is a fork of the fork server that the daemon has put into a control group once: its sandboxes start in that
 group, because moving a process costs the kernel 10 ms. Owns: the control sockets (the fork server's is descriptor 0 at
@@ -82,9 +81,7 @@ def _start_sandbox(worker: Worker, control: socket.socket, given: socket.socket,
 
 
 def _give_up_root() -> None:
-    """Become the user nobody, with no capability. bubblewrap started by root runs this process as root, because then
-    it needs no user namespace.
-    """
+    """Become nobody, with no capability. Run by root, bubblewrap needs no user namespace, and starts this as root."""
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -116,9 +113,7 @@ class NewestConnection:
         self._connection: socket.socket | None = None
 
     def next_request(self) -> tuple[dict[str, Any], int | None] | None:
-        """The next request, and the open file that came with it, which the caller closes; None once the daemon has
-        closed `control`.
-        """
+        """See Requests; None once the daemon has closed `control`. The caller closes the file."""
         while True:
             poll = select.poll()
             poll.register(self._control, select.POLLIN)

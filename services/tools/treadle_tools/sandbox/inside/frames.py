@@ -1,7 +1,6 @@
 """Encodes messages as frames, 4 bytes of big-endian length and then JSON, and sends and receives them over sockets.
 
-Used on both sides of the sandbox's wall. Invariant: both sides refuse a frame longer than MAX_FRAME_BYTES, so that
-neither can make the other hold more.
+Used on both sides of the sandbox's wall. Invariant: neither side can make the other hold more than MAX_FRAME_BYTES.
 """
 
 import json

@@ -2,8 +2,7 @@
 
 Owns: the sandbox's child processes and their deadlines. Invariants: foreign code never runs in this process, so that
 nothing in the sandbox can answer the service in its place; the kernel lets no process inside the sandbox kill or stop
-init. What a call left behind is removed before another call of the same trajectory runs; where that fails, none runs
-again.
+init. What a call left is removed before another of the same trajectory runs; where that fails, none runs again.
 """
 
 import contextlib
@@ -75,11 +74,7 @@ class Requests(Protocol):
 
 
 class Supervisor:
-    """Answers requests one at a time: `call` (stateless); `open`, `step`, `snapshot` and `restore` (environment, the
-    last two with a file); `recall` (the last answer again).
-
-    `again` in a call says that another will follow: then what the call left is removed, and its answer says `again`
-    too. Where that could not be done, the next call is refused (`soiled`) and has not run.
+    """Answers requests, which `Sandbox.ask` of the service describes, one at a time.
 
     The last answer stays here, with the id of its request: the service may be killed before it has passed the answer
     on, and the next service can `recall` it.
