@@ -59,8 +59,7 @@ class Registry:
 
     def _problem_of(self, tool: Tool) -> str:
         """What keeps it from being used; "" where nothing does."""
-        limits = tool.limits
-        amounts = (limits.cpu_cores, limits.memory_bytes, limits.wall_s, limits.output_bytes)
+        amounts = tool.limits.message().values()
         checks = {
             f"entry must be module:callable, is {tool.entry!r}": ":" in tool.entry or tool.remote is not None,
             "every limit must be > 0": min(*amounts, tool.work_bytes, tool.processes, tool.reserve_bytes) > 0,

@@ -78,14 +78,6 @@ class Scaling:
     single_core_s: float | None = None
 
 
-class Remote(Protocol):
-    """Where a tool or reward runs instead of the sandbox: an HTTP function or a judge (declarations.py)."""
-
-    @property
-    def at_once(self) -> int:
-        """Calls under way at most."""
-
-
 @dataclass(frozen=True)
 class Tool:
     """One registered tool.
@@ -98,7 +90,7 @@ class Tool:
     work_bytes: size of the private /tmp, and the largest file. processes: processes and threads at a time.
     reserve_bytes: memory that the node keeps for a session as long as it lives; the limit may be far above. scaling:
     None for a tool that uses `limits.cpu_cores`, no more and no less. provider: whose quota each call takes of
-    (PROVIDERS_FILE); empty: nobody's. remote: where it runs instead; entry and what it may use then mean nothing.
+    (PROVIDERS_FILE); empty: nobody's. remote: an HttpFunction or Judge, which runs it instead; `entry` is then empty.
     backend: where it runs (bubblewrap, docker, kubernetes); empty: where the service runs tools (BACKEND).
     image: of its containers; empty: IMAGE. network: of the operator's (NETWORKS), for its containers; empty: none.
     """
@@ -116,7 +108,7 @@ class Tool:
     reserve_bytes: int = 64 * MIB
     scaling: Scaling | None = None
     provider: str = ""
-    remote: Remote | None = None
+    remote: object | None = None
     backend: str = ""
     image: str = ""
     network: str = ""

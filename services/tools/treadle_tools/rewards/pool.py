@@ -8,7 +8,7 @@ asked for the moment is asked again, and one that crashes `MOST_TRIES` times in 
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,7 +72,7 @@ class RewardPool:
 
         Raises InvalidArgument, ResourceExhausted, nats.errors.Error.
         """
-        present = self.table.get(reward.reward_id)
+        present = self.table.rewards.get(reward.reward_id)
         if present is not None:
             return present
         arguments = self.read(reward.name, arguments_json)
@@ -85,7 +85,7 @@ class RewardPool:
 
     def get(self, reward_id: str) -> Reward:
         """Raises NotFound."""
-        reward = self.table.get(reward_id)
+        reward = self.table.rewards.get(reward_id)
         if reward is None:
             why = f"there is no reward {reward_id[:64]!r}: never accepted, or ended over {self.kept_s:g} s ago"
             raise NotFound("REWARD_NOT_FOUND", f"reward_id: {why}", reward_id=reward_id)
@@ -139,7 +139,7 @@ class RewardPool:
 
     async def _serve(self, waited: Reward, queue: "_Queue", charged_s: float) -> None:
         """Score one reward, holding a slot of its queue. charged_s: taken from its job's share."""
-        reward = self.table.get(waited.reward_id)
+        reward = self.table.rewards.get(waited.reward_id)
         begun = time.monotonic()
         busy_s = 0.0
         try:
@@ -201,13 +201,14 @@ class RewardPool:
     async def _sweep(self) -> None:
         while True:
             oldest = time.time() - self.kept_s
-            for reward in [reward for reward in self.table if reward.ended and reward.ended_at < oldest]:
+            rewards = self.table.rewards
+            for reward in [reward for reward in rewards.values() if reward.ended and reward.ended_at < oldest]:
                 try:
                     await self.journal.forget(reward.reward_id)
                 except nats.errors.Error as error:
                     log.warning("sweep interrupted", error=repr(error))
                     break
-                self.table.remove(reward.reward_id)
+                del rewards[reward.reward_id]
             await asyncio.sleep(min(SWEEP_PERIOD_S, self.kept_s / 2))
 
 
@@ -226,19 +227,19 @@ def _end_of(reward: Reward, result: Result) -> Reward:
     )
 
 
+@dataclass(eq=False)
 class _Queue:
-    """Rewards that wait for one of `slots`, which are shared equally among jobs."""
+    """Rewards that wait for one of the `free` slots, which are shared equally among jobs."""
 
-    def __init__(self, slots: int) -> None:
-        self.free = slots
-        self.share: FairShare[Reward] = FairShare(QUANTUM_S)
+    free: int
+    share: FairShare[Reward] = field(default_factory=lambda: FairShare(QUANTUM_S))
 
 
+@dataclass(eq=False)
 class _Watcher:
-    def __init__(self, matches: Matches) -> None:
-        self.matches = matches
-        self.changed: OrderedDict[str, None] = OrderedDict()
-        self.wake = asyncio.Event()
+    matches: Matches
+    changed: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def note(self, reward: Reward) -> None:
         if self.matches(reward):
@@ -253,30 +254,19 @@ class RewardTable:
     """
 
     def __init__(self) -> None:
-        self._rewards: dict[str, Reward] = {}
+        self.rewards: dict[str, Reward] = {}
         self._watchers: set[_Watcher] = set()
-
-    def __iter__(self) -> Iterator[Reward]:
-        return iter(self._rewards.values())
-
-    def get(self, reward_id: str) -> Reward | None:
-        """None where there is none of that id."""
-        return self._rewards.get(reward_id)
 
     def put(self, reward: Reward) -> None:
         """A new reward, or a newer state of one."""
-        self._rewards[reward.reward_id] = reward
+        self.rewards[reward.reward_id] = reward
         for watcher in self._watchers:
             watcher.note(reward)
-
-    def remove(self, reward_id: str) -> None:
-        """Forget a reward."""
-        self._rewards.pop(reward_id, None)
 
     async def watch(self, matches: Matches) -> AsyncIterator[Reward]:
         """Each reward that matches, then each change, for ever."""
         watcher = _Watcher(matches)
-        for reward in self:
+        for reward in self.rewards.values():
             watcher.note(reward)
         self._watchers.add(watcher)
         try:
@@ -285,7 +275,7 @@ class RewardTable:
                 watcher.wake.clear()
                 while watcher.changed:
                     reward_id, _ = watcher.changed.popitem(last=False)
-                    if (newest := self._rewards.get(reward_id)) is not None:
+                    if (newest := self.rewards.get(reward_id)) is not None:
                         yield newest
         finally:
             self._watchers.discard(watcher)

@@ -52,8 +52,9 @@ class ToolScorer:
     def __init__(self, tool: Tool, call: Call, sandbox_slots: int) -> None:
         self._tool = tool
         self._call = call
-        self.queue = SANDBOX_QUEUE if tool.remote is None else tool.name
-        self.slots = sandbox_slots if tool.remote is None else tool.remote.at_once
+        function = tool.remote if isinstance(tool.remote, HttpFunction) else None
+        self.queue = tool.name if function else SANDBOX_QUEUE
+        self.slots = function.at_once if function else sandbox_slots
 
     async def score(self, arguments: Mapping[str, Any]) -> Result:
         """See Scorer. Its actions belong to no trajectory: the trajectory has ended."""

@@ -121,7 +121,8 @@ async def _start_daemon(settings: ToolsSettings, tools: Sequence[Tool]) -> tuple
         lazy=frozenset(tool.name for tool in tools if tool.kind is Kind.REWARD),
     )
     await client.connect()
-    log.info("bubblewrap", user=bubblewrap.user, drop_root=bubblewrap.drop_root, cgroups=client.cgroups_version)
+    cgroups = client.root and client.root.version
+    log.info("bubblewrap", user=bubblewrap.user, drop_root=bubblewrap.drop_root, cgroups=cgroups)
     return client, f"{BUBBLEWRAP} {bubblewrap.version}"
 
 

@@ -5,21 +5,7 @@ An action that asks for more cores than the node has may get all of them.
 
 from collections.abc import Mapping
 
-from treadle_core.tools.action import (
-    CPU_CORES,
-    MEMORY_BYTES,
-    MOST_UNITS,
-    Action,
-    Amdahl,
-    Demand,
-    Elasticity,
-    Fixed,
-    InvalidActionError,
-    Measured,
-    Range,
-    UnitSet,
-    check_action,
-)
+from treadle_core.tools import action as core
 from treadle_core.tools.providers import BasicManager
 
 from treadle_tools.scheduling.resources import NODE_ID
@@ -37,9 +23,9 @@ class RecentMeans(dict[str, float]):
         self[key] = known + RECENT_SHARE * (value - known)
 
 
-def elasticity(scaling: Scaling) -> Elasticity:
+def elasticity(scaling: Scaling) -> core.Elasticity:
     """E of eq. 1."""
-    return Measured(scaling.efficiency) if scaling.efficiency else Amdahl(scaling.serial_share)
+    return core.Measured(scaling.efficiency) if scaling.efficiency else core.Amdahl(scaling.serial_share)
 
 
 class Demands:
@@ -69,7 +55,7 @@ class Demands:
             return 0.0
         return self._overhead_s[tool.name] + self._single_core_s[tool.name] / self._speedup[tool.name]
 
-    def action(self, action_id: str, holder: str, arrival: int, tool: Tool, limits: Limits) -> Action:
+    def action(self, action_id: str, holder: str, arrival: int, tool: Tool, limits: Limits) -> core.Action:
         """One action of `tool`. holder: the session, whose memory is held until its end, or the action itself.
 
         What is called once asks for no memory, as no more such calls run than there are cores: else they would wait for
@@ -77,19 +63,19 @@ class Demands:
         scales, but how long it takes is told all the same.
         """
         most = min(limits.cpu_cores, self._cores)
-        cost: dict[str, Demand] = {CPU_CORES: cores_demand(tool.scaling, most)}
+        cost: dict[str, core.Demand] = {core.CPU_CORES: cores_demand(tool.scaling, most)}
         stays = tool.kind is Kind.ENVIRONMENT
         if stays:
-            cost[MEMORY_BYTES] = Fixed(min(tool.reserve_bytes, limits.memory_bytes, self._memory_bytes))
+            cost[core.MEMORY_BYTES] = core.Fixed(min(tool.reserve_bytes, limits.memory_bytes, self._memory_bytes))
         if tool.provider:
             cost |= self._providers[tool.provider].cost()
-        return Action(
+        return core.Action(
             action_id,
             holder,
             arrival,
             cost,
             self._next_single_core_s(tool),
-            key=CPU_CORES,
+            key=core.CPU_CORES,
             elasticity=elasticity(tool.scaling) if tool.scaling is not None else None,
             node_id=None if stays else NODE_ID,
         )
@@ -108,18 +94,18 @@ def check_scaling(tool: Tool) -> None:
     if scaling is None:
         return
     single_core_s = 1.0 if scaling.single_core_s is None else scaling.single_core_s
-    cost = {CPU_CORES: UnitSet(scaling.cores)}
-    declared = Action(tool.name, tool.name, 0, cost, single_core_s, CPU_CORES, elasticity(scaling))
-    check_action(declared, {CPU_CORES: MOST_UNITS})
+    cost = {core.CPU_CORES: core.UnitSet(scaling.cores)}
+    declared = core.Action(tool.name, tool.name, 0, cost, single_core_s, core.CPU_CORES, elasticity(scaling))
+    core.check_action(declared, {core.CPU_CORES: core.MOST_UNITS})
     if scaling.cores[-1] > tool.limits.cpu_cores:
-        raise InvalidActionError("cores", f"must be at most limits.cpu_cores, {tool.limits.cpu_cores}")
+        raise core.InvalidActionError("cores", f"must be at most limits.cpu_cores, {tool.limits.cpu_cores}")
 
 
-def cores_demand(scaling: Scaling | None, most: int) -> Demand:
+def cores_demand(scaling: Scaling | None, most: int) -> core.Demand:
     """How many cores, where there are `most` at most."""
     if scaling is None:
-        return Fixed(most)
+        return core.Fixed(most)
     choices = tuple(cores for cores in scaling.cores if cores <= most) or (most,)
     if choices == tuple(range(choices[0], choices[-1] + 1)):
-        return Range(choices[0], choices[-1])
-    return UnitSet(choices)
+        return core.Range(choices[0], choices[-1])
+    return core.UnitSet(choices)

@@ -98,22 +98,20 @@ class BubblewrapSandbox(Sandbox):
         self._end()
 
     async def _exchange_messages(self, request: Mapping[str, Any], file: int | None) -> dict[str, Any]:
-        loop = asyncio.get_running_loop()
         try:
             data = frames.encode(request)
             if file is not None:  # an idle sandbox's socket is empty: it takes a part of the frame at once
                 data = data[socket.send_fds(self._connection, [data], [file]) :]
-            await loop.sock_sendall(self._connection, data)
+            await asyncio.get_running_loop().sock_sendall(self._connection, data)
             length = frames.read_length(await self._receive(frames.HEADER.size))
             return frames.decode(await self._receive(length))
         except (OSError, frames.FrameError) as error:
             raise SandboxLost(f"the worker ended without an answer ({error})") from error
 
     async def _receive(self, count: int) -> bytes:
-        loop = asyncio.get_running_loop()
         parts = bytearray()
         while len(parts) < count:
-            piece = await loop.sock_recv(self._connection, min(count - len(parts), PIECE_BYTES))
+            piece = await asyncio.get_running_loop().sock_recv(self._connection, min(count - len(parts), PIECE_BYTES))
             if not piece:
                 raise SandboxLost("the worker ended without an answer")
             parts += piece

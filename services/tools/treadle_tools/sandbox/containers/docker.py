@@ -19,16 +19,8 @@ from aiodocker.containers import DockerContainer
 from aiodocker.stream import Stream
 from tenacity import retry_if_exception
 
-from treadle_tools.sandbox.containers.hosts import (
-    MOST_DESCRIPTORS,
-    Allotment,
-    ContainerLost,
-    Ending,
-    HostFailed,
-    Pipe,
-    Recipe,
-    retry_after,
-)
+from treadle_tools.sandbox.containers import hosts
+from treadle_tools.sandbox.containers.hosts import Allotment, ContainerLost, Ending, HostFailed, Pipe, Recipe
 from treadle_tools.sandbox.worker import NOBODY, VARIABLES
 from treadle_tools.tool import WORK_FOLDER_INODES, WORKER_PROCESSES
 
@@ -177,7 +169,7 @@ class DockerHost:
         code = recipe.code
         mounts = [{"Type": "bind", "Source": str(path), "Target": place, "ReadOnly": True} for path, place in code]
         tmp = f"rw,exec,nosuid,nodev,size={recipe.tool.work_bytes},nr_inodes={WORK_FOLDER_INODES},mode=1777"
-        most = {"nofile": MOST_DESCRIPTORS, "core": 0, "fsize": recipe.tool.work_bytes}
+        most = {"nofile": hosts.MOST_DESCRIPTORS, "core": 0, "fsize": recipe.tool.work_bytes}
         return {
             "Image": recipe.image,
             "Entrypoint": [recipe.argv[0]],
@@ -272,8 +264,11 @@ class Images:
             except aiodocker.DockerError as error:
                 if error.status != 404:
                     raise
-                worth_it = retry_if_exception(lambda error: getattr(error, "status", 400) not in FINAL_STATUSES)
-                await retry_after(PULL_PAUSES_S, worth_it, "an image is fetched again", image=image)(self._fetch, image)
+                worth_it = retry_if_exception(
+                    lambda error: isinstance(error, aiodocker.DockerError) and error.status not in FINAL_STATUSES
+                )
+                retry = hosts.retry_after(PULL_PAUSES_S, worth_it, "an image is fetched again", image=image)
+                await retry(self._fetch, image)
 
     async def _fetch(self, image: str) -> None:
         if self._mirror:

@@ -162,21 +162,19 @@ class _HostState:
     rests_until: float = 0.0
 
 
+@dataclass(eq=False)
 class Hosts:
     """Chooses the least loaded host that works. clock: seconds, as time.monotonic. sleep: as asyncio.sleep."""
 
-    def __init__(
-        self,
-        hosts: Sequence[Host],
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        self._states = {host.name: _HostState(host) for host in hosts}
-        self._clock = clock
-        self._sleep = sleep
+    hosts: Sequence[Host]
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+    def __post_init__(self) -> None:
+        self._states = {host.name: _HostState(host) for host in self.hosts}
 
     def __iter__(self) -> Iterator[Host]:
-        return iter([state.host for state in self._states.values()])
+        return iter(self.hosts)
 
     def add_load(self, name: str, containers: int) -> None:
         """Count containers that were found on a host, or removed from it (negative)."""
@@ -186,13 +184,13 @@ class Hosts:
         """Make a container on the best host, or the next best, in TRIES tries. Raises HostFailed."""
         for tries_left in reversed(range(TRIES)):
             state = self._best()
-            await self._sleep(max(0.0, state.rests_until - self._clock()))
+            await self.sleep(max(0.0, state.rests_until - self.clock()))
             state.load += 1
             try:
                 await state.host.make(recipe, name)
             except HostFailed as failure:
                 state.load -= 1
-                state.rests_until = self._clock() + REST_PAUSES_S[min(state.failures, len(REST_PAUSES_S) - 1)]
+                state.rests_until = self.clock() + REST_PAUSES_S[min(state.failures, len(REST_PAUSES_S) - 1)]
                 state.failures += 1
                 if not tries_left:
                     raise
@@ -207,7 +205,7 @@ class Hosts:
 
     def _best(self) -> _HostState:
         """The host that need not rest and has least load; where all rest, the first to be back."""
-        now = self._clock()
+        now = self.clock()
         return min(self._states.values(), key=lambda state: (max(0.0, state.rests_until - now), state.load))
 
 

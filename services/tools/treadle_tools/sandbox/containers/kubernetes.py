@@ -192,8 +192,7 @@ class KubernetesHost:
         except ContainerLost:
             return Ending()
         for status in pod.status.container_statuses or ():
-            if status.state.terminated is not None:
-                ended = status.state.terminated
+            if (ended := status.state.terminated) is not None:
                 return Ending(exit_code=ended.exit_code, out_of_memory=ended.reason == "OOMKilled")
         return Ending(runs=pod.status.phase == "Running")
 

@@ -68,8 +68,7 @@ class Daemon:
         return more
 
     async def _serve(self, service: Channel) -> bool:
-        first = await service.receive()
-        if first is None:
+        if (first := await service.receive()) is None:
             return True
         hello = first[0]
         speaks = hello.get(channel.OP) == channel.HELLO and hello.get("protocol") == channel.PROTOCOL
@@ -178,7 +177,7 @@ def _post(service: Channel, message: Mapping[str, Any], made: Made | None) -> No
     connection = made.process.connect() if made is not None and made.process.alive else None
     sandbox = None
     if made is not None and connection is not None:
-        slot = made.process.slot.name if made.process.slot is not None else None
+        slot = made.process.slot and made.process.slot.name
         sandbox = {"name": made.name, "tool": made.pool.recipe.tool, "pid": made.process.pid, "slot": slot}
     service.post({**message, "sandbox": sandbox}, connection)
 

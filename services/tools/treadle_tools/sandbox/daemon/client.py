@@ -79,14 +79,9 @@ class DaemonClient(Backend):
         self._keep_on_exit = keep_on_exit
         self._channel: Channel | None = None
         self._started: list[int] = []  # daemons by process id, not reaped yet
-        self._root: Root | None = None
+        self.root: Root | None = None  # of the control groups that limit the sandboxes, if any do
         self._slots: dict[str, Slot] = {}
         self._sandboxes: dict[str, BubblewrapSandbox] = {}  # all that came and were not ended
-
-    @property
-    def cgroups_version(self) -> int | None:
-        """Which control groups limit the sandboxes; None where none do."""
-        return None if self._root is None else self._root.version
 
     async def connect(self) -> None:
         """Find the daemon of the folder, or start one. Raises DaemonFailed."""
@@ -177,7 +172,7 @@ class DaemonClient(Backend):
         while (received := await connection.receive()) is not None:
             match received[0]:
                 case {"op": channel.WELCOME, "cgroups": root, "closed": closed}:
-                    self._root, self.records.closed = None if root is None else Root(**root), closed
+                    self.root, self.records.closed = None if root is None else Root(**root), closed
                 case {"op": channel.SESSION, "record": record}:
                     self.found.append(FoundSession(record, self._take_in(connection, *received)))
                 case {"op": channel.READY}:
@@ -209,8 +204,8 @@ class DaemonClient(Backend):
             connection.post({channel.OP: channel.KILL, "sandbox": name})
 
         slot = made["slot"]
-        if slot is not None and self._root is not None and slot not in self._slots:
-            self._slots[slot] = Slot(self._root, slot)
+        if slot is not None and self.root is not None and slot not in self._slots:
+            self._slots[slot] = Slot(self.root, slot)
         own = socket.socket(fileno=descriptor)
         sandbox = BubblewrapSandbox(name, own, made["pid"], self._slots.get(slot), end)
         self._sandboxes[name] = sandbox

@@ -102,11 +102,10 @@ def _remove(path: Path) -> None:
 
 
 def _lock(descriptor: int) -> bool:
-    try:
+    with contextlib.suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _is(path: Path, descriptor: int) -> bool:

@@ -137,7 +137,7 @@ class Supervisor:
             baseline_bytes=self._worker.baseline_bytes,
             file_bytes=self._worker.work_bytes,
             processes=self._worker.processes,
-            cpu_s=None if op in ("open", "restore") else _cpu_s(limits),
+            cpu_s=None if op in ("open", "restore") else limits.wall_s * limits.cpu_cores,
         )
         child.send({"op": op, "arguments": arguments, "budget": asdict(budget), "cores": limits.cpu_cores}, file)
         return child
@@ -184,10 +184,6 @@ class Supervisor:
         return _reply_to(event, captured, limits)
 
 
-def _cpu_s(limits: Limits) -> float:
-    return limits.wall_s * limits.cpu_cores
-
-
 def _receive_answer(child: Child, limits: Limits) -> dict[str, Any]:
     """Wait for the one answer of a child, which the caller kills afterwards."""
     captured = Captured(limits.output_bytes)
@@ -205,7 +201,8 @@ def _reply_to(event: dict[str, Any] | int | None, captured: Captured, limits: Li
     if isinstance(event, int) and os.WIFSIGNALED(event):
         number = os.WTERMSIG(event)
         if number == signal.SIGXCPU:
-            return _reply(Status.TIMED_OUT, captured, error=f"stopped after more than {_cpu_s(limits):g} CPU seconds")
+            cpu_s = limits.wall_s * limits.cpu_cores
+            return _reply(Status.TIMED_OUT, captured, error=f"stopped after more than {cpu_s:g} CPU seconds")
         return _reply(Status.CRASHED, captured, error=f"killed by {signal.Signals(number).name}")
     if isinstance(event, int):
         code = os.waitstatus_to_exitcode(event)
