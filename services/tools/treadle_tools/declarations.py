@@ -253,8 +253,7 @@ class GpuService(_Declared):
             )
         for degree in self.bytes_per_gpu:
             there = sorted((one.node, one.first) for one in self.servers if one.degree == degree)
-            wanted = sorted(places(nodes, degree))
-            if not wanted:
+            if not (wanted := sorted(places(nodes, degree))):
                 raise ValueError(f"gpu_service {self.name!r}: no node has {degree} GPUs side by side")
             if there != wanted:
                 raise ValueError(

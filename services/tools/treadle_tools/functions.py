@@ -123,8 +123,7 @@ def result_of_reply(reply: Reply, kind: Kind, output_bytes: int) -> Result:
     """The Result of an HTTP answer; an answer that cannot be read is a TOOL_ERROR.
 
     A JSON object with `output` has the fields of `tool.Outcome` (output, reward, done, data, error); any other JSON is
-    data, and its text the output; everything else is text. A reward's score is a number, or an object's `score` or
-    `reward`.
+    data, and its text the output; all else is text. A reward's score is a number, or an object's `score` or `reward`.
     """
     body = reply.body.decode("utf-8", "replace")
     if "json" not in reply.content_type:
@@ -297,8 +296,7 @@ def _reply(response: aiohttp.ClientResponse, content: bytes) -> Reply:
     quoted = " ".join(content[:QUOTED_CHARS].decode(errors="replace").split())
     refusal = f"HTTP {response.status} from {response.url}: {quoted}"
     if response.status in RETRIED:
-        after_s = retry_after_s(response.headers.get("Retry-After", ""), time.time())
-        if after_s is not None:
+        if (after_s := retry_after_s(response.headers.get("Retry-After", ""), time.time())) is not None:
             refusal = f"{refusal} (retry after {after_s:g} s)"
         ended = Ended(End.REFUSED if response.status == 429 else End.FAILED, after_s)
         raise CallFailed(refusal, again=True, retry_after_s=after_s, ended=ended)

@@ -171,8 +171,7 @@ def check_arguments(text: str, validator: Validator) -> Arguments:
         raise InvalidArgument(FIELD, f"is no JSON: {error}") from None
     if not isinstance(arguments, dict):
         raise InvalidArgument(FIELD, f"must be a JSON object, is {type(arguments).__name__}")
-    problem = best_match(validator.iter_errors(arguments))
-    if problem is not None:
+    if (problem := best_match(validator.iter_errors(arguments))) is not None:
         raise InvalidArgument(".".join((FIELD, *_path(problem))), problem.message)
     return arguments
 

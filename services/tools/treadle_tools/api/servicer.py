@@ -1,7 +1,6 @@
 """Serve ToolsService and RewardsService: check a request, convert it, ask gateway or pool, convert the answer.
 
-Invariant: a request is checked first (its fields, its tool, its session) and only then refused for lack of a sandbox,
-so that a caller's mistake is always reported as one.
+Invariant: a request's fields, tool and session are checked before it is refused for lack of a sandbox.
 """
 
 import time
@@ -64,8 +63,7 @@ class Gateway:
         backend = self.backends.require(tool)
 
         async def work(granted: Granted) -> Mapping[str, Any]:
-            reused = self.reused.take(trajectory_id, tool)
-            if reused is not None:
+            if (reused := self.reused.take(trajectory_id, tool)) is not None:
                 reply = await self._ask(reused, tool, arguments, granted, trajectory_id)
                 if not reply.get("soiled"):
                     return reply

@@ -186,9 +186,6 @@ class Ledger:
 class EngineAway(Unavailable):
     """No server answers at this address."""
 
-    def __init__(self, url: str, error: Exception) -> None:
-        super().__init__("ENGINE_AWAY", f"{url} does not answer: {error!r}", retry_after_s=RETRY_S)
-
 
 class EngineTrouble(Unavailable):
     """It answers, and does not do as it should; the message says what to do about it."""
@@ -240,7 +237,8 @@ class EngineMemory:
         except TimeoutError as error:
             raise EngineTrouble("ENGINE_SILENT", f"{url}{path} did not answer within {within_s:g} s") from error
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise EngineAway(url + path, error) from error
+            why = f"{url}{path} does not answer: {error!r}"
+            raise EngineAway("ENGINE_AWAY", why, retry_after_s=RETRY_S) from error
         if response.status == 200:
             return text
         answer = " ".join(text.split())[:300]

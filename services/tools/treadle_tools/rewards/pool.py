@@ -72,8 +72,7 @@ class RewardPool:
 
         Raises InvalidArgument, ResourceExhausted, nats.errors.Error.
         """
-        present = self.table.rewards.get(reward.reward_id)
-        if present is not None:
+        if (present := self.table.rewards.get(reward.reward_id)) is not None:
             return present
         arguments = self.read(reward.name, arguments_json)
         if sum(len(queue.share) for queue in self._queues.values()) >= self.most_waiting:
@@ -85,8 +84,7 @@ class RewardPool:
 
     def get(self, reward_id: str) -> Reward:
         """Raises NotFound."""
-        reward = self.table.rewards.get(reward_id)
-        if reward is None:
+        if (reward := self.table.rewards.get(reward_id)) is None:
             why = f"there is no reward {reward_id[:64]!r}: never accepted, or ended over {self.kept_s:g} s ago"
             raise NotFound("REWARD_NOT_FOUND", f"reward_id: {why}", reward_id=reward_id)
         return reward
@@ -97,8 +95,7 @@ class RewardPool:
         if reward.ended:
             return reward
         self._unwanted.add(reward_id)
-        running = self._running.get(reward_id)
-        if running is not None:
+        if (running := self._running.get(reward_id)) is not None:
             running.cancel()
             await asyncio.wait((running,))
         else:

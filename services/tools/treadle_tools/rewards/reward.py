@@ -1,7 +1,6 @@
 """One reward, that is, one trajectory to be scored by one reward function; and the journal of all rewards.
 
-Invariants: a reward is PENDING or RUNNING until it ends for good, as DONE (with a score), FAILED or CANCELLED;
-`revision` moves at each change.
+Invariants: a reward ends for good, as DONE (with a score), FAILED or CANCELLED; `revision` moves at each change.
 """
 
 import dataclasses

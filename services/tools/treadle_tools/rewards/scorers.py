@@ -182,8 +182,7 @@ def read_answer(reply: Reply) -> str:
 
 def read_score(judge: Judge, text: str) -> float:
     """The last score in `text`, from 0 to 1. Raises NoScore."""
-    found = list(re.finditer(judge.score, text))
-    if not found:
+    if not (found := list(re.finditer(judge.score, text))):
         raise NoScore(f"the judge gave no score: {text[-200:]!r}")
     try:
         value = float(found[-1][1])

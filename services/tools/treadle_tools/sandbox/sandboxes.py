@@ -105,7 +105,7 @@ class WarmSandboxes:
     """Sandboxes of a tool that have been started and wait for their first call.
 
     count: how many. request: orders that many from the backend, which passes them to `add`. lazy: none is ordered
-    before the first `take`, so that a tool that no job uses costs nothing. failure: why there are none, from the start.
+    before the first `take`, so that a tool that no job uses costs nothing. failure: why there are none, if so.
     Invariant: a sandbox is handed out once, and another is ordered in its place.
     """
 
@@ -113,7 +113,7 @@ class WarmSandboxes:
         self._count = count
         self._request = request
         self._ready: asyncio.Queue[Sandbox] = asyncio.Queue()
-        self._failure = failure
+        self.failure = failure
         self._lazy = lazy
 
     async def take(self) -> Sandbox:
@@ -122,8 +122,8 @@ class WarmSandboxes:
             self._lazy = False
             self.fill()
         while True:
-            if self._failure and self._ready.empty():
-                raise WorkerFailed(self._failure)
+            if self.failure and self._ready.empty():
+                raise WorkerFailed(self.failure)
             try:
                 async with asyncio.timeout(CHECK_INTERVAL_S):
                     sandbox = await self._ready.get()
@@ -141,12 +141,8 @@ class WarmSandboxes:
 
     def add(self, sandbox: Sandbox) -> None:
         """Take in one that was ordered."""
-        self._failure = ""
+        self.failure = ""
         self._ready.put_nowait(sandbox)
-
-    def fail(self, why: str) -> None:
-        """Refuse callers while the worker does not start."""
-        self._failure = why
 
     def drop(self) -> None:
         """Close all: their backend has failed."""
@@ -196,9 +192,8 @@ class FoundSession:
 class Backend(ABC):
     """Makes sandboxes, and stores sessions for the service's next run. While `run` runs it keeps sandboxes warm.
 
-    records: where sessions are stored. tools: those that it runs. failures: why the others of its tools cannot run.
-    warm: sandboxes per tool that wait. lazy: tools whose worker starts with the first call. found: sessions of the
-    service's last run.
+    records: where sessions are stored. tools: those that it runs. failures: why its others cannot run. warm: sandboxes
+    per tool that wait. lazy: tools whose worker starts with the first call. found: sessions of the service's last run.
     """
 
     def __init__(

@@ -42,7 +42,6 @@ def worker_arguments(tool: Tool, module: str, paths: Sequence[str], **more: Any)
 def find_top_level(tool: Tool, name: str) -> ModuleSpec:
     """The package or module at the top of a dotted name that `tool` needs. Raises ModuleNotFoundError without it."""
     top = name.partition(":")[0].partition(".")[0]
-    spec = find_spec(top)
-    if spec is None:
+    if (spec := find_spec(top)) is None:
         raise ModuleNotFoundError(f"tool {tool.name!r}: no module named {top!r}", name=top)
     return spec

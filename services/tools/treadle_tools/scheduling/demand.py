@@ -90,8 +90,7 @@ class Demands:
 
 def check_scaling(tool: Tool) -> None:
     """Raises InvalidActionError for a Scaling with a figure that is none, or more cores than the tool's limit."""
-    scaling = tool.scaling
-    if scaling is None:
+    if (scaling := tool.scaling) is None:
         return
     single_core_s = 1.0 if scaling.single_core_s is None else scaling.single_core_s
     cost = {core.CPU_CORES: core.UnitSet(scaling.cores)}

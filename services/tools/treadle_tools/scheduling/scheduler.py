@@ -62,8 +62,7 @@ class ActionScheduler:
 
     async def _start(self, action: Action, within_s: float | None) -> RunningAction:
         self.dispatcher.check(action)
-        started = self.dispatcher.start_at_once(action, self.clock())
-        if started is not None:
+        if (started := self.dispatcher.start_at_once(action, self.clock())) is not None:
             return RunningAction(started)
         waiting = len(self.dispatcher)
         if waiting >= self.max_waiting and (waiting or not action.scalable):

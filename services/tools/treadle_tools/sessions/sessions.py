@@ -109,8 +109,7 @@ class Sessions:
         Raises ResourceExhausted when there are too many, InvalidArgument where the environment refuses an argument. An
         environment that fails to start gives a session that has ended already.
         """
-        before = self._opened_before.get(opening.key)
-        if before is not None:
+        if (before := self._opened_before.get(opening.key)) is not None:
             await self._recall(before)
             if before.session_id in self._sessions and before.last_key == opening.key and before.last is not None:
                 return before, before.last
@@ -175,8 +174,7 @@ class Sessions:
 
     def get(self, session_id: str) -> Session:
         """Find a session. Raises NotFound."""
-        session = self._sessions.get(session_id)
-        if session is None:
+        if (session := self._sessions.get(session_id)) is None:
             raise NotFound(
                 "SESSION_NOT_FOUND",
                 f"session_id: there is no session {session_id[:64]!r}: closed, idle for over {self._idle_s:g} s, or "

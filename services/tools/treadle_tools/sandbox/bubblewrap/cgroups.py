@@ -165,8 +165,7 @@ def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
             _make(folders)
             if version == 2:
                 _enable(folders["memory"])
-            cores = _cpuset_cores(version, folders)
-            if not cores:
+            if not (cores := _cpuset_cores(version, folders)):
                 folders.pop("cpuset", None)
             cgroups = Cgroups(Root(version, {name: str(folder) for name, folder in folders.items()}, cores))
             slot = cgroups.take()

@@ -139,8 +139,7 @@ def _outermost(folders: Sequence[Path]) -> tuple[Path, ...]:
 
 async def find_bubblewrap(name: str) -> Bubblewrap:
     """Find the bubblewrap called `name` (a path, or a name on PATH) and try it out. Raises BubblewrapMissing."""
-    path = shutil.which(name)
-    if path is None:
+    if (path := shutil.which(name)) is None:
         raise BubblewrapMissing(f"{name} is not installed: {INSTALL}")
     code, text = await _run([path, "--version"], user=None)
     if code != 0:

@@ -1,8 +1,7 @@
 """All containers of this service: a few warm ones for each tool, one for each session or call, and no others.
 
 Owns: the warm containers, the ones in use, the records of sessions. Invariants: a container is used once; one that was
-closed is removed, however often its host must be asked; the service after a killed one finds that one's sessions, and
-removes its other containers.
+closed is removed, however often its host must be asked; of a killed service's containers only its sessions' are kept.
 """
 
 import asyncio
@@ -158,7 +157,7 @@ class Fleet(Backend):
                     sandbox = await self._make(self._recipes[tool])
             except WorkerFailed as failure:
                 log.error("a tool's worker failed", tool=tool, error=str(failure))
-                self._warm[tool].fail(str(failure))
+                self._warm[tool].failure = str(failure)
                 await asyncio.sleep(pause_s)
             else:
                 self._warm[tool].add(sandbox)

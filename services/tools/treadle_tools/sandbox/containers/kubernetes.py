@@ -217,8 +217,7 @@ class KubernetesHost:
             if pod.status.phase in ("Running", "Succeeded", "Failed"):
                 return
             for status in pod.status.container_statuses or ():
-                waiting = status.state.waiting
-                if waiting is not None and waiting.reason in HOPELESS:
+                if (waiting := status.state.waiting) is not None and waiting.reason in HOPELESS:
                     raise HostFailed(f"pod {name}: {waiting.reason}: {waiting.message or ''}")
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_LOOK_PAUSE_S)

@@ -54,9 +54,7 @@ class DaemonRecords(SessionRecords):
 
 
 class DaemonClient(Backend):
-    """See Backend. keep_s: how long the daemon is to wait for the next service. keep_on_exit: whether sessions outlive
-    an orderly end of the service too.
-    """
+    """See Backend. keep_s: how long the daemon waits for the next service. keep_on_exit: also after an orderly end."""
 
     def __init__(
         self,
@@ -186,7 +184,7 @@ class DaemonClient(Backend):
             message, _ = received
             if message.get(channel.OP) == channel.FAILED:
                 log.error("a tool's worker failed", tool=message["tool"], error=message["error"])
-                self._warm[message["tool"]].fail(str(message["error"]))
+                self._warm[message["tool"]].failure = str(message["error"])
             elif (sandbox := self._take_in(connection, *received)) is not None:
                 self._warm[message["sandbox"]["tool"]].add(sandbox)
 
@@ -203,8 +201,7 @@ class DaemonClient(Backend):
             self._sandboxes.pop(name, None)
             connection.post({channel.OP: channel.KILL, "sandbox": name})
 
-        slot = made["slot"]
-        if slot is not None and self.root is not None and slot not in self._slots:
+        if (slot := made["slot"]) is not None and self.root is not None and slot not in self._slots:
             self._slots[slot] = Slot(self.root, slot)
         own = socket.socket(fileno=descriptor)
         sandbox = BubblewrapSandbox(name, own, made["pid"], self._slots.get(slot), end)

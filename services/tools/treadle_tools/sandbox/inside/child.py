@@ -108,8 +108,7 @@ class Child:
         still runs. Adds its output to `captured`. Raises FrameError where it sends something else than frames.
         """
         while True:
-            message = frames.take_message(self._received)
-            if message is not None:
+            if (message := frames.take_message(self._received)) is not None:
                 self._drain(captured)
                 return message
             left = deadline - time.monotonic()
@@ -190,6 +189,5 @@ def _open_output(descriptor: int) -> io.TextIOWrapper:
 def _reseed() -> None:
     """Seed the random generators anew: forks of one process must not share their random numbers."""
     random.seed()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
+    if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(int.from_bytes(os.urandom(4), "big"))  # with no number given it takes 7 ms

@@ -103,8 +103,7 @@ class LineRequests:
             self._searched = len(self._received)
             if self._searched > frames.MAX_FRAME_BYTES or not poll.poll(self._silence_ms):
                 return None
-            piece = os.read(self._requests, READ_BYTES)
-            if not piece:
+            if not (piece := os.read(self._requests, READ_BYTES)):
                 return None
             self._received += piece
 

@@ -68,9 +68,7 @@ def send(link: socket.socket, message: Mapping[str, Any], file: int | None = Non
 
 
 def receive(link: socket.socket) -> tuple[dict[str, Any], int | None] | None:
-    """Receive the next message of a blocking socket, and the open file that came with it, which the caller closes; None
-    where the other side has closed the socket between frames.
-    """
+    """Receive the next message and the open file that came with it, which the caller closes; None at an orderly end."""
     header, files, _, _ = socket.recv_fds(link, HEADER.size, 1, socket.MSG_CMSG_CLOEXEC)
     if not header:
         return None
@@ -87,8 +85,7 @@ def receive(link: socket.socket) -> tuple[dict[str, Any], int | None] | None:
 def _receive_exactly(link: socket.socket, count: int) -> bytes:
     parts = bytearray()
     while len(parts) < count:
-        piece = link.recv(min(count - len(parts), 1024 * 1024))
-        if not piece:
+        if not (piece := link.recv(min(count - len(parts), 1024 * 1024))):
             raise FrameError("the other side ended in a frame")
         parts += piece
     return bytes(parts)

@@ -33,8 +33,7 @@ _links: list[socket.socket] = []
 
 def run_order(program: Callable[..., Any], link: socket.socket) -> None:
     """Wait for this process's one order and carry it out, within the order's budget. program: of the tool."""
-    received = frames.receive(link)
-    if received is None:
+    if (received := frames.receive(link)) is None:
         return
     order, file = received
     Budget(**order["budget"]).enforce()
@@ -119,8 +118,7 @@ class LinkedSandbox:
     def python(self, code: str) -> Outcome:
         """Run Python beside the environment."""
         frames.send(self._link, {"python": code})
-        received = frames.receive(self._link)
-        if received is None:
+        if (received := frames.receive(self._link)) is None:
             raise frames.FrameError("the supervisor has ended")
         reply, _ = received
         return Outcome(output=str(reply["output"]), status=Status(reply["status"]), error=str(reply["error"]))

@@ -76,8 +76,7 @@ class Requests(Protocol):
 class Supervisor:
     """Answers requests, which `Sandbox.ask` of the service describes, one at a time.
 
-    The last answer stays here, with the id of its request: the service may be killed before it has passed the answer
-    on, and the next service can `recall` it.
+    The last answer stays here, with its request's id: the next service can `recall` what a killed one did not pass on.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -157,8 +156,7 @@ class Supervisor:
 
     def _receive_environment_answer(self, limits: Limits) -> dict[str, Any]:
         """Wait for the environment's next answer, and run the Python that it asks for until then."""
-        environment = self._environment
-        if environment is None:
+        if (environment := self._environment) is None:
             return _reply(Status.CRASHED, Captured(0), error="the environment has ended")
         deadline = time.monotonic() + limits.wall_s
         unread = Captured(0)  # what an environment prints is no observation
