@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import time
+import uuid
 from collections.abc import Coroutine
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,7 +64,7 @@ def demo(
 
     What stands after -- is passed to SGLang.
     """
-    from treadle_cli.demo.play import Work, new_run_folder
+    from treadle_cli.demo.play import Work
     from treadle_cli.demo.run import run_demo
 
     def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
@@ -86,7 +89,6 @@ def up(
 
     What stands after -- is passed to SGLang.
     """
-    from treadle_cli.demo.play import new_run_folder
     from treadle_cli.mesh.mesh import MeshPlan, run_up
 
     def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
@@ -111,7 +113,7 @@ def rollout(
     out_folder: Out = DEFAULT_OUT,
 ) -> None:
     """Run the demo's work once on a mesh that is running, under the policy that it has."""
-    from treadle_cli.demo.play import Work, new_run_folder, run_attached
+    from treadle_cli.demo.play import Work, run_attached
 
     tokenizer = str(default_model_folder()) if model == DEFAULT_MODEL else model
     work = Work(prompts, samples, seed, tool_latency)
@@ -171,7 +173,8 @@ def simulate(
     asked = Request(
         workload, llm, accelerator, gpus, slots, prompts, samples, systems, degrees, predictor, seed, repeats, profile
     )
-    exits.run(lambda _hurry: run_simulate(asked, out_folder, as_json, out, exits.err))
+    make_folder = partial(new_run_folder, out_folder, "simulate-")
+    exits.run(lambda _hurry: run_simulate(asked, make_folder, as_json, out, exits.err))
 
 
 @app.command()
@@ -220,3 +223,13 @@ def engine_plan(count: int, slots: int, model: str, seed: int, flags: list[str])
     checks.require_bubblewrap()
     checks.nats_server()
     return EnginePlan(count, slots, model, python, cores, seed, tuple(flags))
+
+
+def new_run_folder(out_folder: Path, kind: str = "") -> Path:
+    """Create <kind><time>-<four letters>: names sort by time, two runs of one second differ. Raises UsageProblem."""
+    folder = out_folder / f"{kind}{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise UsageProblem(f"--out: {out_folder}: {error.strerror}") from error
+    return folder

@@ -68,24 +68,15 @@ def nothing_is_left(pids: list[int]) -> bool:
     return not any(session_members(pid) for pid in pids)
 
 
-async def test_ctrl_c_stops_children_and_grandchildren_and_those_that_ignore_sigterm(
-    start_parent: Start, tmp_path: Path
+@pytest.mark.parametrize(("grace_s", "signals"), [(0.2, 1), (1000.0, 2)])
+async def test_ctrl_c_stops_children_and_grandchildren_and_a_second_one_does_not_wait_for_those_that_ignore_it(
+    start_parent: Start, tmp_path: Path, grace_s: float, signals: int
 ) -> None:
-    parent = start_parent(0.2)
+    parent = start_parent(grace_s)
     pids = await children_of(parent, tmp_path)
-    parent.send_signal(signal.SIGINT)
-    assert parent.wait(30) == 130
-    assert nothing_is_left(pids)
-
-
-async def test_a_second_ctrl_c_does_not_wait_for_those_that_ignore_the_first(
-    start_parent: Start, tmp_path: Path
-) -> None:
-    parent = start_parent(1000.0)
-    pids = await children_of(parent, tmp_path)
-    parent.send_signal(signal.SIGINT)
-    await until(lambda: "asked to stop" in (tmp_path / "stubborn.log").read_text())
-    parent.send_signal(signal.SIGINT)
+    for _ in range(signals):
+        parent.send_signal(signal.SIGINT)
+        await until(lambda: "asked to stop" in (tmp_path / "stubborn.log").read_text())
     assert parent.wait(30) == 130
     assert nothing_is_left(pids)
 

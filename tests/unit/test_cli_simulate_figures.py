@@ -45,13 +45,8 @@ def simulate_best(system: System, setting: Setting) -> Run:
 
 
 def slower(row: Row, by: float) -> Row:
-    own = replace(
-        row.median,
-        makespan_s=row.median.makespan_s * by,
-        half_ended_s=row.median.half_ended_s * by,
-        most_ended_s=row.median.most_ended_s * by,
-    )
-    return replace(row, median=own)
+    times = {name: by * getattr(row.median, name) for name in ("makespan_s", "half_ended_s", "most_ended_s")}
+    return replace(row, median=replace(row.median, **times))
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.floats(0.01, 20), st.integers(-1, 100).filter(bool)), max_size=20))

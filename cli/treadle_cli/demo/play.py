@@ -6,7 +6,6 @@ runs, under whatever policy it has.
 
 import contextlib
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +27,6 @@ from treadle_cli.report.records import ArmRecord, Run, RunRecord, TrajectoryReco
 CLEANUP_S = 2.0  # after Ctrl-C the mesh ends too: no need to close every trajectory
 ASK_TIMEOUT_S = 10.0
 ARM = "rollout"
-
-
-def new_run_folder(out: Path) -> Path:
-    """Create runs/<time>-<four letters>: names sort by time, and two runs of one second differ."""
-    folder = out / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-    folder.mkdir(parents=True)
-    return folder
 
 
 def time_stamp() -> str:

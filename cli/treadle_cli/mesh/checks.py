@@ -25,8 +25,11 @@ def require_bubblewrap() -> None:
     """Raise UsageProblem where bubblewrap is missing or cannot make a sandbox: tools never run without one."""
     path = shutil.which("bwrap")
     if path is None:
+        installer = next((command for command in INSTALLERS if shutil.which(command.split()[0])), "")
+        sudo = "" if os.geteuid() == 0 else "sudo "
+        hint = f"Install it: {sudo}{installer}" if installer else "Install the package of your system:"
         raise UsageProblem(
-            f"bubblewrap is not installed, and tools do not run without their sandbox.\n{_install_hint('bubblewrap')}"
+            f"bubblewrap is not installed, and tools do not run without their sandbox.\n{hint} bubblewrap"
         )
     command = [path, "--ro-bind", "/", "/", "--unshare-all", "--die-with-parent", "true"]
     probe = subprocess.run(command, capture_output=True, text=True, timeout=SANDBOX_PROBE_S, check=False)
@@ -81,12 +84,6 @@ def pinned_cores(engines: int) -> tuple[int, ...]:
 def has_gpu() -> bool:
     """Whether the machine shows an NVIDIA or AMD accelerator."""
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
-
-
-def _install_hint(package: str) -> str:
-    command = next((command for command in INSTALLERS if shutil.which(command.split()[0])), None)
-    sudo = "" if os.geteuid() == 0 else "sudo "
-    return f"Install it: {sudo}{command} {package}" if command else f"Install the package {package} of your system."
 
 
 class OtherPrograms:

@@ -45,10 +45,8 @@ def forecast_figures(trajectories: Sequence[TrajectoryRecord]) -> ForecastFigure
 
 def _waits_s(trajectory: TrajectoryRecord) -> list[float]:
     """Seconds from the request of each step, the first aside, until it is in a queue."""
-    asked_s: dict[int, float] = {}
-    for span in trajectory.spans:
-        if span.kind == "queue":
-            asked_s[span.turn] = min(span.start_s, asked_s.get(span.turn, span.start_s))
+    latest_first = sorted(trajectory.spans, key=lambda span: -span.start_s)
+    asked_s = {span.turn: span.start_s for span in latest_first if span.kind == "queue"}  # the earliest stays
     return [
         forecast.next_queued_s - asked_s[forecast.turn]
         for forecast in trajectory.forecasts
@@ -147,9 +145,6 @@ def tail_queue_share(trajectories: Sequence[TrajectoryRecord]) -> float:
 
 
 def _engine_ends(trajectories: Sequence[TrajectoryRecord]) -> dict[str, float]:
-    ends: dict[str, float] = {}
-    for trajectory in trajectories:
-        for span in trajectory.spans:
-            if span.kind in ("prefill", "decode"):
-                ends[span.engine_id] = max(ends.get(span.engine_id, 0.0), span.end_s)
+    worked = [span for trajectory in trajectories for span in trajectory.spans if span.kind in ("prefill", "decode")]
+    ends = {span.engine_id: span.end_s for span in sorted(worked, key=lambda span: span.end_s)}  # the latest stays
     return dict(sorted(ends.items()))

@@ -5,8 +5,6 @@ in the order of the workload. 6,400 trajectories of nine systems are about 3 MB.
 """
 
 import json
-import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -134,13 +132,6 @@ def _notes(plan: SimulationPlan, comparison: Comparison) -> tuple[str, ...]:
         "(sim/README.md)."
     )
     return tuple(notes)
-
-
-def new_folder(out: Path) -> Path:
-    """Create simulate-<time>-<four letters> in `out`. Raises OSError."""
-    folder = out / f"simulate-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-    folder.mkdir(parents=True)
-    return folder
 
 
 def make_document(plan: SimulationPlan, comparison: Comparison, sentences: Sentences, folder: Path) -> dict[str, Any]:

@@ -36,14 +36,13 @@ ALONE_TRAJECTORIES = 4_000
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
-async def run_simulate(request: Request, out_folder: Path, as_json: bool, out: Console, progress: Console) -> int:
-    """Simulate, write a folder under `out_folder`, print; returns the exit code. Raises UsageProblem."""
+async def run_simulate(
+    request: Request, make_folder: Callable[[], Path], as_json: bool, out: Console, progress: Console
+) -> int:
+    """Simulate, write the folder that `make_folder` creates, print; returns the exit code. Raises UsageProblem."""
     with progress.status("drawing the workload"):
         plan = make_plan(request)
-    try:
-        folder = output.new_folder(out_folder)
-    except OSError as error:
-        raise UsageProblem(f"--out: {out_folder}: {error.strerror}") from error
+    folder = make_folder()
     try:
         await _simulate_into(folder, plan, as_json, out, progress)
     finally:
