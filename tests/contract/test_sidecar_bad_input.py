@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from support.engine_steps import packed, run_step, step_request, ticket
 from support.fake_sglang import CONTEXT, VOCAB, fake_sglang
 from support.rpc import refusal_of, refused
@@ -99,8 +100,7 @@ def prefetch(source: tuple[str, str] | None = None, **fields: Any) -> pb.Prefetc
     return pb.PrefetchPrefixRequest(**{"request_id": "q", "trajectory_id": "t", **fields})
 
 
-TOO_FAST = pb.WatchLoadRequest()
-TOO_FAST.interval.FromMilliseconds(10)
+TOO_FAST = pb.WatchLoadRequest(interval=Duration(nanos=10_000_000))
 NO_NUMBER = pb.PriorityChange(ticket_id="t", priority=float("inf"))
 BAD_CALLS: list[tuple[Any, str]] = [
     (pb.AbortRequest(request_id="q"), "ticket_id"),

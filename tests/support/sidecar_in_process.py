@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
+from google.protobuf.duration_pb2 import Duration
 from support.conditions import until_said
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle_runtime.server import Serving, serving
@@ -34,7 +35,10 @@ class Sidecar:
 
     async def until_engine_is(self, healthy: bool, within_s: float = 30.0) -> None:
         """Waits for the sidecar's own view of its engine."""
-        await until_said(self.load, lambda load: load.engine_healthy is healthy, within_s)
+        request = engine_pb2.WatchLoadRequest(interval=Duration(nanos=50_000_000))
+        async for response in self.stub.WatchLoad(request, timeout=within_s):
+            if response.load.engine_healthy is healthy:
+                return
 
 
 @asynccontextmanager
