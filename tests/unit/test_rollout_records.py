@@ -20,11 +20,8 @@ SPEC = RolloutSpec(("p.0", "p:1"), 4, 2, max_staleness=1, max_total_tokens=100)
 @pytest.mark.parametrize(
     "body",
     [
-        Created("r", SPEC, "req"),
-        Arrived(Sample("t", "p.0", 3, failed=True), Verdict(DropReason.FAILED, group_settled=True)),
         Arrived(Sample("t", "p.0", 3, oldest_version=7, payload_bytes=9), Verdict(None, group_settled=False)),
         Advanced(3, ("a", "b")),
-        Batch("b", (("p.0", ("a", "b")), ("p:1", ("c",))), exhausted=True),
         Cancelled(("a",)),
     ],
 )
