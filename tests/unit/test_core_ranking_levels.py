@@ -91,7 +91,7 @@ def test_the_further_a_trajectory_is_the_more_only_the_long_siblings_count() -> 
     assert late.remaining_tokens.p50 > 12_000
 
 
-def test_running_siblings_that_are_far_lift_the_estimate_although_none_of_them_ended() -> None:
+def test_running_siblings_that_are_far_lift_the_estimate_and_those_of_other_prompts_do_not() -> None:
     evidence = Evidence()
     for index in range(8):
         evidence.open_trajectory(f"s{index}", "r0", "p")
@@ -101,26 +101,18 @@ def test_running_siblings_that_are_far_lift_the_estimate_although_none_of_them_e
         evidence.add_step(f"s{index}", 0, 9_000)
     after = ask(evidence, trajectory="s7")
     assert after.remaining_tokens.p50 > 2 * before.remaining_tokens.p50
+    for index in range(90):  # only siblings that run are counted: see `Evidence`
+        evidence.open_trajectory(f"t{index}", "r0", f"p{index}")
+        evidence.add_step(f"t{index}", 0, 3_000)
+    assert ask(evidence, trajectory="s7") == after
 
 
 def test_truncated_siblings_count_as_longer_than_their_cut() -> None:
     whole, cut = Evidence(), Evidence()
     for index in range(10):
-        whole.close_trajectory(ended(f"s{index}", 2_000))
-        cut.close_trajectory(ended(f"s{index}", 2_000, own_end=False))
+        for evidence in (whole, cut):
+            evidence.close_trajectory(ended(f"s{index}", 2_000, own_end=evidence is whole))
     assert ask(cut).remaining_tokens.p50 > 1.3 * ask(whole).remaining_tokens.p50
-
-
-def test_those_that_run_elsewhere_say_nothing_about_a_prompt_of_its_own() -> None:
-    """Only siblings that run are counted: see `Evidence`."""
-    evidence = Evidence()
-    for index in range(10):
-        evidence.close_trajectory(ended(f"t{index}", 200 + index, prompt=f"p{index}"))
-    before = ask(evidence, prompt="unseen")
-    for index in range(10, 100):
-        evidence.open_trajectory(f"t{index}", "r0", f"p{index}")
-        evidence.add_step(f"t{index}", 0, 3_000)
-    assert ask(evidence, prompt="unseen") == before
 
 
 def test_the_same_evidence_gives_the_same_estimate_however_often_it_was_asked_on_the_way() -> None:

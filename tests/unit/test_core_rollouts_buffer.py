@@ -74,14 +74,17 @@ def test_groups_with_the_oldest_tokens_go_first_then_those_that_settled_first() 
     assert batch.exhausted
 
 
-def test_the_bound_is_measured_from_the_oldest_token_and_drops_are_counted() -> None:
+def test_the_bound_is_measured_from_the_oldest_token_and_drops_are_counted_once() -> None:
     buffer = buffer_of(2, samples=2, keep=2, bound=1)
     hand_in(buffer, "old", oldest_version=3)
     hand_in(buffer, "new", index=1, oldest_version=5)
     assert advance(buffer, 5) == Advanced(5, ("old",))
+    assert buffer.decide_version(5) is buffer.decide_version(3) is None, "no news"
     batch = take(buffer, "b", 2)
     assert batch is not None and batch.groups == (("p0", ("new",)),)
     assert buffer.drops == {DropReason.STALE: 1}
+    hand_in(buffer, "late", "p1", oldest_version=5)
+    assert take(buffer, "b", 2) == batch, "a batch id gives the same batch for ever"
 
 
 def test_an_unsettled_group_that_loses_a_stale_sample_takes_another_one() -> None:
@@ -92,21 +95,6 @@ def test_an_unsettled_group_that_loses_a_stale_sample_takes_another_one() -> Non
     assert hand_in(buffer, "y", index=2, oldest_version=2).group_settled is True
     batch = take(buffer, "b", 1)
     assert batch is not None and batch.groups == (("p0", ("x", "y")),)
-
-
-def test_a_version_that_is_no_news_drops_nothing() -> None:
-    buffer = buffer_of(1, bound=0)
-    advance(buffer, 7)
-    assert buffer.decide_version(7) is None
-    assert buffer.decide_version(3) is None
-
-
-def test_a_batch_id_gives_the_same_batch_for_ever() -> None:
-    buffer = buffer_of(2)
-    hand_in(buffer, "a")
-    first = take(buffer, "b", 1)
-    hand_in(buffer, "c", "p1")
-    assert take(buffer, "b", 2) == first
 
 
 def test_a_waiting_batch_comes_when_full_or_when_nothing_more_can_come() -> None:

@@ -117,6 +117,8 @@ def test_a_pause_evicts_all_and_admits_nobody_until_it_ends() -> None:
 
 def test_a_full_line_refuses_and_takes_again_once_there_is_room() -> None:
     q = queue(capacity=1)
+    assert not q.reprioritize("nobody", 1.0)
+    q.remove("nobody")
     q.add("runs", 1.0)
     q.decide()
     q.add("waits", 1.0)
@@ -126,15 +128,8 @@ def test_a_full_line_refuses_and_takes_again_once_there_is_room() -> None:
     q.remove("runs")
     q.decide()
     q.add("taken", 1.0)
-
-
-def test_what_is_not_here_is_told() -> None:
-    q = queue()
-    assert not q.reprioritize("nobody", 1.0)
-    q.remove("nobody")
-    q.add("a", 1.0)
     with pytest.raises(ValueError, match="already"):
-        q.add("a", 1.0)
+        q.add("taken", 1.0)
 
 
 Event = tuple[str, int, float]

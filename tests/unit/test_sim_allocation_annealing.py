@@ -70,12 +70,7 @@ def test_the_temperature_starts_at_the_first_makespan_and_falls_to_the_threshold
     found, again = (anneal(LENGTHS, CONTEXTS, 32, KINDS, np.random.default_rng(3)) for _ in range(2))
     assert found == again
     assert found.iterations == math.ceil(math.log(start_s / EPSILON_S) / math.log(1 / COOLING))
-
-
-def test_where_the_first_makespan_is_below_the_threshold_the_first_allocation_stays() -> None:
-    short = LENGTHS / 1e3
-    problem = prepare(short, CONTEXTS, 32, KINDS, CostModel.GROUP_SIZE)
     first = draw_first_allocation(problem, np.random.default_rng(3))
-    found = anneal(short, CONTEXTS, 32, KINDS, np.random.default_rng(3))
-    assert found.iterations == 0
-    assert found.allocation.degrees == tuple(np.repeat(problem.gpus, first).tolist())
+    short = anneal(LENGTHS / 1e3, CONTEXTS, 32, KINDS, np.random.default_rng(3))
+    assert short.iterations == 0, "its first makespan is below the threshold"
+    assert short.allocation.degrees == tuple(np.repeat(problem.gpus, first).tolist())

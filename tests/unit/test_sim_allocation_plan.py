@@ -46,7 +46,7 @@ KINDS = [kind(1), kind(2), kind(4)]
         ({"kinds": [kind(1, base_s=math.nan)]}, InvalidEngineError, "engines[0].decode_curve.base_s"),
         ({"kinds": [kind(16)]}, NoKindFitsError, "kinds"),
         ({"kinds": [kind(1, capacity=0), kind(2, capacity=4009)]}, NoKindFitsError, "kinds"),
-        ({"gpus": 7, "kinds": [kind(2), kind(4)]}, InvalidBudgetError, "gpus"),
+        ({"gpus": 7, "kinds": [kind(4), kind(2)]}, InvalidBudgetError, "gpus"),
         ({"gpus": 7, "kinds": [kind(1, capacity=0), kind(2), kind(4)]}, InvalidBudgetError, "gpus"),
     ],
 )
@@ -57,11 +57,8 @@ def test_bad_input_is_refused_by_name(
     with pytest.raises(error) as refused:
         planner(given["lengths"], given["contexts"], given["gpus"], given["kinds"])
     assert refused.value.field == field
-
-
-def test_a_budget_that_the_degrees_do_not_add_up_to_is_told_the_next_below() -> None:
-    with pytest.raises(InvalidBudgetError, match="no engines of 2, 4 GPUs add up to 7; 6 is the next below"):
-        allocate(LENGTHS, CONTEXTS, 7, [kind(4), kind(2)])
+    if error is InvalidBudgetError:
+        assert "no engines of 2, 4 GPUs add up to 7; 6 is the next below" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -159,15 +156,14 @@ def test_uncertain_lengths_get_engines_that_are_done_sooner_on_average_than_thos
 
 
 @pytest.mark.parametrize(
-    ("changed", "field"),
+    ("log_sigma", "room_tokens", "field"),
     [
-        ({"log_sigma": [0.1, math.nan, 0.1, 0.1]}, "trajectories[1].log_sigma"),
-        ({"log_sigma": [0.1, -1.0, 0.1, 0.1]}, "trajectories[1].log_sigma"),
-        ({"log_sigma": [0.1]}, "trajectories"),
-        ({"log_sigma": [0.1] * 4, "room_tokens": [1.0, 1.0, -1.0, 1.0]}, "trajectories[2].room_tokens"),
+        *(([0.1, bad, 0.1, 0.1], None, "trajectories[1].log_sigma") for bad in (math.nan, -1.0)),
+        ([0.1], None, "trajectories"),
+        ([0.1] * 4, [1.0, 1.0, -1.0, 1.0], "trajectories[2].room_tokens"),
     ],
 )
-def test_doubt_that_is_no_number_is_refused(changed: dict[str, Any], field: str) -> None:
+def test_doubt_that_is_no_number_is_refused(log_sigma: list[float], room_tokens: Any, field: str) -> None:
     with pytest.raises(InvalidTrajectoryError) as caught:
-        allocate(LENGTHS, CONTEXTS, 4, KINDS, **changed)
+        allocate(LENGTHS, CONTEXTS, 4, KINDS, log_sigma=log_sigma, room_tokens=room_tokens)
     assert caught.value.field == field

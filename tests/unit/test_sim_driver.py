@@ -47,7 +47,8 @@ def test_predictions_are_of_the_moment_they_were_asked_for_and_come_later() -> N
     assert [event.prediction.remaining_tokens.p50 for _, event in told] == [160.0, 60.0, 0.0]
 
 
-def test_a_trajectory_that_moves_takes_its_kv_along_and_prefills_only_what_its_tools_said() -> None:
+def test_a_trajectory_that_moves_takes_its_kv_along_unless_the_link_is_too_slow() -> None:
+    """And prefills only what its tools said."""
     rollout, works = moving(Link())
 
     moved = [times.migrations for times in rollout.outcome.times]
@@ -55,6 +56,10 @@ def test_a_trajectory_that_moves_takes_its_kv_along_and_prefills_only_what_its_t
     for work, times in zip(works, rollout.outcome.times, strict=True):
         observed = sum(step.obs_tokens + 1 for step in work.steps[:-1])  # the last token sampled has no KV yet
         assert times.prefilled_tokens == work.prompt_tokens + observed
+    slow, _ = moving(Link(bytes_per_s=1e5))  # every move is given up or called off, and the source keeps the trajectory
+    assert slow.actions(actions.StartMigration)
+    assert slow.outcome.migrations == 0
+    assert [times.gen_tokens for times in slow.outcome.times] == [work.gen_tokens for work in works]
 
 
 def test_a_move_takes_the_link_as_long_as_its_kv_is_big_and_the_owner_changes_at_its_end() -> None:
@@ -77,14 +82,6 @@ def test_a_move_takes_the_link_as_long_as_its_kv_is_big_and_the_owner_changes_at
             if issued_s >= now_s and action.ticket.trajectory_id == event.trajectory_id
         ]
         assert not later or later[0].engine_id == move.target.engine_id
-
-
-def test_where_the_link_is_too_slow_every_move_is_given_up_or_called_off_and_the_source_keeps_the_trajectory() -> None:
-    rollout, works = moving(Link(bytes_per_s=1e5))
-
-    assert rollout.actions(actions.StartMigration)
-    assert rollout.outcome.migrations == 0
-    assert [times.gen_tokens for times in rollout.outcome.times] == [work.gen_tokens for work in works]
 
 
 def moving(link: Link) -> tuple[Rollout, list[TrajectoryWork]]:

@@ -63,6 +63,10 @@ def test_where_kv_is_short_the_next_step_waits_and_the_oldest_cached_context_goe
     assert second.queue_s >= first.prefill_s + first.decode_s - 1e-9
     assert alone.engine.cache.peek(0) == 0, "its room was needed"
     assert alone.engine.cache.peek(1) == 1_299
+    engine = LoneEngine(kv_tokens=2_000).engine
+    for index in range(3):
+        engine.receive(index, 900)
+    assert [engine.cache.peek(index) for index in range(3)] == [0, 900, 900], "KV that comes takes the oldest's room"
 
 
 @pytest.mark.parametrize("page_tokens", [1, 16])
@@ -77,14 +81,6 @@ def test_a_returning_step_prefills_only_what_is_new_in_whole_pages_and_a_sibling
 
     assert again.prefilled_tokens == 900 - 599 // page_tokens * page_tokens
     assert sibling.prefilled_tokens == 500 - 499 // page_tokens * page_tokens
-
-
-def test_kv_that_comes_takes_the_room_of_what_was_left_longest_ago() -> None:
-    engine = LoneEngine(kv_tokens=2_000).engine
-    for index in range(3):
-        engine.receive(index, 900)
-
-    assert [engine.cache.peek(index) for index in range(3)] == [0, 900, 900]
 
 
 def test_what_a_failure_cuts_short_counts_as_far_as_it_came() -> None:

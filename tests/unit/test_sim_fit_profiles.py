@@ -67,24 +67,16 @@ def test_a_rendered_profile_reads_back() -> None:
 
 
 def measured(**changes: Any) -> dict[str, Any]:
-    document = {
-        "accelerator": "cpu",
-        "llm": "small",
-        "gpus": 1,
-        "slots": 8,
-        "kv_tokens": 20_000,
-        "decode": [
-            {"batch": batch, "kv_tokens": batch * context, "step_s": 0.05 + 0.004 * batch + 1e-6 * batch * context}
-            for batch in (1, 2, 4, 8)
-            for context in (100, 1000)
-        ],
-        "prefill": [
-            {"new_tokens": new, "cached_tokens": cached, "seconds": 0.02 + 0.001 * new}
-            for new in (64, 512)
-            for cached in (0, 512)
-        ],
-    }
-    return {**document, **changes}
+    decode = [
+        {"batch": batch, "kv_tokens": batch * context, "step_s": 0.05 + 0.004 * batch + 1e-6 * batch * context}
+        for batch, context in itertools.product((1, 2, 4, 8), (100, 1000))
+    ]
+    prefill = [
+        {"new_tokens": new, "cached_tokens": cached, "seconds": 0.02 + 0.001 * new}
+        for new, cached in itertools.product((64, 512), (0, 512))
+    ]
+    engine = {"accelerator": "cpu", "llm": "small", "gpus": 1, "slots": 8, "kv_tokens": 20_000}
+    return {**engine, "decode": decode, "prefill": prefill, **changes}
 
 
 def test_an_engine_comes_back_from_what_was_measured_on_it() -> None:
@@ -102,10 +94,7 @@ def test_an_engine_comes_back_from_what_was_measured_on_it() -> None:
     [
         ({"decode": []}, "decode: must have at least 1 item"),
         ({"decode": {"batch": 1}}, "decode: must be a valid tuple"),
-        (
-            {"decode": [{"batch": 0, "kv_tokens": 0, "step_s": 1.0}]},
-            r"decode\[0\].batch: must be greater than or equal to 1, is 0",
-        ),
+        ({"decode": [{"batch": 0, "kv_tokens": 0, "step_s": 1.0}]}, r"decode\[0\].batch: must be .* to 1, is 0"),
         ({"decode": [{"batch": 1, "kv_tokens": 0, "step_s": 0}]}, "step_s: must be greater than 0"),
         ({"decode": [{"batch": 1, "kv_tokens": 0, "step_s": float("nan")}]}, "step_s: must be a finite number"),
         ({"prefill": [{"new_tokens": 5, "seconds": 1.0}]}, "cached_tokens: is missing"),

@@ -69,12 +69,8 @@ def test_a_transfer_takes_its_fixed_time_and_its_bytes_over_the_bandwidth() -> N
 
 def test_an_engine_takes_part_in_one_transfer_at_a_time_and_the_longest_trajectory_goes_first() -> None:
     moves = Moves({"short": 1_000_000_000, "long": 1_000_000_000, "elsewhere": 1_000_000_000})
-    for one in (
-        move("short", "e0", "e1", left=10.0),
-        move("long", "e2", "e0", left=900.0),
-        move("elsewhere", "e3", "e4", left=1.0),
-    ):
-        moves.migrator.start(one)
+    for name, source, target, left in (("short", 0, 1, 10.0), ("long", 2, 0, 900.0), ("elsewhere", 3, 4, 1.0)):
+        moves.migrator.start(move(name, f"e{source}", f"e{target}", left=left))
 
     assert moves.play() == {
         "long": ("arrived", pytest.approx(1.1)),

@@ -57,24 +57,12 @@ def test_runs_cut_by_a_limit_are_censored_and_runs_without_output_left_out(tmp_p
 
 
 def test_the_time_to_generate_is_taken_from_the_interval_between_responses(tmp_path: Path) -> None:
-    def step(gen_tokens: int, interval_s: int | None) -> dict[str, Any]:
-        return {
-            "gen_tokens": gen_tokens,
-            "prompt_tokens": 1_500,
-            "obs_tokens_smol": 40,
-            "step_interval_s": interval_s,
-            "gen": "ls",
-            "obs": None,
-        }
-
-    row = {
-        "prompt_id": "i",
-        "sample": 0,
-        "reward": 1,
-        "exit": "Submitted",
-        "prompt": "Mend it.",
-        "steps": [step(1_000, 15), step(1_000, 3), step(5, None)],
-    }
+    alike = {"prompt_tokens": 1_500, "obs_tokens_smol": 40, "gen": "ls", "obs": None}
+    steps = [
+        {"gen_tokens": gen_tokens, "step_interval_s": interval_s, **alike}
+        for gen_tokens, interval_s in ((1_000, 15), (1_000, 3), (5, None))
+    ]
+    row = {"prompt_id": "i", "sample": 0, "reward": 1, "exit": "Submitted", "prompt": "Mend it.", "steps": steps}
     (work,) = read(tmp_path, "swebench_verified_mini_gemini3", row)
     assert work.prompt_tokens == 1_500
     assert [(s.gen_tokens, s.obs_tokens, s.tool_s) for s in work.steps] == [
@@ -103,14 +91,8 @@ def test_a_run_has_the_text_of_its_task_where_the_folder_has_it(tmp_path: Path) 
 
 def test_a_session_is_its_episodes(tmp_path: Path) -> None:
     def call(in_tokens: int, out_tokens: int, gap_s: float, kind: str, stop: str) -> dict[str, Any]:
-        return {
-            "kind": "llm",
-            "in_tokens": in_tokens,
-            "out_tokens": out_tokens,
-            "gap_before_s": gap_s,
-            "input_types": [kind],
-            "stop": stop,
-        }
+        tokens = {"in_tokens": in_tokens, "out_tokens": out_tokens}
+        return {"kind": "llm", **tokens, "gap_before_s": gap_s, "input_types": [kind], "stop": stop}
 
     row = {
         "session": "s",
