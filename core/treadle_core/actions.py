@@ -69,16 +69,9 @@ class KeepWaiting(Action):
 
 @dataclass(frozen=True, slots=True)
 class AskPrediction(Action):
-    """Ask the predictor; answer with PredictionArrived carrying the same turn and gen_tokens."""
+    """Ask the predictor how much is left; answer with PredictionArrived of the record's next turn and gen_tokens."""
 
-    trajectory_id: str
-    prompt_id: str
-    sample: int
-    turn: int
-    gen_tokens: int
-    context_tokens: int
-    prompt_tokens: int
-    max_total_tokens: int
+    record: TrajectoryRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,10 +132,11 @@ class Driver:
     def _predict(self, ask: actions.AskPrediction) -> None:
         if self._predictor is None:
             return
-        progress = self._by_id[ask.trajectory_id]
-        tokens, turns = self._predictor.predict(progress.index, progress.turn, ask.gen_tokens)
-        prediction = Prediction(ask.turn, ask.gen_tokens, tokens, turns, "sim")
-        answer = events.PredictionArrived(ask.trajectory_id, prediction)
+        record = ask.record
+        progress = self._by_id[record.trajectory_id]
+        tokens, turns = self._predictor.predict(progress.index, progress.turn, record.gen_tokens)
+        prediction = Prediction(record.next_turn, record.gen_tokens, tokens, turns, "sim")
+        answer = events.PredictionArrived(record.trajectory_id, prediction)
         self._timeline.after(self._latencies.predict_s, self._send, answer)
 
     def _plan(self, ask: actions.AskPlan) -> None:

@@ -138,13 +138,14 @@ class World:
         self._request(number, tool_s)
 
     def _predict(self, ask: AskPrediction) -> None:
-        number = int(ask.trajectory_id[1:])
-        turns = float(self._steps[number] - ask.turn)
-        error = float(np.exp(self._rng.normal(0.0, PREDICTION_SIGMA / (1 + ask.turn))))
+        record = ask.record
+        number, turn = int(record.trajectory_id[1:]), record.next_turn
+        turns = float(self._steps[number] - turn)
+        error = float(np.exp(self._rng.normal(0.0, PREDICTION_SIGMA / (1 + turn))))
         tokens = turns * float(self._step_tokens[number]) * error
         estimate = Estimate(tokens / self._doubt, tokens, tokens * self._doubt)
-        prediction = Prediction(ask.turn, ask.gen_tokens, estimate, Estimate(turns, turns, turns))
-        self._tell(ev.PredictionArrived(ask.trajectory_id, prediction))
+        prediction = Prediction(turn, record.gen_tokens, estimate, Estimate(turns, turns, turns))
+        self._tell(ev.PredictionArrived(record.trajectory_id, prediction))
 
     def _move(self, move: StartMigration) -> None:
         migration_id = f"m.{move.move_id}"

@@ -52,21 +52,7 @@ def open_trajectory(state: State, event: TrajectoryOpened, now: float) -> list[a
     state.table.put(record)
     state.planner.note_opening(record)
     state.sweeps.set(record.trajectory_id, now + state.tuning.abandon_after_s)
-    return [act.SaveTrajectory(record), act.AnnounceOpened(record), ask_prediction(record)]
-
-
-def ask_prediction(record: TrajectoryRecord) -> act.AskPrediction:
-    """Ask how much is left of a trajectory."""
-    return act.AskPrediction(
-        trajectory_id=record.trajectory_id,
-        prompt_id=record.prompt_id,
-        sample=record.sample,
-        turn=record.next_turn,
-        gen_tokens=record.gen_tokens,
-        context_tokens=record.context_tokens or record.prompt_tokens,
-        prompt_tokens=record.prompt_tokens,
-        max_total_tokens=record.max_total_tokens,
-    )
+    return [act.SaveTrajectory(record), act.AnnounceOpened(record), act.AskPrediction(record)]
 
 
 def close_trajectory(state: State, event: TrajectoryClosed, now: float) -> list[act.Action]:

@@ -1,7 +1,7 @@
 """Handlers of steps: requests for tickets, and what engines, tools and the predictor report."""
 
 from treadle_core import events as ev
-from treadle_core.actions import Action, AnnouncePredicted, IssueTicket, Reprioritize, SaveTrajectory
+from treadle_core.actions import Action, AnnouncePredicted, AskPrediction, IssueTicket, Reprioritize, SaveTrajectory
 from treadle_core.model import copy_with
 from treadle_core.steps import admission, lifecycle, moves, tickets
 from treadle_core.steps.state import State
@@ -31,7 +31,7 @@ def finish_step(state: State, event: ev.StepFinished, now: float) -> list[Action
     state.planner.note_step(record)
     if not record.is_open:
         return [SaveTrajectory(record), *lifecycle.announce_if_counted(state, record, now)]
-    return [SaveTrajectory(record), lifecycle.ask_prediction(record), *moves.start_move(state, record, now)]
+    return [SaveTrajectory(record), AskPrediction(record), *moves.start_move(state, record, now)]
 
 
 def start_tool(state: State, event: ev.ToolStarted, _now: float) -> list[Action]:

@@ -31,10 +31,7 @@ SUBSCRIBED_KINDS = (
 )
 
 # Fields that a question of the core and its message have under the same name.
-QUERY = (
-    *("trajectory_id", "prompt_id", "sample", "turn"),
-    *("gen_tokens", "context_tokens", "prompt_tokens", "max_total_tokens"),
-)
+QUERY = ("trajectory_id", "prompt_id", "sample", "gen_tokens", "prompt_tokens", "max_total_tokens")
 ENGINE = ("engine_id", "slot_limit", "kv_tokens_capacity", "tensor_parallel")
 
 Announcement = (
@@ -44,7 +41,14 @@ Announcement = (
 
 def predictions_request(asks: Iterable[act.AskPrediction]) -> predictor_pb2.BatchPredictRemainingRequest:
     return predictor_pb2.BatchPredictRemainingRequest(
-        queries=[predictor_pb2.Query(**fields_of(ask, QUERY)) for ask in asks]
+        queries=[
+            predictor_pb2.Query(
+                **fields_of(record, QUERY),
+                turn=record.next_turn,
+                context_tokens=record.context_tokens or record.prompt_tokens,
+            )
+            for record in (ask.record for ask in asks)
+        ]
     )
 
 
@@ -55,10 +59,10 @@ def predictions_arrived(
     one is no quantiles."""
     return [
         ev.PredictionArrived(
-            ask.trajectory_id,
+            ask.record.trajectory_id,
             Prediction(
-                turn=ask.turn,
-                gen_tokens=ask.gen_tokens,
+                turn=ask.record.next_turn,
+                gen_tokens=ask.record.gen_tokens,
                 remaining_tokens=_estimate(answer.remaining_tokens),
                 remaining_turns=_estimate(answer.remaining_turns) if answer.HasField("remaining_turns") else None,
                 model_version=answer.model_version,

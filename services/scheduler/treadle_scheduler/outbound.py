@@ -85,9 +85,9 @@ class Outbound:
     def send(self, action: act.Action) -> None:
         """Take an action to be carried out in the background; never blocks."""
         match action:
-            case act.AskPrediction(trajectory_id):
+            case act.AskPrediction(record):
                 if self._settings.predictor:
-                    self._predictions.put(trajectory_id, action)
+                    self._predictions.put(record.trajectory_id, action)
             case act.AskPlan():
                 self._plans.put("plan", action)
             case act.Reprioritize(engine_id, address, changes):
