@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, DynamicCache, PreTrainedModel
 from treadle_core.compiled import has_bf16
 
-from treadle_learned.errors import BackboneError
+from treadle_learned.errors import LearnedError
 from treadle_learned.reading import Read, cut, layers
 
 DEFAULT = "Qwen/Qwen3-0.6B"
@@ -52,7 +52,7 @@ class Backbone:
 
     @classmethod
     def load(cls, name: str = DEFAULT, *, device: str | None = None, dtype: torch.dtype | None = None) -> Backbone:
-        """Load from a folder or by a hub name, on the GPU if there is one, in `fitting_dtype`. Raises BackboneError."""
+        """Load from a folder or by a hub name, on the GPU if there is one, in `fitting_dtype`. Raises LearnedError."""
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = dtype or fitting_dtype(device)
         try:
@@ -63,7 +63,7 @@ class Backbone:
             raise _not_loaded("backbone", name, error) from error
         rows = model.get_input_embeddings().weight.shape[0]
         if len(tokenizer) > rows:
-            raise BackboneError(
+            raise LearnedError(
                 f"backbone: the tokenizer of {name!r} has {len(tokenizer)} tokens and the model embeds {rows}: "
                 "they are of different models"
             )
@@ -166,30 +166,30 @@ class Tunable:
 
 
 def load_tokenizer(name: str) -> Any:
-    """A tokenizer alone, e.g. the policy's, from a folder or by a hub's name. Raises BackboneError."""
+    """A tokenizer alone, e.g. the policy's, from a folder or by a hub's name. Raises LearnedError."""
     try:
         return AutoTokenizer.from_pretrained(name)
     except LOADING_ERRORS as error:
         raise _not_loaded("tokenizer", name, error) from error
 
 
-def _not_loaded(what: str, name: str, error: BaseException) -> BackboneError:
+def _not_loaded(what: str, name: str, error: BaseException) -> LearnedError:
     where = "folder" if Path(name).exists() else "hub name"
-    return BackboneError(
+    return LearnedError(
         f"{what}: {where} {name!r} cannot be loaded ({str(error).splitlines()[0]}); "
         "pass a folder with config.json, weights and tokenizer, or a name that this machine can fetch"
     )
 
 
 def load_tuned(name: str, tuned: Path, *, device: str | None = None, dtype: torch.dtype | None = None) -> Backbone:
-    """The backbone `name` with what `Tunable.save` wrote to `tuned`. Raises BackboneError."""
+    """The backbone `name` with what `Tunable.save` wrote to `tuned`. Raises LearnedError."""
     if tuned.name == WHOLE:
         return Backbone.load(str(tuned), device=device, dtype=dtype)
     base = Backbone.load(name, device=device, dtype=torch.float32)
     try:
         merged = peft.PeftModel.from_pretrained(base.model, str(tuned)).merge_and_unload()
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise BackboneError(
+        raise LearnedError(
             f"{tuned}: does not fit backbone {name!r} ({str(error).splitlines()[0]}); put back the backbone that "
             "it was trained on, or train again"
         ) from error

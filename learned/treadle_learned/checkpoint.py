@@ -27,7 +27,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from treadle_learned.backbone import Backbone, load_tuned
-from treadle_learned.errors import CheckpointError
+from treadle_learned.errors import LearnedError
 from treadle_learned.examples import Examples, States, Track, without_text
 from treadle_learned.head import QuantileHead
 from treadle_learned.moments import FEATURES, Moment
@@ -85,16 +85,16 @@ class Checkpoint:
         return self.notes.get("chosen") != "siblings"
 
     def load_backbone(self, *, device: str | None = None, dtype: torch.dtype | None = None) -> Backbone:
-        """The backbone that it was fitted with. Raises BackboneError, and CheckpointError for a checkpoint that reads
-        no text, and where another backbone or tokenizer stands in its place."""
+        """The backbone that it was fitted with. Raises LearnedError, also for a checkpoint that reads no text,
+        and where another backbone or tokenizer stands in its place."""
         if not self.reads_text:
-            raise CheckpointError(f"{self.version}: reads no text, so it has no backbone")
+            raise LearnedError(f"{self.version}: reads no text, so it has no backbone")
         if self.tuned is None:
             backbone = Backbone.load(self.backbone, device=device, dtype=dtype)
         else:
             backbone = load_tuned(self.backbone, self.tuned, device=device, dtype=dtype)
         if backbone.fingerprint != self.fingerprint:
-            raise CheckpointError(
+            raise LearnedError(
                 f"backbone {self.backbone!r}: is not the model and tokenizer that {self.version} was fitted with; "
                 "put those back, or fit again"
             )
@@ -103,7 +103,7 @@ class Checkpoint:
     def examples(
         self, moments: Sequence[Moment], transcripts: Sequence[Transcript], track: Track = lambda over, _: over
     ) -> Examples:
-        """Moments as its head takes them, in their order. Raises BackboneError, CheckpointError."""
+        """Moments as its head takes them, in their order. Raises LearnedError."""
         if not self.reads_text:
             return without_text(moments, self.hidden_size)
         return States(self.load_backbone(), transcripts, self.bounds).examples(moments, track)
@@ -137,21 +137,21 @@ def save(checkpoint: Checkpoint, folder: Path) -> Path:
 
 
 def load(folder: Path) -> Checkpoint:
-    """Read what `save` wrote. Raises CheckpointError saying which file is wrong and how."""
+    """Read what `save` wrote. Raises LearnedError saying which file is wrong and how."""
     about = _read_about(folder / ABOUT)
     try:
         weights = (folder / HEAD).read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{folder / HEAD}: {error.strerror}; export the predictor again") from error
+        raise LearnedError(f"{folder / HEAD}: {error.strerror}; export the predictor again") from error
     if hashlib.sha256(weights).hexdigest() != about.head_sha256:
-        raise CheckpointError(f"{folder / HEAD}: is not the file that was saved (checksum); export the predictor again")
+        raise LearnedError(f"{folder / HEAD}: is not the file that was saved (checksum); export the predictor again")
     if about.features != list(FEATURES):
-        raise CheckpointError(f"{folder / ABOUT}: features: was fitted with others than are computed here; fit again")
+        raise LearnedError(f"{folder / ABOUT}: features: was fitted with others than are computed here; fit again")
     head = QuantileHead(about.hidden_size, about.members)
     try:
         head.load_state_dict(load_tensors(weights))
     except (SafetensorError, RuntimeError) as error:
-        raise CheckpointError(f"{folder / HEAD}: does not hold this head ({str(error).splitlines()[0]})") from error
+        raise LearnedError(f"{folder / HEAD}: does not hold this head ({str(error).splitlines()[0]})") from error
     tuned = _check_tuned(folder, about.tuned) if about.tuned else None
     return Checkpoint(head=head.eval(), tuned=tuned, **{name: getattr(about, name) for name in DESCRIBED})
 
@@ -160,26 +160,26 @@ def _read_about(path: Path) -> _About:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; is this the folder of a predictor?") from error
+        raise LearnedError(f"{path}: {error.strerror}; is this the folder of a predictor?") from error
     try:
         return _About.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"]))
         if first["type"] == "literal_error" and field == "format":
-            raise CheckpointError(f"{path}: format {first['input']}; this version reads 4: train it again") from error
-        raise CheckpointError(f"{path}: {field}: {first['msg']}") from error
+            raise LearnedError(f"{path}: format {first['input']}; this version reads 4: train it again") from error
+        raise LearnedError(f"{path}: {field}: {first['msg']}") from error
 
 
 def _check_tuned(folder: Path, tuned: _Tuned) -> Path:
     try:
         found = _checksums(folder / tuned.folder)
     except OSError as error:
-        raise CheckpointError(f"{folder / tuned.folder}: {error.strerror}; export the predictor again") from error
+        raise LearnedError(f"{folder / tuned.folder}: {error.strerror}; export the predictor again") from error
     for file in sorted(found.keys() | tuned.sha256.keys()):
         if found.get(file) != tuned.sha256.get(file):
             path = folder / tuned.folder / file
-            raise CheckpointError(f"{path}: is not the file that was saved (checksum); export the predictor again")
+            raise LearnedError(f"{path}: is not the file that was saved (checksum); export the predictor again")
     return folder / tuned.folder
 
 
@@ -199,19 +199,19 @@ class ModelsFolder:
         self.folder = folder
 
     def current(self) -> Path | None:
-        """The version in use; None where none is. Raises CheckpointError where `current` names no version."""
+        """The version in use; None where none is. Raises LearnedError where `current` names no version."""
         try:
             version = (self.folder / POINTER).read_text().strip()
         except FileNotFoundError:
             return None
         except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{self.folder / POINTER}: cannot be read ({error})") from error
+            raise LearnedError(f"{self.folder / POINTER}: cannot be read ({error})") from error
         if not _can_name_a_version(version) or not (self.folder / version).is_dir():
-            raise CheckpointError(f"{self.folder / POINTER}: names {version!r}, which is no folder beside it")
+            raise LearnedError(f"{self.folder / POINTER}: names {version!r}, which is no folder beside it")
         return self.folder / version
 
     def add(self, checkpoint: Path, version: str = "") -> Path:
-        """Copy a checkpoint here, as `version` or under its own name, and promote it. Raises CheckpointError, also for
+        """Copy a checkpoint here, as `version` or under its own name, and promote it. Raises LearnedError, also for
         a version that is there already, OSError."""
         found = load(checkpoint)
         version = version or found.version
@@ -221,14 +221,14 @@ class ModelsFolder:
         return folder
 
     def check_new(self, version: str) -> None:
-        """Raises CheckpointError for a name that no version can have, and for a version that is there already."""
+        """Raises LearnedError for a name that no version can have, and for a version that is there already."""
         if not _can_name_a_version(version):
-            raise CheckpointError(f"version: {version!r} cannot name a folder of {self.folder}; choose another")
+            raise LearnedError(f"version: {version!r} cannot name a folder of {self.folder}; choose another")
         if (self.folder / version).exists():
-            raise CheckpointError(f"{self.folder / version}: is there already; choose another version")
+            raise LearnedError(f"{self.folder / version}: is there already; choose another version")
 
     def promote(self, version: str) -> None:
-        """Make a version the one in use. Raises CheckpointError where it is not there or is not whole, OSError."""
+        """Make a version the one in use. Raises LearnedError where it is not there or is not whole, OSError."""
         load(self.folder / version)
         replace_file(self.folder / POINTER, f"{version}\n".encode())
 

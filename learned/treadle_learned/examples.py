@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from treadle_learned.backbone import Backbone
-from treadle_learned.errors import TooFewError
+from treadle_learned.errors import LearnedError
 from treadle_learned.moments import Moment, replay_apart
 from treadle_learned.reading import Bounds, Ids, windows
 from treadle_learned.transcript import Transcript
@@ -119,13 +119,13 @@ class TrainingSet:
 
 
 def training_set(transcripts: Sequence[Transcript], seed: int = 0, most: int = 0) -> TrainingSet:
-    """The training set of some transcripts, with at most `most` questions, 0 for all. Raises TooFewError."""
+    """The training set of some transcripts, with at most `most` questions, 0 for all. Raises LearnedError."""
     some = draw([each for each in transcripts if part_of(each.prompt_id, seed) is not Part.TEST], seed, most)
     for part, own in split(some, seed).items():
         count = sum(len(transcript.turns) for transcript in own)
         if part is not Part.TEST and count < FEWEST:
             prompts = len({transcript.prompt_id for transcript in transcripts})
-            raise TooFewError(
+            raise LearnedError(
                 f"{count} {part} tuples of {prompts} prompts in all, at least {FEWEST} are needed: harvest more"
             )
     moments = replay_apart(some, [fold_of(transcript.prompt_id, seed) for transcript in some])

@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
 from treadle_learned.backbone import Tunable
-from treadle_learned.errors import TooFewError
+from treadle_learned.errors import LearnedError
 from treadle_learned.examples import FEWEST, Bar, Examples, States, TrainingSet, silent, without_text
 from treadle_learned.head import QuantileHead, calibrate, loss_held_out, loss_of, pinball
 from treadle_learned.reading import Bounds, Ids, windows
@@ -67,14 +67,14 @@ class Fitted:
 
 def fit(examples: Examples, folds: Tensor, how: Fitting | None = None, bar: Bar = silent, name: str = "") -> Fitted:
     """folds [n]: the member that is fitted without the example, from 0; below 0 for none. A prompt is in one fold.
-    Raises TooFewError."""
+    Raises LearnedError."""
     how = how or Fitting()
     members = int(folds.max()) + 1 if len(folds) else 0
     fitted_on = folds != torch.arange(members)[:, None]  # [members, n]
     fewest = min(map(int, fitted_on.sum(dim=1)), default=0)
     for part, count in (("training", fewest), ("validation", int((folds >= 0).sum()))):
         if count < FEWEST:
-            raise TooFewError(f"{count} {part} examples, at least {FEWEST} are needed: harvest more rollouts")
+            raise LearnedError(f"{count} {part} examples, at least {FEWEST} are needed: harvest more rollouts")
     torch.manual_seed(how.seed)
     order = torch.Generator().manual_seed(how.seed)
     head = QuantileHead(examples.hidden.shape[1], members)

@@ -18,7 +18,7 @@ import torch
 
 from treadle_learned.backbone import Backbone, Tunable, Tune, load_tuned
 from treadle_learned.checkpoint import Checkpoint, load, save
-from treadle_learned.errors import TrainingError
+from treadle_learned.errors import LearnedError
 from treadle_learned.examples import Bar, Examples, States, TrainingSet, silent, training_set, without_text
 from treadle_learned.fitting import Fitted, Fitting, Tuning, fit, tune
 from treadle_learned.head import pinball
@@ -60,13 +60,13 @@ class _Candidate:
 def train(transcripts: list[Transcript], how: Training, out: Path, *, bar: Bar = silent) -> Checkpoint:
     """Write the checkpoint at `out`, where nothing may be yet. Raises LearnedError, OSError."""
     if out.exists():
-        raise TrainingError(f"{out}: is there already, and a predictor is never written over: name another folder")
+        raise LearnedError(f"{out}: is there already, and a predictor is never written over: name another folder")
     trains_backbone = how.tune is not Tune.FROZEN
     if trains_backbone and (not how.backbone or how.tuned is not None):
-        raise TrainingError(f"tune: {how.tune} needs a backbone that nobody has trained yet")
+        raise LearnedError(f"tune: {how.tune} needs a backbone that nobody has trained yet")
     asked = training_set(transcripts, how.seed, how.max_tuples)
     if trains_backbone and not asked.has_text:
-        raise TrainingError(f"tune: {how.tune} needs texts, and no transcript has any")
+        raise LearnedError(f"tune: {how.tune} needs texts, and no transcript has any")
     if trains_backbone or how.tuned is not None:
         asked = asked.for_one_member()
     backbone = None

@@ -20,7 +20,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from treadle_learned.errors import TranscriptFileError
+from treadle_learned.errors import LearnedError
 
 Count = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(min_length=1)]
@@ -83,7 +83,7 @@ def write_transcripts(transcripts: Sequence[Transcript], path: Path) -> None:
 
 
 def read_transcripts(path: Path) -> list[Transcript]:
-    """The transcripts of a file, in its order; blank lines are skipped. Raises TranscriptFileError, also for a file
+    """The transcripts of a file, in its order; blank lines are skipped. Raises LearnedError, also for a file
     without transcripts and for a trajectory on two lines."""
     found: list[Transcript] = []
     lines: dict[str, int] = {}
@@ -94,10 +94,10 @@ def read_transcripts(path: Path) -> list[Transcript]:
         earlier = lines.setdefault(transcript.trajectory_id, number)
         if earlier != number:
             problem = f"{transcript.trajectory_id!r} is already on line {earlier}"
-            raise TranscriptFileError(f"{path}: line {number}: trajectory_id: {problem}")
+            raise LearnedError(f"{path}: line {number}: trajectory_id: {problem}")
         found.append(transcript)
     if not found:
-        raise TranscriptFileError(f"{path}: holds no transcript; `treadle predictor harvest` writes such files")
+        raise LearnedError(f"{path}: holds no transcript; `treadle predictor harvest` writes such files")
     return found
 
 
@@ -122,9 +122,9 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
             for number, line in enumerate(file, start=1):
                 yield number, line
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise TranscriptFileError(f"{path}: line {number + 1}: is no whole gzip file ({error})") from error
+        raise LearnedError(f"{path}: line {number + 1}: is no whole gzip file ({error})") from error
     except OSError as error:
-        raise TranscriptFileError(f"{path}: {error.strerror}") from error
+        raise LearnedError(f"{path}: {error.strerror}") from error
 
 
 def _parse(path: Path, number: int, content: bytes) -> Transcript:
@@ -134,4 +134,4 @@ def _parse(path: Path, number: int, content: bytes) -> Transcript:
         first = error.errors(include_url=False)[0]
         field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
         place = f"{path}: line {number}: {field}: " if field else f"{path}: line {number}: "
-        raise TranscriptFileError(f"{place}{first['msg']}") from None
+        raise LearnedError(f"{place}{first['msg']}") from None

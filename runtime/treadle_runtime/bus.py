@@ -12,7 +12,6 @@ window makes that harmless.
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import nats.errors
@@ -26,11 +25,10 @@ from opentelemetry import propagate, trace
 from treadle.telemetry.v1.facts_pb2 import Fact
 
 from treadle_runtime.errors import StartError
-from treadle_runtime.facts import SUBJECT_ROOT, FactSubscription, Handler, subject_of, subjects_of
+from treadle_runtime.facts import STREAM, SUBJECT_ROOT, FactSubscription, Handler, subject_of, subjects_of
 
 log = structlog.get_logger()
 
-STREAM = "TREADLE_FACTS"
 FACTS_KEPT_S = 3600.0  # a consumer that was away for longer starts from what is left
 DUPLICATE_WINDOW_S = 120.0  # how long a repeated publish is recognised; repeats come within seconds
 OUTBOX_CAPACITY = 65_536  # facts; about 30 MB, minutes of a busy mesh without NATS. When full, publishing waits.
@@ -58,7 +56,8 @@ class Bus:
         self._client = Client()
         self._js = self._client.jetstream(timeout=ANSWER_TIMEOUT_S)
         self._tracer = tracer
-        self._outbox: asyncio.Queue[_Message] = asyncio.Queue(OUTBOX_CAPACITY)
+        # Accepted facts: subject, payload, and headers with the Nats-Msg-Id.
+        self._outbox: asyncio.Queue[tuple[str, bytes, dict[str, str]]] = asyncio.Queue(OUTBOX_CAPACITY)
         self._unacknowledged = 0  # facts accepted and not yet in the stream
         self._subscriptions: list[FactSubscription] = []
         self._connected = asyncio.Event()
@@ -80,7 +79,7 @@ class Bus:
             raise ValueError(f"fact of {len(payload)} bytes; NATS takes {self._client.max_payload} at most")
         headers = {"Nats-Msg-Id": fact.fact_id}
         propagate.inject(headers)
-        await self._outbox.put(_Message(subject_of(fact), payload, headers))
+        await self._outbox.put((subject_of(fact), payload, headers))
         self._unacknowledged += 1
 
     async def subscribe(
@@ -94,14 +93,7 @@ class Bus:
         ValueError for an unknown kind.
         """
         subscription = FactSubscription(
-            self._client,
-            self._js,
-            STREAM,
-            subjects_of(kinds),
-            handler,
-            durable=durable,
-            replay=replay,
-            tracer=self._tracer,
+            self._client, self._js, subjects_of(kinds), handler, durable=durable, replay=replay, tracer=self._tracer
         )
         await subscription.start()
         self._subscriptions.append(subscription)
@@ -204,27 +196,25 @@ class Bus:
 
     async def _send_accepted(self) -> None:
         while True:
-            message = await self._outbox.get()
+            subject, payload, headers = await self._outbox.get()
             retry_s = FIRST_RETRY_S
             while True:
                 try:
-                    await self._send(message)
+                    await self._send(subject, payload, headers)
                     break
                 except (nats.errors.Error, OSError) as error:
                     if retry_s == FIRST_RETRY_S:
-                        log.warning(
-                            "fact not acknowledged, sending it again", subject=message.subject, error=repr(error)
-                        )
+                        log.warning("fact not acknowledged, sending it again", subject=subject, error=repr(error))
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, LONGEST_RETRY_S)
             self._unacknowledged -= 1
             self._outbox.task_done()
 
-    async def _send(self, message: "_Message") -> None:
+    async def _send(self, subject: str, payload: bytes, headers: dict[str, str]) -> None:
         await self._connected.wait()
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S) as self._ack_timeout:
-                await self._js.publish(message.subject, message.payload, headers=message.headers)
+                await self._js.publish(subject, payload, headers=headers)
         except TimeoutError as error:
             raise nats.errors.TimeoutError from error
         except nats.js.errors.NoStreamResponseError:
@@ -271,15 +261,6 @@ class Bus:
         self._last_error = None
         self._connected.set()
         self._reconnected.set()
-
-
-@dataclass(frozen=True)
-class _Message:
-    """An accepted fact; `headers` carry its Nats-Msg-Id."""
-
-    subject: str
-    payload: bytes
-    headers: dict[str, str]
 
 
 @asynccontextmanager

@@ -100,13 +100,8 @@ def _within_deadline(details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCall
     if left is None:
         return details
     timeout = left if details.timeout is None else min(details.timeout, left)
-    return grpc.aio.ClientCallDetails(
-        method=details.method,
-        timeout=max(timeout, SHORTEST_TIMEOUT_S),
-        metadata=details.metadata,
-        credentials=details.credentials,
-        wait_for_ready=details.wait_for_ready,
-    )
+    # A named tuple, which the stubs forget.
+    return details._replace(timeout=max(timeout, SHORTEST_TIMEOUT_S))  # type: ignore[attr-defined, no-any-return]
 
 
 class UnaryDeadlines(grpc.aio.UnaryUnaryClientInterceptor):
@@ -119,12 +114,9 @@ class UnaryDeadlines(grpc.aio.UnaryUnaryClientInterceptor):
 
 
 class StreamDeadlines(grpc.aio.UnaryStreamClientInterceptor):
-    """Passes the served RPC's deadline on to server-streaming calls."""
+    """The same for server-streaming calls."""
 
-    async def intercept_unary_stream(
-        self, continuation: Callable[..., Any], client_call_details: grpc.aio.ClientCallDetails, request: Any
-    ) -> Any:
-        return await continuation(_within_deadline(client_call_details), request)
+    intercept_unary_stream = UnaryDeadlines.intercept_unary_unary
 
 
 class Channels:
@@ -157,13 +149,6 @@ class Channels:
             await channel.close()
 
 
-@dataclass(frozen=True)
-class _Unreadable:
-    """Stands for a request that was refused before it was parsed."""
-
-    error: TreadleError
-
-
 class Interceptor(grpc.aio.ServerInterceptor):
     """One per server. `domain` goes into each ErrorInfo; `tracing` is OpenTelemetry's interceptor, or None."""
 
@@ -183,12 +168,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
         self._tracing = tracing
         self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         self._in_flight = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    async def wait_until_idle(self) -> None:
-        """Wait until no call is being served, servicer code included."""
-        await self._idle.wait()
+        self.idle = asyncio.Event()  # no call is being served, servicer code included
+        self.idle.set()
 
     async def intercept_service(
         self,
@@ -272,18 +253,18 @@ class Interceptor(grpc.aio.ServerInterceptor):
     def _count(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Count a call as in flight until gRPC is done with its task: servicer code has ended, the answer is sent."""
         self._in_flight += 1
-        self._idle.clear()
+        self.idle.clear()
         context.add_done_callback(self._uncount)  # type: ignore[arg-type]
 
     def _uncount(self, _: Any) -> None:
         self._in_flight -= 1
         if self._in_flight == 0:
-            self._idle.set()
+            self.idle.set()
 
     @contextmanager
     def _admit(self, request: Any, context: grpc.aio.ServicerContext[Any, Any], name: str) -> Iterator[None]:
-        if isinstance(request, _Unreadable):
-            raise request.error
+        if isinstance(request, TreadleError):  # it was refused before it was parsed
+            raise request
         left = cast(float | None, context.time_remaining())  # the stubs forget the call without a deadline
         if left is None and not name.startswith("Watch"):
             raise InvalidArgument(
@@ -298,11 +279,11 @@ class Interceptor(grpc.aio.ServerInterceptor):
         def limited(data: bytes) -> Any:
             if len(data) > self._max_message_bytes:
                 description = f"has {len(data)} bytes; the limit is {self._max_message_bytes}"
-                return _Unreadable(InvalidArgument(MESSAGE_FIELD, description, "MESSAGE_TOO_LARGE"))
+                return InvalidArgument(MESSAGE_FIELD, description, "MESSAGE_TOO_LARGE")
             try:
                 return deserialize(data) if deserialize else data
             except DecodeError as error:
-                return _Unreadable(InvalidArgument(MESSAGE_FIELD, f"is malformed: {error}", "MESSAGE_MALFORMED"))
+                return InvalidArgument(MESSAGE_FIELD, f"is malformed: {error}", "MESSAGE_MALFORMED")
 
         return limited
 

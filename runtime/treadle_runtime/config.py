@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
@@ -64,8 +65,16 @@ def _parse_json(value: Any) -> Any:
         raise ValueError(f"JSON is expected here ({error})") from error
 
 
+def _absolute(path: str) -> str:
+    if not Path(path).is_absolute():
+        raise ValueError("an absolute path")
+    return path
+
+
 Json = BeforeValidator(_parse_json)  # of a setting that is a list
 LowerCase = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
+OptionalAddress = Annotated[str, AfterValidator(lambda value: value and address(value))]
+OptionalFolder = Annotated[str, AfterValidator(lambda value: value and _absolute(value))]
 NatsUrl = Annotated[
     str, AfterValidator(lambda value: url(value, ("nats", "tls", "ws", "wss"), "nats://127.0.0.1:4222"))
 ]

@@ -15,6 +15,8 @@ import grpc
 from google.protobuf.message import Message
 from treadle.common.v1 import status_pb2
 
+from treadle_runtime.config import address
+
 DETAILS_KEY = "grpc-status-details-bin"
 TYPE_URL_PREFIX = "type.googleapis.com/google.rpc."
 
@@ -75,12 +77,6 @@ class FailedPrecondition(TreadleError):  # noqa: N818
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
-class Aborted(TreadleError):  # noqa: N818
-    """Lost against a concurrent change: read again and retry at a higher level."""
-
-    code = grpc.StatusCode.ABORTED
-
-
 class DeadlineExceeded(TreadleError):  # noqa: N818
     """The caller's time ran out here."""
 
@@ -129,33 +125,29 @@ def status_of(error: TreadleError, domain: str) -> status_pb2.Status:
 
     domain: the service that says so, e.g. `scheduler.treadle`.
     """
-    status = status_pb2.Status(code=error.code.value[0], message=message_of(error))
-    info = status_pb2.ErrorInfo(reason=error.reason, domain=domain)
-    for key, value in list(error.metadata.items())[:MOST_METADATA_ENTRIES]:
-        info.metadata[key] = _shortened(value, LONGEST_METADATA_CHARS)
-    _attach(status, "ErrorInfo", info)
+    few = list(error.metadata.items())[:MOST_METADATA_ENTRIES]
+    metadata = {key: _shortened(value, LONGEST_METADATA_CHARS) for key, value in few}
+    details: list[Message] = [status_pb2.ErrorInfo(reason=error.reason, domain=domain, metadata=metadata)]
     if isinstance(error, InvalidArgument):
-        field = _shortened(error.field, LONGEST_METADATA_CHARS)
         violation = status_pb2.BadRequest.FieldViolation(
-            field=field, description=_shortened(error.description, LONGEST_MESSAGE_CHARS)
+            field=_shortened(error.field, LONGEST_METADATA_CHARS),
+            description=_shortened(error.description, LONGEST_MESSAGE_CHARS),
         )
-        _attach(status, "BadRequest", status_pb2.BadRequest(field_violations=[violation]))
+        details.append(status_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after_s is not None:
         retry = status_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(max(0, round(error.retry_after_s * 1e9)))
-        _attach(status, "RetryInfo", retry)
+        details.append(retry)
+    status = status_pb2.Status(code=error.code.value[0], message=message_of(error))
+    for detail in details:
+        status.details.add(type_url=TYPE_URL_PREFIX + detail.DESCRIPTOR.name, value=detail.SerializeToString())
     return status
-
-
-def _attach(status: status_pb2.Status, name: str, detail: Message) -> None:
-    status.details.add(type_url=TYPE_URL_PREFIX + name, value=detail.SerializeToString())
 
 
 def _shortened(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[:longest]}… ({len(text)} characters)"
 
 
-LONGEST_IDENTIFIER_CHARS = 128
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 Number = TypeVar("Number", int, float)
@@ -191,6 +183,25 @@ def non_empty(field: str, value: str) -> str:
     """A string, bytes or list with something in it."""
     require(value, field, "must not be empty")
     return value
+
+
+def at_most(field: str, value: str, longest: int) -> str:
+    """A string of at most `longest` characters."""
+    require(len(value) <= longest, field, f"must be at most {longest} characters, is {len(value)}")
+    return value
+
+
+def endpoint(field: str, value: str) -> str:
+    """host:port"""
+    try:
+        return address(value)
+    except ValueError as error:
+        raise InvalidArgument(field, f"must be {error}, is {value[:64]!r}") from None
+
+
+def optional_identifier(field: str, value: str) -> str:
+    """An id, or nothing."""
+    return identifier(field, value) if value else value
 
 
 def identifier(field: str, value: str) -> str:

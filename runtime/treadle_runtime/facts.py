@@ -25,6 +25,7 @@ from treadle.telemetry.v1.facts_pb2 import Fact
 
 log = structlog.get_logger()
 
+STREAM = "TREADLE_FACTS"
 SUBJECT_ROOT = "treadle.facts"
 KINDS: frozenset[str] = frozenset(field.name for field in Fact.DESCRIPTOR.oneofs_by_name["fact"].fields)
 
@@ -99,7 +100,6 @@ class FactSubscription:
         self,
         client: Client,
         js: JetStreamContext,
-        stream: str,
         subjects: Sequence[str],
         handler: Handler,
         *,
@@ -107,7 +107,7 @@ class FactSubscription:
         replay: bool,
         tracer: trace.Tracer,
     ) -> None:
-        self._client, self._js, self._stream = client, js, stream
+        self._client, self._js = client, js
         self._subjects, self._handler, self._tracer = list(subjects), handler, tracer
         self._durable, self._replay = durable, replay
         self._name = durable or f"ephemeral-{uuid.uuid4().hex}"
@@ -121,7 +121,7 @@ class FactSubscription:
 
     async def start(self) -> None:
         """Continue with the durable consumer of an earlier process, or subscribe and then make a consumer."""
-        info = await self._js.stream_info(self._stream)
+        info = await self._js.stream_info(STREAM)
         self._stream_created = info.created
         adopted = await self._adopt()
         await self._client.subscribe(self._deliver_subject, cb=self._on_message)
@@ -137,9 +137,9 @@ class FactSubscription:
         Raises nats.js.errors.NotFoundError where the stream itself is gone, nats.errors.Error while nobody answers.
         """
         try:
-            await self._js.consumer_info(self._stream, self._name)
+            await self._js.consumer_info(STREAM, self._name)
         except nats.js.errors.NotFoundError:
-            info = await self._js.stream_info(self._stream)
+            info = await self._js.stream_info(STREAM)
             if info.created != self._stream_created:
                 self._stream_created = info.created
                 self._next_sequence = 1
@@ -153,7 +153,7 @@ class FactSubscription:
     async def catch_up(self, sequence: int) -> None:
         """Wait until all facts up to this sequence of the stream are handled or given up. Raises nats.errors.Error."""
         while True:
-            info = await self._js.consumer_info(self._stream, self._name)
+            info = await self._js.consumer_info(STREAM, self._name)
             waiting = (info.num_pending or 0) + (info.num_ack_pending or 0)
             done = info.ack_floor.stream_seq if info.ack_floor is not None else 0
             if not waiting or done >= sequence:
@@ -170,27 +170,27 @@ class FactSubscription:
             config.deliver_policy = DeliverPolicy.BY_START_SEQUENCE
             config.opt_start_seq = min(self._open_sequences, default=self._next_sequence)
         self._open_sequences.clear()
-        await self._js.add_consumer(self._stream, config)
+        await self._js.add_consumer(STREAM, config)
 
     async def _adopt(self) -> bool:
         """Continue with the durable consumer of an earlier process; False where there is none."""
         if self._durable is None:
             return False
         try:
-            present = (await self._js.consumer_info(self._stream, self._name)).config
+            present = (await self._js.consumer_info(STREAM, self._name)).config
         except nats.js.errors.NotFoundError:
             return False
         # It keeps its place in the stream; only what it listens to may have changed.
         config = self._config()
         config.deliver_policy, config.opt_start_seq = present.deliver_policy, present.opt_start_seq
-        await self._js.add_consumer(self._stream, config)
+        await self._js.add_consumer(STREAM, config)
         await self._rewind()
         return True
 
     async def _rewind(self) -> None:
         """Have the server send unacknowledged facts at once rather than after ACK_WAIT_S."""
         with suppress(nats.js.errors.ServiceUnavailableError):  # a server before 2.14 cannot; then it comes late
-            await self._js.reset_consumer(self._stream, self._name)
+            await self._js.reset_consumer(STREAM, self._name)
 
     def _config(self) -> ConsumerConfig:
         return ConsumerConfig(
@@ -216,7 +216,7 @@ class FactSubscription:
             self._open_sequences.discard(sequence)
 
     async def _handle(self, message: Msg) -> bool:
-        """True once the fact is handled or dropped, False where it is delivered again or given up."""
+        """True once the fact is handled, dropped or given up, False where it is delivered again."""
         try:
             fact = Fact.FromString(message.data)
             kind = kind_of(fact)
@@ -227,27 +227,19 @@ class FactSubscription:
         if fact.fact_id not in self._handled:
             context = propagate.extract(message.headers or {})
             with self._tracer.start_as_current_span(f"{kind} process", context, trace.SpanKind.CONSUMER):
-                if not await self._succeeds(fact, kind, message):
-                    return False
+                try:
+                    await self._handler(fact)
+                except Exception:
+                    tries, about = message.metadata.num_delivered, {"kind": kind, "fact_id": fact.fact_id}
+                    log.exception("fact handler failed", **about, tries=tries, most_tries=MOST_TRIES)
+                    if tries < MOST_TRIES:
+                        await message.nak(delay=FIRST_REDELIVERY_S * 2 ** (tries - 1))
+                        return False
+                    log.error("fact given up", **about)
+                    await message.term()
+                    return True
             self._handled[fact.fact_id] = None
             if len(self._handled) > REMEMBERED_FACTS:
                 self._handled.popitem(last=False)
         await message.ack()
-        return True
-
-    async def _succeeds(self, fact: Fact, kind: str, message: Msg) -> bool:
-        try:
-            await self._handler(fact)
-        except asyncio.CancelledError:
-            raise
-        except Exception:
-            tries = message.metadata.num_delivered
-            log.exception("fact handler failed", kind=kind, fact_id=fact.fact_id, tries=tries, most_tries=MOST_TRIES)
-            if tries >= MOST_TRIES:
-                log.error("fact given up", kind=kind, fact_id=fact.fact_id)
-                await message.term()
-                self._open_sequences.discard(message.metadata.sequence.stream)
-            else:
-                await message.nak(delay=FIRST_REDELIVERY_S * 2 ** (tries - 1))
-            return False
         return True

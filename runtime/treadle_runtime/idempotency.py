@@ -97,7 +97,8 @@ class RequestRecords:
         """
         request_id: str = identifier("request_id", request.request_id)  # type: ignore[attr-defined]
         key = kv_key(method, request_id)
-        fingerprint = _fingerprint(request)
+        content = request.SerializeToString(deterministic=True)
+        fingerprint = hashlib.blake2b(content, digest_size=FINGERPRINT_BYTES).digest()
         while True:
             record = self._cache.get(key) or await self._recall(key)
             if record is not None:
@@ -181,14 +182,11 @@ class RequestRecords:
     def _remember(self, key: str, record: _Record) -> None:
         self._cache[key] = record
         self._cached_bytes += len(record.response)
+        now = asyncio.get_running_loop().time()
         while len(self._cache) > CACHED_RECORDS or (self._cached_bytes > CACHED_BYTES and len(self._cache) > 1):
             oldest, dropped = self._cache.popitem(last=False)
             self._cached_bytes -= len(dropped.response)
-            self._elsewhere[oldest] = asyncio.get_running_loop().time() + RECORDS_KEPT_S
-        self._forget_expired()
-
-    def _forget_expired(self) -> None:
-        now = asyncio.get_running_loop().time()
+            self._elsewhere[oldest] = now + RECORDS_KEPT_S
         while self._elsewhere and next(iter(self._elsewhere.values())) <= now:
             self._elsewhere.popitem(last=False)
 
@@ -212,11 +210,6 @@ def answered_once(
 
 def _part_key(key: str, index: int) -> str:
     return f"{key}.part/{index}"
-
-
-def _fingerprint(request: Message) -> bytes:
-    content = request.SerializeToString(deterministic=True)
-    return hashlib.blake2b(content, digest_size=FINGERPRINT_BYTES).digest()
 
 
 def _require_same(recorded: bytes, given: bytes, request_id: str) -> None:

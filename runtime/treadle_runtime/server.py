@@ -29,7 +29,7 @@ from opentelemetry import trace
 
 from treadle_runtime.bus import Bus, open_bus, run_beside
 from treadle_runtime.calls import KEEPALIVE_MS, Channels, Interceptor
-from treadle_runtime.config import Settings
+from treadle_runtime.config import Settings, read_settings
 from treadle_runtime.errors import ErrorTable, StartError
 from treadle_runtime.idempotency import RequestRecords
 from treadle_runtime.telemetry import Metrics, Tracing, configure_logging, configure_tracing
@@ -90,8 +90,11 @@ class Serving:
     runtime: Runtime
 
 
-def run(settings: Settings, wire: Wire) -> None:
-    """Serve until a signal, drain, return (exit code 0). Raises SystemExit where the service cannot start or go on."""
+def run(settings_type: type[Settings], wire: Wire) -> None:
+    """Read the settings, serve until a signal, drain, return (exit code 0). Raises SystemExit where the service cannot
+    start or go on.
+    """
+    settings = read_settings(settings_type)
     configure_logging(settings)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -219,7 +222,7 @@ async def _stop(server: grpc.aio.Server, interceptor: Interceptor, grace_s: floa
     """Refuse new calls, let those in flight finish. Watches of health are not waited for."""
     async with asyncio.TaskGroup() as group:
         stop = group.create_task(server.stop(grace_s))
-        idle = group.create_task(interceptor.wait_until_idle())
+        idle = group.create_task(interceptor.idle.wait())
         await asyncio.wait((stop, idle), return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait((stop,), timeout=LAST_WORDS_S)
         if not stop.done():

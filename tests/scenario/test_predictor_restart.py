@@ -9,8 +9,8 @@ from support.processes import ServiceProcess, StartService
 from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.telemetry.v1 import facts_pb2
-from treadle_runtime.bus import STREAM, Bus
-from treadle_runtime.facts import make_fact
+from treadle_runtime.bus import Bus
+from treadle_runtime.facts import STREAM, make_fact
 
 CALL_S = 10.0
 

@@ -107,9 +107,9 @@ async def check_stored(service: Service, stream: Sequence[Heard]) -> None:
     for heard in stream:
         wanted |= {key: value for key, value in as_done(heard.actions) if key != SENT}
     await service.store.settle_all()
-    stored = await service.store.load()
-    held: dict[str, object] = {trajectory_key(record.trajectory_id): record for record in stored.trajectories}
-    held |= {engine_key(record.spec.engine_id): record for record in stored.engines}
+    trajectories, engines, _ = await service.store.load()
+    held: dict[str, object] = {trajectory_key(record.trajectory_id): record for record in trajectories}
+    held |= {engine_key(record.spec.engine_id): record for record in engines}
     assert held == {key: value for key, value in wanted.items() if value is not None}
 
 

@@ -13,7 +13,7 @@ from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
 from treadle.telemetry.v1.facts_pb2 import EngineLost
 from treadle_runtime import errors
 from treadle_runtime.calls import remaining_s
-from treadle_runtime.config import Json, Settings, read_settings
+from treadle_runtime.config import Json, Settings
 from treadle_runtime.facts import make_fact
 from treadle_runtime.idempotency import answered_once
 from treadle_runtime.server import Runtime, Wiring, run
@@ -144,7 +144,7 @@ async def wire(runtime: Runtime) -> Wiring:
 
 def main() -> None:
     """Run as a process."""
-    run(read_settings(ProbeSettings), wire)
+    run(ProbeSettings, wire)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ from typing import Any
 from treadle_core import actions as act
 from treadle_core import events as ev
 from treadle_core.controller import Controller
-from treadle_core.model import EngineRecord, Policy, TicketRecord, TrajectoryRecord
+from treadle_core.model import Policy, TicketRecord
 from treadle_core.tuning import Tuning
 from treadle_runtime.bus import Bus
 from treadle_scheduler.config import SchedulerSettings
-from treadle_scheduler.driver import POLICY_KEY, Driver, MeshRecord, Store, engine_key, trajectory_key
+from treadle_scheduler.driver import POLICY_KEY, Driver, MeshRecord, Record, Store, engine_key, trajectory_key
 from treadle_scheduler.wire import tuning_of
 
 # The one threshold that the simulator sets itself: its leases never run out, it takes dead engines away by an event.
@@ -38,13 +38,9 @@ class NotedStore(Store):
         super().__init__(bucket)
         self.log: list[tuple[str, object]] = []
 
-    def put(self, key: str, record: TrajectoryRecord | EngineRecord | MeshRecord) -> None:
+    def put(self, key: str, record: Record | None) -> None:
         self.log.append((key, record))
         super().put(key, record)
-
-    def remove(self, key: str) -> None:
-        self.log.append((key, None))
-        super().remove(key)
 
 
 class Service:
@@ -62,16 +58,15 @@ class Service:
         """Goes on from what an earlier one stored."""
         store = await NotedStore.open(bus)
         assert isinstance(store, NotedStore)
-        stored = await store.load()
-        mesh = stored.mesh
+        trajectories, engines, mesh = await store.load()
         if mesh is None:
             mesh = MeshRecord(Policy(), epoch_s=now_s)
             store.put(POLICY_KEY, mesh)
             await store.settle([POLICY_KEY])
         controller = Controller(mesh.policy, service_tuning(), mesh.epoch_s)
-        restored = controller.restore(stored.trajectories, stored.engines, now_s)
+        restored = controller.restore(trajectories, engines, now_s)
         service = cls(store, mesh, controller)
-        service._driver.start(restored)
+        service._driver.carry_out(restored)
         return service
 
     async def hear(self, now_s: float, event: ev.Event) -> list[tuple[str, object]]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny_backbone import HIDDEN, tiny_backbone
 from treadle_learned.backbone import Backbone, fitting_dtype, read_together, runs
-from treadle_learned.errors import BackboneError
+from treadle_learned.errors import LearnedError
 from treadle_learned.reading import Read
 
 
@@ -68,12 +68,12 @@ def test_the_fingerprint_is_of_the_model_and_its_tokenizer_not_of_the_place(back
 
 def test_a_tokenizer_of_a_larger_model_is_refused(tmp_path: Path) -> None:
     folder = tiny_backbone(tmp_path / "small", vocabulary=100)
-    with pytest.raises(BackboneError, match="has 257 tokens and the model embeds 100"):
+    with pytest.raises(LearnedError, match="has 257 tokens and the model embeds 100"):
         Backbone.load(str(folder), device="cpu")
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BackboneError, match=r"folder '.*nothing' cannot be loaded .*config\.json"):
+    with pytest.raises(LearnedError, match=r"folder '.*nothing' cannot be loaded .*config\.json"):
         (tmp_path / "nothing").mkdir()
         Backbone.load(str(tmp_path / "nothing"), device="cpu")
 

@@ -11,7 +11,7 @@ from support.learned_models import random_head
 from support.tiny_backbone import HIDDEN, tiny_backbone
 from treadle_learned.backbone import Backbone
 from treadle_learned.checkpoint import ABOUT, HEAD, POINTER, Checkpoint, ModelsFolder, load, save
-from treadle_learned.errors import CheckpointError
+from treadle_learned.errors import LearnedError
 from treadle_learned.moments import FEATURES
 from treadle_learned.reading import Bounds
 
@@ -66,7 +66,7 @@ def test_a_damaged_checkpoint_is_refused_and_says_what_is_wrong(
 ) -> None:
     folder = save(made(), tmp_path / "predictor")
     damage(folder)
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(LearnedError, match=says):
         load(folder)
 
 
@@ -79,7 +79,7 @@ def test_another_tokenizer_in_the_backbones_place_is_refused(tmp_path: Path) -> 
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["r"], vocabulary["t"] = vocabulary["t"], vocabulary["r"]
     (place / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(CheckpointError, match="is not the model and tokenizer that v1 was fitted with"):
+    with pytest.raises(LearnedError, match="is not the model and tokenizer that v1 was fitted with"):
         checkpoint.load_backbone(device="cpu")
 
 
@@ -104,7 +104,7 @@ def test_what_does_not_load_is_not_promoted_and_the_old_one_stays(tmp_path: Path
     models.promote("v1")
     (tmp_path / "v2" / HEAD).write_bytes(b"")
     for version in ("v2", "absent"):
-        with pytest.raises(CheckpointError):
+        with pytest.raises(LearnedError):
             models.promote(version)
     assert models.current() == tmp_path / "v1"
 
@@ -113,5 +113,5 @@ def test_what_does_not_load_is_not_promoted_and_the_old_one_stays(tmp_path: Path
 def test_a_pointer_that_leads_nowhere_is_refused(tmp_path: Path, said: str) -> None:
     models = folder_with(tmp_path, "v1")
     (tmp_path / POINTER).write_text(said)
-    with pytest.raises(CheckpointError, match=f"{POINTER}: names"):
+    with pytest.raises(LearnedError, match=f"{POINTER}: names"):
         models.current()

@@ -11,7 +11,7 @@ from support.tiny_backbone import HIDDEN, tiny_backbone
 from torch import Tensor
 from treadle_learned import head as head_module
 from treadle_learned.backbone import Backbone
-from treadle_learned.errors import TooFewError
+from treadle_learned.errors import LearnedError
 from treadle_learned.examples import Examples, States
 from treadle_learned.fitting import Fitting, fit
 from treadle_learned.head import (
@@ -170,9 +170,9 @@ def test_what_was_cut_costs_only_where_less_was_predicted() -> None:
 
 def test_too_few_examples_are_refused_by_name() -> None:
     told = synthetic(20, 0)
-    with pytest.raises(TooFewError, match="3 validation examples, at least 8"):
+    with pytest.raises(LearnedError, match="3 validation examples, at least 8"):
         fit(told, torch.where(torch.arange(20) < 3, 0, -1))
-    with pytest.raises(TooFewError, match="0 training examples, at least 8"):
+    with pytest.raises(LearnedError, match="0 training examples, at least 8"):
         fit(told, folds(20, 1))
 
 

@@ -14,7 +14,7 @@ from treadle_learned import training
 from treadle_learned.__main__ import REFUSED, main
 from treadle_learned.backbone import Tune
 from treadle_learned.checkpoint import POINTER, ModelsFolder, load
-from treadle_learned.errors import CheckpointError, LearnedError
+from treadle_learned.errors import LearnedError
 from treadle_learned.examples import FOLDS
 from treadle_learned.fitting import Fitting, Tuning
 from treadle_learned.refit import refit
@@ -109,7 +109,7 @@ def test_a_name_that_no_version_can_have_is_refused_before_anything_is_trained(
 ) -> None:
     (models.folder / "v1").mkdir(parents=True)
     monkeypatch.setattr(training, "_fit", crash)
-    with pytest.raises(CheckpointError, match=r"version: .* cannot name a folder|v1: is there already"):
+    with pytest.raises(LearnedError, match=r"version: .* cannot name a folder|v1: is there already"):
         refit(told_by_the_plan(text=False), models, version)
 
 

@@ -10,7 +10,7 @@ from support.transcripts import told_by_the_plan
 from treadle_learned import training
 from treadle_learned.backbone import Backbone, Tune
 from treadle_learned.checkpoint import Checkpoint, load
-from treadle_learned.errors import CheckpointError, LearnedError, TrainingError
+from treadle_learned.errors import LearnedError
 from treadle_learned.examples import Part, States, Track, draw, part_of, training_set
 from treadle_learned.fitting import Fitting, Tuning
 from treadle_learned.head import loss_of
@@ -51,7 +51,7 @@ def test_without_text_a_head_for_numbers_is_made_and_needs_no_backbone(tmp_path:
     assert set(found.notes["validation"]) == {"numbers", "siblings"}
     moments = replay(told_by_the_plan(4, text=False))
     assert len(found.examples(moments, told_by_the_plan(4, text=False))) == 16
-    with pytest.raises(CheckpointError, match="v1: reads no text, so it has no backbone"):
+    with pytest.raises(LearnedError, match="v1: reads no text, so it has no backbone"):
         found.load_backbone()
 
 
@@ -126,7 +126,7 @@ def test_a_trained_backbone_is_better_loads_as_it_was_and_is_refused_where_it_is
     whole = file.read_bytes()
     for damage in (whole[:-1], None):
         file.unlink() if damage is None else file.write_bytes(damage)
-        with pytest.raises(CheckpointError, match=rf"{file.name}: is not the file that was saved"):
+        with pytest.raises(LearnedError, match=rf"{file.name}: is not the file that was saved"):
             load(tmp_path / "v1")
 
 
@@ -158,5 +158,5 @@ def test_what_cannot_be_trained_says_why(
 
 
 def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="is there already"):
+    with pytest.raises(LearnedError, match="is there already"):
         train(told_by_the_plan(text=False), QUICK, tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_learned.errors import TranscriptFileError
+from treadle_learned.errors import LearnedError
 from treadle_learned.transcript import Transcript, Turn, read_transcripts, write_transcripts
 
 WHOLE = '{"trajectory_id":"a","rollout_id":"r","prompt_id":"p","prompt_tokens":3,"turns":[{"gen_tokens":5}]}\n'
@@ -69,14 +69,14 @@ def test_it_takes_the_place_of_what_was_there_and_is_zipped_by_name(tmp_path: Pa
 def test_what_is_wrong_is_named_with_line_and_field(content: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(content)
-    with pytest.raises(TranscriptFileError, match=says):
+    with pytest.raises(LearnedError, match=says):
         read_transcripts(path)
 
 
 def test_a_file_that_is_absent_or_no_whole_gzip_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TranscriptFileError, match="No such file"):
+    with pytest.raises(LearnedError, match="No such file"):
         read_transcripts(tmp_path / "absent.jsonl")
     cut = tmp_path / "cut.jsonl.gz"
     cut.write_bytes(gzip.compress(WHOLE.encode())[:-9])
-    with pytest.raises(TranscriptFileError, match="is no whole gzip file"):
+    with pytest.raises(LearnedError, match="is no whole gzip file"):
         read_transcripts(cut)

@@ -134,10 +134,11 @@ def test_step_by_step_it_answers_what_it_would_at_once(backbone: Backbone, most_
     """Reading on from what is kept, from what was read ahead, all of it or some, and afresh where nothing can be kept;
     over more than one window."""
     model, wanted = model_of(backbone, most_bytes), expected(backbone)
+    assert model.readings is not None
     for served, row in zip(questions(backbone), wanted, strict=True):
         (forecast,) = model.answer([served])
         for _ in range(pieces_ahead):
-            model.read_ahead()
+            model.readings.read_ahead()
         assert forecast is not None
         assert (forecast.source, forecast.model_version) == (Source.MODEL, "v1")
         tokens, turns = forecast.remaining_tokens, forecast.remaining_turns

@@ -34,6 +34,7 @@ class FakeModel:
         self.batches: list[list[tuple[str, int]]] = []
         self.forgotten: list[str] = []
         self.left_ahead = 0
+        self.readings = self
         self.begun = threading.Event()
 
     def answer(self, questions: list[Question]) -> list[Forecast | None]:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
 import grpc
 import pytest
@@ -11,7 +12,6 @@ from treadle.rollout.v1 import rollout_pb2 as pb
 from treadle_core.rollouts.buffer import RolloutSpec, Sample
 from treadle_rollout.rollouts import BatchRequest, Rollouts
 from treadle_rollout.storage import LOG_BUCKET, PAYLOAD_BUCKET, PayloadStore, RolloutLog
-from treadle_rollout.wire import Janitor
 from treadle_runtime.bus import Bus
 from treadle_runtime.errors import FailedPrecondition, NotFound
 
@@ -178,26 +178,26 @@ async def test_two_processes_over_one_log_never_hand_a_group_out_twice(bus: Bus)
     assert (len(first.groups), len(second.groups)) == (1, 0)
 
 
-async def test_the_janitor_removes_what_nobody_can_ask_for_and_nothing_else(bus: Bus) -> None:
+async def test_a_sweep_removes_what_nobody_can_ask_for_and_nothing_else(bus: Bus) -> None:
     """One trajectory taken, one waiting. Past the time of repeats the taken one's tokens go, the other's stay; past the
     retention the whole rollout goes."""
     log, payloads = await stores(bus)
     rollouts = Rollouts(log, payloads)
-    janitor = Janitor(rollouts, payloads, batch_replay_s=60.0, retention_s=1000.0)
+    sweep = partial(rollouts.sweep, batch_replay_s=60.0, retention_s=1000.0)
     rollout = await rollouts.create("r", RolloutSpec(("p0", "p1"), 1, 1), "req")
     for index in range(2):
         await rollout.submit(Sample(f"t{index}", f"p{index}", 0), b"tokens")
     batch = await rollout.take(asks("b0"), 1000)
     now_s = rollout.touched_at_s
-    await janitor.sweep(now_s + 59.0)
+    await sweep(now_s + 59.0)
     assert await rollout.payloads_of(batch) == {"t0": b"tokens"}
-    await janitor.sweep(now_s + 61.0)
+    await sweep(now_s + 61.0)
     with pytest.raises(ExceptionGroup) as lost:
         await rollout.payloads_of(batch)
     assert lost.group_contains(FailedPrecondition)
     following = await rollout.take(asks("b1"), 1000)
     assert await rollout.payloads_of(following) == {"t1": b"tokens"}
-    await janitor.sweep(now_s + 5000.0)
+    await sweep(now_s + 5000.0)
     with pytest.raises(NotFound):
         await rollouts.find("r")
     assert [entry async for entry in log.everything()] == []

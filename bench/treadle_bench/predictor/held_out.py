@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from sklearn.ensemble import HistGradientBoostingRegressor
 from threadpoolctl import threadpool_limits
-from treadle_learned.errors import TooFewError
+from treadle_learned.errors import LearnedError
 from treadle_learned.examples import Examples, States, Track, without_text
 from treadle_learned.fitting import Fitting, fit
 from treadle_learned.head import predict_held_out, remaining_tokens
@@ -62,12 +62,12 @@ def deal(
 ) -> list[Fold]:
     """Deal the prompts over folds with the same number of tasks, give or take one. task_of: the part of a prompt's
     name that names its text; prompts of one task are in one fold, so that no text in a test was trained on. Raises
-    ValueError for fewer than 3 folds, TooFewError for too few tasks."""
+    ValueError for fewer than 3 folds, LearnedError for too few tasks."""
     if count < 3:
         raise ValueError(f"folds must be >= 3, one to test and two to train and validate, are {count}")
     tasks = {task_of(transcript.prompt_id) for transcript in transcripts}
     if len(tasks) < count:
-        raise TooFewError(f"{len(tasks)} prompts are too few for {count} folds: harvest more rollouts")
+        raise LearnedError(f"{len(tasks)} prompts are too few for {count} folds: harvest more rollouts")
     shuffled = sorted(tasks, key=lambda task: (zlib.crc32(f"{seed}/{task}".encode()), task))
     number = {task: at % count for at, task in enumerate(shuffled)}
     dealt: list[list[int]] = [[] for _ in range(count)]
@@ -88,7 +88,7 @@ def ask_estimators(
     """The test questions of all folds with each estimator's answers: history, siblings (so far, then history), boosted,
     numbers (the head without text), oracle; with `states` also prompt-only (asked once, before the first step) and
     learned; chosen: of siblings, numbers and learned the best on the training prompts, as `training.train` chooses what
-    is served. Raises TooFewError."""
+    is served. Raises LearnedError."""
     if states is not None:
         states.examples([moment for fold in dealt for moment in (*fold.train, *fold.test)], track)
     answers = [_ask_about(fold, states, hidden_size, how) for fold in dealt]

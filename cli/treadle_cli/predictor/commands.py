@@ -151,7 +151,7 @@ def evaluate_checkpoint(checkpoint: Path, name: str, transcripts: Sequence[Trans
     as history. Raises LearnedError."""
     import numpy as np
     from treadle_learned.checkpoint import load
-    from treadle_learned.errors import TooFewError
+    from treadle_learned.errors import LearnedError
     from treadle_learned.examples import Part, split
     from treadle_learned.head import remaining_tokens
     from treadle_learned.moments import replay
@@ -162,7 +162,7 @@ def evaluate_checkpoint(checkpoint: Path, name: str, transcripts: Sequence[Trans
     tested, earlier = parts[Part.TEST], parts[Part.TRAIN]
     moments = replay(tested, earlier, asked=lambda turn: turn in STEPS)
     if not moments:
-        raise TooFewError(f"{name}: holds no test prompt (of 4 prompts one is): harvest more rollouts")
+        raise LearnedError(f"{name}: holds no test prompt (of 4 prompts one is): harvest more rollouts")
     asked = found.examples(moments, tested, bar("reading"))
     answers = {
         "learned": remaining_tokens(found.head, asked),

@@ -27,7 +27,7 @@ ENDED = "finished"  # any other outcome: it was cut, and would have gone on
 
 def read_source(path: Path, tokenizer: Path | None = None) -> list[Transcript]:
     """The transcripts of one source. tokenizer: folder of a run's model, where it is elsewhere. Raises UsageProblem,
-    RecordError, TraceFileError, TranscriptFileError."""
+    RecordError, TraceFileError, LearnedError."""
     if path.is_dir():
         run = read_run(path)
         return transcripts_of_run(run, tokenizer_of(run.record.model, tokenizer))

@@ -146,10 +146,9 @@ class Mesh:
 
     def engine(self, address: str) -> EngineServiceAsyncStub:
         """The sidecar at host:port; made once an address, because each step asks for it."""
-        stub = self._engines.get(address)
-        if stub is None:
-            stub = self._engines[address] = engine_pb2_grpc.EngineServiceStub(self._channel(address))
-        return stub
+        if address not in self._engines:
+            self._engines[address] = engine_pb2_grpc.EngineServiceStub(self._channel(address))
+        return self._engines[address]
 
     async def tools(self) -> ToolsServiceAsyncStub:
         """The tools service; FAILED_PRECONDITION NO_TOOLS_SERVICE where the mesh runs none."""

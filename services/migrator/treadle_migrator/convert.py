@@ -5,8 +5,7 @@ import uuid
 from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle.telemetry.v1.facts_pb2 import Fact, MigrationEnded
 from treadle_core.steps.transfers import Transfer
-from treadle_runtime.config import address
-from treadle_runtime.errors import InvalidArgument, identifier, non_empty, non_negative, positive, require
+from treadle_runtime.errors import endpoint, identifier, non_empty, non_negative, positive, require
 from treadle_runtime.facts import make_fact
 from treadle_runtime.times import duration, require_duration, timestamp
 
@@ -45,10 +44,8 @@ def move_from(request: pb.StartMigrationRequest, default_give_up_s: float) -> Mo
 
 
 def _endpoint_from(name: str, message: pb.Endpoint) -> Endpoint:
-    try:
-        return Endpoint(identifier(f"{name}.engine_id", message.engine_id), address(message.address))
-    except ValueError as error:
-        raise InvalidArgument(f"{name}.address", f"must be {error}") from error
+    engine_id = identifier(f"{name}.engine_id", message.engine_id)
+    return Endpoint(engine_id, endpoint(f"{name}.address", message.address))
 
 
 def transfer_from(migration: Migration) -> Transfer:

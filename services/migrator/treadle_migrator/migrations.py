@@ -7,7 +7,7 @@ been cancelled has left it so.
 
 import asyncio
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
@@ -40,13 +40,10 @@ class Path(Enum):
 
 
 ENDED = frozenset({State.DONE, State.FAILED, State.CANCELLED})
-ALLOWED = {
-    State.PENDING: frozenset({State.PREPARING, State.FAILED, State.CANCELLED}),
-    State.PREPARING: frozenset({State.SWITCHING, State.FAILED, State.CANCELLED}),
-    State.SWITCHING: frozenset({State.DONE, State.FAILED}),
-    State.DONE: frozenset[State](),
-    State.FAILED: frozenset[State](),
-    State.CANCELLED: frozenset[State](),
+FOLLOWING = {
+    State.PENDING: {State.PREPARING, State.FAILED, State.CANCELLED},
+    State.PREPARING: {State.SWITCHING, State.FAILED, State.CANCELLED},
+    State.SWITCHING: {State.DONE, State.FAILED},
 }
 
 
@@ -108,10 +105,12 @@ class Migration:
         """When the move is no longer worth it, Unix seconds."""
         return self.created_at_s + self.move.give_up_after_s
 
-    def to(self, state: State, now_s: float, *, failure_reason: str = "", prefix: Prefix | None = None) -> "Migration":
-        """The migration in its next state. Raises ValueError for a step that is none."""
-        if state not in ALLOWED[self.state]:
-            raise ValueError(f"migration {self.migration_id} cannot go from {self.state.value} to {state.value}")
+    def to(
+        self, state: State, now_s: float, *, failure_reason: str = "", prefix: Prefix | None = None
+    ) -> "Migration | None":
+        """The migration in its next state; None where that cannot follow the present one."""
+        if state not in FOLLOWING.get(self.state, ()):
+            return None
         return replace(
             self,
             state=state,
@@ -155,9 +154,7 @@ class MigrationStore:
 
     def open(self) -> list[Migration]:
         """Migrations that have not ended, or whose end is not announced, oldest first."""
-        return sorted(
-            (self.get(migration_id) for migration_id in self._open), key=lambda m: (m.created_at_s, m.migration_id)
-        )
+        return sorted(map(self.get, self._open), key=lambda m: (m.created_at_s, m.migration_id))
 
     def is_open(self, migration_id: str) -> bool:
         """Whether it has not ended, or its end is not announced."""
@@ -203,22 +200,15 @@ class MigrationStore:
         return entry.migration
 
     async def change(
-        self,
-        migration_id: str,
-        state: State,
-        *,
-        out_of: Collection[State],
-        failure_reason: str = "",
-        prefix: Prefix | None = None,
+        self, migration_id: str, state: State, *, failure_reason: str = "", prefix: Prefix | None = None
     ) -> Migration | None:
-        """Bring a migration into `state` if it is in one of `out_of`; None where it is not."""
+        """Bring a migration into `state`; None where that cannot follow its present one."""
         entry = self._entry(migration_id)
         async with entry.lock:
             await self._refresh(entry)
-            if entry.migration.state not in out_of:
-                return None
             following = entry.migration.to(state, time.time(), failure_reason=failure_reason, prefix=prefix)
-            await self._store(entry, following)
+            if following is not None:
+                await self._store(entry, following)
             return following
 
     async def mark_announced(self, migration_id: str) -> None:

@@ -8,7 +8,7 @@ effort: a sidecar drops an unused prefix by itself.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -30,7 +30,6 @@ RELEASE_TIMEOUT_S = 2.0  # an engine that is slower than this gets the next move
 
 INTERRUPTED = "INTERRUPTED"  # by a restart of the migrator
 GAVE_UP = "GAVE_UP"  # the move took longer than it saves
-NOT_SWITCHED = frozenset({State.PENDING, State.PREPARING, State.SWITCHING})
 # Codes that say that the switch was refused; after any other the switch may or may not have happened.
 REFUSALS = frozenset(
     {
@@ -80,9 +79,7 @@ class Runner:
         """Call before `run`: fail what an earlier process left before its switch; the source is still the owner."""
         for migration in self._store.open():
             if migration.state in (State.PENDING, State.PREPARING):
-                await self._store.change(
-                    migration.migration_id, State.FAILED, out_of={migration.state}, failure_reason=INTERRUPTED
-                )
+                await self._store.change(migration.migration_id, State.FAILED, failure_reason=INTERRUPTED)
 
     def _start_moves(self, group: asyncio.TaskGroup) -> None:
         waiting: dict[str, Migration] = {}
@@ -92,22 +89,19 @@ class Runner:
                 if migration.state is State.CANCELLED and migration_id in self._moving:
                     self._moving.discard(migration_id)
                     self._tasks[migration_id].cancel()
-            elif migration.ended:
-                self._start(group, migration_id, self._mover.conclude(migration))
-            elif migration.state is State.SWITCHING:
-                self._start(group, migration_id, self._finish(migration))
-            elif migration.give_up_at_s <= time.time():
-                self._start(group, migration_id, self._mover.move(migration))  # which gives up at once
-            else:
+            elif migration.state is State.PENDING and _left_s(migration) > 0:
                 waiting[migration_id] = migration
+            else:  # it needs no engine: it is too late for it, or an earlier process sent its switch, or it has ended
+                self._start(group, migration)
         busy = {engine_id for engines in self._engines.values() for engine_id in engines}
         for transfer in next_transfers(map(transfer_from, waiting.values()), busy):
             self._engines[transfer.transfer_id] = frozenset((transfer.source, transfer.target))
             self._moving.add(transfer.transfer_id)
-            self._start(group, transfer.transfer_id, self._mover.move(waiting[transfer.transfer_id]))
+            self._start(group, waiting[transfer.transfer_id])
 
-    def _start(self, group: asyncio.TaskGroup, migration_id: str, work: Coroutine[Any, Any, None]) -> None:
-        task = group.create_task(work, name=f"migration {migration_id}")
+    def _start(self, group: asyncio.TaskGroup, migration: Migration) -> None:
+        migration_id = migration.migration_id
+        task = group.create_task(self._mover.move(migration), name=f"migration {migration_id}")
         self._tasks[migration_id] = task
         task.add_done_callback(lambda _: self._forget_task(migration_id))
 
@@ -118,27 +112,40 @@ class Runner:
             self._engines.pop(migration_id, None)
         self.wake()
 
-    async def _finish(self, migration: Migration) -> None:
-        """End a migration whose switch an earlier process may have sent."""
-        await self._mover.settle(migration, INTERRUPTED)
-        await self._mover.conclude(migration)
-
     def _next_expiry_s(self) -> float | None:
         """Seconds until the next waiting move is no longer worth it; None where none waits."""
         waiting = (m for m in self._store.open() if m.state is State.PENDING and m.migration_id not in self._tasks)
-        return min((max(0.0, m.give_up_at_s - time.time()) for m in waiting), default=None)
+        return min((max(0.0, _left_s(m)) for m in waiting), default=None)
 
 
 class Mover:
-    """Works on one migration in each call; `announce` publishes an end and returns once that is safe."""
+    """Calls the two sidecars and the scheduler; `announce` publishes an end and returns once that is safe.
 
-    def __init__(self, store: MigrationStore, peers: "Peers", announce: Callable[[Migration], Awaitable[None]]) -> None:
+    Request ids are derived from the migration's, so that a call repeated after a lost answer, or by the next process,
+    is answered from the peer's record.
+    """
+
+    def __init__(
+        self,
+        store: MigrationStore,
+        channel: Callable[[str], grpc.aio.Channel],
+        scheduler: str,
+        announce: Callable[[Migration], Awaitable[None]],
+    ) -> None:
         self._store = store
-        self._peers = peers
+        self._channel = channel
+        self._scheduler = scheduler_pb2_grpc.SchedulerServiceStub(channel(scheduler))
         self._announce = announce
 
     async def move(self, migration: Migration) -> None:
-        """Take a pending migration to its end, and announce that."""
+        """Take a migration from where it is to its end, and announce that."""
+        if migration.state is State.SWITCHING:  # an earlier process may have sent the switch
+            await self._settle(migration, INTERRUPTED)
+        elif not migration.ended:
+            await self._run(migration)
+        await self._conclude(migration)
+
+    async def _run(self, migration: Migration) -> None:
         ready, reason = False, ""
         try:
             if (left_s := _left_s(migration)) <= 0:
@@ -156,17 +163,17 @@ class Mover:
             await self._switch(migration)
         elif reason:
             await self._end(migration, State.FAILED, reason)
-        await self.conclude(migration)
 
-    async def settle(self, migration: Migration, reason: str) -> None:
+    async def _settle(self, migration: Migration, reason: str) -> None:
         """End a migration whose switch may have happened, as the scheduler says; waits for its answer.
 
         reason: of the failure, where the owner has not changed.
         """
         move = migration.move
+        request = scheduler_pb2.GetTrajectoryRequest(trajectory_id=move.trajectory_id)
         while True:
             try:
-                trajectory = await self._peers.trajectory(move.trajectory_id, timeout_s=ASK_TIMEOUT_S)
+                trajectory = (await self._scheduler.GetTrajectory(request, timeout=ASK_TIMEOUT_S)).trajectory
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.NOT_FOUND:
                     await self._end(migration, State.FAILED, error_from(error).reason or "TRAJECTORY_NOT_FOUND")
@@ -178,7 +185,7 @@ class Mover:
             await self._end(migration, State.DONE if moved else State.FAILED, "" if moved else reason)
             return
 
-    async def conclude(self, migration: Migration) -> None:
+    async def _conclude(self, migration: Migration) -> None:
         """After an end: publish the fact, then have the engine that is not the owner release the prefix."""
         ended = self._store.get(migration.migration_id)
         if not ended.ended or ended.announced:
@@ -187,8 +194,11 @@ class Mover:
         endpoint = ended.move.source if ended.state is State.DONE else ended.move.target
         # After a lost compare-and-swap the trajectory may be anywhere, at the target too.
         if ended.started_at_s is not None and ended.failure_reason != "REVISION_MISMATCH":
+            request = engine_pb2.ReleasePrefixRequest(
+                request_id=f"{ended.migration_id}.release", trajectory_id=ended.move.trajectory_id
+            )
             try:
-                await self._peers.release(ended, endpoint, timeout_s=RELEASE_TIMEOUT_S)
+                await self._engine(endpoint).ReleasePrefix(request, timeout=RELEASE_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 log.warning(
                     "prefix not released",
@@ -201,11 +211,10 @@ class Mover:
     async def _make_ready(self, migration: Migration) -> bool:
         """True where the switch may be sent now; False where somebody cancelled. Raises MoveFailedError."""
         migration_id = migration.migration_id
-        if await self._store.change(migration_id, State.PREPARING, out_of={State.PENDING}) is None:
+        if await self._store.change(migration_id, State.PREPARING) is None:
             return False
         prefix = await self._prepare(migration)
-        following = await self._store.change(migration_id, State.SWITCHING, out_of={State.PREPARING}, prefix=prefix)
-        return following is not None
+        return await self._store.change(migration_id, State.SWITCHING, prefix=prefix) is not None
 
     async def _prepare(self, migration: Migration) -> Prefix:
         """Prefetch from storage, else by prefill where that is allowed; then compare with what the source holds."""
@@ -215,8 +224,10 @@ class Mover:
             if failure.reason != "PREFIX_NOT_STORED" or not migration.move.allow_prefill:
                 raise
             prefix = await self._prefetch(migration, storage_only=False)
+        # The tokens themselves never come here (docs/adr/0007).
+        request = engine_pb2.ExportPrefixRequest(trajectory_id=migration.move.trajectory_id, counts_only=True)
         try:
-            exported = await self._peers.export_counts(migration, timeout_s=_left_s(migration))
+            exported = await self._engine(migration.move.source).ExportPrefix(request, timeout=_left_s(migration))
         except grpc.aio.AioRpcError as error:
             raise MoveFailedError(_reason_of(error_from(error), "SOURCE")) from error
         if exported.cache_salt != migration.move.cache_salt:
@@ -226,16 +237,36 @@ class Mover:
         return prefix
 
     async def _prefetch(self, migration: Migration, *, storage_only: bool) -> Prefix:
+        """Have the target bring the source's prefix to its engine."""
+        move = migration.move
+        request = engine_pb2.PrefetchPrefixRequest(
+            request_id=f"{migration.migration_id}.{'fetch' if storage_only else 'prefill'}",
+            trajectory_id=move.trajectory_id,
+            cache_salt=move.cache_salt,
+            storage_only=storage_only,
+        )
+        prefix_ref = getattr(request, "from")  # a keyword in Python
+        prefix_ref.engine_address = move.source.address
+        prefix_ref.trajectory_id = move.trajectory_id
         try:
-            return await self._peers.prefetch(migration, storage_only=storage_only, timeout_s=_left_s(migration))
+            found = await self._engine(move.target).PrefetchPrefix(request, timeout=_left_s(migration))
         except grpc.aio.AioRpcError as error:
             raise MoveFailedError(_reason_of(error_from(error), "TARGET")) from error
+        # An engine computes a few tokens of a stored prefix too (its last page at least).
+        path = Path.STORAGE if storage_only else Path.PREFILL
+        return Prefix(path, found.prefix_tokens, found.tokens_from_storage, found.tokens_prefilled)
 
     async def _switch(self, migration: Migration) -> None:
         """Send the compare-and-swap until it is answered; without an answer in time, ask the scheduler how it ended."""
+        request = scheduler_pb2.SwitchEngineRequest(
+            request_id=f"{migration.migration_id}.switch",
+            trajectory_id=migration.move.trajectory_id,
+            expected_revision=migration.move.expected_revision,
+            target_engine_id=migration.move.target.engine_id,
+        )
         while (left_s := _left_s(migration)) > 0:
             try:
-                await self._peers.switch(migration, timeout_s=left_s)
+                await self._scheduler.SwitchEngine(request, timeout=left_s)
             except grpc.aio.AioRpcError as error:
                 if error.code() in REFUSALS:
                     await self._end(migration, State.FAILED, _reason_of(error_from(error), "SCHEDULER"))
@@ -245,12 +276,13 @@ class Mover:
             else:
                 await self._end(migration, State.DONE, "")
                 return
-        await self.settle(migration, GAVE_UP)
+        await self._settle(migration, GAVE_UP)
 
     async def _end(self, migration: Migration, state: State, reason: str) -> None:
-        await self._store_surely(
-            lambda: self._store.change(migration.migration_id, state, out_of=NOT_SWITCHED, failure_reason=reason)
-        )
+        await self._store_surely(lambda: self._store.change(migration.migration_id, state, failure_reason=reason))
+
+    def _engine(self, endpoint: Endpoint) -> "engine_pb2_grpc.EngineServiceAsyncStub":
+        return engine_pb2_grpc.EngineServiceStub(self._channel(endpoint.address))
 
     async def _store_surely(self, write: Callable[[], Awaitable[Any]]) -> None:
         """Try until it is stored: an end must be, however long NATS is away."""
@@ -270,71 +302,6 @@ class MoveFailedError(Exception):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
-
-
-class Peers:
-    """Calls the two sidecars and the scheduler over the process's channels.
-
-    Request ids are derived from the migration's, so that a call repeated after a lost answer, or by the next process,
-    is answered from the peer's record. Every method raises grpc.aio.AioRpcError.
-    """
-
-    def __init__(self, channel: Callable[[str], grpc.aio.Channel], scheduler: str) -> None:
-        self._channel = channel
-        self._scheduler = scheduler
-
-    async def prefetch(self, migration: Migration, *, storage_only: bool, timeout_s: float) -> Prefix:
-        """Have the target bring the source's prefix to its engine."""
-        move = migration.move
-        request = engine_pb2.PrefetchPrefixRequest(
-            request_id=f"{migration.migration_id}.{'fetch' if storage_only else 'prefill'}",
-            trajectory_id=move.trajectory_id,
-            cache_salt=move.cache_salt,
-            storage_only=storage_only,
-        )
-        prefix_ref = getattr(request, "from")  # a keyword in Python
-        prefix_ref.engine_address = move.source.address
-        prefix_ref.trajectory_id = move.trajectory_id
-        stub = engine_pb2_grpc.EngineServiceStub(self._channel(move.target.address))
-        response = await stub.PrefetchPrefix(request, timeout=timeout_s)
-        return Prefix(
-            # An engine computes a few tokens of a stored prefix too (its last page at least).
-            path=Path.STORAGE if storage_only else Path.PREFILL,
-            tokens=response.prefix_tokens,
-            from_storage=response.tokens_from_storage,
-            prefilled=response.tokens_prefilled,
-        )
-
-    async def export_counts(self, migration: Migration, *, timeout_s: float) -> engine_pb2.ExportPrefixResponse:
-        """How many tokens the source holds now. The tokens themselves never come here (docs/adr/0007)."""
-        request = engine_pb2.ExportPrefixRequest(trajectory_id=migration.move.trajectory_id, counts_only=True)
-        stub = engine_pb2_grpc.EngineServiceStub(self._channel(migration.move.source.address))
-        return await stub.ExportPrefix(request, timeout=timeout_s)
-
-    async def release(self, migration: Migration, endpoint: Endpoint, *, timeout_s: float) -> None:
-        """Have an engine that is not the owner drop the prefix."""
-        request = engine_pb2.ReleasePrefixRequest(
-            request_id=f"{migration.migration_id}.release", trajectory_id=migration.move.trajectory_id
-        )
-        stub = engine_pb2_grpc.EngineServiceStub(self._channel(endpoint.address))
-        await stub.ReleasePrefix(request, timeout=timeout_s)
-
-    async def switch(self, migration: Migration, *, timeout_s: float) -> None:
-        """Compare-and-swap of the owner."""
-        request = scheduler_pb2.SwitchEngineRequest(
-            request_id=f"{migration.migration_id}.switch",
-            trajectory_id=migration.move.trajectory_id,
-            expected_revision=migration.move.expected_revision,
-            target_engine_id=migration.move.target.engine_id,
-        )
-        stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel(self._scheduler))
-        await stub.SwitchEngine(request, timeout=timeout_s)
-
-    async def trajectory(self, trajectory_id: str, *, timeout_s: float) -> scheduler_pb2.Trajectory:
-        """The trajectory as the scheduler has it: its owner, and the revision of that."""
-        request = scheduler_pb2.GetTrajectoryRequest(trajectory_id=trajectory_id)
-        stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel(self._scheduler))
-        return (await stub.GetTrajectory(request, timeout=timeout_s)).trajectory
 
 
 def _left_s(migration: Migration) -> float:

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import grpc.aio
 from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle.migrator.v1 import migrator_pb2_grpc
-from treadle_runtime.errors import identifier
+from treadle_runtime.errors import identifier, optional_identifier
 from treadle_runtime.idempotency import RequestRecords, answered_once
 from treadle_runtime.pages import page_of
 
@@ -47,16 +47,15 @@ class MigratorServicer(migrator_pb2_grpc.MigratorServiceServicer):
     async def CancelMigration(self, request: pb.CancelMigrationRequest, context: Context) -> pb.CancelMigrationResponse:
         """Cancels what has not begun to switch; a switch under way is waited for, and the answer says how it ended."""
         migration_id = self._find(request.migration_id).migration_id
-        await self._store.change(migration_id, State.CANCELLED, out_of={State.PENDING, State.PREPARING})
+        await self._store.change(migration_id, State.CANCELLED)
         self._runner.wake()
         async for migration in self._changes(self._find(migration_id)):
             ended = migration
         return pb.CancelMigrationResponse(migration=migration_to(ended))
 
     async def ListMigrations(self, request: pb.ListMigrationsRequest, context: Context) -> pb.ListMigrationsResponse:
-        if request.trajectory_id:
-            identifier("trajectory_id", request.trajectory_id)
-        wanted = (m for m in self._store if request.trajectory_id in ("", m.move.trajectory_id))
+        trajectory_id = optional_identifier("trajectory_id", request.trajectory_id)
+        wanted = (m for m in self._store if trajectory_id in ("", m.move.trajectory_id))
         page, token = page_of(wanted, lambda m: (m.created_at_s, m.migration_id), request.page_size, request.page_token)
         return pb.ListMigrationsResponse(migrations=map(migration_to, page), next_page_token=token)
 

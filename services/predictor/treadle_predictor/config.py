@@ -1,6 +1,5 @@
 """Settings of the predictor, from environment variables TREADLE_PREDICTOR_<NAME>."""
 
-from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import Field, field_validator, model_validator
@@ -10,7 +9,7 @@ from treadle_core.ranking.estimator import (
     PRIOR_SIGMA_TOKENS,
     PRIOR_SIGMA_TURNS,
 )
-from treadle_runtime.config import Settings
+from treadle_runtime.config import OptionalFolder, Settings
 
 FEWEST_TO_REFIT = 16
 
@@ -30,7 +29,9 @@ class PredictorSettings(Settings):
     prior_sigma_tokens: Sigma = PRIOR_SIGMA_TOKENS
     prior_median_turns: Median = PRIOR_MEDIAN_TURNS
     prior_sigma_turns: Sigma = PRIOR_SIGMA_TURNS
-    models: str = ""  # folder of versions of the learned model, `treadle predictor export`; empty: no learned model
+    models: OptionalFolder = (
+        ""  # folder of versions of the learned model, `treadle predictor export`; empty: no learned model
+    )
     tokenizer: str = ""  # of the policy, folder or hub name, to decode the ids in facts; empty: the backbone's
     deadline_s: Wait = 0.6  # how long a question waits for the learned model before siblings answer
     gather_s: Wait = 0.005  # how long the first question of a batch waits for others
@@ -45,13 +46,6 @@ class PredictorSettings(Settings):
     def _is_none_or_enough(cls, value: int) -> int:
         if value and value < FEWEST_TO_REFIT:
             raise ValueError(f"0, or a number >= {FEWEST_TO_REFIT}: fewer teach nothing")
-        return value
-
-    @field_validator("models")
-    @classmethod
-    def _is_absolute(cls, value: str) -> str:
-        if value and not Path(value).is_absolute():
-            raise ValueError("an absolute path")
         return value
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from treadle.telemetry.v1.facts_pb2 import Fact
 from treadle_core.model import Estimate
 from treadle_core.ranking.estimator import Forecast, Progress, Source
 from treadle_core.ranking.evidence import Ended, Evidence
-from treadle_runtime.errors import identifier, non_empty, non_negative, require
+from treadle_runtime.errors import at_most, identifier, non_empty, non_negative, require
 
 LONGEST_PROMPT_ID_CHARS = 256
 TOKEN_ID_BYTES = 4  # int32
@@ -30,12 +30,7 @@ COUNTS = ("turn", "gen_tokens", "context_tokens", "prompt_tokens", "max_total_to
 def progress_of(query: predictor_pb2.Query, at: str) -> Progress:
     """Check and convert a query; `at` is its path in the request. Raises InvalidArgument naming the field."""
     identifier(f"{at}.trajectory_id", query.trajectory_id)
-    non_empty(f"{at}.prompt_id", query.prompt_id)
-    require(
-        len(query.prompt_id) <= LONGEST_PROMPT_ID_CHARS,
-        f"{at}.prompt_id",
-        f"must be at most {LONGEST_PROMPT_ID_CHARS} characters, is {len(query.prompt_id)}",
-    )
+    at_most(f"{at}.prompt_id", non_empty(f"{at}.prompt_id", query.prompt_id), LONGEST_PROMPT_ID_CHARS)
     non_negative(f"{at}.sample", query.sample)
     counts = {name: non_negative(f"{at}.{name}", getattr(query, name)) for name in COUNTS}
     require(

@@ -19,7 +19,7 @@ import torch
 from treadle_core.ranking.estimator import Progress
 from treadle_learned.backbone import load_tokenizer
 from treadle_learned.checkpoint import Checkpoint, ModelsFolder, load
-from treadle_learned.errors import BackboneError, CheckpointError, LearnedError
+from treadle_learned.errors import LearnedError
 from treadle_learned.moments import FEATURES
 from treadle_learned.transcript import Turn, write_transcripts
 from treadle_runtime.errors import StartError
@@ -63,7 +63,7 @@ async def load_learned_part(
     if settings.tokenizer:
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, settings.tokenizer)
-        except BackboneError as error:
+        except LearnedError as error:
             raise StartError(f"TREADLE_PREDICTOR_TOKENIZER={settings.tokenizer!r} is refused: {error}") from error
         recordings.decode = tokenizer.decode
 
@@ -141,10 +141,11 @@ def load_model(folder: Path, most_bytes: int) -> LearnedModel:
     try:
         (forecast,) = model.answer([question])
     except (ValueError, RuntimeError) as error:  # quantiles that are no numbers, shapes that do not fit
-        raise CheckpointError(f"{folder}: does not answer ({str(error).splitlines()[0]}); export it again") from error
+        raise LearnedError(f"{folder}: does not answer ({str(error).splitlines()[0]}); export it again") from error
     if forecast is None:
-        raise CheckpointError(f"{folder}: does not answer; export it again")
-    model.forget(TRIAL)
+        raise LearnedError(f"{folder}: does not answer; export it again")
+    if model.readings is not None:
+        model.readings.forget(TRIAL)
     return model
 
 

@@ -24,12 +24,13 @@ LEAST_SHARED = 16  # ids that another trajectory must begin with for a copy to b
 
 
 class LearnedModel:
-    """A checkpoint that answers. backbone: None for a checkpoint that reads no text. most_bytes: of what is kept."""
+    """A checkpoint that answers. backbone: None for a checkpoint that reads no text; it has no `readings`, either.
+    most_bytes: of what is kept."""
 
     def __init__(self, checkpoint: Checkpoint, backbone: Backbone | None, most_bytes: int) -> None:
         self.checkpoint = checkpoint
         self.backbone = backbone
-        self._readings = Readings(backbone, checkpoint.bounds, most_bytes) if backbone is not None else None
+        self.readings = Readings(backbone, checkpoint.bounds, most_bytes) if backbone is not None else None
 
     @property
     def gains_together(self) -> bool:
@@ -45,30 +46,12 @@ class LearnedModel:
             some = [questions[at] for at in asked]
             features = torch.from_numpy(np.stack([question.features for question in some]))
             has_text = torch.full((len(some),), self.backbone is not None)
-            logs = self.checkpoint.head(self._states(some), features, has_text)
+            unread = torch.zeros(len(some), self.checkpoint.hidden_size)
+            states = unread if self.readings is None else self.readings.states(some)
+            logs = self.checkpoint.head(states, features, has_text)
             for at, quantiles in zip(asked, torch.expm1(logs).tolist(), strict=True):
                 found[at] = self._forecast(questions[at].progress, *quantiles)
         return found
-
-    def begin(self, trajectory_id: str, prompt: str) -> None:
-        """Note a trajectory that will be asked about, whose prompt can be read ahead."""
-        if self._readings is not None:
-            self._readings.begin(trajectory_id, prompt)
-
-    def read_ahead(self) -> bool:
-        """Read a little of what will be asked about; False where nothing is left to read."""
-        return self._readings is not None and self._readings.read_ahead()
-
-    def forget(self, trajectory_id: str) -> None:
-        """Drop what is kept of a trajectory, if anything is."""
-        if self._readings is not None:
-            self._readings.forget(trajectory_id)
-
-    def _states(self, questions: Sequence[Question]) -> torch.Tensor:
-        """[n, hidden_size]; zeros without a backbone."""
-        if self._readings is None:
-            return torch.zeros(len(questions), self.checkpoint.hidden_size)
-        return self._readings.states(questions)
 
     def _forecast(self, progress: Progress, tokens: list[float], turns: list[float]) -> Forecast:
         if progress.max_total_tokens:

@@ -2,7 +2,6 @@
 siblings, history, the prior."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc.aio
@@ -60,7 +59,11 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
             contexts = [context_of(query) for query in request.queries]
             forecasts = await asyncio.gather(*map(self._forecast, asked, contexts))
         else:
-            forecasts = [forecast async for forecast in self._in_turns(asked)]
+            forecasts = []
+            for index, progress in enumerate(asked, start=1):
+                forecasts.append(self._estimator.estimate(progress))
+                if index % QUERIES_AT_ONCE == 0:
+                    await asyncio.sleep(0)
         return predictor_pb2.BatchPredictRemainingResponse(
             predictions=[
                 prediction_of(progress.trajectory_id, forecast)
@@ -100,12 +103,6 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
             prompt = recordings.decode(context)
         question = make_question(progress, recording, forecast, self._evidence, prompt)
         return (await learned.worker.ask(question) if question is not None else None) or forecast
-
-    async def _in_turns(self, asked: Sequence[Progress]) -> AsyncIterator[Forecast]:
-        for index, progress in enumerate(asked):
-            yield self._estimator.estimate(progress)
-            if index % QUERIES_AT_ONCE == QUERIES_AT_ONCE - 1:
-                await asyncio.sleep(0)
 
 
 def _describe(part: "LearnedPart") -> predictor_pb2.LearnedModel:

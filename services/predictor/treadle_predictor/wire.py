@@ -1,10 +1,11 @@
 """Put the predictor together."""
 
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
+from treadle.predictor.v1.predictor_pb2_grpc import add_PredictorServiceServicer_to_server
 from treadle_core.ranking.estimator import Estimator, Prior
 from treadle_core.ranking.evidence import Evidence
 from treadle_runtime.errors import StartError
@@ -18,8 +19,6 @@ from treadle_predictor.servicer import PredictorServicer
 
 if TYPE_CHECKING:  # a service without a learned model needs no torch
     from treadle_predictor.learned import LearnedPart
-
-SERVICE = predictor_pb2.DESCRIPTOR.services_by_name["PredictorService"].full_name
 
 
 async def wire(runtime: Runtime) -> Wiring:
@@ -41,7 +40,7 @@ async def wire(runtime: Runtime) -> Wiring:
     await runtime.bus.catch_up()
     servicer = PredictorServicer(evidence, Estimator(evidence, prior), learned, learner)
     return Wiring(
-        services={SERVICE: lambda server: predictor_pb2_grpc.add_PredictorServiceServicer_to_server(servicer, server)},
+        services={"treadle.predictor.v1.PredictorService": partial(add_PredictorServiceServicer_to_server, servicer)},
         tasks=[store.run, *tasks],
     )
 

@@ -131,12 +131,15 @@ class Worker:
 
 
 def _answer(model: "LearnedModel", ended: list[str], questions: list[Question]) -> list[Forecast | None]:
-    for trajectory_id in ended:
-        model.forget(trajectory_id)
+    if model.readings is not None:
+        for trajectory_id in ended:
+            model.readings.forget(trajectory_id)
     return model.answer(questions) if questions else []
 
 
 def _read_ahead(model: "LearnedModel", begun: tuple[str, str] | None) -> bool:
+    if model.readings is None:
+        return False
     if begun is not None:
-        model.begin(*begun)
-    return model.read_ahead()
+        model.readings.begin(*begun)
+    return model.readings.read_ahead()

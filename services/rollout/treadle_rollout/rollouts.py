@@ -75,14 +75,14 @@ class Rollout:
 
     async def submit(self, sample: Sample, payload: bytes) -> Verdict:
         """Decide on a sample; its tokens are stored before its verdict is. Raises SampleTakenError."""
-        name = ""
-        if sample.trajectory_id not in self.buffer.samples and self.buffer.decide_arrival(sample).verdict.kept:
-            name = await self._payloads.put(self.rollout_id, sample.trajectory_id, payload)
 
-        def decide() -> Event | None:
+        def decide() -> Arrived | None:
             known = sample.trajectory_id in self.buffer.samples
             return None if known else self.buffer.decide_arrival(sample)
 
+        name, arrived = "", decide()
+        if arrived is not None and arrived.verdict.kept:
+            name = await self._payloads.put(self.rollout_id, sample.trajectory_id, payload)
         async with self._lock:
             await self._commit(decide, payload=name)
             verdict = self.buffer.groups[self.buffer.samples[sample.trajectory_id].prompt_id].verdicts[
@@ -101,27 +101,20 @@ class Rollout:
             changed = self.changed
             try:
                 async with self._lock:
-                    await self._decide(request, max_bytes)
+                    if not self._is_repeat(request):
+                        await self._commit(lambda: self.buffer.decide_version(request.weight_version))
+                        await self._commit(lambda: self._decide_batch(request, max_bytes), request=request.fingerprint)
             except nats.errors.Error as error:
                 if not request.wait:
                     raise
                 log.warning("batch not decided, trying again", rollout_id=self.rollout_id, error=repr(error))
             if self._is_repeat(request):
                 return self.buffer.batches[request.request_id]
-            await self._wait_or_recheck(changed)
-
-    async def _decide(self, request: BatchRequest, max_bytes: int) -> None:
-        if self._is_repeat(request):
-            return
-        await self._commit(lambda: self.buffer.decide_version(request.weight_version))
-        await self._commit(lambda: self._decide_batch(request, max_bytes), request=request.fingerprint)
-
-    async def _wait_or_recheck(self, changed: asyncio.Event) -> None:
-        try:
-            async with asyncio.timeout(RECHECK_S):
-                await self.wait(changed)
-        except TimeoutError:
-            self._unsure = True
+            try:
+                async with asyncio.timeout(RECHECK_S):
+                    await self.wait(changed)
+            except TimeoutError:
+                self._unsure = True
 
     async def cancel(self) -> None:
         """Cancel; cancelling what is over changes nothing."""
@@ -140,6 +133,21 @@ class Rollout:
         if name is None:
             raise payload_lost(trajectory_id)
         return await self._payloads.get(self.rollout_id, trajectory_id, name)
+
+    async def release_tokens(self, repeatable_since_s: float) -> None:
+        """Remove tokens of batches before `repeatable_since_s` (Unix time), and tokens dropped after they were kept.
+
+        Tokens of a trajectory that waits to be taken, or whose batch may still be repeated, stay.
+        """
+        wanted = {
+            sample.trajectory_id for group in self.buffer.groups.values() if not group.taken for sample in group.kept
+        }
+        for batch in self.buffer.batches.values():
+            if self.batch_times_s[batch.batch_id] >= repeatable_since_s:
+                wanted.update(trajectory_id for _, members in batch.groups for trajectory_id in members)
+        for trajectory_id in self.payload_names.keys() - wanted:
+            await self._payloads.release(self.rollout_id, trajectory_id)
+            del self.payload_names[trajectory_id]
 
     async def forget(self) -> None:
         """Remove everything stored of this rollout and end those who wait on it.
@@ -243,10 +251,15 @@ class Rollouts:
             )
         return rollout
 
-    async def forget(self, rollout: Rollout) -> None:
-        """Remove a rollout and everything stored of it."""
-        await rollout.forget()
-        del self._by_id[rollout.rollout_id]
+    async def sweep(self, now_s: float, *, batch_replay_s: float, retention_s: float) -> None:
+        """Forget rollouts that nobody touched for `retention_s`, and tokens of batches older than `batch_replay_s`."""
+        for rollout in self:
+            if now_s - rollout.touched_at_s > retention_s:
+                log.info("rollout forgotten", rollout_id=rollout.rollout_id)
+                await rollout.forget()
+                del self._by_id[rollout.rollout_id]
+            else:
+                await rollout.release_tokens(now_s - batch_replay_s)
 
     def close(self) -> None:
         """Raise Unavailable in everybody who waits: this process is shutting down."""

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import grpc.aio
 from treadle.rollout.v1 import rollout_pb2 as pb
 from treadle.rollout.v1 import rollout_pb2_grpc
-from treadle_core.rollouts.buffer import DropReason, GroupTooLargeError, SampleBuffer
+from treadle_core.rollouts.buffer import DropReason, GroupTooLargeError
 from treadle_runtime.errors import identifier
 from treadle_runtime.idempotency import RequestRecords, answered_once
 
@@ -48,8 +48,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         rollout = await self._find(request.rollout_id)
         seen: object = None
         while True:
-            changed = rollout.changed
-            news, over = _news(rollout.buffer), rollout.buffer.over  # of one moment: the state moves on while we send
+            changed, buffer = rollout.changed, rollout.buffer
+            news = (buffer.state, buffer.settled_total, buffer.taken_total, buffer.drops[DropReason.STALE])
+            over = buffer.over  # at the same moment: the state moves on while we send
             if news != seen:
                 seen = news
                 yield pb.WatchRolloutResponse(rollout=convert.rollout_to(rollout))
@@ -90,7 +91,3 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def _find(self, rollout_id: str) -> Rollout:
         return await self._rollouts.find(identifier("rollout_id", rollout_id))
-
-
-def _news(buffer: SampleBuffer) -> tuple[object, ...]:
-    return buffer.state, buffer.settled_total, buffer.taken_total, buffer.drops[DropReason.STALE]

@@ -2,11 +2,10 @@
 
 from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, Field
-from treadle_runtime.config import Settings, address
+from pydantic import Field
+from treadle_runtime.config import OptionalAddress, Settings
 
 Seconds = Annotated[float, Field(gt=0)]
-OptionalAddress = Annotated[str, AfterValidator(lambda value: address(value) if value else value)]
 
 
 class SchedulerSettings(Settings):

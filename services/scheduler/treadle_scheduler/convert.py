@@ -30,8 +30,17 @@ from treadle_core.model import (
     TicketRecord,
     TrajectoryRecord,
 )
-from treadle_runtime.config import address
-from treadle_runtime.errors import InvalidArgument, finite, identifier, non_empty, non_negative, positive, require
+from treadle_runtime.errors import (
+    at_most,
+    endpoint,
+    finite,
+    identifier,
+    non_empty,
+    non_negative,
+    optional_identifier,
+    positive,
+    require,
+)
 from treadle_runtime.times import require_duration, require_timestamp, timestamp
 
 # A ticket id holds the trajectory id, the turn and the attempt, and must itself be an identifier of 128 characters.
@@ -49,6 +58,13 @@ _MEASURES = (*_COUNTS, "decode_tokens_per_s", "oldest_wait_s")
 IDENTITY = ("trajectory_id", "rollout_id", "prompt_id", "sample", "prompt_tokens")  # of a trajectory
 _PROGRESS = ("engine_id", "revision", "next_turn", "context_tokens", "gen_tokens", "priority", "migrations")
 _LOAD = (*_MEASURES, "paused", "weight_version", "engine_healthy")
+_SWITCHES = ("migrate", "preempt", "reserve")  # of a policy
+_CHOICES: dict[str, tuple[type[enum.Enum], Any]] = {  # of a policy: the core's and the message's
+    "ordering": (Ordering, pb.Ordering),
+    "objective": (Objective, pb.Objective),
+    "placement": (PlacementRule, pb.PlacementRule),
+    "replanning": (Replanning, pb.Replanning),
+}
 
 
 def trajectory_opened(request: pb.OpenTrajectoryRequest) -> ev.TrajectoryOpened:
@@ -58,7 +74,7 @@ def trajectory_opened(request: pb.OpenTrajectoryRequest) -> ev.TrajectoryOpened:
     return ev.TrajectoryOpened(
         request_id=request_id,
         trajectory_id=_trajectory_id(request.trajectory_id or minted),
-        prompt_id=_at_most("prompt_id", non_empty("prompt_id", request.prompt_id), LONGEST_PROMPT_ID_CHARS),
+        prompt_id=at_most("prompt_id", non_empty("prompt_id", request.prompt_id), LONGEST_PROMPT_ID_CHARS),
         rollout_id=optional_identifier("rollout_id", request.rollout_id),
         sample=non_negative("sample", request.sample),
         prompt_tokens=positive("prompt_tokens", request.prompt_tokens),
@@ -103,20 +119,12 @@ def switch_requested(request: pb.SwitchEngineRequest) -> ev.SwitchRequested:
 def policy_set(request: pb.SetPolicyRequest) -> ev.PolicySet:
     """Two fields may stay unspecified: the objective is makespan then, and replanning resolves."""
     require(request.HasField("policy"), "policy", "must be set")
-    message = request.policy
-    return ev.PolicySet(
-        Policy(
-            ordering=_enum_of(Ordering, "policy.ordering", pb.Ordering, message.ordering),
-            objective=_enum_of(Objective, "policy.objective", pb.Objective, message.objective or pb.OBJECTIVE_MAKESPAN),
-            placement=_enum_of(PlacementRule, "policy.placement", pb.PlacementRule, message.placement),
-            migrate=message.migrate,
-            preempt=message.preempt,
-            replanning=_enum_of(
-                Replanning, "policy.replanning", pb.Replanning, message.replanning or pb.REPLANNING_RESOLVE
-            ),
-            reserve=message.reserve,
-        )
-    )
+    usual: dict[str, int] = {"objective": pb.OBJECTIVE_MAKESPAN, "replanning": pb.REPLANNING_RESOLVE}
+    choices: dict[str, Any] = {
+        name: _enum_of(kind, f"policy.{name}", message_enum, getattr(request.policy, name) or usual.get(name, 0))
+        for name, (kind, message_enum) in _CHOICES.items()
+    }
+    return ev.PolicySet(Policy(**choices, **fields_of(request.policy, _SWITCHES)))
 
 
 def engine_registered(request: pb.RegisterEngineRequest, lease_id: str) -> ev.EngineRegistered:
@@ -125,17 +133,13 @@ def engine_registered(request: pb.RegisterEngineRequest, lease_id: str) -> ev.En
     require(request.HasField("info"), "info", "must be set")
     info, curve = request.info, request.info.decode_curve
     identifier("info.engine_id", info.engine_id)
-    try:
-        address(info.address)
-    except ValueError as error:
-        raise InvalidArgument("info.address", f"must be {error}, is {info.address!r}") from None
     sizes = {name: non_negative(f"info.{name}", getattr(info, name)) for name in _SIZES}
     speeds = {name: non_negative(f"info.decode_curve.{name}", getattr(curve, name)) for name in _CURVE}
     prefill = curve.prefill_tokens_per_s or DEFAULT_PREFILL_TOKENS_PER_S
     has_speeds = curve.base_s + curve.per_sequence_s > 0
     spec = EngineSpec(
         engine_id=info.engine_id,
-        address=info.address,
+        address=endpoint("info.address", info.address),
         model=info.model,
         weight_version=info.weight_version,
         slot_limit=positive("info.slot_limit", info.slot_limit),
@@ -193,15 +197,8 @@ def trajectory_message(record: TrajectoryRecord) -> pb.Trajectory:
 
 
 def policy_message(policy: Policy) -> pb.Policy:
-    return pb.Policy(
-        ordering=number_of(policy.ordering, pb.Ordering),
-        objective=number_of(policy.objective, pb.Objective),
-        placement=number_of(policy.placement, pb.PlacementRule),
-        migrate=policy.migrate,
-        preempt=policy.preempt,
-        replanning=number_of(policy.replanning, pb.Replanning),
-        reserve=policy.reserve,
-    )
+    choices = {name: number_of(getattr(policy, name), message_enum) for name, (_, message_enum) in _CHOICES.items()}
+    return pb.Policy(**choices, **fields_of(policy, _SWITCHES))
 
 
 def registered_engine(record: EngineRecord, trajectories: int) -> pb.RegisteredEngine:
@@ -252,16 +249,7 @@ def fields_of(source: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _trajectory_id(value: str) -> str:
-    return _at_most("trajectory_id", identifier("trajectory_id", value), LONGEST_TRAJECTORY_ID_CHARS)
-
-
-def optional_identifier(field: str, value: str) -> str:
-    return identifier(field, value) if value else value
-
-
-def _at_most(field: str, value: str, most: int) -> str:
-    require(len(value) <= most, field, f"must be at most {most} characters, is {len(value)}")
-    return value
+    return at_most("trajectory_id", identifier("trajectory_id", value), LONGEST_TRAJECTORY_ID_CHARS)
 
 
 def _tags(field: str, tags: Iterable[str]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Run the controller in asyncio, and keep its state in a JetStream bucket.
 
-Store holds one key a trajectory, one an engine and one for the policy: `put` and `remove` note what a key should hold,
-`settle` returns once the bucket holds it. Per key the newest value wins and writes follow each other; a write that
+Store holds one key a trajectory, one an engine and one for the policy: `put` notes what a key should hold, `settle`
+returns once the bucket holds it. Per key the newest value wins and writes follow each other; a write that
 failed is made again by the next `settle` of its key, or by `settle_all`. Driver answers nothing before its keys are
 settled, so that a SIGKILL loses nothing that a client was told.
 
@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NewType, TypeVar
+from typing import Any, NewType, TypeVar, cast
 
 import nats.errors
 import structlog
@@ -66,13 +66,10 @@ class MeshRecord:
 Record = TrajectoryRecord | EngineRecord | MeshRecord
 
 
-def _adapter(record: Any) -> TypeAdapter[Any]:
-    # pydantic takes no config beside a dataclass itself, only beside a new type. A lease that never ends is infinite.
-    return TypeAdapter(record, config=ConfigDict(ser_json_inf_nan="constants"))
-
-
+# pydantic takes no config beside a dataclass itself, only beside a new type. A lease that never ends is infinite.
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {
-    cls: _adapter(NewType("Stored", cls)) for cls in (TrajectoryRecord, EngineRecord, MeshRecord)
+    cls: TypeAdapter(cast(Any, NewType("Stored", cls)), config=ConfigDict(ser_json_inf_nan="constants"))
+    for cls in (TrajectoryRecord, EngineRecord, MeshRecord)
 }
 
 
@@ -87,15 +84,6 @@ def decode(cls: type[R], data: bytes) -> R:
     except ValidationError as error:
         raise CorruptRecord(f"no {cls.__name__}: {error!r} in {data[:200]!r}") from error
     return record
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """What the bucket holds when the scheduler starts."""
-
-    trajectories: tuple[TrajectoryRecord, ...]
-    engines: tuple[EngineRecord, ...]
-    mesh: MeshRecord | None
 
 
 @dataclass(slots=True)
@@ -128,24 +116,26 @@ class Store:
         """Make the bucket where there is none."""
         return cls(await bus.key_value(BUCKET))
 
-    async def load(self) -> Stored:
-        """Raises CorruptRecord."""
+    async def load(self) -> tuple[list[TrajectoryRecord], list[EngineRecord], MeshRecord | None]:
+        """What the bucket holds when the scheduler starts. Raises CorruptRecord."""
         values = {entry.key: entry.value or b"" for entry in await entries_of(self._bucket)}
         mesh = values.pop(POLICY_KEY, None)
-        trajectories = {key: values.pop(key) for key in list(values) if key.startswith("trajectory.")}
-        return Stored(
-            trajectories=tuple(decode(TrajectoryRecord, value) for value in trajectories.values()),
-            engines=tuple(decode(EngineRecord, value) for value in values.values()),
-            mesh=None if mesh is None else decode(MeshRecord, mesh),
+        trajectories = [values.pop(key) for key in list(values) if key.startswith("trajectory.")]
+        return (
+            [decode(TrajectoryRecord, value) for value in trajectories],
+            [decode(EngineRecord, value) for value in values.values()],
+            None if mesh is None else decode(MeshRecord, mesh),
         )
 
-    def put(self, key: str, record: Record) -> None:
-        """Note that `key` is to hold the record."""
-        self._note(key, encode(record))
-
-    def remove(self, key: str) -> None:
-        """Note that `key` is to be removed."""
-        self._note(key, None)
+    def put(self, key: str, record: Record | None) -> None:
+        """Note that `key` is to hold the record, or is to be removed."""
+        value = None if record is None else encode(record)
+        slot = self._slots.get(key)
+        if slot is None:
+            self._slots[key] = _Slot(value)
+        else:
+            slot.value = value
+            slot.version += 1
 
     async def settle(self, keys: Iterable[str]) -> None:
         """Return once each key holds what was noted last, or newer. Raises nats.errors.Error; what failed stays
@@ -159,21 +149,21 @@ class Store:
                     group.create_task(self._write(key))
 
     async def settle_all(self) -> None:
-        """Settle every key, one after the other. Raises nats.errors.Error."""
-        for key in list(self._slots):
-            await self._write(key)
+        """Settle every key, one after the other; while NATS is away the log says so."""
+        try:
+            for key in list(self._slots):
+                await self._write(key)
+        except nats.errors.Error as error:
+            log.warning("state is not stored yet; trying again", error=repr(error))
 
     async def purge_markers(self) -> None:
-        """Delete the markers of keys removed long ago. Raises nats.errors.Error."""
-        await self._bucket.purge_deletes(olderthan=PURGE_S)
-
-    def _note(self, key: str, value: bytes | None) -> None:
-        slot = self._slots.get(key)
-        if slot is None:
-            self._slots[key] = _Slot(value)
-        else:
-            slot.value = value
-            slot.version += 1
+        """Background task: delete the markers of keys removed long ago, which keeps the bucket small."""
+        while True:
+            await asyncio.sleep(PURGE_S)
+            try:
+                await self._bucket.purge_deletes(olderthan=PURGE_S)
+            except nats.errors.Error as error:
+                log.warning("markers of deleted keys were not purged", error=repr(error))
 
     async def _write(self, key: str) -> None:
         slot = self._slots.get(key)
@@ -245,11 +235,7 @@ class Driver:
 
     def handle(self, event: Event) -> set[str]:
         """Handle an event at once. Returns the keys of changed state, which the next tick stores."""
-        return self._carry_out(self.controller.on_event(event, self._clock()))
-
-    def start(self, actions: list[act.Action]) -> None:
-        """Carry out what the controller returned when it was restored."""
-        self._carry_out(actions)
+        return self.carry_out(self.controller.on_event(event, self._clock()))
 
     async def tick(self) -> None:
         """Background task: tell the controller that time passes, and store what is not stored yet."""
@@ -257,30 +243,15 @@ class Driver:
             while True:
                 await asyncio.sleep(TICK_S)
                 self.handle(Tick())
-                await self._settle_all()
+                await self._store.settle_all()
         finally:
             try:
                 async with asyncio.timeout(LAST_SETTLE_S):
-                    await self._settle_all()
+                    await self._store.settle_all()
             except TimeoutError:
                 log.warning("NATS does not answer: what was not stored yet is lost with this process")
 
-    async def purge_markers(self) -> None:
-        """Background task: keep the bucket small."""
-        while True:
-            await asyncio.sleep(PURGE_S)
-            try:
-                await self._store.purge_markers()
-            except nats.errors.Error as error:
-                log.warning("markers of deleted keys were not purged", error=repr(error))
-
-    async def _settle_all(self) -> None:
-        try:
-            await self._store.settle_all()
-        except nats.errors.Error as error:
-            log.warning("state is not stored yet; trying again", error=repr(error))
-
-    def _carry_out(self, actions: list[act.Action]) -> set[str]:
+    def carry_out(self, actions: list[act.Action]) -> set[str]:
         """Note state to be stored and send the rest. Returns the keys whose state a request must wait for."""
         keys: set[str] = set()
         for action in actions:
@@ -289,13 +260,13 @@ class Driver:
                     keys.add(key := trajectory_key(record.trajectory_id))
                     self._store.put(key, record)
                 case act.ForgetTrajectory(trajectory_id):
-                    self._store.remove(trajectory_key(trajectory_id))
+                    self._store.put(trajectory_key(trajectory_id), None)
                 case act.SaveEngine(record):
                     keys.add(key := engine_key(record.spec.engine_id))
                     self._store.put(key, record)
                 case act.RemoveEngine(engine_id):
                     keys.add(key := engine_key(engine_id))
-                    self._store.remove(key)
+                    self._store.put(key, None)
                 case act.SavePolicy(policy):
                     keys.add(POLICY_KEY)
                     self._store.put(POLICY_KEY, MeshRecord(policy, self._epoch_s))

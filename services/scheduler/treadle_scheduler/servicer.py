@@ -6,7 +6,7 @@ from typing import Any
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle_runtime.calls import remaining_s
-from treadle_runtime.errors import identifier
+from treadle_runtime.errors import identifier, optional_identifier
 from treadle_runtime.idempotency import RequestRecords, answered_once
 from treadle_runtime.pages import page_of
 from treadle_runtime.times import duration
@@ -47,7 +47,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return pb.GetTrajectoryResponse(trajectory=self._trajectory(identifier("trajectory_id", request.trajectory_id)))
 
     async def ListTrajectories(self, request: pb.ListTrajectoriesRequest, context: Any) -> pb.ListTrajectoriesResponse:
-        rollout_id = convert.optional_identifier("rollout_id", request.rollout_id)
+        rollout_id = optional_identifier("rollout_id", request.rollout_id)
         wanted = (
             record
             for record in self._controller.trajectories()

@@ -68,19 +68,18 @@ async def wire(runtime: Runtime) -> Wiring:
     clock = steady_clock()
     now = clock()
     store = await Store.open(runtime.bus)
-    stored = await store.load()
-    mesh = stored.mesh
+    trajectories, engines, mesh = await store.load()
     if mesh is None:
         mesh = MeshRecord(TREADLE_POLICY, epoch_s=now)
         store.put(POLICY_KEY, mesh)
         await store.settle([POLICY_KEY])
     controller = Controller(mesh.policy, tuning_of(settings), mesh.epoch_s)
-    restored = controller.restore(stored.trajectories, stored.engines, now)
-    log.info("restored", trajectories=len(stored.trajectories), engines=len(stored.engines))
+    restored = controller.restore(trajectories, engines, now)
+    log.info("restored", trajectories=len(trajectories), engines=len(engines))
     outbound = Outbound(settings, runtime.bus, runtime.channel)
     driver = Driver(controller, store, mesh.epoch_s, clock, outbound.send)
     outbound.handle = driver.handle
-    driver.start(restored)
+    driver.carry_out(restored)
 
     async def receive(fact: Any) -> None:
         event = event_of(fact)
@@ -91,7 +90,7 @@ async def wire(runtime: Runtime) -> Wiring:
     servicer = SchedulerServicer(driver, runtime.records, settings)
     return Wiring(
         services={"treadle.scheduler.v1.SchedulerService": partial(add_SchedulerServiceServicer_to_server, servicer)},
-        tasks=[driver.tick, driver.purge_markers, warm_up, *outbound.tasks],
+        tasks=[driver.tick, store.purge_markers, warm_up, *outbound.tasks],
         errors=ERRORS,
     )
 

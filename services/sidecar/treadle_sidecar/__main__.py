@@ -1,10 +1,9 @@
 """Run the sidecar: `python -m treadle_sidecar`."""
 
-from treadle_runtime.config import read_settings
 from treadle_runtime.server import run
 
 from treadle_sidecar.config import SidecarSettings
 from treadle_sidecar.wire import wire
 
 if __name__ == "__main__":
-    run(read_settings(SidecarSettings), wire)
+    run(SidecarSettings, wire)

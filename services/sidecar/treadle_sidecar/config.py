@@ -1,11 +1,10 @@
 """Settings of the sidecar, read once from TREADLE_SIDECAR_<NAME>."""
 
-from pathlib import Path
 from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from treadle_core.steps.preemptive_queue import DEFAULT_HYSTERESIS, DEFAULT_MIN_RUN_TOKENS
-from treadle_runtime.config import Json, Settings, address, url
+from treadle_runtime.config import Json, OptionalAddress, OptionalFolder, Settings, url
 
 WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
 
@@ -13,7 +12,6 @@ DEFAULT_ENGINE_URL = "http://127.0.0.1:30000"
 
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]  # as treadle_runtime.errors.identifier
 EngineUrl = Annotated[str, AfterValidator(lambda value: url(value, ("http", "https"), DEFAULT_ENGINE_URL).rstrip("/"))]
-OptionalAddress = Annotated[str, AfterValidator(lambda value: address(value) if value else value)]
 Count = Annotated[int, Field(ge=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 
@@ -34,7 +32,7 @@ class SidecarSettings(Settings):
     # Priority units by which a waiting step must outrank a running one to evict it.
     hysteresis: NotNegative = DEFAULT_HYSTERESIS
     min_run_tokens: Count = DEFAULT_MIN_RUN_TOKENS  # tokens that a step makes before it may be evicted
-    kv_storage_dir: str = ""  # folder of HiCache's file storage, to see what is stored; empty: not known
+    kv_storage_dir: OptionalFolder = ""  # folder of HiCache's file storage, to see what is stored; empty: not known
     export_wait_s: NotNegative = 2.0  # how long ExportPrefix waits for the engine's asynchronous backup
     # A running step without a token for so long counts as an engine that is lost.
     engine_stall_s: Annotated[float, Field(gt=0)] = 120.0
@@ -44,13 +42,6 @@ class SidecarSettings(Settings):
     decode_per_sequence_s: NotNegative = 0.0
     decode_per_kv_token_s: NotNegative = 0.0
     prefill_tokens_per_s: NotNegative = 0.0
-
-    @field_validator("kv_storage_dir")
-    @classmethod
-    def _is_absolute(cls, value: str) -> str:
-        if value and not Path(value).is_absolute():
-            raise ValueError("an absolute path")
-        return value
 
     @model_validator(mode="after")
     def _others_can_reach_it(self) -> "SidecarSettings":

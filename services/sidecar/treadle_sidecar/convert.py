@@ -9,8 +9,7 @@ from treadle.common.v1 import tokens_pb2
 from treadle.common.v1.ticket_pb2 import Ticket
 from treadle.engine.v1 import engine_pb2 as pb
 from treadle.telemetry.v1 import facts_pb2 as facts
-from treadle_runtime.config import address
-from treadle_runtime.errors import InvalidArgument, finite, identifier, non_negative, positive, require
+from treadle_runtime.errors import endpoint, finite, identifier, non_negative, positive, require
 from treadle_runtime.facts import make_fact
 from treadle_runtime.times import require_timestamp
 
@@ -73,10 +72,7 @@ def prefix_source(request: pb.PrefetchPrefixRequest) -> "array[int] | pb.PrefixR
         return prefix
     reference: pb.PrefixRef = getattr(request, "from")
     identifier("from.trajectory_id", reference.trajectory_id)
-    try:
-        address(reference.engine_address)
-    except ValueError as error:
-        raise InvalidArgument("from.engine_address", f"must be {error}") from None
+    endpoint("from.engine_address", reference.engine_address)
     return reference
 
 

@@ -26,9 +26,9 @@ from treadle_runtime.errors import FailedPrecondition, InvalidArgument, NotFound
 from treadle_runtime.times import duration
 
 from treadle_sidecar import convert
-from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused, Prefill
+from treadle_sidecar.engine.client import EngineClient
 from treadle_sidecar.engine.process import SPARE_REQUESTS
-from treadle_sidecar.engine.watch import EngineProfile, EngineWatch, engine_lost
+from treadle_sidecar.engine.watch import EngineProfile, EngineWatch
 from treadle_sidecar.storage_keys import StoredPages
 
 POLL_STORAGE_S = 0.05  # a page of a small model is written in about a millisecond
@@ -123,7 +123,8 @@ class Prefixes:
             profile.require_known("token_ids", prefix)
             if storage_only:
                 self._require_stored(prefix, profile)
-            found = await self._prefill(prefix, salt)
+            with self.watch.translate_errors("the prefix"):
+                found = await self.engine.prefill(f"{uuid.uuid4().hex}-prefix", prefix.tolist(), salt)
         self.contexts.remember(trajectory_id, prefix)
         return pb.PrefetchPrefixResponse(
             prefix_tokens=len(prefix),
@@ -159,16 +160,6 @@ class Prefixes:
                 raise _prefix_not_found(reference.trajectory_id, what) from error
             raise Unavailable("SOURCE_UNAVAILABLE", what, retry_after_s=RETRY_SOURCE_S) from error
         return convert.token_ids("token_ids", response.token_ids), response.cache_salt
-
-    async def _prefill(self, prefix: "array[int]", salt: str) -> Prefill:
-        rid = f"{uuid.uuid4().hex}-prefix"
-        try:
-            return await self.engine.prefill(rid, prefix.tolist(), salt)
-        except EngineRefused as error:
-            raise FailedPrecondition("ENGINE_REFUSED", f"the engine refused the prefix: {error}") from error
-        except EngineLost as error:
-            self.watch.suspect()
-            raise engine_lost(str(error)) from error
 
     def _require_stored(self, prefix: "array[int]", profile: EngineProfile) -> None:
         # The engine always computes the last token itself, so the pages before it are all that can come from storage.

@@ -15,7 +15,7 @@ from dataclasses import replace
 import structlog
 from treadle_core.steps.preemptive_queue import Admit, QueueFull, QueuePolicy, StepQueue
 from treadle_runtime.bus import Bus
-from treadle_runtime.errors import FailedPrecondition, NotFound, ResourceExhausted, TreadleError
+from treadle_runtime.errors import NotFound, ResourceExhausted, TreadleError
 
 from treadle_sidecar.convert import StepFacts
 from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused
@@ -232,7 +232,7 @@ class StepRunner:
             return self._reason(step, finish, message)
         request = step.attempt_request(profile.weight_version)
         step.rid = request.rid
-        try:
+        with self._watch.translate_errors("the step"):
             await step.learn_tail(self._engine)
             async with aclosing(self._engine.generate(request)) as chunks:
                 async for chunk in chunks:
@@ -248,11 +248,6 @@ class StepRunner:
                     if chunk.finish:
                         step.record.correct_spans(chunk.spans)
                         finish, message = chunk.finish, chunk.message
-        except EngineLost as error:
-            self._watch.suspect()
-            raise engine_lost(str(error)) from error
-        except EngineRefused as error:
-            raise FailedPrecondition("ENGINE_REFUSED", f"the engine refused the step: {error}") from error
         step.stops.cut()
         return self._reason(step, finish, message)
 

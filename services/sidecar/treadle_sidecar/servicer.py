@@ -52,7 +52,7 @@ class TicketBook:
             self._used.discard(heapq.heappop(self._expiries)[1])
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     """`load` and `info` describe the engine at the moment."""
 

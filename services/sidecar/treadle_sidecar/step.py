@@ -15,7 +15,7 @@ from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from treadle.common.v1.tokens_pb2 import Logprobs, SamplingParams, TokenIds, VersionSpan
 from treadle.engine.v1 import engine_pb2 as pb
@@ -32,6 +32,12 @@ Reason: TypeAlias = pb.FinishReason.ValueType
 STOP, LENGTH, ABORTED = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_ABORTED
 
 StepEvent: TypeAlias = pb.StepStarted | pb.TokenChunk | pb.StepPreempted | pb.StepFinished
+_FIELDS: dict[type, str] = {  # of GenerateResponse
+    pb.StepStarted: "started",
+    pb.TokenChunk: "tokens",
+    pb.StepPreempted: "preempted",
+    pb.StepFinished: "finished",
+}
 _Phase = Literal["queue", "prefill", "decode"]
 
 
@@ -235,17 +241,10 @@ class RunningStep:
                 else:
                     yield pb.GenerateResponse(tokens=event)
                     event = following
-            match event:
-                case TreadleError():
-                    raise event
-                case pb.StepStarted():
-                    yield pb.GenerateResponse(started=event)
-                case pb.TokenChunk():
-                    yield pb.GenerateResponse(tokens=event)
-                case pb.StepPreempted():
-                    yield pb.GenerateResponse(preempted=event)
-                case pb.StepFinished():
-                    yield pb.GenerateResponse(finished=event)
+            if isinstance(event, TreadleError):
+                raise event
+            answer: dict[str, Any] = {_FIELDS[type(event)]: event}
+            yield pb.GenerateResponse(**answer)
 
     def admit(self) -> None:
         """Give the step a slot."""

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import structlog
 from treadle_runtime.bus import Bus
-from treadle_runtime.errors import FailedPrecondition, InvalidArgument
+from treadle_runtime.errors import InvalidArgument
 
 from treadle_sidecar.convert import StepFacts
-from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused
-from treadle_sidecar.engine.watch import EngineWatch, engine_lost
+from treadle_sidecar.engine.client import EngineClient
+from treadle_sidecar.engine.watch import EngineWatch
 from treadle_sidecar.prefixes import Prefixes
 from treadle_sidecar.runner import StepRunner
 
@@ -62,25 +62,15 @@ class Weights:
             try:
                 await self.runner.pause(abort=False)
                 async with self.prefixes.exclude():
-                    load_s = await self._load(model_path, weight_version)
+                    began = time.monotonic()
+                    with self.watch.translate_errors("the weights", "WEIGHTS_NOT_LOADED", model_path=model_path):
+                        await self.engine.update_weights(model_path, weight_version)
+                        self.watch.set_weight_version(weight_version)
+                        if not await self.engine.flush_cache():
+                            log.warning("old KV was not flushed; it is never hit and is evicted as space is needed")
+                    load_s = time.monotonic() - began
             finally:
                 if not was_paused:
                     self.runner.resume()
         await self.bus.publish(self.facts.weights_updated(weight_version))
         return load_s, previous
-
-    async def _load(self, model_path: str, weight_version: str) -> float:
-        began = time.monotonic()
-        try:
-            await self.engine.update_weights(model_path, weight_version)
-            self.watch.set_weight_version(weight_version)
-            if not await self.engine.flush_cache():
-                log.warning("old KV was not flushed; it is never hit and is evicted as space is needed")
-        except EngineRefused as error:
-            raise FailedPrecondition(
-                "WEIGHTS_NOT_LOADED", f"the engine refused the weights: {error}", model_path=model_path
-            ) from error
-        except EngineLost as error:
-            self.watch.suspect()
-            raise engine_lost(str(error)) from error
-        return time.monotonic() - began

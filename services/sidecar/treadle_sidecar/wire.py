@@ -67,15 +67,7 @@ async def wire(runtime: Runtime) -> Wiring:
     # Records of this engine's own: sidecars share a NATS, and the same request id may go to several of them.
     name = "".join(char if char.isalnum() or char == "-" else "_" for char in settings.engine_id)
     records = await RequestRecords.open(runtime.bus, f"sidecar_{name}")
-    servicer = EngineServicer(
-        runner=runner,
-        tickets=TicketBook(settings.engine_id),
-        prefixes=prefixes,
-        weights=weights,
-        records=records,
-        load=load,
-        info=info,
-    )
+    servicer = EngineServicer(runner, TicketBook(settings.engine_id), prefixes, weights, records, load, info)
 
     tasks = [watch.run, runner.run]
     if settings.scheduler:

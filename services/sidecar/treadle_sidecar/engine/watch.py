@@ -9,13 +9,13 @@ import dataclasses
 import json
 from array import array
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
-from treadle_runtime.errors import Unavailable, require
+from treadle_runtime.errors import FailedPrecondition, Unavailable, require
 
 from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused
 from treadle_sidecar.engine.process import SPARE_REQUESTS
@@ -138,10 +138,6 @@ class EngineWatch:
                 async with asyncio.timeout(POLL_S):
                     await self._poll_now.wait()
 
-    def suspect(self) -> None:
-        """Poll now, because a stream broke."""
-        self._poll_now.set()
-
     def set_weight_version(self, weight_version: str) -> None:
         """Record the weights that the engine reported."""
         self._weight_reports += 1
@@ -153,6 +149,17 @@ class EngineWatch:
         if self.profile is None or not self.healthy:
             raise engine_lost("the engine does not answer")
         return self.profile
+
+    @contextmanager
+    def translate_errors(self, what: str, reason: str = "ENGINE_REFUSED", **metadata: object) -> Iterator[None]:
+        """Raise what an RPC answers where the engine refuses `what` (FailedPrecondition) or is lost (Unavailable)."""
+        try:
+            yield
+        except EngineRefused as error:
+            raise FailedPrecondition(reason, f"the engine refused {what}: {error}", **metadata) from error
+        except EngineLost as error:
+            self._poll_now.set()  # because a stream broke
+            raise engine_lost(str(error)) from error
 
     async def until_healthy(self) -> EngineProfile:
         """The profile, once the engine answers."""
