@@ -94,11 +94,11 @@ def test_more_is_free_when_the_window_says_so_and_not_before(
 def test_a_quota_is_shared_by_all_and_comes_back_by_the_clock() -> None:
     manager = BasicManager(Provider("search", concurrency=3, quotas=(Quota(4, 10.0), Quota(5, 60.0))))
     assert room(manager, 0.0) == 3
-    for index in range(3):
-        call(manager, f"c{index}", 0.0)
+    for name in ("c0", "c1", "c2"):
+        call(manager, name, 0.0)
     assert room(manager, 0.0) == 0
-    for index in range(3):
-        manager.give_back(f"c{index}", SERVED, 1.0)
+    for name in ("c0", "c1", "c2"):
+        manager.give_back(name, SERVED, 1.0)
     assert room(manager, 1.0) == 1
     call(manager, "c3", 1.0)
     assert manager.next_change_s(1.0) == 10.0

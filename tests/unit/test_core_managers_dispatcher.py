@@ -26,6 +26,7 @@ from treadle_core.tools.pools import CpuNodes, FlatPool, GpuNodes, Pool, capacit
 from treadle_core.tools.providers import BasicManager, Provider, Quota, quota_of
 from treadle_core.tools.queue import ActionQueue
 
+SCALABLE = Action("a0", "t0", 0, {CPU_CORES: Range(1, 4)}, 8.0, CPU_CORES, Amdahl(0.0))
 MACHINES = [Machine("a", ((0, 1), (2, 3)), 100), Machine("b", ((0, 1), (2, 3)), 100)]
 
 
@@ -38,10 +39,6 @@ def dispatcher() -> tuple[Dispatcher, BasicManager]:
 def action(index: int, trajectory: str = "", *, memory: int = 0, **cost: Demand) -> Action:
     demands: dict[str, Demand] = {**cost} | ({MEMORY_BYTES: Fixed(memory)} if memory else {})
     return Action(f"a{index}", trajectory or f"t{index}", index, demands)
-
-
-def scalable(index: int, most: int, single_unit_s: float) -> Action:
-    return Action(f"a{index}", f"t{index}", index, {CPU_CORES: Range(1, most)}, single_unit_s, CPU_CORES, Amdahl(0.0))
 
 
 class Life(RuleBasedStateMachine):
@@ -156,19 +153,13 @@ def test_a_trajectory_stays_on_its_node_and_its_memory_is_held_until_it_is_forgo
     assert nodes["a0"] == nodes["a1"] == nodes["a2"] != nodes["a3"]
     for index in range(4):
         queue.end(f"a{index}", 1.0)
-    queue.submit(action(4, "third", memory=60, cpu_cores=Fixed(1)))
+    for index in (4, 5, 6):
+        queue.submit(action(index, "third", memory=60, cpu_cores=Fixed(1)))
     assert names(queue) == []
-    queue.forget("other")
-    assert names(queue) == ["a4"]
-
-
-def test_when_the_first_of_a_trajectory_gives_up_the_next_says_where() -> None:
-    queue, _ = dispatcher()
-    for index in range(3):
-        queue.submit(action(index, "t", memory=60, cpu_cores=Fixed(1)))
-    for gone in ("a1", "a0"):
+    for gone in ("a5", "a4"):  # the first of a trajectory gives up, and the next one says where it lives
         queue.withdraw(gone)
-    assert names(queue) == ["a2"]
+    queue.forget("other")
+    assert names(queue) == ["a6"]
 
 
 def test_a_refused_call_waits_for_its_provider_alone() -> None:
@@ -190,7 +181,7 @@ def test_a_refused_call_waits_for_its_provider_alone() -> None:
 
 def test_elastic_actions_get_what_is_free_and_typical_durations_are_learned() -> None:
     queue, _ = dispatcher()
-    queue.submit(scalable(0, 4, 8.0))
+    queue.submit(SCALABLE)
     (started,) = queue.decide(0.0)
     assert (started.units, started.expected_s) == (4, 2.0)
     assert started.grant.cpu is not None
@@ -202,7 +193,7 @@ def test_elastic_actions_get_what_is_free_and_typical_durations_are_learned() ->
 
 def test_one_that_can_be_scaled_does_not_go_before_those_that_come_with_it() -> None:
     queue, _ = dispatcher()
-    assert queue.start_at_once(scalable(0, 4, 8.0), 0.0) is None
+    assert queue.start_at_once(SCALABLE, 0.0) is None
     assert queue.start_at_once(action(1, cpu_cores=Fixed(1)), 0.0) is not None
     queue.submit(action(2, cpu_cores=Fixed(1)))
     assert queue.start_at_once(action(3, cpu_cores=Fixed(1)), 0.0) is None

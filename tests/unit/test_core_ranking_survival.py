@@ -43,10 +43,6 @@ def test_when_the_base_counts_next_to_nothing_the_curve_is_kaplan_meiers(
             assert curve[at] == pytest.approx(kaplan_meier(ended, censored, float(TOKEN_KNOTS[at])), abs=1e-5)
 
 
-def test_without_observations_the_curve_is_the_base() -> None:
-    assert posterior(TOKEN_KNOTS, BASE, 3.0, count_totals([], [])) is BASE
-
-
 def test_the_same_trajectory_still_running_says_nothing_about_its_own_rest() -> None:
     without = posterior(TOKEN_KNOTS, BASE, 2.0, count_totals([300.0, 900.0, 2_000.0], [700.0]))
     with_itself = posterior(TOKEN_KNOTS, BASE, 2.0, count_totals([300.0, 900.0, 2_000.0], [700.0, 800.0]))
@@ -56,6 +52,7 @@ def test_the_same_trajectory_still_running_says_nothing_about_its_own_rest() -> 
 
 
 def test_beyond_all_that_was_seen_the_base_says_how_much_remains() -> None:
+    assert posterior(TOKEN_KNOTS, BASE, 3.0, count_totals([], [])) is BASE
     curve = posterior(TOKEN_KNOTS, BASE, 2.0, count_totals([100.0, 200.0], []))
     assert remaining_quantiles(TOKEN_KNOTS, curve, 5_000.0) == pytest.approx(
         remaining_quantiles(TOKEN_KNOTS, BASE, 5_000.0), rel=1e-6

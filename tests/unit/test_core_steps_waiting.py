@@ -36,8 +36,7 @@ def test_queues_equal_a_sort_of_all_steps_that_wait_in_them(calls: list[tuple[in
 
 def test_a_repeated_request_keeps_its_arrival_and_the_newest_values_count() -> None:
     waiting = WaitingSteps()
-    assert waiting.add(request("a"))
-    assert waiting.add(request("b"))
+    assert all(waiting.add(request(name)) for name in "ab")
     again = StepRequested("again", "a", 0, 200, 64)
     assert not waiting.add(again)
     assert waiting.by_arrival({"b", "a", "unknown"}) == ["a", "b"]

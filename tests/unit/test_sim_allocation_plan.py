@@ -95,15 +95,12 @@ def test_a_rest_is_dealt_out_whole_where_the_degrees_allow_it() -> None:
     assert dict(zip(problem.gpus.tolist(), counts.tolist(), strict=True)) == {4: 0, 3: 2}
 
 
-@pytest.mark.parametrize("model", list(PLANNED_MODELS))
-def test_work_of_no_tokens_takes_no_time(model: CostModel) -> None:
-    found = allocate([0.0, 0.0, 0.0], [0.0, 0.0, 0.0], 8, KINDS, model)
-    assert (found.makespan_s, found.lower_bound_s, found.gap) == (0.0, 0.0, 0.0)
-    assert sum(found.degrees) == 8
-
-
-def test_contexts_alone_are_prefilled_and_that_is_all_the_plan_costs() -> None:
+def test_work_of_no_tokens_takes_no_time_but_the_prefill_of_its_contexts() -> None:
     """One prompt of 1,000 tokens at 10,000 tokens a second; the other engines prefill the rest meanwhile."""
+    for model in PLANNED_MODELS:
+        nothing = allocate([0.0, 0.0, 0.0], [0.0, 0.0, 0.0], 8, KINDS, model)
+        assert (nothing.makespan_s, nothing.lower_bound_s, nothing.gap) == (0.0, 0.0, 0.0)
+        assert sum(nothing.degrees) == 8
     found = allocate([0.0, 0.0, 0.0], [1000.0, 10.0, 10.0], 8, KINDS)
     assert found.makespan_s >= found.lower_bound_s == pytest.approx(0.1)
 
@@ -130,17 +127,13 @@ def guesses(doubt: float) -> dict[str, Any]:
     }
 
 
-def test_doubt_that_is_none_changes_nothing() -> None:
-    certain = guesses(0.0)
-    assert allocate(**certain) == allocate(**{**certain, "log_sigma": None})
-
-
 def test_uncertain_lengths_get_engines_that_are_done_sooner_on_average_than_those_of_their_medians() -> None:
+    certain = guesses(0.0)
+    assert allocate(**certain) == allocate(**{**certain, "log_sigma": None}), "doubt that is none changes nothing"
     for doubt in (0.3, 0.6, 1.0):
         given = guesses(doubt)
         problem = prepare(given["lengths"], given["contexts"], given["gpus"], given["kinds"], CostModel.LINEAR_INTEGRAL)
-        sigmas = RECOURSE * given["log_sigma"]
-        samples = sample_lengths(problem.costs, given["contexts"], sigmas, None)
+        samples = sample_lengths(problem.costs, given["contexts"], RECOURSE * given["log_sigma"], None)
         assert samples is not None
 
         def mean_s(degrees: tuple[int, ...], problem: Problem = problem, samples: RankSamples = samples) -> float:

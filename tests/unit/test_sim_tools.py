@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from treadle_core.tools.action import CPU_CORES, GPUS, Amdahl, Fixed, Range
 from treadle_core.tools.cpu import Machine
-from treadle_sim.timeline import Timeline
 from treadle_sim.tools.api_calls import (
     MOST_RETRIES,
     PROVIDER,
@@ -24,24 +24,18 @@ from treadle_sim.tools.cores import ElasticCores, equal_machines
 from treadle_sim.tools.gpus import ElasticGpus, LoadingGroups, StaticGroups
 from treadle_sim.tools.pods import PodRules, Pods, SharedCores
 from treadle_sim.tools.reward_models import DEGREES, JUDGE, Restoring, reading, scored_batch, services, teachers
-from treadle_sim.tools.trace import Asked, Call, Executor, Make, Record, Replay, Report, StuckError, Trace, play
+from treadle_sim.tools.trace import Asked, Call, Executor, Make, Record, Replay, StuckError, Trace, play
 from treadle_sim.workloads.workload import Step, TrajectoryWork
 
 GIB = 1 << 30
 
 
 def elastic(nodes: Sequence[Machine], overhead_s: float = 0.0) -> Make:
-    def make(timeline: Timeline, report: Report) -> Executor:
-        return ElasticCores(timeline, report, tuple(nodes), overhead_s)
-
-    return make
+    return lambda timeline, report: ElasticCores(timeline, report, tuple(nodes), overhead_s)
 
 
-def pods(nodes: Sequence[Machine], **rules: float) -> Make:
-    def make(timeline: Timeline, report: Report) -> Executor:
-        return Pods(timeline, report, nodes, PodRules(**rules))  # type: ignore[arg-type]
-
-    return make
+def pods(nodes: Sequence[Machine], **rules: Any) -> Make:
+    return lambda timeline, report: Pods(timeline, report, nodes, PodRules(**rules))
 
 
 def command(seconds: float, generation_s: float = 0.0) -> Call:
@@ -97,8 +91,7 @@ def test_every_action_runs_once_on_cores_that_nobody_else_has_or_in_its_trajecto
 
 def test_commands_of_a_burst_run_in_the_order_of_their_arrival() -> None:
     traces = [Trace(f"t{index}", "coding", (command(1.0, 0.001 * index),)) for index in range(9)]
-    replay = play(traces, elastic(equal_machines(1, 2, GIB)))
-    started = sorted(replay.records, key=lambda record: record.started_s)
+    started = sorted(play(traces, elastic(equal_machines(1, 2, GIB))).records, key=lambda record: record.started_s)
     assert [record.asked.trace.trajectory_id for record in started] == [f"t{index}" for index in range(9)]
 
 
@@ -130,9 +123,8 @@ def test_pods_start_one_after_the_other_and_wait_where_requests_do_not_fit() -> 
 
 def test_a_pod_that_is_late_is_given_up_and_asked_for_again() -> None:
     traces = [Trace(f"t{index}", "coding", (command(1.0),), 0) for index in range(2)]
-    rules = {"binds_per_s": 1e9, "starts_per_s": 1.0, "start_s": 0.0}
-    patient = play(traces, pods(equal_machines(1, 4, GIB), **rules))
-    hasty = play(traces, pods(equal_machines(1, 4, GIB), **rules, ready_timeout_s=1.5, retry_s=1.0))
+    patient_pods = partial(pods, equal_machines(1, 4, GIB), binds_per_s=1e9, starts_per_s=1.0, start_s=0.0)
+    patient, hasty = play(traces, patient_pods()), play(traces, patient_pods(ready_timeout_s=1.5, retry_s=1.0))
     everything_ran_once(hasty)
     assert sorted(patient.ends_s.values()) == pytest.approx([2.0, 3.0])
     assert sorted(hasty.ends_s.values()) == pytest.approx([2.0, 4.5])
@@ -246,11 +238,7 @@ def test_the_manager_never_asks_for_more_than_the_provider_gives() -> None:
 
 def test_calls_that_nobody_manages_are_refused_tried_again_and_fail_in_the_end() -> None:
     provider = ProviderModel(TIGHT)
-
-    def make(timeline: Timeline, report: Report) -> Executor:
-        return UnmanagedCalls(timeline, report, provider, seed=0)
-
-    replay = play(calling(20), make)
+    replay = play(calling(20), lambda timeline, report: UnmanagedCalls(timeline, report, provider, seed=0))
     everything_ran_once(replay)
     failed = [record for record in replay.records if record.failed]
     assert failed
