@@ -68,8 +68,7 @@ class Bus:
 
     async def publish(self, fact: Fact) -> None:
         """Accept a fact for the stream; waits only while the outbox is full. Raises ValueError for a fact that cannot
-        be sent.
-        """
+        be sent."""
         if self._drained:
             raise nats.errors.ConnectionClosedError
         if not fact.fact_id:
@@ -100,16 +99,14 @@ class Bus:
 
     async def catch_up(self) -> None:
         """Wait until every subscription has handled the facts that are in the stream now: a state rebuilt by `replay`
-        is then complete. Raises nats.errors.Error while NATS does not answer.
-        """
+        is then complete. Raises nats.errors.Error while NATS does not answer."""
         last = (await self._js.stream_info(STREAM)).state.last_seq
         for subscription in self._subscriptions:
             await subscription.catch_up(last)
 
     async def key_value(self, bucket: str, *, ttl_s: float | None = None) -> KeyValue:
         """Open a bucket, and make it first if it is not there: on disk, with one revision a key, which is kept for
-        `ttl_s`.
-        """
+        `ttl_s`."""
         try:
             return await self._js.key_value(bucket)
         except nats.js.errors.NotFoundError:
@@ -135,8 +132,7 @@ class Bus:
 
     async def drain(self, timeout_s: float = 10.0) -> None:
         """Stop the subscriptions, send the accepted facts, close the connection. Facts that NATS does not take in time
-        are lost, and the log says how many.
-        """
+        are lost, and the log says how many."""
         for subscription in self._subscriptions:
             subscription.close()
         try:
@@ -268,8 +264,7 @@ async def open_bus(
     url: str, name: str, *, timeout_s: float = 60.0, tracer: trace.Tracer | None = None
 ) -> AsyncIterator[Bus]:
     """A connected bus for the time of the block, drained at its end. Raises StartError where NATS or JetStream does not
-    answer.
-    """
+    answer."""
     bus = Bus(name, tracer or trace.NoOpTracer())
     await bus._connect(url, timeout_s)
     async with run_beside([bus._send_accepted, bus._keep_subscriptions]):

@@ -93,8 +93,7 @@ def _token(text: str) -> str:
 
 class FactSubscription:
     """A JetStream push consumer of `subjects` that passes each fact to `handler`; `ensure` restores it where the server
-    has lost it.
-    """
+    has lost it."""
 
     def __init__(
         self,

@@ -92,8 +92,7 @@ class Serving:
 
 def run(settings_type: type[Settings], wire: Wire) -> None:
     """Read the settings, serve until a signal, drain, return (exit code 0). Raises SystemExit where the service cannot
-    start or go on.
-    """
+    start or go on."""
     settings = read_settings(settings_type)
     configure_logging(settings)
     try:

@@ -155,8 +155,7 @@ async def test_an_answer_that_need_not_wait_is_recorded_afterwards_and_by_a_repe
 ) -> None:
     """
     WHEN    records are saved later, and NATS is down for the second
-    Result: both are answered; the first is there for the service's next life, the second once it was repeated
-    """
+    Result: both are answered; the first is there for the service's next life, the second once it was repeated"""
     later: list[Coroutine[Any, Any, None]] = []
     async with mutation(nats_server.url, later=later.append) as mutate:
         assert await mutate("r-1") == 1

@@ -65,8 +65,7 @@ async def test_a_step_streams_its_tokens_with_logprobs_version_and_timing(side: 
 
 async def test_a_higher_step_evicts_a_lower_one_and_the_lower_one_loses_nothing(nats_url: str) -> None:
     """One slot; three high steps come while a low one runs. Result: the low one's stream is unbroken, its tokens those
-    of an uninterrupted run, and its context came from KV each time it resumed.
-    """
+    of an uninterrupted run, and its context came from KV each time it resumed."""
     async with fake_sglang(after_abort=2) as engine, sidecar(nats_url, engine.url, slots=1) as side:
         low = Step(side.stub, greedy(400, priority=1.0))
         takers = []
@@ -171,8 +170,7 @@ async def test_a_late_priority_reorders_what_waits(nats_url: str) -> None:
 
 async def test_resumed_output_counts_and_is_not_sent_again(engine: FakeSglang, side: Sidecar) -> None:
     """A step whose engine was lost after 30 tokens. Result: the first new token's offset is 30, the tokens those of an
-    unbroken run.
-    """
+    unbroken run."""
     whole = expected(PROMPT, 100)
     result = await run_step(side.stub, greedy(100, resumed=whole[:30]))
     finished = result.require_whole(resumed=30)
@@ -187,8 +185,7 @@ async def test_an_engine_that_dies_in_a_stream_is_unavailable_after_all_its_toke
     engine: FakeSglang, side: Sidecar
 ) -> None:
     """The engine is killed while one step runs and one waits; then it comes back. Result: both end with ENGINE_LOST,
-    the running one after the tokens it had, and the sidecar serves again.
-    """
+    the running one after the tokens it had, and the sidecar serves again."""
     running = Step(side.stub, greedy(3000))
     await running.until_tokens(11)
     waiting = Step(side.stub, greedy(3000))
@@ -212,8 +209,7 @@ async def test_an_engine_that_dies_in_a_stream_is_unavailable_after_all_its_toke
 
 async def test_a_stop_string_that_an_eviction_splits_ends_the_step(nats_url: str) -> None:
     """The engine looks at what the present request sampled only. Result: the step stops where an uninterrupted one
-    would, wherever it was cut.
-    """
+    would, wherever it was cut."""
     output = expected(PROMPT, 120)
     stop = [text_of(output[60:90])]
     async with fake_sglang(token_s=0.004, after_abort=1) as engine, sidecar(nats_url, engine.url, slots=1) as side:

@@ -91,8 +91,7 @@ async def test_a_pause_that_aborts_ends_running_and_waiting_steps(side: Sidecar)
 
 async def test_a_step_that_lives_through_an_update_has_two_spans(engine: FakeSglang, side: Sidecar) -> None:
     """New weights while steps run. Result: nobody notices but by the version of their tokens, and no KV of the old
-    weights is hit.
-    """
+    weights is hit."""
     facts = await hear(side.runtime.bus, "weights_updated")
     steps = await steps_under_way(side, count=2, tokens=150)
     answer = await update(side)
@@ -141,8 +140,7 @@ async def test_weights_that_do_not_load_leave_the_steps_running_on_the_old_ones(
 
 async def test_a_trajectory_moves_from_sidecar_to_sidecar_through_storage(nats_url: str) -> None:
     """A step on e0; e1 asks e0 for the context and takes its pages from storage. Result: the next step on e1 finds
-    them, and the tokens went past the caller.
-    """
+    them, and the tokens went past the caller."""
     stored: dict[str, list[list[int]]] = {}
     async with (
         fake_sglang(stored=stored) as first,

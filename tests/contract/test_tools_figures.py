@@ -42,8 +42,7 @@ async def test_figures_and_facts_of_actions_say_what_they_took(start_service: St
     GIVEN   one core
     WHEN    a snippet runs, two of 0.3 s at the same time, one that fails, a session stays open, the service is stopped
     Result: the collector has each action's times by tool and status, what cores were held and used, what is held;
-            each is published as started and finished with its queue, overhead and execution times, and one waited
-    """
+            each is published as started and finished with its queue, overhead and execution times, and one waited"""
     collector, trajectory_id = Collector(), "t-1"
     published: list[Fact] = []
     server = grpc.aio.server()

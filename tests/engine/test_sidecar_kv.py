@@ -30,8 +30,7 @@ def sampled(count: int) -> SamplingParams:
 
 async def test_new_weights_in_the_middle_of_a_step_show_as_two_spans(nats_url: str, engine: RealEngine) -> None:
     """Result: the step goes on under the new version, on KV that the new weights computed, then everything is paused
-    and resumed once more.
-    """
+    and resumed once more."""
     async with sidecar(nats_url, engine.url) as side:
         step = Step(side.stub, step_request(ticket("e0"), prompt(1, 100), sampled(60)))
         seen = step.seen
@@ -69,8 +68,7 @@ async def test_a_trajectorys_kv_moves_to_the_other_engine_through_storage(
     nats_url: str, two_engines: tuple[RealEngine, RealEngine]
 ) -> None:
     """A step on e0; e1 takes the context over while e0 is not asked for anything but token ids. Result: nearly all of
-    it comes from storage, and the next step on e1 finds it.
-    """
+    it comes from storage, and the next step on e1 finds it."""
     first, second = two_engines
     storage = {"kv_storage_dir": str(first.kv)}
     async with (
@@ -115,8 +113,7 @@ async def test_a_step_whose_engine_is_killed_goes_on_elsewhere(
     nats_url: str, two_engines: tuple[RealEngine, RealEngine]
 ) -> None:
     """SIGKILL in the middle of a step on e1. Result: the stream ends UNAVAILABLE ENGINE_LOST after every token that
-    came; e0 goes on from them, and the parts make one whole output.
-    """
+    came; e0 goes on from them, and the parts make one whole output."""
     first, second = two_engines
     async with sidecar(nats_url, first.url) as rescue, sidecar(nats_url, second.url, "e1") as doomed:
         ids = prompt(4, 80)

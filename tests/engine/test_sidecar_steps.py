@@ -47,8 +47,7 @@ def rescored(engine: RealEngine, context: Sequence[int], output: Sequence[int], 
 async def test_forced_evictions_lose_no_token_and_keep_the_kv(nats_url: str, engine: RealEngine) -> None:
     """Two slots, two long steps, four urgent ones that come while they run. Result: the long steps are evicted several
     times, every token is there once with the logprob that the engine gives it in its context, and a resumption
-    computes little more than the page that was not whole.
-    """
+    computes little more than the page that was not whole."""
     async with sidecar(nats_url, engine.url, slots=2) as side:
         prompts = [prompt(1, 150), prompt(2, 90)]
         lows = [

@@ -34,8 +34,7 @@ async def memory() -> AsyncIterator[EngineMemory]:
 
 async def chat(engine: RealEngine, max_tokens: int = 16) -> str:
     """What it says at temperature 0, computed anew: with KV of an earlier answer the sums are in another order, and of
-    two tokens that are about as likely the other one may win.
-    """
+    two tokens that are about as likely the other one may win."""
     messages = [{"role": "user", "content": "Count from one to a hundred in words."}]
     body = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
     body["cache_salt"] = uuid.uuid4().hex

@@ -37,8 +37,7 @@ async def test_an_answer_lost_on_the_way_back_is_asked_for_again_under_the_same_
 
 async def test_a_step_that_is_held_in_line_has_the_whole_deadline_with_each_attempt() -> None:
     """The scheduler answers time and again that the step waits for room: it may for longer than the deadline, which is
-    for a scheduler that says nothing.
-    """
+    for a scheduler that says nothing."""
     schedule_s, held = 30.0, Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "STEP_HELD", retry_after_s=0.08)
     timeouts = treadle.Timeouts(schedule_s=schedule_s)
     async with one_trajectory("e0", prompt=PROMPT, timeouts=timeouts) as (mesh, t):

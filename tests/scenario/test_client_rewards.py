@@ -20,8 +20,7 @@ async def start_rewards(start_service: StartService) -> str:
 async def test_a_rollout_hands_in_what_the_service_scored(start_service: StartService) -> None:
     """
     WHEN    agents return pending rewards, one of them of a function that refuses its arguments
-    Result: each trajectory has its score, also where the trainer takes it; the refused one has failed and said why
-    """
+    Result: each trajectory has its score, also where the trainer takes it; the refused one has failed and said why"""
     tools = await start_rewards(start_service)
 
     async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> treadle.PendingReward:

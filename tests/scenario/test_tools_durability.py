@@ -53,8 +53,7 @@ async def test_a_killed_service_goes_on_where_it_was(start_service: StartService
     WHEN    the service is killed in the middle of a step of the riddle, and started again
     Result: every session is as its callers know it; steps that were answered are answered the same again and not
             taken twice; the step in flight is answered to its repeat and was taken once, and its end is published,
-            since somebody may wait for the trajectory's tool; what was closed stays closed; all others go on
-    """
+            since somebody may wait for the trajectory's tool; what was closed stays closed; all others go on"""
     append = "import time; time.sleep(1); open('/tmp/log', 'a').write('x'); open('/tmp/log').read()"
     trajectory_id, published = f"t-{uuid.uuid4().hex}", []
 
@@ -108,8 +107,7 @@ async def test_a_killed_service_goes_on_where_it_was(start_service: StartService
 async def test_the_last_step_of_a_session_is_answered_again(start_service: StartService, state: str) -> None:
     """
     WHEN    the step in flight at the kill ends its session
-    Result: its repeat gets the reward; the session is done
-    """
+    Result: its repeat gets the reward; the session is done"""
     async with run(start_service, state, "reasoning_gym") as calls:
         riddle = (await calls.open("reasoning_gym", LEGS)).session.session_id
         answering = asyncio.create_task(calls.step(riddle, {"code": "import time; time.sleep(0.8)"}, id="think"))
@@ -185,8 +183,7 @@ async def test_an_opening_in_flight_is_the_one_that_its_repeat_gets(
 ) -> None:
     """
     WHEN    the service is killed while an environment opens
-    Result: the repeat gets the session that the first call began
-    """
+    Result: the repeat gets the session that the first call began"""
     async with run_own(start_service, state, tmp_path) as first:
         await kill(first, asyncio.create_task(first.open("count", {"opening_s": 1.0}, id="one")))
         killed_at = time.time()
@@ -204,8 +201,7 @@ async def test_callers_that_repeat_what_was_not_answered_count_each_step_once(
     """
     GIVEN   twelve callers that take forty steps each and repeat a call until it is answered
     WHEN    the service is killed twice meanwhile, and comes back
-    Result: every answer is the number of its step; nothing was stepped twice or lost
-    """
+    Result: every answer is the number of its step; nothing was stepped twice or lost"""
     lives: list[ToolsCalls] = []
     steps, kills = 0, {at_steps: asyncio.Event() for at_steps in (100, 300)}
 
@@ -259,8 +255,7 @@ async def test_memory_is_watched_while_there_is_no_service(
     """
     GIVEN   no control groups, and a step whose children will hold 160 MiB where 64 are allowed
     WHEN    the service is killed before they do
-    Result: the daemon kills the sandbox; the next service says that the session has ended
-    """
+    Result: the daemon kills the sandbox; the next service says that the session has ended"""
     async with run_own(start_service, state, tmp_path, CGROUPS="off") as calls:
         session_id = (await calls.open("hoards")).session.session_id
         daemon = daemon_of(calls)
@@ -323,8 +318,7 @@ async def test_a_session_that_cannot_go_on_says_so(start_service: StartService, 
 async def test_what_a_killed_machine_leaves_in_the_folder_harms_nobody(start_service: StartService, state: str) -> None:
     """
     WHEN    service and daemon are killed together
-    Result: the next service finds a socket that nobody listens to, starts a daemon of its own and knows no session
-    """
+    Result: the next service finds a socket that nobody listens to, starts a daemon of its own and knows no session"""
     async with run(start_service, state, "frozen_lake") as calls:
         session_id = (await calls.open("frozen_lake")).session.session_id
         daemon = daemon_of(calls)

@@ -98,8 +98,7 @@ def provider(said: pb.GetResourcesResponse, name: str) -> pb.Provider:
 async def test_an_action_sees_the_cores_that_are_its_own(calls: ToolsCalls) -> None:
     """
     WHEN    two snippets run at a time on a node of two cores
-    Result: each sees one core, and not the other's
-    """
+    Result: each sees one core, and not the other's"""
     look = "import os, time; print(sorted(os.sched_getaffinity(0)), os.environ['TREADLE_CORES']); time.sleep(0.9)"
     both = await asyncio.gather(*(calls.python(look) for _ in range(2)))
     first, second = sorted(os.sched_getaffinity(0))[:2]
@@ -110,8 +109,7 @@ async def test_an_action_sees_the_cores_that_are_its_own(calls: ToolsCalls) -> N
 async def test_an_elastic_action_gets_all_cores_alone_and_fewer_among_others(calls: ToolsCalls) -> None:
     """
     WHEN    an action that scales is alone; then two come together; then one comes while a core is held
-    Result: it gets both cores; one each; the one that is free. Its program is told how many, and sees no others.
-    """
+    Result: it gets both cores; one each; the one that is free. Its program is told how many, and sees no others."""
     first, second = sorted(os.sched_getaffinity(0))[:2]
     assert (await calls.invoke({}, tool="spread")).output == f"2 {[first, second]}"
     both = await asyncio.gather(*(calls.invoke({"for_s": 0.5}, tool="spread") for _ in range(2)))
@@ -136,8 +134,7 @@ async def test_a_session_keeps_memory_until_it_is_closed(calls: ToolsCalls) -> N
     """
     GIVEN   memory for one session
     WHEN    a second is opened
-    Result: it waits, and opens when the first is closed; steps of the first and calls of other tools do not wait
-    """
+    Result: it waits, and opens when the first is closed; steps of the first and calls of other tools do not wait"""
     first = (await calls.open("frozen_lake")).session.session_id
     assert (await dimension(calls, "memory_bytes")).held == 16 * MIB
     second = asyncio.create_task(calls.open("frozen_lake"))
@@ -174,8 +171,7 @@ async def test_resources_tell_what_is_held_and_who_waits(calls: ToolsCalls) -> N
 async def test_a_refused_call_is_made_again_when_the_provider_allows_it(calls: ToolsCalls) -> None:
     """
     WHEN    a provider refuses a call for a second, and another call comes meanwhile
-    Result: both are answered, after that time; the refused one took two of the quota
-    """
+    Result: both are answered, after that time; the refused one took two of the quota"""
     await calls.invoke({}, tool="resting")  # the worker is there
     refused_until = time.time() + 1.0
     first = asyncio.create_task(calls.invoke({"until": refused_until}, tool="resting"))
@@ -191,8 +187,7 @@ async def test_a_refused_call_is_made_again_when_the_provider_allows_it(calls: T
 async def test_a_call_that_is_refused_beyond_its_callers_time_says_so(calls: ToolsCalls) -> None:
     """
     WHEN    a provider refuses for longer than the callers have
-    Result: the refused one reads that it was; the next is not made: UNAVAILABLE, with the time to retry after
-    """
+    Result: the refused one reads that it was; the next is not made: UNAVAILABLE, with the time to retry after"""
     refused = await calls.invoke({"until": time.time() + 600}, tool="away")
     assert refused.status == pb.RESULT_STATUS_TOOL_ERROR
     assert refused.error.startswith("the provider refuses for ")

@@ -254,8 +254,7 @@ async def test_a_refused_call_is_sent_again_and_a_provider_is_left_alone_by_all(
     """
     WHEN    a function answers a call with 429 and Retry-After, 503 and 502, and another call is made after the first
     Result: nothing reaches its provider before the second that it asked for is over; both callers see the answer
-            alone; all tries of a call have one Idempotency-Key
-    """
+            alone; all tries of a call have one Idempotency-Key"""
     came: list[float] = []
     refusals = (says({}, 429, Retry_After="1"), says({}, 503), says({}, 502))
     handlers = (noted(came, answer) for answer in (says("at last"), *refusals))

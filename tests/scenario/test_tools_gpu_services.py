@@ -133,8 +133,7 @@ async def test_a_server_that_is_started_anew_is_known_to_hold_its_memory(
 ) -> None:
     """
     WHEN    of two servers of a GPU one that is released crashes and comes back, and later one in memory that is asked
-    Result: the first is released again, and both can be asked; the second answers what waited for it
-    """
+    Result: the first is released again, and both can be asked; the second answers what waited for it"""
     async with judged(start_service, tmp_path) as mesh, rewards_of(mesh.process) as calls:
         await until_released(mesh.b)
         await start_anew(mesh.b)
@@ -164,8 +163,7 @@ async def test_a_kill_in_the_middle_of_a_change_costs_a_start_of_that_server(
 ) -> None:
     """
     WHEN    the service is killed while a server resumes
-    Result: the next one does not touch that server, says so, and uses it again once it has been started anew
-    """
+    Result: the next one does not touch that server, says so, and uses it again once it has been started anew"""
     async with judged(start_service, tmp_path, "a") as mesh:
         pending = await ask_while_it_changes(mesh)
         mesh.process.kill()
@@ -191,8 +189,7 @@ async def ask_while_it_changes(mesh: Judged) -> pb.Reward:
 async def test_a_release_that_a_kill_left_open_keeps_its_gpu_taken(start_service: StartService, tmp_path: Path) -> None:
     """
     WHEN    the service is killed while a server of a shared GPU releases its memory for another one
-    Result: the next service resumes the other one only after the first has been started anew and released again
-    """
+    Result: the next service resumes the other one only after the first has been started anew and released again"""
     async with judged(start_service, tmp_path) as mesh:
         async with rewards_of(mesh.process) as calls:
             await score(calls, "by_b")

@@ -45,8 +45,7 @@ async def test_sigkill_leaves_nothing_behind_once_nobody_has_come(start_service:
     """
     GIVEN   a service whose sessions wait half a second for it to come back
     WHEN    it is killed with a snippet running and a session open, and does not come back
-    Result: no process, no control group and no folder is left
-    """
+    Result: no process, no control group and no folder is left"""
     state = tmp_path / "state"
     async with tools(start_service, "python", "frozen_lake", STATE_DIR=str(state), KEEP_S="0.5") as calls:
         running = await sandboxed(calls)
@@ -67,8 +66,7 @@ async def test_sigkill_leaves_nothing_behind_once_nobody_has_come(start_service:
 async def test_what_is_lost_takes_its_sandboxes_with_it_and_is_replaced(start_service: StartService, lost: str) -> None:
     """
     WHEN    bubblewrap, or the sandbox daemon, is killed from outside
-    Result: everything in its sandboxes dies at once; its session has crashed; snippets run again in a new one
-    """
+    Result: everything in its sandboxes dies at once; its session has crashed; snippets run again in a new one"""
     async with tools(start_service, "python", "frozen_lake") as calls:
         session_id = (await calls.open("frozen_lake")).session.session_id
         await calls.python("1")

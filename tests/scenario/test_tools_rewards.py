@@ -79,8 +79,7 @@ async def test_a_function_without_a_score_fails_its_reward_alone(rewards: Reward
 async def test_what_was_accepted_is_scored_after_a_kill(start_service: StartService, own: dict[str, str]) -> None:
     """
     WHEN    the service is killed with a reward running, others waiting and one done
-    Result: the next one scores what had not ended, tells the done one as it was, and repeats are answered as before
-    """
+    Result: the next one scores what had not ended, tells the done one as it was, and repeats are answered as before"""
     process = await start(start_service, own, REWARD_SLOTS="1")
     async with rewards_of(process) as calls:
         done = await calls.end("given", {"score": 3}, id="a")
@@ -103,8 +102,7 @@ async def test_a_full_pool_says_when_to_come_back_and_no_job_waits_for_all_of_an
     """
     GIVEN   one slot, in which a reward runs that never ends, and as many of two jobs waiting as may
     WHEN    one more is asked for; then one of those that wait is cancelled, and the one that runs
-    Result: it is refused; both end at once; the others are scored, each job's in order and the jobs in turns
-    """
+    Result: it is refused; both end at once; the others are scored, each job's in order and the jobs in turns"""
     async with run(start_service, own, REWARD_SLOTS="1", MAX_REWARDS="62") as calls:
         await calls.end("given", {"score": 0})  # what it costs is known now
         running = await calls.score("endless", {})

@@ -175,8 +175,7 @@ async def test_branches_start_where_the_snapshot_was_taken(calls: ToolsCalls) ->
     """
     GIVEN   a lake after two steps
     WHEN    it is snapshot, goes on, is closed, and two sessions are opened from the snapshot
-    Result: both show the observation of the second step first and go their own ways from there
-    """
+    Result: both show the observation of the second step first and go their own ways from there"""
     trunk = (await calls.open("frozen_lake", {"seed": 7}, trajectory_id="t-1")).session.session_id
     for _ in range(2):
         seen = await calls.step(trunk, {"action": "down"})

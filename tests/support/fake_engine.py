@@ -66,8 +66,7 @@ class Script:
 class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
     """script: for the streams to come. finished: told each ticket whose step ended in order. bus: for the facts of
     steps; None: nobody is told. prefixes: trajectory → tokens that are here. stored: whether shared storage has what
-    the source of a move has.
-    """
+    the source of a move has."""
 
     def __init__(
         self,

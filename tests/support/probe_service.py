@@ -53,8 +53,7 @@ FAILURES = {
 
 class Probe(placement_pb2_grpc.PlacementServiceServicer):
     """slow: answers after slow_s. upstream:x: has another probe do x. remaining: tells its deadline. Of FAILURES:
-    raises.
-    """
+    raises."""
 
     def __init__(self, settings: ProbeSettings, runtime: Runtime) -> None:
         self._settings, self._runtime = settings, runtime

@@ -223,8 +223,7 @@ def test_decisions_are_near_the_best_of_all_prefixes_and_allocations(
     alike: int, record_property: Callable[[str, object], None]
 ) -> None:
     """DPArrange is the best for those that start, not for those behind them, nor for those of their like (`alike`) that
-    are expected: one queue in a few hundred is more than 5% above the best (ADR 0021).
-    """
+    are expected: one queue in a few hundred is more than 5% above the best (ADR 0021)."""
     gaps = []
     for seed in range(300):
         small = small_queue(seed)
@@ -285,8 +284,7 @@ def test_one_that_would_start_with_little_waits_for_what_its_like_free_soon_and_
     """
     GIVEN   2 of 16 cores free, the others come back in a second
     WHEN    a test run of 100 s waits, and a command behind it
-    Result: the command starts; the run does, with more, a second later
-    """
+    Result: the command starts; the run does, with more, a second later"""
     run = elastic(0, Range(1, 16), 100.0, Amdahl(0.05))
     behind = asks(1, cpu_cores=Fixed(1))
     assert units(decided([run, behind], [cores(16, 2)], [runs(14, 1.0)])) == {"a1": 1}

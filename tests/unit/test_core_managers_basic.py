@@ -139,8 +139,7 @@ def fail(breaker: Breaker, name: str, now_s: float, end: End = End.FAILED) -> No
 def test_a_breaker_opens_after_failures_in_a_row_tries_one_and_waits_twice_as_long_each_time() -> None:
     """
     WHEN    a provider fails, is tried after the cool-down, fails again and again, and then serves
-    Result: open for 1, 2, 4, 4 s (the longest), one probe each; then closed, and the next cool-down is 1 s again
-    """
+    Result: open for 1, 2, 4, 4 s (the longest), one probe each; then closed, and the next cool-down is 1 s again"""
     breaker = Breaker(BreakerRule(failures=3, recent=100, cooldown_s=1.0, longest_cooldown_s=4.0))
     for end in (End.FAILED, End.FAILED, End.SERVED, End.FAILED, End.FAILED):
         fail(breaker, "a", 0.0, end)

@@ -141,8 +141,7 @@ def names(dispatcher: Dispatcher, now_s: float = 0.0) -> list[str]:
 def test_a_trajectory_stays_on_its_node_and_its_memory_is_held_until_it_is_forgotten() -> None:
     """
     WHEN    several actions of a trajectory come at once, and another trajectory's
-    Result: they start on the same node, the memory is held once, and stays until the end of the trajectory
-    """
+    Result: they start on the same node, the memory is held once, and stays until the end of the trajectory"""
     queue, _ = dispatcher()
     for index in range(3):
         queue.submit(action(index, "t", memory=60, cpu_cores=Fixed(1)))
@@ -165,8 +164,7 @@ def test_a_trajectory_stays_on_its_node_and_its_memory_is_held_until_it_is_forgo
 def test_a_refused_call_waits_for_its_provider_alone() -> None:
     """
     WHEN    a provider asks to wait 5 s
-    Result: others start, its calls do not, and the next decision is due then
-    """
+    Result: others start, its calls do not, and the next decision is due then"""
     queue, search = dispatcher()
     queue.submit(Action("call", "t", 0, search.cost()))
     assert names(queue) == ["call"]

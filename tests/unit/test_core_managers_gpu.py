@@ -105,8 +105,7 @@ def test_the_chunk_that_holds_the_service_is_preferred() -> None:
     """
     GIVEN   a service in the memory of a chunk, and the free chunks of its size
     WHEN    it is asked for again after others
-    Result: it executes there and is not restored
-    """
+    Result: it executes there and is not restored"""
     manager = GpuManager(["a", "b"], GPU_BYTES, SERVICES)
     take(manager, "first", "mid", 4, 0.0)
     second = take(manager, "second", "big", 4, 0.0)
@@ -122,8 +121,7 @@ def test_services_share_the_memory_of_a_gpu_while_they_fit_and_the_least_recentl
     """
     GIVEN   one GPU's worth of free chunks (the other seven are busy)
     WHEN    services come that do not all fit
-    Result: what was used least recently goes, and only as much as must
-    """
+    Result: what was used least recently goes, and only as much as must"""
     manager = GpuManager(["a"], GPU_BYTES, SERVICES)
     for degree in (4, 2, 1):
         take(manager, f"busy{degree}", None, degree, 0.0)

@@ -47,8 +47,7 @@ def test_a_waiting_step_that_outranks_the_lowest_running_one_evicts_it() -> None
 
 def test_a_step_is_not_evicted_before_it_has_made_its_tokens_since_its_admission() -> None:
     """Two steps whose priorities leapfrog would else trade one slot without getting on. Result: each turn makes
-    tokens.
-    """
+    tokens."""
     q = queue()
     q.add("low", 1.0)
     q.decide()

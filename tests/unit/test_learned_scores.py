@@ -119,8 +119,7 @@ def test_each_step_is_asked_of_every_estimator_and_the_oracle_is_right() -> None
 def test_shares_within_quantiles_are_of_all_that_were_asked() -> None:
     """
     WHEN    what is said before the first step is the median of all, a quarter of whom end within two steps
-    Result: half of all truths are at or below it, though fewer of those that take more steps are
-    """
+    Result: half of all truths are at or below it, though fewer of those that take more steps are"""
     now = [Transcript(f"t{count}", "now", f"p{count}", 9, (Turn(100 + count),) * count) for count in range(1, 9)]
     moments = replay(now, asked=lambda turn: turn == 0)
     said = np.full((len(moments), 3), np.median([moment.remaining_tokens for moment in moments]))

@@ -14,8 +14,7 @@ IMAGE, MIRRORED = "python:3.12", f"{MIRROR}/python:3.12"
 
 class FakeDocker:
     """The part of a daemon that has to do with images. refusals: by reference, the statuses of pulls one by one; a
-    reference that is not named is there at once.
-    """
+    reference that is not named is there at once."""
 
     def __init__(self, present: Collection[str] = (), refusals: Mapping[str, list[int]] | None = None) -> None:
         self.images = self

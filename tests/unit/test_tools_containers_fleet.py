@@ -100,8 +100,7 @@ async def test_the_next_run_finds_sessions_and_removes_all_other_containers(tmp_
     """
     GIVEN   a fleet with an open session, a closed one, and warm containers, that is killed in the middle of a message
     Result: the next one finds the open session with its notes and goes on with it, and the request that closed the
-            other; it leaves no other container of the first
-    """
+            other; it leaves no other container of the first"""
     host = FakeHost()
     async with fleet_on([host], tmp_path, tools=[COUNTER], keep_on_exit=True) as fleet:
         sandbox, other = await fleet.take("counter"), await fleet.take("counter")

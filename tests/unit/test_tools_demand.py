@@ -56,8 +56,7 @@ def test_a_tool_that_scales_asks_for_what_it_can_use(cores: tuple[int, ...], mos
 def test_durations_are_learned_for_one_core_and_told_for_as_many_as_lately() -> None:
     """
     WHEN    an action of 8 s took 1 s on the 8 of its cores that scale by half
-    Result: one core takes 4 s of that, and 0.1 s goes beside; the next should take as long as this one did
-    """
+    Result: one core takes 4 s of that, and 0.1 s goes beside; the next should take as long as this one did"""
     demands = Demands(16, GIB, {})
     scaled = tool(Scaling((1, 8), efficiency=((1, 1.0), (8, 0.5))))
 

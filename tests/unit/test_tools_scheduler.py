@@ -73,8 +73,7 @@ async def test_a_large_action_is_not_passed_by_later_small_ones() -> None:
     """
     GIVEN   4 cores of which 2 are held
     WHEN    an action wants 4, and after it one wants 1
-    Result: the small one waits for the large one, although it would fit
-    """
+    Result: the small one waits for the large one, although it would fit"""
     async with turns_of(4, max_waiting=10) as turns, asyncio.TaskGroup() as group:
         first = Holder(group, turns, wants("first", 2))
         await settled()
@@ -103,8 +102,7 @@ async def test_where_nobody_may_wait_what_fits_starts_all_the_same() -> None:
 async def test_an_action_that_gives_up_leaves_the_queue() -> None:
     """
     WHEN    the first in the queue is cancelled while it waits, or in the moment it is served
-    Result: the next one gets the core, and none is lost
-    """
+    Result: the next one gets the core, and none is lost"""
     served: list[Holder] = []
 
     def cancel_the_served(_: float) -> None:
@@ -140,8 +138,7 @@ async def test_a_turn_that_does_not_come_in_time_is_given_up() -> None:
 async def test_those_that_come_together_share_the_cores() -> None:
     """
     WHEN    two actions that could each use all the cores come in one turn of the loop
-    Result: neither has taken them all before the other is known
-    """
+    Result: neither has taken them all before the other is known"""
     async with turns_of(8, max_waiting=10) as turns, asyncio.TaskGroup() as group:
         both = [Holder(group, turns, scales(name, 8)) for name in ("one", "other")]
         for holder in both:
@@ -154,8 +151,7 @@ async def test_those_that_come_together_share_the_cores() -> None:
 async def test_a_provider_that_refuses_is_left_alone_until_it_said_and_then_called_again() -> None:
     """
     WHEN    a call is refused for 50 ms
-    Result: the next call's turn comes by the clock alone, not before; another's does not wait
-    """
+    Result: the next call's turn comes by the clock alone, not before; another's does not wait"""
     now_s = 7.0
     search = BasicManager(Provider("search", concurrency=1))
     async with turns_of(2, 10, search, clock=lambda: now_s) as turns:
@@ -174,8 +170,7 @@ async def test_a_provider_that_refuses_is_left_alone_until_it_said_and_then_call
 async def test_a_turn_that_comes_by_the_clock_as_a_decision_is_made_is_not_missed() -> None:
     """
     WHEN    a decision falls just before the time that a provider asked to wait for, and ends after it
-    Result: the call's turn comes all the same, long before its quota would be whole again
-    """
+    Result: the call's turn comes all the same, long before its quota would be whole again"""
     until_s = float("inf")
 
     def clock() -> float:

@@ -44,8 +44,7 @@ def require_bubblewrap() -> None:
 
 def engine_python() -> Path:
     """The python of the venv that holds SGLang: $TREADLE_ENGINE_PYTHON, else .venv-engine of the working folder or of
-    the checkout.
-    """
+    the checkout."""
     named = os.environ.get(ENGINE_PYTHON_VARIABLE)
     if named:
         if shutil.which(named) is None:

@@ -46,8 +46,7 @@ class RewardResult:
 
 class PendingReward:
     """A reward that was accepted. An agent of Client.rollout may return it in place of a number: the trajectory is
-    closed at once, and handed in when the score is there.
-    """
+    closed at once, and handed in when the score is there."""
 
     def __init__(self, mesh: Mesh, reward_id: str) -> None:
         self.reward_id = reward_id

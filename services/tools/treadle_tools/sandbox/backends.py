@@ -39,8 +39,7 @@ class BackendMissing(Exception):  # noqa: N818 - a state of the machine more tha
 @dataclass
 class Backends:
     """of_tool: the name of each tool's backend. snapshots: the folder for snapshots of sessions. started: by name, and
-    versions: of those that are there. missing: why others are not.
-    """
+    versions: of those that are there. missing: why others are not."""
 
     of_tool: Mapping[str, str]
     snapshots: Path

@@ -62,8 +62,7 @@ class DockerPipe:
 
 class DockerHost:
     """A `Host`. mirror: a registry that is asked first for images, such as `registry.local:5000`; empty: none. tls: a
-    folder with ca.pem, cert.pem and key.pem, for a daemon that is not on this machine.
-    """
+    folder with ca.pem, cert.pem and key.pem, for a daemon that is not on this machine."""
 
     def __init__(self, url: str, *, owner: str, mirror: str = "", tls: str = "") -> None:
         self.name = url

@@ -165,8 +165,7 @@ class KubernetesHost:
 
     async def attach(self, name: str) -> Pipe:
         """A pipe to a pod. Not `exec`, which would start a process that foreign code in the pod can reach. A pod that
-        has ended raises ContainerLost with the last line of its output.
-        """
+        has ended raises ContainerLost with the last line of its output."""
         await self._connect()
         if not (await self.ending(name)).runs:
             raise ContainerLost(await self._read_last_line(name))
@@ -179,8 +178,7 @@ class KubernetesHost:
 
     async def allot(self, name: str, allotment: Allotment) -> None:
         """Have the kubelet change a pod's limit of cores, without waiting until it has. Memory stays as it was made
-        with, and so does what the pod requests, so that the cluster's scheduler need not be asked.
-        """
+        with, and so does what the pod requests, so that the cluster's scheduler need not be asked."""
         if self._resizes:
             limits = {"limits": {"cpu": str(allotment.cpu_cores)}}
             patch = {"spec": {"containers": [{"name": CONTAINER, "resources": limits}]}}

@@ -105,8 +105,7 @@ class Child:
 
     def next_event(self, deadline: float, captured: Captured) -> dict[str, Any] | int | None:
         """The child's next message; its wait status, where it has ended; None at the deadline (time.monotonic), if it
-        still runs. Adds its output to `captured`. Raises FrameError where it sends something else than frames.
-        """
+        still runs. Adds its output to `captured`. Raises FrameError where it sends something else than frames."""
         while True:
             if (message := frames.take_message(self._received)) is not None:
                 self._drain(captured)

@@ -95,8 +95,7 @@ def _isolate(work_bytes: int) -> None:
 
 def drop_privileges() -> None:
     """Give up what a sandbox does not need any more: capabilities, new namespaces, readable memory; and Python's
-    handler of SIGINT, because a signal that init does not handle never reaches it from inside its namespace.
-    """
+    handler of SIGINT, because a signal that init does not handle never reaches it from inside its namespace."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     drop_capabilities()
     _filter_system_calls()
