@@ -3,8 +3,6 @@
 A template holds words, the caller passes figures. A name that the caller did not pass raises jinja2.UndefinedError.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape

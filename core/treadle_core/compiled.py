@@ -4,8 +4,6 @@ Compiled code is cached on disk, so that only the first process on a machine com
 (a read-only container without NUMBA_CACHE_DIR) each process compiles for itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 

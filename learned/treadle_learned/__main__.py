@@ -4,8 +4,6 @@ A predictor service runs this as a process of its own, at a low priority. Prints
 line on stderr, and the exit code is 2.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import json

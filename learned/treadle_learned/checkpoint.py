@@ -10,8 +10,6 @@ checksum; a head is never joined to another backbone, tokenizer or set of featur
 removed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import tempfile

@@ -9,8 +9,6 @@ Invariants: no member is fitted on its fold; the result is of the epoch with the
 seen, then calibrated; the same seed gives the same result.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass

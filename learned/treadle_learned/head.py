@@ -14,8 +14,6 @@ Invariants: quantiles never fall with the probability and are never below 0; wit
 nothing; what a member was fitted on does not calibrate it, and neither does what is censored.
 """
 
-from __future__ import annotations
-
 import math
 from typing import cast
 

@@ -4,8 +4,6 @@ Invariants: a version that is worse on the validation prompts than the one in us
 stays until a better one is whole.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

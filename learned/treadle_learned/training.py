@@ -6,8 +6,6 @@ Invariants: the test prompts are never looked at; the checkpoint appears whole o
 changed.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

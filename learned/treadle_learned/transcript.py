@@ -6,8 +6,6 @@ Lines, one transcript a line, gzip where the name ends in .gz. Invariants: `read
 whole or not at all; an error names its line and field.
 """
 
-from __future__ import annotations
-
 import gzip
 import os
 import tempfile

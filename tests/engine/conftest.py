@@ -2,8 +2,6 @@
 end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The SGLang plugin inside the engine's own venv: silent unless chosen, and equal to what it stands in for."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 

@@ -7,8 +7,6 @@ pages, only `max_running` requests run. What it leaves out: text models. A token
 is a hash of position and predecessor.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence

@@ -1,7 +1,5 @@
 """Real SGLang engines on the CPU as child processes: one thread and one core each, KV through one shared folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The step queue: who runs, who waits, who gives way."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -2,8 +2,6 @@
 an engine.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from array import array

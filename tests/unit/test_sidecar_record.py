@@ -1,7 +1,5 @@
 """What a step gathers: tokens, version spans, phases; and stop strings around a cut."""
 
-from __future__ import annotations
-
 from array import array
 
 from hypothesis import given

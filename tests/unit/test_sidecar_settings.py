@@ -1,7 +1,5 @@
 """Settings of the sidecar: what is refused, and with which line."""
 
-from __future__ import annotations
-
 import pytest
 from treadle_runtime.config import BAD_SETTING_EXIT_CODE, read_settings
 from treadle_sidecar.config import SidecarSettings

@@ -8,8 +8,6 @@ Two baselines stand beside the learned heads: `PromptAverage` predicts from hist
 gradient-boosted trees on the numeric features, and reads no text.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Starts a real service with its sandboxes and a nats-server, and calls it over lo
 batch: commands that sleep, on more cores than the machine has, since sleeping takes none.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -3,8 +3,6 @@
 The imports of torch stand in the functions, so that the other commands need no torch.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

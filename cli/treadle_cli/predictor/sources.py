@@ -4,8 +4,6 @@ Invariant: nothing is made up. A run keeps token ids; they become texts where it
 where it is not. A trajectory that did not end by itself is censored.
 """
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json

@@ -4,8 +4,6 @@ The details come from `grpc-status-details-bin` (wire-equal to google.rpc.Status
 messages, so that googleapis is not needed; a status without details still gives a code and a message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ A request returns as soon as the tools service has accepted it; what it has acce
 the service, and waiting continues through one.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ fails its own trajectory only; when the run ends, however it ends, no trajectory
 In messages tokens, loss mask and logprobs are equally long; one where they are not raises StreamBroken.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import asdict, replace

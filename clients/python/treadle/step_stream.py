@@ -5,8 +5,6 @@ account (count, version spans) agrees with what arrived; anything else raises St
 another without overlap.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from treadle.engine.v1 import engine_pb2

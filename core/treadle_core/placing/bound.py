@@ -10,8 +10,6 @@ rounding. It is the largest of:
   with KV.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from treadle_core.compiled import Floats, Indexes, compiled

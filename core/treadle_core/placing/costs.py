@@ -17,8 +17,6 @@ Cost models, in seconds; an engine decodes a step of a batch in a + b * batch + 
 An engine whose KV holds less than the context of one of a group cannot run the group: its cost is infinite.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

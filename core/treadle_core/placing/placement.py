@@ -10,8 +10,6 @@ Between engines with equal figures the plan is free which takes which group, so 
 is, which saves moves at no cost (`balance.keep_most`). Arrays in, arrays out: there is no object for a trajectory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ can hold nothing is refused here, so that no kernel meets it; an error's `field`
 of the placement service. Whole arrays are checked at once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ balanced, as without any prediction. Between them trajectories that are surely l
 others are balanced. Each plan is the exact optimum of its own cost and takes no second sort. (Not in the papers.)
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

@@ -9,8 +9,6 @@ row r of the draws. A length is its median times exp(log_sigma * z), at most wha
 any deviation there is one sample, the medians.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist

@@ -14,8 +14,6 @@ second largest. Where work has a long tail most engines are bottlenecks one afte
 it runs alone; `count_alone` finds how many in one search, where solving after each would take engines squared.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from treadle_core.compiled import Floats, Indexes, compiled, lean

@@ -8,8 +8,6 @@ numba the order is that of a stable descending sort, and the sums are the plain 
 A `Workspace` belongs to one caller, who makes one plan at a time with it; what was ranked with it is valid until then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -5,8 +5,6 @@ Amounts are whole units of a dimension: cores, bytes, GPUs, requests. All values
 bad one when it is submitted, so that no solver meets a NaN or an empty set.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A core belongs to one action at a time. A trajectory's memory is held from its f
 its actions stay on that action's node, which `CpuNodes.assign` chooses: where the largest share of memory is free.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar

@@ -7,8 +7,6 @@ action asks several pools and not all have room, it reserves its units in those 
 whole queue would hold up every later action; here only those wait that ask for what the earlier one waits for.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

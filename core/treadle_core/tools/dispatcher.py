@@ -5,8 +5,6 @@ given back once, and it holds of all managers that it asks or of none. Of a traj
 decided on; its other actions wait until that one has a node.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -6,8 +6,6 @@ than the decision did. A service's state does not change as it serves: to evict 
 copy stays on the host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """What an action is granted, how it ended, and what every resource manager does (ARL-Tangram §5: one interface)."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ from now, over the candidates and the actions that wait behind them. Beyond the 
   it, and running actions end, so it does not starve; others start meanwhile, as their units come back soon.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property

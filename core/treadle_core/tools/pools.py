@@ -4,8 +4,6 @@ A pool consists of partitions: an action takes all that it asks of the pool from
 arranged by itself. A flat pool (a quota, concurrency) is one partition, each CPU node is one, all GPUs are one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol

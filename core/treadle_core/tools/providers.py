@@ -5,8 +5,6 @@ at a time, one for each action; `api_quota:NAME`, requests in a period, where it
 time that the provider asked to wait for, nor while its circuit breaker is open.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from collections import deque

@@ -4,8 +4,6 @@ Invariant: row r of every column belongs to `actions[r]`. Rows are in no order: 
 gap.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

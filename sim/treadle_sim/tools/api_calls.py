@@ -5,8 +5,6 @@ backoff that doubles; then, or after 600 s, the call has failed and the trajecto
 `ManagedCalls`: requests wait in one queue and leave when the provider's limits allow it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

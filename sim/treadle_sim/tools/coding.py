@@ -6,8 +6,6 @@ scale is what is left open by all that: it is set so that actions fill 47% of a 
 of Figure 3c.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache

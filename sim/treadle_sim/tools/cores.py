@@ -4,8 +4,6 @@ A trajectory stays on the node that its first action was placed on, by balance o
 long as it lives.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ can be loaded onto, and start-up by locality, as ServerlessLLM does it: a reques
 where that takes less time than loading it elsewhere.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ where request and memory fit. The node starts its pods one after the other; a tr
 pod. Pods of a node share its cores. A reward runs what the dataset says, a single process unless the rules say more.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import deque
 from collections.abc import Sequence

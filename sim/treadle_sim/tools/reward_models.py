@@ -11,8 +11,6 @@ Lengths are those of the project's parametric agents; a third of the teachers ha
 of a batch, which suits groups of equal size best. How fast trajectories come to their end the paper says twice, and not
 alike: hence two paces."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

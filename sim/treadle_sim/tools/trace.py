@@ -8,8 +8,6 @@ when the action has ended, failed or not; a trajectory opens, as its environment
 ends with its last action.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
