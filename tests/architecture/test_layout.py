@@ -9,26 +9,26 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Hand-written lines and modules at most, by folder of the tree. The aim for all together: 48,000 lines in 350 modules.
+# Hand-written lines and modules at most, by folder of the tree; MOST_LINES and MOST_MODULES hold for all together.
 BUDGETS = {
-    "bench": (6_800, 50),
-    "cli": (5_500, 44),
-    "clients/python": (2_250, 12),
-    "core": (9_800, 56),
-    "examples": (100, 2),
-    "learned": (2_500, 15),
-    "runtime": (2_100, 13),
-    "scripts": (200, 2),
-    "services/migrator": (950, 9),
-    "services/placement": (230, 6),
-    "services/predictor": (1_350, 13),
-    "services/rollout": (950, 9),
-    "services/scheduler": (1_450, 10),
-    "services/sidecar": (2_800, 22),
-    "services/tools": (10_300, 70),
-    "sim": (6_100, 37),
+    "bench": (6_150, 44),
+    "cli": (4_900, 43),
+    "clients/python": (2_050, 11),
+    "core": (8_900, 56),
+    "examples": (90, 2),
+    "learned": (2_150, 15),
+    "runtime": (2_050, 13),
+    "scripts": (150, 1),
+    "services/migrator": (850, 9),
+    "services/placement": (250, 7),
+    "services/predictor": (1_250, 13),
+    "services/rollout": (900, 9),
+    "services/scheduler": (1_250, 10),
+    "services/sidecar": (2_450, 21),
+    "services/tools": (9_250, 66),
+    "sim": (5_700, 37),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 53_000, 350, 31_700
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 48_000, 350, 28_000
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS: dict[str, int] = {}  # folders with leave for more, each with its reason
