@@ -228,7 +228,7 @@ class FactSubscription:
             with self._tracer.start_as_current_span(f"{kind} process", context, trace.SpanKind.CONSUMER):
                 try:
                     await self._handler(fact)
-                except Exception:
+                except Exception:  # whatever it is, the fact is delivered again, and no other fact waits for it
                     tries, about = message.metadata.num_delivered, {"kind": kind, "fact_id": fact.fact_id}
                     log.exception("fact handler failed", **about, tries=tries, most_tries=MOST_TRIES)
                     if tries < MOST_TRIES:

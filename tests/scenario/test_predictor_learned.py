@@ -155,6 +155,23 @@ async def test_it_answers_from_what_was_told_and_follows_the_pointer(
         assert (await asked.of(one, 2)).estimator == predictor_pb2.ESTIMATOR_PRIOR
 
 
+async def test_a_model_that_is_late_is_not_waited_for_and_is_counted(
+    start_service: StartService, bus: Bus, tmp_path: Path
+) -> None:
+    models = models_with(tmp_path, "v1")
+    env = {"TREADLE_PREDICTOR_MODELS": str(models.folder), "TREADLE_PREDICTOR_DEADLINE_S": "0"}
+    service = await start_service("treadle_predictor", env)
+    one = transcript("one")
+    await publish(bus, facts_of(one, Backbone.load(str(tmp_path / "backbone"), device="cpu").tokenize, close=False))
+    async with asking(service.address) as asked:
+
+        async def ask() -> tuple[predictor_pb2.Prediction, predictor_pb2.LearnedModel]:
+            return await asked.of(one, 3), await asked.learned()
+
+        prediction, _ = await until_said(ask, lambda said: said[1].late > 0, WITHIN_S)
+        assert prediction.estimator == predictor_pb2.ESTIMATOR_PRIOR
+
+
 async def test_a_tokenizer_that_is_not_there_ends_the_start_with_a_line(nats_url: str, tmp_path: Path) -> None:
     models, tokenizer = str(tmp_path / "models"), str(tmp_path / "nothing")
     settings = PredictorSettings(listen="127.0.0.1:0", nats_url=nats_url, models=models, tokenizer=tokenizer)

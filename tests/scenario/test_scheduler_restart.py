@@ -138,6 +138,22 @@ async def check_every_trajectory_is_finished(loop: Loop) -> None:
     assert {(each.state, each.next_turn) for each in found} == {(pb.TRAJECTORY_STATE_FINISHED, TURNS)}
 
 
+async def test_an_orderly_end_stores_what_was_opened_just_before(start_service: StartService) -> None:
+    """SIGTERM in place of SIGKILL. Result: the process ends with 0, and the next one lists the same trajectories."""
+    env = {"TREADLE_SCHEDULER_LISTEN": f"127.0.0.1:{free_port()}"}
+    process = await start_service("treadle_scheduler", env)
+    async with grpc.aio.insecure_channel(process.address, options=RECONNECTS) as channel:
+        loop = Loop(channel)
+        for number in range(5):
+            opening = pb.OpenTrajectoryRequest(request_id=f"o{number}", prompt_id="p", prompt_tokens=5)
+            await loop.call("OpenTrajectory", opening)
+        before = await loop.call("ListTrajectories", pb.ListTrajectoriesRequest())
+        process.terminate()
+        assert await process.wait() == 0
+        await start_service("treadle_scheduler", env)
+        assert await loop.call("ListTrajectories", pb.ListTrajectoriesRequest()) == before
+
+
 async def test_a_request_made_before_the_kill_gets_the_same_answer_after_it(start_service: StartService) -> None:
     """OpenTrajectory, ScheduleStep, CloseTrajectory, SetPolicy and RegisterEngine, each repeated after a SIGKILL."""
     env = {"TREADLE_SCHEDULER_LISTEN": f"127.0.0.1:{free_port()}"}

@@ -332,3 +332,10 @@ async def test_what_a_killed_machine_leaves_in_the_folder_harms_nobody(start_ser
             await calls.session(session_id)
         assert (await calls.open("frozen_lake")).session.session_id
         assert groups_of(daemon) == []
+
+
+async def test_a_second_service_on_one_folder_is_refused(start_service: StartService, state: str) -> None:
+    async with run(start_service, state, "python") as calls:
+        with pytest.raises(AssertionError, match=r"TREADLE_TOOLS_STATE_DIR.*another tools service"):
+            await start_service("treadle_tools", {"TREADLE_TOOLS_STATE_DIR": state, "TREADLE_TOOLS_BUILTIN": "python"})
+        assert (await calls.python("1 + 1")).output == "2\n"

@@ -141,11 +141,9 @@ class RolloutRun:
                 result = TrajectoryResult("", prompt.id, sample, outcome="failed", error=f"open: {error}")
             else:
                 result, pending = await self._play(trajectory, prompt)
-            self._results[key] = result
             self._unfinished.pop(key, None)
         if pending is not None:  # waited for outside of `slots`, so that another sample runs
             result = await _await_score(result, pending)
-        self._results[key] = result
         self._results[key] = await self._submit(result)
 
     async def _open_one(self, prompt: Prompt, sample: int) -> Trajectory:
