@@ -45,7 +45,7 @@ def test_quantiles_that_do_not_hold_are_named_with_their_step() -> None:
 
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
-WITH_NOTES = {"predictor", "tools"}  # pages to which a person has added a paragraph about the run
+WITH_NOTES = {"predictor"}  # pages to which a person has added a paragraph about the run
 
 
 @pytest.mark.parametrize("name", sorted(name for name, bench in BENCHES.items() if bench.page is not None))
