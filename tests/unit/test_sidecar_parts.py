@@ -1,6 +1,5 @@
 """The sidecar's smaller parts: tickets, contexts, load, storage keys, the engine's command line, what is learned of
-an engine.
-"""
+an engine."""
 
 import hashlib
 import json
@@ -145,7 +144,7 @@ def test_a_spec_that_cannot_run_is_refused(options: dict[str, object]) -> None:
 
 
 def test_a_profile_takes_the_end_tokens_from_the_models_own_files(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 0}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
     server = {
         "max_req_input_len": 8186,
@@ -157,7 +156,7 @@ def test_a_profile_takes_the_end_tokens_from_the_models_own_files(tmp_path: Path
         ],
     }
     profile = read_profile(server, {"model_path": str(tmp_path), "weight_version": "default"}, 49152)
-    assert profile.end_token_ids == {2, 7}
+    assert profile.end_token_ids == {0, 2, 7}
     assert (profile.slots, profile.max_sequence_tokens, profile.storage) == (2, 8190, True)
     assert profile.kv_bytes_per_token == pytest.approx(23_040, rel=0.01)
     assert profile.storage_suffixes[0] == f"_{str(tmp_path).replace('/', '-')}_0_1.bin"
