@@ -17,7 +17,6 @@ from treadle.tools.v1 import rewards_pb2 as pb
 DONE = pb.REWARD_STATE_DONE
 GPU_BYTES = 100
 SERVER_BYTES = 60  # two of them are more than a GPU has
-TURN_S = 0.2
 START_ANEW = "start it anew"
 
 
@@ -45,7 +44,12 @@ class Judged:
 
     def _declare(self) -> dict[str, Any]:
         return {
-            "gpus": {"gpu_bytes": GPU_BYTES, "nodes": {"n": list(range(len(self.gpus)))}, "turn_s": TURN_S},
+            "gpus": {
+                "gpu_bytes": GPU_BYTES,
+                "nodes": {"n": list(range(len(self.gpus)))},
+                "turn_s": 0.2,
+                "watch_s": 0.2,
+            },
             "gpu_service": [
                 {
                     "name": name,

@@ -27,6 +27,7 @@ JUDGE = Judge(name="j", prompt="$answer", endpoints=("http://judge:30000",))
         (replace(FROZEN_LAKE, name="f", open_schema={"required": 1}), "no JSON Schema"),
         (replace(FROZEN_LAKE, name="f", remote=JUDGE), "remote: an environment"),
         (replace(PYTHON, name="p", remote=JUDGE), "remote: a judge"),
+        (replace(JUDGE.tool(), name="p"), "remote: its name"),
     ],
 )
 def test_a_tool_that_is_not_usable_is_refused(tool: Tool, says: str) -> None:

@@ -209,11 +209,13 @@ class Judge(_Declared):
 
 
 class Gpus(_Declared):
-    """nodes: the GPUs of each. gpu_bytes: of each GPU. turn_s: how long a service may keep them while others wait."""
+    """nodes: the GPUs of each. gpu_bytes: of each GPU. turn_s: how long a service may keep them while others wait.
+    watch_s: how often servers that nobody asks are looked at, since one that was started anew holds memory."""
 
     gpu_bytes: Annotated[int, Field(gt=0)]
     nodes: Annotated[dict[str, GpuNumbers], Field(min_length=1)]
     turn_s: Annotated[float, Field(ge=0)] = 30.0
+    watch_s: Seconds = 5.0
 
 
 class Server(_Declared):
@@ -354,8 +356,8 @@ D = TypeVar("D", bound=_Declared)
 def _read(path: str, form: type[D]) -> D:
     is_json = path.endswith(".json")
     try:
-        text = Path(path).read_text()
-        return form.model_validate(json.loads(text) if is_json else tomllib.loads(text))
+        data = Path(path).read_bytes()
+        return form.model_validate(json.loads(data) if is_json else tomllib.loads(data.decode()))
     except OSError as error:
         problem = f"cannot be read: {error}"
     except ValidationError as error:
@@ -392,5 +394,8 @@ def _allows(rule: str, host: str, port: int) -> bool:
     name, _, wanted = rule.rpartition(":")
     if not name or not wanted.isdigit():
         name, wanted = rule, str(port)
-    matches = host.endswith(name[1:]) if name.startswith("*.") else host == name.strip("[]").lower()
+    if name.startswith("*."):
+        matches = host.endswith(name[1:]) and host != name[1:]
+    else:
+        matches = host == name.strip("[]").lower()
     return matches and int(wanted) == port

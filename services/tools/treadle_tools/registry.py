@@ -16,7 +16,7 @@ from jsonschema.protocols import Validator
 from treadle_core.tools.action import InvalidActionError
 from treadle_runtime.errors import InvalidArgument, NotFound, identifier
 
-from treadle_tools.declarations import Judge
+from treadle_tools.declarations import HttpFunction, Judge
 from treadle_tools.scheduling.demand import check_scaling
 from treadle_tools.tool import Kind, Result, Tool
 
@@ -69,6 +69,10 @@ class Registry:
             f"backend must be one of {', '.join(BACKENDS[1:])}": tool.backend in BACKENDS,
             "remote: an environment runs in a sandbox": tool.remote is None or tool.kind is not Kind.ENVIRONMENT,
             "remote: a judge is a reward": not isinstance(tool.remote, Judge) or tool.kind is Kind.REWARD,
+            "remote: its name and provider must be the tool's": (
+                not isinstance(tool.remote, HttpFunction | Judge)
+                or (tool.remote.name, tool.remote.provider) == (tool.name, tool.provider)
+            ),
             f"network {tool.network!r} is not in TREADLE_TOOLS_NETWORKS": tool.network in ("", *self._networks),
         }
         try:

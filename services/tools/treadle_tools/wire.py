@@ -132,7 +132,9 @@ async def wire(runtime: Runtime) -> Wiring:
         snapshots.load(registry)
     sessions.restore(registry)
 
-    tasks = [run, scheduler.run, sessions.expire, sessions.recall, reused.expire, residents.watch]
+    tasks = [run, scheduler.run, sessions.expire, sessions.recall, reused.expire]
+    if declared.gpus is not None:
+        tasks.append(functools.partial(residents.watch, declared.gpus.watch_s))
     tune_garbage_collection()
     tools_servicer = ToolsServicer(gateway, runtime.records, background)
     rewards_servicer = RewardsServicer(registry, rewards, runtime.records)

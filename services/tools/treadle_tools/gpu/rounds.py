@@ -23,7 +23,7 @@ from treadle_tools.gpu.servers import Residents
 from treadle_tools.scheduling.demand import RecentMeans
 from treadle_tools.scheduling.scheduler import ActionScheduler, RunningAction
 
-RETRY_S = 2.0
+RETRY_S = 1.0
 
 
 @dataclass(eq=False)

@@ -29,8 +29,7 @@ CONNECT_S = 2.0
 ANSWER_S = 10.0  # of a question
 IDLE_WAIT_S = 20.0  # for the last requests to end before a release
 MEMORY_S = 120.0  # 140 GB over PCIe take seconds, a busy host some more
-RETRY_S = 2.0
-WATCH_PERIOD_S = 5.0  # a server that has just come up keeps others of its GPUs from starting
+RETRY_S = 1.0
 
 log = structlog.get_logger()
 
@@ -73,7 +72,7 @@ class Residents:
         if failed:
             self._doubted.add(server.url)
 
-    async def watch(self) -> None:
+    async def watch(self, period_s: float) -> None:
         """Release servers that come up while nobody wants them, for ever: others could not use their GPUs."""
         while True:
             for server in self._servers:
@@ -82,7 +81,7 @@ class Residents:
                         await self._change(server, State.RELEASED)
                 except (Unavailable, nats.errors.Error) as error:
                     log.warning("a GPU server is not released", server=server.url, why=str(error))
-            await asyncio.sleep(WATCH_PERIOD_S)
+            await asyncio.sleep(period_s)
 
     async def _may_hold_memory(self, url: str) -> bool:
         """Whether its state is in doubt, which that of a released server is once it is started anew."""
@@ -212,7 +211,11 @@ class EngineMemory:
 
         Raises EngineAway; EngineTrouble for a server that would lose its weights.
         """
-        info = json.loads(await self._ask("GET", url, "/server_info", ANSWER_S))
+        text = await self._ask("GET", url, "/server_info", ANSWER_S)
+        try:
+            info = dict(json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise EngineTrouble("ENGINE_REFUSED", f"{url}/server_info is no SGLang server's: {text[:300]!r}") from error
         saves = bool(info.get("enable_memory_saver"))
         if saves and not info.get("enable_weights_cpu_backup"):
             why = f"{url} would resume without its weights: start it with --enable-weights-cpu-backup"

@@ -23,7 +23,7 @@ from treadle_tools.tool import Limits, Result, Status, Tool
 SANDBOX_QUEUE = "(sandbox)"  # no name of a tool
 
 CHAT_PATH = "/v1/chat/completions"
-RETRY_S = 2.0  # before a judge that did not answer is asked again
+RETRY_S = 1.0  # before a judge that did not answer is asked again
 TRIES_AT_ONE = 2  # of one endpoint, before another one is asked
 ANSWER_BYTES = 4 * 1024 * 1024
 AGAIN_TEMPERATURE = 0.7  # asked again at 0 a model says the same

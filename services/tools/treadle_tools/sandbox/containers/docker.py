@@ -76,7 +76,7 @@ class DockerHost:
         self._pipes: dict[str, DockerPipe] = {}
 
     async def check(self) -> str:
-        with _failures(self.name):
+        with _failures(self.name, missing=HostFailed):
             about = await self._connect().system.info()
         self._all_cores = f"0-{int(about['NCPU']) - 1}"
         return f"docker {about['ServerVersion']}"

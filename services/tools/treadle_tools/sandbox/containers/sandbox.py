@@ -148,11 +148,11 @@ class ContainerSandbox(Sandbox):
         self, request: dict[str, Any], limits: Limits, processes: int, file: int | None
     ) -> dict[str, Any]:
         """processes: set when the container was made."""
+        self._oom_kills_before = self._oom_kills
         if request["op"] == "restore" and file is not None:
             request["file"] = await asyncio.to_thread(_read, file)
         try:
             await self._prepare(request["op"], limits)
-            self._oom_kills_before = self._oom_kills
             async with asyncio.timeout(limits.wall_s + BACKSTOP_S):
                 reply = await self._exchange_once(request)
         except ContainerLost as lost:
@@ -191,6 +191,7 @@ class ContainerSandbox(Sandbox):
 
         async def prepare() -> None:
             await self._connect()
+            self._oom_kills_before = self._oom_kills  # as the hello has it, if this was a new connection
             await self._allot(op, limits)
 
         failed = retry_if_exception_type(HostFailed)
@@ -244,7 +245,7 @@ class ContainerSandbox(Sandbox):
         except HostFailed as failed:
             return SandboxLost(f"the container cannot be reached: {failed}")
         self._oom_kills += ending.out_of_memory
-        if self.stderr:
+        if self.stderr and not ending.out_of_memory:
             log.error("a container's worker ended", container=self.name, stderr=self.stderr)
         return SandboxLost(f"the container ended without an answer ({ending})")
 
