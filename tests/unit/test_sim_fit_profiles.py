@@ -75,7 +75,7 @@ def measured(**changes: Any) -> dict[str, Any]:
         {"new_tokens": new, "cached_tokens": cached, "seconds": 0.02 + 0.001 * new}
         for new, cached in itertools.product((64, 512), (0, 512))
     ]
-    engine = {"accelerator": "cpu", "llm": "small", "gpus": 1, "slots": 8, "kv_tokens": 20_000}
+    engine = {"accelerator": "cpu", "llm": "small", "gpus": 1, "slots": 8, "kv_tokens": 2e4}
     return {**engine, "decode": decode, "prefill": prefill, **changes}
 
 

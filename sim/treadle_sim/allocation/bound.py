@@ -50,7 +50,8 @@ def lower_bound(table: Table, gpus: Indexes, budget: int, known_s: float) -> flo
         return bound_s
     if table.model == CostModel.GROUP_SIZE:
         return max(bound_s, float(free_order(table, gpus, budget, bound_s, known_s)))
-    work = np.column_stack((table.lengths, np.diff(table.ranks[:, [SUM_KV, SUM_PREFILL]], axis=0)))
+    differences = np.diff(table.ranks[:, [SUM_KV, SUM_PREFILL]], axis=0)
+    work = np.ascontiguousarray(np.column_stack((table.lengths, differences)))  # as `sample`: one compiled version
     step = -(-len(work) // SAMPLE)
     sample = np.ascontiguousarray(work[step // 2 :: step])
     base_s, sequence_s, kv_s, slots, capacity, _ = table.engines.T

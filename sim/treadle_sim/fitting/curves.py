@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from treadle_sim.checked import Count, FiniteNumber, Name, PositiveCount, describe_first
 from treadle_sim.engine_model import EngineModel, StepCurve
@@ -225,16 +225,20 @@ class MeasuredEngine:
     prefill_error: FitError | None
 
 
+# Tools that measure write a whole number as 5e5 too.
+_Whole = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
 class _MeasuredFile(BaseModel):
     """A profile that was measured on a live engine (sim/README.md, "Profiles")."""
 
     llm: Name
     accelerator: Name
-    gpus: PositiveCount
-    slots: PositiveCount
-    kv_tokens: Count
-    kv_bytes_per_token: Count = 0
-    page_tokens: PositiveCount = 1
+    gpus: Annotated[PositiveCount, _Whole]
+    slots: Annotated[PositiveCount, _Whole]
+    kv_tokens: Annotated[Count, _Whole]
+    kv_bytes_per_token: Annotated[Count, _Whole] = 0
+    page_tokens: Annotated[PositiveCount, _Whole] = 1
     decode: Annotated[tuple[DecodePoint, ...], Field(min_length=1)]
     prefill: tuple[PrefillPoint, ...] = ()
 
