@@ -40,15 +40,19 @@ def run_interruptible(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]])
                 interrupted.set()
                 task.cancel()
 
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, on_signal)  # until the loop closes
-        task = asyncio.get_running_loop().create_task(main(hurry))
+        loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in numbers:
+            loop.add_signal_handler(number, on_signal)
+        task = loop.create_task(main(hurry))
         try:
             return await task
         except asyncio.CancelledError:
             if not interrupted.is_set():
                 raise
             return INTERRUPTED
+        finally:
+            for number in numbers:  # a thread may still run, and the next signal is to end it
+                loop.remove_signal_handler(number)
 
     return asyncio.run(run_main())
 

@@ -79,15 +79,17 @@ class Calls(NamedTuple):
     async def open(self, prompt: Sequence[int]) -> Trajectory:
         return await self.client.open(prompt_id="bench", sample=0, prompt=prompt)
 
-    async def schedule(self, trajectory: Trajectory, max_new_tokens: int) -> scheduler_pb2.ScheduleStepResponse:
-        """The answer to the first question for a ticket."""
-        request = scheduler_pb2.ScheduleStepRequest(
-            request_id=uuid.uuid4().hex,
-            trajectory_id=trajectory.trajectory_id,
-            context_tokens=len(trajectory.tokens),
-            max_new_tokens=max_new_tokens,
-        )
+    async def schedule(self, request: scheduler_pb2.ScheduleStepRequest) -> scheduler_pb2.ScheduleStepResponse:
         return await self.scheduler.ScheduleStep(request, timeout=DEADLINE_S)
+
+
+def _first_step(trajectory: Trajectory, max_new_tokens: int) -> scheduler_pb2.ScheduleStepRequest:
+    return scheduler_pb2.ScheduleStepRequest(
+        request_id=uuid.uuid4().hex,
+        trajectory_id=trajectory.trajectory_id,
+        context_tokens=len(trajectory.tokens),
+        max_new_tokens=max_new_tokens,
+    )
 
 
 class ScheduleTimes(NamedTuple):
@@ -157,8 +159,9 @@ async def _gather(calls: Iterable[Coroutine[Any, Any, Done]]) -> list[Done]:
 
 
 async def _time_ticket(calls: Calls, trajectory: Trajectory) -> float:
+    request = _first_step(trajectory, MAX_NEW_TOKENS)
     begun_s = time.perf_counter()
-    await calls.schedule(trajectory, MAX_NEW_TOKENS)
+    await calls.schedule(request)
     return time.perf_counter() - begun_s
 
 
@@ -227,7 +230,7 @@ async def time_engine(url: str, prompt: list[int]) -> StepTime:
 async def _time_sidecar(calls: Calls, prompt: list[int]) -> StepTime:
     trajectory = await calls.open(prompt)
     request = engine_pb2.GenerateRequest(
-        ticket=(await calls.schedule(trajectory, OUTPUT_TOKENS)).ticket,
+        ticket=(await calls.schedule(_first_step(trajectory, OUTPUT_TOKENS))).ticket,
         prompt=tokens_pb2.TokenIds(int32_le=pack_ids(prompt)),
         sampling=tokens_pb2.SamplingParams(max_new_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True),
     )

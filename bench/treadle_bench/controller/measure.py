@@ -95,7 +95,8 @@ def _by_kind(events: Events, policy: Policy) -> dict[str, float]:
     for event, now in events:
         started = time.perf_counter()
         controller.on_event(event, now)
-        seconds[type(event).__name__].append(time.perf_counter() - started)
+        took_s = time.perf_counter() - started
+        seconds[type(event).__name__].append(took_s)
     by_sum = sorted(seconds, key=lambda kind: -sum(seconds[kind]))
     return {kind: round(MICROSECONDS * statistics.fmean(seconds[kind]), 1) for kind in by_sum}
 
