@@ -9,6 +9,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from support.fake_sglang import FakeSglang, fake_sglang
 from support.nats_server import NatsServer
 from support.processes import ServiceProcess, StartService, start_process
 from support.rewards import RewardCalls, rewards_of
@@ -56,6 +57,13 @@ async def bus(nats_url: str) -> AsyncIterator[Bus]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Services in this process notice soon that NATS is away."""
     monkeypatch.setattr("treadle_runtime.bus.ANSWER_TIMEOUT_S", 0.4)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[FakeSglang]:
+    """A fake of SGLang's HTTP server."""
+    async with fake_sglang() as engine:
+        yield engine
 
 
 @pytest.fixture

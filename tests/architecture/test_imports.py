@@ -149,4 +149,4 @@ def test_what_runs_in_a_sandbox_imports_the_standard_library_and_the_tool_alone(
     """It starts with `python -I -S` in a few milliseconds, where nothing else is to be had."""
     allowed = ("treadle_tools.sandbox.inside", "treadle_tools.tool")
     inside = [path for path in sources("treadle_tools") if path.parent.name == "inside"]
-    assert not wrong_imports(inside, lambda module: module.startswith("treadle") and not module.startswith(allowed))
+    assert inside and not wrong_imports(inside, lambda m: m.startswith("treadle") and not m.startswith(allowed))

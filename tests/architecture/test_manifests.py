@@ -1,6 +1,5 @@
 """Compose, Kubernetes and the Dockerfile name what exists: a renamed setting, extra or folder must not wait for an
-operator to find it.
-"""
+operator to find it."""
 
 import importlib
 import tomllib

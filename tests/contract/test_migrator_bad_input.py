@@ -57,6 +57,8 @@ async def test_a_trajectory_that_moves_already_is_refused_and_a_repeat_is_answer
         reused = await refusal_of(calls.start(mesh.request("u", "e0", "e1", request_id="start-t")))
         nameless = await refusal_of(calls.cancel(started.migration_id, ""))
         mesh.sidecars["e1"].gate.open()
+        await calls.ended(started.migration_id)
+        assert len(mesh.scheduler.requests("SwitchEngine")) == 1
     assert busy[:2] == (grpc.StatusCode.FAILED_PRECONDITION, "MIGRATION_IN_PROGRESS")
     assert reused.fields == nameless.fields == ("request_id",)
 

@@ -99,7 +99,7 @@ async def test_a_plan_has_one_group_for_each_engine_in_the_order_of_the_request(
 
 async def test_without_a_decode_curve_an_engine_has_the_one_of_the_settings(stub: Stub) -> None:
     request = placement_pb2.PlanPlacementRequest(
-        trajectories=[trajectory(1)],
+        trajectories=[trajectory(1, current_engine_id="gone")],
         engines=[placement_pb2.PlacementEngine(engine_id="e0", slot_limit=4)],
         cost_model=placement_pb2.COST_MODEL_GROUP_SIZE,
     )

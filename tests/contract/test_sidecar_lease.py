@@ -1,6 +1,5 @@
 """The sidecar and its lease: registered, renewed with its load, taken back when the engine is lost, given back at
-drain.
-"""
+drain."""
 
 from __future__ import annotations
 

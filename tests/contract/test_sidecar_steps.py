@@ -41,12 +41,6 @@ async def abort(side: Sidecar, request: engine_pb2.GenerateRequest) -> engine_pb
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[FakeSglang]:
-    async with fake_sglang() as engine:
-        yield engine
-
-
-@pytest.fixture
 async def side(nats_url: str, engine: FakeSglang) -> AsyncIterator[Sidecar]:
     """Of one slot."""
     async with sidecar(nats_url, engine.url, slots=1) as side:
@@ -274,7 +268,7 @@ async def test_the_ends_of_a_steps_tokens_are_published_where_that_is_asked_for(
         context = [*PROMPT, *first.tokens, *observation]
         second = await run_step(telling.stub, greedy(20, prompt=context, trajectory_id="t", turn=1))
     await run_step(side.stub, greedy(6))
-    await until(lambda: len(ends) == 3)
+    await until(lambda: len(ends) == len(starts) == 3)
     one, two = (fact.tokens for fact in ends[:2])
 
     def ids(message: TokenIds) -> list[int]:

@@ -24,12 +24,6 @@ PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[FakeSglang]:
-    async with fake_sglang() as engine:
-        yield engine
-
-
-@pytest.fixture
 async def side(nats_url: str, engine: FakeSglang) -> AsyncIterator[Sidecar]:
     async with sidecar(nats_url, engine.url, slots=2) as side:
         yield side

@@ -1,6 +1,5 @@
 """Engines for all tests of a run: started once, since a start takes half a minute; stopped by process group at the
-end.
-"""
+end."""
 
 from collections.abc import Iterator
 

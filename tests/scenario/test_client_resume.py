@@ -1,6 +1,5 @@
 """Scenarios of a step whose stream breaks, against fakes behind real servers: the caller's iterator goes on, or says
-why not.
-"""
+why not."""
 
 import asyncio
 from functools import partial

@@ -1,5 +1,6 @@
 """NATS goes away in the middle of a move and comes back with its store."""
 
+import pytest
 from google.protobuf.duration_pb2 import Duration
 from support.conditions import until
 from support.fake_migration_peers import fake_mesh, migrator
@@ -7,6 +8,7 @@ from support.nats_server import NatsServer
 from treadle.migrator.v1 import migrator_pb2 as pb
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_move_whose_state_cannot_be_stored_fails_and_the_engines_move_again_afterwards(
     nats_server: NatsServer,
 ) -> None:

@@ -94,7 +94,7 @@ async def test_a_policy_that_does_not_preempt_issues_tickets_of_steps_that_canno
 
 
 async def test_an_engine_that_falls_silent_is_lost_and_its_steps_go_on_elsewhere(nats_url: str, bus: Bus) -> None:
-    async with mesh(nats_url, bus, lease_ttl_s=0.9) as world:
+    async with mesh(nats_url, bus, lease_ttl_s=1.0) as world:
         for number in range(4):
             await world.client.open(f"t{number}")
         tickets = [await world.client.step(f"t{number}", 0) for number in range(4)]

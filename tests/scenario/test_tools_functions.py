@@ -1,6 +1,5 @@
 """Tools and rewards that are HTTP functions: real servers on loopback that start from zero, refuse, and die; and LLM
-judges, asked over OpenAI's chat API at several endpoints until there is a score.
-"""
+judges, asked over OpenAI's chat API at several endpoints until there is a score."""
 
 import asyncio
 import itertools

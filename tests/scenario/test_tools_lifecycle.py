@@ -102,7 +102,7 @@ TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required"
 TOOLS = [
     Tool(name="shout", kind=Kind.STATELESS, description="louder", entry="own_code:shout", arguments_schema=TEXT),
     Tool(name="count", kind=Kind.ENVIRONMENT, description="counts", entry="own_code:Counter", arguments_schema=TEXT,
-         limits=Limits(wall_s=2.0)),
+         limits=Limits(wall_s=0.5)),
     Tool(name="broken", kind=Kind.STATELESS, description="", entry="own_code:nothing", arguments_schema=TEXT),
     Tool(name="elsewhere", kind=Kind.STATELESS, description="", entry="own_code:shout", arguments_schema=TEXT,
          backend="docker", image="python"),

@@ -1,7 +1,6 @@
 """What code in the sandbox cannot do, tried for real: each attempt is contained and the service goes on."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -162,6 +161,7 @@ for _ in range(6):
     result = await calls.python(code, limits=limits(memory_bytes=256 * MIB))
     assert result.status in TROUBLE
     assert result.status != pb.RESULT_STATUS_TOOL_ERROR or "-9" in result.output
+    assert (await calls.python("import os; os.kill(os.getpid(), 9)")).error == "killed by SIGKILL"
     assert (await calls.python("1 + 1")).output == "2\n"
 
 
@@ -254,10 +254,8 @@ import subprocess
 subprocess.Popen(["sleep", "123456"], start_new_session=True)
 print("left")
 """
-    started = time.monotonic()
-    result = await plain_calls.python(code, limits=limits(9.0))
+    result = await plain_calls.python(code, limits=limits(9.0))  # and is not waited for
     assert (result.output, result.status) == ("left\n", pb.RESULT_STATUS_OK)
-    assert time.monotonic() - started < 9.0  # it does not wait for the one left behind
     await until(lambda: not any("123456" in command_line(child) for child in service.children(recursive=True)))
 
 

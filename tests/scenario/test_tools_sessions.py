@@ -1,6 +1,5 @@
 """Stateful environments over RPC: steps, repeats, concurrency, what one session sees of another, how each ends; and
-snapshots: branches start where one was taken and see nothing of each other.
-"""
+snapshots: branches start where one was taken and see nothing of each other."""
 
 import asyncio
 import json
@@ -338,7 +337,9 @@ async def test_an_environment_that_cannot_be_written_down_goes_on_unharmed(
 
 
 async def test_sessions_and_snapshots_that_nobody_uses_end(start_service: StartService) -> None:
-    async with tools(start_service, "frozen_lake", SESSION_IDLE_S="0.4", SNAPSHOT_KEPT_S="0.4") as calls:
+    async with tools(
+        start_service, "frozen_lake", SESSION_IDLE_S="0.4", SNAPSHOT_KEPT_S="0.4", MAX_SNAPSHOTS="1"
+    ) as calls:
         session_id = (await calls.open("frozen_lake")).session.session_id
         snapshot = await calls.snapshot(session_id)
         for _ in range(6):
@@ -346,8 +347,9 @@ async def test_sessions_and_snapshots_that_nobody_uses_end(start_service: StartS
             await asyncio.sleep(0.1)
         with refused("SESSION_NOT_FOUND", grpc.StatusCode.NOT_FOUND):
             await until_said(lambda: calls.session(session_id), lambda said: False)
-        with refused("SNAPSHOT_NOT_FOUND"):
+        with refused("SNAPSHOT_NOT_FOUND", grpc.StatusCode.NOT_FOUND):
             await until_said(lambda: calls.open_from(snapshot.snapshot_id), lambda said: False)
+        assert (await calls.snapshot((await calls.open("frozen_lake")).session.session_id)).snapshot_id
 
 
 async def test_what_is_full_is_refused_with_a_time_to_retry(start_service: StartService) -> None:

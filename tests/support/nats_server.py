@@ -51,6 +51,7 @@ class NatsServer:
         ends_at = time.monotonic() + START_DEADLINE_S
         while not self._listens():
             if self._process.poll() is not None or time.monotonic() > ends_at:
+                self.kill()
                 raise AssertionError(f"nats-server did not start:\n{(self._folder / 'log').read_text()}")
             time.sleep(POLL_S)
 

@@ -60,6 +60,7 @@ class ServiceProcess:
         try:
             await until(condition, within_s)
         except AssertionError as late:
+            self.kill()
             raise AssertionError(
                 f"the service did not begin or end within {within_s} s:\n{self.stderr_text()}"
             ) from late

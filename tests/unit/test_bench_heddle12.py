@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,7 @@ def test_a_cancelled_figure_stops_its_processes() -> None:
 
     with pytest.raises(TimeoutError):
         asyncio.run(cancelled())
+    assert not multiprocessing.active_children()
 
 
 def test_the_page_counts_the_cells_that_reach_each_aim_and_those_that_do_not() -> None:

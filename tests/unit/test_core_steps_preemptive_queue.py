@@ -174,6 +174,7 @@ def test_the_invariants_hold_after_any_reports(slots: int, hysteresis: float, ev
                 assert action.step_id not in holding
                 holding[action.step_id] = 0
             else:
+                assert len(holding) == slots, "a free slot is used first"
                 victim, by = action.step_id, action.by
                 assert by not in holding
                 assert priorities[by] > priorities[victim] + hysteresis

@@ -1,5 +1,7 @@
 """When the simulator's driver sends which event, what a move brings along, and what failures and new weights do."""
 
+from dataclasses import replace
+
 import pytest
 from support.simulated import SLOW, Rollout, decode_s, engine, play, trajectory
 from treadle_core import actions, events
@@ -190,3 +192,9 @@ def test_clients_ask_again_until_the_only_engine_is_back(rpc_s: float, away_s: f
 
     assert rollout.outcome.times[0].gen_tokens == 2_000
     assert rollout.outcome.makespan_s > 3.0 + away_s
+
+
+def test_tagged_work_runs_on_an_engine_that_carries_its_tag() -> None:
+    work = replace(trajectory(0, [(10, 0, 0.0)]), hardware_tags=("other",))
+    busy_s = play([work], Cluster((engine(), replace(engine(), accelerator="other")))).outcome.engine_busy_s
+    assert busy_s[0] == 0.0 < busy_s[1]
