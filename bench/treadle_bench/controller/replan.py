@@ -116,11 +116,11 @@ def _measure_size(live: int, engines: int, name: str, options: BenchOptions) -> 
 def _rank_us(live: int, options: BenchOptions) -> float:
     """Microseconds to set a new length and get its rank, among `live` trajectories."""
     rng = np.random.default_rng(options.seed)
-    ranks = Ranks()
-    for number, length in enumerate(rng.lognormal(8.0, 1.0, live).tolist()):
-        ranks.put(f"t{number}", length)
+    ranks, names = Ranks(), [f"t{number}" for number in range(live)]
+    for name, length in zip(names, rng.lognormal(8.0, 1.0, live).tolist(), strict=True):
+        ranks.put(name, length)
     numbers, lengths = rng.integers(0, live, RANK_UPDATES), rng.lognormal(8.0, 1.0, RANK_UPDATES)
-    updates = [(f"t{number}", length) for number, length in zip(numbers, lengths.tolist(), strict=True)]
+    updates = [(names[number], length) for number, length in zip(numbers, lengths.tolist(), strict=True)]
     took: list[float] = []
     for _ in range(options.repeats):
         started = time.perf_counter()

@@ -92,9 +92,13 @@ class Ranks:
     def put(self, trajectory_id: str, length: float) -> None:
         """Add a trajectory, or change its length."""
         old = self._key_of.get(trajectory_id)
-        self.drop(trajectory_id)
-        self._arrivals += 1
-        key = self._key_of[trajectory_id] = (-length, old[1] if old else self._arrivals)
+        if old is None:
+            self._arrivals += 1
+            key = (-length, self._arrivals)
+        else:
+            key = (-length, old[1])
+            del self._keys[bisect_left(self._keys, old)]
+        self._key_of[trajectory_id] = key
         insort(self._keys, key)
 
     def drop(self, trajectory_id: str) -> None:
