@@ -232,12 +232,12 @@ async def test_no_more_calls_than_allowed_are_under_way(calls: ToolsCalls) -> No
 
 async def test_a_reward_that_is_a_function_is_asked_until_it_answers(rewards: RewardCalls) -> None:
     """A refusal is no score: the reward stays, and is asked again when its own tries are used up."""
-    async with served("graded", says({"score": 0.75}), says({}, 503), says({}, 503), says(0.5)) as server:
+    async with served("graded", says({"score": 0.75}), says({}, 503), says(0.5)) as server:
         ended = await rewards.end("graded", {"answer": "a"})
         assert (ended.state, ended.score, ended.tries) == (DONE, 0.5, 1)
         ended = await rewards.end("graded", {"answer": "b"})
         assert (ended.score, server.bodies[-1]) == (0.75, {"answer": "b"})
-        assert len(server.requests) == 4
+        assert len(server.requests) == 3
 
 
 async def test_calls_of_all_keep_within_what_their_provider_allows(calls: ToolsCalls) -> None:
