@@ -104,15 +104,14 @@ async def test_the_first_k_settle_a_group_and_its_siblings_are_cancelled() -> No
     async with fake_mesh("e0") as mesh, mesh.client() as client:
         engine = mesh.engines["e0"]
         engine.script = Script(hold_at=2, times=2, only_max_new_tokens=8)
-        waiting = 0
+        waiting = set()
 
         async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
-            nonlocal waiting
             if prompt.id == "p0" and trajectory.sample >= 2:
                 async for _ in trajectory.generate(treadle.Sampling(max_new_tokens=8)):
-                    waiting += 1
+                    waiting.add(trajectory.sample)
             elif prompt.id == "p0":
-                await until(lambda: waiting == 2)
+                await until(lambda: waiting == {2, 3})
             return await one_turn(trajectory, prompt)
 
         result = await client.rollout(PROMPTS, agent, samples_per_prompt=4, keep_per_prompt=2, concurrency=4)

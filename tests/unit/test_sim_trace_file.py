@@ -27,7 +27,7 @@ WORKS = st.builds(
 )
 STEP = {"gen_tokens": 5, "obs_tokens": 2, "tool_latency_s": 0.5}
 LINE: dict[str, Any] = {"prompt_id": "p", "sample": 0, "prompt_tokens": 10, "reward": None, "steps": [STEP]}
-ZIPPED = gzip.compress(json.dumps(LINE).encode())
+ZIPPED = gzip.compress(json.dumps(LINE).encode(), mtime=0)
 
 
 @given(
