@@ -30,6 +30,10 @@ def take_jobs(share: FairShare[int], count: int) -> list[str]:
     return [taken[0] for taken in itertools.islice(iter(share.take, None), count)]
 
 
+def test_a_cost_that_is_no_part_of_a_quantum_is_paid() -> None:
+    assert take_jobs(filled(16.0, a=[16.0, 5e-324]), 2) == ["a", "a"]
+
+
 def test_a_small_job_does_not_wait_for_a_large_one_and_shares_are_of_cost_not_of_count() -> None:
     assert take_jobs(filled(1.0, large=[1.0] * 1000, small=[1.0] * 3), 6).count("small") == 3
     first = Counter(take_jobs(filled(1.0, short=[1.0] * 40, long=[4.0] * 40), 25))

@@ -88,6 +88,7 @@ class FairShare(Generic[T]):
     def _skip_rounds(self) -> None:
         """Pay in at once for the rounds in which nobody could go."""
         rounds = min(math.ceil((line.waiting[0][0] - line.deficit) / self._quantum) for line in self._lines.values())
+        rounds = max(rounds, 1)  # a cost that is next to nothing can be 0 quanta
         for line in self._lines.values():
             line.deficit += (rounds - 1) * self._quantum
 
