@@ -94,7 +94,10 @@ def _named_model(model: str) -> str:
 def start_engines(tree: ProcessTree, plan: EnginePlan, model_path: str, hicache_folder: Path) -> list[Engine]:
     """Start all of them; `until_healthy` waits until one answers."""
     engines = []
-    for index, (engine_id, port) in enumerate(zip(plan.engine_ids, free_ports(plan.count), strict=True)):
+    ports = free_ports(2 * plan.count)
+    for index, engine_id in enumerate(plan.engine_ids):
+        # The second is for the engine's own processes: one that SGLang chose could be another's before it is bound.
+        port, inner_port = ports[2 * index : 2 * index + 2]
         cores = plan.cores[index : index + 1]
         command = [sys.executable, "-m", "treadle_sidecar.engine.process", "--engine-id", engine_id]
         command += ["--port", str(port), "--model", model_path, "--python", str(plan.python)]
@@ -104,7 +107,8 @@ def start_engines(tree: ProcessTree, plan: EnginePlan, model_path: str, hicache_
             command += ["--cpu", "--kv-tokens", str(CPU_KV_TOKENS), "--cores", *map(str, cores)]
         else:
             env["CUDA_VISIBLE_DEVICES"] = _devices(index, plan.flags, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-        child = tree.start(engine_id, [*command, "--", *plan.flags], env, cores=cores, stage=STAGE)
+        command += ["--", "--nccl-port", str(inner_port), *plan.flags]
+        child = tree.start(engine_id, command, env, cores=cores, stage=STAGE)
         engines.append(Engine(engine_id, f"http://{HOST}:{port}", child, cores))
     return engines
 

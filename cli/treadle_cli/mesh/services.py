@@ -26,19 +26,22 @@ LOWEST = 10_000  # above the ports of well-known services
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 EPHEMERAL_FROM = 32_768  # Linux' own default, where that file is not there
 CANDIDATES = 1_000  # ports that are tried, at most
+_given: set[int] = set()  # ports of earlier calls, whose services may not listen yet
 
 
 def free_ports(count: int) -> list[int]:
     """`count` different free ports, chosen at random. Raises OSError if there are not so many.
 
     They lie below the range from which the kernel takes ports for outgoing connections and for port 0, so that no
-    connection takes one of them before its service starts, however long an engine loads.
+    connection takes one of them before its service starts, however long an engine loads. No port is given twice.
     """
     first = int(EPHEMERAL_RANGE.read_text().split()[0]) if EPHEMERAL_RANGE.exists() else 0
     among = range(LOWEST, first if first >= LOWEST + CANDIDATES else EPHEMERAL_FROM)
-    ports = list(itertools.islice(filter(is_free, random.sample(among, CANDIDATES)), count))
+    new = (port for port in random.sample(among, CANDIDATES) if port not in _given)
+    ports = list(itertools.islice(filter(is_free, new), count))
     if len(ports) < count:
         raise OSError(f"only {len(ports)} of {count} ports from {among.start} to {among.stop - 1} are free on {HOST}")
+    _given.update(ports)
     return ports
 
 
