@@ -150,7 +150,7 @@ def needed(kind: Floats, gpus: int, choice: Floats, others: Floats, work: Floats
 
 @compiled
 def climb(kinds: Floats, gpus: Indexes, sample: Floats, limit_s: float, chosen: Floats, steps: bool) -> None:
-    """Sets p1, p2 and u of each kind in turn to those with which the sample needs the most GPUs.
+    """Set p1, p2 and u of each kind in turn to those with which the sample needs the most GPUs.
 
     By small steps of each from where it is, or over the grid of u and p1 = p2.
     """
