@@ -29,6 +29,7 @@ from treadle_bench.heddle_tables.measure import BENCH as HEDDLE_TABLES
 from treadle_bench.long_tail.measure import BENCH as LONG_TAIL
 from treadle_bench.placement.measure import BENCH as PLACEMENT
 from treadle_bench.predictor.measure import BENCH as PREDICTOR
+from treadle_bench.real.measure import BENCH as REAL
 from treadle_bench.resources.measure import BENCH as RESOURCES
 from treadle_bench.simulator.measure import BENCH as SIMULATOR
 from treadle_bench.tools.measure import BENCH as TOOLS
@@ -41,7 +42,7 @@ BENCHES: Mapping[str, Bench] = {
     bench.name: bench
     for bench in (
         *(CONTROL_PLANE, FIDELITY, CONTROLLER, REPLAN, LONG_TAIL, PLACEMENT, RESOURCES, WORKLOADS),
-        *(HEDDLE12, HEDDLE4, HEDDLE14, HEDDLE15, HEDDLE16, HEDDLE_TABLES, AFFINITY, PREDICTOR, TOOLS, SIMULATOR),
+        *(REAL, HEDDLE12, HEDDLE4, HEDDLE14, HEDDLE15, HEDDLE16, HEDDLE_TABLES, AFFINITY, PREDICTOR, TOOLS, SIMULATOR),
     )
 }
 

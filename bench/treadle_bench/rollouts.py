@@ -21,8 +21,9 @@ from treadle_sim.outcome import Times
 from treadle_sim.rollout import Setting, alone_s, longest_alone_s, lower_bound_s, simulate, work_s
 from treadle_sim.systems import System
 from treadle_sim.workloads import parametric
+from treadle_sim.workloads.public_traces import read_public
 from treadle_sim.workloads.resample import resample
-from treadle_sim.workloads.workload import read_traces
+from treadle_sim.workloads.workload import TrajectoryWork, read_traces
 
 from treadle_bench.bench import BenchOptions
 
@@ -39,7 +40,10 @@ PARTS = ("prefill_s", "decode_s", "tool_s", "move_s")  # of a trajectory's time,
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`prompts` x SAMPLES trajectories of a named workload, or of a trace file, for `gpus` GPUs."""
+    """`prompts` x SAMPLES trajectories for `gpus` GPUs: of a named workload, of a trace file, or, with `data`, of a
+    public source in that folder. slots: of a GPU. tool_share: tools take this share of their time. host_share: KV that
+    an engine's host keeps, for each token in the engine's memory.
+    """
 
     workload: str
     llm: str
@@ -48,6 +52,9 @@ class Batch:
     seed: int
     slots: int = SLOTS
     traces: Path | None = None
+    data: Path | None = None
+    tool_share: float = 1.0
+    host_share: float = 0.0
 
     @property
     def trajectories(self) -> int:
@@ -67,7 +74,8 @@ class Job:
 @dataclass(frozen=True, slots=True)
 class Played:
     """What is kept of a rollout. engines: as in "8x1 + 1x8 H200". last, longest: seconds by part of the trajectory that
-    ended last, and of that with most tokens. took_s: wall seconds of the simulation. finished_s: of each trajectory."""
+    ended last, and of that with most tokens. prefilled_tokens: by all prefills. took_s: wall seconds of the simulation.
+    finished_s: of each trajectory."""
 
     makespan_s: float
     tokens_per_s: float
@@ -77,6 +85,7 @@ class Played:
     events: int
     last: Mapping[str, float]
     longest: Mapping[str, float]
+    prefilled_tokens: int
     took_s: float
     finished_s: np.ndarray = field(repr=False, compare=False)
 
@@ -100,17 +109,32 @@ def find_bound(batch: Batch) -> dict[str, Any]:
 @lru_cache(maxsize=SETTINGS_CACHED)
 def setting_of(batch: Batch) -> Setting:
     """The batch for the simulator, with an earlier epoch of the same prompts from which engines are planned. Raises
-    TraceFileError, OSError, UnknownWorkloadError and UnknownEngineError."""
+    TraceFileError, PublicTraceError, OSError, UnknownWorkloadError and UnknownEngineError."""
     models = tuple(engine_model(batch.llm, ACCELERATOR, degree, batch.slots * degree) for degree in DEGREES)
+    models = tuple(replace(model, host_kv_tokens=int(batch.host_share * model.kv_tokens)) for model in models)
     size = (batch.prompts, SAMPLES, batch.seed)
-    if batch.traces is not None:
+    works: tuple[TrajectoryWork, ...] = ()
+    if batch.data is not None:
+        works = _read_source(batch.workload, batch.data)
+    elif batch.traces is not None:
         works = read_traces(batch.traces)
+    if works:
+        works = tuple(_shorten_tools(work, batch.tool_share) for work in works)
         caps = {"max_gen_tokens": parametric.MAX_GEN_TOKENS, "max_context_tokens": parametric.MAX_CONTEXT_TOKENS}
         now, before = (resample(works, *size, epoch=epoch, name=TRACES, **caps) for epoch in (0, 1))
     else:
         llm = batch.llm.lower()
         now, before = (parametric.make(batch.workload, *size, epoch=epoch, llm=llm) for epoch in (0, 1))
     return Setting(now, batch.gpus, models, before.trajectories, seed=batch.seed)
+
+
+@lru_cache(maxsize=SETTINGS_CACHED)
+def _read_source(name: str, data: Path) -> tuple[TrajectoryWork, ...]:
+    return read_public(name, data)
+
+
+def _shorten_tools(work: TrajectoryWork, share: float) -> TrajectoryWork:
+    return replace(work, steps=tuple(replace(step, tool_s=step.tool_s * share) for step in work.steps))
 
 
 def play_job(job: Job) -> Played:
@@ -130,6 +154,7 @@ def play_job(job: Job) -> Played:
         events=outcome.events,
         last=_split_times(max(outcome.times, key=lambda times: times.finished_s)),
         longest=_split_times(longest),
+        prefilled_tokens=sum(times.prefilled_tokens for times in outcome.times),
         took_s=took_s,
         finished_s=np.array([times.finished_s for times in outcome.times]),
     )

@@ -62,6 +62,7 @@ class PlacementRule(enum.Enum):
     PINNED = "pinned"
     LEAST_LOAD = "least_load"
     CACHE_AWARE = "cache_aware"
+    STICKY = "sticky"
 
 
 class Replanning(enum.Enum):
@@ -160,6 +161,7 @@ class EngineSpec:
     weight_version: str = ""
     slot_limit: int = 1
     kv_tokens_capacity: int = 0
+    host_kv_tokens: int = 0
     max_context_tokens: int = 0
     tensor_parallel: int = 1
     kv_transfer: KvTransfer = KvTransfer.PREFILL

@@ -42,6 +42,11 @@ class EngineStep:
         """KV tokens that the step needs until its end."""
         return self.context_tokens + self.gen_tokens
 
+    @property
+    def own_tokens(self) -> int:
+        """Of `reserved_tokens`, those beyond the prompt that samples share."""
+        return self.context_tokens + self.gen_tokens - self.prompt_tokens
+
     def book(self, what: str, now: float) -> None:
         """Book the time since the last change as `what`: queue, prefill or decode."""
         spent_s = now - self.since_s

@@ -90,6 +90,7 @@ def declare(index: int, model: EngineModel, weight_version: str) -> EngineSpec:
         weight_version=weight_version,
         slot_limit=model.slots,
         kv_tokens_capacity=model.kv_tokens,
+        host_kv_tokens=model.host_kv_tokens,
         tensor_parallel=model.gpus,
         kv_transfer=KvTransfer.STORAGE,
         kv_bytes_per_token=model.kv_bytes_per_token,

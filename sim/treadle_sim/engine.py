@@ -15,47 +15,11 @@ from treadle_core.steps.preemptive_queue import Admit, Evict, QueuePolicy, StepQ
 
 from treadle_sim.batch import DecodeBatch, EngineStep, StepListener
 from treadle_sim.engine_model import EngineModel
+from treadle_sim.kv_cache import KvCache
 from treadle_sim.timeline import Timeline
 
 UNBOUNDED = 1 << 40  # capacity of the queue: a rollout's client never gives up
 MOST_PREFILL_TOKENS = 16_384  # in one prefill batch: SGLang's default; the step that crosses it is still taken
-
-
-class PrefixCache:
-    """KV tokens of contexts that do not run, by trajectory; the engine owns the limit.
-
-    `tokens` is the sum over trajectories. The prompt that samples share counts with each of them, which overstates the
-    memory. A prompt that was prefilled once is found until the cache is cleared, which overstates the hits by a prompt.
-    """
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self._entries: dict[int, int] = {}  # by last use, oldest first
-        self.prompts: dict[str, int] = {}  # what was prefilled of each, for its other samples to find
-
-    def put(self, index: int, tokens: int) -> None:
-        """Keep the context of a trajectory."""
-        self.tokens += tokens - self._entries.pop(index, 0)
-        self._entries[index] = tokens
-
-    def take(self, index: int) -> int:
-        """Remove and return the tokens of a trajectory; 0 for none."""
-        kept = self._entries.pop(index, 0)
-        self.tokens -= kept
-        return kept
-
-    def peek(self, index: int) -> int:
-        return self._entries.get(index, 0)
-
-    def free(self, tokens: int) -> None:
-        """Forget the oldest contexts until at least `tokens` are free, or nothing is left."""
-        while tokens > 0 and self._entries:
-            tokens -= self.take(next(iter(self._entries)))
-
-    def clear(self) -> None:
-        self.tokens = 0
-        self._entries.clear()
-        self.prompts.clear()
 
 
 class SimEngine:
@@ -73,7 +37,7 @@ class SimEngine:
     ) -> None:
         self.engine_id = engine_id
         self.model = model
-        self.cache = PrefixCache()
+        self.cache = KvCache(model.kv_tokens, model.host_kv_tokens)
         self.busy_s = 0.0
         self.spans: list[tuple[float, float, int]] | None = [] if record else None
         self._timeline = timeline
@@ -86,7 +50,6 @@ class SimEngine:
         self._fresh: dict[str, EngineStep] = {}  # in the batch, with too few tokens to be evicted
         self._evicting: list[EngineStep] = []  # in the batch until the decode step under way ends
         self._advanced_s = 0.0  # when the batch was last brought up to date
-        self._reserved = 0  # KV tokens of admitted steps: their contexts and what they will sample
         self._epoch = 0  # calls on the timeline from an earlier one do nothing
         self._paused_until = 0.0
         self._prefill_began_s = 0.0
@@ -97,11 +60,6 @@ class SimEngine:
         self._steps[step.step_id] = step
         self._queue.add(step.step_id, priority, preemptible=preemptible)
         self._decide()
-
-    def receive(self, index: int, tokens: int) -> None:
-        """Keep a trajectory's KV from another engine; the least recently used contexts make room for it."""
-        self.cache.put(index, tokens)
-        self._fit_cache()
 
     def reprioritize(self, step_id: str, priority: float) -> None:
         """Change a step's priority; ignored for a step that is not here."""
@@ -124,7 +82,6 @@ class SimEngine:
         self._book_prefill()
         for held in (self._steps, self._pending, self._prefilling, self._fresh, self._evicting):
             held.clear()
-        self._reserved = 0
         self._paused_until = 0.0
         self._epoch += 1
         self.cache.clear()
@@ -136,12 +93,11 @@ class SimEngine:
         self._advance()
         self._evict_all()
         for step in list(self._batch.steps.values()):
-            self._stop(step)
+            self._stop(step, cached=False)
             self._queue.report_progress(step.step_id, 0)  # it is prefilled again, and cannot be evicted before
             self._pending.append(step)
         self._book_prefill()
         for step in self._prefilling:
-            self._reserved -= step.reserved_tokens
             step.book("prefill", now)
             self._pending.append(step)
         self._prefilling = []
@@ -187,17 +143,16 @@ class SimEngine:
             step = self._evicting.pop(0)
             if step.step_id not in self._batch.steps:
                 continue  # it ended first
-            self._stop(step)
-            self.cache.put(step.index, step.context_tokens + step.done - 1)
+            self._stop(step, cached=True)
             step.preemptions += 1
             self._queue.confirm_eviction(step.step_id)
             self._listener.step_preempted(step)
             self._apply(self._queue.decide())
 
-    def _stop(self, step: EngineStep) -> None:
-        self._batch.leave(step)
+    def _stop(self, step: EngineStep, *, cached: bool) -> None:
+        self._batch.leave(step)  # which counts what it has sampled
         self._fresh.pop(step.step_id, None)
-        self._reserved -= step.reserved_tokens
+        self.cache.stop(step, step.context_tokens + step.done - 1 if cached else 0)
         step.book("decode", self._timeline.now)
 
     def _continue(self) -> None:
@@ -223,17 +178,15 @@ class SimEngine:
         return count
 
     def _start_prefill(self, now: float) -> bool:
-        curve, computed_s, batch_tokens, kv_tokens = self.model.curve, 0.0, 0, 0
-        capacity = self.model.kv_tokens
+        curve, computed_s, batch_tokens, kv_tokens, loaded_tokens = self.model.curve, 0.0, 0, 0, 0
         while self._pending and batch_tokens < MOST_PREFILL_TOKENS:
             step = self._pending[0]
-            if capacity and self._reserved + step.reserved_tokens > capacity and self._reserved:
+            if not self.cache.fits(step):
                 break  # no step overtakes the first one
             self._pending.popleft()
             context = step.context_tokens + step.done
-            cached = self._take_cached(step, context)
-            self._reserved += step.reserved_tokens
-            self._fit_cache()
+            cached, loaded = self._take_cached(step, context)
+            loaded_tokens += loaded
             new_tokens = context - cached
             step.prefilled_tokens += new_tokens
             batch_tokens += new_tokens
@@ -244,20 +197,18 @@ class SimEngine:
         if not self._prefilling:
             return False
         self._prefill_began_s = now
-        seconds = curve.prefill_batch_s(computed_s, len(self._prefilling), kv_tokens)
+        # A layer of KV comes from the host while the layer before it computes.
+        load_s = loaded_tokens * self.model.kv_bytes_per_token / (self.model.host_bytes_per_s * self.model.gpus)
+        seconds = max(curve.prefill_batch_s(computed_s, len(self._prefilling), kv_tokens), load_s)
         self._timeline.at(now + seconds, self._finish_prefill, self._epoch)
         return True
 
-    def _fit_cache(self) -> None:
-        """Free the cached KV that does not fit beside the reserved KV."""
-        if self.model.kv_tokens:
-            self.cache.free(self._reserved + self.cache.tokens - self.model.kv_tokens)
-
-    def _take_cached(self, step: EngineStep, context: int) -> int:
-        """Tokens of the context that are cached: whole pages, and never the last token."""
-        kept = max(self.cache.take(step.index), self.cache.prompts.get(step.prompt_id, 0))
-        kept = min(kept, context - 1)
-        return kept - kept % self.model.page_tokens
+    def _take_cached(self, step: EngineStep, context: int) -> tuple[int, int]:
+        """Tokens of the context that are cached, and those of them that only the host has: whole pages, and never the
+        last token."""
+        cached, loaded = self.cache.start(step)
+        cached = min(cached, context - 1)
+        return cached - cached % self.model.page_tokens, min(loaded, cached)
 
     def _finish_prefill(self, epoch: int) -> None:
         if epoch != self._epoch:
@@ -268,7 +219,7 @@ class SimEngine:
         steps, self._prefilling = self._prefilling, []
         for step in steps:
             step.book("prefill", now)
-            self.cache.prompts[step.prompt_id] = step.prompt_tokens
+            self.cache.finish_prefill(step)
             self._batch.join(step)
             self._fresh[step.step_id] = step
         self._finish_ended()
@@ -288,9 +239,8 @@ class SimEngine:
             self._fresh.pop(step.step_id, None)
             del self._steps[step.step_id]
             self._queue.remove(step.step_id)
-            self._reserved -= step.reserved_tokens
             step.book("decode", self._timeline.now)
-            self.cache.put(step.index, step.reserved_tokens - 1)  # the last token was sampled and never read
+            self.cache.stop(step, step.reserved_tokens - 1)  # the last token was sampled and never read
             self._listener.step_finished(step)
 
     def _advance(self) -> None:

@@ -86,7 +86,8 @@ class EngineModel:
     """One kind of engine: a model on `gpus` accelerators of a kind, tensor parallel.
 
     slots: sequences that decode at once. kv_tokens: KV that fits beside the weights; 0: the weights do not fit.
-    origin: of the curve. page_tokens: the radix cache finds multiples of it.
+    origin: of the curve. page_tokens: the radix cache finds multiples of it. host_kv_tokens: copies of contexts that
+    the host's memory holds, 0 for none, read back at host_bytes_per_s.
     """
 
     llm: str
@@ -98,6 +99,8 @@ class EngineModel:
     curve: StepCurve
     origin: str = "measured"
     page_tokens: int = 1
+    host_kv_tokens: int = 0
+    host_bytes_per_s: float = 50e9  # of a GPU: PCIe 5 x16 reads 50 to 55 GB/s
 
     @property
     def name(self) -> str:

@@ -99,7 +99,11 @@ class Migrator:
         except Refusal as refusal:
             self._send(MoveEnded(move.trajectory_id, migration_id, move.move_id, reason=refusal.reason))
             return
-        self._engines[target].receive(progress.index, self._engines[source].cache.take(progress.index))
+        cache, work = self._engines[source].cache, progress.work
+        kept = cache.peek(progress.index)
+        cache.drop(progress.index)
+        if kept:
+            self._engines[target].cache.put(progress.index, work.prompt_id, work.prompt_tokens, kept)
         progress.times.migrations += 1
         progress.engine = target
         self._send(MoveEnded(move.trajectory_id, migration_id, move.move_id, moved=True))

@@ -25,6 +25,7 @@ from treadle_sim.systems import System
 from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
 Floats = npt.NDArray[np.float64]
+LINE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of `work_s`: lines below a decode curve, each of which gives a bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +168,25 @@ def work_s(workload: Workload, models: Sequence[EngineModel], gpus: int) -> floa
             context += step.gen_tokens + step.obs_tokens
             if number + 1 < len(work.steps):
                 new += step.obs_tokens
-    decode = min(
-        model.gpus * min(model.curve.decode_s(float(n)) / n for n in np.arange(1, model.slots + 1)) for model in models
-    )
-    read = min(model.gpus * model.curve.per_kv_token_s for model in models)
-    prefill = min(model.gpus * model.curve.prefill_token_s for model in models)
-    return (decoded * decode + kv * read + new * prefill) / gpus
+    amounts = np.array([decoded, kv, new])
+    bounds = [
+        np.min([_costs(model, share, by_kv=by_kv) for model in models], axis=0) @ amounts
+        for share in LINE_SHARES
+        for by_kv in (False, True)
+    ]
+    return float(max(bounds)) / gpus
+
+
+def _costs(model: EngineModel, share: float, *, by_kv: bool) -> Floats:
+    """GPU-seconds that each decoded token, KV token read and new token takes at least.
+
+    A decode step takes at least base + slope * batch for the line below the curve with `share` of the largest slope;
+    and there are at least as many steps as the slots, or with `by_kv` the KV that fits, force.
+    """
+    batches = np.arange(1.0, model.slots + 1.0)
+    steps_s = np.array([model.curve.decode_s(batch) for batch in batches])
+    slope = share * float((steps_s / batches).min())
+    base_s = float((steps_s - slope * batches).min())
+    token_s = slope + (0.0 if by_kv else base_s / model.slots)
+    kv_s = model.curve.per_kv_token_s + (base_s / model.kv_tokens if by_kv else 0.0)
+    return model.gpus * np.array([token_s, kv_s, model.curve.prefill_token_s])

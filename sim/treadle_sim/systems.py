@@ -38,6 +38,7 @@ def _stepwise(placement: PlacementRule, ordering: Ordering = Ordering.ROUND_ROBI
 
 
 VERL = System("verl", "verl: pinned to an engine, steps in the order they arrive", _stepwise(PlacementRule.PINNED))
+STICKY = System("sticky", "prime-rl, SkyRL: the least loaded engine at the first step", _stepwise(PlacementRule.STICKY))
 VERL_STAR = System("verl*", "verl*: cache-aware, least load beyond a skew of 32", _stepwise(PlacementRule.CACHE_AWARE))
 SLIME = System("slime", "slime: least loaded engine at each step", _stepwise(PlacementRule.LEAST_LOAD))
 LEAST_ATTAINED = System(
@@ -67,7 +68,7 @@ TREADLE_WHOLE_TURNS = replace(
 )
 ORACLE = replace(TREADLE, name="oracle", title="Treadle told every length", predictor="oracle")
 
-BASELINES = (VERL, VERL_STAR, SLIME, LEAST_ATTAINED, PAUSING)
+BASELINES = (VERL, STICKY, VERL_STAR, SLIME, LEAST_ATTAINED, PAUSING)
 SYSTEMS: Mapping[str, System] = {
     system.name: system for system in (*BASELINES, HEDDLE, TREADLE_HOMOGENEOUS, TREADLE, TREADLE_WHOLE_TURNS, ORACLE)
 }

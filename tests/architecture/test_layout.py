@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Hand-written lines and modules at most, by folder of the tree; MOST_LINES and MOST_MODULES hold for all together.
 BUDGETS = {
-    "bench": (6_150, 44),
+    "bench": (6_400, 46),
     "cli": (4_900, 43),
     "clients/python": (2_050, 11),
     "core": (8_900, 56),
@@ -26,9 +26,9 @@ BUDGETS = {
     "services/scheduler": (1_250, 10),
     "services/sidecar": (2_450, 21),
     "services/tools": (9_250, 66),
-    "sim": (5_700, 37),
+    "sim": (5_850, 38),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 48_000, 350, 28_000
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 49_000, 355, 28_500
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS: dict[str, int] = {}  # folders with leave for more, each with its reason

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from treadle_core.actions import Action
 from treadle_core.events import Event
@@ -48,13 +48,11 @@ def decode_s(context: int, tokens: int) -> float:
 class LoneEngine:
     """A simulated engine without a driver. finished and preempted: when, by step id."""
 
-    def __init__(
-        self, slots: int = 64, kv_tokens: int = 10_000_000, *, preempt: bool = False, page_tokens: int = 1
-    ) -> None:
+    def __init__(self, slots: int = 64, kv_tokens: int = 10_000_000, *, preempt: bool = False, **changed: Any) -> None:
         self.timeline = Timeline()
         self.finished: dict[str, float] = {}
         self.preempted: dict[str, float] = {}
-        model = replace(engine(1, slots, kv_tokens), page_tokens=page_tokens)
+        model = replace(engine(1, slots, kv_tokens), **changed)
         self.engine = SimEngine("e", model, self.timeline, self, preempt=preempt, record=True)
 
     def step_preempted(self, step: EngineStep) -> None:

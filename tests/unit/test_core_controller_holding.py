@@ -35,6 +35,13 @@ def tickets(actions: list[act.Action]) -> list[str]:
         ({"slots": 2, "kv_tokens_capacity": 2_000}, {"short": 200.0, "long": 1_500.0, "middle": 600.0}, ["long"]),
         ({"slots": 2}, {"a": 400.0, "b": 300.0, "c": 200.0}, ["a", "b"]),  # the KV is unknown
         ({"kv_tokens_capacity": 500}, {"huge": 50_000.0}, ["huge"]),  # an empty engine takes even what does not fit
+        # The host's memory has copies of what the engine holds too, so the larger of them counts, not their sum.
+        (
+            {"kv_tokens_capacity": 2_000, "host_kv_tokens": 2_200},
+            {"long": 1_500.0, "middle": 600.0},
+            ["long", "middle"],
+        ),
+        ({"kv_tokens_capacity": 2_000, "host_kv_tokens": 2_199}, {"long": 1_500.0, "middle": 600.0}, ["long"]),
     ],
 )
 def test_an_engine_lets_begin_what_its_slots_and_its_kv_hold_longest_first(
@@ -83,6 +90,24 @@ def test_the_next_one_begins_when_a_trajectory_closes_and_frees_its_room() -> No
     assert tickets(scenario.advance(1.0)) == ["first"]
 
     assert tickets(scenario.close("first")) == ["second"]
+
+
+@pytest.mark.parametrize(("capacity", "begun"), [(2_000, ["t0", "t1", "t2"]), (1_999, ["t0", "t1"])])
+def test_a_prompt_is_reserved_once_for_all_its_samples(capacity: int, begun: list[str]) -> None:
+    scenario = Scenario(RESERVE, WHOLE, engines=("e0",), kv_tokens_capacity=capacity)
+    for name in ("t0", "t1", "t2"):
+        scenario.open(name, prompt_tokens=500)
+        scenario.ask(name, context_tokens=500)
+        scenario.predict(name, 500.0)
+
+    assert tickets(scenario.advance(1.0)) == begun
+    later = tickets(scenario.close("t0"))
+
+    assert begun + later == ["t0", "t1", "t2"]
+    scenario.open("other", prompt_id="q", prompt_tokens=100)
+    scenario.ask("other")
+    scenario.predict("other", capacity - 1_500.0 - 100.0)
+    assert tickets(scenario.advance(1.0)) == ["other"], "the prompt and two samples are still reserved for"
 
 
 def test_the_next_one_begins_when_a_step_ends_and_frees_its_slot() -> None:

@@ -1,4 +1,4 @@
-"""CACHE_AWARE: with the prefix until the loads are skewed, then wherever least is out."""
+"""CACHE_AWARE: with the prefix until the loads are skewed, then wherever least is out. STICKY: where least was out."""
 
 from support.control import Scenario
 from treadle_core.model import PlacementRule, Policy
@@ -77,3 +77,14 @@ def test_the_prompts_are_known_again_after_a_restart() -> None:
     mesh.restart()
     mesh.open("a1", prompt_id="a")
     assert mesh.step("a1", 0).engine_id == first == "e1"
+
+
+def test_a_sticky_trajectory_stays_where_least_was_out_at_its_first_step() -> None:
+    mesh = Scenario(Policy(placement=PlacementRule.STICKY, migrate=False), TUNING, engines=("e0", "e1"), slots=100)
+    for number in range(4):
+        mesh.open(f"t{number}")
+    first = [mesh.step(f"t{number}", 0) for number in range(4)]
+    assert [ticket.engine_id for ticket in first] == ["e0", "e1", "e0", "e1"]
+    for ticket in first[1:]:
+        mesh.finish(ticket)
+    assert [mesh.step(f"t{number}", 1).engine_id for number in (1, 2, 3)] == ["e1", "e0", "e1"]

@@ -143,6 +143,21 @@ def test_a_spec_that_cannot_run_is_refused(options: dict[str, object]) -> None:
         engine_command(spec(**options), {})
 
 
+@pytest.mark.parametrize(
+    ("flags", "host_kv_tokens"),
+    [
+        ({}, 0),
+        ({"enable_hierarchical_cache": True, "hicache_ratio": 2.0, "hicache_size": 0}, 40_000),
+        ({"enable_hierarchical_cache": True, "hicache_ratio": 2.0, "hicache_size": 3}, 60_000),
+    ],
+)
+def test_a_profile_says_what_the_hosts_memory_keeps(flags: dict[str, object], host_kv_tokens: int) -> None:
+    memory = {"token_capacity": 20_000, "kvcache": 1e9 / 1024**3}
+    server = {**flags, "internal_states": [{"memory_usage": memory}]}
+    profile = read_profile(server, {"model_path": "m", "weight_version": "default"}, 0)
+    assert profile.host_kv_tokens == host_kv_tokens
+
+
 def test_a_profile_takes_the_end_tokens_from_the_models_own_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 0}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))

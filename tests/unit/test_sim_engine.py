@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from support.simulated import SLOW, LoneEngine, decode_s, engine_step
+from support.simulated import KV_BYTES_PER_TOKEN, SLOW, LoneEngine, decode_s, engine_step
 from treadle_core.steps.preemptive_queue import DEFAULT_MIN_RUN_TOKENS
 from treadle_sim.batch import EngineStep
 
@@ -65,8 +65,21 @@ def test_where_kv_is_short_the_next_step_waits_and_the_oldest_cached_context_goe
     assert alone.engine.cache.peek(1) == 1_299
     engine = LoneEngine(kv_tokens=2_000).engine
     for index in range(3):
-        engine.receive(index, 900)
+        engine.cache.put(index, f"p{index}", 500, 900)
     assert [engine.cache.peek(index) for index in range(3)] == [0, 900, 900], "KV that comes takes the oldest's room"
+
+
+@pytest.mark.parametrize("host_bytes_per_s", [50e9, 1e8])
+def test_a_context_that_the_engine_forgot_is_read_from_the_host_while_it_computes(host_bytes_per_s: float) -> None:
+    alone = LoneEngine(kv_tokens=2_000, host_kv_tokens=3_000, host_bytes_per_s=host_bytes_per_s)
+    steps = [EngineStep(name, at, "p", 200, 1_200, 100, 0.0) for at, name in enumerate("abc")]
+    again = [EngineStep(name, at, "p", 200, 1_350, 10, 0.0) for at, name in ((1, "b"), (0, "a"))]
+
+    alone.run(*((0.0, step, 0.0) for step in steps), *((9.0 * (at + 1), step, 0.0) for at, step in enumerate(again)))
+
+    assert [step.prefilled_tokens for step in again] == [51, 1_150], "the host has room for two contexts"
+    load_s = (1_299 - 200) * KV_BYTES_PER_TOKEN / host_bytes_per_s
+    assert again[0].prefill_s == pytest.approx(max(SLOW.prefill_s(51, 1_299), load_s), rel=1e-9)
 
 
 @pytest.mark.parametrize("page_tokens", [1, 16])

@@ -117,6 +117,7 @@ def _count(values: Sequence[float], aim: float) -> str:
 
 LOOKS: Mapping[str, dict[str, Any]] = {
     "verl": {"marker": "s", "color": "#9AA3AF"},
+    "sticky": {"marker": "^", "color": "#9AA3AF"},
     "verl*": {"marker": "D", "color": "#9AA3AF"},
     "slime": {"marker": "v", "color": "#9AA3AF"},
     "affinity-las": {"marker": "<", "color": "#6B7280"},

@@ -2,6 +2,7 @@
 
 A pinned engine always wins, and every rule avoids an engine that is gone or unhealthy.
 - PINNED (verl): engines in turn at the opening, then always the same.
+- STICKY (prime-rl, SkyRL): the least loaded engine at the first step, then always the same.
 - LEAST_LOAD (slime): at each step the engine with the fewest live tickets for each slot, wherever the prefix is.
 - CACHE_AWARE (the SGLang router, as Heddle's Verl* uses it): the engine that holds the prefix, its own or, before the
   first step, a sibling's of the same prompt; while the loads are skewed, the least loaded one. Skewed is what the
@@ -95,8 +96,9 @@ class Siting:
                 return None
             return _require_fitting([pinned], context_tokens)[0]
         rule = record.policy.placement
-        if rule is PlacementRule.PLANNED or rule is PlacementRule.PINNED:
-            free = rule is PlacementRule.PLANNED and record.ticket is None
+        first = record.ticket is None
+        if rule in (PlacementRule.PLANNED, PlacementRule.PINNED) or (rule is PlacementRule.STICKY and not first):
+            free = rule is PlacementRule.PLANNED and first
             for engine_id in (target if free else "", record.engine_id):
                 engine = self._engines.get(engine_id) if engine_id and engine_id != avoid else None
                 if (
@@ -112,7 +114,7 @@ class Siting:
             able = able.without(avoid)
         if not able.engines:
             return None
-        if rule is PlacementRule.LEAST_LOAD:
+        if rule in (PlacementRule.LEAST_LOAD, PlacementRule.STICKY):
             return self._least_loaded(able)
         if rule is PlacementRule.CACHE_AWARE:
             return self._cache_aware(record, able)

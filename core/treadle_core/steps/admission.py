@@ -101,7 +101,7 @@ def _waits_to_start(record: TrajectoryRecord) -> bool:
 
 def _fits(state: State, record: TrajectoryRecord, spec: EngineSpec) -> bool:
     tally = state.table.tally(spec.engine_id)
-    return tally.live_tickets < spec.slot_limit and tally.has_room(tickets.reserve_tokens(state, record), spec)
+    return tally.live_tickets < spec.slot_limit and tally.has_room(record, tickets.reserve_tokens(state, record), spec)
 
 
 def _start_after_move(state: State, trajectory_id: str, now: float) -> list[Action]:

@@ -48,7 +48,7 @@ def start_move(state: State, record: TrajectoryRecord, now: float) -> list[Actio
     ):
         return []  # KV of other weights is useless
     reserve = record.ticket.kv_reserve_tokens if record.ticket is not None else 0
-    if record.policy.reserve and not state.table.tally(wanted).has_room(reserve, target.spec):
+    if record.policy.reserve and not state.table.tally(wanted).has_room(record, reserve, target.spec):
         return []
     give_up_after_s = state.tuning.move_timeout_s
     if must_gain(record):

@@ -5,7 +5,7 @@ would give: only `put` and `forget` write. Collects the ids of watched trajector
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from treadle_core.model import EngineSpec, PlacementRule, Prediction, Replanning, TicketStatus, TrajectoryRecord
 from treadle_core.ranking.priorities import log_sigma, remaining_tokens, remaining_tool_s, room_tokens
@@ -20,18 +20,38 @@ RULE_NUMBERS = {Replanning.RESOLVE: RESOLVE_NUMBER, Replanning.RANK_SCALING: RAN
 @dataclass(slots=True)
 class Tally:
     """Sums over the open trajectories of one engine: their number, how many have started, the KV tokens reserved for
-    those, live tickets, predicted tokens left."""
+    those, live tickets, predicted tokens left. prompts: those in the reserved tokens, each once for all of its samples,
+    with its tokens and how many samples there are."""
 
     trajectories: int = 0
     started: int = 0
     kv_reserve_tokens: int = 0
     live_tickets: int = 0
     tokens: float = 0.0
+    prompts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
-    def has_room(self, kv_tokens: int, spec: EngineSpec) -> bool:
-        """Whether the engine can reserve so much KV besides; it always can for its first trajectory."""
-        capacity = spec.kv_tokens_capacity
+    def has_room(self, record: TrajectoryRecord, kv_tokens: int, spec: EngineSpec) -> bool:
+        """Whether the engine can reserve so much KV for a trajectory that is elsewhere or has not started; it always
+        can for its first one. A host's copies include what the engine's memory holds, so the larger of them counts."""
+        capacity = spec.kv_tokens_capacity and max(spec.kv_tokens_capacity, spec.host_kv_tokens)
+        if record.prompt_id in self.prompts:
+            kv_tokens -= record.prompt_tokens
         return not capacity or not self.started or self.kv_reserve_tokens + kv_tokens <= capacity
+
+    def reserve(self, prompt_id: str, prompt_tokens: int, kv_tokens: int) -> None:
+        """Reserve KV tokens, the prompt's included, for one more trajectory; 0 for none."""
+        if kv_tokens:
+            shared, samples = self.prompts.get(prompt_id, (prompt_tokens, 0))
+            self.prompts[prompt_id] = (shared, samples + 1)
+            self.kv_reserve_tokens += kv_tokens - prompt_tokens + (0 if samples else shared)
+
+    def release(self, prompt_id: str, prompt_tokens: int, kv_tokens: int) -> None:
+        """Undo `reserve` with the same figures."""
+        if kv_tokens:
+            shared, samples = self.prompts.pop(prompt_id)
+            if samples > 1:
+                self.prompts[prompt_id] = (shared, samples - 1)
+            self.kv_reserve_tokens -= kv_tokens - prompt_tokens + (0 if samples > 1 else shared)
 
 
 NOTHING = Tally()  # of an engine without trajectories; never written
@@ -48,6 +68,7 @@ class _Counted:
     live: bool
     started: bool
     reserve: int
+    prompt: tuple[str, int]  # its id and tokens
     prediction: Prediction | None = None
     log_sigma: float = 0.0
 
@@ -152,7 +173,9 @@ class TrajectoryTable:
             tally.tokens += tokens - counted.tokens
             tally.live_tickets += live - counted.live
             tally.started += started - counted.started
-            tally.kv_reserve_tokens += reserve - counted.reserve
+            if reserve != counted.reserve:
+                tally.release(*counted.prompt, counted.reserve)
+                tally.reserve(*counted.prompt, reserve)
             counted.tokens, counted.live, counted.started, counted.reserve = tokens, live, started, reserve
         else:
             if counted is not None:
@@ -162,8 +185,9 @@ class TrajectoryTable:
             tally.tokens += tokens
             tally.live_tickets += live
             tally.started += started
-            tally.kv_reserve_tokens += reserve
-            counted = self._counted[trajectory_id] = _Counted(engine_id, tally, tokens, live, started, reserve)
+            prompt = (record.prompt_id, record.prompt_tokens)
+            tally.reserve(*prompt, reserve)
+            counted = self._counted[trajectory_id] = _Counted(engine_id, tally, tokens, live, started, reserve, prompt)
             self._on.setdefault(engine_id, {})[trajectory_id] = None
         if counted.prediction is not record.prediction:
             counted.prediction, counted.log_sigma = record.prediction, log_sigma(record)
@@ -196,7 +220,7 @@ class TrajectoryTable:
         tally.tokens -= counted.tokens
         tally.live_tickets -= counted.live
         tally.started -= counted.started
-        tally.kv_reserve_tokens -= counted.reserve
+        tally.release(*counted.prompt, counted.reserve)
         if tally.trajectories == 0:
             del self._tallies[counted.engine_id]  # and with it the rounding of its sums
             del self._on[counted.engine_id]

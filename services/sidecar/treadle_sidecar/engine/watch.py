@@ -26,6 +26,7 @@ POLL_S = 1.0
 SLOW_POLLS = 3  # polls in a row without an answer, each as long as EngineClient waits, after which an engine is lost
 RETRY_LOST_ENGINE_S = 2.0
 GIB = 1024**3
+GB = 10**9
 # SGLang keeps these below its context length (Scheduler: max_req_len, and num_reserved tokens of max_req_input_len).
 INPUT_MARGIN_TOKENS = 4
 
@@ -39,6 +40,7 @@ class EngineProfile:
     max_input_tokens: int
     max_sequence_tokens: int  # prompt and output together
     kv_tokens: int
+    host_kv_tokens: int  # of HiCache's copies in the host's memory, 0 without
     kv_bytes_per_token: int
     slots: int
     page_tokens: int
@@ -66,6 +68,7 @@ def read_profile(server: Mapping[str, Any], model: Mapping[str, Any], vocab_size
     memory = state.get("memory_usage") or {}
     kv_tokens = int(memory.get("token_capacity") or server.get("max_total_num_tokens") or 0)
     max_input = int(server.get("max_req_input_len") or 0)
+    kv_bytes = float(memory.get("kvcache") or 0.0) * GIB / kv_tokens if kv_tokens else 0.0
     requests = int(state.get("effective_max_running_requests_per_dp") or server.get("max_running_requests") or 1)
     model_path = str(model["model_path"])
     configs = list(_model_files(model_path))
@@ -75,7 +78,8 @@ def read_profile(server: Mapping[str, Any], model: Mapping[str, Any], vocab_size
         max_input_tokens=max_input,
         max_sequence_tokens=max_input + INPUT_MARGIN_TOKENS,
         kv_tokens=kv_tokens,
-        kv_bytes_per_token=round(float(memory.get("kvcache") or 0.0) * GIB / kv_tokens) if kv_tokens else 0,
+        host_kv_tokens=_host_kv_tokens(server, kv_tokens, kv_bytes),
+        kv_bytes_per_token=round(kv_bytes),
         slots=max(requests - SPARE_REQUESTS, 1),
         page_tokens=int(server.get("page_size") or 1),
         tensor_parallel=int(server.get("tp_size") or 1),
@@ -83,6 +87,16 @@ def read_profile(server: Mapping[str, Any], model: Mapping[str, Any], vocab_size
         deterministic=bool(server.get("enable_deterministic_inference")),
         vocab_size=vocab_size,
         end_token_ids=frozenset(token for config in configs for token in _end_tokens(config)),
+    )
+
+
+def _host_kv_tokens(server: Mapping[str, Any], kv_tokens: int, kv_bytes: float) -> int:
+    """The host's copies, which the engine sizes by GB where hicache_size is set, else by a ratio of its own KV."""
+    if not server.get("enable_hierarchical_cache"):
+        return 0
+    size_bytes = float(server.get("hicache_size") or 0.0) * GB
+    return int(
+        size_bytes / kv_bytes if size_bytes and kv_bytes else float(server.get("hicache_ratio") or 0.0) * kv_tokens
     )
 
 

@@ -141,6 +141,8 @@ class _PlacementRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     """chosen afresh each step (slime)"""
     PLACEMENT_RULE_CACHE_AWARE: _PlacementRule.ValueType  # 4
     """where the prefix is, least load while loads are skewed (the SGLang router)"""
+    PLACEMENT_RULE_STICKY: _PlacementRule.ValueType  # 5
+    """least load at the first step, then never moved (prime-rl, SkyRL)"""
 
 class PlacementRule(_PlacementRule, metaclass=_PlacementRuleEnumTypeWrapper): ...
 
@@ -153,6 +155,8 @@ PLACEMENT_RULE_LEAST_LOAD: PlacementRule.ValueType  # 3
 """chosen afresh each step (slime)"""
 PLACEMENT_RULE_CACHE_AWARE: PlacementRule.ValueType  # 4
 """where the prefix is, least load while loads are skewed (the SGLang router)"""
+PLACEMENT_RULE_STICKY: PlacementRule.ValueType  # 5
+"""least load at the first step, then never moved (prime-rl, SkyRL)"""
 Global___PlacementRule: typing_extensions.TypeAlias = PlacementRule
 
 class _Replanning:

@@ -1,0 +1,131 @@
+"""Rollouts of public traces: Treadle against the best baseline, where nobody chose the workload for it.
+
+Each source is resampled to groups of 16 (`treadle_sim.workloads.resample`) on H200s that serve Qwen3-14B, with 100
+slots a GPU. `load`: trajectories for each slot. `tools`: the share of their measured seconds that tools take. Every
+engine's host keeps twice as much KV as the engine, for every system, as SGLang's HiCache does by default. A baseline
+runs on engines of one degree, and the best degree counts.
+
+Keys: `cells`: medians over `seeds`, with the range of each ratio in `spread`. `ratio_to_X`: X's makespan over
+Treadle's, above 1 Treadle is faster; `ratio_to_bound` is below 1. `ratio_of_told`: Treadle that guesses over Treadle
+that is told every length. `recomputed_ratio`: tokens that Treadle prefilled again over those of the best baseline, both
+at least RECOMPUTED_FLOOR of what a rollout has to prefill. `least`, `geomean`: of ratio_to_best_baseline over cells.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from treadle_cli.problems import UsageProblem
+from treadle_sim.systems import BASELINES, ORACLE, TREADLE
+from treadle_sim.workloads.workload import groups
+
+from treadle_bench.bench import Bench, BenchOptions
+from treadle_bench.heddle12.measure import merge_seeds
+from treadle_bench.rollouts import ACCELERATOR, SAMPLES, SLOTS, Batch, Job, Played, find_bound, play_all, setting_of
+from treadle_bench.summary import rounded
+
+LLM = "Qwen3-14B"
+SOURCES = {
+    "swebench": "swebench_verified_mini_gemini3",
+    "claude_code": "claude_code_sessions_kvct",
+    "mcpmark": "mcpmark",
+    "tau": "tau_airline_gpt4o",
+}
+LOADS = (0.3, 1.0, 3.0)
+TOOL_SHARES = (1.0, 0.1)
+GPUS = (8, 64)
+HOST_SHARE = 2.0
+RECOMPUTED_FLOOR = 0.01
+PLANNED = (TREADLE, ORACLE)
+
+
+async def measure(options: BenchOptions) -> dict[str, Any]:
+    """--scale: part of the GPUs. Raises UsageProblem without --data, PublicTraceError, OSError."""
+    if options.data is None:
+        raise UsageProblem("real needs --data, the folder of public traces that docs/traces.md names")
+    sizes = [max(round(gpus * (options.scale or 1.0)), 1) for gpus in GPUS]
+    cells = []
+    for name in SOURCES:
+        for gpus in sizes:
+            for load in LOADS:
+                for share in TOOL_SHARES:
+                    batches = [_batch(name, gpus, load, share, seed, options.data) for seed in options.seeds]
+                    jobs = {batch: _jobs_of(batch) for batch in batches}
+                    what = f"{name}, {gpus} GPUs, {load:g} a slot, tools x {share:g}"
+                    done = await play_all((job for of in jobs.values() for job in of), options, what)
+                    made = [_make_cell(batch, {job: done[job] for job in jobs[batch]}) for batch in batches]
+                    cells.append({"trace": name, "load": load, "tools": share, **merge_seeds(made)})
+                    options.progress.print(f"{what}: {cells[-1]['ratio_to_best_baseline']}")
+    ratios = [cell["ratio_to_best_baseline"] for cell in cells]
+    return {
+        "accelerator": ACCELERATOR,
+        "model": LLM,
+        "seeds": options.seeds,
+        "cells": cells,
+        "least": min(ratios),
+        "geomean": rounded(math.exp(math.fsum(map(math.log, ratios)) / len(ratios))),
+    }
+
+
+def _batch(name: str, gpus: int, load: float, share: float, seed: int, data: Path) -> Batch:
+    prompts = max(round(load * SLOTS * gpus / SAMPLES), 1)
+    return Batch(SOURCES[name], LLM, gpus, prompts, seed, data=data, tool_share=share, host_share=HOST_SHARE)
+
+
+def _jobs_of(batch: Batch) -> list[Job]:
+    degrees = setting_of(batch).degrees()
+    return [
+        *(Job(batch, system, degree) for system in BASELINES for degree in degrees),
+        *(Job(batch, system) for system in PLANNED),
+    ]
+
+
+def _make_cell(batch: Batch, done: Mapping[Job, Played]) -> dict[str, Any]:
+    """One cell of one seed."""
+    of = {
+        system.name: min((done[job] for job in done if job.system is system), key=lambda one: one.makespan_s)
+        for system in (*BASELINES, *PLANNED)
+    }
+    degree = {
+        system.name: min((job for job in done if job.system is system), key=lambda job: done[job].makespan_s).degree
+        for system in BASELINES
+    }
+    best = min(degree, key=lambda name: of[name].makespan_s)
+    treadle_s, least_tokens = of[TREADLE.name].makespan_s, least_prefill_tokens(batch)
+    again = {name: max(one.prefilled_tokens / least_tokens - 1.0, RECOMPUTED_FLOOR) for name, one in of.items()}
+    bound = find_bound(batch)
+    return {
+        "gpus": batch.gpus,
+        "trajectories": batch.trajectories,
+        "treadle_s": treadle_s,
+        "best_baseline": best,
+        "policy": {name: one.makespan_s for name, one in of.items()},
+        "degree": degree,
+        "engines": of[TREADLE.name].engines,
+        "ratio_to_best_baseline": of[best].makespan_s / treadle_s,
+        "ratio_to_oracle": of[ORACLE.name].makespan_s / treadle_s,
+        "ratio_to_bound": bound["bound_s"] / treadle_s,
+        "ratio_of_told": treadle_s / of[ORACLE.name].makespan_s,
+        "recomputed": again,
+        "recomputed_ratio": again[TREADLE.name] / again[best],
+        **bound,
+        "p50_s": {name: of[name].p50_s for name in (best, TREADLE.name)},
+        "last": of[TREADLE.name].last,
+        "migrations": of[TREADLE.name].migrations,
+    }
+
+
+def least_prefill_tokens(batch: Batch) -> int:
+    """Tokens that any rollout prefills: each prompt once, what tools say, and a sampled token a turn."""
+    works = setting_of(batch).workload.trajectories
+    prompts = sum(of[0].prompt_tokens for of in groups(works).values())
+    return prompts + sum(step.obs_tokens + 1 for work in works for step in work.steps[:-1])
+
+
+BENCH = Bench(
+    "real",
+    "Rollouts of four public traces (--data) on simulated H200s: Treadle, every baseline at its best degree, and the "
+    "bound; --scale for fewer GPUs.",
+    measure,
+)
