@@ -10,8 +10,9 @@ from pathlib import Path
 
 from treadle_cli.mesh.engines import EnginePlan
 from treadle_cli.mesh.mesh import Mesh, MeshPlan, StartBoard
+from treadle_cli.mesh.ports import HOST
 from treadle_cli.mesh.processes import ProcessTree
-from treadle_cli.mesh.services import HOST, read_ready_file, start_nats
+from treadle_cli.mesh.services import read_ready_file, start_nats
 
 from treadle_bench.bench import BenchOptions
 

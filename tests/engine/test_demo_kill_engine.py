@@ -1,8 +1,8 @@
 """Killing an engine in the middle of the demo's kind of work loses no trajectory: real engines, real services.
 
 Two engines on a core each, six trajectories of two turns. One engine's process gets SIGKILL while its steps are
-decoding. Result: every trajectory finishes, with as many tokens as it asked for and a logprob for each, and steps
-that began on the killed engine end on the other one.
+decoding. Result: every trajectory finishes, with as many tokens as it asked for and a logprob for each, steps that
+began on the killed engine end on the other one, and the temporary files of the killed engine are removed.
 """
 
 import io
@@ -10,6 +10,7 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 from treadle import Client, Prompt, Sampling, Trajectory
@@ -33,6 +34,8 @@ async def test_a_killed_engine_loses_no_trajectory_and_no_token(tmp_path: Path) 
     async with ProcessTree(tmp_path / "logs") as tree:
         mesh = await Mesh.start(MeshPlan(plan, tmp_path / "state"), tree, board)
         chat = ChatML.of_model(mesh.model_path)
+        folders = [Path(psutil.Process(engine.child.pid).environ()["TMPDIR"]) for engine in mesh.engines]
+        assert all(any(file.is_socket() for file in folder.iterdir()) for folder in folders)
         received = 0
 
         async def agent(trajectory: Trajectory, prompt: Prompt) -> float:
@@ -53,6 +56,9 @@ async def test_a_killed_engine_loses_no_trajectory_and_no_token(tmp_path: Path) 
             result = await client.rollout(prompts, agent, samples_per_prompt=2)
 
         assert "sidecar-engine-0" in [child.name for child in tree.children]  # it outlives its engine and says so
+
+        assert [folder.exists() for folder in folders] == [False, True]
+    assert not any(folder.exists() for folder in folders)
 
     assert [death.how for death in mesh.engine_deaths] == ["was killed by SIGKILL"]
     assert "engine-0 was killed by SIGKILL" in screen.getvalue()

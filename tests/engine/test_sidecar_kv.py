@@ -122,7 +122,9 @@ async def test_a_step_whose_engine_is_killed_goes_on_elsewhere(
             async for response in responses(doomed.stub, step_request(ticket("e1"), ids, sampled(500))):
                 received.take(response)
                 if len(received.tokens) == 20:
+                    assert any(file.is_socket() for file in second.temp_folder.iterdir())
                     second.kill()
+        assert not second.temp_folder.exists()
         code, reason, _, _ = error_of(raised.value)
         assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST")
         count = len(received.tokens)

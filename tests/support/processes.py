@@ -11,10 +11,11 @@ from typing import Protocol
 
 import psutil
 from support.conditions import until
-from treadle_cli.mesh.services import free_ports
+from treadle_cli.mesh.ports import Ports
 
 END_DEADLINE_S = 20.0
 SUPPORT = Path(__file__).parent
+PORTS = Ports()
 
 
 class ServiceProcess:
@@ -81,8 +82,8 @@ class ServiceProcess:
 
 
 def free_port() -> int:
-    """A port that no socket listens on."""
-    return free_ports(1)[0]
+    """A port that no socket listens on, and that no other call in this process has returned."""
+    return PORTS.choose(1)[0]
 
 
 def command_line(process: psutil.Process) -> str:

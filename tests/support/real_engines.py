@@ -2,17 +2,22 @@
 
 import json
 import os
+import shutil
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from support.processes import free_port
-from treadle_sidecar.engine.process import EngineSpec, start_engine, stop_engine
+from treadle_cli.mesh.guardian import kill_sessions
+from treadle_sidecar.engine.process import EngineSpec, engine_command
 
 START_DEADLINE_S = 240.0  # two engines that start together on a busy machine
+STOP_GRACE_S = 5.0
 POLL_S = 0.25
 SLOTS = 2
 KV_TOKENS = 16_000
@@ -42,6 +47,7 @@ class RealEngine:
         self.spec = EngineSpec(
             engine_id=f"e{index}",
             port=free_port(),
+            nccl_port=free_port(),
             cpu=True,
             model_path=model_folder(),
             venv_python=engine_python(),
@@ -52,6 +58,7 @@ class RealEngine:
             extra_args=extra_args,
         )
         self._process: subprocess.Popen[bytes] | None = None
+        self.temp_folder = Path()  # of the process that runs
 
     @property
     def url(self) -> str:
@@ -60,8 +67,16 @@ class RealEngine:
 
     def start(self) -> None:
         """Begins to start, unless it runs."""
-        if self._process is None or self._process.poll() is not None:
-            self._process = start_engine(self.spec, self.log)
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.kill()  # what an engine that ended by itself has left
+        self.temp_folder = Path(tempfile.mkdtemp(prefix="treadle-"))
+        self.kv.mkdir(exist_ok=True)
+        command = engine_command(self.spec, {**os.environ, "TMPDIR": str(self.temp_folder)})
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command.argv, env=command.env, stdout=log, stderr=log, start_new_session=True
+            )
 
     def wait_ready(self) -> None:
         """Returns once the engine answers. Raises AssertionError with its log."""
@@ -73,16 +88,20 @@ class RealEngine:
             time.sleep(POLL_S)
 
     def kill(self) -> None:
-        """At once, with all its processes, as by the kernel's memory killer."""
+        """At once, with all its processes, as by the kernel's memory killer; removes its temporary files."""
         if self._process is not None:
-            stop_engine(self._process, grace_s=0.0)
+            kill_sessions({self._process.pid})
+            self._process.wait()
             self._process = None
+            shutil.rmtree(self.temp_folder)
 
     def stop(self) -> None:
         """Ends it. Fine where it does not run."""
         if self._process is not None:
-            stop_engine(self._process)
-            self._process = None
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_GRACE_S)
+        self.kill()
 
     def ask(self, path: str, body: dict[str, Any]) -> Any:
         """Past the sidecar: POST, JSON both ways."""

@@ -1,5 +1,5 @@
 """The process tree of `treadle up` and `treadle demo`, with plain shells for children: whatever ends it, nothing is
-left. And the ports that they choose before a service binds them."""
+left. And the ports that it chooses before a service binds them."""
 
 import asyncio
 import os
@@ -13,18 +13,20 @@ from pathlib import Path
 
 import pytest
 from support.conditions import until
-from treadle_cli.mesh import services as ports
+from treadle_cli.mesh import ports
 from treadle_cli.mesh.guardian import session_members
+from treadle_cli.mesh.ports import Ports, is_free
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree
 
-# A parent with two children: one with a grandchild in the background, one that ignores SIGTERM and is stopped first.
+# A parent with two children: one with a grandchild in the background; one that makes a temporary file, ignores SIGTERM
+# and is stopped first.
 PARENT = """
 import asyncio, pathlib, sys
 from treadle_cli.exits import run_interruptible
 from treadle_cli.mesh.processes import ProcessTree
 
 FAMILY = ["sh", "-c", "sleep 1000 & sleep 1000"]
-STUBBORN = ["sh", "-c", "trap 'echo asked to stop' TERM; echo ready; while :; do sleep 0.1; done"]
+STUBBORN = ["sh", "-c", "trap 'echo asked to stop' TERM; mktemp; echo ready; while :; do sleep 0.1; done"]
 
 async def main(hurry):
     async with ProcessTree(pathlib.Path(sys.argv[1]), hurry=hurry, grace_s=float(sys.argv[2])) as tree:
@@ -67,25 +69,49 @@ def nothing_is_left(pids: list[int]) -> bool:
     return not any(session_members(pid) for pid in pids)
 
 
+def temp_file(log_path: Path) -> Path:
+    """The temporary file whose name the child has written to its log first."""
+    return Path(log_path.read_text().splitlines()[0])
+
+
 @pytest.mark.parametrize(("grace_s", "signals"), [(0.2, 1), (1000.0, 2)])
 async def test_ctrl_c_stops_children_and_grandchildren_and_a_second_one_does_not_wait_for_those_that_ignore_it(
     start_parent: Start, tmp_path: Path, grace_s: float, signals: int
 ) -> None:
     parent = start_parent(grace_s)
     pids = await children_of(parent, tmp_path)
+    file = temp_file(tmp_path / "stubborn.log")
+    assert file.exists()
     for _ in range(signals):
         parent.send_signal(signal.SIGINT)
         await until(lambda: "asked to stop" in (tmp_path / "stubborn.log").read_text())
     assert parent.wait(30) == 130
-    assert nothing_is_left(pids)
+    assert nothing_is_left(pids) and not file.parents[1].exists()
 
 
 async def test_sigkill_of_the_parent_leaves_nothing(start_parent: Start, tmp_path: Path) -> None:
     parent = start_parent(1000.0)
     pids = await children_of(parent, tmp_path)
+    file = temp_file(tmp_path / "stubborn.log")
+    assert file.exists()
     parent.kill()
     parent.wait(30)
-    await until(lambda: nothing_is_left(pids))
+    await until(lambda: nothing_is_left(pids) and not file.parents[1].exists())
+
+
+async def test_the_temporary_files_of_a_killed_child_are_removed_at_once_and_those_of_another_one_stay(
+    tmp_path: Path,
+) -> None:
+    make_file = ["sh", "-c", "mktemp; exec sleep 1000"]
+    async with ProcessTree(tmp_path) as tree:
+        killed, other = tree.start("killed", make_file), tree.start("other", make_file)
+        await until(lambda: killed.tail() and other.tail())
+        files = [temp_file(child.log_path) for child in (killed, other)]
+        assert all(file.exists() for file in files)
+        os.kill(killed.pid, signal.SIGKILL)
+        await asyncio.wait_for(killed.exited.wait(), 20)
+        assert [file.parent.exists() for file in files] == [False, True]
+    assert not files[1].parents[1].exists()
 
 
 async def test_a_child_that_dies_is_reported_by_name_with_its_last_lines(tmp_path: Path) -> None:
@@ -129,16 +155,20 @@ async def never_ready() -> None:
 
 
 def test_ports_differ_and_can_be_bound_and_the_kernel_gives_none_of_them_to_a_connection() -> None:
-    chosen = ports.free_ports(50)
-    assert len(set(chosen)) == 50 and all(ports.is_free(port) for port in chosen)
+    chosen = Ports().choose(50)
+    assert len(set(chosen)) == 50 and all(is_free(port) for port in chosen)
     first = int(ports.EPHEMERAL_RANGE.read_text().split()[0])
     assert all(ports.LOWEST <= port < first for port in chosen)
 
 
-def test_a_port_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server((ports.HOST, ports.free_ports(1)[0])) as taken:
+def test_a_port_that_is_in_use_or_was_chosen_before_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    ports_of_tree = Ports()
+    with socket.create_server((ports.HOST, ports_of_tree.choose(1)[0])) as taken:
         port = taken.getsockname()[1]
         monkeypatch.setattr(random, "sample", lambda among, count: [port])
-        assert not ports.is_free(port)
+        assert not is_free(port)
         with pytest.raises(OSError, match="only 0 of 1 ports from 10000 to"):
-            ports.free_ports(1)
+            Ports().choose(1)
+    with pytest.raises(OSError, match="only 0 of 1 ports"):
+        ports_of_tree.choose(1)
+    assert Ports().choose(1) == [port]

@@ -90,13 +90,21 @@ def spec(**options: object) -> EngineSpec:
 
 def test_a_cpu_engine_is_pinned_has_one_thread_a_core_and_chooses_the_platform() -> None:
     command = engine_command(
-        spec(cores=(1,), slots=3, kv_tokens=9000, hicache_dir=Path("/kv"), extra_args=("--dtype", "float32")),
+        spec(
+            cores=(1,),
+            slots=3,
+            kv_tokens=9000,
+            hicache_dir=Path("/kv"),
+            extra_args=("--dtype", "float32"),
+            nccl_port=31001,
+        ),
         {"PATH": "/bin", "PYTHONPATH": "/elsewhere", "SGLANG_USE_CPU_ENGINE": "1"},
     )
     line = " ".join(command.argv)
     assert command.argv[:3][1:] == ("--cpu-list", "1")
     assert "/v/bin/python -m sglang.launch_server --model-path /m --host 127.0.0.1 --port 31000" in line
     assert "--max-running-requests 5" in line, "two above the slots, for prefetches"
+    assert "--nccl-port 31001" in line
     assert "--device cpu" in line
     assert "--hicache-io-backend direct" in line
     assert line.endswith("--dtype float32")
@@ -133,6 +141,7 @@ def test_a_gpu_engine_gets_a_model_name_and_sglangs_own_flags() -> None:
     assert line.endswith("--tp-size 2")
     assert "cpu" not in line
     assert "hicache" not in line
+    assert "--nccl-port" not in line, "it chooses one itself"
     assert command.env["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert "TREADLE_SGLANG_CPU" not in command.env
 

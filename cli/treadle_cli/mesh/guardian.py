@@ -1,8 +1,9 @@
-"""Kill a process tree whose owner has died: python -I -S guardian.py < PIPE
+"""Kill a process tree whose owner has died: python -I -S guardian.py TEMP_FOLDER < PIPE
 
 The parent-death signal of launcher.py reaches children, not their forks (an engine's workers). So the owner writes each
 session that it starts or ends ("+SID", "-SID" lines) to the guardian's standard input; when the pipe closes, because
-the owner has ended in any way, the guardian sends SIGKILL to every process in those sessions, and ends.
+the owner has ended in any way, the guardian sends SIGKILL to every process in those sessions, removes the folder of
+their temporary files, and ends.
 
 It signals only sessions in its list, and never its own. A session leaves the list before its id can be used again,
 because the id stays taken while any member lives. Standard library only, run by path.
@@ -10,6 +11,7 @@ because the id stays taken while any member lives. Standard library only, run by
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -44,7 +46,7 @@ def kill_sessions(session_ids: set[int]) -> None:
 
 
 def main() -> None:
-    """Read the pipe to its end, then kill what is left."""
+    """Read the pipe to its end, then kill and remove what is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends when the tree's owner does, not before
     sessions: set[int] = set()
@@ -55,6 +57,7 @@ def main() -> None:
         else:
             sessions.discard(session_id)
     kill_sessions(sessions - {os.getsid(0)})
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
 
 
 if __name__ == "__main__":

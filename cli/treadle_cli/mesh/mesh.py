@@ -182,7 +182,7 @@ class Mesh:
             await engines.until_healthy(engine)
 
     def _plan_control(self) -> None:
-        self.where = choose_addresses(self.plan.base_port, self.plan.engines.engine_ids)
+        self.where = choose_addresses(self._tree.ports, self.plan.base_port, self.plan.engines.engine_ids)
         self._control = ControlPlane(self._tree, self.where, self.plan.folder / f"control-{self._generation}")
 
     async def _start_control(self) -> None:

@@ -4,21 +4,25 @@
 Ctrl-C in a terminal reaches only this process, which stops the children in order. A child is registered from the moment
 that it exists (starting is synchronous, so no cancellation comes between). When the tree closes, however that happens,
 every process of every session that it started is gone; if this process is killed, the parent-death signal (launcher.py)
-and the guardian (guardian.py) do the same. One asyncio loop owns a tree. Linux only.
+and the guardian (guardian.py) do the same. Each child has a folder of its own for temporary files (TMPDIR), which is
+removed when the child has ended. One asyncio loop owns a tree. Linux only.
 """
 
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
 
 from treadle_cli.mesh import guardian
+from treadle_cli.mesh.ports import Ports
 
 T = TypeVar("T")
 STOP_GRACE_S = 5.0  # SIGTERM to SIGKILL: a drained service ends in under one second, an engine in about two
@@ -83,8 +87,8 @@ def describe_exit(returncode: int | None) -> str:
     return f"ended with exit code {returncode}"
 
 
-def _start_guardian() -> "subprocess.Popen[bytes]":
-    command = [*_PLAIN_PYTHON, str(_HERE / "guardian.py")]
+def _start_guardian(temp_folder: Path) -> "subprocess.Popen[bytes]":
+    command = [*_PLAIN_PYTHON, str(_HERE / "guardian.py"), str(temp_folder)]
     return subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
 
 
@@ -92,7 +96,7 @@ class ProcessTree:
     """Starts children, and stops them all when the `async with` block ends.
 
     log_folder: the output of a child goes to NAME.log there. hurry: once set, stopping kills without a grace period.
-    on_death: called on the loop with each child that ends although nobody stopped it.
+    on_death: called on the loop with each child that ends although nobody stopped it. ports: for the children.
     """
 
     def __init__(self, log_folder: Path, *, hurry: asyncio.Event | None = None, grace_s: float = STOP_GRACE_S) -> None:
@@ -100,11 +104,13 @@ class ProcessTree:
         self._hurry = hurry or asyncio.Event()
         self._grace_s = grace_s
         self.on_death: Callable[[Child], None] = lambda child: None
+        self.ports = Ports()
         self.children: list[Child] = []  # in the order of their start; those that ended with their whole session left
 
     async def __aenter__(self) -> Self:
         self._log_folder.mkdir(parents=True, exist_ok=True)
-        self._guardian = _start_guardian()
+        self._temp_folder = Path(tempfile.mkdtemp(prefix="treadle-"))  # short: it is in the paths of unix sockets
+        self._guardian = _start_guardian(self._temp_folder)
         return self
 
     async def __aexit__(self, *raised: object) -> None:
@@ -131,10 +137,12 @@ class ProcessTree:
         pinned = ",".join(str(core) for core in cores)
         launcher = [*_PLAIN_PYTHON, str(_HERE / "launcher.py"), str(os.getpid()), pinned]
         log_path = self._log_folder / f"{name}.log"
+        temp_folder = self._temp_folder / name
+        temp_folder.mkdir(exist_ok=True)
         with log_path.open("ab") as log_file:
             process = subprocess.Popen(
                 [*launcher, *argv],
-                env={**os.environ, **env},
+                env={**os.environ, "TMPDIR": str(temp_folder), **env},
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
@@ -164,7 +172,7 @@ class ProcessTree:
         for stage in sorted({child.stage for child in self.children}, reverse=True):
             await self.stop([child for child in self.children if child.stage == stage])
         await asyncio.to_thread(guardian.kill_sessions, {child.pid for child in self.children})
-        await asyncio.to_thread(self._guardian.communicate)  # closes its pipe
+        await asyncio.to_thread(self._guardian.communicate)  # closes its pipe; it removes the temporary files
 
     def _on_exit(self, child: Child, exit_fd: int) -> None:
         asyncio.get_running_loop().remove_reader(exit_fd)
@@ -174,6 +182,7 @@ class ProcessTree:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self._temp_folder / child.name, ignore_errors=True)
         if not left:
             self.children.remove(child)
             self._inform_guardian(f"-{child.pid}")

@@ -7,10 +7,7 @@ value ends the service with one line, which the caller sees.
 
 import asyncio
 import contextlib
-import itertools
 import json
-import random
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,43 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from treadle_cli.mesh.checks import nats_server
+from treadle_cli.mesh.ports import HOST, Ports, is_free
 from treadle_cli.mesh.processes import Child, ProcessTree
 from treadle_cli.problems import UsageProblem
-
-HOST = "127.0.0.1"
-LOWEST = 10_000  # above the ports of well-known services
-EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-EPHEMERAL_FROM = 32_768  # Linux' own default, where that file is not there
-CANDIDATES = 1_000  # ports that are tried, at most
-_given: set[int] = set()  # ports of earlier calls, whose services may not listen yet
-
-
-def free_ports(count: int) -> list[int]:
-    """`count` different free ports, chosen at random. Raises OSError if there are not so many.
-
-    They lie below the range from which the kernel takes ports for outgoing connections and for port 0, so that no
-    connection takes one of them before its service starts, however long an engine loads. No port is given twice.
-    """
-    first = int(EPHEMERAL_RANGE.read_text().split()[0]) if EPHEMERAL_RANGE.exists() else 0
-    among = range(LOWEST, first if first >= LOWEST + CANDIDATES else EPHEMERAL_FROM)
-    new = (port for port in random.sample(among, CANDIDATES) if port not in _given)
-    ports = list(itertools.islice(filter(is_free, new), count))
-    if len(ports) < count:
-        raise OSError(f"only {len(ports)} of {count} ports from {among.start} to {among.stop - 1} are free on {HOST}")
-    _given.update(ports)
-    return ports
-
-
-def is_free(port: int) -> bool:
-    """Whether no socket listens on this port."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((HOST, port))
-        except OSError:
-            return False
-        return True
-
 
 START_TIMEOUT_S = 90.0  # about 2 s on an idle machine; engines may be loading on the same cores
 DRAIN_GRACE_S = 1.0  # when the tree stops, no other client waits for a call in flight
@@ -87,19 +50,19 @@ class Addresses:
         return self.services["scheduler"]
 
 
-def choose_addresses(base_port: int, engine_ids: Sequence[str]) -> Addresses:
+def choose_addresses(ports: Ports, base_port: int, engine_ids: Sequence[str]) -> Addresses:
     """The scheduler at `base_port` and the others behind it, or all on free ports if it is 0. Raises UsageProblem."""
     if base_port == 0:
-        ports = free_ports(len(SERVICES) + len(engine_ids))
+        chosen = ports.choose(len(SERVICES) + len(engine_ids))
     else:
         offsets = [*range(len(SERVICES)), *range(SIDECAR_PORT_OFFSET, SIDECAR_PORT_OFFSET + len(engine_ids))]
-        ports = [base_port + offset for offset in offsets]
-        taken = [str(port) for port in ports if not is_free(port)]
+        chosen = [base_port + offset for offset in offsets]
+        taken = [str(port) for port in chosen if not is_free(port)]
         if taken:
             raise UsageProblem(
                 f"port {', '.join(taken)} is taken: another mesh runs? Pass --port 0 for free ones, or another --port."
             )
-    hosts = dict(zip([*SERVICES, *engine_ids], [f"{HOST}:{port}" for port in ports], strict=True))
+    hosts = dict(zip([*SERVICES, *engine_ids], [f"{HOST}:{port}" for port in chosen], strict=True))
     return Addresses({name: hosts[name] for name in SERVICES}, {name: hosts[name] for name in engine_ids})
 
 

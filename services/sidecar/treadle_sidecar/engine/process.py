@@ -12,8 +12,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,7 +52,8 @@ class EngineSpec:
     `cores` pins a CPU engine (None: not pinned, one thread); `slots` is the number of steps that decode at once;
     `kv_tokens` is the KV pool (0: the engine's own choice), `context_tokens` the longest sequence (0: the model's
     own). `hicache_dir` is the folder of KV pages shared by the engines between which KV moves (None: a move
-    recomputes). `extra_args` are SGLang flags and win over the ones chosen here.
+    recomputes). `extra_args` are SGLang flags and win over the ones chosen here. `nccl_port` is for the engine's own
+    processes (0: SGLang chooses a port, and binds it seconds later, when another process may have taken it).
     """
 
     engine_id: str
@@ -69,6 +68,7 @@ class EngineSpec:
     hicache_dir: Path | None = None
     extra_args: tuple[str, ...] = ()
     seed: int = 0
+    nccl_port: int = 0
 
 
 class EngineCommand(NamedTuple):
@@ -98,6 +98,8 @@ def engine_command(spec: EngineSpec, environ: Mapping[str, str] | None = None) -
         *("--incremental-streaming-output", "--enable-cache-report", "--enable-metrics"),
         *("--sleep-on-idle", "--log-level", "warning"),
     ]
+    if spec.nccl_port:
+        argv += ["--nccl-port", str(spec.nccl_port)]
     if spec.kv_tokens:
         argv += ["--max-total-tokens", str(spec.kv_tokens)]
     if spec.context_tokens:
@@ -146,29 +148,6 @@ def _environment(spec: EngineSpec, environ: Mapping[str, str]) -> dict[str, str]
     return env
 
 
-def start_engine(spec: EngineSpec, log_path: Path) -> "subprocess.Popen[bytes]":
-    """Start the engine in a process group of its own (SGLang forks workers), with its log in `log_path`."""
-    command = engine_command(spec)
-    if spec.hicache_dir is not None:
-        spec.hicache_dir.mkdir(parents=True, exist_ok=True)
-    with log_path.open("ab") as log_file:
-        return subprocess.Popen(command.argv, env=command.env, stdout=log_file, stderr=log_file, start_new_session=True)
-
-
-def stop_engine(process: "subprocess.Popen[bytes]", grace_s: float = 5.0) -> None:
-    """Send SIGTERM to the engine's process group, then SIGKILL after `grace_s`; return once the leader is gone."""
-    for sent, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, None)):
-        try:
-            os.killpg(process.pid, sent)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            continue
-    process.wait()
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one engine in the foreground, in place of this process."""
     parser = argparse.ArgumentParser(prog="python -m treadle_sidecar.engine.process", description=main.__doc__)
@@ -180,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     python_help = "python of the venv that holds SGLang"
     parser.add_argument("--python", dest="venv_python", type=Path, default=Path(sys.executable), help=python_help)
     parser.add_argument("--cores", type=int, nargs="*", default=(), help="cores to pin a CPU engine to")
-    for name in ("slots", "kv_tokens", "context_tokens", "seed"):
+    for name in ("nccl_port", "slots", "kv_tokens", "context_tokens", "seed"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(EngineSpec, name))
     parser.add_argument("--hicache-dir", type=Path, default=None)
     known, extra = parser.parse_known_args(arguments)
