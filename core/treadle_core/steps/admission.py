@@ -1,11 +1,11 @@
 """Admission: which requested steps wait for their ticket, and when they get it.
 
 Under a policy that reserves KV, a first step waits until its engine has a free slot and room for all the KV that the
-trajectory is expected to grow to, beside the reserves of the trajectories that have started there. Until then it goes
-where the newest plan wants it, at no cost. Waiting steps of one engine start in the order of their priority; none
-overtakes one that does not fit. Otherwise an engine with more trajectories than its KV holds starts all of them, each
-returns from its tool to find its context evicted, and the engine prefills the same tokens again and again (not in
-Heddle, which starts all and evicts).
+trajectory is expected to grow to, beside the reserves of the trajectories that have started there. While it waits, a
+new plan can send it to another engine at no cost. Waiting steps of one engine start in the order of their priority;
+none overtakes one that does not fit. Without reserves, an engine would start more trajectories than its KV can hold. It
+would evict the context of a trajectory whose tool runs, and prefill the same tokens again after every tool call. (This
+rule is not in Heddle, which starts all trajectories and evicts.)
 
 A later step waits while the trajectory's KV moves to another engine, as long as the move is worth it.
 """

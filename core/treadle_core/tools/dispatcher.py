@@ -1,8 +1,9 @@
 """The queue, the decision and the resource managers as one state machine, which the gateway and the simulator drive.
 
-The driver submits actions, asks for decisions, and reports ends. Invariants: an action starts once; what it holds is
-given back once, and it holds of all managers that it asks or of none. Of a trajectory without a node only one action is
-decided on; its other actions wait until that one has a node.
+The driver submits actions, asks for decisions, and reports ends. Invariants: an action starts once. It takes its units
+from all the managers that own them; if one of these refuses, it takes nothing. It gives its units back once. If a
+trajectory has no node yet, only one of its actions is in the queue, and its other actions wait until this one has a
+node.
 """
 
 from collections import Counter, deque
