@@ -74,10 +74,11 @@ class Replanning(enum.Enum):
 
 
 class CostModel(enum.IntEnum):
-    """How long an engine takes for a group of trajectories (`placing.costs`)."""
+    """How long an engine takes for a group of trajectories: `placing.paths` for CRITICAL_PATH, else `placing.costs`."""
 
     GROUP_SIZE = 1
     LINEAR_INTEGRAL = 2
+    CRITICAL_PATH = 3
 
 
 class KvTransfer(enum.Enum):
@@ -130,25 +131,30 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The predictor's answer for a trajectory after `turn` steps and `gen_tokens` sampled tokens. learned: it is of a
+    """The predictor's answer for a trajectory after `turn` steps and `gen_tokens` sampled tokens. Still to come: tokens
+    to sample, turns, seconds of tools, tokens of their answers; None for what is not predicted. learned: it is of a
     learned model, not of statistics over siblings and history."""
 
     turn: int
     gen_tokens: int
     remaining_tokens: Estimate
     remaining_turns: Estimate | None = None
+    remaining_tool_s: Estimate | None = None
+    remaining_observed_tokens: Estimate | None = None
     model_version: str = ""
     learned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCurve:
-    """Seconds a decode step = base_s + per_sequence_s * batch + per_kv_token_s * KV tokens in the batch."""
+    """Seconds a decode step = base_s + per_sequence_s * batch + per_kv_token_s * KV tokens in the batch. A prefilled
+    token takes 1 / prefill_tokens_per_s, and prefill_pair_s more for each token before it."""
 
     base_s: float = DEFAULT_BASE_S
     per_sequence_s: float = DEFAULT_PER_SEQUENCE_S
     per_kv_token_s: float = 0.0
     prefill_tokens_per_s: float = DEFAULT_PREFILL_TOKENS_PER_S
+    prefill_pair_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,5 +117,9 @@ class SimPlacement:
             workspace=self._workspace,
             log_sigma=work.log_sigma,
             room_tokens=work.room_tokens,
+            observed_tokens=work.observed_tokens,
+            tool_s=work.tool_s,
+            started=work.started,
+            prompts=work.prompts,
         )
         return PlanArrived(ask.plan_id, plan.engine_of)

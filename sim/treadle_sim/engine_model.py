@@ -77,7 +77,11 @@ class StepCurve:
         slope = slope if slope * slots > ROUNDING * times.max() else 0.0
         base = max(float(times.mean() - slope * sizes.mean()), 1e-6)
         return DecodeCurve(
-            base, slope, self.per_kv_token_s, 1.0 / self.prefill_token_s if self.prefill_token_s else 0.0
+            base,
+            slope,
+            self.per_kv_token_s,
+            1.0 / self.prefill_token_s if self.prefill_token_s else 0.0,
+            self.prefill_pair_s,
         )
 
 

@@ -22,6 +22,7 @@ from treadle_core.tuning import Tuning
 from treadle_sim.workloads.workload import TrajectoryWork, Workload, groups
 
 Answer = tuple[Estimate, Estimate | None]
+Rest = tuple[Estimate | None, Estimate | None]  # seconds of tools, tokens that tools add
 Floats = npt.NDArray[np.float64]
 
 # Of `Noisy`, chosen so that before the first step it ranks trajectories about as well as `PromptMean`, and better
@@ -52,10 +53,20 @@ class Predictor:
         self._tokens = [work.gen_tokens for work in workload.trajectories]
         self._turns = [len(work.steps) for work in workload.trajectories]
         self._cap = workload.max_total_tokens
+        self._tool_s = [_left([step.tool_s for step in work.steps]) for work in workload.trajectories]
+        self._observed = [_left([step.obs_tokens for step in work.steps[:-1]]) for work in workload.trajectories]
 
     def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
         """Remaining tokens, and remaining turns; None for turns that are not predicted."""
         raise NotImplementedError
+
+    def predict_rest(self, index: int, turn: int, gen_tokens: int) -> Rest:
+        """Remaining tool seconds, and remaining tokens that tools add; None for what is not predicted."""
+        return None, None
+
+    def _rest_left(self, index: int, turn: int) -> tuple[float, float]:
+        tools, observed = self._tool_s[index], self._observed[index]
+        return tools[min(turn, len(tools) - 1)], observed[min(turn, len(observed) - 1)]
 
     def finish(self, index: int) -> None:
         """The trajectory has ended. Only `Siblings` learns from it."""
@@ -76,6 +87,10 @@ class Oracle(Predictor):
 
     def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
         return _certain(self._tokens_left(index, gen_tokens)), _certain(self._turns_left(index, turn))
+
+    def predict_rest(self, index: int, turn: int, gen_tokens: int) -> Rest:
+        tool_s, observed = self._rest_left(index, turn)
+        return _certain(tool_s), _certain(observed)
 
 
 class Blind(Predictor):
@@ -123,6 +138,12 @@ class Noisy(Predictor):
         spread = math.exp(P90_Z * math.sqrt(trust * variance))
         turns = self._turns_left(index, turn) * tokens / left
         return _spread_around(tokens, spread, self._room(gen_tokens)), _spread_around(turns, spread, math.inf)
+
+    def predict_rest(self, index: int, turn: int, gen_tokens: int) -> Rest:
+        left = self._tokens_left(index, gen_tokens)
+        factor = self.predict(index, turn, gen_tokens)[0].p50 / left if left > 0.0 else 1.0
+        tool_s, observed = self._rest_left(index, turn)
+        return _certain(tool_s * factor), _certain(observed * factor)
 
 
 class PromptMean(Predictor):
@@ -228,6 +249,11 @@ def make_predictor(name: str, workload: Workload, seed: int = 0, earlier: Sequen
     if name not in MAKERS:
         raise ValueError(f"no predictor {name!r}, only {', '.join(NAMES)}")
     return MAKERS[name](workload, seed, earlier)
+
+
+def _left(values: Sequence[float]) -> list[float]:
+    """What is left after each number of steps."""
+    return [*np.cumsum(list(values)[::-1])[::-1].tolist(), 0.0]
 
 
 def _certain(value: float) -> Estimate:

@@ -27,7 +27,7 @@ class System:
     policy: Policy
     predictor: str = "none"
     allocated: bool = False
-    cost_model: CostModel = CostModel.LINEAR_INTEGRAL
+    cost_model: CostModel = CostModel.CRITICAL_PATH
     call_tokens: int = 0
     tuning: Tuning = field(default_factory=Tuning)
 

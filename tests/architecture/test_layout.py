@@ -26,7 +26,7 @@ BUDGETS = {
     "services/scheduler": (1_250, 10),
     "services/sidecar": (2_450, 21),
     "services/tools": (9_250, 66),
-    "sim": (5_850, 38),
+    "sim": (5_900, 38),
 }
 MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 49_000, 355, 29_000
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun

@@ -7,8 +7,11 @@ import sys
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
+from treadle_core.compiled import Floats
 from treadle_core.model import CostModel, DecodeCurve
+from treadle_core.placing import paths
 from treadle_core.placing.costs import Costs, group_cost, tabulate
+from treadle_core.placing.paths import Work
 from treadle_core.placing.question import PlanEngine
 from treadle_core.placing.workload import SUM_KV, SUM_PREFILL
 
@@ -92,3 +95,20 @@ def makespans_of_all(costs: Costs) -> list[float]:
             worst = max(worst, cost)
         spans.append(float(worst))
     return spans
+
+
+PATH_CURVE = DecodeCurve(0.01, 2e-4, 1e-8, 5_000.0, 1e-9)
+
+
+def path_rows(*slots: int, kv_tokens: int = 60_000) -> Floats:
+    return paths.engine_rows([PlanEngine(f"e{at}", each, kv_tokens, 1, PATH_CURVE) for at, each in enumerate(slots)])
+
+
+def draw_work(seed: int, n: int, samples: int = 1) -> Work:
+    """Random work, of which about half has started, and three samples a prompt."""
+    rng = np.random.default_rng(seed)
+    tokens, contexts = rng.lognormal(6.0, 1.0, n), rng.uniform(100.0, 9_000.0, n)
+    tool_s = rng.choice([0.0, 1.0], n) * rng.lognormal(2.0, 1.5, n)
+    factors = rng.uniform(0.5, 2.0, (samples, n))
+    started, prompts = rng.random(n) < 0.5, np.arange(n) // 3
+    return paths.work_of(tokens, contexts, 0.5 * tokens, tool_s, started, prompts, factors)

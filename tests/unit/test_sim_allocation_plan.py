@@ -6,18 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 from treadle_core.model import CostModel, DecodeCurve
-from treadle_core.placing.placement import sample_lengths
-from treadle_core.placing.question import InvalidEngineError, InvalidTrajectoryError
-from treadle_core.placing.rank_scenarios import RankSamples, best_partition
+from treadle_core.placing import paths
+from treadle_core.placing.candidates import best_placement
+from treadle_core.placing.paths import Work
+from treadle_core.placing.question import InvalidEngineError, InvalidTrajectoryError, PlanEngine
 from treadle_core.refusals import CoreError
 from treadle_sim.allocation.plan import (
     PLANNED_MODELS,
-    RECOURSE,
     EngineKind,
     InvalidBudgetError,
     NoKindFitsError,
-    Problem,
     allocate,
+    choose_degrees,
     homogeneous,
     prepare,
     spend_rest,
@@ -115,48 +115,31 @@ def test_a_plan_does_not_depend_on_the_order_in_which_kinds_or_trajectories_are_
     assert again.makespan_s == pytest.approx(found.makespan_s, rel=1e-12)
 
 
-def guesses(doubt: float) -> dict[str, Any]:
-    """A long tail of 200 medians, each uncertain."""
-    lengths = np.random.default_rng(5).lognormal(7.5, 0.8, 200)
-    return {
-        "lengths": lengths,
-        "contexts": np.full(200, 500.0),
-        "gpus": 8,
-        "kinds": [kind(1, slots=100), kind(2, slots=200), kind(4, slots=400)],
-        "log_sigma": np.full(200, doubt),
-    }
+def long_tail(doubt: float, tool_s: float) -> tuple[Work, Work]:
+    """200 trajectories of which the longest are uncertain: samples and medians."""
+    tokens = np.random.default_rng(5).lognormal(7.5, 0.8, 200)
+    of = (tokens, np.full(200, 500.0), tokens / 2, np.full(200, tool_s), np.zeros(200, np.bool_), np.arange(200) // 10)
+    factors = paths.sample_factors(np.arange(200), np.full(200, doubt), tokens, np.full(200, 40_000.0))
+    return paths.work_of(*of, factors), paths.work_of(*of)
 
 
-def test_uncertain_lengths_get_engines_that_are_done_sooner_on_average_than_those_of_their_medians() -> None:
-    certain = guesses(0.0)
-    assert allocate(**certain) == allocate(**{**certain, "log_sigma": None}), "doubt that is none changes nothing"
-    for doubt in (0.3, 0.6, 1.0):
-        given = guesses(doubt)
-        problem = prepare(given["lengths"], given["contexts"], given["gpus"], given["kinds"], CostModel.LINEAR_INTEGRAL)
-        samples = sample_lengths(problem.costs, given["contexts"], RECOURSE * given["log_sigma"], None)
-        assert samples is not None
+@pytest.mark.parametrize(("doubt", "tool_s"), [(0.0, 0.0), (0.6, 0.0), (0.6, 60.0)])
+def test_engines_are_chosen_on_which_the_samples_end_no_later_than_on_engines_of_one_degree(
+    doubt: float, tool_s: float
+) -> None:
+    work, medians = long_tail(doubt, tool_s)
+    kinds = [kind(1, slots=100), kind(2, slots=200), kind(4, slots=400)]
 
-        def mean_s(degrees: tuple[int, ...], problem: Problem = problem, samples: RankSamples = samples) -> float:
-            counts = np.array([degrees.count(width) for width in problem.gpus.tolist()])
-            return best_partition(problem.engines(counts), samples)[1]
+    def mean_s(degrees: tuple[int, ...]) -> float:
+        engines = [PlanEngine("e", 100 * each, 100_000, each, kind(each).decode_curve) for each in degrees]
+        rows, numbers = paths.engine_rows(engines), paths.kinds_of(engines)
+        placement = best_placement(rows, numbers, work, medians, np.full(200, -1))
+        return float(paths.makespans_s(rows, work, placement).mean())
 
-        hedged = allocate(**given)
-        assert sum(hedged.degrees) == 8
-        assert not hedged.optimal  # of the medians
-        assert mean_s(hedged.degrees) <= mean_s(allocate(**{**given, "log_sigma": None}).degrees)
-        for width in (1, 2, 4):
-            assert mean_s(hedged.degrees) <= mean_s((width,) * (8 // width))
-
-
-@pytest.mark.parametrize(
-    ("log_sigma", "room_tokens", "field"),
-    [
-        *(([0.1, bad, 0.1, 0.1], None, "trajectories[1].log_sigma") for bad in (math.nan, -1.0)),
-        ([0.1], None, "trajectories"),
-        ([0.1] * 4, [1.0, 1.0, -1.0, 1.0], "trajectories[2].room_tokens"),
-    ],
-)
-def test_doubt_that_is_no_number_is_refused(log_sigma: list[float], room_tokens: Any, field: str) -> None:
-    with pytest.raises(InvalidTrajectoryError) as caught:
-        allocate(LENGTHS, CONTEXTS, 4, KINDS, log_sigma=log_sigma, room_tokens=room_tokens)
-    assert caught.value.field == field
+    chosen = choose_degrees(work, medians, 8, kinds)
+    assert sum(chosen) == 8
+    assert list(chosen) == sorted(chosen, reverse=True)
+    assert mean_s(chosen) <= min(mean_s((width,) * (8 // width)) for width in (1, 2, 4)) + 1e-9
+    assert set(choose_degrees(work, medians, 8, [kind(1, capacity=900), *kinds[1:]])) <= {2, 4}
+    with pytest.raises(NoKindFitsError):
+        choose_degrees(work, medians, 8, [kind(1, capacity=900)])

@@ -35,8 +35,7 @@ class Table(NamedTuple):
     `engines` has a row for each engine: base_s, per_sequence_s, per_kv_token_s, slots, KV tokens (inf where unknown),
     seconds a prefilled token. `ranks` is what `workload.rank` makes, n + 1 rows; `lengths` is a view of n of its
     entries. reach[reach_of[e], r] is the first rank from r on whose context engine e cannot hold, n + 1 where there is
-    none; `reach` has no rows where everything fits everywhere. Under LINEAR_INTEGRAL no group counts as having a
-    longest trajectory below `least_longest` tokens (`rank_scenarios`); 0 but there.
+    none; `reach` has no rows where everything fits everywhere.
     """
 
     model: int
@@ -45,7 +44,6 @@ class Table(NamedTuple):
     ranks: Floats
     reach: Indexes
     reach_of: Indexes
-    least_longest: float
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ def group_cost(table: Table, engine: int, first: int, end: int) -> float:
     kv_work = table.ranks[end, SUM_KV] - table.ranks[first, SUM_KV]
     prefill = table.ranks[end, SUM_PREFILL] - table.ranks[first, SUM_PREFILL]
     work = table.ranks[end, SUM_LENGTHS] - table.ranks[first, SUM_LENGTHS]
-    steps = max(longest, table.least_longest, work / slots, kv_work / table.engines[engine, 4])
+    steps = max(longest, work / slots, kv_work / table.engines[engine, 4])
     decode_s = table.engines[engine, 0] * steps + table.engines[engine, 1] * work
     return float(decode_s + table.engines[engine, 2] * kv_work + table.engines[engine, 5] * prefill)
 
@@ -114,7 +112,6 @@ def tabulate(
         ranks=ranks,
         reach=reach,
         reach_of=reach_of,
-        least_longest=0.0,
     )
     return Costs(table, order, engine_order)
 

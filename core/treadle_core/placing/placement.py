@@ -1,13 +1,12 @@
-"""Where each trajectory runs: Heddle's presorted placement (§5.2, §6.2 for unequal engines), solved exactly.
+"""Where each trajectory runs: from what is left of each and the present engines to the engine of each trajectory.
 
-From predicted remaining work and the present engines to the engine of each trajectory. The makespan is the least
-of any contiguous partition of the descending order under the cost model; no partition at all is below the lower bound.
-Lengths with a standard deviation are planned for by `rank_scenarios`: the plan is then the best of a few exact ones by
-its mean makespan over samples, and its own makespan, of the medians, may be more than the least. Re-planning is calling
-`plan` again with the remaining work.
+Under CRITICAL_PATH the placement is the best of several that are tried (`candidates`), by its mean makespan over
+samples of what is left. Under the two others it is Heddle's presorted placement (§5.2, §6.2 for unequal engines),
+solved exactly: the makespan is the least of any contiguous partition of the descending order under the cost model.
+Re-planning is calling `plan` again with the remaining work.
 
 Between engines with equal figures the plan is free which takes which group, so a group goes where most of its context
-is, which saves moves at no cost (`balance.keep_most`). Arrays in, arrays out: there is no object for a trajectory.
+is, which saves moves at no cost (`groups.keep_most`). Arrays in, arrays out: there is no object for a trajectory.
 """
 
 from collections.abc import Sequence
@@ -15,13 +14,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treadle_core.compiled import Floats, Indexes, lean
+from treadle_core.compiled import Flags, Floats, Indexes, lean
 from treadle_core.model import CostModel
-from treadle_core.placing.balance import keep_most, number_kinds
+from treadle_core.placing import paths
 from treadle_core.placing.bound import lower_bound
+from treadle_core.placing.candidates import best_placement
 from treadle_core.placing.costs import Costs, tabulate
-from treadle_core.placing.question import MOST_LOG_SIGMA, PlanEngine, check_column
-from treadle_core.placing.rank_scenarios import RankSamples, best_partition, draw_rank_samples
+from treadle_core.placing.groups import keep_most, number_kinds
+from treadle_core.placing.question import (
+    MOST_LOG_SIGMA,
+    MOST_SECONDS,
+    PlanEngine,
+    check_column,
+    check_engines,
+    check_fit,
+    check_workload,
+)
 from treadle_core.placing.solver import group_costs, partition
 from treadle_core.placing.workload import Workspace
 
@@ -44,31 +52,52 @@ def plan(
     contexts: Floats,
     current: Indexes,
     engines: Sequence[PlanEngine],
-    model: CostModel = CostModel.LINEAR_INTEGRAL,
+    model: CostModel = CostModel.CRITICAL_PATH,
     *,
     bound: bool = False,
     workspace: Workspace | None = None,
     log_sigma: Floats | None = None,
     room_tokens: Floats | None = None,
+    observed_tokens: Floats | None = None,
+    tool_s: Floats | None = None,
+    started: Flags | None = None,
+    prompts: Indexes | None = None,
 ) -> Plan:
     """The plan of least makespan, balanced beyond the bottleneck, so that no engine stands empty for nothing.
 
     For n trajectories: `lengths` is remaining tokens, `contexts` tokens in KV now, `current` the index of the engine
-    that holds that KV or -1, `log_sigma` the standard deviation of ln(length), `room_tokens` what the cap leaves (inf
-    without one); without `log_sigma` the lengths are certain. `bound` asks for the lower bound too. `workspace` saves a
-    caller who plans again and again the cost of fresh memory; the plan does not refer to it. Raises NoEnginesError,
-    InvalidEngineError, InvalidTrajectoryError (of which NothingFitsError: a context that no engine's KV holds).
+    that holds that KV or -1. `bound` asks for the lower bound too. `workspace` saves a caller who plans again and again
+    the cost of fresh memory; the plan does not refer to it. CRITICAL_PATH alone reads the rest: `log_sigma`, the
+    standard deviation of ln(length) (none: the lengths are certain), `room_tokens`, what the cap leaves (inf without
+    one), `observed_tokens` and `tool_s`, tokens and seconds of tools left (none: 0), `started`, whether a trajectory
+    has KV on its engine (none: those that have one), `prompts`, a number that samples of a prompt share (none: no two
+    do). Raises NoEnginesError, InvalidEngineError, InvalidTrajectoryError (of which NothingFitsError: a context that no
+    engine's KV holds).
     """
     lengths = np.ascontiguousarray(lengths, np.float64)
     contexts = np.ascontiguousarray(contexts, np.float64)
     current = np.ascontiguousarray(current, np.int64)
-    check_column("current_engine_id", current, len(lengths), -1, len(engines) - 1)
+    n = len(lengths)
+    check_column("current_engine_id", current, n, -1, len(engines) - 1)
+    if model is CostModel.CRITICAL_PATH:
+        nothing, all_room = np.zeros(n), np.full(n, np.inf)
+        log_sigma = nothing if log_sigma is None else log_sigma
+        room_tokens = all_room if room_tokens is None else room_tokens
+        observed_tokens = nothing if observed_tokens is None else observed_tokens
+        tool_s = nothing if tool_s is None else tool_s
+        started = current >= 0 if started is None else started & (current >= 0)
+        prompts = np.arange(n) if prompts is None else prompts
+        check_workload(lengths, contexts)
+        check_column("log_sigma", log_sigma, n, most=MOST_LOG_SIGMA)
+        check_column("room_tokens", room_tokens, n, most=np.inf)
+        check_column("remaining_observed_tokens", observed_tokens, n)
+        check_column("remaining_tool_time", tool_s, n, most=MOST_SECONDS)
+        check_fit(contexts, check_engines(engines)[:, 4])
+        factors = paths.sample_factors(np.arange(n), log_sigma, lengths, room_tokens)
+        of = (lengths, contexts, observed_tokens, tool_s, started, prompts)
+        return _plan_paths(engines, paths.work_of(*of, factors), paths.work_of(*of), current, bound=bound)
     costs = tabulate(model, lengths, contexts, current >= 0, engines, workspace)
-    samples = sample_lengths(costs, contexts, log_sigma, room_tokens, workspace)
-    if samples is not None and len(engines) > 1 and model is CostModel.LINEAR_INTEGRAL:  # else all shares cost alike
-        bounds, _ = best_partition(costs, samples)
-    else:
-        bounds, _ = partition(costs)
+    bounds, _ = partition(costs)
     engine_of = np.empty(len(costs.order), np.int64)
     spread(costs.order, bounds, engine_of)
     engine_of_group = choose_engines(costs, engine_of, current, contexts)
@@ -81,20 +110,15 @@ def plan(
     return Plan(engine_of, finish_s, makespan_s, min(lower_bound(costs), makespan_s) if bound else None)
 
 
-def sample_lengths(
-    costs: Costs,
-    contexts: Floats,
-    log_sigma: Floats | None,
-    room_tokens: Floats | None,
-    workspace: Workspace | None = None,
-) -> RankSamples | None:
-    """Samples of the lengths, rank by rank; None where they are certain. Raises InvalidTrajectoryError."""
-    if log_sigma is None:
-        return None
-    room_tokens = np.full(len(contexts), np.inf) if room_tokens is None else room_tokens
-    check_column("log_sigma", log_sigma, len(contexts), most=MOST_LOG_SIGMA)
-    check_column("room_tokens", room_tokens, len(contexts), most=np.inf)
-    return draw_rank_samples(costs, contexts, log_sigma, room_tokens, workspace) if log_sigma.any() else None
+def _plan_paths(
+    engines: Sequence[PlanEngine], work: paths.Work, medians: paths.Work, current: Indexes, *, bound: bool
+) -> Plan:
+    rows = paths.engine_rows(engines)
+    engine_of = best_placement(rows, paths.kinds_of(engines), work, medians, current)
+    finish_s = paths.finish_times(rows, medians, engine_of)[:, 0]
+    makespan_s = float(finish_s.max())
+    bound_s = min(paths.least_s(rows, medians), makespan_s) if bound else None
+    return Plan(engine_of, finish_s, makespan_s, bound_s)
 
 
 @lean

@@ -7,13 +7,13 @@ of the placement service. Whole arrays are checked at once.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from operator import attrgetter
 
 import numpy as np
 
-from treadle_core.compiled import Floats, Indexes, Names
+from treadle_core.compiled import Flags, Floats, Indexes, Names
 from treadle_core.model import DecodeCurve
 from treadle_core.refusals import CoreError
 
@@ -32,8 +32,9 @@ class PlanEngine:
 @dataclass(frozen=True, eq=False)
 class PlanWork:
     """Column i speaks of one trajectory: its row among the names, tokens left to sample, tokens of context now, index
-    (in the question) of the engine that holds the context, -1 where none does, standard deviation of
-    ln(remaining_tokens), tokens that the cap leaves (inf without one)."""
+    (in the question) of its engine, -1 for none, standard deviation of ln(remaining_tokens), tokens that the cap leaves
+    (inf without one), tokens of tools' answers left, seconds of tools left, whether it has KV on its engine, and a
+    number that samples of one prompt share."""
 
     names: Names
     rows: Indexes
@@ -42,6 +43,10 @@ class PlanWork:
     current: Indexes
     log_sigma: Floats
     room_tokens: Floats
+    observed_tokens: Floats
+    tool_s: Floats
+    started: Flags
+    prompts: Indexes
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -52,7 +57,7 @@ class PlanWork:
         return tuple(self.names[self.rows].tolist())
 
     def __eq__(self, other: object) -> bool:
-        columns = ("remaining_tokens", "context_tokens", "current", "log_sigma", "room_tokens")
+        columns = [field.name for field in fields(self) if field.name not in ("names", "rows")]
         return (
             isinstance(other, PlanWork)
             and self.trajectory_ids == other.trajectory_ids
@@ -124,14 +129,15 @@ FIGURES = (
     ("kv_tokens_capacity", 0, math.inf, False),
     ("decode_curve.prefill_tokens_per_s", LEAST_PREFILL_TOKENS_PER_S, MOST_TOKENS, True),
     ("tensor_parallel", 1, math.inf, False),
+    ("decode_curve.prefill_pair_s", LEAST_SECONDS, MOST_SECONDS, True),
 )
 PATHS, LEAST, MOST, OR_ZERO = zip(*FIGURES, strict=True)
 READ_FIGURES = attrgetter(*PATHS)
 
 
 def check_engines(engines: Sequence[PlanEngine]) -> Floats:
-    """Check the engines and return rows[m, 7]: base_s, per_sequence_s, per_kv_token_s, slots, KV tokens (inf where
-    unknown), seconds a prefilled token (0 where unknown), tensor_parallel.
+    """Check the engines and return rows[m, 8]: base_s, per_sequence_s, per_kv_token_s, slots, KV tokens (inf where
+    unknown), seconds a prefilled token (0 where unknown), tensor_parallel, prefill_pair_s.
 
     Raises NoEnginesError or InvalidEngineError naming the first bad figure.
     """

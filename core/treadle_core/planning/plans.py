@@ -11,7 +11,7 @@ from treadle_core.actions import AskPlan
 from treadle_core.compiled import Flags, Indexes
 from treadle_core.events import PlanArrived
 from treadle_core.model import CostModel, PlacementRule, Replanning, TrajectoryRecord
-from treadle_core.placing import balance
+from treadle_core.placing import paths
 from treadle_core.placing.question import PlanWork
 from treadle_core.planning.siting import carries_tags
 from treadle_core.planning.snapshot import Snapshot, Snapshots, choose_placement
@@ -153,7 +153,7 @@ def scale_groups(work: PlanWork, engine_ids: Sequence[str], engine_of: Indexes) 
 
 
 # The cost model of each rule's plans.
-COST_MODELS = {Replanning.RESOLVE: CostModel.LINEAR_INTEGRAL, Replanning.RANK_SCALING: CostModel.GROUP_SIZE}
+COST_MODELS = {Replanning.RESOLVE: CostModel.CRITICAL_PATH, Replanning.RANK_SCALING: CostModel.GROUP_SIZE}
 
 
 @dataclass
@@ -273,7 +273,7 @@ class Planner:
 
     def _question(self, replanning: Replanning) -> AskPlan | None:
         snapshot = self._snapshots.take()
-        if len(snapshot.roster.specs) < 2:
+        if len(snapshot.roster.plan_engines) < 2:
             return None
         chosen = np.flatnonzero(snapshot.movable(RULE_NUMBERS[replanning]))
         if not len(chosen):
@@ -283,11 +283,15 @@ class Planner:
         work = PlanWork(
             names=columns.ids,
             rows=live.rows[which],
-            remaining_tokens=snapshot.lengths[which],
+            remaining_tokens=live.tokens[which],
             context_tokens=live.context_tokens[which],
             current=snapshot.placement[which],
             log_sigma=live.log_sigma[which],
-            room_tokens=snapshot.room_tokens[which],
+            room_tokens=live.room_tokens[which],
+            observed_tokens=live.observed_tokens[which],
+            tool_s=live.tool_s[which],
+            started=live.started[which],
+            prompts=snapshot.prompts[which],
         )
         self._plan_id += 1
         return AskPlan(self._plan_id, work, snapshot.roster.plan_engines, COST_MODELS[replanning])
@@ -298,7 +302,10 @@ class Planner:
         engine_of = np.full(len(question.work), -1)
         if event.engine_of is not None and len(event.engine_of) == len(engine_of):  # else of a run before a restart
             engine_of = np.where(event.engine_of < len(question.engines), event.engine_of, -1)
-        planned = self._place_answer(snapshot, question, engine_of, movable)
+        if (engine_of >= 0).any() or course.rule is Replanning.RANK_SCALING:
+            planned = self._place_answer(snapshot, question, engine_of, movable)
+        else:  # no placement service answers
+            planned = snapshot.plan()
         if course.rule is Replanning.RANK_SCALING:
             engine_ids = [engine.engine_id for engine in question.engines]
             self._groups = scale_groups(question.work, engine_ids, engine_of)
@@ -307,7 +314,7 @@ class Planner:
         moved = np.flatnonzero((placement != snapshot.placement) & (placement >= 0))
         savings_s = np.maximum(
             share_s,
-            balance.savings_s(snapshot.roster.rows.rows, snapshot.work, snapshot.placement, moved, placement[moved]),
+            paths.savings_s(snapshot.roster.rows, snapshot.medians, snapshot.placement, moved, placement[moved]),
         )
         started = snapshot.live.started[moved]
         # Any other would not pass the cost gate.
@@ -319,9 +326,9 @@ class Planner:
 
     def _set_targets(self, course: Course, snapshot: Snapshot, placement: Indexes, moved: Indexes) -> list[str]:
         """Store where the plan wants these trajectories; returns their ids."""
-        specs = snapshot.roster.specs
+        engines = snapshot.roster.plan_engines
         names: list[str] = self._table.columns.ids[snapshot.live.rows[moved]].tolist()
-        engine_ids = [specs[index].engine_id for index in placement[moved].tolist()]
+        engine_ids = [engines[index].engine_id for index in placement[moved].tolist()]
         course.targets = dict(zip(names, engine_ids, strict=True))
         return names
 

@@ -61,15 +61,10 @@ def log_deviation(estimate: Estimate) -> float:
 def reserve_tokens(record: TrajectoryRecord, mean_observed_tokens: float, tuning: Tuning) -> int:
     """KV tokens that an engine reserves: the present context and a share of its growth to the end.
 
-    The growth is the tokens left to sample and the observations of the turns left, each as long as this trajectory's
-    were on average; before it had any, as `mean_observed_tokens`, the mean over all trajectories.
+    The growth is the tokens left to sample and those that tools will still answer.
     """
-    context_tokens = record.context_tokens or record.prompt_tokens
-    turns = record.prediction.remaining_turns.p50 if record.prediction and record.prediction.remaining_turns else 0.0
-    observed = context_tokens - record.prompt_tokens - record.gen_tokens
-    a_turn = observed / record.next_turn if record.next_turn > 0 and observed > 0 else mean_observed_tokens
-    growth = remaining_tokens(record, tuning) + max(0.0, turns - 1.0) * a_turn
-    return context_tokens + math.ceil(tuning.reserve_share * growth)
+    growth = remaining_tokens(record, tuning) + remaining_observed_tokens(record, mean_observed_tokens)
+    return (record.context_tokens or record.prompt_tokens) + math.ceil(tuning.reserve_share * growth)
 
 
 def remaining_s(record: TrajectoryRecord, token_s: float, tuning: Tuning) -> float:
@@ -85,10 +80,28 @@ def token_s(spec: EngineSpec | None) -> float:
 
 
 def remaining_tool_s(record: TrajectoryRecord) -> float:
-    """Seconds of tool calls left; 0 while no call was seen or turns are not predicted."""
-    if record.prediction is None or record.prediction.remaining_turns is None:
+    """Seconds of tool calls left: as predicted, else those of the turns left, each as long as the mean of this
+    trajectory's calls; 0 while no call was seen or turns are not predicted."""
+    prediction = record.prediction
+    if prediction is None:
         return 0.0
-    return record.prediction.remaining_turns.p50 * record.tool_s
+    if prediction.remaining_tool_s is not None:
+        return prediction.remaining_tool_s.p50
+    return prediction.remaining_turns.p50 * record.tool_s if prediction.remaining_turns is not None else 0.0
+
+
+def remaining_observed_tokens(record: TrajectoryRecord, mean_observed_tokens: float = 0.0) -> float:
+    """Tokens of tools' answers left: as predicted, else those of the turns left, each as long as this trajectory's were
+    on average; before it had any, as `mean_observed_tokens`, the mean over all trajectories."""
+    prediction = record.prediction
+    if prediction is None:
+        return 0.0
+    if prediction.remaining_observed_tokens is not None:
+        return prediction.remaining_observed_tokens.p50
+    turns = prediction.remaining_turns.p50 if prediction.remaining_turns is not None else 0.0
+    observed = (record.context_tokens or record.prompt_tokens) - record.prompt_tokens - record.gen_tokens
+    a_turn = observed / record.next_turn if record.next_turn > 0 and observed > 0 else mean_observed_tokens
+    return max(0.0, turns - 1.0) * a_turn
 
 
 class Priorities:

@@ -16,14 +16,15 @@ FIRST_ROWS = 64
 
 # Columns: tokens left to sample, tokens of context now, seconds of tool calls left, number of the engine, number of the
 # re-planning rule that may move it (NOT_PLANNED for none), number of its set of hardware tags, 1 where it has started,
-# standard deviation of ln(tokens left), tokens that the cap leaves (inf without one).
-TOKENS, CONTEXT, TOOL_S, ENGINE, RULE, TAGS, STARTED, LOG_SIGMA, ROOM = range(9)
-ROW = struct.Struct("9d")
+# standard deviation of ln(tokens left), tokens that the cap leaves (inf without one), tokens of tools' answers left,
+# number of the prompt.
+TOKENS, CONTEXT, TOOL_S, ENGINE, RULE, TAGS, STARTED, LOG_SIGMA, ROOM, OBSERVED, PROMPT = range(11)
+ROW = struct.Struct("11d")
 
 NOT_PLANNED = 0.0
 CLOSED = -1.0  # in RULE
 
-Row = tuple[float, float, float, float, float, float, float, float, float]
+Row = tuple[float, float, float, float, float, float, float, float, float, float, float]
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Columns:
     started: Flags
     log_sigma: Floats
     room_tokens: Floats
+    observed_tokens: Floats
+    prompt_number: Floats
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -114,6 +117,8 @@ class LiveColumns:
             started=columns[STARTED] > 0.0,
             log_sigma=columns[LOG_SIGMA],
             room_tokens=columns[ROOM],
+            observed_tokens=columns[OBSERVED],
+            prompt_number=columns[PROMPT],
         )
 
     def row(self, trajectory_id: str) -> int:

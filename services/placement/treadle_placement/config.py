@@ -9,7 +9,7 @@ from treadle_runtime.config import Settings
 LARGEST_STEP_S = 3600.0  # a decode step of an hour is a mistake
 LARGEST_PREFILL_TOKENS_PER_S = 1e12
 
-CostModelName = Annotated[Literal["linear_integral", "group_size"], BeforeValidator(str.lower)]
+CostModelName = Annotated[Literal["critical_path", "linear_integral", "group_size"], BeforeValidator(str.lower)]
 PartOfStep = Annotated[float, Field(ge=0, le=LARGEST_STEP_S)]
 
 
@@ -19,7 +19,7 @@ class PlacementSettings(Settings):
     service: ClassVar[str] = "placement"
 
     listen: str = "127.0.0.1:7403"
-    cost_model: CostModelName = "linear_integral"  # where the request names none
+    cost_model: CostModelName = "critical_path"  # where the request names none
     default_base_s: Annotated[float, Field(gt=0, le=LARGEST_STEP_S)] = DEFAULT_BASE_S
     default_per_sequence_s: PartOfStep = DEFAULT_PER_SEQUENCE_S
     default_per_kv_token_s: PartOfStep = 0.0

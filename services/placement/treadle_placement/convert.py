@@ -12,7 +12,7 @@ from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing.placement import Plan
 from treadle_core.placing.question import PlanEngine
 from treadle_runtime.errors import InvalidArgument
-from treadle_runtime.times import duration
+from treadle_runtime.times import duration, seconds
 
 
 def model_of(request: pb.PlanPlacementRequest, default: CostModel) -> CostModel:
@@ -37,6 +37,10 @@ def columns_of(request: pb.PlanPlacementRequest) -> dict[str, Any]:
         "log_sigma": np.array([each.log_sigma for each in trajectories], np.float64),
         # NaN is no zero and stays; the core refuses it.
         "room_tokens": np.array([each.room_tokens or math.inf for each in trajectories], np.float64),
+        "observed_tokens": np.array([each.remaining_observed_tokens for each in trajectories], np.float64),
+        "tool_s": np.array([seconds(each.remaining_tool_time) for each in trajectories], np.float64),
+        "started": np.array([each.started for each in trajectories], np.bool_),
+        "prompts": _prompts([each.prompt_id for each in trajectories]),
     }
 
 
@@ -76,6 +80,13 @@ def response_of(
     )
 
 
+def _prompts(prompt_ids: list[str]) -> npt.NDArray[np.int64]:
+    """A number for each prompt; an empty id is a prompt of its own."""
+    numbers: dict[str | int, int] = {}
+    keys = (prompt_id or index for index, prompt_id in enumerate(prompt_ids))
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+
+
 def _number(list_name: str, field: str, ids: list[str]) -> dict[str, int]:
     """The index of each id."""
     index_of: dict[str, int] = {}
@@ -92,7 +103,9 @@ def _curve_of(engine: pb.PlacementEngine) -> DecodeCurve | None:
     curve = engine.decode_curve
     if curve == CurveMessage():
         return None
-    return DecodeCurve(curve.base_s, curve.per_sequence_s, curve.per_kv_token_s, curve.prefill_tokens_per_s)
+    return DecodeCurve(
+        *(curve.base_s, curve.per_sequence_s, curve.per_kv_token_s, curve.prefill_tokens_per_s, curve.prefill_pair_s)
+    )
 
 
 def _slowest(curves: Sequence[DecodeCurve]) -> DecodeCurve:
@@ -102,4 +115,5 @@ def _slowest(curves: Sequence[DecodeCurve]) -> DecodeCurve:
         max(curve.per_sequence_s for curve in curves),
         max(curve.per_kv_token_s for curve in curves),
         min(rates, default=0.0),
+        max(curve.prefill_pair_s for curve in curves),
     )

@@ -52,7 +52,7 @@ E = TypeVar("E", bound=enum.Enum)
 
 # Fields that a message and the core's dataclass have under the same name; the numbers of a request must be >= 0.
 _SIZES = ("kv_tokens_capacity", "host_kv_tokens", "max_context_tokens", "tensor_parallel", "kv_bytes_per_token")
-_CURVE = ("base_s", "per_sequence_s", "per_kv_token_s", "prefill_tokens_per_s")
+_CURVE = ("base_s", "per_sequence_s", "per_kv_token_s", "prefill_tokens_per_s", "prefill_pair_s")
 _COUNTS = ("running_steps", "waiting_steps", "slot_limit", "kv_tokens_used", "kv_tokens_capacity")
 _MEASURES = (*_COUNTS, "decode_tokens_per_s", "oldest_wait_s")
 IDENTITY = ("trajectory_id", "rollout_id", "prompt_id", "sample", "prompt_tokens")  # of a trajectory

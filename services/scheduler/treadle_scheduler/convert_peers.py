@@ -76,26 +76,22 @@ def predictions_arrived(
 def plan_request(ask: act.AskPlan) -> placement_pb2.PlanPlacementRequest:
     engine_ids = [*(engine.engine_id for engine in ask.engines), ""]  # the index -1 is the last: on no engine
     work = ask.work
-    columns = zip(
-        work.trajectory_ids,
-        work.remaining_tokens.tolist(),
-        work.context_tokens.tolist(),
-        work.current.tolist(),
-        work.log_sigma.tolist(),
-        np.where(np.isfinite(work.room_tokens), work.room_tokens, 0.0).tolist(),
-        strict=True,
-    )
+    columns = {
+        "trajectory_id": work.trajectory_ids,
+        "remaining_tokens": work.remaining_tokens.tolist(),
+        "context_tokens": work.context_tokens.astype(np.int64).tolist(),
+        "current_engine_id": [engine_ids[current] for current in work.current.tolist()],
+        "log_sigma": work.log_sigma.tolist(),
+        "room_tokens": np.where(np.isfinite(work.room_tokens), work.room_tokens, 0.0).tolist(),
+        "remaining_observed_tokens": work.observed_tokens.tolist(),
+        "remaining_tool_time": [duration(tool_s) for tool_s in work.tool_s.tolist()],
+        "started": work.started.tolist(),
+        "prompt_id": [str(prompt) for prompt in work.prompts.tolist()],
+    }
     return placement_pb2.PlanPlacementRequest(
         trajectories=[
-            placement_pb2.PlacedTrajectory(
-                trajectory_id=trajectory_id,
-                remaining_tokens=remaining_tokens,
-                context_tokens=int(context_tokens),
-                current_engine_id=engine_ids[current],
-                log_sigma=log_sigma,
-                room_tokens=room_tokens,
-            )
-            for trajectory_id, remaining_tokens, context_tokens, current, log_sigma, room_tokens in columns
+            placement_pb2.PlacedTrajectory(**dict(zip(columns, row, strict=True)))
+            for row in zip(*columns.values(), strict=True)
         ],
         engines=[
             placement_pb2.PlacementEngine(**fields_of(engine, ENGINE), decode_curve=curve_message(engine.decode_curve))

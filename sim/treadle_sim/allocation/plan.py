@@ -3,7 +3,7 @@
 `allocate` finds the least makespan under a cost model, over every multiset of engine kinds within the budget and every
 contiguous partition of the trajectories, longest first, over them (`search`: exact, not annealed). `homogeneous` finds
 the best single degree, the strongest baseline without a resource plan. `annealing.anneal` is Heddle's own search, for
-comparison.
+comparison. `choose_degrees` tries engines where tools take time, for which none of these has a cost.
 
 A plan depends on its arguments alone. Engines come in the order in which they take the trajectories, fastest kind
 first. The makespan is that of the core's `partition` on these engines, as the placement service gives it once they run.
@@ -15,16 +15,16 @@ kind first: one more engine makes no plan worse, and the predictions are uncerta
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from treadle_core.compiled import Floats, Indexes
+from treadle_core.compiled import Indexes
 from treadle_core.model import CostModel, DecodeCurve
+from treadle_core.placing import paths
+from treadle_core.placing.candidates import best_placement
 from treadle_core.placing.costs import Costs, group_cost, tabulate
-from treadle_core.placing.placement import sample_lengths
 from treadle_core.placing.question import PlanEngine, check_workload
-from treadle_core.placing.rank_scenarios import SHARES, RankSamples, best_partition, hedge
 from treadle_core.placing.solver import partition
 from treadle_core.refusals import CoreError
 
@@ -32,11 +32,6 @@ from treadle_sim.allocation.bound import lower_bound
 from treadle_sim.allocation.search import search
 
 PLANNED_MODELS = (CostModel.GROUP_SIZE, CostModel.LINEAR_INTEGRAL)  # those that `lower_bound` covers
-
-# The share of the uncertainty before the first step that a plan accounts for: predictions improve and trajectories
-# move. In simulation 0.5 to 0.75 chose engines within 3% of the best of seven choices, 1 within 5%, and 0 (the medians)
-# within 7%.
-RECOURSE = 0.75
 
 
 class InvalidBudgetError(CoreError):
@@ -128,24 +123,40 @@ def allocate(
     gpus: int,
     kinds: Sequence[EngineKind],
     model: CostModel = CostModel.LINEAR_INTEGRAL,
-    *,
-    log_sigma: npt.ArrayLike | None = None,
-    room_tokens: npt.ArrayLike | None = None,
 ) -> Allocation:
-    """The exact plan for a budget of `gpus`; the best of several if lengths are uncertain (`_choose_hedged_counts`).
+    """The exact plan for a budget of `gpus`.
 
     lengths and contexts: predicted remaining and present tokens of each trajectory, at least one; contexts are
-    prefilled, since the engines are new. model: one of PLANNED_MODELS. log_sigma and room_tokens: as in the core's
-    `plan`. Raises InvalidTrajectoryError, InvalidEngineError, InvalidBudgetError and NoKindFitsError.
+    prefilled, since the engines are new. model: one of PLANNED_MODELS. Raises InvalidTrajectoryError,
+    InvalidEngineError, InvalidBudgetError and NoKindFitsError.
     """
     problem = prepare(lengths, contexts, gpus, kinds, model)
-    if log_sigma is not None and model is CostModel.LINEAR_INTEGRAL:
-        sigmas = RECOURSE * _floats(log_sigma)
-        room = None if room_tokens is None else _floats(room_tokens)
-        samples = sample_lengths(problem.costs, _floats(contexts), sigmas, room)
-        if samples is not None:
-            return lay_out(problem, _choose_hedged_counts(problem, samples), optimal=False)
-    return lay_out(problem, _find_counts(problem), optimal=True)
+    counts = np.zeros(len(problem.gpus), np.int64)
+    _, used = search(problem.costs.table, problem.gpus, problem.budget, counts)
+    spend_rest(problem, counts, problem.budget - int(used))
+    return lay_out(problem, counts, optimal=True)
+
+
+def choose_degrees(work: paths.Work, medians: paths.Work, gpus: int, kinds: Sequence[EngineKind]) -> tuple[int, ...]:
+    """GPUs of each engine, fastest first: of one degree, or of two that share the budget by quarters, whichever the
+    core places `work` on with the least mean makespan; of equal ones the first in the order of `kinds`.
+
+    work: samples of trajectories that have not started, medians: the same at its medians. Where tools take time no
+    search is exact (`placing.paths`), and simulated mixtures were never far better than the best single degree. Raises
+    InvalidBudgetError and NoKindFitsError.
+    """
+    amounts = medians.amounts[0]
+    grown = amounts[:, paths.TOKENS] + amounts[:, paths.OBSERVED]
+    fitting, _ = _fit_kinds(float((medians.contexts + grown).max()), gpus, kinds)
+    current = np.full(len(medians.contexts), -1)
+    found: dict[tuple[int, ...], float] = {}
+    for counts in _mixtures(np.array([kind.gpus for kind in fitting]), gpus):
+        engines = [_engine_of(kind) for kind, count in zip(fitting, counts, strict=True) for _ in range(count)]
+        rows = paths.engine_rows(engines)
+        placement = best_placement(rows, paths.kinds_of(engines), work, medians, current)
+        degrees = tuple(sorted((engine.tensor_parallel for engine in engines), reverse=True))
+        found.setdefault(degrees, float(paths.makespans_s(rows, work, placement).mean()))
+    return min(found, key=lambda degrees: found[degrees])
 
 
 def homogeneous(
@@ -168,9 +179,17 @@ def prepare(
     lengths: npt.ArrayLike, contexts: npt.ArrayLike, gpus: int, kinds: Sequence[EngineKind], model: CostModel
 ) -> Problem:
     """Tabulate the kinds that fit. Raises what `allocate` does."""
-    remaining, present = _floats(lengths), _floats(contexts)
+    remaining, present = np.asarray(lengths, np.float64), np.asarray(contexts, np.float64)
     check_workload(remaining, present)
-    needed = float((remaining + present).max())
+    fitting, left_out = _fit_kinds(float((remaining + present).max()), gpus, kinds)
+    engines = [_engine_of(kind) for kind in fitting]
+    costs = tabulate(model, remaining, present, np.zeros(len(remaining), np.bool_), engines)
+    widths = np.array([kind.gpus for kind in fitting], np.int64)[costs.engine_order]
+    return Problem(costs, widths, gpus, left_out)
+
+
+def _fit_kinds(needed: float, gpus: int, kinds: Sequence[EngineKind]) -> tuple[list[EngineKind], tuple[int, ...]]:
+    """Those that hold a context of so many tokens within the budget, and the degrees of the others."""
     fitting = [kind for kind in kinds if kind.gpus <= gpus and kind.holds(needed)]
     left_out = tuple(sorted(kind.gpus for kind in kinds if kind not in fitting))
     if not fitting:
@@ -182,13 +201,12 @@ def prepare(
         most = int(np.flatnonzero(reachable)[-1])
         degrees = ", ".join(str(kind.gpus) for kind in sorted(fitting, key=lambda kind: kind.gpus))
         raise InvalidBudgetError("gpus", f"no engines of {degrees} GPUs add up to {gpus}; {most} is the next below")
-    engines = [  # a capacity of 0 is unknown to the cost models
-        PlanEngine(f"x{kind.gpus}", kind.slot_limit, kind.kv_tokens_capacity or 0, kind.gpus, kind.decode_curve)
-        for kind in fitting
-    ]
-    costs = tabulate(model, remaining, present, np.zeros(len(remaining), np.bool_), engines)
-    widths = np.array([kind.gpus for kind in fitting], np.int64)[costs.engine_order]
-    return Problem(costs, widths, gpus, left_out)
+    return fitting, left_out
+
+
+def _engine_of(kind: EngineKind) -> PlanEngine:
+    """As the cost models see it, to which a capacity of 0 is unknown."""
+    return PlanEngine(f"x{kind.gpus}", kind.slot_limit, kind.kv_tokens_capacity or 0, kind.gpus, kind.decode_curve)
 
 
 def reachable_sums(degrees: Sequence[int], gpus: int) -> npt.NDArray[np.bool_]:
@@ -223,40 +241,15 @@ def spend_rest(problem: Problem, counts: Indexes, left: int) -> None:
         left -= int(problem.gpus[row])
 
 
-def _find_counts(problem: Problem) -> Indexes:
-    """Engines of each kind in the exact plan."""
-    counts = np.zeros(len(problem.gpus), np.int64)
-    _, used = search(problem.costs.table, problem.gpus, problem.budget, counts)
-    spend_rest(problem, counts, problem.budget - int(used))
-    return counts
-
-
-def _choose_hedged_counts(problem: Problem, samples: RankSamples) -> Indexes:
-    """Engines of each kind in the plan of least mean makespan over the samples, of those that are exact if a share of
-    the longest is hidden in each group (`SHARES`), the single degrees, and mixtures of two degrees."""
-    tried = [_find_counts(replace(problem, costs=hedge(problem.costs, share))) for share in SHARES]
-    tried += _mixtures(problem)
-    seen: dict[tuple[int, ...], float] = {}
-    for counts in tried:
-        key = tuple(counts.tolist())
-        if key not in seen:
-            seen[key] = best_partition(problem.engines(counts), samples)[1]
-    return np.array(min(seen, key=lambda key: (seen[key], key)), np.int64)
-
-
-def _mixtures(problem: Problem) -> list[Indexes]:
+def _mixtures(degrees: Indexes, gpus: int) -> list[Indexes]:
     """Counts for one degree, and for two that share the budget by quarters; only those that use all of it."""
     found = []
-    rows = range(len(problem.gpus))
-    for first, second, quarters in itertools.product(rows, rows, (1, 2, 3, 4)):
-        counts = np.zeros(len(problem.gpus), np.int64)
-        counts[first] = problem.budget * quarters // 4 // problem.gpus[first]
-        left = problem.budget - int(counts @ problem.gpus)
-        counts[second] += left // problem.gpus[second]
-        if counts[first] > 0 and int(counts @ problem.gpus) == problem.budget:
+    rows = range(len(degrees))
+    for first, second, quarters in itertools.product(rows, rows, (4, 3, 2, 1)):
+        counts = np.zeros(len(degrees), np.int64)
+        counts[first] = gpus * quarters // 4 // degrees[first]
+        left = gpus - int(counts @ degrees)
+        counts[second] += left // degrees[second]
+        if counts[first] > 0 and int(counts @ degrees) == gpus:
             found.append(counts)
     return found
-
-
-def _floats(values: npt.ArrayLike) -> Floats:
-    return np.asarray(values, np.float64)

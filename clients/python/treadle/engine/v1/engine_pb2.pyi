@@ -856,10 +856,13 @@ class DecodeCurve(google.protobuf.message.Message):
     PER_SEQUENCE_S_FIELD_NUMBER: builtins.int
     PER_KV_TOKEN_S_FIELD_NUMBER: builtins.int
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: builtins.int
+    PREFILL_PAIR_S_FIELD_NUMBER: builtins.int
     base_s: builtins.float
     per_sequence_s: builtins.float
     per_kv_token_s: builtins.float
     prefill_tokens_per_s: builtins.float
+    prefill_pair_s: builtins.float
+    """more for each pair of a prefilled token and one before it"""
     def __init__(
         self,
         *,
@@ -867,8 +870,9 @@ class DecodeCurve(google.protobuf.message.Message):
         per_sequence_s: builtins.float = ...,
         per_kv_token_s: builtins.float = ...,
         prefill_tokens_per_s: builtins.float = ...,
+        prefill_pair_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["base_s", b"base_s", "per_kv_token_s", b"per_kv_token_s", "per_sequence_s", b"per_sequence_s", "prefill_tokens_per_s", b"prefill_tokens_per_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base_s", b"base_s", "per_kv_token_s", b"per_kv_token_s", "per_sequence_s", b"per_sequence_s", "prefill_pair_s", b"prefill_pair_s", "prefill_tokens_per_s", b"prefill_tokens_per_s"]) -> None: ...
 
 Global___DecodeCurve: typing_extensions.TypeAlias = DecodeCurve
 

@@ -33,6 +33,8 @@ class _CostModelEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     """F(size) * L_max (Heddle eq. 2)"""
     COST_MODEL_LINEAR_INTEGRAL: _CostModel.ValueType  # 2
     """a*max(L_max, sum L / c) + b*sum L + k*sum L*ctx"""
+    COST_MODEL_CRITICAL_PATH: _CostModel.ValueType  # 3
+    """the larger of an engine's work and the longest path on it, with prefill and tools"""
 
 class CostModel(_CostModel, metaclass=_CostModelEnumTypeWrapper): ...
 
@@ -42,6 +44,8 @@ COST_MODEL_GROUP_SIZE: CostModel.ValueType  # 1
 """F(size) * L_max (Heddle eq. 2)"""
 COST_MODEL_LINEAR_INTEGRAL: CostModel.ValueType  # 2
 """a*max(L_max, sum L / c) + b*sum L + k*sum L*ctx"""
+COST_MODEL_CRITICAL_PATH: CostModel.ValueType  # 3
+"""the larger of an engine's work and the longest path on it, with prefill and tools"""
 Global___CostModel: typing_extensions.TypeAlias = CostModel
 
 @typing.final
@@ -54,6 +58,10 @@ class PlacedTrajectory(google.protobuf.message.Message):
     CURRENT_ENGINE_ID_FIELD_NUMBER: builtins.int
     LOG_SIGMA_FIELD_NUMBER: builtins.int
     ROOM_TOKENS_FIELD_NUMBER: builtins.int
+    REMAINING_TOOL_TIME_FIELD_NUMBER: builtins.int
+    REMAINING_OBSERVED_TOKENS_FIELD_NUMBER: builtins.int
+    PROMPT_ID_FIELD_NUMBER: builtins.int
+    STARTED_FIELD_NUMBER: builtins.int
     trajectory_id: builtins.str
     remaining_tokens: builtins.float
     """predicted, >= 0, finite"""
@@ -62,9 +70,21 @@ class PlacedTrajectory(google.protobuf.message.Message):
     current_engine_id: builtins.str
     """empty where not placed yet"""
     log_sigma: builtins.float
-    """standard deviation of ln(remaining_tokens), >= 0; 0: taken as certain"""
+    """standard deviation of ln(remaining_tokens), >= 0; 0 or another model: taken as certain"""
     room_tokens: builtins.float
     """most tokens that it may still sample by its cap, >= 0; 0: no cap"""
+    remaining_observed_tokens: builtins.float
+    """predicted tokens that tools still add to the context, >= 0"""
+    prompt_id: builtins.str
+    """samples of one prompt share its KV; empty: shared with none"""
+    started: builtins.bool
+    """its context is on current_engine_id already, and is not prefilled there"""
+    @property
+    def remaining_tool_time(self) -> google.protobuf.duration_pb2.Duration:
+        """The rest is read by COST_MODEL_CRITICAL_PATH alone.
+        predicted, of all tool calls still to come
+        """
+
     def __init__(
         self,
         *,
@@ -74,8 +94,13 @@ class PlacedTrajectory(google.protobuf.message.Message):
         current_engine_id: builtins.str = ...,
         log_sigma: builtins.float = ...,
         room_tokens: builtins.float = ...,
+        remaining_tool_time: google.protobuf.duration_pb2.Duration | None = ...,
+        remaining_observed_tokens: builtins.float = ...,
+        prompt_id: builtins.str = ...,
+        started: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["context_tokens", b"context_tokens", "current_engine_id", b"current_engine_id", "log_sigma", b"log_sigma", "remaining_tokens", b"remaining_tokens", "room_tokens", b"room_tokens", "trajectory_id", b"trajectory_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["remaining_tool_time", b"remaining_tool_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["context_tokens", b"context_tokens", "current_engine_id", b"current_engine_id", "log_sigma", b"log_sigma", "prompt_id", b"prompt_id", "remaining_observed_tokens", b"remaining_observed_tokens", "remaining_tokens", b"remaining_tokens", "remaining_tool_time", b"remaining_tool_time", "room_tokens", b"room_tokens", "started", b"started", "trajectory_id", b"trajectory_id"]) -> None: ...
 
 Global___PlacedTrajectory: typing_extensions.TypeAlias = PlacedTrajectory
 

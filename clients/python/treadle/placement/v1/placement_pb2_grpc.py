@@ -45,8 +45,8 @@ class PlacementServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def PlanPlacement(self, request, context):
-        """Partitions trajectories over engines to the least makespan; of lengths that are uncertain (log_sigma), to the least
-        mean makespan over samples of them. Errors: INVALID_ARGUMENT (NaN, negative, duplicate ids, no engine).
+        """Places trajectories on engines to the least makespan; under COST_MODEL_CRITICAL_PATH, where lengths may be uncertain
+        (log_sigma), to the least mean makespan over samples. Errors: INVALID_ARGUMENT (NaN, negative, duplicate ids, no engine).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

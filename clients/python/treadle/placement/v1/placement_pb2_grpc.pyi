@@ -59,8 +59,8 @@ class PlacementServiceStub(typing.Generic[_PlacementServicePlanPlacementType]):
     ], channel: grpc.aio.Channel) -> None: ...
 
     PlanPlacement: _PlacementServicePlanPlacementType
-    """Partitions trajectories over engines to the least makespan; of lengths that are uncertain (log_sigma), to the least
-    mean makespan over samples of them. Errors: INVALID_ARGUMENT (NaN, negative, duplicate ids, no engine).
+    """Places trajectories on engines to the least makespan; under COST_MODEL_CRITICAL_PATH, where lengths may be uncertain
+    (log_sigma), to the least mean makespan over samples. Errors: INVALID_ARGUMENT (NaN, negative, duplicate ids, no engine).
     """
 
 PlacementServiceAsyncStub: typing_extensions.TypeAlias = PlacementServiceStub[
@@ -77,8 +77,8 @@ class PlacementServiceServicer(metaclass=abc.ABCMeta):
         request: treadle.placement.v1.placement_pb2.PlanPlacementRequest,
         context: _ServicerContext,
     ) -> typing.Union[treadle.placement.v1.placement_pb2.PlanPlacementResponse, collections.abc.Awaitable[treadle.placement.v1.placement_pb2.PlanPlacementResponse]]:
-        """Partitions trajectories over engines to the least makespan; of lengths that are uncertain (log_sigma), to the least
-        mean makespan over samples of them. Errors: INVALID_ARGUMENT (NaN, negative, duplicate ids, no engine).
+        """Places trajectories on engines to the least makespan; under COST_MODEL_CRITICAL_PATH, where lengths may be uncertain
+        (log_sigma), to the least mean makespan over samples. Errors: INVALID_ARGUMENT (NaN, negative, duplicate ids, no engine).
         """
 
 def add_PlacementServiceServicer_to_server(servicer: PlacementServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -1,0 +1,111 @@
+"""The placements that are tried, and the best of them by their mean makespan over samples (`paths`).
+
+Tried are, in this order, each against the best before it:
+- the present one, where trajectories that are nowhere yet go to the engine that then ends first, longest first;
+- those that have not started dealt again so, one by one, and prompt by prompt, which prefills each prompt once: what a
+  sticky, least loaded rule would do, with predicted work for load;
+- the partition of all trajectories, longest path first, into one contiguous group for each engine, fastest engine first
+  (Heddle §5.2 with tools in it), for several shares of the longest path that each group may hide; whole, for those that
+  have not started, and for its first engines alone: these get their few long trajectories, and the rest is dealt over
+  the others.
+What is dealt moves no KV. A partition does, so it is taken only where it is MARGIN better.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from treadle_core.compiled import Floats, Indexes
+from treadle_core.placing.groups import relabel
+from treadle_core.placing.paths import (
+    BASE_S,
+    KV,
+    OBSERVED,
+    PAIRS,
+    PER_KV_TOKEN_S,
+    PER_SEQUENCE_S,
+    PREFILL_PAIR_S,
+    PREFILL_S,
+    TOKENS,
+    TOOL_S,
+    Work,
+    deal,
+    is_better,
+    makespans_s,
+    partition,
+)
+
+MARGIN = 0.02  # of the mean makespan; both are judged by the same samples, so most of the errors cancel
+SHARES = (0.0, 0.25, 0.5, 1.0)  # of the longest path that a group of a partition may hide
+FIRST_ENGINES = (1, 2, 3, 4, 6, 8, 12, 16)  # of a partition, that alone are taken from it
+
+
+def best_placement(engines: Floats, kinds: Indexes, work: Work, medians: Work, current: Indexes) -> Indexes:
+    """engine_of[n]: the index of each trajectory's engine.
+
+    engines: `paths.engine_rows`; kinds: a number that engines with equal figures share; work: samples, medians: the
+    same at its medians; current: each one's engine now, -1 for none.
+    """
+    if not len(current):
+        return current.copy()
+    amounts = medians.amounts[0]
+    order = np.argsort(-_alone_s(engines, amounts), kind="stable")
+    free = ~medians.started | (current < 0)
+    every, alone = np.ones(len(engines), np.bool_), np.arange(len(current))
+
+    best = deal(engines, medians, current, order[current[order] < 0], alone, every)
+    best_s = makespans_s(engines, work, best)
+    if len(engines) == 1:
+        return best
+    staying = best
+    for unit_of in (alone, medians.prompts):
+        dealt = deal(engines, medians, staying, order[free[order]], unit_of, every)
+        dealt_s = makespans_s(engines, work, dealt)
+        if is_better(dealt_s, best_s, 0.0):
+            best, best_s = dealt, dealt_s
+    near = best
+    for share in SHARES:
+        for candidate in _partitions(engines, kinds, medians, near, staying, order, share):
+            candidate_s = makespans_s(engines, work, candidate)
+            if is_better(candidate_s, best_s, MARGIN):
+                best, best_s = candidate, candidate_s
+    return best
+
+
+def _alone_s(engines: Floats, amounts: Floats) -> Floats:
+    """Seconds that each trajectory takes alone on an engine of mean figures."""
+    mean = engines.mean(axis=0)
+    decode_s = (mean[BASE_S] + mean[PER_SEQUENCE_S]) * amounts[:, TOKENS] + mean[PER_KV_TOKEN_S] * amounts[:, KV]
+    prefill_s = mean[PREFILL_S] * amounts[:, OBSERVED] + mean[PREFILL_PAIR_S] * amounts[:, PAIRS]
+    alone_s: Floats = decode_s + prefill_s + amounts[:, TOOL_S]
+    return alone_s
+
+
+def _partitions(
+    engines: Floats, kinds: Indexes, medians: Work, near: Indexes, staying: Indexes, order: Indexes, share: float
+) -> Iterator[Indexes]:
+    """The partition of `order` for one share, renamed so that most context stays as in `near`, and its variants."""
+    m = len(engines)
+    own = medians.amounts[0][order]
+    sums = np.zeros((len(own) + 1, own.shape[1]))
+    np.cumsum(own, axis=0, out=sums[1:])
+    fastest_first = np.lexsort((np.arange(m), engines[:, BASE_S]))
+    bounds = partition(np.ascontiguousarray(engines[fastest_first]), sums, own, share)
+    planned = np.empty_like(staying)
+    planned[order] = fastest_first[np.repeat(np.arange(m), np.diff(bounds))]
+    planned = relabel(planned, near, medians.contexts, np.ones(len(order), np.bool_), kinds)
+    yield planned
+    free = ~medians.started
+    yield np.where(free, planned, staying)
+    for count in FIRST_ENGINES:
+        taken, rest = order[: bounds[min(count, m)]], order[bounds[min(count, m)] :]
+        apart = np.zeros(m, np.bool_)
+        apart[planned[taken]] = True
+        if count >= m or apart.all():
+            break
+        if not len(taken):
+            continue
+        candidate = staying.copy()
+        candidate[taken] = planned[taken]
+        again = rest[free[rest] | apart[staying[rest]]]
+        yield deal(engines, medians, candidate, again, np.arange(len(order)), ~apart)

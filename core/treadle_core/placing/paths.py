@@ -1,0 +1,405 @@
+"""When engines end a placement of trajectories whose tools take time: the larger of their work and of a path.
+
+An engine decodes a step of a batch in a + b * batch + k * KV tokens, and prefills a token in p + h * (tokens before
+it). A trajectory with d tokens left to sample and o tokens of tools' answers to read is w = b d + k q + p o + h r
+seconds of work for it, where q = d * c and r = o * c, with c = context + (d + o) / 2 its mean context. Alone it needs
+a d + w seconds besides its tools' s. Beside others whose work adds up to W it waits for the share of W that falls into
+its own decode time x, as the others work all through its life x + s: x = a d + w + W x / (x + s). So its path is s + x,
+where x is the positive root of x^2 + (s - a d - w - W) x - (a d + w) s = 0: a d + w + W without tools, a d + w with
+endless ones. An engine ends with the longest path on it, and not before
+a * max(sum d / slots, sum q / KV) + sum w + prompts.
+
+A prompt is prefilled once on each engine that gets samples of it and has none that has started. A trajectory that has
+not started waits for half of the engine's prompts on average, and for its own.
+
+Predictions are uncertain: a placement is judged by the mean, over samples of all lengths, of when its last engine
+ends. A plan of medians would put hundreds of trajectories that are predicted short on one engine, where one that is
+long after all ends late. In a sample a trajectory's tokens, answers and tools are its medians times one factor,
+exp(log_sigma * z), within what its cap leaves. The same rows give the same samples, so that placements are compared
+under the same lengths. (Heddle §5.2 and DARTS eq. 4 plan on one number for each trajectory, and without tools.)
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+from treadle_core.compiled import Flags, Floats, Indexes, compiled, inlined
+from treadle_core.placing.groups import number_kinds
+from treadle_core.placing.question import PlanEngine
+
+# Columns of engines: the last two are seconds of prefill for each token, and for each pair of tokens.
+BASE_S, PER_SEQUENCE_S, PER_KV_TOKEN_S, SLOTS, KV_TOKENS, PREFILL_S, PREFILL_PAIR_S = range(7)
+# Amounts of a trajectory: d, q, o, r and s of the module's docstring.
+TOKENS, KV, OBSERVED, PAIRS, TOOL_S = range(5)
+
+# Part of an engine's prompts that is prefilled before a trajectory's own: half of them on average.
+START_SHARE = 0.5
+
+# Samples of one plan: 32 are enough for their mean; with thousands of trajectories, which even out chance among
+# themselves, fewer.
+MOST_SAMPLES = 32
+LEAST_SAMPLES = 8
+CELLS = 1 << 16  # samples times trajectories, about
+# z comes from this many equally probable strata of the normal distribution; a row's samples are of different ones.
+LEVELS = 64
+ROWS = 4_099  # a prime: rows that come again do so out of step with anything in the workload
+CHANCE = 2.0  # standard errors of a mean gain that tens of candidates reach by chance
+# exp(log_sigma * z) is tabulated for deviations in these steps.
+SIGMA_STEPS = 128
+SIGMA_STEP = 1.0 / 48.0
+
+
+class Work(NamedTuple):
+    """What is left of n trajectories. amounts[samples, n, 5]; contexts: tokens now; started: it has KV on its engine;
+    prompts: a number for each prompt, from 0."""
+
+    amounts: Floats
+    contexts: Floats
+    started: Flags
+    prompts: Indexes
+
+
+def engine_rows(engines: Sequence[PlanEngine]) -> Floats:
+    """The engines as the kernels read them, in the caller's order."""
+    rows = np.zeros((len(engines), PREFILL_PAIR_S + 1))
+    for row, engine in zip(rows, engines, strict=True):
+        curve, capacity = engine.decode_curve, engine.kv_tokens_capacity
+        row[:PREFILL_S] = (
+            *(curve.base_s, curve.per_sequence_s, curve.per_kv_token_s),
+            *(max(1, engine.slot_limit), capacity or np.inf),
+        )
+        row[PREFILL_S] = 1.0 / curve.prefill_tokens_per_s if curve.prefill_tokens_per_s else 0.0
+        row[PREFILL_PAIR_S] = curve.prefill_pair_s
+    return rows
+
+
+def kinds_of(engines: Sequence[PlanEngine]) -> Indexes:
+    """A number for each engine, the same for engines with equal figures."""
+    return number_kinds(
+        (each.slot_limit, each.kv_tokens_capacity, each.tensor_parallel, each.decode_curve) for each in engines
+    )
+
+
+def work_of(
+    tokens: Floats,
+    contexts: Floats,
+    observed: Floats,
+    tool_s: Floats,
+    started: Flags,
+    prompts: Indexes,
+    factors: Floats | None = None,
+) -> Work:
+    """The work at its medians, or times factors[samples, n]. observed: tokens of tools' answers still to come."""
+    factors = np.ones((1, len(tokens))) if factors is None else factors
+    d, o = tokens * factors, observed * factors
+    mean_contexts = contexts + 0.5 * (d + o)
+    amounts = np.stack((d, d * mean_contexts, o, o * mean_contexts, tool_s * factors), axis=2)
+    return Work(amounts, contexts, started, prompts)
+
+
+def sample_factors(rows: Indexes, log_sigma: Floats, tokens: Floats, room_tokens: Floats) -> Floats:
+    """factors[samples, n]: what each sample makes of a length; rows: a number of each trajectory, which gives it the
+    same samples in every plan. log_sigma: standard deviation of ln(length); room_tokens: what the cap leaves."""
+    n = len(rows)
+    most = room_tokens / np.maximum(tokens, 1.0)
+    if n == 0 or not log_sigma.any():
+        return np.minimum(np.ones((1, n)), most)
+    count = min(MOST_SAMPLES, max(LEAST_SAMPLES, CELLS // n))
+    strata, table = _draws()
+    steps = np.minimum((log_sigma / SIGMA_STEP + 0.5).astype(np.int64), SIGMA_STEPS - 1)
+    factors: Floats = np.minimum(table[steps, strata[:count, rows % ROWS]], most)
+    return factors
+
+
+@cache
+def _draws() -> tuple[Indexes, Floats]:
+    """strata[MOST_SAMPLES, ROWS]: a stratum each; table[SIGMA_STEPS, LEVELS]: what it makes of a length."""
+    rng = np.random.default_rng(0)
+    every = LEVELS // MOST_SAMPLES
+    strata = np.tile(np.arange(MOST_SAMPLES) * every, (ROWS, 1))
+    strata = rng.permuted(strata, axis=1) + rng.integers(0, every, strata.shape)
+    z = np.array([NormalDist().inv_cdf((level + 0.5) / LEVELS) for level in range(LEVELS)])
+    return np.ascontiguousarray(strata.T), np.exp(np.arange(SIGMA_STEPS)[:, None] * SIGMA_STEP * z[None, :])
+
+
+def makespans_s(engines: Floats, work: Work, placement: Indexes) -> Floats:
+    """When the last engine ends in each sample; infinite where a context does not fit its engine's KV."""
+    times: Floats = finish_times(engines, work, placement).max(axis=0, initial=0.0)
+    return times
+
+
+def is_better(found_s: Floats, best_s: Floats, margin: float) -> bool:
+    """Whether makespans are less than the best so far, by `margin` of their mean and by what chance alone makes of so
+    few samples; with a margin of 0, by anything: what costs nothing may be tried on chance."""
+    if not (np.isfinite(found_s).all() and np.isfinite(best_s).all()):
+        return bool(np.isfinite(found_s).all())
+    gains_s = best_s - found_s
+    by_chance_s = CHANCE * gains_s.std() / np.sqrt(len(gains_s)) if margin else 0.0
+    return bool(gains_s.mean() > margin * best_s.mean() + by_chance_s)
+
+
+@compiled
+def least_s(engines: Floats, work: Work) -> float:
+    """No placement ends earlier at the medians: the longest path alone on the engine that is fastest for it, and all
+    work shared by all engines, each trajectory's at the engine that has least of it."""
+    longest_s = shared_s = 0.0
+    for amounts in work.amounts[0]:
+        alone_s = least_work_s = np.inf
+        for engine in engines:
+            own_s = work_s(engine, amounts)
+            least_work_s = min(least_work_s, own_s)
+            alone_s = min(alone_s, engine[BASE_S] * amounts[TOKENS] + own_s + amounts[TOOL_S])
+        longest_s = max(longest_s, alone_s)
+        shared_s += least_work_s
+    return max(longest_s, shared_s / len(engines))
+
+
+@inlined
+def path_s(own_s: float, tool_s: float, others_s: float) -> float:
+    """Seconds until a trajectory ends that needs own_s alone, beside others that work for others_s."""
+    half = 0.5 * (own_s + others_s - tool_s)
+    return float(tool_s + half + np.sqrt(half * half + own_s * tool_s))
+
+
+@inlined
+def work_s(engine: Floats, amounts: Floats) -> float:
+    """Seconds of an engine's work for a trajectory: w of the module's docstring."""
+    decode_s = engine[PER_SEQUENCE_S] * amounts[TOKENS] + engine[PER_KV_TOKEN_S] * amounts[KV]
+    return float(decode_s + engine[PREFILL_S] * amounts[OBSERVED] + engine[PREFILL_PAIR_S] * amounts[PAIRS])
+
+
+@inlined
+def prompt_s(engine: Floats, tokens: float) -> float:
+    """Seconds to prefill a prompt."""
+    return float(engine[PREFILL_S] * tokens + 0.5 * engine[PREFILL_PAIR_S] * tokens * tokens)
+
+
+@inlined
+def worked_s(engine: Floats, tokens: float, kv_tokens: float, all_work_s: float) -> float:
+    """Seconds until an engine has done what adds up to these."""
+    return float(engine[BASE_S] * max(tokens / engine[SLOTS], kv_tokens / engine[KV_TOKENS]) + all_work_s)
+
+
+@compiled
+def prompts_there(work: Work, placement: Indexes, engines: int) -> Flags:
+    """there[engine, prompt]: whether a sample of the prompt has started on the engine."""
+    there = np.zeros((engines, work.prompts.max() + 1), np.bool_)
+    for index in range(len(placement)):
+        if work.started[index] and placement[index] >= 0:
+            there[placement[index], work.prompts[index]] = True
+    return there
+
+
+@compiled
+def finish_times(engines: Floats, work: Work, placement: Indexes) -> Floats:
+    """times[engines, samples]: seconds until each engine ends; placement: index of an engine, -1 for none."""
+    m, n, samples = len(engines), len(placement), len(work.amounts)
+    times = np.zeros((m, samples))
+    if n == 0:
+        return times
+    there = prompts_there(work, placement, m)
+    prompts_s = np.zeros(m)
+    for index in range(n):
+        at, prompt = placement[index], work.prompts[index]
+        if at >= 0:
+            if work.contexts[index] > engines[at, KV_TOKENS]:
+                times[at] = np.inf
+            if not work.started[index] and not there[at, prompt]:
+                there[at, prompt] = True
+                prompts_s[at] += prompt_s(engines[at], work.contexts[index])
+    own_s = np.zeros(n)
+    for sample in range(samples):
+        tokens, kv_tokens, all_work_s = np.zeros(m), np.zeros(m), np.zeros(m)
+        for index in range(n):
+            at = placement[index]
+            if at >= 0:
+                amounts = work.amounts[sample, index]
+                own_s[index] = work_s(engines[at], amounts)
+                tokens[at] += amounts[TOKENS]
+                kv_tokens[at] += amounts[KV]
+                all_work_s[at] += own_s[index]
+        for index in range(n):
+            at = placement[index]
+            if at >= 0:
+                amounts = work.amounts[sample, index]
+                alone_s = engines[at, BASE_S] * amounts[TOKENS] + own_s[index]
+                ends_s = path_s(alone_s, amounts[TOOL_S], all_work_s[at] - own_s[index])
+                if not work.started[index]:
+                    own_prompt_s = prompt_s(engines[at], work.contexts[index])
+                    ends_s += START_SHARE * prompts_s[at] + (1.0 - START_SHARE) * own_prompt_s
+                times[at, sample] = max(times[at, sample], ends_s)
+        for at in range(m):
+            done_s = worked_s(engines[at], tokens[at], kv_tokens[at], all_work_s[at] + prompts_s[at])
+            times[at, sample] = max(times[at, sample], done_s)
+    return times
+
+
+@compiled
+def deal(engines: Floats, work: Work, placement: Indexes, order: Indexes, unit_of: Indexes, allowed: Flags) -> Indexes:
+    """Give the trajectories of `order` to the allowed engine that then ends first, one unit after the other.
+
+    unit_of: trajectories with the same number stay together; the first of a unit in `order` should be its longest.
+    A trajectory whose context fits no allowed engine stays where it is. Work at its medians: one sample.
+    """
+    m, result = len(engines), placement.copy()
+    amounts = work.amounts[0]
+    dealt = np.zeros(len(placement), np.bool_)
+    units = 0
+    for index in order:
+        dealt[index] = True
+        units = max(units, unit_of[index] + 1)
+    there = prompts_there(work, np.where(dealt, -1, placement), m)
+    tokens, kv_tokens, all_work_s = np.zeros(m), np.zeros(m), np.zeros(m)
+    for index in range(len(placement)):
+        at = placement[index]
+        if at >= 0 and not dealt[index]:
+            tokens[at] += amounts[index, TOKENS]
+            kv_tokens[at] += amounts[index, KV]
+            all_work_s[at] += work_s(engines[at], amounts[index])
+    sums = np.zeros((units, PAIRS + 1))
+    contexts = np.zeros(units)
+    for index in order:
+        for column in range(PAIRS + 1):
+            sums[unit_of[index], column] += amounts[index, column]
+        contexts[unit_of[index]] = max(contexts[unit_of[index]], work.contexts[index])
+    engine_of = np.full(units, -1)
+    for index in order:
+        unit = unit_of[index]
+        if engine_of[unit] < 0:
+            best, least_s = -1, np.inf
+            for at in range(m):
+                engine = engines[at]
+                if not allowed[at] or contexts[unit] > engine[KV_TOKENS]:
+                    continue
+                unit_s = work_s(engine, sums[unit])
+                if not there[at, work.prompts[index]]:
+                    unit_s += prompt_s(engine, work.contexts[index])
+                done_s = worked_s(
+                    engine, tokens[at] + sums[unit, TOKENS], kv_tokens[at] + sums[unit, KV], all_work_s[at] + unit_s
+                )
+                own_s = engine[BASE_S] * amounts[index, TOKENS] + work_s(engine, amounts[index])
+                others_s = all_work_s[at] + unit_s - work_s(engine, amounts[index])
+                ends_s = max(done_s, path_s(own_s, amounts[index, TOOL_S], others_s))
+                if ends_s < least_s:
+                    best, least_s = at, ends_s
+            if best < 0:
+                continue
+            engine_of[unit] = best
+            tokens[best] += sums[unit, TOKENS]
+            kv_tokens[best] += sums[unit, KV]
+            all_work_s[best] += work_s(engines[best], sums[unit])
+            if not there[best, work.prompts[index]]:
+                all_work_s[best] += prompt_s(engines[best], work.contexts[index])
+                there[best, work.prompts[index]] = True
+        result[index] = engine_of[unit]
+    return result
+
+
+@compiled
+def savings_s(engines: Floats, work: Work, placement: Indexes, moving: Indexes, targets: Indexes) -> Floats:
+    """For each trajectory in `moving`, the seconds by which the later of its two engines ends earlier if it alone
+    moves. Work at its medians; prompts are left out, as what moves has started."""
+    m, amounts = len(engines), work.amounts[0]
+    by_engine = np.argsort(placement)
+    first = np.searchsorted(placement[by_engine], np.arange(m + 1))
+    result = np.zeros(len(moving))
+    for number in range(len(moving)):
+        index, there = moving[number], targets[number]
+        here = placement[index]
+        source = by_engine[first[here] : first[here + 1]]
+        target = by_engine[first[there] : first[there + 1]]
+        before_s = max(end_s(engines[here], amounts, source, -1, -1), end_s(engines[there], amounts, target, -1, -1))
+        after_s = max(
+            end_s(engines[here], amounts, source, index, -1), end_s(engines[there], amounts, target, -1, index)
+        )
+        result[number] = before_s - after_s
+    return result
+
+
+@compiled
+def end_s(engine: Floats, amounts: Floats, members: Indexes, without: int, besides: int) -> float:
+    """When an engine ends its members without one of them, or with one besides; -1 for none."""
+    tokens = kv_tokens = all_work_s = ends_s = 0.0
+    for number in range(len(members) + 1):
+        index = members[number] if number < len(members) else besides
+        if index >= 0 and index != without:
+            tokens += amounts[index, TOKENS]
+            kv_tokens += amounts[index, KV]
+            all_work_s += work_s(engine, amounts[index])
+    for number in range(len(members) + 1):
+        index = members[number] if number < len(members) else besides
+        if index >= 0 and index != without:
+            own_s = work_s(engine, amounts[index])
+            alone_s = engine[BASE_S] * amounts[index, TOKENS] + own_s
+            ends_s = max(ends_s, path_s(alone_s, amounts[index, TOOL_S], all_work_s - own_s))
+    return max(ends_s, worked_s(engine, tokens, kv_tokens, all_work_s))
+
+
+@inlined
+def group_s(engine: Floats, sums: Floats, own: Floats, share: float, first: int, end: int) -> float:
+    """When an engine ends ranks [first, end): by their work, the path of the first of them, and the path of one with
+    `share` of the longest of all. own[n, 5]: amounts by rank; sums[n + 1, 5]: their sums before each rank."""
+    if end <= first:
+        return 0.0
+    group_work_s = work_s(engine, sums[end]) - work_s(engine, sums[first])
+    tokens, kv_tokens = sums[end, TOKENS] - sums[first, TOKENS], sums[end, KV] - sums[first, KV]
+    own_s = work_s(engine, own[first])
+    alone_s = engine[BASE_S] * own[first, TOKENS] + own_s
+    ends_s = max(
+        worked_s(engine, tokens, kv_tokens, group_work_s),
+        path_s(alone_s, own[first, TOOL_S], max(group_work_s - own_s, 0.0)),
+    )
+    if share > 0.0:
+        own_s = share * work_s(engine, own[0])
+        alone_s = share * engine[BASE_S] * own[0, TOKENS] + own_s
+        ends_s = max(ends_s, path_s(alone_s, share * own[0, TOOL_S], max(group_work_s - own_s, 0.0)))
+    return ends_s
+
+
+BISECTIONS = 24  # a makespan to one part in ten million of where the search begins
+
+
+@compiled
+def partition(engines: Floats, sums: Floats, own: Floats, share: float) -> Indexes:
+    """bounds[m + 1]: engine e runs ranks [bounds[e], bounds[e + 1]) of trajectories that come longest first.
+
+    The largest `group_s` is about the least, then that of the engines after the first, and so on: by bisecting on the
+    makespan with a greedy fill, which would be exact if no group's cost fell as it loses its first rank.
+    """
+    n, m = len(own), len(engines)
+    bounds = np.zeros(m + 1, np.int64)
+    first = 0
+    for head in range(m - 1):
+        high = np.inf
+        for engine in range(head, m):
+            high = min(high, group_s(engines[engine], sums, own, share, first, n))
+        low = high / (4.0 * m)
+        for _ in range(BISECTIONS):
+            middle = np.sqrt(low * high) if high > 2.0 * low else 0.5 * (low + high)
+            at = first
+            for engine in range(head, m):
+                at = reach(engines[engine], sums, own, share, at, middle)
+            if at >= n:
+                high = middle
+            else:
+                low = middle
+        first = reach(engines[head], sums, own, share, first, high)
+        bounds[head + 1] = first
+    bounds[m] = n
+    return bounds
+
+
+@inlined
+def reach(engine: Floats, sums: Floats, own: Floats, share: float, first: int, limit_s: float) -> int:
+    """The last end of a group from `first` that the engine ends within the limit."""
+    low, high = first, len(own) + 1
+    while high - low > 1:
+        probe = (low + high) // 2
+        if group_s(engine, sums, own, share, first, probe) <= limit_s:
+            low = probe
+        else:
+            high = probe
+    return low
