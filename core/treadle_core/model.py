@@ -257,8 +257,8 @@ class TrajectoryRecord:
 
     `ticket` is the last one issued, in whatever status. `uncounted`: tickets of steps that the client says are over and
     whose tokens are not known yet, as `step_finished` has not arrived. `tool_s`: running mean of this trajectory's tool
-    calls, 0 while unknown. `revision` grows by one at each change of `engine_id`. `announced`: the fact that it closed
-    has been published.
+    calls, 0 while unknown; `tools_s`: the sum of all of them. `revision` grows by one at each change of `engine_id`.
+    `announced`: the fact that it closed has been published.
     """
 
     trajectory_id: str
@@ -286,6 +286,7 @@ class TrajectoryRecord:
     requested_s: float = 0.0
     finished_step_s: float | None = None
     tool_s: float = 0.0
+    tools_s: float = 0.0
     tool_expected_s: float = 0.0
     tool_over: bool = False
     move: MoveRecord | None = None
@@ -304,6 +305,11 @@ class TrajectoryRecord:
     def is_open(self) -> bool:
         """Whether the client may ask for more steps."""
         return self.state is TrajectoryState.IDLE or self.state is TrajectoryState.STEPPING
+
+    @property
+    def observed_tokens(self) -> int:
+        """Tokens of tools' answers in the context so far."""
+        return max(0, self.context_tokens - self.prompt_tokens - self.gen_tokens)
 
     @property
     def live_ticket(self) -> TicketRecord | None:

@@ -134,9 +134,8 @@ class Driver:
             return
         record = ask.record
         progress = self._by_id[record.trajectory_id]
-        tokens, turns = self._predictor.predict(progress.index, progress.turn, record.gen_tokens)
-        rest = self._predictor.predict_rest(progress.index, progress.turn, record.gen_tokens)
-        prediction = Prediction(record.next_turn, record.gen_tokens, tokens, turns, *rest, model_version="sim")
+        left = self._predictor.predict(progress.index, progress.turn, record.gen_tokens)
+        prediction = Prediction(record.next_turn, record.gen_tokens, *left, model_version="sim")
         answer = events.PredictionArrived(record.trajectory_id, prediction)
         self._timeline.after(self._latencies.predict_s, self._send, answer)
 

@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +20,19 @@ from treadle_core.ranking.evidence import Ended, Evidence
 from treadle_core.ranking.priorities import P90_Z
 from treadle_core.tuning import Tuning
 
-from treadle_sim.workloads.workload import TrajectoryWork, Workload, groups
+from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload, groups
 
-Answer = tuple[Estimate, Estimate | None]
-Rest = tuple[Estimate | None, Estimate | None]  # seconds of tools, tokens that tools add
 Floats = npt.NDArray[np.float64]
+
+
+class Answer(NamedTuple):
+    """What is left: tokens to sample, turns, seconds of tools, tokens of their answers; None: not predicted."""
+
+    tokens: Estimate
+    turns: Estimate | None = None
+    tool_s: Estimate | None = None
+    observed_tokens: Estimate | None = None
+
 
 # Of `Noisy`, chosen so that before the first step it ranks trajectories about as well as `PromptMean`, and better
 # with each step, as in Heddle §7.2 and Figure 13. Their recall and correlation: bench/results/workloads.md.
@@ -57,12 +66,8 @@ class Predictor:
         self._observed = [_left([step.obs_tokens for step in work.steps[:-1]]) for work in workload.trajectories]
 
     def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
-        """Remaining tokens, and remaining turns; None for turns that are not predicted."""
+        """What is left after `turn` steps."""
         raise NotImplementedError
-
-    def predict_rest(self, index: int, turn: int, gen_tokens: int) -> Rest:
-        """Remaining tool seconds, and remaining tokens that tools add; None for what is not predicted."""
-        return None, None
 
     def _rest_left(self, index: int, turn: int) -> tuple[float, float]:
         tools, observed = self._tool_s[index], self._observed[index]
@@ -86,18 +91,15 @@ class Oracle(Predictor):
     """Knows the truth: what is left of the workload's own steps."""
 
     def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
-        return _certain(self._tokens_left(index, gen_tokens)), _certain(self._turns_left(index, turn))
-
-    def predict_rest(self, index: int, turn: int, gen_tokens: int) -> Rest:
-        tool_s, observed = self._rest_left(index, turn)
-        return _certain(tool_s), _certain(observed)
+        left = (self._tokens_left(index, gen_tokens), self._turns_left(index, turn), *self._rest_left(index, turn))
+        return Answer(*map(_certain, left))
 
 
 class Blind(Predictor):
     """Predicts for every trajectory what the controller assumes without a prediction."""
 
     def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
-        return _certain(min(Tuning().default_remaining_tokens, self._room(gen_tokens))), None
+        return Answer(_certain(min(Tuning().default_remaining_tokens, self._room(gen_tokens))))
 
 
 class Noisy(Predictor):
@@ -107,8 +109,8 @@ class Noisy(Predictor):
     variance of `lasting` is common to the samples of a prompt. What it says: the quantiles of what is left given
     what it sees, where ln(tokens left) is normal over the trajectories that reach the turn (`_priors`). So its error is
     that of a regression on a noisy feature, and its quantiles are calibrated: unlike the truth with noise added, it
-    does not believe its own outliers. Turns err by the same factor: a trajectory that is predicted long is predicted to
-    take more turns.
+    does not believe its own outliers. Turns and tools err by the same factor: a trajectory that is predicted long is
+    predicted to take more turns.
     """
 
     def __init__(self, workload: Workload, seed: int = 0) -> None:
@@ -126,8 +128,9 @@ class Noisy(Predictor):
 
     def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
         left = self._tokens_left(index, gen_tokens)
+        rest = (self._turns_left(index, turn), *self._rest_left(index, turn))
         if left <= 0.0:
-            return _certain(0.0), _certain(self._turns_left(index, turn))
+            return Answer(_certain(0.0), *map(_certain, rest))
         lasting_sigma = SIGMA0 * DECAY**turn
         seen = math.log(left) + self._lasting[index] * lasting_sigma
         seen += FRESH_SIGMA * self._fresh[self._first[index] + turn]
@@ -136,18 +139,12 @@ class Noisy(Predictor):
         trust = sigma**2 / (sigma**2 + variance)
         tokens = math.exp(mean + trust * (seen - mean))
         spread = math.exp(P90_Z * math.sqrt(trust * variance))
-        turns = self._turns_left(index, turn) * tokens / left
-        return _spread_around(tokens, spread, self._room(gen_tokens)), _spread_around(turns, spread, math.inf)
-
-    def predict_rest(self, index: int, turn: int, gen_tokens: int) -> Rest:
-        left = self._tokens_left(index, gen_tokens)
-        factor = self.predict(index, turn, gen_tokens)[0].p50 / left if left > 0.0 else 1.0
-        tool_s, observed = self._rest_left(index, turn)
-        return _certain(tool_s * factor), _certain(observed * factor)
+        scaled = (_spread_around(each * tokens / left, spread, math.inf) for each in rest)
+        return Answer(_spread_around(tokens, spread, self._room(gen_tokens)), *scaled)
 
 
 class PromptMean(Predictor):
-    """History-based prediction, which Heddle §4.1 calls static: each prompt's mean tokens and turns in `earlier`.
+    """History-based prediction, which Heddle §4.1 calls static: each prompt's means in `earlier`.
 
     A prompt that is not among `earlier` gets the mean over all. Raises ValueError without earlier trajectories.
     """
@@ -161,11 +158,13 @@ class PromptMean(Predictor):
         self._means = [means.get(work.prompt_id, others) for work in workload.trajectories]
 
     def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
-        mean_tokens, mean_turns = self._means[index]
+        mean_tokens, mean_turns, *of_tools = self._means[index]
         tokens = max(mean_tokens - gen_tokens, OVERRUN * gen_tokens)
         turns = max(mean_turns - turn, OVERRUN * turn)
+        rest = (turns, *(each * turns / mean_turns for each in of_tools))
         spread = math.exp(P90_Z * SPREAD_SIGMA)
-        return _spread_around(tokens, spread, self._room(gen_tokens)), _spread_around(turns, spread, math.inf)
+        scaled = (_spread_around(each, spread, math.inf) for each in rest)
+        return Answer(_spread_around(tokens, spread, self._room(gen_tokens)), *scaled)
 
 
 class Siblings(Predictor):
@@ -190,11 +189,14 @@ class Siblings(Predictor):
         if turn > turns:
             self._evidence.add_step(name, turn - 1, gen_tokens - tokens)
         self._seen[index] = (turn, gen_tokens)
-        known = Progress(
-            name, work.prompt_id, turn, gen_tokens, prompt_tokens=work.prompt_tokens, max_total_tokens=self._cap
-        )
+        tool_s, observed = _tool_use(work.steps[:turn])
+        context, prompt = work.prompt_tokens + gen_tokens + observed, work.prompt_tokens
+        known = Progress(name, work.prompt_id, turn, gen_tokens, context, prompt, self._cap, tool_s)
         forecast = self._estimator.estimate(known)
-        return forecast.remaining_tokens, forecast.remaining_turns
+        return Answer(
+            *(forecast.remaining_tokens, forecast.remaining_turns),
+            *(forecast.remaining_tool_s, forecast.remaining_observed_tokens),
+        )
 
     def finish(self, index: int) -> None:
         self._evidence.close_trajectory(_ended(f"{NOW}-{index}", NOW, self._workload.trajectories[index]))
@@ -230,7 +232,7 @@ class RecordedPredictor(Predictor):
         since = gen_tokens - last.gen_tokens
         room = self._room(gen_tokens)
         quantiles = (last.remaining.p10, last.remaining.p50, last.remaining.p90)
-        return Estimate(*(min(max(0.0, each - since), room) for each in quantiles)), None
+        return Answer(Estimate(*(min(max(0.0, each - since), room) for each in quantiles)))
 
 
 MAKERS: Mapping[str, Callable[[Workload, int, Sequence[TrajectoryWork]], Predictor]] = {
@@ -278,13 +280,21 @@ def _priors(works: Sequence[TrajectoryWork]) -> list[tuple[float, float]]:
     return priors or [(float(np.mean(logs[0])), float(np.std(logs[0])))]
 
 
-def _means(works: Sequence[TrajectoryWork]) -> tuple[float, float]:
-    tokens = sum(work.gen_tokens for work in works) / len(works)
-    return tokens, sum(len(work.steps) for work in works) / len(works)
+def _means(works: Sequence[TrajectoryWork]) -> tuple[float, ...]:
+    """Of tokens, turns, seconds of tools, tokens of their answers."""
+    amounts = [(work.gen_tokens, len(work.steps), *_tool_use(work.steps)) for work in works]
+    return tuple(np.mean(amounts, axis=0).tolist())
+
+
+def _tool_use(steps: Sequence[Step]) -> tuple[float, int]:
+    """Seconds of tools after these steps, and tokens of their answers."""
+    return sum(step.tool_s for step in steps), sum(step.obs_tokens for step in steps)
 
 
 def _ended(name: str, rollout_id: str, work: TrajectoryWork) -> Ended:
-    return Ended(name, rollout_id, work.prompt_id, work.gen_tokens, len(work.steps), own_end=not work.censored)
+    tool_s, observed = _tool_use(work.steps)
+    counts = (work.gen_tokens, len(work.steps), not work.censored)
+    return Ended(name, rollout_id, work.prompt_id, *counts, observed_tokens=observed, tool_s=tool_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +326,7 @@ def measure_accuracy(workload: Workload, predictor: Predictor, turns: int = 2) -
         if turn == len(workload.trajectories[index].steps):
             predictor.finish(index)
             continue
-        remaining, _ = predictor.predict(index, turn, gen_tokens)
+        remaining = predictor.predict(index, turn, gen_tokens).tokens
         if turn <= turns:
             predicted[index, turn] = gen_tokens + remaining.p50
     found = []

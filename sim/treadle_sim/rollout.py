@@ -121,10 +121,10 @@ def _predicted_work(setting: Setting, predictor: str) -> tuple[paths.Work, paths
     if predictor != "none":
         asked = make_predictor(predictor, setting.workload, setting.seed, setting.earlier)
         for index in range(len(works)):
-            answer, (tools, observations) = asked.predict(index, 0, 0)[0], asked.predict_rest(index, 0, 0)
-            tokens[index], log_sigma[index] = answer.p50, RECOURSE * log_deviation(answer)
-            if tools is not None and observations is not None:
-                tool_s[index], observed[index] = tools.p50, observations.p50
+            left = asked.predict(index, 0, 0)
+            tokens[index], log_sigma[index] = left.tokens.p50, RECOURSE * log_deviation(left.tokens)
+            if left.tool_s is not None and left.observed_tokens is not None:
+                tool_s[index], observed[index] = left.tool_s.p50, left.observed_tokens.p50
     numbers: dict[str, int] = {}
     prompts = np.array([numbers.setdefault(work.prompt_id, len(numbers)) for work in works])
     contexts = np.array([float(work.prompt_tokens) for work in works])

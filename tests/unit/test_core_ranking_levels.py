@@ -51,6 +51,29 @@ def test_before_anything_was_seen_the_stated_prior_answers() -> None:
     assert forecast.remaining_turns.p50 == pytest.approx(4, rel=0.02)
 
 
+def test_tools_are_forecast_by_what_a_turn_took_on_all_levels_and_by_the_turns_left() -> None:
+    """Turns of 2 s in other prompts, of 10 s in this one and its group, of 30 s in the trajectory's own last ones."""
+    evidence = Evidence()
+
+    def seconds_a_turn(turns: int = 0, tool_s: float = 0.0) -> float:
+        progress = Progress("t", "p", turns, 0, 100 + 50 * turns, 100, tool_s=tool_s)
+        forecast = Estimator(evidence, PRIOR).estimate(progress)
+        assert forecast.remaining_observed_tokens.p50 <= 50 * forecast.remaining_turns.p50 + 1e-6
+        return forecast.remaining_tool_s.p90 / forecast.remaining_turns.p90
+
+    assert seconds_a_turn() == 0.0
+    assert seconds_a_turn(3, 90.0) == pytest.approx(30.0), "nothing but its own turns is known"
+    for index in range(20):
+        evidence.close_trajectory(Ended(f"o{index}", "r0", f"o{index}", 500, 5, True, None, 100, 10.0))
+    assert seconds_a_turn() == pytest.approx(2.0)
+    for index in range(8):
+        evidence.close_trajectory(Ended(f"p{index}", "r0", "p", 500, 5, True, None, 100, 50.0))
+    assert 6.0 < seconds_a_turn() < 10.0
+    evidence.open_trajectory("t", "r1", "p")
+    before_s = seconds_a_turn()
+    assert before_s < seconds_a_turn(4, 120.0) < seconds_a_turn(40, 1_200.0) < 30.0
+
+
 def test_another_prompts_end_makes_history_answer_and_the_prompts_own_end_goes_before_it() -> None:
     evidence = Evidence()
     for index in range(20):

@@ -2,6 +2,7 @@
 changes nothing."""
 
 import asyncio
+import json
 import math
 from collections.abc import Sequence
 from typing import Any, cast
@@ -20,6 +21,7 @@ from treadle_predictor.facts import Learner, Recordings
 from treadle_predictor.history import HistoryStore, decode, encode
 from treadle_predictor.question import make_question
 from treadle_runtime.facts import make_fact
+from treadle_runtime.times import duration
 
 from treadle_bench.predictor.facts import facts_of, prompt_started
 
@@ -51,6 +53,16 @@ def test_only_a_trajectory_that_came_to_its_own_end_shows_its_length(outcome: in
     evidence = Evidence()
     learn(evidence, closed(outcome))
     assert list(evidence.ended_of_prompt("p")) == [Ended("t", "r", "p", 300, 3, own_end)]
+
+
+def test_what_tools_took_is_learned_with_a_trajectorys_end_and_outlives_the_process() -> None:
+    evidence = Evidence()
+    fact = closed(observed_tokens=700, tool_time=duration(12.5))
+    ended = learn(evidence, fact)
+    assert ended == Ended("t", "r", "p", 300, 3, True, None, 700, 12.5)
+    assert decode(encode("p", [ended])) == ("p", [ended])
+    older = json.dumps({"prompt_id": "p", "ended": [["t", "r", 300, 3, True]]}).encode()
+    assert decode(older) == ("p", [Ended("t", "r", "p", 300, 3, True)])
 
 
 def test_a_trajectorys_life_is_folded_from_its_facts() -> None:

@@ -5,8 +5,9 @@ from support.control import Scenario, all_of
 from treadle.common.v1.estimate_pb2 import Quantiles
 from treadle.placement.v1 import placement_pb2
 from treadle.predictor.v1 import predictor_pb2
-from treadle_core.actions import AnnouncePredicted, AskPrediction
-from treadle_scheduler.convert_peers import fact_of, plan_arrived, predictions_arrived
+from treadle_core.actions import AnnounceClosed, AnnouncePredicted, AskPrediction
+from treadle_core.model import Estimate
+from treadle_scheduler.convert_peers import fact_of, plan_arrived, predictions_arrived, predictions_request
 
 
 @pytest.mark.parametrize(
@@ -43,3 +44,25 @@ def test_a_plan_says_the_engine_of_each_trajectory_and_what_was_not_asked_about_
     arrived = plan_arrived(ask, placement_pb2.PlanPlacementResponse(groups=said))
     assert arrived.engine_of is not None
     assert dict(zip(ask.work.trajectory_ids, arrived.engine_of.tolist(), strict=True)) == {"a": 0, "b": -1, "c": 1}
+
+
+def test_what_tools_took_is_told_to_the_predictor_and_what_they_will_take_comes_back() -> None:
+    scenario = Scenario(engines=("e0",))
+    scenario.open("t")
+    scenario.finish(scenario.step("t", 0))
+    scenario.finish(scenario.step("t", 1, tool_s=4.0, context_tokens=180))
+    ask = all_of(scenario.heard, AskPrediction)[-1]
+    (query,) = predictions_request([ask]).queries
+    assert (query.tool_time.seconds, query.context_tokens) == (4, 190)
+
+    said = Quantiles(p10=1.0, p50=2.0, p90=3.0)
+    answer = predictor_pb2.Prediction(
+        trajectory_id="t", remaining_tokens=said, remaining_tool_s=said, remaining_observed_tokens=said
+    )
+    (event,) = predictions_arrived([ask], predictor_pb2.BatchPredictRemainingResponse(predictions=[answer]))
+    assert event.prediction.remaining_turns is None
+    assert event.prediction.remaining_tool_s == event.prediction.remaining_observed_tokens == Estimate(1.0, 2.0, 3.0)
+
+    (told,) = all_of(scenario.close("t"), AnnounceClosed)
+    closed = fact_of(told).trajectory_closed
+    assert (closed.observed_tokens, closed.tool_time.seconds) == (70, 4)

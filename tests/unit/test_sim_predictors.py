@@ -17,6 +17,7 @@ from treadle_sim.predictors import (
     NAMES,
     SHARED,
     SIGMA0,
+    Answer,
     Blind,
     Noisy,
     Oracle,
@@ -46,17 +47,19 @@ def test_answers_lie_between_nothing_and_what_the_cap_leaves(name: str) -> None:
     for index, each in enumerate(workload.trajectories):
         done = 0
         for turn, step in enumerate(each.steps):
-            tokens, turns = predictor.predict(index, turn, done)
-            assert tokens.p90 <= 6_000 - done
-            assert turns is None or turns.p10 >= 0.0
+            left = predictor.predict(index, turn, done)
+            assert left.tokens.p90 <= 6_000 - done
+            assert (left.turns is None) == (left.tool_s is None) == (left.observed_tokens is None)
             done += step.gen_tokens
         predictor.finish(index)
 
 
 def test_the_oracle_knows_what_is_left() -> None:
     oracle = Oracle(SMALL)
-    assert oracle.predict(0, 0, 0) == (Estimate(300.0, 300.0, 300.0), Estimate(2.0, 2.0, 2.0))
-    assert oracle.predict(0, 1, 100) == (Estimate(200.0, 200.0, 200.0), Estimate(1.0, 1.0, 1.0))
+    steps = SMALL.trajectories[0].steps
+    tools_s, observed = sum(step.tool_s for step in steps), steps[0].obs_tokens
+    for turn, sampled, left in ((0, 0, (300.0, 2.0, tools_s, observed)), (1, 100, (200.0, 1.0, steps[1].tool_s, 0))):
+        assert oracle.predict(0, turn, sampled) == tuple(Estimate(each, each, each) for each in left)
     assert oracle.predict(0, 1, 130)[0].p50 == 170.0  # in the middle of a step
 
 
@@ -136,7 +139,7 @@ def test_history_knows_each_prompts_mean_and_nothing_of_the_sample() -> None:
 def test_blind_says_what_the_controller_assumes_anyway() -> None:
     blind = Blind(SMALL)
     assert blind.predict(0, 0, 0)[0].p50 == blind.predict(2, 0, 0)[0].p50 == Tuning().default_remaining_tokens
-    assert blind.predict(2, 1, 700) == (Estimate(300.0, 300.0, 300.0), None)
+    assert blind.predict(2, 1, 700) == Answer(Estimate(300.0, 300.0, 300.0))
 
 
 def test_siblings_learn_from_what_ended_and_nothing_before() -> None:
@@ -203,7 +206,7 @@ def test_an_answer_holds_until_the_next_less_what_was_sampled_since_and_within_t
     said = RecordedPredictor(
         two_turns(1_000), [[Recorded(0, 0, ESTIMATE), Recorded(2, 500, Estimate(10.0, 20.0, 30.0))]]
     )
-    assert said.predict(0, 0, 0) == (ESTIMATE, None)
+    assert said.predict(0, 0, 0) == Answer(ESTIMATE)
     assert said.predict(0, 1, 250)[0] == Estimate(0.0, 50.0, 650.0)
     assert said.predict(0, 2, 500)[0] == Estimate(10.0, 20.0, 30.0)
     assert said.predict(0, 7, 515)[0] == Estimate(0.0, 5.0, 15.0)

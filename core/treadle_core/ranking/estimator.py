@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 from collections import OrderedDict
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from treadle_core.ranking.evidence import (
     GroupKey,
     Observed,
     Running,
+    ToolUse,
     count_totals,
     lognormal,
     posterior,
@@ -42,6 +43,9 @@ from treadle_core.refusals import CoreError
 SIBLINGS_WEIGHT = 4.0  # a prompt's history against its group, which shares the policy too
 PROMPT_WEIGHT = 4.0  # all prompts against one, whose share of the variance of lengths is from a tenth to three quarters
 ALL_WEIGHT = 8.0  # the prior against all trajectories: negligible after a few groups
+
+# Turns that the means of tools of the level below count as: tool times of one prompt vary less than its lengths.
+USE_WEIGHT_TURNS = 8.0
 
 # The prior: log-normal totals, in the middle of the published agentic workloads and wide, so that a few observations
 # bend it.
@@ -78,21 +82,55 @@ class Progress:
     context_tokens: int = 0
     prompt_tokens: int = 0
     max_total_tokens: int = 0  # cap on gen_tokens; 0 for none
+    tool_s: float = 0.0  # of its tool calls so far
 
     def __post_init__(self) -> None:
-        for name in ("turn", "gen_tokens", "context_tokens", "prompt_tokens", "max_total_tokens"):
+        for name in ("turn", "gen_tokens", "context_tokens", "prompt_tokens", "max_total_tokens", "tool_s"):
             if getattr(self, name) < 0:
                 raise InvalidProgressError(name, f"must be >= 0, is {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)
+class TurnUse:
+    """What a turn's tools take on average: seconds, and tokens of the answer; 0 before anything is known."""
+
+    tool_s: float = 0.0
+    observed_tokens: float = 0.0
+
+    def update(self, weight: float, seen: ToolUse) -> TurnUse:
+        """The means after these sums, with the present ones as those of `weight` turns."""
+        turns = weight + seen.turns
+        if turns <= 0.0:
+            return self
+        return TurnUse(
+            (weight * self.tool_s + seen.tool_s) / turns, (weight * self.observed_tokens + seen.observed_tokens) / turns
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Forecast:
-    """What remains, as quantiles. `model_version` names the evidence behind it, e.g. siblings-7."""
+    """What remains, as quantiles. `model_version` names the evidence behind it, e.g. siblings-7. Of tools: the turns
+    left, each with what a turn's tools take on average."""
 
     remaining_tokens: Estimate
     remaining_turns: Estimate
     source: Source
     model_version: str
+    turn_use: TurnUse = TurnUse()
+
+    @property
+    def remaining_tool_s(self) -> Estimate:
+        """Seconds."""
+        return self._of_turns(self.turn_use.tool_s)
+
+    @property
+    def remaining_observed_tokens(self) -> Estimate:
+        """Tokens of tools' answers."""
+        return self._of_turns(self.turn_use.observed_tokens)
+
+    def _of_turns(self, a_turn: float) -> Estimate:
+        turns = self.remaining_turns
+        return Estimate(turns.p10 * a_turn, turns.p50 * a_turn, turns.p90 * a_turn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +191,25 @@ class Estimator:
         self._of_groups: OrderedDict[GroupKey, tuple[int, Curves]] = OrderedDict()
 
     def estimate(self, progress: Progress) -> Forecast:
+        return replace(self._estimate(progress), turn_use=self._turn_use(progress))
+
+    def _turn_use(self, progress: Progress) -> TurnUse:
+        """Means over all, shrunk towards those of the prompt, of the group, and of the trajectory itself."""
+        evidence = self._evidence
+        found = evidence.group_of(progress.trajectory_id, progress.prompt_id)
+        group = found[1].ended.values() if found is not None else ()
+        own = ToolUse(
+            progress.turn,
+            progress.tool_s,
+            max(0, progress.context_tokens - progress.prompt_tokens - progress.gen_tokens) if progress.turn else 0,
+        )
+        known = TurnUse().update(0.0, evidence.tool_use)
+        weight = USE_WEIGHT_TURNS if evidence.ended_kept else 0.0
+        for seen in (_sum(evidence.ended_of_prompt(progress.prompt_id)), _sum(group), own):
+            known = known.update(weight, seen)
+        return known
+
+    def _estimate(self, progress: Progress) -> Forecast:
         evidence = self._evidence
         found = evidence.group_of(progress.trajectory_id, progress.prompt_id)
         if found is not None and found[1].ended:
@@ -187,6 +244,13 @@ class Estimator:
         if len(kept) > MOST_CURVES:
             kept.popitem(last=False)
         return curves
+
+
+def _sum(ended: Collection[Ended]) -> ToolUse:
+    found = ToolUse()
+    for each in ended:
+        found.add(each)
+    return found
 
 
 LONGEST = 0.10  # share of the trajectories that are the long tail (Heddle 7.2)

@@ -132,7 +132,8 @@ class Running:
 @dataclass(frozen=True, slots=True)
 class Ended:
     """A closed trajectory. own_end: it finished by itself; otherwise it was cut (by a cap, a failure, a cancellation)
-    and is censored. weight_version: of the policy that sampled it; None where it is not known."""
+    and is censored. weight_version: of the policy that sampled it; None where it is not known. observed_tokens: of its
+    tools' answers; tool_s: of all its tool calls."""
 
     trajectory_id: str
     rollout_id: str
@@ -141,6 +142,8 @@ class Ended:
     turns: int
     own_end: bool
     weight_version: int | None = None
+    observed_tokens: int = 0
+    tool_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -169,6 +172,20 @@ class Versions:
         return self._sum / self._count if self._count else None
 
 
+@dataclass(slots=True)
+class ToolUse:
+    """Sums over trajectories: turns, seconds of tools, tokens of their answers."""
+
+    turns: float = 0.0
+    tool_s: float = 0.0
+    observed_tokens: float = 0.0
+
+    def add(self, ended: Ended, times: int = 1) -> None:
+        self.turns += times * ended.turns
+        self.tool_s += times * ended.tool_s
+        self.observed_tokens += times * ended.observed_tokens
+
+
 GroupKey = tuple[str, str]
 
 
@@ -186,6 +203,7 @@ class Evidence:
         self.tokens = Tally(TOKEN_KNOTS)
         self.turns = Tally(TURN_KNOTS)
         self._versions = Versions()  # also of the newest ended ones
+        self.tool_use = ToolUse()  # of these too
         self.closed_total = 0
         self.revision = 0  # grows with every change
 
@@ -290,6 +308,7 @@ class Evidence:
         self.tokens.add(ended.gen_tokens, own_end=ended.own_end, times=times)
         self.turns.add(ended.turns, own_end=ended.own_end, times=times)
         self._versions.add(ended, times)
+        self.tool_use.add(ended, times)
         self.revision += 1
 
     def _has_ended(self, trajectory_id: str, rollout_id: str, prompt_id: str) -> bool:

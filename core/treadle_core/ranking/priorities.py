@@ -99,7 +99,7 @@ def remaining_observed_tokens(record: TrajectoryRecord, mean_observed_tokens: fl
     if prediction.remaining_observed_tokens is not None:
         return prediction.remaining_observed_tokens.p50
     turns = prediction.remaining_turns.p50 if prediction.remaining_turns is not None else 0.0
-    observed = (record.context_tokens or record.prompt_tokens) - record.prompt_tokens - record.gen_tokens
+    observed = record.observed_tokens
     a_turn = observed / record.next_turn if record.next_turn > 0 and observed > 0 else mean_observed_tokens
     return max(0.0, turns - 1.0) * a_turn
 

@@ -202,6 +202,7 @@ def _add_ticket(
         context_tokens=event.context_tokens,
         requested_s=now if kind is StepKind.NEXT else record.requested_s,
         tool_s=tool_s,
+        tools_s=record.tools_s + (event.tool_s if kind is StepKind.NEXT else 0.0),
         move=None,
         touched_s=now,
     )

@@ -10,6 +10,7 @@ from treadle_core.model import Estimate
 from treadle_core.ranking.estimator import Forecast, Progress, Source
 from treadle_core.ranking.evidence import Ended, Evidence
 from treadle_runtime.errors import at_most, identifier, non_empty, non_negative, require
+from treadle_runtime.times import require_duration, seconds
 
 LONGEST_PROMPT_ID_CHARS = 256
 TOKEN_ID_BYTES = 4  # int32
@@ -38,7 +39,8 @@ def progress_of(query: predictor_pb2.Query, at: str) -> Progress:
         f"{at}.context.int32_le",
         f"must be whole int32 ids, {TOKEN_ID_BYTES} bytes each, is {len(query.context.int32_le)} bytes",
     )
-    return Progress(query.trajectory_id, query.prompt_id, **counts)
+    tool_s = require_duration(f"{at}.tool_time", query.tool_time)
+    return Progress(query.trajectory_id, query.prompt_id, **counts, tool_s=tool_s)
 
 
 def context_of(query: predictor_pb2.Query) -> list[int]:
@@ -54,6 +56,8 @@ def prediction_of(trajectory_id: str, forecast: Forecast) -> predictor_pb2.Predi
         remaining_turns=quantiles_of(forecast.remaining_turns),
         estimator=ESTIMATORS[forecast.source],
         model_version=forecast.model_version,
+        remaining_tool_s=quantiles_of(forecast.remaining_tool_s),
+        remaining_observed_tokens=quantiles_of(forecast.remaining_observed_tokens),
     )
 
 
@@ -89,6 +93,8 @@ def learn(evidence: Evidence, fact: Fact, weight_version: int | None = None) -> 
                     turns=closed.turns,
                     own_end=closed.outcome == scheduler_pb2.OUTCOME_FINISHED,
                     weight_version=weight_version,
+                    observed_tokens=max(0, closed.observed_tokens),
+                    tool_s=max(0.0, seconds(closed.tool_time)),
                 )
                 return ended if evidence.close_trajectory(ended) else None
     return None

@@ -81,17 +81,20 @@ class HistoryStore:
 def encode(prompt_id: str, ended: list[Ended]) -> bytes:
     """A prompt's history as JSON."""
     rows = [
-        [each.trajectory_id, each.rollout_id, each.gen_tokens, each.turns, each.own_end, each.weight_version]
+        [
+            *(each.trajectory_id, each.rollout_id, each.gen_tokens, each.turns, each.own_end, each.weight_version),
+            *(each.observed_tokens, each.tool_s),
+        ]
         for each in ended
     ]
     return json.dumps({"prompt_id": prompt_id, "ended": rows}).encode()
 
 
 def decode(value: bytes) -> tuple[str, list[Ended]]:
-    """The prompt and its history. Histories of older versions have no weight version."""
+    """The prompt and its history. Histories of older versions have fewer columns."""
     found = json.loads(value)
     prompt_id = str(found["prompt_id"])
     return prompt_id, [
-        Ended(trajectory_id, rollout_id, prompt_id, gen_tokens, turns, own_end, *version)
-        for trajectory_id, rollout_id, gen_tokens, turns, own_end, *version in found["ended"]
+        Ended(trajectory_id, rollout_id, prompt_id, gen_tokens, turns, own_end, *rest)
+        for trajectory_id, rollout_id, gen_tokens, turns, own_end, *rest in found["ended"]
     ]

@@ -2,6 +2,7 @@
 siblings, history, the prior."""
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc.aio
@@ -102,7 +103,8 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
         if not prompt and not progress.turn and context:
             prompt = recordings.decode(context)
         question = make_question(progress, recording, forecast, self._evidence, prompt)
-        return (await learned.worker.ask(question) if question is not None else None) or forecast
+        answer = await learned.worker.ask(question) if question is not None else None
+        return replace(answer, turn_use=forecast.turn_use) if answer is not None else forecast
 
 
 def _describe(part: "LearnedPart") -> predictor_pb2.LearnedModel:

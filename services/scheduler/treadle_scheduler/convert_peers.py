@@ -46,6 +46,7 @@ def predictions_request(asks: Iterable[act.AskPrediction]) -> predictor_pb2.Batc
                 **fields_of(record, QUERY),
                 turn=record.next_turn,
                 context_tokens=record.context_tokens or record.prompt_tokens,
+                tool_time=duration(record.tools_s),
             )
             for record in (ask.record for ask in asks)
         ]
@@ -65,6 +66,12 @@ def predictions_arrived(
                 gen_tokens=ask.record.gen_tokens,
                 remaining_tokens=_estimate(answer.remaining_tokens),
                 remaining_turns=_estimate(answer.remaining_turns) if answer.HasField("remaining_turns") else None,
+                remaining_tool_s=_estimate(answer.remaining_tool_s) if answer.HasField("remaining_tool_s") else None,
+                remaining_observed_tokens=(
+                    _estimate(answer.remaining_observed_tokens)
+                    if answer.HasField("remaining_observed_tokens")
+                    else None
+                ),
                 model_version=answer.model_version,
                 learned=answer.estimator == predictor_pb2.ESTIMATOR_MODEL,
             ),
@@ -195,6 +202,8 @@ def fact_of(action: Announcement) -> facts_pb2.Fact:
                 outcome=number_of(outcome, scheduler_pb2.Outcome),
                 gen_tokens=record.gen_tokens,
                 turns=record.next_turn,
+                observed_tokens=record.observed_tokens,
+                tool_time=duration(record.tools_s),
             )
             fact = make_fact(SOURCE, trajectory_closed=closed)
             # The same at each try, so that consumers drop a repeat.

@@ -6,6 +6,7 @@ How much is left? Asked after every step, while the tool runs (Heddle 4.1)."""
 import builtins
 import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
@@ -66,6 +67,7 @@ class Query(google.protobuf.message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     MAX_TOTAL_TOKENS_FIELD_NUMBER: builtins.int
     CONTEXT_FIELD_NUMBER: builtins.int
+    TOOL_TIME_FIELD_NUMBER: builtins.int
     trajectory_id: builtins.str
     prompt_id: builtins.str
     sample: builtins.int
@@ -82,6 +84,10 @@ class Query(google.protobuf.message.Message):
     def context(self) -> treadle.common.v1.tokens_pb2.TokenIds:
         """optional: what a learned model reads"""
 
+    @property
+    def tool_time(self) -> google.protobuf.duration_pb2.Duration:
+        """of its tool calls so far"""
+
     def __init__(
         self,
         *,
@@ -94,9 +100,10 @@ class Query(google.protobuf.message.Message):
         prompt_tokens: builtins.int = ...,
         max_total_tokens: builtins.int = ...,
         context: treadle.common.v1.tokens_pb2.TokenIds | None = ...,
+        tool_time: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "context_tokens", b"context_tokens", "gen_tokens", b"gen_tokens", "max_total_tokens", b"max_total_tokens", "prompt_id", b"prompt_id", "prompt_tokens", b"prompt_tokens", "sample", b"sample", "trajectory_id", b"trajectory_id", "turn", b"turn"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context", "tool_time", b"tool_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "context_tokens", b"context_tokens", "gen_tokens", b"gen_tokens", "max_total_tokens", b"max_total_tokens", "prompt_id", b"prompt_id", "prompt_tokens", b"prompt_tokens", "sample", b"sample", "tool_time", b"tool_time", "trajectory_id", b"trajectory_id", "turn", b"turn"]) -> None: ...
 
 Global___Query: typing_extensions.TypeAlias = Query
 
@@ -109,6 +116,8 @@ class Prediction(google.protobuf.message.Message):
     REMAINING_TURNS_FIELD_NUMBER: builtins.int
     ESTIMATOR_FIELD_NUMBER: builtins.int
     MODEL_VERSION_FIELD_NUMBER: builtins.int
+    REMAINING_TOOL_S_FIELD_NUMBER: builtins.int
+    REMAINING_OBSERVED_TOKENS_FIELD_NUMBER: builtins.int
     trajectory_id: builtins.str
     estimator: Global___Estimator.ValueType
     model_version: builtins.str
@@ -117,6 +126,14 @@ class Prediction(google.protobuf.message.Message):
     def remaining_tokens(self) -> treadle.common.v1.estimate_pb2.Quantiles: ...
     @property
     def remaining_turns(self) -> treadle.common.v1.estimate_pb2.Quantiles: ...
+    @property
+    def remaining_tool_s(self) -> treadle.common.v1.estimate_pb2.Quantiles:
+        """seconds of all tool calls still to come"""
+
+    @property
+    def remaining_observed_tokens(self) -> treadle.common.v1.estimate_pb2.Quantiles:
+        """tokens that tools still add to the context"""
+
     def __init__(
         self,
         *,
@@ -125,9 +142,11 @@ class Prediction(google.protobuf.message.Message):
         remaining_turns: treadle.common.v1.estimate_pb2.Quantiles | None = ...,
         estimator: Global___Estimator.ValueType = ...,
         model_version: builtins.str = ...,
+        remaining_tool_s: treadle.common.v1.estimate_pb2.Quantiles | None = ...,
+        remaining_observed_tokens: treadle.common.v1.estimate_pb2.Quantiles | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["remaining_tokens", b"remaining_tokens", "remaining_turns", b"remaining_turns"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["estimator", b"estimator", "model_version", b"model_version", "remaining_tokens", b"remaining_tokens", "remaining_turns", b"remaining_turns", "trajectory_id", b"trajectory_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["remaining_observed_tokens", b"remaining_observed_tokens", "remaining_tokens", b"remaining_tokens", "remaining_tool_s", b"remaining_tool_s", "remaining_turns", b"remaining_turns"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["estimator", b"estimator", "model_version", b"model_version", "remaining_observed_tokens", b"remaining_observed_tokens", "remaining_tokens", b"remaining_tokens", "remaining_tool_s", b"remaining_tool_s", "remaining_turns", b"remaining_turns", "trajectory_id", b"trajectory_id"]) -> None: ...
 
 Global___Prediction: typing_extensions.TypeAlias = Prediction
 

@@ -376,6 +376,8 @@ class TrajectoryClosed(google.protobuf.message.Message):
     GEN_TOKENS_FIELD_NUMBER: builtins.int
     TURNS_FIELD_NUMBER: builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    OBSERVED_TOKENS_FIELD_NUMBER: builtins.int
+    TOOL_TIME_FIELD_NUMBER: builtins.int
     trajectory_id: builtins.str
     rollout_id: builtins.str
     prompt_id: builtins.str
@@ -384,6 +386,12 @@ class TrajectoryClosed(google.protobuf.message.Message):
     gen_tokens: builtins.int
     turns: builtins.int
     prompt_tokens: builtins.int
+    observed_tokens: builtins.int
+    """of tools' answers"""
+    @property
+    def tool_time(self) -> google.protobuf.duration_pb2.Duration:
+        """of all tool calls"""
+
     def __init__(
         self,
         *,
@@ -395,8 +403,11 @@ class TrajectoryClosed(google.protobuf.message.Message):
         gen_tokens: builtins.int = ...,
         turns: builtins.int = ...,
         prompt_tokens: builtins.int = ...,
+        observed_tokens: builtins.int = ...,
+        tool_time: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["gen_tokens", b"gen_tokens", "outcome", b"outcome", "prompt_id", b"prompt_id", "prompt_tokens", b"prompt_tokens", "rollout_id", b"rollout_id", "sample", b"sample", "trajectory_id", b"trajectory_id", "turns", b"turns"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["tool_time", b"tool_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["gen_tokens", b"gen_tokens", "observed_tokens", b"observed_tokens", "outcome", b"outcome", "prompt_id", b"prompt_id", "prompt_tokens", b"prompt_tokens", "rollout_id", b"rollout_id", "sample", b"sample", "tool_time", b"tool_time", "trajectory_id", b"trajectory_id", "turns", b"turns"]) -> None: ...
 
 Global___TrajectoryClosed: typing_extensions.TypeAlias = TrajectoryClosed
 
