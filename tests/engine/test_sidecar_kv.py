@@ -14,6 +14,8 @@ from support.rpc import error_of
 from support.sidecar_in_process import sidecar
 from treadle.common.v1.tokens_pb2 import SamplingParams
 from treadle.engine.v1 import engine_pb2
+from treadle_sidecar.engine.process import PAGE_TOKENS
+from treadle_sidecar.storage_keys import page_keys
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 T = 60.0
@@ -107,6 +109,40 @@ async def test_a_trajectorys_kv_moves_to_the_other_engine_through_storage(
         unseen.request_id, unseen.storage_only = "o", False
         computed = await target.stub.PrefetchPrefix(unseen, timeout=T)
         assert (computed.tokens_prefilled, computed.tokens_from_storage) == (100, 0)
+
+
+async def test_a_page_that_was_damaged_in_storage_is_computed_again(
+    nats_url: str, two_engines: tuple[RealEngine, RealEngine]
+) -> None:
+    """The bytes of one page of twelve are zeroed before e1 fetches the prefix. Result: e1 reads the pages before it,
+    computes the others, and goes on with the tokens that e0 goes on with."""
+    first, second = two_engines
+    storage = {"kv_storage_dir": str(first.kv)}
+    greedy = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
+    async with (
+        sidecar(nats_url, first.url, **storage) as source,
+        sidecar(nats_url, second.url, "e1", **storage) as target,
+    ):
+        ids = prompt(5, 200)
+        step = await run_step(source.stub, step_request(ticket("e0", trajectory_id="t5"), ids, sampled(8)))
+        context = ids + step.tokens.tolist()
+        exported = await source.stub.ExportPrefix(engine_pb2.ExportPrefixRequest(trajectory_id="t5"), timeout=T)
+        assert exported.stored_tokens == 192
+        damaged = list(page_keys(context, PAGE_TOKENS, exported.cache_salt))[5]
+        (file,) = first.kv.glob(f"{damaged}*")
+        content = file.read_bytes()
+        file.write_bytes(content[:300] + bytes(len(content) - 300))
+
+        request = engine_pb2.PrefetchPrefixRequest(request_id="d", trajectory_id="t5", token_ids=packed(context))
+        moved = await target.stub.PrefetchPrefix(request, timeout=T)
+        assert (moved.tokens_from_storage, moved.tokens_from_cache) == (5 * PAGE_TOKENS, 0)
+        assert moved.tokens_prefilled == len(context) - 5 * PAGE_TOKENS
+
+        there = await run_step(target.stub, step_request(ticket("e1", trajectory_id="t5", turn=1), context, greedy))
+        here = await run_step(source.stub, step_request(ticket("e0", trajectory_id="t5", turn=1), context, greedy))
+        assert there.require_whole().cached_tokens == 192
+        assert there.tokens == here.tokens
+        await until(lambda: file.exists() and any(file.read_bytes()[300:]), what="the page is written again")
 
 
 async def test_a_step_whose_engine_is_killed_goes_on_elsewhere(

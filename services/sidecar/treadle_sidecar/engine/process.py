@@ -33,6 +33,7 @@ def cpu_dtype(cpu_info: Path = CPU_INFO) -> str:
 
 ENGINE_HOST = "127.0.0.1"  # the sidecar beside it is the only client
 PAGE_TOKENS = 16  # KV page: what HiCache stores and moves; a prefix is shared in multiples of it
+STORAGE_BACKEND = Path(__file__).parents[1] / "hicache"  # on the engine's path: its venv need not hold Treadle
 HICACHE_RATIO = 2  # host copies of the device pool; write-through passes KV through host memory on its way to storage
 SPARE_REQUESTS = 2  # engine slots above the queue's, so that a prefetch of a prefix never waits for a decoding step
 _REMOVED = (
@@ -122,11 +123,13 @@ def _pin(spec: EngineSpec) -> list[str]:
 
 def _hicache_flags(cpu: bool) -> list[str]:
     flags = ["--page-size", str(PAGE_TOKENS), "--enable-hierarchical-cache", "--hicache-ratio", str(HICACHE_RATIO)]
-    flags += ["--hicache-write-policy", "write_through", "--hicache-storage-backend", "file"]
+    flags += ["--hicache-write-policy", "write_through", "--hicache-storage-backend", "dynamic"]
     # wait_complete: a prefetch that gives up early would prefill what storage has, and a move would cost what it was
     # to save.
     flags += ["--hicache-storage-prefetch-policy", "wait_complete"]
-    flags += ["--hicache-storage-backend-extra-config", json.dumps({"prefetch_threshold": PAGE_TOKENS})]
+    backend = {"backend_name": "treadle", "module_path": "checked_pages", "class_name": "CheckedPages"}
+    extra_config = json.dumps({"prefetch_threshold": PAGE_TOKENS, **backend})
+    flags += ["--hicache-storage-backend-extra-config", extra_config]
     if cpu:
         flags += ["--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"]
     return flags
@@ -139,6 +142,7 @@ def _environment(spec: EngineSpec, environ: Mapping[str, str]) -> dict[str, str]
         env.pop(name, None)
     if spec.hicache_dir is not None:
         env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(spec.hicache_dir.absolute())
+        env["PYTHONPATH"] = str(STORAGE_BACKEND)
     if spec.cpu:
         threads = str(len(spec.cores) if spec.cores else 1)
         env |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
