@@ -24,7 +24,7 @@ BUDGETS = {
     "services/predictor": (1_250, 13),
     "services/rollout": (900, 9),
     "services/scheduler": (1_250, 10),
-    "services/sidecar": (2_550, 23),
+    "services/sidecar": (2_650, 24),
     "services/tools": (9_250, 66),
     "sim": (5_900, 38),
 }

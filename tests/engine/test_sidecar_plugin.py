@@ -74,6 +74,33 @@ for layer in range(layers):
     assert torch.equal(back[1][source], device[layers + layer][source])
 """
 
+ATTENTION = """
+import torch
+from treadle_sidecar.sglang_cpu.entry import define_vision_operators
+define_vision_operators()
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from treadle_sidecar.sglang_cpu.attention import install_extend
+
+torch.manual_seed(0)
+prefix, new = torch.tensor([0, 96, 31]), torch.tensor([40, 5, 1])
+caches = [torch.randn(400, 3, 16, dtype=torch.bfloat16) for _ in range(2)]
+where = torch.randperm(400)[:360].reshape(3, 120)
+query = torch.randn(int(new.sum()), 9, 16, dtype=torch.bfloat16)
+
+def attend():
+    backend, output = object.__new__(TorchNativeAttnBackend), torch.zeros_like(query)
+    rows = torch.tensor([2, 0, 1])
+    options = {"scaling": 0.2, "enable_gqa": True, "causal": True, "is_cross_attn": False, "sliding_window_size": None}
+    return backend._run_sdpa_forward_extend(
+        query, output, *caches, where, rows, prefix + new, prefix, new, None, **options
+    )
+
+stock = attend()
+install_extend()
+assert stock.abs().sum() > 0
+torch.testing.assert_close(attend(), stock)
+"""
+
 
 def run(code: str) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TREADLE_")}
@@ -107,3 +134,7 @@ else:
     raise AssertionError("no error")
 """
     run(code)
+
+
+def test_attention_over_a_cached_prefix_gives_what_the_stock_backend_gives() -> None:
+    run(ATTENTION)

@@ -2,7 +2,7 @@
 
 SGLang's own CPU platform needs compiled kernels. This one declares no capabilities, so that the engine picks its
 torch-native paths: attention by torch's scaled dot product, eager compilation, native layers. HiCache and seeds work
-after three replacements, made in `init_backend`, which every worker calls once:
+after these replacements, made in `init_backend`, which every worker calls once:
 
 - `install_transfers`: host pools that do not pin memory, and torch copies in place of the three `direct` transfer
   kernels. Layouts are SGLang's own (mem_cache/pool_host/mha.py): layer-first pools are [token, ...] a layer, the
@@ -11,6 +11,7 @@ after three replacements, made in `init_backend`, which every worker calls once:
 - `page_hash`: SGLang compiles its page hash from C++ at the first use (17 s; needs g++, ninja and OpenSSL
   headers). The same digests come from hashlib at about 1 us a page (`treadle_sidecar.storage_keys`).
 - `murmur_hash32`: the hash behind seeded sampling, in torch; SGLang's CPU version lives in sgl_kernel.
+- `attention.install_extend`: a cached prefix costs no attention of its own tokens again.
 
 SGLang honours `sampling_seed` only with --enable-deterministic-inference, which requires a batch-invariant attention
 backend and Triton kernels. torch-native attention works sequence by sequence, so it is registered as one; the kernels
@@ -26,6 +27,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
+from treadle_sidecar.sglang_cpu.attention import install_extend
 from treadle_sidecar.storage_keys import chained_digest
 
 
@@ -62,6 +64,7 @@ class TreadleCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         from sglang.srt.mem_cache import utils
 
         install_transfers()
+        install_extend()
         utils.get_native_hash = page_hash  # of the radix tree and the storage
         sampler.murmur_hash32 = murmur_hash32
         batch_invariant_ops.enable_batch_invariant_mode = lambda *_args, **_kwargs: None
