@@ -12,7 +12,6 @@ import itertools
 import math
 import random
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,15 +19,15 @@ from statistics import median
 from typing import Any
 
 import grpc.aio
-from google.protobuf.duration_pb2 import Duration
 from treadle import Client
-from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
+from treadle.migrator.v1 import migrator_pb2_grpc
 from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
 from treadle.scheduler.v1.scheduler_pb2 import RegisteredEngine
 from treadle_cli.mesh.mesh import Mesh
 from treadle_sim.cluster import Latencies, Link
 
 from treadle_bench.fidelity.live import HIGHEST_TOKEN_ID, generate
+from treadle_bench.moves import infos_of, move_away
 
 DECODE_CONTEXTS = (80, 400)  # tokens: a young trajectory of the trace, and an old one
 DECODE_TOKENS = 20
@@ -196,7 +195,6 @@ async def _time_plans(placement: str, engines: Sequence[RegisteredEngine]) -> li
 
 async def _time_moves(migrator: str, client: Client, engines: Sequence[RegisteredEngine]) -> list[float]:
     """Seconds of moves, from the migrator, of a context of about MOVE_CONTEXT tokens between its steps."""
-    infos = {engine.info.engine_id: engine.info for engine in engines}
     taken_s: list[float] = []
     async with grpc.aio.insecure_channel(migrator) as channel:
         stub = migrator_pb2_grpc.MigratorServiceStub(channel)
@@ -204,23 +202,6 @@ async def _time_moves(migrator: str, client: Client, engines: Sequence[Registere
             prompt = [(number * MOVE_CONTEXT + at) % HIGHEST_TOKEN_ID for at in range(MOVE_CONTEXT)]
             async with await client.open(prompt_id="move", sample=number, prompt=prompt) as trajectory:
                 await generate(trajectory, MOVE_TOKENS)
-                source = infos[trajectory.steps[-1].engine_ids[-1]]
-                target = next(info for engine_id, info in infos.items() if engine_id != source.engine_id)
-                request = migrator_pb2.StartMigrationRequest(
-                    request_id=uuid.uuid4().hex,
-                    trajectory_id=trajectory.trajectory_id,
-                    source=migrator_pb2.Endpoint(engine_id=source.engine_id, address=source.address),
-                    target=migrator_pb2.Endpoint(engine_id=target.engine_id, address=target.address),
-                    expected_revision=1,
-                    cache_salt=source.weight_version,
-                    allow_prefill=True,
-                    give_up_after=Duration(seconds=int(CALL_TIMEOUT_S)),
-                )
-                move = (await stub.StartMigration(request, timeout=CALL_TIMEOUT_S)).migration
-                watch = migrator_pb2.WatchMigrationRequest(migration_id=move.migration_id)
-                async for answer in stub.WatchMigration(watch, timeout=CALL_TIMEOUT_S):
-                    move = answer.migration  # the stream ends when the move has ended
-                if move.state != migrator_pb2.MIGRATION_STATE_DONE:
-                    raise ValueError(f"a move between idle engines failed: {move.failure_reason}")
+                move = await move_away(stub, trajectory, infos_of(engines))
                 taken_s.append(float(move.ended_at.ToNanoseconds() - move.started_at.ToNanoseconds()) / 1e9)
     return taken_s
