@@ -241,7 +241,8 @@ class TicketRecord:
 
 @dataclass(frozen=True, slots=True)
 class MoveRecord:
-    """A migration in progress. `migration_id` is empty until the migrator has accepted it."""
+    """A migration in progress. `migration_id` is empty until the migrator has accepted it. `saving_s`: a step waits no
+    longer for it."""
 
     move_id: str
     source_engine_id: str
@@ -249,6 +250,7 @@ class MoveRecord:
     asked_s: float
     give_up_s: float
     migration_id: str = ""
+    saving_s: float = 0.0
 
 
 @dataclass(frozen=True)  # without slots, for `copy_with`

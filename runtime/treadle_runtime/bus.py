@@ -144,7 +144,8 @@ class Bus:
         with suppress(nats.errors.Error):
             await self._client.drain()
         if not self._client.is_closed:
-            await self._client.close()
+            with suppress(ConnectionError):  # NATS has closed it
+                await self._client.close()
 
     async def _connect(self, url: str, timeout_s: float) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 
 import grpc
 import grpc.aio
@@ -143,6 +144,43 @@ async def test_a_page_that_was_damaged_in_storage_is_computed_again(
         assert there.require_whole().cached_tokens == 192
         assert there.tokens == here.tokens
         await until(lambda: file.exists() and any(file.read_bytes()[300:]), what="the page is written again")
+
+
+async def test_a_storage_that_vanishes_is_missed_by_no_step_and_replaced_by_a_prefill(
+    nats_url: str, two_engines: tuple[RealEngine, RealEngine]
+) -> None:
+    """The folder is removed while both engines run. Result: steps go on, a move by storage is refused, one by prefill
+    computes everything; when the folder is back, KV moves through it again."""
+    first, second = two_engines
+    storage = {"kv_storage_dir": str(first.kv)}
+    async with (
+        sidecar(nats_url, first.url, **storage) as source,
+        sidecar(nats_url, second.url, "e1", **storage) as target,
+    ):
+
+        async def move(name: str, *, storage_only: bool) -> engine_pb2.PrefetchPrefixResponse:
+            request = engine_pb2.PrefetchPrefixRequest(
+                request_id=f"{name}-{storage_only}", trajectory_id=name, storage_only=storage_only
+            )
+            reference = getattr(request, "from")
+            reference.engine_address, reference.trajectory_id = source.address, name
+            return await target.stub.PrefetchPrefix(request, timeout=T)
+
+        shutil.rmtree(first.kv)
+        try:
+            step = await run_step(
+                source.stub, step_request(ticket("e0", trajectory_id="t6"), prompt(6, 100), sampled(8))
+            )
+            step.require_whole()
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await move("t6", storage_only=True)
+            assert error_of(raised.value).reason == "PREFIX_NOT_STORED"
+            computed = await move("t6", storage_only=False)
+            assert (computed.tokens_prefilled, computed.tokens_from_storage) == (108, 0)
+        finally:
+            first.kv.mkdir()
+        await run_step(source.stub, step_request(ticket("e0", trajectory_id="t7"), prompt(7, 100), sampled(8)))
+        assert (await move("t7", storage_only=False)).tokens_from_storage == 96
 
 
 async def test_a_step_whose_engine_is_killed_goes_on_elsewhere(

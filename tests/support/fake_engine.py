@@ -92,7 +92,10 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
         self.stored = False
         self.cache_salt = WEIGHT_VERSION
         self.tokens_short = 0  # by so many the prefetched prefix is shorter than the source's
-        self.gate = Gate()  # of PrefetchPrefix
+        # Of a move: at the source before it exports, at the target before it reads, at both before they confirm what
+        # they hold, at the engine that lost it before it forgets.
+        self.export_gate, self.gate, self.confirm_gate, self.release_gate = Gate(), Gate(), Gate(), Gate()
+        self.port: Port | None = None
         self._finished, self._bus, self._token_s = finished, bus, token_s
         self._aborts: dict[str, asyncio.Event] = {}
 
@@ -191,24 +194,30 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
 
     async def PrefetchPrefix(self, request: pb.PrefetchPrefixRequest, context: Any) -> Any:
         self.log("PrefetchPrefix", request, context)
-        await self.gate.pass_through()
         if refusal := self.next_refusal("PrefetchPrefix"):
             await refuse(context, refusal)
-        if request.storage_only and not self.stored:
-            await refuse(context, Refusal(grpc.StatusCode.FAILED_PRECONDITION, "PREFIX_NOT_STORED"))
         reference = getattr(request, "from")
         async with grpc.aio.insecure_channel(reference.engine_address) as channel:
             source = engine_pb2_grpc.EngineServiceStub(channel)
             export = pb.ExportPrefixRequest(trajectory_id=reference.trajectory_id)
-            held = len((await source.ExportPrefix(export, timeout=RPC_TIMEOUT_S)).token_ids.int32_le) // 4
+            try:
+                held = len((await source.ExportPrefix(export, timeout=RPC_TIMEOUT_S)).token_ids.int32_le) // 4
+            except grpc.aio.AioRpcError:
+                await refuse(context, Refusal(grpc.StatusCode.UNAVAILABLE, "SOURCE_UNAVAILABLE"))
+        await self.gate.pass_through()
+        if request.storage_only and not self.stored:
+            await refuse(context, Refusal(grpc.StatusCode.FAILED_PRECONDITION, "PREFIX_NOT_STORED"))
         tokens = self.prefixes[request.trajectory_id] = held - self.tokens_short
         stored = tokens if self.stored else 0
         return pb.PrefetchPrefixResponse(
             prefix_tokens=tokens, tokens_from_storage=stored, tokens_prefilled=tokens - stored
         )
 
-    @answer
-    def ExportPrefix(self, request: pb.ExportPrefixRequest) -> pb.ExportPrefixResponse | Refusal:
+    async def ExportPrefix(self, request: pb.ExportPrefixRequest, context: Any) -> Any:
+        await (self.confirm_gate if request.counts_only else self.export_gate).pass_through()
+        return await self.once("ExportPrefix", request, context, self._export)
+
+    def _export(self, request: pb.ExportPrefixRequest) -> pb.ExportPrefixResponse | Refusal:
         if request.trajectory_id not in self.prefixes:
             return Refusal(grpc.StatusCode.NOT_FOUND, "PREFIX_NOT_FOUND")
         count = self.prefixes[request.trajectory_id]
@@ -217,8 +226,11 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
             response.token_ids.int32_le = array("i", range(count)).tobytes()
         return response
 
-    @answer
-    def ReleasePrefix(self, request: pb.ReleasePrefixRequest) -> pb.ReleasePrefixResponse:
+    async def ReleasePrefix(self, request: pb.ReleasePrefixRequest, context: Any) -> Any:
+        await self.release_gate.pass_through()
+        return await self.once("ReleasePrefix", request, context, self._release)
+
+    def _release(self, request: pb.ReleasePrefixRequest) -> pb.ReleasePrefixResponse:
         self.prefixes.pop(request.trajectory_id, None)
         return pb.ReleasePrefixResponse()
 
@@ -257,7 +269,7 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
 
 def engine_port(engine: FakeEngine) -> Port:
     """A server for one fake engine, not yet started."""
-    port = Port(engine_pb2_grpc.add_EngineServiceServicer_to_server, engine)
+    port = engine.port = Port(engine_pb2_grpc.add_EngineServiceServicer_to_server, engine)
     engine.address = port.address
     return port
 

@@ -150,28 +150,52 @@ def test_after_a_restart_those_that_waited_ask_again_and_begin() -> None:
     assert tickets(scenario.close("first")) == ["second"]
 
 
+def waiting_for_a_move() -> tuple[Scenario, act.StartMigration]:
+    """A trajectory whose next step waits for its move from e0 to e1."""
+    scenario = Scenario(RESERVE, EAGER, engines=("e0",), kv_transfer=KvTransfer.STORAGE)
+    names = [f"t{number}" for number in range(4)]
+    scenario.open_all(dict.fromkeys(names, 2_000.0))
+    for name in names:
+        scenario.ask(name)
+    scenario.advance(1.0)
+    for name in names:
+        scenario.finish(scenario.ticket(name))
+    scenario.engine("e1", kv_transfer=KvTransfer.STORAGE)
+    plan = scenario.plans[-1]
+    for name in names:
+        scenario.send(ev.ToolStarted(name, 10.0))
+    move = all_of(scenario.send(answer(plan, {"e0": names[:2], "e1": names[2:]})), act.StartMigration)[0]
+    scenario.send(ev.MoveAccepted(move.trajectory_id, move.move_id, "m"))
+    assert one(scenario.ask(move.trajectory_id, 1), act.KeepWaiting)
+    return scenario, move
+
+
 def test_a_step_waits_for_its_kv_on_the_way_and_runs_at_the_source_where_the_move_fails() -> None:
     for moved in (True, False):
-        scenario = Scenario(RESERVE, EAGER, engines=("e0",), kv_transfer=KvTransfer.STORAGE)
-        names = [f"t{number}" for number in range(4)]
-        scenario.open_all(dict.fromkeys(names, 2_000.0))
-        for name in names:
-            scenario.ask(name)
-        scenario.advance(1.0)
-        for name in names:
-            scenario.finish(scenario.ticket(name))
-        scenario.engine("e1", kv_transfer=KvTransfer.STORAGE)
-        plan = scenario.plans[-1]
-        scenario.send(ev.ToolStarted("t0", 10.0))
-        move = all_of(scenario.send(answer(plan, {"e0": names[:2], "e1": names[2:]})), act.StartMigration)[0]
-        scenario.send(ev.MoveAccepted(move.trajectory_id, move.move_id, "m"))
-
-        assert one(scenario.ask(move.trajectory_id, 1), act.KeepWaiting)
+        scenario, move = waiting_for_a_move()
         if moved:
             scenario.send(ev.SwitchRequested("s", move.trajectory_id, move.expected_revision, "e1"))
         ended = scenario.send(ev.MoveEnded(move.trajectory_id, "m", move.move_id, moved=moved))
 
         assert one(ended, act.IssueTicket).ticket.engine_id == ("e1" if moved else "e0")
+
+
+def test_a_step_waits_no_longer_than_its_move_saves_where_nobody_reports_the_end() -> None:
+    """The migrator or NATS is gone, and the tool came back sooner than expected."""
+    scenario, move = waiting_for_a_move()
+    under_way = scenario.controller.trajectory(move.trajectory_id).move
+    assert under_way is not None and 0.0 < under_way.saving_s < move.give_up_after_s
+    assert under_way.give_up_s == scenario.now + under_way.saving_s
+
+    for engine_id in ("e0", "e1"):
+        scenario.renew(engine_id)
+    assert not all_of(scenario.advance(0.9 * under_way.saving_s), act.IssueTicket)
+    for engine_id in ("e0", "e1"):
+        scenario.renew(engine_id)
+    actions = scenario.advance(0.2 * under_way.saving_s)
+
+    assert one(actions, act.IssueTicket).ticket.engine_id == "e0"
+    assert one(actions, act.CancelMigration).migration_id == "m"
 
 
 def test_without_the_policy_nothing_is_held_and_nothing_reserved() -> None:

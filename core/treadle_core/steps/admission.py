@@ -7,14 +7,14 @@ none overtakes one that does not fit. Without reserves, an engine would start mo
 would evict the context of a trajectory whose tool runs, and prefill the same tokens again after every tool call. (This
 rule is not in Heddle, which starts all trajectories and evicts.)
 
-A later step waits while the trajectory's KV moves to another engine, as long as the move is worth it.
+A later step waits while the trajectory's KV moves to another engine, for no longer than the move saves.
 """
 
 from treadle_core import events as ev
 from treadle_core.actions import Action, KeepWaiting, SaveTrajectory
 from treadle_core.model import EngineSpec, PlacementRule, TrajectoryRecord, copy_with
 from treadle_core.refusals import ContextTooLong, NoEngine
-from treadle_core.steps import tickets
+from treadle_core.steps import moves, tickets
 from treadle_core.steps.state import State
 
 
@@ -33,14 +33,17 @@ def must_wait(state: State, record: TrajectoryRecord) -> bool:
     return 2 * state.table.tally(record.engine_id).started >= spec.slot_limit or not _fits(state, record, spec)
 
 
-def let_wait(state: State, event: ev.StepRequested) -> list[Action]:
+def let_wait(state: State, event: ev.StepRequested, now: float) -> list[Action]:
     """Keep a request until its step may start. Raises ContextTooLong, since waiting would not help."""
     trajectory_id = event.trajectory_id
-    state.siting.require_fitting(state.table.require(trajectory_id), event.context_tokens)
+    record = state.table.require(trajectory_id)
+    state.siting.require_fitting(record, event.context_tokens)
     state.table.watch(trajectory_id)
+    actions: list[Action] = [KeepWaiting(trajectory_id)]
     if state.waiting.add(event):
         _enqueue(state, trajectory_id)
-    return [KeepWaiting(trajectory_id)]
+        actions += moves.limit_wait(state, record, now)
+    return actions
 
 
 def answer_waiting(state: State, event: ev.Event, now: float) -> list[Action]:

@@ -50,12 +50,13 @@ def start_move(state: State, record: TrajectoryRecord, now: float) -> list[Actio
     reserve = record.ticket.kv_reserve_tokens if record.ticket is not None else 0
     if record.policy.reserve and not state.table.tally(wanted).has_room(record, reserve, target.spec):
         return []
-    give_up_after_s = state.tuning.move_timeout_s
+    give_up_after_s = worth_waiting_s = state.tuning.move_timeout_s
     if must_gain(record):
+        worth_waiting_s = state.planner.saving_s(record)
         longest_s = longest_useful_move_s(
             context_tokens=record.context_tokens,
             tool_left_s=_tool_left_s(state, record, now),
-            saving_s=state.planner.saving_s(record),
+            saving_s=worth_waiting_s,
             source=source.spec,
             target=target.spec,
             tuning=state.tuning,
@@ -68,7 +69,8 @@ def start_move(state: State, record: TrajectoryRecord, now: float) -> list[Actio
         source_engine_id=record.engine_id,
         target_engine_id=target.spec.engine_id,
         asked_s=now,
-        give_up_s=now + give_up_after_s,
+        give_up_s=now + min(give_up_after_s, state.tuning.move_timeout_s),
+        saving_s=worth_waiting_s,
     )
     record = copy_with(record, move=move, moves_asked=record.moves_asked + 1)
     state.table.put(record)
@@ -147,12 +149,22 @@ def end_move(state: State, event: MoveEnded, _now: float) -> list[Action]:
 
 
 def expire_moves(state: State, now: float) -> list[Action]:
-    """Cancel moves whose end was not reported in time."""
+    """Cancel moves whose end was not reported while they were worth it: the migrator or NATS may be gone."""
     actions: list[Action] = []
     for record in state.table.moving():
-        if record.move is not None and now - record.move.asked_s >= state.tuning.move_timeout_s:
+        if record.move is not None and now >= record.move.give_up_s:
             actions += cancel_move(state, record)
     return actions
+
+
+def limit_wait(state: State, record: TrajectoryRecord, now: float) -> list[Action]:
+    """Let the step, which begins to wait for the trajectory's move now, wait no longer than the move saves."""
+    move = record.move
+    if move is None or now + move.saving_s >= move.give_up_s:
+        return []
+    record = copy_with(record, move=replace(move, give_up_s=now + move.saving_s))
+    state.table.put(record)
+    return [SaveTrajectory(record)]
 
 
 def cancel_move(state: State, record: TrajectoryRecord) -> list[Action]:

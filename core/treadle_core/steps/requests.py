@@ -17,7 +17,7 @@ def request_step(state: State, event: ev.StepRequested, now: float) -> list[Acti
         assert record.ticket is not None, "only a ticket's own request repeats"
         return [IssueTicket(record.ticket)]
     if kind is StepKind.NEXT and admission.must_wait(state, record):
-        return admission.let_wait(state, event)
+        return admission.let_wait(state, event, now)
     return tickets.issue_ticket(state, record, event, kind, now)
 
 

@@ -1,9 +1,9 @@
 """Run moves (Heddle §5.3): choose which may run now, prepare, verify, switch the owner, release.
 
 Invariants: the owner changes by the scheduler's SwitchEngine alone (a compare-and-swap), and only after the target has
-reported as many tokens as the source holds; before that, any failure ends the move with the source as owner; once
-SwitchEngine has been sent, the outcome is what the scheduler says, however long it takes to answer. Releasing is best
-effort: a sidecar drops an unused prefix by itself.
+confirmed that it holds as many tokens as the source; before that, any failure ends the move with the source as owner;
+once SwitchEngine has been sent, the outcome is what the scheduler says, however long it takes to answer. Releasing is
+best effort: a sidecar drops an unused prefix by itself.
 """
 
 import asyncio
@@ -217,23 +217,24 @@ class Mover:
         return await self._store.change(migration_id, State.SWITCHING, prefix=prefix) is not None
 
     async def _prepare(self, migration: Migration) -> Prefix:
-        """Prefetch from storage, else by prefill where that is allowed; then compare with what the source holds."""
+        """Prefetch from storage, else by prefill where that is allowed; then compare what both sides hold now."""
         try:
             prefix = await self._prefetch(migration, storage_only=True)
         except MoveFailedError as failure:
             if failure.reason != "PREFIX_NOT_STORED" or not migration.move.allow_prefill:
                 raise
             prefix = await self._prefetch(migration, storage_only=False)
-        # The tokens themselves never come here (docs/adr/0007).
-        request = engine_pb2.ExportPrefixRequest(trajectory_id=migration.move.trajectory_id, counts_only=True)
-        try:
-            exported = await self._engine(migration.move.source).ExportPrefix(request, timeout=_left_s(migration))
-        except grpc.aio.AioRpcError as error:
-            raise MoveFailedError(_reason_of(error_from(error), "SOURCE")) from error
-        if exported.cache_salt != migration.move.cache_salt:
-            raise MoveFailedError("WEIGHT_VERSION_MISMATCH")
-        if prefix.tokens != exported.prefix_tokens or prefix.tokens == 0:
-            raise MoveFailedError("PREFIX_MISMATCH")
+        for endpoint, peer in ((migration.move.source, "SOURCE"), (migration.move.target, "TARGET")):
+            # The tokens themselves never come here (docs/adr/0007).
+            request = engine_pb2.ExportPrefixRequest(trajectory_id=migration.move.trajectory_id, counts_only=True)
+            try:
+                held = await self._engine(endpoint).ExportPrefix(request, timeout=_left_s(migration))
+            except grpc.aio.AioRpcError as error:
+                raise MoveFailedError(_reason_of(error_from(error), peer)) from error
+            if held.cache_salt != migration.move.cache_salt:
+                raise MoveFailedError("WEIGHT_VERSION_MISMATCH")
+            if prefix.tokens != held.prefix_tokens or prefix.tokens == 0:
+                raise MoveFailedError("PREFIX_MISMATCH")
         return prefix
 
     async def _prefetch(self, migration: Migration, *, storage_only: bool) -> Prefix:
@@ -252,8 +253,9 @@ class Mover:
             found = await self._engine(move.target).PrefetchPrefix(request, timeout=_left_s(migration))
         except grpc.aio.AioRpcError as error:
             raise MoveFailedError(_reason_of(error_from(error), "TARGET")) from error
-        # An engine computes a few tokens of a stored prefix too (its last page at least).
-        path = Path.STORAGE if storage_only else Path.PREFILL
+        # An engine computes the end of a stored prefix too: the last page at least, and all from a damaged page on.
+        computed = found.tokens_prefilled > found.tokens_from_cache + found.tokens_from_storage
+        path = Path.PREFILL if computed else Path.STORAGE
         return Prefix(path, found.prefix_tokens, found.tokens_from_storage, found.tokens_prefilled)
 
     async def _switch(self, migration: Migration) -> None:
@@ -312,6 +314,6 @@ def _reason_of(error: TreadleError, peer: str) -> str:
     """The peer's own reason where it gave one; a deadline that passes is ours: the move gave up."""
     if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return GAVE_UP
-    if error.code is grpc.StatusCode.UNAVAILABLE:
-        return f"{peer}_UNAVAILABLE"
+    if error.code is grpc.StatusCode.UNAVAILABLE:  # the target says it of the source too
+        return error.reason if error.reason == "SOURCE_UNAVAILABLE" else f"{peer}_UNAVAILABLE"
     return error.reason or f"{peer}_{error.code.name}"

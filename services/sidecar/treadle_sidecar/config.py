@@ -33,7 +33,7 @@ class SidecarSettings(Settings):
     hysteresis: NotNegative = DEFAULT_HYSTERESIS
     min_run_tokens: Count = DEFAULT_MIN_RUN_TOKENS  # tokens that a step makes before it may be evicted
     kv_storage_dir: OptionalFolder = ""  # folder of HiCache's file storage, to see what is stored; empty: not known
-    export_wait_s: NotNegative = 2.0  # how long ExportPrefix waits for the engine's asynchronous backup
+    export_wait_s: NotNegative = 2.0  # how long after a step ExportPrefix waits for the engine's asynchronous backup
     # A running step without a token for so long counts as an engine that is lost.
     engine_stall_s: Annotated[float, Field(gt=0)] = 120.0
     tell_tokens: Count = 0  # most ids of a step's output that its fact carries, for a learned predictor; 0: none

@@ -46,32 +46,37 @@ class Contexts:
     def __init__(self, limit_tokens: int = CONTEXT_LIMIT_TOKENS) -> None:
         self._limit_tokens = limit_tokens
         self._tokens = 0
-        self._contexts: OrderedDict[str, array[int]] = OrderedDict()
+        self._contexts: OrderedDict[str, tuple[array[int], float]] = OrderedDict()
 
     def remember(self, trajectory_id: str, context: "array[int]") -> None:
         """Replace the trajectory's context."""
         self.forget(trajectory_id)
-        self._contexts[trajectory_id] = context
+        self._contexts[trajectory_id] = context, time.monotonic()
         self._tokens += len(context)
         while self._tokens > self._limit_tokens and len(self._contexts) > 1:
-            _, dropped = self._contexts.popitem(last=False)
+            _, (dropped, _) = self._contexts.popitem(last=False)
             self._tokens -= len(dropped)
 
     def get(self, trajectory_id: str) -> "array[int] | None":
         """None where the trajectory was never here, or was forgotten."""
-        if trajectory_id in self._contexts:
-            self._contexts.move_to_end(trajectory_id)
-        return self._contexts.get(trajectory_id)
+        if trajectory_id not in self._contexts:
+            return None
+        self._contexts.move_to_end(trajectory_id)
+        return self._contexts[trajectory_id][0]
+
+    def age_s(self, trajectory_id: str) -> float:
+        """Seconds since the context, which must be here, was remembered."""
+        return time.monotonic() - self._contexts[trajectory_id][1]
 
     def forget(self, trajectory_id: str) -> None:
         """Forgetting an unknown trajectory changes nothing."""
-        self._tokens -= len(self._contexts.pop(trajectory_id, ()))
+        self._tokens -= len(self._contexts.pop(trajectory_id, ((), 0.0))[0])
 
 
 @dataclass(eq=False)
 class Prefixes:
-    """storage: HiCache's folder, None where it is not known. export_wait_s: how long an export waits for the engine's
-    backup. channel: connects to another sidecar."""
+    """storage: HiCache's folder, None where it is not known. export_wait_s: how long after a step an export waits for
+    the engine's backup. channel: connects to another sidecar."""
 
     engine: EngineClient
     watch: EngineWatch
@@ -89,10 +94,12 @@ class Prefixes:
         if context is None:
             raise _prefix_not_found(trajectory_id, f"no context of trajectory {trajectory_id!r} is here")
         profile = self.watch.require_profile()
+        # Storage that fails is waited for once, not again by the export for a prefill.
+        wait_s = 0.0 if counts_only else self.export_wait_s - self.contexts.age_s(trajectory_id)
         return pb.ExportPrefixResponse(
             token_ids=None if counts_only else convert.packed(context),
             cache_salt=profile.weight_version,
-            stored_tokens=await self._stored_within(context, profile, 0.0 if counts_only else self.export_wait_s),
+            stored_tokens=await self._stored_within(context, profile, wait_s),
             prefix_tokens=len(context),
         )
 
