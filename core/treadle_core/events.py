@@ -165,13 +165,15 @@ class MoveAccepted(Event):
 
 @dataclass(frozen=True, slots=True)
 class MoveEnded(Event):
-    """A migration ended, or could not be started (then `migration_id` is empty and `move_id` is set)."""
+    """A migration ended, or could not be started (then `migration_id` is empty and `move_id` is set). `took_s`: seconds
+    from its start to its end where it moved or was given up; 0 where that says nothing of the engines' speed."""
 
     trajectory_id: str
     migration_id: str = ""
     move_id: str = ""
     moved: bool = False
     reason: str = ""
+    took_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

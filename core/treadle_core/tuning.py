@@ -60,10 +60,12 @@ class Tuning:
     # simulation of public traces with fast tools 0.7 prefilled tens of millions of tokens again, and 1 next to none.
     reserve_share: float = 1.0
 
-    # Bytes a second of one prefix through shared storage: a local SSD or 10 GbE; with RDMA a move is only cheaper.
+    # Bytes a second of one prefix through shared storage, before moves were measured: a local SSD or 10 GbE.
     storage_bytes_per_s: float = 1e9
-    # Cost of a move beside its bytes: three RPCs and the switch.
+    # Cost of a move beside its bytes, before moves were measured: three RPCs and the switch.
     move_fixed_s: float = 0.05
+    # Weight of the newest move between two engines in the running mean of how long their moves take: of the last few.
+    move_newest_weight: float = 0.3
     # A move must save this many times what it costs, since both are estimates.
     move_gain_factor: float = 1.5
     # A trajectory that has moved stays for this many turns, so that it does not move back and forth.

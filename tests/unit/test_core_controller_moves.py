@@ -205,6 +205,15 @@ def test_a_failed_move_leaves_the_trajectory_where_it_is_until_the_next_plan() -
     scenario.step(move.trajectory_id, 2)
 
 
+@pytest.mark.parametrize(("took_s", "again"), [(0.0, True), (0.06, True), (1e5, False)])
+def test_moves_between_two_engines_that_were_slow_are_not_tried_again(took_s: float, again: bool) -> None:
+    """Result: a move that was given up counts with the time it took; one that never began says nothing."""
+    scenario = unbalanced(kv_transfer=KvTransfer.STORAGE, kv_bytes_per_token=1_000)
+    for move in moves(scenario):
+        scenario.send(ev.MoveEnded(move.trajectory_id, move_id=move.move_id, reason="GAVE_UP", took_s=took_s))
+    assert bool(moves(scenario)) is again
+
+
 def test_a_move_of_which_nothing_is_heard_is_forgotten() -> None:
     scenario, move = moving()
     for _ in range(30):

@@ -4,7 +4,7 @@ import math
 
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_core.steps.transfers import Transfer, next_transfers
+from treadle_core.steps.transfers import MeasuredMoves, Transfer, next_transfers
 
 
 def move(name: str, source: str, target: str, remaining: float, asked_at_s: float = 0.0) -> Transfer:
@@ -57,3 +57,24 @@ def test_epochs_finish_every_move_exactly_once(waiting: list[Transfer]) -> None:
         done.extend(batch)
         left = [t for t in left if t not in batch]
     assert sorted(t.transfer_id for t in done) == sorted(t.transfer_id for t in waiting)
+
+
+def test_measured_moves_correct_what_is_expected_of_the_next_one() -> None:
+    """The first move of a pair counts whole, later ones by their weight; other pairs take the mean over all."""
+    measured = MeasuredMoves(newest_weight=0.5)
+    assert measured.slowness("e0", "e1") == 1.0
+    measured.note_end("e0", "e1", 0.1, 0.4, moved=True)
+    assert measured.slowness("e0", "e1") == measured.slowness("e1", "e0") == 4.0
+    measured.note_end("e1", "e0", 0.1, 0.2, moved=True)
+    assert [measured.slowness(*pair) for pair in (("e0", "e1"), ("e1", "e0"), ("e2", "e0"))] == [4.0, 2.0, 3.0]
+    measured.note_end("e0", "e1", 0.1, 0.2, moved=True)
+    assert measured.slowness("e0", "e1") == 3.0
+
+
+def test_a_move_that_was_given_up_never_makes_its_engines_look_faster() -> None:
+    measured = MeasuredMoves(newest_weight=0.5)
+    measured.note_end("e0", "e1", 0.1, 0.4, moved=True)
+    measured.note_end("e0", "e1", 0.1, 0.1, moved=False)
+    assert measured.slowness("e0", "e1") == 4.0
+    measured.note_end("e0", "e1", 0.1, 0.8, moved=False)
+    assert measured.slowness("e0", "e1") == 6.0

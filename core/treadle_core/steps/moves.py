@@ -22,7 +22,7 @@ from treadle_core.refusals import (
     TrajectoryPinned,
 )
 from treadle_core.steps.state import State
-from treadle_core.steps.transfers import longest_useful_move_s
+from treadle_core.steps.transfers import longest_useful_move_s, move_cost_s
 
 
 def take_plan(state: State, event: PlanArrived, now: float) -> list[Action]:
@@ -54,7 +54,8 @@ def start_move(state: State, record: TrajectoryRecord, now: float) -> list[Actio
     if must_gain(record):
         worth_waiting_s = state.planner.saving_s(record)
         longest_s = longest_useful_move_s(
-            context_tokens=record.context_tokens,
+            cost_s=move_cost_s(record.context_tokens, source.spec, target.spec, state.tuning)
+            * state.measured_moves.slowness(source.spec.engine_id, target.spec.engine_id),
             tool_left_s=_tool_left_s(state, record, now),
             saving_s=worth_waiting_s,
             source=source.spec,
@@ -141,6 +142,10 @@ def end_move(state: State, event: MoveEnded, _now: float) -> list[Action]:
     # The end may arrive before the acceptance; then the move has no migration_id yet, and it is this one.
     if event.move_id != move.move_id and (not event.migration_id or move.migration_id not in ("", event.migration_id)):
         return []
+    source, target = state.engines.spec(move.source_engine_id), state.engines.spec(move.target_engine_id)
+    if event.took_s and source is not None and target is not None:
+        expected_s = move_cost_s(record.context_tokens, source, target, state.tuning)
+        state.measured_moves.note_end(source.engine_id, target.engine_id, expected_s, event.took_s, moved=event.moved)
     if not event.moved:
         state.planner.drop_target(record)
     record = copy_with(record, move=None)

@@ -11,6 +11,7 @@ from treadle_core.model import Policy, TrajectoryRecord
 from treadle_core.planning.plans import Planner
 from treadle_core.planning.siting import Siting
 from treadle_core.ranking.priorities import Priorities, token_s
+from treadle_core.steps.transfers import MeasuredMoves
 from treadle_core.tables.engines import EngineTable
 from treadle_core.tables.trajectories import TrajectoryTable
 from treadle_core.tuning import Tuning
@@ -114,7 +115,7 @@ class WaitingSteps:
 class State:
     """The parts. announcements: closed trajectories whose closing is to be published, and when. sweeps: when each
     trajectory may be closed as abandoned, or forgotten. mean_tool_s: over all tool calls. mean_observed_tokens: what
-    tools add to a context in a turn."""
+    tools add to a context in a turn. measured_moves: how long moves took."""
 
     tuning: Tuning
     policy: Policy
@@ -124,6 +125,7 @@ class State:
     planner: Planner
     priorities: Priorities
     mean_observed_tokens: float
+    measured_moves: MeasuredMoves
     mean_tool_s: float = 0.0
     announcements: dict[str, float] = field(default_factory=dict)
     sweeps: Deadlines = field(default_factory=Deadlines)
@@ -142,6 +144,7 @@ class State:
             planner=Planner(engines, table, tuning),
             priorities=Priorities(tuning, epoch_s),
             mean_observed_tokens=tuning.expected_observed_tokens,
+            measured_moves=MeasuredMoves(tuning.move_newest_weight),
         )
 
     def priority(self, record: TrajectoryRecord) -> float:

@@ -12,7 +12,7 @@ from treadle_core.tuning import Tuning
 
 
 def move_cost_s(context_tokens: int, source: EngineSpec, target: EngineSpec, tuning: Tuning) -> float:
-    """Seconds from asking for a move to the switch."""
+    """Seconds from the start of a move to its switch, by the declared speeds; `MeasuredMoves` corrects it."""
     if moves_by_storage(source, target):
         return tuning.move_fixed_s + context_tokens * source.kv_bytes_per_token / tuning.storage_bytes_per_s
     rate = target.decode_curve.prefill_tokens_per_s or DEFAULT_PREFILL_TOKENS_PER_S
@@ -24,12 +24,34 @@ def moves_by_storage(source: EngineSpec, target: EngineSpec) -> bool:
     return source.kv_transfer is KvTransfer.STORAGE and target.kv_transfer is KvTransfer.STORAGE
 
 
+class MeasuredMoves:
+    """How long moves take, as a multiple of `move_cost_s`, from those that have ended: a running mean for each source
+    and target, and one over all of them for those that have not moved anything yet. Nothing of it is stored."""
+
+    def __init__(self, newest_weight: float) -> None:
+        self._newest_weight = newest_weight
+        self._slowness: dict[tuple[str, str], float] = {}
+
+    def slowness(self, source_id: str, target_id: str) -> float:
+        """1 before any move has ended."""
+        found = self._slowness.get((source_id, target_id))
+        return found if found is not None else self._slowness.get(("", ""), 1.0)
+
+    def note_end(self, source_id: str, target_id: str, expected_s: float, took_s: float, *, moved: bool) -> None:
+        """Count a move that took `took_s` where `move_cost_s` expected `expected_s`. One that was given up would have
+        taken longer, so it counts only where it was slower than expected already."""
+        for pair in ((source_id, target_id), ("", "")):
+            known = self._slowness.get(pair)
+            newest = took_s / expected_s if moved else max(took_s / expected_s, known or 0.0)
+            self._slowness[pair] = newest if known is None else known + self._newest_weight * (newest - known)
+
+
 def longest_useful_move_s(
-    *, context_tokens: int, tool_left_s: float, saving_s: float, source: EngineSpec, target: EngineSpec, tuning: Tuning
+    *, cost_s: float, tool_left_s: float, saving_s: float, source: EngineSpec, target: EngineSpec, tuning: Tuning
 ) -> float | None:
     """Seconds that a move may take before it costs more than the `saving_s` it is worth; None where it is not worth
-    its cost at all. `tool_left_s`: seconds that the tool call is expected to last."""
-    cost_s = move_cost_s(context_tokens, source, target, tuning)
+    its cost at all. `cost_s`: what it is expected to take. `tool_left_s`: seconds that the tool call is expected to
+    last."""
     # A hidden read from storage costs no other trajectory; a hidden prefill takes time from those of the target.
     price_s = max(0.0, cost_s - tool_left_s) if moves_by_storage(source, target) else cost_s
     worth = saving_s >= tuning.move_gain_factor * max(price_s, tuning.move_fixed_s)

@@ -179,11 +179,14 @@ def event_of(fact: facts_pb2.Fact) -> ev.Event | None:
             return ev.ToolFinished(fact.tool_finished.trajectory_id)
         case "migration_ended":
             ended = fact.migration_ended
+            # A move that was given up before it began had waited for its engines, which says nothing of their speed.
+            measured = ended.HasField("started_at") and (ended.moved or ended.failure_reason == "GAVE_UP")
             return ev.MoveEnded(
                 trajectory_id=ended.trajectory_id,
                 migration_id=ended.migration_id,
                 moved=ended.moved,
                 reason=ended.failure_reason,
+                took_s=max(0.0, seconds(ended.elapsed)) if measured else 0.0,
             )
         case "weights_updated":
             return ev.WeightsUpdated(fact.weights_updated.engine_id, fact.weights_updated.weight_version)
