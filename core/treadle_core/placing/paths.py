@@ -221,19 +221,19 @@ def finish_times(engines: Floats, work: Work, placement: Indexes) -> Floats:
                 tokens[at] += amounts[TOKENS]
                 kv_tokens[at] += amounts[KV]
                 all_work_s[at] += own_s[index]
-        for index in range(n):
-            at = placement[index]
-            if at >= 0:
-                amounts = work.amounts[sample, index]
-                alone_s = engines[at, BASE_S] * amounts[TOKENS] + own_s[index]
-                ends_s = path_s(alone_s, amounts[TOOL_S], all_work_s[at] - own_s[index])
-                if not work.started[index]:
-                    own_prompt_s = prompt_s(engines[at], work.contexts[index])
-                    ends_s += START_SHARE * prompts_s[at] + (1.0 - START_SHARE) * own_prompt_s
-                times[at, sample] = max(times[at, sample], ends_s)
         for at in range(m):
             done_s = worked_s(engines[at], tokens[at], kv_tokens[at], all_work_s[at] + prompts_s[at])
             times[at, sample] = max(times[at, sample], done_s)
+        for index in range(n):
+            at = placement[index]
+            if at >= 0:
+                tokens_left, tool_s = work.amounts[sample, index, TOKENS], work.amounts[sample, index, TOOL_S]
+                alone_s, others_s = engines[at, BASE_S] * tokens_left + own_s[index], all_work_s[at] - own_s[index]
+                wait_s = 0.0
+                if not work.started[index]:
+                    own_prompt_s = prompt_s(engines[at], work.contexts[index])
+                    wait_s = START_SHARE * prompts_s[at] + (1.0 - START_SHARE) * own_prompt_s
+                times[at, sample] = max(times[at, sample], wait_s + path_s(alone_s, tool_s, others_s))
     return times
 
 
@@ -359,7 +359,10 @@ def group_s(engine: Floats, sums: Floats, own: Floats, share: float, first: int,
     return ends_s
 
 
-BISECTIONS = 24  # a makespan to one part in ten million of where the search begins
+BISECTIONS = 14  # a makespan to a thousandth of where the search begins; predictions are far less exact
+MOST_SOLVED = (
+    16  # engines for which the rest is solved again; the short trajectories behind them fill the others evenly
+)
 
 
 @compiled
@@ -372,7 +375,12 @@ def partition(engines: Floats, sums: Floats, own: Floats, share: float) -> Index
     n, m = len(own), len(engines)
     bounds = np.zeros(m + 1, np.int64)
     first = 0
+    high = np.inf
     for head in range(m - 1):
+        if head >= MOST_SOLVED:
+            first = reach(engines[head], sums, own, share, first, high)
+            bounds[head + 1] = first
+            continue
         high = np.inf
         for engine in range(head, m):
             high = min(high, group_s(engines[engine], sums, own, share, first, n))
