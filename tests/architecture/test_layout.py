@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Hand-written lines and modules at most, by folder of the tree; MOST_LINES and MOST_MODULES hold for all together.
 BUDGETS = {
-    "bench": (6_450, 47),
+    "bench": (6_750, 49),
     "cli": (4_900, 43),
     "clients/python": (2_050, 11),
     "core": (8_950, 56),
