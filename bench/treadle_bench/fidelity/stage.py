@@ -50,8 +50,11 @@ def engine_models(engines: Sequence[RegisteredEngine], measured: Sequence[Measur
     models = []
     for engine, fitted in zip(engines, measured, strict=True):
         said, model = engine.info.decode_curve, fitted.engine
-        declared = DecodeCurve(said.base_s, said.per_sequence_s, said.per_kv_token_s, said.prefill_tokens_per_s)
-        models.append(replace(model, curve=DeclaredCurve(**asdict(model.curve), declared=declared)))
+        declared = DecodeCurve(
+            *(said.base_s, said.per_sequence_s, said.per_kv_token_s, said.prefill_tokens_per_s, said.prefill_pair_s)
+        )
+        curve = DeclaredCurve(**asdict(model.curve), declared=declared)
+        models.append(replace(model, curve=curve, host_kv_tokens=engine.info.host_kv_tokens))
     return models
 
 
