@@ -26,10 +26,6 @@ from treadle_sim.systems import System
 from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
 Floats = npt.NDArray[np.float64]
-# The share of the uncertainty before the first step that a resource plan accounts for: predictions improve and
-# trajectories move. In simulation 0.5 to 0.75 chose engines within 3% of the best of seven choices, 1 within 5%, and 0
-# (the medians) within 7%.
-RECOURSE = 0.75
 LINE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of `work_s`: lines below a decode curve, each of which gives a bound
 
 
@@ -110,8 +106,8 @@ def choose_cluster(system: System, setting: Setting) -> Cluster:
 
 
 def _predicted_work(setting: Setting, predictor: str) -> tuple[paths.Work, paths.Work]:
-    """What the predictor says before the first step: samples with RECOURSE of its doubts, and the medians. What it does
-    not predict, or all without one, is what the works of the earlier epoch have, each in the place of this one's."""
+    """What the predictor says before the first step: samples and medians. What it does not predict, or all without
+    one, is what the works of the earlier epoch have, each in the place of this one's."""
     works = setting.workload.trajectories
     known = setting.earlier if len(setting.earlier) == len(works) else works
     tokens = np.array([float(work.gen_tokens) for work in known])
@@ -122,7 +118,7 @@ def _predicted_work(setting: Setting, predictor: str) -> tuple[paths.Work, paths
         asked = make_predictor(predictor, setting.workload, setting.seed, setting.earlier)
         for index in range(len(works)):
             left = asked.predict(index, 0, 0)
-            tokens[index], log_sigma[index] = left.tokens.p50, RECOURSE * log_deviation(left.tokens)
+            tokens[index], log_sigma[index] = left.tokens.p50, log_deviation(left.tokens)
             if left.tool_s is not None and left.observed_tokens is not None:
                 tool_s[index], observed[index] = left.tool_s.p50, left.observed_tokens.p50
     numbers: dict[str, int] = {}

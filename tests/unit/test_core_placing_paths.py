@@ -106,7 +106,7 @@ def test_a_gain_that_chance_alone_makes_of_a_few_samples_is_none() -> None:
     before_s = np.array([100.0, 110.0, 90.0, 100.0])
     noise_s = np.array([20.0, -10.0, 15.0, -9.0])
     assert not paths.is_better(before_s - noise_s, before_s, 0.02), "4% on average, 14 of standard deviation"
-    assert paths.is_better(before_s - noise_s, before_s, 0.0)
+    assert not paths.is_better(before_s - noise_s, before_s, 0.0)
     assert paths.is_better(before_s - 4.0, before_s, 0.02)
     assert not paths.is_better(before_s - 1.0, before_s, 0.02)
     never = np.full(4, np.inf)
@@ -124,7 +124,7 @@ def test_the_same_rows_are_sampled_alike_and_never_beyond_the_cap() -> None:
     again = paths.sample_factors(some, sigmas[some], tokens[some], room[some])
     assert again[: len(factors)].tolist() == factors[:, some][: len(again)].tolist()
     assert (factors * tokens <= np.maximum(room, tokens * 0) + 1e-6).all()
-    free = paths.sample_factors(np.arange(n), np.full(n, 0.5), np.ones(n), np.full(n, np.inf))
+    free = paths.sample_factors(np.arange(n), np.full(n, 0.5 / paths.RECOURSE), np.ones(n), np.full(n, np.inf))
     assert np.log(free).std() == pytest.approx(0.5, rel=0.03)
     assert np.median(free) == pytest.approx(1.0, rel=0.03)
     certain = paths.sample_factors(np.arange(3), np.zeros(3), np.full(3, 100.0), np.array([50.0, 100.0, np.inf]))
