@@ -15,15 +15,13 @@ from typing import Annotated, Any, Self
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from treadle_core.curves import non_negative_least_squares
 
 from treadle_sim.checked import Count, FiniteNumber, Name, PositiveCount, describe_first
 from treadle_sim.engine_model import EngineModel, StepCurve
 
 Array = npt.NDArray[np.float64]
 
-# Below this share of the target's norm, a gradient counts as zero, and so does what a column adds: double precision
-# leaves about 1e-15 of noise a row, and another processor other noise.
-SLACK = 1e-10
 FOLDS = 5
 # A further knot has to lower the held-out mean square error by this share; less is noise of the folds.
 KNOT_GAIN = 0.05
@@ -51,45 +49,6 @@ class FitError:
             held_out_median=float(np.median(far)),
             held_out_p90=float(np.quantile(far, 0.9)),
         )
-
-
-def non_negative_least_squares(matrix: Array, target: Array) -> Array:
-    """Argmin over x >= 0 of |matrix x - target|: matrix (rows, columns), target (rows,), result (columns,).
-
-    Lawson and Hanson's active set, on columns scaled to norm 1. Raises ValueError for values that are not finite.
-    """
-    if not (np.isfinite(matrix).all() and np.isfinite(target).all()):
-        raise ValueError("least squares of values that are not finite")
-    norms = np.linalg.norm(matrix, axis=0)
-    scale = np.where(norms > 0, norms, 1.0)
-    scaled = matrix / scale
-    slack = SLACK * float(np.linalg.norm(target))
-    solution = np.zeros(matrix.shape[1])
-    free = np.zeros(matrix.shape[1], dtype=bool)
-    for _ in range(3 * matrix.shape[1]):  # ends long before where columns are not nearly parallel
-        gradient = np.where(free, 0.0, scaled.T @ (target - scaled @ solution))
-        if not (gradient > slack).any():
-            break
-        # Of columns that help alike, mostly parallel ones, the first: rounding must not choose.
-        free[int(np.argmax(gradient >= gradient.max() - slack))] = True
-        solution = _solve_free(scaled, target, solution, free)
-    return np.asarray(np.where(solution > slack, solution, 0.0) / scale)
-
-
-def _solve_free(matrix: Array, target: Array, solution: Array, free: npt.NDArray[np.bool_]) -> Array:
-    """Move to the least squares of the free columns; a column that would turn negative on the way is fixed at zero."""
-    while True:
-        aim = np.zeros_like(solution)
-        aim[free] = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
-        below = free & (aim <= 0.0)
-        if not below.any():
-            return aim
-        room = np.full_like(solution, np.inf)
-        room[below] = solution[below] / (solution[below] - aim[below] + np.finfo(float).tiny)
-        first = int(np.argmin(room))
-        solution = solution + min(float(room[first]), 1.0) * (aim - solution)
-        free[first] = False
-        solution[~free] = 0.0
 
 
 def fit_relative(matrix: Array) -> tuple[Array, Array]:
