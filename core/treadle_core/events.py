@@ -9,7 +9,7 @@ ignored.
 from dataclasses import dataclass
 
 from treadle_core.compiled import Indexes
-from treadle_core.model import EngineLoad, EngineSpec, Outcome, Policy, Prediction
+from treadle_core.model import DecodeCurve, EngineLoad, EngineSpec, Outcome, Policy, Prediction
 
 
 class Event:
@@ -79,11 +79,12 @@ class EngineRegistered(Event):
 
 @dataclass(frozen=True, slots=True)
 class LeaseRenewed(Event):
-    """A sidecar renews its lease; `load` is None where it sent none."""
+    """A sidecar renews its lease; `load` and `decode_curve` are None where it sent none."""
 
     lease_id: str
     engine_id: str
     load: EngineLoad | None = None
+    decode_curve: DecodeCurve | None = None
 
 
 @dataclass(frozen=True, slots=True)

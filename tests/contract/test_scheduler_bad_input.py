@@ -130,6 +130,11 @@ MALFORMED: list[tuple[str, Any, str]] = [
     ("RenewEngineLease", renewal(running_steps=-1), "load.running_steps"),
     ("RenewEngineLease", renewal(decode_tokens_per_s=NAN), "load.decode_tokens_per_s"),
     ("RenewEngineLease", renewal(measured_at=Timestamp(seconds=-1)), "load.measured_at"),
+    (
+        "RenewEngineLease",
+        pb.RenewEngineLeaseRequest(lease_id="l", engine_id="e0", decode_curve=engine_pb2.DecodeCurve(base_s=-1)),
+        "decode_curve.base_s",
+    ),
     ("DeregisterEngine", leaving(lease_id="l", engine_id="e0"), "request_id"),
     ("DeregisterEngine", leaving(request_id="r", engine_id="e0"), "lease_id"),
     ("DeregisterEngine", leaving(request_id="r", lease_id="l"), "engine_id"),

@@ -85,9 +85,11 @@ class Scenario:
         spec = EngineSpec(engine_id, f"{engine_id}:7410", slot_limit=slots, weight_version="v0", decode_curve=CURVE)
         return self.send(ev.EngineRegistered(self.request_id(), f"lease-{engine_id}", replace(spec, **fields)))
 
-    def renew(self, engine_id: str, load: EngineLoad | None = None) -> list[act.Action]:
+    def renew(
+        self, engine_id: str, load: EngineLoad | None = None, curve: DecodeCurve | None = None
+    ) -> list[act.Action]:
         """Renews the lease of `engine`."""
-        return self.send(ev.LeaseRenewed(f"lease-{engine_id}", engine_id, load))
+        return self.send(ev.LeaseRenewed(f"lease-{engine_id}", engine_id, load, curve))
 
     def open(self, trajectory_id: str, *, tokens: float | None = None, **fields: Any) -> TrajectoryRecord:
         """Opens a trajectory; `tokens`: of which so much is predicted."""

@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from support.control import Scenario, all_of, one
+from support.control import CURVE, Scenario, all_of, answer, one
 from treadle_core import actions as act
 from treadle_core import events as ev
 from treadle_core import refusals
-from treadle_core.model import EngineLoad, EngineSpec, PlacementRule, Policy, TicketStatus
+from treadle_core.model import DecodeCurve, EngineLoad, EngineSpec, PlacementRule, Policy, TicketStatus
+from treadle_core.tuning import Tuning
 
 PINNED = Policy(placement=PlacementRule.PINNED, migrate=False)
 
@@ -105,6 +106,45 @@ def test_registering_again_with_the_same_request_changes_nothing() -> None:
     assert record.lease_id == "lease-1"
     with pytest.raises(refusals.RequestIdReused):
         scenario.send(ev.EngineRegistered("r", "lease-3", replace(spec, slot_limit=9)))
+
+
+def test_a_measured_curve_takes_the_place_of_the_old_one_and_a_plan_is_due() -> None:
+    """Result: saved and planned with once, however often it is renewed with; a repeated registration changes
+    nothing."""
+    scenario = Scenario(tuning=Tuning(lease_ttl_s=3600.0), engines=("e0", "e1"))
+    for number in range(4):
+        scenario.open(f"t{number}", tokens=500.0)
+    scenario.advance(scenario.tuning.plan_timeout_s)
+    scenario.send(answer(scenario.plans[-1], {}))
+    scenario.advance(scenario.tuning.plan_timeout_s)
+    asked = len(scenario.plans)
+    slow = DecodeCurve(0.2, 0.05, 1e-6, 300.0, 1e-7)
+    saved = one(scenario.renew("e1", curve=slow), act.SaveEngine).record
+    assert saved.spec.decode_curve == slow
+    plan_due = scenario.plans[asked:]
+    assert {engine.engine_id: engine.decode_curve for engine in plan_due[-1].engines} == {"e0": CURVE, "e1": slow}
+    scenario.send(answer(scenario.plans[-1], {}))
+    asked = len(scenario.plans)
+    for _ in range(3):
+        scenario.now += scenario.tuning.plan_timeout_s
+        assert not all_of(scenario.renew("e1", curve=slow), act.SaveEngine)
+    assert len(scenario.plans) == asked
+    first = EngineSpec("e1", "e1:7410", slot_limit=4, weight_version="v0", decode_curve=CURVE)
+    assert scenario.send(ev.EngineRegistered(saved.register_request_id, "lease-2", first)) == []
+    record = scenario.controller.engine("e1")
+    assert record is not None
+    assert record.spec.decode_curve == slow
+
+
+def test_an_engine_that_is_not_measured_yet_plans_as_the_slowest_of_the_others() -> None:
+    scenario = Scenario(engines=("e0",))
+    slow = DecodeCurve(0.2, 0.0001, 1e-6, 300.0, 1e-7)
+    scenario.engine("e1", decode_curve=slow)
+    scenario.engine("e2", decode_curve=DecodeCurve())
+    for number in range(4):
+        scenario.open(f"t{number}", tokens=500.0)
+    curves = {engine.engine_id: engine.decode_curve for engine in scenario.plans[-1].engines}
+    assert curves == {"e0": CURVE, "e1": slow, "e2": replace(slow, per_sequence_s=CURVE.per_sequence_s)}
 
 
 def test_a_restarted_sidecar_takes_its_engine_over_and_what_ran_there_is_lost() -> None:

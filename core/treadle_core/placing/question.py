@@ -29,6 +29,19 @@ class PlanEngine:
     decode_curve: DecodeCurve
 
 
+def slowest_curve(curves: Sequence[DecodeCurve]) -> DecodeCurve:
+    """The worst of each figure, which stands in for the curve of an engine beside these: never better than what was
+    measured."""
+    rates = [curve.prefill_tokens_per_s for curve in curves if curve.prefill_tokens_per_s]  # 0: unknown
+    return DecodeCurve(
+        max(curve.base_s for curve in curves),
+        max(curve.per_sequence_s for curve in curves),
+        max(curve.per_kv_token_s for curve in curves),
+        min(rates, default=0.0),
+        max(curve.prefill_pair_s for curve in curves),
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class PlanWork:
     """Column i speaks of one trajectory: its row among the names, tokens left to sample, tokens of context now, index

@@ -16,7 +16,7 @@ from treadle_core.compiled import Flags, Floats, Indexes
 from treadle_core.model import DecodeCurve
 from treadle_core.placing import paths
 from treadle_core.placing.candidates import best_placement
-from treadle_core.placing.question import PlanEngine
+from treadle_core.placing.question import PlanEngine, slowest_curve
 from treadle_core.tables.columns import Columns, LiveColumns
 from treadle_core.tables.engines import EngineTable
 from treadle_core.tuning import Tuning
@@ -104,11 +104,16 @@ class Snapshots:
     def _make_roster(self) -> Roster:
         all_tags = [set(engine.spec.hardware_tags) for engine in self._engines]
         everywhere = set.intersection(*all_tags) if all_tags else set()
+        specs = [engine.spec for engine in self._engines if engine.usable]
+        # Beside measured engines, an engine that is not measured yet must not look like a fast one.
+        known = [spec.decode_curve for spec in specs if spec.decode_curve != DecodeCurve()]
+        curve_of = {DecodeCurve(): slowest_curve(known)} if known else {}
         engines = tuple(
             PlanEngine(
-                *(spec.engine_id, spec.slot_limit, spec.kv_tokens_capacity, spec.tensor_parallel, spec.decode_curve)
+                *(spec.engine_id, spec.slot_limit, spec.kv_tokens_capacity, spec.tensor_parallel),
+                curve_of.get(spec.decode_curve, spec.decode_curve),
             )
-            for spec in (engine.spec for engine in self._engines if engine.usable)
+            for spec in specs
         )
         index_of = {engine.engine_id: index for index, engine in enumerate(engines)}
         return Roster(

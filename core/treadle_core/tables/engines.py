@@ -51,8 +51,8 @@ class EngineTable:
         record = self._engines.get(event.spec.engine_id)
         if record is None or record.register_request_id != event.request_id:
             return None
-        declared = replace(event.spec, weight_version=record.spec.weight_version)  # may have changed since
-        if declared != record.spec:
+        now = record.spec  # weights and curve may have changed since
+        if replace(event.spec, weight_version=now.weight_version, decode_curve=now.decode_curve) != now:
             raise RequestIdReused(
                 "request_id", f"{event.request_id} has registered {event.spec.engine_id} with another description"
             )
@@ -70,13 +70,15 @@ class EngineTable:
         return record
 
     def renew(self, event: LeaseRenewed, now: float) -> EngineRecord:
-        """Extend a lease and store the load; the engine is not suspect any more. Raises LeaseNotFound."""
+        """Extend a lease and store load and curve; the engine is not suspect any more. Raises LeaseNotFound."""
         record = self.require_lease(event.lease_id, event.engine_id)
         spec, load = record.spec, record.load
         if event.load is not None:
             load = event.load
             if load.weight_version and load.weight_version != spec.weight_version:
                 spec = replace(spec, weight_version=load.weight_version)
+        if event.decode_curve is not None and event.decode_curve != spec.decode_curve:
+            spec = replace(spec, decode_curve=event.decode_curve)
         renewed = replace(record, spec=spec, load=load, lease_expires_s=now + self._lease_ttl_s, suspect_s=None)
         self._put(renewed)
         return renewed

@@ -1,7 +1,6 @@
 """Convert a request to the core's placement question, and its plan to a response."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ from treadle.engine.v1.engine_pb2 import DecodeCurve as CurveMessage
 from treadle.placement.v1 import placement_pb2 as pb
 from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing.placement import Plan
-from treadle_core.placing.question import PlanEngine
+from treadle_core.placing.question import PlanEngine, slowest_curve
 from treadle_runtime.errors import InvalidArgument
 from treadle_runtime.times import duration, seconds
 
@@ -47,12 +46,12 @@ def columns_of(request: pb.PlanPlacementRequest) -> dict[str, Any]:
 def engines_of(request: pb.PlanPlacementRequest, default: DecodeCurve) -> list[PlanEngine]:
     """The engines of a request.
 
-    An engine without a curve gets the worst of each figure of those that have one (never better than what was
-    measured), or `default` where none has; without tensor_parallel it has one accelerator.
+    An engine without a curve gets `slowest_curve` of those that have one, or `default` where none has; without
+    tensor_parallel it has one accelerator.
     """
     curves = [_curve_of(each) for each in request.engines]
     known = [curve for curve in curves if curve is not None]
-    missing = _slowest(known) if known else default
+    missing = slowest_curve(known) if known else default
     return [
         PlanEngine(
             each.engine_id, each.slot_limit, each.kv_tokens_capacity, each.tensor_parallel or 1, curve or missing
@@ -105,15 +104,4 @@ def _curve_of(engine: pb.PlacementEngine) -> DecodeCurve | None:
         return None
     return DecodeCurve(
         *(curve.base_s, curve.per_sequence_s, curve.per_kv_token_s, curve.prefill_tokens_per_s, curve.prefill_pair_s)
-    )
-
-
-def _slowest(curves: Sequence[DecodeCurve]) -> DecodeCurve:
-    rates = [curve.prefill_tokens_per_s for curve in curves if curve.prefill_tokens_per_s]  # 0: unknown
-    return DecodeCurve(
-        max(curve.base_s for curve in curves),
-        max(curve.per_sequence_s for curve in curves),
-        max(curve.per_kv_token_s for curve in curves),
-        min(rates, default=0.0),
-        max(curve.prefill_pair_s for curve in curves),
     )

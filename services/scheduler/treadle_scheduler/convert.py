@@ -128,15 +128,12 @@ def policy_set(request: pb.SetPolicyRequest) -> ev.PolicySet:
 
 
 def engine_registered(request: pb.RegisterEngineRequest, lease_id: str) -> ev.EngineRegistered:
-    """A decode curve without speeds takes the default ones."""
+    """Without a decode curve the engine has the default one."""
     request_id = identifier("request_id", request.request_id)
     require(request.HasField("info"), "info", "must be set")
-    info, curve = request.info, request.info.decode_curve
+    info = request.info
     identifier("info.engine_id", info.engine_id)
     sizes = {name: non_negative(f"info.{name}", getattr(info, name)) for name in _SIZES}
-    speeds = {name: non_negative(f"info.decode_curve.{name}", getattr(curve, name)) for name in _CURVE}
-    prefill = curve.prefill_tokens_per_s or DEFAULT_PREFILL_TOKENS_PER_S
-    has_speeds = curve.base_s + curve.per_sequence_s > 0
     spec = EngineSpec(
         engine_id=info.engine_id,
         address=endpoint("info.address", info.address),
@@ -145,7 +142,7 @@ def engine_registered(request: pb.RegisterEngineRequest, lease_id: str) -> ev.En
         slot_limit=positive("info.slot_limit", info.slot_limit),
         kv_transfer=KvTransfer.STORAGE if info.kv_transfer == engine_pb2.KV_TRANSFER_STORAGE else KvTransfer.PREFILL,
         hardware_tags=_tags("info.hardware_tags", info.hardware_tags),
-        decode_curve=DecodeCurve(**{**(speeds if has_speeds else {}), "prefill_tokens_per_s": prefill}),
+        decode_curve=_decode_curve("info.decode_curve", info.decode_curve),
         **{**sizes, "tensor_parallel": max(1, info.tensor_parallel)},
     )
     return ev.EngineRegistered(request_id, lease_id, spec)
@@ -153,12 +150,15 @@ def engine_registered(request: pb.RegisterEngineRequest, lease_id: str) -> ev.En
 
 def lease_renewed(request: pb.RenewEngineLeaseRequest) -> ev.LeaseRenewed:
     lease_id, engine_id = identifier("lease_id", request.lease_id), identifier("engine_id", request.engine_id)
+    given = request.HasField("decode_curve")
+    curve = _decode_curve("decode_curve", request.decode_curve) if given else None
     if not request.HasField("load"):
-        return ev.LeaseRenewed(lease_id, engine_id)
+        return ev.LeaseRenewed(lease_id, engine_id, decode_curve=curve)
     for name in _MEASURES:
         non_negative(f"load.{name}", getattr(request.load, name))
     measured_s = require_timestamp("load.measured_at", request.load.measured_at)
-    return ev.LeaseRenewed(lease_id, engine_id, EngineLoad(**fields_of(request.load, _LOAD), measured_s=measured_s))
+    load = EngineLoad(**fields_of(request.load, _LOAD), measured_s=measured_s)
+    return ev.LeaseRenewed(lease_id, engine_id, load, curve)
 
 
 def engine_deregistered(request: pb.DeregisterEngineRequest) -> ev.EngineDeregistered:
@@ -246,6 +246,14 @@ def _prefix(message_enum: Any) -> str:
 
 def fields_of(source: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names}
+
+
+def _decode_curve(field: str, message: engine_pb2.DecodeCurve) -> DecodeCurve:
+    """Figures that are not known are the default ones."""
+    figures = {name: non_negative(f"{field}.{name}", getattr(message, name)) for name in _CURVE}
+    prefill = figures["prefill_tokens_per_s"] or DEFAULT_PREFILL_TOKENS_PER_S
+    known = figures if message.base_s + message.per_sequence_s > 0 else {}
+    return DecodeCurve(**{**known, "prefill_tokens_per_s": prefill})
 
 
 def _trajectory_id(value: str) -> str:

@@ -848,7 +848,7 @@ Global___EngineInfo: typing_extensions.TypeAlias = EngineInfo
 
 @typing.final
 class DecodeCurve(google.protobuf.message.Message):
-    """Measured or declared speed: seconds a decode step = base_s + per_sequence_s * batch + per_kv_token_s * KV tokens in the batch."""
+    """Measured or declared speed; base_s and per_sequence_s 0: not known. Seconds a decode step = base_s + per_sequence_s * batch + per_kv_token_s * KV tokens in the batch."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

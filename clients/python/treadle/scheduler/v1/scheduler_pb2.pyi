@@ -597,19 +597,25 @@ class RenewEngineLeaseRequest(google.protobuf.message.Message):
     LEASE_ID_FIELD_NUMBER: builtins.int
     ENGINE_ID_FIELD_NUMBER: builtins.int
     LOAD_FIELD_NUMBER: builtins.int
+    DECODE_CURVE_FIELD_NUMBER: builtins.int
     lease_id: builtins.str
     engine_id: builtins.str
     @property
     def load(self) -> treadle.engine.v1.engine_pb2.Load: ...
+    @property
+    def decode_curve(self) -> treadle.engine.v1.engine_pb2.DecodeCurve:
+        """As measured since the registration; another one than before takes its place, and a plan is due. Unset: no change."""
+
     def __init__(
         self,
         *,
         lease_id: builtins.str = ...,
         engine_id: builtins.str = ...,
         load: treadle.engine.v1.engine_pb2.Load | None = ...,
+        decode_curve: treadle.engine.v1.engine_pb2.DecodeCurve | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["load", b"load"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "lease_id", b"lease_id", "load", b"load"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["decode_curve", b"decode_curve", "load", b"load"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["decode_curve", b"decode_curve", "engine_id", b"engine_id", "lease_id", b"lease_id", "load", b"load"]) -> None: ...
 
 Global___RenewEngineLeaseRequest: typing_extensions.TypeAlias = RenewEngineLeaseRequest
 
