@@ -25,6 +25,7 @@ def test_the_defaults_need_an_engine_id_only() -> None:
         ("TELL_TOKENS", "-1"),
         ("KV_STORAGE_DIR", "relative/folder"),
         ("ENGINE_STALL_S", "0"),
+        ("PROBE_S", "-1"),
         ("HARDWARE_TAGS", "h200"),
     ],
 )

@@ -25,13 +25,6 @@ START_TIMEOUT_S = 1800.0  # 25-50 s for the small model on a CPU; a large one on
 CPU_KV_TOKENS = 20000  # pool of an engine on a CPU: 32 trajectories of 600 tokens, in 0.9 GB
 HEALTH_TIMEOUT_S = 5.0  # one look; a server that warms up answers late
 FLUSH_WAIT_S = 3.0  # less than HEALTH_TIMEOUT_S, which ends the call
-# Decode curve of SmolLM2-135M on one core with one thread, as bench/ measured it; the planner needs no better than
-# its shape.
-CPU_CURVE_SETTINGS = {
-    "TREADLE_SIDECAR_DECODE_BASE_S": "0.056",
-    "TREADLE_SIDECAR_DECODE_PER_SEQUENCE_S": "0.0114",
-    "TREADLE_SIDECAR_PREFILL_TOKENS_PER_S": "560",
-}
 STAGE = 1  # after the services, before NATS
 
 

@@ -29,7 +29,7 @@ from treadle_cli.mesh.services import SERVICES, ControlPlane, choose_addresses
 
 ASK_TIMEOUT_S = 10.0
 POLICY_TIMEOUT_S = 30.0
-REGISTRATION_TIMEOUT_S = 60.0  # a sidecar registers as soon as its engine has answered it
+REGISTRATION_TIMEOUT_S = 60.0  # a sidecar registers once it has probed its engine, for 10 s at most
 
 
 class Board:
@@ -197,7 +197,6 @@ class Mesh:
             "TREADLE_SIDECAR_SLOTS": str(self.plan.engines.slots),
             "TREADLE_SIDECAR_KV_STORAGE_DIR": str(self.hicache_folder.absolute()),
             "TREADLE_SIDECAR_PREEMPT": "true" if preempt else "false",
-            **(engines.CPU_CURVE_SETTINGS if self.plan.engines.cores else {}),
         }
         with self.board.part("sidecars"):
             sidecars = [

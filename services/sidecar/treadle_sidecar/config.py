@@ -38,10 +38,13 @@ class SidecarSettings(Settings):
     engine_stall_s: Annotated[float, Field(gt=0)] = 120.0
     tell_tokens: Count = 0  # most ids of a step's output that its fact carries, for a learned predictor; 0: none
     hardware_tags: Annotated[tuple[str, ...], Json] = ()  # JSON list, e.g. ["h200", "compute-bound"]
-    decode_base_s: NotNegative = 0.0  # declared decode curve (treadle.engine.v1.DecodeCurve); all 0: not known
+    probe_s: NotNegative = 10.0  # longest probe of an idle engine for its decode curve; 0: none
+    # Declared decode curve (treadle.engine.v1.DecodeCurve); the first two 0: it is measured.
+    decode_base_s: NotNegative = 0.0
     decode_per_sequence_s: NotNegative = 0.0
     decode_per_kv_token_s: NotNegative = 0.0
     prefill_tokens_per_s: NotNegative = 0.0
+    prefill_pair_s: NotNegative = 0.0
 
     @model_validator(mode="after")
     def _others_can_reach_it(self) -> "SidecarSettings":

@@ -4,11 +4,13 @@ A function that takes a request raises InvalidArgument naming the field that is 
 """
 
 from array import array
+from dataclasses import asdict
 
 from treadle.common.v1 import tokens_pb2
 from treadle.common.v1.ticket_pb2 import Ticket
 from treadle.engine.v1 import engine_pb2 as pb
 from treadle.telemetry.v1 import facts_pb2 as facts
+from treadle_core.model import DecodeCurve
 from treadle_runtime.errors import endpoint, finite, identifier, non_negative, positive, require
 from treadle_runtime.facts import make_fact
 from treadle_runtime.times import require_timestamp
@@ -88,8 +90,24 @@ def packed(ids: "array[int]") -> tokens_pb2.TokenIds:
     return tokens_pb2.TokenIds(int32_le=ids.tobytes())
 
 
-def engine_info(settings: SidecarSettings, profile: EngineProfile, address: str, slots: int) -> pb.EngineInfo:
-    """What the sidecar registers at the scheduler."""
+def declared_curve(settings: SidecarSettings) -> DecodeCurve | None:
+    """None where the settings declare none."""
+    if settings.decode_base_s + settings.decode_per_sequence_s <= 0:
+        return None
+    return DecodeCurve(
+        *(settings.decode_base_s, settings.decode_per_sequence_s, settings.decode_per_kv_token_s),
+        *(settings.prefill_tokens_per_s, settings.prefill_pair_s),
+    )
+
+
+def curve_message(curve: DecodeCurve | None) -> pb.DecodeCurve | None:
+    return pb.DecodeCurve(**asdict(curve)) if curve is not None else None
+
+
+def engine_info(
+    settings: SidecarSettings, profile: EngineProfile, address: str, slots: int, curve: pb.DecodeCurve | None
+) -> pb.EngineInfo:
+    """What the sidecar registers at the scheduler. curve: None where it is not known."""
     return pb.EngineInfo(
         engine_id=settings.engine_id,
         address=address,
@@ -103,12 +121,7 @@ def engine_info(settings: SidecarSettings, profile: EngineProfile, address: str,
         kv_transfer=pb.KV_TRANSFER_STORAGE if profile.storage else pb.KV_TRANSFER_PREFILL,
         kv_bytes_per_token=profile.kv_bytes_per_token,
         hardware_tags=settings.hardware_tags,
-        decode_curve=pb.DecodeCurve(
-            base_s=settings.decode_base_s,
-            per_sequence_s=settings.decode_per_sequence_s,
-            per_kv_token_s=settings.decode_per_kv_token_s,
-            prefill_tokens_per_s=settings.prefill_tokens_per_s,
-        ),
+        decode_curve=curve,
     )
 
 

@@ -1,5 +1,5 @@
-"""Hold the engine's lease at the scheduler: register while the engine answers, renew with its load, and deregister when
-it is lost or at drain.
+"""Hold the engine's lease at the scheduler: register while the engine answers, renew with its load and its decode
+curve, and deregister when it is lost or at drain.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import structlog
 from treadle.connection import finish
-from treadle.engine.v1.engine_pb2 import EngineInfo, Load
+from treadle.engine.v1.engine_pb2 import DecodeCurve, EngineInfo, Load
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle_runtime.times import seconds
 
@@ -30,18 +30,21 @@ RENEWALS_PER_TTL = 3  # two may be lost before the lease runs out
 
 @dataclass(eq=False)
 class Registration:
-    """`info` and `load` are called when they are sent; `stopping` is set when the drain begins."""
+    """`info`, `load` and `curve` are called when they are sent; `stopping` is set when the drain begins. measured: set
+    once the engine need not wait for its decode curve any more."""
 
     scheduler: "SchedulerServiceAsyncStub"
     watch: EngineWatch
     info: Callable[[], Awaitable[EngineInfo]]
     load: Callable[[], Load]
+    curve: Callable[[], DecodeCurve | None]
+    measured: asyncio.Event
     stopping: asyncio.Event
 
     async def run(self) -> None:
         """Background task: until the drain; then the engine has been deregistered."""
         while not self.stopping.is_set():
-            await _first(self.watch.until_healthy(), self.stopping.wait())
+            await _first(self._until_ready(), self.stopping.wait())
             if self.stopping.is_set() or not self.watch.healthy:
                 continue
             try:
@@ -53,6 +56,10 @@ class Registration:
             except grpc.aio.AioRpcError as error:
                 log.warning("the scheduler does not accept the engine", **_brief(error))
                 await self._pause(RETRY_S)
+
+    async def _until_ready(self) -> None:
+        await self.measured.wait()
+        await self.watch.until_healthy()
 
     async def _hold(self, engine_id: str, lease: scheduler_pb2.RegisterEngineResponse) -> None:
         interval_s = seconds(lease.lease_ttl) / RENEWALS_PER_TTL
@@ -69,7 +76,9 @@ class Registration:
 
     async def _renew(self, engine_id: str, lease_id: str) -> bool:
         """False where the scheduler does not know the lease."""
-        request = scheduler_pb2.RenewEngineLeaseRequest(lease_id=lease_id, engine_id=engine_id, load=self.load())
+        request = scheduler_pb2.RenewEngineLeaseRequest(
+            lease_id=lease_id, engine_id=engine_id, load=self.load(), decode_curve=self.curve()
+        )
         try:
             await self.scheduler.RenewEngineLease(request, timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:

@@ -53,7 +53,10 @@ class LoadMeter:
 
 
 class StepRunner:
-    """policy.slots: steps that decode at once; 0: as many as the engine was started for."""
+    """policy.slots: steps that decode at once; 0: as many as the engine was started for.
+
+    Whoever uses the engine while it is idle holds `borrowed`, and gives it back when `wanted` is set.
+    """
 
     def __init__(
         self,
@@ -72,6 +75,13 @@ class StepRunner:
         self._steps: dict[str, RunningStep] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._slot_freed = asyncio.Event()
+        self.borrowed = asyncio.Lock()
+        self.wanted = asyncio.Event()  # by a step or a pause, since the borrower cleared it
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step is here and none is kept off the engine by a pause."""
+        return not self._steps and not self.queue.paused
 
     async def run(self) -> None:
         """Background task: hold the tasks of all steps, and end the waiting ones when the engine is lost."""
@@ -101,6 +111,7 @@ class StepRunner:
                 "QUEUE_FULL", str(error), retry_after_s=RETRY_FULL_QUEUE_S, capacity=error.capacity
             ) from None
         self._steps[order.ticket_id] = step
+        self.wanted.set()
         self._tasks.create_task(self._run_step(step), name=f"step-{order.ticket_id}")
         return step
 
@@ -124,6 +135,9 @@ class StepRunner:
         abort: end the steps. Otherwise they wait in the queue, and their KV stays cached.
         """
         self.queue.paused = True
+        self.wanted.set()
+        async with self.borrowed:
+            pass
         steps = list(self._steps.values())
         if abort:
             for step in steps:

@@ -8,6 +8,7 @@ from typing import cast
 from treadle.engine.v1 import engine_pb2
 from treadle.engine.v1.engine_pb2_grpc import add_EngineServiceServicer_to_server
 from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
+from treadle_core.curves import EngineWork, MeasuredCurve
 from treadle_core.steps.preemptive_queue import QueuePolicy
 from treadle_runtime.idempotency import RequestRecords
 from treadle_runtime.server import Runtime, Wiring
@@ -18,6 +19,7 @@ from treadle_sidecar.config import SidecarSettings
 from treadle_sidecar.engine.client import EngineClient
 from treadle_sidecar.engine.watch import EngineWatch, engine_lost
 from treadle_sidecar.prefixes import Contexts, Prefixes
+from treadle_sidecar.probe import CurveProbe
 from treadle_sidecar.registration import Registration
 from treadle_sidecar.runner import StepRunner
 from treadle_sidecar.servicer import EngineServicer, TicketBook
@@ -26,7 +28,8 @@ from treadle_sidecar.weights import Weights
 
 async def wire(runtime: Runtime) -> Wiring:
     settings = cast(SidecarSettings, runtime.settings)
-    engine = EngineClient(settings.engine_url, settings.engine_stall_s)
+    declared, measured = convert.declared_curve(settings), MeasuredCurve()
+    engine = EngineClient(settings.engine_url, settings.engine_stall_s, EngineWork(measured.take))
     watch = EngineWatch(engine)
     contexts = Contexts()
     facts = convert.StepFacts(settings.engine_id, settings.tell_tokens)
@@ -42,11 +45,14 @@ async def wire(runtime: Runtime) -> Wiring:
     prefixes = Prefixes(engine, watch, contexts, storage, settings.export_wait_s, runtime.channel)
     weights = Weights(engine, watch, runner, prefixes, runtime.bus, facts)
 
+    def curve() -> engine_pb2.DecodeCurve | None:
+        return convert.curve_message(declared or measured.declared)
+
     async def info() -> engine_pb2.EngineInfo:
         if watch.profile is None:
             raise engine_lost("the engine has not answered yet")
         address = settings.advertise or await runtime.listening
-        return convert.engine_info(settings, watch.profile, address, runner.queue.policy.slots)
+        return convert.engine_info(settings, watch.profile, address, runner.queue.policy.slots, curve())
 
     def load() -> engine_pb2.Load:
         now = time.monotonic()
@@ -69,10 +75,15 @@ async def wire(runtime: Runtime) -> Wiring:
     records = await RequestRecords.open(runtime.bus, f"sidecar_{name}")
     servicer = EngineServicer(runner, TicketBook(settings.engine_id), prefixes, weights, records, load, info)
 
+    probe = CurveProbe(engine, watch, runner, measured, settings.probe_s)
     tasks = [watch.run, runner.run]
+    if declared:
+        probe.first_over.set()
+    else:
+        tasks.append(probe.run)
     if settings.scheduler:
         scheduler = SchedulerServiceStub(runtime.channel(settings.scheduler))
-        tasks.append(Registration(scheduler, watch, info, load, runtime.stopping).run)
+        tasks.append(Registration(scheduler, watch, info, load, curve, probe.first_over, runtime.stopping).run)
     return Wiring(
         services={"treadle.engine.v1.EngineService": partial(add_EngineServiceServicer_to_server, servicer)},
         tasks=tasks,

@@ -10,12 +10,14 @@ abort that found its request waiting (TokenizerManager._handle_abort_req), and s
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+from treadle_core.curves import EngineWork
 
 # For questions; a CPU engine answers between two forward passes, and a long prefill takes seconds.
 ANSWER_TIMEOUT_S = 10.0
@@ -70,13 +72,15 @@ class Prefill:
 
 
 class EngineClient:
-    """One engine at `base_url`; a stream without a chunk for `stall_s` seconds is lost.
+    """One engine at `base_url`; a stream without a chunk for `stall_s` seconds is lost. work: is given the tokens of
+    all streams.
 
     Every method raises EngineLost and EngineRefused.
     """
 
-    def __init__(self, base_url: str, stall_s: float) -> None:
+    def __init__(self, base_url: str, stall_s: float, work: EngineWork) -> None:
         self._base_url = base_url
+        self._work = work
         self._stream_timeout = aiohttp.ClientTimeout(total=None, sock_read=stall_s)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
@@ -99,7 +103,7 @@ class EngineClient:
             "return_logprob": True,
         }
         received, url, timeout = 0, f"{self._base_url}/generate", self._stream_timeout
-        with self._translate_errors("/generate", timeout.sock_read):
+        with self._translate_errors("/generate", timeout.sock_read), self._noted(request):
             async with self._session.post(url, json=body, timeout=timeout) as response:
                 if response.status != 200:
                     raise EngineRefused(await _message(response))
@@ -108,6 +112,8 @@ class EngineClient:
                         continue
                     chunk = _chunk(json.loads(line[6:]), received)
                     received += len(chunk.token_ids)
+                    if chunk.token_ids:
+                        self._work.add(request.rid, len(chunk.token_ids), chunk.cached_tokens, time.monotonic())
                     yield chunk
                     if chunk.finish:
                         return
@@ -189,6 +195,14 @@ class EngineClient:
                 if response.status != 200:
                     raise EngineRefused(await _message(response))
                 return await response.json() if response.content_type == "application/json" else None
+
+    @contextmanager
+    def _noted(self, request: EngineRequest) -> Iterator[None]:
+        self._work.begin(request.rid, len(request.input_ids), time.monotonic())
+        try:
+            yield
+        finally:
+            self._work.end(request.rid)
 
     @contextmanager
     def _translate_errors(self, path: str, timeout_s: float | None) -> Iterator[None]:

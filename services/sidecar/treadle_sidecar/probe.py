@@ -1,0 +1,112 @@
+"""Measure the engine's decode curve while no step is there, and see whether it has changed.
+
+The curve is learned from all that runs on the engine (`treadle_core.curves`). A probe is work of which the curve can be
+told: a few requests alone, half and all of the slots at once, at two lengths of context. There is one at the start, so
+that the first plan has a curve, and one after each change that the engine's own work has shown.
+
+Invariants: a probe ends at once when a step or a pause comes, and after `limit_s`. It samples TOKENS for each of at
+most 2 * (1 + 32 + 64) requests. They share one prompt of random tokens, so that the engine computes its 256 tokens
+once, and no step's prefix is ever one of them. Requests of a probe are no steps: they pass by the queue, and no fact or
+load speaks of them.
+"""
+
+import asyncio
+import random
+import time
+import uuid
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+
+import structlog
+from treadle_core.curves import MeasuredCurve
+
+from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused, EngineRequest
+from treadle_sidecar.engine.watch import EngineProfile, EngineWatch
+from treadle_sidecar.runner import REPEAT_ABORT_S, StepRunner
+
+log = structlog.get_logger()
+
+CONTEXTS = (64, 256)  # tokens; a CPU computes the longer one in half a second, which is what a step may have to wait
+TOKENS = 9  # two windows of four steps after the prefill
+MOST_SEQUENCES = 64
+CHECK_S = 1.0
+REST_S = 60.0  # between probes of a busy engine, whose own work is enough for a while
+
+
+@dataclass(eq=False)
+class CurveProbe:
+    """limit_s: longest time of a probe; 0: none is made. `first_over` is set after the first one."""
+
+    engine: EngineClient
+    watch: EngineWatch
+    runner: StepRunner
+    curve: MeasuredCurve
+    limit_s: float
+    first_over: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _rids: set[str] = field(default_factory=set, init=False)
+    _cut: bool = field(default=False, init=False)
+
+    async def run(self) -> None:
+        """Background task: fit the curve as the engine works, and probe where that is due."""
+        allowed = due = self.limit_s > 0.0
+        not_before_s = 0.0
+        while True:
+            profile = await self.watch.until_healthy()
+            # Without the vocabulary's size, no token is known to be one that the engine survives.
+            possible = due and profile.vocab_size > 0 and self.runner.is_idle
+            probed = possible and time.monotonic() >= not_before_s
+            if probed:
+                due = not await self._probe(profile)
+                not_before_s = time.monotonic() + REST_S
+            if self.curve.update():
+                log.info("the engine's decode curve is measured", curve=self.curve.declared, by_probe=probed)
+                due = due or (allowed and not probed)
+            self.first_over.set()
+            await asyncio.sleep(CHECK_S)
+
+    async def _probe(self, profile: EngineProfile) -> bool:
+        """Returns whether it was whole."""
+        rng = random.Random(uuid.uuid4().int)
+        # Special tokens stand at the ends of a vocabulary; the text between is what steps are of.
+        prompt = [rng.randrange(profile.vocab_size // 10, profile.vocab_size // 2) for _ in range(max(CONTEXTS))]
+        most = min(self.runner.queue.policy.slots or profile.slots, MOST_SEQUENCES)
+        async with self.runner.borrowed:
+            if not self.runner.is_idle:
+                return False
+            self.runner.wanted.clear()
+            self._cut = False
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    stopper = tasks.create_task(self._stop_in_time())
+                    for context in CONTEXTS:
+                        for batch in sorted({1, (most + 1) // 2, most}):
+                            async with asyncio.TaskGroup() as streams:
+                                for _ in range(0 if self._cut else batch):
+                                    streams.create_task(self._generate(prompt[:context], profile.weight_version))
+                    stopper.cancel()
+            except* (EngineLost, EngineRefused) as errors:
+                log.warning("a probe of the engine failed", errors=[str(error) for error in errors.exceptions])
+                self._cut = True
+        return not self._cut
+
+    async def _generate(self, prompt: list[int], salt: str) -> None:
+        rid = f"{uuid.uuid4().hex}-probe"
+        sampling = {"max_new_tokens": TOKENS, "ignore_eos": True, "temperature": 1.0}
+        self._rids.add(rid)
+        try:
+            async with aclosing(self.engine.generate(EngineRequest(rid, prompt, sampling, salt))) as chunks:
+                async for _ in chunks:
+                    pass
+        finally:
+            self._rids.remove(rid)
+
+    async def _stop_in_time(self) -> None:
+        """Wait until a step comes or the time is over; then abort what the probe has on the engine."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.limit_s):
+                await self.runner.wanted.wait()
+        self._cut = True
+        while True:
+            for rid in tuple(self._rids):
+                await self.engine.abort(rid)
+            await asyncio.sleep(REPEAT_ABORT_S)
