@@ -14,7 +14,7 @@ BUDGETS = {
     "bench": (6_750, 49),
     "cli": (4_900, 43),
     "clients/python": (2_050, 11),
-    "core": (9_140, 57),
+    "core": (9_300, 57),
     "examples": (90, 2),
     "learned": (2_150, 15),
     "runtime": (2_050, 13),
@@ -23,12 +23,12 @@ BUDGETS = {
     "services/placement": (250, 7),
     "services/predictor": (1_250, 13),
     "services/rollout": (900, 9),
-    "services/scheduler": (1_250, 10),
-    "services/sidecar": (2_650, 24),
+    "services/scheduler": (1_300, 10),
+    "services/sidecar": (2_850, 25),
     "services/tools": (9_250, 66),
     "sim": (5_900, 38),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 49_000, 355, 29_000
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 50_000, 360, 29_500
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS: dict[str, int] = {}  # folders with leave for more, each with its reason
