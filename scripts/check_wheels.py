@@ -26,7 +26,7 @@ SERVICES = ("predictor", "scheduler", "placement", "migrator", "tools", "rollout
 CLIENT_BRINGS = {"treadle-client", "grpcio", "protobuf", "typing_extensions"}  # the last is grpcio's own
 READY_WITHIN_S = 120.0
 # Modules that import SGLang, which lives in an environment of its own; the engine tests run them there.
-NEEDS_SGLANG = ("treadle_sidecar.sglang_cpu.",)
+NEEDS_SGLANG = ("treadle_sidecar.sglang_cpu.", "treadle_sidecar.hicache.")
 IMPORT_ALL = """
 import importlib, json, sys
 from pathlib import Path
