@@ -10,9 +10,10 @@ window makes that harmless.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import nats.errors
 import nats.js.errors
@@ -44,6 +45,20 @@ BATCH = 256  # messages of one request when a bucket is read; values are a few K
 BATCH_TIMEOUT_S = 5.0  # of one such request
 CONSUMER_KEPT_S = 30.0  # the server forgets the reader of a bucket this long after its last request
 MOST_READS = 3  # of a bucket, where the connection loses messages
+
+R = TypeVar("R")
+
+
+async def _wait_for(awaitable: Awaitable[R], timeout: float | None) -> R:
+    async with asyncio.timeout(timeout):
+        return await awaitable
+
+
+if sys.version_info < (3, 12):
+    # nats-py waits for answers with asyncio.wait_for. Before Python 3.12 that loses a cancellation which comes together
+    # with the answer (python/cpython#86296): a task that writes at that moment goes on for ever, and its process does
+    # not end at SIGTERM. 3.12 does it as above.
+    asyncio.wait_for = _wait_for  # type: ignore[assignment]
 
 _KEY_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-/")
 

@@ -205,3 +205,14 @@ async def test_background_tasks_run_until_the_drain(nats_url: str) -> None:
     async with serving(ProbeSettings(nats_url=nats_url), wire_with_task):
         await asyncio.sleep(0)
     assert happened == ["cancelled", "closed"]
+
+
+async def test_a_task_ends_where_its_answer_and_the_end_of_the_service_come_together() -> None:
+    """nats-py waits for an answer like this; a task that lost its cancellation there ran on after the drain."""
+    answer = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(asyncio.wait_for(answer, 10.0))
+    await asyncio.sleep(0)
+    answer.set_result("written")
+    task.cancel()
+    await asyncio.wait((task,))
+    assert task.cancelled()
