@@ -78,27 +78,24 @@ ATTENTION = """
 import torch
 from treadle_sidecar.sglang_cpu.entry import define_vision_operators
 define_vision_operators()
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from treadle_sidecar.sglang_cpu.attention import install_extend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Theirs
+from treadle_sidecar.sglang_cpu.attention import CpuAttention as Ours
 
-torch.manual_seed(0)
-prefix, new = torch.tensor([0, 96, 31]), torch.tensor([40, 5, 1])
-caches = [torch.randn(400, 3, 16, dtype=torch.bfloat16) for _ in range(2)]
-where = torch.randperm(400)[:360].reshape(3, 120)
-query = torch.randn(int(new.sum()), 9, 16, dtype=torch.bfloat16)
-
-def attend():
-    backend, output = object.__new__(TorchNativeAttnBackend), torch.zeros_like(query)
-    rows = torch.tensor([2, 0, 1])
-    options = {"scaling": 0.2, "enable_gqa": True, "causal": True, "is_cross_attn": False, "sliding_window_size": None}
-    return backend._run_sdpa_forward_extend(
-        query, output, *caches, where, rows, prefix + new, prefix, new, None, **options
-    )
-
-stock = attend()
-install_extend()
-assert stock.abs().sum() > 0
-torch.testing.assert_close(attend(), stock)
+heads, kv_heads, width = 9, 3, 64
+for dtype in (torch.float32, torch.bfloat16):
+    pools = [torch.randn(400, kv_heads, width).to(dtype) for _ in range(2)]
+    slots = torch.randperm(400)[:390].view(3, 130).to(torch.int32)
+    requests, cached, new = torch.tensor([2, 0, 1]), torch.tensor([0, 90, 33]), torch.tensor([40, 7, 60])
+    options = dict(scaling=width**-0.5, enable_gqa=True, sliding_window_size=None, is_cross_attn=False)
+    whole = cached + new
+    for name, tokens, lengths in (("decode", 3, [whole]), ("extend", int(new.sum()), [whole, cached, new])):
+        query, outputs = torch.randn(tokens, heads, width).to(dtype), []
+        for kind in (Theirs, Ours):
+            run = getattr(kind.__new__(kind), f"_run_sdpa_forward_{name}")
+            out = torch.empty_like(query)
+            run(query, out, *pools, slots, requests, *lengths, None, causal=name == "extend", **options)
+            outputs.append(out.float())
+        assert torch.allclose(*outputs, atol=1e-2 if dtype == torch.bfloat16 else 1e-5), (name, dtype)
 """
 
 
@@ -118,6 +115,10 @@ def test_the_seeded_hash_is_murmur_three_over_seed_position_and_column() -> None
 
 def test_the_copies_move_the_pages_that_the_kernels_would() -> None:
     run(TRANSFERS)
+
+
+def test_attention_of_the_new_tokens_is_what_sglang_computes_for_them() -> None:
+    run(ATTENTION)
 
 
 def test_without_the_wheel_the_conversion_says_how_to_get_it() -> None:

@@ -1,8 +1,8 @@
 """Run the stock SGLang 0.5.23 engine on a CPU, without the sgl_kernel build.
 
 SGLang's own CPU platform needs compiled kernels. This one declares no capabilities, so that the engine picks its
-torch-native paths: attention by torch's scaled dot product, eager compilation, native layers. HiCache and seeds work
-after these replacements, made in `init_backend`, which every worker calls once:
+torch-native paths: attention by torch's scaled dot product, eager compilation, native layers. HiCache and seeds work,
+and a cached prefix saves time, after four replacements, made in `init_backend`, which every worker calls once:
 
 - `install_transfers`: host pools that do not pin memory, and torch copies in place of the three `direct` transfer
   kernels. Layouts are SGLang's own (mem_cache/pool_host/mha.py): layer-first pools are [token, ...] a layer, the
@@ -11,7 +11,7 @@ after these replacements, made in `init_backend`, which every worker calls once:
 - `page_hash`: SGLang compiles its page hash from C++ at the first use (17 s; needs g++, ninja and OpenSSL
   headers). The same digests come from hashlib at about 1 us a page (`treadle_sidecar.storage_keys`).
 - `murmur_hash32`: the hash behind seeded sampling, in torch; SGLang's CPU version lives in sgl_kernel.
-- `attention.install_extend`: a cached prefix costs no attention of its own tokens again.
+- `CpuAttention` (`attention.py`), under the name torch_native.
 
 SGLang honours `sampling_seed` only with --enable-deterministic-inference, which requires a batch-invariant attention
 backend and Triton kernels. torch-native attention works sequence by sequence, so it is registered as one; the kernels
@@ -61,10 +61,13 @@ class TreadleCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     def init_backend(self) -> None:
         from sglang.srt import batch_invariant_ops
         from sglang.srt.layers import sampler
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.mem_cache import utils
 
+        from treadle_sidecar.sglang_cpu.attention import CpuAttention
+
         install_transfers()
-        install_extend()
+        register_attention_backend("torch_native")(CpuAttention)
         utils.get_native_hash = page_hash  # of the radix tree and the storage
         sampler.murmur_hash32 = murmur_hash32
         batch_invariant_ops.enable_batch_invariant_mode = lambda *_args, **_kwargs: None
