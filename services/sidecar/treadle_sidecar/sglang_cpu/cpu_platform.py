@@ -10,7 +10,7 @@ and a cached prefix saves time, after four replacements, made in `init_backend`,
   so every page_size-th index names a page.
 - `page_hash`: SGLang compiles its page hash from C++ at the first use (17 s; needs g++, ninja and OpenSSL
   headers). The same digests come from hashlib at about 1 us a page (`treadle_sidecar.storage_keys`).
-- `murmur_hash32`: the hash behind seeded sampling, in torch; SGLang's CPU version lives in sgl_kernel.
+- `murmur_hash32`: the hash behind seeded sampling; SGLang's CPU version lives in sgl_kernel.
 - `CpuAttention` (`attention.py`), under the name torch_native.
 
 SGLang honours `sampling_seed` only with --enable-deterministic-inference, which requires a batch-invariant attention
@@ -22,6 +22,8 @@ the position alone: a step that is preempted and resumed draws what it would hav
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
@@ -29,6 +31,8 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from treadle_sidecar.sglang_cpu.attention import install_extend
 from treadle_sidecar.storage_keys import chained_digest
+
+Words = npt.NDArray[np.uint32]
 
 
 class TreadleCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
@@ -148,37 +152,33 @@ def page_hash(token_ids: Any, prior_digest: bytes | None, page_size: int | None 
     return keys
 
 
-_MASK = 0xFFFFFFFF
-_HASHED_BYTES = 16  # four blocks: low and high half of the seed, the position, the column
+_HASHED_BYTES = np.uint32(16)  # four blocks: low and high half of the seed, the position, the column
 
 
-def _rotate(x: torch.Tensor, bits: int) -> torch.Tensor:
-    return ((x << bits) | (x >> (32 - bits))) & _MASK
+def _rotate(x: Words, bits: int) -> Words:
+    return (x << np.uint32(bits)) | (x >> np.uint32(32 - bits))
 
 
-def _scramble(k: torch.Tensor) -> torch.Tensor:
-    return (_rotate((k * 0xCC9E2D51) & _MASK, 15) * 0x1B873593) & _MASK
-
-
-def _mix(h: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    return (_rotate(h ^ key, 13) * 5 + 0xE6546B64) & _MASK
+def _mix(h: Words, block: Words) -> Words:
+    key = _rotate(block * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
+    return _rotate(h ^ key, 13) * np.uint32(5) + np.uint32(0xE6546B64)
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
-    """(n,) seeds and positions, (m,) columns -> (n, m) hashes in [0, 2**32), as int64.
+    """(n,) seeds and positions, (m,) columns -> (n, m) hashes, as uint32.
 
-    MurmurHash3 (32 bits), equal to murmur_hash32 in sglang/kernels/ops/sampling/murmur_hash.py. All arithmetic is in
-    int64, masked to 32 bits after each product.
+    MurmurHash3 (32 bits), equal to murmur_hash32 in sglang/kernels/ops/sampling/murmur_hash.py. In numpy, whose
+    unsigned words wrap; torch would need 64 bits, and takes five times as long.
     """
-    seed = seed.to(torch.int64)
-    h = _mix(torch.zeros_like(seed), _scramble(seed & _MASK))
-    h = _mix(h, _scramble((seed >> 32) & _MASK))
-    h = _mix(h, _scramble(positions.to(torch.int64) & _MASK))
-    h = _mix(h[:, None], _scramble(col_indices.to(torch.int64) & _MASK)[None, :])
+    seeds = seed.to(torch.int64).numpy()
+    h = np.zeros((len(seeds), 1), np.uint32)
+    for block in (seeds, seeds >> 32, positions.numpy()):
+        h = _mix(h, block.astype(np.uint32)[:, None])
+    h = _mix(h, col_indices.numpy().astype(np.uint32))
     h ^= _HASHED_BYTES
-    h ^= h >> 16
-    h = (h * 0x85EBCA6B) & _MASK
-    h ^= h >> 13
-    h = (h * 0xC2B2AE35) & _MASK
-    h ^= h >> 16
-    return h
+    h ^= h >> np.uint32(16)
+    h *= np.uint32(0x85EBCA6B)
+    h ^= h >> np.uint32(13)
+    h *= np.uint32(0xC2B2AE35)
+    h ^= h >> np.uint32(16)
+    return torch.from_numpy(h)
