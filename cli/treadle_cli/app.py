@@ -37,6 +37,10 @@ Engines = Annotated[int, typer.Option(min=0, help="Engines to start. On a CPU ea
 Model = Annotated[
     str, typer.Option(help="A model folder, or a name that SGLang can fetch. The default comes with the engine's venv.")
 ]
+Weights = Annotated[
+    str,
+    typer.Option(help="Of engines on a CPU: int8, float, or auto, which is int8 where the processor multiplies bytes."),
+]
 Slots = Annotated[int, typer.Option(min=1, help="Steps that decode at once on an engine.")]
 ToolLatency = Annotated[float, typer.Option(min=0, help="Seconds that each tool call takes beside its own work.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of prompts, environments and sampling.")]
@@ -55,6 +59,7 @@ def demo(
     engines: Engines = 2,
     slots: Slots = DEFAULT_SLOTS,
     model: Model = DEFAULT_MODEL,
+    weights: Weights = "auto",
     out_folder: Out = DEFAULT_OUT,
     keep_logs: Annotated[
         bool, typer.Option("--keep-logs", help="Keep the processes' logs also when all went well.")
@@ -68,7 +73,7 @@ def demo(
     from treadle_cli.demo.run import run_demo
 
     def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
-        plan = engine_plan(max(engines, 1), slots, model, seed, ctx.args)
+        plan = engine_plan(max(engines, 1), slots, model, seed, ctx.args, weights)
         work = Work(prompts, samples, seed, tool_latency)
         return run_demo(plan, work, new_run_folder(out_folder), out, hurry, keep_logs=keep_logs)
 
@@ -81,6 +86,7 @@ def up(
     engines: Engines = 2,
     slots: Slots = DEFAULT_SLOTS,
     model: Model = DEFAULT_MODEL,
+    weights: Weights = "auto",
     seed: Seed = 0,
     port: Annotated[int, typer.Option(help="Port of the scheduler; the others follow. 0: free ports.")] = DEFAULT_PORT,
     out_folder: Out = DEFAULT_OUT,
@@ -92,7 +98,7 @@ def up(
     from treadle_cli.mesh.mesh import MeshPlan, run_up
 
     def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
-        plan = engine_plan(engines, slots, model, seed, ctx.args)
+        plan = engine_plan(engines, slots, model, seed, ctx.args, weights)
         folder = new_run_folder(out_folder)
         return run_up(MeshPlan(plan, folder / "state", port), folder / "logs", out, hurry)
 
@@ -216,13 +222,14 @@ def trace(
             typer.echo(f"{traces}: {write_run(run, traces)} trajectories")
 
 
-def engine_plan(count: int, slots: int, model: str, seed: int, flags: list[str]) -> EnginePlan:
+def engine_plan(count: int, slots: int, model: str, seed: int, flags: list[str], weights: str = "auto") -> EnginePlan:
     """Engines as asked for, after the checks that a mesh needs. Raises UsageProblem."""
     python = checks.engine_python() if count else Path()
     cores = () if checks.has_gpu() else checks.pinned_cores(count)
+    checks.require_weights(weights)
     checks.require_bubblewrap()
     checks.nats_server()
-    return EnginePlan(count, slots, model, python, cores, seed, tuple(flags))
+    return EnginePlan(count, slots, model, python, cores, seed, tuple(flags), weights)
 
 
 def new_run_folder(out_folder: Path, kind: str = "") -> Path:

@@ -27,6 +27,7 @@ Result = TypeVar("Result")
 
 HAVE_NUMBA = numba is not None
 BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})  # the last is ARM's
+VNNI_FLAG = "avx512_vnni"
 
 
 def compiled(function: Callable[Params, Result]) -> Callable[Params, Result]:
@@ -62,6 +63,17 @@ def has_bf16(cpu_info: str) -> bool:
     Without them a processor emulates bf16 and takes five times as long as with float32, so engines and learned models
     on a CPU choose their number format by this.
     """
+    return bool(_flags(cpu_info) & BF16_FLAGS)
+
+
+def has_vnni(cpu_info: str) -> bool:
+    """Whether the text of Linux's /proc/cpuinfo names instructions for exact dot products of bytes; False for no text.
+
+    Without them products of 8-bit numbers are added in 16 bits, where they overflow.
+    """
+    return VNNI_FLAG in _flags(cpu_info)
+
+
+def _flags(cpu_info: str) -> set[str]:
     lines = cpu_info.lower().splitlines()
-    flags = {flag for line in lines if line.startswith(("flags", "features")) for flag in line.split()}
-    return bool(flags & BF16_FLAGS)
+    return {flag for line in lines if line.startswith(("flags", "features")) for flag in line.split()}

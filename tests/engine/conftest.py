@@ -16,6 +16,15 @@ def _engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealEngi
         engine.stop()
 
 
+@pytest.fixture(scope="session")
+def float_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
+    """One running engine with the model's own weights, on a core that it shares with one of the others."""
+    engine = RealEngine(2, tmp_path_factory.mktemp("float"), weights="float")
+    engine.start()
+    yield engine
+    engine.stop()
+
+
 @pytest.fixture
 def engine(_engines: list[RealEngine]) -> RealEngine:
     """One running engine."""

@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 from support.real_engines import engine_python
+from treadle_sidecar.engine.process import choose_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
 
@@ -98,6 +99,23 @@ for dtype in (torch.float32, torch.bfloat16):
         assert torch.allclose(*outputs, atol=1e-2 if dtype == torch.bfloat16 else 1e-5), (name, dtype)
 """
 
+INT8 = """
+import torch
+from treadle_sidecar.sglang_cpu.entry import define_vision_operators
+define_vision_operators()
+from treadle_sidecar.sglang_cpu.int8 import multiply, pack
+
+torch.manual_seed(0)
+for width in (576, 1536, 10):
+    weight, x = torch.randn(300, width), torch.randn(40, width)
+    x[:, 3] *= 50  # a few activations are far larger than the others
+    product, exact = multiply(x, pack(weight)), x @ weight.T
+    assert ((product - exact).norm() / exact.norm()) < 0.02
+    alone = torch.cat([multiply(row[None], pack(weight)) for row in x[:5]])
+    assert torch.equal(product[:5], alone), "a token's product depends on its batch"
+assert not multiply(torch.zeros(2, 576), pack(torch.randn(5, 576))).any()
+"""
+
 
 def run(code: str) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TREADLE_")}
@@ -119,6 +137,11 @@ def test_the_copies_move_the_pages_that_the_kernels_would() -> None:
 
 def test_attention_of_the_new_tokens_is_what_sglang_computes_for_them() -> None:
     run(ATTENTION)
+
+
+@pytest.mark.skipif(choose_weights("auto", cpu=True) == "float", reason="8-bit products need avx512_vnni")
+def test_products_of_8_bits_are_near_the_exact_ones_and_each_token_has_its_own() -> None:
+    run(INT8)
 
 
 def test_without_the_wheel_the_conversion_says_how_to_get_it() -> None:

@@ -13,8 +13,9 @@ from treadle.engine.v1 import engine_pb2
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
-# bf16 on a CPU: the same token's logprob differs between a decode step and a prefill of the whole by this much at most.
-LOGPROB_TOLERANCE = 0.35
+# bf16 on a CPU, with 8-bit weights: a token's logprob differs between a decode step and a prefill of the whole by this
+# much at most; 0.4 was measured.
+LOGPROB_TOLERANCE = 0.8
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -40,7 +40,7 @@ def model_folder() -> str:
 class RealEngine:
     """One engine; `start` may be called again after `kill`."""
 
-    def __init__(self, index: int, folder: Path, extra_args: tuple[str, ...] = ()) -> None:
+    def __init__(self, index: int, folder: Path, extra_args: tuple[str, ...] = (), weights: str = "auto") -> None:
         cores = sorted(os.sched_getaffinity(0))
         self.log = folder / f"engine-{index}.log"
         self.kv = folder / "kv"
@@ -54,6 +54,7 @@ class RealEngine:
             cores=(cores[index % len(cores)],),
             slots=SLOTS,
             kv_tokens=KV_TOKENS,
+            weights=weights,
             hicache_dir=self.kv,
             extra_args=extra_args,
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from treadle_runtime.errors import FailedPrecondition
-from treadle_sidecar.engine.process import EngineSpec, cpu_dtype, engine_command
+from treadle_sidecar.engine.process import EngineSpec, choose_weights, cpu_dtype, engine_command
 from treadle_sidecar.engine.watch import read_profile
 from treadle_sidecar.prefixes import Contexts
 from treadle_sidecar.runner import WINDOW_S, LoadMeter
@@ -108,6 +108,7 @@ def test_a_cpu_engine_is_pinned_has_one_thread_a_core_and_chooses_the_platform()
     assert "--device cpu" in line
     assert "--hicache-io-backend direct" in line
     assert line.endswith("--dtype float32")
+    assert "--quantization" not in " ".join(engine_command(spec(weights="float"), {}).argv)
     assert command.env["OMP_NUM_THREADS"] == command.env["TREADLE_SGLANG_CPU"] == "1"
     assert command.env["SGLANG_PLATFORM"] == "treadle_cpu"
     assert command.env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == "/kv"
@@ -131,6 +132,22 @@ def test_an_engine_on_a_processor_without_bf16_computes_in_float32(
     if info is not None:
         (tmp_path / "cpuinfo").write_text(info)
     assert cpu_dtype(tmp_path / "cpuinfo") == dtype
+
+
+def test_weights_are_8_bits_where_the_processor_multiplies_bytes(tmp_path: Path) -> None:
+    able, unable = tmp_path / "able", tmp_path / "unable"
+    able.write_text("flags\t\t: fpu avx512f avx512_vnni\n")
+    unable.write_text("flags\t\t: fpu avx512f\n")
+    assert choose_weights("auto", True, able) == choose_weights("int8", True, able) == "int8"
+    assert choose_weights("float", True, able) == choose_weights("auto", True, unable) == "float"
+    assert choose_weights("auto", False, able) == "float", "engines on GPUs have SGLang's own flags"
+    for asked, cpu, info, why in (
+        ("int8", True, unable, "without avx512_vnni"),
+        ("int8", False, able, "--quantization"),
+        ("int4", True, able, "auto, int8, float, not 'int4'"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            choose_weights(asked, cpu, info)
 
 
 def test_a_gpu_engine_gets_a_model_name_and_sglangs_own_flags() -> None:

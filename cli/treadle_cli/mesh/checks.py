@@ -85,6 +85,16 @@ def has_gpu() -> bool:
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
 
 
+def require_weights(asked: str) -> None:
+    """Raise UsageProblem where no engine of this machine can serve `asked`, a value of --weights."""
+    from treadle_sidecar.engine.process import choose_weights
+
+    try:
+        choose_weights(asked, cpu=not has_gpu())
+    except ValueError as error:
+        raise UsageProblem(f"--{error}") from error
+
+
 class OtherPrograms:
     """The CPU time of other programs since this object was made: a comparison of arms needs to know it.
 

@@ -30,7 +30,8 @@ STAGE = 1  # after the services, before NATS
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What to start. cores: one each on a CPU, empty on GPUs. flags: SGLang's own, passed through."""
+    """What to start. cores: one each on a CPU, empty on GPUs. flags: SGLang's own, passed through. weights: of engines
+    on a CPU, int8, float, or auto for the faster."""
 
     count: int
     slots: int
@@ -39,6 +40,7 @@ class EnginePlan:
     cores: tuple[int, ...]
     seed: int
     flags: tuple[str, ...]
+    weights: str = "auto"
 
     @property
     def engine_ids(self) -> list[str]:
@@ -94,6 +96,7 @@ def start_engines(tree: ProcessTree, plan: EnginePlan, model_path: str, hicache_
         command += ["--port", str(port), "--nccl-port", str(nccl_port)]
         command += ["--model", model_path, "--python", str(plan.python)]
         command += ["--slots", str(plan.slots), "--seed", str(plan.seed), "--hicache-dir", str(hicache_folder)]
+        command += ["--weights", plan.weights]
         env = {}
         if plan.cores:
             command += ["--cpu", "--kv-tokens", str(CPU_KV_TOKENS), "--cores", *map(str, cores)]

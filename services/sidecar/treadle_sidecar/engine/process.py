@@ -18,17 +18,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from treadle_core.compiled import has_bf16
+from treadle_core.compiled import VNNI_FLAG, has_bf16, has_vnni
 
 CPU_INFO = Path("/proc/cpuinfo")
 
 
+WEIGHTS = (AUTO, INT8, FLOAT) = ("auto", "int8", "float")
+
+
 def cpu_dtype(cpu_info: Path = CPU_INFO) -> str:
     """SGLang's name of the numbers to compute in: auto (the model's own) on a processor with bf16, else float32."""
+    return "auto" if has_bf16(_read(cpu_info)) else "float32"
+
+
+def choose_weights(asked: str, cpu: bool, cpu_info: Path = CPU_INFO) -> str:
+    """int8 or float, as asked for; auto is int8 on a processor that multiplies bytes. Raises ValueError."""
+    if asked not in WEIGHTS:
+        raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, not {asked!r}")
+    able = cpu and has_vnni(_read(cpu_info))
+    if asked == INT8 and not able:
+        where = f"on a processor without {VNNI_FLAG}" if cpu else "on GPUs, where SGLang has its own --quantization"
+        raise ValueError(f"weights must be float or auto {where}")
+    return INT8 if able and asked != FLOAT else FLOAT
+
+
+def _read(cpu_info: Path) -> str:
     try:
-        return "auto" if has_bf16(cpu_info.read_text()) else "float32"
+        return cpu_info.read_text()
     except OSError:
-        return "float32"
+        return ""
 
 
 ENGINE_HOST = "127.0.0.1"  # the sidecar beside it is the only client
@@ -52,9 +70,10 @@ class EngineSpec:
 
     `cores` pins a CPU engine (None: not pinned, one thread); `slots` is the number of steps that decode at once;
     `kv_tokens` is the KV pool (0: the engine's own choice), `context_tokens` the longest sequence (0: the model's
-    own). `hicache_dir` is the folder of KV pages shared by the engines between which KV moves (None: a move
-    recomputes). `extra_args` are SGLang flags and win over the ones chosen here. `nccl_port` is for the engine's own
-    processes (0: SGLang chooses a port, and binds it seconds later, when another process may have taken it).
+    own). `weights` of a CPU engine: int8, float, or auto for the faster. `hicache_dir` is the folder of KV pages shared
+    by the engines between which KV moves (None: a move recomputes). `extra_args` are SGLang flags and win over the
+    ones chosen here. `nccl_port` is for the engine's own processes (0: SGLang chooses a port, and binds it seconds
+    later, when another process may have taken it).
     """
 
     engine_id: str
@@ -66,6 +85,7 @@ class EngineSpec:
     slots: int = 4
     kv_tokens: int = 0
     context_tokens: int = 0
+    weights: str = AUTO
     hicache_dir: Path | None = None
     extra_args: tuple[str, ...] = ()
     seed: int = 0
@@ -89,6 +109,7 @@ def engine_command(spec: EngineSpec, environ: Mapping[str, str] | None = None) -
         raise ValueError(f"port must be between 1 and 65535, not {spec.port}")
     if spec.slots < 1:
         raise ValueError(f"slots must be at least 1, not {spec.slots}")
+    weights = choose_weights(spec.weights, spec.cpu)
     argv = [
         *_pin(spec),
         str(spec.venv_python),
@@ -108,6 +129,8 @@ def engine_command(spec: EngineSpec, environ: Mapping[str, str] | None = None) -
     if spec.cpu:
         argv += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]
         argv += ["--mem-fraction-static", CPU_MEM_FRACTION, "--dtype", cpu_dtype()]
+        if weights == INT8:
+            argv += ["--quantization", "w8a8_int8"]  # of the platform plugin, not of SGLang
         argv += ["--enable-deterministic-inference"]  # the flag under which the engine honours sampling seeds
     if spec.hicache_dir is not None:
         argv += _hicache_flags(spec.cpu)
@@ -165,10 +188,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cores", type=int, nargs="*", default=(), help="cores to pin a CPU engine to")
     for name in ("nccl_port", "slots", "kv_tokens", "context_tokens", "seed"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(EngineSpec, name))
+    weights_help = "of a CPU engine; auto: int8 where the processor multiplies bytes"
+    parser.add_argument("--weights", choices=WEIGHTS, default=AUTO, help=weights_help)
     parser.add_argument("--hicache-dir", type=Path, default=None)
     known, extra = parser.parse_known_args(arguments)
     known.cores = tuple(known.cores) or None
-    command = engine_command(EngineSpec(**vars(known), extra_args=tuple(arg for arg in extra if arg != "--")))
+    try:
+        command = engine_command(EngineSpec(**vars(known), extra_args=tuple(arg for arg in extra if arg != "--")))
+    except ValueError as error:
+        parser.error(str(error))
     if known.hicache_dir is not None:
         known.hicache_dir.mkdir(parents=True, exist_ok=True)
     os.execve(shutil.which(command.argv[0]) or command.argv[0], command.argv, command.env)

@@ -1,8 +1,9 @@
 """Run the stock SGLang 0.5.23 engine on a CPU, without the sgl_kernel build.
 
 SGLang's own CPU platform needs compiled kernels. This one declares no capabilities, so that the engine picks its
-torch-native paths: attention by torch's scaled dot product, eager compilation, native layers. HiCache and seeds work,
-and a cached prefix saves time, after four replacements, made in `init_backend`, which every worker calls once:
+torch-native paths: attention by torch's scaled dot product, eager compilation, native layers. 8-bit weights
+(`int8.py`) are offered as a quantization. HiCache and seeds work, and a cached prefix saves time, after four
+replacements, made in `init_backend`, which every worker calls once:
 
 - `install_transfers`: host pools that do not pin memory, and torch copies in place of the three `direct` transfer
   kernels. Layouts are SGLang's own (mem_cache/pool_host/mha.py): layer-first pools are [token, ...] a layer, the
@@ -29,7 +30,6 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from treadle_sidecar.sglang_cpu.attention import install_extend
 from treadle_sidecar.storage_keys import chained_digest
 
 Words = npt.NDArray[np.uint32]
@@ -61,6 +61,11 @@ class TreadleCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
         choices.add_deterministic_attention_backend_choices(["torch_native"])
         choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+
+    def get_quantization_config(self, quantization: str) -> Any:
+        from treadle_sidecar.sglang_cpu.int8 import Int8Config
+
+        return Int8Config if quantization == "w8a8_int8" else None
 
     def init_backend(self) -> None:
         from sglang.srt import batch_invariant_ops
