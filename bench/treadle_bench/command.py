@@ -22,6 +22,7 @@ from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.control_plane.measure import BENCH as CONTROL_PLANE
 from treadle_bench.controller.measure import BENCH as CONTROLLER
 from treadle_bench.controller.replan import BENCH as REPLAN
+from treadle_bench.engine.measure import BENCH as ENGINE
 from treadle_bench.fidelity.measure import BENCH as FIDELITY
 from treadle_bench.heddle4.measure import BENCH as HEDDLE4
 from treadle_bench.heddle12.measure import BENCH as HEDDLE12
@@ -42,7 +43,7 @@ out = Console()
 BENCHES: Mapping[str, Bench] = {
     bench.name: bench
     for bench in (
-        *(CONTROL_PLANE, FIDELITY, MIGRATION, CONTROLLER, REPLAN, LONG_TAIL, PLACEMENT, RESOURCES, WORKLOADS),
+        *(CONTROL_PLANE, ENGINE, FIDELITY, MIGRATION, CONTROLLER, REPLAN, LONG_TAIL, PLACEMENT, RESOURCES, WORKLOADS),
         *(REAL, HEDDLE12, HEDDLE4, HEDDLE14, HEDDLE15, HEDDLE16, HEDDLE_TABLES, AFFINITY, PREDICTOR, TOOLS, SIMULATOR),
     )
 }
