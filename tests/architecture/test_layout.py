@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Hand-written lines and modules at most, by folder of the tree; MOST_LINES and MOST_MODULES hold for all together.
 BUDGETS = {
-    "bench": (6_750, 49),
-    "cli": (4_900, 43),
+    "bench": (6_900, 50),
+    "cli": (4_950, 43),
     "clients/python": (2_050, 11),
     "core": (9_300, 57),
     "examples": (90, 2),
@@ -24,7 +24,7 @@ BUDGETS = {
     "services/predictor": (1_250, 13),
     "services/rollout": (900, 9),
     "services/scheduler": (1_300, 10),
-    "services/sidecar": (2_850, 25),
+    "services/sidecar": (3_000, 26),
     "services/tools": (9_250, 66),
     "sim": (5_900, 38),
 }
