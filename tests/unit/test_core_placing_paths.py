@@ -32,7 +32,7 @@ def end_by_hand(engine: Floats, work: Work, members: Indexes, sample: int = 0) -
     for at, index in enumerate(members):
         own, others = a * d[at] + w[at], w.sum() - w[at]
         x = max(np.roots([1.0, s[at] - own - others, -own * s[at]]).real)
-        waits = 0.0 if work.started[index] else 0.5 * (prompts_s + prompt_s(index))
+        waits = 0.0 if work.started[index] else prompts_s
         ends.append(s[at] + x + waits)
     return float(max(ends))
 
@@ -70,7 +70,7 @@ def test_a_prompt_is_prefilled_once_for_all_its_samples_and_not_where_one_has_st
     assert end_s([False] * 4, [0] * 4, [0] * 4) == pytest.approx([once_s, 0.0])
     assert end_s([False] * 4, [0, 0, 1, 1], [0] * 4) == pytest.approx([2 * once_s, 0.0])
     assert end_s([False] * 4, [0] * 4, [0, 0, 1, 1]) == pytest.approx([once_s, once_s])
-    assert end_s([True, False, False, False], [0] * 4, [0, 0, 0, 1]) == pytest.approx([0.5 * once_s, once_s])
+    assert end_s([True, False, False, False], [0] * 4, [0, 0, 0, 1]) == pytest.approx([0.0, once_s])
 
 
 def test_a_placement_where_a_context_does_not_fit_never_ends() -> None:

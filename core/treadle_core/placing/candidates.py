@@ -2,13 +2,15 @@
 
 Tried are, in this order, each against the best before it:
 - the present one, where trajectories that are nowhere yet go to the engine that then ends first, longest first;
-- those that have not started dealt again so, one by one, and prompt by prompt, which prefills each prompt once: what a
+- those that have not started dealt again so, prompt by prompt, which prefills each prompt once, and one by one: what a
   sticky, least loaded rule would do, with predicted work for load;
 - the partition of all trajectories, longest path first, into one contiguous group for each engine, fastest engine first
   (Heddle §5.2 with tools in it), for several shares of the longest path that each group may hide; whole, for those that
   have not started, and for its first engines alone: these get their few long trajectories, and the rest is dealt over
   the others.
-What is dealt moves no KV. A partition does, so it is taken only where it is MARGIN better.
+What is dealt moves no KV. A partition does, so it is taken only where it is MARGIN better. Prompts count twice: in the
+makespan, and as the mean over engines of the seconds that they are prefilled for. To prefill a prompt on one more
+engine is sure to take its time, where the gain is a guess.
 """
 
 from collections.abc import Iterator
@@ -29,6 +31,7 @@ from treadle_core.placing.paths import (
     TOKENS,
     TOOL_S,
     Work,
+    all_prompts_s,
     deal,
     is_better,
     makespans_s,
@@ -54,22 +57,28 @@ def best_placement(engines: Floats, kinds: Indexes, work: Work, medians: Work, c
     every, alone = np.ones(len(engines), np.bool_), np.arange(len(current))
 
     best = deal(engines, medians, current, order[current[order] < 0], alone, every)
-    best_s = makespans_s(engines, work, best)
+    best_s = judge(engines, work, best)
     if len(engines) == 1:
         return best
     staying = best
-    for unit_of in (alone, medians.prompts):
+    for unit_of in (medians.prompts, alone):
         dealt = deal(engines, medians, staying, order[free[order]], unit_of, every)
-        dealt_s = makespans_s(engines, work, dealt)
+        dealt_s = judge(engines, work, dealt)
         if is_better(dealt_s, best_s, 0.0):
             best, best_s = dealt, dealt_s
     near = best
     for share in SHARES:
         for candidate in _partitions(engines, kinds, medians, near, staying, order, share):
-            candidate_s = makespans_s(engines, work, candidate)
+            candidate_s = judge(engines, work, candidate)
             if is_better(candidate_s, best_s, MARGIN):
                 best, best_s = candidate, candidate_s
     return best
+
+
+def judge(engines: Floats, work: Work, placement: Indexes) -> Floats:
+    """What each sample says of a placement, in seconds: less is better."""
+    judged_s: Floats = makespans_s(engines, work, placement) + all_prompts_s(engines, work, placement).mean()
+    return judged_s
 
 
 def _alone_s(engines: Floats, amounts: Floats) -> Floats:

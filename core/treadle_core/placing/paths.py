@@ -10,7 +10,7 @@ endless ones. An engine ends with the longest path on it, and not before
 a * max(sum d / slots, sum q / KV) + sum w + prompts.
 
 A prompt is prefilled once on each engine that gets samples of it and has none that has started. A trajectory that has
-not started waits for half of the engine's prompts on average, and for its own.
+not started waits for all prompts of its engine: engines prefill before they decode.
 
 Predictions are uncertain: a placement is judged by the mean, over samples of all lengths, of when its last engine
 ends. A plan of medians would put hundreds of trajectories that are predicted short on one engine, where one that is
@@ -34,9 +34,6 @@ from treadle_core.placing.question import PlanEngine
 BASE_S, PER_SEQUENCE_S, PER_KV_TOKEN_S, SLOTS, KV_TOKENS, PREFILL_S, PREFILL_PAIR_S = range(7)
 # Amounts of a trajectory: d, q, o, r and s of the module's docstring.
 TOKENS, KV, OBSERVED, PAIRS, TOOL_S = range(5)
-
-# Part of an engine's prompts that is prefilled before a trajectory's own: half of them on average.
-START_SHARE = 0.5
 
 # Samples of one plan: 32 are enough for their mean; with thousands of trajectories, which even out chance among
 # themselves, fewer.
@@ -198,22 +195,31 @@ def prompts_there(work: Work, placement: Indexes, engines: int) -> Flags:
 
 
 @compiled
+def all_prompts_s(engines: Floats, work: Work, placement: Indexes) -> Floats:
+    """Seconds that each engine prefills prompts: of each once, where no sample of it has started there."""
+    prompts_s = np.zeros(len(engines))
+    if len(placement) == 0:
+        return prompts_s
+    there = prompts_there(work, placement, len(engines))
+    for index in range(len(placement)):
+        at, prompt = placement[index], work.prompts[index]
+        if at >= 0 and not work.started[index] and not there[at, prompt]:
+            there[at, prompt] = True
+            prompts_s[at] += prompt_s(engines[at], work.contexts[index])
+    return prompts_s
+
+
+@compiled
 def finish_times(engines: Floats, work: Work, placement: Indexes) -> Floats:
     """times[engines, samples]: seconds until each engine ends; placement: index of an engine, -1 for none."""
     m, n, samples = len(engines), len(placement), len(work.amounts)
     times = np.zeros((m, samples))
     if n == 0:
         return times
-    there = prompts_there(work, placement, m)
-    prompts_s = np.zeros(m)
     for index in range(n):
-        at, prompt = placement[index], work.prompts[index]
-        if at >= 0:
-            if work.contexts[index] > engines[at, KV_TOKENS]:
-                times[at] = np.inf
-            if not work.started[index] and not there[at, prompt]:
-                there[at, prompt] = True
-                prompts_s[at] += prompt_s(engines[at], work.contexts[index])
+        if placement[index] >= 0 and work.contexts[index] > engines[placement[index], KV_TOKENS]:
+            times[placement[index]] = np.inf
+    prompts_s = all_prompts_s(engines, work, placement)
     own_s = np.zeros(n)
     for sample in range(samples):
         tokens, kv_tokens, all_work_s = np.zeros(m), np.zeros(m), np.zeros(m)
@@ -233,10 +239,7 @@ def finish_times(engines: Floats, work: Work, placement: Indexes) -> Floats:
             if at >= 0:
                 tokens_left, tool_s = work.amounts[sample, index, TOKENS], work.amounts[sample, index, TOOL_S]
                 alone_s, others_s = engines[at, BASE_S] * tokens_left + own_s[index], all_work_s[at] - own_s[index]
-                wait_s = 0.0
-                if not work.started[index]:
-                    own_prompt_s = prompt_s(engines[at], work.contexts[index])
-                    wait_s = START_SHARE * prompts_s[at] + (1.0 - START_SHARE) * own_prompt_s
+                wait_s = 0.0 if work.started[index] else prompts_s[at]
                 times[at, sample] = max(times[at, sample], wait_s + path_s(alone_s, tool_s, others_s))
     return times
 

@@ -35,7 +35,8 @@ PLANNED_MODELS = (CostModel.GROUP_SIZE, CostModel.LINEAR_INTEGRAL)  # those that
 
 
 # In simulation of public traces, engines that were chosen for less of a difference ended later as often as sooner.
-HANDICAP = 0.03
+HANDICAP = 0.03  # of a single engine
+MIXED_HANDICAP = 0.1
 
 
 class InvalidBudgetError(CoreError):
@@ -144,7 +145,8 @@ def allocate(
 def choose_degrees(work: paths.Work, medians: paths.Work, gpus: int, kinds: Sequence[EngineKind]) -> tuple[int, ...]:
     """GPUs of each engine, fastest first: of one degree, or of two that share the budget by quarters, whichever the
     core places `work` on with the least mean makespan; of equal ones the first in the order of `kinds`. A single
-    engine, which no later plan can relieve, and a mixture must be HANDICAP better than engines of one degree.
+    engine, which no later plan can relieve, must be HANDICAP better than engines of one degree, a mixture
+    MIXED_HANDICAP.
 
     work: samples of trajectories that have not started, medians: the same at its medians. Where tools take time no
     search is exact (`placing.paths`), and simulated mixtures were never far better than the best single degree. Raises
@@ -161,8 +163,8 @@ def choose_degrees(work: paths.Work, medians: paths.Work, gpus: int, kinds: Sequ
         placement = best_placement(rows, paths.kinds_of(engines), work, medians, current)
         degrees = tuple(sorted((engine.tensor_parallel for engine in engines), reverse=True))
         mean_s = float(paths.makespans_s(rows, work, placement).mean())
-        plain = len(engines) > 1 and len(set(degrees)) == 1
-        found.setdefault(degrees, mean_s if plain else (1.0 + HANDICAP) * mean_s)
+        handicap = MIXED_HANDICAP if len(set(degrees)) > 1 else HANDICAP if len(engines) == 1 else 0.0
+        found.setdefault(degrees, (1.0 + handicap) * mean_s)
     return min(found, key=lambda degrees: found[degrees])
 
 
