@@ -20,6 +20,7 @@ class SchedulerSettings(Settings):
     migrator: OptionalAddress = ""
     tools: OptionalAddress = ""
     rollout: OptionalAddress = ""
+    resources: OptionalAddress = ""  # only for GetDirectory
     # What GetDirectory returns instead, where clients reach the services under other names (a proxy, published ports).
     public_predictor: OptionalAddress = ""
     public_placement: OptionalAddress = ""

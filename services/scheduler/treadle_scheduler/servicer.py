@@ -103,6 +103,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             predictor_address=settings.public_predictor or settings.predictor,
             placement_address=settings.public_placement or settings.placement,
             migrator_address=settings.public_migrator or settings.migrator,
+            resources_address=settings.resources,
         )
 
     def _trajectory(self, trajectory_id: str) -> pb.Trajectory:

@@ -841,12 +841,14 @@ class GetDirectoryResponse(google.protobuf.message.Message):
     PREDICTOR_ADDRESS_FIELD_NUMBER: builtins.int
     PLACEMENT_ADDRESS_FIELD_NUMBER: builtins.int
     MIGRATOR_ADDRESS_FIELD_NUMBER: builtins.int
+    RESOURCES_ADDRESS_FIELD_NUMBER: builtins.int
     tools_address: builtins.str
     """host:port; empty where the mesh runs none"""
     rollout_address: builtins.str
     predictor_address: builtins.str
     placement_address: builtins.str
     migrator_address: builtins.str
+    resources_address: builtins.str
     def __init__(
         self,
         *,
@@ -855,7 +857,8 @@ class GetDirectoryResponse(google.protobuf.message.Message):
         predictor_address: builtins.str = ...,
         placement_address: builtins.str = ...,
         migrator_address: builtins.str = ...,
+        resources_address: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["migrator_address", b"migrator_address", "placement_address", b"placement_address", "predictor_address", b"predictor_address", "rollout_address", b"rollout_address", "tools_address", b"tools_address"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["migrator_address", b"migrator_address", "placement_address", b"placement_address", "predictor_address", b"predictor_address", "resources_address", b"resources_address", "rollout_address", b"rollout_address", "tools_address", b"tools_address"]) -> None: ...
 
 Global___GetDirectoryResponse: typing_extensions.TypeAlias = GetDirectoryResponse
