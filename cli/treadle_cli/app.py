@@ -106,6 +106,28 @@ def up(
 
 
 @app.command()
+def apply(
+    plan: Annotated[
+        Path | None,
+        typer.Argument(help="JSON file of a treadle.resources.v1.ResourcePlan; none: print the present one."),
+    ] = None,
+    scheduler: Annotated[str, typer.Option(help="host:port of the mesh's scheduler.")] = f"127.0.0.1:{DEFAULT_PORT}",
+    kubernetes: Annotated[
+        str | None, typer.Option(help="Namespace of a cluster's StatefulSets of engines, instead of `treadle up`.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would change, and change nothing.")] = False,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds to wait for open trajectories to close.")] = 0.0,
+    start_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds that an engine may take until it is measured; then all goes back.")
+    ] = 1800.0,
+) -> None:
+    """Change the engines of a mesh that is running to a resource plan, between training steps."""
+    from treadle_cli.resources.command import run_apply
+
+    exits.run(lambda _: run_apply(plan, scheduler, kubernetes, dry_run, drain, start_timeout, out))
+
+
+@app.command()
 def rollout(
     scheduler: Annotated[str, typer.Option(help="host:port of the mesh's scheduler.")] = f"127.0.0.1:{DEFAULT_PORT}",
     nats_url: Annotated[str, typer.Option(help="The mesh's NATS; without it migrations do not show.")] = "",

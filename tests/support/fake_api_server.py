@@ -76,15 +76,7 @@ class FakeApiServer:
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        cluster = {"name": "fake", "cluster": {"server": self.url}}
-        context = {"name": "fake", "context": {"cluster": "fake", "user": "nobody", "namespace": NAMESPACE}}
-        config = {
-            "apiVersion": "v1", "kind": "Config", "current-context": "fake", "clusters": [cluster],
-            "contexts": [context], "users": [{"name": "nobody", "user": {}}],
-        }  # fmt: skip
-        path = folder / "kubeconfig"
-        path.write_text(json.dumps(config))
-        return path
+        return write_kubeconfig(folder, self.url)
 
     async def stop(self) -> None:
         """End everything."""
@@ -178,3 +170,16 @@ def refusal(status: int, message: str) -> web.Response:
     """As the API refuses."""
     body = {"apiVersion": "v1", "kind": "Status", "status": "Failure", "message": message, "code": status}
     return web.json_response(body, status=status)
+
+
+def write_kubeconfig(folder: Path, url: str) -> Path:
+    """The kubeconfig that leads to this API server."""
+    config = {
+        "apiVersion": "v1", "kind": "Config", "current-context": "fake",
+        "clusters": [{"name": "fake", "cluster": {"server": url}}],
+        "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "nobody", "namespace": NAMESPACE}}],
+        "users": [{"name": "nobody", "user": {}}],
+    }  # fmt: skip
+    path = folder / "kubeconfig"
+    path.write_text(json.dumps(config))
+    return path

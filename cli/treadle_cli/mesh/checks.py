@@ -80,6 +80,16 @@ def pinned_cores(engines: int) -> tuple[int, ...]:
     return cores[:engines]
 
 
+def list_units() -> tuple[str, ...]:
+    """What engines of this machine may take: names of accelerators as in CUDA_VISIBLE_DEVICES, or numbers of cores."""
+    if not has_gpu():
+        return tuple(str(core) for core in sorted(os.sched_getaffinity(0)))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return tuple(name for name in visible.split(",") if name)
+    return tuple(str(index) for index in range(len(list(Path("/dev").glob("nvidia[0-9]*")))))
+
+
 def has_gpu() -> bool:
     """Whether the machine shows an NVIDIA or AMD accelerator."""
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))

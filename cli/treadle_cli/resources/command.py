@@ -1,0 +1,121 @@
+"""`treadle apply`: from a plan's file to what was changed.
+
+The plan goes to the resource service of a mesh, which its scheduler names; for a cluster this process is that service
+itself, and the scheduler only says which engines have come.
+"""
+
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+from google.protobuf import json_format
+from rich.console import Console
+from treadle.errors import error_from
+from treadle.resources.v1 import resources_pb2 as pb
+from treadle.resources.v1 import resources_pb2_grpc
+from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from treadle.types import duration
+from treadle_runtime import errors
+
+from treadle_cli.problems import UsageProblem
+from treadle_cli.resources.servicer import ResourceServicer
+
+ASK_TIMEOUT_S = 10.0
+OVERHEAD_S = 600.0  # of a change beside drain and starts: until what stops is gone, twice
+CORRECTABLE = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
+
+Apply = Callable[[pb.ApplyPlanRequest], Awaitable[pb.ApplyPlanResponse]]
+Show = Callable[[], Awaitable[pb.GetResourcesResponse]]
+
+
+async def run_apply(
+    file: Path | None,
+    scheduler: str,
+    namespace: str | None,
+    dry_run: bool,
+    drain_s: float,
+    start_s: float,
+    out: Console,
+) -> int:
+    """Dry run a plan, then apply it; without a file print the present plan. Returns the exit code: 1 where the plan was
+    rolled back. namespace: of a cluster; None: a mesh of `treadle up`. Raises UsageProblem, TreadleError."""
+    plan = None if file is None else read_plan(file)
+    try:
+        async with resources(scheduler, namespace, out) as (apply, show):
+            if plan is None:
+                shown = json_format.MessageToJson((await show()).plan, preserving_proto_field_name=True)
+                out.print(shown, highlight=False, markup=False, soft_wrap=True)
+                return 0
+            request = pb.ApplyPlanRequest(plan=plan, drain=duration(drain_s), start_timeout=duration(start_s))
+            request.request_id, request.dry_run = uuid.uuid4().hex, True
+            planned = await apply(request)
+            out.print(describe(planned), highlight=False, markup=False)
+            if dry_run or not (planned.stop_engine_ids or planned.start):
+                return 0
+            with out.status("changing engines"):
+                request.request_id, request.dry_run = uuid.uuid4().hex, False
+                applied = await apply(request)
+    except grpc.aio.AioRpcError as error:
+        raised = error_from(error)
+        raise (UsageProblem(raised.message) if error.code() in CORRECTABLE else raised) from None
+    except errors.TreadleError as error:
+        raise UsageProblem(error.message) from None
+    if applied.outcome == pb.APPLY_OUTCOME_ROLLED_BACK:
+        told = f"rolled back, because {applied.failed_engine_id} did not come up: {applied.problem}"
+    else:
+        told = f"applied; started: {', '.join(applied.started_engine_ids) or 'none'}"
+    out.print(told, highlight=False, markup=False, soft_wrap=True)
+    return 1 if applied.outcome == pb.APPLY_OUTCOME_ROLLED_BACK else 0
+
+
+def read_plan(file: Path) -> pb.ResourcePlan:
+    """The plan in a JSON file: a treadle.resources.v1.ResourcePlan. Raises UsageProblem."""
+    try:
+        return json_format.Parse(file.read_text(), pb.ResourcePlan())
+    except (OSError, UnicodeDecodeError, json_format.ParseError) as error:
+        raise UsageProblem(f"{file}: {error}") from None
+
+
+def describe(planned: pb.ApplyPlanResponse) -> str:
+    """What a plan changes, a line for each kind of change."""
+    wanted = [
+        f"{each.count} x {each.degree} {each.accelerator} with {each.slots} slots {' '.join(each.flags)}".rstrip()
+        for each in planned.start
+    ]
+    lines = (("keep", planned.keep_engine_ids), ("stop", planned.stop_engine_ids), ("start", wanted))
+    return "\n".join(f"{verb}: {', '.join(named) or 'none'}" for verb, named in lines)
+
+
+@asynccontextmanager
+async def resources(scheduler: str, namespace: str | None, out: Console) -> AsyncIterator[tuple[Apply, Show]]:
+    """How to apply a plan and to show the present one, of a cluster or of the mesh at `scheduler` (host:port)."""
+    async with grpc.aio.insecure_channel(scheduler) as to_scheduler:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(to_scheduler)
+        if namespace is not None:
+            try:
+                from treadle_cli.resources.kubernetes import KubernetesEngines
+            except ModuleNotFoundError as error:
+                raise UsageProblem(f"{error.name} is not installed: pip install 'treadle[kubernetes]'") from None
+            async with KubernetesEngines.connect(namespace) as engines:
+                servicer = ResourceServicer(engines, stub, lambda text: out.print(text, highlight=False, markup=False))
+                yield servicer.apply, servicer.show
+            return
+        found = await stub.GetDirectory(scheduler_pb2.GetDirectoryRequest(), timeout=ASK_TIMEOUT_S)
+        if not found.resources_address:
+            advice = "only `treadle up` starts engines; for a cluster give --kubernetes NAMESPACE"
+            raise UsageProblem(f"--scheduler {scheduler}: this mesh takes no resource plans: {advice}")
+        async with grpc.aio.insecure_channel(found.resources_address) as channel:
+            calls = resources_pb2_grpc.ResourceServiceStub(channel)
+
+            async def apply(request: pb.ApplyPlanRequest) -> pb.ApplyPlanResponse:
+                starts_s = 2 * request.start_timeout.ToTimedelta().total_seconds()
+                timeout_s = request.drain.ToTimedelta().total_seconds() + starts_s + OVERHEAD_S
+                return await calls.ApplyPlan(request, timeout=timeout_s)
+
+            async def show() -> pb.GetResourcesResponse:
+                return await calls.GetResources(pb.GetResourcesRequest(), timeout=ASK_TIMEOUT_S)
+
+            yield apply, show
