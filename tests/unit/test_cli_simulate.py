@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 SMALL = ("--prompts", "3", "--samples", "3", "--gpus", "2", "--slots", "4")
 LEAST_CHILDREN = 2  # a worker, and who tracks what workers share
-FILES = {"summary.json", "trajectories.jsonl", "simulate.png", "simulate.html"}
+FILES = {"summary.json", "trajectories.jsonl", "simulate.png", "simulate.html", "plan.json"}
 PROFILE = {
     "accelerator": "CPU",
     "llm": "small",
@@ -82,6 +82,9 @@ def test_a_run_leaves_its_files(small: dict[str, Any]) -> None:
     assert {path.name for path in folder.iterdir()} == FILES
     assert json.loads((folder / "summary.json").read_text()) == small
     assert (folder / "simulate.png").read_bytes().startswith(b"\x89PNG")
+    engines = json.loads((folder / "plan.json").read_text())["engines"]
+    [treadle] = [row["engines"] for row in small["systems"] if row["system"] == "treadle"]
+    assert treadle == " + ".join(f"{each['count']}x{each['degree']} {each['accelerator']}" for each in engines[::-1])
     page = (folder / "simulate.html").read_text()
     assert "<script src" not in page  # nothing is loaded from anywhere
     assert "no schedule ends this workload before" in page.lower()

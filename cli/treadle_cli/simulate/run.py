@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from treadle_core.refusals import CoreError
 from treadle_sim.rollout import Run, Setting, simulate
-from treadle_sim.systems import System
+from treadle_sim.systems import TREADLE, System
 
 from treadle_cli.problems import UsageProblem
 from treadle_cli.simulate import output
@@ -33,6 +33,7 @@ from treadle_cli.simulate.scene import choose_systems, make_scene
 MOST_WORKERS = 8  # each has its own numpy, numba and rollout: some 250 MB
 # Trajectories over all jobs up to which one process is as fast: workers take about two seconds to start.
 ALONE_TRAJECTORIES = 4_000
+PLAN = "plan.json"  # the engines that Treadle chose for the first seed, for `treadle apply`
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -78,6 +79,14 @@ async def _simulate_into(folder: Path, plan: SimulationPlan, as_json: bool, out:
         document = output.make_document(plan, comparison, sentences, folder)
         (folder / output.SUMMARY).write_text(json.dumps(document, indent=1) + "\n")
         output.write_trajectories(plan, runs, folder / output.TRAJECTORIES)
+        if TREADLE.name in runs:
+            from google.protobuf import json_format  # and grpc with the next: nothing else here needs them
+
+            from treadle_cli.resources.plan import EngineClass, plan_message
+
+            cluster = runs[TREADLE.name][0].cluster
+            kinds = (EngineClass(each.accelerator, each.gpus, each.slots) for each in cluster.engines)
+            (folder / PLAN).write_text(json_format.MessageToJson(plan_message(kinds)) + "\n")
     if as_json:
         typer.echo(json.dumps(document))
     else:
