@@ -162,3 +162,16 @@ def test_without_engines_there_is_no_plan_and_without_trajectories_an_empty_one(
 def test_the_largest_figures_that_are_let_in_overflow_nothing(model: CostModel) -> None:
     huge = PlanEngine("e", 1, 10**15, 1, DecodeCurve(1e12, 1e12, 1e12, 1e-6))
     assert math.isfinite(plan_for([huge] * 3, *[(1e15, 1e15, -1)] * 10, model=model).makespan_s)
+
+
+@pytest.mark.parametrize("n", [1, 12])
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_work_goes_to_the_engine_that_is_measured_faster_for_it_without_any_tag(first: str, n: int) -> None:
+    """One engine prefills four times as fast as the other, which decodes twice as fast (RollArt's affinity)."""
+    curves = {"prefill": DecodeCurve(0.02, 4e-4, 0.0, 2e4), "decode": DecodeCurve(0.01, 2e-4, 0.0, 5e3)}
+    names = sorted(curves, key=lambda name: name != first)
+    specs = [PlanEngine(name, 8, 0, 1, curves[name]) for name in names]
+    tokens_left, observed = np.tile([100.0, 2_000.0], n), np.tile([60_000.0, 100.0], n)
+    nowhere, contexts = np.full(2 * n, -1), np.full(2 * n, 300.0)
+    found = plan(tokens_left, contexts, nowhere, specs, observed_tokens=observed, prompts=np.arange(2 * n))
+    assert [names[index] for index in found.engine_of] == ["prefill", "decode"] * n
