@@ -20,8 +20,10 @@ from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan, default_model_fo
 from treadle_cli.predictor.commands import commands as predictor_commands
 from treadle_cli.problems import UsageProblem
 
-DEFAULT_SLOTS = 5  # steps that decode at once: 16 trajectories an engine then queue, as they do where GPUs are scarce
-DEFAULT_TOOL_LATENCY_S = 1.0  # a remote sandbox or a small test run; coding agents' tools take 4 s on average
+DEFAULT_SLOTS = 5  # steps that decode at once
+DEMO_SLOTS = 4  # six trajectories a slot: they queue, as they do where GPUs are scarce
+DEMO_PROMPTS = 12
+DEFAULT_TOOL_LATENCY_S = 0.5  # a remote sandbox; coding agents' tools take 4 s on average
 DEFAULT_PORT = 7401  # of the scheduler, as in the services' own defaults
 DEFAULT_OUT = Path("runs")
 # Sixteen times the papers' cluster: beyond, a simulation takes longer than anyone waits, and then the memory.
@@ -44,7 +46,7 @@ Weights = Annotated[
 Slots = Annotated[int, typer.Option(min=1, help="Steps that decode at once on an engine.")]
 ToolLatency = Annotated[float, typer.Option(min=0, help="Seconds that each tool call takes beside its own work.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of prompts, environments and sampling.")]
-Prompts = Annotated[int, typer.Option(min=1, help="Prompts: half FrozenLake, half puzzles.")]
+Prompts = Annotated[int, typer.Option(min=1, help="Prompts: FrozenLake and puzzles in turn.")]
 Samples = Annotated[int, typer.Option(min=1, help="Trajectories of each prompt.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder that runs are written to.")]
 
@@ -52,20 +54,21 @@ Out = Annotated[Path, typer.Option("--out", help="Folder that runs are written t
 @app.command(context_settings=PASS_FLAGS)
 def demo(
     ctx: typer.Context,
-    prompts: Prompts = 8,
+    prompts: Prompts = DEMO_PROMPTS,
     samples: Samples = 4,
     seed: Seed = 0,
     tool_latency: ToolLatency = DEFAULT_TOOL_LATENCY_S,
     engines: Engines = 2,
-    slots: Slots = DEFAULT_SLOTS,
+    slots: Slots = DEMO_SLOTS,
     model: Model = DEFAULT_MODEL,
     weights: Weights = "auto",
     out_folder: Out = DEFAULT_OUT,
+    repeats: Annotated[int, typer.Option(min=1, help="Epochs that are compared, after the first.")] = 3,
     keep_logs: Annotated[
         bool, typer.Option("--keep-logs", help="Keep the processes' logs also when all went well.")
     ] = False,
 ) -> None:
-    """Run the same agentic work twice, pinned first come first served and with Treadle, and draw where the time went.
+    """Run epochs of agentic work, pinned first come first served and with Treadle, and draw where the time went.
 
     What stands after -- is passed to SGLang.
     """
@@ -75,7 +78,7 @@ def demo(
     def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
         plan = engine_plan(max(engines, 1), slots, model, seed, ctx.args, weights)
         work = Work(prompts, samples, seed, tool_latency)
-        return run_demo(plan, work, new_run_folder(out_folder), out, hurry, keep_logs=keep_logs)
+        return run_demo(plan, work, repeats, new_run_folder(out_folder), out, hurry, keep_logs=keep_logs)
 
     exits.run(begin)
 
@@ -134,7 +137,7 @@ def rollout(
     model: Annotated[
         str, typer.Option(help="Folder with the tokenizer.json of the model that the mesh serves.")
     ] = DEFAULT_MODEL,
-    prompts: Prompts = 8,
+    prompts: Prompts = DEMO_PROMPTS,
     samples: Samples = 4,
     seed: Seed = 0,
     tool_latency: ToolLatency = DEFAULT_TOOL_LATENCY_S,

@@ -1,4 +1,4 @@
-"""`treadle demo` itself, small, on two real engines: to its end, and interrupted in the middle of an arm."""
+"""`treadle demo` itself, small, on two real engines: to its end, and interrupted in the middle of a play."""
 
 import json
 import signal
@@ -12,7 +12,7 @@ from treadle_cli.report.records import read_run
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-SMALL = ("demo", "--prompts", "2", "--samples", "2", "--slots", "1", "--tool-latency", "0.2")
+SMALL = ("demo", "--prompts", "2", "--samples", "2", "--slots", "1", "--tool-latency", "0.2", "--repeats", "1")
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def demo(tmp_path: Path) -> Iterator[TreadleProcess]:
 
 
 def test_a_small_demo_writes_the_whole_report(demo: TreadleProcess, tmp_path: Path) -> None:
-    demo.until(lambda: "Pinned FCFS:" in demo.text())
+    demo.until(lambda: "Epoch 0, Pinned FCFS:" in demo.text())
     assert demo.wait() == 0, demo.text()
     assert demo.left_over() == []
     (folder,) = (tmp_path / "runs").iterdir()
@@ -34,11 +34,16 @@ def test_a_small_demo_writes_the_whole_report(demo: TreadleProcess, tmp_path: Pa
         "report.png",
     }
     run = read_run(folder)
-    assert [arm.arm for arm in run.record.arms] == ["pinned-fcfs", "treadle"]
-    for arm in ("pinned-fcfs", "treadle"):
-        trajectories = run.of_arm(arm)
+    assert [(play.arm, play.epoch) for play in run.record.plays] == [
+        ("pinned-fcfs", 0),
+        ("treadle", 1),
+        ("pinned-fcfs", 1),
+    ]
+    assert len({trajectory.trajectory_id for trajectory in run.trajectories}) == 3 * 4
+    for play in run.record.plays:
+        trajectories = run.of_play(play)
         assert {(t.prompt_id, t.sample) for t in trajectories} == {
-            (prompt, sample) for prompt in ("lake-0", "chain_sum-0") for sample in (0, 1)
+            (prompt, sample) for prompt in ("chain_sum-0", "lake-1") for sample in (0, 1)
         }
         for trajectory in trajectories:
             assert trajectory.outcome == "finished" and trajectory.turns >= 1
@@ -47,14 +52,16 @@ def test_a_small_demo_writes_the_whole_report(demo: TreadleProcess, tmp_path: Pa
             assert sum(seconds.values()) == pytest.approx(trajectory.finished_s - trajectory.opened_s)
             assert seconds["decode"] > 0 and seconds["tool"] > 0
             assert seconds["other"] < 0.2 * sum(seconds.values()) + 1.0  # nearly all of it has a name
+    versions = {forecast.model_version for t in run.of_play(run.record.plays[1]) for forecast in t.forecasts}
+    assert versions and "prior-1" not in versions  # the predictor keeps what epoch 0 taught it
     figures = json.loads((folder / "summary.json").read_text())["figures"]
     assert all(arm["trajectories"] == 4 and arm["failed"] == 0 for arm in figures)
 
 
-def test_ctrl_c_in_the_middle_of_an_arm_leaves_no_process(demo: TreadleProcess, tmp_path: Path) -> None:
-    demo.until(lambda: "Pinned FCFS:" in demo.text())  # the first line of progress: steps are decoding
+def test_ctrl_c_in_the_middle_of_a_play_leaves_no_process(demo: TreadleProcess, tmp_path: Path) -> None:
+    demo.until(lambda: "Epoch 0, Pinned FCFS:" in demo.text())  # a line of progress, or that of the end of the play
     demo.send(signal.SIGINT)
     assert demo.wait() == 130
     assert demo.left_over() == []
     (folder,) = (tmp_path / "runs").iterdir()
-    assert [entry.name for entry in folder.iterdir()] == ["logs"]
+    assert {entry.name for entry in folder.iterdir()} - {"trajectories.jsonl"} == {"logs"}  # that of finished plays

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from treadle import VersionSpan
-from treadle_cli.report.records import ArmRecord, Run, RunRecord, SpanRecord, TrajectoryRecord
+from treadle_cli.report.records import PlayRecord, Run, RunRecord, SpanRecord, TrajectoryRecord
 
 
 def trajectory(
@@ -40,7 +40,7 @@ def span(kind: str, start_s: float, end_s: float, engine_id: str = "engine-0", t
 
 
 def small_run() -> Run:
-    """Two arms of two trajectories. The second arm ends later and queues less; one of them moves behind a tool."""
+    """Two arms play two trajectories once. The second ends later and queues less; one of them moves behind a tool."""
     queued = (span("queue", 0, 6), span("prefill", 6, 7), span("decode", 7, 10))
     called = (span("prefill", 0, 1), span("decode", 1, 3), span("tool", 3, 4, ""))
     moved = (
@@ -53,9 +53,11 @@ def small_run() -> Run:
         replace(trajectory("treadle", "lake-0", 0, 40, 12.0, *moved), lost_engines=1, turns=2),
         trajectory("treadle", "lake-1", 0, 10, 4.0, span("decode", 0, 4, "engine-1")),
     )
-    arms = (
-        ArmRecord("pinned-fcfs", "Pinned FCFS", "first come first served", 10.0),
-        ArmRecord("treadle", "Treadle", "longest first", 12.0, 0.0, ("engine-0 was killed by SIGKILL at 7.5 s",)),
+    plays = (
+        PlayRecord("pinned-fcfs", "Pinned FCFS", "first come first served", 10.0),
+        PlayRecord(
+            "treadle", "Treadle", "longest first", 12.0, engine_losses=("engine-0 was killed by SIGKILL at 7.5 s",)
+        ),
     )
     record = RunRecord(
         run_id="20260101-000000-abcd",
@@ -66,6 +68,6 @@ def small_run() -> Run:
         slots=2,
         machine="2 cores, 23 GiB",
         conditions=("Same seeds.",),
-        arms=arms,
+        plays=plays,
     )
     return Run(record, trajectories)

@@ -1,6 +1,7 @@
 """The demo: what its agent makes of a small model's words and builds for it to read, a play, and a run's forecasts."""
 
 import io
+import statistics
 from typing import Any
 
 import pytest
@@ -14,11 +15,11 @@ from treadle_cli.demo.chatml import ChatML
 from treadle_cli.demo.collect import CollectedFacts
 from treadle_cli.demo.live import LiveBoard
 from treadle_cli.demo.play import Work, play
-from treadle_cli.demo.tasks import Task, make_prompts
+from treadle_cli.demo.tasks import LEAST_TURNS, Task, make_prompts
 from treadle_cli.problems import UsageProblem
 
-LAKE = Task("lake", "frozen_lake", {}, turn_tokens=12, turns=7, base_seed=0)
-PUZZLE = Task("puzzle", "reasoning_gym", {}, turn_tokens=64, turns=6, base_seed=0)
+LAKE = Task("lake", "frozen_lake", {}, turn_tokens=12, turns=7, sampling="0/0")
+PUZZLE = Task("puzzle", "reasoning_gym", {}, turn_tokens=64, turns=6, sampling="0/0")
 
 
 @pytest.mark.parametrize(
@@ -86,19 +87,31 @@ def test_a_model_that_does_not_speak_chatml_is_refused() -> None:
         ChatML(Tokenizer(models.BPE(vocab={}, merges=[])))
 
 
-def test_prompts_and_seeds_depend_on_nothing_but_index_and_seed(chat: ChatML) -> None:
+def test_prompts_and_seeds_depend_on_index_seed_and_epoch_alone(chat: ChatML) -> None:
     once, again = make_prompts(chat, 8, 5), make_prompts(chat, 8, 5)
     assert once == again
-    assert [prompt.data.kind for prompt in once] == ["lake"] * 4 + ["puzzle"] * 4
+    assert [prompt.data.kind for prompt in once].count("lake") == 4
     assert len({prompt.id for prompt in once}) == 8
     assert make_prompts(chat, 8, 6) != once
-    seeds = {p.data.sampling_seed(p.id, sample, turn) for p in once for sample in range(4) for turn in range(7)}
-    assert len(seeds) == 8 * 4 * 7
+    later = make_prompts(chat, 8, 5, epoch=1)
+    assert [(p.id, p.tokens, p.data.arguments) for p in later] == [(p.id, p.tokens, p.data.arguments) for p in once]
+    both = [*once, *later]
+    seeds = {p.data.sampling_seed(p.id, sample, turn) for p in both for sample in range(4) for turn in range(9)}
+    assert len(seeds) == 2 * 8 * 4 * 9
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_few_prompts_are_much_longer_than_most(chat: ChatML, seed: int) -> None:
+    turns = sorted(prompt.data.turns for prompt in make_prompts(chat, 8, seed))
+    assert turns[-1] >= 3 * statistics.median(turns)
+    assert turns[0] == LEAST_TURNS
+    tokens = [task.turns * task.turn_tokens for task in (prompt.data for prompt in make_prompts(chat, 8, seed))]
+    assert max(tokens) >= 4 * statistics.median(tokens)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 async def test_the_demos_work_is_played_on_a_mesh_and_shown(chat: ChatML, terminal: bool) -> None:
-    task = Task("lake", "count", {}, turn_tokens=4, turns=2, base_seed=0)
+    task = Task("lake", "count", {}, turn_tokens=4, turns=2, sampling="0/0")
     prompts = [Prompt(f"count-{index}", chat.system("Count."), task) for index in range(2)]
     screen = io.StringIO()
     console = Console(file=screen, width=200, force_terminal=terminal)

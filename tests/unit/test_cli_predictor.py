@@ -70,8 +70,8 @@ def test_traces_and_runs_become_one_file_with_what_was_cut_marked(
     assert found[0].turns == (Turn(5, 2, "look", "found"), Turn(7))
     assert found[3].prompt_id == "0/lake-0" and found[3].prompt_tokens == 2 and found[3].turns == (Turn(40),)
     assert {each.rollout_id for each in found[3:]} == {
-        "20260101-000000-abcd/pinned-fcfs",
-        "20260101-000000-abcd/treadle",
+        "20260101-000000-abcd/pinned-fcfs-0",
+        "20260101-000000-abcd/treadle-0",
     }
     again = tmp_path / "again.jsonl"
     assert told("harvest", str(out), "--out", str(again)) == counts and read_transcripts(again) == found

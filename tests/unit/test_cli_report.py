@@ -17,16 +17,16 @@ from support.runs import small_run, span, trajectory
 from treadle_cli.app import app
 from treadle_cli.report.accounting import (
     KINDS,
-    ArmFigures,
     ForecastFigures,
-    arm_figures,
+    PlayFigures,
     forecast_figures,
+    play_figures,
     tail_queue_share,
     time_by_kind,
 )
-from treadle_cli.report.comparison import headline, losses, rows
+from treadle_cli.report.comparison import epoch_rows, headline, losses, rows
 from treadle_cli.report.page import render_run
-from treadle_cli.report.records import ForecastRecord, RecordError, Run, read_run, write_run
+from treadle_cli.report.records import ForecastRecord, RecordError, Run, TrajectoryRecord, read_run, write_run
 from treadle_cli.templates import render
 from treadle_sim.workloads.workload import Step, read_traces
 from typer.testing import CliRunner
@@ -42,8 +42,14 @@ def draw(run: Run, folder: Path) -> str:
     return screen.getvalue()
 
 
-def figures_of(run: Run) -> Sequence[ArmFigures]:
-    return [arm_figures(arm, run.of_arm(arm.arm)) for arm in run.record.arms]
+def of_arm(run: Run, arm: str) -> list[TrajectoryRecord]:
+    """The trajectories of an arm that played once."""
+    (play,) = (play for play in run.record.plays if play.arm == arm)
+    return run.of_play(play)
+
+
+def figures_of(run: Run) -> Sequence[PlayFigures]:
+    return [play_figures(play, run.of_play(play)) for play in run.compared]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +60,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def test_seconds_by_kind_add_up_to_the_wall_time_with_the_rest_as_other() -> None:
-    moved = small_run().of_arm("treadle")[1]
+    moved = of_arm(small_run(), "treadle")[1]
     seconds = time_by_kind(moved)
     assert seconds == {"decode": 8.0, "prefill": 0.0, "queue": 1.0, "tool": 2.0, "migration": 0.0, "other": 1.0}
     assert sum(seconds.values()) == moved.finished_s - moved.opened_s
@@ -75,13 +81,55 @@ def test_figures_name_hidden_migrations_lost_engines_the_tails_queue_and_each_en
     treadle = figures_of(run)[1]
     assert (treadle.hidden_migration_s, treadle.migrations, treadle.lost_engines) == (1.0, 1, 1)
     assert treadle.engine_last_token_s == {"engine-0": 5.0, "engine-1": 12.0}
-    assert tail_queue_share(run.of_arm("pinned-fcfs")) == 0.6  # 6 of the 10 s of the one with 40 tokens
+    assert tail_queue_share(of_arm(run, "pinned-fcfs")) == 0.6  # 6 of the 10 s of the one with 40 tokens
 
 
 def test_what_treadle_lost_is_said() -> None:
-    figures = figures_of(small_run())
-    assert "makespan: 12.0 s against 10.0 s (+20 %)" in losses(figures)
-    assert headline(figures, ["Pinned FCFS", "Treadle"]).startswith("Treadle finished 20 % later than Pinned FCFS")
+    run = small_run()
+    assert "makespan: 12.0 s against 10.0 s (+20 %)" in losses(figures_of(run))
+    assert headline(run) == "Treadle finished 20 % later than Pinned FCFS: 12.0 s against 10.0 s."
+
+
+def epochs(*makespans_s: tuple[float, float]) -> Run:
+    """Epoch 0 of the baseline in 20 s, and an epoch of each pair: Treadle's seconds, which plays first, and the
+    baseline's."""
+    pinned, treadle = small_run().record.plays
+    plays = [replace(pinned, makespan_s=20.0)]
+    for epoch, (treadle_s, pinned_s) in enumerate(makespans_s, start=1):
+        plays += [
+            replace(treadle, epoch=epoch, makespan_s=treadle_s),
+            replace(pinned, epoch=epoch, makespan_s=pinned_s),
+        ]
+    record = replace(small_run().record, plays=tuple(plays))
+    return Run(record, tuple(replace(t, epoch=play.epoch) for play in plays for t in of_arm(small_run(), play.arm)))
+
+
+def test_several_epochs_are_summed_up_by_the_median_ratio_and_all_are_shown(tmp_path: Path) -> None:
+    run = epochs((10.0, 12.0), (10.0, 15.0), (11.0, 11.0))
+    assert [round(repeat.ratio, 2) for repeat in run.repeats] == [1.2, 1.5, 1.0]
+    assert [(play.arm, play.epoch) for play in run.compared] == [("pinned-fcfs", 1), ("treadle", 1)]
+    assert headline(run) == (
+        "Treadle finished 17 % sooner than Pinned FCFS: 10.0 s against 12.0 s, the median of 3 epochs, whose ratios "
+        "are 1.00 to 1.50."
+    )
+    assert epoch_rows(run) == [
+        ("epoch 0, teaches the predictor", ["20.0 s", ""], ""),
+        ("epoch 1, the median", ["12.0 s", "10.0 s"], "1.20"),
+        ("epoch 2", ["15.0 s", "10.0 s"], "1.50"),
+        ("epoch 3", ["11.0 s", "11.0 s"], "1.00"),
+    ]
+    assert "epoch 0, teaches the predictor" in draw(run, tmp_path)
+    assert "<td>epoch 1, the median</td>" in (tmp_path / "report.html").read_text()
+    written = json.loads((tmp_path / "summary.json").read_text())["figures"]
+    assert [(play["arm"], play["epoch"]) for play in written][:3] == [
+        ("pinned-fcfs", 0),
+        ("treadle", 1),
+        ("pinned-fcfs", 1),
+    ]
+
+
+def test_a_median_that_lost_is_said_to_have_lost() -> None:
+    assert headline(epochs((12.0, 10.0), (12.0, 11.0), (10.0, 11.0))).startswith("Treadle finished 9 % later than")
 
 
 def test_page_picture_summary_and_terminal_hold_both_arms_and_the_losses(drawn: tuple[Path, str]) -> None:
@@ -101,8 +149,8 @@ def test_page_picture_summary_and_terminal_hold_both_arms_and_the_losses(drawn: 
 
 def test_a_run_of_one_arm_is_drawn_too_with_its_words_escaped(tmp_path: Path) -> None:
     run = small_run()
-    record = replace(run.record, arms=run.record.arms[:1], model="<b>")
-    assert "Pinned FCFS took 10.0 s." in draw(Run(record, tuple(run.of_arm("pinned-fcfs"))), tmp_path)
+    record = replace(run.record, plays=run.record.plays[:1], model="<b>")
+    assert "Pinned FCFS took 10.0 s." in draw(Run(record, tuple(of_arm(run, "pinned-fcfs"))), tmp_path)
     assert "&lt;b&gt;, seed 0" in (tmp_path / "report.html").read_text()
 
 

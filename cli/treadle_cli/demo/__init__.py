@@ -1,1 +1,1 @@
-"""The main job: the same agentic work on two engines, once pinned and first come first served, once with Treadle."""
+"""The main job: the same agentic work on two engines, epoch after epoch, as frameworks do it and with Treadle."""

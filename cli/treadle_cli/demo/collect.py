@@ -1,7 +1,7 @@
-"""Collect what the mesh's facts say while an arm runs, and make the records of its trajectories.
+"""Collect what the mesh's facts say during a play, and make the records of its trajectories.
 
 The client sees its own steps; only the facts show migrations, forecasts and when a step entered an engine's queue. The
-subscription is a plain one, not durable: it starts before the arm and ends with it.
+subscription is a plain one, not durable: it starts before the play and ends with it.
 """
 
 from collections import defaultdict
@@ -107,6 +107,7 @@ async def collect_facts(nats_url: str, note: Callable[[str], None]) -> AsyncIter
 
 def trajectory_records(
     arm: str,
+    epoch: int,
     started_s: float,
     results: Sequence[TrajectoryResult],
     opened_s: Mapping[tuple[str, int], float],
@@ -126,6 +127,7 @@ def trajectory_records(
         records.append(
             TrajectoryRecord(
                 arm=arm,
+                epoch=epoch,
                 trajectory_id=result.trajectory_id,
                 prompt_id=result.prompt_id,
                 sample=result.sample,

@@ -1,4 +1,4 @@
-"""Show an arm while it runs: what is finished, each engine's running and waiting steps, tokens a second, time left.
+"""Show a play while it runs: what is finished, each engine's running and waiting steps, tokens a second, time left.
 
 On a terminal it redraws in place, otherwise it prints a line every few seconds. Nothing waits for it.
 """

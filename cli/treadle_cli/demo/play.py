@@ -1,7 +1,7 @@
 """Play the demo's work once on a mesh, and keep what came of it.
 
-`treadle demo` calls `play` once for each arm; `treadle rollout` (`run_attached`) calls it once on a mesh that already
-runs, under whatever policy it has.
+`treadle demo` calls `play` for each arm and epoch; `treadle rollout` (`run_attached`) calls it once on a mesh that
+already runs, under whatever policy it has.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from treadle_cli.demo.live import LiveBoard
 from treadle_cli.demo.tasks import make_prompts
 from treadle_cli.problems import UsageProblem
 from treadle_cli.report.page import render_run
-from treadle_cli.report.records import ArmRecord, Run, RunRecord, TrajectoryRecord, write_run
+from treadle_cli.report.records import PlayRecord, Run, RunRecord, TrajectoryRecord, write_run
 
 CLEANUP_S = 2.0  # after Ctrl-C the mesh ends too: no need to close every trajectory
 ASK_TIMEOUT_S = 10.0
@@ -59,11 +59,18 @@ class Played:
 
 
 async def play(
-    scheduler: str, nats_url: str, arm: str, work: Work, chat: ChatML, prompts: Sequence[Prompt], display: LiveBoard
+    scheduler: str,
+    nats_url: str,
+    arm: str,
+    work: Work,
+    chat: ChatML,
+    prompts: Sequence[Prompt],
+    display: LiveBoard,
+    epoch: int = 0,
 ) -> Played:
     """Run all samples of all prompts at once and show them. nats_url: empty: migrations do not show.
 
-    arm: the name that the records carry. Raises TreadleError where the rollout cannot be made.
+    arm, epoch: what the records carry. Raises TreadleError where the rollout cannot be made.
     """
     opened_s: dict[tuple[str, int], float] = {}
 
@@ -78,7 +85,7 @@ async def play(
         player = Player(chat, work.tool_latency_s)
         rollout = await client.rollout(prompts, player, samples_per_prompt=work.samples, on_event=on_event)
     tasks = {prompt.id: str(prompt.data.kind) for prompt in prompts}
-    records = trajectory_records(arm, started_s, rollout.trajectories, opened_s, tasks, facts)
+    records = trajectory_records(arm, epoch, started_s, rollout.trajectories, opened_s, tasks, facts)
     return Played(started_s, records, facts.failed_migrations())
 
 
@@ -111,7 +118,7 @@ async def run_attached(
         slots=engines[0].info.slot_limit,
         machine=f"mesh at {scheduler}",
         conditions=("One rollout on a mesh that was running before; its caches and its predictor may be warm.",),
-        arms=(ArmRecord(ARM, "Rollout", policy, played.makespan_s, failed_migrations=played.failed_migrations),),
+        plays=(PlayRecord(ARM, "Rollout", policy, played.makespan_s, failed_migrations=played.failed_migrations),),
     )
     return report_run(folder, Run(record, tuple(played.records)), console)
 

@@ -1,9 +1,10 @@
-"""`treadle demo` from start to report: one mesh, two arms one after the other on the same work.
+"""`treadle demo` from start to report: one mesh, and epochs of the same prompts, as a training run has them.
 
-For a fair comparison both arms run on the same engines with the same prompts, sampling seeds and environment seeds, and
-start from the same state: a control plane that has just started with an empty store, so that no predictor knows the
-other arm's outcomes, and engines whose KV was flushed. Each engine generates a few tokens and each environment opens
-once before the clock starts, so that no arm pays for being first; no predictor learns from that. However the demo ends,
+The baseline plays epoch 0, which teaches the predictor and is compared with nothing. Treadle and the baseline play each
+later epoch, with the same prompts, sampling seeds and environment seeds; other epochs have other sampling seeds.
+Treadle plays first, so that its predictor has seen no sample of the epoch. The control plane, where the history is,
+stays; the KV of all engines is flushed before each play. Each engine generates a few tokens and each environment opens
+once before the first play, so that no play pays for being first; no predictor learns from that. However the demo ends,
 no process remains, and finished trajectories are on disk.
 """
 
@@ -34,7 +35,7 @@ from treadle_cli.mesh.engines import Engine, EnginePlan
 from treadle_cli.mesh.mesh import Mesh, MeshPlan, StartBoard
 from treadle_cli.mesh.processes import ProcessTree
 from treadle_cli.problems import UsageProblem
-from treadle_cli.report.records import ArmRecord, Run, RunRecord, TrajectoryRecord, write_trajectories
+from treadle_cli.report.records import PlayRecord, Run, RunRecord, TrajectoryRecord, write_trajectories
 
 WARM_TOKENS = 8
 WARM_BATCHES = (1, 4)  # both ends of the batch sizes that an arm starts with
@@ -78,13 +79,25 @@ TREADLE = Arm(
 )
 
 
+def plan_plays(repeats: int) -> list[tuple[int, Arm]]:
+    """Epoch and arm of each play, in order."""
+    return [(0, PINNED_FCFS), *((epoch, arm) for epoch in range(1, repeats + 1) for arm in (TREADLE, PINNED_FCFS))]
+
+
 async def run_demo(
-    engines: EnginePlan, work: Work, folder: Path, console: Console, hurry: asyncio.Event, *, keep_logs: bool
+    engines: EnginePlan,
+    work: Work,
+    repeats: int,
+    folder: Path,
+    console: Console,
+    hurry: asyncio.Event,
+    *,
+    keep_logs: bool,
 ) -> int:
-    """Run both arms, draw the report in `folder`, and return the exit code: 1 where a trajectory failed."""
+    """Play all epochs, draw the report in `folder`, and return the exit code: 1 where a trajectory failed."""
     logs, state = folder / "logs", folder / "state"
     started_at = time_stamp()
-    arms: list[ArmRecord] = []
+    plays: list[PlayRecord] = []
     records: list[TrajectoryRecord] = []
     try:
         async with ProcessTree(logs, hurry=hurry) as tree:
@@ -94,17 +107,19 @@ async def run_demo(
                 prompts = make_prompts(chat, work.prompts, work.seed)
                 with board.part("warm-up"):
                     await warm_engines(mesh.engines, prompts[0].tokens)
+                with board.part("tools' sandboxes"):
+                    await _warm_tools(mesh.where.services["tools"], prompts)
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(mesh.until_broken())
-                for arm in (PINNED_FCFS, TREADLE):
-                    arm_record, arm_records = await _run_arm(mesh, arm, work, chat, prompts, console)
-                    arms.append(arm_record)
-                    records += arm_records
+                for epoch, arm in plan_plays(repeats):
+                    played, own_records = await _play(mesh, arm, epoch, work, chat, console)
+                    plays.append(played)
+                    records += own_records
                     write_trajectories(folder, records)
                 watch.cancel()
     finally:
         shutil.rmtree(state, ignore_errors=True)
-    run = Run(_run_record(engines, work, folder.name, started_at, arms), tuple(records))
+    run = Run(_run_record(engines, work, folder.name, started_at, plays), tuple(records))
     code = report_run(folder, run, console)
     if not keep_logs:
         shutil.rmtree(logs, ignore_errors=True)
@@ -125,20 +140,19 @@ async def warm_engines(engines: Sequence[Engine], token_ids: list[int]) -> None:
             await asyncio.gather(*[generate(engine, body) for engine in engines])
 
 
-async def _run_arm(
-    mesh: Mesh, arm: Arm, work: Work, chat: ChatML, prompts: list[Prompt], console: Console
-) -> tuple[ArmRecord, list[TrajectoryRecord]]:
-    with StartBoard(console) as board:
-        mesh.board = board
-        await mesh.renew_control_plane(arm.policy)
-        with board.part("tools' sandboxes"):
-            await _warm_tools(mesh.where.services["tools"], prompts)
-    display = LiveBoard(console, arm.title, prompts, work.samples, mesh.where.sidecars)
+async def _play(
+    mesh: Mesh, arm: Arm, epoch: int, work: Work, chat: ChatML, console: Console
+) -> tuple[PlayRecord, list[TrajectoryRecord]]:
+    prompts = make_prompts(chat, work.prompts, work.seed, epoch)
+    display = LiveBoard(console, f"Epoch {epoch}, {arm.title}", prompts, work.samples, mesh.where.sidecars)
     mesh.board = display
+    await mesh.forget_caches()
+    await mesh.set_policy(arm.policy)
     others = OtherPrograms()
-    played = await play(mesh.where.scheduler, mesh.nats_url, arm.name, work, chat, prompts, display)
-    record = ArmRecord(
+    played = await play(mesh.where.scheduler, mesh.nats_url, arm.name, work, chat, prompts, display, epoch)
+    record = PlayRecord(
         arm=arm.name,
+        epoch=epoch,
         title=arm.title,
         policy=arm.policy_text,
         makespan_s=played.makespan_s,
@@ -174,7 +188,7 @@ async def _warm_tools(address: str, prompts: Iterable[Prompt]) -> None:
             await tools.CloseSession(closing, timeout=TOOLS_TIMEOUT_S)
 
 
-def _run_record(engines: EnginePlan, work: Work, run_id: str, started_at: str, arms: list[ArmRecord]) -> RunRecord:
+def _run_record(engines: EnginePlan, work: Work, run_id: str, started_at: str, plays: list[PlayRecord]) -> RunRecord:
     memory_gib = psutil.virtual_memory().total / 2**30
     where = (
         "each pinned to a core of its own with one thread, so that an idle engine does not speed up the other"
@@ -191,12 +205,13 @@ def _run_record(engines: EnginePlan, work: Work, run_id: str, started_at: str, a
         machine=f"{len(os.sched_getaffinity(0))} cores, {memory_gib:.0f} GiB",
         conditions=(
             f"Same engines for both arms, {where}.",
-            "Same prompts, sampling seeds and environment seeds; the arms ran one after the other, in the order shown.",
-            "Each arm began with a fresh control plane on an empty store, so that no predictor knew the other arm's "
-            "outcomes, and with flushed KV caches, in the engines and in shared storage.",
+            "In an epoch both arms have the same prompts, sampling seeds and environment seeds; another epoch samples "
+            "with other seeds. Treadle plays an epoch first, so that its predictor knows no sample of it.",
+            "The baseline plays epoch 0, from which the predictor learns as from the first epoch of a training run; it "
+            "is compared with nothing. Each play begins with flushed KV caches, in the engines and in shared storage.",
             f"Each tool call takes {work.tool_latency_s:g} s longer (--tool-latency), like a call across a network: "
             "FrozenLake answers in milliseconds, and no KV can move in that time.",
             "The services and the agents' own code share the cores with the engines, in both arms.",
         ),
-        arms=tuple(arms),
+        plays=tuple(plays),
     )

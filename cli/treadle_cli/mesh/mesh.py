@@ -1,9 +1,10 @@
 """Run a mesh on this machine: NATS, the services, the engines and their sidecars, in one process tree.
 
-`treadle up` (`run_up`) runs one until Ctrl-C; `treadle demo` runs its arms on one. Engines take most of a minute to
-start and live as long as the mesh; the control plane takes seconds, and `renew_control_plane` replaces it with a fresh
-one (empty store, no history) on the same engines. An engine that dies is recorded, and its sidecar reports it to the
-scheduler; any other child that dies ends the mesh, with its name and the end of its log.
+`treadle up` (`run_up`) runs one until Ctrl-C; `treadle demo` plays on one. Engines take most of a minute to start and
+live as long as the mesh. `forget_caches` and `set_policy` prepare it for another play, with the history that it has; a
+control plane takes seconds, and `renew_control_plane` replaces it with a fresh one (empty store, no history). An engine
+that dies is recorded, and its sidecar reports it to the scheduler; any other child that dies ends the mesh, with its
+name and the end of its log.
 """
 
 import asyncio
@@ -129,7 +130,7 @@ class Mesh:
         async with asyncio.TaskGroup() as group:
             group.create_task(mesh._start_engines())
             group.create_task(mesh._start_control())
-        await mesh._start_sidecars(preempt=True)
+        await mesh._start_sidecars()
         mesh._serving = True
         return mesh
 
@@ -158,13 +159,21 @@ class Mesh:
 
     async def renew_control_plane(self, policy: scheduler_pb2.Policy) -> None:
         """Stop NATS, the services and the sidecars, empty all KV caches, and start them again with an empty store and
-        this policy: its `preempt` is also whether the sidecars may preempt a running step for a waiting one."""
+        this policy."""
         await self._control.stop()
-        await engines.forget_caches(self.engines, self.hicache_folder, self.board.note)
+        await self.forget_caches()
         self._generation += 1
         self._plan_control()
         await self._start_control()
-        await self._start_sidecars(preempt=policy.preempt)
+        await self._start_sidecars()
+        await self.set_policy(policy)
+
+    async def forget_caches(self) -> None:
+        """Empty the KV caches of all engines and the KV in shared storage, while no trajectory is open."""
+        await engines.forget_caches(self.engines, self.hicache_folder, self.board.note)
+
+    async def set_policy(self, policy: scheduler_pb2.Policy) -> None:
+        """Set the policy of the trajectories that are opened from now on."""
         async with grpc.aio.insecure_channel(self.where.scheduler) as channel:
             request = scheduler_pb2.SetPolicyRequest(request_id=uuid.uuid4().hex, policy=policy)
             await scheduler_pb2_grpc.SchedulerServiceStub(channel).SetPolicy(request, timeout=POLICY_TIMEOUT_S)
@@ -229,11 +238,10 @@ class Mesh:
         with self.board.part("NATS and services"):
             await self._control.start()
 
-    async def _start_sidecars(self, *, preempt: bool) -> None:
+    async def _start_sidecars(self) -> None:
         alive = [engine for engine in self.engines if not engine.child.exited.is_set()]
         if not alive:
             return
-        self._preempt = preempt
         with self.board.part("sidecars"):
             sidecars = [await self._start_sidecar(engine) for engine in alive]
             await self._until_registered({engine.engine_id for engine in alive}, sidecars)
@@ -242,7 +250,6 @@ class Mesh:
         settings = {
             "TREADLE_SIDECAR_SLOTS": str(engine.kind.slots),
             "TREADLE_SIDECAR_KV_STORAGE_DIR": str(self.hicache_folder.absolute()),
-            "TREADLE_SIDECAR_PREEMPT": "true" if self._preempt else "false",
             "TREADLE_SIDECAR_ENGINE_URL": engine.url,
         }
         return await self._control.start_sidecar(engine.engine_id, settings)

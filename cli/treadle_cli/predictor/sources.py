@@ -75,7 +75,7 @@ def transcripts_of_works(works: Sequence[TrajectoryWork], rollout_id: str = "tra
 
 
 def transcripts_of_run(run: Run, tokenizer: Tokenizer | None = None) -> list[Transcript]:
-    """Each arm of a run as a rollout, without trajectories that sampled nothing. Prompts of another seed are other
+    """Each play of a run as a rollout, without trajectories that sampled nothing. Prompts of another seed are other
     prompts."""
     return [_transcript(run, record, tokenizer) for record in run.trajectories if any(record.loss_mask)]
 
@@ -90,9 +90,10 @@ def _transcript(run: Run, record: TrajectoryRecord, tokenizer: Tokenizer | None)
     sampled_and_answered: Iterable[tuple[list[int], list[int]]] = itertools.zip_longest(
         spans[::2], spans[1::2], fillvalue=[]
     )
+    rollout_id = f"{run.record.run_id}/{record.arm}-{record.epoch}"
     return Transcript(
-        f"{run.record.run_id}/{record.arm}/{record.trajectory_id}",
-        f"{run.record.run_id}/{record.arm}",
+        f"{rollout_id}/{record.trajectory_id}",
+        rollout_id,
         f"{run.record.seed}/{record.prompt_id}",
         len(prompt),
         tuple(Turn(len(ids), len(answer), decode(ids), decode(answer)) for ids, answer in sampled_and_answered),
@@ -124,7 +125,7 @@ def _holds_transcripts(path: Path) -> bool:
 
 def write_run(folder: Path, out: Path) -> int:
     """Write the trajectories of a run that sampled anything as a trace file (docs/traces.md), and count them. The
-    samples of a prompt are numbered over all arms. Raises RecordError, OSError."""
+    samples of a prompt are numbered over all plays. Raises RecordError, OSError."""
     run = read_run(folder)
     tokenizer = tokenizer_of(run.record.model)
     numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)

@@ -1,4 +1,4 @@
-"""Compute the figures of an arm from the spans of its trajectories: where the time went, and what forecasts cost.
+"""Compute the figures of a play from the spans of its trajectories: where the time went, and what forecasts cost.
 
 The seconds of a trajectory by kind, `other` included, add up to its wall time exactly: where spans overlap (a migration
 during a tool call) the moment counts once, for the first kind in PRECEDENCE; hidden migration time is a figure of its
@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from treadle_cli.report.records import ArmRecord, TrajectoryRecord
+from treadle_cli.report.records import PlayRecord, TrajectoryRecord
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ForecastFigures:
 
 
 def forecast_figures(trajectories: Sequence[TrajectoryRecord]) -> ForecastFigures:
-    """Figures of one arm; zeros where it has no forecasts."""
+    """Figures of one play; zeros where it has no forecasts."""
     forecasts = [forecast for trajectory in trajectories for forecast in trajectory.forecasts]
     waits_s = [wait_s for trajectory in trajectories for wait_s in _waits_s(trajectory)]
     return ForecastFigures(
@@ -61,8 +61,8 @@ TAIL_SHARE = 0.1  # "the longest tenth": what a synchronous rollout waits for
 
 
 @dataclass(frozen=True)
-class ArmFigures:
-    """One arm in numbers. `time_s` sums over trajectories, so it is many times the makespan.
+class PlayFigures:
+    """One play in numbers. `time_s` sums over trajectories, so it is many times the makespan.
 
     tail_queue_share: of the wall time of the tenth with the most generated tokens, the part spent queueing (Heddle,
     fig. 4). hidden_migration_s: migration time during which the tool of the trajectory ran. engine_last_token_s: when
@@ -70,6 +70,7 @@ class ArmFigures:
     """
 
     arm: str
+    epoch: int
     makespan_s: float
     trajectories: int
     finished: int
@@ -104,34 +105,35 @@ def time_by_kind(trajectory: TrajectoryRecord) -> dict[str, float]:
     return seconds
 
 
-def arm_figures(arm: ArmRecord, trajectories: Sequence[TrajectoryRecord]) -> ArmFigures:
-    """Figures of one arm; `trajectories` are its own, at least one."""
+def play_figures(play: PlayRecord, trajectories: Sequence[TrajectoryRecord]) -> PlayFigures:
+    """Figures of one play; `trajectories` are its own, at least one."""
     times = [time_by_kind(trajectory) for trajectory in trajectories]
     time_s = {kind: sum(seconds[kind] for seconds in times) for kind in KINDS}
     gen_tokens = sum(trajectory.gen_tokens for trajectory in trajectories)
     finishes = [trajectory.finished_s for trajectory in trajectories]
     migrations = [span for t in trajectories for span in t.spans if span.kind == "migration"]
     migration_s = sum(max(0.0, span.end_s - span.start_s) for span in migrations)
-    return ArmFigures(
-        arm=arm.arm,
-        makespan_s=arm.makespan_s,
+    return PlayFigures(
+        arm=play.arm,
+        epoch=play.epoch,
+        makespan_s=play.makespan_s,
         trajectories=len(trajectories),
         finished=sum(t.outcome in ("finished", "truncated") for t in trajectories),
         failed=sum(t.outcome == "failed" for t in trajectories),
         gen_tokens=gen_tokens,
-        tokens_per_s=gen_tokens / arm.makespan_s if arm.makespan_s > 0 else 0.0,
+        tokens_per_s=gen_tokens / play.makespan_s if play.makespan_s > 0 else 0.0,
         median_finish_s=statistics.median(finishes),
         mean_finish_s=statistics.fmean(finishes),
         tail_queue_share=tail_queue_share(trajectories),
         mean_reward=statistics.fmean(t.reward or 0.0 for t in trajectories),
         preemptions=sum(t.preemptions for t in trajectories),
         migrations=sum(t.migrations for t in trajectories),
-        failed_migrations=len(arm.failed_migrations),
+        failed_migrations=len(play.failed_migrations),
         lost_engines=sum(t.lost_engines for t in trajectories),
         time_s=time_s,
         hidden_migration_s=max(0.0, migration_s - time_s["migration"]),
         engine_last_token_s=_engine_ends(trajectories),
-        other_programs_share=arm.other_programs_share,
+        other_programs_share=play.other_programs_share,
         forecasts=forecast_figures(trajectories),
     )
 

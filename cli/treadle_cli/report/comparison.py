@@ -1,7 +1,8 @@
-"""Compare the arms of a run: rows of a table, one sentence, every loss; and print them.
+"""Compare the plays of a run: rows of a table, one sentence, every loss; and print them.
 
-The page and the terminal show the same rows. A row says which way is better, and every row in which the last arm
-(Treadle) did worse than the first (the baseline) is named in `losses`: nothing is left out.
+Where arms played several epochs, the sentence gives the median of their ratios, one table holds every epoch, and the
+others the median epoch. The page and the terminal show the same rows. A row says which way is better, and every row in
+which the last arm (Treadle) did worse than the first (the baseline) is named in `losses`: nothing is left out.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from treadle_cli.report.accounting import KINDS, ArmFigures
+from treadle_cli.report.accounting import KINDS, PlayFigures
 from treadle_cli.report.records import Run
 
 NOTABLE = 0.02  # relative difference below which two figures of one run count as equal
@@ -61,12 +62,12 @@ class Row:
         return "better" if (last < first) == (self.better == "lower") else "worse"
 
 
-def _idle_s(arm: ArmFigures) -> float:
-    return sum(arm.makespan_s - end_s for end_s in arm.engine_last_token_s.values())
+def _idle_s(play: PlayFigures) -> float:
+    return sum(play.makespan_s - end_s for end_s in play.engine_last_token_s.values())
 
 
 # Label, figure, unit and which way is better; most important first.
-Compared = tuple[tuple[str, Callable[[ArmFigures], float], str, Better], ...]
+Compared = tuple[tuple[str, Callable[[PlayFigures], float], str, Better], ...]
 COMPARED: Compared = (
     ("makespan", lambda a: a.makespan_s, "s", "lower"),
     ("median trajectory ends at", lambda a: a.median_finish_s, "s", "lower"),
@@ -93,7 +94,7 @@ FORECASTS: Compared = (
 )
 
 
-def rows(figures: Sequence[ArmFigures]) -> list[Row]:
+def rows(figures: Sequence[PlayFigures]) -> list[Row]:
     """The comparison, most important first; forecasts are compared where an arm has any."""
     compared = COMPARED
     if any(arm.forecasts.forecasts for arm in figures):
@@ -104,7 +105,7 @@ def rows(figures: Sequence[ArmFigures]) -> list[Row]:
     ]
 
 
-def time_rows(figures: Sequence[ArmFigures]) -> list[Row]:
+def time_rows(figures: Sequence[PlayFigures]) -> list[Row]:
     """Where the time went, all trajectories added up; the kinds sum to the last row."""
     better: dict[str, Better] = {"queue": "lower", "prefill": "lower", "other": "lower"}
     kinds = [Row(kind, tuple(arm.time_s[kind] for arm in figures), "s", better.get(kind, "")) for kind in KINDS]
@@ -112,7 +113,7 @@ def time_rows(figures: Sequence[ArmFigures]) -> list[Row]:
     return [*kinds, total]
 
 
-def losses(figures: Sequence[ArmFigures]) -> list[str]:
+def losses(figures: Sequence[PlayFigures]) -> list[str]:
     """One sentence for each figure in which the last arm did worse than the first."""
     found = []
     for row in (*rows(figures), *time_rows(figures)):
@@ -122,31 +123,60 @@ def losses(figures: Sequence[ArmFigures]) -> list[str]:
     return found
 
 
-def headline(figures: Sequence[ArmFigures], titles: Sequence[str]) -> str:
-    """The result in one sentence."""
-    if len(figures) < 2:
-        return f"{titles[0]} took {figures[0].makespan_s:.1f} s."
-    first, last = figures[0].makespan_s, figures[-1].makespan_s
-    if abs(first - last) <= NOTABLE * first:
-        even = f"took the same time within {100 * NOTABLE:.0f} %"
-        return f"{titles[-1]} and {titles[0]} {even}: {last:.1f} s and {first:.1f} s."
-    change = f"{100 * abs(first - last) / first:.0f} % {'sooner' if last < first else 'later'}"
-    return f"{titles[-1]} finished {change} than {titles[0]}: {last:.1f} s against {first:.1f} s."
+def headline(run: Run) -> str:
+    """The result in one sentence, of the median repeat where there are several."""
+    first, last = run.compared[0], run.compared[-1]
+    if first is last:
+        return f"{first.title} took {first.makespan_s:.1f} s."
+    seconds = f"{last.makespan_s:.1f} s against {first.makespan_s:.1f} s{_spread(run)}"
+    if abs(first.makespan_s - last.makespan_s) <= NOTABLE * first.makespan_s:
+        return f"{last.title} and {first.title} took the same time within {100 * NOTABLE:.0f} %: {seconds}."
+    share = abs(first.makespan_s - last.makespan_s) / first.makespan_s
+    change = f"{100 * share:.0f} % {'sooner' if last.makespan_s < first.makespan_s else 'later'}"
+    return f"{last.title} finished {change} than {first.title}: {seconds}."
+
+
+def _spread(run: Run) -> str:
+    ratios = [repeat.ratio for repeat in run.repeats]
+    if len(ratios) < 2:
+        return ""
+    return f", the median of {len(ratios)} epochs, whose ratios are {min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def epoch_rows(run: Run) -> list[tuple[str, list[str], str]]:
+    """Every epoch: its name, each arm's makespan in words (empty where it did not play), and the ratio."""
+    plays = run.record.plays
+    arms = dict.fromkeys((plays[0].arm, *(play.arm for play in plays)))
+    ratios = {repeat.baseline.epoch: f"{repeat.ratio:.2f}" for repeat in run.repeats}
+    median = run.median_repeat
+    found = []
+    for epoch in dict.fromkeys(play.epoch for play in plays):
+        of_arm = {play.arm: f"{play.makespan_s:.1f} s" for play in plays if play.epoch == epoch}
+        name = f"epoch {epoch}"
+        if epoch not in ratios:
+            name += ", teaches the predictor"
+        elif median is not None and epoch == median.baseline.epoch and len(ratios) > 1:
+            name += ", the median"
+        found.append((name, [of_arm.get(arm, "") for arm in arms], ratios.get(epoch, "")))
+    return found
 
 
 _VERDICT_STYLE = {"better": "green", "worse": "red", "even": "dim"}
 
 
-def print_report(console: Console, run: Run, figures: Sequence[ArmFigures], folder: Path) -> None:
+def print_report(console: Console, run: Run, figures: Sequence[PlayFigures], folder: Path) -> None:
     """Prints the tables; paths come last, because that is where a reader looks."""
-    titles = [arm.title for arm in run.record.arms]
+    titles = [play.title for play in run.compared]
+    which = f", epoch {run.compared[0].epoch}" if run.repeats else ""
     console.print()
-    console.print(_table("The arms compared", rows(figures), titles))
-    console.print(_table("Where the time went (all trajectories)", time_rows(figures), titles))
-    for arm in run.record.arms:
-        for loss in arm.engine_losses:
-            console.print(f"[yellow]{arm.title}: {loss}[/yellow]")
-    console.print(f"[bold]{headline(figures, titles)}[/bold] One run is an anecdote.")
+    console.print(_table(f"The arms compared{which}", rows(figures), titles))
+    console.print(_table(f"Where the time went (all trajectories{which})", time_rows(figures), titles))
+    if run.repeats:
+        console.print(_epochs_table(run, titles))
+    for play in run.record.plays:
+        for loss in play.engine_losses:
+            console.print(f"[yellow]{play.title}: {loss}[/yellow]")
+    console.print(f"[bold]{headline(run)}[/bold] One run is an anecdote.")
     lost = losses(figures)
     if lost:
         console.print(f"{titles[-1]} did worse in: {'; '.join(lost)}.", style="dim", highlight=False)
@@ -156,12 +186,24 @@ def print_report(console: Console, run: Run, figures: Sequence[ArmFigures], fold
 
 
 def _table(title: str, table_rows: Sequence[Row], titles: Sequence[str]) -> Table:
-    table = Table(
-        "", title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
-    )
-    for column in (*titles, "change"):
-        table.add_column(column, justify="right")
+    table = _empty_table(title, (*titles, "change"))
     for row in table_rows:
         style = _VERDICT_STYLE[row.verdict()]
         table.add_row(row.label, *[row.shown(value) for value in row.values], f"[{style}]{row.change()}[/{style}]")
+    return table
+
+
+def _epochs_table(run: Run, titles: Sequence[str]) -> Table:
+    table = _empty_table("Makespan of every epoch", (*titles, "ratio"))
+    for name, makespans, ratio in epoch_rows(run):
+        table.add_row(name, *makespans, ratio)
+    return table
+
+
+def _empty_table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(
+        "", title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )
+    for column in columns:
+        table.add_column(column, justify="right")
     return table

@@ -1,6 +1,6 @@
 """Draw all faces of a run from its folder; and report.html, one page that loads nothing (plotly's script is inside).
 
-A bar of the page shows its trajectory, turn, engine and seconds when the pointer is on it; the arms share the time
+A bar of the page shows its trajectory, turn, engine and seconds when the pointer is on it; the plays share the time
 axis. Words and tables stand in report.html.j2; this module prepares the figures and draws the Gantt chart.
 """
 
@@ -14,8 +14,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 from rich.console import Console
 
-from treadle_cli.report.accounting import ArmFigures, arm_figures
-from treadle_cli.report.comparison import headline, losses, print_report, rows, time_rows
+from treadle_cli.report.accounting import PlayFigures, play_figures
+from treadle_cli.report.comparison import epoch_rows, headline, losses, print_report, rows, time_rows
 from treadle_cli.report.gantt import MAKESPAN, MOVE, draw_bars, draw_marks, label_rows, make_html
 from treadle_cli.report.palette import COLOURS, DRAWN_KINDS, GRID, INK, row_label
 from treadle_cli.report.picture import draw_picture
@@ -30,23 +30,25 @@ PANEL_PX = 60  # title and margin of a panel
 def render_run(folder: Path, console: Console) -> None:
     """Read the run in `folder`, write report.html and report.png there, and print the tables. Raises RecordError."""
     run = read_run(folder)
-    figures = [arm_figures(arm, run.of_arm(arm.arm)) for arm in run.record.arms]
-    write_summary(folder, run.record, [asdict(figure) for figure in figures])
+    write_summary(folder, run.record, [asdict(play_figures(play, run.of_play(play))) for play in run.record.plays])
+    figures = [play_figures(play, run.of_play(play)) for play in run.compared]
     (folder / "report.html").write_text(_fill_page(run, figures))
     draw_picture(run, figures, folder / "report.png")
     print_report(console, run, figures, folder)
 
 
-def _fill_page(run: Run, figures: Sequence[ArmFigures]) -> str:
+def _fill_page(run: Run, figures: Sequence[PlayFigures]) -> str:
     """About 5 MB, nearly all of it plotly's script."""
-    titles = [arm.title for arm in run.record.arms]
+    titles = [play.title for play in run.compared]
     return render(
         "treadle_cli.report",
         "report.html.j2",
         style=render("treadle_cli", "style.css.j2"),
         run=run.record,
         trajectories=figures[0].trajectories,
-        headline=headline(figures, titles),
+        headline=headline(run),
+        epochs=epoch_rows(run) if run.repeats else [],
+        shown=run.compared[0].epoch,
         titles=titles,
         events=_events(run),
         gantt=_gantt(run),
@@ -64,24 +66,29 @@ def _fill_page(run: Run, figures: Sequence[ArmFigures]) -> str:
 
 def _events(run: Run) -> list[str]:
     """Engines that were lost, and failed migrations by reason."""
-    events = [f"{arm.title}: {loss}" for arm in run.record.arms for loss in arm.engine_losses]
-    for arm in run.record.arms:
-        reasons = Counter(line.rpartition(": ")[2] for line in arm.failed_migrations)
-        events += [f"{arm.title}: {n} migrations ended as {why}" for why, n in reasons.items() if why != CANCELLED]
+    events = [f"{play.title}: {loss}" for play in run.record.plays for loss in play.engine_losses]
+    for play in run.record.plays:
+        reasons = Counter(line.rpartition(": ")[2] for line in play.failed_migrations)
+        events += [f"{play.title}: {n} migrations ended as {why}" for why, n in reasons.items() if why != CANCELLED]
     return events
 
 
 def _gantt(run: Run) -> str:
-    arms = [(arm, run.of_arm(arm.arm)) for arm in run.record.arms]
-    heights = [max(4, len(trajectories)) * ROW_PX + PANEL_PX for _, trajectories in arms]
-    titles = [f"<b>{arm.title}</b> · {arm.policy} · {arm.makespan_s:.1f} s" for arm, _ in arms]
-    spacing = 70 / sum(heights) if len(arms) > 1 else 0.0
+    plays = [(play, run.of_play(play)) for play in run.compared]
+    heights = [max(4, len(trajectories)) * ROW_PX + PANEL_PX for _, trajectories in plays]
+    titles = [f"<b>{play.title}</b> · {play.policy} · {play.makespan_s:.1f} s" for play, _ in plays]
+    spacing = 70 / sum(heights) if len(plays) > 1 else 0.0
     figure = make_subplots(
-        rows=len(arms), cols=1, shared_xaxes="all", row_heights=heights, vertical_spacing=spacing, subplot_titles=titles
+        rows=len(plays),
+        cols=1,
+        shared_xaxes="all",
+        row_heights=heights,
+        vertical_spacing=spacing,
+        subplot_titles=titles,
     )
-    for panel, (arm, trajectories) in enumerate(arms, start=1):
+    for panel, (play, trajectories) in enumerate(plays, start=1):
         where = {"row": panel, "col": 1}
-        first, last = panel == 1, panel == len(arms)
+        first, last = panel == 1, panel == len(plays)
         spans = [(row, t, span) for row, t in enumerate(trajectories) for span in t.spans]
         for kind in DRAWN_KINDS:
             bars = [(row, s.start_s, s.end_s, _describe_span(t, s)) for row, t, s in spans if s.kind == kind]
@@ -90,7 +97,7 @@ def _gantt(run: Run) -> str:
         moves_to = "moves to %{customdata} at %{x:.2f} s<extra></extra>"
         figure.add_trace(draw_marks("migration", moves, MOVE, hovertemplate=moves_to, showlegend=last), **where)
         figure.add_trace(_forecasts(trajectories, legend=last), **where)
-        figure.add_vline(x=arm.makespan_s, line=MAKESPAN, **where)
+        figure.add_vline(x=play.makespan_s, line=MAKESPAN, **where)
         labels = [row_label(trajectory) for trajectory in trajectories]
         label_rows(figure, labels, (-0.8, len(labels) - 0.2), **where)
     figure.update_xaxes(gridcolor=GRID, zeroline=False, ticksuffix=" s", showticklabels=True, rangemode="tozero")

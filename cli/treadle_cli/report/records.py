@@ -1,6 +1,6 @@
 """Read and write the files of a run: trajectories.jsonl and summary.json.
 
-Invariants: times are seconds from the start of the arm, so that two arms share one axis; token_ids, logprobs and
+Invariants: times are seconds from the start of the play, so that two plays share one axis; token_ids, logprobs and
 loss_mask of a trajectory are equally long; reading gives back what was written. The report is drawn from these files
 alone.
 """
@@ -16,7 +16,7 @@ from treadle import VersionSpan
 
 TRAJECTORIES_FILE = "trajectories.jsonl"
 SUMMARY_FILE = "summary.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 class RecordError(Exception):
@@ -50,7 +50,7 @@ class ForecastRecord:
 
 @dataclass(frozen=True)
 class TrajectoryRecord:
-    """One trajectory of one arm. loss_mask is 1 where the policy sampled, and logprobs are 0.0 where it did not."""
+    """One trajectory of one play. loss_mask is 1 where the policy sampled, and logprobs are 0.0 where it did not."""
 
     arm: str
     trajectory_id: str
@@ -73,6 +73,7 @@ class TrajectoryRecord:
     lost_engines: int  # steps that went on elsewhere because their engine was lost
     spans: tuple[SpanRecord, ...]
     forecasts: tuple[ForecastRecord, ...] = ()
+    epoch: int = 0
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.loss_mask):
@@ -80,21 +81,24 @@ class TrajectoryRecord:
 
 
 @dataclass(frozen=True)
-class ArmRecord:
-    """One arm: what it was and how it went. engine_losses: "engine-1 was killed by SIGKILL at 12.3 s"."""
+class PlayRecord:
+    """One play of the work by one arm: what the arm was and how it went. policy: in words. epoch: plays of one epoch
+    have the same sampling seeds. engine_losses: "engine-1 was killed by SIGKILL at 12.3 s"."""
 
     arm: str
     title: str
     policy: str
     makespan_s: float
-    other_programs_share: float = 0.0  # of all cores' time while the arm ran
+    epoch: int = 0
+    other_programs_share: float = 0.0  # of all cores' time during the play
     engine_losses: tuple[str, ...] = ()
     failed_migrations: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The run around its trajectories. conditions: short sentences on what was held equal, for the report's reader."""
+    """The run around its trajectories. conditions: short sentences on what was held equal, for the report's reader.
+    plays: in the order in which they were played; the arm of the first is the baseline."""
 
     run_id: str
     started_at: str
@@ -104,8 +108,21 @@ class RunRecord:
     slots: int
     machine: str
     conditions: tuple[str, ...]
-    arms: tuple[ArmRecord, ...]
+    plays: tuple[PlayRecord, ...]
     format_version: int = FORMAT_VERSION
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """The plays of one epoch that both arms played."""
+
+    baseline: PlayRecord
+    treadle: PlayRecord
+
+    @property
+    def ratio(self) -> float:
+        """The baseline's makespan over Treadle's: above 1 Treadle was faster."""
+        return self.baseline.makespan_s / self.treadle.makespan_s
 
 
 @dataclass(frozen=True)
@@ -115,9 +132,30 @@ class Run:
     record: RunRecord
     trajectories: tuple[TrajectoryRecord, ...]
 
-    def of_arm(self, arm: str) -> list[TrajectoryRecord]:
-        """The arm's trajectories, first finished first."""
-        return sorted((t for t in self.trajectories if t.arm == arm), key=lambda t: t.finished_s)
+    def of_play(self, play: PlayRecord) -> list[TrajectoryRecord]:
+        """The play's trajectories, first finished first."""
+        own = (t for t in self.trajectories if (t.arm, t.epoch) == (play.arm, play.epoch))
+        return sorted(own, key=lambda t: t.finished_s)
+
+    @property
+    def repeats(self) -> list[Repeat]:
+        """The epochs that both arms played, in order."""
+        plays = self.record.plays
+        baselines = {play.epoch: play for play in plays if play.arm == plays[0].arm}
+        others = [play for play in plays if play.arm != plays[0].arm]
+        return [Repeat(baselines[play.epoch], play) for play in others if play.epoch in baselines]
+
+    @property
+    def median_repeat(self) -> Repeat | None:
+        """The repeat of median ratio, the lower of two; None where only one arm played."""
+        repeats = sorted(self.repeats, key=lambda repeat: repeat.ratio)
+        return repeats[(len(repeats) - 1) // 2] if repeats else None
+
+    @property
+    def compared(self) -> tuple[PlayRecord, ...]:
+        """The plays that a report shows: the median repeat, baseline first; all plays of a run without repeats."""
+        median = self.median_repeat
+        return self.record.plays if median is None else (median.baseline, median.treadle)
 
 
 @dataclass(frozen=True)
