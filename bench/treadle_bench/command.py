@@ -27,6 +27,7 @@ from treadle_bench.fidelity.measure import BENCH as FIDELITY
 from treadle_bench.heddle4.measure import BENCH as HEDDLE4
 from treadle_bench.heddle12.measure import BENCH as HEDDLE12
 from treadle_bench.heddle_tables.measure import BENCH as HEDDLE_TABLES
+from treadle_bench.live.measure import BENCH as LIVE
 from treadle_bench.long_tail.measure import BENCH as LONG_TAIL
 from treadle_bench.migration.measure import BENCH as MIGRATION
 from treadle_bench.placement.measure import BENCH as PLACEMENT
@@ -43,7 +44,19 @@ out = Console()
 BENCHES: Mapping[str, Bench] = {
     bench.name: bench
     for bench in (
-        *(CONTROL_PLANE, ENGINE, FIDELITY, MIGRATION, CONTROLLER, REPLAN, LONG_TAIL, PLACEMENT, RESOURCES, WORKLOADS),
+        *(
+            CONTROL_PLANE,
+            ENGINE,
+            FIDELITY,
+            LIVE,
+            MIGRATION,
+            CONTROLLER,
+            REPLAN,
+            LONG_TAIL,
+            PLACEMENT,
+            RESOURCES,
+            WORKLOADS,
+        ),
         *(REAL, HEDDLE12, HEDDLE4, HEDDLE14, HEDDLE15, HEDDLE16, HEDDLE_TABLES, AFFINITY, PREDICTOR, TOOLS, SIMULATOR),
     )
 }

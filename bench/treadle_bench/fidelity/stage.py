@@ -1,9 +1,11 @@
-"""Plays of `treadle bench fidelity`: live ones on a mesh, and simulated ones on the engines as they were measured.
+"""Plays of `treadle bench fidelity` and `live`: live ones on a mesh, and simulated ones on the engines as they were
+measured.
 
-Invariants: a live play begins with a new control plane, so that no predictor knows an earlier play, and with tokens
-that no cache holds. The simulated play has the same policy, slots, declared curves and estimator. Nothing is fitted to
-a play: the profile is measured before all plays, and scaled by the mean of the pulses between them. The simulated
-planner uses the decode curve that each sidecar declares, as the live one does, not the measured curve.
+Invariants: a live play begins with a new control plane, so that no predictor knows an earlier play, unless it is asked
+to keep what was learned; and with tokens that no cache holds. The simulated play has the same policy, slots, declared
+curves and estimator. Nothing is fitted to a play: the profile is measured before all plays, and scaled by the mean of
+the pulses between them. The simulated planner uses the decode curve that each sidecar declares, as the live one does,
+not the measured curve.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +28,7 @@ from treadle_sim.fitting.curves import MeasuredEngine, fit_measured
 from treadle_sim.outcome import Times
 from treadle_sim.predictors import Siblings
 from treadle_sim.systems import SYSTEMS, System
-from treadle_sim.workloads.workload import Workload
+from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
 from treadle_bench.fidelity.live import Play, Played, play_live
 from treadle_bench.fidelity.profile import Control, measure_control, measure_engines, measure_pulse
@@ -73,10 +75,16 @@ def slow_down(model: EngineModel, factor: float) -> EngineModel:
     return replace(model, curve=replace(curve, step_s=tuple(factor * each_s for each_s in curve.step_s), **slower))
 
 
-def simulate_play(workload: Workload, models: Sequence[EngineModel], system: System, control: Control) -> Play:
-    """One rollout under the system's policy."""
+def simulate_play(
+    workload: Workload,
+    models: Sequence[EngineModel],
+    system: System,
+    control: Control,
+    earlier: Sequence[TrajectoryWork] = (),
+) -> Play:
+    """One rollout under the system's policy. earlier: trajectories that its predictor knows, oldest first."""
     cluster = Cluster(tuple(models), link=control.link, latencies=control.latencies)
-    outcome = Driver(workload, cluster, system.policy, system.tuning, Siblings(workload), record=True).run()
+    outcome = Driver(workload, cluster, system.policy, system.tuning, Siblings(workload, earlier), record=True).run()
     return Play(tuple(_played(times) for times in outcome.times), outcome.migrations)
 
 
@@ -137,20 +145,26 @@ class Stage:
         for measured, engine, factors in zip(self.measured, self.engines, self.slowness, strict=True):
             factors.append(slowness_of(measured, rows[engine.info.engine_id]))
 
-    async def play(self, work: Workload, name: str, number: int) -> Play:
-        """The work under one of the simulator's systems, live. number: of the play, for fresh tokens."""
+    async def play(self, work: Workload, name: str, number: int, *, renew: bool = True) -> Play:
+        """The work under one of the simulator's systems, live. number: of the play, for fresh tokens. renew: with a new
+        control plane."""
+        policy = policy_message(SYSTEMS[name].policy)
         with StartBoard(Console(quiet=True)) as board:
             self.mesh.board = board
-            await self.mesh.renew_control_plane(policy_message(SYSTEMS[name].policy))
+            if renew:
+                await self.mesh.renew_control_plane(policy)
+            else:
+                await self.mesh.forget_caches()
+                await self.mesh.set_policy(policy)
         others = OtherPrograms()
         async with collect_facts(self.mesh.nats_url, self.mesh.board.note) as facts:
             trajectories = await play_live(self.mesh.where.scheduler, work, f"{work.name} {name} {number}")
         return Play(trajectories, sum(move.moved for move in facts.migrations), others.share())
 
-    def simulate(self, work: Workload, name: str) -> Play:
-        """The same in the simulator, on engines slowed by the mean factor of all pulses."""
+    def simulate(self, work: Workload, name: str, earlier: Sequence[TrajectoryWork] = ()) -> Play:
+        """The same in the simulator, on engines slowed by the mean factor of all pulses. earlier: see simulate_play."""
         models = [slow_down(model, fmean(factors)) for model, factors in zip(self.models, self.slowness, strict=True)]
-        return simulate_play(work, models, SYSTEMS[name], self.control)
+        return simulate_play(work, models, SYSTEMS[name], self.control, earlier)
 
 
 def policy_message(policy: Policy) -> pb.Policy:

@@ -117,7 +117,6 @@ class Mesh:
         self._generation = 0
         self._plan_control()
         self._serving = False
-        self._preempt = True
         self._numbers = itertools.count(plan.engines.count)  # of engines: no id is given twice
         self._starting: set[str] = set()  # names of children whose end `until_up` reports
         self._broken: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
