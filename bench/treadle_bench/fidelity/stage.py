@@ -131,6 +131,8 @@ class Stage:
     async def measure(cls, mesh: Mesh, seed: int) -> Self:
         """Measure engines and control plane; takes about a minute. Raises TreadleError, AioRpcError, ValueError."""
         engines = await mesh.list_engines()
+        # Where the scheduler moves nothing itself: a move that is timed fails where another came before it.
+        await mesh.set_policy(policy_message(SYSTEMS["sticky"].policy))
         async with Client(mesh.where.scheduler) as client:
             async with collect_facts(mesh.nats_url, mesh.board.note) as facts:
                 profiles, queue_s = await measure_engines(client, engines, seed)
