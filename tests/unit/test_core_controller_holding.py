@@ -53,6 +53,17 @@ def test_an_engine_lets_begin_what_its_slots_and_its_kv_hold_longest_first(
     assert tickets(scenario.advance(1.0)) == begun
 
 
+def test_a_long_one_does_not_wait_for_steps_of_clearly_shorter_ones() -> None:
+    scenario = Scenario(RESERVE, WHOLE, engines=("e0",), slots=1)
+    waiting(scenario, {"short": 100.0})
+    assert tickets(scenario.advance(1.0)) == ["short"]
+
+    waiting(scenario, {"as long": 110.0})
+    assert tickets(scenario.advance(1.0)) == []
+    waiting(scenario, {"long": 1_000.0})
+    assert tickets(scenario.advance(1.0)) == ["long"], "the engine's queue lets it overtake the short one"
+
+
 def test_of_equally_long_ones_the_one_that_asked_first_begins_first() -> None:
     scenario = Scenario(RESERVE, WHOLE, engines=("e0",), slots=1, kv_tokens_capacity=2_000)
     for name in ("opened first", "asked first"):

@@ -10,7 +10,8 @@ messages: all waiting steps age at the same rate, so `work - (now - requested) *
 which keeps the numbers short.
 
 - PROGRESSIVE (Heddle 4.2): predicted remaining time, of tokens and tool calls together as either can be the bound, on a
-  log2 scale, so that hysteresis and aging are ratios and suit small and large models alike.
+  log2 scale, so that hysteresis and aging are ratios and suit small and large models alike. For the makespan it is not
+  the median: the last trajectory is one that might have been long, so what is not known is begun early (LATE_Z).
 - ROUND_ROBIN: steps in the order of requests, as the engines of verl and slime do with a returning step.
 - FCFS: trajectories in the order of opening; a returning step keeps its trajectory's place.
 - LEAST_ATTAINED (Autellix's program-level attained service, PLAS): the trajectory that has been served least starts
@@ -27,6 +28,9 @@ from treadle_core.placing.question import MOST_LOG_SIGMA
 from treadle_core.tuning import Tuning
 
 P90_Z = 1.2815515655446004  # standard deviations from the median to the 90th percentile of a normal distribution
+# Standard deviations above the median at which the makespan ranks. On CPU-sized batches of two traces in simulation
+# (16 seeds), 0.8 to 1.3 ended even batches 1 to 4% sooner than the median, and skewed ones 0 to 2%.
+LATE_Z = 1.0
 LEAST_WORK_S = 1e-3  # work below a millisecond ranks as this, since log2 of 0 is no number
 
 
@@ -115,7 +119,10 @@ class Priorities:
         """The priority of the step requested at `record.requested_s`, on an engine that takes `token_s` a token."""
         match record.policy.ordering:
             case Ordering.PROGRESSIVE:
-                return self._progressive(record, max(remaining_s(record, token_s, self._tuning), LEAST_WORK_S))
+                left_s = remaining_s(record, token_s, self._tuning)
+                if record.policy.objective is Objective.MAKESPAN:
+                    left_s *= math.exp(LATE_Z * log_sigma(record))
+                return self._progressive(record, max(left_s, LEAST_WORK_S))
             case Ordering.FCFS:
                 return -(record.opened_s - self._epoch_s)
             case Ordering.ROUND_ROBIN:

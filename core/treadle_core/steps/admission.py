@@ -1,11 +1,12 @@
 """Admission: which requested steps wait for their ticket, and when they get it.
 
-Under a policy that reserves KV, a first step waits until its engine has a free slot and room for all the KV that the
-trajectory is expected to grow to, beside the reserves of the trajectories that have started there. While it waits, a
-new plan can send it to another engine at no cost. Waiting steps of one engine start in the order of their priority;
-none overtakes one that does not fit. Without reserves, an engine would start more trajectories than its KV can hold. It
-would evict the context of a trajectory whose tool runs, and prefill the same tokens again after every tool call. (This
-rule is not in Heddle, which starts all trajectories and evicts.)
+Under a policy that reserves KV, a first step waits until its engine has a slot for it and room for all the KV that the
+trajectory is expected to grow to, beside the reserves of the trajectories that have started there. A slot is free, or
+taken by a live step of clearly lower priority: else returning steps of short trajectories would keep a long one from
+its start. While it waits, a new plan can send it to another engine at no cost. Waiting steps of one engine start in the
+order of their priority; none overtakes one that does not fit. Without reserves, an engine would start more trajectories
+than its KV can hold. It would evict the context of a trajectory whose tool runs, and prefill the same tokens again
+after every tool call. (This rule is not in Heddle, which starts all trajectories and evicts.)
 
 A later step waits while the trajectory's KV moves to another engine, for no longer than the move saves.
 """
@@ -75,7 +76,7 @@ def _start_first_steps(state: State, engine_id: str, now: float) -> list[Action]
         return []
     actions: list[Action] = []
     queue, refused = state.waiting.queue(engine_id), 0
-    while refused < len(queue) and state.table.tally(engine_id).live_tickets < spec.slot_limit:
+    while refused < len(queue):
         trajectory_id = queue[refused].trajectory_id
         record = state.table.get(trajectory_id)
         if record is None or not _waits_to_start(record) or record.engine_id != engine_id:
@@ -104,7 +105,16 @@ def _waits_to_start(record: TrajectoryRecord) -> bool:
 
 def _fits(state: State, record: TrajectoryRecord, spec: EngineSpec) -> bool:
     tally = state.table.tally(spec.engine_id)
-    return tally.live_tickets < spec.slot_limit and tally.has_room(record, tickets.reserve_tokens(state, record), spec)
+    return _has_slot(state, record, spec) and tally.has_room(record, tickets.reserve_tokens(state, record), spec)
+
+
+def _has_slot(state: State, record: TrajectoryRecord, spec: EngineSpec) -> bool:
+    """Whether a slot is free, or taken by a live step of clearly lower priority."""
+    live = state.table.tally(spec.engine_id).live
+    if len(live) < spec.slot_limit:
+        return True
+    last = live[-spec.slot_limit]  # of the steps that run first
+    return record.priority > last and state.priorities.must_report(record.policy, last, record.priority)
 
 
 def _start_after_move(state: State, trajectory_id: str, now: float) -> list[Action]:

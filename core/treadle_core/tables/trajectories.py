@@ -5,6 +5,7 @@ would give: only `put` and `forget` write. Collects the ids of watched trajector
 """
 
 import zlib
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -27,15 +28,27 @@ RULE_NUMBERS = {Replanning.RESOLVE: RESOLVE_NUMBER, Replanning.RANK_SCALING: RAN
 @dataclass(slots=True)
 class Tally:
     """Sums over the open trajectories of one engine: their number, how many have started, the KV tokens reserved for
-    those, live tickets, predicted tokens left. prompts: those in the reserved tokens, each once for all of its samples,
-    with its tokens and how many samples there are."""
+    those, predicted tokens left. live: priorities of the live tickets, rising. prompts: those in the reserved tokens,
+    each once for all of its samples, with its tokens and how many samples there are."""
 
     trajectories: int = 0
     started: int = 0
     kv_reserve_tokens: int = 0
-    live_tickets: int = 0
     tokens: float = 0.0
+    live: list[float] = field(default_factory=list)
     prompts: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def live_tickets(self) -> int:
+        return len(self.live)
+
+    def change_live(self, old: float | None, new: float | None) -> None:
+        """Note the priority of a live ticket, instead of the old one; None for no live ticket."""
+        if old != new:
+            if old is not None:
+                del self.live[bisect_left(self.live, old)]
+            if new is not None:
+                insort(self.live, new)
 
     def has_room(self, record: TrajectoryRecord, kv_tokens: int, spec: EngineSpec) -> bool:
         """Whether the engine can reserve so much KV for a trajectory that is elsewhere or has not started; it always
@@ -66,14 +79,15 @@ NOTHING = Tally()  # of an engine without trajectories; never written
 
 @dataclass(slots=True)
 class _Counted:
-    """What one open trajectory has added to the tally of its engine. log_sigma: of its prediction, kept since most
-    changes of a record leave the prediction as it was and two logarithms are dear at each. prompt_number: the same for
-    all samples of a prompt; two prompts share one once in billions, which costs a plan a little accuracy."""
+    """What one open trajectory has added to the tally of its engine. live: as in `change_live`. log_sigma: of its
+    prediction, kept since most changes of a record leave the prediction as it was and two logarithms are dear at each.
+    prompt_number: the same for all samples of a prompt; two prompts share one once in billions, which costs a plan a
+    little accuracy."""
 
     engine_id: str
     tally: Tally
     tokens: float
-    live: bool
+    live: float | None
     started: bool
     reserve: int
     prompt: tuple[str, int]  # its id and tokens
@@ -174,13 +188,13 @@ class TrajectoryTable:
         tokens = remaining_tokens(record, self._tuning)
         ticket = record.ticket
         started = ticket is not None
-        live = ticket is not None and ticket.status is TicketStatus.LIVE
+        live = record.priority if ticket is not None and ticket.status is TicketStatus.LIVE else None
         reserve = ticket.kv_reserve_tokens if ticket is not None else 0
         counted = self._counted.get(trajectory_id)
         if counted is not None and counted.engine_id == engine_id:
             tally = counted.tally
             tally.tokens += tokens - counted.tokens
-            tally.live_tickets += live - counted.live
+            tally.change_live(counted.live, live)
             tally.started += started - counted.started
             if reserve != counted.reserve:
                 tally.release(*counted.prompt, counted.reserve)
@@ -192,7 +206,7 @@ class TrajectoryTable:
             tally = self._tallies.get(engine_id) or self._tallies.setdefault(engine_id, Tally())
             tally.trajectories += 1
             tally.tokens += tokens
-            tally.live_tickets += live
+            tally.change_live(None, live)
             tally.started += started
             prompt = (record.prompt_id, record.prompt_tokens)
             tally.reserve(*prompt, reserve)
@@ -231,7 +245,7 @@ class TrajectoryTable:
         del self._on[counted.engine_id][trajectory_id]
         tally.trajectories -= 1
         tally.tokens -= counted.tokens
-        tally.live_tickets -= counted.live
+        tally.change_live(counted.live, None)
         tally.started -= counted.started
         tally.release(*counted.prompt, counted.reserve)
         if tally.trajectories == 0:
