@@ -18,7 +18,7 @@ from support.sidecar_in_process import Sidecar, sidecar
 from treadle.common.v1.tokens_pb2 import SamplingParams
 from treadle.engine.v1 import engine_pb2
 from treadle.scheduler.v1.scheduler_pb2_grpc import add_SchedulerServiceServicer_to_server
-from treadle_sidecar.probe import CONTEXTS, TOKENS
+from treadle_sidecar.probe import CONTEXTS, ROUNDS, TOKENS
 
 T = 20.0
 PROBE_S = 30.0  # no probe of these tests takes so long
@@ -74,8 +74,8 @@ def step_s(scheduler: FakeScheduler) -> float:
 async def test_an_engine_is_registered_with_the_curve_of_its_probe(
     nats_url: str, engine: FakeSglang, scheduler: FakeScheduler
 ) -> None:
-    """Result: the scheduler has a curve from the first moment; the probe was as small as documented, shared one prompt,
-    and was no step to anybody."""
+    """Result: the scheduler has a curve from the first moment; the probe was as small as documented, shared a prompt a
+    round, and was no step to anybody."""
     async with sidecar(nats_url, engine.url, scheduler=scheduler.address, probe_s=PROBE_S, slots=4) as side:
         facts = await hear(side.runtime.bus)
         await until(lambda: scheduler.requests("RegisterEngine"))
@@ -88,9 +88,16 @@ async def test_an_engine_is_registered_with_the_curve_of_its_probe(
 
         sent = probes(engine)
         sizes = [len(request["input_ids"]) for request in sent]
-        assert sizes == [context for context in CONTEXTS for batch in BATCHES for _ in range(batch)]
-        longest = sent[-1]["input_ids"]
-        assert all(request["input_ids"] == longest[: len(request["input_ids"])] for request in sent)
+        rounds = [BATCHES, *([(1,)] * (ROUNDS - 1))]
+        assert sizes == [
+            context for batches in rounds for context in CONTEXTS for batch in batches for _ in range(batch)
+        ]
+        prompts = {tuple(request["input_ids"]) for request in sent if len(request["input_ids"]) == max(CONTEXTS)}
+        assert len(prompts) == ROUNDS
+        assert all(
+            any(list(prompt[: len(request["input_ids"])]) == request["input_ids"] for prompt in prompts)
+            for request in sent
+        )
         assert {request["sampling_params"]["max_new_tokens"] for request in sent} == {TOKENS}
         assert {request["cache_salt"] for request in sent} == {engine.weight_version}
         load = await side.load()

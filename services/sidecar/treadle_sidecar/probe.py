@@ -1,16 +1,17 @@
 """Measure the engine's decode curve while no step is there, and see whether it has changed.
 
 The curve is learned from all that runs on the engine (`treadle_core.curves`). A probe is work of which the curve can be
-told: a few requests alone, half and all of the slots at once, at two lengths of context. There is one at the start, so
-that the first plan has a curve, and one after each change that the engine's own work has shown.
+told: a few requests alone, half and all of the slots at once, at three lengths of context, and twice more alone. There
+is one at the start, so that the first plan has a curve, and one after each change that the engine's own work has shown.
 
 Invariants: a probe ends at once when a step or a pause comes, and after `limit_s`. It samples TOKENS for each of at
-most 2 * (1 + 32 + 64) requests. They share one prompt of random tokens, so that the engine computes its 256 tokens
-once, and no step's prefix is ever one of them. Requests of a probe are no steps: they pass by the queue, and no fact or
-load speaks of them.
+most 3 * (1 + 32 + 64) + 6 requests. Each round has its own prompt of random tokens, which its requests share, so that
+the engine computes its 512 tokens once, and no step's prefix is ever one of them. Requests of a probe are no steps:
+they pass by the queue, and no fact or load speaks of them.
 """
 
 import asyncio
+import itertools
 import random
 import time
 import uuid
@@ -26,8 +27,11 @@ from treadle_sidecar.runner import REPEAT_ABORT_S, StepRunner
 
 log = structlog.get_logger()
 
-CONTEXTS = (64, 256)  # tokens; a CPU computes the longer one in half a second, which is what a step may have to wait
+CONTEXTS = (64, 256, 512)  # tokens; a step may have to wait for what is new of the longest: half a second on a CPU
 TOKENS = 9  # two windows of four steps after the prefill
+# The first prefill of a length is slower than later ones: an engine prepares its kernels for a shape it has not seen.
+# Rounds after the first have one request at each length.
+ROUNDS = 3
 MOST_SEQUENCES = 64
 CHECK_S = 1.0
 REST_S = 60.0  # between probes of a busy engine, whose own work is enough for a while
@@ -67,9 +71,8 @@ class CurveProbe:
     async def _probe(self, profile: EngineProfile) -> bool:
         """Returns whether it was whole."""
         rng = random.Random(uuid.uuid4().int)
-        # Special tokens stand at the ends of a vocabulary; the text between is what steps are of.
-        prompt = [rng.randrange(profile.vocab_size // 10, profile.vocab_size // 2) for _ in range(max(CONTEXTS))]
         most = min(self.runner.queue.policy.slots or profile.slots, MOST_SEQUENCES)
+        rounds = [sorted({1, (most + 1) // 2, most}), *([[1]] * (ROUNDS - 1))]
         async with self.runner.borrowed:
             if not self.runner.is_idle:
                 return False
@@ -78,8 +81,11 @@ class CurveProbe:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     stopper = tasks.create_task(self._stop_in_time())
-                    for context in CONTEXTS:
-                        for batch in sorted({1, (most + 1) // 2, most}):
+                    for batches in rounds:
+                        # Special tokens stand at the ends of a vocabulary; the text between is what steps are of.
+                        low, high = profile.vocab_size // 10, profile.vocab_size // 2
+                        prompt = [rng.randrange(low, high) for _ in range(max(CONTEXTS))]
+                        for context, batch in itertools.product(CONTEXTS, batches):
                             async with asyncio.TaskGroup() as streams:
                                 for _ in range(0 if self._cut else batch):
                                     streams.create_task(self._generate(prompt[:context], profile.weight_version))
