@@ -22,6 +22,7 @@ import grpc.aio
 from treadle import Client
 from treadle.migrator.v1 import migrator_pb2_grpc
 from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
+from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle.scheduler.v1.scheduler_pb2 import RegisteredEngine
 from treadle_cli.mesh.mesh import Mesh
 from treadle_sim.cluster import Latencies, Link
@@ -170,7 +171,7 @@ async def measure_control(
     """queue_s: of steps that found a slot free. predict_s: from a step's end to the prediction that followed it. Raises
     statistics.StatisticsError where one is empty."""
     plan_s = await _time_plans(mesh.where.services["placement"], engines)
-    moves_s = await _time_moves(mesh.where.services["migrator"], client, engines)
+    moves_s = await _time_moves(mesh, client, engines)
     return Control(
         Latencies(predict_s=median(predict_s), plan_s=median(plan_s), rpc_s=median(queue_s)),
         Link(fixed_s=median(moves_s)),
@@ -193,15 +194,19 @@ async def _time_plans(placement: str, engines: Sequence[RegisteredEngine]) -> li
     return taken_s[1:]  # the first one compiles
 
 
-async def _time_moves(migrator: str, client: Client, engines: Sequence[RegisteredEngine]) -> list[float]:
+async def _time_moves(mesh: Mesh, client: Client, engines: Sequence[RegisteredEngine]) -> list[float]:
     """Seconds of moves, from the migrator, of a context of about MOVE_CONTEXT tokens between its steps."""
     taken_s: list[float] = []
-    async with grpc.aio.insecure_channel(migrator) as channel:
-        stub = migrator_pb2_grpc.MigratorServiceStub(channel)
+    async with (
+        grpc.aio.insecure_channel(mesh.where.services["migrator"]) as to_migrator,
+        grpc.aio.insecure_channel(mesh.where.scheduler) as to_scheduler,
+    ):
+        migrator = migrator_pb2_grpc.MigratorServiceStub(to_migrator)
+        scheduler = scheduler_pb2_grpc.SchedulerServiceStub(to_scheduler)
         for number in range(MOVES):
             prompt = [(number * MOVE_CONTEXT + at) % HIGHEST_TOKEN_ID for at in range(MOVE_CONTEXT)]
             async with await client.open(prompt_id="move", sample=number, prompt=prompt) as trajectory:
                 await generate(trajectory, MOVE_TOKENS)
-                move = await move_away(stub, trajectory, infos_of(engines))
+                move = await move_away(migrator, scheduler, trajectory, infos_of(engines))
                 taken_s.append(float(move.ended_at.ToNanoseconds() - move.started_at.ToNanoseconds()) / 1e9)
     return taken_s

@@ -76,6 +76,7 @@ class Stage(NamedTuple):
     mesh: Mesh
     client: Client
     migrator: "migrator_pb2_grpc.MigratorServiceAsyncStub"
+    scheduler: "scheduler_pb2_grpc.SchedulerServiceAsyncStub"
     infos: dict[str, EngineInfo]
 
 
@@ -96,7 +97,7 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
         request = scheduler_pb2.SetPolicyRequest(request_id=uuid.uuid4().hex, policy=policy)
         await scheduler.SetPolicy(request, timeout=CALL_TIMEOUT_S)
         migrator = migrator_pb2_grpc.MigratorServiceStub(to_migrator)
-        stage = Stage(mesh, client, migrator, infos_of(await mesh.list_engines()))
+        stage = Stage(mesh, client, migrator, scheduler, infos_of(await mesh.list_engines()))
         await warm_engines(mesh.engines, draw_tokens(random.Random(options.seed), OTHER_PROMPT_TOKENS))
         await _compare(stage, random.Random(f"warm {options.seed}"))  # not counted: the first of each kind
         others = OtherPrograms()
@@ -114,7 +115,7 @@ async def _compare(stage: Stage, rng: random.Random) -> Compared:
     prompt, observed = (draw_tokens(rng, count) for count in (PREFIX_TOKENS - FIRST_TOKENS, OBSERVED_TOKENS))
     async with await stage.client.open(prompt_id="moved", sample=0, prompt=prompt) as trajectory:
         await _generate(trajectory, FIRST_TOKENS)
-        move = await move_away(stage.migrator, trajectory, stage.infos)
+        move = await move_away(stage.migrator, stage.scheduler, trajectory, stage.infos)
         trajectory.observe(observed)
         context = list(trajectory.tokens)
         moved = await _generate(trajectory, NEXT_TOKENS)
@@ -164,7 +165,7 @@ async def _disturb(stage: Stage, rng: random.Random) -> Disturbed:
             await asyncio.sleep(REST_S)
             tool_s = draw_tool_s(rng)
             began_s = time.perf_counter()
-            await move_away(stage.migrator, mover, stage.infos)
+            await move_away(stage.migrator, stage.scheduler, mover, stage.infos)
             windows.append((began_s, time.perf_counter()))
             found.moves.append((windows[-1][1] - began_s, tool_s))
             await asyncio.sleep(max(0.0, tool_s - found.moves[-1][0]))
