@@ -92,9 +92,7 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
         self.stored = False
         self.cache_salt = WEIGHT_VERSION
         self.tokens_short = 0  # by so many the prefetched prefix is shorter than the source's
-        # Of a move: at the source before it exports, at the target before it reads, at both before they confirm what
-        # they hold, at the engine that lost it before it forgets.
-        self.export_gate, self.gate, self.confirm_gate, self.release_gate = Gate(), Gate(), Gate(), Gate()
+        self.gate = Gate()  # of a move, at the target before it reads
         self.port: Port | None = None
         self._finished, self._bus, self._token_s = finished, bus, token_s
         self._aborts: dict[str, asyncio.Event] = {}
@@ -213,11 +211,8 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
             prefix_tokens=tokens, tokens_from_storage=stored, tokens_prefilled=tokens - stored
         )
 
-    async def ExportPrefix(self, request: pb.ExportPrefixRequest, context: Any) -> Any:
-        await (self.confirm_gate if request.counts_only else self.export_gate).pass_through()
-        return await self.once("ExportPrefix", request, context, self._export)
-
-    def _export(self, request: pb.ExportPrefixRequest) -> pb.ExportPrefixResponse | Refusal:
+    @answer
+    def ExportPrefix(self, request: pb.ExportPrefixRequest) -> pb.ExportPrefixResponse | Refusal:
         if request.trajectory_id not in self.prefixes:
             return Refusal(grpc.StatusCode.NOT_FOUND, "PREFIX_NOT_FOUND")
         count = self.prefixes[request.trajectory_id]
@@ -226,11 +221,8 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
             response.token_ids.int32_le = array("i", range(count)).tobytes()
         return response
 
-    async def ReleasePrefix(self, request: pb.ReleasePrefixRequest, context: Any) -> Any:
-        await self.release_gate.pass_through()
-        return await self.once("ReleasePrefix", request, context, self._release)
-
-    def _release(self, request: pb.ReleasePrefixRequest) -> pb.ReleasePrefixResponse:
+    @answer
+    def ReleasePrefix(self, request: pb.ReleasePrefixRequest) -> pb.ReleasePrefixResponse:
         self.prefixes.pop(request.trajectory_id, None)
         return pb.ReleasePrefixResponse()
 

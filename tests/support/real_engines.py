@@ -66,9 +66,14 @@ class RealEngine:
         """http://127.0.0.1:<port>"""
         return f"http://127.0.0.1:{self.spec.port}"
 
+    @property
+    def running(self) -> bool:
+        """Whether its process is there; `wait_ready` says whether it answers."""
+        return self._process is not None and self._process.poll() is None
+
     def start(self) -> None:
         """Begins to start, unless it runs."""
-        if self._process is not None and self._process.poll() is None:
+        if self.running:
             return
         self.kill()  # what an engine that ended by itself has left
         self.temp_folder = Path(tempfile.mkdtemp(prefix="treadle-"))

@@ -38,11 +38,13 @@ class SchedulerClient:
         request = pb.RegisterEngineRequest(request_id=uuid.uuid4().hex, info=info)
         return await self.stub.RegisterEngine(request, timeout=TIMEOUT_S)
 
+    async def engines(self) -> list[engine_pb2.EngineInfo]:
+        """Those that hold leases."""
+        return [each.info for each in (await self.call("ListEngines", pb.ListEnginesRequest())).engines]
+
     async def until_registered(self, count: int) -> None:
         """So many engines hold leases."""
-        await until_said(
-            lambda: self.call("ListEngines", pb.ListEnginesRequest()), lambda said: len(said.engines) == count
-        )
+        await until_said(self.engines, lambda engines: len(engines) == count)
 
     async def set_policy(self, **fields: Any) -> None:
         """The policy of trajectories that are opened later."""
