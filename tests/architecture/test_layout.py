@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Hand-written lines and modules at most, by folder of the tree; MOST_LINES and MOST_MODULES hold for all together.
 BUDGETS = {
-    "bench": (7_050, 52),
+    "bench": (7_180, 52),
     "cli": (6_000, 49),
     "clients/python": (2_050, 11),
     "core": (9_300, 57),

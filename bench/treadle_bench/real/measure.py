@@ -4,22 +4,26 @@ Each source is resampled to groups of 16 (`treadle_sim.workloads.resample`) on H
 slots a GPU. `load`: trajectories for each slot. `tools`: the share of their measured seconds that tools take. Every
 engine's host keeps twice as much KV as the engine, for every system, as SGLang's HiCache does by default. A baseline
 runs on engines of one degree, and the best degree counts; the first seed plays every degree, the others leave out those
-that were much slower there.
+that were much slower there. A cell with more than MOST_FOR_ALL_SEEDS trajectories plays the first seed only.
 
 Keys: `cells`: medians over `seeds`, with the range of each ratio in `spread`. `ratio_to_X`: X's makespan over
-Treadle's, above 1 Treadle is faster; `ratio_to_bound` is below 1. `ratio_of_told`: Treadle that guesses over Treadle
-that is told every length. `recomputed_ratio`: tokens that Treadle prefilled again over those of the best baseline, both
-at least RECOMPUTED_FLOOR of what a rollout has to prefill. `least`, `geomean`: of ratio_to_best_baseline over cells.
+Treadle's, above 1 Treadle is faster: the best baseline's; `siblings`, Treadle that guesses from a prompt's samples that
+have ended and nothing else; `oracle`, Treadle that is told every length; `bound`, which no schedule beats, so below 1.
+`kv_demand`: KV of the trajectories that slots admit, at their ends, over what the GPUs hold at the degree that holds
+most. `recomputed_ratio`: tokens that Treadle prefilled again over those of the best baseline, both at least
+RECOMPUTED_FLOOR of what a rollout has to prefill. `least`, `geomean`: of ratio_to_best_baseline over cells.
 """
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from treadle_cli.problems import UsageProblem
-from treadle_sim.systems import BASELINES, ORACLE, TREADLE
+from treadle_sim.systems import ORACLE, PAUSING, STICKY, TREADLE, VERL, VERL_STAR
 from treadle_sim.workloads.workload import groups
 
 from treadle_bench.bench import Bench, BenchOptions
@@ -40,37 +44,47 @@ GPUS = (8, 64)
 HOST_SHARE = 2.0
 RECOMPUTED_FLOOR = 0.01
 MUCH_SLOWER = 0.15
-PLANNED = (TREADLE, ORACLE)
+MOST_FOR_ALL_SEEDS = 10_000
+BASELINES = (VERL, VERL_STAR, STICKY, PAUSING)
+SIBLINGS = replace(TREADLE, name="siblings", title="Treadle that knows siblings that have ended", predictor="siblings")
+PLANNED = (TREADLE, SIBLINGS, ORACLE)
 
 
 async def measure(options: BenchOptions) -> dict[str, Any]:
     """--scale: part of the GPUs. Raises UsageProblem without --data, PublicTraceError, OSError."""
     if options.data is None:
         raise UsageProblem("real needs --data, the folder of public traces that docs/traces.md names")
-    sizes = [max(round(gpus * (options.scale or 1.0)), 1) for gpus in GPUS]
+    sizes = [max(2 * round(0.5 * gpus * (options.scale or 1.0)), 2) for gpus in GPUS]
     cells = []
-    for name in SOURCES:
-        for gpus in sizes:
-            for load in LOADS:
-                for share in TOOL_SHARES:
-                    first, *others = [_batch(name, gpus, load, share, seed, options.data) for seed in options.seeds]
-                    what = f"{name}, {gpus} GPUs, {load:g} a slot, tools x {share:g}"
-                    found = await play_all(_jobs_of(first), options, what)
-                    made = [_make_cell(first, found)]
-                    again = {batch: _play_again(batch, found) for batch in others}
-                    done = await play_all((job for jobs in again.values() for job in jobs), options, what)
-                    made += [_make_cell(batch, {job: done[job] for job in jobs}) for batch, jobs in again.items()]
-                    cells.append({"trace": name, "load": load, "tools": share, **merge_seeds(made)})
-                    options.progress.print(f"{what}: {cells[-1]['ratio_to_best_baseline']}")
+    for name, gpus, load, share in itertools.product(SOURCES, sizes, LOADS, TOOL_SHARES):
+        batches = [_batch(name, gpus, load, share, seed, options.data) for seed in options.seeds]
+        cells.append(await play_cell(name, load, batches, options))
     ratios = [cell["ratio_to_best_baseline"] for cell in cells]
     return {
         "accelerator": ACCELERATOR,
         "model": LLM,
         "seeds": options.seeds,
+        "scale": options.scale,
         "cells": cells,
         "least": min(ratios),
         "geomean": rounded(math.exp(math.fsum(map(math.log, ratios)) / len(ratios))),
     }
+
+
+async def play_cell(name: str, load: float, batches: Sequence[Batch], options: BenchOptions) -> dict[str, Any]:
+    """One cell, from a batch for each seed."""
+    if batches[0].trajectories > MOST_FOR_ALL_SEEDS:
+        batches = batches[:1]
+    first, *others = batches
+    what = f"{name}, {first.gpus} GPUs, {load:g} a slot, tools x {first.tool_share:g}"
+    found = await play_all(_jobs_of(first), options, what)
+    again = {batch: _play_again(batch, found) for batch in others}
+    done = await play_all((job for jobs in again.values() for job in jobs), options, what)
+    made = [_make_cell(first, found)]
+    made += [_make_cell(batch, {job: done[job] for job in jobs}) for batch, jobs in again.items()]
+    cell = {"trace": name, "load": load, "tools": first.tool_share, **merge_seeds(made)}
+    options.progress.print(f"{what}: {cell['ratio_to_best_baseline']}", highlight=False)
+    return cell | {"seeds": [batch.seed for batch in batches]}
 
 
 def _batch(name: str, gpus: int, load: float, share: float, seed: int, data: Path) -> Batch:
@@ -79,7 +93,7 @@ def _batch(name: str, gpus: int, load: float, share: float, seed: int, data: Pat
 
 
 def _jobs_of(batch: Batch) -> list[Job]:
-    degrees = setting_of(batch).degrees()
+    degrees = [degree for degree in setting_of(batch).degrees() if degree > 1]
     return [
         *(Job(batch, system, degree) for system in BASELINES for degree in degrees),
         *(Job(batch, system) for system in PLANNED),
@@ -124,12 +138,14 @@ def _make_cell(batch: Batch, done: Mapping[Job, Played]) -> dict[str, Any]:
         "ratio_to_best_baseline": of[best].makespan_s / treadle_s,
         "ratio_to_oracle": of[ORACLE.name].makespan_s / treadle_s,
         "ratio_to_bound": bound["bound_s"] / treadle_s,
-        "ratio_of_told": treadle_s / of[ORACLE.name].makespan_s,
+        "ratio_to_siblings": of[SIBLINGS.name].makespan_s / treadle_s,
         "recomputed": again,
         "recomputed_ratio": again[TREADLE.name] / again[best],
+        "kv_demand": _kv_demand(batch),
         **bound,
-        "p50_s": {name: of[name].p50_s for name in (best, TREADLE.name)},
+        "p50_s": {name: one.p50_s for name, one in of.items()},
         "last": of[TREADLE.name].last,
+        "took_s": math.fsum(one.took_s for one in done.values()),
         "migrations": of[TREADLE.name].migrations,
     }
 
@@ -141,9 +157,16 @@ def least_prefill_tokens(batch: Batch) -> int:
     return prompts + sum(step.obs_tokens + 1 for work in works for step in work.steps[:-1])
 
 
+def _kv_demand(batch: Batch) -> float:
+    setting = setting_of(batch)
+    at_once = min(batch.trajectories, batch.slots * batch.gpus)
+    kv_tokens = batch.gpus * max(model.kv_tokens / model.gpus for model in setting.models)
+    return at_once * fmean(work.final_context_tokens for work in setting.workload.trajectories) / kv_tokens
+
+
 BENCH = Bench(
     "real",
-    "Rollouts of four public traces (--data) on simulated H200s: Treadle, every baseline at its best degree, and the "
-    "bound; --scale for fewer GPUs.",
+    "Rollouts of four public traces (--data) on simulated H200s: Treadle that guesses and that is told, four baselines "
+    "at their best degree, and the bound; --scale for fewer GPUs. Takes hours.",
     measure,
 )
