@@ -5,19 +5,22 @@ that clients, sidecars, the predictor, the placement service and the migrator wo
 actions on simulated engines. It decides nothing. It owns the trajectories' progress and all times that are reported.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from treadle_core import actions, events
 from treadle_core.controller import Controller
+from treadle_core.model import KvTransfer, Policy, Prediction, TicketRecord
 from treadle_core.model import Outcome as Ending
-from treadle_core.model import Policy, Prediction, TicketRecord
 from treadle_core.refusals import NoEngine
 from treadle_core.tuning import Tuning
 
 from treadle_sim.batch import EngineStep
 from treadle_sim.cluster import Cluster, SimPlacement, declare, engine_id, engine_index
 from treadle_sim.engine import SimEngine
+from treadle_sim.engine_model import EngineModel
+from treadle_sim.merging import Merger
 from treadle_sim.migrator import Migrator
 from treadle_sim.outcome import Outcome, Progress, Span
 from treadle_sim.predictors import Predictor
@@ -56,10 +59,9 @@ class Driver:
         self._timeline = Timeline()
         # Leases never expire by themselves here: `Disruptions` deregisters a failed engine after its lease's time.
         self._controller = Controller(policy, replace(tuning, lease_ttl_s=float("inf")))
-        self._engines = [
-            SimEngine(engine_id(index), model, self._timeline, self, preempt=policy.preempt, record=record)
-            for index, model in enumerate(cluster.engines)
-        ]
+        self._preempt = policy.preempt
+        self._finished: Counter[str] = Counter()  # samples that have all their tokens, by prompt
+        self._engines = [self._make_engine(index, model) for index, model in enumerate(cluster.engines)]
         self._all = [
             Progress(index, work, context_tokens=work.prompt_tokens) for index, work in enumerate(workload.trajectories)
         ]
@@ -70,6 +72,17 @@ class Driver:
         self._migrator = Migrator(
             cluster.link, self._timeline, self._by_id, self._engines, self._send, self._disruptions.is_down
         )
+        self._merger: Merger | None = None
+        if cluster.merging is not None:
+            self._merger = Merger(
+                cluster.merging,
+                self._all,
+                self._timeline,
+                self._disruptions.is_down,
+                self._disruptions.retire,
+                self._start_engine,
+            )
+            self._merger.lay_out(cluster.engines)
         self._left = len(self._all)
         self._events = 0
         self._idle_s = 0.0
@@ -106,6 +119,24 @@ class Driver:
             engine_spans=tuple(tuple(engine.spans or ()) for engine in self._engines),
         )
 
+    def _make_engine(self, index: int, model: EngineModel) -> SimEngine:
+        return SimEngine(
+            engine_id(index),
+            model,
+            self._timeline,
+            self,
+            preempt=self._preempt,
+            record=self._record,
+            finished=self._finished,
+        )
+
+    def _start_engine(self, model: EngineModel) -> int:
+        """Add an engine to the mesh, to which KV does not get; returns its index."""
+        index = len(self._engines)
+        self._engines.append(self._make_engine(index, model))
+        self._disruptions.add(model)
+        return index
+
     # Events to the controller, and its actions.
 
     def _send(self, event: events.Event) -> None:
@@ -121,6 +152,8 @@ class Driver:
                 execute(action)
 
     def _tick(self) -> None:
+        if self._merger is not None:
+            self._merger.look()
         self._send(events.Tick())
         self._idle_s = self._idle_s + TICK_S if self._timeline.idle else 0.0
         if self._idle_s < STUCK_S:
@@ -228,9 +261,16 @@ class Driver:
         if self._record and progress.tool_s > 0.0:
             now = self._timeline.now
             progress.times.spans.append(Span("tool", now, now + progress.tool_s, progress.engine))
-        if not progress.is_over:
+        if progress.is_over:
+            self._note_finished(progress.work.prompt_id)
+        else:
             self._send(events.ToolStarted(progress.trajectory_id))
         self._timeline.after(progress.tool_s, self._close if progress.is_over else self._finish_tool, progress)
+
+    def _note_finished(self, prompt_id: str) -> None:
+        self._finished[prompt_id] += 1
+        for engine in self._engines:
+            engine.note_finished(prompt_id)
 
     def _finish_tool(self, progress: Progress) -> None:
         self._send(events.ToolFinished(progress.trajectory_id))
@@ -269,13 +309,15 @@ class Disruptions:
         resume: Callable[[Sequence[EngineStep]], None],
     ) -> None:
         self._cluster = cluster
+        self._models = list(cluster.engines)
         self._engines = engines
         self._timeline = timeline
         self._lease_ttl_s = lease_ttl_s
         self._send = send
         self._resume = resume
         self._down: set[int] = set()
-        self._lives = [0] * len(engines)
+        self._retired: set[int] = set()
+        self._lives = [0] * len(cluster.engines)
         self._weight_version = 0
 
     def schedule(self) -> None:
@@ -292,13 +334,29 @@ class Disruptions:
         """Whether the engine refuses calls."""
         return engine in self._down
 
+    def retire(self, engine: int) -> None:
+        """Take an engine out for good, at once. Steps that it has go on elsewhere, from the tokens they have."""
+        self._down.add(engine)
+        self._retired.add(engine)
+        self._send(events.EngineDeregistered(f"l{engine}.{self._lives[engine]}", engine_id(engine)))
+        self._resume(self._engines[engine].fail())
+
+    def add(self, model: EngineModel) -> None:
+        """Register an engine that takes part from now on."""
+        self._models.append(model)
+        self._lives.append(0)
+        self._register(len(self._models) - 1)
+
     def _register(self, index: int) -> None:
-        """A returning engine loads the weights that are served now."""
+        """A returning engine loads the weights that are served now. KV gets to the engines of the beginning alone."""
         life = self._lives[index]
-        spec = declare(index, self._cluster.engines[index], str(self._weight_version))
+        kv_transfer = KvTransfer.STORAGE if index < len(self._cluster.engines) else KvTransfer.PREFILL
+        spec = declare(index, self._models[index], str(self._weight_version), kv_transfer)
         self._send(events.EngineRegistered(f"r{index}.{life}", f"l{index}.{life}", spec))
 
     def _fail(self, index: int) -> None:
+        if index in self._retired:
+            return
         self._down.add(index)
         self._timeline.after(self._lease_ttl_s, self._expire_lease, index, self._lives[index])
         self._resume(self._engines[index].fail())
@@ -308,6 +366,8 @@ class Disruptions:
             self._send(events.EngineDeregistered(f"l{index}.{life}", engine_id(index)))
 
     def _return(self, index: int) -> None:
+        if index in self._retired:
+            return
         self._down.discard(index)
         self._lives[index] += 1
         self._register(index)

@@ -9,21 +9,24 @@ The driver submits and reprioritizes steps, and learns of their ends through `St
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from treadle_core.steps.preemptive_queue import Admit, Evict, QueuePolicy, StepQueue
 
-from treadle_sim.batch import DecodeBatch, EngineStep, StepListener
+from treadle_sim.batch import DecodeBatch, EngineStep, SpeculativeBatch, StepListener
 from treadle_sim.engine_model import EngineModel
 from treadle_sim.kv_cache import KvCache
 from treadle_sim.timeline import Timeline
 
 UNBOUNDED = 1 << 40  # capacity of the queue: a rollout's client never gives up
+NONE_FINISHED: Mapping[str, int] = MappingProxyType({})
 MOST_PREFILL_TOKENS = 16_384  # in one prefill batch: SGLang's default; the step that crosses it is still taken
 
 
 class SimEngine:
-    """kv_tokens 0: no limit. spans: (start_s, end_s, batch), batch -1 for a prefill; None unless recorded."""
+    """kv_tokens 0: no limit. spans: (start_s, end_s, batch), batch -1 for a prefill; None unless recorded. finished:
+    the samples of each prompt that have ended anywhere, from which an engine that speculates has drafts."""
 
     def __init__(
         self,
@@ -34,6 +37,7 @@ class SimEngine:
         *,
         preempt: bool,
         record: bool = False,
+        finished: Mapping[str, int] = NONE_FINISHED,
     ) -> None:
         self.engine_id = engine_id
         self.model = model
@@ -46,7 +50,8 @@ class SimEngine:
         self._steps: dict[str, EngineStep] = {}
         self._pending: deque[EngineStep] = deque()  # admitted, not yet prefilled
         self._prefilling: list[EngineStep] = []
-        self._batch = DecodeBatch(model)
+        speculation = model.speculation
+        self._batch = SpeculativeBatch(model, speculation, finished) if speculation else DecodeBatch(model)
         self._fresh: dict[str, EngineStep] = {}  # in the batch, with too few tokens to be evicted
         self._evicting: list[EngineStep] = []  # in the batch until the decode step under way ends
         self._advanced_s = 0.0  # when the batch was last brought up to date
@@ -65,6 +70,13 @@ class SimEngine:
         """Change a step's priority; ignored for a step that is not here."""
         if self._queue.reprioritize(step_id, priority) and self._queue.waiting:
             self._advance()
+            self._decide()
+
+    def note_finished(self, prompt_id: str) -> None:
+        """A sample of the prompt has ended anywhere: use it for drafts from the next decode step on."""
+        if self._batch.is_changed_by(prompt_id):
+            self._advance()
+            self._batch.outdate()
             self._decide()
 
     def fail(self) -> list[EngineStep]:
@@ -165,7 +177,7 @@ class SimEngine:
         if between and self._pending and self._start_prefill(now):
             return
         if self._batch:
-            due = not between and (self._pending or self._evicting)
+            due = not between and (self._pending or self._evicting or self._batch.is_outdated)
             count = self._batch.step_end if due else self._next_count()
             self._timeline.at(now + self._batch.seconds_to(count), self._finish_decode, self._epoch, count)
 
@@ -174,7 +186,7 @@ class SimEngine:
         queue, count = self._queue, self._batch.next_end
         if self._fresh and queue.waiting and queue.policy.preempt:
             first = next(iter(self._fresh.values()))
-            count = min(count, first.end_at - first.gen_tokens + first.done + queue.policy.min_run_tokens)
+            count = min(count, self._batch.count_of(first, first.done + queue.policy.min_run_tokens))
         return count
 
     def _start_prefill(self, now: float) -> bool:

@@ -86,12 +86,31 @@ class StepCurve:
 
 
 @dataclass(frozen=True, slots=True)
+class Speculation:
+    """What an engine accepts of drafts that it verifies exactly: measured, it does not depend on the engine.
+
+    draft_tokens: the lengths of drafts that it may choose from. accepted_tokens: for each of them the mean tokens that
+    a verification yields, at least 1, by how many samples of the prompt have ended; the last value is of any more.
+    """
+
+    draft_tokens: tuple[int, ...]
+    accepted_tokens: tuple[tuple[float, ...], ...]
+
+    def accepted(self, drafts: int, siblings: int) -> float:
+        """Tokens a step, 1 without drafts."""
+        if not drafts:
+            return 1.0
+        of_siblings = self.accepted_tokens[self.draft_tokens.index(drafts)]
+        return of_siblings[min(siblings, len(of_siblings) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineModel:
     """One kind of engine: a model on `gpus` accelerators of a kind, tensor parallel.
 
     slots: sequences that decode at once. kv_tokens: KV that fits beside the weights; 0: the weights do not fit.
     origin: of the curve. page_tokens: the radix cache finds multiples of it. host_kv_tokens: copies of contexts that
-    the host's memory holds, 0 for none, read back at host_bytes_per_s.
+    the host's memory holds, 0 for none, read back at host_bytes_per_s. speculation: None: it verifies no drafts.
     """
 
     llm: str
@@ -105,6 +124,7 @@ class EngineModel:
     page_tokens: int = 1
     host_kv_tokens: int = 0
     host_bytes_per_s: float = 50e9  # of a GPU: PCIe 5 x16 reads 50 to 55 GB/s
+    speculation: Speculation | None = None
 
     @property
     def name(self) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from treadle_core.actions import CancelMigration, StartMigration
 from treadle_core.events import Event, MoveAccepted, MoveEnded, SwitchRequested
 from treadle_core.refusals import Refusal
-from treadle_core.steps.transfers import Transfer, next_transfers
+from treadle_core.steps.transfers import Transfer, moves_by_storage, next_transfers
 
 from treadle_sim.cluster import Link, engine_index
 from treadle_sim.engine import SimEngine
@@ -68,6 +68,9 @@ class Migrator:
             self._timeline.after(seconds, self._arrive, transfer.transfer_id)
 
     def _kv_bytes(self, move: StartMigration) -> float:
+        """None where the target prefills the context again, which its next step does."""
+        if not moves_by_storage(move.source, move.target):
+            return 0.0
         progress = self._trajectories[move.trajectory_id]
         source = self._engines[engine_index(move.source.engine_id)]
         return float(source.cache.peek(progress.index) or progress.context_tokens) * move.source.kv_bytes_per_token
@@ -102,7 +105,7 @@ class Migrator:
         cache, work = self._engines[source].cache, progress.work
         kept = cache.peek(progress.index)
         cache.drop(progress.index)
-        if kept:
+        if kept and moves_by_storage(move.source, move.target):
             self._engines[target].cache.put(progress.index, work.prompt_id, work.prompt_tokens, kept)
         progress.times.migrations += 1
         progress.engine = target

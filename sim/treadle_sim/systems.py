@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from treadle_core.model import TREADLE_POLICY, CostModel, Ordering, PlacementRule, Policy, Replanning
 from treadle_core.tuning import Tuning
 
+from treadle_sim.merging import Merging
+
 # Treadle's client generates a turn longer than this in several calls (ADR 0011), so that the trajectory can move, and
 # be ranked again, in the middle of it: 10 to 20 seconds of decoding, for a ticket and the prefill of one token.
 CALL_TOKENS = 1_024
@@ -20,7 +22,8 @@ CALL_TOKENS = 1_024
 @dataclass(frozen=True, slots=True)
 class System:
     """predictor: a name of `make_predictor`, "none", or "" for the setting's choice. allocated: engines of several
-    degrees, planned with `cost_model`; else all of one degree. call_tokens: most of one call, 0 for whole turns."""
+    degrees, planned with `cost_model`; else all of one degree. call_tokens: most of one call, 0 for whole turns.
+    merging: of engines in the tail, without the models to merge into; None: never."""
 
     name: str
     title: str
@@ -29,6 +32,7 @@ class System:
     allocated: bool = False
     cost_model: CostModel = CostModel.CRITICAL_PATH
     call_tokens: int = 0
+    merging: Merging | None = None
     tuning: Tuning = field(default_factory=Tuning)
 
 

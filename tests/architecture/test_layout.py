@@ -26,9 +26,9 @@ BUDGETS = {
     "services/scheduler": (1_300, 10),
     "services/sidecar": (3_000, 26),
     "services/tools": (9_250, 66),
-    "sim": (5_900, 38),
+    "sim": (6_180, 38),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 51_300, 366, 30_400
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 51_600, 366, 30_660
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS: dict[str, int] = {}  # folders with leave for more, each with its reason

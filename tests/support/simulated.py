@@ -1,6 +1,6 @@
 """Toy engines and workloads for tests of the simulator; an engine by itself; a rollout with all its events."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -9,7 +9,7 @@ from treadle_core.events import Event
 from treadle_sim.batch import EngineStep
 from treadle_sim.cluster import Cluster
 from treadle_sim.driver import Driver
-from treadle_sim.engine import SimEngine
+from treadle_sim.engine import NONE_FINISHED, SimEngine
 from treadle_sim.engine_model import EngineModel, StepCurve
 from treadle_sim.outcome import Outcome
 from treadle_sim.predictors import make_predictor
@@ -48,12 +48,20 @@ def decode_s(context: int, tokens: int) -> float:
 class LoneEngine:
     """A simulated engine without a driver. finished and preempted: when, by step id."""
 
-    def __init__(self, slots: int = 64, kv_tokens: int = 10_000_000, *, preempt: bool = False, **changed: Any) -> None:
+    def __init__(
+        self,
+        slots: int = 64,
+        kv_tokens: int = 10_000_000,
+        *,
+        preempt: bool = False,
+        finished: Mapping[str, int] = NONE_FINISHED,
+        **changed: Any,
+    ) -> None:
         self.timeline = Timeline()
         self.finished: dict[str, float] = {}
         self.preempted: dict[str, float] = {}
         model = replace(engine(1, slots, kv_tokens), **changed)
-        self.engine = SimEngine("e", model, self.timeline, self, preempt=preempt, record=True)
+        self.engine = SimEngine("e", model, self.timeline, self, preempt=preempt, record=True, finished=finished)
 
     def step_preempted(self, step: EngineStep) -> None:
         self.preempted[step.step_id] = self.timeline.now

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.simulated import LoneEngine, trajectory
 from treadle_core.actions import CancelMigration, StartMigration
 from treadle_core.events import Event, MoveAccepted, MoveEnded
-from treadle_core.model import EngineSpec
+from treadle_core.model import EngineSpec, KvTransfer
 from treadle_sim.cluster import Link
 from treadle_sim.migrator import Migrator
 from treadle_sim.outcome import Progress
@@ -57,7 +57,7 @@ def move(
 
 
 def spec(engine: str) -> EngineSpec:
-    return EngineSpec(engine, engine, kv_bytes_per_token=1)
+    return EngineSpec(engine, engine, kv_bytes_per_token=1, kv_transfer=KvTransfer.STORAGE)
 
 
 def test_a_transfer_takes_its_fixed_time_and_its_bytes_over_the_bandwidth() -> None:
