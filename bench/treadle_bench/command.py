@@ -35,6 +35,7 @@ from treadle_bench.predictor.measure import BENCH as PREDICTOR
 from treadle_bench.real.measure import BENCH as REAL
 from treadle_bench.resources.measure import BENCH as RESOURCES
 from treadle_bench.simulator.measure import BENCH as SIMULATOR
+from treadle_bench.tail.measure import BENCH as TAIL
 from treadle_bench.tools.measure import BENCH as TOOLS
 from treadle_bench.workloads.measure import BENCH as WORKLOADS
 
@@ -57,7 +58,20 @@ BENCHES: Mapping[str, Bench] = {
             RESOURCES,
             WORKLOADS,
         ),
-        *(REAL, HEDDLE12, HEDDLE4, HEDDLE14, HEDDLE15, HEDDLE16, HEDDLE_TABLES, AFFINITY, PREDICTOR, TOOLS, SIMULATOR),
+        *(
+            REAL,
+            TAIL,
+            HEDDLE12,
+            HEDDLE4,
+            HEDDLE14,
+            HEDDLE15,
+            HEDDLE16,
+            HEDDLE_TABLES,
+            AFFINITY,
+            PREDICTOR,
+            TOOLS,
+            SIMULATOR,
+        ),
     )
 }
 

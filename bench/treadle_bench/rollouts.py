@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from treadle_sim.engine_model import engine_model
+from treadle_sim.engine_model import Speculation, engine_model
 from treadle_sim.outcome import Times
 from treadle_sim.rollout import Setting, alone_s, longest_alone_s, lower_bound_s, simulate, work_s
 from treadle_sim.systems import System
@@ -42,7 +42,7 @@ PARTS = ("prefill_s", "decode_s", "tool_s", "move_s")  # of a trajectory's time,
 class Batch:
     """`prompts` x SAMPLES trajectories for `gpus` GPUs: of a named workload, of a trace file, or, with `data`, of a
     public source in that folder. slots: of a GPU. tool_share: tools take this share of their time. host_share: KV that
-    an engine's host keeps, for each token in the engine's memory.
+    an engine's host keeps, for each token in the engine's memory. speculation: of all engines.
     """
 
     workload: str
@@ -55,6 +55,7 @@ class Batch:
     data: Path | None = None
     tool_share: float = 1.0
     host_share: float = 0.0
+    speculation: Speculation | None = None
 
     @property
     def trajectories(self) -> int:
@@ -75,7 +76,7 @@ class Job:
 class Played:
     """What is kept of a rollout. engines: as in "8x1 + 1x8 H200". last, longest: seconds by part of the trajectory that
     ended last, and of that with most tokens. prefilled_tokens: by all prefills. took_s: wall seconds of the simulation.
-    finished_s: of each trajectory."""
+    finished_s: of each trajectory. merges: engines that were merged into being."""
 
     makespan_s: float
     tokens_per_s: float
@@ -88,6 +89,7 @@ class Played:
     prefilled_tokens: int
     took_s: float
     finished_s: np.ndarray = field(repr=False, compare=False)
+    merges: int = 0
 
 
 def find_bound(batch: Batch) -> dict[str, Any]:
@@ -111,7 +113,10 @@ def setting_of(batch: Batch) -> Setting:
     """The batch for the simulator, with an earlier epoch of the same prompts from which engines are planned. Raises
     TraceFileError, PublicTraceError, OSError, UnknownWorkloadError and UnknownEngineError."""
     models = tuple(engine_model(batch.llm, ACCELERATOR, degree, batch.slots * degree) for degree in DEGREES)
-    models = tuple(replace(model, host_kv_tokens=int(batch.host_share * model.kv_tokens)) for model in models)
+    models = tuple(
+        replace(model, host_kv_tokens=int(batch.host_share * model.kv_tokens), speculation=batch.speculation)
+        for model in models
+    )
     size = (batch.prompts, SAMPLES, batch.seed)
     works: tuple[TrajectoryWork, ...] = ()
     if batch.data is not None:
@@ -157,6 +162,7 @@ def play_job(job: Job) -> Played:
         prefilled_tokens=sum(times.prefilled_tokens for times in outcome.times),
         took_s=took_s,
         finished_s=np.array([times.finished_s for times in outcome.times]),
+        merges=len(outcome.engine_busy_s) - len(run.cluster.engines),
     )
 
 
