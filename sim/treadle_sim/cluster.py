@@ -124,6 +124,7 @@ class SimPlacement:
             observed_tokens=work.observed_tokens,
             tool_s=work.tool_s,
             started=work.started,
+            read=work.read,
             prompts=work.prompts,
         )
         return PlanArrived(ask.plan_id, plan.engine_of)

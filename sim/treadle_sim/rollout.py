@@ -125,7 +125,8 @@ def _predicted_work(setting: Setting, predictor: str) -> tuple[paths.Work, paths
     numbers: dict[str, int] = {}
     prompts = np.array([numbers.setdefault(work.prompt_id, len(numbers)) for work in works])
     contexts = np.array([float(work.prompt_tokens) for work in works])
-    of = (tokens, contexts, observed, tool_s, np.zeros(len(works), np.bool_), prompts)
+    nowhere = np.zeros(len(works), np.bool_)
+    of = (tokens, contexts, observed, tool_s, nowhere, nowhere, prompts)
     room = np.full(len(works), float(setting.workload.max_total_tokens or np.inf))
     factors = paths.sample_factors(np.arange(len(works)), log_sigma, tokens, room)
     return paths.work_of(*of, factors), paths.work_of(*of)

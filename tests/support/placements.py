@@ -111,4 +111,5 @@ def draw_work(seed: int, n: int, samples: int = 1) -> Work:
     tool_s = rng.choice([0.0, 1.0], n) * rng.lognormal(2.0, 1.5, n)
     factors = rng.uniform(0.5, 2.0, (samples, n))
     started, prompts = rng.random(n) < 0.5, np.arange(n) // 3
-    return paths.work_of(tokens, contexts, 0.5 * tokens, tool_s, started, prompts, factors)
+    read = started & (rng.random(n) < 0.7)
+    return paths.work_of(tokens, contexts, 0.5 * tokens, tool_s, started, read, prompts, factors)

@@ -36,7 +36,8 @@ def test_all_have_an_engine_and_none_is_judged_worse_than_where_they_are(
 
 @given(st.integers(0, 10_000), st.integers(1, 6))
 def test_a_few_trajectories_end_about_as_soon_as_in_the_best_of_all_placements(seed: int, n: int) -> None:
-    work = draw_work(seed, n)._replace(started=np.zeros(n, np.bool_), prompts=np.arange(n))
+    nowhere = np.zeros(n, np.bool_)
+    work = draw_work(seed, n)._replace(started=nowhere, read=nowhere, prompts=np.arange(n))
     engines = path_rows(2, 2, 2)
     every = (paths.makespans_s(engines, work, np.array(each)).mean() for each in itertools.product(range(3), repeat=n))
     found_s = paths.makespans_s(engines, work, placed(work, np.full(n, -1), 2, 2, 2)).mean()
@@ -46,7 +47,7 @@ def test_a_few_trajectories_end_about_as_soon_as_in_the_best_of_all_placements(s
 def test_the_longest_is_nearly_alone_and_the_rest_is_spread() -> None:
     n, tokens = 31, np.array([30_000.0, *[1_000.0] * 30])
     zero = np.zeros(n)
-    work = paths.work_of(tokens, zero + 100.0, zero, zero, zero > 0, np.arange(n))
+    work = paths.work_of(tokens, zero + 100.0, zero, zero, zero > 0, zero > 0, np.arange(n))
     found = placed(work, np.full(n, -1), 100, 100, 100)
     sizes = np.bincount(found, minlength=3)
     assert sizes[found[0]] <= 2
@@ -57,7 +58,7 @@ def test_long_tools_are_a_long_path_though_they_take_no_engines_time() -> None:
     """One trajectory of few tokens and much tool time, thirty of many tokens: nothing is gained by keeping it apart."""
     n = 31
     tokens, tool_s, zero = np.array([200.0, *[3_000.0] * 30]), np.array([25.0, *[0.0] * 30]), np.zeros(31)
-    work = paths.work_of(tokens, zero + 100.0, zero, tool_s, zero > 0, np.arange(n))
+    work = paths.work_of(tokens, zero + 100.0, zero, tool_s, zero > 0, zero > 0, np.arange(n))
     sizes = np.bincount(placed(work, np.full(n, -1), 100, 100, 100), minlength=3)
     assert sizes.min() >= 10
 
@@ -65,7 +66,7 @@ def test_long_tools_are_a_long_path_though_they_take_no_engines_time() -> None:
 def test_samples_of_a_long_prompt_come_together() -> None:
     """Twelve samples of four prompts that take longer to prefill than to answer."""
     zero = np.zeros(12)
-    work = paths.work_of(zero + 50.0, zero + 40_000.0, zero, zero, zero > 0, np.repeat(np.arange(4), 3))
+    work = paths.work_of(zero + 50.0, zero + 40_000.0, zero, zero, zero > 0, zero > 0, np.repeat(np.arange(4), 3))
     found = placed(work, np.full(12, -1), 100, 100)
     for prompt in range(4):
         assert len(set(found[3 * prompt : 3 * prompt + 3].tolist())) == 1
@@ -76,7 +77,7 @@ def test_a_context_goes_where_it_fits() -> None:
     engines[1, paths.KV_TOKENS] = 900.0
     zero = np.zeros(6)
     contexts = np.array([1_000.0, 1_000.0, 500.0, 500.0, 500.0, 500.0])
-    work = paths.work_of(zero + 100.0, contexts, zero, zero, zero > 0, np.arange(6))
+    work = paths.work_of(zero + 100.0, contexts, zero, zero, zero > 0, zero > 0, np.arange(6))
     found = best_placement(engines, np.array([0, 1]), work, work, np.full(6, -1))
     assert found[:2].tolist() == [0, 0]
     assert 1 in found

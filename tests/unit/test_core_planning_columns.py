@@ -129,3 +129,16 @@ def test_nobody_is_asked_again_about_what_is_done_before_the_interval_is_over() 
     scenario.now += 10.0
     scenario.finish(scenario.step("t0", 1))
     assert len(scenario.plans) == before + 1
+
+
+def test_a_context_is_unread_until_a_step_of_the_trajectory_has_ended() -> None:
+    """A ticket is out, but the engine may still be at the prompts before: a plan must count the prefill."""
+    scenario = Scenario(None, EAGER, engines=("e0", "e1"))
+    scenario.open_all({"runs": 500.0, "waits": 500.0, "done": 500.0})
+    scenario.finish(scenario.step("done", 0))
+    scenario.step("runs", 0)
+    scenario.advance(1.0)
+    work = scenario.plans[-1].work
+    at = {name: index for index, name in enumerate(work.trajectory_ids)}
+    assert [bool(work.started[at[name]]) for name in ("waits", "runs", "done")] == [False, True, True]
+    assert [bool(work.read[at[name]]) for name in ("waits", "runs", "done")] == [False, False, True]

@@ -118,7 +118,8 @@ def test_a_plan_does_not_depend_on_the_order_in_which_kinds_or_trajectories_are_
 def long_tail(doubt: float, tool_s: float) -> tuple[Work, Work]:
     """200 trajectories of which the longest are uncertain: samples and medians."""
     tokens = np.random.default_rng(5).lognormal(7.5, 0.8, 200)
-    of = (tokens, np.full(200, 500.0), tokens / 2, np.full(200, tool_s), np.zeros(200, np.bool_), np.arange(200) // 10)
+    nowhere = np.zeros(200, np.bool_)
+    of = (tokens, np.full(200, 500.0), tokens / 2, np.full(200, tool_s), nowhere, nowhere, np.arange(200) // 10)
     factors = paths.sample_factors(np.arange(200), np.full(200, doubt), tokens, np.full(200, 40_000.0))
     return paths.work_of(*of, factors), paths.work_of(*of)
 

@@ -7,7 +7,8 @@ Tried are, in this order, each against the best before it:
 - the partition of all trajectories, longest path first, into one contiguous group for each engine, fastest engine first
   (Heddle §5.2 with tools in it), for several shares of the longest path that each group may hide; whole, for those that
   have not started, and for its first engines alone: these get their few long trajectories, and the rest is dealt over
-  the others.
+  the others;
+- the best of these, improved step by step (`refining`).
 What is dealt moves no KV. A partition does, so it is taken only where it is MARGIN better. Prompts count twice: in the
 makespan, and as the mean over engines of the seconds that they are prefilled for. To prefill a prompt on one more
 engine is sure to take its time, where the gain is a guess.
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from treadle_core.compiled import Floats, Indexes
+from treadle_core.compiled import Floats, Indexes, compiled, inlined
 from treadle_core.placing.groups import relabel
 from treadle_core.placing.paths import (
     BASE_S,
@@ -31,16 +32,21 @@ from treadle_core.placing.paths import (
     TOKENS,
     TOOL_S,
     Work,
-    all_prompts_s,
     deal,
+    finish,
     is_better,
-    makespans_s,
-    partition,
+    path_s,
+    work_s,
+    worked_s,
 )
+from treadle_core.placing.refining import refine
 
 MARGIN = 0.02  # of the mean makespan; both are judged by the same samples, so most of the errors cancel
 SHARES = (0.0, 0.25, 0.5, 1.0)  # of the longest path that a group of a partition may hide
 FIRST_ENGINES = (1, 2, 3, 4, 6, 8, 12, 16)  # of a partition, that alone are taken from it
+BISECTIONS = 14  # a makespan to a thousandth of where the search begins; predictions are far less exact
+# Engines for which the rest is solved again; the short trajectories behind them fill the others evenly.
+MOST_SOLVED = 16
 
 
 def best_placement(engines: Floats, kinds: Indexes, work: Work, medians: Work, current: Indexes) -> Indexes:
@@ -72,12 +78,17 @@ def best_placement(engines: Floats, kinds: Indexes, work: Work, medians: Work, c
             candidate_s = judge(engines, work, candidate)
             if is_better(candidate_s, best_s, MARGIN):
                 best, best_s = candidate, candidate_s
+    if free.any():
+        refined = refine(engines, work, best, free)
+        if is_better(judge(engines, work, refined), best_s, 0.0):
+            return refined
     return best
 
 
 def judge(engines: Floats, work: Work, placement: Indexes) -> Floats:
     """What each sample says of a placement, in seconds: less is better."""
-    judged_s: Floats = makespans_s(engines, work, placement) + all_prompts_s(engines, work, placement).mean()
+    times, prompts_s = finish(engines, work, placement)
+    judged_s: Floats = times.max(axis=0) + prompts_s.mean()
     return judged_s
 
 
@@ -118,3 +129,72 @@ def _partitions(
         candidate[taken] = planned[taken]
         again = rest[free[rest] | apart[staying[rest]]]
         yield deal(engines, medians, candidate, again, np.arange(len(order)), ~apart)
+
+
+@inlined
+def group_s(engine: Floats, sums: Floats, own: Floats, share: float, first: int, end: int) -> float:
+    """When an engine ends ranks [first, end): by their work, the path of the first of them, and the path of one with
+    `share` of the longest of all. own[n, 5]: amounts by rank; sums[n + 1, 5]: their sums before each rank."""
+    if end <= first:
+        return 0.0
+    group_work_s = work_s(engine, sums[end]) - work_s(engine, sums[first])
+    tokens, kv_tokens = sums[end, TOKENS] - sums[first, TOKENS], sums[end, KV] - sums[first, KV]
+    own_s = work_s(engine, own[first])
+    alone_s = engine[BASE_S] * own[first, TOKENS] + own_s
+    ends_s = max(
+        worked_s(engine, tokens, kv_tokens, group_work_s),
+        path_s(alone_s, own[first, TOOL_S], max(group_work_s - own_s, 0.0)),
+    )
+    if share > 0.0:
+        own_s = share * work_s(engine, own[0])
+        alone_s = share * engine[BASE_S] * own[0, TOKENS] + own_s
+        ends_s = max(ends_s, path_s(alone_s, share * own[0, TOOL_S], max(group_work_s - own_s, 0.0)))
+    return ends_s
+
+
+@compiled
+def partition(engines: Floats, sums: Floats, own: Floats, share: float) -> Indexes:
+    """bounds[m + 1]: engine e runs ranks [bounds[e], bounds[e + 1]) of trajectories that come longest first.
+
+    The largest `group_s` is about the least, then that of the engines after the first, and so on: by bisecting on the
+    makespan with a greedy fill, which would be exact if no group's cost fell as it loses its first rank.
+    """
+    n, m = len(own), len(engines)
+    bounds = np.zeros(m + 1, np.int64)
+    first = 0
+    high = np.inf
+    for head in range(m - 1):
+        if head >= MOST_SOLVED:
+            first = reach(engines[head], sums, own, share, first, high)
+            bounds[head + 1] = first
+            continue
+        high = np.inf
+        for engine in range(head, m):
+            high = min(high, group_s(engines[engine], sums, own, share, first, n))
+        low = high / (4.0 * m)
+        for _ in range(BISECTIONS):
+            middle = np.sqrt(low * high) if high > 2.0 * low else 0.5 * (low + high)
+            at = first
+            for engine in range(head, m):
+                at = reach(engines[engine], sums, own, share, at, middle)
+            if at >= n:
+                high = middle
+            else:
+                low = middle
+        first = reach(engines[head], sums, own, share, first, high)
+        bounds[head + 1] = first
+    bounds[m] = n
+    return bounds
+
+
+@inlined
+def reach(engine: Floats, sums: Floats, own: Floats, share: float, first: int, limit_s: float) -> int:
+    """The last end of a group from `first` that the engine ends within the limit."""
+    low, high = first, len(own) + 1
+    while high - low > 1:
+        probe = (low + high) // 2
+        if group_s(engine, sums, own, share, first, probe) <= limit_s:
+            low = probe
+        else:
+            high = probe
+    return low

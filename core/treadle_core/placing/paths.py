@@ -9,8 +9,8 @@ where x is the positive root of x^2 + (s - a d - w - W) x - (a d + w) s = 0: a d
 endless ones. An engine ends with the longest path on it, and not before
 a * max(sum d / slots, sum q / KV) + sum w + prompts.
 
-A prompt is prefilled once on each engine that gets samples of it and has none that has started. A trajectory that has
-not started waits for all prompts of its engine: engines prefill before they decode.
+A prompt is prefilled once on each engine that has samples of it and none whose context is read there, the prompt of the
+longest path first. A trajectory whose context is not read waits for those prompts; the others are work beside it.
 
 Predictions are uncertain: a placement is judged by the mean, over samples of all lengths, of when its last engine
 ends. A plan of medians would put hundreds of trajectories that are predicted short on one engine, where one that is
@@ -46,6 +46,9 @@ ROWS = 4_099  # a prime: rows that come again do so out of step with anything in
 # The part of a prediction's doubt that a plan accounts for: predictions improve and trajectories move before they end.
 # On public traces 0.6 ended rollouts up to 10% sooner than 1, 0 up to 8% later where tools bind; 0.3 was in between.
 RECOURSE = 0.6
+# Deviation that is sampled also where lengths are told, since the cost model errs itself: without it a plan of told
+# lengths followed each second that the model got wrong, and on 64 GPUs ended rollouts 10% later than guessing.
+LEAST_SIGMA = 0.1
 CHANCE = 2.0  # standard errors of a mean gain that tens of candidates reach by chance
 # exp(log_sigma * z) is tabulated for deviations in these steps.
 SIGMA_STEPS = 128
@@ -53,12 +56,13 @@ SIGMA_STEP = 1.0 / 48.0
 
 
 class Work(NamedTuple):
-    """What is left of n trajectories. amounts[samples, n, 5]; contexts: tokens now; started: it has KV on its engine;
-    prompts: a number for each prompt, from 0."""
+    """What is left of n trajectories. amounts[samples, n, 5]; contexts: tokens now; started: it runs on its engine;
+    read: its engine has prefilled its context; prompts: a number for each prompt, from 0."""
 
     amounts: Floats
     contexts: Floats
     started: Flags
+    read: Flags
     prompts: Indexes
 
 
@@ -89,6 +93,7 @@ def work_of(
     observed: Floats,
     tool_s: Floats,
     started: Flags,
+    read: Flags,
     prompts: Indexes,
     factors: Floats | None = None,
 ) -> Work:
@@ -97,20 +102,21 @@ def work_of(
     d, o = tokens * factors, observed * factors
     mean_contexts = contexts + 0.5 * (d + o)
     amounts = np.stack((d, d * mean_contexts, o, o * mean_contexts, tool_s * factors), axis=2)
-    return Work(amounts, contexts, started, prompts)
+    return Work(amounts, contexts, started, read, prompts)
 
 
 def sample_factors(rows: Indexes, log_sigma: Floats, tokens: Floats, room_tokens: Floats) -> Floats:
     """factors[samples, n]: what each sample makes of a length; rows: a number of each trajectory, which gives it the
-    same samples in every plan. log_sigma: standard deviation of ln(length), of which RECOURSE is sampled; room_tokens:
-    what the cap leaves."""
+    same samples in every plan. log_sigma: standard deviation of ln(length), of which RECOURSE is sampled, but at least
+    LEAST_SIGMA; room_tokens: what the cap leaves."""
     n = len(rows)
     most = room_tokens / np.maximum(tokens, 1.0)
-    if n == 0 or not log_sigma.any():
+    if n == 0:
         return np.minimum(np.ones((1, n)), most)
     count = min(MOST_SAMPLES, max(LEAST_SAMPLES, CELLS // n))
     strata, table = _draws()
-    steps = np.minimum((RECOURSE * log_sigma / SIGMA_STEP + 0.5).astype(np.int64), SIGMA_STEPS - 1)
+    sigmas = np.maximum(RECOURSE * log_sigma, LEAST_SIGMA)
+    steps = np.minimum((sigmas / SIGMA_STEP + 0.5).astype(np.int64), SIGMA_STEPS - 1)
     factors: Floats = np.minimum(table[steps, strata[:count, rows % ROWS]], most)
     return factors
 
@@ -128,7 +134,7 @@ def _draws() -> tuple[Indexes, Floats]:
 
 def makespans_s(engines: Floats, work: Work, placement: Indexes) -> Floats:
     """When the last engine ends in each sample; infinite where a context does not fit its engine's KV."""
-    times: Floats = finish_times(engines, work, placement).max(axis=0, initial=0.0)
+    times: Floats = finish(engines, work, placement)[0].max(axis=0, initial=0.0)
     return times
 
 
@@ -186,62 +192,102 @@ def worked_s(engine: Floats, tokens: float, kv_tokens: float, all_work_s: float)
 
 @compiled
 def prompts_there(work: Work, placement: Indexes, engines: int) -> Flags:
-    """there[engine, prompt]: whether a sample of the prompt has started on the engine."""
+    """there[engine, prompt]: whether a sample's context is read on the engine, and with it the prompt."""
     there = np.zeros((engines, work.prompts.max() + 1), np.bool_)
     for index in range(len(placement)):
-        if work.started[index] and placement[index] >= 0:
+        if work.read[index] and placement[index] >= 0:
             there[placement[index], work.prompts[index]] = True
     return there
 
 
 @compiled
-def all_prompts_s(engines: Floats, work: Work, placement: Indexes) -> Floats:
-    """Seconds that each engine prefills prompts: of each once, where no sample of it has started there."""
-    prompts_s = np.zeros(len(engines))
-    if len(placement) == 0:
-        return prompts_s
-    there = prompts_there(work, placement, len(engines))
-    for index in range(len(placement)):
-        at, prompt = placement[index], work.prompts[index]
-        if at >= 0 and not work.started[index] and not there[at, prompt]:
-            there[at, prompt] = True
-            prompts_s[at] += prompt_s(engines[at], work.contexts[index])
+def reading_order(engines: Floats, work: Work) -> Indexes:
+    """The trajectories with the longest mean path alone first: the order in which engines prefill prompts."""
+    base_s = engines[:, BASE_S].mean()
+    engine = engines[0].copy()
+    for column in range(len(engine)):
+        engine[column] = engines[:, column].mean()
+    path_s = np.zeros(len(work.contexts))
+    for amounts in work.amounts:
+        for index in range(len(path_s)):
+            path_s[index] += base_s * amounts[index, TOKENS] + work_s(engine, amounts[index]) + amounts[index, TOOL_S]
+    return np.argsort(-path_s, kind="mergesort")
+
+
+@compiled
+def members_of(placement: Indexes, order: Indexes, engines: int) -> tuple[Indexes, Indexes]:
+    """first[engines + 1] and members: engine e runs members[first[e] : first[e + 1]], in the given order."""
+    first = np.zeros(engines + 1, np.int64)
+    for at in placement:
+        if at >= 0:
+            first[at + 1] += 1
+    first = np.cumsum(first)
+    filled, members = first.copy(), np.empty(first[-1], np.int64)
+    for index in order:
+        at = placement[index]
+        if at >= 0:
+            members[filled[at]] = index
+            filled[at] += 1
+    return first, members
+
+
+@compiled
+def end_engine(
+    engine: Floats, work: Work, members: Indexes, seen: Flags, waits_s: Floats, own_s: Floats, times: Floats
+) -> float:
+    """Write when an engine ends its members in each sample to times[samples], and return its seconds of prompts.
+
+    members: in the order in which their prompts are read. seen[prompts]: False, before and after; waits_s and own_s:
+    scratch of n.
+    """
+    prompts_s = 0.0
+    for index in members:
+        if work.contexts[index] > engine[KV_TOKENS]:
+            times[:] = np.inf
+            return 0.0
+    for index in members:
+        seen[work.prompts[index]] |= work.read[index]
+    for index in members:
+        waits_s[index] = 0.0
+        if not work.read[index]:
+            if not seen[work.prompts[index]]:
+                seen[work.prompts[index]] = True
+                prompts_s += prompt_s(engine, work.contexts[index])
+            waits_s[index] = prompts_s
+    for index in members:
+        seen[work.prompts[index]] = False
+    for sample in range(len(times)):
+        tokens = kv_tokens = 0.0
+        all_work_s = prompts_s
+        amounts = work.amounts[sample]
+        for index in members:
+            own_s[index] = work_s(engine, amounts[index])
+            tokens += amounts[index, TOKENS]
+            kv_tokens += amounts[index, KV]
+            all_work_s += own_s[index]
+        ends_s = worked_s(engine, tokens, kv_tokens, all_work_s)
+        for index in members:
+            alone_s = engine[BASE_S] * amounts[index, TOKENS] + own_s[index]
+            others_s = all_work_s - own_s[index] - waits_s[index]
+            ends_s = max(ends_s, waits_s[index] + path_s(alone_s, amounts[index, TOOL_S], max(others_s, 0.0)))
+        times[sample] = ends_s
     return prompts_s
 
 
 @compiled
-def finish_times(engines: Floats, work: Work, placement: Indexes) -> Floats:
-    """times[engines, samples]: seconds until each engine ends; placement: index of an engine, -1 for none."""
-    m, n, samples = len(engines), len(placement), len(work.amounts)
-    times = np.zeros((m, samples))
+def finish(engines: Floats, work: Work, placement: Indexes) -> tuple[Floats, Floats]:
+    """times[engines, samples]: seconds until each engine ends, and the seconds of each engine's prompts. placement:
+    index of an engine, -1 for none."""
+    m, n = len(engines), len(placement)
+    times, prompts_s = np.zeros((m, len(work.amounts))), np.zeros(m)
     if n == 0:
-        return times
-    for index in range(n):
-        if placement[index] >= 0 and work.contexts[index] > engines[placement[index], KV_TOKENS]:
-            times[placement[index]] = np.inf
-    prompts_s = all_prompts_s(engines, work, placement)
-    own_s = np.zeros(n)
-    for sample in range(samples):
-        tokens, kv_tokens, all_work_s = np.zeros(m), np.zeros(m), np.zeros(m)
-        for index in range(n):
-            at = placement[index]
-            if at >= 0:
-                amounts = work.amounts[sample, index]
-                own_s[index] = work_s(engines[at], amounts)
-                tokens[at] += amounts[TOKENS]
-                kv_tokens[at] += amounts[KV]
-                all_work_s[at] += own_s[index]
-        for at in range(m):
-            done_s = worked_s(engines[at], tokens[at], kv_tokens[at], all_work_s[at] + prompts_s[at])
-            times[at, sample] = max(times[at, sample], done_s)
-        for index in range(n):
-            at = placement[index]
-            if at >= 0:
-                tokens_left, tool_s = work.amounts[sample, index, TOKENS], work.amounts[sample, index, TOOL_S]
-                alone_s, others_s = engines[at, BASE_S] * tokens_left + own_s[index], all_work_s[at] - own_s[index]
-                wait_s = 0.0 if work.started[index] else prompts_s[at]
-                times[at, sample] = max(times[at, sample], wait_s + path_s(alone_s, tool_s, others_s))
-    return times
+        return times, prompts_s
+    first, members = members_of(placement, reading_order(engines, work), m)
+    seen, waits_s, own_s = np.zeros(work.prompts.max() + 1, np.bool_), np.empty(n), np.empty(n)
+    for at in range(m):
+        group = members[first[at] : first[at + 1]]
+        prompts_s[at] = end_engine(engines[at], work, group, seen, waits_s, own_s, times[at])
+    return times, prompts_s
 
 
 @compiled
@@ -263,6 +309,9 @@ def deal(engines: Floats, work: Work, placement: Indexes, order: Indexes, unit_o
     for index in range(len(placement)):
         at = placement[index]
         if at >= 0 and not dealt[index]:
+            if not there[at, work.prompts[index]]:
+                there[at, work.prompts[index]] = True
+                all_work_s[at] += prompt_s(engines[at], work.contexts[index])
             tokens[at] += amounts[index, TOKENS]
             kv_tokens[at] += amounts[index, KV]
             all_work_s[at] += work_s(engines[at], amounts[index])
@@ -308,8 +357,9 @@ def deal(engines: Floats, work: Work, placement: Indexes, order: Indexes, unit_o
 @compiled
 def savings_s(engines: Floats, work: Work, placement: Indexes, moving: Indexes, targets: Indexes) -> Floats:
     """For each trajectory in `moving`, the seconds by which the later of its two engines ends earlier if it alone
-    moves. Work at its medians; prompts are left out, as what moves has started."""
+    moves. Work at its medians; its prompt moves with its context."""
     m, amounts = len(engines), work.amounts[0]
+    prompts_s = finish(engines, work, placement)[1]
     by_engine = np.argsort(placement)
     first = np.searchsorted(placement[by_engine], np.arange(m + 1))
     result = np.zeros(len(moving))
@@ -318,18 +368,24 @@ def savings_s(engines: Floats, work: Work, placement: Indexes, moving: Indexes, 
         here = placement[index]
         source = by_engine[first[here] : first[here + 1]]
         target = by_engine[first[there] : first[there + 1]]
-        before_s = max(end_s(engines[here], amounts, source, -1, -1), end_s(engines[there], amounts, target, -1, -1))
+        here_s, there_s = prompts_s[here], prompts_s[there]
+        before_s = max(
+            end_s(engines[here], amounts, here_s, source, -1, -1),
+            end_s(engines[there], amounts, there_s, target, -1, -1),
+        )
         after_s = max(
-            end_s(engines[here], amounts, source, index, -1), end_s(engines[there], amounts, target, -1, index)
+            end_s(engines[here], amounts, here_s, source, index, -1),
+            end_s(engines[there], amounts, there_s, target, -1, index),
         )
         result[number] = before_s - after_s
     return result
 
 
 @compiled
-def end_s(engine: Floats, amounts: Floats, members: Indexes, without: int, besides: int) -> float:
-    """When an engine ends its members without one of them, or with one besides; -1 for none."""
-    tokens = kv_tokens = all_work_s = ends_s = 0.0
+def end_s(engine: Floats, amounts: Floats, prompts_s: float, members: Indexes, without: int, besides: int) -> float:
+    """When an engine ends its prompts and its members without one of them, or with one besides; -1 for none."""
+    tokens = kv_tokens = ends_s = 0.0
+    all_work_s = prompts_s
     for number in range(len(members) + 1):
         index = members[number] if number < len(members) else besides
         if index >= 0 and index != without:
@@ -343,78 +399,3 @@ def end_s(engine: Floats, amounts: Floats, members: Indexes, without: int, besid
             alone_s = engine[BASE_S] * amounts[index, TOKENS] + own_s
             ends_s = max(ends_s, path_s(alone_s, amounts[index, TOOL_S], all_work_s - own_s))
     return max(ends_s, worked_s(engine, tokens, kv_tokens, all_work_s))
-
-
-@inlined
-def group_s(engine: Floats, sums: Floats, own: Floats, share: float, first: int, end: int) -> float:
-    """When an engine ends ranks [first, end): by their work, the path of the first of them, and the path of one with
-    `share` of the longest of all. own[n, 5]: amounts by rank; sums[n + 1, 5]: their sums before each rank."""
-    if end <= first:
-        return 0.0
-    group_work_s = work_s(engine, sums[end]) - work_s(engine, sums[first])
-    tokens, kv_tokens = sums[end, TOKENS] - sums[first, TOKENS], sums[end, KV] - sums[first, KV]
-    own_s = work_s(engine, own[first])
-    alone_s = engine[BASE_S] * own[first, TOKENS] + own_s
-    ends_s = max(
-        worked_s(engine, tokens, kv_tokens, group_work_s),
-        path_s(alone_s, own[first, TOOL_S], max(group_work_s - own_s, 0.0)),
-    )
-    if share > 0.0:
-        own_s = share * work_s(engine, own[0])
-        alone_s = share * engine[BASE_S] * own[0, TOKENS] + own_s
-        ends_s = max(ends_s, path_s(alone_s, share * own[0, TOOL_S], max(group_work_s - own_s, 0.0)))
-    return ends_s
-
-
-BISECTIONS = 14  # a makespan to a thousandth of where the search begins; predictions are far less exact
-MOST_SOLVED = (
-    16  # engines for which the rest is solved again; the short trajectories behind them fill the others evenly
-)
-
-
-@compiled
-def partition(engines: Floats, sums: Floats, own: Floats, share: float) -> Indexes:
-    """bounds[m + 1]: engine e runs ranks [bounds[e], bounds[e + 1]) of trajectories that come longest first.
-
-    The largest `group_s` is about the least, then that of the engines after the first, and so on: by bisecting on the
-    makespan with a greedy fill, which would be exact if no group's cost fell as it loses its first rank.
-    """
-    n, m = len(own), len(engines)
-    bounds = np.zeros(m + 1, np.int64)
-    first = 0
-    high = np.inf
-    for head in range(m - 1):
-        if head >= MOST_SOLVED:
-            first = reach(engines[head], sums, own, share, first, high)
-            bounds[head + 1] = first
-            continue
-        high = np.inf
-        for engine in range(head, m):
-            high = min(high, group_s(engines[engine], sums, own, share, first, n))
-        low = high / (4.0 * m)
-        for _ in range(BISECTIONS):
-            middle = np.sqrt(low * high) if high > 2.0 * low else 0.5 * (low + high)
-            at = first
-            for engine in range(head, m):
-                at = reach(engines[engine], sums, own, share, at, middle)
-            if at >= n:
-                high = middle
-            else:
-                low = middle
-        first = reach(engines[head], sums, own, share, first, high)
-        bounds[head + 1] = first
-    bounds[m] = n
-    return bounds
-
-
-@inlined
-def reach(engine: Floats, sums: Floats, own: Floats, share: float, first: int, limit_s: float) -> int:
-    """The last end of a group from `first` that the engine ends within the limit."""
-    low, high = first, len(own) + 1
-    while high - low > 1:
-        probe = (low + high) // 2
-        if group_s(engine, sums, own, share, first, probe) <= limit_s:
-            low = probe
-        else:
-            high = probe
-    return low

@@ -61,6 +61,7 @@ def plan(
     observed_tokens: Floats | None = None,
     tool_s: Floats | None = None,
     started: Flags | None = None,
+    read: Flags | None = None,
     prompts: Indexes | None = None,
 ) -> Plan:
     """The plan of least makespan, balanced beyond the bottleneck, so that no engine stands empty for nothing.
@@ -68,11 +69,11 @@ def plan(
     For n trajectories: `lengths` is remaining tokens, `contexts` tokens in KV now, `current` the index of the engine
     that holds that KV or -1. `bound` asks for the lower bound too. `workspace` saves a caller who plans again and again
     the cost of fresh memory; the plan does not refer to it. CRITICAL_PATH alone reads the rest: `log_sigma`, the
-    standard deviation of ln(length) (none: the lengths are certain), `room_tokens`, what the cap leaves (inf without
-    one), `observed_tokens` and `tool_s`, tokens and seconds of tools left (none: 0), `started`, whether a trajectory
-    has KV on its engine (none: those that have one), `prompts`, a number that samples of a prompt share (none: no two
-    do). Raises NoEnginesError, InvalidEngineError, InvalidTrajectoryError (of which NothingFitsError: a context that no
-    engine's KV holds).
+    standard deviation of ln(length) (none: 0), `room_tokens`, what the cap leaves (inf without one), `observed_tokens`
+    and `tool_s`, tokens and seconds of tools left (none: 0), `started`, whether a trajectory runs on its engine (none:
+    those that have one), `read`, whether that has prefilled its context (none: of those that have started), `prompts`,
+    a number that samples of a prompt share (none: no two do). Raises NoEnginesError, InvalidEngineError,
+    InvalidTrajectoryError (of which NothingFitsError: a context that no engine's KV holds).
     """
     lengths = np.ascontiguousarray(lengths, np.float64)
     contexts = np.ascontiguousarray(contexts, np.float64)
@@ -86,6 +87,7 @@ def plan(
         observed_tokens = nothing if observed_tokens is None else observed_tokens
         tool_s = nothing if tool_s is None else tool_s
         started = current >= 0 if started is None else started & (current >= 0)
+        read = started if read is None else read & started
         prompts = np.arange(n) if prompts is None else prompts
         check_workload(lengths, contexts)
         check_column("log_sigma", log_sigma, n, most=MOST_LOG_SIGMA)
@@ -94,7 +96,7 @@ def plan(
         check_column("remaining_tool_time", tool_s, n, most=MOST_SECONDS)
         check_fit(contexts, check_engines(engines)[:, 4])
         factors = paths.sample_factors(np.arange(n), log_sigma, lengths, room_tokens)
-        of = (lengths, contexts, observed_tokens, tool_s, started, prompts)
+        of = (lengths, contexts, observed_tokens, tool_s, started, read, prompts)
         return _plan_paths(engines, paths.work_of(*of, factors), paths.work_of(*of), current, bound=bound)
     costs = tabulate(model, lengths, contexts, current >= 0, engines, workspace)
     bounds, _ = partition(costs)
@@ -115,7 +117,7 @@ def _plan_paths(
 ) -> Plan:
     rows = paths.engine_rows(engines)
     engine_of = best_placement(rows, paths.kinds_of(engines), work, medians, current)
-    finish_s = paths.finish_times(rows, medians, engine_of)[:, 0]
+    finish_s = paths.finish(rows, medians, engine_of)[0][:, 0]
     makespan_s = float(finish_s.max())
     bound_s = min(paths.least_s(rows, medians), makespan_s) if bound else None
     return Plan(engine_of, finish_s, makespan_s, bound_s)

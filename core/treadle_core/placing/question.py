@@ -46,8 +46,8 @@ def slowest_curve(curves: Sequence[DecodeCurve]) -> DecodeCurve:
 class PlanWork:
     """Column i speaks of one trajectory: its row among the names, tokens left to sample, tokens of context now, index
     (in the question) of its engine, -1 for none, standard deviation of ln(remaining_tokens), tokens that the cap leaves
-    (inf without one), tokens of tools' answers left, seconds of tools left, whether it has KV on its engine, and a
-    number that samples of one prompt share."""
+    (inf without one), tokens of tools' answers left, seconds of tools left, whether it runs on its engine, whether
+    that has read its context, and a number that samples of one prompt share."""
 
     names: Names
     rows: Indexes
@@ -59,6 +59,7 @@ class PlanWork:
     observed_tokens: Floats
     tool_s: Floats
     started: Flags
+    read: Flags
     prompts: Indexes
 
     def __len__(self) -> int:

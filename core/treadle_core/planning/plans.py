@@ -291,6 +291,7 @@ class Planner:
             observed_tokens=live.observed_tokens[which],
             tool_s=live.tool_s[which],
             started=live.started[which],
+            read=live.read[which],
             prompts=snapshot.prompts[which],
         )
         self._plan_id += 1

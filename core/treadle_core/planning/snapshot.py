@@ -75,8 +75,8 @@ class Snapshot:
 
     def _work(self, factors: Floats | None) -> paths.Work:
         live = self.live
-        of = (live.tokens, live.context_tokens, live.observed_tokens, live.tool_s, live.started, self.prompts)
-        return paths.work_of(*of, factors)
+        amounts = (live.tokens, live.context_tokens, live.observed_tokens, live.tool_s)
+        return paths.work_of(*amounts, live.started, live.read, self.prompts, factors)
 
     def movable(self, rule: float) -> Flags:
         """Trajectories that a re-planning rule may place elsewhere: all engines may run them, and they have one."""
@@ -132,7 +132,8 @@ def warm_up() -> None:
     LiveColumns().read()
     engines = paths.engine_rows([PlanEngine(name, 1, 0, 1, DecodeCurve()) for name in "ab"])
     ones, placement = np.ones(2), np.zeros(2, np.int64)
-    work = paths.work_of(ones, ones, ones, ones, np.ones(2, np.bool_), placement)
+    flags = np.ones(2, np.bool_)
+    work = paths.work_of(ones, ones, ones, ones, flags, flags, placement)
     best_placement(engines, placement, work, work, placement)
     paths.savings_s(engines, work, placement, placement[:1], placement[:1] + 1)
 

@@ -17,14 +17,14 @@ FIRST_ROWS = 64
 # Columns: tokens left to sample, tokens of context now, seconds of tool calls left, number of the engine, number of the
 # re-planning rule that may move it (NOT_PLANNED for none), number of its set of hardware tags, 1 where it has started,
 # standard deviation of ln(tokens left), tokens that the cap leaves (inf without one), tokens of tools' answers left,
-# number of the prompt.
-TOKENS, CONTEXT, TOOL_S, ENGINE, RULE, TAGS, STARTED, LOG_SIGMA, ROOM, OBSERVED, PROMPT = range(11)
-ROW = struct.Struct("11d")
+# number of the prompt, 1 where its engine has prefilled its context.
+TOKENS, CONTEXT, TOOL_S, ENGINE, RULE, TAGS, STARTED, LOG_SIGMA, ROOM, OBSERVED, PROMPT, READ = range(12)
+ROW = struct.Struct("12d")
 
 NOT_PLANNED = 0.0
 CLOSED = -1.0  # in RULE
 
-Row = tuple[float, float, float, float, float, float, float, float, float, float, float]
+Row = tuple[float, ...]  # a number for each column
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Columns:
     rule: Floats
     tags_number: Indexes
     started: Flags
+    read: Flags
     log_sigma: Floats
     room_tokens: Floats
     observed_tokens: Floats
@@ -115,6 +116,7 @@ class LiveColumns:
             rule=columns[RULE],
             tags_number=columns[TAGS].astype(np.int64),
             started=columns[STARTED] > 0.0,
+            read=columns[READ] > 0.0,
             log_sigma=columns[LOG_SIGMA],
             room_tokens=columns[ROOM],
             observed_tokens=columns[OBSERVED],

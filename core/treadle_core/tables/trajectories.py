@@ -231,6 +231,7 @@ class TrajectoryTable:
                 room_tokens(record),
                 remaining_observed_tokens(record),
                 counted.prompt_number,
+                float(started and record.finished_step_s is not None),
             ),
         )
 

@@ -39,6 +39,7 @@ def columns_of(request: pb.PlanPlacementRequest) -> dict[str, Any]:
         "observed_tokens": np.array([each.remaining_observed_tokens for each in trajectories], np.float64),
         "tool_s": np.array([seconds(each.remaining_tool_time) for each in trajectories], np.float64),
         "started": np.array([each.started for each in trajectories], np.bool_),
+        "read": np.array([each.started and not each.unread for each in trajectories], np.bool_),
         "prompts": _prompts([each.prompt_id for each in trajectories]),
     }
 

@@ -93,6 +93,7 @@ def plan_request(ask: act.AskPlan) -> placement_pb2.PlanPlacementRequest:
         "remaining_observed_tokens": work.observed_tokens.tolist(),
         "remaining_tool_time": [duration(tool_s) for tool_s in work.tool_s.tolist()],
         "started": work.started.tolist(),
+        "unread": (work.started & ~work.read).tolist(),
         "prompt_id": [str(prompt) for prompt in work.prompts.tolist()],
     }
     return placement_pb2.PlanPlacementRequest(

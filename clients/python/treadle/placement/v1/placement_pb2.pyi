@@ -62,6 +62,7 @@ class PlacedTrajectory(google.protobuf.message.Message):
     REMAINING_OBSERVED_TOKENS_FIELD_NUMBER: builtins.int
     PROMPT_ID_FIELD_NUMBER: builtins.int
     STARTED_FIELD_NUMBER: builtins.int
+    UNREAD_FIELD_NUMBER: builtins.int
     trajectory_id: builtins.str
     remaining_tokens: builtins.float
     """predicted, >= 0, finite"""
@@ -78,7 +79,9 @@ class PlacedTrajectory(google.protobuf.message.Message):
     prompt_id: builtins.str
     """samples of one prompt share its KV; empty: shared with none"""
     started: builtins.bool
-    """its context is on current_engine_id already, and is not prefilled there"""
+    """it runs on current_engine_id, so that a move costs KV"""
+    unread: builtins.bool
+    """it has started, but current_engine_id has not prefilled its context yet"""
     @property
     def remaining_tool_time(self) -> google.protobuf.duration_pb2.Duration:
         """The rest is read by COST_MODEL_CRITICAL_PATH alone.
@@ -98,9 +101,10 @@ class PlacedTrajectory(google.protobuf.message.Message):
         remaining_observed_tokens: builtins.float = ...,
         prompt_id: builtins.str = ...,
         started: builtins.bool = ...,
+        unread: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["remaining_tool_time", b"remaining_tool_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context_tokens", b"context_tokens", "current_engine_id", b"current_engine_id", "log_sigma", b"log_sigma", "prompt_id", b"prompt_id", "remaining_observed_tokens", b"remaining_observed_tokens", "remaining_tokens", b"remaining_tokens", "remaining_tool_time", b"remaining_tool_time", "room_tokens", b"room_tokens", "started", b"started", "trajectory_id", b"trajectory_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context_tokens", b"context_tokens", "current_engine_id", b"current_engine_id", "log_sigma", b"log_sigma", "prompt_id", b"prompt_id", "remaining_observed_tokens", b"remaining_observed_tokens", "remaining_tokens", b"remaining_tokens", "remaining_tool_time", b"remaining_tool_time", "room_tokens", b"room_tokens", "started", b"started", "trajectory_id", b"trajectory_id", "unread", b"unread"]) -> None: ...
 
 Global___PlacedTrajectory: typing_extensions.TypeAlias = PlacedTrajectory
 
