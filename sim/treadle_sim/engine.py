@@ -46,7 +46,8 @@ class SimEngine:
         self.spans: list[tuple[float, float, int]] | None = [] if record else None
         self._timeline = timeline
         self._listener = listener
-        self._queue = StepQueue(QueuePolicy(model.slots, UNBOUNDED, preempt))
+        self._queue = StepQueue(QueuePolicy(model.slots, UNBOUNDED, preempt), self._prefill_steps if preempt else None)
+        self._decode_s = model.curve.decode_s(1.0)
         self._steps: dict[str, EngineStep] = {}
         self._pending: deque[EngineStep] = deque()  # admitted, not yet prefilled
         self._prefilling: list[EngineStep] = []
@@ -126,10 +127,21 @@ class SimEngine:
     def _decide(self) -> None:
         """Apply the queue's decisions, then continue."""
         self._report_progress()
-        self._apply(self._queue.decide())
+        self._apply(self._queue.decide(self._timeline.now))
         if not self._prefilling and self._batch.is_between_steps:
             self._evict_all()
         self._continue()
+
+    def _end_rest(self) -> None:
+        """The decodes have had their time; the next long prefill may be admitted."""
+        self._advance()
+        self._decide()
+
+    def _prefill_steps(self, step_id: str) -> float:
+        step = self._steps[step_id]
+        context = step.context_tokens + step.done
+        _, cached = self.cache.find(step)
+        return self.model.curve.prefill_computed_s(max(context - cached, 0), min(cached, context)) / self._decode_s
 
     def _report_progress(self) -> None:
         """Tell the queue which steps have sampled enough to be evicted."""
@@ -159,7 +171,7 @@ class SimEngine:
             step.preemptions += 1
             self._queue.confirm_eviction(step.step_id)
             self._listener.step_preempted(step)
-            self._apply(self._queue.decide())
+            self._apply(self._queue.decide(self._timeline.now))
 
     def _stop(self, step: EngineStep, *, cached: bool) -> None:
         self._batch.leave(step)  # which counts what it has sampled
@@ -231,6 +243,8 @@ class SimEngine:
         steps, self._prefilling = self._prefilling, []
         for step in steps:
             step.book("prefill", now)
+            if self._queue.finish_prefill(step.step_id, now):
+                self._timeline.at(self._queue.rest_until_s, self._end_rest)
             self.cache.finish_prefill(step)
             self._batch.join(step)
             self._fresh[step.step_id] = step

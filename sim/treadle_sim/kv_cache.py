@@ -120,14 +120,19 @@ class KvCache:
     def start(self, step: EngineStep) -> tuple[int, int]:
         """Let a step run. Returns the tokens of its context that are cached, and how many of them come from the
         host."""
-        prompt_tokens = step.prompt_tokens
-        here = self._gpu.context_tokens(step.index) or (prompt_tokens if step.prompt_id in self._gpu else 0)
-        cached = max(here, self._host.context_tokens(step.index), prompt_tokens if step.prompt_id in self._host else 0)
-        self._gpu.hold(step.prompt_id, prompt_tokens)
+        here, cached = self.find(step)
+        self._gpu.hold(step.prompt_id, step.prompt_tokens)
         self._gpu.take(step.index)
         self._running += step.own_tokens
         self._make_room()
         return cached, cached - here
+
+    def find(self, step: EngineStep) -> tuple[int, int]:
+        """Tokens of a step's context that are cached in the engine's memory, and there or in the host's."""
+        prompt_tokens = step.prompt_tokens
+        here = self._gpu.context_tokens(step.index) or (prompt_tokens if step.prompt_id in self._gpu else 0)
+        there = max(self._host.context_tokens(step.index), prompt_tokens if step.prompt_id in self._host else 0)
+        return here, max(here, there)
 
     def finish_prefill(self, step: EngineStep) -> None:
         """Let the samples of the prompt find it from now on."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -280,3 +281,25 @@ async def test_the_ends_of_a_steps_tokens_are_published_where_that_is_asked_for(
     assert (ids(two.prompt), ids(two.output)) == ([], [*second.tokens[:4], *second.tokens[-4:]])
     assert (ids(two.observation), two.observation_tokens) == ([*observation[:4], *observation[-4:]], 30)
     assert not starts[2].HasField("prompt") and not ends[2].HasField("tokens")
+
+
+def has_requests(engine: FakeSglang, count: int) -> bool:
+    return len(engine.requests) == count
+
+
+async def test_one_long_prompt_is_read_at_a_time_and_what_is_read_already_passes_it(nats_url: str) -> None:
+    """On an engine that reads a token in the time of a decode step, with four slots, two cold prompts of 64 tokens come
+    and then a short step; later two more, and then another sample of the first. Result: each time the second cold
+    prompt gets to the engine last."""
+    curve: dict[str, Any] = {"decode_base_s": 0.01, "prefill_tokens_per_s": 100.0}
+    async with fake_sglang(token_s=0.3) as engine, sidecar(nats_url, engine.url, slots=4, **curve) as side:
+        for one, other, passing in ((PROMPT, 200, [7, 8, 9]), (list(range(300, 364)), 400, PROMPT)):
+            cold, before = list(range(other, other + 64)), len(engine.requests)
+            steps = []
+            for prompt, priority, running, waiting in ((one, 9.0, 1, 0), (cold, 5.0, 1, 1), (passing, 1.0, 2, 1)):
+                steps.append(asyncio.create_task(run_step(side.stub, greedy(3, prompt, priority=priority))))
+                await side.until_waiting(waiting)
+                await until(partial(has_requests, engine, before + running))
+            for result in await asyncio.gather(*steps):
+                assert result.require_whole().reason == LENGTH
+            assert [request["input_ids"] for request in engine.requests[before:]] == [one, passing, cold]

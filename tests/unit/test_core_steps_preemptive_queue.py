@@ -1,9 +1,11 @@
 """The step queue: who runs, who waits, who gives way."""
 
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.steps.preemptive_queue import Admit, Evict, QueueFull, QueuePolicy, StepQueue
+from treadle_core.steps.preemptive_queue import LONG_PREFILL_STEPS, Admit, Evict, QueueFull, QueuePolicy, StepQueue
 
 
 def queue(slots: int = 1, capacity: int = 100, **options: object) -> StepQueue:
@@ -187,3 +189,103 @@ def test_the_invariants_hold_after_any_reports(slots: int, hysteresis: float, ev
         waiting = set(priorities) - set(holding)
         assert not waiting or len(holding) == slots, "no slot is idle while somebody waits"
         assert (q.running, q.waiting) == (len(holding), len(waiting))
+
+
+LONG, SHORT = LONG_PREFILL_STEPS, LONG_PREFILL_STEPS - 1.0
+
+
+def reading_queue(prefill_steps: dict[str, float], slots: int = 4, **steps: float) -> StepQueue:
+    """A queue that takes prefills of these lengths, with steps of these priorities."""
+    q = StepQueue(QueuePolicy(slots=slots, capacity=100, min_run_tokens=4), lambda step: prefill_steps.get(step, 0.0))
+    for step, priority in steps.items():
+        q.add(step, priority)
+    return q
+
+
+def test_one_long_prefill_runs_at_a_time_and_short_ones_pass_it() -> None:
+    q = reading_queue({"a": LONG, "b": LONG, "c": SHORT}, a=3.0, b=2.0, c=1.0)
+    assert q.decide(0.0) == [Admit("a"), Admit("c")]
+    assert q.decide(1.0) == []
+    assert not q.finish_prefill("c", 1.0), "a short one is not what the others wait for"
+    assert q.finish_prefill("a", 2.0)
+    q.reprioritize("a", 0.0)
+    q.reprioritize("c", 0.0)
+    assert q.decide(2.0) == [Admit("b")], "nothing that decodes ranks higher"
+
+
+def test_after_a_long_prefill_higher_steps_decode_for_as_long_before_the_next() -> None:
+    q = reading_queue({"a": LONG, "b": LONG}, a=2.0, b=1.0)
+    assert q.decide(10.0) == [Admit("a")]
+    assert q.finish_prefill("a", 13.0)
+    assert q.rest_until_s == 16.0
+    assert q.decide(15.9) == []
+    q.add("urgent", 9.0)
+    assert q.decide(15.9) == [Admit("urgent")], "what is read already does not rest"
+    assert q.decide(16.0) == [Admit("b")]
+
+
+def test_a_long_prefill_does_not_rest_where_nothing_decodes() -> None:
+    q = reading_queue({"a": LONG, "b": LONG}, a=2.0, b=1.0)
+    q.decide(0.0)
+    q.finish_prefill("a", 5.0)
+    q.remove("a")
+    assert q.decide(5.0) == [Admit("b")]
+
+
+@pytest.mark.parametrize("end", ["remove", "evict"])
+def test_a_long_prefill_that_is_stopped_lets_the_next_one_run(end: str) -> None:
+    q = reading_queue({"a": LONG, "b": LONG}, a=2.0, b=1.0)
+    q.decide(0.0)
+    if end == "remove":
+        q.remove("a")
+    else:
+        q.paused = True
+        assert q.decide(1.0) == [Evict("a", "")]
+        q.confirm_eviction("a")
+        q.remove("a")
+        q.paused = False
+    assert q.decide(1.0) == [Admit("b")]
+
+
+def test_a_step_that_waits_for_a_prefill_evicts_nobody() -> None:
+    q = reading_queue({"a": LONG, "b": LONG}, slots=2, a=5.0, low=1.0)
+    assert q.decide(0.0) == [Admit("a"), Admit("low")]
+    q.report_progress("low", 4)
+    q.add("b", 9.0)
+    assert q.decide(1.0) == []
+    q.finish_prefill("a", 2.0)
+    assert q.decide(2.0) == [Evict("low", "b")], "it ranks above what decodes"
+
+
+def test_steps_that_are_not_preemptible_are_not_paced() -> None:
+    """A framework's own policy: an engine takes its steps as they come."""
+    q = reading_queue({"a": LONG, "b": LONG})
+    for step in ("a", "b"):
+        q.add(step, 1.0, preemptible=False)
+    assert q.decide(0.0) == [Admit("a"), Admit("b")]
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.floats(-5, 5), st.booleans(), st.booleans()), max_size=40), st.randoms())
+def test_every_step_is_admitted_in_the_end_whatever_is_long(
+    steps: list[tuple[float, bool, bool]], random: Random
+) -> None:
+    long = {str(number): LONG if is_long else 0.0 for number, (_, is_long, _) in enumerate(steps)}
+    q = StepQueue(QueuePolicy(slots=3, capacity=100), lambda step: long[step])
+    for number, (priority, _, preemptible) in enumerate(steps):
+        q.add(str(number), priority, preemptible=preemptible)
+    running: list[str] = []
+    now, ended = 0.0, 0
+    while ended < len(steps):
+        actions = q.decide(now)
+        running += [action.step_id for action in actions if isinstance(action, Admit)]
+        assert len(running) <= 3
+        if not running:
+            assert now < q.rest_until_s, "else nothing would ever wake it"
+            now = q.rest_until_s
+            continue
+        now += random.uniform(0.1, 2.0)
+        step = running.pop(random.randrange(len(running)))
+        q.finish_prefill(step, now)
+        q.remove(step)
+        ended += 1

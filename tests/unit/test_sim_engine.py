@@ -128,3 +128,21 @@ def test_a_step_that_an_update_stopped_is_not_evicted_before_it_runs_again() -> 
     assert list(alone.preempted) == ["low"]
     assert alone.preempted["low"] > again_s
     assert sorted(alone.finished, key=alone.finished.__getitem__) == ["high", "low", "lowest"]
+
+
+def test_between_two_long_prompts_what_ranks_higher_decodes_as_long_as_the_first_one_took() -> None:
+    """Two prompts of 20,000 tokens come together, and then one of 1,000. Result: the first answer is sampled while the
+    second prompt waits; under a policy without preemption the engine reads both prompts before it decodes."""
+    ends = {}
+    for preempt in (True, False):
+        alone = LoneEngine(preempt=preempt)
+        first, second = engine_step("first", 20_000, 20), engine_step("second", 20_000, 20, index=1)
+        short = engine_step("short", 1_000, 20, index=2)
+        alone.run((0.0, first, 3.0), (0.0, second, 2.0), (0.1, short, 1.0))
+        ends[preempt] = alone.finished
+        if preempt:
+            assert second.queue_s == pytest.approx(alone.finished["first"], rel=0.02), "nothing higher decodes then"
+            assert alone.finished["short"] < alone.finished["second"]
+    read_s = SLOW.prefill_s(20_000, 0)
+    assert ends[True]["first"] < 1.6 * read_s < 2.0 * read_s < ends[False]["first"]
+    assert max(ends[True].values()) < 1.3 * max(ends[False].values()), "smaller batches decode a little longer"

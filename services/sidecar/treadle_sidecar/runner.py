@@ -9,10 +9,12 @@ engine has ended the attempt.
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
 
 import structlog
+from treadle_core.model import DecodeCurve
 from treadle_core.steps.preemptive_queue import Admit, QueueFull, QueuePolicy, StepQueue
 from treadle_runtime.bus import Bus
 from treadle_runtime.errors import NotFound, ResourceExhausted, TreadleError
@@ -20,7 +22,7 @@ from treadle_runtime.errors import NotFound, ResourceExhausted, TreadleError
 from treadle_sidecar.convert import StepFacts
 from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused
 from treadle_sidecar.engine.watch import EngineWatch, engine_lost
-from treadle_sidecar.prefixes import Contexts
+from treadle_sidecar.prefixes import Contexts, hash_blocks
 from treadle_sidecar.step import ABORTED, LENGTH, STOP, Reason, RunningStep, StepOrder
 
 log = structlog.get_logger()
@@ -53,7 +55,8 @@ class LoadMeter:
 
 
 class StepRunner:
-    """policy.slots: steps that decode at once; 0: as many as the engine was started for.
+    """policy.slots: steps that decode at once; 0: as many as the engine was started for. curve: of the engine, None
+    while it is not known.
 
     Whoever uses the engine while it is idle holds `borrowed`, and gives it back when `wanted` is set.
     """
@@ -66,12 +69,15 @@ class StepRunner:
         facts: StepFacts,
         contexts: Contexts,
         policy: QueuePolicy,
+        curve: Callable[[], DecodeCurve | None],
     ) -> None:
-        self.queue = StepQueue(policy)
+        self.queue = StepQueue(policy, self._prefill_steps)
         self._slots = policy.slots
         self.meter = LoadMeter()
         self._engine, self._watch, self._contexts = engine, watch, contexts
         self._bus, self._facts = bus, facts
+        self._curve = curve
+        self._end_of_rest: asyncio.TimerHandle | None = None
         self._steps: dict[str, RunningStep] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._slot_freed = asyncio.Event()
@@ -90,6 +96,7 @@ class StepRunner:
             try:
                 while True:
                     profile = await self._watch.until_healthy()
+                    self._contexts.forget_read()
                     self.queue.policy = replace(self.queue.policy, slots=self._slots or profile.slots)
                     self.decide()
                     await self._watch.until_lost()
@@ -97,6 +104,8 @@ class StepRunner:
                         step.stop(engine_lost("the engine was lost while the step waited"))
             finally:
                 self._tasks = None
+                if self._end_of_rest is not None:
+                    self._end_of_rest.cancel()
 
     def submit(self, order: StepOrder) -> RunningStep:
         """Put a step into the queue. Raises InvalidArgument, ResourceExhausted QUEUE_FULL, Unavailable ENGINE_LOST."""
@@ -104,6 +113,7 @@ class StepRunner:
         if self._tasks is None:
             raise engine_lost("this sidecar is shutting down")
         step = RunningStep(order, profile, time.monotonic(), time.time())
+        step.blocks = hash_blocks(step.record.context)
         try:
             self.queue.add(order.ticket_id, order.priority, preemptible=order.preemptible)
         except QueueFull as error:
@@ -160,7 +170,7 @@ class StepRunner:
         """Carry out what the queue decides; nothing any more at drain."""
         if self._tasks is None:
             return
-        for action in self.queue.decide():
+        for action in self.queue.decide(time.monotonic()):
             step = self._steps[action.step_id]
             if isinstance(action, Admit):
                 step.admit()
@@ -230,6 +240,7 @@ class StepRunner:
             if reason is not None:
                 return reason
             preempted = step.record.preempt(step.evicted_by, time.monotonic())
+            step.blocks = hash_blocks(step.record.context)
             step.emit(preempted)
             self.queue.confirm_eviction(step.order.ticket_id)
             step.waiting_since = time.monotonic()
@@ -241,7 +252,7 @@ class StepRunner:
     async def _run_attempt(self, step: RunningStep) -> Reason | None:
         """Why the step ended; None where it was preempted and needs another attempt."""
         profile = self._watch.require_profile()
-        finish, message = "", ""
+        finish, message, read = "", "", False
         if step.aborting:  # preempted or stopped before it got to the engine
             return self._reason(step, finish, message)
         request = step.attempt_request(profile.weight_version)
@@ -257,6 +268,9 @@ class StepRunner:
                         if step.stops.completes(chunk.text):
                             step.stop_found = True
                             self._abort_attempt(step)
+                        if not read:
+                            read = True
+                            self._finish_prefill(step, now)
                         if self.queue.report_progress(step.order.ticket_id, step.record.attempt_tokens):
                             self.decide()
                     if chunk.finish:
@@ -264,6 +278,25 @@ class StepRunner:
                         finish, message = chunk.finish, chunk.message
         step.stops.cut()
         return self._reason(step, finish, message)
+
+    def _prefill_steps(self, ticket_id: str) -> float:
+        """Decode steps of one sequence that take as long as the prefill of a waiting step; 0 without a curve."""
+        curve, step = self._curve(), self._steps[ticket_id]
+        if curve is None or not curve.prefill_tokens_per_s:
+            return 0.0
+        context_tokens, read = len(step.record.context), self._contexts.count_read(step.blocks)
+        new = context_tokens - read
+        prefill_s = new / curve.prefill_tokens_per_s + curve.prefill_pair_s * new * (read + 0.5 * new)
+        return prefill_s / (curve.base_s + curve.per_sequence_s)
+
+    def _finish_prefill(self, step: RunningStep, now: float) -> None:
+        """The attempt has its first token: its context is read, and others may be after a rest."""
+        self._contexts.note_read(step.blocks)
+        if self.queue.finish_prefill(step.order.ticket_id, now):
+            self.decide()
+            if self._end_of_rest is not None:
+                self._end_of_rest.cancel()
+            self._end_of_rest = asyncio.get_running_loop().call_later(self.queue.rest_until_s - now, self.decide)
 
     def _reason(self, step: RunningStep, finish: str, message: str) -> Reason | None:
         if finish == "length":

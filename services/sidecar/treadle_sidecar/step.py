@@ -218,6 +218,7 @@ class RunningStep:
         self.stopped = False  # by the caller, a pause or an error: no further attempt
         self.stop_found = False  # a stop string across a cut: what the engine samples beyond it is dropped
         self.waiting_since = now
+        self.blocks: list[int] = []  # of the context of the next attempt, as `prefixes.hash_blocks` has them
         self._error: TreadleError | None = None
         self._wake = asyncio.Event()
         self._attempt_ended = asyncio.Event()

@@ -66,6 +66,7 @@ class Weights:
                     with self.watch.translate_errors("the weights", "WEIGHTS_NOT_LOADED", model_path=model_path):
                         await self.engine.update_weights(model_path, weight_version)
                         self.watch.set_weight_version(weight_version)
+                        self.prefixes.contexts.forget_read()
                         if not await self.engine.flush_cache():
                             log.warning("old KV was not flushed; it is never hit and is evicted as space is needed")
                     load_s = time.monotonic() - began

@@ -40,7 +40,7 @@ async def wire(runtime: Runtime) -> Wiring:
         hysteresis=settings.hysteresis,
         min_run_tokens=settings.min_run_tokens,
     )
-    runner = StepRunner(engine, watch, runtime.bus, facts, contexts, policy)
+    runner = StepRunner(engine, watch, runtime.bus, facts, contexts, policy, lambda: declared or measured.declared)
     storage = Path(settings.kv_storage_dir) if settings.kv_storage_dir else None
     prefixes = Prefixes(engine, watch, contexts, storage, settings.export_wait_s, runtime.channel)
     weights = Weights(engine, watch, runner, prefixes, runtime.bus, facts)
