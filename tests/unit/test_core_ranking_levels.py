@@ -51,6 +51,18 @@ def test_before_anything_was_seen_the_stated_prior_answers() -> None:
     assert forecast.remaining_turns.p50 == pytest.approx(4, rel=0.02)
 
 
+@pytest.mark.parametrize("scale", [50, 20_000])
+def test_beyond_all_that_was_seen_the_rest_is_of_the_scale_that_was_seen(scale: int) -> None:
+    """Forty trajectories of half to twice `scale` tokens, and one that is longer than any of them. Result: what is left
+    is a part of what it has done, and not the thousand tokens of the stated prior."""
+    evidence = Evidence()
+    for index in range(40):
+        evidence.close_trajectory(ended(f"t{index}", round(scale * 2 ** (index / 20 - 1)), prompt=f"p{index % 4}"))
+    left = ask(evidence, gen_tokens=round(2.2 * scale), prompt="p0").remaining_tokens
+    assert 0.02 * scale < left.p50 < 0.6 * scale
+    assert left.p90 < 2.5 * scale
+
+
 def test_tools_are_forecast_by_what_a_turn_took_on_all_levels_and_by_the_turns_left() -> None:
     """Turns of 2 s in other prompts, of 10 s in this one and its group, of 30 s in the trajectory's own last ones."""
     evidence = Evidence()

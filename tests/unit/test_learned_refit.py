@@ -51,7 +51,7 @@ def test_a_worse_one_is_kept_and_not_promoted(models: ModelsFolder, monkeypatch:
 def test_prompts_stay_in_their_parts_and_a_trained_backbone_stays_trained(
     models: ModelsFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backbone, transcripts = str(tiny_backbone(tmp_path / "backbone")), told_by_the_plan(120)
+    backbone, transcripts = str(tiny_backbone(tmp_path / "backbone")), told_by_the_plan(200)
     how = Training("v1", backbone, tune=Tune.LORA, seed=7, fitting=Fitting(epochs=3), tuning=Tuning(2, lora_rate=1e-3))
     train(transcripts, how, models.folder / "v1")
     models.promote("v1")

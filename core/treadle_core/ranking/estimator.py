@@ -12,6 +12,7 @@ prior. One ended trajectory is enough for a level to answer. A learned model (He
 from __future__ import annotations
 
 import enum
+import math
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from treadle_core.ranking.evidence import (
     Running,
     ToolUse,
     count_totals,
+    log_moments,
     lognormal,
     posterior,
     remaining_quantiles,
@@ -48,12 +50,17 @@ ALL_WEIGHT = 8.0  # the prior against all trajectories: negligible after a few g
 USE_WEIGHT_TURNS = 8.0
 
 # The prior: log-normal totals, in the middle of the published agentic workloads and wide, so that a few observations
-# bend it.
+# bend it. Trajectories that have ended also move its median and its spread, as those of PRIOR_WEIGHT observations: it
+# is what is said of a trajectory that is longer than all that were seen, whatever a workload's scale.
+PRIOR_WEIGHT = 4.0
 PRIOR_MEDIAN_TOKENS = 1_000.0
 PRIOR_SIGMA_TOKENS = 1.2
 PRIOR_MEDIAN_TURNS = 4.0
 PRIOR_SIGMA_TURNS = 0.9
 PRIOR_VERSION = "prior-1"
+
+FIT_STEP = 0.02  # of the prior's logs: finer than any prediction
+MOST_FITS = 64
 
 MOST_CURVES = 1_024  # groups whose curves are kept, 13 kB each
 
@@ -165,8 +172,34 @@ class Curves:
         return Forecast(Estimate(*tokens.tolist()), Estimate(*turns), source, version)
 
 
+class LogNormal:
+    """Log-normal totals: median in tokens or turns, sigma of the natural log; both > 0."""
+
+    def __init__(self, knots: Floats, median: float, sigma: float) -> None:
+        self._knots = knots
+        self._mean, self._variance = math.log(median), sigma * sigma
+        self._curves: OrderedDict[tuple[int, int], Floats] = OrderedDict()
+
+    def fit(self, seen: Observed) -> Floats:
+        """The curve after these totals, as a log-normal one; without any, as it was stated."""
+        count, mean, variance = log_moments(seen)
+        weight = PRIOR_WEIGHT + count
+        # Steps of 2% in the median and of 0.02 in sigma, so that most curves are at hand.
+        steps = (
+            round((PRIOR_WEIGHT * self._mean + count * mean) / weight / FIT_STEP),
+            max(round(math.sqrt((PRIOR_WEIGHT * self._variance + count * variance) / weight) / FIT_STEP), 1),
+        )
+        curve = self._curves.get(steps)
+        if curve is None:
+            curve = self._curves[steps] = lognormal(self._knots, math.exp(steps[0] * FIT_STEP), steps[1] * FIT_STEP)
+            if len(self._curves) > MOST_FITS:
+                self._curves.popitem(last=False)
+        return curve
+
+
 class Prior:
-    """A stated default: log-normal totals. Medians in tokens and turns, sigmas of the natural log; all > 0."""
+    """A stated default: log-normal totals, which totals that were seen move (`fit`). Medians in tokens and turns,
+    sigmas of the natural log; all > 0."""
 
     def __init__(
         self,
@@ -175,9 +208,12 @@ class Prior:
         median_turns: float = PRIOR_MEDIAN_TURNS,
         sigma_turns: float = PRIOR_SIGMA_TURNS,
     ) -> None:
-        self.curves = Curves(
-            lognormal(TOKEN_KNOTS, median_tokens, sigma_tokens), lognormal(TURN_KNOTS, median_turns, sigma_turns)
-        )
+        self._tokens = LogNormal(TOKEN_KNOTS, median_tokens, sigma_tokens)
+        self._turns = LogNormal(TURN_KNOTS, median_turns, sigma_turns)
+
+    def fit(self, tokens: Observed, turns: Observed) -> Curves:
+        """The curves after these totals of all prompts."""
+        return Curves(self._tokens.fit(tokens), self._turns.fit(turns))
 
 
 class Estimator:
@@ -187,7 +223,8 @@ class Estimator:
     def __init__(self, evidence: Evidence, prior: Prior) -> None:
         self._evidence = evidence
         self._prior = prior
-        self._of_all = (-1, prior.curves)  # the revision of the evidence, and its curves
+        # The revision of the evidence, and its curves.
+        self._of_all = (-1, prior.fit(evidence.tokens.observed, evidence.turns.observed))
         self._of_groups: OrderedDict[GroupKey, tuple[int, Curves]] = OrderedDict()
 
     def estimate(self, progress: Progress) -> Forecast:
@@ -218,15 +255,15 @@ class Estimator:
         own = evidence.ended_of_prompt(progress.prompt_id)
         count = len(own) or evidence.ended_kept
         if not count:
-            return self._prior.curves.forecast(progress, Source.PRIOR, PRIOR_VERSION)
+            return self._of_all[1].forecast(progress, Source.PRIOR, PRIOR_VERSION)
         version = f"history-{'prompt' if own else 'all'}-{count}"
         return self._curves_of_all().update_by(PROMPT_WEIGHT, own).forecast(progress, Source.HISTORY, version)
 
     def _curves_of_all(self) -> Curves:
         evidence = self._evidence
         if self._of_all[0] != evidence.revision:
-            curves = self._prior.curves.update(ALL_WEIGHT, evidence.tokens.observed, evidence.turns.observed)
-            self._of_all = (evidence.revision, curves)
+            seen = (evidence.tokens.observed, evidence.turns.observed)
+            self._of_all = (evidence.revision, self._prior.fit(*seen).update(ALL_WEIGHT, *seen))
         return self._of_all[1]
 
     def _curves_of_group(self, key: GroupKey, group: Group) -> Curves:

@@ -36,6 +36,16 @@ def lognormal(knots: Floats, median: float, sigma: float) -> Floats:
     return np.array([0.5 * math.erfc(math.log(t / median) / scale) if t > 0.0 else 1.0 for t in knots.tolist()])
 
 
+def log_moments(seen: Observed) -> tuple[int, float, float]:
+    """Of totals that ended: how many, and mean and variance of their natural logs; of those below 1 as of 1."""
+    count = int(seen.ended.sum())
+    if count == 0:
+        return 0, 0.0, 0.0
+    logs, shares = np.log(np.maximum(seen.values, 1.0)), seen.ended / count
+    mean = float(shares @ logs)
+    return count, mean, float(shares @ (logs - mean) ** 2)
+
+
 @dataclass(frozen=True)
 class Observed:
     """Totals: distinct `values`, ascending; for each, how many ended there (`ended`), and how many were cut there or
