@@ -25,7 +25,7 @@ MODEL_TIMEOUT_S = 600.0  # conversion takes 20 s on an idle core
 START_TIMEOUT_S = 1800.0  # 25-50 s for the small model on a CPU; a large one on GPUs loads for minutes
 CPU_KV_TOKENS = 20000  # pool of an engine on a CPU: 32 trajectories of 600 tokens, in 0.9 GB
 HEALTH_TIMEOUT_S = 5.0  # one look; a server that warms up answers late
-FLUSH_WAIT_S = 3.0  # less than HEALTH_TIMEOUT_S, which ends the call
+FLUSH_WAIT_S = 12.0  # longer than a sidecar's probe of its idle engine, which a flush has to wait for
 STAGE = 1  # after the services, before NATS
 
 
@@ -169,14 +169,18 @@ async def until_healthy(engine: Engine) -> None:
 
 async def forget_caches(engines: Sequence[Engine], hicache_folder: Path, note: Callable[[str], None]) -> None:
     """Empty the KV of all engines, in their pools and in shared storage."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(HEALTH_TIMEOUT_S)) as http:
+
+    async def flush(engine: Engine) -> None:
+        # The engine may still hold a step whose last token has been read, or a probe: the flush waits for it.
+        async with http.post(f"{engine.url}/flush_cache", params={"timeout": FLUSH_WAIT_S}) as answer:
+            if not answer.ok:
+                note(f"{engine.engine_id} did not flush its cache: {(await answer.text()).strip()}")
+
+    timeout = aiohttp.ClientTimeout(FLUSH_WAIT_S + HEALTH_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as http, asyncio.TaskGroup() as tasks:
         for engine in engines:
-            if engine.child.exited.is_set():
-                continue
-            # The engine may still hold a step whose last token has been read: the flush waits for it.
-            async with http.post(f"{engine.url}/flush_cache", params={"timeout": FLUSH_WAIT_S}) as answer:
-                if not answer.ok:
-                    note(f"{engine.engine_id} did not flush its cache: {(await answer.text()).strip()}")
+            if not engine.child.exited.is_set():
+                tasks.create_task(flush(engine))
     await asyncio.to_thread(_empty, hicache_folder)
 
 
