@@ -95,8 +95,14 @@ async def test_a_step_left_in_a_later_call_keeps_what_was_seen_and_the_next_turn
     async with in_calls() as (mesh, t):
         engine = mesh.engines["e1"]
         engine.script = Script(hold_at=hold_at)
-        reading = asyncio.ensure_future(generate(t, COUNT))
-        await until(engine.holding.is_set)
+        seen: list[int] = []
+
+        async def read() -> None:
+            async for chunk in t.generate(treadle.Sampling(max_new_tokens=COUNT)):
+                seen.extend(chunk.token_ids)
+
+        reading = asyncio.ensure_future(read())
+        await until(lambda: engine.holding.is_set() and len(seen) == CALL + hold_at)
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
