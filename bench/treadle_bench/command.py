@@ -18,7 +18,7 @@ from treadle_cli.problems import UsageProblem
 
 from treadle_bench.ablations.measure import HEDDLE14, HEDDLE15, HEDDLE16
 from treadle_bench.affinity.measure import BENCH as AFFINITY
-from treadle_bench.bench import Bench, BenchOptions
+from treadle_bench.bench import Bench, BenchOptions, Figures
 from treadle_bench.control_plane.measure import BENCH as CONTROL_PLANE
 from treadle_bench.controller.measure import BENCH as CONTROLLER
 from treadle_bench.controller.replan import BENCH as REPLAN
@@ -91,6 +91,9 @@ def bench(
     redraw: Annotated[
         Path | None, typer.Option(help="JSON of an earlier run, to draw into --pictures again without measuring.")
     ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="JSON of a run that was stopped: its finished cells are kept (real).")
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Small sizes: whether it runs, not what it says (tools).")
     ] = False,
@@ -106,16 +109,19 @@ def bench(
     if redraw is not None:
         if chosen.page is None or pictures is None:
             exits.end(UsageProblem("--redraw needs --pictures, and a bench that can draw again"))
-        try:
-            chosen.write(json.loads(redraw.read_text()), pictures)
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            exits.end(UsageProblem(f"--redraw {redraw}: {error}"))
+        chosen.write(_read_figures("--redraw", redraw), pictures)
         return
+    earlier = _read_figures("--resume", resume) if resume is not None else None
 
     async def measure(hurry: asyncio.Event) -> int:
         plan = engine_plan(chosen.engines, slots, model, seed, []) if chosen.engines else None
         options = BenchOptions(
-            plan, seed, repeats, traces, data, pictures, hurry=hurry, scale=scale, model=model, quick=quick
+            *(plan, seed, repeats, traces, data, pictures),
+            hurry=hurry,
+            scale=scale,
+            model=model,
+            quick=quick,
+            earlier=earlier,
         )
         figures.update(await chosen.run(options))
         if as_json:
@@ -126,6 +132,14 @@ def bench(
         return 0
 
     exits.run(measure)
+
+
+def _read_figures(option: str, file: Path) -> Figures:
+    try:
+        figures: Figures = json.loads(file.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        exits.end(UsageProblem(f"{option} {file}: {error}"))
+    return figures
 
 
 def _figure(value: object) -> str:

@@ -22,7 +22,7 @@ from treadle_bench.real.measure import (
     measure,
     play_cell,
 )
-from treadle_bench.real.page import check_aims, draw, explain_loss, page_values
+from treadle_bench.real.page import check_aims, explain_loss
 from treadle_bench.rollouts import Batch, Job, Played, find_bound, setting_of
 
 RUN = {"model": "m", "service": "postgres", "success": True, "turns": 4, "out_tokens": 400, "censored": None}
@@ -57,9 +57,10 @@ async def test_a_cell_compares_treadle_with_every_baseline_and_its_page_needs_th
 
     figures = {"accelerator": "H200", "model": "Qwen3-14B", "seeds": [0, 1], "scale": None, "cells": [cell]}
     figures |= {"least": cell["ratio_to_best_baseline"], "geomean": cell["ratio_to_best_baseline"]}
-    replace(BENCH, page=page_values, draw=draw).write(figures, tmp_path)
+    BENCH.write(figures, tmp_path)
     assert json.loads((tmp_path / "real.json").read_text()) == figures
     assert "| mcpmark | 2 GPUs, 0.1 a slot, tools × 0.1 | 16 |" in (tmp_path / "real.md").read_text()
+    assert "**47 of 48 cells are not played yet**" in (tmp_path / "real.md").read_text()
     assert (tmp_path / "real.png").stat().st_size > 0
 
 
@@ -73,6 +74,25 @@ async def test_a_large_cell_plays_one_seed_and_equals_that_seed_alone(
     monkeypatch.setattr("treadle_bench.real.measure.MOST_FOR_ALL_SEEDS", 15)
     both = await play_cell("mcpmark", 0.1, [batch, replace(batch, seed=1)], options)
     assert both | {"took_s": 0.0} == alone | {"took_s": 0.0}
+
+
+async def test_a_run_goes_on_where_it_was_stopped_and_writes_after_each_cell(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treadle_bench.real.measure.SOURCES", {"mcpmark": "mcpmark"})
+    monkeypatch.setattr("treadle_bench.real.measure.LOADS", (0.1,))
+    monkeypatch.setattr("treadle_bench.real.measure.GPUS", (2,))
+    options = BenchOptions(repeats=1, data=data, pictures=tmp_path, workers=1)
+    found = await measure(options)
+    assert json.loads((tmp_path / "real.json").read_text()) == found
+    assert [(cell["trace"], cell["tools"]) for cell in found["cells"]] == [("mcpmark", 1.0), ("mcpmark", 0.1)]
+
+    kept, lacking = found["cells"][0] | {"treadle_s": 7.0}, found["cells"][1]
+    again = await measure(replace(options, earlier={**found, "cells": [kept]}))
+    assert again["cells"][0] == kept
+    assert again["cells"][1] | {"took_s": 0.0} == lacking | {"took_s": 0.0}
+    with pytest.raises(UsageProblem, match=r"--resume: seeds is \[0\] there and \[1\] here"):
+        await measure(replace(options, seed=1, earlier=found))
 
 
 async def test_it_needs_the_folder_of_traces() -> None:
@@ -112,7 +132,7 @@ def test_another_seed_plays_the_best_degree_of_each_baseline_and_all_that_came_n
     assert {job.batch for job in again} == {second}
     assert {job.degree for job in again if job.system is VERL} == {2, 4}
     assert {job.degree for job in again if job.system is PAUSING} == {4}
-    assert [job.system for job in again[-3:]] == [TREADLE, SIBLINGS, ORACLE]
+    assert [job.system for job in again[:3]] == [TREADLE, SIBLINGS, ORACLE]
 
 
 def _cell(ratio: float, told: float, bound: float, *, kv: float = 0.5, by: str = "work") -> dict[str, Any]:
@@ -144,9 +164,8 @@ def test_the_page_counts_the_cells_that_reach_each_aim() -> None:
     cells = [_cell(1.5, 0.9, 0.8, kv=2.0), _cell(1.3, 1.1, 0.8, kv=2.0, by="tools"), _cell(0.9, 1.0, 0.8)]
     assert [reached for _aim, reached in check_aims({"cells": cells, "geomean": 1.2})] == [
         "2 of 3 cells (0.90–1.50)",
-        "1.20",
-        "1 of 2 cells (1.30–1.50)",
-        "1 of 1 cells (1.50–1.50)",
+        "1.20; 1.51 on the bound",
+        "1 of 2 cells (1.30–1.50); 1.75 on the bound",
         "2 of 3 cells (0.90–1.10)",
         "3 of 3 cells (1.00–1.00)",
     ]

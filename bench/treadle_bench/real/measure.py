@@ -4,7 +4,10 @@ Each source is resampled to groups of 16 (`treadle_sim.workloads.resample`) on H
 slots a GPU. `load`: trajectories for each slot. `tools`: the share of their measured seconds that tools take. Every
 engine's host keeps twice as much KV as the engine, for every system, as SGLang's HiCache does by default. A baseline
 runs on engines of one degree, and the best degree counts; the first seed plays every degree, the others leave out those
-that were much slower there. A cell with more than MOST_FOR_ALL_SEEDS trajectories plays the first seed only.
+that were much slower there. A cell with more than MOST_FOR_ALL_SEEDS trajectories plays the first seed only, and there
+the first baseline plays every degree and the others leave out those that were much slower with it.
+
+After each cell the figures so far are written, and a run with --resume plays the cells that they lack.
 
 Keys: `cells`: medians over `seeds`, with the range of each ratio in `spread`. `ratio_to_X`: X's makespan over
 Treadle's, above 1 Treadle is faster: the best baseline's; `siblings`, Treadle that guesses from a prompt's samples that
@@ -19,15 +22,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Any
 
 from treadle_cli.problems import UsageProblem
-from treadle_sim.systems import ORACLE, PAUSING, STICKY, TREADLE, VERL, VERL_STAR
+from treadle_sim.systems import ORACLE, PAUSING, STICKY, TREADLE, VERL, VERL_STAR, System
 from treadle_sim.workloads.workload import groups
 
 from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.heddle12.measure import merge_seeds
+from treadle_bench.real.page import draw, page_values
 from treadle_bench.rollouts import ACCELERATOR, SAMPLES, SLOTS, Batch, Job, Played, find_bound, play_all, setting_of
 from treadle_bench.summary import rounded
 
@@ -44,47 +48,71 @@ GPUS = (8, 64)
 HOST_SHARE = 2.0
 RECOMPUTED_FLOOR = 0.01
 MUCH_SLOWER = 0.15
-MOST_FOR_ALL_SEEDS = 10_000
+MOST_FOR_ALL_SEEDS = 5_000
 BASELINES = (VERL, VERL_STAR, STICKY, PAUSING)
 SIBLINGS = replace(TREADLE, name="siblings", title="Treadle that knows siblings that have ended", predictor="siblings")
 PLANNED = (TREADLE, SIBLINGS, ORACLE)
 
 
 async def measure(options: BenchOptions) -> dict[str, Any]:
-    """--scale: part of the GPUs. Raises UsageProblem without --data, PublicTraceError, OSError."""
+    """--scale: part of the GPUs. Raises UsageProblem without --data and for --resume with figures of other options,
+    PublicTraceError, OSError."""
     if options.data is None:
         raise UsageProblem("real needs --data, the folder of public traces that docs/traces.md names")
+    asked = {"accelerator": ACCELERATOR, "model": LLM, "seeds": options.seeds, "scale": options.scale}
     sizes = [max(2 * round(0.5 * gpus * (options.scale or 1.0)), 2) for gpus in GPUS]
-    cells = []
-    for name, gpus, load, share in itertools.product(SOURCES, sizes, LOADS, TOOL_SHARES):
+    cells = _earlier_cells(asked, options)
+    for gpus, load, name, share in itertools.product(sizes, LOADS, SOURCES, TOOL_SHARES):
+        if (name, gpus, load, share) in map(_key, cells):
+            continue
         batches = [_batch(name, gpus, load, share, seed, options.data) for seed in options.seeds]
         cells.append(await play_cell(name, load, batches, options))
+        if options.pictures is not None and BENCH.page is not None:
+            BENCH.write(_figures(asked, cells), options.pictures)
+    return _figures(asked, cells)
+
+
+def _key(cell: Mapping[str, Any]) -> tuple[str, int, float, float]:
+    return cell["trace"], cell["gpus"], cell["load"], cell["tools"]
+
+
+def _earlier_cells(asked: Mapping[str, Any], options: BenchOptions) -> list[dict[str, Any]]:
+    if options.earlier is None:
+        return []
+    for name, value in asked.items():
+        if options.earlier.get(name) != value:
+            raise UsageProblem(f"--resume: {name} is {options.earlier.get(name)} there and {value} here; use the same")
+    return list(options.earlier.get("cells", []))
+
+
+def _figures(asked: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     ratios = [cell["ratio_to_best_baseline"] for cell in cells]
+    order = list(SOURCES)
     return {
-        "accelerator": ACCELERATOR,
-        "model": LLM,
-        "seeds": options.seeds,
-        "scale": options.scale,
-        "cells": cells,
+        **asked,
+        "cells": sorted(cells, key=lambda cell: (order.index(cell["trace"]), *_key(cell)[1:3], -cell["tools"])),
         "least": min(ratios),
-        "geomean": rounded(math.exp(math.fsum(map(math.log, ratios)) / len(ratios))),
+        "geomean": rounded(geometric_mean(ratios)),
     }
 
 
 async def play_cell(name: str, load: float, batches: Sequence[Batch], options: BenchOptions) -> dict[str, Any]:
     """One cell, from a batch for each seed."""
-    if batches[0].trajectories > MOST_FOR_ALL_SEEDS:
-        batches = batches[:1]
     first, *others = batches
     what = f"{name}, {first.gpus} GPUs, {load:g} a slot, tools x {first.tool_share:g}"
-    found = await play_all(_jobs_of(first), options, what)
+    if first.trajectories > MOST_FOR_ALL_SEEDS:
+        others = []
+        found = await play_all(_jobs_of(first, BASELINES[:1]), options, what)
+        found |= await play_all(_play_near(found), options, what)
+    else:
+        found = await play_all(_jobs_of(first), options, what)
     again = {batch: _play_again(batch, found) for batch in others}
     done = await play_all((job for jobs in again.values() for job in jobs), options, what)
     made = [_make_cell(first, found)]
     made += [_make_cell(batch, {job: done[job] for job in jobs}) for batch, jobs in again.items()]
     cell = {"trace": name, "load": load, "tools": first.tool_share, **merge_seeds(made)}
     options.progress.print(f"{what}: {cell['ratio_to_best_baseline']}", highlight=False)
-    return cell | {"seeds": [batch.seed for batch in batches]}
+    return cell | {"seeds": [first.seed, *(batch.seed for batch in others)]}
 
 
 def _batch(name: str, gpus: int, load: float, share: float, seed: int, data: Path) -> Batch:
@@ -92,24 +120,33 @@ def _batch(name: str, gpus: int, load: float, share: float, seed: int, data: Pat
     return Batch(SOURCES[name], LLM, gpus, prompts, seed, data=data, tool_share=share, host_share=HOST_SHARE)
 
 
-def _jobs_of(batch: Batch) -> list[Job]:
+def _jobs_of(batch: Batch, baselines: Sequence[System] = BASELINES) -> list[Job]:
     degrees = [degree for degree in setting_of(batch).degrees() if degree > 1]
     return [
-        *(Job(batch, system, degree) for system in BASELINES for degree in degrees),
         *(Job(batch, system) for system in PLANNED),
+        *(Job(batch, system, degree) for system in baselines for degree in degrees),
     ]
+
+
+def _near(found: Mapping[Job, Played]) -> list[Job]:
+    """The baselines' jobs that were not much slower than the best of all."""
+    best_s = min(one.makespan_s for job, one in found.items() if job.degree)
+    return [job for job, one in found.items() if job.degree and one.makespan_s <= (1.0 + MUCH_SLOWER) * best_s]
+
+
+def _play_near(found: Mapping[Job, Played]) -> list[Job]:
+    """The jobs of the other baselines at the degrees that were not much slower with the first one."""
+    return [replace(job, system=system) for system in BASELINES[1:] for job in _near(found)]
 
 
 def _play_again(batch: Batch, found: Mapping[Job, Played]) -> list[Job]:
     """The jobs of another seed: of each baseline its best degree of the first seed, and what was not much slower there
     than the best of all, which is every degree that could be the best now."""
-    best_s = min(one.makespan_s for job, one in found.items() if job.system in BASELINES)
-    near = [job for job, one in found.items() if job.degree and one.makespan_s <= (1.0 + MUCH_SLOWER) * best_s]
     own_best = [
         min((job for job in found if job.system is system), key=lambda job: found[job].makespan_s)
         for system in BASELINES
     ]
-    kept = [*dict.fromkeys([*near, *own_best]), *(Job(batch, system) for system in PLANNED)]
+    kept = [*(Job(batch, system) for system in PLANNED), *dict.fromkeys([*_near(found), *own_best])]
     return [replace(job, batch=batch) for job in kept]
 
 
@@ -167,6 +204,8 @@ def _kv_demand(batch: Batch) -> float:
 BENCH = Bench(
     "real",
     "Rollouts of four public traces (--data) on simulated H200s: Treadle that guesses and that is told, four baselines "
-    "at their best degree, and the bound; --scale for fewer GPUs. Takes hours.",
+    "at their best degree, and the bound; --scale for fewer GPUs. Takes hours; --resume goes on.",
     measure,
+    page=page_values,
+    draw=draw,
 )

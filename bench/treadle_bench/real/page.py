@@ -3,6 +3,7 @@ picture: a panel for each trace, a row for each cell, makespans over Treadle's."
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -14,6 +15,7 @@ from treadle_bench.pictures import sheet, style
 
 Cell = Mapping[str, Any]
 
+MOST_CELLS = 48  # four traces, three loads, two shares of tools, two numbers of GPUs
 LEAST_AIM, MEAN_AIM, KV_AIM = 0.98, 1.20, 1.40  # times the best baseline
 TOLD_AIM, RECOMPUTED_AIM = 1.02, 1.25
 ALIKE = 0.02  # of a makespan: less is not called a cause
@@ -32,6 +34,7 @@ def page_values(found: Mapping[str, Any]) -> dict[str, Any]:
     cells = found["cells"]
     return {
         "aims": check_aims(found),
+        "missing": MOST_CELLS - len(cells),
         "name_cell": name_cell,
         "losses": [(cell["trace"], name_cell(cell), why) for cell in cells if (why := explain_loss(cell))],
         "by_siblings": value_range(cell["ratio_to_siblings"] for cell in cells),
@@ -53,11 +56,10 @@ def check_aims(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     full = [cell for cell in cells if cell["kv_demand"] > 1.0]
     return [
         (f"at least {LEAST_AIM} times the best baseline everywhere", _count(cells, to_best, least=LEAST_AIM)),
-        (f"a geometric mean of at least {MEAN_AIM:.2f}", f"{found['geomean']:.2f}"),
-        (f"at least {KV_AIM} where engines cannot hold the KV of all slots", _count(full, to_best, least=KV_AIM)),
+        (f"a geometric mean of at least {MEAN_AIM:.2f}", f"{found['geomean']:.2f}; {_reach(cells)} on the bound"),
         (
-            "the same, where in addition work sets the bound",
-            _count([cell for cell in full if cell["bound_by"] == "work"], to_best, least=KV_AIM),
+            f"at least {KV_AIM} where engines cannot hold the KV of all slots",
+            f"{_count(full, to_best, least=KV_AIM)}; {_reach(full)} on the bound",
         ),
         (f"told every length, at most {TOLD_AIM} times as long", _count(cells, "ratio_to_oracle", most=TOLD_AIM)),
         (
@@ -72,6 +74,12 @@ def _count(cells: Iterable[Cell], key: str, *, least: float = 0.0, most: float =
     if not values:
         return "no such cell"
     return f"{sum(least <= value <= most for value in values)} of {len(values)} cells ({value_range(values)})"
+
+
+def _reach(cells: Iterable[Cell]) -> str:
+    """The geometric mean of a schedule that would end every cell on its bound."""
+    found = [cell["ratio_to_best_baseline"] / cell["ratio_to_bound"] for cell in cells]
+    return f"{geometric_mean(found):.2f}" if found else "nothing"
 
 
 def explain_loss(cell: Cell) -> str:
