@@ -37,7 +37,7 @@ def test_the_highest_priority_is_admitted_first_and_ties_go_by_arrival() -> None
 
 def test_a_waiting_step_that_outranks_the_lowest_running_one_evicts_it() -> None:
     q = running("low", "mid", slots=2)
-    q.add("high", 3.0)
+    q.add("high", 9.0)
 
     assert q.decide() == [Evict("low", "high")]
     assert q.decide() == [], "an eviction is decided once"

@@ -31,7 +31,7 @@ def test_a_step_of_higher_priority_evicts_the_lowest_at_the_end_of_a_decode_step
     alone = LoneEngine(slots=1, preempt=True)
     low, high = engine_step("low", 1_000, 400), engine_step("high", 100, 50, index=1)
 
-    alone.run((0.0, low, 1.0), (2.0, high, 2.0))
+    alone.run((0.0, low, 1.0), (2.0, high, 9.0))
 
     began_s = SLOW.prefill_s(1_000, 0)
     ends_s = began_s + np.cumsum([SLOW.decode_s(1) + SLOW.per_kv_token_s * (1_000 + i) for i in range(1, 400)])
@@ -48,7 +48,7 @@ def test_a_running_step_is_evicted_as_soon_as_it_has_its_least_tokens() -> None:
     alone = LoneEngine(slots=1, preempt=True)
     high = engine_step("high", 100, 50, index=1)
 
-    alone.run((0.0, engine_step("low", 1_000, 400), 1.0), (0.03, high, 2.0))
+    alone.run((0.0, engine_step("low", 1_000, 400), 1.0), (0.03, high, 9.0))
 
     evicted_s = SLOW.prefill_s(1_000, 0) + decode_s(1_000, DEFAULT_MIN_RUN_TOKENS)
     assert high.queue_s == pytest.approx(evicted_s - 0.03, rel=1e-9)
@@ -121,7 +121,7 @@ def test_a_step_that_an_update_stopped_is_not_evicted_before_it_runs_again() -> 
     alone.run(
         (0.0, engine_step("low", 100, 1_000), 1.0),
         (1.0, engine_step("lowest", 100, 10, index=1), 0.0),
-        (6.0, engine_step("high", 100, 100, index=2), 2.0),
+        (6.0, engine_step("high", 100, 100, index=2), 9.0),
     )
 
     again_s = 8.0 + SLOW.prefill_s(600, 0)  # it has some 500 tokens by then
