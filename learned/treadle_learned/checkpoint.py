@@ -47,7 +47,7 @@ class _About(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    format: Literal[4]
+    format: Literal[5]
     version: str
     backbone: str
     fingerprint: str
@@ -111,7 +111,7 @@ def save(checkpoint: Checkpoint, folder: Path) -> Path:
     """Write a checkpoint at `folder`, where nothing may be yet: a version is never written over. Raises OSError."""
     weights = save_tensors({name: tensor.contiguous() for name, tensor in checkpoint.head.state_dict().items()})
     about = _About(
-        format=4,
+        format=5,
         members=checkpoint.head.members,
         features=list(FEATURES),
         head_sha256=hashlib.sha256(weights).hexdigest(),
@@ -165,7 +165,7 @@ def _read_about(path: Path) -> _About:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"]))
         if first["type"] == "literal_error" and field == "format":
-            raise LearnedError(f"{path}: format {first['input']}; this version reads 4: train it again") from error
+            raise LearnedError(f"{path}: format {first['input']}; this version reads 5: train it again") from error
         raise LearnedError(f"{path}: {field}: {first['msg']}") from error
 
 

@@ -102,7 +102,8 @@ def tune(
     """Train the backbone with `head`, which has one member. The tunable then holds the weights of the best epoch; epoch
     0 is the untrained pair."""
     head = copy.deepcopy(head)
-    head.get_buffer("shift").zero_()  # the loss is of the quantiles before calibration
+    head.get_buffer("weight").fill_(1.0)  # the loss is of the quantiles before calibration
+    head.get_buffer("shift").zero_()
     trained, backbone = list(tunable.trained.values()), tunable.backbone
     rate = how.lora_rate if tunable.is_adapter else how.full_rate
     optimizer = AdamW(

@@ -5,16 +5,20 @@ what the estimators without a model say (a feature), so that a head that has lea
 have several members, small networks of which each was fitted without another fold of the prompts, and gives their mean:
 it averages out what a member has learned from chance, and a prompt is scored by a member that has not seen it.
 
-Calibration shifts each quantile by the errors on prompts that a member was not fitted on: split conformal prediction
-(Romano et al. 2019) on each side by itself, pooled over the members as in cross-conformal prediction (Vovk 2015). There
-is no correction for few prompts, (n + 1) / n: one member errs by more than the mean of all, which makes up for it (over
-20 draws of 50 mcpmark prompts .10 and .89 were below p10 and p90; with it, over 8 of them, .08 and .92).
+How far the head is ahead of those estimators differs by step: its quantiles of tokens are mixed with theirs, with the
+weight that has the least loss on prompts that a member was not fitted on, one for each band of steps.
+
+Calibration then shifts each quantile by the errors on prompts that a member was not fitted on: split conformal
+prediction (Romano et al. 2019) on each side by itself, pooled over the members as in cross-conformal prediction (Vovk
+2015). There is no correction for few prompts, (n + 1) / n: one member errs by more than the mean of all, which makes up
+for it (over 20 draws of 50 mcpmark prompts .10 and .89 were below p10 and p90; with it, over 8 of them, .08 and .92).
 
 Invariants: quantiles never fall with the probability and are never below 0; without text the hidden state counts for
 nothing; what a member was fitted on does not calibrate it, and neither does what is censored.
 """
 
 import math
+from collections.abc import Callable
 from typing import cast
 
 import numpy as np
@@ -28,19 +32,21 @@ from treadle_learned.scores import QUANTILES, Floats
 
 TARGETS = ("remaining_tokens", "remaining_turns")
 MEDIANS = (FEATURES.index("forecast_tokens_p50"), FEATURES.index("forecast_turns_p50"))
+SAID = [FEATURES.index(f"forecast_tokens_p{level}") for level in (10, 50, 90)]  # without a model
 WIDTH = 64
 DROPOUT = 0.2
 TURN = FEATURES.index("turn")
 BANDS = (0, 1, 2, 3, 6)  # steps from which on calibration differs: errors shrink with what is known, and grow late
 BAND_PROMPTS = 10  # of a band that count as much as all bands together
+WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the head that are tried
 ROWS = 4_096  # that are asked about at once: each member has a copy of the states
 # ln of a factor of 2.7 from the median to either side, before anything is learned: softplus of this is about 1.
 INITIAL_SPREAD = 0.54
 
 
 class QuantileHead(nn.Module):
-    """[n, hidden_size] and [n, len(FEATURES)] to [n, len(TARGETS), len(QUANTILES)]. `shift`: what calibration
-    adds in each of BANDS."""
+    """[n, hidden_size] and [n, len(FEATURES)] to [n, len(TARGETS), len(QUANTILES)]. In each of BANDS, `weight`: of its
+    own quantiles of tokens beside those without a model; `shift`: what calibration adds."""
 
     def __init__(self, hidden_size: int, members: int = 1, width: int = WIDTH, dropout: float = DROPOUT) -> None:
         super().__init__()
@@ -56,6 +62,7 @@ class QuantileHead(nn.Module):
             self.out.bias.copy_(torch.tensor([INITIAL_SPREAD, 0.0, INITIAL_SPREAD] * len(TARGETS)))
         self.register_buffer("mean", torch.zeros(len(FEATURES)))
         self.register_buffer("deviation", torch.ones(len(FEATURES)))
+        self.register_buffer("weight", torch.ones(len(BANDS)))
         self.register_buffer("shift", torch.zeros(len(BANDS), len(TARGETS), len(QUANTILES)))
 
     def scale_to(self, features: Tensor) -> None:
@@ -64,13 +71,14 @@ class QuantileHead(nn.Module):
         cast("Tensor", self.deviation).copy_(features.std(dim=0, correction=0).clamp_min(1e-3))
 
     def forward(self, hidden: Tensor, features: Tensor, has_text: Tensor) -> Tensor:
-        """Calibrated quantiles of the members' mean. has_text: bool [n]."""
-        return self.apply_shift(self.each(hidden, features, has_text).mean(dim=0), features)
+        """Mixed and calibrated quantiles of the members' mean. has_text: bool [n]."""
+        return self.finish(self.each(hidden, features, has_text).mean(dim=0), features)
 
-    def apply_shift(self, quantiles: Tensor, features: Tensor) -> Tensor:
-        """Calibrated quantiles, [n, len(TARGETS), len(QUANTILES)]."""
-        shifted = quantiles + cast("Tensor", self.shift)[band_of(features)]
-        return torch.cummax(shifted, dim=-1).values.clamp_min(0.0)
+    def finish(self, quantiles: Tensor, features: Tensor) -> Tensor:
+        """Mix and calibrate quantiles, [n, len(TARGETS), len(QUANTILES)]."""
+        bands = band_of(features)
+        mixed = mix(quantiles, features, cast("Tensor", self.weight)[bands])
+        return torch.cummax(mixed + cast("Tensor", self.shift)[bands], dim=-1).values.clamp_min(0.0)
 
     def each(self, hidden: Tensor, features: Tensor, has_text: Tensor) -> Tensor:
         """The quantiles of each member before calibration, [members, n, len(TARGETS), len(QUANTILES)]."""
@@ -101,6 +109,12 @@ def band_of(features: Tensor) -> Tensor:
     return torch.bucketize(features[:, TURN].contiguous(), edges)
 
 
+def mix(quantiles: Tensor, features: Tensor, weight: Tensor) -> Tensor:
+    """Quantiles [n, targets, quantiles] whose tokens have `weight` [n] beside what is said without a model."""
+    tokens = torch.lerp(features[:, SAID], quantiles[:, 0], weight[:, None])
+    return torch.stack([tokens, *quantiles.unbind(dim=1)[1:]], dim=1)
+
+
 def pinball(quantiles: Tensor, targets: Tensor, censored: Tensor) -> Tensor:
     """The pinball loss [..., n], the mean over targets and quantiles, of [..., n, targets, quantiles] for targets
     [n, targets], all in ln(1 + x). What is `censored`, bool [n], is at least its target: it costs only where less was
@@ -126,22 +140,30 @@ def predict_held_out(head: QuantileHead, examples: Examples, folds: Tensor) -> t
 
 @torch.inference_mode()
 def calibrate(head: QuantileHead, examples: Examples, folds: Tensor) -> None:
-    """Set `shift` by the held-out examples, for each of BANDS, drawn to the shift of all where a band has few
-    prompts."""
-    shift: Tensor = head.get_buffer("shift")
+    """Set `weight`, then `shift`, by the held-out examples, for each of BANDS, drawn to those of all where a band has
+    few prompts."""
+    weight, shift = head.get_buffer("weight"), head.get_buffer("shift")
+    weight.fill_(1.0)
     shift.zero_()
     held_out, quantiles = predict_held_out(head, examples, folds)
     whole = ~held_out.censored
-    errors = (held_out.targets[..., None] - quantiles)[whole]
-    bands, prompts = band_of(held_out.features)[whole], held_out.prompts[whole]
-    if len(errors) < FEWEST:
+    if whole.sum() < FEWEST:
         return
-    shift[:] = _tails(errors)
-    for at in range(len(BANDS)):
-        own = bands == at
-        if own.any():
-            count = len(prompts[own].unique())
-            shift[at] += count / (count + BAND_PROMPTS) * (_tails(errors[own]) - shift[at])
+    bands = band_of(held_out.features)
+    tried = [mix(quantiles, held_out.features, torch.full(bands.shape, each)) for each in WEIGHTS]
+    losses = torch.stack([pinball(each, held_out.targets, held_out.censored) for each in tried])
+
+    def set_bands(values: Tensor, among: Tensor, find: Callable[[Tensor], Tensor]) -> None:
+        values[:] = find(among)
+        for at in range(len(BANDS)):
+            own = among & (bands == at)
+            if own.any():
+                count = len(held_out.prompts[own].unique())
+                values[at] += count / (count + BAND_PROMPTS) * (find(own) - values[at])
+
+    set_bands(weight, torch.ones_like(whole), lambda own: torch.tensor(WEIGHTS)[losses[:, own].mean(dim=1).argmin()])
+    errors = held_out.targets[..., None] - mix(quantiles, held_out.features, weight[bands])
+    set_bands(shift, whole, lambda own: _tails(errors[own]))
 
 
 def _tails(errors: Tensor) -> Tensor:

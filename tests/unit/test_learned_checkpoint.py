@@ -56,7 +56,7 @@ def about(name: str, value: object) -> Callable[[Path], None]:
         (lambda folder: (folder / ABOUT).unlink(), r"predictor\.json: No such file"),
         (lambda folder: (folder / ABOUT).write_text("{"), r"predictor\.json: .*Invalid JSON"),
         (about("version", 3), r"predictor\.json: version: Input should be a valid string"),
-        (about("format", 3), r"format 3; this version reads 4: train it again"),
+        (about("format", 4), r"format 4; this version reads 5: train it again"),
         (about("features", ["turn"]), r"features: was fitted with others"),
         (about("hidden_size", 64), r"head\.safetensors: does not hold this head"),
     ],

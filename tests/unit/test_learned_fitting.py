@@ -17,6 +17,7 @@ from treadle_learned.fitting import Fitting, fit
 from treadle_learned.head import (
     BANDS,
     MEDIANS,
+    SAID,
     TURN,
     QuantileHead,
     band_of,
@@ -103,6 +104,24 @@ def test_calibration_knows_that_errors_are_another_after_more_steps() -> None:
     shift = head.get_buffer("shift")
     assert torch.equal(shift[1], shift[2])
     assert bool((shift[1, :, 0] > shift[0, :, 0]).all() and (shift[1, :, 0] < shift[-1, :, 0]).all())
+
+
+def test_the_head_counts_at_the_steps_at_which_it_is_ahead() -> None:
+    """What is said without a model is exact late, and too sure early. Result: late it counts alone, early the head;
+    turns are the head's own."""
+    told = synthetic(2_000, 5, noise=1.0)
+    told.features[:, SAID] = 6.0
+    told.features[1_000:, TURN] = math.log1p(7)
+    told.features[1_000:, SAID] = told.targets[1_000:, :1]
+    head = QuantileHead(HIDDEN).eval()
+    alone = head(told.hidden, told.features, told.has_text)
+    calibrate(head, told, folds(2_000, 1))
+    weight = head.get_buffer("weight")
+    assert weight[0] > 0.9 and weight[-1] < 0.1
+    head.get_buffer("shift").zero_()
+    mixed = head(told.hidden, told.features, told.has_text)
+    torch.testing.assert_close(mixed[1_000:, 0], told.targets[1_000:, :1].expand(-1, 3), atol=0.1, rtol=0.0)
+    torch.testing.assert_close(mixed[:, 1], alone[:, 1])
 
 
 def test_questions_of_one_prompt_bend_a_band_as_one() -> None:

@@ -102,6 +102,7 @@ def losses_of(checkpoint: Checkpoint, transcripts: list[Transcript]) -> float:
     backbone = checkpoint.load_backbone(device="cpu", dtype=torch.float32)
     states = States(backbone, asked.transcripts, checkpoint.bounds)
     head = checkpoint.head
+    head.get_buffer("weight").fill_(1.0)
     head.get_buffer("shift").zero_()
     return loss_of(head, states.examples(asked.validation))  # of one member
 

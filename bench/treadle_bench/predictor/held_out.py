@@ -143,7 +143,7 @@ def _fit_and_ask(
     examples, folds = read(train), torch.tensor(apart)
     head = fit(examples, folds, how).head
     held_out, quantiles = predict_held_out(head, examples, folds)
-    logs = head.apply_shift(quantiles, held_out.features)[:, 0]
+    logs = head.finish(quantiles, held_out.features)[:, 0]
     return remaining_tokens(head, read(test)), np.expm1(logs.numpy().astype(np.float64))
 
 
