@@ -18,7 +18,17 @@ from treadle_bench.fidelity.live import GEN_TOKENS, OBS_TOKENS, STEPS, TOOL_S, P
 from treadle_bench.fidelity.measure import ENGINES, POLICIES, compare_plays, same_engine
 from treadle_bench.fidelity.plot import draw
 from treadle_bench.fidelity.profile import Control, decode_rows
-from treadle_bench.fidelity.stage import Case, engine_models, policy_message, simulate_play, slow_down, slowness_of
+from treadle_bench.fidelity.stage import (
+    Case,
+    delay_prefills,
+    engine_models,
+    find_pass_s,
+    policy_message,
+    short_turns,
+    simulate_play,
+    slow_down,
+    slowness_of,
+)
 
 SLOTS = 3
 CONTROL = Control(Latencies(predict_s=0.005, plan_s=0.002, rpc_s=0.0), Link())
@@ -168,3 +178,14 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     cases = [Case(name, work, [simulated(0, name)] * 2, simulated(0, name, slots=2)) for name in POLICIES]
     draw(cases, tmp_path / "fidelity.png")
     assert (tmp_path / "fidelity.png").stat().st_size > 10_000
+
+
+def test_a_round_of_short_turns_tells_how_much_longer_a_pass_of_prefill_takes() -> None:
+    models = engine_models([registered("a"), registered("b")], [fit_measured(profile()), fit_measured(profile())])
+    work = short_turns(2 * SLOTS)
+    for late_s in (0.0, 0.04):
+        slower = [delay_prefills(model, late_s) for model in models]
+        lived_s = simulate_play(work, slower, SYSTEMS["verl"], CONTROL).makespan_s
+        assert find_pass_s(work, models, CONTROL, lived_s) == pytest.approx(late_s, abs=2e-3)
+    quick_s = simulate_play(work, models, SYSTEMS["verl"], CONTROL).makespan_s
+    assert find_pass_s(work, models, CONTROL, 0.9 * quick_s) == 0.0

@@ -87,6 +87,7 @@ def _report(cases: Sequence[Case], stage: Stage) -> dict[str, Any]:
             "rpc": round(latencies.rpc_s * MS, 1),
             "predict": round(latencies.predict_s * MS, 1),
             "plan": round(latencies.plan_s * MS, 1),
+            "pass": round(stage.pass_s * MS, 1),
             "move": round(stage.control.link.fixed_s * MS, 1),
         },
     }

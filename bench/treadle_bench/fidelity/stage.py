@@ -4,8 +4,9 @@ measured.
 Invariants: a live play begins with a new control plane, so that no predictor knows an earlier play, unless it is asked
 to keep what was learned; and with tokens that no cache holds. The simulated play has the same policy, slots, declared
 curves and estimator. Nothing is fitted to a play: the profile is measured before all plays, and scaled by the mean of
-the pulses between them. The simulated planner uses the decode curve that each sidecar declares, as the live one does,
-not the measured curve.
+the pulses between them. A profile's prefills are those of a quiet engine; a round of short turns on full engines, of
+its own work, tells how much longer each pass takes beside others and the mesh. The simulated planner uses the decode
+curve that each sidecar declares, as the live one does, not the measured curve.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,13 +27,16 @@ from treadle_sim.driver import Driver
 from treadle_sim.engine_model import EngineModel, StepCurve
 from treadle_sim.fitting.curves import MeasuredEngine, fit_measured
 from treadle_sim.outcome import Times
-from treadle_sim.predictors import Siblings
+from treadle_sim.predictors import Oracle, Siblings
 from treadle_sim.systems import SYSTEMS, System
-from treadle_sim.workloads.workload import TrajectoryWork, Workload
+from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload
 
 from treadle_bench.fidelity.live import Play, Played, play_live
 from treadle_bench.fidelity.profile import Control, measure_control, measure_engines, measure_pulse
 
+# The round of short turns: a trajectory for each slot, without tools.
+SHORT_TURNS, SHORT_STEP, SHORT_PROMPT_TOKENS = 8, Step(gen_tokens=10, obs_tokens=24, tool_s=0.0), 100
+APPROXIMATIONS = 8  # of the seconds of a pass
 SECONDS_OF_A_CURVE = ("per_kv_token_s", "prefill_fixed_s", "prefill_token_s", "prefill_pair_s", "prefill_square_s")
 
 
@@ -75,16 +79,43 @@ def slow_down(model: EngineModel, factor: float) -> EngineModel:
     return replace(model, curve=replace(curve, step_s=tuple(factor * each_s for each_s in curve.step_s), **slower))
 
 
+def short_turns(slots: int) -> Workload:
+    """The round of short turns on engines with so many slots in all."""
+    steps = (SHORT_STEP,) * SHORT_TURNS
+    works = (TrajectoryWork(f"short{number}", 0, SHORT_PROMPT_TOKENS, steps) for number in range(slots))
+    return Workload("short-turns", tuple(works))
+
+
+def find_pass_s(work: Workload, models: Sequence[EngineModel], control: Control, lived_s: float) -> float:
+    """Seconds by which every prefill pass must take longer for `work` to last as long as it did."""
+    passes, found_s = SHORT_TURNS * models[0].slots, 0.0
+    for _ in range(APPROXIMATIONS):
+        slower = [delay_prefills(model, found_s) for model in models]
+        late_s = lived_s - simulate_play(work, slower, SYSTEMS["verl"], control).makespan_s
+        found_s = max(found_s + late_s / passes, 0.0)
+    return found_s
+
+
+def delay_prefills(model: EngineModel, seconds: float) -> EngineModel:
+    """The same engine with so many more seconds for each prefill pass; its declared curve stays."""
+    curve = model.curve
+    return replace(model, curve=replace(curve, prefill_fixed_s=curve.prefill_fixed_s + seconds))
+
+
 def simulate_play(
     workload: Workload,
     models: Sequence[EngineModel],
     system: System,
     control: Control,
     earlier: Sequence[TrajectoryWork] = (),
+    *,
+    told: bool = False,
 ) -> Play:
-    """One rollout under the system's policy. earlier: trajectories that its predictor knows, oldest first."""
+    """One rollout under the system's policy. earlier: trajectories that its predictor knows, oldest first; told: it
+    knows every length."""
     cluster = Cluster(tuple(models), link=control.link, latencies=control.latencies)
-    outcome = Driver(workload, cluster, system.policy, system.tuning, Siblings(workload, earlier), record=True).run()
+    predictor = Oracle(workload) if told else Siblings(workload, earlier)
+    outcome = Driver(workload, cluster, system.policy, system.tuning, predictor, record=True).run()
     return Play(tuple(_played(times) for times in outcome.times), outcome.migrations)
 
 
@@ -118,7 +149,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The engines, in one order: as registered, as measured, and as simulated."""
+    """The engines, in one order: as registered, as measured, and as simulated. pass_s: see find_pass_s."""
 
     mesh: Mesh
     engines: Sequence[pb.RegisteredEngine]
@@ -126,6 +157,7 @@ class Stage:
     models: Sequence[EngineModel]
     control: Control
     slowness: Sequence[list[float]]  # of each engine over its profile, a factor a pulse
+    pass_s: float
 
     @classmethod
     async def measure(cls, mesh: Mesh, seed: int) -> Self:
@@ -138,7 +170,11 @@ class Stage:
                 profiles, queue_s = await measure_engines(client, engines, seed)
             control = await measure_control(mesh, client, engines, queue_s, predict_seconds(facts))
         measured = [fit_measured(profiles[engine.info.engine_id]) for engine in engines]
-        return cls(mesh, engines, measured, engine_models(engines, measured), control, [[] for _ in engines])
+        models = engine_models(engines, measured)
+        stage = cls(mesh, engines, measured, models, control, [[] for _ in engines], 0.0)
+        work = short_turns(sum(model.slots for model in models))
+        late_s = find_pass_s(work, models, control, (await stage.play(work, "verl", 0)).makespan_s)
+        return replace(stage, models=[delay_prefills(model, late_s) for model in models], pass_s=late_s)
 
     async def pulse(self, number: int) -> None:
         """Measure how fast the engines are now: a shared machine is not always as fast as during its profile."""
@@ -163,10 +199,13 @@ class Stage:
             trajectories = await play_live(self.mesh.where.scheduler, work, f"{work.name} {name} {number}")
         return Play(trajectories, sum(move.moved for move in facts.migrations), others.share())
 
-    def simulate(self, work: Workload, name: str, earlier: Sequence[TrajectoryWork] = ()) -> Play:
-        """The same in the simulator, on engines slowed by the mean factor of all pulses. earlier: see simulate_play."""
+    def simulate(
+        self, work: Workload, name: str, earlier: Sequence[TrajectoryWork] = (), *, told: bool = False
+    ) -> Play:
+        """The same in the simulator, on engines slowed by the mean factor of all pulses. earlier, told: see
+        simulate_play."""
         models = [slow_down(model, fmean(factors)) for model, factors in zip(self.models, self.slowness, strict=True)]
-        return simulate_play(work, models, SYSTEMS[name], self.control, earlier)
+        return simulate_play(work, models, SYSTEMS[name], self.control, earlier, told=told)
 
 
 def policy_message(policy: Policy) -> pb.Policy:

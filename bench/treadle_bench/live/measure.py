@@ -14,8 +14,8 @@ predictor knows the same earlier plays.
 Keys: `cells`: medians over the repeats. `pinned_s`, `sticky_s`, `router_s`, `treadle_s`: makespans under pinned FCFS,
 under sticky least-loaded placement (prime-rl, SkyRL), under the cache-aware policy of SGLang's router, and under
 Treadle. `best_baseline`: the one of least median. `ratio`: of its makespan over Treadle's in the same repeat, above 1
-Treadle is faster; `spread`: its range. `simulated_ratio`: of the same two in the simulator. `makespans_s`,
-`simulated_s`: of every repeat.
+Treadle is faster; `spread`: its range. `simulated_ratio`: of the same two in the simulator; `told_ratio`: there, of
+Treadle that is told every length. `makespans_s`, `simulated_s`: of every repeat. `pass_s`: find_pass_s of stage.py.
 """
 
 import itertools
@@ -49,7 +49,7 @@ SKEWS: Mapping[str, Sequence[float]] = {
 # Of a trajectory of the even batch: what makes a play of it take 30 seconds.
 MEAN_TURNS, MEAN_GEN_TOKENS, MEAN_TOOL_S = 4, 80, 2.0
 LEAST_PROMPT_TOKENS = 32
-TREADLE = "treadle"
+TREADLE, TOLD = "treadle", "told"  # TOLD: in the simulator alone
 BASELINES = {"pinned": "verl", "sticky": "sticky", "router": "verl*"}  # systems of the simulator
 NAMES = {TREADLE: TREADLE, **BASELINES}  # in the order of play
 
@@ -123,7 +123,8 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
             cell = {"trace": name, "skew": skew, **compare(played, simulate_epochs(stage, epochs))}
             cells.append(cell)
             options.progress.print(f"{name} {skew}: {cell['ratio']}, simulated {cell['simulated_ratio']}")
-    return {"cells": cells, "repeats": options.repeats, "seed": options.seed, "slots": options.engines.slots}
+    figures = {"repeats": options.repeats, "seed": options.seed, "slots": options.engines.slots}
+    return {"cells": cells, **figures, "pass_s": rounded(stage.pass_s)}
 
 
 Makespans = Mapping[str, Sequence[float]]  # of every repeat, by name of NAMES
@@ -143,11 +144,12 @@ async def _play_epochs(stage: Stage, epochs: Sequence[Workload], options: BenchO
 
 def simulate_epochs(stage: Stage, epochs: Sequence[Workload]) -> Makespans:
     """The same plays in the simulator."""
-    found: dict[str, list[float]] = {name: [] for name in NAMES}
+    found: dict[str, list[float]] = {name: [] for name in (*NAMES, TOLD)}
     earlier = list(epochs[0].trajectories)
     for work in epochs[1:]:
         for name, system in NAMES.items():
             found[name].append(stage.simulate(work, system, earlier).makespan_s)
+        found[TOLD].append(stage.simulate(work, TREADLE, told=True).makespan_s)
         earlier += work.trajectories * len(NAMES)  # the live predictor has learned from every play
     return found
 
@@ -156,6 +158,7 @@ def compare(live: Makespans, simulated: Makespans) -> dict[str, Any]:
     """A cell's figures, see the keys above."""
     best = min(BASELINES, key=lambda name: median(live[name]))
     ratios, simulated_ratios = _ratios(live, best), _ratios(simulated, best)
+    told_ratios = _ratios(simulated, best, TOLD)
     return rounded(
         {
             **{f"{name}_s": median(live[name]) for name in NAMES},
@@ -163,19 +166,20 @@ def compare(live: Makespans, simulated: Makespans) -> dict[str, Any]:
             "ratio": median(ratios),
             "spread": [min(ratios), max(ratios)],
             "simulated_ratio": median(simulated_ratios),
+            "told_ratio": median(told_ratios),
             "makespans_s": {name: list(live[name]) for name in NAMES},
-            "simulated_s": {name: list(simulated[name]) for name in NAMES},
+            "simulated_s": {name: list(simulated[name]) for name in (*NAMES, TOLD)},
         }
     )
 
 
-def _ratios(makespans: Makespans, baseline: str) -> list[float]:
-    pairs = zip(makespans[baseline], makespans[TREADLE], strict=True)
+def _ratios(makespans: Makespans, baseline: str, treadle: str = TREADLE) -> list[float]:
+    pairs = zip(makespans[baseline], makespans[treadle], strict=True)
     return [baseline_s / treadle_s for baseline_s, treadle_s in pairs]
 
 
 def page(figures: Figures) -> Figures:
-    """What the page says beside the figures; the bench gets it as its `page` with the first committed results."""
+    """What the page says beside the figures."""
     cells = figures["cells"]
     return {"off": max(abs(cell["simulated_ratio"] - cell["ratio"]) for cell in cells), "names": list(NAMES)}
 
@@ -186,4 +190,5 @@ BENCH = Bench(
     "--repeats: epochs of each batch. Takes 5 minutes, and 8 a repeat, on 2 cores.",
     measure,
     engines=ENGINES,
+    page=page,
 )
