@@ -105,27 +105,28 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
     """Write the picture."""
     cells = found["cells"]
     names = list(dict.fromkeys(cell["trace"] for cell in cells))
-    rows = max(sum(cell["trace"] == name for cell in cells) for name in names)
+    rows = list(dict.fromkeys(map(name_cell, sorted(cells, key=lambda cell: (cell["gpus"], cell["load"])))))
     note = (
         f"Makespan over Treadle's: right of 1 it is slower than Treadle. {describe_seeds(found['seeds'])}, and range."
     )
-    height_in = 1.5 + 0.3 * rows
+    height_in = 1.5 + 0.3 * len(rows)
     with sheet("Public traces on simulated H200s", note, file, height_in=height_in, top=1 - 1.15 / height_in) as figure:
         figure.subplots_adjust(left=0.19)
         panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
         for axes, name in zip(panels, names, strict=True):
-            _panel(axes, name, [cell for cell in cells if cell["trace"] == name])
+            _panel(axes, name, rows, [cell for cell in cells if cell["trace"] == name])
         handles = [Line2D([], [], linestyle="", label=label, **look) for label, look in LOOKS.items()]
         place = (0.008, 1.0 - 0.62 / height_in)
         figure.legend(handles=handles, loc="upper left", bbox_to_anchor=place, ncols=len(LOOKS), frameon=False)
 
 
-def _panel(axes: Axes, name: str, cells: Sequence[Cell]) -> None:
+def _panel(axes: Axes, name: str, rows: Sequence[str], cells: Sequence[Cell]) -> None:
     axes.axvline(1.0, color=INK, linewidth=1.0)
-    for row, cell in enumerate(cells):
+    for cell in cells:
+        row = rows.index(name_cell(cell))
         if cell["spread"]:
             axes.plot(cell["spread"][KEYS[0]], (row, row), color=COLOURS["decode"], linewidth=1.5)
         for key, look in zip(KEYS, LOOKS.values(), strict=True):
             axes.plot(cell[key], row, linestyle="", **look)
-    axes.set_yticks(range(len(cells)), [name_cell(cell) for cell in cells])
-    style(axes, name, ylim=(len(cells) - 0.5, -0.5), xlabel="makespan / Treadle's")
+    axes.set_yticks(range(len(rows)), rows)
+    style(axes, name, ylim=(len(rows) - 0.5, -0.5), xlabel="makespan / Treadle's")
