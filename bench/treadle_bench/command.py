@@ -139,6 +139,8 @@ def _read_figures(option: str, file: Path) -> Figures:
         figures: Figures = json.loads(file.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         exits.end(UsageProblem(f"{option} {file}: {error}"))
+    if not isinstance(figures, dict):
+        exits.end(UsageProblem(f"{option} {file}: is no JSON object; give the file that a bench wrote"))
     return figures
 
 

@@ -7,7 +7,7 @@ runs on engines of one degree, and the best degree counts; the first seed plays 
 that were much slower there. A cell with more than MOST_FOR_ALL_SEEDS trajectories plays the first seed only, and there
 the first baseline plays every degree and the others leave out those that were much slower with it.
 
-After each cell the figures so far are written, and a run with --resume plays the cells that they lack.
+After each cell the figures so far are written, and a run with --resume plays the cells that they lack (`missing`).
 
 Keys: `cells`: medians over `seeds`, with the range of each ratio in `spread`. `ratio_to_X`: X's makespan over
 Treadle's, above 1 Treadle is faster: the best baseline's; `siblings`, Treadle that guesses from a prompt's samples that
@@ -62,18 +62,18 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     asked = {"accelerator": ACCELERATOR, "model": LLM, "seeds": options.seeds, "scale": options.scale}
     sizes = [max(2 * round(0.5 * gpus * (options.scale or 1.0)), 2) for gpus in GPUS]
     cells = _earlier_cells(asked, options)
-    for gpus, load, name, share in itertools.product(sizes, LOADS, SOURCES, TOOL_SHARES):
-        if (name, gpus, load, share) in map(_key, cells):
-            continue
+    missing = [key for key in itertools.product(sizes, LOADS, SOURCES, TOOL_SHARES) if key not in map(_key, cells)]
+    while missing:
+        gpus, load, name, share = missing.pop(0)
         batches = [_batch(name, gpus, load, share, seed, options.data) for seed in options.seeds]
         cells.append(await play_cell(name, load, batches, options))
-        if options.pictures is not None and BENCH.page is not None:
-            BENCH.write(_figures(asked, cells), options.pictures)
-    return _figures(asked, cells)
+        if options.pictures is not None:
+            BENCH.write(_figures(asked, cells, len(missing)), options.pictures)
+    return _figures(asked, cells, 0)
 
 
-def _key(cell: Mapping[str, Any]) -> tuple[str, int, float, float]:
-    return cell["trace"], cell["gpus"], cell["load"], cell["tools"]
+def _key(cell: Mapping[str, Any]) -> tuple[int, float, str, float]:
+    return cell["gpus"], cell["load"], cell["trace"], cell["tools"]
 
 
 def _earlier_cells(asked: Mapping[str, Any], options: BenchOptions) -> list[dict[str, Any]]:
@@ -85,12 +85,12 @@ def _earlier_cells(asked: Mapping[str, Any], options: BenchOptions) -> list[dict
     return list(options.earlier.get("cells", []))
 
 
-def _figures(asked: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _figures(asked: Mapping[str, Any], cells: Sequence[Mapping[str, Any]], missing: int) -> dict[str, Any]:
     ratios = [cell["ratio_to_best_baseline"] for cell in cells]
-    order = list(SOURCES)
     return {
         **asked,
-        "cells": sorted(cells, key=lambda cell: (order.index(cell["trace"]), *_key(cell)[1:3], -cell["tools"])),
+        "cells": sorted(cells, key=lambda cell: (list(SOURCES).index(cell["trace"]), *_key(cell)[:2], -cell["tools"])),
+        "missing": missing,
         "least": min(ratios),
         "geomean": rounded(geometric_mean(ratios)),
     }

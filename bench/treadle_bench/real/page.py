@@ -15,7 +15,6 @@ from treadle_bench.pictures import sheet, style
 
 Cell = Mapping[str, Any]
 
-MOST_CELLS = 48  # four traces, three loads, two shares of tools, two numbers of GPUs
 LEAST_AIM, MEAN_AIM, KV_AIM = 0.98, 1.20, 1.40  # times the best baseline
 TOLD_AIM, RECOMPUTED_AIM = 1.02, 1.25
 ALIKE = 0.02  # of a makespan: less is not called a cause
@@ -34,7 +33,6 @@ def page_values(found: Mapping[str, Any]) -> dict[str, Any]:
     cells = found["cells"]
     return {
         "aims": check_aims(found),
-        "missing": MOST_CELLS - len(cells),
         "name_cell": name_cell,
         "losses": [(cell["trace"], name_cell(cell), why) for cell in cells if (why := explain_loss(cell))],
         "by_siblings": value_range(cell["ratio_to_siblings"] for cell in cells),
@@ -56,10 +54,13 @@ def check_aims(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     full = [cell for cell in cells if cell["kv_demand"] > 1.0]
     return [
         (f"at least {LEAST_AIM} times the best baseline everywhere", _count(cells, to_best, least=LEAST_AIM)),
-        (f"a geometric mean of at least {MEAN_AIM:.2f}", f"{found['geomean']:.2f}; {_reach(cells)} on the bound"),
+        (
+            f"a geometric mean of at least {MEAN_AIM:.2f}",
+            f"{found['geomean']:.2f}; {_reach(cells)} if every rollout ended on its bound",
+        ),
         (
             f"at least {KV_AIM} where engines cannot hold the KV of all slots",
-            f"{_count(full, to_best, least=KV_AIM)}; {_reach(full)} on the bound",
+            f"{_count(full, to_best, least=KV_AIM)}; {_reach(full)} if every rollout ended on its bound",
         ),
         (f"told every length, at most {TOLD_AIM} times as long", _count(cells, "ratio_to_oracle", most=TOLD_AIM)),
         (

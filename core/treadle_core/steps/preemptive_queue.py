@@ -23,7 +23,7 @@ from operator import attrgetter
 
 # Priority units: doublings of the work left, for the makespan. A step ends soon by itself, and predictions err, so only
 # one with about four times the work left evicts. On two CPU engines in simulation 2 ended batches of public traces 1%
-# sooner than 0, where a pass of prefill is dear 1.5%; on H200s it changed nothing but chance.
+# sooner than 0, and 1.5% where a pass of prefill takes long; on H200s the two differed by no more than chance.
 DEFAULT_HYSTERESIS = 2.0
 # An eviction costs a prefill of what the radix tree did not keep (under one page and the last token) and a queue
 # pass, together about two decode steps: little against 16 tokens.
