@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from treadle_core.steps.preemptive_queue import Admit, Evict, QueuePolicy, StepQueue
+from treadle_core.steps.preemptive_queue import Admit, Evict, Prefill, QueuePolicy, StepQueue
 
 from treadle_sim.batch import DecodeBatch, EngineStep, SpeculativeBatch, StepListener
 from treadle_sim.engine_model import EngineModel
@@ -46,7 +46,7 @@ class SimEngine:
         self.spans: list[tuple[float, float, int]] | None = [] if record else None
         self._timeline = timeline
         self._listener = listener
-        self._queue = StepQueue(QueuePolicy(model.slots, UNBOUNDED, preempt), self._prefill_steps if preempt else None)
+        self._queue = StepQueue(QueuePolicy(model.slots, UNBOUNDED, preempt), self._prefill_of if preempt else None)
         self._decode_s = model.curve.decode_s(1.0)
         self._steps: dict[str, EngineStep] = {}
         self._pending: deque[EngineStep] = deque()  # admitted, not yet prefilled
@@ -137,11 +137,12 @@ class SimEngine:
         self._advance()
         self._decide()
 
-    def _prefill_steps(self, step_id: str) -> float:
+    def _prefill_of(self, step_id: str) -> Prefill:
         step = self._steps[step_id]
         context = step.context_tokens + step.done
         _, cached = self.cache.find(step)
-        return self.model.curve.prefill_computed_s(max(context - cached, 0), min(cached, context)) / self._decode_s
+        computed_s = self.model.curve.prefill_computed_s(max(context - cached, 0), min(cached, context))
+        return Prefill(computed_s / self._decode_s, step.prompt_id if cached < step.prompt_tokens else None)
 
     def _report_progress(self) -> None:
         """Tell the queue which steps have sampled enough to be evicted."""
@@ -243,7 +244,7 @@ class SimEngine:
         steps, self._prefilling = self._prefilling, []
         for step in steps:
             step.book("prefill", now)
-            if self._queue.finish_prefill(step.step_id, now):
+            if self._queue.finish_prefill(step.step_id, now) and now < self._queue.rest_until_s:
                 self._timeline.at(self._queue.rest_until_s, self._end_rest)
             self.cache.finish_prefill(step)
             self._batch.join(step)

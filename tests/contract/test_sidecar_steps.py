@@ -303,3 +303,16 @@ async def test_one_long_prompt_is_read_at_a_time_and_what_is_read_already_passes
             for result in await asyncio.gather(*steps):
                 assert result.require_whole().reason == LENGTH
             assert [request["input_ids"] for request in engine.requests[before:]] == [one, passing, cold]
+
+
+async def test_samples_of_a_prompt_wait_until_the_first_of_them_has_read_it(nats_url: str) -> None:
+    """Three samples of a cold prompt of 64 tokens come together, and then a step with another prompt. Result: the other
+    prompt gets to the engine before the second and third sample, which come there once the first has a token."""
+    async with fake_sglang(token_s=0.3) as engine, sidecar(nats_url, engine.url, slots=4) as side:
+        samples = [asyncio.create_task(run_step(side.stub, greedy(3, PROMPT, priority=9.0))) for _ in range(3)]
+        await side.until_waiting(2)
+        other = asyncio.create_task(run_step(side.stub, greedy(3, [7, 8, 9], priority=1.0)))
+        for result in await asyncio.gather(*samples, other):
+            assert result.require_whole().reason == LENGTH
+        asked = [request["input_ids"] for request in engine.requests]
+        assert asked[-4:] == [PROMPT, [7, 8, 9], PROMPT, PROMPT]

@@ -1,11 +1,21 @@
 """The step queue: who runs, who waits, who gives way."""
 
+from collections.abc import Mapping
 from random import Random
+from types import MappingProxyType
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.steps.preemptive_queue import LONG_PREFILL_STEPS, Admit, Evict, QueueFull, QueuePolicy, StepQueue
+from treadle_core.steps.preemptive_queue import (
+    LONG_PREFILL_STEPS,
+    Admit,
+    Evict,
+    Prefill,
+    QueueFull,
+    QueuePolicy,
+    StepQueue,
+)
 
 
 def queue(slots: int = 1, capacity: int = 100, **options: object) -> StepQueue:
@@ -194,9 +204,12 @@ def test_the_invariants_hold_after_any_reports(slots: int, hysteresis: float, ev
 LONG, SHORT = LONG_PREFILL_STEPS, LONG_PREFILL_STEPS - 1.0
 
 
-def reading_queue(prefill_steps: dict[str, float], slots: int = 4, **steps: float) -> StepQueue:
-    """A queue that takes prefills of these lengths, with steps of these priorities."""
-    q = StepQueue(QueuePolicy(slots=slots, capacity=100, min_run_tokens=4), lambda step: prefill_steps.get(step, 0.0))
+def reading_queue(
+    prefill_steps: dict[str, float], slots: int = 4, shared: Mapping[str, str] = MappingProxyType({}), **steps: float
+) -> StepQueue:
+    """A queue that takes prefills of these lengths, with steps of these priorities; shared: the prompt of some."""
+    policy = QueuePolicy(slots=slots, capacity=100, min_run_tokens=4)
+    q = StepQueue(policy, lambda step: Prefill(prefill_steps.get(step, 0.0), shared.get(step)))
     for step, priority in steps.items():
         q.add(step, priority)
     return q
@@ -265,14 +278,61 @@ def test_steps_that_are_not_preemptible_are_not_paced() -> None:
     assert q.decide(0.0) == [Admit("a"), Admit("b")]
 
 
+def test_the_first_sample_reads_the_prompt_and_the_others_wait_until_it_is_read() -> None:
+    shared = {"a1": "prompt a", "a2": "prompt a", "a3": "prompt a", "b1": "prompt b"}
+    q = reading_queue({}, shared=shared, a1=4.0, a2=3.0, a3=2.0, b1=1.0)
+    assert q.decide() == [Admit("a1"), Admit("b1")]
+    assert q.finish_prefill("b1", 1.0), "other samples of it may wait"
+    assert q.decide(1.0) == []
+    assert q.finish_prefill("a1", 2.0)
+    del shared["a2"], shared["a3"]
+    assert q.decide(2.0) == [Admit("a2"), Admit("a3")]
+    assert not q.finish_prefill("a2", 3.0), "nobody can have waited for what only it read"
+
+
+@pytest.mark.parametrize("end", ["remove", "evict"])
+def test_where_the_sample_that_reads_is_stopped_the_next_one_reads(end: str) -> None:
+    q = reading_queue({}, shared=dict.fromkeys("abc", "prompt"), a=3.0, b=2.0, c=1.0)
+    assert q.decide() == [Admit("a")]
+    if end == "remove":
+        q.remove("a")
+    else:
+        q.paused = True
+        q.decide()
+        q.confirm_eviction("a")
+        q.paused = False
+        q.reprioritize("a", 0.0)
+    assert q.decide() == [Admit("b")]
+
+
+def test_a_sample_that_waits_for_its_prompt_evicts_nobody() -> None:
+    q = reading_queue({}, slots=2, shared={"a": "prompt", "b": "prompt"}, a=9.0, low=1.0)
+    assert q.decide() == [Admit("a"), Admit("low")]
+    q.report_progress("low", 4)
+    q.add("b", 9.0)
+    assert q.decide() == []
+    q.finish_prefill("a", 1.0)
+    assert q.decide(1.0) == [Evict("low", "b")]
+
+
+def test_samples_that_are_not_preemptible_read_their_prompt_together() -> None:
+    q = reading_queue({}, shared={"a": "prompt", "b": "prompt"})
+    for step in ("a", "b"):
+        q.add(step, 1.0, preemptible=False)
+    assert q.decide() == [Admit("a"), Admit("b")]
+
+
 @settings(max_examples=200)
-@given(st.lists(st.tuples(st.floats(-5, 5), st.booleans(), st.booleans()), max_size=40), st.randoms())
-def test_every_step_is_admitted_in_the_end_whatever_is_long(
-    steps: list[tuple[float, bool, bool]], random: Random
+@given(
+    st.lists(st.tuples(st.floats(-5, 5), st.booleans(), st.booleans(), st.sampled_from([None, 1, 2])), max_size=40),
+    st.randoms(),
+)
+def test_every_step_is_admitted_in_the_end_whatever_is_long_or_shared(
+    steps: list[tuple[float, bool, bool, int | None]], random: Random
 ) -> None:
-    long = {str(number): LONG if is_long else 0.0 for number, (_, is_long, _) in enumerate(steps)}
-    q = StepQueue(QueuePolicy(slots=3, capacity=100), lambda step: long[step])
-    for number, (priority, _, preemptible) in enumerate(steps):
+    prefills = [Prefill(LONG if is_long else 0.0, first) for _, is_long, _, first in steps]
+    q = StepQueue(QueuePolicy(slots=3, capacity=100), lambda step: prefills[int(step)])
+    for number, (priority, _, preemptible, _) in enumerate(steps):
         q.add(str(number), priority, preemptible=preemptible)
     running: list[str] = []
     now, ended = 0.0, 0

@@ -146,3 +146,17 @@ def test_between_two_long_prompts_what_ranks_higher_decodes_as_long_as_the_first
     read_s = SLOW.prefill_s(20_000, 0)
     assert ends[True]["first"] < 1.6 * read_s < 2.0 * read_s < ends[False]["first"]
     assert max(ends[True].values()) < 1.3 * max(ends[False].values()), "smaller batches decode a little longer"
+
+
+@pytest.mark.parametrize("preempt", [True, False])
+def test_samples_that_come_together_prefill_their_prompt_once_where_the_queue_may_hold_them(preempt: bool) -> None:
+    """While a step decodes, four samples of one prompt and one of another come at once. Result: the queue that may
+    preempt lets one of the four read it first; an engine that gets them together prefills it four times."""
+    alone = LoneEngine(preempt=preempt)
+    samples = [EngineStep(f"s{number}", number, "prompt", 600, 600, 20, 0.0) for number in range(4)]
+    other = EngineStep("other", 8, "another", 600, 600, 20, 0.0)
+
+    alone.run((0.0, engine_step("first", 100, 500, index=9), 1.0), *((1.0, step, 1.0) for step in (*samples, other)))
+
+    assert [step.prefilled_tokens for step in samples] == [600, *([1] * 3 if preempt else [600] * 3)]
+    assert other.queue_s == samples[0].queue_s

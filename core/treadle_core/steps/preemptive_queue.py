@@ -12,14 +12,20 @@ two steps never take turns without progress.
 Long prefills are paced. An engine prefills whatever it was given before it decodes, so prompts that arrive together
 would stop every decode until the last of them is read, and the tools that those decodes end in could not begin. So one
 long prefill runs at a time, and after it the steps of higher priority decode for as long as it took before the next one
-is admitted. Shorter prefills pass the long ones that wait. Steps that are not preemptible are not paced.
+is admitted. Shorter prefills pass the long ones that wait.
+
+What several waiting steps have to prefill alike, such as the prompt of samples that start together, the first of them
+prefills and the others wait until it is read: an engine that gets them together prefills it for each of them.
+
+Steps that are not preemptible are admitted without regard to prefills.
 """
 
 import enum
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 # Priority units: doublings of the work left, for the makespan. A step ends soon by itself, and predictions err, so only
 # one with about four times the work left evicts. On two CPU engines in simulation 2 ended batches of public traces 1%
@@ -57,6 +63,18 @@ class QueuePolicy:
     pace: float = PACE
 
 
+class Prefill(NamedTuple):
+    """What a waiting step has to prefill. steps: how long it would take now, in decode steps of one sequence. first:
+    what it would prefill first, equal for steps for which that is the same tokens; None where that is unknown or
+    nothing."""
+
+    steps: float = 0.0
+    first: Hashable = None
+
+
+NO_PREFILL = Prefill()
+
+
 @dataclass(frozen=True)
 class Admit:
     """Start the step on the engine."""
@@ -87,6 +105,7 @@ class _Entry:
     preemptible: bool
     state: _State = _State.WAITING
     tokens: int = 0  # since its admission
+    reads: Hashable = None  # of its prefill, while it runs: `Prefill.first`
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -100,11 +119,11 @@ _rank = attrgetter("rank")
 class StepQueue:
     """Step ids are the caller's; an unknown one raises KeyError except where a method says otherwise.
 
-    prefill_steps: how long the prefill of a waiting step would take now, in decode steps of one sequence; without it
-    no prefill is long. rest_until_s: until when long prefills wait for decodes.
+    prefill_of: what a waiting step has to prefill; without it nothing is long, and nothing is shared. rest_until_s:
+    until when long prefills wait for decodes.
     """
 
-    def __init__(self, policy: QueuePolicy, prefill_steps: Callable[[str], float] | None = None) -> None:
+    def __init__(self, policy: QueuePolicy, prefill_of: Callable[[str], Prefill] | None = None) -> None:
         self.policy = policy
         self.rest_until_s = 0.0
         self.paused = False
@@ -115,7 +134,8 @@ class StepQueue:
         self._running: dict[str, _Entry] = {}
         self._preemptible: dict[str, _Entry] = {}  # of `_running`
         self._lowest: _Entry | None = None  # rank of `_preemptible`; None where it must be searched
-        self._prefill_steps = prefill_steps
+        self._prefill_of = prefill_of
+        self._being_read: set[Hashable] = set()  # `reads` of all entries
         self._reading: tuple[str, float] | None = None  # the long prefill that runs, and since when
 
     def add(self, step_id: str, priority: float, *, preemptible: bool = True) -> None:
@@ -138,8 +158,9 @@ class StepQueue:
 
     def finish_prefill(self, step_id: str, now: float) -> bool:
         """Report the first token of a step since its admission; True where `decide` may now admit others for it."""
+        shared = self._end_reading(self._entries[step_id])
         if self._reading is None or self._reading[0] != step_id:
-            return False
+            return shared and self.waiting > 0
         self.rest_until_s = now + self.policy.pace * (now - self._reading[1])
         self._reading = None
         return self.waiting > 0
@@ -188,8 +209,9 @@ class StepQueue:
         at = 0
         while self.running < self.policy.slots and at < min(len(self._waiting), MOST_PASSED):
             entry = self._waiting[at]
-            long = self._is_long(entry)
-            if long and self._must_rest(entry, now):
+            prefill = self._prefill(entry)
+            long = self._is_long(prefill)
+            if prefill.first in self._being_read or (long and self._must_rest(entry, now)):
                 at += 1
                 continue
             del self._waiting[at]
@@ -200,6 +222,9 @@ class StepQueue:
             self._compare_lowest(entry)
             if long:
                 self._reading = (entry.step_id, now)
+            if prefill.first is not None:
+                entry.reads = prefill.first
+                self._being_read.add(prefill.first)
             yield Admit(entry.step_id)
         if not self.policy.preempt:
             return
@@ -207,7 +232,8 @@ class StepQueue:
         for candidate in self._waiting[self.running - len(self._running) :]:
             if not self._preemptible:
                 return
-            if self._is_long(candidate) and self._must_rest(candidate, now):
+            prefill = self._prefill(candidate)
+            if prefill.first in self._being_read or (self._is_long(prefill) and self._must_rest(candidate, now)):
                 return
             lowest = self._lowest = self._lowest or max(self._preemptible.values(), key=_rank)
             outranked = candidate.priority > lowest.priority + self.policy.hysteresis
@@ -215,10 +241,19 @@ class StepQueue:
                 return  # the following candidates rank lower, so they evict none either
             yield self._evict(lowest, candidate.step_id)
 
-    def _is_long(self, entry: _Entry) -> bool:
-        if self._prefill_steps is None or not entry.preemptible or not self.policy.pace:
+    def _prefill(self, entry: _Entry) -> Prefill:
+        return NO_PREFILL if self._prefill_of is None or not entry.preemptible else self._prefill_of(entry.step_id)
+
+    def _is_long(self, prefill: Prefill) -> bool:
+        return self.policy.pace > 0.0 and prefill.steps >= LONG_PREFILL_STEPS
+
+    def _end_reading(self, entry: _Entry) -> bool:
+        """The entry prefills no more; whether others may have waited for that."""
+        if entry.reads is None:
             return False
-        return self._prefill_steps(entry.step_id) >= LONG_PREFILL_STEPS
+        self._being_read.discard(entry.reads)
+        entry.reads = None
+        return True
 
     def _must_rest(self, entry: _Entry, now: float) -> bool:
         """Whether a long prefill waits: for another one, or for decodes that rank higher."""
@@ -243,6 +278,7 @@ class StepQueue:
     def _stop(self, entry: _Entry) -> None:
         if self._reading is not None and self._reading[0] == entry.step_id:
             self._reading = None
+        self._end_reading(entry)
         self._running.pop(entry.step_id, None)
         self._preemptible.pop(entry.step_id, None)
         if entry is self._lowest:

@@ -78,9 +78,9 @@ class Contexts:
             self._read.popitem(last=False)
 
     def count_read(self, blocks: Sequence[int]) -> int:
-        """Tokens at the beginning of a context that the engine has read, in whole blocks, as far as is known here: it
-        may have dropped their KV since."""
-        return next((at * BLOCK_TOKENS for at in range(len(blocks), 0, -1) if blocks[at - 1] in self._read), 0)
+        """Blocks at the beginning of a context that the engine has read, as far as is known here: it may have dropped
+        their KV since."""
+        return next((at for at in range(len(blocks), 0, -1) if blocks[at - 1] in self._read), 0)
 
     def forget_read(self) -> None:
         """The engine has lost its KV, or what it holds is of other weights."""

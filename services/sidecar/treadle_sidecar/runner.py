@@ -15,14 +15,14 @@ from dataclasses import replace
 
 import structlog
 from treadle_core.model import DecodeCurve
-from treadle_core.steps.preemptive_queue import Admit, QueueFull, QueuePolicy, StepQueue
+from treadle_core.steps.preemptive_queue import Admit, Prefill, QueueFull, QueuePolicy, StepQueue
 from treadle_runtime.bus import Bus
 from treadle_runtime.errors import NotFound, ResourceExhausted, TreadleError
 
 from treadle_sidecar.convert import StepFacts
 from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused
 from treadle_sidecar.engine.watch import EngineWatch, engine_lost
-from treadle_sidecar.prefixes import Contexts, hash_blocks
+from treadle_sidecar.prefixes import BLOCK_TOKENS, Contexts, hash_blocks
 from treadle_sidecar.step import ABORTED, LENGTH, STOP, Reason, RunningStep, StepOrder
 
 log = structlog.get_logger()
@@ -71,7 +71,7 @@ class StepRunner:
         policy: QueuePolicy,
         curve: Callable[[], DecodeCurve | None],
     ) -> None:
-        self.queue = StepQueue(policy, self._prefill_steps)
+        self.queue = StepQueue(policy, self._prefill_of)
         self._slots = policy.slots
         self.meter = LoadMeter()
         self._engine, self._watch, self._contexts = engine, watch, contexts
@@ -279,21 +279,25 @@ class StepRunner:
         step.stops.cut()
         return self._reason(step, finish, message)
 
-    def _prefill_steps(self, ticket_id: str) -> float:
-        """Decode steps of one sequence that take as long as the prefill of a waiting step; 0 without a curve."""
+    def _prefill_of(self, ticket_id: str) -> Prefill:
+        """What a waiting step has to prefill, as far as is known here; without a curve nothing takes long."""
         curve, step = self._curve(), self._steps[ticket_id]
+        read = self._contexts.count_read(step.blocks)
+        first = step.blocks[read] if read < len(step.blocks) else None
         if curve is None or not curve.prefill_tokens_per_s:
-            return 0.0
-        context_tokens, read = len(step.record.context), self._contexts.count_read(step.blocks)
-        new = context_tokens - read
-        prefill_s = new / curve.prefill_tokens_per_s + curve.prefill_pair_s * new * (read + 0.5 * new)
-        return prefill_s / (curve.base_s + curve.per_sequence_s)
+            return Prefill(first=first)
+        read_tokens = read * BLOCK_TOKENS
+        new = len(step.record.context) - read_tokens
+        prefill_s = new / curve.prefill_tokens_per_s + curve.prefill_pair_s * new * (read_tokens + 0.5 * new)
+        return Prefill(prefill_s / (curve.base_s + curve.per_sequence_s), first)
 
     def _finish_prefill(self, step: RunningStep, now: float) -> None:
-        """The attempt has its first token: its context is read, and others may be after a rest."""
+        """The attempt has its first token: its context is read, and others may be now, or after a rest."""
         self._contexts.note_read(step.blocks)
-        if self.queue.finish_prefill(step.order.ticket_id, now):
-            self.decide()
+        if not self.queue.finish_prefill(step.order.ticket_id, now):
+            return
+        self.decide()
+        if now < self.queue.rest_until_s:
             if self._end_of_rest is not None:
                 self._end_of_rest.cancel()
             self._end_of_rest = asyncio.get_running_loop().call_later(self.queue.rest_until_s - now, self.decide)
