@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from treadle_sim.engine_model import Speculation, engine_model
+from treadle_sim.lower_bound import alone_s, longest_alone_s, lower_bound_s, work_s
 from treadle_sim.outcome import Times
-from treadle_sim.rollout import Setting, alone_s, longest_alone_s, lower_bound_s, simulate, work_s
+from treadle_sim.rollout import Setting, simulate
 from treadle_sim.systems import System
 from treadle_sim.workloads import parametric
 from treadle_sim.workloads.public_traces import read_public

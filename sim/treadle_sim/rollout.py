@@ -1,10 +1,4 @@
-"""Simulates one system on one workload and a budget of GPUs, on engines that it chooses; and a bound on any system.
-
-No schedule ends a workload before `lower_bound_s`, the denominator of every figure. It is the larger of two: the
-trajectory that takes longest alone on the engine that is fastest for it, with its tools and everything cached that can
-be; and all work at the best throughput a GPU that any batch on any degree reaches, with no idle moment. Both use the
-simulated curves, not the planner's line.
-"""
+"""Simulates one system on one workload and a budget of GPUs, on engines that it chooses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +20,6 @@ from treadle_sim.systems import System
 from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
 Floats = npt.NDArray[np.float64]
-LINE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of `work_s`: lines below a decode curve, each of which gives a bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,65 +137,3 @@ def known_lengths(setting: Setting, predictor: str) -> tuple[Floats, Floats]:
         works = setting.earlier or works
     lengths = np.array([float(work.gen_tokens) for work in works])
     return lengths, np.array([work.prompt_tokens + 0.5 * sum(step.obs_tokens for step in work.steps) for work in works])
-
-
-def lower_bound_s(workload: Workload, models: Sequence[EngineModel], gpus: int) -> float:
-    """Seconds; models: the engines to choose from, of which those that hold nothing are left out."""
-    usable = [model for model in models if model.kv_tokens > 0 and model.gpus <= gpus]
-    return max(longest_alone_s(workload, usable), work_s(workload, usable, gpus))
-
-
-def longest_alone_s(workload: Workload, models: Sequence[EngineModel]) -> float:
-    """Seconds of the slowest trajectory where each runs alone."""
-    return max(min(alone_s(work, model) for model in models) for work in workload.trajectories)
-
-
-def alone_s(work: TrajectoryWork, model: EngineModel) -> float:
-    """Seconds of one trajectory on an empty engine."""
-    curve = model.curve
-    step_s = curve.decode_s(1.0)
-    context, cached, seconds = work.prompt_tokens, 0, 0.0
-    for step in work.steps:
-        seconds += curve.prefill_s(context - cached, cached)
-        seconds += (step.gen_tokens - 1) * (step_s + curve.per_kv_token_s * (context + 0.5 * step.gen_tokens))
-        seconds += step.tool_s
-        total = context + step.gen_tokens
-        cached = (total - 1) // model.page_tokens * model.page_tokens
-        context = total + step.obs_tokens
-    return seconds
-
-
-def work_s(workload: Workload, models: Sequence[EngineModel], gpus: int) -> float:
-    """Seconds of all work spread evenly over GPUs that are never idle, each part on the degree that is cheapest."""
-    decoded = sum(work.gen_tokens - len(work.steps) for work in workload.trajectories)  # a prefill yields the first
-    new = sum(work.prompt_tokens for work in {w.prompt_id: w for w in workload.trajectories}.values())
-    kv = 0.0
-    for work in workload.trajectories:
-        context = work.prompt_tokens
-        for number, step in enumerate(work.steps):
-            kv += (step.gen_tokens - 1) * (context + 0.5 * step.gen_tokens)
-            context += step.gen_tokens + step.obs_tokens
-            if number + 1 < len(work.steps):
-                new += step.obs_tokens
-    amounts = np.array([decoded, kv, new])
-    bounds = [
-        np.min([_costs(model, share, by_kv=by_kv) for model in models], axis=0) @ amounts
-        for share in LINE_SHARES
-        for by_kv in (False, True)
-    ]
-    return float(max(bounds)) / gpus
-
-
-def _costs(model: EngineModel, share: float, *, by_kv: bool) -> Floats:
-    """GPU-seconds that each decoded token, KV token read and new token takes at least.
-
-    A decode step takes at least base + slope * batch for the line below the curve with `share` of the largest slope;
-    and there are at least as many steps as the slots, or with `by_kv` the KV that fits, force.
-    """
-    batches = np.arange(1.0, model.slots + 1.0)
-    steps_s = np.array([model.curve.decode_s(batch) for batch in batches])
-    slope = share * float((steps_s / batches).min())
-    base_s = float((steps_s - slope * batches).min())
-    token_s = slope + (0.0 if by_kv else base_s / model.slots)
-    kv_s = model.curve.per_kv_token_s + (base_s / model.kv_tokens if by_kv else 0.0)
-    return model.gpus * np.array([token_s, kv_s, model.curve.prefill_token_s])

@@ -65,7 +65,7 @@ def test_tools_bind_where_most_of_the_longest_trajectory_is_tools(tmp_path: Path
         write_traces(file, [TrajectoryWork(f"p{at // 2}", at % 2, 10, (step,)) for at, step in enumerate(steps)])
         bound = find_bound(batch_for("traces", "Qwen3-8B", ONE_GPU, 0, BenchOptions(traces=file)))
         assert bound["bound_by"] == expected
-        assert bound["bound_s"] == bound["alone_s"] > bound["work_s"]
+        assert bound["bound_s"] >= bound["alone_s"] > bound["work_s"]
 
 
 def test_seeds_are_merged_to_medians_with_the_range_of_the_ratios() -> None:

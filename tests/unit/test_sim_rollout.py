@@ -18,7 +18,7 @@ from treadle_core.actions import IssueTicket
 from treadle_core.events import StepFinished, StepRequested, TrajectoryClosed
 from treadle_sim.cluster import Cluster, Failure, Latencies, WeightUpdate
 from treadle_sim.engine import MOST_PREFILL_TOKENS
-from treadle_sim.rollout import alone_s, longest_alone_s, lower_bound_s, work_s
+from treadle_sim.lower_bound import alone_s, longest_alone_s, lower_bound_s, work_s
 from treadle_sim.systems import SYSTEMS
 from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
@@ -173,8 +173,45 @@ def test_much_work_counts_at_the_cheapest_degree_and_batch_and_a_shared_prompt_o
     decode = min(min(gpus * curve.decode_s(n) / n for n in range(1, 65)) for gpus, curve in ((1, SLOW), (2, FAST)))
     read = min(SLOW.per_kv_token_s, 2 * FAST.per_kv_token_s)
     prefill = min(SLOW.prefill_token_s, 2 * FAST.prefill_token_s)
+    pair = min(SLOW.prefill_pair_s, 2 * FAST.prefill_pair_s)
     kv = 8 * (99 * 1_050 + 49 * 1_165)
-    assert bound_s == pytest.approx((8 * 148 * decode + kv * read + (2 * 1_000 + 8 * 40) * prefill) / 2)
+    pairs = 2 * 0.5 * 1_000**2 + 8 * 40 * (1_100 + 0.5 * 40)
+    new = (2 * 1_000 + 8 * 40) * prefill + pairs * pair
+    assert bound_s == pytest.approx((8 * 148 * decode + kv * read + new) / 2)
+
+
+def test_what_has_to_end_soon_cannot_decode_in_full_batches() -> None:
+    """Seventeen trajectories of 4,000 tokens on an engine of 64 slots: 42 s for one alone, 62 s for the work of all in
+    full batches. They decode at once, in batches of 17, and no schedule ends them much sooner."""
+    works = tuple(trajectory(index, [(4_000, 0, 0.0)]) for index in range(17))
+    workload = Workload("test", works)
+
+    bound_s = lower_bound_s(workload, [engine()], 1)
+    ended_s = play(list(works), Cluster((engine(),))).outcome.makespan_s
+
+    assert bound_s > 1.3 * max(longest_alone_s(workload, [engine()]), work_s(workload, [engine()], 1))
+    assert 0.9 * ended_s < bound_s <= ended_s
+
+
+def test_samples_share_their_prompts_kv_also_in_the_bound() -> None:
+    """Sixteen samples of a prompt of 40,000 tokens run together where KV has room for 60,000."""
+    works = [trajectory(0, [(1_000, 0, 0.0)], prompt_tokens=40_000) for _ in range(16)]
+    small = engine(kv_tokens=60_000)
+
+    ended_s = play(works, Cluster((small,))).outcome.makespan_s
+
+    assert lower_bound_s(Workload("test", tuple(works)), [small], 1) <= ended_s
+
+
+def test_where_kv_limits_the_batch_the_bound_is_that_much_higher() -> None:
+    """Contexts of 10,000 tokens after a tool: one engine holds four of them, the other all."""
+    works = tuple(trajectory(index, [(1, 10_000, 0.0), (1_000, 0, 0.0)]) for index in range(16))
+    workload = Workload("test", works)
+
+    small_s, large_s = (lower_bound_s(workload, [engine(kv_tokens=kv)], 1) for kv in (44_000, 1_000_000))
+
+    reads_s = 16 * 999 * SLOW.per_kv_token_s * 10_700
+    assert small_s - reads_s > 2.0 * (large_s - reads_s)
 
 
 @dataclass

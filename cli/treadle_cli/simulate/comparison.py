@@ -11,7 +11,8 @@ from operator import truediv
 from typing import Any
 
 import numpy as np
-from treadle_sim.rollout import Run, Setting, alone_s, work_s
+from treadle_sim.lower_bound import alone_s, work_s
+from treadle_sim.rollout import Run, Setting
 from treadle_sim.systems import BASELINES, ORACLE, VERL, System
 from treadle_sim.workloads.workload import Workload
 

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from treadle_core.curves import non_negative_least_squares
 
-from treadle_sim.checked import Count, FiniteNumber, Name, PositiveCount, describe_first
 from treadle_sim.engine_model import EngineModel, StepCurve
+from treadle_sim.workloads.workload import Count, FiniteNumber, Name, PositiveCount, describe_first
 
 Array = npt.NDArray[np.float64]
 
