@@ -93,7 +93,9 @@ def work_s(workload: Workload, models: Sequence[EngineModel], gpus: int) -> floa
 
 
 def _turns_of(workload: Workload, models: Sequence[EngineModel]) -> _Turns:
-    rows, first, waits_s = [], [], []
+    rows: list[tuple[int, int, int]] = []
+    first: list[int] = []
+    waits_s: list[float] = []
     for work in workload.trajectories:
         context, cached, waited_s = work.prompt_tokens, 0, 0.0
         first.append(len(rows))
