@@ -8,6 +8,7 @@ waits for the next one. Equations and assumptions: docs/simulator.md.
 The driver submits and reprioritizes steps, and learns of their ends through `StepListener`.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -59,6 +60,7 @@ class SimEngine:
         self._epoch = 0  # calls on the timeline from an earlier one do nothing
         self._paused_until = 0.0
         self._prefill_began_s = 0.0
+        self._wakes_s = 0.0  # when the queue is asked next without a report
 
     def submit(self, step: EngineStep, priority: float, *, preemptible: bool = True) -> None:
         """Put a step into the queue."""
@@ -127,13 +129,20 @@ class SimEngine:
     def _decide(self) -> None:
         """Apply the queue's decisions, then continue."""
         self._report_progress()
-        self._apply(self._queue.decide(self._timeline.now))
+        self._ask_queue()
         if not self._prefilling and self._batch.is_between_steps:
             self._evict_all()
         self._continue()
 
-    def _end_rest(self) -> None:
-        """The decodes have had their time; the next long prefill may be admitted."""
+    def _ask_queue(self) -> None:
+        now = self._timeline.now
+        self._apply(self._queue.decide(now))
+        wake_s = self._queue.wake_s
+        if wake_s < math.inf and not now < self._wakes_s <= wake_s:
+            self._wakes_s = wake_s
+            self._timeline.at(wake_s, self._wake)
+
+    def _wake(self) -> None:
         self._advance()
         self._decide()
 
@@ -172,7 +181,7 @@ class SimEngine:
             step.preemptions += 1
             self._queue.confirm_eviction(step.step_id)
             self._listener.step_preempted(step)
-            self._apply(self._queue.decide(self._timeline.now))
+            self._ask_queue()
 
     def _stop(self, step: EngineStep, *, cached: bool) -> None:
         self._batch.leave(step)  # which counts what it has sampled
@@ -244,8 +253,7 @@ class SimEngine:
         steps, self._prefilling = self._prefilling, []
         for step in steps:
             step.book("prefill", now)
-            if self._queue.finish_prefill(step.step_id, now) and now < self._queue.rest_until_s:
-                self._timeline.at(self._queue.rest_until_s, self._end_rest)
+            self._queue.finish_prefill(step.step_id, now)
             self.cache.finish_prefill(step)
             self._batch.join(step)
             self._fresh[step.step_id] = step

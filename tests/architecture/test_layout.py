@@ -14,7 +14,7 @@ BUDGETS = {
     "bench": (7_760, 53),
     "cli": (6_000, 49),
     "clients/python": (2_050, 11),
-    "core": (9_630, 57),
+    "core": (9_690, 57),
     "examples": (90, 2),
     "learned": (2_170, 15),
     "runtime": (2_100, 13),
@@ -26,9 +26,9 @@ BUDGETS = {
     "services/scheduler": (1_300, 10),
     "services/sidecar": (3_060, 26),
     "services/tools": (9_250, 66),
-    "sim": (6_280, 38),
+    "sim": (6_300, 38),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 52_600, 369, 31_190
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 52_800, 369, 31_240
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS: dict[str, int] = {}  # folders with leave for more, each with its reason

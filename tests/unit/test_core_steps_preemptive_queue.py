@@ -1,5 +1,6 @@
 """The step queue: who runs, who waits, who gives way."""
 
+import math
 from collections.abc import Mapping
 from random import Random
 from types import MappingProxyType
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from treadle_core.steps.preemptive_queue import (
     LONG_PREFILL_STEPS,
+    MOST_HELD_S,
     Admit,
     Evict,
     Prefill,
@@ -230,8 +232,8 @@ def test_after_a_long_prefill_higher_steps_decode_for_as_long_before_the_next() 
     q = reading_queue({"a": LONG, "b": LONG}, a=2.0, b=1.0)
     assert q.decide(10.0) == [Admit("a")]
     assert q.finish_prefill("a", 13.0)
-    assert q.rest_until_s == 16.0
-    assert q.decide(15.9) == []
+    assert q.decide(13.0) == q.decide(15.9) == []
+    assert q.wake_s == 16.0
     q.add("urgent", 9.0)
     assert q.decide(15.9) == [Admit("urgent")], "what is read already does not rest"
     assert q.decide(16.0) == [Admit("b")]
@@ -322,6 +324,58 @@ def test_samples_that_are_not_preemptible_read_their_prompt_together() -> None:
     assert q.decide() == [Admit("a"), Admit("b")]
 
 
+def gathering_queue(*running: str, slots: int = 4, pass_s: float = 0.5) -> StepQueue:
+    """A queue whose running steps were read in one pass of so many seconds, which ended at `pass_s`."""
+    q = reading_queue({}, slots=slots)
+    for step in running:
+        q.add(step, 1.0)
+    assert q.decide(0.0) == [Admit(step) for step in running]
+    for step in running:
+        q.finish_prefill(step, pass_s)
+    return q
+
+
+def test_a_step_beside_running_ones_waits_until_its_slot_has_lost_what_a_pass_takes_from_them() -> None:
+    q = gathering_queue("a", "b", "c", slots=5, pass_s=0.25)
+    q.add("d", 9.0)
+    assert q.decide(1.0) == []
+    assert q.wake_s == 1.75, "three steps lose 0.25 s each"
+    q.add("e", 1.0)
+    assert q.decide(1.25) == []
+    assert q.wake_s == 1.5, "two free slots lose twice as much"
+    assert q.decide(1.5) == [Admit("d"), Admit("e")]
+    assert q.wake_s == math.inf
+
+
+def test_nobody_waits_for_others_where_nothing_runs_or_no_slot_is_free() -> None:
+    q = gathering_queue("a", slots=1)
+    q.add("b", 1.0)
+    assert q.decide(1.0) == []
+    assert q.wake_s == math.inf
+    q.remove("a")
+    assert q.decide(9.0) == [Admit("b")]
+
+
+def test_a_step_is_held_for_others_for_a_second_at_most() -> None:
+    """A first pass that took a minute, since the engine had no room or was cold, holds nobody for long."""
+    q = gathering_queue("a", "b", pass_s=60.0)
+    q.add("c", 1.0)
+    assert q.decide(100.0) == []
+    assert q.wake_s == 100.0 + MOST_HELD_S
+    assert q.decide(100.0 + MOST_HELD_S) == [Admit("c")]
+
+
+def test_a_pass_that_was_slow_is_forgotten_with_the_next_that_is_not() -> None:
+    q = gathering_queue("a", "b", pass_s=60.0)
+    q.add("c", 1.0)
+    q.decide(100.0)
+    q.decide(101.0)
+    q.finish_prefill("c", 101.25)
+    q.add("d", 1.0)
+    q.decide(110.0)
+    assert q.wake_s == pytest.approx(110.0 + 3 * 0.25)
+
+
 @settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.floats(-5, 5), st.booleans(), st.booleans(), st.sampled_from([None, 1, 2])), max_size=40),
@@ -341,8 +395,8 @@ def test_every_step_is_admitted_in_the_end_whatever_is_long_or_shared(
         running += [action.step_id for action in actions if isinstance(action, Admit)]
         assert len(running) <= 3
         if not running:
-            assert now < q.rest_until_s, "else nothing would ever wake it"
-            now = q.rest_until_s
+            assert now < q.wake_s < math.inf, "else nothing would ever wake it"
+            now = q.wake_s
             continue
         now += random.uniform(0.1, 2.0)
         step = running.pop(random.randrange(len(running)))

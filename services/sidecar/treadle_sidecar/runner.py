@@ -7,6 +7,7 @@ engine has ended the attempt.
 """
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -77,7 +78,7 @@ class StepRunner:
         self._engine, self._watch, self._contexts = engine, watch, contexts
         self._bus, self._facts = bus, facts
         self._curve = curve
-        self._end_of_rest: asyncio.TimerHandle | None = None
+        self._wake: asyncio.TimerHandle | None = None
         self._steps: dict[str, RunningStep] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._slot_freed = asyncio.Event()
@@ -104,8 +105,8 @@ class StepRunner:
                         step.stop(engine_lost("the engine was lost while the step waited"))
             finally:
                 self._tasks = None
-                if self._end_of_rest is not None:
-                    self._end_of_rest.cancel()
+                if self._wake is not None:
+                    self._wake.cancel()
 
     def submit(self, order: StepOrder) -> RunningStep:
         """Put a step into the queue. Raises InvalidArgument, ResourceExhausted QUEUE_FULL, Unavailable ENGINE_LOST."""
@@ -170,13 +171,18 @@ class StepRunner:
         """Carry out what the queue decides; nothing any more at drain."""
         if self._tasks is None:
             return
-        for action in self.queue.decide(time.monotonic()):
+        now = time.monotonic()
+        for action in self.queue.decide(now):
             step = self._steps[action.step_id]
             if isinstance(action, Admit):
                 step.admit()
             else:
                 step.evicted_by = action.by
                 self._abort_attempt(step)
+        if self._wake is not None:
+            self._wake.cancel()
+        if self.queue.wake_s < math.inf:
+            self._wake = asyncio.get_running_loop().call_later(self.queue.wake_s - now, self.decide)
 
     @property
     def oldest_wait_s(self) -> float:
@@ -294,13 +300,8 @@ class StepRunner:
     def _finish_prefill(self, step: RunningStep, now: float) -> None:
         """The attempt has its first token: its context is read, and others may be now, or after a rest."""
         self._contexts.note_read(step.blocks)
-        if not self.queue.finish_prefill(step.order.ticket_id, now):
-            return
-        self.decide()
-        if now < self.queue.rest_until_s:
-            if self._end_of_rest is not None:
-                self._end_of_rest.cancel()
-            self._end_of_rest = asyncio.get_running_loop().call_later(self.queue.rest_until_s - now, self.decide)
+        if self.queue.finish_prefill(step.order.ticket_id, now):
+            self.decide()
 
     def _reason(self, step: RunningStep, finish: str, message: str) -> Reason | None:
         if finish == "length":
