@@ -210,7 +210,7 @@ def reading_queue(
     prefill_steps: dict[str, float], slots: int = 4, shared: Mapping[str, str] = MappingProxyType({}), **steps: float
 ) -> StepQueue:
     """A queue that takes prefills of these lengths, with steps of these priorities; shared: the prompt of some."""
-    policy = QueuePolicy(slots=slots, capacity=100, min_run_tokens=4)
+    policy = QueuePolicy(slots=slots, capacity=100, min_run_tokens=4, gather=1.0)
     q = StepQueue(policy, lambda step: Prefill(prefill_steps.get(step, 0.0), shared.get(step)))
     for step, priority in steps.items():
         q.add(step, priority)

@@ -28,7 +28,7 @@ LAKE_SYSTEM = "You play a game on a map. Each turn, name one move and say why: l
 PUZZLE_SYSTEM = "You solve puzzles with short Python programs that print the result, then give the answer."
 LAKE_SIZES = (4, 8)
 TURNS_MEDIAN, TURNS_SIGMA = 2.5, 0.82  # sigma: of the natural logarithm
-TURN_TOKENS_MEDIAN, TURN_TOKENS_SIGMA = 8.0, 0.3
+TURN_TOKENS_MEDIAN, TURN_TOKENS_SIGMA = 10.0, 0.3
 LEAST_TURNS = 2  # a program and an answer
 
 

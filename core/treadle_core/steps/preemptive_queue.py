@@ -45,9 +45,10 @@ LONG_PREFILL_STEPS = 16.0
 # rollouts with long prompts 4% sooner than 0, and 3 was worse.
 PACE = 1.0
 # Seconds of free slots for each second that one more pass of prefill takes from running steps. On batches of public
-# traces on two CPU engines in simulation, where half of the time is passes, 1 ended them 3 to 8% sooner than 0, 0.5
-# less; on H200s up to 5% sooner; 2 was like 1.
-GATHER = 1.0
+# traces on two CPU engines in simulation, where half of the time is passes, 0.5 ended them 2 to 5% sooner than 0 and 1
+# by 3 to 8%; on H200s up to 5% sooner. On live CPU engines, where a pass is measured with the wait for the decode step
+# before it, 1 held turns of few tokens for too long.
+GATHER = 0.5
 MOST_HELD_S = 1.0  # that a waiting step is held for others, should passes seem to take long
 PASS_RISE = 1.02  # by which the least seconds of a pass grow with each pass, so that they follow an engine that changes
 ROUNDING_S = 1e-6  # less is no time to wait
