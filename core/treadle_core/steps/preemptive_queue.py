@@ -14,12 +14,13 @@ would stop every decode until the last of them is read, and the tools that those
 long prefill runs at a time, and after it the steps of higher priority decode for as long as it took before the next one
 is admitted. Shorter prefills pass the long ones that wait.
 
-What several waiting steps have to prefill alike, such as the prompt of samples that start together, the first of them
-prefills and the others wait until it is read: an engine that gets them together prefills it for each of them.
+Shared prefills run once. Several waiting steps may have to prefill the same tokens, such as the prompt of samples that
+start together. An engine that gets them together prefills these tokens for each step. So the queue admits one of the
+steps, and the others wait until it has its first token.
 
-Short prefills are gathered. A pass of prefill stops every decode, whatever it reads. So beside running steps a waiting
-one is admitted once the slots that stood free for it have lost as much time together as one more pass takes from those
-that run: by then the pass often reads several steps.
+Short prefills are gathered. A pass of prefill stops every decode, whatever it reads. So a step may wait though a slot
+is free, until the free slots have lost half (GATHER) of the time that one more pass takes from the running steps. By
+then other steps often wait too, and one pass reads them all.
 
 Steps that are not preemptible are admitted without regard to prefills.
 """
