@@ -9,9 +9,10 @@ slope + k * KV tokens for each sequence of the batch. Each sequence pays for its
 proportion to a weight. The weights of a batch are at most 1 together, and at most growth / full growth; which weights
 give the best bound depends on whether slots or KV limit the batch, so both are tried, and several lines.
 
-That a trajectory has no more time than T is priced: at any price of a second (GPU-seconds), what its tokens cost at
-least, waiting included, less the price of the time that it has, is a bound on what it costs (a Lagrange multiplier).
-Prefills count without their fixed parts, and trajectories as if the prefills of others never stopped them.
+The limit T on a trajectory's time is a constraint, and a price of a second (in GPU-seconds) relaxes it (a Lagrange
+multiplier). At any price, take the least that the tokens cost, with the price of the seconds that they take, and
+subtract the price of the time that the trajectory has: the rest is a lower bound on its cost. Left out are the fixed
+part of each prefill, and the time for which prefills of others stop a trajectory.
 """
 
 import itertools

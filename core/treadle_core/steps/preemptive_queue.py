@@ -79,9 +79,9 @@ class QueuePolicy:
 
 
 class Prefill(NamedTuple):
-    """What a waiting step has to prefill. steps: how long it would take now, in decode steps of one sequence. first:
-    what it would prefill first, equal for steps for which that is the same tokens; None where that is unknown or
-    nothing."""
+    """What a waiting step has to prefill. steps: how long that takes now, in decode steps of one sequence. first: a key
+    of the first tokens that it has to prefill; two steps with the same key have to prefill the same tokens. None: it is
+    not known, or there is nothing to prefill."""
 
     steps: float = 0.0
     first: Hashable = None
@@ -276,7 +276,7 @@ class StepQueue:
             yield self._evict(lowest, candidate.step_id)
 
     def _must_gather(self, now: float) -> bool:
-        """Whether the best waiting step waits until free slots have lost as much as a pass takes from running steps."""
+        """Whether waiting steps are held though a slot is free. Sets `wake_s` to when they are not any more."""
         free = min(self.policy.slots - self.running, self.waiting)
         if free <= 0 or self._prefill_of is None or not self._waiting[0].preemptible or not self.policy.preempt:
             return False
