@@ -26,8 +26,9 @@ MOST_PREFILL_TOKENS = 16_384  # in one prefill batch: SGLang's default; the step
 
 
 class SimEngine:
-    """kv_tokens 0: no limit. spans: (start_s, end_s, batch), batch -1 for a prefill; None unless recorded. finished:
-    the samples of each prompt that have ended anywhere, from which an engine that speculates has drafts."""
+    """paced: the queue paces, shares and gathers prefills, as Treadle's does (ADR 0030). kv_tokens 0: no limit. spans:
+    (start_s, end_s, batch), batch -1 for a prefill; None unless recorded. finished: the samples of each prompt that
+    have ended anywhere, from which an engine that speculates has drafts."""
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class SimEngine:
         listener: StepListener,
         *,
         preempt: bool,
+        paced: bool,
         record: bool = False,
         finished: Mapping[str, int] = NONE_FINISHED,
     ) -> None:
@@ -47,7 +49,7 @@ class SimEngine:
         self.spans: list[tuple[float, float, int]] | None = [] if record else None
         self._timeline = timeline
         self._listener = listener
-        self._queue = StepQueue(QueuePolicy(model.slots, UNBOUNDED, preempt), self._prefill_of if preempt else None)
+        self._queue = StepQueue(QueuePolicy(model.slots, UNBOUNDED, preempt), self._prefill_of if paced else None)
         self._decode_s = model.curve.decode_s(1.0)
         self._steps: dict[str, EngineStep] = {}
         self._pending: deque[EngineStep] = deque()  # admitted, not yet prefilled

@@ -73,8 +73,8 @@ def simulate(system: System, setting: Setting, degree: int = 0, *, record: bool 
         storage_bytes_per_s=setting.link.bytes_per_s,
         move_fixed_s=setting.link.fixed_s,
     )
-    calls = system.call_tokens
-    driver = Driver(setting.workload, cluster, system.policy, tuning, predictor, call_tokens=calls, record=record)
+    calls, paced, work = system.call_tokens, system.paced, setting.workload
+    driver = Driver(work, cluster, system.policy, tuning, predictor, call_tokens=calls, paced=paced, record=record)
     return Run(system, cluster, driver.run())
 
 

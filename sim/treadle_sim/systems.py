@@ -23,7 +23,8 @@ CALL_TOKENS = 1_024
 class System:
     """predictor: a name of `make_predictor`, "none", or "" for the setting's choice. allocated: engines of several
     degrees, planned with `cost_model`; else all of one degree. call_tokens: most of one call, 0 for whole turns.
-    merging: of engines in the tail, without the models to merge into; None: never."""
+    paced: its queue paces, shares and gathers prefills, which no other system's does. merging: of engines in the tail,
+    without the models to merge into; None: never."""
 
     name: str
     title: str
@@ -32,6 +33,7 @@ class System:
     allocated: bool = False
     cost_model: CostModel = CostModel.CRITICAL_PATH
     call_tokens: int = 0
+    paced: bool = False
     merging: Merging | None = None
     tuning: Tuning = field(default_factory=Tuning)
 
@@ -63,7 +65,7 @@ HEDDLE = System(
     allocated=True,
     cost_model=CostModel.GROUP_SIZE,
 )
-TREADLE = System("treadle", "Treadle", TREADLE_POLICY, predictor="", allocated=True, call_tokens=CALL_TOKENS)
+TREADLE = System("treadle", "Treadle", TREADLE_POLICY, "", allocated=True, call_tokens=CALL_TOKENS, paced=True)
 TREADLE_HOMOGENEOUS = replace(
     TREADLE, name="treadle-homogeneous", title="Treadle on engines of one degree", allocated=False
 )

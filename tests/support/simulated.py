@@ -61,7 +61,9 @@ class LoneEngine:
         self.finished: dict[str, float] = {}
         self.preempted: dict[str, float] = {}
         model = replace(engine(1, slots, kv_tokens), **changed)
-        self.engine = SimEngine("e", model, self.timeline, self, preempt=preempt, record=True, finished=finished)
+        self.engine = SimEngine(
+            "e", model, self.timeline, self, preempt=preempt, paced=preempt, record=True, finished=finished
+        )
 
     def step_preempted(self, step: EngineStep) -> None:
         self.preempted[step.step_id] = self.timeline.now

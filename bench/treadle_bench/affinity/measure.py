@@ -116,7 +116,8 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
 def _makespan_s(workload: Workload, pools: Sequence[str], system: System, seed: int) -> float:
     engines = tuple(engine_model(LLM, name, 1, SLOTS) for name in pools for _ in range(POOLS[name]))
     predictor = None if system.predictor == "none" else Noisy(workload, seed)
-    return Driver(workload, Cluster(engines), system.policy, system.tuning, predictor).run().makespan_s
+    driver = Driver(workload, Cluster(engines), system.policy, system.tuning, predictor, paced=system.paced)
+    return driver.run().makespan_s
 
 
 def _play_alone(name: str, seeds: Sequence[int], prompts: int, play: Play) -> dict[str, Any]:
