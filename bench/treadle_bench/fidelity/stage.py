@@ -4,9 +4,9 @@ measured.
 Invariants: a live play begins with a new control plane, so that no predictor knows an earlier play, unless it is asked
 to keep what was learned; and with tokens that no cache holds. The simulated play has the same policy, slots, declared
 curves and estimator. Nothing is fitted to a play: the profile is measured before all plays, and scaled by the mean of
-the pulses between them. A profile's prefills are those of a quiet engine; a round of short turns on full engines, of
-its own work, tells how much longer each pass takes beside others and the mesh. The simulated planner uses the decode
-curve that each sidecar declares, as the live one does, not the measured curve.
+the pulses between them. A profile's prefills are those of a quiet engine; with each pulse, a round of short turns on
+full engines, of its own work, tells how much longer each pass takes beside others and the mesh. The simulated planner
+uses the decode curve that each sidecar declares, as the live one does, not the measured curve.
 """
 
 from collections.abc import Mapping, Sequence
@@ -87,19 +87,21 @@ def short_turns(slots: int) -> Workload:
 
 
 def find_pass_s(work: Workload, models: Sequence[EngineModel], control: Control, lived_s: float) -> float:
-    """Seconds by which every prefill pass must take longer for `work` to last as long as it did."""
+    """Seconds by which every prefill pass must take longer for `work` to last as long as it did; negative where the
+    profile's passes are too long."""
     passes, found_s = SHORT_TURNS * models[0].slots, 0.0
+    least_s = -min(model.curve.prefill_fixed_s for model in models)
     for _ in range(APPROXIMATIONS):
         slower = [delay_prefills(model, found_s) for model in models]
         late_s = lived_s - simulate_play(work, slower, SYSTEMS["verl"], control).makespan_s
-        found_s = max(found_s + late_s / passes, 0.0)
+        found_s = max(found_s + late_s / passes, least_s)
     return found_s
 
 
 def delay_prefills(model: EngineModel, seconds: float) -> EngineModel:
     """The same engine with so many more seconds for each prefill pass; its declared curve stays."""
-    curve = model.curve
-    return replace(model, curve=replace(curve, prefill_fixed_s=curve.prefill_fixed_s + seconds))
+    fixed_s = max(model.curve.prefill_fixed_s + seconds, 0.0)
+    return replace(model, curve=replace(model.curve, prefill_fixed_s=fixed_s))
 
 
 def simulate_play(
@@ -149,15 +151,16 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The engines, in one order: as registered, as measured, and as simulated. pass_s: see find_pass_s."""
+    """The engines, in one order: as registered, as measured, and as simulated. slowness: of each engine over its
+    profile, a factor a pulse; passes_s: find_pass_s, also of each pulse."""
 
     mesh: Mesh
     engines: Sequence[pb.RegisteredEngine]
     measured: Sequence[MeasuredEngine]
     models: Sequence[EngineModel]
     control: Control
-    slowness: Sequence[list[float]]  # of each engine over its profile, a factor a pulse
-    pass_s: float
+    slowness: Sequence[list[float]]
+    passes_s: list[float]
 
     @classmethod
     async def measure(cls, mesh: Mesh, seed: int) -> Self:
@@ -171,17 +174,24 @@ class Stage:
             control = await measure_control(mesh, client, engines, queue_s, predict_seconds(facts))
         measured = [fit_measured(profiles[engine.info.engine_id]) for engine in engines]
         models = engine_models(engines, measured)
-        stage = cls(mesh, engines, measured, models, control, [[] for _ in engines], 0.0)
-        work = short_turns(sum(model.slots for model in models))
-        late_s = find_pass_s(work, models, control, (await stage.play(work, "verl", 0)).makespan_s)
-        return replace(stage, models=[delay_prefills(model, late_s) for model in models], pass_s=late_s)
+        return cls(mesh, engines, measured, models, control, [[] for _ in engines], [])
+
+    @property
+    def pass_s(self) -> float:
+        """The mean of all pulses. Raises statistics.StatisticsError before the first."""
+        return fmean(self.passes_s)
 
     async def pulse(self, number: int) -> None:
-        """Measure how fast the engines are now: a shared machine is not always as fast as during its profile."""
+        """Measure how fast the engines are now, as a shared machine is not always as fast as during its profile; takes
+        about 20 s. The control plane forgets what it has learned."""
         async with Client(self.mesh.where.scheduler) as client:
             rows = await measure_pulse(client, self.engines, str(number))
         for measured, engine, factors in zip(self.measured, self.engines, self.slowness, strict=True):
             factors.append(slowness_of(measured, rows[engine.info.engine_id]))
+        models = [slow_down(model, factors[-1]) for model, factors in zip(self.models, self.slowness, strict=True)]
+        work = short_turns(sum(model.slots for model in models))
+        lived_s = (await self.play(work, "verl", number)).makespan_s
+        self.passes_s.append(find_pass_s(work, models, self.control, lived_s))
 
     async def play(self, work: Workload, name: str, number: int, *, renew: bool = True) -> Play:
         """The work under one of the simulator's systems, live. number: of the play, for fresh tokens. renew: with a new
@@ -202,9 +212,10 @@ class Stage:
     def simulate(
         self, work: Workload, name: str, earlier: Sequence[TrajectoryWork] = (), *, told: bool = False
     ) -> Play:
-        """The same in the simulator, on engines slowed by the mean factor of all pulses. earlier, told: see
+        """The same in the simulator, on engines as all pulses found them on average. earlier, told: see
         simulate_play."""
-        models = [slow_down(model, fmean(factors)) for model, factors in zip(self.models, self.slowness, strict=True)]
+        slowed = (slow_down(model, fmean(factors)) for model, factors in zip(self.models, self.slowness, strict=True))
+        models = [delay_prefills(model, self.pass_s) for model in slowed]
         return simulate_play(work, models, SYSTEMS[name], self.control, earlier, told=told)
 
 

@@ -15,7 +15,8 @@ Keys: `cells`: medians over the repeats. `pinned_s`, `sticky_s`, `router_s`, `tr
 under sticky least-loaded placement (prime-rl, SkyRL), under the cache-aware policy of SGLang's router, and under
 Treadle. `best_baseline`: the one of least median. `ratio`: of its makespan over Treadle's in the same repeat, above 1
 Treadle is faster; `spread`: its range. `simulated_ratio`: of the same two in the simulator; `told_ratio`: there, of
-Treadle that is told every length. `makespans_s`, `simulated_s`: of every repeat. `pass_s`: find_pass_s of stage.py.
+Treadle that is told every length. `makespans_s`, `simulated_s`: of every repeat. `pass_s`: find_pass_s of stage.py,
+the mean of a round before each cell.
 """
 
 import itertools
