@@ -33,8 +33,8 @@ STUCK_S = 300.0  # of nothing but ticks, longer than every timeout of the contro
 
 
 class Driver:
-    """One rollout. call_tokens: most tokens of one call, longer turns take several; 0 for no limit. paced:
-    see SimEngine. `log`, where given, gets every (time, event, actions) of the controller."""
+    """One rollout. call_tokens: most tokens of one call, longer turns take several; 0 for no limit. paced: of the
+    engines, see SimEngine. `log`, where given, gets every (time, event, actions) of the controller."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Driver:
         self._timeline = Timeline()
         # Leases never expire by themselves here: `Disruptions` deregisters a failed engine after its lease's time.
         self._controller = Controller(policy, replace(tuning, lease_ttl_s=float("inf")))
-        self._preempt, self._paced = policy.preempt, paced and policy.preempt
+        self._preempt, self._paced = policy.preempt, paced
         self._finished: Counter[str] = Counter()  # samples that have all their tokens, by prompt
         self._engines = [self._make_engine(index, model) for index, model in enumerate(cluster.engines)]
         self._all = [

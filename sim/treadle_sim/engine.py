@@ -26,9 +26,9 @@ MOST_PREFILL_TOKENS = 16_384  # in one prefill batch: SGLang's default; the step
 
 
 class SimEngine:
-    """paced: the queue paces, shares and gathers prefills, as Treadle's does (ADR 0030). kv_tokens 0: no limit. spans:
-    (start_s, end_s, batch), batch -1 for a prefill; None unless recorded. finished: the samples of each prompt that
-    have ended anywhere, from which an engine that speculates has drafts."""
+    """paced: the queue paces, shares and gathers the prefills of preemptible steps (ADR 0030). kv_tokens 0: no limit.
+    spans: (start_s, end_s, batch), batch -1 for a prefill; None unless recorded. finished: the samples of each prompt
+    that have ended anywhere, from which an engine that speculates has drafts."""
 
     def __init__(
         self,

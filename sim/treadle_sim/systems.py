@@ -23,8 +23,8 @@ CALL_TOKENS = 1_024
 class System:
     """predictor: a name of `make_predictor`, "none", or "" for the setting's choice. allocated: engines of several
     degrees, planned with `cost_model`; else all of one degree. call_tokens: most of one call, 0 for whole turns.
-    paced: its queue paces, shares and gathers prefills, which no other system's does. merging: of engines in the tail,
-    without the models to merge into; None: never."""
+    paced: its queue paces, shares and gathers prefills; no queue of another system does. merging: of engines in the
+    tail, without the models to merge into; None: never."""
 
     name: str
     title: str

@@ -87,8 +87,8 @@ def short_turns(slots: int) -> Workload:
 
 
 def find_pass_s(work: Workload, models: Sequence[EngineModel], control: Control, lived_s: float) -> float:
-    """Seconds by which every prefill pass must take longer for `work` to last as long as it did; negative where the
-    profile's passes are too long."""
+    """Seconds to add to every prefill pass, so that `work` lasts as long in the simulator as it did (`lived_s`);
+    negative where the passes of the profile are too long."""
     passes, found_s = SHORT_TURNS * models[0].slots, 0.0
     least_s = -min(model.curve.prefill_fixed_s for model in models)
     for _ in range(APPROXIMATIONS):
@@ -151,8 +151,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The engines, in one order: as registered, as measured, and as simulated. slowness: of each engine over its
-    profile, a factor a pulse; passes_s: find_pass_s, also of each pulse."""
+    """The engines, in one order: as registered, as measured, and as simulated. Each pulse adds a factor to the
+    slowness of each engine (its seconds over those of its profile) and a value of find_pass_s to passes_s."""
 
     mesh: Mesh
     engines: Sequence[pb.RegisteredEngine]
@@ -178,12 +178,12 @@ class Stage:
 
     @property
     def pass_s(self) -> float:
-        """The mean of all pulses. Raises statistics.StatisticsError before the first."""
+        """Seconds to add to a prefill pass: the mean of all pulses. Raises StatisticsError before the first."""
         return fmean(self.passes_s)
 
     async def pulse(self, number: int) -> None:
-        """Measure how fast the engines are now, as a shared machine is not always as fast as during its profile; takes
-        about 20 s. The control plane forgets what it has learned."""
+        """Measure how fast the engines are now, because the speed of a shared machine changes. Takes about 20 s. The
+        control plane is a new one after it: what it had learned is lost."""
         async with Client(self.mesh.where.scheduler) as client:
             rows = await measure_pulse(client, self.engines, str(number))
         for measured, engine, factors in zip(self.measured, self.engines, self.slowness, strict=True):
@@ -212,7 +212,7 @@ class Stage:
     def simulate(
         self, work: Workload, name: str, earlier: Sequence[TrajectoryWork] = (), *, told: bool = False
     ) -> Play:
-        """The same in the simulator, on engines as all pulses found them on average. earlier, told: see
+        """The same in the simulator, on engines as fast as the mean of all pulses. earlier, told: see
         simulate_play."""
         slowed = (slow_down(model, fmean(factors)) for model, factors in zip(self.models, self.slowness, strict=True))
         models = [delay_prefills(model, self.pass_s) for model in slowed]

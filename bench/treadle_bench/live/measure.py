@@ -187,7 +187,7 @@ def page(figures: Figures) -> Figures:
 BENCH = Bench(
     "live",
     "Rollouts of public traces (--data) on two live engines: Treadle, what frameworks do, and the simulator beside it. "
-    "--repeats: epochs of each batch. Takes 5 minutes, and 8 a repeat, on 2 cores.",
+    "--repeats: epochs of each batch. Takes 8 minutes, and 13 a repeat, on 2 cores.",
     measure,
     engines=ENGINES,
     page=page,
