@@ -25,7 +25,7 @@ $(MESH_READY): pyproject.toml clients/python/pyproject.toml bench/pyproject.toml
 $(ENGINE_READY): services/sidecar/engine/install.sh services/sidecar/engine/requirements.txt services/sidecar/engine/constraints.txt
 	@PYTHON=$(PYTHON) services/sidecar/engine/install.sh $(ENGINE_VENV)
 
-demo: setup      ## 40 real trajectories, 7 times: pinned FCFS and Treadle; writes runs/<id>/report.html
+demo: setup      ## 32 real trajectories, 7 times: pinned FCFS and Treadle; writes runs/<id>/report.html
 	@$(BIN)/treadle demo $(ARGS)
 
 test: setup      ## the whole test suite, real engines included

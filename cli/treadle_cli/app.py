@@ -21,8 +21,8 @@ from treadle_cli.predictor.commands import commands as predictor_commands
 from treadle_cli.problems import UsageProblem
 
 DEFAULT_SLOTS = 5  # steps that decode at once
-DEMO_SLOTS = 4  # five trajectories a slot: they queue, as they do where GPUs are scarce
-DEMO_PROMPTS = 10
+DEMO_SLOTS = 4  # four trajectories a slot: they queue, as they do where GPUs are scarce
+DEMO_PROMPTS = 8
 DEFAULT_TOOL_LATENCY_S = 0.5  # a remote sandbox; coding agents' tools take 4 s on average
 DEFAULT_PORT = 7401  # of the scheduler, as in the services' own defaults
 DEFAULT_OUT = Path("runs")

@@ -118,7 +118,7 @@ def sample_factors(rows: Indexes, log_sigma: Floats, tokens: Floats, room_tokens
     sigmas = np.maximum(RECOURSE * log_sigma, LEAST_SIGMA)
     steps = np.minimum((sigmas / SIGMA_STEP + 0.5).astype(np.int64), SIGMA_STEPS - 1)
     factors: Floats = np.minimum(table[steps, strata[:count, rows % ROWS]], most)
-    return factors
+    return np.ascontiguousarray(factors)  # kernels are compiled for each layout of their arrays
 
 
 @cache

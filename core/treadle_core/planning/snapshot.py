@@ -132,8 +132,8 @@ def warm_up() -> None:
     LiveColumns().read()
     engines = paths.engine_rows([PlanEngine(name, 1, 0, 1, DecodeCurve()) for name in "ab"])
     ones, placement = np.ones(2), np.zeros(2, np.int64)
-    flags = np.ones(2, np.bool_)
-    work = paths.work_of(ones, ones, ones, ones, flags, flags, placement)
+    started = np.array([True, False])
+    work = paths.work_of(ones, ones, ones, ones, started, started, placement)
     best_placement(engines, placement, work, work, placement)
     paths.savings_s(engines, work, placement, placement[:1], placement[:1] + 1)
 

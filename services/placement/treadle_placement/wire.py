@@ -36,9 +36,8 @@ async def wire(runtime: Runtime) -> Wiring:
 
 
 def warm_up(curve: DecodeCurve) -> None:
-    """Run every kernel once: a small plan under each cost model, for two unlike engines of which one has a prefix."""
+    """Run every kernel once: a small plan under each cost model, for unlike engines and trajectories."""
     engines = [PlanEngine("warm-up", 1, 0, 1, curve), PlanEngine("warm-up-too", 2, 0, 1, curve)]
+    ones, current, started = np.ones(2), np.zeros(2, np.int64), np.array([True, False])
     for model in CostModel:
-        for log_sigma in (0.0, 0.5):
-            one = np.ones(1)
-            plan(one, one, np.zeros(1, np.int64), engines, model, bound=True, log_sigma=one * log_sigma)
+        plan(ones, ones, current, engines, model, bound=True, log_sigma=0.5 * ones, started=started)

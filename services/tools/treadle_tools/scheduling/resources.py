@@ -2,12 +2,14 @@
 
 import gc
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from treadle_core.tools.action import CPU_CORES, MEMORY_BYTES, Action, Amdahl, Fixed, Measured, Range, UnitSet
+from treadle_core.tools.action import CPU_CORES, GPUS, Action, Amdahl, Elasticity, Fixed, Measured, Range, UnitSet
 from treadle_core.tools.cpu import CpuManager, Machine
 from treadle_core.tools.dispatcher import Dispatcher, Resources
+from treadle_core.tools.gpu import GpuManager
 
 NODE_ID = "local"
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -65,19 +67,29 @@ def total_memory_bytes(limits: tuple[Path, ...] = MEMORY_LIMITS) -> int:
     return total
 
 
-ROUGH = Measured(((1, 1.0), (2, 0.5), (4, 0.9)))  # not convex: arranged by the table
+Shape = tuple[Range | UnitSet, Elasticity]
+SMOOTH: Shape = (Range(1, 4), Amdahl(0.1))
+ROUGH: Shape = (UnitSet((1, 2, 4)), Measured(((1, 1.0), (2, 0.5), (4, 0.9))))  # not convex: arranged by the table
 
 FULL_COLLECTION_EVERY = 1_000  # collections of the middle generation; Python's own 10 is one a second under load
 
 
 def warm_up() -> None:
     """Have the solvers compiled before any action waits: decide on actions of all shapes."""
-    dispatcher = Dispatcher(Resources([CpuManager([Machine("warm", (tuple(range(8)),), 1 << 30)])]), 0.0)
-    dispatcher.start_at_once(Action("alone", "alone", 0, {CPU_CORES: Fixed(1), MEMORY_BYTES: Fixed(1)}), 0.0)
+    for shapes in ((SMOOTH, SMOOTH), (SMOOTH, ROUGH)):
+        _decide_all(CpuManager([Machine("warm", (tuple(range(8)),), 1 << 30)]), CPU_CORES, shapes)
+    _decide_all(GpuManager(["warm"], 1), GPUS, (ROUGH, ROUGH))
+
+
+def _decide_all(manager: CpuManager | GpuManager, key: str, shapes: Sequence[Shape]) -> None:
+    """Decide until none waits of twelve actions whose demands for `key` have these shapes in turn."""
+    dispatcher = Dispatcher(Resources([manager]), 0.0)
+    others = {name: Fixed(1) for name in manager.dimensions if name != key}
+    dispatcher.start_at_once(Action("alone", "alone", 0, {key: Fixed(1), **others}), 0.0)
     for index in range(12):
-        demand, elasticity = ((Range(1, 4), Amdahl(0.1)), (UnitSet((1, 2, 4)), ROUGH))[index % 2]
-        cost = {CPU_CORES: demand, MEMORY_BYTES: Fixed(1)}
-        dispatcher.submit(Action(f"w{index}", f"w{index}", index, cost, 1.0 + index, CPU_CORES, elasticity))
+        demand, elasticity = shapes[index % 2]
+        cost = {key: demand, **others}
+        dispatcher.submit(Action(f"w{index}", f"w{index}", index, cost, 1.0 + index, key, elasticity))
     now_s = 0.0
     while len(dispatcher):
         now_s += 1.0
