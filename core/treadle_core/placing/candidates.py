@@ -9,9 +9,9 @@ Tried are, in this order, each against the best before it:
   have not started, and for its first engines alone: these get their few long trajectories, and the rest is dealt over
   the others;
 - the best of these, improved step by step (`refining`).
-What is dealt moves no KV. A partition does, so it is taken only where it is MARGIN better. Prompts count twice: in the
-makespan, and as the mean over engines of the seconds that they are prefilled for. To prefill a prompt on one more
-engine is sure to take its time, where the gain is a guess.
+What is dealt moves no KV. A partition does, so it is taken only where it is MARGIN better. Prompts count in the
+makespan and besides, as the mean over engines of the seconds that they are prefilled for, times `prompt_weight`: to
+prefill a prompt on one more engine is sure to take its time, where the gain is a guess.
 """
 
 from collections.abc import Iterator
@@ -36,6 +36,7 @@ from treadle_core.placing.paths import (
     finish,
     is_better,
     path_s,
+    prompt_weight,
     work_s,
     worked_s,
 )
@@ -88,7 +89,7 @@ def best_placement(engines: Floats, kinds: Indexes, work: Work, medians: Work, c
 def judge(engines: Floats, work: Work, placement: Indexes) -> Floats:
     """What each sample says of a placement, in seconds: less is better."""
     times, prompts_s = finish(engines, work, placement)
-    judged_s: Floats = times.max(axis=0) + prompts_s.mean()
+    judged_s: Floats = times.max(axis=0) + prompt_weight(engines, len(placement)) * prompts_s.mean()
     return judged_s
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treadle_core.compiled import Flags, Floats, Indexes, compiled
-from treadle_core.placing.paths import Work, end_engine, members_of, reading_order
+from treadle_core.placing.paths import Work, end_engine, members_of, prompt_weight, reading_order
 
 MOST_TARGETS = 8  # engines that a trajectory may go to in one step: those that end first
 MOST_ALONE = 48  # trajectories of an engine that are tried alone, longest first
@@ -62,7 +62,7 @@ def refine(engines: Floats, work: Work, placement: Indexes, free: Flags) -> Inde
         np.zeros(samples),
         np.zeros(samples),
     )
-    spent = 0
+    weight, spent = prompt_weight(engines, n), 0
     while spent < MOST_AMOUNTS:
         groups = group_by_engine(engines, work, result, order, rank, scratch)
         spent += samples * n
@@ -80,7 +80,7 @@ def refine(engines: Floats, work: Work, placement: Indexes, free: Flags) -> Inde
             tried[prompts[index]] = True
             for other in group:
                 moved[other] = other == index or (together and free[other] and prompts[other] == prompts[index])
-            mean_s, at, read = find_target(engines, work, groups, source, moved, scratch)
+            mean_s, at, read = find_target(engines, work, groups, source, moved, weight, scratch)
             spent += read
             if mean_s < least_s:
                 least_s, target = mean_s, at
@@ -121,10 +121,10 @@ def find_last(times: Floats) -> tuple[int, float]:
 
 @compiled
 def find_target(
-    engines: Floats, work: Work, groups: Groups, source: int, moved: Flags, scratch: Scratch
+    engines: Floats, work: Work, groups: Groups, source: int, moved: Flags, weight: float, scratch: Scratch
 ) -> tuple[float, int, int]:
     """The engine to which the moved trajectories of `source` should go: when the last engine then ends on average, with
-    the change in prompts, that engine, and how many amounts were read."""
+    the change in prompts times `weight`, that engine, and how many amounts were read."""
     m, samples = groups.times.shape
     group = groups.members[groups.first[source] : groups.first[source + 1]]
     kept = 0
@@ -143,7 +143,7 @@ def find_target(
         count = merge(there, group, moved, groups.rank, scratch.joined)
         joined_s = end_engine(engines[target], work, scratch.joined[:count], *memory, scratch.target_s)
         read += samples * count
-        prompts_s = (left_s + joined_s - groups.prompts_s[source] - groups.prompts_s[target]) / m
+        prompts_s = weight * (left_s + joined_s - groups.prompts_s[source] - groups.prompts_s[target]) / m
         mean_s = prompts_s + mean_last(groups.times, source, target, scratch)
         if mean_s < least_s:
             least_s, best = mean_s, int(target)

@@ -15,7 +15,7 @@ import numpy as np
 from treadle_core.compiled import Flags, Floats, Indexes
 from treadle_core.model import DecodeCurve
 from treadle_core.placing import paths
-from treadle_core.placing.candidates import best_placement
+from treadle_core.placing.candidates import best_placement, judge
 from treadle_core.placing.question import PlanEngine, slowest_curve
 from treadle_core.tables.columns import Columns, LiveColumns
 from treadle_core.tables.engines import EngineTable
@@ -139,7 +139,7 @@ def warm_up() -> None:
 
 
 def choose_placement(snapshot: Snapshot, planned: Indexes, movable: Flags, tuning: Tuning) -> tuple[Indexes, float]:
-    """The placement with the least mean makespan over samples, and the seconds that each of its moves of KV saves.
+    """The best placement by the mean over samples, and the seconds of the makespan that each of its moves of KV saves.
 
     Tried are: the present one; the present one with trajectories that have not started where the plan wants them, as
     they have no KV to move; the plan. What moves KV must beat what does not by `tuning.plan_margin`. Trajectories on an
@@ -150,11 +150,13 @@ def choose_placement(snapshot: Snapshot, planned: Indexes, movable: Flags, tunin
     planned = np.where(movable & (staying >= 0), planned, staying)
     if not (planned != staying).any():
         return staying, 0.0
-    best, best_s = staying, paths.makespans_s(engines, snapshot.samples, staying)
-    before_s = best_s
+    best, best_s = staying, judge(engines, snapshot.samples, staying)
     for candidate, margin in ((np.where(free, planned, staying), 0.0), (planned, tuning.plan_margin)):
-        candidate_s = paths.makespans_s(engines, snapshot.samples, candidate)
+        candidate_s = judge(engines, snapshot.samples, candidate)
         if paths.is_better(candidate_s, best_s, margin):
             best, best_s = candidate, candidate_s
     moves = int(np.count_nonzero((best != staying) & ~free))
-    return best, float((before_s - best_s).mean()) / moves if moves else 0.0
+    if not moves:
+        return best, 0.0
+    before_s, after_s = (paths.makespans_s(engines, snapshot.samples, each) for each in (staying, best))
+    return best, float((before_s - after_s).mean()) / moves
