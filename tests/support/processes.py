@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
@@ -82,8 +83,11 @@ class ServiceProcess:
 
 
 def free_port() -> int:
-    """A port that no socket listens on, and that no other call in this process has returned."""
-    return PORTS.choose(1)[0]
+    """A port that no socket listens on, and that no other call in this run of the tests has returned: each worker of
+    pytest-xdist has ports of its own."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    return next(port for _ in count() if (port := PORTS.choose(1)[0]) % workers == number)
 
 
 def command_line(process: psutil.Process) -> str:
