@@ -43,7 +43,7 @@ def test_samples_of_a_prompt_move_together() -> None:
 
 
 def test_no_sample_leaves_its_prompt_while_some_wait_for_a_slot() -> None:
-    """It may leave later, where that still ends sooner; with a slot for each it is now or never."""
+    """A later plan may still send it elsewhere. With a slot for each all start now, and half of them leave."""
     zero, nowhere = np.zeros(8), np.zeros(8, np.bool_)
     work = paths.work_of(zero + 2_000.0, zero + 40_000.0, zero, zero, nowhere, nowhere, np.zeros(8, np.int64))
     alone, waiting = (refine(path_rows(slots, slots), work, np.zeros(8, np.int64), ~nowhere) for slots in (8, 2))

@@ -49,8 +49,8 @@ RECOURSE = 0.6
 # Deviation that is sampled also where lengths are told, since the cost model errs itself: without it a plan of told
 # lengths followed each second that the model got wrong, and on 64 GPUs ended rollouts 10% later than guessing.
 LEAST_SIGMA = 0.1
-# Of prompts, while trajectories wait for a slot. On public traces of three trajectories a slot 8 was as good, 1 was 2%
-# worse in the mean (claude_code 7%) and 64 was 1% worse; where all start at once, 16 was up to 9% worse than 1.
+# Of prompts, while trajectories wait for a slot. On public traces of three trajectories a slot 8 was nearly as good, 1
+# was 2% worse in the mean and 64 was 1% worse; where all start at once, 16 was up to 9% worse than 1.
 WAITING_WEIGHT = 16.0
 CHANCE = 2.0  # standard errors of a mean gain that tens of candidates reach by chance
 # exp(log_sigma * z) is tabulated for deviations in these steps.
@@ -189,8 +189,8 @@ def prompt_s(engine: Floats, tokens: float) -> float:
 
 @compiled
 def prompt_weight(engines: Floats, count: int) -> float:
-    """How often the seconds of prompts count where placements of so many trajectories are compared: more often while
-    some wait for a slot, since those can leave the other samples of their prompt later, if that is still worth it."""
+    """The weight of the seconds of prompts where placements of `count` trajectories are compared. It is larger while
+    some of them wait for a slot: a later plan can still send these to another engine than their prompt's."""
     return WAITING_WEIGHT if count > engines[:, SLOTS].sum() else 1.0
 
 
