@@ -153,7 +153,8 @@ class SimEngine:
         context = step.context_tokens + step.done
         _, cached = self.cache.find(step)
         computed_s = self.model.curve.prefill_computed_s(max(context - cached, 0), min(cached, context))
-        return Prefill(computed_s / self._decode_s, step.prompt_id if cached < step.prompt_tokens else None)
+        returns = cached >= step.prompt_tokens
+        return Prefill(computed_s / self._decode_s, None if returns else step.prompt_id, returns)
 
     def _report_progress(self) -> None:
         """Tell the queue which steps have sampled enough to be evicted."""

@@ -207,21 +207,28 @@ LONG, SHORT = LONG_PREFILL_STEPS, LONG_PREFILL_STEPS - 1.0
 
 
 def reading_queue(
-    prefill_steps: dict[str, float], slots: int = 4, shared: Mapping[str, str] = MappingProxyType({}), **steps: float
+    prefill_steps: dict[str, float],
+    slots: int = 4,
+    shared: Mapping[str, str] = MappingProxyType({}),
+    returning: str = "",
+    **steps: float,
 ) -> StepQueue:
     """A queue that takes prefills of these lengths, with steps of these priorities; shared: the prompt of some."""
     policy = QueuePolicy(slots=slots, capacity=100, min_run_tokens=4, gather=1.0)
-    q = StepQueue(policy, lambda step: Prefill(prefill_steps.get(step, 0.0), shared.get(step)))
+    q = StepQueue(policy, lambda step: Prefill(prefill_steps.get(step, 0.0), shared.get(step), step == returning))
     for step, priority in steps.items():
         q.add(step, priority)
     return q
 
 
-def test_one_long_prefill_runs_at_a_time_and_short_ones_pass_it() -> None:
-    q = reading_queue({"a": LONG, "b": LONG, "c": SHORT}, a=3.0, b=2.0, c=1.0)
-    assert q.decide(0.0) == [Admit("a"), Admit("c")]
+def test_one_long_prompt_is_read_at_a_time_and_short_ones_and_later_turns_pass_it() -> None:
+    prefills = {"a": LONG, "b": LONG, "c": SHORT, "later": LONG}
+    q = reading_queue(prefills, returning="later", a=3.0, b=2.0, c=1.0, later=0.0)
+    assert q.decide(0.0) == [Admit("a"), Admit("c"), Admit("later")]
     assert q.decide(1.0) == []
     assert not q.finish_prefill("c", 1.0), "a short one is not what the others wait for"
+    assert not q.finish_prefill("later", 1.0), "nor is a later turn"
+    q.remove("later")
     assert q.finish_prefill("a", 2.0)
     q.reprioritize("a", 0.0)
     q.reprioritize("c", 0.0)

@@ -9,10 +9,11 @@ afterwards. Only a pause evicts a step that is not preemptible. The lowest preem
 whose priority is larger by more than `hysteresis`, and only after `min_run_tokens` tokens since its admission, so that
 two steps never take turns without progress.
 
-Long prefills are paced. An engine prefills whatever it was given before it decodes, so prompts that arrive together
+Long prompts are paced. An engine prefills whatever it was given before it decodes, so prompts that arrive together
 would stop every decode until the last of them is read, and the tools that those decodes end in could not begin. So one
-long prefill runs at a time, and after it the steps of higher priority decode for as long as it took before the next one
-is admitted. Shorter prefills pass the long ones that wait.
+long prompt is read at a time, and after it the steps of higher priority decode for as long as it took before the next
+one is admitted. Shorter prefills pass the long ones that wait. So does a step whose earlier turns the engine has read,
+however long its tool's answer: while it waited, the engine could evict them.
 
 Shared prefills run once. Several waiting steps may have to prefill the same tokens, such as the prompt of samples that
 start together. An engine that gets them together prefills these tokens for each step. So the queue admits one of the
@@ -40,7 +41,7 @@ DEFAULT_HYSTERESIS = 2.0
 # An eviction costs a prefill of what the radix tree did not keep (under one page and the last token) and a queue
 # pass, together about two decode steps: little against 16 tokens.
 DEFAULT_MIN_RUN_TOKENS = 16
-# A prefill is long where it takes as long as this many decode steps of one sequence: less hardly delays a decode.
+# A prompt is long where it takes as long as this many decode steps of one sequence: less hardly delays a decode.
 LONG_PREFILL_STEPS = 16.0
 # Seconds of decoding after a long prefill, for each second of it. On public traces in simulation 0.5 to 1 ended
 # rollouts with long prompts 4% sooner than 0, and 3 was worse.
@@ -67,7 +68,7 @@ class QueueFull(Exception):  # noqa: N818 - a condition, not a fault
 @dataclass(frozen=True)
 class QueuePolicy:
     """slots: steps that run at once; capacity: steps that may wait; hysteresis in priority units; pace: seconds of
-    decoding for each second of a long prefill, 0 for none; gather: see GATHER, 0 for none."""
+    decoding for each second of a long prompt, 0 for none; gather: see GATHER, 0 for none."""
 
     slots: int
     capacity: int
@@ -81,10 +82,11 @@ class QueuePolicy:
 class Prefill(NamedTuple):
     """What a waiting step has to prefill. steps: how long that takes now, in decode steps of one sequence. first: a key
     of the first tokens that it has to prefill; two steps with the same key have to prefill the same tokens. None: it is
-    not known, or there is nothing to prefill."""
+    not known, or there is nothing to prefill. returns: the engine has read earlier turns of it."""
 
     steps: float = 0.0
     first: Hashable = None
+    returns: bool = False
 
 
 NO_PREFILL = Prefill()
@@ -293,7 +295,7 @@ class StepQueue:
         return NO_PREFILL if self._prefill_of is None or not entry.preemptible else self._prefill_of(entry.step_id)
 
     def _is_long(self, prefill: Prefill) -> bool:
-        return self.policy.pace > 0.0 and prefill.steps >= LONG_PREFILL_STEPS
+        return self.policy.pace > 0.0 and prefill.steps >= LONG_PREFILL_STEPS and not prefill.returns
 
     def _end_reading(self, entry: _Entry) -> bool:
         """The entry prefills no more; whether others may have waited for that."""

@@ -290,12 +290,13 @@ class StepRunner:
         curve, step = self._curve(), self._steps[ticket_id]
         read = self._contexts.count_read(step.blocks)
         first = step.blocks[read] if read < len(step.blocks) else None
+        returns = step.order.turn > 0 and read > 0
         if curve is None or not curve.prefill_tokens_per_s:
-            return Prefill(first=first)
+            return Prefill(first=first, returns=returns)
         read_tokens = read * BLOCK_TOKENS
         new = len(step.record.context) - read_tokens
         prefill_s = new / curve.prefill_tokens_per_s + curve.prefill_pair_s * new * (read_tokens + 0.5 * new)
-        return Prefill(prefill_s / (curve.base_s + curve.per_sequence_s), first)
+        return Prefill(prefill_s / (curve.base_s + curve.per_sequence_s), first, returns)
 
     def _finish_prefill(self, step: RunningStep, now: float) -> None:
         """The attempt has its first token: its context is read, and others may be now, or after a rest."""
