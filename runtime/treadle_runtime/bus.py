@@ -4,23 +4,25 @@ A `Bus` owns one connection, which reconnects for ever, the stream of facts, the
 what happened and are never commands. `publish` returns when the fact is accepted, not when it has arrived; `flush` and
 `drain` wait.
 
-Invariants of the outbox: accepted facts reach the stream in order and at least once, and none is lost while the process
-lives. A fact is sent again, with the same Nats-Msg-Id, until the server has acknowledged it; the stream's duplicate
-window makes that harmless.
+Invariants of the outbox: accepted facts reach the stream at least once and none is lost while the process lives, in
+order but for those that NATS did not take at first. Many are sent before the first is acknowledged, since facts would
+otherwise wait for a round trip each. A fact is sent again, with the same Nats-Msg-Id, until the server has acknowledged
+it; the stream's duplicate window makes that harmless.
 """
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import nats.errors
 import nats.js.errors
 import structlog
 from nats.aio.client import Client
 from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, KeyValueConfig, StorageType, StreamConfig
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, KeyValueConfig, PubAck, StorageType, StreamConfig
 from nats.js.kv import KV_DEL, KV_MARKER_REASON, KV_OP, KV_PURGE, KeyValue
 from opentelemetry import propagate, trace
 from treadle.telemetry.v1.facts_pb2 import Fact
@@ -33,6 +35,7 @@ log = structlog.get_logger()
 FACTS_KEPT_S = 3600.0  # a consumer that was away for longer starts from what is left
 DUPLICATE_WINDOW_S = 120.0  # how long a repeated publish is recognised; repeats come within seconds
 OUTBOX_CAPACITY = 65_536  # facts; about 30 MB, minutes of a busy mesh without NATS. When full, publishing waits.
+MOST_UNACKNOWLEDGED = 256  # facts sent together; about 100 KB, and far more than come in a round trip
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 1.0
 RECONNECT_WAIT_S = 0.1  # NATS is back within a second of a restart
@@ -47,6 +50,7 @@ CONSUMER_KEPT_S = 30.0  # the server forgets the reader of a bucket this long af
 MOST_READS = 3  # of a bucket, where the connection loses messages
 
 R = TypeVar("R")
+Message = tuple[str, bytes, dict[str, str]]  # subject, payload, headers
 
 
 async def _wait_for(awaitable: Awaitable[R], timeout: float | None) -> R:
@@ -71,12 +75,13 @@ class Bus:
         self._client = Client()
         self._js = self._client.jetstream(timeout=ANSWER_TIMEOUT_S)
         self._tracer = tracer
-        # Accepted facts: subject, payload, and headers with the Nats-Msg-Id.
-        self._outbox: asyncio.Queue[tuple[str, bytes, dict[str, str]]] = asyncio.Queue(OUTBOX_CAPACITY)
+        self._outbox: asyncio.Queue[Message] = asyncio.Queue(OUTBOX_CAPACITY)  # accepted facts
         self._unacknowledged = 0  # facts accepted and not yet in the stream
         self._subscriptions: list[FactSubscription] = []
         self._connected = asyncio.Event()
-        self._ack_timeout: asyncio.Timeout | None = None  # of the publish that waits for its acknowledgement
+        self._handlers: asyncio.TaskGroup  # runs the handlers of facts; set before the bus is handed out
+        self._ack_timeouts: set[asyncio.Timeout] = set()  # of what waits for acknowledgements
+        self._one_sends = asyncio.Lock()
         self._reconnected = asyncio.Event()
         self._last_error: Exception | None = None
         self._drained = False
@@ -99,7 +104,8 @@ class Bus:
     async def subscribe(
         self, kinds: Sequence[str], handler: Handler, *, durable: str | None = None, replay: bool = False
     ) -> None:
-        """Pass the facts of `kinds` (all when empty) to `handler`, one at a time, each fact_id once.
+        """Pass the facts of `kinds` (all when empty) to `handler`, each fact_id once. Its calls begin in the order of
+        the stream, and none waits until an earlier one has returned.
 
         durable: the name under which the server remembers the position, across restarts of this process; without it, a
         subscriber gets the facts that are published from now on. replay: begin with all facts that are kept (for a
@@ -107,7 +113,14 @@ class Bus:
         ValueError for an unknown kind.
         """
         subscription = FactSubscription(
-            self._client, self._js, subjects_of(kinds), handler, durable=durable, replay=replay, tracer=self._tracer
+            self._client,
+            self._js,
+            self._handlers.create_task,
+            subjects_of(kinds),
+            handler,
+            durable=durable,
+            replay=replay,
+            tracer=self._tracer,
         )
         await subscription.start()
         self._subscriptions.append(subscription)
@@ -130,6 +143,16 @@ class Bus:
             return await self._js.create_key_value(config)
         except nats.js.errors.BadRequestError:  # another process made it first, with other settings
             return await self._js.key_value(bucket)
+
+    async def write_entries(self, bucket: str, values: Mapping[str, bytes | None]) -> dict[str, Exception]:
+        """Write keys of a bucket, None to delete one: all are sent before the first is acknowledged. Returns the keys
+        that are not known to be written, with the reason."""
+        messages = [
+            (f"$KV.{bucket}.{key}", value or b"", {KV_OP: KV_DEL} if value is None else {})
+            for key, value in values.items()
+        ]
+        results = await self._send_all(messages)
+        return {key: error for key, error in zip(values, results, strict=True) if error is not None}
 
     @property
     def jetstream(self) -> JetStreamContext:
@@ -208,33 +231,54 @@ class Bus:
 
     async def _send_accepted(self) -> None:
         while True:
-            subject, payload, headers = await self._outbox.get()
+            messages = [await self._outbox.get()]
+            while len(messages) < MOST_UNACKNOWLEDGED and not self._outbox.empty():
+                messages.append(self._outbox.get_nowait())
             retry_s = FIRST_RETRY_S
-            while True:
-                try:
-                    await self._send(subject, payload, headers)
-                    break
-                except (nats.errors.Error, OSError) as error:
+            while messages:
+                await self._connected.wait()
+                results = list(zip(messages, await self._send_all(messages), strict=True))
+                messages = [message for message, error in results if error is not None]
+                for _ in range(len(results) - len(messages)):
+                    self._unacknowledged -= 1
+                    self._outbox.task_done()
+                errors = [error for _, error in results if error is not None]
+                if errors:
                     if retry_s == FIRST_RETRY_S:
-                        log.warning("fact not acknowledged, sending it again", subject=subject, error=repr(error))
-                await asyncio.sleep(retry_s)
-                retry_s = min(2 * retry_s, LONGEST_RETRY_S)
-            self._unacknowledged -= 1
-            self._outbox.task_done()
+                        log.warning("facts not acknowledged, sending again", facts=len(errors), error=repr(errors[0]))
+                    if any(isinstance(error, nats.js.errors.NoStreamResponseError) for error in errors):
+                        # A server that came back with an empty store, or whose JetStream is not up yet.
+                        await self._make_stream()
+                    await asyncio.sleep(retry_s)
+                    retry_s = min(2 * retry_s, LONGEST_RETRY_S)
 
-    async def _send(self, subject: str, payload: bytes, headers: dict[str, str]) -> None:
-        await self._connected.wait()
-        try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S) as self._ack_timeout:
-                await self._js.publish(subject, payload, headers=headers)
-        except TimeoutError as error:
-            raise nats.errors.TimeoutError from error
-        except nats.js.errors.NoStreamResponseError:
-            # A server that came back with an empty store, or whose JetStream is not up yet.
-            await self._make_stream()
-            raise
-        finally:
-            self._ack_timeout = None
+    async def _send_all(self, messages: Sequence[Message]) -> list[Exception | None]:
+        """Send messages to JetStream, then wait for all acknowledgements. For each message None, or why it is not known
+        to be stored."""
+        results: list[asyncio.Future[PubAck] | Exception] = []
+        async with self._one_sends:  # the first call of publish_async loses the answers of others at that moment
+            for subject, payload, headers in messages:
+                try:
+                    results.append(await self._js.publish_async(subject, payload, headers=headers or None))
+                except (nats.errors.Error, OSError) as error:
+                    results.append(error)
+        waiting = [result for result in results if isinstance(result, asyncio.Future)]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S) as timeout:
+                self._ack_timeouts.add(timeout)
+                try:
+                    if waiting:
+                        await asyncio.wait(waiting)
+                finally:
+                    self._ack_timeouts.discard(timeout)
+                    for future in waiting:
+                        future.cancel()
+        return [_failure(result) for result in results]
+
+    async def _run_handlers(self, begun: asyncio.Event) -> None:
+        async with asyncio.TaskGroup() as self._handlers:
+            begun.set()
+            await asyncio.Event().wait()
 
     async def _keep_subscriptions(self) -> None:
         while True:
@@ -262,9 +306,9 @@ class Bus:
 
     async def _on_disconnect(self) -> None:
         self._connected.clear()
-        if self._ack_timeout is not None and not self._ack_timeout.expired():
-            # The acknowledgement will not come any more.
-            self._ack_timeout.reschedule(asyncio.get_running_loop().time())
+        for timeout in self._ack_timeouts:
+            if not timeout.expired():  # the acknowledgements will not come any more
+                timeout.reschedule(asyncio.get_running_loop().time())
         if not self._client.is_closed:
             log.warning("NATS is away, reconnecting")
 
@@ -283,8 +327,10 @@ async def open_bus(
     answer."""
     bus = Bus(name, tracer or trace.NoOpTracer())
     await bus._connect(url, timeout_s)
-    async with run_beside([bus._send_accepted, bus._keep_subscriptions]):
+    begun = asyncio.Event()
+    async with run_beside([bus._send_accepted, bus._keep_subscriptions, partial(bus._run_handlers, begun)]):
         try:
+            await begun.wait()
             yield bus
         finally:
             if not bus._client.is_closed:
@@ -310,6 +356,15 @@ async def run_beside(tasks: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -
                 task.cancel()
     if raised is not None:
         raise raised
+
+
+def _failure(result: asyncio.Future[PubAck] | Exception) -> Exception | None:
+    """Why a message is not known to be stored; None where it is."""
+    if isinstance(result, Exception):
+        return result
+    if result.cancelled():
+        return nats.errors.TimeoutError()
+    return cast(Exception | None, result.exception())
 
 
 def kv_key(*parts: str) -> str:

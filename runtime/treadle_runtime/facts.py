@@ -1,15 +1,17 @@
 """Make facts, name their NATS subjects, and subscribe to them (treadle/telemetry/v1/facts.proto).
 
-Invariants of a subscription: facts are handled one at a time, in the order of the stream but for redeliveries. A fact
-is acknowledged after its handler has returned. A fact whose handler raises is delivered again, `MOST_TRIES` times in
-all, and is then given up with an error in the log. This process handles a fact_id once.
+Invariants of a subscription: handlers begin in the order of the stream but for redeliveries, each runs to its first
+await before the next begins, and none waits until an earlier one has returned: a handler that changes its state at once
+and then waits until that is stored delays no other fact. A fact is acknowledged after its handler has returned. A fact
+whose handler raises is delivered again, `MOST_TRIES` times in all, and is then given up with an error in the log. This
+process handles a fact_id once.
 """
 
 import asyncio
 import datetime
 import uuid
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 
 import nats.errors
@@ -38,7 +40,7 @@ Handler = Callable[[Fact], Awaitable[None]]
 MOST_TRIES = 5
 FIRST_REDELIVERY_S = 0.1  # doubles with each try
 ACK_WAIT_S = 30.0  # longer than any handler runs: handlers start work and do not wait for it
-MOST_UNHANDLED = 64  # facts the server sends ahead; so few that all are handled within ACK_WAIT_S
+MOST_UNHANDLED = 1024  # facts whose handlers run; more than come while state is stored, about a second of a busy mesh
 REMEMBERED_FACTS = 65_536  # ids, about 8 MB; far more than a duplicate window holds
 CAUGHT_UP_POLL_S = 0.02  # how often the server is asked how far a replay is
 INACTIVE_THRESHOLD_S = 60.0  # the server forgets a consumer without subscriber after this, unless durable
@@ -99,6 +101,7 @@ class FactSubscription:
         self,
         client: Client,
         js: JetStreamContext,
+        start_task: Callable[[Coroutine[None, None, None]], object],
         subjects: Sequence[str],
         handler: Handler,
         *,
@@ -106,13 +109,14 @@ class FactSubscription:
         replay: bool,
         tracer: trace.Tracer,
     ) -> None:
-        self._client, self._js = client, js
+        self._client, self._js, self._start_task = client, js, start_task
         self._subjects, self._handler, self._tracer = list(subjects), handler, tracer
         self._durable, self._replay = durable, replay
         self._name = durable or f"ephemeral-{uuid.uuid4().hex}"
         # A durable one keeps its subject, so that a restarted process goes on receiving from the same consumer.
         self._deliver_subject = f"treadle.deliver.{self._name}"
         self._handled: OrderedDict[str, None] = OrderedDict()
+        self._in_hand: set[str] = set()  # ids of facts whose handlers run
         self._stream_created: datetime.datetime | None = None  # a stream that was made anew counts from 1 again
         self._next_sequence: int | None = None  # of the stream: where a lost consumer has to go on
         self._open_sequences: set[int] = set()  # received, neither acknowledged nor given up
@@ -211,8 +215,14 @@ class FactSubscription:
         sequence = message.metadata.sequence.stream
         self._next_sequence = max(self._next_sequence or 0, sequence + 1)
         self._open_sequences.add(sequence)
-        if await self._handle(message):
-            self._open_sequences.discard(sequence)
+        self._start_task(self._take(message, sequence))
+
+    async def _take(self, message: Msg, sequence: int) -> None:
+        try:
+            if await self._handle(message):
+                self._open_sequences.discard(sequence)
+        except nats.errors.Error as error:
+            log.debug("a fact was not acknowledged and comes again", subject=message.subject, error=repr(error))
 
     async def _handle(self, message: Msg) -> bool:
         """True once the fact is handled, dropped or given up, False where it is delivered again."""
@@ -223,7 +233,10 @@ class FactSubscription:
             log.error("not a fact, dropped", subject=message.subject, error=repr(error))
             await message.term()
             return True
+        if fact.fact_id in self._in_hand:
+            return False
         if fact.fact_id not in self._handled:
+            self._in_hand.add(fact.fact_id)
             context = propagate.extract(message.headers or {})
             with self._tracer.start_as_current_span(f"{kind} process", context, trace.SpanKind.CONSUMER):
                 try:
@@ -237,6 +250,8 @@ class FactSubscription:
                     log.error("fact given up", **about)
                     await message.term()
                     return True
+                finally:
+                    self._in_hand.discard(fact.fact_id)
             self._handled[fact.fact_id] = None
             if len(self._handled) > REMEMBERED_FACTS:
                 self._handled.popitem(last=False)

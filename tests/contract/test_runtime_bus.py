@@ -6,7 +6,7 @@ import pytest
 from support.conditions import until
 from support.nats_server import NatsServer
 from treadle.telemetry.v1.facts_pb2 import EngineLost, Fact, StepFinished, StepRef
-from treadle_runtime.bus import Bus, open_bus
+from treadle_runtime.bus import Bus, entries_of, open_bus
 from treadle_runtime.errors import StartError
 from treadle_runtime.facts import make_fact
 
@@ -127,6 +127,29 @@ async def test_a_handler_that_fails_gets_the_fact_again_a_bounded_number_of_time
     assert ear.heard.count("fine") == 1
 
 
+async def test_a_handler_that_has_not_returned_delays_no_later_fact(bus: Bus) -> None:
+    """The handler of the first fact waits until the second is handled.
+
+    Result: both are handled, and only then no fact is unacknowledged.
+    """
+    heard: list[str] = []
+    second = asyncio.Event()
+
+    async def handle(fact: Fact) -> None:
+        heard.append(fact.engine_lost.engine_id)
+        if len(heard) == 1:
+            await second.wait()
+        second.set()
+
+    await bus.subscribe(["engine_lost"], handle, durable="loom")
+    await bus.publish(lost("first"))
+    await bus.publish(lost("second"))
+    async with asyncio.timeout(10):
+        await bus.flush()
+        await bus.catch_up()
+    assert heard == ["first", "second"]
+
+
 @pytest.mark.parametrize("durable", [None, "loom"])
 async def test_a_killed_nats_server_that_comes_back_costs_no_fact(nats_server: NatsServer, durable: str | None) -> None:
     """Facts are published before, during and after the server's death by SIGKILL.
@@ -192,6 +215,15 @@ async def test_a_bucket_is_made_once_and_shared(nats_url: str) -> None:
         await (await a.key_value("shared", ttl_s=60)).put("k", b"v")
         entry = await (await b.key_value("shared", ttl_s=120)).get("k")
     assert entry.value == b"v"
+
+
+async def test_keys_written_together_hold_their_values_and_say_what_failed(bus: Bus) -> None:
+    bucket = await bus.key_value("b")
+    await bucket.put("gone", b"v")
+    assert await bus.write_entries("b", {"k": b"v", "gone": None, "empty": b""}) == {}
+    assert {entry.key: entry.value for entry in await entries_of(bucket)} == {"k": b"v", "empty": b""}
+    failed = await bus.write_entries("b", {"k": b"w", "large": bytes(bus.max_payload_bytes + 1)})
+    assert list(failed) == ["large"] and (await bucket.get("k")).value == b"w"
 
 
 async def test_no_nats_is_a_start_error_that_says_where(nats_server: NatsServer) -> None:

@@ -34,8 +34,8 @@ def service_tuning() -> Tuning:
 class NotedStore(Store):
     """The service's own store, which also notes what it is told to hold."""
 
-    def __init__(self, bucket: Any) -> None:
-        super().__init__(bucket)
+    def __init__(self, bus: Bus, bucket: Any) -> None:
+        super().__init__(bus, bucket)
         self.log: list[tuple[str, object]] = []
 
     def put(self, key: str, record: Record | None) -> None:

@@ -14,9 +14,10 @@ def test_the_figures_are_medians_of_differences_within_pairs() -> None:
         (StepTime(0.50, 2.0), StepTime(0.503, 2.02)),  # a slow moment of the machine: both sides of the pair see it
         (StepTime(0.10, 1.0), StepTime(0.101, 1.03)),
     ]
-    found = summarize(ScheduleTimes([0.001, 0.002, 0.003], [0.01], [1234.56]), pairs)
+    found = summarize(ScheduleTimes([0.001, 0.002, 0.003], [0.01], [1234.56], [0.02], [900.0, 1000.0, 1100.0]), pairs)
     assert found["schedule_step_p50_ms"] == 2.0
     assert found["schedule_steps_per_s"] == 1234.6
+    assert found["steps_with_facts_per_s"] == 1000.0
     assert found["sidecar_first_token_added_ms"] == 2.0
     assert found["sidecar_step_added_pct"] == pytest.approx(2.0)
     json.dumps(found)

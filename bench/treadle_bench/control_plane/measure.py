@@ -3,6 +3,9 @@
 ScheduleStep: first tickets of open trajectories, one call after the other and IN_FLIGHT at once. Each repeat opens new
 trajectories, asks for their tickets and closes them; only the tickets are timed, and nothing is generated.
 
+With facts: IN_FLIGHT trajectories at once take TURNS steps each, and a fact that the step has finished follows each
+ticket, as from a sidecar. The rate counts the time until the scheduler has taken in the last fact.
+
 Sidecar: the same steps through Engine.Generate and through the engine's own HTTP. The two alternate (A B, then B A, so
 that a drift of the machine affects both alike), greedy and of fixed length, each from a cold KV cache. The figure is
 the median of the differences within pairs. The engine is read from a bare socket, so that no HTTP library adds to its
@@ -31,9 +34,12 @@ from treadle import Client, Trajectory
 from treadle.common.v1 import tokens_pb2
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from treadle.telemetry.v1 import facts_pb2
 from treadle.types import pack_ids
 from treadle_cli.mesh.engines import forget_caches
 from treadle_cli.mesh.mesh import Mesh
+from treadle_runtime.bus import Bus, open_bus
+from treadle_runtime.facts import STREAM, make_fact
 
 from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.processes import run_mesh
@@ -46,6 +52,16 @@ IN_FLIGHT = 32
 BURST = 512  # trajectories a repeat with IN_FLIGHT calls at once: half a second
 CONTEXT_TOKENS, MAX_NEW_TOKENS = 256, 64
 DEADLINE_S = 30.0
+# The default but for its reserves of KV, by which a ticket would wait for room on the one engine.
+AT_ONCE = scheduler_pb2.Policy(
+    ordering=scheduler_pb2.ORDERING_PROGRESSIVE,
+    placement=scheduler_pb2.PLACEMENT_RULE_PLANNED,
+    migrate=True,
+    preempt=True,
+)
+TURNS = 4  # of a trajectory, each with its fact
+SCHEDULER = "scheduler"  # the consumer of facts
+POLL_S = 0.005
 
 PROMPTS = 4  # a repeat
 PROMPT_TOKENS = 128
@@ -62,10 +78,12 @@ async def measure(options: BenchOptions) -> dict[str, float]:
         Client(mesh.where.scheduler) as client,
         grpc.aio.insecure_channel(mesh.where.scheduler) as to_scheduler,
         grpc.aio.insecure_channel(next(iter(mesh.where.sidecars.values()))) as to_sidecar,
+        open_bus(mesh.nats_url, "bench") as bus,
     ):
+        await mesh.set_policy(AT_ONCE)
         sidecar = engine_pb2_grpc.EngineServiceStub(to_sidecar)
         calls = Calls(client, scheduler_pb2_grpc.SchedulerServiceStub(to_scheduler), sidecar)
-        schedule = await _measure_schedule(calls, options)
+        schedule = await _measure_schedule(calls, bus, options)
         return summarize(schedule, await _measure_sidecar(mesh, calls, options))
 
 
@@ -83,21 +101,25 @@ class Calls(NamedTuple):
         return await self.scheduler.ScheduleStep(request, timeout=DEADLINE_S)
 
 
-def _first_step(trajectory: Trajectory, max_new_tokens: int) -> scheduler_pb2.ScheduleStepRequest:
+def _step(trajectory: Trajectory, max_new_tokens: int, turn: int = 0) -> scheduler_pb2.ScheduleStepRequest:
     return scheduler_pb2.ScheduleStepRequest(
         request_id=uuid.uuid4().hex,
         trajectory_id=trajectory.trajectory_id,
-        context_tokens=len(trajectory.tokens),
+        turn=turn,
+        context_tokens=len(trajectory.tokens) + turn * max_new_tokens,
         max_new_tokens=max_new_tokens,
     )
 
 
 class ScheduleTimes(NamedTuple):
-    """sequential_s, in_flight_s: of single calls. rates: calls a second with IN_FLIGHT at once, one for each repeat."""
+    """sequential_s, in_flight_s: of single calls. rates: calls a second with IN_FLIGHT at once, one for each repeat.
+    with_facts_s, rates_with_facts: the same where a fact follows each ticket."""
 
     sequential_s: list[float]
     in_flight_s: list[float]
     rates: list[float]
+    with_facts_s: list[float]
+    rates_with_facts: list[float]
 
 
 class StepTime(NamedTuple):
@@ -123,6 +145,8 @@ def summarize(schedule: ScheduleTimes, pairs: Sequence[tuple[StepTime, StepTime]
         "sidecar_first_token_added_ms": round(first_added_s * MS, 3),
         "sidecar_step_added_pct": round(step_added * 100, 3),
         **quantiles("schedule_step_in_flight", schedule.in_flight_s),
+        **quantiles("step_with_facts", schedule.with_facts_s),
+        "steps_with_facts_per_s": round(median(schedule.rates_with_facts), 1),
         "schedule_step_samples": float(len(schedule.sequential_s)),
         "engine_first_token_ms": round(median(alone.first_token_s for alone, _ in pairs) * MS, 3),
         "engine_step_ms": round(median(alone.whole_s for alone, _ in pairs) * MS, 3),
@@ -132,10 +156,10 @@ def summarize(schedule: ScheduleTimes, pairs: Sequence[tuple[StepTime, StepTime]
     }
 
 
-async def _measure_schedule(calls: Calls, options: BenchOptions) -> ScheduleTimes:
+async def _measure_schedule(calls: Calls, bus: Bus, options: BenchOptions) -> ScheduleTimes:
     """The first repeat is not counted."""
     prompt = [0] * CONTEXT_TOKENS
-    found = ScheduleTimes([], [], [])
+    found = ScheduleTimes([], [], [], [], [])
     for repeat in range(options.repeats + 1):
         sequential = await _gather(calls.open(prompt) for _ in range(SEQUENTIAL))
         alone_s = [await _time_ticket(calls, trajectory) for trajectory in sequential]
@@ -144,11 +168,21 @@ async def _measure_schedule(calls: Calls, options: BenchOptions) -> ScheduleTime
         together_s = await _time_tickets(calls, burst)
         rate = len(burst) / (time.perf_counter() - begun_s)
         await _gather(trajectory.close(outcome="cancelled") for trajectory in (*sequential, *burst))
+        stepping = await _gather(calls.open(prompt) for _ in range(BURST))
+        begun_s = time.perf_counter()
+        with_facts_s = await _take_steps(calls, bus, stepping)
+        rate_with_facts = len(with_facts_s) / (time.perf_counter() - begun_s)
+        await _gather(trajectory.close(outcome="cancelled") for trajectory in stepping)
         if repeat > 0:
             found.sequential_s.extend(alone_s)
             found.in_flight_s.extend(together_s)
             found.rates.append(rate)
-            options.progress.print(f"ScheduleStep {repeat}/{options.repeats}: {rate:.0f} a second", highlight=False)
+            found.with_facts_s.extend(with_facts_s)
+            found.rates_with_facts.append(rate_with_facts)
+            options.progress.print(
+                f"ScheduleStep {repeat}/{options.repeats}: {rate:.0f} a second, {rate_with_facts:.0f} with facts",
+                highlight=False,
+            )
     return found
 
 
@@ -159,7 +193,7 @@ async def _gather(calls: Iterable[Coroutine[Any, Any, Done]]) -> list[Done]:
 
 
 async def _time_ticket(calls: Calls, trajectory: Trajectory) -> float:
-    request = _first_step(trajectory, MAX_NEW_TOKENS)
+    request = _step(trajectory, MAX_NEW_TOKENS)
     begun_s = time.perf_counter()
     await calls.schedule(request)
     return time.perf_counter() - begun_s
@@ -172,6 +206,37 @@ async def _time_tickets(calls: Calls, trajectories: Sequence[Trajectory]) -> lis
         return [await _time_ticket(calls, trajectory) for trajectory in left]
 
     return [time_s for times_s in await _gather(work() for _ in range(IN_FLIGHT)) for time_s in times_s]
+
+
+async def _take_steps(calls: Calls, bus: Bus, trajectories: Sequence[Trajectory]) -> list[float]:
+    """Seconds of each ticket; returns once the scheduler has taken in the facts of all steps."""
+    left, times_s = iter(trajectories), []
+
+    async def work() -> None:
+        for trajectory in left:
+            for turn in range(TURNS):
+                request = _step(trajectory, MAX_NEW_TOKENS, turn)
+                begun_s = time.perf_counter()
+                ticket = (await calls.schedule(request)).ticket
+                times_s.append(time.perf_counter() - begun_s)
+                step = facts_pb2.StepRef(
+                    ticket_id=ticket.ticket_id,
+                    trajectory_id=trajectory.trajectory_id,
+                    turn=turn,
+                    engine_id=ticket.engine_id,
+                )
+                finished = facts_pb2.StepFinished(
+                    step=step, context_tokens=request.context_tokens, output_tokens=MAX_NEW_TOKENS
+                )
+                await bus.publish(make_fact("bench", step_finished=finished))
+
+    await _gather(work() for _ in range(IN_FLIGHT))
+    await bus.flush()
+    while True:
+        consumer = await bus.jetstream.consumer_info(STREAM, SCHEDULER)
+        if not consumer.num_pending and not consumer.num_ack_pending:
+            return times_s
+        await asyncio.sleep(POLL_S)
 
 
 async def _measure_sidecar(mesh: Mesh, calls: Calls, options: BenchOptions) -> list[tuple[StepTime, StepTime]]:
@@ -230,7 +295,7 @@ async def time_engine(url: str, prompt: list[int]) -> StepTime:
 async def _time_sidecar(calls: Calls, prompt: list[int]) -> StepTime:
     trajectory = await calls.open(prompt)
     request = engine_pb2.GenerateRequest(
-        ticket=(await calls.schedule(_first_step(trajectory, OUTPUT_TOKENS))).ticket,
+        ticket=(await calls.schedule(_step(trajectory, OUTPUT_TOKENS))).ticket,
         prompt=tokens_pb2.TokenIds(int32_le=pack_ids(prompt)),
         sampling=tokens_pb2.SamplingParams(max_new_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True),
     )

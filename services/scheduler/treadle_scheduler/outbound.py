@@ -35,6 +35,9 @@ PREDICTION_TIMEOUT_S = 5.0
 PLAN_TIMEOUT_S = 5.0
 # Commands to sidecars and the migrator, which only note the wish.
 COMMAND_TIMEOUT_S = 5.0
+# Questions to the predictor are gathered for so long, since a call costs as much as answering ten of them. A tool runs
+# meanwhile, or a step has just begun.
+GATHER_QUERIES_S = 0.01
 # Questions in one batch to the predictor; its limit is 4,096.
 MOST_QUERIES = 512
 # Commands under way at once.
@@ -53,11 +56,13 @@ class Waiting(Generic[T]):
         self._items[key] = item
         self._filled.set()
 
-    async def take(self, most: int) -> list[T]:
-        """The oldest items, at least one and at most `most`; waits while there is none."""
+    async def take(self, most: int, gather_s: float = 0.0) -> list[T]:
+        """The oldest items, at least one and at most `most`; waits while there is none, then `gather_s` for more."""
         while not self._items:
             self._filled.clear()
             await self._filled.wait()
+        if gather_s:
+            await asyncio.sleep(gather_s)
         return [self._items.pop(key) for key in list(self._items)[:most]]
 
     async def take_one(self) -> T:
@@ -113,7 +118,7 @@ class Outbound:
 
     async def _predict(self) -> None:
         while True:
-            asks = await self._predictions.take(MOST_QUERIES)
+            asks = await self._predictions.take(MOST_QUERIES, GATHER_QUERIES_S)
             predictor = PredictorServiceStub(self._connect(self._settings.predictor))
             request = convert.predictions_request(asks)
             try:
