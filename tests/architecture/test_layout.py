@@ -24,11 +24,11 @@ BUDGETS = {
     "services/predictor": (1_250, 13),
     "services/rollout": (900, 9),
     "services/scheduler": (1_300, 10),
-    "services/sidecar": (3_060, 26),
+    "services/sidecar": (3_090, 26),
     "services/tools": (9_250, 66),
     "sim": (6_300, 38),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 53_000, 369, 31_480
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 53_060, 369, 31_490
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS: dict[str, int] = {}  # folders with leave for more, each with its reason

@@ -35,6 +35,7 @@ def step(prompt: list[int] = PROMPT, resumed: list[int] | None = None, **options
 
 
 TORN = pb.GenerateRequest(prompt=TokenIds(int32_le=b"\x01\x00\x00"), sampling=SamplingParams(max_new_tokens=5))
+SLOW = pb.GenerateRequest(prompt=step().prompt, sampling=step().sampling, token_interval=Duration(seconds=11))
 BAD_STEPS = [
     (step(prompt=[]), "prompt"),
     (step(prompt=[5] * CONTEXT), "prompt"),
@@ -53,6 +54,7 @@ BAD_STEPS = [
     (step(seed=-1), "sampling.seed"),
     (step(stop=[""]), "sampling.stop"),
     (step(stop_token_ids=[-3]), "sampling.stop_token_ids"),
+    (SLOW, "token_interval"),
 ]
 
 

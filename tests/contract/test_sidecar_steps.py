@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from support.conditions import until
 from support.engine_steps import Step, int32s, responses, run_step, step_request, ticket
 from support.facts import hear
@@ -56,6 +57,15 @@ async def test_a_step_streams_its_tokens_with_logprobs_version_and_timing(side: 
     assert [span.weight_version for span in finished.version_spans] == ["default"]
     again = await run_step(side.stub, greedy(5))
     assert again.require_whole().cached_tokens == 48, "whole pages before the last prompt token"
+
+
+async def test_tokens_of_an_interval_come_together_but_for_the_first(side: Sidecar) -> None:
+    """Nine tokens in 20 ms, an interval of 10 s. Result: the first comes alone and the others before the end."""
+    request = greedy(9)
+    request.token_interval.CopyFrom(Duration(seconds=10))
+    result = await run_step(side.stub, request)
+    result.require_whole()
+    assert result.offsets == [0, 1]
 
 
 async def test_a_higher_step_evicts_a_lower_one_and_the_lower_one_loses_nothing(nats_url: str) -> None:

@@ -25,6 +25,7 @@ from treadle.types import Batch, Prompt, RolloutEvent, RolloutResult
 
 # Some 10 to 20 seconds of decoding, against a ticket and the prefill of one token (ADR 0011).
 CALL_TOKENS = 1_024
+TOKEN_INTERVAL_S, LONGEST_TOKEN_INTERVAL_S = 0.05, 10.0  # of a sidecar
 
 
 class Client:
@@ -33,8 +34,11 @@ class Client:
     timeouts: deadlines of logical calls. retry: how attempts are spaced. credentials: for TLS; none means plain text.
     interceptors: of grpc.aio, e.g. OpenTelemetry's, which adds the trace context. seed: of the jitter. call_tokens: a
     turn longer than this is generated in several calls with a ticket each, so that its trajectory is ranked again and
-    may move in the middle of it; the caller sees one step. 0 for one call a turn. job: whose share of the pooled
-    rewards this client uses, e.g. the name of the training run; empty: each rollout is a job. Raises ValueError.
+    may move in the middle of it; the caller sees one step. 0 for one call a turn. token_interval_s: sampled tokens come
+    together for so long, at most 10 s; 0 sends each at once, for a person who watches. A longer one spares a process
+    with thousands of trajectories work, and what was not sent is sampled again where an engine is lost. job: whose
+    share of the pooled rewards this client uses, e.g. the name of the training run; empty: each rollout is a job.
+    Raises ValueError.
     """
 
     def __init__(
@@ -47,10 +51,14 @@ class Client:
         interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
         seed: int | None = None,
         call_tokens: int = CALL_TOKENS,
+        token_interval_s: float = TOKEN_INTERVAL_S,
         job: str = "",
     ) -> None:
         if call_tokens < 0:
             raise ValueError(f"call_tokens must be >= 0, is {call_tokens}; 0 generates each turn in one call")
+        if not 0 <= token_interval_s <= LONGEST_TOKEN_INTERVAL_S:
+            limit = f"must be from 0 to {LONGEST_TOKEN_INTERVAL_S:g} s, is {token_interval_s:g} s"
+            raise ValueError(f"token_interval_s {limit}; 0 sends each token at once")
         self._connect = partial(
             Mesh,
             address,
@@ -60,6 +68,7 @@ class Client:
             retry or RetryPolicy(),
             random.Random(seed),
             call_tokens,
+            token_interval_s,
             job,
         )
         self._mesh: Mesh | None = None

@@ -115,8 +115,8 @@ class Backoff:
 class Mesh:
     """The services of one mesh. Owns a channel for each address, opened at first use; needs a running event loop.
 
-    call_tokens: most tokens of one call to an engine, 0 for whole turns. job: whose share of pooled services this
-    client's work takes; empty: its rollout's.
+    call_tokens: most tokens of one call to an engine, 0 for whole turns. token_interval_s: for which sidecars gather
+    tokens. job: whose share of pooled services this client's work takes; empty: its rollout's.
     """
 
     def __init__(
@@ -128,9 +128,11 @@ class Mesh:
         retry: RetryPolicy,
         rng: random.Random,
         call_tokens: int,
+        token_interval_s: float,
         job: str,
     ) -> None:
         self.timeouts, self.call_tokens, self.job = timeouts, call_tokens, job
+        self.token_interval_s = token_interval_s
         self._credentials, self._interceptors = credentials, tuple(interceptors)
         self._retry, self._rng = retry, rng
         self._clock_offset_s = time.time() - time.monotonic()

@@ -229,6 +229,7 @@ class StepRun:
             ticket=ticket,
             prompt=tokens_pb2.TokenIds(int32_le=pack_ids(prompt)),
             sampling=tokens_pb2.SamplingParams(**vars(replace(plan.sampling, max_new_tokens=limit))),
+            token_interval=duration(mesh.token_interval_s),
         )
         if output:
             generate.resumed_output.int32_le = pack_ids(output)

@@ -13,7 +13,7 @@ from treadle.telemetry.v1 import facts_pb2 as facts
 from treadle_core.model import DecodeCurve
 from treadle_runtime.errors import endpoint, finite, identifier, non_negative, positive, require
 from treadle_runtime.facts import make_fact
-from treadle_runtime.times import require_timestamp
+from treadle_runtime.times import require_timestamp, seconds
 
 from treadle_sidecar.config import SidecarSettings
 from treadle_sidecar.engine.watch import EngineProfile
@@ -21,6 +21,8 @@ from treadle_sidecar.step import StepOrder
 
 INT32_BYTES = 4
 MOST_STOP_STRINGS = 32  # SGLang's MAX_STOP_COUNT
+DEFAULT_TOKEN_INTERVAL_S = 0.05  # a caller's process takes in some 10,000 messages a second, of all its steps together
+LONGEST_TOKEN_INTERVAL_S = 10.0  # what is not sent is lost with the sidecar
 # The prompt is published with the first step alone; a trajectory's length depends on it most.
 PROMPT_SHARE = 4
 
@@ -39,7 +41,18 @@ def step_order(request: pb.GenerateRequest) -> StepOrder:
         resumed=token_ids("resumed_output", request.resumed_output),
         sampling=sampling(request.sampling),
         preemptible=ticket.preemptible or not ticket.HasField("preemptible"),
+        token_interval_s=token_interval(request),
     )
+
+
+def token_interval(request: pb.GenerateRequest) -> float:
+    """Seconds for which sampled tokens are gathered."""
+    if not request.HasField("token_interval"):
+        return DEFAULT_TOKEN_INTERVAL_S
+    interval_s = seconds(request.token_interval)
+    allowed = 0 <= interval_s <= LONGEST_TOKEN_INTERVAL_S
+    require(allowed, "token_interval", f"must be from 0 to {LONGEST_TOKEN_INTERVAL_S:g} s, is {interval_s:g} s")
+    return interval_s
 
 
 def ticket_expiry(ticket: Ticket) -> float:

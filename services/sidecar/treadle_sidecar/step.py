@@ -44,7 +44,7 @@ _Phase = Literal["queue", "prefill", "decode"]
 @dataclass(frozen=True)
 class StepOrder:
     """One step to run. `resumed` are output tokens that the caller has from an engine that was lost; preemptible:
-    whether a waiting step may evict this one while it runs."""
+    whether a waiting step may evict this one while it runs; token_interval_s: seconds for which tokens are gathered."""
 
     ticket_id: str
     trajectory_id: str
@@ -54,6 +54,7 @@ class StepOrder:
     resumed: "array[int]"
     sampling: SamplingParams
     preemptible: bool = True
+    token_interval_s: float = 0.0
 
 
 class StepRecord:
@@ -223,11 +224,39 @@ class RunningStep:
         self._wake = asyncio.Event()
         self._attempt_ended = asyncio.Event()
         self._events: asyncio.Queue[StepEvent | TreadleError] = asyncio.Queue()
+        self._gathered: pb.TokenChunk | None = None  # tokens that are not sent yet
+        self._gather_until_s = 0.0  # by the loop's clock
+        self._send_later: asyncio.TimerHandle | None = None
         self._tail_known = not (order.resumed and sampling.stop)
 
     def emit(self, event: StepEvent | TreadleError) -> None:
-        """Send an event to the caller; StepFinished or an error is the last."""
-        self._events.put_nowait(event)
+        """Send an event to the caller; StepFinished or an error is the last. Tokens wait for others, at most as long as
+        the order says, and are sent before what is not tokens."""
+        if isinstance(event, pb.TokenChunk):
+            self._gather(event)
+        else:
+            self._send_gathered()
+            self._events.put_nowait(event)
+
+    def _gather(self, chunk: pb.TokenChunk) -> None:
+        if self._gathered is not None:
+            if _join(self._gathered, chunk):
+                return
+            self._send_gathered()
+        self._gathered, loop = chunk, asyncio.get_running_loop()
+        if loop.time() >= self._gather_until_s:
+            self._send_gathered()
+        else:
+            self._send_later = loop.call_at(self._gather_until_s, self._send_gathered)
+
+    def _send_gathered(self) -> None:
+        if self._send_later is not None:
+            self._send_later.cancel()
+            self._send_later = None
+        if self._gathered is not None:
+            self._events.put_nowait(self._gathered)
+            self._gathered = None
+            self._gather_until_s = asyncio.get_running_loop().time() + self.order.token_interval_s
 
     async def events(self) -> AsyncIterator[pb.GenerateResponse]:
         """Until StepFinished. Chunks that wait for a slow caller are joined. Raises the error that ended the step."""
@@ -236,10 +265,7 @@ class RunningStep:
             event = await self._events.get()
             while isinstance(event, pb.TokenChunk) and not self._events.empty():
                 following = self._events.get_nowait()
-                if isinstance(following, pb.TokenChunk) and following.weight_version == event.weight_version:
-                    event.token_ids.int32_le += following.token_ids.int32_le
-                    event.logprobs.float32_le += following.logprobs.float32_le
-                else:
+                if not (isinstance(following, pb.TokenChunk) and _join(event, following)):
                     yield pb.GenerateResponse(tokens=event)
                     event = following
             if isinstance(event, TreadleError):
@@ -326,3 +352,12 @@ class RunningStep:
         # equal.
         digest = hashlib.sha256(f"{self.order.trajectory_id}/{self.order.turn}".encode()).digest()
         return int.from_bytes(digest[:SEED_BYTES], "big")
+
+
+def _join(chunk: pb.TokenChunk, following: pb.TokenChunk) -> bool:
+    """Add the tokens that follow a chunk to it; False where other weights sampled them."""
+    if following.weight_version != chunk.weight_version:
+        return False
+    chunk.token_ids.int32_le += following.token_ids.int32_le
+    chunk.logprobs.float32_le += following.logprobs.float32_le
+    return True

@@ -98,6 +98,7 @@ class GenerateRequest(google.protobuf.message.Message):
     PROMPT_FIELD_NUMBER: builtins.int
     SAMPLING_FIELD_NUMBER: builtins.int
     RESUMED_OUTPUT_FIELD_NUMBER: builtins.int
+    TOKEN_INTERVAL_FIELD_NUMBER: builtins.int
     @property
     def ticket(self) -> treadle.common.v1.ticket_pb2.Ticket: ...
     @property
@@ -112,6 +113,12 @@ class GenerateRequest(google.protobuf.message.Message):
         and the first new token's offset is their count.
         """
 
+    @property
+    def token_interval(self) -> google.protobuf.duration_pb2.Duration:
+        """Tokens that are sampled within this time after the last message with tokens are sent together at its end, or with
+        what follows them. The first token is never held. Unset: 50 ms; 0: each token is sent at once. At most 10 s.
+        """
+
     def __init__(
         self,
         *,
@@ -119,9 +126,10 @@ class GenerateRequest(google.protobuf.message.Message):
         prompt: treadle.common.v1.tokens_pb2.TokenIds | None = ...,
         sampling: treadle.common.v1.tokens_pb2.SamplingParams | None = ...,
         resumed_output: treadle.common.v1.tokens_pb2.TokenIds | None = ...,
+        token_interval: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["prompt", b"prompt", "resumed_output", b"resumed_output", "sampling", b"sampling", "ticket", b"ticket"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["prompt", b"prompt", "resumed_output", b"resumed_output", "sampling", b"sampling", "ticket", b"ticket"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["prompt", b"prompt", "resumed_output", b"resumed_output", "sampling", b"sampling", "ticket", b"ticket", "token_interval", b"token_interval"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["prompt", b"prompt", "resumed_output", b"resumed_output", "sampling", b"sampling", "ticket", b"ticket", "token_interval", b"token_interval"]) -> None: ...
 
 Global___GenerateRequest: typing_extensions.TypeAlias = GenerateRequest
 
