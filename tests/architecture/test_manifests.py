@@ -74,3 +74,19 @@ def test_the_dockerfile_copies_the_folder_of_every_package_and_installs_an_extra
     }
     folders = project["tool"]["setuptools"]["packages"]["find"]["where"]
     assert {Path(folder).parts[0] for folder in folders} <= copied
+
+
+def test_no_probe_ends_an_engine_that_loads_weights() -> None:
+    """SGLang answers /health and /server_info by its scheduler process, which is silent while weights are loaded; and
+    /health takes more than the second that Kubernetes gives a probe by default."""
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["engine-0"]
+    [pod, gpu] = [
+        yaml.safe_load((ROOT / "k8s" / file).read_text())["spec"]["template"]["spec"]["containers"][0]
+        for file in ("engine/statefulset.yaml", "components/gpu-engines/gpu/gpu.yaml")
+    ]
+    for command in (compose["healthcheck"]["test"], pod["livenessProbe"]["exec"]["command"]):
+        assert command[-1].endswith("/model_info")
+    assert "livenessProbe" not in gpu, "it is the pod's"
+    for probe in (pod["startupProbe"], gpu["startupProbe"]):
+        assert probe["exec"]["command"][-1].endswith("/health")
+        assert probe["timeoutSeconds"] > 20, "SGLang's own limit"

@@ -1,10 +1,11 @@
 """FakeSglang: an HTTP server with the endpoints of SGLang that the sidecar uses, and tokens that follow from the
 context alone.
 
-It is honest where the sidecar depends on it: streams are incremental, an abort ends a stream with a token or two more
-and a finish reason of type abort, an abort of an unknown request is ignored, the KV of a context is cached by salt in
-pages, only `max_running` requests run. What it leaves out: text models. A token's text is one letter; the next token
-is a hash of position and predecessor.
+It is honest where the sidecar depends on it: streams are incremental or cumulative, an abort ends a stream with a token
+or two more and a finish reason of type abort, an abort of an unknown request is ignored, the KV of a context is cached
+by salt in pages, only `max_running` requests run; while it hangs, what needs SGLang's scheduler process is not
+answered, and the rest is. What it leaves out: text models. A token's text is one letter; the next token is a hash of
+position and predecessor.
 """
 
 import asyncio
@@ -41,12 +42,29 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 class FakeSglang:
-    """`token_s`: time a token takes; `after_abort`: tokens that are sampled between an abort and its effect."""
+    """`token_s`: time a token takes; `after_abort`: tokens that are sampled between an abort and its effect;
+    `incremental`: whether a chunk of a stream has the new tokens alone, or all; `says_incremental`: what /server_info
+    says of it."""
 
     def __init__(
-        self, token_s: float = 0.002, after_abort: int = 1, stored: dict[str, list[list[int]]] | None = None
+        self,
+        token_s: float = 0.002,
+        after_abort: int = 1,
+        stored: dict[str, list[list[int]]] | None = None,
+        incremental: bool = True,
+        says_incremental: bool | None = None,
     ) -> None:
         self.token_s = token_s
+        self.incremental = incremental
+        self.arguments: dict[str, Any] = {  # of /server_info
+            "incremental_streaming_output": incremental if says_incremental is None else says_incremental,
+            "disaggregation_mode": "null",
+        }
+        self.prefill_s = 0.0  # before the first token of a stream
+        self.load_s, self.loading = 0.0, False  # what an update of the weights takes; whether one is under way
+        self.probes = 0  # requests for one token that no step makes
+        self._goes_on = asyncio.Event()
+        self._goes_on.set()
         self.after_abort = after_abort
         self.weight_version = "default"
         self.model_path = "fake/model"
@@ -69,6 +87,11 @@ class FakeSglang:
         """http://127.0.0.1:<port>"""
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def running(self) -> int:
+        """Streams that have not ended."""
+        return len(self._running)
+
     async def start(self) -> None:
         """Listens; again on the same port after `stop`."""
         app = web.Application(client_max_size=64 * 1024 * 1024)
@@ -88,6 +111,14 @@ class FakeSglang:
         await self._runner.setup()
         self._site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await self._site.start()
+
+    def hang(self) -> None:
+        """As a stopped scheduler process: nothing is generated, and what does not need that process is answered."""
+        self._goes_on.clear()
+
+    def go_on(self) -> None:
+        """End the hang."""
+        self._goes_on.set()
 
     async def stop(self) -> None:
         """As a killed process: connections break, KV and weights are gone."""
@@ -110,6 +141,8 @@ class FakeSglang:
         ids, params, salt = list(body["input_ids"]), body["sampling_params"], body.get("cache_salt", "")
         cached, storage = self._hit(ids, salt)
         if not body.get("stream"):
+            self.probes += ids == [0]
+            await self._goes_on.wait()
             self._keep(ids, salt)
             return web.json_response(self._answer(body["rid"], [], 0, "", cached, storage, {"type": "length"}))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -137,8 +170,10 @@ class FakeSglang:
         hit: tuple[int, int],
     ) -> None:
         limit, output, late = params["max_new_tokens"], list[int](), 0
+        await asyncio.sleep(self.prefill_s)
         while True:
             await asyncio.sleep(self.token_s)
+            await self._goes_on.wait()
             ending: dict[str, Any] | None = None
             if aborted.is_set() and late == self.after_abort:
                 ending, fresh = {"type": "abort", "message": "Aborted"}, list[int]()
@@ -149,7 +184,8 @@ class FakeSglang:
                 ids.append(token)
                 output.append(token)
                 ending = self._ending(token, output, params, limit)
-            answer = self._answer(rid, fresh, len(output), text_of(fresh), *hit, ending)
+            sent = fresh if self.incremental else output
+            answer = self._answer(rid, sent, len(output), text_of(sent), *hit, ending)
             await response.write(b"data: " + json.dumps(answer).encode() + b"\n\n")
             if ending is not None:
                 await response.write(b"data: [DONE]\n\n")
@@ -166,7 +202,7 @@ class FakeSglang:
         return {"type": "length", "length": limit} if len(output) >= limit else None
 
     def _answer(
-        self, rid: str, fresh: list[int], count: int, text: str, cached: int, storage: int, ending: object
+        self, rid: str, sent: list[int], count: int, text: str, cached: int, storage: int, ending: object
     ) -> dict[str, Any]:
         meta = {
             "id": rid,
@@ -175,11 +211,11 @@ class FakeSglang:
             "completion_tokens": count,
             "cached_tokens": cached + storage,
             "cached_tokens_details": {"device": cached, "host": 0, "storage": storage},
-            "output_token_logprobs": [[-1.0 / (1 + token), token, None] for token in fresh],
+            "output_token_logprobs": [[-1.0 / (1 + token), token, None] for token in sent],
         }
         if ending is not None:
             meta["weight_versions"] = [{"version": self.weight_version, "start": 0, "end": count}]
-        return {"text": text, "output_ids": fresh, "meta_info": meta}
+        return {"text": text, "output_ids": sent, "meta_info": meta}
 
     def _hit(self, ids: list[int], salt: str) -> tuple[int, int]:
         cached = max((_shared(ids, known) for known in self._cached.get(salt, ())), default=0)
@@ -200,8 +236,10 @@ class FakeSglang:
         return web.Response()
 
     async def _server_info(self, _: web.Request) -> web.Response:
+        await self._goes_on.wait()
         return web.json_response(
             {
+                **self.arguments,
                 "max_req_input_len": CONTEXT - 6,
                 "page_size": PAGE,
                 "tp_size": 1,
@@ -227,6 +265,9 @@ class FakeSglang:
             return web.json_response({"success": False, "message": "no such file"}, status=400)
         assert not self._running, "the engine is not idle"
         body = await request.json()
+        self.loading = True
+        await asyncio.sleep(self.load_s)
+        self.loading = False
         self.weight_version = body["weight_version"]
         return web.json_response({"success": True, "message": "ok"})
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 from support.processes import free_port
 from treadle_cli.mesh.guardian import kill_sessions
 from treadle_sidecar.engine.process import EngineSpec, engine_command
@@ -38,9 +39,11 @@ def model_folder() -> str:
 
 
 class RealEngine:
-    """One engine; `start` may be called again after `kill`."""
+    """One engine; `start` may be called again after `kill`. without: an argument of SGLang that it does not get."""
 
-    def __init__(self, index: int, folder: Path, extra_args: tuple[str, ...] = (), weights: str = "auto") -> None:
+    def __init__(
+        self, index: int, folder: Path, extra_args: tuple[str, ...] = (), weights: str = "auto", without: str = ""
+    ) -> None:
         cores = sorted(os.sched_getaffinity(0))
         self.log = folder / f"engine-{index}.log"
         self.kv = folder / "kv"
@@ -58,6 +61,7 @@ class RealEngine:
             hicache_dir=self.kv,
             extra_args=extra_args,
         )
+        self._without = without
         self._process: subprocess.Popen[bytes] | None = None
         self.temp_folder = Path()  # of the process that runs
 
@@ -79,10 +83,9 @@ class RealEngine:
         self.temp_folder = Path(tempfile.mkdtemp(prefix="treadle-"))
         self.kv.mkdir(exist_ok=True)
         command = engine_command(self.spec, {**os.environ, "TMPDIR": str(self.temp_folder)})
+        argv = [word for word in command.argv if word != self._without]
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command.argv, env=command.env, stdout=log, stderr=log, start_new_session=True
-            )
+            self._process = subprocess.Popen(argv, env=command.env, stdout=log, stderr=log, start_new_session=True)
 
     def wait_ready(self) -> None:
         """Returns once the engine answers. Raises AssertionError with its log."""
@@ -92,6 +95,16 @@ class RealEngine:
             ended = self._process.poll() is not None
             assert not ended and time.monotonic() < ends_at, f"{self.spec.engine_id}:\n{self.log.read_text()[-4000:]}"
             time.sleep(POLL_S)
+
+    def scheduler_process(self) -> psutil.Process:
+        """SGLang's process that generates; another one answers HTTP."""
+        assert self._process is not None
+        [found] = [
+            child
+            for child in psutil.Process(self._process.pid).children(recursive=True)
+            if "sglang::scheduler" in " ".join(child.cmdline())
+        ]
+        return found
 
     def kill(self) -> None:
         """At once, with all its processes, as by the kernel's memory killer; removes its temporary files."""

@@ -93,8 +93,12 @@ async def generate(ticket: Ticket, tokens: int, channel: grpc.aio.Channel | None
 async def scheduler(nats_url: str, **settings: Any) -> AsyncIterator[SchedulerClient]:
     """Served for the time of the block."""
     given = {"nats_url": nats_url, "listen": "127.0.0.1:0", "lease_ttl_s": 60.0, **settings}
-    async with (
-        serving(SchedulerSettings(**given), wire) as served,
-        grpc.aio.insecure_channel(served.address) as channel,
-    ):
-        yield SchedulerClient(served.address, channel)
+    async with serving(SchedulerSettings(**given), wire) as served, scheduler_client(served.address) as client:
+        yield client
+
+
+@asynccontextmanager
+async def scheduler_client(address: str) -> AsyncIterator[SchedulerClient]:
+    """For a scheduler that runs already."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        yield SchedulerClient(address, channel)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from treadle_runtime.errors import FailedPrecondition
+from treadle_sidecar.engine.client import EngineRefused
 from treadle_sidecar.engine.process import EngineSpec, choose_weights, cpu_dtype, engine_command
 from treadle_sidecar.engine.watch import read_profile
 from treadle_sidecar.prefixes import Contexts
@@ -180,7 +181,7 @@ def test_a_spec_that_cannot_run_is_refused(options: dict[str, object]) -> None:
 )
 def test_a_profile_says_what_the_hosts_memory_keeps(flags: dict[str, object], host_kv_tokens: int) -> None:
     memory = {"token_capacity": 20_000, "kvcache": 1e9 / 1024**3}
-    server = {**flags, "internal_states": [{"memory_usage": memory}]}
+    server = {**flags, "incremental_streaming_output": True, "internal_states": [{"memory_usage": memory}]}
     profile = read_profile(server, {"model_path": "m", "weight_version": "default"}, 0)
     assert profile.host_kv_tokens == host_kv_tokens
 
@@ -189,6 +190,8 @@ def test_a_profile_takes_the_end_tokens_from_the_models_own_files(tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 0}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
     server = {
+        "incremental_streaming_output": False,
+        "stream_interval": 4,
         "max_req_input_len": 8186,
         "page_size": 16,
         "tp_size": 1,
@@ -200,5 +203,21 @@ def test_a_profile_takes_the_end_tokens_from_the_models_own_files(tmp_path: Path
     profile = read_profile(server, {"model_path": str(tmp_path), "weight_version": "default"}, 49152)
     assert profile.end_token_ids == {0, 2, 7}
     assert (profile.slots, profile.max_sequence_tokens, profile.storage) == (2, 8190, True)
+    assert (profile.incremental, profile.tokens_a_chunk) == (False, 4)
     assert profile.kv_bytes_per_token == pytest.approx(23_040, rel=0.01)
     assert profile.storage_suffixes[0] == f"_{str(tmp_path).replace('/', '-')}_0_1.bin"
+
+
+@pytest.mark.parametrize(
+    ("server", "model", "argument"),
+    [
+        ({}, {}, "--incremental-streaming-output"),
+        ({"incremental_streaming_output": True, "disaggregation_mode": "decode"}, {}, "--disaggregation-mode decode"),
+        ({"incremental_streaming_output": True}, {"is_generation": False}, "--is-embedding"),
+    ],
+)
+def test_an_engine_that_cannot_run_a_step_is_refused_by_the_name_of_its_argument(
+    server: dict[str, object], model: dict[str, object], argument: str
+) -> None:
+    with pytest.raises(EngineRefused, match=argument):
+        read_profile(server, model, 0)

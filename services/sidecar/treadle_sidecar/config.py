@@ -34,8 +34,9 @@ class SidecarSettings(Settings):
     min_run_tokens: Count = DEFAULT_MIN_RUN_TOKENS  # tokens that a step makes before it may be evicted
     kv_storage_dir: OptionalFolder = ""  # folder of HiCache's file storage, to see what is stored; empty: not known
     export_wait_s: NotNegative = 2.0  # how long after a step ExportPrefix waits for the engine's asynchronous backup
-    # A running step without a token for so long counts as an engine that is lost.
-    engine_stall_s: Annotated[float, Field(gt=0)] = 120.0
+    # An engine without progress for so long, beyond what its work takes by its curve, counts as lost. SGLang's own
+    # check of its health gives it 20 s.
+    engine_stall_s: Annotated[float, Field(gt=0)] = 30.0
     tell_tokens: Count = 0  # most ids of a step's output that its fact carries, for a learned predictor; 0: none
     hardware_tags: Annotated[tuple[str, ...], Json] = ()  # JSON list, e.g. ["h200", "compute-bound"]
     probe_s: NotNegative = 10.0  # longest probe of an idle engine for its decode curve; 0: none

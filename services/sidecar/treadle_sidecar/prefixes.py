@@ -162,7 +162,7 @@ class Prefixes:
             profile.require_known("token_ids", prefix)
             if storage_only:
                 self._require_stored(prefix, profile)
-            with self.watch.translate_errors("the prefix"):
+            async with self.watch.calling("the prefix"):
                 found = await self.engine.prefill(f"{uuid.uuid4().hex}-prefix", prefix.tolist(), salt)
         self.contexts.remember(trajectory_id, prefix)
         return pb.PrefetchPrefixResponse(

@@ -1,4 +1,4 @@
-"""Measure the engine's decode curve while no step is there, and see whether it has changed.
+"""Probes of an engine without steps: what its decode curve is, and whether it still generates.
 
 The curve is learned from all that runs on the engine (`treadle_core.curves`). A probe is work of which the curve can be
 told: a few requests alone, half and all of the slots at once, at three lengths of context, and twice more alone. There
@@ -8,6 +8,9 @@ Invariants: a probe ends at once when a step or a pause comes, and after `limit_
 most 3 * (1 + 32 + 64) + 6 requests. Each round has its own prompt of random tokens, which its requests share, so that
 the engine computes its 512 tokens once, and no step's prefix is ever one of them. Requests of a probe are no steps:
 they pass by the queue, and no fact or load speaks of them.
+
+The other probe asks for one token (`treadle_core.progress` says when), because SGLang answers questions without the
+process that generates. A pause waits for it, as the device of a paused engine may be a trainer's.
 """
 
 import asyncio
@@ -20,6 +23,8 @@ from dataclasses import dataclass, field
 
 import structlog
 from treadle_core.curves import MeasuredCurve
+from treadle_core.progress import EngineProgress
+from treadle_runtime.errors import TreadleError
 
 from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused, EngineRequest
 from treadle_sidecar.engine.watch import EngineProfile, EngineWatch
@@ -90,7 +95,7 @@ class CurveProbe:
                                 for _ in range(0 if self._cut else batch):
                                     streams.create_task(self._generate(prompt[:context], profile.weight_version))
                     stopper.cancel()
-            except* (EngineLost, EngineRefused) as errors:
+            except* (EngineLost, EngineRefused, TreadleError) as errors:
                 log.warning("a probe of the engine failed", errors=[str(error) for error in errors.exceptions])
                 self._cut = True
         return not self._cut
@@ -100,7 +105,8 @@ class CurveProbe:
         sampling = {"max_new_tokens": TOKENS, "ignore_eos": True, "temperature": 1.0}
         self._rids.add(rid)
         try:
-            async with aclosing(self.engine.generate(EngineRequest(rid, prompt, sampling, salt))) as chunks:
+            request = EngineRequest(rid, prompt, sampling, salt)
+            async with self.watch.calling("a probe"), aclosing(self.engine.generate(request)) as chunks:
                 async for _ in chunks:
                     pass
         finally:
@@ -116,3 +122,30 @@ class CurveProbe:
             for rid in tuple(self._rids):
                 await self.engine.abort(rid)
             await asyncio.sleep(REPEAT_ABORT_S)
+
+
+@dataclass(eq=False)
+class GenerationProbe:
+    """Asks an idle engine for a token now and then, and a suspected one until it gives one."""
+
+    engine: EngineClient
+    watch: EngineWatch
+    runner: StepRunner
+    progress: EngineProgress
+
+    async def run(self) -> None:
+        """Background task."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            due = self.watch.answers and self.runner.is_idle and self.progress.is_probe_due(time.monotonic())
+            if not due:
+                continue
+            async with self.runner.borrowed:
+                if not self.runner.is_idle:
+                    continue
+                try:
+                    await self.engine.sample_token(f"{uuid.uuid4().hex}-generates")
+                except (EngineLost, EngineRefused) as error:
+                    log.warning("the engine did not generate a token", error=str(error))
+                    self.progress.suspect()
+            self.watch.judge()

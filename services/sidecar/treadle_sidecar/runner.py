@@ -102,7 +102,7 @@ class StepRunner:
                     self.decide()
                     await self._watch.until_lost()
                     for step in [step for step in self._steps.values() if not step.admitted]:
-                        step.stop(engine_lost("the engine was lost while the step waited"))
+                        step.stop(engine_lost(f"{self._watch.problem}; the step waited"))
             finally:
                 self._tasks = None
                 if self._wake is not None:
@@ -263,7 +263,7 @@ class StepRunner:
             return self._reason(step, finish, message)
         request = step.attempt_request(profile.weight_version)
         step.rid = request.rid
-        with self._watch.translate_errors("the step"):
+        async with self._watch.calling("the step"):
             await step.learn_tail(self._engine)
             async with aclosing(self._engine.generate(request)) as chunks:
                 async for chunk in chunks:

@@ -63,7 +63,7 @@ class Weights:
                 await self.runner.pause(abort=False)
                 async with self.prefixes.exclude():
                     began = time.monotonic()
-                    with self.watch.translate_errors("the weights", "WEIGHTS_NOT_LOADED", model_path=model_path):
+                    async with self.watch.calling("the weights", "WEIGHTS_NOT_LOADED", model_path=model_path):
                         await self.engine.update_weights(model_path, weight_version)
                         self.watch.set_weight_version(weight_version)
                         self.prefixes.contexts.forget_read()

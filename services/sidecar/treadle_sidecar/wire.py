@@ -9,6 +9,8 @@ from treadle.engine.v1 import engine_pb2
 from treadle.engine.v1.engine_pb2_grpc import add_EngineServiceServicer_to_server
 from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from treadle_core.curves import EngineWork, MeasuredCurve
+from treadle_core.model import DecodeCurve
+from treadle_core.progress import EngineProgress
 from treadle_core.steps.preemptive_queue import QueuePolicy
 from treadle_runtime.idempotency import RequestRecords
 from treadle_runtime.server import Runtime, Wiring
@@ -19,7 +21,7 @@ from treadle_sidecar.config import SidecarSettings
 from treadle_sidecar.engine.client import EngineClient
 from treadle_sidecar.engine.watch import EngineWatch, engine_lost
 from treadle_sidecar.prefixes import Contexts, Prefixes
-from treadle_sidecar.probe import CurveProbe
+from treadle_sidecar.probe import CurveProbe, GenerationProbe
 from treadle_sidecar.registration import Registration
 from treadle_sidecar.runner import StepRunner
 from treadle_sidecar.servicer import EngineServicer, TicketBook
@@ -29,8 +31,13 @@ from treadle_sidecar.weights import Weights
 async def wire(runtime: Runtime) -> Wiring:
     settings = cast(SidecarSettings, runtime.settings)
     declared, measured = convert.declared_curve(settings), MeasuredCurve()
-    engine = EngineClient(settings.engine_url, settings.engine_stall_s, EngineWork(measured.take))
-    watch = EngineWatch(engine)
+
+    def known_curve() -> DecodeCurve | None:
+        return declared or measured.declared
+
+    progress = EngineProgress(settings.engine_stall_s)
+    engine = EngineClient(settings.engine_url, EngineWork(measured.take), progress)
+    watch = EngineWatch(engine, progress, known_curve)
     contexts = Contexts()
     facts = convert.StepFacts(settings.engine_id, settings.tell_tokens)
     policy = QueuePolicy(
@@ -40,17 +47,17 @@ async def wire(runtime: Runtime) -> Wiring:
         hysteresis=settings.hysteresis,
         min_run_tokens=settings.min_run_tokens,
     )
-    runner = StepRunner(engine, watch, runtime.bus, facts, contexts, policy, lambda: declared or measured.declared)
+    runner = StepRunner(engine, watch, runtime.bus, facts, contexts, policy, known_curve)
     storage = Path(settings.kv_storage_dir) if settings.kv_storage_dir else None
     prefixes = Prefixes(engine, watch, contexts, storage, settings.export_wait_s, runtime.channel)
     weights = Weights(engine, watch, runner, prefixes, runtime.bus, facts)
 
     def curve() -> engine_pb2.DecodeCurve | None:
-        return convert.curve_message(declared or measured.declared)
+        return convert.curve_message(known_curve())
 
     async def info() -> engine_pb2.EngineInfo:
         if watch.profile is None:
-            raise engine_lost("the engine has not answered yet")
+            raise engine_lost(watch.problem)
         address = settings.advertise or await runtime.listening
         return convert.engine_info(settings, watch.profile, address, runner.queue.policy.slots, curve())
 
@@ -76,7 +83,7 @@ async def wire(runtime: Runtime) -> Wiring:
     servicer = EngineServicer(runner, TicketBook(settings.engine_id), prefixes, weights, records, load, info)
 
     probe = CurveProbe(engine, watch, runner, measured, settings.probe_s)
-    tasks = [watch.run, runner.run]
+    tasks = [watch.run, runner.run, GenerationProbe(engine, watch, runner, progress).run]
     if declared:
         probe.first_over.set()
     else:

@@ -3,8 +3,9 @@
 Owns the HTTP session; knows the engine's JSON, nothing of steps or queues. aiohttp costs 31 us of CPU a chunk of a
 stream here where httpx costs 71, and each token is one chunk.
 
-Tokens are counted by `completion_tokens`, not by what a chunk carries: SGLang repeats the last token in the echo of an
-abort that found its request waiting (TokenizerManager._handle_abort_req), and sends all logprobs with it.
+A chunk of a stream has the new tokens alone where SGLang was started with --incremental-streaming-output, else all
+tokens of the request so far. Either way each chunk must have as many as `completion_tokens` says: a stream that is read
+in the wrong way would deliver wrong tokens without an error.
 """
 
 import asyncio
@@ -17,12 +18,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+from aiohttp.http import HttpProcessingError
 from treadle_core.curves import EngineWork
+from treadle_core.progress import EngineProgress
 
 # For questions; a CPU engine answers between two forward passes, and a long prefill takes seconds.
 ANSWER_TIMEOUT_S = 10.0
 WEIGHTS_TIMEOUT_S = 1800.0  # loading hundreds of GB from a network disk takes minutes
+# For one request that the engine has forgotten while it serves others; no prefill takes so long.
+FORGOTTEN_S = 1800.0
 LONGEST_LINE_BYTES = 4 * 1024 * 1024  # the last chunk of a long step carries a little of everything
+INCREMENTAL_FLAG = "--incremental-streaming-output"
 _CONNECTION_ERRORS = (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError)
 _VALID_RANGE = re.compile(r"valid range is \[0, (\d+)\)")
 
@@ -72,16 +78,17 @@ class Prefill:
 
 
 class EngineClient:
-    """One engine at `base_url`; a stream without a chunk for `stall_s` seconds is lost. work: is given the tokens of
-    all streams.
+    """One engine at `base_url`. work, progress: are given the requests and the tokens of all streams.
 
-    Every method raises EngineLost and EngineRefused.
+    `incremental`: whether a chunk has the new tokens alone; whoever asks what the engine is sets it. Every method
+    raises EngineLost and EngineRefused.
     """
 
-    def __init__(self, base_url: str, stall_s: float, work: EngineWork) -> None:
+    def __init__(self, base_url: str, work: EngineWork, progress: EngineProgress) -> None:
+        self.incremental = True
         self._base_url = base_url
-        self._work = work
-        self._stream_timeout = aiohttp.ClientTimeout(total=None, sock_read=stall_s)
+        self._work, self._progress = work, progress
+        self._stream_timeout = aiohttp.ClientTimeout(total=None, sock_read=FORGOTTEN_S)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             read_bufsize=LONGEST_LINE_BYTES,
@@ -102,7 +109,7 @@ class EngineClient:
             "stream": True,
             "return_logprob": True,
         }
-        received, url, timeout = 0, f"{self._base_url}/generate", self._stream_timeout
+        url, timeout, stream = f"{self._base_url}/generate", self._stream_timeout, _Stream(self.incremental)
         with self._translate_errors("/generate", timeout.sock_read), self._noted(request):
             async with self._session.post(url, json=body, timeout=timeout) as response:
                 if response.status != 200:
@@ -110,10 +117,10 @@ class EngineClient:
                 async for line in response.content:
                     if not line.startswith(b"data: {"):
                         continue
-                    chunk = _chunk(json.loads(line[6:]), received)
-                    received += len(chunk.token_ids)
+                    chunk, now = stream.read(json.loads(line[6:])), time.monotonic()
+                    self._progress.note_tokens(request.rid, now)
                     if chunk.token_ids:
-                        self._work.add(request.rid, len(chunk.token_ids), chunk.cached_tokens, time.monotonic())
+                        self._work.add(request.rid, len(chunk.token_ids), chunk.cached_tokens, now)
                     yield chunk
                     if chunk.finish:
                         return
@@ -131,11 +138,20 @@ class EngineClient:
             "sampling_params": {"max_new_tokens": 0},
             "cache_salt": cache_salt,
         }
-        answer = await self._ask("POST", "/generate", body, timeout_s=self._stream_timeout.sock_read)
+        with self._watched(rid, len(input_ids)):
+            answer = await self._ask("POST", "/generate", body, timeout_s=FORGOTTEN_S)
+            self._progress.note_tokens(rid, time.monotonic())
         meta = answer["meta_info"]
         details = meta.get("cached_tokens_details") or {}
         cached, storage = int(meta["cached_tokens"]), int(details.get("storage") or 0)
         return Prefill(cached=cached - storage, from_storage=storage, computed=len(input_ids) - cached)
+
+    async def sample_token(self, rid: str) -> None:
+        """Have the engine generate one token, in the time in which a working engine does."""
+        body = {"rid": rid, "input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+        with self._watched(rid, 1):
+            await self._ask("POST", "/generate", body, timeout_s=self._progress.stall_s)
+            self._progress.note_tokens(rid, time.monotonic())
 
     async def describe(self) -> tuple[Mapping[str, Any], Mapping[str, Any], int]:
         """The engine's /server_info and /model_info, and its vocabulary's size, 0 where it does not tell."""
@@ -148,7 +164,10 @@ class EngineClient:
 
     async def kv_tokens_used(self) -> int:
         """KV tokens that running requests hold."""
+        # SGLang's HTTP server answers with what the generating process wrote last, whether or not that one hangs.
         loads = (await self._ask("GET", "/v1/loads?include=core"))["loads"]
+        unread_tokens = sum(int(load.get("num_waiting_uncached_tokens") or 0) for load in loads)
+        self._progress.note_unread(unread_tokens, time.monotonic())
         return sum(int(load["num_used_tokens"]) for load in loads)
 
     async def update_weights(self, model_path: str, weight_version: str) -> None:
@@ -156,7 +175,11 @@ class EngineClient:
         # Not flushed with the load: a refused flush would fail a load that took place. The salt keeps old KV from
         # being hit.
         body = {"model_path": model_path, "weight_version": weight_version, "flush_cache": False}
-        await self._ask("POST", "/update_weights_from_disk", body, timeout_s=WEIGHTS_TIMEOUT_S)
+        self._progress.begin_load()
+        try:
+            await self._ask("POST", "/update_weights_from_disk", body, timeout_s=WEIGHTS_TIMEOUT_S)
+        finally:
+            self._progress.end_load(time.monotonic())
 
     async def flush_cache(self) -> bool:
         """Drop all KV on the engine; False where it refuses because something runs."""
@@ -200,9 +223,18 @@ class EngineClient:
     def _noted(self, request: EngineRequest) -> Iterator[None]:
         self._work.begin(request.rid, len(request.input_ids), time.monotonic())
         try:
-            yield
+            with self._watched(request.rid, len(request.input_ids)):
+                yield
         finally:
             self._work.end(request.rid)
+
+    @contextmanager
+    def _watched(self, rid: str, context_tokens: int) -> Iterator[None]:
+        self._progress.begin(rid, context_tokens, time.monotonic())
+        try:
+            yield
+        finally:
+            self._progress.end(rid, time.monotonic())
 
     @contextmanager
     def _translate_errors(self, path: str, timeout_s: float | None) -> Iterator[None]:
@@ -214,30 +246,60 @@ class EngineClient:
             raise EngineLost(f"{where} does not answer {path}: {error!r}") from error
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise EngineLost(f"{where} does not speak the protocol of SGLang 0.5: {error!r}") from error
+        except HttpProcessingError as error:  # a line that is too long
+            raise EngineLost(f"{where} sends too much at once; start it with {INCREMENTAL_FLAG}: {error!r}") from error
         except TimeoutError as error:
             raise EngineLost(f"{where} was silent on {path} for {timeout_s:g} s") from error
 
 
-def _chunk(answer: Mapping[str, Any], received: int) -> EngineChunk:
-    if "error" in answer:
-        raise EngineRefused(str(answer["error"].get("message", answer["error"])))
-    meta = answer["meta_info"]
-    fresh = int(meta["completion_tokens"]) - received
-    token_ids = answer["output_ids"][:fresh]
-    logprobs = [entry[0] for entry in meta.get("output_token_logprobs", ())[:fresh]]
-    if not len(token_ids) == len(logprobs) == fresh:
-        raise EngineLost(f"the engine sent {len(token_ids)} tokens and {len(logprobs)} logprobs where {fresh} were due")
-    finish = meta["finish_reason"] or {}
-    return EngineChunk(
-        token_ids=token_ids,
-        logprobs=logprobs,
-        text=answer.get("text") or "",
-        weight_version=meta["weight_version"],
-        cached_tokens=int(meta.get("cached_tokens") or 0),
-        finish=finish.get("type", ""),
-        spans=[(span["version"], span["start"], span["end"]) for span in meta.get("weight_versions") or ()],
-        message=str(finish.get("message") or ""),
-    )
+class _Stream:
+    """Reads the chunks of one stream of /generate. incremental: as of EngineClient."""
+
+    def __init__(self, incremental: bool) -> None:
+        self._incremental = incremental
+        self._received = 0  # tokens
+        self._last: object = None  # token
+        self._text = 0  # characters
+
+    def read(self, answer: Mapping[str, Any]) -> EngineChunk:
+        """What is new in a chunk. Raises EngineLost where it has not the tokens that are due."""
+        if "error" in answer:
+            raise EngineRefused(str(answer["error"].get("message", answer["error"])))
+        meta, text = answer["meta_info"], answer.get("text") or ""
+        finish = meta["finish_reason"] or {}
+        ids, entries = answer["output_ids"], meta.get("output_token_logprobs") or ()
+        count = int(meta["completion_tokens"])
+        if self._incremental:
+            due = count - self._received
+            # The echo of an abort that found its request waiting repeats the last token, with the logprobs of all
+            # (TokenizerManager._handle_abort_req).
+            echoed = bool(ids) and finish.get("type") == "abort" and ids[-1] == [self._last, *ids][-2]
+            whole = len(ids) == due + echoed or len(ids) == due
+            ids, entries = ids[:due], entries[:due]
+        else:
+            due = count
+            # SGLang hands out its own growing lists: they may be ahead of the count that came with them.
+            whole = len(ids) >= due if not finish else len(ids) == due
+            ids, entries = ids[self._received : due], entries[self._received : due]
+            text = text[self._text :]
+        if not whole or not len(ids) == len(entries) == count - self._received:
+            how = "with" if self._incremental else "without"
+            raise EngineLost(
+                f"the engine sent {len(answer['output_ids'])} tokens and {len(entries)} new logprobs where {due} "
+                f"tokens were due, as it says that it runs {how} {INCREMENTAL_FLAG}"
+            )
+        self._received, self._text = count, self._text + len(text)
+        self._last = ids[-1] if ids else self._last
+        return EngineChunk(
+            token_ids=ids,
+            logprobs=[entry[0] for entry in entries],
+            text=text,
+            weight_version=meta["weight_version"],
+            cached_tokens=int(meta.get("cached_tokens") or 0),
+            finish=finish.get("type", ""),
+            spans=[(span["version"], span["start"], span["end"]) for span in meta.get("weight_versions") or ()],
+            message=str(finish.get("message") or ""),
+        )
 
 
 async def _message(response: aiohttp.ClientResponse) -> str:

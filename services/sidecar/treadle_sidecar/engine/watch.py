@@ -1,23 +1,27 @@
-"""Watch the engine: whether it answers, what it is (its profile), and which weights it serves.
+"""Watch the engine: whether it answers and makes progress, what it is (its profile), and which weights it serves.
 
 An engine that refuses connections is lost at once; one that is slow to answer only after several polls, because a CPU
-engine in a long prefill answers late.
+engine in a long prefill answers late. One that answers but makes no progress (`treadle_core.progress`) is lost too,
+until it generates again: SGLang answers polls without the process that generates.
 """
 
 import asyncio
 import dataclasses
 import json
+import time
 from array import array
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
+from treadle_core.model import DecodeCurve
+from treadle_core.progress import EngineProgress
 from treadle_runtime.errors import FailedPrecondition, Unavailable, require
 
-from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused
+from treadle_sidecar.engine.client import INCREMENTAL_FLAG, EngineClient, EngineLost, EngineRefused
 from treadle_sidecar.engine.process import SPARE_REQUESTS
 
 log = structlog.get_logger()
@@ -29,6 +33,7 @@ GIB = 1024**3
 GB = 10**9
 # SGLang keeps these below its context length (Scheduler: max_req_len, and num_reserved tokens of max_req_input_len).
 INPUT_MARGIN_TOKENS = 4
+STREAMING = "incremental_streaming_output"  # the argument in SGLang's /server_info
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class EngineProfile:
     tensor_parallel: int
     storage: bool  # HiCache with a storage backend: KV can move
     deterministic: bool  # honours seeds, and dies of min_p together with them
+    incremental: bool  # a chunk of a stream has the new tokens alone, not all tokens so far
+    tokens_a_chunk: int
     vocab_size: int
     end_token_ids: frozenset[int]
 
@@ -63,7 +70,11 @@ class EngineProfile:
 
 
 def read_profile(server: Mapping[str, Any], model: Mapping[str, Any], vocab_size: int) -> EngineProfile:
-    """The profile out of what `EngineClient.describe` returns, and the model's own files where they are here."""
+    """The profile out of what `EngineClient.describe` returns, and the model's own files where they are here.
+
+    Raises EngineRefused for an engine with which no step can run, naming SGLang's argument.
+    """
+    _require_supported(server, model)
     state = (server.get("internal_states") or [{}])[0]
     memory = state.get("memory_usage") or {}
     kv_tokens = int(memory.get("token_capacity") or server.get("max_total_num_tokens") or 0)
@@ -85,9 +96,24 @@ def read_profile(server: Mapping[str, Any], model: Mapping[str, Any], vocab_size
         tensor_parallel=int(server.get("tp_size") or 1),
         storage=bool(server.get("hicache_storage_backend")),
         deterministic=bool(server.get("enable_deterministic_inference")),
+        incremental=bool(server[STREAMING]),
+        tokens_a_chunk=int(server.get("stream_interval") or 1),
         vocab_size=vocab_size,
         end_token_ids=frozenset(token for config in configs for token in _end_tokens(config)),
     )
+
+
+def _require_supported(server: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    if STREAMING not in server:
+        raise EngineRefused(
+            f"its /server_info does not say how it streams ({STREAMING}); use SGLang 0.5.23, and start it with "
+            f"{INCREMENTAL_FLAG}"
+        )
+    mode = server.get("disaggregation_mode") or "null"
+    if mode != "null":
+        raise EngineRefused(f"it runs with --disaggregation-mode {mode}, which no step can use; start it without")
+    if not model.get("is_generation", True):
+        raise EngineRefused("its model does not generate; start it with a language model and without --is-embedding")
 
 
 def _host_kv_tokens(server: Mapping[str, Any], kv_tokens: int, kv_bytes: float) -> int:
@@ -118,13 +144,19 @@ def _end_tokens(config: Mapping[str, Any]) -> list[int]:
 
 
 class EngineWatch:
-    """`profile` is None until the engine has answered for the first time; it is kept while the engine is away."""
+    """`profile` is None until the engine has answered for the first time; it is kept while the engine is away.
 
-    def __init__(self, engine: EngineClient) -> None:
-        self._engine = engine
+    curve: of the engine, None while it is not known. `healthy`: it answers, and is not suspected.
+    """
+
+    def __init__(self, engine: EngineClient, progress: EngineProgress, curve: Callable[[], DecodeCurve | None]) -> None:
+        self._engine, self._progress, self._curve = engine, progress, curve
         self.profile: EngineProfile | None = None
+        self.answers = False
         self.healthy = False
         self.kv_tokens_used = 0
+        self._problem = "the engine has not answered yet"
+        self._calls: set[asyncio.Timeout] = set()
         self._changed = asyncio.Event()
         self._poll_now = asyncio.Event()
         self._weight_reports = 0
@@ -136,21 +168,41 @@ class EngineWatch:
             self._poll_now.clear()
             try:
                 await self._poll()
-                missed = 0
-                self._set_healthy(True)
-            except EngineRefused as error:  # it runs but is not ready
-                log.debug("engine is not ready", error=str(error))
-                self._set_healthy(False)
+                missed, self.answers = 0, True
+            except EngineRefused as error:  # it runs but is not ready, or cannot be used
+                self._note_problem(f"the engine cannot be used: {error}")
+                self.answers = False
             except EngineLost as error:
                 missed += 1
                 # A timeout is an OSError too, but a busy engine's.
                 gone = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, TimeoutError)
-                if self.healthy and (gone or missed >= SLOW_POLLS):
-                    log.warning("engine is lost", error=str(error))
-                    self._set_healthy(False)
+                if gone or (missed >= SLOW_POLLS and not self._progress.is_loading):
+                    self._note_problem(str(error))
+                    self.answers = False
+            self.judge()
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
                     await self._poll_now.wait()
+
+    def judge(self) -> None:
+        """Decide whether the engine is healthy; where it is not any more, end the calls that are under way."""
+        now = time.monotonic()
+        if self.answers and self._progress.judge(self._curve(), now):
+            log.warning("the engine is silent", silent_s=round(self._progress.silent_s(now), 1))
+        healthy = self.answers and not self._progress.suspected
+        if healthy == self.healthy:
+            return
+        self.healthy = healthy
+        log.info("the engine is healthy") if healthy else log.warning("engine is lost", problem=self.problem)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        for call in () if healthy else tuple(self._calls):
+            call.reschedule(0.0)
+
+    @property
+    def problem(self) -> str:
+        """Why the engine is not healthy."""
+        return "the engine answers but makes no progress" if self.answers else self._problem
 
     def set_weight_version(self, weight_version: str) -> None:
         """Record the weights that the engine reported."""
@@ -161,14 +213,22 @@ class EngineWatch:
     def require_profile(self) -> EngineProfile:
         """The profile of a healthy engine. Raises Unavailable ENGINE_LOST."""
         if self.profile is None or not self.healthy:
-            raise engine_lost("the engine does not answer")
+            raise engine_lost(self.problem)
         return self.profile
 
-    @contextmanager
-    def translate_errors(self, what: str, reason: str = "ENGINE_REFUSED", **metadata: object) -> Iterator[None]:
-        """Raise what an RPC answers where the engine refuses `what` (FailedPrecondition) or is lost (Unavailable)."""
+    @asynccontextmanager
+    async def calling(self, what: str, reason: str = "ENGINE_REFUSED", **metadata: object) -> AsyncIterator[None]:
+        """Call the engine within the block, which ends when the engine is lost. Raises what an RPC answers where the
+        engine refuses `what` (FailedPrecondition) or is lost (Unavailable)."""
         try:
-            yield
+            async with asyncio.timeout(None) as call:
+                self._calls.add(call)
+                try:
+                    yield
+                finally:
+                    self._calls.discard(call)
+        except TimeoutError as error:
+            raise engine_lost(self.problem) from error
         except EngineRefused as error:
             raise FailedPrecondition(reason, f"the engine refused {what}: {error}", **metadata) from error
         except EngineLost as error:
@@ -187,9 +247,13 @@ class EngineWatch:
             await self._changed.wait()
 
     async def _poll(self) -> None:
-        if not self.healthy or self.profile is None:
+        if not self.answers or self.profile is None:
             self.profile = read_profile(*await self._engine.describe())
+            self._engine.incremental = self.profile.incremental
+            self._progress.tokens_a_chunk = self.profile.tokens_a_chunk
             log.info("engine answers", profile=self.profile)
+            if not self.profile.incremental:
+                log.warning(f"long outputs take less of the processor with SGLang's {INCREMENTAL_FLAG}")
         else:
             reports = self._weight_reports
             version = await self._engine.weight_version()
@@ -197,12 +261,10 @@ class EngineWatch:
                 self.set_weight_version(version)
         self.kv_tokens_used = await self._engine.kv_tokens_used()
 
-    def _set_healthy(self, healthy: bool) -> None:
-        if healthy == self.healthy:
-            return
-        self.healthy = healthy
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+    def _note_problem(self, problem: str) -> None:
+        if problem != self._problem:
+            log.warning(problem)
+        self._problem = problem
 
 
 def engine_lost(message: str) -> Unavailable:

@@ -1,0 +1,56 @@
+"""A sidecar reads both kinds of SGLang's streams: new tokens alone, and all tokens in each chunk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from support.engine_steps import Step, run_step, step_request, ticket
+from support.fake_sglang import expected, fake_sglang, text_of
+from support.rpc import refused
+from support.sidecar_in_process import sidecar
+from treadle.common.v1.tokens_pb2 import SamplingParams
+from treadle.engine.v1 import engine_pb2
+
+PROMPT = list(range(10, 74))
+
+
+def greedy(count: int, stop: str = "", prompt: list[int] = PROMPT, **options: Any) -> engine_pb2.GenerateRequest:
+    sampling = SamplingParams(max_new_tokens=count, temperature=0.0, stop=[stop] if stop else [])
+    return step_request(ticket("e0", **options), prompt, sampling)
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+async def test_the_tokens_of_a_step_are_those_that_were_sampled(nats_url: str, incremental: bool) -> None:
+    """A step that is evicted while it runs, before an engine of each kind. Result: tokens and logprobs are the
+    engine's, each once, and a stop string that the eviction splits is found in the text."""
+    output = expected(PROMPT, 120)
+    stop = text_of(output[60:90])
+    async with (
+        fake_sglang(token_s=0.004, incremental=incremental) as engine,
+        sidecar(nats_url, engine.url, slots=1) as side,
+    ):
+        low = Step(side.stub, greedy(120, stop))
+        await low.until_tokens(68)
+        high = await run_step(side.stub, greedy(3, prompt=[5], priority=9.0))
+        result = await low
+    assert high.tokens.tolist() == expected([5], 3)
+    assert (result.require_whole().preemptions, result.tokens.tolist()) == (1, output[:90])
+    assert result.logprobs.tolist() == pytest.approx([-1.0 / (1 + token) for token in output[:90]])
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+async def test_a_stream_that_is_not_as_the_engine_says_ends_before_a_wrong_token(
+    nats_url: str, incremental: bool
+) -> None:
+    """Result: the step ends with an error that names SGLang's argument, and the tokens before it are right."""
+    async with (
+        fake_sglang(incremental=incremental, says_incremental=not incremental) as engine,
+        sidecar(nats_url, engine.url) as side,
+    ):
+        step = Step(side.stub, greedy(20))
+        with refused("ENGINE_LOST", grpc.StatusCode.UNAVAILABLE, says="--incremental-streaming-output"):
+            await step
+        received = step.seen.tokens.tolist()
+        assert received == expected(PROMPT, len(received))
