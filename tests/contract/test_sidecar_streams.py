@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
+from support.conditions import until_said
 from support.engine_steps import Step, run_step, step_request, ticket
 from support.fake_sglang import expected, fake_sglang, text_of
 from support.rpc import refused
@@ -54,3 +55,18 @@ async def test_a_stream_that_is_not_as_the_engine_says_ends_before_a_wrong_token
             await step
         received = step.seen.tokens.tolist()
         assert received == expected(PROMPT, len(received))
+
+
+async def test_an_engine_that_cannot_run_a_step_says_which_argument_to_change(nats_url: str) -> None:
+    async with fake_sglang() as engine:
+        engine.arguments["disaggregation_mode"] = "prefill"
+        async with sidecar(nats_url, engine.url, healthy=False) as side:
+
+            async def problem() -> str:
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    await side.stub.GetEngineInfo(engine_pb2.GetEngineInfoRequest(), timeout=10)
+                return raised.value.details() or ""
+
+            await until_said(problem, lambda said: "--disaggregation-mode prefill" in said)
+            with refused("ENGINE_LOST", says="--disaggregation-mode prefill"):
+                await run_step(side.stub, greedy(5))

@@ -193,11 +193,12 @@ class EngineWatch:
         if healthy == self.healthy:
             return
         self.healthy = healthy
-        log.info("the engine is healthy") if healthy else log.warning("engine is lost", problem=self.problem)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-        for call in () if healthy else tuple(self._calls):
-            call.reschedule(0.0)
+        if not healthy:
+            log.warning("engine is lost", problem=self.problem)
+            for call in tuple(self._calls):
+                call.reschedule(0.0)
 
     @property
     def problem(self) -> str:
