@@ -104,6 +104,25 @@ async def test_a_step_that_lives_through_an_update_has_two_spans(engine: FakeSgl
     await until(lambda: [fact.weight_version for fact in facts] == ["v2"])
 
 
+async def test_a_load_goes_on_when_its_caller_has_no_time_left(engine: FakeSglang, side: Sidecar) -> None:
+    """The engine loads for longer than the caller waits. Result: no step runs before the load is over, and then under
+    the new name; who asks for the same weights again gets the answer of that load."""
+    facts = await hear(side.runtime.bus, "weights_updated")
+    steps = await steps_under_way(side, count=2, tokens=150)
+    engine.load_s = 1.0
+    request = engine_pb2.UpdateWeightsRequest(request_id="short", weight_version="v2", model_path="/m/v2")
+    with pytest.raises(grpc.aio.AioRpcError, match="DEADLINE"):
+        await side.stub.UpdateWeights(request, timeout=0.3)
+    assert engine.loading and (await side.load()).paused
+    sent = len(engine.requests)
+    assert (await update(side)).previous_weight_version == "default"
+
+    for step in steps:
+        assert [span.weight_version for span in (await step).require_whole().version_spans] == ["default", "v2"]
+    assert {asked["cache_salt"] for asked in engine.requests[sent:] if asked.get("stream")} == {"v2"}
+    await until(lambda: [fact.weight_version for fact in facts] == ["v2"])
+
+
 async def test_an_update_in_a_pause_leaves_the_pause_to_its_owner(side: Sidecar) -> None:
     await pause(side, engine_pb2.PAUSE_MODE_KEEP)
     await update(side)

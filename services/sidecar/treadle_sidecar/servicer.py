@@ -116,8 +116,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     @answered_once
     async def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: Any) -> pb.UpdateWeightsResponse:
         version = identifier("weight_version", request.weight_version)
-        load_s, previous = await self.weights.update(non_empty("model_path", request.model_path), version)
-        return pb.UpdateWeightsResponse(load_time=duration(load_s), previous_weight_version=previous)
+        loaded = await self.weights.update(non_empty("model_path", request.model_path), version)
+        return pb.UpdateWeightsResponse(load_time=duration(loaded.load_s), previous_weight_version=loaded.previous)
 
     @answered_once
     async def PrefetchPrefix(self, request: pb.PrefetchPrefixRequest, context: Any) -> pb.PrefetchPrefixResponse:

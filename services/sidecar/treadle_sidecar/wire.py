@@ -83,7 +83,7 @@ async def wire(runtime: Runtime) -> Wiring:
     servicer = EngineServicer(runner, TicketBook(settings.engine_id), prefixes, weights, records, load, info)
 
     probe = CurveProbe(engine, watch, runner, measured, settings.probe_s)
-    tasks = [watch.run, runner.run, GenerationProbe(engine, watch, runner, progress).run]
+    tasks = [watch.run, runner.run, weights.run, GenerationProbe(engine, watch, runner, progress).run]
     if declared:
         probe.first_over.set()
     else:
