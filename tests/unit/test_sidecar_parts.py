@@ -1,17 +1,21 @@
 """The sidecar's smaller parts: tickets, contexts, load, storage keys, the engine's command line, what is learned of
 an engine."""
 
+import asyncio
 import hashlib
 import json
 from array import array
 from pathlib import Path
 
+import grpc.aio
 import pytest
+from treadle_core.curves import EngineWork
+from treadle_core.progress import EngineProgress
 from treadle_runtime.errors import FailedPrecondition
-from treadle_sidecar.engine.client import EngineRefused
+from treadle_sidecar.engine.client import EngineClient, EngineRefused
 from treadle_sidecar.engine.process import EngineSpec, choose_weights, cpu_dtype, engine_command
-from treadle_sidecar.engine.watch import read_profile
-from treadle_sidecar.prefixes import Contexts
+from treadle_sidecar.engine.watch import EngineWatch, read_profile
+from treadle_sidecar.prefixes import Contexts, Prefixes
 from treadle_sidecar.runner import WINDOW_S, LoadMeter
 from treadle_sidecar.servicer import TicketBook
 from treadle_sidecar.storage_keys import StoredPages, page_keys
@@ -74,6 +78,8 @@ def test_stored_pages_count_up_to_the_first_that_is_missing(tmp_path: Path) -> N
     ids, suffix = list(range(64)), "_model_0_1.bin"
     keys = list(page_keys(ids, 16, "v1"))
     pages = StoredPages(tmp_path, [suffix], ids, 16, "v1")
+    pages.look()
+    assert pages.tokens == 0
     for key in (keys[0], keys[2]):
         (tmp_path / f"{key}{suffix}").touch()
     pages.look()
@@ -81,7 +87,36 @@ def test_stored_pages_count_up_to_the_first_that_is_missing(tmp_path: Path) -> N
     (tmp_path / f"{keys[1]}{suffix}").touch()
     pages.look()
     assert pages.tokens == 48
-    assert StoredPages(None, [suffix], ids, 16, "v1").tokens == 0
+    (tmp_path / f"{keys[3]}{suffix}").touch()
+    (tmp_path / f"{keys[0]}{suffix}").unlink()
+    pages.look()
+    assert pages.tokens == 64, "what was seen counts for this look; the engine computes a page that has gone"
+    unknown = StoredPages(None, [suffix], ids, 16, "v1")
+    unknown.look()
+    assert unknown.tokens == 0
+
+
+async def test_the_loop_runs_other_tasks_while_a_long_prefix_is_looked_up(tmp_path: Path) -> None:
+    """128k tokens are 8,192 pages, all of them stored. Result: another task runs again and again meanwhile."""
+    ids, others_ran = array("i", range(128 * 1024)), 0
+    progress = EngineProgress(stall_s=1.0)
+    engine = EngineClient("http://127.0.0.1:1", EngineWork(lambda *_: None), progress)
+    watch = EngineWatch(engine, progress, lambda: None)
+    server = {"page_size": 16, "incremental_streaming_output": True}
+    watch.profile = read_profile(server, {"model_path": "m", "weight_version": "v1"}, 0)
+    watch.healthy = True
+    for key in page_keys(ids, 16, "v1"):
+        (tmp_path / f"{key}{watch.profile.storage_suffixes[0]}").touch()
+    contexts = Contexts()
+    contexts.remember("t", ids)
+    prefixes = Prefixes(engine, watch, contexts, tmp_path, 0.0, grpc.aio.insecure_channel)
+    export = asyncio.create_task(prefixes.export("t", counts_only=True))
+    while not export.done():
+        await asyncio.sleep(0)
+        others_ran += 1
+    await engine.close()
+    assert (await export).stored_tokens == len(ids)
+    assert others_ran > 10
 
 
 def spec(**options: object) -> EngineSpec:
@@ -96,6 +131,7 @@ def test_a_cpu_engine_is_pinned_has_one_thread_a_core_and_chooses_the_platform()
             slots=3,
             kv_tokens=9000,
             hicache_dir=Path("/kv"),
+            hicache_limit_gb=12.5,
             extra_args=("--dtype", "float32"),
             nccl_port=31001,
         ),
@@ -108,6 +144,7 @@ def test_a_cpu_engine_is_pinned_has_one_thread_a_core_and_chooses_the_platform()
     assert "--nccl-port 31001" in line
     assert "--device cpu" in line
     assert "--hicache-io-backend direct" in line
+    assert '"limit_gb": 12.5' in line
     assert line.endswith("--dtype float32")
     assert "--quantization" not in " ".join(engine_command(spec(weights="float"), {}).argv)
     assert command.env["OMP_NUM_THREADS"] == command.env["TREADLE_SGLANG_CPU"] == "1"
@@ -165,7 +202,7 @@ def test_a_gpu_engine_gets_a_model_name_and_sglangs_own_flags() -> None:
     assert "TREADLE_SGLANG_CPU" not in command.env
 
 
-@pytest.mark.parametrize("options", [{"port": 0}, {"slots": 0}])
+@pytest.mark.parametrize("options", [{"port": 0}, {"slots": 0}, {"hicache_limit_gb": 0.0}])
 def test_a_spec_that_cannot_run_is_refused(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="must be"):
         engine_command(spec(**options), {})

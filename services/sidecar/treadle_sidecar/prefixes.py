@@ -161,7 +161,7 @@ class Prefixes:
                 raise InvalidArgument("token_ids", f"must be 1 to {profile.max_input_tokens} tokens, is {len(prefix)}")
             profile.require_known("token_ids", prefix)
             if storage_only:
-                self._require_stored(prefix, profile)
+                await self._require_stored(prefix, profile)
             async with self.watch.calling("the prefix"):
                 found = await self.engine.prefill(f"{uuid.uuid4().hex}-prefix", prefix.tolist(), salt)
         self.contexts.remember(trajectory_id, prefix)
@@ -200,10 +200,10 @@ class Prefixes:
             raise Unavailable("SOURCE_UNAVAILABLE", what, retry_after_s=RETRY_SOURCE_S) from error
         return convert.token_ids("token_ids", response.token_ids), response.cache_salt
 
-    def _require_stored(self, prefix: "array[int]", profile: EngineProfile) -> None:
+    async def _require_stored(self, prefix: "array[int]", profile: EngineProfile) -> None:
         # The engine always computes the last token itself, so the pages before it are all that can come from storage.
         due = (len(prefix) - 1) // profile.page_tokens * profile.page_tokens
-        stored = self._stored(prefix, profile).tokens
+        stored = (await self._look(prefix, profile)).tokens
         if stored < due:
             raise FailedPrecondition(
                 "PREFIX_NOT_STORED",
@@ -213,17 +213,20 @@ class Prefixes:
             )
 
     async def _stored_within(self, context: "array[int]", profile: EngineProfile, wait_s: float) -> int:
-        pages = self._stored(context, profile)
+        pages = await self._look(context, profile)
         ends_at = time.monotonic() + wait_s
         # The last sampled token has no KV: it was never an input.
         due = (len(context) - 1) // profile.page_tokens * profile.page_tokens
         while self.storage is not None and profile.storage and pages.tokens < due and time.monotonic() < ends_at:
             await asyncio.sleep(POLL_STORAGE_S)
-            pages.look()
+            await asyncio.to_thread(pages.look)
         return min(pages.tokens, len(context))
 
-    def _stored(self, tokens: "array[int]", profile: EngineProfile) -> StoredPages:
-        return StoredPages(self.storage, profile.storage_suffixes, tokens, profile.page_tokens, profile.weight_version)
+    async def _look(self, tokens: "array[int]", profile: EngineProfile) -> StoredPages:
+        suffixes, salt = profile.storage_suffixes, profile.weight_version
+        pages = StoredPages(self.storage, suffixes, tokens, profile.page_tokens, salt)
+        await asyncio.to_thread(pages.look)
+        return pages
 
 
 def _prefix_not_found(trajectory_id: str, what: str) -> NotFound:

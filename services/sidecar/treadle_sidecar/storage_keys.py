@@ -41,7 +41,7 @@ def chained_digest(prior: bytes, words: Sequence[int]) -> bytes:
 
 
 class StoredPages:
-    """Counts the leading tokens of a prefix whose pages are in `folder` (None: not known, so none).
+    """Counts the leading tokens of a prefix whose pages are in `folder` (None: not known, so none). `look` looks.
 
     A file's name is the page's key and one of `suffixes`.
     """
@@ -60,10 +60,12 @@ class StoredPages:
         self._missing = page_keys(token_ids, page_tokens, cache_salt)
         self._next = next(self._missing, None)
         self.tokens = 0
-        self.look()
 
     def look(self) -> None:
-        """Look for further pages from the first missing one on; one `stat` a page."""
+        """Look for further pages from the first missing one on. Blocks: for 0.1 s where 128k tokens are stored.
+
+        A page that was there and has been deleted since still counts: the engine computes what it does not find.
+        """
         while self._folder is not None and self._next is not None:
             if not any((self._folder / f"{self._next}{suffix}").exists() for suffix in self._suffixes):
                 return
