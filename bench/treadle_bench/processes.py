@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from treadle_cli.mesh.engines import Engine, EnginePlan, prepare_model, start_engines, until_healthy
+from treadle_cli.mesh.engines import Engine, EnginePlan, place_kv, prepare_model, start_engines, until_healthy
 from treadle_cli.mesh.mesh import Mesh, MeshPlan, StartBoard
 from treadle_cli.mesh.ports import HOST
 from treadle_cli.mesh.processes import ProcessTree
@@ -33,7 +33,8 @@ async def run_mesh(engines: EnginePlan, options: BenchOptions) -> AsyncIterator[
 async def run_engine(plan: EnginePlan, options: BenchOptions) -> AsyncIterator[Engine]:
     """The first engine of a plan, without the rest of the mesh. Raises ProcessError."""
     async with _run_tree(options) as (tree, folder):
-        (engine,) = start_engines(tree, replace(plan, count=1), await prepare_model(tree, plan), folder / "kv")
+        kv = place_kv(tree, plan, folder)
+        (engine,) = start_engines(tree, replace(plan, count=1), await prepare_model(tree, plan), kv)
         await until_healthy(engine)
         yield engine
 

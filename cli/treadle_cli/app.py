@@ -5,6 +5,7 @@ import json
 import time
 import uuid
 from collections.abc import Coroutine
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -91,6 +92,12 @@ def up(
     model: Model = DEFAULT_MODEL,
     weights: Weights = "auto",
     seed: Seed = 0,
+    kv_folder: Annotated[
+        Path | None, typer.Option(help="Where KV pages are to be. By default in the host's memory, where it has room.")
+    ] = None,
+    kv_limit_gb: Annotated[
+        float | None, typer.Option(min=0.1, help="Most GB of KV pages there. By default an eighth of what is free.")
+    ] = None,
     port: Annotated[int, typer.Option(help="Port of the scheduler; the others follow. 0: free ports.")] = DEFAULT_PORT,
     out_folder: Out = DEFAULT_OUT,
 ) -> None:
@@ -102,6 +109,7 @@ def up(
 
     def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
         plan = engine_plan(engines, slots, model, seed, ctx.args, weights)
+        plan = replace(plan, kv_folder=kv_folder, kv_limit_gb=kv_limit_gb)
         folder = new_run_folder(out_folder)
         return run_up(MeshPlan(plan, folder / "state", port), folder / "logs", out, hurry)
 

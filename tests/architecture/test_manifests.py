@@ -2,6 +2,8 @@
 operator to find it."""
 
 import importlib
+import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from treadle_runtime.config import Settings, prefix_of
+from treadle_sidecar.engine.process import EngineSpec, engine_command
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("predictor", "scheduler", "placement", "migrator", "tools", "rollout", "sidecar")
@@ -90,3 +93,87 @@ def test_no_probe_ends_an_engine_that_loads_weights() -> None:
     for probe in (pod["startupProbe"], gpu["startupProbe"]):
         assert probe["exec"]["command"][-1].endswith("/health")
         assert probe["timeoutSeconds"] > 20, "SGLang's own limit"
+
+
+KV_FOLDER = "/hicache"
+DOTENV = dict(line.split("=", 1) for line in (ROOT / ".env").read_text().splitlines() if "=" in line and line[0] != "#")
+
+
+def compose(*files: str) -> dict[str, Any]:
+    """The layers merged as compose does for what these tests read: maps by key, `volumes` by their path in the
+    container, everything else by the last layer."""
+    merged: dict[str, Any] = {}
+    for file in files:
+        text = re.sub(r"\$\{(\w+)\}", lambda match: DOTENV[match[1]], (ROOT / file).read_text())
+        _merge(merged, yaml.safe_load(text))
+    return merged
+
+
+def _merge(base: dict[str, Any], layer: dict[str, Any]) -> None:
+    for key, value in layer.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            _merge(base[key], value)
+        elif key == "volumes" and isinstance(value, list):
+            paths = {mount.split(":")[1]: mount for mount in [*base.get(key, []), *value]}
+            base[key] = list(paths.values())
+        else:
+            base[key] = value
+
+
+def mounts(service: dict[str, Any]) -> dict[str, str]:
+    """Path in the container to what is mounted there."""
+    return {mount.split(":")[1]: mount.split(":")[0] for mount in service["volumes"]}
+
+
+def value_of(flag: str, arguments: list[str]) -> str:
+    [value] = [each.partition("=")[2] for each in arguments if each.startswith(f"{flag}=")]
+    return value
+
+
+@pytest.mark.parametrize("layers", [("docker-compose.yml",), ("docker-compose.yml", "compose.gpu.yml")])
+def test_compose_shows_the_sidecar_the_folder_that_its_engine_writes_kv_to(layers: tuple[str, ...]) -> None:
+    """Otherwise a move is planned as one through storage, and prefills."""
+    document = compose(*layers)
+    for index in (0, 1):
+        engine, sidecar = (document["services"][f"{name}-{index}"] for name in ("engine", "sidecar"))
+        folder = sidecar["environment"]["TREADLE_SIDECAR_KV_STORAGE_DIR"]
+        if "--cpu" in engine["command"]:
+            assert value_of("--hicache-dir", engine["command"]) == folder
+        else:
+            assert engine["environment"]["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == folder
+        assert mounts(engine)[folder] == mounts(sidecar)[folder] == "hicache"
+
+
+def test_compose_starts_gpu_engines_with_the_storage_flags_of_treadle_up() -> None:
+    limit_gb = float(DOTENV["KV_LIMIT_GB"])
+    spec = EngineSpec("e", 30000, False, "m", Path("python"), hicache_dir=Path(KV_FOLDER), hicache_limit_gb=limit_gb)
+    argv, env = engine_command(spec, {})
+    words = list(argv[argv.index("--page-size") :])
+    expected = {flag: value for flag, value in zip(words, [*words[1:], ""], strict=True) if flag.startswith("--")}
+    engine = compose("docker-compose.yml", "compose.gpu.yml")["services"]["engine-0"]
+    given = engine["command"][engine["command"].index("--page-size=16") :]
+    parsed = {each.partition("=")[0]: each.partition("=")[2] for each in given}
+    options = "--hicache-storage-backend-extra-config"
+    assert json.loads(parsed.pop(options)) == json.loads(expected.pop(options))
+    assert parsed == {flag: "" if value.startswith("--") else value for flag, value in expected.items()}
+    assert engine["environment"]["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == KV_FOLDER
+    assert env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == KV_FOLDER
+    module = mounts(engine)[engine["environment"]["PYTHONPATH"]]
+    assert (ROOT / module).samefile(env["PYTHONPATH"])
+
+
+def test_the_place_for_kv_is_larger_than_the_limit_and_every_engine_may_write_there() -> None:
+    options = compose("docker-compose.yml")["volumes"]["hicache"]["driver_opts"]["o"].split(",")
+    size = next(option.removeprefix("size=") for option in options if option.startswith("size="))
+    assert int(size.removesuffix("g")) * 2**30 > float(DOTENV["KV_LIMIT_GB"]) * 1.1e9
+    assert "mode=0777" in options, "docker gives a volume to root, and the engine's image has another user"
+
+    claim, _ = yaml.safe_load_all((ROOT / "k8s/base/engine.yaml").read_text())
+    claimed = claim["spec"]["resources"]["requests"]["storage"]
+    pod = yaml.safe_load((ROOT / "k8s/engine/statefulset.yaml").read_text())["spec"]["template"]["spec"]
+    engine, sidecar = pod["containers"]
+    assert int(claimed.removesuffix("Gi")) * 2**30 > float(value_of("--hicache-limit-gb", engine["args"])) * 1.1e9
+    folder = next(each["value"] for each in sidecar["env"] if each["name"] == "TREADLE_SIDECAR_KV_STORAGE_DIR")
+    assert value_of("--hicache-dir", engine["args"]) == folder
+    for container in (engine, sidecar):
+        assert {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}[folder] == "hicache"

@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 from support.conditions import until
 from support.engine_steps import Step, StepResult, int32s, packed, responses, run_step, step_request, ticket
-from support.real_engines import RealEngine
+from support.real_engines import KV_LIMIT_GB, RealEngine
 from support.rpc import error_of
 from support.sidecar_in_process import sidecar
 from treadle.common.v1.tokens_pb2 import SamplingParams
@@ -110,6 +110,34 @@ async def test_a_trajectorys_kv_moves_to_the_other_engine_through_storage(
         unseen.request_id, unseen.storage_only = "o", False
         computed = await target.stub.PrefetchPrefix(unseen, timeout=T)
         assert (computed.tokens_prefilled, computed.tokens_from_storage) == (100, 0)
+
+
+async def test_the_folder_keeps_its_limit_and_the_prefix_that_was_used_last_still_moves(
+    nats_url: str, two_engines: tuple[RealEngine, RealEngine]
+) -> None:
+    """e0 takes a trajectory's turn before and after each of six prompts, more together than the folder may hold.
+    Result: the folder stays below its limit, and of the trajectory, but for its last token, all comes from storage."""
+    first, second = two_engines
+    storage = {"kv_storage_dir": str(first.kv)}
+    async with (
+        sidecar(nats_url, first.url, **storage) as source,
+        sidecar(nats_url, second.url, "e1", **storage) as target,
+    ):
+        context = prompt(8, 400)
+        for turn in range(7):
+            order = step_request(ticket("e0", trajectory_id="t8", turn=turn), context, sampled(16))
+            context = context + (await run_step(source.stub, order)).tokens.tolist()
+            if turn < 6:
+                other = step_request(ticket("e0", trajectory_id=f"o{turn}"), prompt(20 + turn, 1500), sampled(1))
+                await run_step(source.stub, other)
+                await source.stub.ExportPrefix(engine_pb2.ExportPrefixRequest(trajectory_id=f"o{turn}"), timeout=T)
+        assert 0.5 * KV_LIMIT_GB < sum(file.stat().st_size for file in first.kv.iterdir()) / 1e9 < KV_LIMIT_GB
+
+        request = engine_pb2.PrefetchPrefixRequest(request_id="l", trajectory_id="t8", storage_only=True)
+        reference = getattr(request, "from")
+        reference.engine_address, reference.trajectory_id = source.address, "t8"
+        moved = await target.stub.PrefetchPrefix(request, timeout=T)
+        assert moved.tokens_from_storage == (len(context) - 1) // PAGE_TOKENS * PAGE_TOKENS
 
 
 async def test_a_page_that_was_damaged_in_storage_is_computed_again(

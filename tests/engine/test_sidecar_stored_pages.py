@@ -1,4 +1,5 @@
-"""Stored pages of KV inside the engine's own venv: what was damaged or is another engine's is never used."""
+"""Stored pages of KV inside the engine's own venv: what was damaged or is another engine's is never used, and the
+folder keeps its limit."""
 
 import subprocess
 
@@ -9,8 +10,16 @@ from support.real_engines import engine_python
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
 
 
-def test_a_stored_page_is_used_only_as_it_was_written() -> None:
+def play(*scenarios: str) -> None:
     """The scenarios are functions of support/stored_pages.py, which imports SGLang."""
-    command = [engine_python(), SUPPORT / "stored_pages.py"]
+    command = [str(engine_python()), str(SUPPORT / "stored_pages.py"), *scenarios]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_stored_page_is_used_only_as_it_was_written() -> None:
+    play("whole", "flipped", "cut", "swapped", "other_kind", "no_folder")
+
+
+def test_engines_that_share_a_folder_keep_its_limit_and_delete_what_was_used_longest_ago() -> None:
+    play("several_engines", "last_used_last", "leftovers", "too_large")

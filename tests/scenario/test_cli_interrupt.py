@@ -50,15 +50,17 @@ def start_with_engine(treadle: Start, folder: Path, engine: str) -> TreadleProce
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_nats_and_all_services(treadle: Start, tmp_path: Path, number: signal.Signals) -> None:
-    mesh = treadle(*NO_ENGINE)
+    mesh = treadle(*NO_ENGINE, "--kv-folder", str(tmp_path))
     mesh.until(lambda: "Ctrl-C stops everything" in mesh.text())
+    (kv_folder,) = tmp_path.glob("treadle-*")
     running = {command_line(process) for process in mesh.look()}
     assert all(any(f"treadle_{name}" in command for command in running) for name in SERVICES)
     mesh.send(number)
     assert mesh.wait() == 130
     assert mesh.left_over() == []
     (folder,) = (tmp_path / "runs").iterdir()
-    assert [entry.name for entry in folder.iterdir()] == ["logs"]  # no store and no KV pages stay
+    assert [entry.name for entry in folder.iterdir()] == ["logs"]  # no store stays
+    assert not kv_folder.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

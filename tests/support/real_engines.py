@@ -22,6 +22,7 @@ STOP_GRACE_S = 5.0
 POLL_S = 0.25
 SLOTS = 2
 KV_TOKENS = 16_000
+KV_LIMIT_GB = 0.2  # of the folder of pages: 270 or 540, by the bytes of a number
 ROOT = Path(__file__).parents[2]
 
 
@@ -59,6 +60,7 @@ class RealEngine:
             kv_tokens=KV_TOKENS,
             weights=weights,
             hicache_dir=self.kv,
+            hicache_limit_gb=KV_LIMIT_GB,
             extra_args=extra_args,
         )
         self._without = without

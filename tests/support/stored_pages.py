@@ -1,7 +1,13 @@
-"""What becomes of a stored page, played with SGLang's own classes in the engine's venv: python stored_pages.py"""
+"""What becomes of a stored page, played with SGLang's own classes in the engine's venv.
 
+python stored_pages.py SCENARIO...
+"""
+
+import multiprocessing
+import sys
 import tempfile
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +16,7 @@ from treadle_sidecar.sglang_cpu.entry import define_vision_operators
 
 define_vision_operators()  # SGLang needs them at import
 
-from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig  # noqa: E402
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig, HiCacheStorageExtraInfo  # noqa: E402
 from treadle_sidecar.hicache.checked_pages import CheckedPages  # noqa: E402
 
 PAGE = torch.arange(4096, dtype=torch.float32).to(torch.bfloat16)
@@ -26,6 +32,7 @@ CONFIG = HiCacheStorageConfig(
     is_page_first_layout=False,
     model_name="/models/small",
 )
+LIMIT_BYTES = 100 * PAGE.nbytes
 
 
 @dataclass
@@ -35,13 +42,52 @@ class FakeHostPool:
     dtype: torch.dtype = torch.bfloat16
     page_size: int = 16
     layout: str = "layer_first"
+    pages: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def get_data_page(self, index: torch.Tensor) -> torch.Tensor:
+        return self.pages.get(int(index), PAGE)
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        return torch.zeros_like(PAGE)
+
+    def set_from_flat_data_page(self, index: torch.Tensor, page: torch.Tensor) -> None:
+        self.pages[int(index)] = page
 
 
-def backend(folder: Path, pool: FakeHostPool | None = None, **config: Any) -> CheckedPages:
+@dataclass
+class FakeClock:
+    """Unix time that a scenario moves."""
+
+    now_s: float = 1e9
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def backend(folder: Path, pool: FakeHostPool | None = None, limit_gb: float = 1.0, **config: Any) -> CheckedPages:
     """The store of one engine."""
-    pages = CheckedPages(replace(CONFIG, extra_config={"file_storage_path": str(folder)}, **config), {})
+    options = {"file_storage_path": str(folder), "limit_gb": limit_gb}
+    pages = CheckedPages(replace(CONFIG, extra_config=options, **config), {})
     pages.register_mem_pool_host(pool or FakeHostPool())
     return pages
+
+
+def write_chain(pages: CheckedPages, name: str, begin: int, end: int) -> None:
+    """Write pages of a prefix after those before `begin`, as an engine does after a turn."""
+    keys = [f"{name}{at}" for at in range(end)]
+    slots = torch.arange((end - begin) * 16)
+    assert all(pages.batch_set_v1(keys[begin:], slots, HiCacheStorageExtraInfo(prefix_keys=keys[:begin])))
+
+
+def count_stored(pages: CheckedPages, name: str) -> int:
+    """Leading pages of a prefix, whose later ones are of no use without them."""
+    return int(pages.batch_exists([f"{name}{at}" for at in range(1000)]))
+
+
+def count_bytes(folder: Path) -> int:
+    """Of the folder's files; one that goes away meanwhile counts as gone."""
+    sizes: Iterator[int] = (file.lstat().st_size for file in folder.iterdir() if file.exists())
+    return sum(sizes)
 
 
 def read(pages: CheckedPages, key: str = "k") -> torch.Tensor | None:
@@ -129,7 +175,78 @@ def no_folder(folder: Path) -> None:
     assert pages.set("k", PAGE)
 
 
+def several_engines(folder: Path) -> None:
+    """Three processes write to the folder and read what the others wrote, ten times its limit in all: it never holds
+    more than the limit, and a page that another process deletes is missing or whole, and no error."""
+    backend(folder)
+    engines = [multiprocessing.Process(target=write_and_read, args=(folder, name)) for name in "abc"]
+    for engine in engines:
+        engine.start()
+    most = 0
+    while any(engine.is_alive() for engine in engines):
+        try:
+            most = max(most, count_bytes(folder))
+        except FileNotFoundError:
+            continue
+    assert [engine.exitcode for engine in engines] == [0, 0, 0]
+    assert LIMIT_BYTES // 2 < most <= LIMIT_BYTES, most / LIMIT_BYTES
+    assert LIMIT_BYTES // 2 < count_bytes(folder) <= LIMIT_BYTES
+
+
+def write_and_read(folder: Path, name: str) -> None:
+    """One of the three engines."""
+    pages = backend(folder, limit_gb=LIMIT_BYTES / 1e9)
+    for at in range(LIMIT_BYTES * 10 // 3 // PAGE.nbytes):
+        assert pages.set(f"{name}{at}", PAGE)
+        for other in "abc":
+            found = read(pages, f"{other}{at}")
+            assert found is None or torch.equal(found, PAGE)
+
+
+def last_used_last(folder: Path) -> None:
+    """Of three prefixes, one goes on with a turn, and one is read by another engine, before more is written than fits:
+    both stay whole, and the third loses its end first."""
+    engine, other = (backend(folder, limit_gb=LIMIT_BYTES / 1e9) for _ in range(2))
+    engine.pages_folder.clock = other.pages_folder.clock = clock = FakeClock()
+    for name in "abc":
+        write_chain(engine, name, 0, 20)
+        clock.now_s += 60
+    write_chain(engine, "a", 20, 21)
+    keys = [f"b{at}" for at in range(20)]
+    assert all(other.batch_get_v1(keys, torch.arange(20 * 16), HiCacheStorageExtraInfo()))
+    for turn in range(4):
+        clock.now_s += 60
+        write_chain(engine, "d", 8 * turn, 8 * (turn + 1))
+    stored = {name: count_stored(engine, name) for name in "abcd"}
+    assert (stored["a"], stored["b"], stored["d"]) == (21, 20, 32)
+    assert 0 < stored["c"] < 20
+    assert not any(engine.exists(f"c{at}") for at in range(stored["c"], 20))
+
+
+def leftovers(folder: Path) -> None:
+    """What an engine that was killed in the middle of a write has left counts, and goes in its turn."""
+    pages = backend(folder, limit_gb=LIMIT_BYTES / 1e9)
+    (folder / ".killed.tmp").write_bytes(bytes(LIMIT_BYTES))
+    write_chain(pages, "a", 0, 2)
+    assert not (folder / ".killed.tmp").exists()
+    assert count_stored(pages, "a") == 2
+
+
+def too_large(folder: Path) -> None:
+    """A page that the limit has no room for is not written, and a limit is required."""
+    pages = backend(folder, limit_gb=PAGE.nbytes / 1e9)
+    assert not pages.set("k", PAGE)
+    assert not list(folder.iterdir())
+    for config in ({}, {"limit_gb": 0}, {"limit_gb": "much"}):
+        try:
+            CheckedPages(replace(CONFIG, extra_config={"file_storage_path": str(folder), **config}), {})
+        except ValueError as error:
+            assert "limit_gb" in str(error)
+        else:
+            raise AssertionError(config)
+
+
 if __name__ == "__main__":
-    for scenario in (whole, flipped, cut, swapped, other_kind, no_folder):
+    for scenario in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as made:
-            scenario(Path(made) / "pages")
+            globals()[scenario](Path(made) / "pages")

@@ -9,17 +9,20 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.conditions import until
-from treadle_cli.mesh import ports
+from treadle_cli.mesh import checks, ports
+from treadle_cli.mesh.engines import KV_SHARE, EnginePlan, place_kv
 from treadle_cli.mesh.guardian import session_members
 from treadle_cli.mesh.ports import Ports, is_free
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree
+from treadle_cli.problems import UsageProblem
 
-# A parent with two children: one with a grandchild in the background; one that makes a temporary file, ignores SIGTERM
-# and is stopped first.
+# A parent with a folder for its children and two children: one with a grandchild in the background; one that makes a
+# temporary file, ignores SIGTERM and is stopped first.
 PARENT = """
 import asyncio, pathlib, sys
 from treadle_cli.exits import run_interruptible
@@ -30,6 +33,7 @@ STUBBORN = ["sh", "-c", "trap 'echo asked to stop' TERM; mktemp; echo ready; whi
 
 async def main(hurry):
     async with ProcessTree(pathlib.Path(sys.argv[1]), hurry=hurry, grace_s=float(sys.argv[2])) as tree:
+        tree.make_folder(pathlib.Path(sys.argv[1]))
         family = tree.start("family", FAMILY)
         stubborn = tree.start("stubborn", STUBBORN, stage=1)
         print(family.pid, stubborn.pid, flush=True)
@@ -74,6 +78,11 @@ def temp_file(log_path: Path) -> Path:
     return Path(log_path.read_text().splitlines()[0])
 
 
+def made_folders(folder: Path) -> list[Path]:
+    """Those that the parent has made for its children."""
+    return list(folder.glob("treadle-*"))
+
+
 @pytest.mark.parametrize(("grace_s", "signals"), [(0.2, 1), (1000.0, 2)])
 async def test_ctrl_c_stops_children_and_grandchildren_and_a_second_one_does_not_wait_for_those_that_ignore_it(
     start_parent: Start, tmp_path: Path, grace_s: float, signals: int
@@ -87,16 +96,18 @@ async def test_ctrl_c_stops_children_and_grandchildren_and_a_second_one_does_not
         await until(lambda: "asked to stop" in (tmp_path / "stubborn.log").read_text())
     assert parent.wait(30) == 130
     assert nothing_is_left(pids) and not file.parents[1].exists()
+    assert not made_folders(tmp_path)
 
 
 async def test_sigkill_of_the_parent_leaves_nothing(start_parent: Start, tmp_path: Path) -> None:
     parent = start_parent(1000.0)
     pids = await children_of(parent, tmp_path)
     file = temp_file(tmp_path / "stubborn.log")
+    (folder,) = made_folders(tmp_path)
     assert file.exists()
     parent.kill()
     parent.wait(30)
-    await until(lambda: nothing_is_left(pids) and not file.parents[1].exists())
+    await until(lambda: nothing_is_left(pids) and not file.parents[1].exists() and not folder.exists())
 
 
 async def test_the_temporary_files_of_a_killed_child_are_removed_at_once_and_those_of_another_one_stay(
@@ -152,6 +163,25 @@ async def test_a_child_is_pinned_to_the_cores_that_it_was_given(tmp_path: Path) 
 
 async def never_ready() -> None:
     return None
+
+
+async def test_kv_pages_are_in_memory_where_it_has_room_and_have_a_limit(tmp_path: Path) -> None:
+    memory, run, asked = (tmp_path / name for name in ("memory", "run", "asked"))
+    memory.mkdir()
+    run.mkdir()
+    plan = EnginePlan(1, 1, "m", Path("python"), (0,), seed=0, flags=(), kv_limit_gb=0.1)
+    async with ProcessTree(tmp_path) as tree:
+        chosen = place_kv(tree, plan, run, memory)
+        assert (chosen.folder.parent, chosen.limit_gb) == (memory, 0.1)
+        assert place_kv(tree, plan, run, tmp_path / "no-memory").folder.parent == run
+        by_default = place_kv(tree, replace(plan, kv_limit_gb=None), run, tmp_path / "no-memory")
+        assert by_default.limit_gb == pytest.approx(checks.free_gb(run) * KV_SHARE, rel=0.1)
+        with pytest.raises(UsageProblem, match=r"--kv-folder .*asked: there is no such folder"):
+            place_kv(tree, replace(plan, kv_folder=asked), run, memory)
+        asked.mkdir()
+        assert place_kv(tree, replace(plan, kv_folder=asked), run, memory).folder.parent == asked
+        with pytest.raises(UsageProblem, match=r"--kv-limit-gb 1e\+06: .*asked has .* GB free"):
+            place_kv(tree, replace(plan, kv_folder=asked, kv_limit_gb=1e6), run, memory)
 
 
 def test_ports_differ_and_can_be_bound_and_the_kernel_gives_none_of_them_to_a_connection() -> None:

@@ -247,7 +247,7 @@ async def _measure_sidecar(mesh: Mesh, calls: Calls, options: BenchOptions) -> l
         prompt = [rng.randrange(HIGHEST_TOKEN_ID) for _ in range(PROMPT_TOKENS)]
         times: dict[str, StepTime] = {}
         for side in ("alone", "through") if number % 2 else ("through", "alone"):
-            await forget_caches(mesh.engines, mesh.hicache_folder, mesh.board.note)
+            await forget_caches(mesh.engines, mesh.kv.folder, mesh.board.note)
             step = time_engine(mesh.engines[0].url, prompt) if side == "alone" else _time_sidecar(calls, prompt)
             times[side] = await step
         if number > 0:

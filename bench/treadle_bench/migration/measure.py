@@ -126,7 +126,7 @@ async def _compare(stage: Stage, rng: random.Random) -> Compared:
             return await _generate(again, NEXT_TOKENS)
 
     stayed = await go_on(move.source_engine_id)
-    await forget_caches(stage.mesh.engines, stage.mesh.hicache_folder, stage.mesh.board.note)
+    await forget_caches(stage.mesh.engines, stage.mesh.kv.folder, stage.mesh.board.note)
     cold = await go_on(move.target_engine_id)
     hit_fraction = move.tokens_from_storage / move.prefix_tokens
     return Compared(hit_fraction, moved.first_s, stayed.first_s, cold.first_s, moved.tokens == stayed.tokens)

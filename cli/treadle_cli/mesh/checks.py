@@ -17,6 +17,7 @@ import psutil
 from treadle_cli.problems import UsageProblem
 
 ENGINE_PYTHON_VARIABLE = "TREADLE_ENGINE_PYTHON"
+MEMORY = Path("/dev/shm")  # a folder of files in the host's memory
 SANDBOX_PROBE_S = 10.0  # bubblewrap needs some 30 ms; a busy box more
 INSTALLERS = ("apt-get install -y", "dnf install -y", "apk add", "pacman -S", "zypper install")
 
@@ -103,6 +104,12 @@ def require_weights(asked: str) -> None:
         choose_weights(asked, cpu=not has_gpu())
     except ValueError as error:
         raise UsageProblem(f"--{error}") from error
+
+
+def free_gb(folder: Path) -> float:
+    """What may still be written to the folder; in MEMORY no more than the memory that is available."""
+    free = shutil.disk_usage(folder).free
+    return (min(free, psutil.virtual_memory().available) if folder == MEMORY else free) / 1e9
 
 
 class OtherPrograms:

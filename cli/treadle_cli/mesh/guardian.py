@@ -1,9 +1,9 @@
 """Kill a process tree whose owner has died: python -I -S guardian.py TEMP_FOLDER < PIPE
 
 The parent-death signal of launcher.py reaches children, not their forks (an engine's workers). So the owner writes each
-session that it starts or ends ("+SID", "-SID" lines) to the guardian's standard input; when the pipe closes, because
-the owner has ended in any way, the guardian sends SIGKILL to every process in those sessions, removes the folder of
-their temporary files, and ends.
+session that it starts or ends ("+SID", "-SID" lines) and each folder that it makes for them ("/PATH") to the guardian's
+standard input; when the pipe closes, because the owner has ended in any way, the guardian sends SIGKILL to every
+process in those sessions, removes their temporary files and those folders, and ends.
 
 It signals only sessions in its list, and never its own. A session leaves the list before its id can be used again,
 because the id stays taken while any member lives. Standard library only, run by path.
@@ -50,14 +50,19 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends when the tree's owner does, not before
     sessions: set[int] = set()
+    folders = [sys.argv[1]]
     for line in sys.stdin:
+        if line.startswith("/"):
+            folders.append(line.rstrip("\n"))
+            continue
         session_id = int(line[1:])
         if line.startswith("+"):
             sessions.add(session_id)
         else:
             sessions.discard(session_id)
     kill_sessions(sessions - {os.getsid(0)})
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,8 @@ class Mesh:
         self.engines: list[Engine] = []
         self.engine_deaths: list[EngineDeath] = []
         self.model_path = ""
-        self.hicache_folder = plan.folder / "kv"  # the shared folder of KV pages
+        plan.folder.mkdir(parents=True, exist_ok=True)
+        self.kv = engines.place_kv(tree, plan.engines, plan.folder)
         self.board = board  # changed by whoever displays
         self._tree = tree
         self._generation = 0
@@ -169,7 +170,7 @@ class Mesh:
 
     async def forget_caches(self) -> None:
         """Empty the KV caches of all engines and the KV in shared storage, while no trajectory is open."""
-        await engines.forget_caches(self.engines, self.hicache_folder, self.board.note)
+        await engines.forget_caches(self.engines, self.kv.folder, self.board.note)
 
     async def set_policy(self, policy: scheduler_pb2.Policy) -> None:
         """Set the policy of the trajectories that are opened from now on."""
@@ -188,7 +189,7 @@ class Mesh:
         """Start one more engine on these cores or accelerators and return its id; `until_up` waits for it."""
         engine_id = f"engine-{next(self._numbers)}"
         self._starting |= {engine_id, f"sidecar-{engine_id}"}
-        where = (self.model_path, self.hicache_folder)
+        where = (self.model_path, self.kv)
         self.engines.append(engines.start_engine(self._tree, self.plan.engines, engine_id, kind, units, *where))
         return engine_id
 
@@ -217,8 +218,7 @@ class Mesh:
             return
         with self.board.part("model"):
             self.model_path = await engines.prepare_model(self._tree, plan)
-        self.hicache_folder.mkdir(parents=True, exist_ok=True)
-        self.engines = engines.start_engines(self._tree, plan, self.model_path, self.hicache_folder)
+        self.engines = engines.start_engines(self._tree, plan, self.model_path, self.kv)
         async with asyncio.TaskGroup() as group:
             for engine in self.engines:
                 group.create_task(self._until_healthy(engine))
@@ -248,7 +248,7 @@ class Mesh:
     async def _start_sidecar(self, engine: Engine) -> Child:
         settings = {
             "TREADLE_SIDECAR_SLOTS": str(engine.kind.slots),
-            "TREADLE_SIDECAR_KV_STORAGE_DIR": str(self.hicache_folder.absolute()),
+            "TREADLE_SIDECAR_KV_STORAGE_DIR": str(self.kv.folder),
             "TREADLE_SIDECAR_ENGINE_URL": engine.url,
         }
         return await self._control.start_sidecar(engine.engine_id, settings)

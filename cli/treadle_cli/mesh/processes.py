@@ -155,6 +155,12 @@ class ProcessTree:
         asyncio.get_running_loop().add_reader(exit_fd, self._on_exit, child, exit_fd)
         return child
 
+    def make_folder(self, parent: Path) -> Path:
+        """Make a folder in `parent` for what the children share; it is removed with the tree, however that ends."""
+        folder = Path(tempfile.mkdtemp(prefix="treadle-", dir=parent)).absolute()
+        self._inform_guardian(str(folder))
+        return folder
+
     async def stop(self, children: Sequence[Child]) -> None:
         """SIGTERM, then SIGKILL to what is left after `grace_s` (at once under `hurry`). Returns when all ended."""
         waiting = [child for child in children if not child.exited.is_set()]

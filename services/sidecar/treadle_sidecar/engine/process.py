@@ -10,6 +10,7 @@ engine downloads a model.
 
 import argparse
 import json
+import math
 import os
 import shutil
 import sys
@@ -53,6 +54,7 @@ ENGINE_HOST = "127.0.0.1"  # the sidecar beside it is the only client
 PAGE_TOKENS = 16  # KV page: what HiCache stores and moves; a prefix is shared in multiples of it
 STORAGE_BACKEND = Path(__file__).parents[1] / "hicache"  # on the engine's path: its venv need not hold Treadle
 HICACHE_RATIO = 2  # host copies of the device pool; write-through passes KV through host memory on its way to storage
+HICACHE_LIMIT_GB = 8.0  # of the folder of KV pages, where nobody says more: 50,000 tokens of an 8B model
 SPARE_REQUESTS = 2  # engine slots above the queue's, so that a prefetch of a prefix never waits for a decoding step
 _REMOVED = (
     "SGLANG_USE_CPU_ENGINE",
@@ -71,9 +73,10 @@ class EngineSpec:
     `cores` pins a CPU engine (None: not pinned, one thread); `slots` is the number of steps that decode at once;
     `kv_tokens` is the KV pool (0: the engine's own choice), `context_tokens` the longest sequence (0: the model's
     own). `weights` of a CPU engine: int8, float, or auto for the faster. `hicache_dir` is the folder of KV pages shared
-    by the engines between which KV moves (None: a move recomputes). `extra_args` are SGLang flags and win over the
-    ones chosen here. `nccl_port` is for the engine's own processes (0: SGLang chooses a port, and binds it seconds
-    later, when another process may have taken it).
+    by the engines between which KV moves (None: a move recomputes), and `hicache_limit_gb` the most that it may hold,
+    the same for all of them. `extra_args` are SGLang flags and win over the ones chosen here. `nccl_port` is for the
+    engine's own processes (0: SGLang chooses a port, and binds it seconds later, when another process may have taken
+    it).
     """
 
     engine_id: str
@@ -87,6 +90,7 @@ class EngineSpec:
     context_tokens: int = 0
     weights: str = AUTO
     hicache_dir: Path | None = None
+    hicache_limit_gb: float = HICACHE_LIMIT_GB
     extra_args: tuple[str, ...] = ()
     seed: int = 0
     nccl_port: int = 0
@@ -109,6 +113,8 @@ def engine_command(spec: EngineSpec, environ: Mapping[str, str] | None = None) -
         raise ValueError(f"port must be between 1 and 65535, not {spec.port}")
     if spec.slots < 1:
         raise ValueError(f"slots must be at least 1, not {spec.slots}")
+    if not 0 < spec.hicache_limit_gb < math.inf:
+        raise ValueError(f"hicache-limit-gb must be above 0, not {spec.hicache_limit_gb}")
     weights = choose_weights(spec.weights, spec.cpu)
     argv = [
         *_pin(spec),
@@ -133,7 +139,7 @@ def engine_command(spec: EngineSpec, environ: Mapping[str, str] | None = None) -
             argv += ["--quantization", "w8a8_int8"]  # of the platform plugin, not of SGLang
         argv += ["--enable-deterministic-inference"]  # the flag under which the engine honours sampling seeds
     if spec.hicache_dir is not None:
-        argv += _hicache_flags(spec.cpu)
+        argv += _hicache_flags(spec.cpu, spec.hicache_limit_gb)
     return EngineCommand((*argv, *spec.extra_args), _environment(spec, os.environ if environ is None else environ))
 
 
@@ -144,14 +150,17 @@ def _pin(spec: EngineSpec) -> list[str]:
     return [taskset, "--cpu-list", ",".join(str(core) for core in spec.cores)]
 
 
-def _hicache_flags(cpu: bool) -> list[str]:
+def _hicache_flags(cpu: bool, limit_gb: float) -> list[str]:
     flags = ["--page-size", str(PAGE_TOKENS), "--enable-hierarchical-cache", "--hicache-ratio", str(HICACHE_RATIO)]
+    # write_through: a move needs the pages of the turn that has just ended; the other policies have not written them.
     flags += ["--hicache-write-policy", "write_through", "--hicache-storage-backend", "dynamic"]
     # wait_complete: a prefetch that gives up early would prefill what storage has, and a move would cost what it was
     # to save.
     flags += ["--hicache-storage-prefetch-policy", "wait_complete"]
     backend = {"backend_name": "treadle", "module_path": "checked_pages", "class_name": "CheckedPages"}
-    extra_config = json.dumps({"prefetch_threshold": PAGE_TOKENS, **backend})
+    # The last two: with a page come the keys of its prefix, so that the folder's limit spares prefixes in use.
+    options = {"limit_gb": limit_gb, "interface_v1": 1, "hicache_storage_pass_prefix_keys": True}
+    extra_config = json.dumps({"prefetch_threshold": PAGE_TOKENS, **backend, **options})
     flags += ["--hicache-storage-backend-extra-config", extra_config]
     if cpu:
         flags += ["--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"]
@@ -190,7 +199,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(EngineSpec, name))
     weights_help = "of a CPU engine; auto: int8 where the processor multiplies bytes"
     parser.add_argument("--weights", choices=WEIGHTS, default=AUTO, help=weights_help)
-    parser.add_argument("--hicache-dir", type=Path, default=None)
+    parser.add_argument("--hicache-dir", type=Path, default=None, help="folder of KV pages that engines share")
+    limit_help = "most GB of pages in that folder; the same for all engines that share it"
+    parser.add_argument("--hicache-limit-gb", type=float, default=HICACHE_LIMIT_GB, help=limit_help)
     known, extra = parser.parse_known_args(arguments)
     known.cores = tuple(known.cores) or None
     try:
