@@ -12,7 +12,7 @@ from support.conditions import until
 from support.engine_steps import Step, StepResult, int32s, packed, responses, run_step, step_request, ticket
 from support.real_engines import KV_LIMIT_GB, RealEngine
 from support.rpc import error_of
-from support.sidecar_in_process import sidecar
+from support.sidecar_in_process import Sidecar, sidecar
 from treadle.common.v1.tokens_pb2 import SamplingParams
 from treadle.engine.v1 import engine_pb2
 from treadle_sidecar.engine.process import PAGE_TOKENS
@@ -29,6 +29,18 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def sampled(count: int) -> SamplingParams:
     return SamplingParams(max_new_tokens=count, temperature=1.0, seed=3, ignore_eos=True)
+
+
+async def move(
+    trajectory_id: str, source: Sidecar, target: Sidecar, *, storage_only: bool
+) -> engine_pb2.PrefetchPrefixResponse:
+    """Bring the trajectory's context from one engine to the other."""
+    request = engine_pb2.PrefetchPrefixRequest(
+        request_id=f"{trajectory_id}-{storage_only}", trajectory_id=trajectory_id, storage_only=storage_only
+    )
+    reference = getattr(request, "from")
+    reference.engine_address, reference.trajectory_id = source.address, trajectory_id
+    return await target.stub.PrefetchPrefix(request, timeout=T)
 
 
 async def test_new_weights_in_the_middle_of_a_step_show_as_two_spans(nats_url: str, engine: RealEngine) -> None:
@@ -87,10 +99,7 @@ async def test_a_trajectorys_kv_moves_to_the_other_engine_through_storage(
         assert int32s(export.token_ids.int32_le).tolist() == context
         assert export.stored_tokens == whole_pages, "the pages' names are the engine's own, and all are written"
 
-        request = engine_pb2.PrefetchPrefixRequest(request_id="m", trajectory_id="t1", storage_only=True)
-        reference = getattr(request, "from")
-        reference.engine_address, reference.trajectory_id = source.address, "t1"
-        moved = await target.stub.PrefetchPrefix(request, timeout=T)
+        moved = await move("t1", source, target, storage_only=True)
         assert moved.prefix_tokens == len(context)
         assert moved.tokens_from_storage == whole_pages
         assert moved.tokens_from_cache == 0
@@ -133,10 +142,7 @@ async def test_the_folder_keeps_its_limit_and_the_prefix_that_was_used_last_stil
                 await source.stub.ExportPrefix(engine_pb2.ExportPrefixRequest(trajectory_id=f"o{turn}"), timeout=T)
         assert 0.5 * KV_LIMIT_GB < sum(file.stat().st_size for file in first.kv.iterdir()) / 1e9 < KV_LIMIT_GB
 
-        request = engine_pb2.PrefetchPrefixRequest(request_id="l", trajectory_id="t8", storage_only=True)
-        reference = getattr(request, "from")
-        reference.engine_address, reference.trajectory_id = source.address, "t8"
-        moved = await target.stub.PrefetchPrefix(request, timeout=T)
+        moved = await move("t8", source, target, storage_only=True)
         assert moved.tokens_from_storage == (len(context) - 1) // PAGE_TOKENS * PAGE_TOKENS
 
 
@@ -185,15 +191,6 @@ async def test_a_storage_that_vanishes_is_missed_by_no_step_and_replaced_by_a_pr
         sidecar(nats_url, first.url, **storage) as source,
         sidecar(nats_url, second.url, "e1", **storage) as target,
     ):
-
-        async def move(name: str, *, storage_only: bool) -> engine_pb2.PrefetchPrefixResponse:
-            request = engine_pb2.PrefetchPrefixRequest(
-                request_id=f"{name}-{storage_only}", trajectory_id=name, storage_only=storage_only
-            )
-            reference = getattr(request, "from")
-            reference.engine_address, reference.trajectory_id = source.address, name
-            return await target.stub.PrefetchPrefix(request, timeout=T)
-
         shutil.rmtree(first.kv)
         try:
             step = await run_step(
@@ -201,14 +198,14 @@ async def test_a_storage_that_vanishes_is_missed_by_no_step_and_replaced_by_a_pr
             )
             step.require_whole()
             with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await move("t6", storage_only=True)
+                await move("t6", source, target, storage_only=True)
             assert error_of(raised.value).reason == "PREFIX_NOT_STORED"
-            computed = await move("t6", storage_only=False)
+            computed = await move("t6", source, target, storage_only=False)
             assert (computed.tokens_prefilled, computed.tokens_from_storage) == (108, 0)
         finally:
             first.kv.mkdir()
         await run_step(source.stub, step_request(ticket("e0", trajectory_id="t7"), prompt(7, 100), sampled(8)))
-        assert (await move("t7", storage_only=False)).tokens_from_storage == 96
+        assert (await move("t7", source, target, storage_only=False)).tokens_from_storage == 96
 
 
 async def test_a_step_whose_engine_is_killed_goes_on_elsewhere(

@@ -6,7 +6,7 @@ python stored_pages.py SCENARIO...
 import multiprocessing
 import sys
 import tempfile
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -86,8 +86,11 @@ def count_stored(pages: CheckedPages, name: str) -> int:
 
 def count_bytes(folder: Path) -> int:
     """Of the folder's files; one that goes away meanwhile counts as gone."""
-    sizes: Iterator[int] = (file.lstat().st_size for file in folder.iterdir() if file.exists())
-    return sum(sizes)
+    count = 0
+    for file in folder.iterdir():
+        with suppress(FileNotFoundError):
+            count += file.stat().st_size
+    return count
 
 
 def read(pages: CheckedPages, key: str = "k") -> torch.Tensor | None:
@@ -184,10 +187,7 @@ def several_engines(folder: Path) -> None:
         engine.start()
     most = 0
     while any(engine.is_alive() for engine in engines):
-        try:
-            most = max(most, count_bytes(folder))
-        except FileNotFoundError:
-            continue
+        most = max(most, count_bytes(folder))
     assert [engine.exitcode for engine in engines] == [0, 0, 0]
     assert LIMIT_BYTES // 2 < most <= LIMIT_BYTES, most / LIMIT_BYTES
     assert LIMIT_BYTES // 2 < count_bytes(folder) <= LIMIT_BYTES

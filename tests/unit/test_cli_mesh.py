@@ -180,7 +180,7 @@ async def test_kv_pages_are_in_memory_where_it_has_room_and_have_a_limit(tmp_pat
             place_kv(tree, replace(plan, kv_folder=asked), run, memory)
         asked.mkdir()
         assert place_kv(tree, replace(plan, kv_folder=asked), run, memory).folder.parent == asked
-        with pytest.raises(UsageProblem, match=r"--kv-limit-gb 1e\+06: .*asked has .* GB free"):
+        with pytest.raises(UsageProblem, match=r"--kv-limit-gb 1000000.0: .*asked has .* GB free"):
             place_kv(tree, replace(plan, kv_folder=asked, kv_limit_gb=1e6), run, memory)
 
 

@@ -122,7 +122,7 @@ def place_kv(tree: ProcessTree, plan: EnginePlan, run_folder: Path, memory: Path
         if limit_gb < free_gb and (limit_gb >= LEAST_KV_GB or plan.kv_limit_gb or place == places[-1]):
             return KvStorage(tree.make_folder(place), limit_gb)
     raise UsageProblem(
-        f"--kv-limit-gb {limit_gb:g}: {places[-1]} has {free_gb:.1f} GB free that this user may write; give less, or "
+        f"--kv-limit-gb {limit_gb:.1f}: {places[-1]} has {free_gb:.1f} GB free that this user may write; give less, or "
         "another --kv-folder"
     )
 
