@@ -1,18 +1,21 @@
 """Other services that are slow, silent or gone never hold up a step."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 from support.conditions import until
-from support.fake_engine import leased_engines
+from support.fake_engine import FakeEngine, engine_port, leased_engines
+from support.fake_servicer import Gate
 from support.scheduler import scheduler
 from treadle.scheduler.v1 import scheduler_pb2 as pb
-from treadle_core.actions import ReleasePrefix
+from treadle_core.actions import AbortStep, Action, Reprioritize
 from treadle_runtime.bus import Bus
-from treadle_scheduler.outbound import Waiting
+from treadle_runtime.calls import Channels
+from treadle_scheduler.config import SchedulerSettings
+from treadle_scheduler.outbound import Outbound, Queues
 
 
 @asynccontextmanager
@@ -82,18 +85,64 @@ async def test_a_lost_stream_moves_the_step_and_stops_it_at_the_old_engine(nats_
         assert old.requests("Abort")[0].ticket_id == lost.ticket_id
 
 
+class HungEngine(FakeEngine):
+    """Takes commands and answers none while `hung` is closed."""
+
+    hung: Gate
+
+    async def Abort(self, request: Any, context: Any) -> Any:  # type: ignore[override]
+        await self.hung.pass_through()
+
+    Reprioritize = Abort
+
+
+@pytest.mark.parametrize(
+    ("rpc", "action"),
+    [
+        ("Abort", lambda address, number: AbortStep(address, f"k{number}")),
+        ("Reprioritize", lambda address, number: Reprioritize("e", address, ((f"k{number}", 1.0),))),
+    ],
+)
+async def test_a_sidecar_that_hangs_delays_the_commands_of_no_other(
+    bus: Bus, rpc: str, action: Callable[[str, int], Action]
+) -> None:
+    """Result: the other sidecar has its command while the calls to the hung one still wait."""
+    hung, other = HungEngine("hung"), FakeEngine("other")  # type: ignore[abstract]
+    hung.hung = Gate()
+    hung.hung.close()
+    channels = Channels(2**20)
+    outbound = Outbound(SchedulerSettings(), bus, channels.get)
+    async with engine_port(hung), engine_port(other), AsyncExitStack() as stack:
+        stack.push_async_callback(channels.close)
+        for worker in [asyncio.create_task(work()) for work in outbound.tasks]:
+            stack.callback(worker.cancel)
+        for number in range(64):
+            outbound.send(action(hung.address, number))
+        await until(lambda: hung.hung.waiting)
+        outbound.send(action(other.address, 0))
+        await until(lambda: other.requests(rpc) or not hung.hung.waiting)
+        assert hung.hung.waiting and len(other.requests(rpc)) == 1
+
+
 async def test_newer_work_takes_the_place_of_older_that_waits() -> None:
-    waiting: Waiting[ReleasePrefix] = Waiting()
-    waiting.put("a", ReleasePrefix("x", "1"))
-    waiting.put("b", ReleasePrefix("x", "2"))
-    waiting.put("a", ReleasePrefix("y", "1"))
-    assert await waiting.take(1) == [ReleasePrefix("y", "1")]
-    assert await waiting.take(10) == [ReleasePrefix("x", "2")]
-    later = asyncio.create_task(waiting.take(10))
-    await asyncio.sleep(0)
-    assert not later.done()
-    waiting.put("c", ReleasePrefix("x", "3"))
-    assert await later == [ReleasePrefix("x", "3")]
+    done: list[list[str]] = []
+    gate = Gate()
+
+    async def work(_: str, items: list[str]) -> None:
+        done.append(items)
+        await gate.pass_through()
+
+    queues: Queues[str] = Queues(work, most=2)
+    gate.close()
+    running = asyncio.create_task(queues.run())
+    queues.put("x", "a", "a1")
+    await until(lambda: gate.waiting)
+    for key, item in (("b", "b1"), ("c", "c1"), ("b", "b2"), ("d", "d1")):
+        queues.put("x", key, item)
+    gate.open()
+    await until(lambda: len(done) == 3)
+    assert done == [["a1"], ["b2", "c1"], ["d1"]]
+    running.cancel()
 
 
 async def test_the_directory_names_public_addresses_where_they_are_set(nats_url: str) -> None:

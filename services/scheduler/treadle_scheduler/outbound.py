@@ -1,14 +1,15 @@
 """Send the controller's wishes to other services in the background: predictions, plans, priorities, moves, facts.
 
-Nothing waits for these and none may delay another: each kind has its own queue and workers, calls have deadlines, and a
-failure is logged and becomes an event where the controller waits for an answer. A newer wish replaces an older one of
-the same trajectory or ticket that still waits, so that a slow service gets the newest and no queue outgrows what is
-open.
+Nothing waits for these and none may delay another: each kind has queues of its own, one for each address, so that a
+service that hangs delays its own calls alone. Calls have deadlines, and a failure is logged and becomes an event where
+the controller waits for an answer. A newer wish replaces an older one of the same trajectory or ticket that still
+waits, so that a slow service gets the newest and no queue outgrows what is open.
 """
 
 import asyncio
 import uuid
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 import grpc.aio
@@ -40,35 +41,56 @@ COMMAND_TIMEOUT_S = 5.0
 GATHER_QUERIES_S = 0.01
 # Questions in one batch to the predictor; its limit is 4,096.
 MOST_QUERIES = 512
-# Commands under way at once.
+# Commands under way at once to one address.
 MOST_COMMANDS = 16
 
 
-class Waiting(Generic[T]):
-    """Work that waits for a worker, by key. A key keeps its place in the queue when its work is replaced."""
+class Queues(Generic[T]):
+    """Work that waits, in one queue for each address, and the tasks that do it.
 
-    def __init__(self) -> None:
-        self._items: dict[str, T] = {}
-        self._filled = asyncio.Event()
+    work: does some of the work of one address. tasks: most that run at once for an address. most: items that one of
+    them takes at a time. gather_s: how long it waits for more before it takes some. An address has tasks and a queue only while it has work.
+    """
 
-    def put(self, key: str, item: T) -> None:
-        """Add or replace; never blocks."""
-        self._items[key] = item
-        self._filled.set()
+    def __init__(
+        self, work: Callable[[str, list[T]], Awaitable[None]], *, tasks: int = 1, most: int = 1, gather_s: float = 0.0
+    ) -> None:
+        self._work, self._tasks, self._most, self._gather_s = work, tasks, most, gather_s
+        self._items: dict[str, dict[str, T]] = {}
+        self._running: Counter[str] = Counter()
+        self._filled: set[str] = set()  # addresses that got work since `run` looked
+        self._woken = asyncio.Event()
 
-    async def take(self, most: int, gather_s: float = 0.0) -> list[T]:
-        """The oldest items, at least one and at most `most`; waits while there is none, then `gather_s` for more."""
-        while not self._items:
-            self._filled.clear()
-            await self._filled.wait()
-        if gather_s:
-            await asyncio.sleep(gather_s)
-        return [self._items.pop(key) for key in list(self._items)[:most]]
+    def put(self, address: str, key: str, item: T) -> None:
+        """Add an item, or replace the one of its key, which keeps its place in the queue; never blocks."""
+        self._items.setdefault(address, {})[key] = item
+        self._filled.add(address)
+        self._woken.set()
 
-    async def take_one(self) -> T:
-        """The oldest item; waits while there is none."""
-        (item,) = await self.take(1)
-        return item
+    async def run(self) -> None:
+        """Background task: do the work, oldest first."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._woken.wait()
+                self._woken.clear()
+                while self._filled:
+                    address = self._filled.pop()
+                    wanted = min(self._tasks, self._running[address] + len(self._items.get(address, ())))
+                    for _ in range(wanted - self._running[address]):
+                        self._running[address] += 1
+                        group.create_task(self._empty(address))
+
+    async def _empty(self, address: str) -> None:
+        while items := self._items.get(address):
+            if self._gather_s:
+                await asyncio.sleep(self._gather_s)
+            taken = [items.pop(key) for key in list(items)[: self._most]]
+            if not items:
+                del self._items[address]
+            await self._work(address, taken)
+        self._running[address] -= 1
+        if not self._running[address]:
+            del self._running[address]
 
 
 class Outbound:
@@ -81,76 +103,69 @@ class Outbound:
         self._settings = settings
         self._bus = bus
         self._connect = connect
-        self._predictions: Waiting[act.AskPrediction] = Waiting()
-        self._plans: Waiting[act.AskPlan] = Waiting()
-        self._priorities: Waiting[act.Reprioritize] = Waiting()
-        self._commands: Waiting[Command] = Waiting()
-        self._announcements: Waiting[convert.Announcement] = Waiting()
+        self._predictions: Queues[act.AskPrediction] = Queues(
+            self._predict, most=MOST_QUERIES, gather_s=GATHER_QUERIES_S
+        )
+        self._plans: Queues[act.AskPlan] = Queues(self._plan)
+        self._priorities: Queues[tuple[str, float]] = Queues(self._reprioritize, most=MOST_QUERIES)
+        self._commands: Queues[Command] = Queues(self._command, tasks=MOST_COMMANDS)
+        self._announcements: Queues[convert.Announcement] = Queues(self._announce, most=MOST_QUERIES)
 
     def send(self, action: act.Action) -> None:
         """Take an action to be carried out in the background; never blocks."""
         match action:
             case act.AskPrediction(record):
                 if self._settings.predictor:
-                    self._predictions.put(record.trajectory_id, action)
+                    self._predictions.put(self._settings.predictor, record.trajectory_id, action)
             case act.AskPlan():
-                self._plans.put("plan", action)
-            case act.Reprioritize(engine_id, address, changes):
-                for ticket_id, priority in changes:
-                    self._priorities.put(ticket_id, act.Reprioritize(engine_id, address, ((ticket_id, priority),)))
+                self._plans.put(self._settings.placement, "plan", action)
+            case act.Reprioritize(_, address, changes):
+                for change in changes:
+                    self._priorities.put(address, change[0], change)
             case act.StartMigration(move_id):
-                self._commands.put(move_id, action)
+                self._commands.put(self._settings.migrator, move_id, action)
             case act.CancelMigration(_, migration_id):
-                self._commands.put(f"cancel {migration_id}", action)
-            case act.AbortStep(_, ticket_id):
-                self._commands.put(f"abort {ticket_id}", action)
+                self._commands.put(self._settings.migrator, f"cancel {migration_id}", action)
+            case act.AbortStep(address, ticket_id):
+                self._commands.put(address, f"abort {ticket_id}", action)
             case act.ReleasePrefix(address, trajectory_id):
-                self._commands.put(f"release {address} {trajectory_id}", action)
+                self._commands.put(address, f"release {trajectory_id}", action)
             case _ if isinstance(action, convert.Announcement):
-                self._announcements.put(uuid.uuid4().hex, action)
+                self._announcements.put("", uuid.uuid4().hex, action)
             case _:
                 raise TypeError(f"{action} is not for another service")
 
     @property
     def tasks(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
         """The workers, to be run beside the server."""
-        return [self._predict, self._plan, self._prioritize, *[self._command] * MOST_COMMANDS, self._announce]
+        return [
+            queues.run
+            for queues in (self._predictions, self._plans, self._priorities, self._commands, self._announcements)
+        ]
 
-    async def _predict(self) -> None:
-        while True:
-            asks = await self._predictions.take(MOST_QUERIES, GATHER_QUERIES_S)
-            predictor = PredictorServiceStub(self._connect(self._settings.predictor))
-            request = convert.predictions_request(asks)
-            try:
-                response = await predictor.BatchPredictRemaining(request, timeout=PREDICTION_TIMEOUT_S)
-                events = convert.predictions_arrived(asks, response)
-            except (grpc.aio.AioRpcError, ValueError) as error:
-                log.warning("no predictions", queries=len(asks), error=_brief(error))
-                continue
-            for event in events:
-                self.handle(event)
-
-    async def _plan(self) -> None:
-        while True:
-            ask = await self._plans.take_one()
-            event = PlanArrived(ask.plan_id)  # without engines, the core plans by itself
-            if self._settings.placement:
-                placement = PlacementServiceStub(self._connect(self._settings.placement))
-                try:
-                    response = await placement.PlanPlacement(convert.plan_request(ask), timeout=PLAN_TIMEOUT_S)
-                    event = convert.plan_arrived(ask, response)
-                except grpc.aio.AioRpcError as error:
-                    log.warning("no plan", trajectories=len(ask.work), error=_brief(error))
+    async def _predict(self, address: str, asks: list[act.AskPrediction]) -> None:
+        predictor = PredictorServiceStub(self._connect(address))
+        request = convert.predictions_request(asks)
+        try:
+            response = await predictor.BatchPredictRemaining(request, timeout=PREDICTION_TIMEOUT_S)
+            events = convert.predictions_arrived(asks, response)
+        except (grpc.aio.AioRpcError, ValueError) as error:
+            log.warning("no predictions", queries=len(asks), error=_brief(error))
+            return
+        for event in events:
             self.handle(event)
 
-    async def _prioritize(self) -> None:
-        while True:
-            changes: dict[str, list[tuple[str, float]]] = {}
-            for action in await self._priorities.take(MOST_QUERIES):
-                changes.setdefault(action.address, []).extend(action.changes)
-            async with asyncio.TaskGroup() as group:
-                for address, of_address in changes.items():
-                    group.create_task(self._reprioritize(address, of_address))
+    async def _plan(self, address: str, asks: list[act.AskPlan]) -> None:
+        (ask,) = asks
+        event = PlanArrived(ask.plan_id)  # without engines, the core plans by itself
+        if address:
+            placement = PlacementServiceStub(self._connect(address))
+            try:
+                response = await placement.PlanPlacement(convert.plan_request(ask), timeout=PLAN_TIMEOUT_S)
+                event = convert.plan_arrived(ask, response)
+            except grpc.aio.AioRpcError as error:
+                log.warning("no plan", trajectories=len(ask.work), error=_brief(error))
+        self.handle(event)
 
     async def _reprioritize(self, address: str, changes: list[tuple[str, float]]) -> None:
         request = convert.reprioritize_request(changes, uuid.uuid4().hex)
@@ -159,49 +174,45 @@ class Outbound:
         except grpc.aio.AioRpcError as error:
             log.info("priorities were not changed", address=address, error=_brief(error))
 
-    async def _command(self) -> None:
-        while True:
-            command = await self._commands.take_one()
-            try:
-                await self._carry_out(command)
-            except grpc.aio.AioRpcError as error:
-                log.info("a command failed, which is allowed", command=str(command), error=_brief(error))
-                if isinstance(command, act.StartMigration):
-                    self._refuse_move(command)
+    async def _command(self, address: str, commands: list[Command]) -> None:
+        (command,) = commands
+        try:
+            await self._carry_out(address, command)
+        except grpc.aio.AioRpcError as error:
+            log.info("a command failed, which is allowed", command=str(command), error=_brief(error))
+            if isinstance(command, act.StartMigration):
+                self._refuse_move(command)
 
-    async def _carry_out(self, command: Command) -> None:
+    async def _carry_out(self, address: str, command: Command) -> None:
         match command:
-            case act.StartMigration() | act.CancelMigration() if not self._settings.migrator:
+            case act.StartMigration() | act.CancelMigration() if not address:
                 if isinstance(command, act.StartMigration):
                     self._refuse_move(command)
             case act.StartMigration():
-                migrator = MigratorServiceStub(self._connect(self._settings.migrator))
+                migrator = MigratorServiceStub(self._connect(address))
                 accepted = await migrator.StartMigration(convert.migration_request(command), timeout=COMMAND_TIMEOUT_S)
                 self.handle(convert.move_accepted(command, accepted))
             case act.CancelMigration(_, migration_id):
-                migrator = MigratorServiceStub(self._connect(self._settings.migrator))
+                migrator = MigratorServiceStub(self._connect(address))
                 await migrator.CancelMigration(convert.cancel_request(migration_id), timeout=COMMAND_TIMEOUT_S)
-            case act.AbortStep(address):
-                await EngineServiceStub(self._connect(address)).Abort(
-                    convert.abort_request(command), timeout=COMMAND_TIMEOUT_S
-                )
-            case act.ReleasePrefix(address):
+            case act.AbortStep():
+                engine = EngineServiceStub(self._connect(address))
+                await engine.Abort(convert.abort_request(command), timeout=COMMAND_TIMEOUT_S)
+            case act.ReleasePrefix():
                 release = convert.release_request(command, uuid.uuid4().hex)
                 await EngineServiceStub(self._connect(address)).ReleasePrefix(release, timeout=COMMAND_TIMEOUT_S)
 
     def _refuse_move(self, command: act.StartMigration) -> None:
         self.handle(MoveEnded(command.trajectory_id, move_id=command.move_id, reason="NOT_STARTED"))
 
-    async def _announce(self) -> None:
-        while True:
-            actions = await self._announcements.take(MOST_QUERIES)
-            for action in actions:
-                await self._bus.publish(convert.fact_of(action))
-            closed = [action.record.trajectory_id for action in actions if isinstance(action, act.AnnounceClosed)]
-            if closed:
-                await self._bus.flush()
-                for trajectory_id in closed:
-                    self.handle(ClosedAnnounced(trajectory_id))
+    async def _announce(self, _: str, actions: list[convert.Announcement]) -> None:
+        for action in actions:
+            await self._bus.publish(convert.fact_of(action))
+        closed = [action.record.trajectory_id for action in actions if isinstance(action, act.AnnounceClosed)]
+        if closed:
+            await self._bus.flush()
+            for trajectory_id in closed:
+                self.handle(ClosedAnnounced(trajectory_id))
 
 
 def _brief(error: Exception) -> str:
