@@ -252,6 +252,10 @@ class MoveRecord:
     migration_id: str = ""
     saving_s: float = 0.0
 
+    def has_switched(self, engine_id: str) -> bool:
+        """Whether the target owns the trajectory, whose engine is `engine_id`: only the report of the end is due."""
+        return self.target_engine_id == engine_id
+
 
 @dataclass(frozen=True)  # without slots, for `copy_with`
 class TrajectoryRecord:

@@ -9,9 +9,10 @@ from google.protobuf.duration_pb2 import Duration
 from support.conditions import until, until_said
 from support.facts import hear
 from support.fake_engine import FakeEngine, leased_engines
-from support.processes import free_port
+from support.processes import StartService, free_port
 from support.scheduler import SchedulerClient, generate, scheduler
 from treadle.scheduler.v1 import scheduler_pb2 as pb
+from treadle_core.tuning import Tuning
 from treadle_migrator.config import MigratorSettings
 from treadle_migrator.wire import wire as migrator_wire
 from treadle_placement.config import PlacementSettings
@@ -27,13 +28,16 @@ TOOL = Duration(seconds=1)
 
 
 @asynccontextmanager
-async def control_plane(nats_url: str) -> AsyncIterator[SchedulerClient]:
-    """All four services, each on its own port, as settings wire them together."""
-    listen, migrator_listen = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+async def control_plane(
+    nats_url: str, migrator_listen: str, *, own_migrator: bool = False, tokens: float = 4_000
+) -> AsyncIterator[SchedulerClient]:
+    """All four services, each on its own port, as settings wire them together; without the migrator where a test has
+    its own. tokens: predicted of a trajectory."""
+    listen = f"127.0.0.1:{free_port()}"
     async with AsyncExitStack() as stack:
         common: dict[str, Any] = {"nats_url": nats_url}
         predictor = await stack.enter_async_context(
-            serving(PredictorSettings(**common, listen="127.0.0.1:0", prior_median_tokens=4_000), predictor_wire)
+            serving(PredictorSettings(**common, listen="127.0.0.1:0", prior_median_tokens=tokens), predictor_wire)
         )
         placement = await stack.enter_async_context(
             serving(PlacementSettings(**common, listen="127.0.0.1:0"), placement_wire)
@@ -49,7 +53,8 @@ async def control_plane(nats_url: str) -> AsyncIterator[SchedulerClient]:
             )
         )
         settings = MigratorSettings(**common, listen=migrator_listen, scheduler=listen)
-        await stack.enter_async_context(serving(settings, migrator_wire))
+        if not own_migrator:
+            await stack.enter_async_context(serving(settings, migrator_wire))
         yield client
 
 
@@ -73,7 +78,11 @@ async def test_trajectories_move_to_a_new_engine_while_their_tools_run(nats_url:
     run at the new engine under the new revision, and the old one forgets them.
     """
     ended = await hear(bus, "migration_ended")
-    async with control_plane(nats_url) as client, leased_engines(bus, client.address, ["e0"], slots=1) as first:
+    migrator = f"127.0.0.1:{free_port()}"
+    async with (
+        control_plane(nats_url, migrator) as client,
+        leased_engines(bus, client.address, ["e0"], slots=1) as first,
+    ):
         await client.until_registered(1)
         await open_and_step(client)
         async with leased_engines(bus, client.address, ["e1"], slots=1) as second:
@@ -90,6 +99,31 @@ async def test_trajectories_move_to_a_new_engine_while_their_tools_run(nats_url:
             await until(lambda: released(first[0]) >= {fact.trajectory_id for fact in moved}, what="released")
             assert len(moved) < len(NAMES), "both engines have work"
             assert second[0].ran
+
+
+async def test_a_migrator_that_is_killed_holds_a_step_no_longer_than_its_move_saves(
+    nats_url: str, bus: Bus, start_service: StartService
+) -> None:
+    """SIGKILL while the target reads the KV of a trajectory whose tool returns then.
+
+    Result: the step runs at the source long before the two minutes after which every move is given up.
+    """
+    migrator = f"127.0.0.1:{free_port()}"
+    async with (
+        control_plane(nats_url, migrator, own_migrator=True, tokens=400) as client,
+        leased_engines(bus, client.address, ["e0"], slots=1),
+    ):
+        environment = {"TREADLE_MIGRATOR_SCHEDULER": client.address, "TREADLE_MIGRATOR_LISTEN": migrator}
+        service = await start_service("treadle_migrator", environment)
+        await client.until_registered(1)
+        await open_and_step(client)
+        async with leased_engines(bus, client.address, ["e1"], slots=1) as (target,):
+            target.gate.close()
+            await until(lambda: target.gate.waiting, what="a move")
+            name = target.requests("PrefetchPrefix")[-1].trajectory_id
+            service.kill()
+            ticket = await client.step(name, 2, tool_time=TOOL, timeout_s=Tuning().move_timeout_s / 2)
+            assert ticket.engine_id == "e0"
 
 
 async def open_and_step(client: SchedulerClient) -> None:

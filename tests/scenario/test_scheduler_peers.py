@@ -90,7 +90,7 @@ class HungEngine(FakeEngine):
 
     hung: Gate
 
-    async def Abort(self, request: Any, context: Any) -> Any:  # type: ignore[override]
+    async def Abort(self, request: Any, context: Any) -> Any:
         await self.hung.pass_through()
 
     Reprioritize = Abort

@@ -4,8 +4,8 @@ import pytest
 from support.control import Scenario, all_of, answer, one
 from treadle_core import actions as act
 from treadle_core import events as ev
-from treadle_core.model import KvTransfer, Policy
-from treadle_core.refusals import ContextTooLong
+from treadle_core.model import EngineLoad, KvTransfer, Policy
+from treadle_core.refusals import ContextTooLong, NoEngine
 from treadle_core.tuning import Tuning
 
 RESERVE = Policy(reserve=True)
@@ -161,8 +161,27 @@ def test_after_a_restart_those_that_waited_ask_again_and_begin() -> None:
     assert tickets(scenario.close("first")) == ["second"]
 
 
-def waiting_for_a_move() -> tuple[Scenario, act.StartMigration]:
-    """A trajectory whose next step waits for its move from e0 to e1."""
+def test_a_step_that_waited_at_an_engine_that_left_gets_one_ticket() -> None:
+    """Its client asks again until another engine is there. Result: the request that waited is over with that ticket."""
+    scenario = Scenario(RESERVE, WHOLE, engines=("e0",), slots=1)
+    waiting(scenario, {"first": 400.0, "second": 300.0})
+    scenario.advance(1.0)
+    scenario.send(ev.EngineDeregistered("lease-e0", "e0"))
+    with pytest.raises(NoEngine):
+        scenario.ask("second")
+    scenario.engine("e1")
+
+    ticket = one(scenario.ask("second"), act.IssueTicket).ticket
+
+    assert tickets(scenario.advance(1.0)) == []
+    scenario.finish(ticket)
+    scenario.step("second", 1)
+    assert tickets(scenario.advance(1.0)) == []
+    assert scenario.ticket("second").turn == 1
+
+
+def waiting_for_a_move(*, asks: bool = True) -> tuple[Scenario, act.StartMigration]:
+    """A trajectory that moves from e0 to e1, and whose next step waits for that."""
     scenario = Scenario(RESERVE, EAGER, engines=("e0",), kv_transfer=KvTransfer.STORAGE)
     names = [f"t{number}" for number in range(4)]
     scenario.open_all(dict.fromkeys(names, 2_000.0))
@@ -177,18 +196,53 @@ def waiting_for_a_move() -> tuple[Scenario, act.StartMigration]:
         scenario.send(ev.ToolStarted(name, 10.0))
     move = all_of(scenario.send(answer(plan, {"e0": names[:2], "e1": names[2:]})), act.StartMigration)[0]
     scenario.send(ev.MoveAccepted(move.trajectory_id, move.move_id, "m"))
-    assert one(scenario.ask(move.trajectory_id, 1), act.KeepWaiting)
+    assert not asks or one(scenario.ask(move.trajectory_id, 1), act.KeepWaiting)
     return scenario, move
 
 
-def test_a_step_waits_for_its_kv_on_the_way_and_runs_at_the_source_where_the_move_fails() -> None:
-    for moved in (True, False):
-        scenario, move = waiting_for_a_move()
-        if moved:
-            scenario.send(ev.SwitchRequested("s", move.trajectory_id, move.expected_revision, "e1"))
-        ended = scenario.send(ev.MoveEnded(move.trajectory_id, "m", move.move_id, moved=moved))
+def test_a_step_waits_for_its_kv_and_runs_at_the_source_where_the_move_fails() -> None:
+    scenario, move = waiting_for_a_move()
 
-        assert one(ended, act.IssueTicket).ticket.engine_id == ("e1" if moved else "e0")
+    ended = scenario.send(ev.MoveEnded(move.trajectory_id, "m", move.move_id))
+
+    assert one(ended, act.IssueTicket).ticket.engine_id == "e0"
+
+
+def test_a_step_runs_at_the_target_from_the_switch_on_whoever_dies_then() -> None:
+    """Result: the step starts with the switch, and no other move starts before the end of this one is reported."""
+    scenario, move = waiting_for_a_move()
+
+    switched = scenario.send(ev.SwitchRequested("s", move.trajectory_id, move.expected_revision, "e1"))
+
+    assert one(switched, act.IssueTicket).ticket.engine_id == "e1"
+    assert not all_of(scenario.heard, act.CancelMigration)
+    assert scenario.controller.trajectory(move.trajectory_id).move is not None
+    scenario.send(ev.MoveEnded(move.trajectory_id, "m", move.move_id, moved=True))
+    assert scenario.controller.trajectory(move.trajectory_id).move is None
+
+
+def test_a_step_that_is_asked_for_after_the_switch_waits_for_nothing() -> None:
+    scenario, move = waiting_for_a_move(asks=False)
+    scenario.send(ev.SwitchRequested("s", move.trajectory_id, move.expected_revision, "e1"))
+
+    assert one(scenario.ask(move.trajectory_id, 1), act.IssueTicket).ticket.engine_id == "e1"
+
+
+def test_no_move_starts_under_a_step_that_waits() -> None:
+    """A step waits though its move is over, as no engine is healthy; then one is again, and a plan comes."""
+    scenario, move = waiting_for_a_move()
+    for engine_id in ("e0", "e1"):
+        scenario.renew(engine_id, EngineLoad(engine_healthy=False))
+    assert not all_of(scenario.send(ev.MoveEnded(move.trajectory_id, "m", move.move_id)), act.IssueTicket)
+    for engine_id in ("e0", "e1"):
+        scenario.renew(engine_id, EngineLoad(engine_healthy=True))
+    scenario.open("news")
+    there = [name for name in scenario.plans[-1].work.trajectory_ids if name != move.trajectory_id]
+
+    actions = scenario.send(answer(scenario.plans[-1], {"e0": there, "e1": [move.trajectory_id]}))
+
+    assert move.trajectory_id not in [start.trajectory_id for start in all_of(actions, act.StartMigration)]
+    assert move.trajectory_id in tickets(actions)
 
 
 def test_a_step_waits_no_longer_than_its_move_saves_where_nobody_reports_the_end() -> None:

@@ -8,7 +8,7 @@ order of their priority; none overtakes one that does not fit. Without reserves,
 than its KV can hold. It would evict the context of a trajectory whose tool runs, and prefill the same tokens again
 after every tool call. (This rule is not in Heddle, which starts all trajectories and evicts.)
 
-A later step waits while the trajectory's KV moves to another engine, for no longer than the move saves.
+A later step waits until the trajectory's KV has moved to another engine, for no longer than the move saves.
 """
 
 from treadle_core import events as ev
@@ -24,7 +24,7 @@ def must_wait(state: State, record: TrajectoryRecord) -> bool:
     if not record.policy.reserve:
         return False
     if record.ticket is not None:
-        return record.move is not None
+        return record.move is not None and not record.move.has_switched(record.engine_id)
     spec = state.engines.spec(record.engine_id)
     if record.pinned_engine_id or spec is None:  # without an engine the placement rule finds one, or refuses
         return False
@@ -53,7 +53,7 @@ def answer_waiting(state: State, event: ev.Event, now: float) -> list[Action]:
         case ev.StepFinished() | ev.TrajectoryClosed():
             record = state.table.get(event.trajectory_id)
             return _start_first_steps(state, record.engine_id, now) if record is not None else []
-        case ev.MoveEnded():
+        case ev.MoveEnded() | ev.SwitchRequested():
             return _start_after_move(state, event.trajectory_id, now)
         case ev.PlanArrived() | ev.EngineRegistered() | ev.Tick():
             actions: list[Action] = []
@@ -118,11 +118,11 @@ def _has_slot(state: State, record: TrajectoryRecord, spec: EngineSpec) -> bool:
 
 
 def _start_after_move(state: State, trajectory_id: str, now: float) -> list[Action]:
-    """Issue the ticket of a later step whose move is over; forget the request of a closed trajectory."""
+    """Issue the ticket of a later step that need not wait any more; forget the request of a closed trajectory."""
     record = state.table.get(trajectory_id)
     if record is None or not record.is_open:
-        _stop_waiting(state, trajectory_id)
-    elif trajectory_id in state.waiting and record.ticket is not None and record.move is None:
+        stop_waiting(state, trajectory_id)
+    elif trajectory_id in state.waiting and record.ticket is not None and not must_wait(state, record):
         return _issue(state, record, now)
     return []
 
@@ -151,10 +151,11 @@ def _issue(state: State, record: TrajectoryRecord, now: float) -> list[Action]:
     except (NoEngine, ContextTooLong):  # the engines have changed; the client's next request is refused
         state.table.put(record)  # so that the next tick, at the latest, looks at it again
         return []
-    _stop_waiting(state, record.trajectory_id)
+    stop_waiting(state, record.trajectory_id)
     return actions
 
 
-def _stop_waiting(state: State, trajectory_id: str) -> None:
+def stop_waiting(state: State, trajectory_id: str) -> None:
+    """Forget the request of a trajectory, if one waits."""
     state.waiting.remove(trajectory_id)
     state.table.unwatch(trajectory_id)

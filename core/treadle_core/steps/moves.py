@@ -100,6 +100,7 @@ def _may_move(state: State, record: TrajectoryRecord) -> bool:
         and ticket.status is TicketStatus.DONE
         and record.finished_step_s is not None
         and not record.tool_over
+        and record.trajectory_id not in state.waiting  # its next step is due, so that no tool call hides the move
         and record.move is None
         and (
             record.moved_at_turn < 0
@@ -118,7 +119,7 @@ def _tool_left_s(state: State, record: TrajectoryRecord, now: float) -> float:
 def cancel_migration(record: TrajectoryRecord) -> list[Action]:
     """Ask the migrator to cancel the trajectory's move, if it has one that has not switched yet."""
     move = record.move
-    if move is None or not move.migration_id or move.target_engine_id == record.engine_id:
+    if move is None or not move.migration_id or move.has_switched(record.engine_id):
         return []
     return [CancelMigration(record.trajectory_id, move.migration_id)]
 

@@ -18,7 +18,9 @@ def request_step(state: State, event: ev.StepRequested, now: float) -> list[Acti
         return [IssueTicket(record.ticket)]
     if kind is StepKind.NEXT and admission.must_wait(state, record):
         return admission.let_wait(state, event, now)
-    return tickets.issue_ticket(state, record, event, kind, now)
+    actions = tickets.issue_ticket(state, record, event, kind, now)
+    admission.stop_waiting(state, event.trajectory_id)  # it may have waited at an engine that is gone
+    return actions
 
 
 def finish_step(state: State, event: ev.StepFinished, now: float) -> list[Action]:

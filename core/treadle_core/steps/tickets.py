@@ -192,6 +192,7 @@ def _add_ticket(
     state: State, record: TrajectoryRecord, event: StepRequested, kind: StepKind, spec: EngineSpec, now: float
 ) -> tuple[TrajectoryRecord, TicketRecord]:
     moved = spec.engine_id != record.engine_id
+    move = record.move if record.move is not None and not moved and record.move.has_switched(spec.engine_id) else None
     attempt = record.ticket.attempt + 1 if kind is StepKind.AGAIN and record.ticket is not None else 0
     tool_s = _learn_tool_s(state, record, event) if kind is StepKind.NEXT else record.tool_s
     record = copy_with(
@@ -203,7 +204,7 @@ def _add_ticket(
         requested_s=now if kind is StepKind.NEXT else record.requested_s,
         tool_s=tool_s,
         tools_s=record.tools_s + (event.tool_s if kind is StepKind.NEXT else 0.0),
-        move=None,
+        move=move,  # the report of its end, which is still due, says how long it took
         touched_s=now,
     )
     _learn_observed(state, record)
