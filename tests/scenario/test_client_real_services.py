@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 import treadle
 from support.conditions import until
 from support.fake_engine import FakeEngine, Script, leased_engines, token_at
@@ -98,6 +99,20 @@ async def test_steps_left_early_in_every_way_leave_the_real_scheduler_in_order(s
         await generate(t, 10)
         assert [(s.turn, len(s.token_ids), s.finish_reason) for s in t.steps] == [(0, 2, "aborted"), (1, 10, "length")]
         await t.close(reward=0.0)
+
+
+@pytest.mark.parametrize("call_tokens", [0, 4])
+async def test_a_step_that_the_real_scheduler_refuses_does_not_spoil_the_next_one(
+    start_service: StartService, call_tokens: int
+) -> None:
+    scheduler = await start_service("treadle_scheduler")
+    async with one_engine(scheduler.address, call_tokens=call_tokens) as (_, client):
+        t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
+        for _ in range(2):
+            with pytest.raises(treadle.TreadleError, match=r"^INVALID_ARGUMENT max_new_tokens: must be > 0, is 0$"):
+                await generate(t, 0)
+        await generate(t, 4)
+        assert [step.turn for step in t.steps] == [0]
 
 
 async def test_the_real_scheduler_is_killed_in_the_middle_and_the_client_goes_on(start_service: StartService) -> None:

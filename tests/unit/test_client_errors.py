@@ -7,10 +7,10 @@ from google.rpc import error_details_pb2, status_pb2
 from treadle.errors import FieldViolation, error_from
 
 
-def failed(raw: bytes | None) -> grpc.aio.AioRpcError:
+def failed(raw: bytes | None, details: str = "turn: is wrong") -> grpc.aio.AioRpcError:
     trailing = grpc.aio.Metadata() if raw is None else grpc.aio.Metadata(("grpc-status-details-bin", raw))
     code = grpc.StatusCode.INVALID_ARGUMENT
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details="turn: is wrong")
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=details)
 
 
 def packed(*details: object) -> bytes:
@@ -45,3 +45,16 @@ def test_an_error_without_details_or_with_torn_ones_still_has_code_and_message()
         error = error_from(failed(raw))
         assert (error.code, error.message) == (grpc.StatusCode.INVALID_ARGUMENT, "turn: is wrong")
         assert (error.reason, error.field_violations, error.retry_after_s) == ("", (), None)
+
+
+def test_an_error_says_its_code_and_its_fields_once() -> None:
+    """A Treadle service gives the code as the reason, and the refused field in its message too."""
+    violation = error_details_pb2.BadRequest.FieldViolation(field="max_new_tokens", description="must be > 0, is 0")
+    raw = packed(
+        error_details_pb2.ErrorInfo(reason="INVALID_ARGUMENT"),
+        error_details_pb2.BadRequest(field_violations=[violation]),
+    )
+
+    error = error_from(failed(raw, "max_new_tokens: must be > 0, is 0"))
+
+    assert str(error) == "INVALID_ARGUMENT max_new_tokens: must be > 0, is 0"

@@ -19,6 +19,19 @@ _DETAILS: dict[str, type[Message]] = {
 }
 # Words of grpc itself when a connection or a stream breaks under a call; a servicer's INTERNAL or UNKNOWN has none.
 _TRANSPORT_WORDS = ("RST_STREAM", "Stream removed", "GOAWAY", "Connection reset", "Socket closed", "recvmsg")
+# Codes of a server that did nothing; after any other it may have done what was asked.
+_REFUSALS = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.ALREADY_EXISTS,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.OUT_OF_RANGE,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -51,8 +64,11 @@ class TreadleError(Exception):
         self.metadata = dict(metadata or {})
         self.field_violations = field_violations
         self.retry_after_s = retry_after_s
-        fields = "; ".join(f"{v.field}: {v.description}" for v in field_violations)
-        super().__init__(" ".join(part for part in (code.name, reason, message, fields and f"({fields})") if part))
+        # A service may give the code as the reason, and name the fields in its message too.
+        said = [f"{violation.field}: {violation.description}" for violation in field_violations]
+        fields = "; ".join(each for each in said if each not in message)
+        parts = (code.name, reason if reason != code.name else "", message, fields and f"({fields})")
+        super().__init__(" ".join(part for part in parts if part))
 
     @property
     def lost_connection(self) -> bool:
@@ -65,6 +81,11 @@ class TreadleError(Exception):
             return True
         transport = self.code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
         return transport and any(word in self.message for word in _TRANSPORT_WORDS)
+
+    @property
+    def refused(self) -> bool:
+        """Whether the server has refused the request for good and done nothing."""
+        return self.code in _REFUSALS
 
     @property
     def retryable(self) -> bool:

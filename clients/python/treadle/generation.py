@@ -77,7 +77,7 @@ class StepRun:
         self._aborting = asyncio.Lock()
         self.call = -1  # the present or last one, as the scheduler counts turns; -1 before the first
         self.lost_ticket_id = ""  # of this call, whose stream never ended; the next ScheduleStep must name it
-        # A ScheduleStep of this call that was cancelled before its answer: a ticket may exist that nobody received.
+        # A ScheduleStep of this call that had no answer, as it was cancelled: a ticket may exist that nobody received.
         self.unanswered: scheduler_pb2.ScheduleStepRequest | None = None
 
     @property
@@ -239,7 +239,12 @@ class StepRun:
 
     async def _schedule(self, request: scheduler_pb2.ScheduleStepRequest, timeout_s: float) -> ticket_pb2.Ticket:
         self.unanswered = request
-        answer = await self._mesh.call(self._mesh.scheduler.ScheduleStep, request, timeout_s)
+        try:
+            answer = await self._mesh.call(self._mesh.scheduler.ScheduleStep, request, timeout_s)
+        except TreadleError as error:
+            if error.refused:  # that is an answer
+                self.unanswered = None
+            raise
         self.unanswered = None
         return answer.ticket
 
