@@ -93,6 +93,8 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
         self.cache_salt = WEIGHT_VERSION
         self.tokens_short = 0  # by so many the prefetched prefix is shorter than the source's
         self.gate = Gate()  # of a move, at the target before it reads
+        self.slot = Gate()  # of steps: before each start of an attempt
+        self.loads = Gate()  # of GetLoad: closed, the sidecar hangs
         self.port: Port | None = None
         self._finished, self._bus, self._token_s = finished, bus, token_s
         self._aborts: dict[str, asyncio.Event] = {}
@@ -144,6 +146,7 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
         first = count = len(request.resumed_output.int32_le) // 4
         version, spans = WEIGHT_VERSION, list[tokens_pb2.VersionSpan]()
         reason = pb.FINISH_REASON_LENGTH
+        await self.slot.pass_through()
         yield pb.GenerateResponse(started=pb.StepStarted(attempt=0))
         while True:
             if count == script.lose_at:
@@ -162,6 +165,7 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
             if count == script.preempt_at:
                 preempted = pb.StepPreempted(output_tokens=count, by_ticket_id="other")
                 yield pb.GenerateResponse(preempted=preempted)
+                await self.slot.pass_through()
                 yield pb.GenerateResponse(started=pb.StepStarted(attempt=1))
             version = (script.version_from or {}).get(count, version)
             end = min(count + CHUNK_TOKENS, request.sampling.max_new_tokens)
@@ -185,6 +189,11 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
         if request.ticket_id in self._aborts:
             self._aborts[request.ticket_id].set()
         return pb.AbortResponse()
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.GetLoadResponse:
+        self.log("GetLoad", request, context)
+        await self.loads.pass_through()
+        return pb.GetLoadResponse()
 
     @answer
     def Reprioritize(self, _: pb.ReprioritizeRequest) -> pb.ReprioritizeResponse:

@@ -75,11 +75,19 @@ class RetryPolicy:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Deadlines of whole logical calls in seconds, retries included."""
+    """Deadlines of whole logical calls in seconds, retries included; those of a step bound what can hang, and never how
+    long it stands in line.
+
+    step_s: longest time that a step which runs on an engine brings no token, and longest time that is spent on attempts
+    which reach no engine. Does not count: waiting for a ticket, waiting in the queue of an engine, also when that is
+    full or after a preemption, and the time for which the caller keeps a chunk. In the queue, the sidecar is asked each
+    `step_s` whether it is there; where it does not answer within `cleanup_s`, the step goes to another engine.
+    """
 
     control_s: float = 60.0  # open, close, submit, ask: outlasts a restart of the scheduler
     schedule_s: float = 300.0  # a step waits this long for an engine, or for an answer of the scheduler
-    step_s: float = 3600.0  # one step: queue, all resumptions, and up to 64k tokens at 20 tokens a second
+    step_s: float = 600.0  # longer than the prefill of any context
+    stream_s: float = 24 * 3600.0  # one stream of an engine as a whole, its time in the queue included
     tool_s: float = 600.0  # the tool's own wall-time limit is shorter
     reward_s: float = 3600.0  # how long a score is waited for; it may wait behind those of other jobs
     batch_s: float = 600.0  # how long get_batch(wait=True) waits
@@ -102,6 +110,10 @@ class Backoff:
     def restart(self) -> None:
         """Make the next wait a first one again, because progress was made."""
         self._attempt = 0
+
+    def exclude(self, seconds: float) -> None:
+        """Do not count this much time, which was spent in line."""
+        self._deadline += seconds
 
     async def wait(self, error: TreadleError, at_least_s: float | None) -> None:
         """Sleep before the next attempt; raise `error` when the deadline would come first."""

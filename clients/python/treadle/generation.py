@@ -12,7 +12,7 @@ stays as it was before it. A trajectory has at most one StepRun in flight.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ MAX_FRUITLESS_LOSSES = 5
 # ticket's life.
 _STALE_TICKET = frozenset({"TICKET_EXPIRED", "TICKET_WRONG_ENGINE"})
 
+CONNECT_S = 5.0  # how long one attempt to connect may take (grpc.min_reconnect_backoff_ms of a channel)
 CONTEXT_TOO_LONG = "CONTEXT_TOO_LONG"  # ErrorInfo.reason of a step that no engine has the context for
 
 
@@ -86,7 +87,7 @@ class StepRun:
         return self.call + 1 if self._ticket is not None and self._ticket.turn == self.call else self.call
 
     async def chunks(self) -> AsyncGenerator[Chunk, None]:
-        """Tokens as they come; StreamBroken, or TreadleError when the step cannot go on before its deadline."""
+        """Tokens as they come; StreamBroken, or TreadleError when the step cannot go on (Timeouts.step_s)."""
         try:
             plan = await self._begin(self)
             self._assembly = assembly = StepAssembly(plan.turn, self._mesh.clock())
@@ -107,13 +108,14 @@ class StepRun:
                 if call is None:
                     break
                 error = None
+                opened_s, events = self._mesh.clock(), aiter(call)
                 try:
-                    async for event in call:
+                    while (event := await self._next_event(events, assembly)) is not None:
                         received = True
+                        backoff = self._mesh.backoff(self._mesh.timeouts.step_s)
                         chunk = self._take(event, assembly)
                         if chunk is None:
                             continue
-                        backoff.restart()
                         self._paused = True
                         yield chunk
                         self._paused = False
@@ -122,6 +124,13 @@ class StepRun:
                             return
                 except grpc.aio.AioRpcError as failure:
                     error = error_from(failure)
+                except TreadleError as silence:
+                    if not silence.retryable:
+                        raise
+                    error, received = silence, True  # it was there before
+                    backoff = self._mesh.backoff(self._mesh.timeouts.step_s)
+                if not received:  # after the connection was there, the step stood in line
+                    backoff.exclude(max(0.0, self._mesh.clock() - opened_s - CONNECT_S))
                 self._call = None
                 if (step := self._step) is not None:
                     reason: FinishReason | None = step.finish_reason
@@ -207,11 +216,13 @@ class StepRun:
             # for us.
             full = lost.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             await backoff.wait(lost, lost.retry_after_s if full else None)
+            if full:
+                backoff.exclude(lost.retry_after_s or 0.0)
         mesh, called = self._mesh, assembly.called
         prompt, output = plan.prompt + assembly.token_ids[:called], assembly.token_ids[called:]
-        timeout_s = min(mesh.timeouts.schedule_s, backoff.remaining_s)
+        asked_s = mesh.clock()
         if self.unanswered is not None:  # the scheduler answers a repeat from its record
-            self.lost_ticket_id = (await self._schedule(self.unanswered, timeout_s)).ticket_id
+            self.lost_ticket_id = (await self._schedule(self.unanswered)).ticket_id
         request = scheduler_pb2.ScheduleStepRequest(
             request_id=request_id(),
             trajectory_id=plan.trajectory_id,
@@ -222,7 +233,8 @@ class StepRun:
             resumed_tokens=len(output),
             tool_time=duration(0.0 if called else plan.tool_s),
         )
-        self._ticket = ticket = await self._schedule(request, timeout_s)
+        self._ticket = ticket = await self._schedule(request)
+        backoff.exclude(mesh.clock() - asked_s)
         self.lost_ticket_id = ticket.ticket_id
         assembly.set_engine(ticket.engine_id)
         generate = engine_pb2.GenerateRequest(
@@ -234,12 +246,48 @@ class StepRun:
         if output:
             generate.resumed_output.int32_le = pack_ids(output)
         engine = mesh.engine(ticket.engine_address)
-        self._call = engine.Generate(generate, timeout=backoff.remaining_s)
+        self._call = engine.Generate(generate, timeout=mesh.timeouts.stream_s)
         return self._call
 
-    async def _schedule(self, request: scheduler_pb2.ScheduleStepRequest, timeout_s: float) -> ticket_pb2.Ticket:
+    async def _next_event(
+        self, events: AsyncIterator[engine_pb2.GenerateResponse], assembly: StepAssembly
+    ) -> engine_pb2.GenerateResponse | None:
+        """The next event of the stream, None at its end. Raises TreadleError where the step runs and nothing comes, or
+        where it waits and the sidecar does not answer; the stream is cancelled then."""
+        assert self._ticket is not None, "it has a stream"
+        engine_id, step_s = self._ticket.engine_id, self._mesh.timeouts.step_s
+        if not assembly.waits:
+            try:
+                async with asyncio.timeout(step_s):
+                    return await anext(events, None)
+            except TimeoutError:
+                message = f"turn {assembly.turn} has brought no token on {engine_id} for {step_s:g} s (Timeouts.step_s)"
+                code = grpc.StatusCode.DEADLINE_EXCEEDED
+                raise TreadleError(code, message, "STEP_STALLED", "client.treadle") from None
+        reading = asyncio.ensure_future(anext(events, None))
+        try:
+            while not (await asyncio.wait({reading}, timeout=step_s))[0]:
+                await self._require_answer(self._ticket)
+            return await reading
+        finally:
+            reading.cancel()
+
+    async def _require_answer(self, ticket: ticket_pb2.Ticket) -> None:
+        """Raises TreadleError, which may be tried again, where the sidecar does not answer."""
+        engine = self._mesh.engine(ticket.engine_address)
+        try:
+            await engine.GetLoad(engine_pb2.GetLoadRequest(), timeout=self._mesh.timeouts.cleanup_s)
+        except grpc.aio.AioRpcError as failure:
+            error = error_from(failure)
+            if error.lost_connection or error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                message = f"the sidecar of {ticket.engine_id} does not answer while a step waits in its queue"
+                code = grpc.StatusCode.UNAVAILABLE
+                raise TreadleError(code, message, "SIDECAR_SILENT", "client.treadle") from failure
+
+    async def _schedule(self, request: scheduler_pb2.ScheduleStepRequest) -> ticket_pb2.Ticket:
         self.unanswered = request
         try:
+            timeout_s = self._mesh.timeouts.schedule_s
             answer = await self._mesh.call(self._mesh.scheduler.ScheduleStep, request, timeout_s)
         except TreadleError as error:
             if error.refused:  # that is an answer

@@ -33,6 +33,11 @@ class StepAssembly:
         self.calls = 0  # finished: a long step takes several
         self.called = 0  # tokens of these calls
 
+    @property
+    def waits(self) -> bool:
+        """Whether the step waits for its engine, and does not run."""
+        return self._kind == "queue"
+
     def set_engine(self, engine_id: str) -> None:
         """A ticket for engine_id was issued; its stream begins at the present count of tokens."""
         self._engine_id = engine_id

@@ -116,7 +116,7 @@ class Trajectory:
         engine and keeps the tokens yielded until then, as a step with finish_reason "aborted"; after a bare break it
         is in `steps` as soon as the trajectory is used again. A step that raises keeps nothing: generating again runs
         the same turn anew. Errors: StreamBroken, TokensSpent, TreadleError (INVALID_ARGUMENT with field_violations;
-        deadline timeouts.step_s).
+        DEADLINE_EXCEEDED by timeouts.step_s).
         """
         return StepRun(self._mesh, lambda run: self._begin(run, sampling), self._commit).chunks()
 
