@@ -101,6 +101,12 @@ class NoEngine(Refusal):
     reason = "NO_ENGINE"
 
 
+class NoEngineWithTags(NoEngine):
+    """No engine has carried the trajectory's hardware tags for so long that waiting is not expected to help."""
+
+    reason = "NO_ENGINE_WITH_TAGS"
+
+
 class CoreError(ValueError):
     """The input at path `field` cannot be used; `description` says what would be right."""
 

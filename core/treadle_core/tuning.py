@@ -12,6 +12,9 @@ class Tuning:
     ticket_ttl_s: float = 600.0
     # A sidecar renews every third of it, so two renewals may be lost. An engine that died is noticed after this long.
     lease_ttl_s: float = 10.0
+    # A step whose hardware tags no engine carries waits for this long, as engines may be starting: longer than a usual
+    # start, and less than clients wait for an engine.
+    missing_tags_s: float = 180.0
     # Closed trajectories stay readable for late readers and repeated requests, as long as records of requests do.
     keep_closed_s: float = 3600.0
     # A client closes right after its last token, before `step_finished` arrives. Wait so long for that, so that the

@@ -115,6 +115,23 @@ async def test_a_step_that_the_real_scheduler_refuses_does_not_spoil_the_next_on
         assert [step.turn for step in t.steps] == [0]
 
 
+async def test_tags_that_no_engine_carries_are_named_at_once_and_refused_after_a_while(
+    start_service: StartService, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Result: one warning for all trajectories; then an error that says which tags there are."""
+    scheduler = await start_service("treadle_scheduler", {"TREADLE_SCHEDULER_MISSING_TAGS_S": "1"})
+    lack = "none of the 1 engines carries the hardware tags h100, fp8; engines have no tags"
+    async with one_engine(scheduler.address) as (engine, client):
+        await until(lambda: engine.lease_id)
+        for sample in range(2):
+            t = await client.open(prompt_id="p0", sample=sample, prompt=PROMPT, hardware_tags=["h100", "fp8"])
+            with pytest.raises(treadle.TreadleError, match=f"{lack}, for over 1 s") as refused:
+                await generate(t, 4)
+            assert refused.value.reason == "NO_ENGINE_WITH_TAGS"
+    (warning,) = [record for record in caplog.records if record.name == "treadle"]
+    assert lack in warning.getMessage()
+
+
 async def test_the_real_scheduler_is_killed_in_the_middle_and_the_client_goes_on(start_service: StartService) -> None:
     """SIGKILL between two turns; a new process takes the same address and NATS store.
 

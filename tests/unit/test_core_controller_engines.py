@@ -84,6 +84,26 @@ def test_only_engines_with_the_asked_hardware_are_chosen() -> None:
         scenario.step("nowhere", 0)
 
 
+def test_tags_that_no_engine_carries_are_refused_for_good_after_a_while() -> None:
+    """Result: the time is counted from the first request, and anew once an engine with the tags has been there."""
+    scenario = Scenario(tuning=Tuning(missing_tags_s=5.0, lease_ttl_s=3600.0), engines=("plain",))
+    scenario.engine("old", hardware_tags=("a100",))
+    scenario.open("t", hardware_tags=("b300",))
+
+    def lack() -> refusals.NoEngine:
+        with pytest.raises(refusals.NoEngine, match="none of the 2 engines carries the hardware tags b300") as raised:
+            scenario.ask("t")
+        assert "engines have the tags a100" in raised.value.message
+        return raised.value
+
+    assert lack().reason == "NO_ENGINE"
+    scenario.advance(5.0)
+    assert lack().reason == "NO_ENGINE_WITH_TAGS"
+    scenario.engine("new", hardware_tags=("b300",))
+    scenario.send(ev.EngineDeregistered("lease-new", "new"))
+    assert lack().reason == "NO_ENGINE"
+
+
 def test_an_unhealthy_engine_gets_no_steps_and_its_trajectories_leave_it() -> None:
     scenario = Scenario(engines=("e0", "e1"))
     assert scenario.open("t").engine_id == "e0"

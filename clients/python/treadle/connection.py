@@ -14,6 +14,7 @@ stay on.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 import uuid
@@ -55,7 +56,10 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
+NO_ENGINE = "NO_ENGINE"  # ErrorInfo.reason of a step that no engine may run now
 STEP_HELD = "STEP_HELD"  # ErrorInfo.reason of a step that waits for space on an engine
+
+_log = logging.getLogger("treadle")
 
 
 @dataclass(frozen=True)
@@ -152,6 +156,7 @@ class Mesh:
         self._engines: dict[str, EngineServiceAsyncStub] = {}
         self._directory: scheduler_pb2.GetDirectoryResponse | None = None
         self._directory_lock = asyncio.Lock()
+        self._warned: set[str] = set()  # what steps wait for, each said once
         self.scheduler = scheduler_pb2_grpc.SchedulerServiceStub(self._channel(address))
 
     def clock(self) -> float:
@@ -190,6 +195,9 @@ class Mesh:
                 error = error_from(failure)
             if not error.retryable:
                 raise error
+            if error.reason == NO_ENGINE and error.message not in self._warned:
+                self._warned.add(error.message)
+                _log.warning("steps wait for an engine: %s", error.message)
             if error.reason == STEP_HELD:
                 # The step waits in the scheduler, which repeats that: the deadline is for a scheduler that is silent.
                 await asyncio.sleep(error.retry_after_s or 0.0)

@@ -16,9 +16,9 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from treadle_core.model import EngineRecord, PlacementRule, TrajectoryRecord
+from treadle_core.model import EngineRecord, EngineSpec, PlacementRule, TrajectoryRecord
 from treadle_core.ranking.priorities import remaining_tokens, token_s
-from treadle_core.refusals import ContextTooLong
+from treadle_core.refusals import ContextTooLong, NoEngine, NoEngineWithTags
 from treadle_core.tables.engines import EngineTable
 from treadle_core.tables.trajectories import TrajectoryTable
 from treadle_core.tuning import Tuning
@@ -65,6 +65,7 @@ class Siting:
         self._prompts: OrderedDict[str, str] = OrderedDict()
         self._able: dict[tuple[str, ...], Able] = {}  # by the tags that they must carry
         self._able_revision = -1
+        self._missing_since_s: dict[tuple[str, ...], float] = {}  # tags that were asked for and no engine carries
 
     def restore(self) -> None:
         """Continue from the stored trajectories of an earlier run."""
@@ -73,6 +74,12 @@ class Siting:
                 self._pinned += 1
             elif record.ticket is not None:
                 self.note_step(record)
+
+    def note_engine(self, spec: EngineSpec) -> None:
+        """An engine has registered: its tags are missing no more."""
+        found = [tags for tags in self._missing_since_s if set(tags) <= set(spec.hardware_tags)]
+        for tags in found:
+            del self._missing_since_s[tags]
 
     def note_step(self, record: TrajectoryRecord) -> None:
         """A step of the trajectory goes to its engine, which will cache the prompt."""
@@ -129,6 +136,28 @@ class Siting:
     def require_fitting(self, record: TrajectoryRecord, context_tokens: int) -> None:
         """Raises ContextTooLong where engines exist and none takes a context this long, as `choose` would."""
         self._able_for(record).fitting(context_tokens)
+
+    def explain_lack(self, record: TrajectoryRecord, now: float) -> NoEngine:
+        """Why `choose` has found no engine, without the trajectory's name, so that a client can say it once for all."""
+        engines, tags = list(self._engines), ", ".join(record.hardware_tags)
+        lack, kind = "no engine is registered", NoEngine
+        if record.pinned_engine_id:
+            lack = f"engine {record.pinned_engine_id}, to which the trajectory is pinned, is gone or not healthy"
+        elif any(carries_tags(engine, record) for engine in engines):
+            lack = f"no engine with the hardware tags {tags} is healthy" if tags else "no engine is healthy"
+        elif engines:
+            missing_s = now - self._missing_since_s.setdefault(record.hardware_tags, now)
+            known = ", ".join(sorted({tag for engine in engines for tag in engine.spec.hardware_tags}))
+            lack = (
+                f"none of the {len(engines)} engines carries the hardware tags {tags}; "
+                f"engines have {f'the tags {known}' if known else 'no tags'}"
+            )
+            longest_s = self._tuning.missing_tags_s
+            if missing_s < longest_s:
+                lack = f"{lack}; steps are refused once that is so for {longest_s:g} s"
+            else:
+                lack, kind = f"{lack}, for over {longest_s:g} s", NoEngineWithTags
+        return kind(lack, trajectory_id=record.trajectory_id)
 
     def _able_for(self, record: TrajectoryRecord) -> Able:
         """Healthy engines with the trajectory's tags; kept until the engines change."""

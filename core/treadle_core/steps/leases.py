@@ -18,6 +18,7 @@ def register_engine(state: State, event: EngineRegistered, now: float) -> list[a
         return []
     actions = remove_engine(state, event.spec.engine_id, "REPLACED") if event.spec.engine_id in state.engines else []
     record = state.engines.register(event, now)
+    state.siting.note_engine(record.spec)
     state.planner.note_engines()
     return [*actions, act.SaveEngine(record), act.AnnounceEngineJoined(record.spec)]
 

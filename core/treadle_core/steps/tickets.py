@@ -13,7 +13,7 @@ from treadle_core.actions import AbortStep, Action, IssueTicket, SaveTrajectory
 from treadle_core.events import StepFinished, StepRequested
 from treadle_core.model import EngineSpec, TicketRecord, TicketStatus, TrajectoryRecord, TrajectoryState, copy_with
 from treadle_core.ranking import priorities
-from treadle_core.refusals import BadField, NoEngine, RequestIdReused, StepInFlight, TrajectoryIsClosed, TurnOutOfOrder
+from treadle_core.refusals import BadField, RequestIdReused, StepInFlight, TrajectoryIsClosed, TurnOutOfOrder
 from treadle_core.steps import moves
 from treadle_core.steps.state import State
 
@@ -173,10 +173,7 @@ def issue_ticket(
         context_tokens=event.context_tokens,
     )
     if engine is None:
-        raise NoEngine(
-            "no engine may run this step now: none is registered and healthy that it could go to",
-            trajectory_id=record.trajectory_id,
-        )
+        raise state.siting.explain_lack(record, now)
     actions: list[Action] = []
     if lost is not None:
         state.engines.suspect(lost.engine_id, now)

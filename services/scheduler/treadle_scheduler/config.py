@@ -30,6 +30,7 @@ class SchedulerSettings(Settings):
 
     # The settings below are fields of treadle_core.tuning.Tuning, where the other thresholds are.
     lease_ttl_s: Seconds = 10.0  # an engine whose lease was not renewed for this long is removed
+    missing_tags_s: Seconds = 180.0  # a step whose hardware tags no engine carries is refused after this long
     ticket_ttl_s: Seconds = 600.0  # a sidecar refuses an older ticket
     keep_closed_s: Annotated[float, Field(ge=0)] = 3600.0  # how long a closed trajectory stays readable
     abandon_after_s: Seconds = 6 * 3600.0  # an open trajectory without any request for this long is closed as failed

@@ -55,6 +55,7 @@ ERRORS: ErrorTable = {
     refusals.NoEngine: lambda refusal: Unavailable(
         refusal.reason, refusal.message, retry_after_s=RETRY_NO_ENGINE_S, **refusal.metadata
     ),
+    refusals.NoEngineWithTags: _as(FailedPrecondition),
     refusals.TrajectoryNotFound: _as(NotFound),
     refusals.EngineNotFound: _as(NotFound),
     refusals.LeaseNotFound: _as(NotFound),
