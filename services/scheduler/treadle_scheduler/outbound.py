@@ -49,7 +49,8 @@ class Queues(Generic[T]):
     """Work that waits, in one queue for each address, and the tasks that do it.
 
     work: does some of the work of one address. tasks: most that run at once for an address. most: items that one of
-    them takes at a time. gather_s: how long it waits for more before it takes some. An address has tasks and a queue only while it has work.
+    them takes at a time. gather_s: how long the only task waits for more items before it takes some. An address has
+    tasks and a queue only while it has work.
     """
 
     def __init__(
