@@ -12,8 +12,8 @@ it; the stream's duplicate window makes that harmless.
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -22,18 +22,18 @@ import nats.js.errors
 import structlog
 from nats.aio.client import Client
 from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, KeyValueConfig, PubAck, StorageType, StreamConfig
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, KeyValueConfig, PubAck, StorageType
 from nats.js.kv import KV_DEL, KV_MARKER_REASON, KV_OP, KV_PURGE, KeyValue
 from opentelemetry import propagate, trace
 from treadle.telemetry.v1.facts_pb2 import Fact
 
+from treadle_runtime.config import DEFAULT_FACTS_BYTES
 from treadle_runtime.errors import StartError
-from treadle_runtime.facts import STREAM, SUBJECT_ROOT, FactSubscription, Handler, subject_of, subjects_of
+from treadle_runtime.facts import STREAM, FactSubscription, Handler, stream_config, subject_of, subjects_of
 
 log = structlog.get_logger()
 
-FACTS_KEPT_S = 3600.0  # a consumer that was away for longer starts from what is left
-DUPLICATE_WINDOW_S = 120.0  # how long a repeated publish is recognised; repeats come within seconds
+NO_STORAGE = 10047  # err_code of JetStream: the bytes that a stream reserves are more than the server has left
 OUTBOX_CAPACITY = 65_536  # facts; about 30 MB, minutes of a busy mesh without NATS. When full, publishing waits.
 MOST_UNACKNOWLEDGED = 256  # facts sent together; about 100 KB, and far more than come in a round trip
 FIRST_RETRY_S = 0.05
@@ -70,8 +70,9 @@ _KEY_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123
 class Bus:
     """A connection to NATS. Made by `open_bus`."""
 
-    def __init__(self, name: str, tracer: trace.Tracer) -> None:
+    def __init__(self, name: str, tracer: trace.Tracer, facts_bytes: int | None) -> None:
         self._name = name
+        self._facts_bytes = facts_bytes
         self._client = Client()
         self._js = self._client.jetstream(timeout=ANSWER_TIMEOUT_S)
         self._tracer = tracer
@@ -132,9 +133,20 @@ class Bus:
         for subscription in self._subscriptions:
             await subscription.catch_up(last)
 
-    async def key_value(self, bucket: str, *, ttl_s: float | None = None) -> KeyValue:
+    async def key_value(self, bucket: str, *, ttl_s: float | None = None, max_bytes: int | None = None) -> KeyValue:
         """Open a bucket, and make it first if it is not there: on disk, with one revision a key, which is kept for
-        `ttl_s`."""
+        `ttl_s`. max_bytes: what it may hold, also where it is there already; JetStream reserves that and refuses writes
+        beyond it. None: as it is. Raises StartError where JetStream has not that much left.
+        """
+        store = await self._open_bucket(bucket, ttl_s)
+        if max_bytes is not None:
+            config = (await self._js.stream_info(store._stream)).config
+            config.max_bytes = max_bytes
+            with _explain_no_storage(f"{max_bytes} bytes for bucket {bucket}"):
+                await self._js.update_stream(config)
+        return store
+
+    async def _open_bucket(self, bucket: str, ttl_s: float | None) -> KeyValue:
         try:
             return await self._js.key_value(bucket)
         except nats.js.errors.NotFoundError:
@@ -199,27 +211,25 @@ class Bus:
                     disconnected_cb=self._on_disconnect,
                     reconnected_cb=self._on_reconnect,
                 )
-                await self._make_stream()
+                with _explain_no_storage(f"TREADLE_FACTS_BYTES={self._facts_bytes or DEFAULT_FACTS_BYTES}"):
+                    await self._make_stream()
                 self._connected.set()
         except TimeoutError:
-            await self._client.close()
-            raise StartError(
-                f"NATS at {url} did not answer within {timeout_s:g} s ({self._last_error!r}): is it running?"
-            ) from None
+            silent = f"NATS at {url} did not answer within {timeout_s:g} s ({self._last_error!r}): is it running?"
+            raise StartError(silent) from None
+        finally:
+            if not self._connected.is_set():
+                await self._client.close()
 
     async def _make_stream(self) -> None:
-        config = StreamConfig(
-            name=STREAM,
-            subjects=[f"{SUBJECT_ROOT}.>"],
-            storage=StorageType.FILE,
-            max_age=FACTS_KEPT_S,
-            duplicate_window=DUPLICATE_WINDOW_S,
-        )
+        config = stream_config(self._facts_bytes or DEFAULT_FACTS_BYTES)
         while True:
             try:
                 await self._js.add_stream(config)
                 return
-            except nats.js.errors.BadRequestError:
+            except nats.js.errors.BadRequestError:  # it is there, with other settings
+                if self._facts_bytes is None:
+                    config.max_bytes = (await self._js.stream_info(STREAM)).config.max_bytes
                 await self._js.update_stream(config)
                 return
             except nats.errors.NoRespondersError as error:
@@ -321,11 +331,11 @@ class Bus:
 
 @asynccontextmanager
 async def open_bus(
-    url: str, name: str, *, timeout_s: float = 60.0, tracer: trace.Tracer | None = None
+    url: str, name: str, *, timeout_s: float = 60.0, tracer: trace.Tracer | None = None, facts_bytes: int | None = None
 ) -> AsyncIterator[Bus]:
     """A connected bus for the time of the block, drained at its end. Raises StartError where NATS or JetStream does not
-    answer."""
-    bus = Bus(name, tracer or trace.NoOpTracer())
+    answer. facts_bytes: what the stream of facts may hold; None leaves a stream that is there as it is."""
+    bus = Bus(name, tracer or trace.NoOpTracer(), facts_bytes)
     await bus._connect(url, timeout_s)
     begun = asyncio.Event()
     async with run_beside([bus._send_accepted, bus._keep_subscriptions, partial(bus._run_handlers, begun)]):
@@ -365,6 +375,18 @@ def _failure(result: asyncio.Future[PubAck] | Exception) -> Exception | None:
     if result.cancelled():
         return nats.errors.TimeoutError()
     return cast(Exception | None, result.exception())
+
+
+@contextmanager
+def _explain_no_storage(what: str) -> Iterator[None]:
+    """Raise StartError where JetStream cannot reserve `what`."""
+    try:
+        yield
+    except nats.js.errors.APIError as error:
+        if error.err_code != NO_STORAGE:
+            raise
+        cure = "lower the setting, or give nats-server a larger max_file_store (by default 75% of the free disk)"
+        raise StartError(f"JetStream cannot reserve {what} ({error.description}): {cure}") from error
 
 
 def kv_key(*parts: str) -> str:

@@ -29,6 +29,8 @@ from pydantic import (
 # A context of 1M tokens is 4 MiB of int32 ids; a batch of them needs some room.
 DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 SMALLEST_MAX_MESSAGE_BYTES = 1024  # below this not even a ticket fits
+DEFAULT_FACTS_BYTES = 1024**3  # 2.4 million facts: an hour at 650 facts a second, half an hour of the busiest mesh
+SMALLEST_FACTS_BYTES = 1024 * 1024  # 2,000 facts: what a consumer receives within seconds
 BAD_SETTING_EXIT_CODE = 2
 COMMON_PREFIX = "TREADLE_"
 
@@ -98,6 +100,8 @@ class Settings(BaseModel):
     drain_grace_s: Annotated[float, Field(ge=0)] = 10.0  # how long calls in flight may still run after SIGTERM
     startup_timeout_s: Annotated[float, Field(gt=0)] = 60.0  # how long to wait for NATS at start
     max_message_bytes: Annotated[int, Field(ge=SMALLEST_MAX_MESSAGE_BYTES)] = DEFAULT_MAX_MESSAGE_BYTES
+    # Of the stream of facts, from which JetStream discards the oldest; the same for all services of a mesh.
+    facts_bytes: Annotated[int, Field(ge=SMALLEST_FACTS_BYTES)] = DEFAULT_FACTS_BYTES
     ready_file: str = ""  # written once the server listens: {"address": "host:port", "pid": N}; empty: none
 
     @field_validator("listen")

@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError, Message
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, DiscardPolicy, StorageType, StreamConfig
 from opentelemetry import propagate, trace
 from treadle.telemetry.v1.facts_pb2 import Fact
 
@@ -29,6 +29,8 @@ log = structlog.get_logger()
 
 STREAM = "TREADLE_FACTS"
 SUBJECT_ROOT = "treadle.facts"
+FACTS_KEPT_S = 3600.0  # a consumer that was away for longer starts from what is left
+DUPLICATE_WINDOW_S = 120.0  # how long a repeated publish is recognised; repeats come within seconds
 KINDS: frozenset[str] = frozenset(field.name for field in Fact.DESCRIPTOR.oneofs_by_name["fact"].fields)
 
 # The id in a fact's subject is the first of these that is set; facts about a step have it in `step`.
@@ -44,6 +46,19 @@ MOST_UNHANDLED = 1024  # facts whose handlers run; more than come while state is
 REMEMBERED_FACTS = 65_536  # ids, about 8 MB; far more than a duplicate window holds
 CAUGHT_UP_POLL_S = 0.02  # how often the server is asked how far a replay is
 INACTIVE_THRESHOLD_S = 60.0  # the server forgets a consumer without subscriber after this, unless durable
+
+
+def stream_config(max_bytes: int) -> StreamConfig:
+    """The stream of facts. Beyond `max_bytes` the oldest go: refusing new ones would stop the services that publish."""
+    return StreamConfig(
+        name=STREAM,
+        subjects=[f"{SUBJECT_ROOT}.>"],
+        storage=StorageType.FILE,
+        max_age=FACTS_KEPT_S,
+        max_bytes=max_bytes,
+        discard=DiscardPolicy.OLD,
+        duplicate_window=DUPLICATE_WINDOW_S,
+    )
 
 
 def make_fact(source: str, **kind_message: Message) -> Fact:

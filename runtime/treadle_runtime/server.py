@@ -148,7 +148,11 @@ async def serving(settings: Settings, wire: Wire, *, tracing: Tracing | None = N
     channels = Channels(receive_limit_bytes(settings), tracing.client_interceptors())
     try:
         async with open_bus(
-            settings.nats_url, name, timeout_s=settings.startup_timeout_s, tracer=tracing.tracer
+            settings.nats_url,
+            name,
+            timeout_s=settings.startup_timeout_s,
+            tracer=tracing.tracer,
+            facts_bytes=settings.facts_bytes,
         ) as bus:
             try:
                 records = await RequestRecords.open(bus, settings.service)

@@ -53,6 +53,7 @@ async def test_a_bad_field_of_a_request_is_named(calls: RolloutCalls) -> None:
         ("GetBatch", batch(max_groups=0), "max_groups"),
         ("GetBatch", batch(max_groups=-3), "max_groups"),
         ("GetBatch", batch(weight_version=-1), "weight_version"),
+        ("ConfirmBatch", pb.ConfirmBatchRequest(request_id="f", rollout_id="r"), "batch_request_id"),
     ]
     await calls.create()
     for rpc, request, field in bad:
@@ -67,6 +68,12 @@ async def test_every_rpc_says_that_a_rollout_is_unknown_and_refuses_an_empty_id(
             await refusal(calls, "CancelRollout", pb.CancelRolloutRequest(request_id="a", rollout_id=rollout_id)),
             await refusal_of(RolloutCalls(calls.channel, rollout_id).submit(finished("a"))),
             await refusal(calls, "GetBatch", batch(rollout_id=rollout_id)),
+            await refusal_of(calls.stub.StreamBatch(batch(rollout_id=rollout_id), timeout=CALL_S).read()),
+            await refusal(
+                calls,
+                "ConfirmBatch",
+                pb.ConfirmBatchRequest(request_id="f", rollout_id=rollout_id, batch_request_id="b"),
+            ),
             await refusal_of(calls.stub.WatchRollout(pb.WatchRolloutRequest(rollout_id=rollout_id)).read()),
         ]
         said = {(error.code, error.reason, error.fields) for error in errors}
@@ -121,6 +128,15 @@ async def test_a_bad_field_of_a_trajectory_is_named(calls: RolloutCalls) -> None
 async def test_any_version_is_taken_where_staleness_is_not_bounded(calls: RolloutCalls) -> None:
     await calls.create()
     assert (await calls.submit(finished("a", versions=("step-12",)))).kept
+
+
+async def test_launch_weights_that_nobody_named_count_as_version_0(calls: RolloutCalls) -> None:
+    """SGLang calls them "default". The trainer is at 2: one version behind is allowed, and they are two behind."""
+    await calls.create(samples=2, staleness=1)
+    assert (await calls.submit(finished("fresh", sample=0, versions=("default", "1")))).kept
+    assert (await calls.submit(finished("newer", sample=1, versions=("1",)))).kept
+    batch = await calls.batch("b", version=2)
+    assert [t.trajectory_id for t in batch.groups[0].trajectories] == ["newer"]
 
 
 async def test_what_is_taken_by_another_request_is_refused(calls: RolloutCalls) -> None:

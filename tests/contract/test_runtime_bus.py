@@ -1,14 +1,16 @@
 """The bus against a real nats-server: nothing accepted is lost, nothing is handled twice."""
 
 import asyncio
+from pathlib import Path
 
+import nats.js.errors
 import pytest
 from support.conditions import until
 from support.nats_server import NatsServer
 from treadle.telemetry.v1.facts_pb2 import EngineLost, Fact, StepFinished, StepRef
 from treadle_runtime.bus import Bus, entries_of, open_bus
 from treadle_runtime.errors import StartError
-from treadle_runtime.facts import make_fact
+from treadle_runtime.facts import STREAM, make_fact
 
 
 def lost(engine_id: str) -> Fact:
@@ -231,3 +233,43 @@ async def test_no_nats_is_a_start_error_that_says_where(nats_server: NatsServer)
     with pytest.raises(StartError, match=nats_server.url):
         async with open_bus(nats_server.url, "test", timeout_s=0.3):
             raise AssertionError("not reached")
+
+
+async def test_the_oldest_facts_are_discarded_beyond_the_bound_of_the_stream(nats_url: str) -> None:
+    """64 KiB hold some of 2,000 facts. A process that names no bound, such as a command, changes nothing."""
+    ear, bound = Ear(), 64 * 1024
+    async with open_bus(nats_url, "service", facts_bytes=bound) as bus, open_bus(nats_url, "command") as other:
+        for index in range(2000):
+            await bus.publish(lost(str(index)))
+        await bus.flush()
+        await other.subscribe([], ear, replay=True)
+        await other.catch_up()
+        state = (await other.jetstream.stream_info(STREAM)).state
+    assert ear.heard == [str(index) for index in range(2000 - state.messages, 2000)]
+    assert 0 < state.messages < 2000 and state.bytes <= bound
+
+
+async def test_a_bucket_with_a_bound_refuses_what_is_beyond_it_and_loses_nothing(bus: Bus) -> None:
+    """A bucket without a bound gets one that its values exceed, and then one that has room again."""
+    bucket = await bus.key_value("b")
+    await bucket.put("old", b"x" * 10_000)
+    bucket = await bus.key_value("b", max_bytes=5_000)
+    with pytest.raises(nats.js.errors.ServiceUnavailableError):
+        await bucket.put("new", b"y")
+    assert (await bucket.get("old")).value == b"x" * 10_000
+    bucket = await bus.key_value("b", max_bytes=20_000)
+    await bucket.put("new", b"y")
+
+
+async def test_bounds_that_jetstream_cannot_reserve_are_start_errors_that_say_what_to_do(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path / "small", max_file_store=1024 * 1024)
+    server.start()
+    try:
+        with pytest.raises(StartError, match=r"TREADLE_FACTS_BYTES=9999999 .*max_file_store"):
+            async with open_bus(server.url, "test", facts_bytes=9_999_999):
+                raise AssertionError("not reached")
+        async with open_bus(server.url, "test", facts_bytes=500_000) as bus:
+            with pytest.raises(StartError, match=r"9999999 bytes for bucket b .*max_file_store"):
+                await bus.key_value("b", max_bytes=9_999_999)
+    finally:
+        server.kill()

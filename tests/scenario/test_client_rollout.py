@@ -69,6 +69,34 @@ async def test_every_sample_comes_back_in_order_and_can_be_taken_as_a_batch(
         assert (got.version_spans, got.reward, got.turns) == (t.version_spans, t.reward, 1)
 
 
+async def test_a_batch_whose_stream_breaks_is_read_again_and_confirmed_once_it_is_whole(
+    mesh: FakeMesh, client: treadle.Client
+) -> None:
+    """The stream breaks before its last message, twice; the confirmation is refused, which costs nothing but time.
+
+    Result: one batch under one request_id, each trajectory once.
+    """
+    lost = Refusal(grpc.StatusCode.UNAVAILABLE, "AWAY")
+    result = await client.rollout(PROMPTS, one_turn, samples_per_prompt=2)
+    mesh.rollout.refuse_next("StreamBatch", lost, lost)
+    mesh.rollout.refuse_next("ConfirmBatch", Refusal(grpc.StatusCode.NOT_FOUND, "BATCH_NOT_FOUND"))
+    batch = await client.get_batch(result.rollout_id, max_groups=2)
+    taken = [t.trajectory_id for group in batch.groups for t in group.trajectories]
+    assert sorted(taken) == sorted(t.trajectory_id for t in result.trajectories)
+    [asked] = {request.request_id for request in mesh.rollout.requests("StreamBatch")}
+    assert [r.batch_request_id for r in mesh.rollout.requests("ConfirmBatch")] == [asked]
+
+
+async def test_a_trajectory_that_finds_the_store_full_is_sent_again_as_often_as_it_takes(
+    mesh: FakeMesh, client: treadle.Client
+) -> None:
+    full = Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "PAYLOADS_FULL", retry_after_s=0.02)
+    mesh.rollout.refuse_next("SubmitTrajectory", *[full] * 5)
+    result = await client.rollout(PROMPTS[:1], one_turn, samples_per_prompt=1)
+    assert [(t.kept, t.error) for t in result.trajectories] == [(True, "")]
+    assert len(mesh.rollout.requests("SubmitTrajectory")) == 6
+
+
 async def test_an_agent_that_raises_fails_its_trajectory_and_no_other(mesh: FakeMesh, client: treadle.Client) -> None:
     async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
         if trajectory.sample == 1:

@@ -1,10 +1,14 @@
 """FakeRollout and FakeTools: the contracts of RolloutService and ToolsService as the client sees them, in memory."""
 
 import json
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
 
 import grpc
+import grpc.aio
 from google.protobuf.duration_pb2 import Duration
-from support.fake_servicer import FakeServicer, Refusal, answer
+from support.fake_servicer import FakeServicer, Refusal, answer, refuse
 from treadle.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
 
@@ -20,6 +24,7 @@ class FakeRollout(FakeServicer, rollout_pb2_grpc.RolloutServiceServicer):
         self.specs: dict[str, rollout_pb2.RolloutSpec] = {}
         self.cancelled: set[str] = set()
         self.kept: dict[str, list[rollout_pb2.FinishedTrajectory]] = {}
+        self.batches: dict[str, list[rollout_pb2.FinishedTrajectory]] = {}  # by request_id
 
     @answer
     def CreateRollout(self, request: rollout_pb2.CreateRolloutRequest) -> rollout_pb2.CreateRolloutResponse:
@@ -46,11 +51,28 @@ class FakeRollout(FakeServicer, rollout_pb2_grpc.RolloutServiceServicer):
         group.append(trajectory)
         return rollout_pb2.SubmitTrajectoryResponse(kept=True, group_settled=len(group) >= keep)
 
+    async def StreamBatch(
+        self, request: rollout_pb2.GetBatchRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[rollout_pb2.StreamBatchResponse]:
+        """Each trajectory in two parts; a scripted refusal comes in place of the last message."""
+        self.log("StreamBatch", request, context)
+        if request.request_id not in self.batches:
+            taken = list(self.kept)[: request.max_groups]
+            self.batches[request.request_id] = [trajectory for name in taken for trajectory in self.kept.pop(name)]
+        for trajectory in self.batches[request.request_id]:
+            data = trajectory.SerializeToString()
+            part = partial(
+                rollout_pb2.StreamBatchResponse, prompt_id=trajectory.prompt_id, trajectory_id=trajectory.trajectory_id
+            )
+            yield part(data=data[:20])
+            yield part(data=data[20:], trajectory_end=True)
+        if (refusal := self.next_refusal("StreamBatch")) is not None:
+            await refuse(context, refusal)
+        yield rollout_pb2.StreamBatchResponse(batch_end=True, exhausted=not self.kept)
+
     @answer
-    def GetBatch(self, request: rollout_pb2.GetBatchRequest) -> rollout_pb2.GetBatchResponse:
-        taken = [self.kept.pop(prompt_id) for prompt_id in list(self.kept)[: request.max_groups]]
-        groups = [rollout_pb2.TrajectoryGroup(prompt_id=g[0].prompt_id, trajectories=g) for g in taken]
-        return rollout_pb2.GetBatchResponse(groups=groups, exhausted=not self.kept)
+    def ConfirmBatch(self, request: rollout_pb2.ConfirmBatchRequest) -> rollout_pb2.ConfirmBatchResponse:
+        return rollout_pb2.ConfirmBatchResponse()
 
 
 class FakeTools(FakeServicer, tools_pb2_grpc.ToolsServiceServicer):

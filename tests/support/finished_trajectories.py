@@ -74,14 +74,47 @@ class RolloutCalls:
         )
         return await self.stub.SubmitTrajectory(request, timeout=CALL_S)
 
+    def request(
+        self, request_id: str, max_groups: int = 1, *, version: int = 0, wait: bool = False
+    ) -> pb.GetBatchRequest:
+        """A request for a batch."""
+        return pb.GetBatchRequest(
+            request_id=request_id, rollout_id=self.rollout_id, max_groups=max_groups, weight_version=version, wait=wait
+        )
+
     async def batch(
         self, request_id: str, max_groups: int = 1, *, version: int = 0, wait: bool = False, timeout_s: float = CALL_S
     ) -> pb.GetBatchResponse:
         """A batch."""
-        request = pb.GetBatchRequest(
-            request_id=request_id, rollout_id=self.rollout_id, max_groups=max_groups, weight_version=version, wait=wait
-        )
+        request = self.request(request_id, max_groups, version=version, wait=wait)
         return await self.stub.GetBatch(request, timeout=timeout_s)
+
+    async def stream(
+        self, request_id: str, max_groups: int = 1, *, version: int = 0, wait: bool = False
+    ) -> pb.GetBatchResponse:
+        """A streamed batch, put together; every message of it fits gRPC's default limit."""
+        request = self.request(request_id, max_groups, version=version, wait=wait)
+        batch, data, part = pb.GetBatchResponse(), b"", pb.StreamBatchResponse()
+        async for part in self.stub.StreamBatch(request, timeout=CALL_S):
+            assert part.ByteSize() < 4 * 1024 * 1024
+            data += part.data
+            if part.trajectory_end:
+                if not batch.groups or batch.groups[-1].prompt_id != part.prompt_id:
+                    batch.groups.add(prompt_id=part.prompt_id)
+                trajectory = batch.groups[-1].trajectories.add()
+                trajectory.ParseFromString(data)
+                assert trajectory.trajectory_id == part.trajectory_id
+                data = b""
+        assert part.batch_end and not data
+        batch.exhausted = part.exhausted
+        return batch
+
+    async def confirm(self, batch_request_id: str) -> None:
+        """Say that the batch of a request has arrived."""
+        request = pb.ConfirmBatchRequest(
+            request_id=f"confirm-{batch_request_id}", rollout_id=self.rollout_id, batch_request_id=batch_request_id
+        )
+        await self.stub.ConfirmBatch(request, timeout=CALL_S)
 
 
 def members(batch: pb.GetBatchResponse) -> list[list[str]]:

@@ -1,5 +1,6 @@
 """A real nats-server with JetStream as a child process, which keeps its port and store over restarts."""
 
+import json
 import shutil
 import socket
 import subprocess
@@ -23,10 +24,12 @@ def nats_server_binary() -> str:
 
 
 class NatsServer:
-    """`start` may be called again after `kill`: the same port, the same store."""
+    """`start` may be called again after `kill`: the same port, the same store, which may hold `max_file_store` bytes
+    (0: 75% of the free disk)."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, max_file_store: int = 0) -> None:
         self._folder = folder
+        self._max_file_store = max_file_store
         self._port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -44,8 +47,10 @@ class NatsServer:
     def start(self) -> None:
         """Returns once the server accepts connections."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        command = [nats_server_binary(), "-js", "-sd", str(self._folder / "store"), "-a", "127.0.0.1"]
-        command += ["-p", str(self._port)]
+        store, config = self._folder / "store", self._folder / "config"
+        limit = f", max_file_store: {self._max_file_store}" if self._max_file_store else ""
+        config.write_text(f"jetstream {{ store_dir: {json.dumps(str(store))}{limit} }}\n")
+        command = [nats_server_binary(), "-c", str(config), "-a", "127.0.0.1", "-p", str(self._port)]
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         ends_at = time.monotonic() + START_DEADLINE_S

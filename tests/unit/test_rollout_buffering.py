@@ -54,12 +54,31 @@ async def test_a_trajectory_larger_than_a_nats_message_comes_back_whole(calls: R
     assert batch.groups[0].trajectories[0] == trajectory
 
 
-async def test_a_group_that_no_batch_could_hold_is_refused_at_submission(nats_url: str) -> None:
+async def test_a_group_too_large_for_a_message_is_left_to_the_streamed_batch(nats_url: str) -> None:
+    """GetBatch refuses the group and takes nothing; StreamBatch takes it, and GetBatch cannot repeat that."""
     async with rollout_service(nats_url, max_message_bytes=200_000) as calls:
         await calls.create(samples=2)
-        assert (await calls.submit(finished("a", sample=0, sampled=10_000))).kept
-        refusal = await refusal_of(calls.submit(finished("b", sample=1, sampled=10_000)))
-        assert refusal.reason == "GROUP_TOO_LARGE"
+        group = [finished(f"t{sample}", sample=sample, sampled=10_000) for sample in range(2)]
+        assert [(await calls.submit(trajectory)).kept for trajectory in group] == [True, True]
+        refusal = await refusal_of(calls.batch("b"))
+        assert refusal[:2] == (grpc.StatusCode.FAILED_PRECONDITION, "GROUP_TOO_LARGE")
+        batch = await calls.stream("b", wait=True)
+        assert list(batch.groups[0].trajectories) == group and batch.exhausted
+        assert (await refusal_of(calls.batch("b", wait=True))).reason == "BATCH_TOO_LARGE"
+        assert await calls.stream("b", wait=True) == batch
+
+
+async def test_a_batch_is_repeated_by_either_rpc_until_it_is_confirmed(calls: RolloutCalls) -> None:
+    await calls.create(prompts=2)
+    for index in range(2):
+        await calls.submit(finished(f"t{index}", f"p{index}"))
+    batch = await calls.batch("b", 1)
+    assert await calls.stream("b", 1) == batch
+    await calls.confirm("b")
+    for repeat in (calls.batch("b", 1), calls.stream("b", 1)):
+        assert (await refusal_of(repeat)).reason == "BATCH_EXPIRED"
+    assert (await refusal_of(calls.confirm("never"))).reason == "BATCH_NOT_FOUND"
+    assert members(await calls.stream("b1", 1)) == [["t1"]]
 
 
 async def test_a_batch_stops_at_the_message_limit_and_the_rest_comes_with_the_next(nats_url: str) -> None:
@@ -138,17 +157,27 @@ async def test_cancelling_ends_the_wait_of_a_batch(calls: RolloutCalls) -> None:
     assert late.drop_reason == pb.DROP_REASON_CANCELLED and late.group_settled
 
 
-async def test_a_watch_shows_settled_groups_and_ends_with_the_rollout(calls: RolloutCalls) -> None:
-    await calls.create(prompts=2)
+async def test_a_watch_sends_the_rollout_once_and_then_the_groups_that_changed(calls: RolloutCalls) -> None:
+    """A group gets one sample of two, which no watch sends, and another group settles; then all settle, one by one.
+
+    Result: each message after the first names the changed groups alone; what a reader makes of them is the rollout.
+    """
+    await calls.create(prompts=3, samples=2)
     watch = calls.stub.WatchRollout(pb.WatchRolloutRequest(rollout_id="r"), timeout=CALL_S)
-    states = aiter(watch)
-    settled = [sum(group.settled for group in (await anext(states)).rollout.groups)]
-    for index in range(2):
-        await calls.submit(finished(f"t{index}", f"p{index}"))
-        state = (await anext(states)).rollout
-        settled.append(sum(group.settled for group in state.groups))
-    assert settled == [0, 1, 2]
-    assert state.state == pb.ROLLOUT_STATE_FINISHED
+    first = await anext(states := aiter(watch))
+    assert not first.changes and first.rollout == await calls.get()
+    groups = {group.prompt_id: group for group in first.rollout.groups}
+    await calls.submit(finished("early", "p1"))
+    for prompt_id, samples, changed in (("p0", (0, 1), ["p0", "p1"]), ("p1", (1,), ["p1"]), ("p2", (0, 1), ["p2"])):
+        for sample in samples:
+            await calls.submit(finished(f"{prompt_id}-{sample}", prompt_id, sample))
+        message = await anext(states)
+        assert message.changes and not message.rollout.HasField("spec")
+        assert [group.prompt_id for group in message.rollout.groups] == changed
+        groups.update((group.prompt_id, group) for group in message.rollout.groups)
+    rollout = await calls.get()
+    assert list(groups.values()) == list(rollout.groups)
+    assert message.rollout.state == rollout.state == pb.ROLLOUT_STATE_FINISHED
     assert [message async for message in watch] == []
 
 
@@ -173,8 +202,8 @@ async def test_two_processes_over_one_log_never_hand_a_group_out_twice(bus: Bus)
     await here.submit(Sample("t0", "p0", 0), b"tokens")
     await there.submit(Sample("t0", "p0", 0), b"tokens")
     assert there.buffer.revision == 1
-    first = await here.take(asks("b0"), 1000)
-    second = await there.take(asks("b1"), 1000)
+    first = await here.take(asks("b0"))
+    second = await there.take(asks("b1"))
     assert (len(first.groups), len(second.groups)) == (1, 0)
 
 
@@ -187,7 +216,7 @@ async def test_a_sweep_removes_what_nobody_can_ask_for_and_nothing_else(bus: Bus
     rollout = await rollouts.create("r", RolloutSpec(("p0", "p1"), 1, 1), "req")
     for index in range(2):
         await rollout.submit(Sample(f"t{index}", f"p{index}", 0), b"tokens")
-    batch = await rollout.take(asks("b0"), 1000)
+    batch = await rollout.take(asks("b0"))
     now_s = rollout.touched_at_s
     await sweep(now_s + 59.0)
     assert await rollout.payloads_of(batch) == {"t0": b"tokens"}
@@ -195,7 +224,7 @@ async def test_a_sweep_removes_what_nobody_can_ask_for_and_nothing_else(bus: Bus
     with pytest.raises(ExceptionGroup) as lost:
         await rollout.payloads_of(batch)
     assert lost.group_contains(FailedPrecondition)
-    following = await rollout.take(asks("b1"), 1000)
+    following = await rollout.take(asks("b1"))
     assert await rollout.payloads_of(following) == {"t1": b"tokens"}
     await sweep(now_s + 5000.0)
     with pytest.raises(NotFound):

@@ -18,7 +18,7 @@ from treadle.connection import Mesh, RetryPolicy, Timeouts, finish, request_id
 from treadle.errors import TreadleError
 from treadle.rewards import PendingReward, request_reward
 from treadle.rollout.v1 import rollout_pb2
-from treadle.rollouts import Agent, RolloutRun, batch_of
+from treadle.rollouts import Agent, RolloutRun, take_batch
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.trajectory import OnChange, Trajectory
 from treadle.types import Batch, Prompt, RolloutEvent, RolloutResult
@@ -192,8 +192,7 @@ class Client:
             weight_version=weight_version,
             wait=wait,
         )
-        service = await mesh.rollout()
-        return batch_of(await mesh.call(service.GetBatch, request, timeout_s or mesh.timeouts.batch_s))
+        return await take_batch(mesh, request, timeout_s or mesh.timeouts.batch_s)
 
     async def _close(self) -> None:
         """Close the open trajectories, all at once, then the channels.

@@ -40,8 +40,7 @@ T = TypeVar("T")
 Q = TypeVar("Q")
 A = TypeVar("A")
 
-# GetBatch answers with whole groups of long trajectories; gRPC's own limit of 4 MiB is about 350k tokens with
-# logprobs and mask.
+# SubmitTrajectory carries a whole trajectory; gRPC's own limit of 4 MiB is about 450k tokens with logprobs and mask.
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -88,13 +87,14 @@ class Timeouts:
     `step_s` whether it is there; where it does not answer within `cleanup_s`, the step goes to another engine.
     """
 
-    control_s: float = 60.0  # open, close, submit, ask: outlasts a restart of the scheduler
+    control_s: float = 60.0  # open, close, ask: outlasts a restart of the scheduler
     schedule_s: float = 300.0  # a step waits this long for an engine, or for an answer of the scheduler
     step_s: float = 600.0  # longer than the prefill of any context
     stream_s: float = 24 * 3600.0  # one stream of an engine as a whole, its time in the queue included
     tool_s: float = 600.0  # the tool's own wall-time limit is shorter
     reward_s: float = 3600.0  # how long a score is waited for; it may wait behind those of other jobs
     batch_s: float = 600.0  # how long get_batch(wait=True) waits
+    submit_s: float = 600.0  # a finished trajectory waits this long while the store is full and no batch is taken
     cleanup_s: float = 10.0  # abort and close on the way out, where nobody wants to wait
 
 

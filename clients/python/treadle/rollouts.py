@@ -6,13 +6,16 @@ In messages tokens, loss mask and logprobs are equally long; one where they are 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, Literal, TypeVar
 
+import grpc
+
 from treadle.common.v1 import tokens_pb2
 from treadle.connection import Mesh, finish, request_id
-from treadle.errors import StreamBroken, TokensSpent, TreadleError, refused
+from treadle.errors import StreamBroken, TokensSpent, TreadleError, error_from, refused
 from treadle.rewards import PendingReward
 from treadle.rollout.v1 import rollout_pb2
 from treadle.trajectory import Trajectory
@@ -59,10 +62,42 @@ def finished_message(result: TrajectoryResult) -> rollout_pb2.FinishedTrajectory
     )
 
 
-def batch_of(message: rollout_pb2.GetBatchResponse) -> Batch:
-    """A batch as a trainer reads it."""
-    groups = tuple(Group(g.prompt_id, tuple(_training(t) for t in g.trajectories)) for g in message.groups)
-    return Batch(groups, message.exhausted)
+async def take_batch(mesh: Mesh, request: rollout_pb2.GetBatchRequest, timeout_s: float) -> Batch:
+    """A batch as a trainer reads it; a stream that breaks is read again from its beginning.
+
+    Once it is here, the service may remove its tokens. Where it does not hear of that, it removes them later.
+    """
+    service = await mesh.rollout()
+    backoff = mesh.backoff(timeout_s)
+    while True:
+        try:
+            batch = await _read_batch(service.StreamBatch(request, timeout=max(backoff.remaining_s, 0.001)))
+            break
+        except grpc.aio.AioRpcError as failure:
+            error = error_from(failure)
+        if not error.retryable:
+            raise error
+        await backoff.wait(error, error.retry_after_s)
+    confirm = rollout_pb2.ConfirmBatchRequest(
+        request_id=request_id(), rollout_id=request.rollout_id, batch_request_id=request.request_id
+    )
+    with suppress(TreadleError):
+        await mesh.call(service.ConfirmBatch, confirm, mesh.timeouts.cleanup_s)
+    return batch
+
+
+async def _read_batch(parts: AsyncIterable[rollout_pb2.StreamBatchResponse]) -> Batch:
+    groups: dict[str, list[TrainingTrajectory]] = {}
+    data, last = bytearray(), rollout_pb2.StreamBatchResponse()
+    async for last in parts:
+        data += last.data
+        if last.trajectory_end:
+            message = rollout_pb2.FinishedTrajectory.FromString(bytes(data))
+            groups.setdefault(last.prompt_id, []).append(_training(message))
+            data.clear()
+    if not last.batch_end:
+        raise StreamBroken("the batch ended before its last message")
+    return Batch(tuple(Group(name, tuple(members)) for name, members in groups.items()), last.exhausted)
 
 
 def _training(message: rollout_pb2.FinishedTrajectory) -> TrainingTrajectory:
@@ -177,14 +212,17 @@ class RolloutRun:
         return _result(trajectory, error_line or close_error), pending
 
     async def _submit(self, result: TrajectoryResult) -> TrajectoryResult:
-        """Submit; when the answer settles the group, its unfinished siblings are cancelled."""
+        """Submit; when the answer settles the group, its unfinished siblings are cancelled.
+
+        While the service's store of tokens is full, it is sent again: the trainer frees room as it takes batches.
+        """
         mesh = self._mesh
         request = rollout_pb2.SubmitTrajectoryRequest(
             request_id=request_id(), rollout_id=self._rollout_id, trajectory=finished_message(result)
         )
         try:
             service = await mesh.rollout()
-            answer = await mesh.call(service.SubmitTrajectory, request, mesh.timeouts.control_s)
+            answer = await mesh.call(service.SubmitTrajectory, request, mesh.timeouts.submit_s)
         except TreadleError as error:
             return replace(result, error=result.error or f"submit: {error}")
         if answer.group_settled:

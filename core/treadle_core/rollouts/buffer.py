@@ -13,8 +13,9 @@ leaves whole; a batch id always names the same batch; `revision` is the number o
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 
-NO_VERSION = float("inf")  # ranks groups without a weight version behind those that can grow stale
+NO_VERSION = inf  # ranks groups without a weight version behind those that can grow stale
 
 
 class DropReason(Enum):
@@ -92,7 +93,8 @@ def is_stale(oldest_version: int | None, newest_version: int | None, bound: int 
 @dataclass
 class Group:
     """The samples of one prompt. `kept`: those that wait to be taken, or were, in order of arrival; `verdicts`: by
-    trajectory; `owners`: the trajectory of each sample index; `settled_order`: rank among the settled groups."""
+    trajectory; `owners`: the trajectory of each sample index; `settled_order`: rank among the settled groups;
+    `revision`: that of the buffer when a sample last came or was dropped."""
 
     prompt_id: str
     kept: list[Sample] = field(default_factory=list)
@@ -100,6 +102,7 @@ class Group:
     owners: dict[int, str] = field(default_factory=dict)
     settled_order: int | None = None
     taken: bool = False
+    revision: int = 0
 
     @property
     def received(self) -> int:
@@ -157,6 +160,11 @@ class Batch:
     groups: tuple[tuple[str, tuple[str, ...]], ...]
     exhausted: bool  # the rollout is over and nothing is left behind this batch
 
+    @property
+    def members(self) -> list[str]:
+        """Its trajectories."""
+        return [trajectory_id for _, trajectory_ids in self.groups for trajectory_id in trajectory_ids]
+
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
@@ -169,9 +177,9 @@ Event = Arrived | Advanced | Batch | Cancelled
 
 
 class GroupTooLargeError(Exception):
-    """A group does not fit into one batch."""
+    """A group does not fit into a batch of limited size."""
 
-    def __init__(self, prompt_id: str, group_bytes: int, limit_bytes: int) -> None:
+    def __init__(self, prompt_id: str, group_bytes: int, limit_bytes: float) -> None:
         super().__init__(f"the group of prompt {prompt_id} has {group_bytes} bytes, a batch may have {limit_bytes}")
         self.prompt_id = prompt_id
 
@@ -244,7 +252,11 @@ class SampleBuffer:
         )
         return Advanced(version, tuple(stale))
 
-    def decide_batch(self, batch_id: str, max_groups: int, wait: bool, max_bytes: int) -> Batch | None:
+    def bytes_of(self, batch: Batch) -> int:
+        """The size of a batch's trajectories."""
+        return sum(self.samples[trajectory_id].payload_bytes for trajectory_id in batch.members)
+
+    def decide_batch(self, batch_id: str, max_groups: int, wait: bool, max_bytes: float = inf) -> Batch | None:
         """Whole groups for training, oldest tokens first, then as they settled; a known id gives its batch again.
 
         None where the caller should wait: fewer than `max_groups` are ready, `wait` is set and more can come. A batch
@@ -278,6 +290,7 @@ class SampleBuffer:
 
     def apply(self, event: Event) -> None:
         """Apply an event that was decided on the present state."""
+        self.revision += 1
         match event:
             case Arrived():
                 self._apply_arrival(event)
@@ -292,11 +305,11 @@ class SampleBuffer:
             case Cancelled():
                 self.cancelled = True
                 self._drop(event.dropped, DropReason.CANCELLED)
-        self.revision += 1
 
     def _apply_arrival(self, event: Arrived) -> None:
         sample, verdict = event.sample, event.verdict
         group = self.groups[sample.prompt_id]
+        group.revision = self.revision
         self.samples[sample.trajectory_id] = sample
         group.verdicts[sample.trajectory_id] = verdict
         group.owners[sample.sample] = sample.trajectory_id
@@ -311,5 +324,7 @@ class SampleBuffer:
     def _drop(self, trajectory_ids: tuple[str, ...], reason: DropReason) -> None:
         for trajectory_id in trajectory_ids:
             sample = self.samples[trajectory_id]
-            self.groups[sample.prompt_id].kept.remove(sample)
+            group = self.groups[sample.prompt_id]
+            group.kept.remove(sample)
+            group.revision = self.revision
             self.drops[reason] += 1

@@ -16,6 +16,9 @@ from treadle_rollout.rollouts import BatchRequest, Rollout
 STATES = {state: pb.RolloutState.Value(f"ROLLOUT_STATE_{state.name}") for state in RolloutState}
 DROP_REASONS = {reason: pb.DropReason.Value(f"DROP_REASON_{reason.name}") for reason in DropReason}
 NO_BOUND = -1  # of max_staleness on the wire
+LAUNCH_VERSION = (
+    "default"  # SGLang's name for the weights that it was launched with, unless --weight-version names them
+)
 ITEM_BYTES = 4  # of an int32 token id and of a float32 log-probability
 
 
@@ -55,8 +58,16 @@ def spec_to(spec: RolloutSpec) -> pb.RolloutSpec:
     )
 
 
-def rollout_to(rollout: Rollout) -> pb.Rollout:
-    """The resource as it stands."""
+def watch_to(rollout: Rollout, since_revision: int | None) -> pb.WatchRolloutResponse:
+    """What a watch sends that has sent `since_revision`, or nothing yet."""
+    message = rollout_to(rollout, since_revision)
+    if since_revision is not None:
+        message.ClearField("spec")  # it names every prompt, and never changes
+    return pb.WatchRolloutResponse(rollout=message, changes=since_revision is not None)
+
+
+def rollout_to(rollout: Rollout, since_revision: int | None = None) -> pb.Rollout:
+    """The resource as it stands; where `since_revision` is given, of its groups only those that changed after it."""
     buffer = rollout.buffer
     return pb.Rollout(
         rollout_id=rollout.rollout_id,
@@ -66,6 +77,7 @@ def rollout_to(rollout: Rollout) -> pb.Rollout:
         groups=[
             pb.GroupStatus(prompt_id=each.prompt_id, received=each.received, kept=len(each.kept), settled=each.settled)
             for each in buffer.groups.values()
+            if since_revision is None or each.revision > since_revision
         ],
         drops=[pb.DropCount(reason=DROP_REASONS[reason], count=count) for reason, count in buffer.drops.items()],
         buffered_trajectories=buffer.buffered,
@@ -171,7 +183,8 @@ def _check_tokens(trajectory: pb.FinishedTrajectory) -> npt.NDArray[np.uint8]:
 def _check_spans(spans: Sequence[VersionSpan], mask: npt.NDArray[np.uint8], *, bounded: bool) -> int | None:
     """The oldest weight version where staleness is bounded, else None.
 
-    Spans must lie over sampled tokens, none twice. Under a bound they must cover them all, with integers as versions.
+    Spans must lie over sampled tokens, none twice. Under a bound they must cover them all, with integers as versions;
+    launch weights without a name count as version 0.
     """
     covered = np.zeros(len(mask), dtype=bool)
     versions: list[int] = []
@@ -186,9 +199,14 @@ def _check_spans(spans: Sequence[VersionSpan], mask: npt.NDArray[np.uint8], *, b
         covered[start:end] = True
         if bounded:
             text = span.weight_version
-            description = f"must be an integer >= 0, because the rollout bounds staleness, is {text[:64]!r}"
-            require(text.isascii() and text.isdigit(), f"{name}.weight_version", description)
-            versions.append(int(text))
+            number = "0" if text == LAUNCH_VERSION else text
+            require(
+                number.isascii() and number.isdigit(),
+                f"{name}.weight_version",
+                f"must be an integer >= 0 (or {LAUNCH_VERSION!r}, which counts as 0), because the rollout bounds"
+                f" staleness, is {text[:64]!r}: start the engines with --weight-version N",
+            )
+            versions.append(int(number))
     require(
         not bounded or int(covered.sum()) == int(mask.sum()),
         "trajectory.version_spans",

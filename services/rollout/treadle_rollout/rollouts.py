@@ -7,8 +7,9 @@ next decision. Each rollout makes its own changes one at a time.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
+from math import inf
 
 import nats.errors
 import structlog
@@ -27,7 +28,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """What GetBatch asks for. A repeat has the same `fingerprint`; another request of the same id has not."""
+    """What GetBatch or StreamBatch asks for. Of one id a repeat has the same `fingerprint`, another request has not."""
 
     request_id: str
     fingerprint: str
@@ -80,19 +81,22 @@ class Rollout:
             known = sample.trajectory_id in self.buffer.samples
             return None if known else self.buffer.decide_arrival(sample)
 
-        name, arrived = "", decide()
-        if arrived is not None and arrived.verdict.kept:
-            name = await self._payloads.put(self.rollout_id, sample.trajectory_id, payload)
+        # Under the lock also while tokens are stored: a store that is full removes what it has of them, which must not
+        # be those of the same trajectory in another request.
         async with self._lock:
+            await self._read_news()
+            name, arrived = "", decide()
+            if arrived is not None and arrived.verdict.kept:
+                name = await self._payloads.put(self.rollout_id, sample.trajectory_id, payload)
             await self._commit(decide, payload=name)
             verdict = self.buffer.groups[self.buffer.samples[sample.trajectory_id].prompt_id].verdicts[
                 sample.trajectory_id
             ]
-        if name and not verdict.kept:
-            await self._payloads.release(self.rollout_id, sample.trajectory_id)
+            if name and not verdict.kept:
+                await self._payloads.release(self.rollout_id, sample.trajectory_id)
         return verdict
 
-    async def take(self, request: BatchRequest, max_bytes: int) -> Batch:
+    async def take(self, request: BatchRequest, max_bytes: float = inf) -> Batch:
         """The batch of a request, now or, where it waits, as soon as it is full or the rollout is over.
 
         While NATS is away a request that waits goes on waiting; another raises nats.errors.Error.
@@ -121,18 +125,31 @@ class Rollout:
         async with self._lock:
             await self._commit(self.buffer.decide_cancel)
 
+    async def confirm(self, batch_id: str) -> None:
+        """Remove the tokens of a batch that has arrived; it cannot be repeated any more. Raises NotFound."""
+        async with self._lock:
+            await self._read_news()
+        batch = self.buffer.batches.get(batch_id)
+        if batch is None:
+            raise NotFound("BATCH_NOT_FOUND", f"rollout {self.rollout_id} gave no batch to {batch_id}", batch=batch_id)
+        await self._release(batch.members)
+
     async def payloads_of(self, batch: Batch) -> dict[str, bytes]:
         """The tokens of a batch's trajectories, by trajectory. Raises FailedPrecondition (in a group)."""
-        members = [trajectory_id for _, trajectory_ids in batch.groups for trajectory_id in trajectory_ids]
-        async with asyncio.TaskGroup() as group:
-            reads = {trajectory_id: group.create_task(self._payload(trajectory_id)) for trajectory_id in members}
-        return {trajectory_id: read.result() for trajectory_id, read in reads.items()}
 
-    async def _payload(self, trajectory_id: str) -> bytes:
+        async def read(trajectory_id: str) -> bytes:
+            return b"".join([chunk async for chunk, _ in self.chunks_of(trajectory_id)])
+
+        async with asyncio.TaskGroup() as group:
+            reads = {trajectory_id: group.create_task(read(trajectory_id)) for trajectory_id in batch.members}
+        return {trajectory_id: task.result() for trajectory_id, task in reads.items()}
+
+    def chunks_of(self, trajectory_id: str) -> AsyncIterator[tuple[bytes, bool]]:
+        """The tokens of a trajectory in chunks, each with whether it is the last. Raises FailedPrecondition."""
         name = self.payload_names.get(trajectory_id)
         if name is None:
             raise payload_lost(trajectory_id)
-        return await self._payloads.get(self.rollout_id, trajectory_id, name)
+        return self._payloads.chunks(self.rollout_id, trajectory_id, name)
 
     async def release_tokens(self, repeatable_since_s: float) -> None:
         """Remove tokens of batches before `repeatable_since_s` (Unix time), and tokens dropped after they were kept.
@@ -144,10 +161,17 @@ class Rollout:
         }
         for batch in self.buffer.batches.values():
             if self.batch_times_s[batch.batch_id] >= repeatable_since_s:
-                wanted.update(trajectory_id for _, members in batch.groups for trajectory_id in members)
-        for trajectory_id in self.payload_names.keys() - wanted:
+                wanted.update(batch.members)
+        await self._release(self.payload_names.keys() - wanted)
+
+    async def _release(self, trajectory_ids: Iterable[str]) -> None:
+        async def release(trajectory_id: str) -> None:
             await self._payloads.release(self.rollout_id, trajectory_id)
-            del self.payload_names[trajectory_id]
+            self.payload_names.pop(trajectory_id, None)
+
+        async with asyncio.TaskGroup() as group:
+            for trajectory_id in trajectory_ids:
+                group.create_task(release(trajectory_id))
 
     async def forget(self) -> None:
         """Remove everything stored of this rollout and end those who wait on it.
@@ -181,20 +205,24 @@ class Rollout:
             )
         return True
 
-    def _decide_batch(self, request: BatchRequest, max_bytes: int) -> Event | None:
+    def _decide_batch(self, request: BatchRequest, max_bytes: float) -> Event | None:
         if request.request_id in self.buffer.batches:  # written by a request before this one, read back just now
             return None
         return self.buffer.decide_batch(request.request_id, request.max_groups, request.wait, max_bytes)
 
+    async def _read_news(self) -> None:
+        """Apply what another process may have written. Raises NotFound for a rollout that is forgotten."""
+        if self._forgotten:
+            raise _unknown(self.rollout_id)
+        if self._unsure:
+            for data in await self._log.read_from(self.rollout_id, self._position):
+                self.apply(decode(data))
+            self._unsure = False
+
     async def _commit(self, decide: Callable[[], Event | None], *, request: str = "", payload: str = "") -> None:
         """Decide on the newest state, write, then apply. Deciding None writes nothing."""
         while True:
-            if self._forgotten:
-                raise _unknown(self.rollout_id)
-            if self._unsure:
-                for data in await self._log.read_from(self.rollout_id, self._position):
-                    self.apply(decode(data))
-                self._unsure = False
+            await self._read_news()
             event = decide()
             if event is None:
                 return

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 import grpc.aio
 from treadle.rollout.v1 import rollout_pb2 as pb
 from treadle.rollout.v1 import rollout_pb2_grpc
-from treadle_core.rollouts.buffer import DropReason, GroupTooLargeError
-from treadle_runtime.errors import identifier
+from treadle_core.rollouts.buffer import DropReason
+from treadle_runtime.errors import FailedPrecondition, identifier
 from treadle_runtime.idempotency import RequestRecords, answered_once
 
 from treadle_rollout import convert
@@ -41,19 +41,22 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def WatchRollout(
         self, request: pb.WatchRolloutRequest, context: Context
     ) -> AsyncIterator[pb.WatchRolloutResponse]:
-        """The present state, then each settled group, batch and end of the rollout.
+        """The whole state, then what changed by each settled group, batch and end of the rollout.
 
-        A slow reader sees the newest only.
+        A slow reader gets all changes since its last message in one.
         """
         rollout = await self._find(request.rollout_id)
         seen: object = None
+        sent_revision: int | None = None
         while True:
             changed, buffer = rollout.changed, rollout.buffer
             news = (buffer.state, buffer.settled_total, buffer.taken_total, buffer.drops[DropReason.STALE])
             over = buffer.over  # at the same moment: the state moves on while we send
             if news != seen:
                 seen = news
-                yield pb.WatchRolloutResponse(rollout=convert.rollout_to(rollout))
+                message = convert.watch_to(rollout, sent_revision)
+                sent_revision = buffer.revision
+                yield message
             if over:
                 return
             await rollout.wait(changed)
@@ -72,22 +75,44 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """The verdict on a finished trajectory."""
         rollout = await self._find(request.rollout_id)
         sample = convert.sample_from(request.trajectory, rollout.buffer)
-        group = rollout.buffer.groups[sample.prompt_id]
-        needed = group.payload_bytes + sample.payload_bytes
-        counts = sample.trajectory_id not in rollout.buffer.samples and not group.settled
-        if counts and needed > self._batch_bytes:  # refused here, where the sender can still do something about it
-            raise GroupTooLargeError(sample.prompt_id, needed, self._batch_bytes)
         return convert.verdict_to(await rollout.submit(sample, request.trajectory.SerializeToString()))
 
     async def GetBatch(self, request: pb.GetBatchRequest, context: Context) -> pb.GetBatchResponse:
-        """Whole groups for training.
+        """Whole groups for training, in one message.
 
         Its record is the rollout's own log: a batch can be larger than a request record may be.
         """
         asked = convert.batch_request_from(request)
         rollout = await self._find(request.rollout_id)
         batch = await rollout.take(asked, self._batch_bytes)
+        size_bytes = rollout.buffer.bytes_of(batch)
+        if size_bytes > self._batch_bytes:  # StreamBatch took it
+            raise FailedPrecondition(
+                "BATCH_TOO_LARGE",
+                f"the batch has {size_bytes} bytes, a message may have {self._batch_bytes}: call StreamBatch with the"
+                " same request_id",
+            )
         return convert.batch_to(batch, await rollout.payloads_of(batch))
+
+    async def StreamBatch(self, request: pb.GetBatchRequest, context: Context) -> AsyncIterator[pb.StreamBatchResponse]:
+        """The same in parts, of which one at a time is in memory."""
+        asked = convert.batch_request_from(request)
+        rollout = await self._find(request.rollout_id)
+        batch = await rollout.take(asked)
+        for prompt_id, trajectory_ids in batch.groups:
+            for trajectory_id in trajectory_ids:
+                async for data, last in rollout.chunks_of(trajectory_id):
+                    yield pb.StreamBatchResponse(
+                        prompt_id=prompt_id, trajectory_id=trajectory_id, data=data, trajectory_end=last
+                    )
+        yield pb.StreamBatchResponse(batch_end=True, exhausted=batch.exhausted)
+
+    @answered_once
+    async def ConfirmBatch(self, request: pb.ConfirmBatchRequest, context: Context) -> pb.ConfirmBatchResponse:
+        """Frees the room of a batch that has arrived."""
+        batch_id = identifier("batch_request_id", request.batch_request_id)
+        await (await self._find(request.rollout_id)).confirm(batch_id)
+        return pb.ConfirmBatchResponse()
 
     async def _find(self, rollout_id: str) -> Rollout:
         return await self._rollouts.find(identifier("rollout_id", rollout_id))

@@ -1,4 +1,5 @@
-"""Store rollouts in two JetStream buckets: a log of records for each rollout, and the tokens of trajectories.
+"""Store rollouts in two JetStream buckets: a log of records for each rollout, and the tokens of trajectories,
+which has a bound of its own so that it cannot fill the JetStream that the scheduler needs (ADR 0033).
 
 A log entry is a key of its own, `<rollout>.<position>`, created and never changed: creating it is a compare-and-swap,
 so that two processes cannot both write one position. Payloads are cut into chunks below NATS's message limit and named
@@ -15,20 +16,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from nats.js import JetStreamContext
-from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
+from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, ServiceUnavailableError
 from nats.js.kv import KeyValue
 from pydantic import TypeAdapter
 from treadle_core.rollouts.buffer import Advanced, Arrived, Batch, Cancelled, Event, RolloutSpec
 from treadle_runtime.bus import entries_of
-from treadle_runtime.errors import FailedPrecondition
+from treadle_runtime.errors import FailedPrecondition, ResourceExhausted
 
 # A rollout of thousands of prompts, or a batch of them, comes near NATS's 1 MiB; ids compress to a fraction.
 COMPRESS_FROM_BYTES = 64 * 1024
 LOG_BUCKET = "treadle-rollout-log"
 PAYLOAD_BUCKET = "treadle-rollout-payload"
 CHUNK_BYTES = 512 * 1024  # half of NATS's default max_payload (1 MiB), which headers and subject count against
-# Chunks in flight to NATS for one batch: enough to hide the round trip, few enough to share the connection.
-READS_AT_ONCE = 16
+# Requests in flight to NATS for one batch: enough to hide the round trip, few enough to share the connection.
+REQUESTS_AT_ONCE = 16
+FULL = 10077  # err_code of JetStream for a write beyond the bound of a stream
+RETRY_FULL_S = 1.0  # room comes when a trainer takes a batch, which is seconds to minutes away
 POSITION_DIGITS = 9
 
 
@@ -134,37 +137,48 @@ class PayloadStore:
         self._bucket = bucket
         self._jetstream = jetstream
         self._chunk_bytes = max(1, min(CHUNK_BYTES, max_payload_bytes // 2))
-        self._reads = asyncio.Semaphore(READS_AT_ONCE)
+        self._requests = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
     async def put(self, rollout_id: str, trajectory_id: str, data: bytes) -> str:
-        """Store a payload and return its name: digest and number of chunks. Storing the same again changes nothing."""
+        """Store a payload and return its name: digest and number of chunks. Storing the same again changes nothing.
+
+        Raises ResourceExhausted where the bucket has no room for it, and leaves no part of it there.
+        """
         chunks = [data[start : start + self._chunk_bytes] for start in range(0, len(data), self._chunk_bytes)]
         digest = hashlib.sha256(data).hexdigest()[:32]
-        prefix = _payload_prefix(rollout_id, trajectory_id)
-        for index, chunk in enumerate(chunks):
-            await self._bucket.put(f"{prefix}.{digest}.{index}", chunk)
+        prefix = f"{_payload_prefix(rollout_id, trajectory_id)}.{digest}"
+        try:
+            for index, chunk in enumerate(chunks):
+                await self._bucket.put(f"{prefix}.{index}", chunk)
+        except ServiceUnavailableError as error:
+            if error.err_code != FULL:
+                raise
+            await _remove(self._jetstream, PAYLOAD_BUCKET, f"{prefix}.*")
+            raise _store_full(len(data)) from error
         return f"{digest}.{len(chunks)}"
 
-    async def get(self, rollout_id: str, trajectory_id: str, name: str) -> bytes:
-        """A payload by its name. Raises FailedPrecondition where it has been released."""
-        digest, _, count = name.partition(".")
+    async def chunks(self, rollout_id: str, trajectory_id: str, name: str) -> AsyncIterator[tuple[bytes, bool]]:
+        """The chunks of a payload by its name, each with whether it is the last, which comes only where the digest is
+        right. Raises FailedPrecondition where the payload has been released."""
+        expected, _, count = name.partition(".")
         prefix = _payload_prefix(rollout_id, trajectory_id)
-        chunks: list[bytes] = []
-        for index in range(int(count)):
+        digest = hashlib.sha256()
+        for left in reversed(range(int(count))):
             try:
-                async with self._reads:
-                    entry = await self._bucket.get(f"{prefix}.{digest}.{index}")
+                async with self._requests:
+                    entry = await self._bucket.get(f"{prefix}.{expected}.{int(count) - 1 - left}")
             except KeyNotFoundError as error:
                 raise payload_lost(trajectory_id) from error
-            chunks.append(entry.value or b"")
-        data = b"".join(chunks)
-        if hashlib.sha256(data).hexdigest()[:32] != digest:
-            raise payload_lost(trajectory_id)
-        return data
+            chunk = entry.value or b""
+            digest.update(chunk)
+            if not left and digest.hexdigest()[:32] != expected:
+                raise payload_lost(trajectory_id)
+            yield chunk, not left
 
     async def release(self, rollout_id: str, trajectory_id: str) -> None:
         """Remove all payloads of a trajectory; removing none is not an error."""
-        await _remove(self._jetstream, PAYLOAD_BUCKET, f"{_payload_prefix(rollout_id, trajectory_id)}.>")
+        async with self._requests:
+            await _remove(self._jetstream, PAYLOAD_BUCKET, f"{_payload_prefix(rollout_id, trajectory_id)}.>")
 
     async def forget(self, rollout_id: str) -> None:
         """Remove all payloads of a rollout."""
@@ -192,5 +206,15 @@ def payload_lost(trajectory_id: str) -> FailedPrecondition:
     """The error for tokens that were released after their batch could no longer be repeated."""
     return FailedPrecondition(
         "BATCH_EXPIRED",
-        f"the tokens of trajectory {trajectory_id} are gone: a batch can be repeated for a limited time only",
+        f"the tokens of trajectory {trajectory_id} are gone: a batch can be repeated until it is confirmed, and for a"
+        " limited time only",
+    )
+
+
+def _store_full(size_bytes: int) -> ResourceExhausted:
+    return ResourceExhausted(
+        "PAYLOADS_FULL",
+        f"the store of tokens has no room for {size_bytes} bytes: take batches and confirm them (ConfirmBatch), which"
+        " frees room, or raise TREADLE_ROLLOUT_PAYLOAD_BYTES; then send the same request again",
+        retry_after_s=RETRY_FULL_S,
     )

@@ -9,7 +9,7 @@ import nats.errors
 import structlog
 from treadle.rollout.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
 from treadle_core.rollouts.buffer import GroupTooLargeError, SampleTakenError
-from treadle_runtime.errors import AlreadyExists, ErrorTable, FailedPrecondition, InvalidArgument
+from treadle_runtime.errors import AlreadyExists, ErrorTable, FailedPrecondition, InvalidArgument, StartError
 from treadle_runtime.server import Runtime, Wiring
 
 from treadle_rollout.config import RolloutSettings
@@ -27,7 +27,7 @@ ERRORS: ErrorTable = {
         "SAMPLE_TAKEN", str(error), prompt_id=error.prompt_id, trajectory_id=error.trajectory_id
     ),
     GroupTooLargeError: lambda error: FailedPrecondition(
-        "GROUP_TOO_LARGE", f"{error}; raise max_message_bytes of the rollout service", prompt_id=error.prompt_id
+        "GROUP_TOO_LARGE", f"{error}: call StreamBatch, which has no limit", prompt_id=error.prompt_id
     ),
     nats.errors.MaxPayloadError: lambda _: InvalidArgument(
         "spec.prompt_ids", "are too many for one record of NATS; split the rollout or raise max_payload of nats-server"
@@ -40,7 +40,11 @@ async def wire(runtime: Runtime) -> Wiring:
     settings = cast(RolloutSettings, runtime.settings)
     jetstream = runtime.bus.jetstream
     records = RolloutLog(await runtime.bus.key_value(LOG_BUCKET), jetstream)
-    payloads = PayloadStore(await runtime.bus.key_value(PAYLOAD_BUCKET), jetstream, runtime.bus.max_payload_bytes)
+    try:
+        bucket = await runtime.bus.key_value(PAYLOAD_BUCKET, max_bytes=settings.payload_bytes)
+    except StartError as error:
+        raise StartError(f"TREADLE_ROLLOUT_PAYLOAD_BYTES={settings.payload_bytes}: {error}") from error
+    payloads = PayloadStore(bucket, jetstream, runtime.bus.max_payload_bytes)
     rollouts = Rollouts(records, payloads)
     await rollouts.load()
     servicer = RolloutServicer(rollouts, runtime.records, max_message_bytes=settings.max_message_bytes)
@@ -52,8 +56,8 @@ async def wire(runtime: Runtime) -> Wiring:
                 await rollouts.sweep(
                     time.time(), batch_replay_s=settings.batch_replay_s, retention_s=settings.retention_s
                 )
-            except nats.errors.Error as error:
-                log.warning("sweep interrupted", error=str(error))
+            except* nats.errors.Error as errors:
+                log.warning("sweep interrupted", error=repr(errors.exceptions[0]))
             await asyncio.sleep(SWEEP_PERIOD_S)
 
     async def close_at_drain() -> None:

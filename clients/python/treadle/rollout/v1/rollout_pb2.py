@@ -27,17 +27,17 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from treadle.common.v1 import tokens_pb2 as treadle_dot_common_dot_v1_dot_tokens__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n treadle/rollout/v1/rollout.proto\x12\x12treadle.rollout.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1etreadle/common/v1/tokens.proto\"\x87\x01\n\x0bRolloutSpec\x12\x1a\n\x12samples_per_prompt\x18\x01 \x01(\x05\x12\x17\n\x0fkeep_per_prompt\x18\x02 \x01(\x05\x12\x15\n\rmax_staleness\x18\x03 \x01(\x05\x12\x12\n\nprompt_ids\x18\x04 \x03(\t\x12\x18\n\x10max_total_tokens\x18\x05 \x01(\x03\"Q\n\x0bGroupStatus\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x10\n\x08received\x18\x02 \x01(\x05\x12\x0c\n\x04kept\x18\x03 \x01(\x05\x12\x0f\n\x07settled\x18\x04 \x01(\x08\"J\n\tDropCount\x12.\n\x06reason\x18\x01 \x01(\x0e\x32\x1e.treadle.rollout.v1.DropReason\x12\r\n\x05\x63ount\x18\x02 \x01(\x03\"\xd9\x02\n\x07Rollout\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12-\n\x04spec\x18\x02 \x01(\x0b\x32\x1f.treadle.rollout.v1.RolloutSpec\x12/\n\x05state\x18\x03 \x01(\x0e\x32 .treadle.rollout.v1.RolloutState\x12\x10\n\x08revision\x18\x04 \x01(\x03\x12/\n\x06groups\x18\x05 \x03(\x0b\x32\x1f.treadle.rollout.v1.GroupStatus\x12,\n\x05\x64rops\x18\x06 \x03(\x0b\x32\x1d.treadle.rollout.v1.DropCount\x12\x1d\n\x15\x62uffered_trajectories\x18\x07 \x01(\x03\x12\x1a\n\x12taken_trajectories\x18\x08 \x01(\x03\x12.\n\ncreated_at\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"m\n\x14\x43reateRolloutRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\t\x12-\n\x04spec\x18\x03 \x01(\x0b\x32\x1f.treadle.rollout.v1.RolloutSpec\"E\n\x15\x43reateRolloutResponse\x12,\n\x07rollout\x18\x01 \x01(\x0b\x32\x1b.treadle.rollout.v1.Rollout\"\'\n\x11GetRolloutRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\t\"B\n\x12GetRolloutResponse\x12,\n\x07rollout\x18\x01 \x01(\x0b\x32\x1b.treadle.rollout.v1.Rollout\")\n\x13WatchRolloutRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\t\"D\n\x14WatchRolloutResponse\x12,\n\x07rollout\x18\x01 \x01(\x0b\x32\x1b.treadle.rollout.v1.Rollout\">\n\x14\x43\x61ncelRolloutRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\t\"E\n\x15\x43\x61ncelRolloutResponse\x12,\n\x07rollout\x18\x01 \x01(\x0b\x32\x1b.treadle.rollout.v1.Rollout\"\xe2\x02\n\x12\x46inishedTrajectory\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\t\x12\x0e\n\x06sample\x18\x03 \x01(\x05\x12+\n\x06tokens\x18\x04 \x01(\x0b\x32\x1b.treadle.common.v1.TokenIds\x12\x11\n\tloss_mask\x18\x05 \x01(\x0c\x12-\n\x08logprobs\x18\x06 \x01(\x0b\x32\x1b.treadle.common.v1.Logprobs\x12\x35\n\rversion_spans\x18\x07 \x03(\x0b\x32\x1e.treadle.common.v1.VersionSpan\x12\x0e\n\x06reward\x18\x08 \x01(\x01\x12\x11\n\ttruncated\x18\t \x01(\x08\x12\x0e\n\x06\x66\x61iled\x18\n \x01(\x08\x12\r\n\x05turns\x18\x0b \x01(\x05\x12*\n\x07\x65lapsed\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\"}\n\x17SubmitTrajectoryRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\t\x12:\n\ntrajectory\x18\x03 \x01(\x0b\x32&.treadle.rollout.v1.FinishedTrajectory\"t\n\x18SubmitTrajectoryResponse\x12\x0c\n\x04kept\x18\x01 \x01(\x08\x12\x33\n\x0b\x64rop_reason\x18\x02 \x01(\x0e\x32\x1e.treadle.rollout.v1.DropReason\x12\x15\n\rgroup_settled\x18\x03 \x01(\x08\"s\n\x0fGetBatchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\t\x12\x12\n\nmax_groups\x18\x03 \x01(\x05\x12\x16\n\x0eweight_version\x18\x04 \x01(\x03\x12\x0c\n\x04wait\x18\x05 \x01(\x08\"b\n\x0fTrajectoryGroup\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12<\n\x0ctrajectories\x18\x02 \x03(\x0b\x32&.treadle.rollout.v1.FinishedTrajectory\"Z\n\x10GetBatchResponse\x12\x33\n\x06groups\x18\x01 \x03(\x0b\x32#.treadle.rollout.v1.TrajectoryGroup\x12\x11\n\texhausted\x18\x02 \x01(\x08*\x81\x01\n\x0cRolloutState\x12\x1d\n\x19ROLLOUT_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15ROLLOUT_STATE_RUNNING\x10\x01\x12\x1a\n\x16ROLLOUT_STATE_FINISHED\x10\x02\x12\x1b\n\x17ROLLOUT_STATE_CANCELLED\x10\x03*\x92\x01\n\nDropReason\x12\x1b\n\x17\x44ROP_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x44ROP_REASON_GROUP_SETTLED\x10\x01\x12\x15\n\x11\x44ROP_REASON_STALE\x10\x02\x12\x16\n\x12\x44ROP_REASON_FAILED\x10\x03\x12\x19\n\x15\x44ROP_REASON_CANCELLED\x10\x04\x32\xe4\x04\n\x0eRolloutService\x12\x64\n\rCreateRollout\x12(.treadle.rollout.v1.CreateRolloutRequest\x1a).treadle.rollout.v1.CreateRolloutResponse\x12[\n\nGetRollout\x12%.treadle.rollout.v1.GetRolloutRequest\x1a&.treadle.rollout.v1.GetRolloutResponse\x12\x63\n\x0cWatchRollout\x12\'.treadle.rollout.v1.WatchRolloutRequest\x1a(.treadle.rollout.v1.WatchRolloutResponse0\x01\x12\x64\n\rCancelRollout\x12(.treadle.rollout.v1.CancelRolloutRequest\x1a).treadle.rollout.v1.CancelRolloutResponse\x12m\n\x10SubmitTrajectory\x12+.treadle.rollout.v1.SubmitTrajectoryRequest\x1a,.treadle.rollout.v1.SubmitTrajectoryResponse\x12U\n\x08GetBatch\x12#.treadle.rollout.v1.GetBatchRequest\x1a$.treadle.rollout.v1.GetBatchResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n treadle/rollout/v1/rollout.proto\x12\x12treadle.rollout.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1etreadle/common/v1/tokens.proto\"\x87\x01\n\x0bRolloutSpec\x12\x1a\n\x12samples_per_prompt\x18\x01 \x01(\x05\x12\x17\n\x0fkeep_per_prompt\x18\x02 \x01(\x05\x12\x15\n\rmax_staleness\x18\x03 \x01(\x05\x12\x12\n\nprompt_ids\x18\x04 \x03(\t\x12\x18\n\x10max_total_tokens\x18\x05 \x01(\x03\"Q\n\x0bGroupStatus\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x10\n\x08received\x18\x02 \x01(\x05\x12\x0c\n\x04kept\x18\x03 \x01(\x05\x12\x0f\n\x07settled\x18\x04 \x01(\x08\"J\n\tDropCount\x12.\n\x06reason\x18\x01 \x01(\x0e\x32\x1e.treadle.rollout.v1.DropReason\x12\r\n\x05\x63ount\x18\x02 \x01(\x03\"\xd9\x02\n\x07Rollout\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12-\n\x04spec\x18\x02 \x01(\x0b\x32\x1f.treadle.rollout.v1.RolloutSpec\x12/\n\x05state\x18\x03 \x01(\x0e\x32 .treadle.rollout.v1.RolloutState\x12\x10\n\x08revision\x18\x04 \x01(\x03\x12/\n\x06groups\x18\x05 \x03(\x0b\x32\x1f.treadle.rollout.v1.GroupStatus\x12,\n\x05\x64rops\x18\x06 \x03(\x0b\x32\x1d.treadle.rollout.v1.DropCount\x12\x1d\n\x15\x62uffered_trajectories\x18\x07 \x01(\x03\x12\x1a\n\x12taken_trajectories\x18\x08 \x01(\x03\x12.\n\ncreated_at\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"m\n\x14\x43reateRolloutRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\t\x12-\n\x04spec\x18\x03 \x01(\x0b\x32\x1f.treadle.rollout.v1.RolloutSpec\"E\n\x15\x43reateRolloutResponse\x12,\n\x07rollout\x18\x01 \x01(\x0b\x32\x1b.treadle.rollout.v1.Rollout\"\'\n\x11GetRolloutRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\t\"B\n\x12GetRolloutResponse\x12,\n\x07rollout\x18\x01 \x01(\x0b\x32\x1b.treadle.rollout.v1.Rollout\")\n\x13WatchRolloutRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\t\"U\n\x14WatchRolloutResponse\x12,\n\x07rollout\x18\x01 \x01(\x0b\x32\x1b.treadle.rollout.v1.Rollout\x12\x0f\n\x07\x63hanges\x18\x02 \x01(\x08\">\n\x14\x43\x61ncelRolloutRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\t\"E\n\x15\x43\x61ncelRolloutResponse\x12,\n\x07rollout\x18\x01 \x01(\x0b\x32\x1b.treadle.rollout.v1.Rollout\"\xe2\x02\n\x12\x46inishedTrajectory\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\t\x12\x0e\n\x06sample\x18\x03 \x01(\x05\x12+\n\x06tokens\x18\x04 \x01(\x0b\x32\x1b.treadle.common.v1.TokenIds\x12\x11\n\tloss_mask\x18\x05 \x01(\x0c\x12-\n\x08logprobs\x18\x06 \x01(\x0b\x32\x1b.treadle.common.v1.Logprobs\x12\x35\n\rversion_spans\x18\x07 \x03(\x0b\x32\x1e.treadle.common.v1.VersionSpan\x12\x0e\n\x06reward\x18\x08 \x01(\x01\x12\x11\n\ttruncated\x18\t \x01(\x08\x12\x0e\n\x06\x66\x61iled\x18\n \x01(\x08\x12\r\n\x05turns\x18\x0b \x01(\x05\x12*\n\x07\x65lapsed\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\"}\n\x17SubmitTrajectoryRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\t\x12:\n\ntrajectory\x18\x03 \x01(\x0b\x32&.treadle.rollout.v1.FinishedTrajectory\"t\n\x18SubmitTrajectoryResponse\x12\x0c\n\x04kept\x18\x01 \x01(\x08\x12\x33\n\x0b\x64rop_reason\x18\x02 \x01(\x0e\x32\x1e.treadle.rollout.v1.DropReason\x12\x15\n\rgroup_settled\x18\x03 \x01(\x08\"s\n\x0fGetBatchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\t\x12\x12\n\nmax_groups\x18\x03 \x01(\x05\x12\x16\n\x0eweight_version\x18\x04 \x01(\x03\x12\x0c\n\x04wait\x18\x05 \x01(\x08\"b\n\x0fTrajectoryGroup\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12<\n\x0ctrajectories\x18\x02 \x03(\x0b\x32&.treadle.rollout.v1.FinishedTrajectory\"Z\n\x10GetBatchResponse\x12\x33\n\x06groups\x18\x01 \x03(\x0b\x32#.treadle.rollout.v1.TrajectoryGroup\x12\x11\n\texhausted\x18\x02 \x01(\x08\"\x8b\x01\n\x13StreamBatchResponse\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x16\n\x0etrajectory_end\x18\x04 \x01(\x08\x12\x11\n\tbatch_end\x18\x05 \x01(\x08\x12\x11\n\texhausted\x18\x06 \x01(\x08\"W\n\x13\x43onfirmBatchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\t\x12\x18\n\x10\x62\x61tch_request_id\x18\x03 \x01(\t\"\x16\n\x14\x43onfirmBatchResponse*\x81\x01\n\x0cRolloutState\x12\x1d\n\x19ROLLOUT_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15ROLLOUT_STATE_RUNNING\x10\x01\x12\x1a\n\x16ROLLOUT_STATE_FINISHED\x10\x02\x12\x1b\n\x17ROLLOUT_STATE_CANCELLED\x10\x03*\x92\x01\n\nDropReason\x12\x1b\n\x17\x44ROP_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x44ROP_REASON_GROUP_SETTLED\x10\x01\x12\x15\n\x11\x44ROP_REASON_STALE\x10\x02\x12\x16\n\x12\x44ROP_REASON_FAILED\x10\x03\x12\x19\n\x15\x44ROP_REASON_CANCELLED\x10\x04\x32\xa6\x06\n\x0eRolloutService\x12\x64\n\rCreateRollout\x12(.treadle.rollout.v1.CreateRolloutRequest\x1a).treadle.rollout.v1.CreateRolloutResponse\x12[\n\nGetRollout\x12%.treadle.rollout.v1.GetRolloutRequest\x1a&.treadle.rollout.v1.GetRolloutResponse\x12\x63\n\x0cWatchRollout\x12\'.treadle.rollout.v1.WatchRolloutRequest\x1a(.treadle.rollout.v1.WatchRolloutResponse0\x01\x12\x64\n\rCancelRollout\x12(.treadle.rollout.v1.CancelRolloutRequest\x1a).treadle.rollout.v1.CancelRolloutResponse\x12m\n\x10SubmitTrajectory\x12+.treadle.rollout.v1.SubmitTrajectoryRequest\x1a,.treadle.rollout.v1.SubmitTrajectoryResponse\x12U\n\x08GetBatch\x12#.treadle.rollout.v1.GetBatchRequest\x1a$.treadle.rollout.v1.GetBatchResponse\x12]\n\x0bStreamBatch\x12#.treadle.rollout.v1.GetBatchRequest\x1a\'.treadle.rollout.v1.StreamBatchResponse0\x01\x12\x61\n\x0c\x43onfirmBatch\x12\'.treadle.rollout.v1.ConfirmBatchRequest\x1a(.treadle.rollout.v1.ConfirmBatchResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'treadle.rollout.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLLOUTSTATE']._serialized_start=2249
-  _globals['_ROLLOUTSTATE']._serialized_end=2378
-  _globals['_DROPREASON']._serialized_start=2381
-  _globals['_DROPREASON']._serialized_end=2527
+  _globals['_ROLLOUTSTATE']._serialized_start=2521
+  _globals['_ROLLOUTSTATE']._serialized_end=2650
+  _globals['_DROPREASON']._serialized_start=2653
+  _globals['_DROPREASON']._serialized_end=2799
   _globals['_ROLLOUTSPEC']._serialized_start=154
   _globals['_ROLLOUTSPEC']._serialized_end=289
   _globals['_GROUPSTATUS']._serialized_start=291
@@ -57,23 +57,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHROLLOUTREQUEST']._serialized_start=1089
   _globals['_WATCHROLLOUTREQUEST']._serialized_end=1130
   _globals['_WATCHROLLOUTRESPONSE']._serialized_start=1132
-  _globals['_WATCHROLLOUTRESPONSE']._serialized_end=1200
-  _globals['_CANCELROLLOUTREQUEST']._serialized_start=1202
-  _globals['_CANCELROLLOUTREQUEST']._serialized_end=1264
-  _globals['_CANCELROLLOUTRESPONSE']._serialized_start=1266
-  _globals['_CANCELROLLOUTRESPONSE']._serialized_end=1335
-  _globals['_FINISHEDTRAJECTORY']._serialized_start=1338
-  _globals['_FINISHEDTRAJECTORY']._serialized_end=1692
-  _globals['_SUBMITTRAJECTORYREQUEST']._serialized_start=1694
-  _globals['_SUBMITTRAJECTORYREQUEST']._serialized_end=1819
-  _globals['_SUBMITTRAJECTORYRESPONSE']._serialized_start=1821
-  _globals['_SUBMITTRAJECTORYRESPONSE']._serialized_end=1937
-  _globals['_GETBATCHREQUEST']._serialized_start=1939
-  _globals['_GETBATCHREQUEST']._serialized_end=2054
-  _globals['_TRAJECTORYGROUP']._serialized_start=2056
-  _globals['_TRAJECTORYGROUP']._serialized_end=2154
-  _globals['_GETBATCHRESPONSE']._serialized_start=2156
-  _globals['_GETBATCHRESPONSE']._serialized_end=2246
-  _globals['_ROLLOUTSERVICE']._serialized_start=2530
-  _globals['_ROLLOUTSERVICE']._serialized_end=3142
+  _globals['_WATCHROLLOUTRESPONSE']._serialized_end=1217
+  _globals['_CANCELROLLOUTREQUEST']._serialized_start=1219
+  _globals['_CANCELROLLOUTREQUEST']._serialized_end=1281
+  _globals['_CANCELROLLOUTRESPONSE']._serialized_start=1283
+  _globals['_CANCELROLLOUTRESPONSE']._serialized_end=1352
+  _globals['_FINISHEDTRAJECTORY']._serialized_start=1355
+  _globals['_FINISHEDTRAJECTORY']._serialized_end=1709
+  _globals['_SUBMITTRAJECTORYREQUEST']._serialized_start=1711
+  _globals['_SUBMITTRAJECTORYREQUEST']._serialized_end=1836
+  _globals['_SUBMITTRAJECTORYRESPONSE']._serialized_start=1838
+  _globals['_SUBMITTRAJECTORYRESPONSE']._serialized_end=1954
+  _globals['_GETBATCHREQUEST']._serialized_start=1956
+  _globals['_GETBATCHREQUEST']._serialized_end=2071
+  _globals['_TRAJECTORYGROUP']._serialized_start=2073
+  _globals['_TRAJECTORYGROUP']._serialized_end=2171
+  _globals['_GETBATCHRESPONSE']._serialized_start=2173
+  _globals['_GETBATCHRESPONSE']._serialized_end=2263
+  _globals['_STREAMBATCHRESPONSE']._serialized_start=2266
+  _globals['_STREAMBATCHRESPONSE']._serialized_end=2405
+  _globals['_CONFIRMBATCHREQUEST']._serialized_start=2407
+  _globals['_CONFIRMBATCHREQUEST']._serialized_end=2494
+  _globals['_CONFIRMBATCHRESPONSE']._serialized_start=2496
+  _globals['_CONFIRMBATCHRESPONSE']._serialized_end=2518
+  _globals['_ROLLOUTSERVICE']._serialized_start=2802
+  _globals['_ROLLOUTSERVICE']._serialized_end=3608
 # @@protoc_insertion_point(module_scope)

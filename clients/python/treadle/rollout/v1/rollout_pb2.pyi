@@ -278,18 +278,27 @@ Global___WatchRolloutRequest: typing_extensions.TypeAlias = WatchRolloutRequest
 
 @typing.final
 class WatchRolloutResponse(google.protobuf.message.Message):
+    """The first message is the whole rollout. In each later one `changes` is set: a reader replaces the groups that it names (by
+    prompt_id) in what it has, keeps its other groups and its spec, and takes every other field from the message.
+    """
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ROLLOUT_FIELD_NUMBER: builtins.int
+    CHANGES_FIELD_NUMBER: builtins.int
+    changes: builtins.bool
     @property
-    def rollout(self) -> Global___Rollout: ...
+    def rollout(self) -> Global___Rollout:
+        """where `changes` is set: without spec, and with only the groups that changed"""
+
     def __init__(
         self,
         *,
         rollout: Global___Rollout | None = ...,
+        changes: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["rollout", b"rollout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["rollout", b"rollout"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["changes", b"changes", "rollout", b"rollout"]) -> None: ...
 
 Global___WatchRolloutResponse: typing_extensions.TypeAlias = WatchRolloutResponse
 
@@ -504,3 +513,73 @@ class GetBatchResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["exhausted", b"exhausted", "groups", b"groups"]) -> None: ...
 
 Global___GetBatchResponse: typing_extensions.TypeAlias = GetBatchResponse
+
+@typing.final
+class StreamBatchResponse(google.protobuf.message.Message):
+    """The trajectories of a batch one after another, those of a group together. The data of one trajectory's messages, joined, is its
+    serialised FinishedTrajectory. A stream without `batch_end` is not the whole batch: send the same request again.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROMPT_ID_FIELD_NUMBER: builtins.int
+    TRAJECTORY_ID_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    TRAJECTORY_END_FIELD_NUMBER: builtins.int
+    BATCH_END_FIELD_NUMBER: builtins.int
+    EXHAUSTED_FIELD_NUMBER: builtins.int
+    prompt_id: builtins.str
+    """group of the trajectory"""
+    trajectory_id: builtins.str
+    data: builtins.bytes
+    trajectory_end: builtins.bool
+    """with this data the trajectory is whole"""
+    batch_end: builtins.bool
+    """the last message; it has no data"""
+    exhausted: builtins.bool
+    """with batch_end: the rollout is over and nothing is left"""
+    def __init__(
+        self,
+        *,
+        prompt_id: builtins.str = ...,
+        trajectory_id: builtins.str = ...,
+        data: builtins.bytes = ...,
+        trajectory_end: builtins.bool = ...,
+        batch_end: builtins.bool = ...,
+        exhausted: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_end", b"batch_end", "data", b"data", "exhausted", b"exhausted", "prompt_id", b"prompt_id", "trajectory_end", b"trajectory_end", "trajectory_id", b"trajectory_id"]) -> None: ...
+
+Global___StreamBatchResponse: typing_extensions.TypeAlias = StreamBatchResponse
+
+@typing.final
+class ConfirmBatchRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    ROLLOUT_ID_FIELD_NUMBER: builtins.int
+    BATCH_REQUEST_ID_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    rollout_id: builtins.str
+    batch_request_id: builtins.str
+    """request_id of the GetBatch or StreamBatch"""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        rollout_id: builtins.str = ...,
+        batch_request_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_request_id", b"batch_request_id", "request_id", b"request_id", "rollout_id", b"rollout_id"]) -> None: ...
+
+Global___ConfirmBatchRequest: typing_extensions.TypeAlias = ConfirmBatchRequest
+
+@typing.final
+class ConfirmBatchResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ConfirmBatchResponse: typing_extensions.TypeAlias = ConfirmBatchResponse

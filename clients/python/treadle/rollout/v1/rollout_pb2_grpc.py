@@ -64,6 +64,16 @@ class RolloutServiceStub(object):
                 request_serializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.GetBatchRequest.SerializeToString,
                 response_deserializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.GetBatchResponse.FromString,
                 _registered_method=True)
+        self.StreamBatch = channel.unary_stream(
+                '/treadle.rollout.v1.RolloutService/StreamBatch',
+                request_serializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.GetBatchRequest.SerializeToString,
+                response_deserializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.StreamBatchResponse.FromString,
+                _registered_method=True)
+        self.ConfirmBatch = channel.unary_unary(
+                '/treadle.rollout.v1.RolloutService/ConfirmBatch',
+                request_serializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.ConfirmBatchRequest.SerializeToString,
+                response_deserializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.ConfirmBatchResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutServiceServicer(object):
@@ -82,7 +92,7 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchRollout(self, request, context):
-        """Sends the present state at once, then each change (a settled group, a finished rollout); ends at a terminal state.
+        """Sends the whole state at once, then what changed (a settled group, a finished rollout); ends at a terminal state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,7 +106,8 @@ class RolloutServiceServicer(object):
 
     def SubmitTrajectory(self, request, context):
         """Hands in a finished trajectory; the verdict says whether it was kept and which siblings are no longer wanted.
-        A trajectory handed in twice gets its first verdict again.
+        A trajectory handed in twice gets its first verdict again. RESOURCE_EXHAUSTED with RetryInfo while the store of tokens is
+        full: nothing was accepted, and the same request may be sent again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,6 +115,24 @@ class RolloutServiceServicer(object):
 
     def GetBatch(self, request, context):
         """Takes whole groups for training, oldest first, none staler than the bound. Waits up to the RPC's deadline when `wait` is set.
+        For small batches: the answer is one message, so a batch ends before the group that would not fit into it. A group that does
+        not fit alone is refused with GROUP_TOO_LARGE and left for StreamBatch.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamBatch(self, request, context):
+        """Takes a batch as GetBatch does and sends it in parts of at most 512 KiB, so that no limit on messages bounds a batch, a group
+        or a trajectory. The same request_id gives the same batch, from its first byte, by either RPC.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ConfirmBatch(self, request, context):
+        """Says that the whole batch has arrived, so that its tokens can be removed. The batch cannot be repeated afterwards. A batch that
+        nobody confirms is removed once it can no longer be repeated (BATCH_REPLAY_S of the service).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,6 +170,16 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.GetBatch,
                     request_deserializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.GetBatchRequest.FromString,
                     response_serializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.GetBatchResponse.SerializeToString,
+            ),
+            'StreamBatch': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamBatch,
+                    request_deserializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.GetBatchRequest.FromString,
+                    response_serializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.StreamBatchResponse.SerializeToString,
+            ),
+            'ConfirmBatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.ConfirmBatch,
+                    request_deserializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.ConfirmBatchRequest.FromString,
+                    response_serializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.ConfirmBatchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -305,6 +344,60 @@ class RolloutService(object):
             '/treadle.rollout.v1.RolloutService/GetBatch',
             treadle_dot_rollout_dot_v1_dot_rollout__pb2.GetBatchRequest.SerializeToString,
             treadle_dot_rollout_dot_v1_dot_rollout__pb2.GetBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/treadle.rollout.v1.RolloutService/StreamBatch',
+            treadle_dot_rollout_dot_v1_dot_rollout__pb2.GetBatchRequest.SerializeToString,
+            treadle_dot_rollout_dot_v1_dot_rollout__pb2.StreamBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ConfirmBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.rollout.v1.RolloutService/ConfirmBatch',
+            treadle_dot_rollout_dot_v1_dot_rollout__pb2.ConfirmBatchRequest.SerializeToString,
+            treadle_dot_rollout_dot_v1_dot_rollout__pb2.ConfirmBatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -121,7 +121,39 @@ _RolloutServiceGetBatchType = typing_extensions.TypeVar(
     ],
 )
 
-class RolloutServiceStub(typing.Generic[_RolloutServiceCreateRolloutType, _RolloutServiceGetRolloutType, _RolloutServiceWatchRolloutType, _RolloutServiceCancelRolloutType, _RolloutServiceSubmitTrajectoryType, _RolloutServiceGetBatchType]):
+_RolloutServiceStreamBatchType = typing_extensions.TypeVar(
+    '_RolloutServiceStreamBatchType',
+    grpc.UnaryStreamMultiCallable[
+        treadle.rollout.v1.rollout_pb2.GetBatchRequest,
+        treadle.rollout.v1.rollout_pb2.StreamBatchResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        treadle.rollout.v1.rollout_pb2.GetBatchRequest,
+        treadle.rollout.v1.rollout_pb2.StreamBatchResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        treadle.rollout.v1.rollout_pb2.GetBatchRequest,
+        treadle.rollout.v1.rollout_pb2.StreamBatchResponse,
+    ],
+)
+
+_RolloutServiceConfirmBatchType = typing_extensions.TypeVar(
+    '_RolloutServiceConfirmBatchType',
+    grpc.UnaryUnaryMultiCallable[
+        treadle.rollout.v1.rollout_pb2.ConfirmBatchRequest,
+        treadle.rollout.v1.rollout_pb2.ConfirmBatchResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.rollout.v1.rollout_pb2.ConfirmBatchRequest,
+        treadle.rollout.v1.rollout_pb2.ConfirmBatchResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        treadle.rollout.v1.rollout_pb2.ConfirmBatchRequest,
+        treadle.rollout.v1.rollout_pb2.ConfirmBatchResponse,
+    ],
+)
+
+class RolloutServiceStub(typing.Generic[_RolloutServiceCreateRolloutType, _RolloutServiceGetRolloutType, _RolloutServiceWatchRolloutType, _RolloutServiceCancelRolloutType, _RolloutServiceSubmitTrajectoryType, _RolloutServiceGetBatchType, _RolloutServiceStreamBatchType, _RolloutServiceConfirmBatchType]):
     @typing.overload
     def __init__(self: RolloutServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -147,6 +179,14 @@ class RolloutServiceStub(typing.Generic[_RolloutServiceCreateRolloutType, _Rollo
         grpc.UnaryUnaryMultiCallable[
             treadle.rollout.v1.rollout_pb2.GetBatchRequest,
             treadle.rollout.v1.rollout_pb2.GetBatchResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            treadle.rollout.v1.rollout_pb2.GetBatchRequest,
+            treadle.rollout.v1.rollout_pb2.StreamBatchResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            treadle.rollout.v1.rollout_pb2.ConfirmBatchRequest,
+            treadle.rollout.v1.rollout_pb2.ConfirmBatchResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -176,6 +216,14 @@ class RolloutServiceStub(typing.Generic[_RolloutServiceCreateRolloutType, _Rollo
             treadle.rollout.v1.rollout_pb2.GetBatchRequest,
             treadle.rollout.v1.rollout_pb2.GetBatchResponse,
         ],
+        grpc.aio.UnaryStreamMultiCallable[
+            treadle.rollout.v1.rollout_pb2.GetBatchRequest,
+            treadle.rollout.v1.rollout_pb2.StreamBatchResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            treadle.rollout.v1.rollout_pb2.ConfirmBatchRequest,
+            treadle.rollout.v1.rollout_pb2.ConfirmBatchResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     CreateRollout: _RolloutServiceCreateRolloutType
@@ -183,17 +231,31 @@ class RolloutServiceStub(typing.Generic[_RolloutServiceCreateRolloutType, _Rollo
     GetRollout: _RolloutServiceGetRolloutType
 
     WatchRollout: _RolloutServiceWatchRolloutType
-    """Sends the present state at once, then each change (a settled group, a finished rollout); ends at a terminal state."""
+    """Sends the whole state at once, then what changed (a settled group, a finished rollout); ends at a terminal state."""
 
     CancelRollout: _RolloutServiceCancelRolloutType
 
     SubmitTrajectory: _RolloutServiceSubmitTrajectoryType
     """Hands in a finished trajectory; the verdict says whether it was kept and which siblings are no longer wanted.
-    A trajectory handed in twice gets its first verdict again.
+    A trajectory handed in twice gets its first verdict again. RESOURCE_EXHAUSTED with RetryInfo while the store of tokens is
+    full: nothing was accepted, and the same request may be sent again.
     """
 
     GetBatch: _RolloutServiceGetBatchType
-    """Takes whole groups for training, oldest first, none staler than the bound. Waits up to the RPC's deadline when `wait` is set."""
+    """Takes whole groups for training, oldest first, none staler than the bound. Waits up to the RPC's deadline when `wait` is set.
+    For small batches: the answer is one message, so a batch ends before the group that would not fit into it. A group that does
+    not fit alone is refused with GROUP_TOO_LARGE and left for StreamBatch.
+    """
+
+    StreamBatch: _RolloutServiceStreamBatchType
+    """Takes a batch as GetBatch does and sends it in parts of at most 512 KiB, so that no limit on messages bounds a batch, a group
+    or a trajectory. The same request_id gives the same batch, from its first byte, by either RPC.
+    """
+
+    ConfirmBatch: _RolloutServiceConfirmBatchType
+    """Says that the whole batch has arrived, so that its tokens can be removed. The batch cannot be repeated afterwards. A batch that
+    nobody confirms is removed once it can no longer be repeated (BATCH_REPLAY_S of the service).
+    """
 
 RolloutServiceAsyncStub: typing_extensions.TypeAlias = RolloutServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -220,6 +282,14 @@ RolloutServiceAsyncStub: typing_extensions.TypeAlias = RolloutServiceStub[
         treadle.rollout.v1.rollout_pb2.GetBatchRequest,
         treadle.rollout.v1.rollout_pb2.GetBatchResponse,
     ],
+    grpc.aio.UnaryStreamMultiCallable[
+        treadle.rollout.v1.rollout_pb2.GetBatchRequest,
+        treadle.rollout.v1.rollout_pb2.StreamBatchResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.rollout.v1.rollout_pb2.ConfirmBatchRequest,
+        treadle.rollout.v1.rollout_pb2.ConfirmBatchResponse,
+    ],
 ]
 
 class RolloutServiceServicer(metaclass=abc.ABCMeta):
@@ -243,7 +313,7 @@ class RolloutServiceServicer(metaclass=abc.ABCMeta):
         request: treadle.rollout.v1.rollout_pb2.WatchRolloutRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[treadle.rollout.v1.rollout_pb2.WatchRolloutResponse], collections.abc.AsyncIterator[treadle.rollout.v1.rollout_pb2.WatchRolloutResponse]]:
-        """Sends the present state at once, then each change (a settled group, a finished rollout); ends at a terminal state."""
+        """Sends the whole state at once, then what changed (a settled group, a finished rollout); ends at a terminal state."""
 
     @abc.abstractmethod
     def CancelRollout(
@@ -259,7 +329,8 @@ class RolloutServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[treadle.rollout.v1.rollout_pb2.SubmitTrajectoryResponse, collections.abc.Awaitable[treadle.rollout.v1.rollout_pb2.SubmitTrajectoryResponse]]:
         """Hands in a finished trajectory; the verdict says whether it was kept and which siblings are no longer wanted.
-        A trajectory handed in twice gets its first verdict again.
+        A trajectory handed in twice gets its first verdict again. RESOURCE_EXHAUSTED with RetryInfo while the store of tokens is
+        full: nothing was accepted, and the same request may be sent again.
         """
 
     @abc.abstractmethod
@@ -268,6 +339,29 @@ class RolloutServiceServicer(metaclass=abc.ABCMeta):
         request: treadle.rollout.v1.rollout_pb2.GetBatchRequest,
         context: _ServicerContext,
     ) -> typing.Union[treadle.rollout.v1.rollout_pb2.GetBatchResponse, collections.abc.Awaitable[treadle.rollout.v1.rollout_pb2.GetBatchResponse]]:
-        """Takes whole groups for training, oldest first, none staler than the bound. Waits up to the RPC's deadline when `wait` is set."""
+        """Takes whole groups for training, oldest first, none staler than the bound. Waits up to the RPC's deadline when `wait` is set.
+        For small batches: the answer is one message, so a batch ends before the group that would not fit into it. A group that does
+        not fit alone is refused with GROUP_TOO_LARGE and left for StreamBatch.
+        """
+
+    @abc.abstractmethod
+    def StreamBatch(
+        self,
+        request: treadle.rollout.v1.rollout_pb2.GetBatchRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[treadle.rollout.v1.rollout_pb2.StreamBatchResponse], collections.abc.AsyncIterator[treadle.rollout.v1.rollout_pb2.StreamBatchResponse]]:
+        """Takes a batch as GetBatch does and sends it in parts of at most 512 KiB, so that no limit on messages bounds a batch, a group
+        or a trajectory. The same request_id gives the same batch, from its first byte, by either RPC.
+        """
+
+    @abc.abstractmethod
+    def ConfirmBatch(
+        self,
+        request: treadle.rollout.v1.rollout_pb2.ConfirmBatchRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[treadle.rollout.v1.rollout_pb2.ConfirmBatchResponse, collections.abc.Awaitable[treadle.rollout.v1.rollout_pb2.ConfirmBatchResponse]]:
+        """Says that the whole batch has arrived, so that its tokens can be removed. The batch cannot be repeated afterwards. A batch that
+        nobody confirms is removed once it can no longer be repeated (BATCH_REPLAY_S of the service).
+        """
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
