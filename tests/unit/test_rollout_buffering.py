@@ -13,7 +13,7 @@ from treadle_core.rollouts.buffer import RolloutSpec, Sample
 from treadle_rollout.rollouts import BatchRequest, Rollouts
 from treadle_rollout.storage import LOG_BUCKET, PAYLOAD_BUCKET, PayloadStore, RolloutLog
 from treadle_runtime.bus import Bus
-from treadle_runtime.errors import FailedPrecondition, NotFound
+from treadle_runtime.errors import FailedPrecondition, NotFound, ResourceExhausted
 
 
 @pytest.fixture
@@ -205,6 +205,20 @@ async def test_two_processes_over_one_log_never_hand_a_group_out_twice(bus: Bus)
     first = await here.take(asks("b0"))
     second = await there.take(asks("b1"))
     assert (len(first.groups), len(second.groups)) == (1, 0)
+
+
+async def test_tokens_that_find_no_room_leave_nothing_behind_and_fit_once_others_are_released(bus: Bus) -> None:
+    """2 MB have room. 1.5 MB of another trajectory do not fit, nor does anything until the first are released."""
+    store = PayloadStore(await bus.key_value(PAYLOAD_BUCKET, max_bytes=2_000_000), bus.jetstream, bus.max_payload_bytes)
+    await store.put("r", "first", b"x" * 1_000_000)
+    for size_bytes in (1_500_000, 1):
+        with pytest.raises(ResourceExhausted):
+            await store.put("r", "second", b"y" * size_bytes)
+    stored = (await bus.jetstream.stream_info(f"KV_{PAYLOAD_BUCKET}")).state
+    assert stored.messages == 2 and stored.bytes < 1_010_000
+    await store.release("r", "first")
+    name = await store.put("r", "second", b"y" * 1_500_000)
+    assert b"".join([chunk async for chunk, _ in store.chunks("r", "second", name)]) == b"y" * 1_500_000
 
 
 async def test_a_sweep_removes_what_nobody_can_ask_for_and_nothing_else(bus: Bus) -> None:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
 from nats.js import JetStreamContext
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, ServiceUnavailableError
 from nats.js.kv import KeyValue
@@ -31,8 +32,12 @@ CHUNK_BYTES = 512 * 1024  # half of NATS's default max_payload (1 MiB), which he
 # Requests in flight to NATS for one batch: enough to hide the round trip, few enough to share the connection.
 REQUESTS_AT_ONCE = 16
 FULL = 10077  # err_code of JetStream for a write beyond the bound of a stream
-RETRY_FULL_S = 1.0  # room comes when a trainer takes a batch, which is seconds to minutes away
+# Room comes when a trainer takes a batch, which is minutes away, and each try sends a whole trajectory: 6,400 of 40k
+# tokens that wait send 230 MB a second.
+RETRY_FULL_S = 10.0
 POSITION_DIGITS = 9
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +143,16 @@ class PayloadStore:
         self._jetstream = jetstream
         self._chunk_bytes = max(1, min(CHUNK_BYTES, max_payload_bytes // 2))
         self._requests = asyncio.Semaphore(REQUESTS_AT_ONCE)
+        self._full_until = 0.0  # loop time; until then, or until tokens are released, writes are not tried
 
     async def put(self, rollout_id: str, trajectory_id: str, data: bytes) -> str:
         """Store a payload and return its name: digest and number of chunks. Storing the same again changes nothing.
 
         Raises ResourceExhausted where the bucket has no room for it, and leaves no part of it there.
         """
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._full_until:
+            raise _store_full(len(data))
         chunks = [data[start : start + self._chunk_bytes] for start in range(0, len(data), self._chunk_bytes)]
         digest = hashlib.sha256(data).hexdigest()[:32]
         prefix = f"{_payload_prefix(rollout_id, trajectory_id)}.{digest}"
@@ -153,7 +162,9 @@ class PayloadStore:
         except ServiceUnavailableError as error:
             if error.err_code != FULL:
                 raise
+            log.warning("the store of tokens is full: trajectories wait until batches are taken")
             await _remove(self._jetstream, PAYLOAD_BUCKET, f"{prefix}.*")
+            self._full_until = now_s + RETRY_FULL_S
             raise _store_full(len(data)) from error
         return f"{digest}.{len(chunks)}"
 
@@ -179,10 +190,12 @@ class PayloadStore:
         """Remove all payloads of a trajectory; removing none is not an error."""
         async with self._requests:
             await _remove(self._jetstream, PAYLOAD_BUCKET, f"{_payload_prefix(rollout_id, trajectory_id)}.>")
+        self._full_until = 0.0
 
     async def forget(self, rollout_id: str) -> None:
         """Remove all payloads of a rollout."""
         await _remove(self._jetstream, PAYLOAD_BUCKET, f"{_hex(rollout_id)}.>")
+        self._full_until = 0.0
 
 
 def _hex(identifier: str) -> str:

@@ -80,12 +80,14 @@ class RolloutSpec(google.protobuf.message.Message):
     keep_per_prompt: builtins.int
     """a group settles once this many are in; 0 for all"""
     max_staleness: builtins.int
-    """weight versions a kept trajectory's oldest token may lag behind at GetBatch; -1 for no bound"""
+    """weight versions a kept trajectory's oldest token may lag behind at GetBatch; -1 for no bound."""
     max_total_tokens: builtins.int
     """length cap of a trajectory, 0 for none"""
     @property
     def prompt_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """at least one, distinct"""
+        """Under a bound versions are integers; "default", SGLang's name for launch weights, counts as 0
+        at least one, distinct
+        """
 
     def __init__(
         self,
