@@ -7,7 +7,10 @@ value ends the service with one line, which the caller sees.
 
 import asyncio
 import contextlib
+import functools
 import json
+import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +28,8 @@ LEASE_TTL_S = 4.0  # shorter than the default, which is made for networks
 STAGE = 2  # stopped first
 NATS_STAGE = 0  # stopped last: services drain into it
 NATS_TIMEOUT_S = 20.0  # it takes 10 ms; a busy disk may delay it
+# What JetStream reserves on the disk, as default and as share of what is free: it takes 75% of that at most.
+RESERVED = {"TREADLE_ROLLOUT_PAYLOAD_BYTES": (8 * 1024**3, 1 / 4), "TREADLE_FACTS_BYTES": (1024**3, 1 / 16)}
 # What each service is asked, in the order of their ports.
 SERVICES = {
     "scheduler": "the one address that a client needs",
@@ -97,6 +102,13 @@ class ControlPlane:
             for name, address in self._where.services.items():
                 group.create_task(self._start(name, name, address, own.get(name, {})))
 
+    @functools.cached_property
+    def _reserved(self) -> dict[str, str]:
+        # Once: all services must name the same bounds, and the free space shrinks as they start.
+        free_bytes = shutil.disk_usage(self._folder).free
+        bounds = {name: min(most, int(share * free_bytes)) for name, (most, share) in RESERVED.items()}
+        return {name: os.environ.get(name, str(bound)) for name, bound in bounds.items()}
+
     async def start_sidecar(self, engine_id: str, settings: Mapping[str, str]) -> Child:
         """Start the sidecar of one engine and return it when it is ready; `settings` are its own variables."""
         address = self._where.sidecars.get(engine_id) or f"{HOST}:{self._tree.ports.choose(1)[0]}"
@@ -115,6 +127,7 @@ class ControlPlane:
             "TREADLE_DRAIN_GRACE_S": str(DRAIN_GRACE_S),
             f"TREADLE_{service.upper()}_LISTEN": address,
             f"TREADLE_{service.upper()}_READY_FILE": str(ready_file),
+            **self._reserved,
             **own,
         }
         child = self._tree.start(name, [sys.executable, "-m", f"treadle_{service}"], variables, stage=STAGE)
