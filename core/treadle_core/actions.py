@@ -8,7 +8,16 @@
 
 from dataclasses import dataclass
 
-from treadle_core.model import CostModel, EngineRecord, EngineSpec, Outcome, Policy, TicketRecord, TrajectoryRecord
+from treadle_core.model import (
+    CostModel,
+    EngineRecord,
+    EngineSpec,
+    JobRecord,
+    Outcome,
+    Policy,
+    TicketRecord,
+    TrajectoryRecord,
+)
 from treadle_core.placing.question import PlanEngine, PlanWork
 
 
@@ -44,6 +53,20 @@ class RemoveEngine(Action):
     """Remove an engine that is gone."""
 
     engine_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob(Action):
+    """Store the job of a client."""
+
+    record: JobRecord
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveJob(Action):
+    """Remove a job that nobody will resume."""
+
+    job_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +145,13 @@ class AbortStep(Action):
 
     address: str
     ticket_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskStep(Action):
+    """Ask the engine whether it has the step of a ticket that has expired; answer with StepUnknown where it has not."""
+
+    ticket: TicketRecord
 
 
 @dataclass(frozen=True, slots=True)

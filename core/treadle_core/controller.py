@@ -10,7 +10,7 @@ from typing import Any
 
 from treadle_core import events as ev
 from treadle_core.actions import Action, SavePolicy
-from treadle_core.model import EngineRecord, Policy, TrajectoryRecord
+from treadle_core.model import EngineRecord, JobRecord, Policy, TrajectoryRecord
 from treadle_core.steps import admission, leases, lifecycle, moves, requests
 from treadle_core.steps.state import State
 from treadle_core.tuning import Tuning
@@ -23,7 +23,8 @@ def _set_policy(state: State, event: ev.PolicySet, _now: float) -> list[Action]:
 
 def _tick(state: State, _event: ev.Tick, now: float) -> list[Action]:
     return [
-        *leases.expire_leases(state, now),
+        *leases.expire_engines(state, now),
+        *leases.expire_jobs(state, now),
         *moves.expire_moves(state, now),
         *lifecycle.announce_due(state, now),
         *lifecycle.sweep(state, now),
@@ -31,12 +32,16 @@ def _tick(state: State, _event: ev.Tick, now: float) -> list[Action]:
 
 
 HANDLERS: Mapping[type[ev.Event], Callable[[State, Any, float], list[Action]]] = {
+    ev.JobOpened: leases.open_job,
+    ev.JobRenewed: leases.renew_job,
+    ev.JobClosed: leases.close_job,
     ev.TrajectoryOpened: lifecycle.open_trajectory,
     ev.TrajectoryClosed: lifecycle.close_trajectory,
     ev.ClosedAnnounced: lifecycle.confirm_announcement,
     ev.StepRequested: requests.request_step,
     ev.StepPreempted: lambda _state, _event, _now: [],  # the step keeps its ticket and its priority
     ev.StepFinished: requests.finish_step,
+    ev.StepUnknown: requests.lose_step,
     ev.ToolStarted: requests.start_tool,
     ev.ToolFinished: requests.finish_tool,
     ev.PredictionArrived: requests.take_prediction,
@@ -60,24 +65,30 @@ class Controller:
         self._state = State.new(policy or Policy(), tuning or Tuning(), epoch_s)
 
     def restore(
-        self, trajectories: Iterable[TrajectoryRecord], engines: Iterable[EngineRecord], now: float
+        self,
+        trajectories: Iterable[TrajectoryRecord],
+        engines: Iterable[EngineRecord],
+        now: float,
+        job_records: Iterable[JobRecord] = (),
     ) -> list[Action]:
         """Take over what an earlier run stored; call it once, before the first event."""
         state = self._state
+        state.restored_s = now
+        state.jobs.restore(job_records, now)
         state.engines.restore(engines, now)
         actions: list[Action] = []
         for record in sorted(trajectories, key=lambda record: (record.opened_s, record.trajectory_id)):
             state.table.put(record)
             if not record.is_open and not record.announced:
                 state.announcements[record.trajectory_id] = now
-            state.sweeps.set(record.trajectory_id, lifecycle.sweep_s(state, record))
+            state.sweeps.set(record.trajectory_id, lifecycle.sweep_s(state, record, now))
         state.planner.restore(state.table.open_records())
         for record in state.table.open_records():
             if record.engine_id and record.engine_id not in state.engines:
                 actions += leases.place_again(state, record)
         state.siting.restore()
         state.planner.note_engines()
-        return actions
+        return [*actions, *leases.close_without_job(state, now)]
 
     def on_event(self, event: ev.Event, now: float) -> list[Action]:
         """Handle one event at `now` (seconds, never going back); returns the actions to be done, in order. Raises
@@ -89,6 +100,10 @@ class Controller:
             actions = [*actions, *admission.answer_waiting(state, event, now)]
         ask = state.planner.ask(now, ticked=kind is ev.Tick)
         return [*actions, ask] if ask is not None else actions
+
+    def job(self, job_id: str) -> JobRecord:
+        """A job that is held. Raises JobNotFound, JobTakenOver."""
+        return self._state.jobs.require(job_id)
 
     @property
     def policy(self) -> Policy:

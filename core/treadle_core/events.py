@@ -1,9 +1,9 @@
 """Events: what happened, as the controller's driver (the scheduler service or a simulator) reports it.
 
-Requests (TrajectoryOpened, StepRequested, TrajectoryClosed, SwitchRequested, EngineRegistered, LeaseRenewed,
-EngineDeregistered, PolicySet) may be refused with an exception of `refusals` and then change nothing. All others are
-facts: they are never refused, and may arrive twice, late or out of order; a fact about something that is gone is
-ignored.
+Requests (JobOpened, JobRenewed, JobClosed, TrajectoryOpened, StepRequested, TrajectoryClosed, SwitchRequested,
+EngineRegistered, LeaseRenewed, EngineDeregistered, PolicySet) may be refused with an exception of `refusals` and then
+change nothing. All others are facts: they are never refused, and may arrive twice, late or out of order; a fact about
+something that is gone is ignored.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,31 @@ class Event:
     """Base of all events."""
 
     __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JobOpened(Event):
+    """A client announces its job. `resume`: it takes over from the client that held the job of this name before."""
+
+    request_id: str
+    job_id: str
+    name: str = ""
+    resume: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class JobRenewed(Event):
+    """A client renews the lease of its job. `rollout_ids`: its rollouts in progress; None: as before."""
+
+    job_id: str
+    rollout_ids: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobClosed(Event):
+    """A client ends its job, and with it the trajectories that are still open."""
+
+    job_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +57,7 @@ class TrajectoryOpened(Event):
     deadline_s: float | None = None
     hardware_tags: tuple[str, ...] = ()
     pinned_engine_id: str = ""
+    job_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +147,14 @@ class StepFinished(Event):
     turn: int
     context_tokens: int
     output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepUnknown(Event):
+    """The answer to AskStep: the engine has no such step."""
+
+    trajectory_id: str
+    ticket_id: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,6 +210,24 @@ class EngineRecord:
         return self.suspect_s is None and (self.load is None or self.load.engine_healthy)
 
 
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """The work of one client, which ends when its lease does.
+
+    resume: after that, the job is kept for the next client that resumes the `name`. rollout_ids: its rollouts that are
+    in progress. ended_s: when the lease ended or the client closed it; None: it is held. successor_id: of the client
+    that has resumed it.
+    """
+
+    job_id: str
+    open_request_id: str
+    name: str = ""
+    resume: bool = False
+    rollout_ids: tuple[str, ...] = ()
+    ended_s: float | None = None
+    successor_id: str = ""
+
+
 @dataclass(frozen=True)  # without slots, for `copy_with`
 class TicketRecord:
     """The permission to run one step once, with the request that it answers: a repeat of it gets the same ticket.
@@ -279,6 +297,7 @@ class TrajectoryRecord:
     deadline_s: float | None = None
     hardware_tags: tuple[str, ...] = ()
     pinned_engine_id: str = ""
+    job_id: str = ""
     state: TrajectoryState = TrajectoryState.IDLE
     engine_id: str = ""
     revision: int = 0

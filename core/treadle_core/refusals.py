@@ -83,6 +83,18 @@ class TrajectoryPinned(Refusal):
     reason = "TRAJECTORY_PINNED"
 
 
+class JobNotFound(Refusal):
+    """The lease of the job ran out, or it never existed: open it again."""
+
+    reason = "JOB_NOT_FOUND"
+
+
+class JobTakenOver(Refusal):
+    """Another client has resumed the job: this one must not go on."""
+
+    reason = "JOB_TAKEN_OVER"
+
+
 class EngineNotFound(Refusal):
     """No such engine holds a lease."""
 

@@ -22,7 +22,14 @@ class Tuning:
     close_settle_s: float = 2.0
     # A closing whose announcement was not confirmed for this long is announced again.
     announce_again_s: float = 10.0
-    # An open trajectory that no client used for this long has lost its client; longer than any known tool call.
+    # A client renews every third of it, so two renewals may be lost. What the work of a dead client holds is free
+    # within a minute: this, a tick, and the answers of sidecars and tools.
+    job_lease_s: float = 45.0
+    # A job that is to be resumed is kept for this long after the end of its lease: a machine is replaced, or a person
+    # comes back to work.
+    job_resume_s: float = 24 * 3600.0
+    # An open trajectory without a job that no client used for this long has lost its client; longer than any known tool
+    # call.
     abandon_after_s: float = 6 * 3600.0
 
     # Length of a trajectory without a prediction: a medium answer, as only ratios matter.

@@ -18,6 +18,7 @@ FAILED, EXISTS = grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ALREADY_EX
 
 INFO: dict[str, Any] = {"engine_id": "e9", "address": "127.0.0.1:9", "slot_limit": 1}
 POLICY: dict[str, Any] = {"ordering": pb.ORDERING_FCFS, "placement": pb.PLACEMENT_RULE_PINNED}
+MANY_ROLLOUTS = pb.RolloutIds(rollout_ids=["r"] * 1001)
 NAN, INFINITE = float("nan"), float("inf")
 
 # Each makes a request that is right but for the fields it is given.
@@ -64,6 +65,15 @@ async def client(nats_url: str) -> AsyncIterator[SchedulerClient]:
 
 
 MALFORMED: list[tuple[str, Any, str]] = [
+    ("OpenJob", pb.OpenJobRequest(), "request_id"),
+    ("OpenJob", pb.OpenJobRequest(request_id="r", job="no spaces"), "job"),
+    ("OpenJob", pb.OpenJobRequest(request_id="r", resume=True), "job"),
+    ("RenewJob", pb.RenewJobRequest(), "job_id"),
+    ("RenewJob", pb.RenewJobRequest(job_id="j", rollouts=pb.RolloutIds(rollout_ids=["?"])), "rollouts.rollout_ids[0]"),
+    ("RenewJob", pb.RenewJobRequest(job_id="j", rollouts=MANY_ROLLOUTS), "rollouts.rollout_ids"),
+    ("CloseJob", pb.CloseJobRequest(job_id="j"), "request_id"),
+    ("CloseJob", pb.CloseJobRequest(request_id="r"), "job_id"),
+    ("OpenTrajectory", opening(job_id="?"), "job_id"),
     ("OpenTrajectory", opening(request_id=""), "request_id"),
     ("OpenTrajectory", opening(request_id="no spaces"), "request_id"),
     ("OpenTrajectory", opening(trajectory_id="no/slash"), "trajectory_id"),
@@ -147,6 +157,8 @@ MALFORMED: list[tuple[str, Any, str]] = [
 ]
 
 REFUSED: list[tuple[str, Any, grpc.StatusCode, str]] = [
+    ("RenewJob", pb.RenewJobRequest(job_id="none"), NOT_FOUND, "JOB_NOT_FOUND"),
+    ("OpenTrajectory", opening(job_id="none"), NOT_FOUND, "JOB_NOT_FOUND"),
     ("OpenTrajectory", opening(trajectory_id="open"), EXISTS, "TRAJECTORY_EXISTS"),
     ("OpenTrajectory", opening(pinned_engine_id="e9"), NOT_FOUND, "ENGINE_NOT_FOUND"),
     ("ScheduleStep", step(trajectory_id="unknown"), NOT_FOUND, "TRAJECTORY_NOT_FOUND"),

@@ -107,18 +107,18 @@ async def check_stored(service: Service, stream: Sequence[Heard]) -> None:
     for heard in stream:
         wanted |= {key: value for key, value in as_done(heard.actions) if key != SENT}
     await service.store.settle_all()
-    trajectories, engines, _ = await service.store.load()
+    trajectories, engines, *_ = await service.store.load()
     held: dict[str, object] = {trajectory_key(record.trajectory_id): record for record in trajectories}
     held |= {engine_key(record.spec.engine_id): record for record in engines}
     assert held == {key: value for key, value in wanted.items() if value is not None}
 
 
 def known(controller: Controller) -> dict[str, TrajectoryRecord]:
-    """The records by id, but for what is not worth a write: whether a tool runs, what it is expected to take, and where
-    a trajectory stands that has not begun (each plan says so anew)."""
+    """The records by id, but for what is not worth a write: whether a tool runs, what it is expected to take, when a
+    client asked for a step that waits, and where a trajectory stands that has not begun (each plan says so anew)."""
     records: dict[str, TrajectoryRecord] = {}
     for record in controller.trajectories():
-        record = copy_with(record, tool_over=False, tool_expected_s=0.0)
+        record = copy_with(record, tool_over=False, tool_expected_s=0.0, touched_s=0.0)
         if record.ticket is None:
             record = copy_with(record, engine_id="", revision=0, priority=0.0)
         records[record.trajectory_id] = record

@@ -5,8 +5,10 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
+from support.fake_sglang import FakeSglang
 from support.rpc import refusal_of
 from support.scheduler import SchedulerClient, scheduler
+from support.sidecar_in_process import sidecar
 
 
 @pytest.fixture
@@ -50,3 +52,17 @@ async def test_closing_a_trajectory_that_waits_forgets_its_request(client: Sched
     await client.close("second")
     await client.close("first")
     assert (await client.step("third", 0)).trajectory_id == "third"
+
+
+async def test_an_expired_ticket_that_no_step_has_used_gives_up_its_slot(nats_url: str, engine: FakeSglang) -> None:
+    """Its client has no job and never calls Generate. Result: the real sidecar knows no such step, and the step that
+    waits for the only slot gets its ticket."""
+    async with (
+        scheduler(nats_url, ticket_ttl_s=1.0) as client,
+        sidecar(nats_url, engine.url, scheduler=client.address, slots=1),
+    ):
+        await client.until_registered(1)
+        for name in ("gone", "waiting"):
+            await client.open(name)
+        await client.step("gone", 0)
+        assert (await client.step("waiting", 0, timeout_s=60.0)).trajectory_id == "waiting"

@@ -14,6 +14,7 @@ from treadle_core.model import (
     EngineRecord,
     EngineSpec,
     Estimate,
+    JobRecord,
     Outcome,
     Policy,
     Prediction,
@@ -40,6 +41,7 @@ class Scenario:
         self.requests = 0
         self.trajectories: dict[str, TrajectoryRecord] = {}
         self.engines: dict[str, EngineRecord] = {}
+        self.jobs: dict[str, JobRecord] = {}
         self.heard: list[act.Action] = []
         for engine_id in engines:
             self.engine(engine_id, **fields)
@@ -57,6 +59,10 @@ class Scenario:
                     self.engines[engine.spec.engine_id] = engine
                 case act.RemoveEngine(engine_id):
                     self.engines.pop(engine_id, None)
+                case act.SaveJob(job):
+                    self.jobs[job.job_id] = job
+                case act.RemoveJob(job_id):
+                    self.jobs.pop(job_id, None)
         self.heard += actions
         return actions
 
@@ -68,7 +74,7 @@ class Scenario:
     def restart(self) -> None:
         """A new controller with what is stored, as after a SIGKILL."""
         self.controller = Controller(self.policy, self.tuning, epoch_s=0.0)
-        self.controller.restore(self.trajectories.values(), self.engines.values(), self.now)
+        self.controller.restore(self.trajectories.values(), self.engines.values(), self.now, self.jobs.values())
 
     def advance(self, seconds: float) -> list[act.Action]:
         """Time passes; one tick."""

@@ -58,13 +58,13 @@ class Service:
         """Goes on from what an earlier one stored."""
         store = await NotedStore.open(bus)
         assert isinstance(store, NotedStore)
-        trajectories, engines, mesh = await store.load()
+        trajectories, engines, jobs, mesh = await store.load()
         if mesh is None:
             mesh = MeshRecord(Policy(), epoch_s=now_s)
             store.put(POLICY_KEY, mesh)
             await store.settle([POLICY_KEY])
         controller = Controller(mesh.policy, service_tuning(), mesh.epoch_s)
-        restored = controller.restore(trajectories, engines, now_s)
+        restored = controller.restore(trajectories, engines, now_s, jobs)
         service = cls(store, mesh, controller)
         service._driver.carry_out(restored)
         return service

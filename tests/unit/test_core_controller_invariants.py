@@ -29,6 +29,7 @@ from treadle_core.tuning import Tuning
 
 TRAJECTORIES = st.sampled_from([f"t{number}" for number in range(5)])
 ENGINES = st.sampled_from(["e0", "e1", "e2"])
+JOBS = st.sampled_from([f"j{number}" for number in range(4)])
 INDEX = st.integers(0, 10_000)
 POLICIES = st.builds(
     Policy,
@@ -45,6 +46,8 @@ TUNING = Tuning(
     keep_closed_s=20.0,
     move_rest_turns=1,
     ticket_ttl_s=30.0,
+    job_lease_s=5.0,
+    job_resume_s=20.0,
 )
 
 
@@ -139,9 +142,28 @@ class AnyEvents(RuleBasedStateMachine):
         if seldom == 0:
             self.hand(ev.PolicySet(policy))
 
-    @rule(name=TRAJECTORIES, request=st.integers(0, 2), pin=st.sampled_from(["", "", "", "", "", "e0"]))
-    def client_opens(self, name: str, request: int, pin: str) -> None:
-        self.hand(ev.TrajectoryOpened(f"open-{name}-{request}", name, "p", prompt_tokens=10, pinned_engine_id=pin))
+    @rule(job=JOBS, resume=st.booleans(), what=st.integers(0, 6))
+    def client_opens_renews_or_closes_a_job(self, job: str, resume: bool, what: int) -> None:
+        opened = ev.JobOpened(f"open-{job}", job, "run", resume)
+        renewed = ev.JobRenewed(job, (f"rollout-{what}",) if resume else None)
+        self.hand(ev.JobClosed(job) if what == 0 else opened if what < 4 else renewed)
+
+    @rule(
+        name=TRAJECTORIES,
+        request=st.integers(0, 2),
+        pin=st.sampled_from(["", "", "", "", "", "e0"]),
+        job=st.one_of(st.just(""), JOBS),
+    )
+    def client_opens(self, name: str, request: int, pin: str, job: str = "") -> None:
+        self.hand(
+            ev.TrajectoryOpened(f"open-{name}-{request}", name, "p", prompt_tokens=10, pinned_engine_id=pin, job_id=job)
+        )
+
+    @rule(index=INDEX)
+    def engine_knows_no_such_step(self, index: int) -> None:
+        ticket = self.pick(index)
+        if ticket is not None:
+            self.hand(ev.StepUnknown(ticket.trajectory_id, ticket.ticket_id))
 
     @rule(name=TRAJECTORIES, ahead=st.sampled_from([0, 0, 0, 1, -1]), tool_s=st.sampled_from([0.0, 5.0]))
     def client_asks(self, name: str, ahead: int, tool_s: float) -> None:
@@ -235,6 +257,13 @@ class AnyEvents(RuleBasedStateMachine):
                 assert record.engine_id in ("", record.pinned_engine_id)
             if record.move is not None:
                 assert record.state is TrajectoryState.IDLE
+
+    @invariant()
+    def an_open_trajectory_of_a_job_has_a_job_that_is_held(self) -> None:
+        for record in self.scenario.controller.trajectories():
+            if record.is_open and record.job_id:
+                assert self.scenario.controller.job(record.job_id).ended_s is None
+                assert self.scenario.jobs[record.job_id].ended_s is None, "a restart knows it too"
 
     @invariant()
     def sums_are_what_a_walk_would_give(self) -> None:

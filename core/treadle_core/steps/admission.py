@@ -39,6 +39,8 @@ def let_wait(state: State, event: ev.StepRequested, now: float) -> list[Action]:
     trajectory_id = event.trajectory_id
     record = state.table.require(trajectory_id)
     state.siting.require_fitting(record, event.context_tokens)
+    record = copy_with(record, touched_s=now)  # a client that asks again and again has not left
+    state.table.put(record)
     state.table.watch(trajectory_id)
     actions: list[Action] = [KeepWaiting(trajectory_id)]
     if state.waiting.add(event):
@@ -50,7 +52,7 @@ def let_wait(state: State, event: ev.StepRequested, now: float) -> list[Action]:
 def answer_waiting(state: State, event: ev.Event, now: float) -> list[Action]:
     """Issue tickets for the waiting steps that may start after this event."""
     match event:
-        case ev.StepFinished() | ev.TrajectoryClosed():
+        case ev.StepFinished() | ev.TrajectoryClosed() | ev.StepUnknown():
             record = state.table.get(event.trajectory_id)
             return _start_first_steps(state, record.engine_id, now) if record is not None else []
         case ev.MoveEnded() | ev.SwitchRequested():

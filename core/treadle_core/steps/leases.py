@@ -1,13 +1,28 @@
-"""Handlers of engines: registration, renewal of leases, removal.
+"""Handlers of engines, which sidecars hold by leases, and of jobs, by which clients hold their trajectories (ADR 0034).
 
 When an engine is removed, no live ticket for it remains, and each of its open trajectories gets another engine, or none
 until one registers.
+
+When a job ends (its lease runs out, its client closes it, or another client resumes it) its open trajectories are
+closed as failed, by the same path as any other closing: running steps are aborted, KV and slots are free, waiting steps
+stop waiting, and the fact of the closing ends sessions. An open trajectory of a job always has a job that is held.
 """
 
+from dataclasses import replace
+
 from treadle_core import actions as act
-from treadle_core.events import EngineDeregistered, EngineRegistered, LeaseRenewed, WeightsUpdated
-from treadle_core.model import TicketStatus, TrajectoryRecord, copy_with
-from treadle_core.steps import moves
+from treadle_core.events import (
+    EngineDeregistered,
+    EngineRegistered,
+    JobClosed,
+    JobOpened,
+    JobRenewed,
+    LeaseRenewed,
+    WeightsUpdated,
+)
+from treadle_core.model import JobRecord, TicketStatus, TrajectoryRecord, copy_with
+from treadle_core.refusals import BadField, RequestIdReused
+from treadle_core.steps import lifecycle, moves
 from treadle_core.steps.state import State
 
 
@@ -45,7 +60,7 @@ def update_weights(state: State, event: WeightsUpdated, _now: float) -> list[act
     return [act.SaveEngine(record)] if record is not None else []
 
 
-def expire_leases(state: State, now: float) -> list[act.Action]:
+def expire_engines(state: State, now: float) -> list[act.Action]:
     """Remove engines whose lease has run out."""
     actions: list[act.Action] = []
     for engine_id in state.engines.expired(now):
@@ -80,3 +95,62 @@ def place_again(state: State, record: TrajectoryRecord) -> list[act.Action]:
     )
     state.table.put(record)
     return [*actions, act.SaveTrajectory(record)]
+
+
+def open_job(state: State, event: JobOpened, now: float) -> list[act.Action]:
+    """Let a client hold a job. With `resume` it takes over the rollouts of the clients before it, whose trajectories
+    are closed. Raises BadField, RequestIdReused, JobTakenOver."""
+    if event.resume and not event.name:
+        raise BadField("job", "must not be empty with resume: the next client finds the job by its name")
+    if state.jobs.get(event.job_id) is not None:
+        record = state.jobs.require(event.job_id)
+        if (record.name, record.resume) != (event.name, event.resume):
+            raise RequestIdReused("request_id", f"{event.request_id} has opened {event.job_id} with other values")
+        return renew_job(state, JobRenewed(event.job_id), now)
+    before = state.jobs.resumable(event.name) if event.resume else []
+    rollout_ids = tuple(dict.fromkeys(rollout_id for record in before for rollout_id in record.rollout_ids))
+    opened = JobRecord(event.job_id, event.request_id, event.name, event.resume, rollout_ids)
+    actions: list[act.Action] = [act.SaveJob(state.jobs.hold(opened, now))]
+    for record in before:
+        actions += _end_job(state, record, now, event.job_id)
+    return actions
+
+
+def renew_job(state: State, event: JobRenewed, now: float) -> list[act.Action]:
+    """Extend the lease, which is saved only where the job had ended or its rollouts change. Raises JobNotFound,
+    JobTakenOver."""
+    before = state.jobs.require(event.job_id)
+    changed = before if event.rollout_ids is None else replace(before, rollout_ids=event.rollout_ids)
+    record = state.jobs.hold(changed, now)
+    return [act.SaveJob(record)] if record != before else []
+
+
+def close_job(state: State, event: JobClosed, now: float) -> list[act.Action]:
+    """End a job as its client asks; one that is gone, or was taken over, stays so."""
+    record = state.jobs.get(event.job_id)
+    return _end_job(state, record, now) if record is not None and state.jobs.is_held(event.job_id) else []
+
+
+def expire_jobs(state: State, now: float) -> list[act.Action]:
+    """End jobs whose lease has run out, and forget those that nobody has resumed."""
+    actions: list[act.Action] = []
+    for record in state.jobs.run_out(now):
+        actions += _end_job(state, record, now)
+    for job_id in state.jobs.forgettable(now):
+        state.jobs.remove(job_id)
+        actions.append(act.RemoveJob(job_id))
+    return actions
+
+
+def close_without_job(state: State, now: float) -> list[act.Action]:
+    """Close open trajectories whose job has ended: after a restart, where the job's end was stored and theirs not."""
+    actions: list[act.Action] = []
+    for record in state.table.open_records():
+        if record.job_id and not state.jobs.is_held(record.job_id):
+            actions += lifecycle.close_abandoned(state, record, now)
+    return actions
+
+
+def _end_job(state: State, record: JobRecord, now: float, successor_id: str = "") -> list[act.Action]:
+    kept = state.jobs.end(record, now, successor_id)
+    return [act.SaveJob(kept) if kept is not None else act.RemoveJob(record.job_id), *close_without_job(state, now)]

@@ -24,7 +24,7 @@ OPENING_FIELDS = [field.name for field in fields(TrajectoryOpened) if field.name
 
 def open_trajectory(state: State, event: TrajectoryOpened, now: float) -> list[act.Action]:
     """Admit a trajectory, and place it where there is an engine. Raises TrajectoryExists, RequestIdReused,
-    EngineNotFound."""
+    EngineNotFound, JobNotFound, JobTakenOver."""
     values = {name: getattr(event, name) for name in OPENING_FIELDS}
     known = state.table.get(event.trajectory_id)
     if known is not None:
@@ -38,6 +38,7 @@ def open_trajectory(state: State, event: TrajectoryOpened, now: float) -> list[a
                 "request_id", f"{event.request_id} has opened {event.trajectory_id} with other values"
             )
         return []
+    job = state.jobs.require(event.job_id) if event.job_id else None
     if event.pinned_engine_id and event.pinned_engine_id not in state.engines:
         raise EngineNotFound(
             f"pinned_engine_id: no engine {event.pinned_engine_id} holds a lease", engine_id=event.pinned_engine_id
@@ -51,13 +52,17 @@ def open_trajectory(state: State, event: TrajectoryOpened, now: float) -> list[a
     record = copy_with(record, priority=state.priority(record))
     state.table.put(record)
     state.planner.note_opening(record)
-    state.sweeps.set(record.trajectory_id, now + state.tuning.abandon_after_s)
-    return [act.SaveTrajectory(record), act.AnnounceOpened(record), act.AskPrediction(record)]
+    state.sweeps.set(record.trajectory_id, sweep_s(state, record, now))
+    actions: list[act.Action] = [act.SaveTrajectory(record), act.AnnounceOpened(record), act.AskPrediction(record)]
+    if job is not None and (held := state.jobs.hold(job, now)) != job:  # it had ended, and is held again
+        actions.append(act.SaveJob(held))
+    return actions
 
 
 def close_trajectory(state: State, event: TrajectoryClosed, now: float) -> list[act.Action]:
     """End a trajectory. Raises TrajectoryNotFound, TrajectoryIsClosed, RequestIdReused."""
     record = state.table.require(event.trajectory_id)
+    state.jobs.touch(record.job_id, now)
     if not record.is_open:
         if record.close_request_id != event.request_id:
             raise TrajectoryIsClosed(
@@ -102,17 +107,21 @@ def announce_due(state: State, now: float) -> list[act.Action]:
 
 
 def sweep(state: State, now: float) -> list[act.Action]:
-    """Close trajectories that no client uses any more, and forget those that closed long ago."""
+    """Close trajectories that no client uses any more, forget those that closed long ago, and ask for steps whose
+    tickets have expired."""
     actions: list[act.Action] = []
     for trajectory_id in state.sweeps.take_due(now):
         record = state.table.get(trajectory_id)
         if record is None:
             continue
-        due_s = sweep_s(state, record)
-        if due_s > now:  # used since
+        due_s = sweep_s(state, record, now)
+        if due_s > now:
             state.sweeps.set(trajectory_id, due_s)
+            ticket = record.live_ticket
+            if ticket is not None and ticket.expires_s <= now:  # its step may run for longer, or was never begun
+                actions.append(act.AskStep(ticket))
         elif record.is_open:
-            actions += _close(state, record, ABANDONED, Outcome.FAILED, None, now)
+            actions += close_abandoned(state, record, now)
         elif not record.announced:
             state.sweeps.set(trajectory_id, now + state.tuning.announce_again_s)
         else:
@@ -121,11 +130,21 @@ def sweep(state: State, now: float) -> list[act.Action]:
     return actions
 
 
-def sweep_s(state: State, record: TrajectoryRecord) -> float:
-    """When to close an open trajectory as abandoned, or to forget a closed one."""
-    if record.closed_s is None:
-        return record.touched_s + state.tuning.abandon_after_s
-    return record.closed_s + state.tuning.keep_closed_s
+def sweep_s(state: State, record: TrajectoryRecord, now: float) -> float:
+    """When to look at a trajectory next: one that is open, as its ticket may have expired or, without a job, its client
+    may have left it; a closed one to forget it."""
+    if record.closed_s is not None:
+        return record.closed_s + state.tuning.keep_closed_s
+    ticket = record.live_ticket
+    look_s = ticket.expires_s if ticket is not None and ticket.expires_s > now else now + state.tuning.ticket_ttl_s
+    if record.job_id:
+        return look_s
+    return min(look_s, max(record.touched_s, state.restored_s) + state.tuning.abandon_after_s)
+
+
+def close_abandoned(state: State, record: TrajectoryRecord, now: float) -> list[act.Action]:
+    """Close an open trajectory that has lost its client."""
+    return _close(state, record, ABANDONED, Outcome.FAILED, None, now)
 
 
 def _close(

@@ -2,7 +2,7 @@
 
 from treadle_core import events as ev
 from treadle_core.actions import Action, AnnouncePredicted, AskPrediction, IssueTicket, Reprioritize, SaveTrajectory
-from treadle_core.model import copy_with
+from treadle_core.model import TicketStatus, copy_with
 from treadle_core.steps import admission, lifecycle, moves, tickets
 from treadle_core.steps.state import State
 from treadle_core.steps.tickets import StepKind
@@ -12,9 +12,11 @@ def request_step(state: State, event: ev.StepRequested, now: float) -> list[Acti
     """Answer with a ticket, or let the step wait for one. Raises what `check_request` raises, TrajectoryNotFound,
     ContextTooLong, NoEngine."""
     record = state.table.require(event.trajectory_id)
+    state.jobs.touch(record.job_id, now)
     kind = tickets.check_request(record, event)
     if kind is StepKind.REPEAT:
         assert record.ticket is not None, "only a ticket's own request repeats"
+        state.table.put(copy_with(record, touched_s=now))
         return [IssueTicket(record.ticket)]
     if kind is StepKind.NEXT and admission.must_wait(state, record):
         return admission.let_wait(state, event, now)
@@ -34,6 +36,17 @@ def finish_step(state: State, event: ev.StepFinished, now: float) -> list[Action
     if not record.is_open:
         return [SaveTrajectory(record), *lifecycle.announce_if_counted(state, record, now)]
     return [SaveTrajectory(record), AskPrediction(record), *moves.start_move(state, record, now)]
+
+
+def lose_step(state: State, event: ev.StepUnknown, now: float) -> list[Action]:
+    """Free the slot and the KV of an expired ticket that no step has used; the client may still replace it."""
+    record = state.table.get(event.trajectory_id)
+    ticket = record.live_ticket if record is not None else None
+    if record is None or ticket is None or ticket.ticket_id != event.ticket_id or now < ticket.expires_s:
+        return []
+    record = copy_with(record, ticket=copy_with(ticket, status=TicketStatus.LOST, kv_reserve_tokens=0))
+    state.table.put(record)
+    return [SaveTrajectory(record)]
 
 
 def start_tool(state: State, event: ev.ToolStarted, _now: float) -> list[Action]:

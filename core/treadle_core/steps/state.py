@@ -1,6 +1,7 @@
 """The state of the controller, which the handlers of all events share. Each part keeps its own invariants."""
 
 import heapq
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from treadle_core.planning.siting import Siting
 from treadle_core.ranking.priorities import Priorities, token_s
 from treadle_core.steps.transfers import MeasuredMoves
 from treadle_core.tables.engines import EngineTable
+from treadle_core.tables.jobs import JobTable
 from treadle_core.tables.trajectories import TrajectoryTable
 from treadle_core.tuning import Tuning
 
@@ -114,11 +116,13 @@ class WaitingSteps:
 @dataclass
 class State:
     """The parts. announcements: closed trajectories whose closing is to be published, and when. sweeps: when each
-    trajectory may be closed as abandoned, or forgotten. mean_tool_s: over all tool calls. mean_observed_tokens: what
-    tools add to a context in a turn. measured_moves: how long moves took."""
+    trajectory is looked at: its ticket may have expired, it may be abandoned, or be forgotten. mean_tool_s: over all
+    tool calls. mean_observed_tokens: what tools add to a context in a turn. measured_moves: how long moves took.
+    restored_s: when this controller took over from an earlier one; until then, clients could not reach it."""
 
     tuning: Tuning
     policy: Policy
+    jobs: JobTable
     engines: EngineTable
     table: TrajectoryTable
     siting: Siting
@@ -127,6 +131,7 @@ class State:
     mean_observed_tokens: float
     measured_moves: MeasuredMoves
     mean_tool_s: float = 0.0
+    restored_s: float = -math.inf
     announcements: dict[str, float] = field(default_factory=dict)
     sweeps: Deadlines = field(default_factory=Deadlines)
     waiting: WaitingSteps = field(default_factory=WaitingSteps)
@@ -138,6 +143,7 @@ class State:
         return cls(
             tuning=tuning,
             policy=policy,
+            jobs=JobTable(tuning.job_lease_s, tuning.job_resume_s),
             engines=engines,
             table=table,
             siting=Siting(engines, table, tuning),

@@ -31,9 +31,11 @@ class SchedulerSettings(Settings):
     # The settings below are fields of treadle_core.tuning.Tuning, where the other thresholds are.
     lease_ttl_s: Seconds = 10.0  # an engine whose lease was not renewed for this long is removed
     missing_tags_s: Seconds = 180.0  # a step whose hardware tags no engine carries is refused after this long
+    job_lease_s: Seconds = 45.0  # the work of a client that was silent for this long is closed, and its room is free
+    job_resume_s: Seconds = 24 * 3600.0  # how long a job that is to be resumed is kept after the death of its client
     ticket_ttl_s: Seconds = 600.0  # a sidecar refuses an older ticket
     keep_closed_s: Annotated[float, Field(ge=0)] = 3600.0  # how long a closed trajectory stays readable
-    abandon_after_s: Seconds = 6 * 3600.0  # an open trajectory without any request for this long is closed as failed
+    abandon_after_s: Seconds = 6 * 3600.0  # the same of a trajectory without a job, as failed
     aging_doubling_s: Seconds = 300.0  # waiting this long is worth a doubling of predicted work
     plan_every_events: Annotated[int, Field(ge=1)] = 24  # openings, closings and finished steps between two plans
     # A plan that moves KV must beat the present placement by this fraction of the mean makespan.

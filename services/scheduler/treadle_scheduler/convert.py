@@ -47,6 +47,7 @@ from treadle_runtime.times import require_duration, require_timestamp, timestamp
 LONGEST_TRAJECTORY_ID_CHARS = 96
 LONGEST_PROMPT_ID_CHARS = 256
 MOST_HARDWARE_TAGS = 32
+MOST_ROLLOUTS = 1000  # of a job, in progress at once
 
 E = TypeVar("E", bound=enum.Enum)
 
@@ -67,13 +68,33 @@ _CHOICES: dict[str, tuple[type[enum.Enum], Any]] = {  # of a policy: the core's 
 }
 
 
+def job_opened(request: pb.OpenJobRequest) -> ev.JobOpened:
+    """Each repeat of the request is about the same job_id."""
+    request_id = identifier("request_id", request.request_id)
+    return ev.JobOpened(
+        request_id=request_id,
+        job_id=_minted("j", request_id),
+        name=optional_identifier("job", request.job),
+        resume=request.resume,
+    )
+
+
+def job_renewed(request: pb.RenewJobRequest) -> ev.JobRenewed:
+    rollout_ids = _identifiers("rollouts.rollout_ids", request.rollouts.rollout_ids, MOST_ROLLOUTS)
+    return ev.JobRenewed(identifier("job_id", request.job_id), rollout_ids if request.HasField("rollouts") else None)
+
+
+def job_closed(request: pb.CloseJobRequest) -> ev.JobClosed:
+    identifier("request_id", request.request_id)
+    return ev.JobClosed(identifier("job_id", request.job_id))
+
+
 def trajectory_opened(request: pb.OpenTrajectoryRequest) -> ev.TrajectoryOpened:
     """A trajectory that its client left unnamed gets the same id for each repeat of the request."""
     request_id = identifier("request_id", request.request_id)
-    minted = f"t-{hashlib.sha256(request_id.encode()).hexdigest()[:20]}"
     return ev.TrajectoryOpened(
         request_id=request_id,
-        trajectory_id=_trajectory_id(request.trajectory_id or minted),
+        trajectory_id=_trajectory_id(request.trajectory_id or _minted("t", request_id)),
         prompt_id=at_most("prompt_id", non_empty("prompt_id", request.prompt_id), LONGEST_PROMPT_ID_CHARS),
         rollout_id=optional_identifier("rollout_id", request.rollout_id),
         sample=non_negative("sample", request.sample),
@@ -82,6 +103,7 @@ def trajectory_opened(request: pb.OpenTrajectoryRequest) -> ev.TrajectoryOpened:
         deadline_s=require_timestamp("deadline", request.deadline) if request.HasField("deadline") else None,
         hardware_tags=_tags("hardware_tags", request.hardware_tags),
         pinned_engine_id=optional_identifier("pinned_engine_id", request.pinned_engine_id),
+        job_id=optional_identifier("job_id", request.job_id),
     )
 
 
@@ -184,7 +206,7 @@ def ticket_message(ticket: TicketRecord) -> Ticket:
 
 def trajectory_message(record: TrajectoryRecord) -> pb.Trajectory:
     message = pb.Trajectory(
-        **fields_of(record, (*IDENTITY, *_PROGRESS)),
+        **fields_of(record, (*IDENTITY, "job_id", *_PROGRESS)),
         state=number_of(record.state, pb.TrajectoryState),
         opened_at=timestamp(record.opened_s),
     )
@@ -256,11 +278,19 @@ def _decode_curve(field: str, message: engine_pb2.DecodeCurve) -> DecodeCurve:
     return DecodeCurve(**{**known, "prefill_tokens_per_s": prefill})
 
 
+def _minted(kind: str, request_id: str) -> str:
+    return f"{kind}-{hashlib.sha256(request_id.encode()).hexdigest()[:20]}"
+
+
 def _trajectory_id(value: str) -> str:
     return at_most("trajectory_id", identifier("trajectory_id", value), LONGEST_TRAJECTORY_ID_CHARS)
 
 
 def _tags(field: str, tags: Iterable[str]) -> tuple[str, ...]:
-    values = tuple(identifier(f"{field}[{index}]", tag) for index, tag in enumerate(tags))
-    require(len(values) <= MOST_HARDWARE_TAGS, field, f"must be at most {MOST_HARDWARE_TAGS} tags, are {len(values)}")
+    return _identifiers(field, tags, MOST_HARDWARE_TAGS)
+
+
+def _identifiers(field: str, given: Iterable[str], most: int) -> tuple[str, ...]:
+    values = tuple(identifier(f"{field}[{index}]", value) for index, value in enumerate(given))
+    require(len(values) <= most, field, f"must be at most {most}, are {len(values)}")
     return values

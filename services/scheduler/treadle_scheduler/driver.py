@@ -1,10 +1,10 @@
 """Run the controller in asyncio, and keep its state in a JetStream bucket.
 
-Store holds one key a trajectory, one an engine and one for the policy: `put` notes what a key should hold, `settle`
-returns once the bucket holds it. All that is noted is written as one batch, and what is noted meanwhile goes into the
-next one, so that a slow write delays many requests once instead of each in turn. Per key the newest value wins; a write
-that failed is made again with the next batch. Driver answers nothing before its keys are settled, so that a SIGKILL
-loses nothing that a client was told.
+Store holds one key a trajectory, one an engine, one a job and one for the policy: `put` notes what a key should hold,
+`settle` returns once the bucket holds it. All that is noted is written as one batch, and what is noted meanwhile goes
+into the next one, so that a slow write delays many requests once instead of each in turn. Per key the newest value
+wins; a write that failed is made again with the next batch. Driver answers nothing before its keys are settled, so that
+a SIGKILL loses nothing that a client was told.
 
 Records are JSON by pydantic's serializer, which encodes a trajectory in 16 us where json.dumps over plain values took
 110. Fields that hold their default are left out and unknown ones are ignored, so that a newer scheduler reads what an
@@ -24,7 +24,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from treadle_core import actions as act
 from treadle_core.controller import Controller
 from treadle_core.events import Event, StepRequested, Tick
-from treadle_core.model import EngineRecord, Policy, TicketRecord, TrajectoryRecord
+from treadle_core.model import EngineRecord, JobRecord, Policy, TicketRecord, TrajectoryRecord
 from treadle_runtime.bus import Bus, entries_of, kv_key
 
 log = structlog.get_logger()
@@ -67,13 +67,13 @@ class MeshRecord:
     epoch_s: float
 
 
-Record = TrajectoryRecord | EngineRecord | MeshRecord
+Record = TrajectoryRecord | EngineRecord | JobRecord | MeshRecord
 
 
 # pydantic takes no config beside a dataclass itself, only beside a new type. A lease that never ends is infinite.
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {
     cls: TypeAdapter(cast(Any, NewType("Stored", cls)), config=ConfigDict(ser_json_inf_nan="constants"))
-    for cls in (TrajectoryRecord, EngineRecord, MeshRecord)
+    for cls in (TrajectoryRecord, EngineRecord, JobRecord, MeshRecord)
 }
 
 
@@ -107,6 +107,10 @@ def engine_key(engine_id: str) -> str:
     return kv_key("engine", engine_id)
 
 
+def job_key(job_id: str) -> str:
+    return kv_key("job", job_id)
+
+
 class Store:
     """Owns the bucket; see the top of this module for `put` and `settle`."""
 
@@ -121,14 +125,16 @@ class Store:
         """Make the bucket where there is none."""
         return cls(bus, await bus.key_value(BUCKET))
 
-    async def load(self) -> tuple[list[TrajectoryRecord], list[EngineRecord], MeshRecord | None]:
+    async def load(self) -> tuple[list[TrajectoryRecord], list[EngineRecord], list[JobRecord], MeshRecord | None]:
         """What the bucket holds when the scheduler starts. Raises CorruptRecord."""
         values = {entry.key: entry.value or b"" for entry in await entries_of(self._bucket)}
         mesh = values.pop(POLICY_KEY, None)
         trajectories = [values.pop(key) for key in list(values) if key.startswith("trajectory.")]
+        jobs = [values.pop(key) for key in list(values) if key.startswith("job.")]
         return (
             [decode(TrajectoryRecord, value) for value in trajectories],
             [decode(EngineRecord, value) for value in values.values()],
+            [decode(JobRecord, value) for value in jobs],
             None if mesh is None else decode(MeshRecord, mesh),
         )
 
@@ -268,6 +274,12 @@ class Driver:
                     self._store.put(key, record)
                 case act.RemoveEngine(engine_id):
                     keys.add(key := engine_key(engine_id))
+                    self._store.put(key, None)
+                case act.SaveJob(record):
+                    keys.add(key := job_key(record.job_id))
+                    self._store.put(key, record)
+                case act.RemoveJob(job_id):
+                    keys.add(key := job_key(job_id))
                     self._store.put(key, None)
                 case act.SavePolicy(policy):
                     keys.add(POLICY_KEY)

@@ -19,14 +19,14 @@ from treadle.migrator.v1.migrator_pb2_grpc import MigratorServiceStub
 from treadle.placement.v1.placement_pb2_grpc import PlacementServiceStub
 from treadle.predictor.v1.predictor_pb2_grpc import PredictorServiceStub
 from treadle_core import actions as act
-from treadle_core.events import ClosedAnnounced, Event, MoveEnded, PlanArrived
+from treadle_core.events import ClosedAnnounced, Event, MoveEnded, PlanArrived, StepUnknown
 from treadle_runtime.bus import Bus
 
 from treadle_scheduler import convert_peers as convert
 from treadle_scheduler.config import SchedulerSettings
 
 T = TypeVar("T")
-Command = act.StartMigration | act.CancelMigration | act.AbortStep | act.ReleasePrefix
+Command = act.StartMigration | act.CancelMigration | act.AbortStep | act.AskStep | act.ReleasePrefix
 
 log = structlog.get_logger()
 
@@ -129,6 +129,8 @@ class Outbound:
                 self._commands.put(self._settings.migrator, f"cancel {migration_id}", action)
             case act.AbortStep(address, ticket_id):
                 self._commands.put(address, f"abort {ticket_id}", action)
+            case act.AskStep(ticket):
+                self._commands.put(ticket.engine_address, f"ask {ticket.ticket_id}", action)
             case act.ReleasePrefix(address, trajectory_id):
                 self._commands.put(address, f"release {trajectory_id}", action)
             case _ if isinstance(action, convert.Announcement):
@@ -199,6 +201,11 @@ class Outbound:
             case act.AbortStep():
                 engine = EngineServiceStub(self._connect(address))
                 await engine.Abort(convert.abort_request(command), timeout=COMMAND_TIMEOUT_S)
+            case act.AskStep(ticket):
+                ask = convert.reprioritize_request([(ticket.ticket_id, ticket.priority)], uuid.uuid4().hex)
+                engine = EngineServiceStub(self._connect(address))
+                if (await engine.Reprioritize(ask, timeout=COMMAND_TIMEOUT_S)).unknown_ticket_ids:
+                    self.handle(StepUnknown(ticket.trajectory_id, ticket.ticket_id))
             case act.ReleasePrefix():
                 release = convert.release_request(command, uuid.uuid4().hex)
                 await EngineServiceStub(self._connect(address)).ReleasePrefix(release, timeout=COMMAND_TIMEOUT_S)

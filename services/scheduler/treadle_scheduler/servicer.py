@@ -13,7 +13,7 @@ from treadle_runtime.times import duration
 
 from treadle_scheduler import convert
 from treadle_scheduler.config import SchedulerSettings
-from treadle_scheduler.driver import Driver, engine_key, trajectory_key
+from treadle_scheduler.driver import Driver, engine_key, job_key, trajectory_key
 
 ANSWER_S = 0.2  # of a call's time, kept to answer STEP_HELD before the deadline
 
@@ -26,6 +26,25 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._controller = driver.controller
         self.records = records
         self._settings = settings
+
+    async def OpenJob(self, request: pb.OpenJobRequest, context: Any) -> pb.OpenJobResponse:
+        event = convert.job_opened(request)
+        await self._driver.request(event, job_key(event.job_id))
+        return pb.OpenJobResponse(
+            job_id=event.job_id,
+            lease_ttl=duration(self._settings.job_lease_s),
+            rollout_ids=self._controller.job(event.job_id).rollout_ids,
+        )
+
+    async def RenewJob(self, request: pb.RenewJobRequest, context: Any) -> pb.RenewJobResponse:
+        event = convert.job_renewed(request)
+        await self._driver.request(event, job_key(event.job_id))
+        return pb.RenewJobResponse(lease_ttl=duration(self._settings.job_lease_s))
+
+    async def CloseJob(self, request: pb.CloseJobRequest, context: Any) -> pb.CloseJobResponse:
+        event = convert.job_closed(request)
+        await self._driver.request(event, job_key(event.job_id))
+        return pb.CloseJobResponse()
 
     async def OpenTrajectory(self, request: pb.OpenTrajectoryRequest, context: Any) -> pb.OpenTrajectoryResponse:
         event = convert.trajectory_opened(request)

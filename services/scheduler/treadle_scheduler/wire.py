@@ -59,6 +59,7 @@ ERRORS: ErrorTable = {
     refusals.TrajectoryNotFound: _as(NotFound),
     refusals.EngineNotFound: _as(NotFound),
     refusals.LeaseNotFound: _as(NotFound),
+    refusals.JobNotFound: _as(NotFound),
     refusals.TrajectoryExists: _as(AlreadyExists),
     refusals.Refusal: _as(FailedPrecondition),
 }
@@ -69,14 +70,14 @@ async def wire(runtime: Runtime) -> Wiring:
     clock = steady_clock()
     now = clock()
     store = await Store.open(runtime.bus)
-    trajectories, engines, mesh = await store.load()
+    trajectories, engines, jobs, mesh = await store.load()
     if mesh is None:
         mesh = MeshRecord(TREADLE_POLICY, epoch_s=now)
         store.put(POLICY_KEY, mesh)
         await store.settle([POLICY_KEY])
     controller = Controller(mesh.policy, tuning_of(settings), mesh.epoch_s)
-    restored = controller.restore(trajectories, engines, now)
-    log.info("restored", trajectories=len(trajectories), engines=len(engines))
+    restored = controller.restore(trajectories, engines, now, jobs)
+    log.info("restored", trajectories=len(trajectories), engines=len(engines), jobs=len(jobs))
     outbound = Outbound(settings, runtime.bus, runtime.channel)
     driver = Driver(controller, store, mesh.epoch_s, clock, outbound.send)
     outbound.handle = driver.handle

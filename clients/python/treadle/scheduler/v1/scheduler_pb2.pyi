@@ -184,6 +184,141 @@ REPLANNING_RANK_SCALING: Replanning.ValueType  # 2
 Global___Replanning: typing_extensions.TypeAlias = Replanning
 
 @typing.final
+class OpenJobRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    JOB_FIELD_NUMBER: builtins.int
+    RESUME_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    job: builtins.str
+    """name, e.g. of the training run; required with `resume`"""
+    resume: builtins.bool
+    """after the death of its client, keep the job for the next client that resumes it"""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        job: builtins.str = ...,
+        resume: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job", "request_id", b"request_id", "resume", b"resume"]) -> None: ...
+
+Global___OpenJobRequest: typing_extensions.TypeAlias = OpenJobRequest
+
+@typing.final
+class OpenJobResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    LEASE_TTL_FIELD_NUMBER: builtins.int
+    ROLLOUT_IDS_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """of this client; another one of the same job has another"""
+    @property
+    def lease_ttl(self) -> google.protobuf.duration_pb2.Duration:
+        """renew at a third of it"""
+
+    @property
+    def rollout_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """rollouts that the former clients of a resumed job began and did not end"""
+
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        lease_ttl: google.protobuf.duration_pb2.Duration | None = ...,
+        rollout_ids: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["lease_ttl", b"lease_ttl"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "lease_ttl", b"lease_ttl", "rollout_ids", b"rollout_ids"]) -> None: ...
+
+Global___OpenJobResponse: typing_extensions.TypeAlias = OpenJobResponse
+
+@typing.final
+class RolloutIds(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROLLOUT_IDS_FIELD_NUMBER: builtins.int
+    @property
+    def rollout_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        rollout_ids: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rollout_ids", b"rollout_ids"]) -> None: ...
+
+Global___RolloutIds: typing_extensions.TypeAlias = RolloutIds
+
+@typing.final
+class RenewJobRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    ROLLOUTS_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    @property
+    def rollouts(self) -> Global___RolloutIds:
+        """those in progress, to be named to whoever resumes the job; unset: no change"""
+
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        rollouts: Global___RolloutIds | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["rollouts", b"rollouts"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "rollouts", b"rollouts"]) -> None: ...
+
+Global___RenewJobRequest: typing_extensions.TypeAlias = RenewJobRequest
+
+@typing.final
+class RenewJobResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASE_TTL_FIELD_NUMBER: builtins.int
+    @property
+    def lease_ttl(self) -> google.protobuf.duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        lease_ttl: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["lease_ttl", b"lease_ttl"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["lease_ttl", b"lease_ttl"]) -> None: ...
+
+Global___RenewJobResponse: typing_extensions.TypeAlias = RenewJobResponse
+
+@typing.final
+class CloseJobRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    JOB_ID_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    job_id: builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        job_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "request_id", b"request_id"]) -> None: ...
+
+Global___CloseJobRequest: typing_extensions.TypeAlias = CloseJobRequest
+
+@typing.final
+class CloseJobResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___CloseJobResponse: typing_extensions.TypeAlias = CloseJobResponse
+
+@typing.final
 class Trajectory(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -204,6 +339,7 @@ class Trajectory(google.protobuf.message.Message):
     OPENED_AT_FIELD_NUMBER: builtins.int
     CLOSED_AT_FIELD_NUMBER: builtins.int
     MIGRATIONS_FIELD_NUMBER: builtins.int
+    JOB_ID_FIELD_NUMBER: builtins.int
     trajectory_id: builtins.str
     rollout_id: builtins.str
     prompt_id: builtins.str
@@ -223,6 +359,8 @@ class Trajectory(google.protobuf.message.Message):
     prediction_model_version: builtins.str
     priority: builtins.float
     migrations: builtins.int
+    job_id: builtins.str
+    """empty: of a client without a job"""
     @property
     def predicted_remaining_tokens(self) -> treadle.common.v1.estimate_pb2.Quantiles: ...
     @property
@@ -249,9 +387,10 @@ class Trajectory(google.protobuf.message.Message):
         opened_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         closed_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         migrations: builtins.int = ...,
+        job_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["closed_at", b"closed_at", "opened_at", b"opened_at", "predicted_remaining_tokens", b"predicted_remaining_tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["closed_at", b"closed_at", "context_tokens", b"context_tokens", "engine_id", b"engine_id", "gen_tokens", b"gen_tokens", "migrations", b"migrations", "next_turn", b"next_turn", "opened_at", b"opened_at", "predicted_remaining_tokens", b"predicted_remaining_tokens", "prediction_model_version", b"prediction_model_version", "priority", b"priority", "prompt_id", b"prompt_id", "prompt_tokens", b"prompt_tokens", "revision", b"revision", "rollout_id", b"rollout_id", "sample", b"sample", "state", b"state", "trajectory_id", b"trajectory_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["closed_at", b"closed_at", "context_tokens", b"context_tokens", "engine_id", b"engine_id", "gen_tokens", b"gen_tokens", "job_id", b"job_id", "migrations", b"migrations", "next_turn", b"next_turn", "opened_at", b"opened_at", "predicted_remaining_tokens", b"predicted_remaining_tokens", "prediction_model_version", b"prediction_model_version", "priority", b"priority", "prompt_id", b"prompt_id", "prompt_tokens", b"prompt_tokens", "revision", b"revision", "rollout_id", b"rollout_id", "sample", b"sample", "state", b"state", "trajectory_id", b"trajectory_id"]) -> None: ...
 
 Global___Trajectory: typing_extensions.TypeAlias = Trajectory
 
@@ -269,6 +408,7 @@ class OpenTrajectoryRequest(google.protobuf.message.Message):
     DEADLINE_FIELD_NUMBER: builtins.int
     HARDWARE_TAGS_FIELD_NUMBER: builtins.int
     PINNED_ENGINE_ID_FIELD_NUMBER: builtins.int
+    JOB_ID_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     trajectory_id: builtins.str
     """optional; minted by the scheduler when empty"""
@@ -284,6 +424,8 @@ class OpenTrajectoryRequest(google.protobuf.message.Message):
     """cap on generated tokens of the whole trajectory; 0 for none"""
     pinned_engine_id: builtins.str
     """run here and do not migrate (the pinned baseline); optional"""
+    job_id: builtins.str
+    """of OpenJob; without one, the trajectory is closed after hours without any request about it"""
     @property
     def deadline(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """for the deadline objective; optional"""
@@ -305,9 +447,10 @@ class OpenTrajectoryRequest(google.protobuf.message.Message):
         deadline: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         hardware_tags: collections.abc.Iterable[builtins.str] | None = ...,
         pinned_engine_id: builtins.str = ...,
+        job_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["deadline", b"deadline"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["deadline", b"deadline", "hardware_tags", b"hardware_tags", "max_total_tokens", b"max_total_tokens", "pinned_engine_id", b"pinned_engine_id", "prompt_id", b"prompt_id", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "rollout_id", b"rollout_id", "sample", b"sample", "trajectory_id", b"trajectory_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deadline", b"deadline", "hardware_tags", b"hardware_tags", "job_id", b"job_id", "max_total_tokens", b"max_total_tokens", "pinned_engine_id", b"pinned_engine_id", "prompt_id", b"prompt_id", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "rollout_id", b"rollout_id", "sample", b"sample", "trajectory_id", b"trajectory_id"]) -> None: ...
 
 Global___OpenTrajectoryRequest: typing_extensions.TypeAlias = OpenTrajectoryRequest
 

@@ -34,6 +34,21 @@ class SchedulerServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.OpenJob = channel.unary_unary(
+                '/treadle.scheduler.v1.SchedulerService/OpenJob',
+                request_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.OpenJobRequest.SerializeToString,
+                response_deserializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.OpenJobResponse.FromString,
+                _registered_method=True)
+        self.RenewJob = channel.unary_unary(
+                '/treadle.scheduler.v1.SchedulerService/RenewJob',
+                request_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.RenewJobRequest.SerializeToString,
+                response_deserializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.RenewJobResponse.FromString,
+                _registered_method=True)
+        self.CloseJob = channel.unary_unary(
+                '/treadle.scheduler.v1.SchedulerService/CloseJob',
+                request_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.CloseJobRequest.SerializeToString,
+                response_deserializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.CloseJobResponse.FromString,
+                _registered_method=True)
         self.OpenTrajectory = channel.unary_unary(
                 '/treadle.scheduler.v1.SchedulerService/OpenTrajectory',
                 request_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.OpenTrajectoryRequest.SerializeToString,
@@ -104,9 +119,31 @@ class SchedulerServiceStub(object):
 class SchedulerServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
+    def OpenJob(self, request, context):
+        """A client announces its job and holds it by renewing; the lease also runs anew with each request about a trajectory of the job.
+        Where it runs out, or the job is closed, the job's trajectories are closed as failed. With `resume`, the client that held the
+        job of this name before is replaced at once: its trajectories are closed, and every later request of it is refused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewJob(self, request, context):
+        """NOT_FOUND JOB_NOT_FOUND: the lease ran out, open the job again. FAILED_PRECONDITION JOB_TAKEN_OVER: another client resumed it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseJob(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def OpenTrajectory(self, request, context):
         """Admits a trajectory. The same request_id gives the same trajectory; a known trajectory_id under another request_id is
-        ALREADY_EXISTS TRAJECTORY_EXISTS.
+        ALREADY_EXISTS TRAJECTORY_EXISTS. A job_id whose lease is over is refused as in RenewJob.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -195,6 +232,21 @@ class SchedulerServiceServicer(object):
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'OpenJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenJob,
+                    request_deserializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.OpenJobRequest.FromString,
+                    response_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.OpenJobResponse.SerializeToString,
+            ),
+            'RenewJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewJob,
+                    request_deserializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.RenewJobRequest.FromString,
+                    response_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.RenewJobResponse.SerializeToString,
+            ),
+            'CloseJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseJob,
+                    request_deserializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.CloseJobRequest.FromString,
+                    response_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.CloseJobResponse.SerializeToString,
+            ),
             'OpenTrajectory': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenTrajectory,
                     request_deserializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.OpenTrajectoryRequest.FromString,
@@ -270,6 +322,87 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class SchedulerService(object):
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def OpenJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.scheduler.v1.SchedulerService/OpenJob',
+            treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.OpenJobRequest.SerializeToString,
+            treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.OpenJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.scheduler.v1.SchedulerService/RenewJob',
+            treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.RenewJobRequest.SerializeToString,
+            treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.RenewJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.scheduler.v1.SchedulerService/CloseJob',
+            treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.CloseJobRequest.SerializeToString,
+            treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.CloseJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def OpenTrajectory(request,

@@ -25,6 +25,54 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
+_SchedulerServiceOpenJobType = typing_extensions.TypeVar(
+    '_SchedulerServiceOpenJobType',
+    grpc.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.OpenJobRequest,
+        treadle.scheduler.v1.scheduler_pb2.OpenJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.OpenJobRequest,
+        treadle.scheduler.v1.scheduler_pb2.OpenJobResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.OpenJobRequest,
+        treadle.scheduler.v1.scheduler_pb2.OpenJobResponse,
+    ],
+)
+
+_SchedulerServiceRenewJobType = typing_extensions.TypeVar(
+    '_SchedulerServiceRenewJobType',
+    grpc.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.RenewJobRequest,
+        treadle.scheduler.v1.scheduler_pb2.RenewJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.RenewJobRequest,
+        treadle.scheduler.v1.scheduler_pb2.RenewJobResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.RenewJobRequest,
+        treadle.scheduler.v1.scheduler_pb2.RenewJobResponse,
+    ],
+)
+
+_SchedulerServiceCloseJobType = typing_extensions.TypeVar(
+    '_SchedulerServiceCloseJobType',
+    grpc.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.CloseJobRequest,
+        treadle.scheduler.v1.scheduler_pb2.CloseJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.CloseJobRequest,
+        treadle.scheduler.v1.scheduler_pb2.CloseJobResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.CloseJobRequest,
+        treadle.scheduler.v1.scheduler_pb2.CloseJobResponse,
+    ],
+)
+
 _SchedulerServiceOpenTrajectoryType = typing_extensions.TypeVar(
     '_SchedulerServiceOpenTrajectoryType',
     grpc.UnaryUnaryMultiCallable[
@@ -233,9 +281,21 @@ _SchedulerServiceGetDirectoryType = typing_extensions.TypeVar(
     ],
 )
 
-class SchedulerServiceStub(typing.Generic[_SchedulerServiceOpenTrajectoryType, _SchedulerServiceScheduleStepType, _SchedulerServiceCloseTrajectoryType, _SchedulerServiceGetTrajectoryType, _SchedulerServiceListTrajectoriesType, _SchedulerServiceSwitchEngineType, _SchedulerServiceRegisterEngineType, _SchedulerServiceRenewEngineLeaseType, _SchedulerServiceDeregisterEngineType, _SchedulerServiceListEnginesType, _SchedulerServiceSetPolicyType, _SchedulerServiceGetPolicyType, _SchedulerServiceGetDirectoryType]):
+class SchedulerServiceStub(typing.Generic[_SchedulerServiceOpenJobType, _SchedulerServiceRenewJobType, _SchedulerServiceCloseJobType, _SchedulerServiceOpenTrajectoryType, _SchedulerServiceScheduleStepType, _SchedulerServiceCloseTrajectoryType, _SchedulerServiceGetTrajectoryType, _SchedulerServiceListTrajectoriesType, _SchedulerServiceSwitchEngineType, _SchedulerServiceRegisterEngineType, _SchedulerServiceRenewEngineLeaseType, _SchedulerServiceDeregisterEngineType, _SchedulerServiceListEnginesType, _SchedulerServiceSetPolicyType, _SchedulerServiceGetPolicyType, _SchedulerServiceGetDirectoryType]):
     @typing.overload
     def __init__(self: SchedulerServiceStub[
+        grpc.UnaryUnaryMultiCallable[
+            treadle.scheduler.v1.scheduler_pb2.OpenJobRequest,
+            treadle.scheduler.v1.scheduler_pb2.OpenJobResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            treadle.scheduler.v1.scheduler_pb2.RenewJobRequest,
+            treadle.scheduler.v1.scheduler_pb2.RenewJobResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            treadle.scheduler.v1.scheduler_pb2.CloseJobRequest,
+            treadle.scheduler.v1.scheduler_pb2.CloseJobResponse,
+        ],
         grpc.UnaryUnaryMultiCallable[
             treadle.scheduler.v1.scheduler_pb2.OpenTrajectoryRequest,
             treadle.scheduler.v1.scheduler_pb2.OpenTrajectoryResponse,
@@ -293,6 +353,18 @@ class SchedulerServiceStub(typing.Generic[_SchedulerServiceOpenTrajectoryType, _
     @typing.overload
     def __init__(self: SchedulerServiceStub[
         grpc.aio.UnaryUnaryMultiCallable[
+            treadle.scheduler.v1.scheduler_pb2.OpenJobRequest,
+            treadle.scheduler.v1.scheduler_pb2.OpenJobResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            treadle.scheduler.v1.scheduler_pb2.RenewJobRequest,
+            treadle.scheduler.v1.scheduler_pb2.RenewJobResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            treadle.scheduler.v1.scheduler_pb2.CloseJobRequest,
+            treadle.scheduler.v1.scheduler_pb2.CloseJobResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             treadle.scheduler.v1.scheduler_pb2.OpenTrajectoryRequest,
             treadle.scheduler.v1.scheduler_pb2.OpenTrajectoryResponse,
         ],
@@ -346,9 +418,20 @@ class SchedulerServiceStub(typing.Generic[_SchedulerServiceOpenTrajectoryType, _
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
+    OpenJob: _SchedulerServiceOpenJobType
+    """A client announces its job and holds it by renewing; the lease also runs anew with each request about a trajectory of the job.
+    Where it runs out, or the job is closed, the job's trajectories are closed as failed. With `resume`, the client that held the
+    job of this name before is replaced at once: its trajectories are closed, and every later request of it is refused.
+    """
+
+    RenewJob: _SchedulerServiceRenewJobType
+    """NOT_FOUND JOB_NOT_FOUND: the lease ran out, open the job again. FAILED_PRECONDITION JOB_TAKEN_OVER: another client resumed it."""
+
+    CloseJob: _SchedulerServiceCloseJobType
+
     OpenTrajectory: _SchedulerServiceOpenTrajectoryType
     """Admits a trajectory. The same request_id gives the same trajectory; a known trajectory_id under another request_id is
-    ALREADY_EXISTS TRAJECTORY_EXISTS.
+    ALREADY_EXISTS TRAJECTORY_EXISTS. A job_id whose lease is over is refused as in RenewJob.
     """
 
     ScheduleStep: _SchedulerServiceScheduleStepType
@@ -386,6 +469,18 @@ class SchedulerServiceStub(typing.Generic[_SchedulerServiceOpenTrajectoryType, _
     """Where the other services of this mesh are, so that a client needs one address only."""
 
 SchedulerServiceAsyncStub: typing_extensions.TypeAlias = SchedulerServiceStub[
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.OpenJobRequest,
+        treadle.scheduler.v1.scheduler_pb2.OpenJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.RenewJobRequest,
+        treadle.scheduler.v1.scheduler_pb2.RenewJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.CloseJobRequest,
+        treadle.scheduler.v1.scheduler_pb2.CloseJobResponse,
+    ],
     grpc.aio.UnaryUnaryMultiCallable[
         treadle.scheduler.v1.scheduler_pb2.OpenTrajectoryRequest,
         treadle.scheduler.v1.scheduler_pb2.OpenTrajectoryResponse,
@@ -442,13 +537,39 @@ SchedulerServiceAsyncStub: typing_extensions.TypeAlias = SchedulerServiceStub[
 
 class SchedulerServiceServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
+    def OpenJob(
+        self,
+        request: treadle.scheduler.v1.scheduler_pb2.OpenJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[treadle.scheduler.v1.scheduler_pb2.OpenJobResponse, collections.abc.Awaitable[treadle.scheduler.v1.scheduler_pb2.OpenJobResponse]]:
+        """A client announces its job and holds it by renewing; the lease also runs anew with each request about a trajectory of the job.
+        Where it runs out, or the job is closed, the job's trajectories are closed as failed. With `resume`, the client that held the
+        job of this name before is replaced at once: its trajectories are closed, and every later request of it is refused.
+        """
+
+    @abc.abstractmethod
+    def RenewJob(
+        self,
+        request: treadle.scheduler.v1.scheduler_pb2.RenewJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[treadle.scheduler.v1.scheduler_pb2.RenewJobResponse, collections.abc.Awaitable[treadle.scheduler.v1.scheduler_pb2.RenewJobResponse]]:
+        """NOT_FOUND JOB_NOT_FOUND: the lease ran out, open the job again. FAILED_PRECONDITION JOB_TAKEN_OVER: another client resumed it."""
+
+    @abc.abstractmethod
+    def CloseJob(
+        self,
+        request: treadle.scheduler.v1.scheduler_pb2.CloseJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[treadle.scheduler.v1.scheduler_pb2.CloseJobResponse, collections.abc.Awaitable[treadle.scheduler.v1.scheduler_pb2.CloseJobResponse]]: ...
+
+    @abc.abstractmethod
     def OpenTrajectory(
         self,
         request: treadle.scheduler.v1.scheduler_pb2.OpenTrajectoryRequest,
         context: _ServicerContext,
     ) -> typing.Union[treadle.scheduler.v1.scheduler_pb2.OpenTrajectoryResponse, collections.abc.Awaitable[treadle.scheduler.v1.scheduler_pb2.OpenTrajectoryResponse]]:
         """Admits a trajectory. The same request_id gives the same trajectory; a known trajectory_id under another request_id is
-        ALREADY_EXISTS TRAJECTORY_EXISTS.
+        ALREADY_EXISTS TRAJECTORY_EXISTS. A job_id whose lease is over is refused as in RenewJob.
         """
 
     @abc.abstractmethod

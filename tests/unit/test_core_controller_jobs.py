@@ -1,0 +1,198 @@
+"""The controller and the jobs of clients: what ends with a lease, what a resumed client finds, unused tickets."""
+
+import pytest
+from support.control import Scenario, all_of, one
+from treadle_core import actions as act
+from treadle_core import events as ev
+from treadle_core.model import Policy, TicketStatus, TrajectoryState
+from treadle_core.refusals import BadField, JobNotFound, JobTakenOver, RequestIdReused
+from treadle_core.tuning import Tuning
+
+TUNING = Tuning(job_lease_s=45.0, job_resume_s=600.0, lease_ttl_s=1e9, plan_interval_s=1e9)
+RESERVE = Policy(reserve=True)
+
+
+@pytest.fixture
+def scenario() -> Scenario:
+    """One engine with one slot; a client holds job j and has opened t0, which steps, and t1, which waits."""
+    made = Scenario(RESERVE, TUNING, engines=["e0"], slots=1)
+    made.send(ev.JobOpened("open-j", "j"))
+    for name in ("t0", "t1"):
+        made.open(name, job_id="j", tokens=100.0)
+    made.step("t0", 0)
+    assert one(made.ask("t1"), act.KeepWaiting)
+    return made
+
+
+def resume(scenario: Scenario, job_id: str) -> list[act.Action]:
+    return scenario.send(ev.JobOpened(f"open-{job_id}", job_id, "run-7", resume=True))
+
+
+def state_of(scenario: Scenario, name: str) -> TrajectoryState:
+    return scenario.controller.trajectory(name).state
+
+
+def test_at_the_end_of_a_lease_its_step_is_aborted_and_its_prefix_released_and_a_waiting_client_starts(
+    scenario: Scenario,
+) -> None:
+    scenario.send(ev.JobOpened("open-k", "k"))
+    scenario.open("other", job_id="k", tokens=10.0)
+    assert one(scenario.ask("other"), act.KeepWaiting)
+    scenario.advance(44.0)
+    scenario.send(ev.JobRenewed("k"))
+    ended = scenario.advance(2.0)
+    assert [state_of(scenario, name) for name in ("t0", "t1")] == [TrajectoryState.FAILED] * 2
+    assert one(ended, act.AbortStep).ticket_id == scenario.ticket("t0").ticket_id
+    assert one(ended, act.ReleasePrefix).trajectory_id == "t0"
+    assert one(ended, act.RemoveJob).job_id == "j"
+    assert one(ended, act.IssueTicket).ticket.trajectory_id == "other"
+    announced = all_of([*ended, *scenario.advance(10.0)], act.AnnounceClosed)
+    assert {each.record.trajectory_id for each in announced} == {"t0", "t1"}
+    with pytest.raises(JobNotFound):
+        scenario.open("late", job_id="j")
+
+
+def test_any_request_about_a_trajectory_renews_the_lease(scenario: Scenario) -> None:
+    ticket = scenario.ticket("t0")
+    for _ in range(3):
+        scenario.advance(40.0)
+        scenario.ask("t1", request_id="the same")  # held, and it asks again
+    scenario.finish(ticket)
+    scenario.advance(40.0)
+    scenario.step("t0", 1)
+    scenario.advance(40.0)
+    assert state_of(scenario, "t0") is TrajectoryState.STEPPING
+
+
+def test_closing_a_job_closes_what_is_open_and_may_be_repeated(scenario: Scenario) -> None:
+    assert len(all_of(scenario.send(ev.JobClosed("j")), act.SaveTrajectory)) == 2
+    assert scenario.send(ev.JobClosed("j")) == []
+
+
+def test_after_a_restart_a_lease_has_its_whole_length_again_and_then_ends(scenario: Scenario) -> None:
+    scenario.now += 1000.0
+    scenario.restart()
+    scenario.advance(44.0)
+    assert state_of(scenario, "t0") is TrajectoryState.STEPPING
+    scenario.advance(2.0)
+    assert [state_of(scenario, name) for name in ("t0", "t1")] == [TrajectoryState.FAILED] * 2
+
+
+def test_a_restart_closes_trajectories_of_a_job_whose_end_alone_was_stored(scenario: Scenario) -> None:
+    del scenario.jobs["j"]
+    scenario.restart()
+    assert [state_of(scenario, name) for name in ("t0", "t1")] == [TrajectoryState.FAILED] * 2
+
+
+def test_a_client_that_resumes_takes_over_at_once_and_the_one_before_is_refused() -> None:
+    """Result: the first client's trajectory is closed, its rollouts are named, and nothing that it sends is taken."""
+    scenario = Scenario(tuning=TUNING, engines=["e0"])
+    resume(scenario, "j0")
+    scenario.send(ev.JobRenewed("j0", ("r0", "r1")))
+    scenario.open("t0", job_id="j0")
+    resume(scenario, "j1")
+    assert state_of(scenario, "t0") is TrajectoryState.FAILED
+    assert scenario.controller.job("j1").rollout_ids == ("r0", "r1")
+    for late in (ev.JobRenewed("j0"), ev.TrajectoryOpened("o", "late", "p", job_id="j0"), ev.JobOpened("o", "j0")):
+        with pytest.raises(JobTakenOver):
+            scenario.send(late)
+    scenario.send(ev.JobClosed("j0"))
+    assert scenario.controller.job("j1").ended_s is None
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_job_to_be_resumed_is_kept_for_its_time_and_its_trajectories_are_not(restarted: bool) -> None:
+    scenario = Scenario(tuning=TUNING, engines=["e0"])
+    resume(scenario, "j0")
+    scenario.send(ev.JobRenewed("j0", ("r0",)))
+    scenario.open("t0", job_id="j0")
+    scenario.advance(46.0)
+    assert state_of(scenario, "t0") is TrajectoryState.FAILED
+    if restarted:
+        scenario.restart()
+    scenario.advance(599.0)
+    resume(scenario, "j1")
+    assert scenario.controller.job("j1").rollout_ids == ("r0",)
+    scenario.advance(46.0)
+    scenario.advance(600.0)
+    assert scenario.jobs == {}
+    resume(scenario, "j2")
+    assert scenario.controller.job("j2").rollout_ids == ()
+
+
+def test_a_job_to_be_resumed_is_held_again_by_its_own_client_that_was_only_slow() -> None:
+    scenario = Scenario(tuning=TUNING, engines=["e0"])
+    resume(scenario, "j0")
+    scenario.advance(46.0)
+    assert one(scenario.send(ev.JobRenewed("j0")), act.SaveJob).record.ended_s is None
+    scenario.advance(46.0)
+    assert one(scenario.send(ev.TrajectoryOpened("o", "t0", "p", job_id="j0")), act.SaveJob).record.ended_s is None
+
+
+def test_rollouts_are_not_lost_where_the_scheduler_dies_between_the_two_writes_of_a_takeover() -> None:
+    scenario = Scenario(tuning=TUNING)
+    resume(scenario, "j0")
+    scenario.send(ev.JobRenewed("j0", ("r0",)))
+    resume(scenario, "j1")
+    del scenario.jobs["j1"]
+    scenario.restart()
+    resume(scenario, "j1")
+    assert scenario.controller.job("j1").rollout_ids == ("r0",)
+
+
+def test_a_repeated_opening_is_the_same_job_and_other_values_are_refused() -> None:
+    scenario = Scenario(tuning=TUNING)
+    resume(scenario, "j0")
+    assert resume(scenario, "j0") == []
+    with pytest.raises(RequestIdReused):
+        scenario.send(ev.JobOpened("open-j0", "j0", "run-8", resume=True))
+    with pytest.raises(BadField, match="must not be empty"):
+        scenario.send(ev.JobOpened("o", "j1", "", resume=True))
+
+
+def test_without_a_job_asking_again_and_again_counts_as_life() -> None:
+    """A trajectory waits for longer than ABANDON_AFTER_S. Result: it stays open while it asks, also after a restart,
+    and is closed once it has been silent for so long."""
+    tuning = Tuning(abandon_after_s=100.0, lease_ttl_s=1e9, ticket_ttl_s=1e9)
+    scenario = Scenario(RESERVE, tuning, engines=["e0"], slots=1)
+    scenario.send(ev.JobOpened("open-j", "j"))
+    scenario.open("first", job_id="j", tokens=1000.0)
+    scenario.step("first", 0)
+    scenario.open("waiting", tokens=10.0)
+    for _ in range(5):
+        assert one(scenario.ask("waiting"), act.KeepWaiting)
+        scenario.send(ev.JobRenewed("j"))
+        scenario.advance(40.0)
+    assert state_of(scenario, "waiting") is TrajectoryState.IDLE
+    scenario.restart()
+    scenario.advance(99.0)
+    assert state_of(scenario, "waiting") is TrajectoryState.IDLE
+    scenario.advance(2.0)
+    assert state_of(scenario, "waiting") is TrajectoryState.FAILED
+
+
+def test_an_expired_ticket_that_no_step_has_used_frees_its_slot_and_its_kv() -> None:
+    """Also where the client has no job. Result: a waiting step starts; the client may replace the lost ticket."""
+    scenario = Scenario(RESERVE, Tuning(lease_ttl_s=1e9), engines=["e0"], slots=1, kv_tokens_capacity=400)
+    scenario.open("gone", tokens=100.0)
+    unused = scenario.step("gone", 0)
+    scenario.open("waiting", tokens=100.0)
+    scenario.ask("waiting")
+    early = scenario.send(ev.StepUnknown("gone", unused.ticket_id))
+    assert early == []  # Generate may be on its way
+    assert one(scenario.advance(600.0), act.AskStep).ticket == unused
+    freed = scenario.send(ev.StepUnknown("gone", unused.ticket_id))
+    assert one(freed, act.IssueTicket).ticket.trajectory_id == "waiting"
+    assert scenario.ticket("gone").status is TicketStatus.LOST
+    again = scenario.step("gone", 0, replaces_ticket_id=unused.ticket_id)
+    assert again.attempt == 1
+
+
+def test_a_step_that_runs_for_longer_than_its_ticket_is_asked_for_and_stays() -> None:
+    scenario = Scenario(RESERVE, Tuning(lease_ttl_s=1e9), engines=["e0"])
+    scenario.open("long", tokens=1e5)
+    ticket = scenario.step("long", 0)
+    for _ in range(3):
+        assert one(scenario.advance(600.0), act.AskStep).ticket == ticket
+    scenario.finish(ticket)
+    assert not all_of(scenario.advance(600.0), act.AskStep)
