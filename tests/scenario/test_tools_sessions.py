@@ -10,7 +10,10 @@ from support.conditions import until_said
 from support.processes import StartService
 from support.rpc import refusal_of, refused
 from support.tools import CALL_S, ToolsCalls, limits, serve, tools, write_tools
+from treadle.telemetry.v1.facts_pb2 import TrajectoryClosed
 from treadle.tools.v1 import tools_pb2 as pb
+from treadle_runtime.bus import Bus
+from treadle_runtime.facts import make_fact
 
 LEGS = {"task": "leg_counting", "seed": 3, "index": 2}
 OK = pb.RESULT_STATUS_OK
@@ -334,6 +337,41 @@ async def test_an_environment_that_cannot_be_written_down_goes_on_unharmed(
         with refused("SNAPSHOT_REFUSED", says="stopped after 1 s"):
             await calls.snapshot(hanging)
         assert (await calls.session(hanging)).done
+
+
+SLEEPY_TOOLS = """
+from treadle_tools.tool import Kind, Tool
+
+ANY = {"type": "object"}
+TOOLS = [Tool(name="sleepy", kind=Kind.ENVIRONMENT, description="", entry="own_code:Sleepy",
+              arguments_schema=ANY, open_schema=ANY)]
+"""
+SLEEPY_CODE = """
+import time
+from treadle_tools.tool import Outcome
+
+class Sleepy:
+    def __init__(self, arguments, sandbox):
+        pass
+    def first(self):
+        return Outcome(output="")
+    def step(self, arguments):
+        time.sleep(600)
+"""
+
+
+async def test_a_session_ends_with_its_trajectory_in_the_middle_of_a_step_and_others_go_on(
+    start_service: StartService, bus: Bus, tmp_path: Path
+) -> None:
+    async with tools(start_service, **write_tools(tmp_path, SLEEPY_TOOLS, SLEEPY_CODE)) as calls:
+        ended, other = [(await calls.open("sleepy", trajectory_id=name)).session.session_id for name in ("t0", "t1")]
+        step = asyncio.create_task(calls.step(ended, {}))
+        await asyncio.sleep(0.5)  # the step has begun, or begins now
+        await bus.publish(make_fact("test", trajectory_closed=TrajectoryClosed(trajectory_id="t0")))
+        assert (await step).status == pb.RESULT_STATUS_CRASHED
+        with refused("SESSION_NOT_FOUND"):
+            await until_said(lambda: calls.session(ended), lambda said: False)
+        assert not (await calls.session(other)).done
 
 
 async def test_sessions_and_snapshots_that_nobody_uses_end(start_service: StartService) -> None:

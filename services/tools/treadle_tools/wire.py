@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from treadle.telemetry.v1 import facts_pb2
 from treadle.tools.v1 import rewards_pb2, rewards_pb2_grpc, tools_pb2, tools_pb2_grpc
 from treadle_core.tools.cpu import CpuManager
 from treadle_core.tools.dispatcher import Dispatcher, Resources
@@ -131,6 +132,11 @@ async def wire(runtime: Runtime) -> Wiring:
     if list(backends):
         snapshots.load(registry)
     sessions.restore(registry)
+
+    async def end_sessions(fact: facts_pb2.Fact) -> None:
+        await sessions.end(fact.trajectory_closed.trajectory_id)
+
+    await bus.subscribe(("trajectory_closed",), end_sessions)
 
     tasks = [run, scheduler.run, sessions.expire, sessions.recall, reused.expire]
     if declared.gpus is not None:

@@ -216,6 +216,14 @@ class Sessions:
             self._drop(session, "closed", request_id)
             await session.backend.flush()
 
+    async def end(self, trajectory_id: str) -> None:
+        """Close the sessions of a trajectory that has ended; a running step is killed, as nobody waits for it."""
+        for session in [each for each in self._sessions.values() if each.trajectory_id == trajectory_id]:
+            if session.sandbox is not None:
+                session.sandbox.close()
+            with contextlib.suppress(NotFound):  # its caller has closed it meanwhile
+                await self.close(session.session_id)
+
     async def expire(self) -> None:
         """Close idle sessions and remove old snapshots, until cancelled."""
         while True:
