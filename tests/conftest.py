@@ -9,6 +9,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from support.client_process import client_processes  # noqa: F401 - a fixture
 from support.fake_sglang import FakeSglang, fake_sglang
 from support.nats_server import NatsServer
 from support.processes import ServiceProcess, StartService, start_process

@@ -10,6 +10,7 @@ from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle.types import duration
 
 LEASE_TTL_S = 0.6
+JOB_LEASE_S = 3600.0  # no test of the fake renews
 _FAILED = grpc.StatusCode.FAILED_PRECONDITION
 
 
@@ -80,6 +81,14 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
         lease_id = f"lease-{len(self.requests('RegisterEngine'))}"
         self.leases.add(lease_id)
         return pb.RegisterEngineResponse(lease_id=lease_id, lease_ttl=duration(LEASE_TTL_S))
+
+    @answer
+    def OpenJob(self, request: pb.OpenJobRequest) -> pb.OpenJobResponse:
+        return pb.OpenJobResponse(job_id=f"j-{request.request_id}", lease_ttl=duration(JOB_LEASE_S))
+
+    @answer
+    def CloseJob(self, _: pb.CloseJobRequest) -> pb.CloseJobResponse:
+        return pb.CloseJobResponse()
 
     @answer
     def OpenTrajectory(self, request: pb.OpenTrajectoryRequest) -> pb.OpenTrajectoryResponse | Refusal:

@@ -1,7 +1,8 @@
 """treadle.Client opens trajectories in a mesh, runs rollouts and takes training batches.
 
 One address is enough. Leaving the `async with` block closes every open trajectory and every channel. For one event loop
-and any number of tasks on it.
+and any number of tasks on it: the loop must not stand still for longer than the scheduler's JOB_LEASE_S (45 s) while
+trajectories are open, as the client renews its lease from it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import grpc
 
 from treadle.connection import Mesh, RetryPolicy, Timeouts, finish, request_id
 from treadle.errors import TreadleError
+from treadle.jobs import Job
 from treadle.rewards import PendingReward, request_reward
 from treadle.rollout.v1 import rollout_pb2
 from treadle.rollouts import Agent, RolloutRun, take_batch
 from treadle.scheduler.v1 import scheduler_pb2
-from treadle.trajectory import OnChange, Trajectory
+from treadle.trajectory import TRAJECTORY_CLOSED, OnChange, Trajectory
 from treadle.types import Batch, Prompt, RolloutEvent, RolloutResult
 
 # Some 10 to 20 seconds of decoding, against a ticket and the prefill of one token (ADR 0011).
@@ -38,7 +40,13 @@ class Client:
     together for so long, at most 10 s; 0 sends each at once, for a person who watches. A longer one spares a process
     with thousands of trajectories work, and what was not sent is sampled again where an engine is lost. job: whose
     share of the pooled rewards this client uses, e.g. the name of the training run; empty: each rollout is a job.
-    Raises ValueError.
+    resume: go on with the rollouts that a client of the same job, which died or was interrupted, has begun and not
+    ended (see `rollout`); of several clients of a job, one at a time resumes it. Raises ValueError.
+
+    When a client dies, the scheduler closes its trajectories as failed once its lease has ended, resume or not: their
+    tokens were in the dead process, and what they hold blocks others. A client that resumes the job has them closed at
+    once; where the client before it lives after all, that one's calls raise TreadleError JOB_TAKEN_OVER. What resume
+    keeps is the rollout with all submitted samples, for JOB_RESUME_S of the scheduler (a day).
     """
 
     def __init__(
@@ -53,7 +61,10 @@ class Client:
         call_tokens: int = CALL_TOKENS,
         token_interval_s: float = TOKEN_INTERVAL_S,
         job: str = "",
+        resume: bool = False,
     ) -> None:
+        if resume and not job:
+            raise ValueError("resume=True needs job=...: the name by which the next client finds its rollouts")
         if call_tokens < 0:
             raise ValueError(f"call_tokens must be >= 0, is {call_tokens}; 0 generates each turn in one call")
         if not 0 <= token_interval_s <= LONGEST_TOKEN_INTERVAL_S:
@@ -71,11 +82,14 @@ class Client:
             token_interval_s,
             job,
         )
+        self._resume = resume
         self._mesh: Mesh | None = None
+        self._job: Job | None = None
         self._open: set[Trajectory] = set()
 
     async def __aenter__(self) -> Client:
         self._mesh = self._connect()
+        self._job = Job(self._mesh, self._resume)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -99,7 +113,7 @@ class Client:
         hardware_tags: only engines that carry all of them. pinned_engine_id: run there and never migrate. on_change:
         called after each step and tool call. Errors: TreadleError INVALID_ARGUMENT with field_violations.
         """
-        mesh = self._connected()
+        mesh, job = self._connected()
         request = scheduler_pb2.OpenTrajectoryRequest(
             request_id=request_id(),
             rollout_id=rollout_id,
@@ -112,8 +126,8 @@ class Client:
         )
 
         async def admit() -> Trajectory:
-            answer = await mesh.call(mesh.scheduler.OpenTrajectory, request, mesh.timeouts.control_s)
-            trajectory = Trajectory(mesh, answer.trajectory, prompt, max_total_tokens, on_change, self._open.discard)
+            opened = await job.open_trajectory(request)
+            trajectory = Trajectory(mesh, opened, prompt, max_total_tokens, on_change, self._open.discard)
             self._open.add(trajectory)
             return trajectory
 
@@ -147,7 +161,12 @@ class Client:
         get_batch, -1 for no bound. concurrency: trajectories open at once, None for all. on_event: called from the
         event loop, must not block. max_total_tokens: cap a trajectory, 0 for none. pin: (prompt, sample) -> engine_id
         to run on without migration. Cancelling the caller aborts every step, closes every trajectory as "cancelled"
-        and cancels the rollout.
+        and cancels the rollout, unless the client resumes its job.
+
+        With Client(resume=True), a rollout of the same prompts (by id, in order) and parameters that was begun in this
+        job, and whose call never returned, is gone on with, also in a new process: samples that were submitted are not
+        run again (`TrajectoryResult.submitted_before`), nor those of settled groups; all others run from their prompts.
+        A call that has returned has ended its rollout: the same call again runs a new one.
         """
         spec = rollout_pb2.RolloutSpec(
             samples_per_prompt=samples_per_prompt,
@@ -156,7 +175,7 @@ class Client:
             prompt_ids=[prompt.id for prompt in prompts],
             max_total_tokens=max_total_tokens,
         )
-        run = RolloutRun(self._connected(), self.open, agent, spec, on_event, pin)
+        run = RolloutRun(*self._connected(), self.open, agent, spec, on_event, pin)
         return await run.run(prompts, concurrency)
 
     async def score(
@@ -168,7 +187,7 @@ class Client:
         share of the pool, default this client's. Errors: TreadleError NOT_FOUND REWARD_FUNCTION_NOT_FOUND,
         INVALID_ARGUMENT with field_violations.
         """
-        mesh = self._connected()
+        mesh, _ = self._connected()
         return await request_reward(mesh, trajectory_id, reward, arguments, job or mesh.job)
 
     async def get_batch(
@@ -184,7 +203,7 @@ class Client:
         weight_version: the trainer's present one. wait: for max_groups rather than answer with fewer, up to timeout_s
         (default timeouts.batch_s). Errors: TreadleError NOT_FOUND ROLLOUT_NOT_FOUND, DEADLINE_EXCEEDED.
         """
-        mesh = self._connected()
+        mesh, _ = self._connected()
         request = rollout_pb2.GetBatchRequest(
             request_id=request_id(),
             rollout_id=rollout_id,
@@ -195,21 +214,29 @@ class Client:
         return await take_batch(mesh, request, timeout_s or mesh.timeouts.batch_s)
 
     async def _close(self) -> None:
-        """Close the open trajectories, all at once, then the channels.
+        """Close the open trajectories, all at once, then the job and the channels.
 
-        A scheduler that cannot be reached closes them by its own timeout.
+        A scheduler that cannot be reached closes them once the lease has ended.
         """
+        mesh, job = self._connected()
         closing: list[Awaitable[None]] = [trajectory.close(outcome="cancelled") for trajectory in self._open]
         results = await asyncio.gather(*closing, return_exceptions=True)
-        await self._connected().close()
+        try:
+            await job.close()
+        finally:
+            await mesh.close()
         for failure in filter(None, results):
-            if not (isinstance(failure, TreadleError) and failure.lost_connection):
+            # The scheduler has closed it where this client's lease had run out.
+            closed = isinstance(failure, TreadleError) and (
+                failure.lost_connection or failure.reason == TRAJECTORY_CLOSED
+            )
+            if not closed:
                 raise failure
 
-    def _connected(self) -> Mesh:
-        if self._mesh is None:
+    def _connected(self) -> tuple[Mesh, Job]:
+        if self._mesh is None or self._job is None:
             raise RuntimeError("use treadle.Client as `async with treadle.Client(address) as client:`")
-        return self._mesh
+        return self._mesh, self._job
 
 
 async def _undo(admission: asyncio.Task[Trajectory], timeout_s: float) -> None:

@@ -1,7 +1,8 @@
 """Run one agent over prompts × samples, and submit each trajectory to the rollout service as it ends.
 
 RolloutRun is behind Client.rollout. Invariants: every sample ends in exactly one TrajectoryResult; an agent that raises
-fails its own trajectory only; when the run ends, however it ends, no trajectory of it is open and no task of it runs.
+fails its own trajectory only; when the run ends, however it ends, no trajectory of it is open and no task of it runs; a
+client whose job was taken over submits nothing more.
 In messages tokens, loss mask and logprobs are equally long; one where they are not raises StreamBroken.
 """
 
@@ -16,9 +17,10 @@ import grpc
 from treadle.common.v1 import tokens_pb2
 from treadle.connection import Mesh, finish, request_id
 from treadle.errors import StreamBroken, TokensSpent, TreadleError, error_from, refused
+from treadle.jobs import JOB_TAKEN_OVER, Job
 from treadle.rewards import PendingReward
 from treadle.rollout.v1 import rollout_pb2
-from treadle.trajectory import Trajectory
+from treadle.trajectory import TRAJECTORY_CLOSED, Trajectory
 from treadle.types import (
     Batch,
     Group,
@@ -38,6 +40,7 @@ from treadle.types import (
     words_of,
 )
 
+ROLLOUT_NOT_FOUND, SAMPLE_TAKEN = "ROLLOUT_NOT_FOUND", "SAMPLE_TAKEN"  # ErrorInfo.reason
 _DROP_REASONS = {0: "", **words_of(rollout_pb2.DropReason)}
 
 
@@ -131,13 +134,14 @@ class RolloutRun:
     def __init__(
         self,
         mesh: Mesh,
+        job: Job,
         open_trajectory: Callable[..., Awaitable[Trajectory]],
         agent: Agent,
         spec: rollout_pb2.RolloutSpec,
         on_event: Callable[[RolloutEvent], None] | None,
         pin: Callable[[Prompt, int], str] | None,
     ) -> None:
-        self._mesh, self._open, self._agent, self._spec = mesh, open_trajectory, agent, spec
+        self._mesh, self._job, self._open, self._agent, self._spec = mesh, job, open_trajectory, agent, spec
         self._on_event, self._pin = on_event or (lambda _: None), pin
         self._rollout_id = ""
         # Samples whose agent has not ended, by prompt and sample: a settled group cancels its own.
@@ -147,23 +151,75 @@ class RolloutRun:
     async def run(self, prompts: Sequence[Prompt], concurrency: int | None) -> RolloutResult:
         """All samples of all prompts; results in that order. TreadleError where the rollout cannot be created."""
         mesh, started_s = self._mesh, self._mesh.clock()
-        service = await mesh.rollout()
-        request = rollout_pb2.CreateRolloutRequest(request_id=request_id(), spec=self._spec)
-        self._rollout_id = (await mesh.call(service.CreateRollout, request, mesh.timeouts.control_s)).rollout.rollout_id
+        rollout = await self._find_left_over() or await self._create()
+        self._rollout_id = rollout.rollout_id
         order = [(prompt, sample) for prompt in prompts for sample in range(self._spec.samples_per_prompt)]
         slots = asyncio.Semaphore(concurrency or len(order))
+        submitted = _submitted_of(rollout)
+        settled = {group.prompt_id for group in rollout.groups if group.settled}
         try:
             async with asyncio.TaskGroup() as tasks:
                 for prompt, sample in order:
-                    self._results[prompt.id, sample] = TrajectoryResult("", prompt.id, sample, outcome="cancelled")
-                    self._unfinished[prompt.id, sample] = tasks.create_task(self._sample(prompt, sample, slots))
+                    key = (prompt.id, sample)
+                    if key in submitted:
+                        self._results[key] = submitted[key]
+                        continue
+                    self._results[key] = TrajectoryResult("", prompt.id, sample, outcome="cancelled")
+                    if prompt.id not in settled:
+                        self._unfinished[key] = tasks.create_task(self._sample(prompt, sample, slots))
         except BaseException as failure:
-            await finish(self._cancel())
+            if self._job.resume:
+                self._job.leave_rollout(self._rollout_id)
+            else:
+                await finish(self._cancel())
             if isinstance(failure, BaseExceptionGroup):
                 raise failure.exceptions[0] from None  # callers catch the error itself, not a group
             raise
+        if self._job.resume:
+            await self._job.end_rollout(self._rollout_id)
         results = tuple(self._results[prompt.id, sample] for prompt, sample in order)
         return RolloutResult(self._rollout_id, results, mesh.clock() - started_s)
+
+    async def _create(self) -> rollout_pb2.Rollout:
+        mesh = self._mesh
+        request = rollout_pb2.CreateRolloutRequest(request_id=request_id(), spec=self._spec)
+        service = await mesh.rollout()
+        if self._job.resume:  # noted before it is there: a client that finds it noted only creates another
+            request.rollout_id = f"r-{request.request_id}"
+            await self._job.begin_rollout(request.rollout_id)
+        try:
+            return (await mesh.call(service.CreateRollout, request, mesh.timeouts.control_s)).rollout
+        except BaseException:
+            if self._job.resume:
+                self._job.leave_rollout(request.rollout_id)
+            raise
+
+    async def _find_left_over(self) -> rollout_pb2.Rollout | None:
+        """A rollout of the job with the same prompts and parameters that was begun and not ended."""
+        mesh, job = self._mesh, self._job
+        if not job.resume:
+            return None
+        await job.hold()
+        wanted = rollout_pb2.RolloutSpec()
+        wanted.CopyFrom(self._spec)
+        wanted.keep_per_prompt = wanted.keep_per_prompt or wanted.samples_per_prompt  # as the service answers
+        service = await mesh.rollout()
+        for rollout_id in list(job.left_over):
+            request = rollout_pb2.GetRolloutRequest(rollout_id=rollout_id)
+            try:
+                found = (await mesh.call(service.GetRollout, request, mesh.timeouts.control_s)).rollout
+            except TreadleError as error:
+                if error.reason != ROLLOUT_NOT_FOUND:
+                    raise
+                found = None  # never created, or forgotten
+            if rollout_id not in job.left_over:
+                continue  # another call has taken it meanwhile
+            if found is None or found.state == rollout_pb2.ROLLOUT_STATE_CANCELLED:
+                job.left_over.remove(rollout_id)
+            elif found.spec == wanted:
+                await job.begin_rollout(rollout_id)
+                return found
+        return None
 
     async def _sample(self, prompt: Prompt, sample: int, slots: asyncio.Semaphore) -> None:
         """Run one sample from its opening to its submission."""
@@ -217,6 +273,8 @@ class RolloutRun:
         While the service's store of tokens is full, it is sent again: the trainer frees room as it takes batches.
         """
         mesh = self._mesh
+        if self._job.resume:
+            await self._require_job()
         request = rollout_pb2.SubmitTrajectoryRequest(
             request_id=request_id(), rollout_id=self._rollout_id, trajectory=finished_message(result)
         )
@@ -224,11 +282,25 @@ class RolloutRun:
             service = await mesh.rollout()
             answer = await mesh.call(service.SubmitTrajectory, request, mesh.timeouts.submit_s)
         except TreadleError as error:
+            if error.reason == SAMPLE_TAKEN and self._job.resume:
+                # The client before this one had sent it when it was replaced.
+                look = rollout_pb2.GetRolloutRequest(rollout_id=self._rollout_id)
+                found = await mesh.call(service.GetRollout, look, mesh.timeouts.control_s)
+                return _submitted_of(found.rollout)[result.prompt_id, result.sample]
             return replace(result, error=result.error or f"submit: {error}")
         if answer.group_settled:
             self._settle(result.prompt_id)
         reason = _DROP_REASONS.get(answer.drop_reason, str(answer.drop_reason))  # a number: newer than this client
         return replace(result, kept=answer.kept, drop_reason=reason)
+
+    async def _require_job(self) -> None:
+        """Raise JOB_TAKEN_OVER where another client runs the samples of this rollout by now: one that failed here, as
+        its trajectory was closed for that, must not take the place of the other client's."""
+        try:
+            await self._job.renew()
+        except TreadleError as error:
+            if error.reason == JOB_TAKEN_OVER:
+                raise
 
     def _settle(self, prompt_id: str) -> None:
         for key in [key for key in self._unfinished if key[0] == prompt_id]:
@@ -236,10 +308,13 @@ class RolloutRun:
         self._on_event(RolloutEvent("settled", self._mesh.clock(), prompt_id))
 
     async def _end(self, trajectory: Trajectory, outcome: Outcome, reward: float | None = None) -> str:
-        """Close; the error line where that fails. The scheduler closes it by its own timeout then."""
+        """Close; the error line where that fails. The scheduler closes it once the lease has ended. One that it has
+        closed already, as the lease had run out, has failed: its last step was aborted."""
         try:
             await trajectory.close(reward, outcome)
         except TreadleError as error:
+            if error.reason == TRAJECTORY_CLOSED:
+                trajectory.reward, trajectory.outcome = None, "failed"
             return f"close: {error}"
         finally:
             self._report(trajectory, "closed")
@@ -300,6 +375,23 @@ async def _await_score(result: TrajectoryResult, pending: PendingReward) -> Traj
     except TreadleError as error:
         return replace(result, outcome="failed", error=result.error or f"reward: {error}")
     return replace(result, reward=scored.score)
+
+
+def _submitted_of(rollout: rollout_pb2.Rollout) -> dict[tuple[str, int], TrajectoryResult]:
+    """What is known of samples that another client has submitted, by prompt and sample."""
+    return {
+        (group.prompt_id, submitted.sample): TrajectoryResult(
+            trajectory_id=submitted.trajectory_id,
+            prompt_id=group.prompt_id,
+            sample=submitted.sample,
+            outcome="failed" if submitted.drop_reason == rollout_pb2.DROP_REASON_FAILED else "finished",
+            kept=submitted.kept,
+            drop_reason=_DROP_REASONS.get(submitted.drop_reason, str(submitted.drop_reason)),
+            submitted_before=True,
+        )
+        for group in rollout.groups
+        for submitted in group.samples
+    }
 
 
 def _result(trajectory: Trajectory, error: str) -> TrajectoryResult:

@@ -26,6 +26,7 @@ T = TypeVar("T")
 OnChange = Callable[["Trajectory", Literal["step", "tool"]], None]
 Invoke = Callable[[tools_pb2.InvokeRequest, Mapping[str, Any]], Awaitable[ToolResult]]
 
+TRAJECTORY_CLOSED = "TRAJECTORY_CLOSED"  # ErrorInfo.reason of a request about one that was closed
 _STATUS: dict[int, ToolStatus] = words_of(tools_pb2.ResultStatus)
 
 
@@ -256,7 +257,7 @@ class Trajectory:
 
     def _require_open(self) -> None:
         if self.outcome is not None:
-            raise refused("TRAJECTORY_CLOSED", f"trajectory {self.trajectory_id} was closed as {self.outcome}")
+            raise refused(TRAJECTORY_CLOSED, f"trajectory {self.trajectory_id} was closed as {self.outcome}")
 
 
 def _result_of(message: tools_pb2.ToolResult) -> ToolResult:

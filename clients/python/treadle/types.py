@@ -136,7 +136,8 @@ class TrajectoryResult:
 
     trajectory_id: empty where it was never opened. version_spans: over indexes of `tokens`. kept: the rollout service
     took it for training. drop_reason: why not, e.g. "group_settled". error: one line where the outcome is "failed",
-    else empty.
+    else empty. submitted_before: a client that this one resumed has submitted it; its tokens are not here but at the
+    rollout service (get_batch), and "finished" may be "truncated".
     """
 
     trajectory_id: str
@@ -154,6 +155,7 @@ class TrajectoryResult:
     drop_reason: str = ""
     error: str = ""
     elapsed_s: float = 0.0
+    submitted_before: bool = False
 
 
 @dataclass(frozen=True)

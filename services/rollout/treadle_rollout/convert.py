@@ -66,8 +66,20 @@ def watch_to(rollout: Rollout, since_revision: int | None) -> pb.WatchRolloutRes
     return pb.WatchRolloutResponse(rollout=message, changes=since_revision is not None)
 
 
+def rollout_with_samples(rollout: Rollout) -> pb.Rollout:
+    """The resource as it stands, with each sample that was submitted."""
+    message = rollout_to(rollout)
+    for status, group in zip(message.groups, rollout.buffer.groups.values(), strict=True):
+        for sample, trajectory_id in group.owners.items():
+            answer = verdict_to(group.verdicts[trajectory_id])
+            status.samples.add(
+                sample=sample, trajectory_id=trajectory_id, kept=answer.kept, drop_reason=answer.drop_reason
+            )
+    return message
+
+
 def rollout_to(rollout: Rollout, since_revision: int | None = None) -> pb.Rollout:
-    """The resource as it stands; where `since_revision` is given, of its groups only those that changed after it."""
+    """The resource without its samples; where `since_revision` is given, of its groups those that changed after it."""
     buffer = rollout.buffer
     return pb.Rollout(
         rollout_id=rollout.rollout_id,

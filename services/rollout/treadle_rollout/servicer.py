@@ -36,7 +36,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return pb.CreateRolloutResponse(rollout=convert.rollout_to(rollout))
 
     async def GetRollout(self, request: pb.GetRolloutRequest, context: Context) -> pb.GetRolloutResponse:
-        return pb.GetRolloutResponse(rollout=convert.rollout_to(await self._find(request.rollout_id)))
+        return pb.GetRolloutResponse(rollout=convert.rollout_with_samples(await self._find(request.rollout_id)))
 
     async def WatchRollout(
         self, request: pb.WatchRolloutRequest, context: Context

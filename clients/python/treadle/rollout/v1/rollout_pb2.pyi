@@ -110,10 +110,15 @@ class GroupStatus(google.protobuf.message.Message):
     RECEIVED_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
     SETTLED_FIELD_NUMBER: builtins.int
+    SAMPLES_FIELD_NUMBER: builtins.int
     prompt_id: builtins.str
     received: builtins.int
     kept: builtins.int
     settled: builtins.bool
+    @property
+    def samples(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SubmittedSample]:
+        """in the order of submission; GetRollout alone fills them"""
+
     def __init__(
         self,
         *,
@@ -121,10 +126,37 @@ class GroupStatus(google.protobuf.message.Message):
         received: builtins.int = ...,
         kept: builtins.int = ...,
         settled: builtins.bool = ...,
+        samples: collections.abc.Iterable[Global___SubmittedSample] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["kept", b"kept", "prompt_id", b"prompt_id", "received", b"received", "settled", b"settled"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kept", b"kept", "prompt_id", b"prompt_id", "received", b"received", "samples", b"samples", "settled", b"settled"]) -> None: ...
 
 Global___GroupStatus: typing_extensions.TypeAlias = GroupStatus
+
+@typing.final
+class SubmittedSample(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SAMPLE_FIELD_NUMBER: builtins.int
+    TRAJECTORY_ID_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
+    DROP_REASON_FIELD_NUMBER: builtins.int
+    sample: builtins.int
+    trajectory_id: builtins.str
+    kept: builtins.bool
+    """at its submission"""
+    drop_reason: Global___DropReason.ValueType
+    """set where it was not kept"""
+    def __init__(
+        self,
+        *,
+        sample: builtins.int = ...,
+        trajectory_id: builtins.str = ...,
+        kept: builtins.bool = ...,
+        drop_reason: Global___DropReason.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drop_reason", b"drop_reason", "kept", b"kept", "sample", b"sample", "trajectory_id", b"trajectory_id"]) -> None: ...
+
+Global___SubmittedSample: typing_extensions.TypeAlias = SubmittedSample
 
 @typing.final
 class DropCount(google.protobuf.message.Message):
