@@ -256,7 +256,8 @@ class AnyEvents(RuleBasedStateMachine):
             if record.pinned_engine_id:
                 assert record.engine_id in ("", record.pinned_engine_id)
             if record.move is not None:
-                assert record.state is TrajectoryState.IDLE
+                switched = record.move.has_switched(record.engine_id)
+                assert record.state is TrajectoryState.IDLE or (record.is_open and switched)
 
     @invariant()
     def an_open_trajectory_of_a_job_has_a_job_that_is_held(self) -> None:
