@@ -77,6 +77,21 @@ class SavePolicy(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class SaveWeights(Action):
+    """Store the desired weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWeights(Action):
+    """Have an engine load weights; answer with WeightsUpdated or LoadFailed."""
+
+    engine_id: str
+    address: str
+    weight_version: str
+    model_path: str
+
+
+@dataclass(frozen=True, slots=True)
 class IssueTicket(Action):
     """Answer StepRequested with this ticket."""
 

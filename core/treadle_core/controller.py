@@ -10,8 +10,8 @@ from typing import Any
 
 from treadle_core import events as ev
 from treadle_core.actions import Action, SavePolicy
-from treadle_core.model import EngineRecord, JobRecord, Policy, TrajectoryRecord
-from treadle_core.steps import admission, leases, lifecycle, moves, requests
+from treadle_core.model import EngineRecord, JobRecord, Policy, TrajectoryRecord, WeightsRecord
+from treadle_core.steps import admission, leases, lifecycle, moves, requests, weights
 from treadle_core.steps.state import State
 from treadle_core.tuning import Tuning
 
@@ -21,10 +21,15 @@ def _set_policy(state: State, event: ev.PolicySet, _now: float) -> list[Action]:
     return [SavePolicy(event.policy)]
 
 
+def _register_engine(state: State, event: ev.EngineRegistered, now: float) -> list[Action]:
+    return [*leases.register_engine(state, event, now), *weights.ask_engine(state, event.spec.engine_id, now)]
+
+
 def _tick(state: State, _event: ev.Tick, now: float) -> list[Action]:
     return [
         *leases.expire_engines(state, now),
         *leases.expire_jobs(state, now),
+        *weights.ask_again(state, now),
         *moves.expire_moves(state, now),
         *lifecycle.announce_due(state, now),
         *lifecycle.sweep(state, now),
@@ -49,10 +54,12 @@ HANDLERS: Mapping[type[ev.Event], Callable[[State, Any, float], list[Action]]] =
     ev.MoveAccepted: moves.accept_move,
     ev.MoveEnded: moves.end_move,
     ev.SwitchRequested: moves.switch_engine,
-    ev.EngineRegistered: leases.register_engine,
+    ev.EngineRegistered: _register_engine,
     ev.LeaseRenewed: leases.renew_lease,
     ev.EngineDeregistered: leases.deregister_engine,
-    ev.WeightsUpdated: leases.update_weights,
+    ev.WeightsSet: weights.set_weights,
+    ev.WeightsUpdated: weights.update_weights,
+    ev.LoadFailed: weights.fail_load,
     ev.PolicySet: _set_policy,
     ev.Tick: _tick,
 }
@@ -70,9 +77,11 @@ class Controller:
         engines: Iterable[EngineRecord],
         now: float,
         job_records: Iterable[JobRecord] = (),
+        desired_weights: WeightsRecord | None = None,
     ) -> list[Action]:
         """Take over what an earlier run stored; call it once, before the first event."""
         state = self._state
+        state.engines.desire(desired_weights)
         state.restored_s = now
         state.jobs.restore(job_records, now)
         state.engines.restore(engines, now)
@@ -88,7 +97,7 @@ class Controller:
                 actions += leases.place_again(state, record)
         state.siting.restore()
         state.planner.note_engines()
-        return [*actions, *leases.close_without_job(state, now)]
+        return [*actions, *leases.close_without_job(state, now), *weights.ask_engines(state, now)]
 
     def on_event(self, event: ev.Event, now: float) -> list[Action]:
         """Handle one event at `now` (seconds, never going back); returns the actions to be done, in order. Raises
@@ -104,6 +113,11 @@ class Controller:
     def job(self, job_id: str) -> JobRecord:
         """A job that is held. Raises JobNotFound, JobTakenOver."""
         return self._state.jobs.require(job_id)
+
+    @property
+    def desired_weights(self) -> WeightsRecord | None:
+        """The weights that all engines are to serve; None where each serves what it has."""
+        return self._state.engines.desired
 
     @property
     def policy(self) -> Policy:

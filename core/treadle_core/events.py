@@ -1,9 +1,9 @@
 """Events: what happened, as the controller's driver (the scheduler service or a simulator) reports it.
 
 Requests (JobOpened, JobRenewed, JobClosed, TrajectoryOpened, StepRequested, TrajectoryClosed, SwitchRequested,
-EngineRegistered, LeaseRenewed, EngineDeregistered, PolicySet) may be refused with an exception of `refusals` and then
-change nothing. All others are facts: they are never refused, and may arrive twice, late or out of order; a fact about
-something that is gone is ignored.
+EngineRegistered, LeaseRenewed, EngineDeregistered, PolicySet, WeightsSet) may be refused with an exception of
+`refusals` and then change nothing. All others are facts: they are never refused, and may arrive twice, late or out of
+order; a fact about something that is gone is ignored.
 """
 
 from dataclasses import dataclass
@@ -216,6 +216,25 @@ class ClosedAnnounced(Event):
     """AnnounceClosed has been published."""
 
     trajectory_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSet(Event):
+    """An operator or trainer asks that all engines serve these weights."""
+
+    request_id: str
+    weight_version: str
+    model_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed(Event):
+    """LoadWeights has failed. refused: the engine cannot load them; otherwise it may help to ask again."""
+
+    engine_id: str
+    weight_version: str
+    refused: bool
+    message: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,8 +194,18 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsRecord:
+    """The weights that all engines are to serve. model_path: a folder or file that each engine's machine can read."""
+
+    weight_version: str
+    model_path: str
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRecord:
-    """An engine and its lease. `suspect_s`: when a client lost a stream there; None again after the next renewal."""
+    """An engine and its lease. `suspect_s`: when a client lost a stream there; None again after the next renewal.
+    behind: it does not serve the desired weights. load_error: why it could not load them."""
 
     spec: EngineSpec
     lease_id: str
@@ -203,11 +213,18 @@ class EngineRecord:
     register_request_id: str
     load: EngineLoad | None = None
     suspect_s: float | None = None
+    behind: bool = False
+    load_error: str = ""
 
     @property
     def usable(self) -> bool:
         """Whether new steps may go there."""
-        return self.suspect_s is None and (self.load is None or self.load.engine_healthy)
+        return self.suspect_s is None and self.able
+
+    @property
+    def able(self) -> bool:
+        """Whether steps can run there at all."""
+        return not self.behind and (self.load is None or self.load.engine_healthy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,10 @@ class Tuning:
     ticket_ttl_s: float = 600.0
     # A sidecar renews every third of it, so two renewals may be lost. An engine that died is noticed after this long.
     lease_ttl_s: float = 10.0
+    # An engine that does not serve the desired weights is asked again after this long, as the question may have been
+    # lost; a sidecar that loads already joins the two. Sooner where its sidecar did not answer.
+    load_again_s: float = 60.0
+    load_retry_s: float = 3.0
     # A step whose hardware tags no engine carries waits for this long, as engines may be starting: longer than a usual
     # start, and less than clients wait for an engine.
     missing_tags_s: float = 180.0

@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {
     "bench": (7_840, 53),
     "cli": (6_025, 49),
-    "clients/python": (2_400, 12),
-    "core": (10_210, 60),
+    "clients/python": (2_420, 12),
+    "core": (10_350, 60),
     "examples": (90, 2),
     "learned": (2_170, 15),
     "runtime": (2_185, 13),
@@ -23,12 +23,12 @@ BUDGETS = {
     "services/placement": (250, 7),
     "services/predictor": (1_250, 13),
     "services/rollout": (990, 9),
-    "services/scheduler": (1_350, 10),
+    "services/scheduler": (1_430, 10),
     "services/sidecar": (3_440, 26),
     "services/tools": (9_270, 66),
     "sim": (6_300, 38),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 54_650, 373, 33_630
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 54_890, 373, 33_870
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS: dict[str, int] = {}  # folders with leave for more, each with its reason

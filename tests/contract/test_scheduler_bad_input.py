@@ -148,6 +148,9 @@ MALFORMED: list[tuple[str, Any, str]] = [
     ("DeregisterEngine", leaving(lease_id="l", engine_id="e0"), "request_id"),
     ("DeregisterEngine", leaving(request_id="r", engine_id="e0"), "lease_id"),
     ("DeregisterEngine", leaving(request_id="r", lease_id="l"), "engine_id"),
+    ("SetWeights", pb.SetWeightsRequest(weight_version="v", model_path="/m"), "request_id"),
+    ("SetWeights", pb.SetWeightsRequest(request_id="r", model_path="/m"), "weight_version"),
+    ("SetWeights", pb.SetWeightsRequest(request_id="r", weight_version="v"), "model_path"),
     ("SetPolicy", pb.SetPolicyRequest(request_id="r"), "policy"),
     ("SetPolicy", pb.SetPolicyRequest(policy=pb.Policy(**POLICY)), "request_id"),
     ("SetPolicy", policy(ordering=pb.ORDERING_UNSPECIFIED), "policy.ordering"),
@@ -221,4 +224,4 @@ async def test_without_an_engine_a_step_is_unavailable_and_says_when_to_try_agai
 def test_every_rpc_has_a_case() -> None:
     rpcs = {method.name for method in pb.DESCRIPTOR.services_by_name["SchedulerService"].methods}
     cases = {case[0] for case in MALFORMED} | {case[0] for case in REFUSED}
-    assert rpcs == cases | {"ListEngines", "GetPolicy", "GetDirectory"}
+    assert rpcs == cases | {"ListEngines", "GetPolicy", "GetWeights", "GetDirectory"}

@@ -73,8 +73,10 @@ class Scenario:
 
     def restart(self) -> None:
         """A new controller with what is stored, as after a SIGKILL."""
+        weights = self.controller.desired_weights
         self.controller = Controller(self.policy, self.tuning, epoch_s=0.0)
-        self.controller.restore(self.trajectories.values(), self.engines.values(), self.now, self.jobs.values())
+        stored = self.trajectories.values(), self.engines.values()
+        self.heard += self.controller.restore(*stored, self.now, self.jobs.values(), weights)
 
     def advance(self, seconds: float) -> list[act.Action]:
         """Time passes; one tick."""

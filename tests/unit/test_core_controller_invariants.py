@@ -78,6 +78,8 @@ class AnyEvents(RuleBasedStateMachine):
             assert (controller.trajectories(), controller.engines(), controller.policy) == before
             return
         for issued in all_of(actions, act.IssueTicket):
+            engine = controller.engine(issued.ticket.engine_id)
+            assert issued.ticket.ticket_id in self.issued or (engine is not None and not engine.behind)
             known = self.issued.setdefault(issued.ticket.ticket_id, issued.ticket)
             assert known.request_id == issued.ticket.request_id, "one ticket id, one request"
         self.plans += all_of(actions, act.AskPlan)
@@ -136,6 +138,15 @@ class AnyEvents(RuleBasedStateMachine):
     def engine_leaves(self, index: int) -> None:
         if self.leases and index % 4 == 0:
             self.hand(ev.EngineDeregistered(*self.leases[index % len(self.leases)]))
+
+    @rule(engine=ENGINES, version=st.sampled_from(["v0", "v1"]), what=st.integers(0, 7))
+    def weights_are_set_loaded_or_refused(self, engine: str, version: str, what: int) -> None:
+        if what == 0:
+            self.hand(ev.WeightsSet(self.scenario.request_id(), version, f"/m/{version}"))
+        elif what < 5:
+            self.hand(ev.WeightsUpdated(engine, version))
+        else:
+            self.hand(ev.LoadFailed(engine, version, refused=what == 5, message="no"))
 
     @rule(policy=POLICIES, seldom=st.integers(0, 5))
     def policy_changes(self, policy: Policy, seldom: int) -> None:

@@ -178,6 +178,29 @@ class Client:
         run = RolloutRun(*self._connected(), self.open, agent, spec, on_event, pin)
         return await run.run(prompts, concurrency)
 
+    async def update_weights(
+        self, model_path: str, weight_version: str, timeout_s: float | None = None
+    ) -> dict[str, str]:
+        """Have all engines load weights; returns once each of them serves the version or could not load it.
+
+        model_path: a folder or file that each engine's machine can read. Engines that join later load it too. Returns
+        the error of each engine that could not, by id; it gets no steps, and is asked again. Errors: TreadleError
+        INVALID_ARGUMENT, DEADLINE_EXCEEDED (default timeouts.weights_s), after which the update still goes on.
+        """
+        mesh, _ = self._connected()
+        request = scheduler_pb2.SetWeightsRequest(
+            request_id=request_id(), weight_version=weight_version, model_path=model_path
+        )
+        weights = (await mesh.call(mesh.scheduler.SetWeights, request, mesh.timeouts.control_s)).weights
+        backoff = mesh.backoff(timeout_s or mesh.timeouts.weights_s)
+        while any(engine.state == scheduler_pb2.WEIGHTS_STATE_BEHIND for engine in weights.engines):
+            behind = [e.engine_id for e in weights.engines if e.state == scheduler_pb2.WEIGHTS_STATE_BEHIND]
+            message = f"these engines do not serve {weight_version} yet: {', '.join(behind)}"
+            await backoff.wait(TreadleError(grpc.StatusCode.DEADLINE_EXCEEDED, message), None)
+            question = scheduler_pb2.GetWeightsRequest()
+            weights = (await mesh.call(mesh.scheduler.GetWeights, question, mesh.timeouts.control_s)).weights
+        return {engine.engine_id: engine.error for engine in weights.engines if engine.error}
+
     async def score(
         self, trajectory_id: str, reward: str, arguments: Mapping[str, Any], job: str = ""
     ) -> PendingReward:

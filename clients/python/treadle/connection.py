@@ -95,6 +95,7 @@ class Timeouts:
     reward_s: float = 3600.0  # how long a score is waited for; it may wait behind those of other jobs
     batch_s: float = 600.0  # how long get_batch(wait=True) waits
     submit_s: float = 600.0  # a finished trajectory waits this long while the store is full and no batch is taken
+    weights_s: float = 1800.0  # how long update_weights waits until all engines have loaded
     cleanup_s: float = 10.0  # abort and close on the way out, where nobody wants to wait
 
 

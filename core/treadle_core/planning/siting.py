@@ -99,11 +99,13 @@ class Siting:
         """
         if record.pinned_engine_id:
             pinned = self._engines.get(record.pinned_engine_id)
-            if pinned is None or not _healthy(pinned):
+            if pinned is None or not pinned.able:
                 return None
             return _require_fitting([pinned], context_tokens)[0]
+        own, first = self._engines.get(record.engine_id), record.ticket is None
+        if own is not None and own.behind and not own.load_error and not first and record.engine_id != avoid:
+            return None  # it loads weights, and so do the others; then it goes on there
         rule = record.policy.placement
-        first = record.ticket is None
         if rule in (PlacementRule.PLANNED, PlacementRule.PINNED) or (rule is PlacementRule.STICKY and not first):
             free = rule is PlacementRule.PLANNED and first
             for engine_id in (target if free else "", record.engine_id):
@@ -111,7 +113,7 @@ class Siting:
                 if (
                     engine is not None
                     and (engine.usable or engine_id == record.engine_id)
-                    and _healthy(engine)
+                    and engine.able
                     and carries_tags(engine, record)
                     and _fits(engine, context_tokens)
                 ):
@@ -145,6 +147,8 @@ class Siting:
             lack = f"engine {record.pinned_engine_id}, to which the trajectory is pinned, is gone or not healthy"
         elif any(carries_tags(engine, record) for engine in engines):
             lack = f"no engine with the hardware tags {tags} is healthy" if tags else "no engine is healthy"
+            if any(engine.behind for engine in engines):
+                lack = f"{lack} and serves the desired weights; engines that do not are loading them, or cannot"
         elif engines:
             missing_s = now - self._missing_since_s.setdefault(record.hardware_tags, now)
             known = ", ".join(sorted({tag for engine in engines for tag in engine.spec.hardware_tags}))
@@ -166,7 +170,7 @@ class Siting:
             self._able_revision = self._engines.revision
         able = self._able.get(record.hardware_tags)
         if able is None:
-            able = Able.of([engine for engine in self._engines if _healthy(engine) and carries_tags(engine, record)])
+            able = Able.of([engine for engine in self._engines if engine.able and carries_tags(engine, record)])
             self._able[record.hardware_tags] = able
         return able
 
@@ -213,10 +217,6 @@ class Siting:
 def carries_tags(engine: EngineRecord, record: TrajectoryRecord) -> bool:
     """Whether the engine has all the hardware tags that the trajectory asks for."""
     return not record.hardware_tags or set(record.hardware_tags) <= set(engine.spec.hardware_tags)
-
-
-def _healthy(engine: EngineRecord) -> bool:
-    return engine.load is None or engine.load.engine_healthy
 
 
 def _fits(engine: EngineRecord, context_tokens: int) -> bool:

@@ -73,10 +73,11 @@ def answer_waiting(state: State, event: ev.Event, now: float) -> list[Action]:
 
 def _start_first_steps(state: State, engine_id: str, now: float) -> list[Action]:
     """Start trajectories on an engine while it has room, highest priority first."""
-    spec = state.engines.spec(engine_id)
-    if spec is None:
+    engine = state.engines.get(engine_id)
+    if engine is None or engine.behind:
         return []
     actions: list[Action] = []
+    spec = engine.spec
     queue, refused = state.waiting.queue(engine_id), 0
     while refused < len(queue):
         trajectory_id = queue[refused].trajectory_id

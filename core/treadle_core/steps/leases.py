@@ -11,15 +11,7 @@ stop waiting, and the fact of the closing ends sessions. An open trajectory of a
 from dataclasses import replace
 
 from treadle_core import actions as act
-from treadle_core.events import (
-    EngineDeregistered,
-    EngineRegistered,
-    JobClosed,
-    JobOpened,
-    JobRenewed,
-    LeaseRenewed,
-    WeightsUpdated,
-)
+from treadle_core.events import EngineDeregistered, EngineRegistered, JobClosed, JobOpened, JobRenewed, LeaseRenewed
 from treadle_core.model import JobRecord, TicketStatus, TrajectoryRecord, copy_with
 from treadle_core.refusals import BadField, RequestIdReused
 from treadle_core.steps import lifecycle, moves
@@ -52,12 +44,6 @@ def deregister_engine(state: State, event: EngineDeregistered, _now: float) -> l
     """Remove an engine as its sidecar asks. Raises LeaseNotFound."""
     record = state.engines.require_lease(event.lease_id, event.engine_id)
     return remove_engine(state, record.spec.engine_id, "DEREGISTERED")
-
-
-def update_weights(state: State, event: WeightsUpdated, _now: float) -> list[act.Action]:
-    """Note the new weight version, which later tickets carry."""
-    record = state.engines.set_weight_version(event.engine_id, event.weight_version)
-    return [act.SaveEngine(record)] if record is not None else []
 
 
 def expire_engines(state: State, now: float) -> list[act.Action]:

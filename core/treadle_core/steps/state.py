@@ -116,9 +116,10 @@ class WaitingSteps:
 @dataclass
 class State:
     """The parts. announcements: closed trajectories whose closing is to be published, and when. sweeps: when each
-    trajectory is looked at: its ticket may have expired, it may be abandoned, or be forgotten. mean_tool_s: over all
-    tool calls. mean_observed_tokens: what tools add to a context in a turn. measured_moves: how long moves took.
-    restored_s: when this controller took over from an earlier one; until then, clients could not reach it."""
+    trajectory is looked at: its ticket may have expired, it may be abandoned, or be forgotten. loads: when an engine
+    that is behind is asked again. mean_tool_s: over all tool calls. mean_observed_tokens: what tools add to a context
+    in a turn. measured_moves: how long moves took. restored_s: when this controller took over from an earlier one;
+    until then, clients could not reach it."""
 
     tuning: Tuning
     policy: Policy
@@ -134,6 +135,7 @@ class State:
     restored_s: float = -math.inf
     announcements: dict[str, float] = field(default_factory=dict)
     sweeps: Deadlines = field(default_factory=Deadlines)
+    loads: Deadlines = field(default_factory=Deadlines)
     waiting: WaitingSteps = field(default_factory=WaitingSteps)
 
     @classmethod

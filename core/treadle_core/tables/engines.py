@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from treadle_core.events import EngineRegistered, LeaseRenewed
-from treadle_core.model import EngineRecord, EngineSpec
+from treadle_core.model import EngineRecord, EngineSpec, WeightsRecord
 from treadle_core.refusals import LeaseNotFound, RequestIdReused
 
 
@@ -20,6 +20,7 @@ class EngineTable:
         self._lease_ttl_s = lease_ttl_s
         self._engines: dict[str, EngineRecord] = {}
         self._sorted: tuple[EngineRecord, ...] | None = ()
+        self.desired: WeightsRecord | None = None  # None: each engine serves what it has
         self.revision = 0
         self.membership = 0
 
@@ -98,6 +99,16 @@ class EngineTable:
         self._put(updated)
         return updated
 
+    def desire(self, weights: WeightsRecord | None) -> None:
+        """Set the weights that all engines are to serve."""
+        self.desired = weights
+        for record in list(self._engines.values()):
+            self._put(replace(record, load_error=""))
+
+    def note_load_error(self, engine_id: str, message: str) -> None:
+        """Store why an engine could not load the desired weights."""
+        self._put(replace(self._engines[engine_id], load_error=message))
+
     def remove(self, engine_id: str) -> None:
         if self._engines.pop(engine_id, None) is not None:
             self.membership += 1
@@ -119,6 +130,8 @@ class EngineTable:
         return record
 
     def _put(self, record: EngineRecord) -> None:
+        behind = self.desired is not None and record.spec.weight_version != self.desired.weight_version
+        record = replace(record, behind=behind, load_error=record.load_error if behind else "")
         old = self._engines.get(record.spec.engine_id)
         if old is None or old.spec is not record.spec or old.usable is not record.usable:
             self.membership += 1

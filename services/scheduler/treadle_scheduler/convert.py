@@ -29,6 +29,7 @@ from treadle_core.model import (
     Replanning,
     TicketRecord,
     TrajectoryRecord,
+    WeightsRecord,
 )
 from treadle_runtime.errors import (
     at_most,
@@ -147,6 +148,38 @@ def policy_set(request: pb.SetPolicyRequest) -> ev.PolicySet:
         for name, (kind, message_enum) in _CHOICES.items()
     }
     return ev.PolicySet(Policy(**choices, **fields_of(request.policy, _SWITCHES)))
+
+
+def weights_set(request: pb.SetWeightsRequest) -> ev.WeightsSet:
+    """What every engine is to load."""
+    return ev.WeightsSet(
+        identifier("request_id", request.request_id),
+        identifier("weight_version", request.weight_version),
+        non_empty("model_path", request.model_path),
+    )
+
+
+def weights_message(desired: WeightsRecord | None, engines: Iterable[EngineRecord]) -> pb.Weights:
+    """The desired weights, and how far each engine is."""
+
+    def state(engine: EngineRecord) -> pb.WeightsState.ValueType:
+        if not engine.behind:
+            return pb.WEIGHTS_STATE_CURRENT
+        return pb.WEIGHTS_STATE_FAILED if engine.load_error else pb.WEIGHTS_STATE_BEHIND
+
+    return pb.Weights(
+        weight_version=desired.weight_version if desired is not None else "",
+        model_path=desired.model_path if desired is not None else "",
+        engines=[
+            pb.EngineWeights(
+                engine_id=engine.spec.engine_id,
+                weight_version=engine.spec.weight_version,
+                state=state(engine),
+                error=engine.load_error,
+            )
+            for engine in engines
+        ],
+    )
 
 
 def engine_registered(request: pb.RegisterEngineRequest, lease_id: str) -> ev.EngineRegistered:

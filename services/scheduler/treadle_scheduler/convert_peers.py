@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+import grpc.aio
 import numpy as np
 from treadle.common.v1.estimate_pb2 import Quantiles
 from treadle.engine.v1 import engine_pb2
@@ -157,6 +158,18 @@ def abort_request(action: act.AbortStep) -> engine_pb2.AbortRequest:
 
 def release_request(action: act.ReleasePrefix, request_id: str) -> engine_pb2.ReleasePrefixRequest:
     return engine_pb2.ReleasePrefixRequest(request_id=request_id, trajectory_id=action.trajectory_id)
+
+
+def update_request(action: act.LoadWeights, request_id: str) -> engine_pb2.UpdateWeightsRequest:
+    return engine_pb2.UpdateWeightsRequest(
+        request_id=request_id, weight_version=action.weight_version, model_path=action.model_path
+    )
+
+
+def load_failed(action: act.LoadWeights, error: grpc.aio.AioRpcError) -> ev.LoadFailed:
+    """An engine that refuses the weights does so again; any other error may pass."""
+    refused = error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    return ev.LoadFailed(action.engine_id, action.weight_version, refused, error.details() or error.code().name)
 
 
 def event_of(fact: facts_pb2.Fact) -> ev.Event | None:

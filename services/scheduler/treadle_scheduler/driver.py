@@ -24,7 +24,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from treadle_core import actions as act
 from treadle_core.controller import Controller
 from treadle_core.events import Event, StepRequested, Tick
-from treadle_core.model import EngineRecord, JobRecord, Policy, TicketRecord, TrajectoryRecord
+from treadle_core.model import EngineRecord, JobRecord, Policy, TicketRecord, TrajectoryRecord, WeightsRecord
 from treadle_runtime.bus import Bus, entries_of, kv_key
 
 log = structlog.get_logger()
@@ -61,10 +61,12 @@ class CorruptRecord(Exception):  # noqa: N818 - named as what was found
 
 @dataclass(frozen=True, slots=True)
 class MeshRecord:
-    """What holds for the mesh: the policy of new trajectories, and when it first started (`epoch_s`, Unix time)."""
+    """What holds for the mesh: the policy of new trajectories, when it first started (`epoch_s`, Unix time), and the
+    weights that all engines are to serve."""
 
     policy: Policy
     epoch_s: float
+    weights: WeightsRecord | None = None
 
 
 Record = TrajectoryRecord | EngineRecord | JobRecord | MeshRecord
@@ -281,9 +283,10 @@ class Driver:
                 case act.RemoveJob(job_id):
                     keys.add(key := job_key(job_id))
                     self._store.put(key, None)
-                case act.SavePolicy(policy):
+                case act.SavePolicy() | act.SaveWeights():
                     keys.add(POLICY_KEY)
-                    self._store.put(POLICY_KEY, MeshRecord(policy, self._epoch_s))
+                    mesh = MeshRecord(self.controller.policy, self._epoch_s, self.controller.desired_weights)
+                    self._store.put(POLICY_KEY, mesh)
                 case act.IssueTicket(ticket):
                     waiting = self._waiting.get(ticket.trajectory_id)
                     if waiting is not None and not waiting.done():

@@ -19,7 +19,7 @@ from treadle.migrator.v1.migrator_pb2_grpc import MigratorServiceStub
 from treadle.placement.v1.placement_pb2_grpc import PlacementServiceStub
 from treadle.predictor.v1.predictor_pb2_grpc import PredictorServiceStub
 from treadle_core import actions as act
-from treadle_core.events import ClosedAnnounced, Event, MoveEnded, PlanArrived, StepUnknown
+from treadle_core.events import ClosedAnnounced, Event, MoveEnded, PlanArrived, StepUnknown, WeightsUpdated
 from treadle_runtime.bus import Bus
 
 from treadle_scheduler import convert_peers as convert
@@ -39,6 +39,8 @@ COMMAND_TIMEOUT_S = 5.0
 # Questions to the predictor are gathered for so long, since a call costs as much as answering ten of them. A tool runs
 # meanwhile, or a step has just begun.
 GATHER_QUERIES_S = 0.01
+# A load of hundreds of GB takes minutes; the sidecar ends one that takes longer than its own limit of half an hour.
+LOAD_TIMEOUT_S = 2400.0
 # Questions in one batch to the predictor; its limit is 4,096.
 MOST_QUERIES = 512
 # Commands under way at once to one address.
@@ -110,6 +112,7 @@ class Outbound:
         self._plans: Queues[act.AskPlan] = Queues(self._plan)
         self._priorities: Queues[tuple[str, float]] = Queues(self._reprioritize, most=MOST_QUERIES)
         self._commands: Queues[Command] = Queues(self._command, tasks=MOST_COMMANDS)
+        self._loads: Queues[act.LoadWeights] = Queues(self._load)
         self._announcements: Queues[convert.Announcement] = Queues(self._announce, most=MOST_QUERIES)
 
     def send(self, action: act.Action) -> None:
@@ -131,6 +134,8 @@ class Outbound:
                 self._commands.put(address, f"abort {ticket_id}", action)
             case act.AskStep(ticket):
                 self._commands.put(ticket.engine_address, f"ask {ticket.ticket_id}", action)
+            case act.LoadWeights(engine_id, address):
+                self._loads.put(address, engine_id, action)
             case act.ReleasePrefix(address, trajectory_id):
                 self._commands.put(address, f"release {trajectory_id}", action)
             case _ if isinstance(action, convert.Announcement):
@@ -143,7 +148,14 @@ class Outbound:
         """The workers, to be run beside the server."""
         return [
             queues.run
-            for queues in (self._predictions, self._plans, self._priorities, self._commands, self._announcements)
+            for queues in (
+                self._predictions,
+                self._plans,
+                self._priorities,
+                self._commands,
+                self._loads,
+                self._announcements,
+            )
         ]
 
     async def _predict(self, address: str, asks: list[act.AskPrediction]) -> None:
@@ -209,6 +221,17 @@ class Outbound:
             case act.ReleasePrefix():
                 release = convert.release_request(command, uuid.uuid4().hex)
                 await EngineServiceStub(self._connect(address)).ReleasePrefix(release, timeout=COMMAND_TIMEOUT_S)
+
+    async def _load(self, address: str, loads: list[act.LoadWeights]) -> None:
+        (load,) = loads
+        try:
+            await EngineServiceStub(self._connect(address)).UpdateWeights(
+                convert.update_request(load, uuid.uuid4().hex), timeout=LOAD_TIMEOUT_S
+            )
+            self.handle(WeightsUpdated(load.engine_id, load.weight_version))
+        except grpc.aio.AioRpcError as error:
+            log.warning("weights were not loaded", engine_id=load.engine_id, error=_brief(error))
+            self.handle(convert.load_failed(load, error))
 
     def _refuse_move(self, command: act.StartMigration) -> None:
         self.handle(MoveEnded(command.trajectory_id, move_id=command.move_id, reason="NOT_STARTED"))

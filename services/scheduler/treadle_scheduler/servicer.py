@@ -13,7 +13,7 @@ from treadle_runtime.times import duration
 
 from treadle_scheduler import convert
 from treadle_scheduler.config import SchedulerSettings
-from treadle_scheduler.driver import Driver, engine_key, job_key, trajectory_key
+from treadle_scheduler.driver import POLICY_KEY, Driver, engine_key, job_key, trajectory_key
 
 ANSWER_S = 0.2  # of a call's time, kept to answer STEP_HELD before the deadline
 
@@ -114,6 +114,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def GetPolicy(self, request: pb.GetPolicyRequest, context: Any) -> pb.GetPolicyResponse:
         return pb.GetPolicyResponse(policy=convert.policy_message(self._controller.policy))
 
+    async def SetWeights(self, request: pb.SetWeightsRequest, context: Any) -> pb.SetWeightsResponse:
+        await self._driver.request(convert.weights_set(request), POLICY_KEY)
+        return pb.SetWeightsResponse(weights=self._weights())
+
+    async def GetWeights(self, request: pb.GetWeightsRequest, context: Any) -> pb.GetWeightsResponse:
+        return pb.GetWeightsResponse(weights=self._weights())
+
     async def GetDirectory(self, request: pb.GetDirectoryRequest, context: Any) -> pb.GetDirectoryResponse:
         settings = self._settings
         return pb.GetDirectoryResponse(
@@ -124,6 +131,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             migrator_address=settings.public_migrator or settings.migrator,
             resources_address=settings.resources,
         )
+
+    def _weights(self) -> pb.Weights:
+        return convert.weights_message(self._controller.desired_weights, self._controller.engines())
 
     def _trajectory(self, trajectory_id: str) -> pb.Trajectory:
         return convert.trajectory_message(self._controller.trajectory(trajectory_id))

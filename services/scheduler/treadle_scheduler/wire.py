@@ -76,7 +76,7 @@ async def wire(runtime: Runtime) -> Wiring:
         store.put(POLICY_KEY, mesh)
         await store.settle([POLICY_KEY])
     controller = Controller(mesh.policy, tuning_of(settings), mesh.epoch_s)
-    restored = controller.restore(trajectories, engines, now, jobs)
+    restored = controller.restore(trajectories, engines, now, jobs, mesh.weights)
     log.info("restored", trajectories=len(trajectories), engines=len(engines), jobs=len(jobs))
     outbound = Outbound(settings, runtime.bus, runtime.channel)
     driver = Driver(controller, store, mesh.epoch_s, clock, outbound.send)

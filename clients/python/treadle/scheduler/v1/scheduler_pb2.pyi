@@ -183,6 +183,31 @@ REPLANNING_RANK_SCALING: Replanning.ValueType  # 2
 """the first plan's group sizes scaled to who is left (Heddle 5.3)"""
 Global___Replanning: typing_extensions.TypeAlias = Replanning
 
+class _WeightsState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _WeightsStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_WeightsState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    WEIGHTS_STATE_UNSPECIFIED: _WeightsState.ValueType  # 0
+    WEIGHTS_STATE_CURRENT: _WeightsState.ValueType  # 1
+    """it serves the desired version"""
+    WEIGHTS_STATE_BEHIND: _WeightsState.ValueType  # 2
+    """it has been asked to load"""
+    WEIGHTS_STATE_FAILED: _WeightsState.ValueType  # 3
+    """it could not load; it is asked again after a while"""
+
+class WeightsState(_WeightsState, metaclass=_WeightsStateEnumTypeWrapper): ...
+
+WEIGHTS_STATE_UNSPECIFIED: WeightsState.ValueType  # 0
+WEIGHTS_STATE_CURRENT: WeightsState.ValueType  # 1
+"""it serves the desired version"""
+WEIGHTS_STATE_BEHIND: WeightsState.ValueType  # 2
+"""it has been asked to load"""
+WEIGHTS_STATE_FAILED: WeightsState.ValueType  # 3
+"""it could not load; it is asked again after a while"""
+Global___WeightsState: typing_extensions.TypeAlias = WeightsState
+
 @typing.final
 class OpenJobRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -964,6 +989,122 @@ class GetPolicyResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["policy", b"policy"]) -> None: ...
 
 Global___GetPolicyResponse: typing_extensions.TypeAlias = GetPolicyResponse
+
+@typing.final
+class EngineWeights(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    engine_id: builtins.str
+    weight_version: builtins.str
+    """that it serves"""
+    state: Global___WeightsState.ValueType
+    error: builtins.str
+    """of FAILED"""
+    def __init__(
+        self,
+        *,
+        engine_id: builtins.str = ...,
+        weight_version: builtins.str = ...,
+        state: Global___WeightsState.ValueType = ...,
+        error: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "error", b"error", "state", b"state", "weight_version", b"weight_version"]) -> None: ...
+
+Global___EngineWeights: typing_extensions.TypeAlias = EngineWeights
+
+@typing.final
+class Weights(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WEIGHT_VERSION_FIELD_NUMBER: builtins.int
+    MODEL_PATH_FIELD_NUMBER: builtins.int
+    ENGINES_FIELD_NUMBER: builtins.int
+    weight_version: builtins.str
+    """empty: none is desired, each engine serves what it has"""
+    model_path: builtins.str
+    @property
+    def engines(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EngineWeights]: ...
+    def __init__(
+        self,
+        *,
+        weight_version: builtins.str = ...,
+        model_path: builtins.str = ...,
+        engines: collections.abc.Iterable[Global___EngineWeights] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engines", b"engines", "model_path", b"model_path", "weight_version", b"weight_version"]) -> None: ...
+
+Global___Weights: typing_extensions.TypeAlias = Weights
+
+@typing.final
+class SetWeightsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: builtins.int
+    MODEL_PATH_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    weight_version: builtins.str
+    """required"""
+    model_path: builtins.str
+    """required: a folder or file that each engine's machine can read"""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        weight_version: builtins.str = ...,
+        model_path: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model_path", b"model_path", "request_id", b"request_id", "weight_version", b"weight_version"]) -> None: ...
+
+Global___SetWeightsRequest: typing_extensions.TypeAlias = SetWeightsRequest
+
+@typing.final
+class SetWeightsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WEIGHTS_FIELD_NUMBER: builtins.int
+    @property
+    def weights(self) -> Global___Weights: ...
+    def __init__(
+        self,
+        *,
+        weights: Global___Weights | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["weights", b"weights"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["weights", b"weights"]) -> None: ...
+
+Global___SetWeightsResponse: typing_extensions.TypeAlias = SetWeightsResponse
+
+@typing.final
+class GetWeightsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___GetWeightsRequest: typing_extensions.TypeAlias = GetWeightsRequest
+
+@typing.final
+class GetWeightsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WEIGHTS_FIELD_NUMBER: builtins.int
+    @property
+    def weights(self) -> Global___Weights: ...
+    def __init__(
+        self,
+        *,
+        weights: Global___Weights | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["weights", b"weights"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["weights", b"weights"]) -> None: ...
+
+Global___GetWeightsResponse: typing_extensions.TypeAlias = GetWeightsResponse
 
 @typing.final
 class GetDirectoryRequest(google.protobuf.message.Message):

@@ -109,6 +109,16 @@ class SchedulerServiceStub(object):
                 request_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.GetPolicyRequest.SerializeToString,
                 response_deserializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.GetPolicyResponse.FromString,
                 _registered_method=True)
+        self.SetWeights = channel.unary_unary(
+                '/treadle.scheduler.v1.SchedulerService/SetWeights',
+                request_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.SetWeightsRequest.SerializeToString,
+                response_deserializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.SetWeightsResponse.FromString,
+                _registered_method=True)
+        self.GetWeights = channel.unary_unary(
+                '/treadle.scheduler.v1.SchedulerService/GetWeights',
+                request_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.GetWeightsRequest.SerializeToString,
+                response_deserializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.GetWeightsResponse.FromString,
+                _registered_method=True)
         self.GetDirectory = channel.unary_unary(
                 '/treadle.scheduler.v1.SchedulerService/GetDirectory',
                 request_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.GetDirectoryRequest.SerializeToString,
@@ -223,6 +233,22 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetWeights(self, request, context):
+        """Sets the weights that all engines are to serve, those too that register later, and returns at once. An engine that serves
+        others gets no new step until it has loaded them; its running steps wait and go on. INVALID_ARGUMENT for the version that is
+        desired already with another path.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetWeights(self, request, context):
+        """The desired weights, and what each engine serves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetDirectory(self, request, context):
         """Where the other services of this mesh are, so that a client needs one address only.
         """
@@ -307,6 +333,16 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.GetPolicy,
                     request_deserializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.GetPolicyRequest.FromString,
                     response_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.GetPolicyResponse.SerializeToString,
+            ),
+            'SetWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetWeights,
+                    request_deserializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.SetWeightsRequest.FromString,
+                    response_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.SetWeightsResponse.SerializeToString,
+            ),
+            'GetWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetWeights,
+                    request_deserializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.GetWeightsRequest.FromString,
+                    response_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.GetWeightsResponse.SerializeToString,
             ),
             'GetDirectory': grpc.unary_unary_rpc_method_handler(
                     servicer.GetDirectory,
@@ -719,6 +755,60 @@ class SchedulerService(object):
             '/treadle.scheduler.v1.SchedulerService/GetPolicy',
             treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.GetPolicyRequest.SerializeToString,
             treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.GetPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.scheduler.v1.SchedulerService/SetWeights',
+            treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.SetWeightsRequest.SerializeToString,
+            treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.SetWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.scheduler.v1.SchedulerService/GetWeights',
+            treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.GetWeightsRequest.SerializeToString,
+            treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.GetWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -265,6 +265,38 @@ _SchedulerServiceGetPolicyType = typing_extensions.TypeVar(
     ],
 )
 
+_SchedulerServiceSetWeightsType = typing_extensions.TypeVar(
+    '_SchedulerServiceSetWeightsType',
+    grpc.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.SetWeightsRequest,
+        treadle.scheduler.v1.scheduler_pb2.SetWeightsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.SetWeightsRequest,
+        treadle.scheduler.v1.scheduler_pb2.SetWeightsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.SetWeightsRequest,
+        treadle.scheduler.v1.scheduler_pb2.SetWeightsResponse,
+    ],
+)
+
+_SchedulerServiceGetWeightsType = typing_extensions.TypeVar(
+    '_SchedulerServiceGetWeightsType',
+    grpc.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.GetWeightsRequest,
+        treadle.scheduler.v1.scheduler_pb2.GetWeightsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.GetWeightsRequest,
+        treadle.scheduler.v1.scheduler_pb2.GetWeightsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.GetWeightsRequest,
+        treadle.scheduler.v1.scheduler_pb2.GetWeightsResponse,
+    ],
+)
+
 _SchedulerServiceGetDirectoryType = typing_extensions.TypeVar(
     '_SchedulerServiceGetDirectoryType',
     grpc.UnaryUnaryMultiCallable[
@@ -281,7 +313,7 @@ _SchedulerServiceGetDirectoryType = typing_extensions.TypeVar(
     ],
 )
 
-class SchedulerServiceStub(typing.Generic[_SchedulerServiceOpenJobType, _SchedulerServiceRenewJobType, _SchedulerServiceCloseJobType, _SchedulerServiceOpenTrajectoryType, _SchedulerServiceScheduleStepType, _SchedulerServiceCloseTrajectoryType, _SchedulerServiceGetTrajectoryType, _SchedulerServiceListTrajectoriesType, _SchedulerServiceSwitchEngineType, _SchedulerServiceRegisterEngineType, _SchedulerServiceRenewEngineLeaseType, _SchedulerServiceDeregisterEngineType, _SchedulerServiceListEnginesType, _SchedulerServiceSetPolicyType, _SchedulerServiceGetPolicyType, _SchedulerServiceGetDirectoryType]):
+class SchedulerServiceStub(typing.Generic[_SchedulerServiceOpenJobType, _SchedulerServiceRenewJobType, _SchedulerServiceCloseJobType, _SchedulerServiceOpenTrajectoryType, _SchedulerServiceScheduleStepType, _SchedulerServiceCloseTrajectoryType, _SchedulerServiceGetTrajectoryType, _SchedulerServiceListTrajectoriesType, _SchedulerServiceSwitchEngineType, _SchedulerServiceRegisterEngineType, _SchedulerServiceRenewEngineLeaseType, _SchedulerServiceDeregisterEngineType, _SchedulerServiceListEnginesType, _SchedulerServiceSetPolicyType, _SchedulerServiceGetPolicyType, _SchedulerServiceSetWeightsType, _SchedulerServiceGetWeightsType, _SchedulerServiceGetDirectoryType]):
     @typing.overload
     def __init__(self: SchedulerServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -343,6 +375,14 @@ class SchedulerServiceStub(typing.Generic[_SchedulerServiceOpenJobType, _Schedul
         grpc.UnaryUnaryMultiCallable[
             treadle.scheduler.v1.scheduler_pb2.GetPolicyRequest,
             treadle.scheduler.v1.scheduler_pb2.GetPolicyResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            treadle.scheduler.v1.scheduler_pb2.SetWeightsRequest,
+            treadle.scheduler.v1.scheduler_pb2.SetWeightsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            treadle.scheduler.v1.scheduler_pb2.GetWeightsRequest,
+            treadle.scheduler.v1.scheduler_pb2.GetWeightsResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             treadle.scheduler.v1.scheduler_pb2.GetDirectoryRequest,
@@ -413,6 +453,14 @@ class SchedulerServiceStub(typing.Generic[_SchedulerServiceOpenJobType, _Schedul
             treadle.scheduler.v1.scheduler_pb2.GetPolicyResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            treadle.scheduler.v1.scheduler_pb2.SetWeightsRequest,
+            treadle.scheduler.v1.scheduler_pb2.SetWeightsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            treadle.scheduler.v1.scheduler_pb2.GetWeightsRequest,
+            treadle.scheduler.v1.scheduler_pb2.GetWeightsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             treadle.scheduler.v1.scheduler_pb2.GetDirectoryRequest,
             treadle.scheduler.v1.scheduler_pb2.GetDirectoryResponse,
         ],
@@ -465,6 +513,15 @@ class SchedulerServiceStub(typing.Generic[_SchedulerServiceOpenJobType, _Schedul
     """Changes how trajectories are ranked and placed, for trajectories opened from now on."""
 
     GetPolicy: _SchedulerServiceGetPolicyType
+
+    SetWeights: _SchedulerServiceSetWeightsType
+    """Sets the weights that all engines are to serve, those too that register later, and returns at once. An engine that serves
+    others gets no new step until it has loaded them; its running steps wait and go on. INVALID_ARGUMENT for the version that is
+    desired already with another path.
+    """
+
+    GetWeights: _SchedulerServiceGetWeightsType
+    """The desired weights, and what each engine serves."""
 
     GetDirectory: _SchedulerServiceGetDirectoryType
     """Where the other services of this mesh are, so that a client needs one address only."""
@@ -529,6 +586,14 @@ SchedulerServiceAsyncStub: typing_extensions.TypeAlias = SchedulerServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         treadle.scheduler.v1.scheduler_pb2.GetPolicyRequest,
         treadle.scheduler.v1.scheduler_pb2.GetPolicyResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.SetWeightsRequest,
+        treadle.scheduler.v1.scheduler_pb2.SetWeightsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.GetWeightsRequest,
+        treadle.scheduler.v1.scheduler_pb2.GetWeightsResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         treadle.scheduler.v1.scheduler_pb2.GetDirectoryRequest,
@@ -659,6 +724,25 @@ class SchedulerServiceServicer(metaclass=abc.ABCMeta):
         request: treadle.scheduler.v1.scheduler_pb2.GetPolicyRequest,
         context: _ServicerContext,
     ) -> typing.Union[treadle.scheduler.v1.scheduler_pb2.GetPolicyResponse, collections.abc.Awaitable[treadle.scheduler.v1.scheduler_pb2.GetPolicyResponse]]: ...
+
+    @abc.abstractmethod
+    def SetWeights(
+        self,
+        request: treadle.scheduler.v1.scheduler_pb2.SetWeightsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[treadle.scheduler.v1.scheduler_pb2.SetWeightsResponse, collections.abc.Awaitable[treadle.scheduler.v1.scheduler_pb2.SetWeightsResponse]]:
+        """Sets the weights that all engines are to serve, those too that register later, and returns at once. An engine that serves
+        others gets no new step until it has loaded them; its running steps wait and go on. INVALID_ARGUMENT for the version that is
+        desired already with another path.
+        """
+
+    @abc.abstractmethod
+    def GetWeights(
+        self,
+        request: treadle.scheduler.v1.scheduler_pb2.GetWeightsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[treadle.scheduler.v1.scheduler_pb2.GetWeightsResponse, collections.abc.Awaitable[treadle.scheduler.v1.scheduler_pb2.GetWeightsResponse]]:
+        """The desired weights, and what each engine serves."""
 
     @abc.abstractmethod
     def GetDirectory(

@@ -1,0 +1,75 @@
+"""Handlers of the weights that all engines are to serve.
+
+Someone sets a desired version, and where it is loaded from. An engine that serves another version is behind: it gets no
+new step, and its sidecar is asked to load, again and again until the engine serves the version. That covers an engine
+that joins or restarts later, and a scheduler that restarts in between, since the desired version is stored. The steps
+that run on an engine wait in its sidecar while it loads, and trajectories between two steps wait for their own engine.
+
+An engine that cannot load is left alone for a while; its trajectories go to other engines, and the fleet goes on.
+"""
+
+from treadle_core import actions as act
+from treadle_core.events import LoadFailed, WeightsSet, WeightsUpdated
+from treadle_core.model import WeightsRecord
+from treadle_core.refusals import BadField, RequestIdReused
+from treadle_core.steps import leases
+from treadle_core.steps.state import State
+
+
+def set_weights(state: State, event: WeightsSet, now: float) -> list[act.Action]:
+    """Make a version the desired one. Raises BadField, RequestIdReused."""
+    wanted = WeightsRecord(event.weight_version, event.model_path, event.request_id)
+    known = state.engines.desired
+    if known is not None and known.request_id == event.request_id:
+        if known != wanted:
+            raise RequestIdReused("request_id", f"{event.request_id} has set other weights before")
+        return []
+    if known is not None and known.weight_version == event.weight_version and known.model_path != event.model_path:
+        raise BadField("weight_version", f"is that of {known.model_path}, which is desired already; name a new one")
+    state.engines.desire(wanted)
+    state.planner.note_engines()
+    return [act.SaveWeights(), *ask_engines(state, now)]
+
+
+def ask_engines(state: State, now: float) -> list[act.Action]:
+    """Have all engines load that are behind."""
+    return [action for engine in state.engines for action in ask_engine(state, engine.spec.engine_id, now)]
+
+
+def ask_engine(state: State, engine_id: str, now: float) -> list[act.Action]:
+    """Have an engine load the desired weights, if it is behind; a sidecar that loads them already notes nothing new."""
+    engine, wanted = state.engines.get(engine_id), state.engines.desired
+    if engine is None or wanted is None or not engine.behind:
+        return []
+    state.loads.set(engine_id, now + state.tuning.load_again_s)
+    return [act.LoadWeights(engine_id, engine.spec.address, wanted.weight_version, wanted.model_path)]
+
+
+def ask_again(state: State, now: float) -> list[act.Action]:
+    """Ask engines again that are still behind, as a question may have been lost."""
+    return [action for engine_id in state.loads.take_due(now) for action in ask_engine(state, engine_id, now)]
+
+
+def update_weights(state: State, event: WeightsUpdated, _now: float) -> list[act.Action]:
+    """Note the version that an engine serves, which later tickets carry."""
+    record = state.engines.set_weight_version(event.engine_id, event.weight_version)
+    if record is None:
+        return []
+    state.planner.note_engines()
+    return [act.SaveEngine(record)]
+
+
+def fail_load(state: State, event: LoadFailed, now: float) -> list[act.Action]:
+    """Note that an engine could not load; where it refused, send its trajectories elsewhere."""
+    engine, wanted = state.engines.get(event.engine_id), state.engines.desired
+    if engine is None or wanted is None or not engine.behind or event.weight_version != wanted.weight_version:
+        return []
+    if not event.refused:
+        state.loads.set(event.engine_id, now + state.tuning.load_retry_s)
+        return []
+    state.engines.note_load_error(event.engine_id, event.message)
+    actions: list[act.Action] = []
+    for record in state.table.on(event.engine_id):
+        if record.live_ticket is None:
+            actions += leases.place_again(state, record)
+    return actions

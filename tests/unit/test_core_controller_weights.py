@@ -1,0 +1,87 @@
+"""The controller: the weights that all engines are to serve."""
+
+import pytest
+from support.control import Scenario, all_of, one
+from treadle_core import actions as act
+from treadle_core import events as ev
+from treadle_core.refusals import BadField, NoEngine, RequestIdReused
+
+
+def set_weights(scenario: Scenario, version: str = "v1", path: str = "/m/v1") -> list[str]:
+    """The engines that are asked to load."""
+    actions = scenario.send(ev.WeightsSet(f"to-{version}", version, path))
+    return [load.engine_id for load in all_of(actions, act.LoadWeights)]
+
+
+def test_engines_that_are_behind_get_no_step_until_they_serve_the_desired_weights() -> None:
+    scenario = Scenario(engines=["e0", "e1"])
+    scenario.open("t")
+    ticket = scenario.step("t", 0)
+    scenario.finish(ticket)
+    assert set_weights(scenario) == ["e0", "e1"]
+    assert set_weights(scenario) == [], "a repeat"
+    other = "e1" if ticket.engine_id == "e0" else "e0"
+    for updated in ("", other):
+        if updated:
+            scenario.send(ev.WeightsUpdated(updated, "v1"))
+        with pytest.raises(NoEngine, match="desired weights"):
+            scenario.ask("t", 1)
+    scenario.send(ev.WeightsUpdated(ticket.engine_id, "v1"))
+    following = scenario.step("t", 1)
+    assert (following.engine_id, following.weight_version) == (ticket.engine_id, "v1"), "it waited for its own engine"
+
+
+def test_an_engine_that_joins_with_other_weights_loads_before_it_gets_a_step() -> None:
+    scenario = Scenario(engines=["e0"])
+    set_weights(scenario)
+    scenario.send(ev.WeightsUpdated("e0", "v1"))
+    load = one(scenario.engine("e0"), act.LoadWeights)  # it has restarted
+    assert (load.address, load.weight_version, load.model_path) == ("e0:7410", "v1", "/m/v1")
+    scenario.open("t")
+    with pytest.raises(NoEngine):
+        scenario.ask("t", 0)
+    assert not all_of(scenario.engine("e1", weight_version="v1"), act.LoadWeights)
+    assert scenario.step("t", 0).engine_id == "e1"
+
+
+def test_an_engine_that_cannot_load_loses_its_trajectories_and_is_asked_again_later() -> None:
+    scenario = Scenario(engines=["e0", "e1"])
+    scenario.open("t")
+    ticket = scenario.step("t", 0)
+    scenario.finish(ticket)
+    set_weights(scenario)
+    other = "e1" if ticket.engine_id == "e0" else "e0"
+    scenario.send(ev.WeightsUpdated(other, "v1"))
+    scenario.send(ev.LoadFailed(ticket.engine_id, "v1", refused=True, message="no such file"))
+    assert scenario.step("t", 1).engine_id == other
+    engine = scenario.controller.engine(ticket.engine_id)
+    assert engine is not None and engine.load_error == "no such file"
+    for engine_id in ("e0", "e1"):
+        scenario.renew(engine_id)
+    assert not all_of(scenario.advance(scenario.tuning.lease_ttl_s / 2), act.LoadWeights)
+    heard = len(scenario.heard)
+    for _ in range(20):
+        scenario.renew("e0")
+        scenario.renew("e1")
+        scenario.advance(scenario.tuning.lease_ttl_s / 2)
+    assert {load.engine_id for load in all_of(scenario.heard[heard:], act.LoadWeights)} == {ticket.engine_id}
+
+
+def test_a_load_that_was_not_answered_is_asked_for_again_soon_and_after_a_restart() -> None:
+    scenario = Scenario(engines=["e0"])
+    set_weights(scenario)
+    scenario.send(ev.LoadFailed("e0", "v0", refused=True, message="of other weights"))
+    scenario.send(ev.LoadFailed("e0", "v1", refused=False, message="no answer"))
+    assert one(scenario.advance(scenario.tuning.load_retry_s), act.LoadWeights).engine_id == "e0"
+    heard = len(scenario.heard)
+    scenario.restart()
+    assert one(scenario.heard[heard:], act.LoadWeights).weight_version == "v1"
+
+
+def test_what_cannot_be_desired_is_refused() -> None:
+    scenario = Scenario(engines=["e0"])
+    set_weights(scenario)
+    with pytest.raises(RequestIdReused):
+        set_weights(scenario, path="/elsewhere")
+    with pytest.raises(BadField, match="desired already"):
+        scenario.send(ev.WeightsSet("other", "v1", "/elsewhere"))
