@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from heapq import nsmallest
 from typing import TypeVar
 
 from treadle_runtime.errors import InvalidArgument, require
@@ -22,8 +23,9 @@ def page_of(items: Iterable[Item], place: Callable[[Item], Place], size: int, to
     """
     require(0 <= size <= LARGEST_PAGE, "page_size", f"must be 1..{LARGEST_PAGE}, or 0 for {DEFAULT_PAGE}, is {size}")
     after = _place_in(token) if token else (-math.inf, "")
-    following = sorted((item for item in items if place(item) > after), key=place)
-    page = following[: size or DEFAULT_PAGE]
+    size = size or DEFAULT_PAGE
+    following = nsmallest(size + 1, (item for item in items if place(item) > after), key=place)
+    page = following[:size]
     if len(page) == len(following):
         return page, ""
     created_s, name = place(page[-1])
