@@ -169,10 +169,10 @@ def test_a_step_that_waited_at_an_engine_that_left_gets_one_ticket() -> None:
     scenario.send(ev.EngineDeregistered("lease-e0", "e0"))
     with pytest.raises(NoEngine):
         scenario.ask("second")
-    scenario.engine("e1")
 
-    ticket = one(scenario.ask("second"), act.IssueTicket).ticket
+    ticket = one(scenario.engine("e1"), act.IssueTicket).ticket
 
+    assert scenario.step("second", 0, request_id=ticket.request_id) == ticket
     assert tickets(scenario.advance(1.0)) == []
     scenario.finish(ticket)
     scenario.step("second", 1)

@@ -3,17 +3,18 @@
 Under a policy that reserves KV, a first step waits until its engine has a slot for it and room for all the KV that the
 trajectory is expected to grow to, beside the reserves of the trajectories that have started there. A slot is free, or
 taken by a live step of clearly lower priority: else returning steps of short trajectories would keep a long one from
-its start. While it waits, a new plan can send it to another engine at no cost. Waiting steps of one engine start in the
-order of their priority; none overtakes one that does not fit. Without reserves, an engine would start more trajectories
-than its KV can hold. It would evict the context of a trajectory whose tool runs, and prefill the same tokens again
-after every tool call. (This rule is not in Heddle, which starts all trajectories and evicts.)
+its start. While it waits, a new plan can send it to another engine at no cost; where its engine is gone, it goes to
+another one, or to the first that registers. Waiting steps of one engine start in the order of their priority; none
+overtakes one that does not fit. Without reserves, an engine would start more trajectories than its KV can hold. It
+would evict the context of a trajectory whose tool runs, and prefill the same tokens again after every tool call. (This
+rule is not in Heddle, which starts all trajectories and evicts.)
 
 A later step waits until the trajectory's KV has moved to another engine, for no longer than the move saves.
 """
 
 from treadle_core import events as ev
 from treadle_core.actions import Action, KeepWaiting, SaveTrajectory
-from treadle_core.model import EngineSpec, PlacementRule, TrajectoryRecord, copy_with
+from treadle_core.model import EngineRecord, EngineSpec, PlacementRule, TrajectoryRecord, copy_with
 from treadle_core.refusals import ContextTooLong, NoEngine
 from treadle_core.steps import moves, tickets
 from treadle_core.steps.state import State
@@ -62,11 +63,11 @@ def answer_waiting(state: State, event: ev.Event, now: float) -> list[Action]:
             for trajectory_id in state.waiting.by_arrival(state.table.take_changed()):
                 _enqueue(state, trajectory_id)
                 actions += _start_after_move(state, trajectory_id, now)
-            followed = _follow_plan(state)
+            sent = [*_place_waiting(state), *_follow_plan(state)]
             for engine_id in state.waiting.queued_engines():
                 actions += _start_first_steps(state, engine_id, now)
             # Trajectories that start now were saved with their tickets.
-            return actions + [SaveTrajectory(state.table.require(each)) for each in followed if each in state.waiting]
+            return actions + [SaveTrajectory(state.table.require(each)) for each in sent if each in state.waiting]
         case _:
             return []
 
@@ -138,13 +139,30 @@ def _follow_plan(state: State) -> list[str]:
         if record.ticket is None and record.policy.placement is PlacementRule.PLANNED:
             target = state.engines.get(state.planner.target(record))
             if target is not None and target.usable and target.spec.engine_id != record.engine_id:
-                record = copy_with(record, engine_id=target.spec.engine_id, revision=record.revision + 1)
-                record = copy_with(record, priority=state.priority(record))
-                state.table.put(record)
-                state.planner.drop_target(record)
-                _enqueue(state, trajectory_id)
+                _send_to(state, record, target)
                 followed.append(trajectory_id)
     return followed
+
+
+def _place_waiting(state: State) -> list[str]:
+    """Send waiting first steps that lost their only engine to one that has registered since; returns those."""
+    placed: list[str] = []
+    for _, _, trajectory_id in list(state.waiting.queue("")):
+        record = state.table.require(trajectory_id)
+        engine = state.siting.choose(record)
+        if engine is not None:
+            _send_to(state, record, engine)
+            placed.append(trajectory_id)
+    return placed
+
+
+def _send_to(state: State, record: TrajectoryRecord, engine: EngineRecord) -> None:
+    """Make an engine the owner of a trajectory whose first step waits, and queue the step there."""
+    record = copy_with(record, engine_id=engine.spec.engine_id, revision=record.revision + 1)
+    record = copy_with(record, priority=state.priority(record))
+    state.table.put(record)
+    state.planner.drop_target(record)
+    _enqueue(state, record.trajectory_id)
 
 
 def _issue(state: State, record: TrajectoryRecord, now: float) -> list[Action]:
