@@ -1,6 +1,7 @@
-"""Compose, Kubernetes and the Dockerfile name what exists: a renamed setting, extra or folder must not wait for an
-operator to find it."""
+"""Compose, Kubernetes, the Dockerfile and docs/faults.md name what exists: a renamed setting, extra, folder or test
+must not wait for a reader to find it."""
 
+import ast
 import importlib
 import json
 import re
@@ -57,6 +58,18 @@ def test_every_treadle_variable_in_a_manifest_is_a_setting(variables: Any) -> No
     named = {name for name in variables() if name.startswith("TREADLE_")}
     assert len(named) > len(SERVICES)
     assert named <= known, f"no such setting: {sorted(named - known)}"
+
+
+def test_every_test_that_the_page_of_faults_names_exists() -> None:
+    named = set(re.findall(r"(test_\w+\.py)::(\w+)", (ROOT / "docs" / "faults.md").read_text()))
+    written = {
+        (path.name, node.name)
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert named
+    assert named <= written, f"no such test: {sorted(named - written)}"
 
 
 @pytest.mark.parametrize("service", SERVICES)

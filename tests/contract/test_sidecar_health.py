@@ -36,8 +36,8 @@ async def scheduler() -> AsyncIterator[FakeScheduler]:
         yield fake
 
 
-def greedy(count: int, prompt: list[int] = PROMPT) -> engine_pb2.GenerateRequest:
-    return step_request(ticket("e0"), prompt, SamplingParams(max_new_tokens=count, temperature=0.0))
+def greedy(count: int, prompt: list[int] = PROMPT, **options: Any) -> engine_pb2.GenerateRequest:
+    return step_request(ticket("e0", **options), prompt, SamplingParams(max_new_tokens=count, temperature=0.0))
 
 
 async def test_a_hung_engine_is_given_back_and_its_steps_end_at_once_until_it_goes_on(
@@ -70,6 +70,22 @@ async def test_a_hung_engine_is_given_back_and_its_steps_end_at_once_until_it_go
         await side.until_engine_is(True)
         await until(lambda: scheduler.leases)
         (await run_step(side.stub, greedy(5))).require_whole()
+
+
+async def test_a_preempted_step_keeps_its_tokens_when_its_engine_hangs(nats_url: str, engine: FakeSglang) -> None:
+    async with sidecar(nats_url, engine.url, slots=1, engine_stall_s=STALL_S, decode_base_s=0.01) as side:
+        low = Step(side.stub, greedy(3000, priority=1.0))
+        await low.until_tokens(21)
+        high = Step(side.stub, greedy(3000, [5], priority=5.0))
+        await until(lambda: low.seen.preempted and len(high.seen.tokens))
+        engine.hang()
+        for step in (low, high):
+            with refused("ENGINE_LOST", grpc.StatusCode.UNAVAILABLE):
+                await step
+        received = low.seen.tokens.tolist()
+        assert len(received) > 20
+        assert received == expected(PROMPT, len(received))
+        engine.go_on()
 
 
 async def test_an_engine_that_hangs_while_it_is_idle_is_found_by_a_probe(nats_url: str, engine: FakeSglang) -> None:

@@ -147,6 +147,22 @@ async def test_a_caller_that_goes_away_frees_its_slot(engine: FakeSglang, side: 
     assert len(engine.aborts) >= 1
 
 
+async def test_a_caller_that_goes_away_while_its_step_is_preempted_leaves_no_step(side: Sidecar) -> None:
+    """Result: nothing waits any more while the step that took its slot runs."""
+    taker = greedy(3000, prompt=[5], priority=5.0)
+    stream, high = responses(side.stub, greedy(3000, priority=1.0)), None
+    async for response in stream:
+        if response.WhichOneof("event") == "tokens" and high is None:
+            high = Step(side.stub, taker)
+        if response.WhichOneof("event") == "preempted":
+            break
+    stream.cancel()
+    await side.until_waiting(0)
+    await abort(side, taker)
+    assert high is not None
+    assert (await high).require_whole().reason == ABORTED
+
+
 async def test_a_late_priority_reorders_what_waits(nats_url: str) -> None:
     async with fake_sglang() as engine, sidecar(nats_url, engine.url, slots=1, preempt=False) as side:
         order: list[str] = []
@@ -210,6 +226,20 @@ async def test_an_engine_that_dies_in_a_stream_is_unavailable_after_all_its_toke
     await engine.start()
     await side.until_engine_is(True)
     (await run_step(side.stub, greedy(5))).require_whole()
+
+
+async def test_a_preempted_step_keeps_its_tokens_when_its_engine_dies(engine: FakeSglang, side: Sidecar) -> None:
+    low = Step(side.stub, greedy(3000, priority=1.0))
+    await low.until_tokens(21)
+    high = Step(side.stub, greedy(3000, prompt=[5], priority=5.0))
+    await until(lambda: low.seen.preempted)
+    await engine.stop()
+    for step in (low, high):
+        with refused("ENGINE_LOST", grpc.StatusCode.UNAVAILABLE):
+            await step
+    received = low.seen.tokens.tolist()
+    assert len(received) > 20
+    assert received == expected(PROMPT, len(received))
 
 
 async def test_a_stop_string_that_an_eviction_splits_ends_the_step(nats_url: str) -> None:

@@ -17,7 +17,7 @@ from support.scheduler import SchedulerClient, generate, scheduler
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle_predictor.config import PredictorSettings
 from treadle_predictor.wire import wire as predictor_wire
-from treadle_runtime.bus import Bus
+from treadle_runtime.bus import Bus, open_bus
 from treadle_runtime.server import serving
 
 WAIT_S = 30.0
@@ -164,3 +164,21 @@ async def test_while_nats_is_away_no_ticket_is_given_that_a_restart_could_forget
         assert ticket.turn == 0
     async with scheduler(nats_server.url) as restarted:
         assert await restarted.step("t", 0, request_id="s") == ticket
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_engines_keep_their_leases_while_nats_is_away(nats_server: NatsServer) -> None:
+    """For two leases. Result: no engine has had to register again."""
+    lease_s = 5.0
+    async with (
+        open_bus(nats_server.url, "test") as bus,
+        scheduler(nats_server.url, lease_ttl_s=lease_s) as client,
+        leased_engines(bus, client.address, ["e0", "e1"]) as engines,
+    ):
+        await until(lambda: all(engine.lease_id for engine in engines))
+        leases = [engine.lease_id for engine in engines]
+        nats_server.kill()
+        await asyncio.sleep(2 * lease_s)
+        assert len(await client.engines()) == 2
+        assert [engine.lease_id for engine in engines] == leases
+        nats_server.start()
