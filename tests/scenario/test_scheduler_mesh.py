@@ -167,18 +167,23 @@ async def test_while_nats_is_away_no_ticket_is_given_that_a_restart_could_forget
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_engines_keep_their_leases_while_nats_is_away(nats_server: NatsServer) -> None:
-    """For two leases. Result: no engine has had to register again."""
+async def test_engines_and_jobs_keep_their_leases_while_nats_is_away(nats_server: NatsServer) -> None:
+    """For two leases. Result: no engine has had to register again, and the job's trajectory is open."""
     lease_s = 5.0
     async with (
         open_bus(nats_server.url, "test") as bus,
-        scheduler(nats_server.url, lease_ttl_s=lease_s) as client,
+        scheduler(nats_server.url, lease_ttl_s=lease_s, job_lease_s=lease_s) as client,
         leased_engines(bus, client.address, ["e0", "e1"]) as engines,
     ):
         await until(lambda: all(engine.lease_id for engine in engines))
         leases = [engine.lease_id for engine in engines]
+        job = await client.call("OpenJob", pb.OpenJobRequest(request_id="j"))
+        await client.open("t", job_id=job.job_id)
         nats_server.kill()
-        await asyncio.sleep(2 * lease_s)
+        for _ in range(10):
+            await asyncio.sleep(lease_s / 5)
+            await client.call("RenewJob", pb.RenewJobRequest(job_id=job.job_id))
         assert len(await client.engines()) == 2
         assert [engine.lease_id for engine in engines] == leases
+        assert (await client.trajectory("t")).state == pb.TRAJECTORY_STATE_IDLE
         nats_server.start()
