@@ -14,7 +14,7 @@ BUDGETS = {
     "bench": (7_840, 53),
     "cli": (6_025, 49),
     "clients/python": (2_420, 12),
-    "core": (10_370, 60),
+    "core": (10_380, 60),
     "examples": (90, 2),
     "learned": (2_170, 15),
     "runtime": (2_185, 13),
@@ -28,7 +28,7 @@ BUDGETS = {
     "services/tools": (9_270, 66),
     "sim": (6_300, 38),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 54_910, 373, 34_160
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 54_920, 373, 34_185
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS: dict[str, int] = {}  # folders with leave for more, each with its reason

@@ -67,6 +67,28 @@ def test_an_engine_that_cannot_load_loses_its_trajectories_and_is_asked_again_la
     assert {load.engine_id for load in all_of(scenario.heard[heard:], act.LoadWeights)} == {ticket.engine_id}
 
 
+def test_trajectories_of_an_engine_that_loads_for_longer_than_others_do_not_wait_for_it() -> None:
+    scenario = Scenario(engines=["e0", "e1"])
+    scenario.open("t")
+    ticket = scenario.step("t", 0)
+    scenario.finish(ticket)
+    set_weights(scenario)
+    other = "e1" if ticket.engine_id == "e0" else "e0"
+
+    def wait_until_asked_again() -> None:
+        for _ in range(round(scenario.tuning.load_again_s / 5.0)):
+            scenario.renew("e0")
+            scenario.renew("e1")
+            scenario.advance(5.0)
+
+    wait_until_asked_again()
+    with pytest.raises(NoEngine):
+        scenario.ask("t", 1)  # no engine has loaded
+    scenario.send(ev.WeightsUpdated(other, "v1"))
+    wait_until_asked_again()
+    assert scenario.step("t", 1).engine_id == other
+
+
 def test_a_load_that_was_not_answered_is_asked_for_again_soon_and_after_a_restart() -> None:
     scenario = Scenario(engines=["e0"])
     set_weights(scenario)

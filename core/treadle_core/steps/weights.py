@@ -5,7 +5,8 @@ new step, and its sidecar is asked to load, again and again until the engine ser
 that joins or restarts later, and a scheduler that restarts in between, since the desired version is stored. The steps
 that run on an engine wait in its sidecar while it loads, and trajectories between two steps wait for their own engine.
 
-An engine that cannot load is left alone for a while; its trajectories go to other engines, and the fleet goes on.
+An engine that cannot load is left alone for a while; its trajectories go to other engines, and the fleet goes on. So
+do those of an engine that still loads when it is asked again and others have loaded: it may hang.
 """
 
 from treadle_core import actions as act
@@ -47,7 +48,13 @@ def ask_engine(state: State, engine_id: str, now: float) -> list[act.Action]:
 
 def ask_again(state: State, now: float) -> list[act.Action]:
     """Ask engines again that are still behind, as a question may have been lost."""
-    return [action for engine_id in state.loads.take_due(now) for action in ask_engine(state, engine_id, now)]
+    actions: list[act.Action] = []
+    for engine_id in state.loads.take_due(now):
+        again = ask_engine(state, engine_id, now)
+        if again and any(engine.able for engine in state.engines):
+            actions += _leave_out(state, engine_id, "it has not loaded yet, and other engines have")
+        actions += again
+    return actions
 
 
 def update_weights(state: State, event: WeightsUpdated, _now: float) -> list[act.Action]:
@@ -67,9 +74,13 @@ def fail_load(state: State, event: LoadFailed, now: float) -> list[act.Action]:
     if not event.refused:
         state.loads.set(event.engine_id, now + state.tuning.load_retry_s)
         return []
-    state.engines.note_load_error(event.engine_id, event.message)
+    return _leave_out(state, event.engine_id, event.message)
+
+
+def _leave_out(state: State, engine_id: str, message: str) -> list[act.Action]:
+    state.engines.note_load_error(engine_id, message)
     actions: list[act.Action] = []
-    for record in state.table.on(event.engine_id):
+    for record in state.table.on(engine_id):
         if record.live_ticket is None:
             actions += leases.place_again(state, record)
     return actions
