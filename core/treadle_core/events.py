@@ -222,7 +222,6 @@ class ClosedAnnounced(Event):
 class WeightsSet(Event):
     """An operator or trainer asks that all engines serve these weights."""
 
-    request_id: str
     weight_version: str
     model_path: str
 

@@ -199,7 +199,6 @@ class WeightsRecord:
 
     weight_version: str
     model_path: str
-    request_id: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Hand-written lines and modules at most, by folder of the tree; MOST_LINES and MOST_MODULES hold for all together.
 BUDGETS = {
     "bench": (7_840, 53),
-    "cli": (6_025, 49),
+    "cli": (6_030, 49),
     "clients/python": (2_420, 12),
     "core": (10_380, 60),
     "examples": (90, 2),

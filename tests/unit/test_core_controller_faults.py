@@ -137,7 +137,7 @@ def test_an_engine_that_dies_while_it_loads_gives_its_trajectories_to_one_that_h
     scenario.open("t")
     done = scenario.step("t", 0)
     scenario.finish(done)
-    scenario.send(ev.WeightsSet("w", "v1", "/m/v1"))
+    scenario.send(ev.WeightsSet("v1", "/m/v1"))
     other = "e1" if done.engine_id == "e0" else "e0"
     scenario.send(ev.WeightsUpdated(other, "v1"))
     with pytest.raises(NoEngine, match="desired weights"):
@@ -149,7 +149,7 @@ def test_an_engine_that_dies_while_it_loads_gives_its_trajectories_to_one_that_h
 @pytest.mark.parametrize("dies", ["engine", "scheduler"])
 def test_an_engine_that_could_not_load_is_asked_again_at_once_after_a_restart(dies: str) -> None:
     scenario = Scenario(engines=["e0"])
-    scenario.send(ev.WeightsSet("w", "v1", "/m/v1"))
+    scenario.send(ev.WeightsSet("v1", "/m/v1"))
     scenario.send(ev.LoadFailed("e0", "v1", refused=True, message="no such file"))
     heard = len(scenario.heard)
     if dies == "engine":
@@ -166,7 +166,7 @@ def test_a_step_that_runs_where_a_load_fails_ends_there_and_the_next_turn_runs_e
     scenario = Scenario(engines=["e0", "e1"])
     scenario.open("t")
     running = scenario.step("t", 0)
-    scenario.send(ev.WeightsSet("w", "v1", "/m/v1"))
+    scenario.send(ev.WeightsSet("v1", "/m/v1"))
     other = "e1" if running.engine_id == "e0" else "e0"
     scenario.send(ev.WeightsUpdated(other, "v1"))
     scenario.send(ev.LoadFailed(running.engine_id, "v1", refused=True, message="no such file"))

@@ -142,7 +142,7 @@ class AnyEvents(RuleBasedStateMachine):
     @rule(engine=ENGINES, version=st.sampled_from(["v0", "v1"]), what=st.integers(0, 7))
     def weights_are_set_loaded_or_refused(self, engine: str, version: str, what: int) -> None:
         if what == 0:
-            self.hand(ev.WeightsSet(self.scenario.request_id(), version, f"/m/{version}"))
+            self.hand(ev.WeightsSet(version, f"/m/{version}"))
         elif what < 5:
             self.hand(ev.WeightsUpdated(engine, version))
         else:

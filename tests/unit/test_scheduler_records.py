@@ -19,6 +19,7 @@ from treadle_core.model import (
     Prediction,
     TicketRecord,
     TrajectoryRecord,
+    WeightsRecord,
 )
 from treadle_scheduler.driver import CorruptRecord, MeshRecord, decode, encode
 
@@ -41,7 +42,7 @@ RECORDS = st.one_of(
         outcome=st.none() | st.sampled_from(list(Outcome)),
     ),
     st.builds(EngineRecord, spec=SPECS, lease_expires_s=FINITE, load=st.none() | st.builds(EngineLoad)),
-    st.builds(MeshRecord, policy=st.builds(Policy), epoch_s=FINITE),
+    st.builds(MeshRecord, policy=st.builds(Policy), epoch_s=FINITE, weights=st.none() | st.builds(WeightsRecord)),
 )
 
 

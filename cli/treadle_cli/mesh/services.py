@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from treadle_runtime.config import DEFAULT_FACTS_BYTES
+
 from treadle_cli.mesh.checks import nats_server
 from treadle_cli.mesh.ports import HOST, Ports, is_free
 from treadle_cli.mesh.processes import Child, ProcessTree
@@ -28,8 +30,9 @@ LEASE_TTL_S = 4.0  # shorter than the default, which is made for networks
 STAGE = 2  # stopped first
 NATS_STAGE = 0  # stopped last: services drain into it
 NATS_TIMEOUT_S = 20.0  # it takes 10 ms; a busy disk may delay it
-# What JetStream reserves on the disk, as default and as share of what is free: it takes 75% of that at most.
-RESERVED = {"TREADLE_ROLLOUT_PAYLOAD_BYTES": (8 * 1024**3, 1 / 4), "TREADLE_FACTS_BYTES": (1024**3, 1 / 16)}
+# What JetStream reserves on the disk: the service's default, and its share of what is free. All of it must fit into 75%
+# of what is free.
+RESERVED = {"TREADLE_ROLLOUT_PAYLOAD_BYTES": (8 * 1024**3, 1 / 4), "TREADLE_FACTS_BYTES": (DEFAULT_FACTS_BYTES, 1 / 16)}
 # What each service is asked, in the order of their ports.
 SERVICES = {
     "scheduler": "the one address that a client needs",

@@ -33,11 +33,11 @@ def register_engine(state: State, event: EngineRegistered, now: float) -> list[a
 def renew_lease(state: State, event: LeaseRenewed, now: float) -> list[act.Action]:
     """Extend a lease. Only new weights and a new curve are saved, as a restart gives every lease its whole length
     again. Raises LeaseNotFound."""
-    before = state.engines.require_lease(event.lease_id, event.engine_id).spec
+    before = state.engines.require_lease(event.lease_id, event.engine_id)
     record = state.engines.renew(event, now)
-    if record.spec.decode_curve != before.decode_curve:
+    if (record.spec.decode_curve, record.behind) != (before.spec.decode_curve, before.behind):
         state.planner.note_engines()
-    return [act.SaveEngine(record)] if record.spec != before else []
+    return [act.SaveEngine(record)] if record.spec != before.spec else []
 
 
 def deregister_engine(state: State, event: EngineDeregistered, _now: float) -> list[act.Action]:

@@ -12,19 +12,14 @@ do those of an engine that still loads when it is asked again and others have lo
 from treadle_core import actions as act
 from treadle_core.events import LoadFailed, WeightsSet, WeightsUpdated
 from treadle_core.model import WeightsRecord
-from treadle_core.refusals import BadField, RequestIdReused
+from treadle_core.refusals import BadField
 from treadle_core.steps import leases
 from treadle_core.steps.state import State
 
 
 def set_weights(state: State, event: WeightsSet, now: float) -> list[act.Action]:
-    """Make a version the desired one. Raises BadField, RequestIdReused."""
-    wanted = WeightsRecord(event.weight_version, event.model_path, event.request_id)
-    known = state.engines.desired
-    if known is not None and known.request_id == event.request_id:
-        if known != wanted:
-            raise RequestIdReused("request_id", f"{event.request_id} has set other weights before")
-        return []
+    """Make a version the desired one. Raises BadField."""
+    wanted, known = WeightsRecord(event.weight_version, event.model_path), state.engines.desired
     if known is not None and known.weight_version == event.weight_version and known.model_path != event.model_path:
         raise BadField("weight_version", f"is that of {known.model_path}, which is desired already; name a new one")
     state.engines.desire(wanted)
@@ -50,8 +45,8 @@ def ask_again(state: State, now: float) -> list[act.Action]:
     """Ask engines again that are still behind, as a question may have been lost."""
     actions: list[act.Action] = []
     for engine_id in state.loads.take_due(now):
-        again = ask_engine(state, engine_id, now)
-        if again and any(engine.able for engine in state.engines):
+        again, asked = ask_engine(state, engine_id, now), state.engines.get(engine_id)
+        if again and asked is not None and not asked.load_error and any(engine.able for engine in state.engines):
             actions += _leave_out(state, engine_id, "it has not loaded yet, and other engines have")
         actions += again
     return actions
@@ -59,10 +54,12 @@ def ask_again(state: State, now: float) -> list[act.Action]:
 
 def update_weights(state: State, event: WeightsUpdated, _now: float) -> list[act.Action]:
     """Note the version that an engine serves, which later tickets carry."""
+    before = state.engines.get(event.engine_id)
     record = state.engines.set_weight_version(event.engine_id, event.weight_version)
     if record is None:
         return []
-    state.planner.note_engines()
+    if before is not None and before.behind != record.behind:
+        state.planner.note_engines()
     return [act.SaveEngine(record)]
 
 

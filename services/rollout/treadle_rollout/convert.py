@@ -16,9 +16,8 @@ from treadle_rollout.rollouts import BatchRequest, Rollout
 STATES = {state: pb.RolloutState.Value(f"ROLLOUT_STATE_{state.name}") for state in RolloutState}
 DROP_REASONS = {reason: pb.DropReason.Value(f"DROP_REASON_{reason.name}") for reason in DropReason}
 NO_BOUND = -1  # of max_staleness on the wire
-LAUNCH_VERSION = (
-    "default"  # SGLang's name for the weights that it was launched with, unless --weight-version names them
-)
+# SGLang's name for the weights that it was launched with, unless --weight-version names them.
+LAUNCH_VERSION = "default"
 ITEM_BYTES = 4  # of an int32 token id and of a float32 log-probability
 
 

@@ -153,9 +153,7 @@ def policy_set(request: pb.SetPolicyRequest) -> ev.PolicySet:
 def weights_set(request: pb.SetWeightsRequest) -> ev.WeightsSet:
     """What every engine is to load."""
     return ev.WeightsSet(
-        identifier("request_id", request.request_id),
-        identifier("weight_version", request.weight_version),
-        non_empty("model_path", request.model_path),
+        identifier("weight_version", request.weight_version), non_empty("model_path", request.model_path)
     )
 
 

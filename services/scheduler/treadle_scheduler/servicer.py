@@ -114,6 +114,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def GetPolicy(self, request: pb.GetPolicyRequest, context: Any) -> pb.GetPolicyResponse:
         return pb.GetPolicyResponse(policy=convert.policy_message(self._controller.policy))
 
+    @answered_once
     async def SetWeights(self, request: pb.SetWeightsRequest, context: Any) -> pb.SetWeightsResponse:
         await self._driver.request(convert.weights_set(request), POLICY_KEY)
         return pb.SetWeightsResponse(weights=self._weights())
