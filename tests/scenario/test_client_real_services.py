@@ -48,6 +48,46 @@ async def test_a_rollout_goes_through_the_real_scheduler_and_rollout_service(sta
                 assert (t.tokens, t.loss_mask) == (kept[t.trajectory_id].tokens, kept[t.trajectory_id].loss_mask)
 
 
+async def test_processes_that_share_a_rollout_run_a_part_each_and_settle_groups_together(
+    start_service: StartService,
+) -> None:
+    """Two clients run halves of a rollout that keeps two of four samples. The agents of the second one never end.
+
+    Result: the first one's samples settle every group, which ends those of the second one; each trajectory comes once.
+    """
+    rollout = await start_service("treadle_rollout")
+    scheduler = await start_service("treadle_scheduler", {"TREADLE_SCHEDULER_ROLLOUT": rollout.address})
+    prompts = [treadle.Prompt(f"p{n}", [n, n + 1]) for n in range(3)]
+    shared: dict[str, Any] = {"samples_per_prompt": 4, "keep_per_prompt": 2, "rollout_id": "epoch-1"}
+
+    async def never_end(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
+        await one_turn(trajectory, prompt)
+        await asyncio.Event().wait()
+        return 0.0
+
+    async with (
+        leased_engines(None, scheduler.address, ["e0", "e1"]),
+        treadle.Client(scheduler.address, retry=QUICK) as first,
+        treadle.Client(scheduler.address, retry=QUICK) as second,
+    ):
+        results = await asyncio.gather(
+            second.rollout(prompts, never_end, part=(1, 2), **shared),
+            first.rollout(prompts, one_turn, part=(0, 2), **shared),
+        )
+        assert [[(t.prompt_id, t.sample) for t in result.trajectories] for result in results] == [
+            [(prompt.id, sample) for prompt in prompts for sample in samples] for samples in ((1, 3), (0, 2))
+        ]
+        assert {t.outcome for t in results[0].trajectories} == {"cancelled"}
+        batch = await first.get_batch("epoch-1", max_groups=3)
+        assert [[t.sample for t in group.trajectories] for group in batch.groups] == [[0, 2]] * 3
+        with pytest.raises(treadle.TreadleError, match="rollout_id: epoch-1 has other prompts") as refused:
+            await first.rollout(prompts[:1], one_turn, part=(0, 2), **shared)
+        assert refused.value.field_violations[0].field == "rollout_id"
+        for part, name in (((2, 2), "r"), ((0, 2), ""), ((-1, 2), "r")):
+            with pytest.raises(ValueError, match="part"):
+                await first.rollout(prompts, one_turn, rollout_id=name, part=part)
+
+
 async def test_a_long_turn_in_calls_goes_through_the_real_scheduler_also_where_one_is_lost_or_left(
     start_service: StartService,
 ) -> None:

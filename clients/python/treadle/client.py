@@ -15,12 +15,13 @@ from typing import Any
 
 import grpc
 
+from treadle.batches import take_batch
 from treadle.connection import Mesh, RetryPolicy, Timeouts, finish, request_id
 from treadle.errors import TreadleError
 from treadle.jobs import Job
 from treadle.rewards import PendingReward, request_reward
 from treadle.rollout.v1 import rollout_pb2
-from treadle.rollouts import Agent, RolloutRun, take_batch
+from treadle.rollouts import Agent, RolloutRun
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.trajectory import TRAJECTORY_CLOSED, OnChange, Trajectory
 from treadle.types import Batch, Prompt, RolloutEvent, RolloutResult
@@ -151,6 +152,8 @@ class Client:
         on_event: Callable[[RolloutEvent], None] | None = None,
         max_total_tokens: int = 0,
         pin: Callable[[Prompt, int], str] | None = None,
+        rollout_id: str = "",
+        part: tuple[int, int] = (0, 1),
     ) -> RolloutResult:
         """Run `agent(trajectory, prompt)` on samples_per_prompt samples of each prompt and submit each finished one.
 
@@ -167,7 +170,17 @@ class Client:
         job, and whose call never returned, is gone on with, also in a new process: samples that were submitted are not
         run again (`TrajectoryResult.submitted_before`), nor those of settled groups; all others run from their prompts.
         A call that has returned has ended its rollout: the same call again runs a new one.
+
+        One process in Python plays some thousand trajectories at once. More work on one rollout together, each in a
+        client of its own, where all give it the same rollout_id, prompts and parameters, and the i-th of n part=(i, n),
+        from 0: each runs every n-th sample and returns those. Who comes first creates the rollout; a group settles
+        with the samples of all; a call that is cancelled leaves the rollout to the others. Raises ValueError.
         """
+        index, count = part
+        if not 0 <= index < count:
+            raise ValueError(f"part must be (i, n) with 0 <= i < n, is {part}")
+        if count > 1 and not rollout_id:
+            raise ValueError("part needs rollout_id=...: the name by which the other processes find the rollout")
         spec = rollout_pb2.RolloutSpec(
             samples_per_prompt=samples_per_prompt,
             keep_per_prompt=keep_per_prompt,
@@ -175,7 +188,7 @@ class Client:
             prompt_ids=[prompt.id for prompt in prompts],
             max_total_tokens=max_total_tokens,
         )
-        run = RolloutRun(*self._connected(), self.open, agent, spec, on_event, pin)
+        run = RolloutRun(*self._connected(), self.open, agent, spec, on_event, pin, rollout_id, part)
         return await run.run(prompts, concurrency)
 
     async def update_weights(

@@ -3,12 +3,12 @@
 RolloutRun is behind Client.rollout. Invariants: every sample ends in exactly one TrajectoryResult; an agent that raises
 fails its own trajectory only; when the run ends, however it ends, no trajectory of it is open and no task of it runs; a
 client whose job was taken over submits nothing more.
-In messages tokens, loss mask and logprobs are equally long; one where they are not raises StreamBroken.
 """
 
 import asyncio
-from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from typing import Any, Literal, TypeVar
 
@@ -16,31 +16,25 @@ import grpc
 
 from treadle.common.v1 import tokens_pb2
 from treadle.connection import Mesh, finish, request_id
-from treadle.errors import StreamBroken, TokensSpent, TreadleError, error_from, refused
+from treadle.errors import FieldViolation, TokensSpent, TreadleError, error_from, refused
 from treadle.jobs import JOB_TAKEN_OVER, Job
 from treadle.rewards import PendingReward
 from treadle.rollout.v1 import rollout_pb2
 from treadle.trajectory import TRAJECTORY_CLOSED, Trajectory
 from treadle.types import (
-    Batch,
-    Group,
     Outcome,
     Prompt,
     RolloutEvent,
     RolloutResult,
-    TrainingTrajectory,
     TrajectoryResult,
-    VersionSpan,
     duration,
     pack_ids,
     pack_logprobs,
-    seconds,
-    unpack_ids,
-    unpack_logprobs,
     words_of,
 )
 
-ROLLOUT_NOT_FOUND, SAMPLE_TAKEN = "ROLLOUT_NOT_FOUND", "SAMPLE_TAKEN"  # ErrorInfo.reason
+# ErrorInfo.reason
+ROLLOUT_EXISTS, ROLLOUT_NOT_FOUND, SAMPLE_TAKEN = "ROLLOUT_EXISTS", "ROLLOUT_NOT_FOUND", "SAMPLE_TAKEN"
 _DROP_REASONS = {0: "", **words_of(rollout_pb2.DropReason)}
 
 
@@ -65,71 +59,12 @@ def finished_message(result: TrajectoryResult) -> rollout_pb2.FinishedTrajectory
     )
 
 
-async def take_batch(mesh: Mesh, request: rollout_pb2.GetBatchRequest, timeout_s: float) -> Batch:
-    """A batch as a trainer reads it; a stream that breaks is read again from its beginning.
-
-    Once it is here, the service may remove its tokens. Where it does not hear of that, it removes them later.
-    """
-    service = await mesh.rollout()
-    backoff = mesh.backoff(timeout_s)
-    while True:
-        try:
-            batch = await _read_batch(service.StreamBatch(request, timeout=max(backoff.remaining_s, 0.001)))
-            break
-        except grpc.aio.AioRpcError as failure:
-            error = error_from(failure)
-        if not error.retryable:
-            raise error
-        await backoff.wait(error, error.retry_after_s)
-    confirm = rollout_pb2.ConfirmBatchRequest(
-        request_id=request_id(), rollout_id=request.rollout_id, batch_request_id=request.request_id
-    )
-    with suppress(TreadleError):
-        await mesh.call(service.ConfirmBatch, confirm, mesh.timeouts.cleanup_s)
-    return batch
-
-
-async def _read_batch(parts: AsyncIterable[rollout_pb2.StreamBatchResponse]) -> Batch:
-    groups: dict[str, list[TrainingTrajectory]] = {}
-    data, last = bytearray(), rollout_pb2.StreamBatchResponse()
-    async for last in parts:
-        data += last.data
-        if last.trajectory_end:
-            message = rollout_pb2.FinishedTrajectory.FromString(bytes(data))
-            groups.setdefault(last.prompt_id, []).append(_training(message))
-            data.clear()
-    if not last.batch_end:
-        raise StreamBroken("the batch ended before its last message")
-    return Batch(tuple(Group(name, tuple(members)) for name, members in groups.items()), last.exhausted)
-
-
-def _training(message: rollout_pb2.FinishedTrajectory) -> TrainingTrajectory:
-    tokens, logprobs = unpack_ids(message.tokens.int32_le), unpack_logprobs(message.logprobs.float32_le)
-    if not len(tokens) == len(logprobs) == len(message.loss_mask):
-        lengths = f"{len(tokens)} tokens, {len(logprobs)} logprobs, {len(message.loss_mask)} of loss mask"
-        raise StreamBroken(f"trajectory {message.trajectory_id} is not whole: {lengths}")
-    return TrainingTrajectory(
-        trajectory_id=message.trajectory_id,
-        prompt_id=message.prompt_id,
-        sample=message.sample,
-        tokens=tokens,
-        loss_mask=list(message.loss_mask),
-        logprobs=logprobs,
-        version_spans=tuple(VersionSpan(s.weight_version, s.start_token, s.end_token) for s in message.version_spans),
-        reward=message.reward,
-        truncated=message.truncated,
-        failed=message.failed,
-        turns=message.turns,
-        elapsed_s=seconds(message.elapsed),
-    )
-
-
 T = TypeVar("T")
 Agent = Callable[[Trajectory, Prompt], Coroutine[Any, Any, float | PendingReward | None]]
 
 
 class RolloutRun:
-    """One call of Client.rollout. open_trajectory: Client.open. pin: see Client.rollout."""
+    """One call of Client.rollout. open_trajectory: Client.open. rollout_id, part, pin: see Client.rollout."""
 
     def __init__(
         self,
@@ -140,37 +75,42 @@ class RolloutRun:
         spec: rollout_pb2.RolloutSpec,
         on_event: Callable[[RolloutEvent], None] | None,
         pin: Callable[[Prompt, int], str] | None,
+        rollout_id: str,
+        part: tuple[int, int],
     ) -> None:
         self._mesh, self._job, self._open, self._agent, self._spec = mesh, job, open_trajectory, agent, spec
         self._on_event, self._pin = on_event or (lambda _: None), pin
-        self._rollout_id = ""
+        self._rollout_id, self._shared, (self._part, self._parts) = rollout_id, bool(rollout_id), part
+        self._settled: set[str] = set()  # prompts
         # Samples whose agent has not ended, by prompt and sample: a settled group cancels its own.
         self._unfinished: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._results: dict[tuple[str, int], TrajectoryResult] = {}
 
     async def run(self, prompts: Sequence[Prompt], concurrency: int | None) -> RolloutResult:
-        """All samples of all prompts; results in that order. TreadleError where the rollout cannot be created."""
+        """The samples of this part, in the order of prompts; results in that order. TreadleError where the rollout
+        cannot be created."""
         mesh, started_s = self._mesh, self._mesh.clock()
         rollout = await self._find_left_over() or await self._create()
         self._rollout_id = rollout.rollout_id
         order = [(prompt, sample) for prompt in prompts for sample in range(self._spec.samples_per_prompt)]
+        order = order[self._part :: self._parts]
         slots = asyncio.Semaphore(concurrency or len(order))
         submitted = _submitted_of(rollout)
-        settled = {group.prompt_id for group in rollout.groups if group.settled}
+        self._settled = {group.prompt_id for group in rollout.groups if group.settled}
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with asyncio.TaskGroup() as tasks, self._watching(tasks):
                 for prompt, sample in order:
                     key = (prompt.id, sample)
                     if key in submitted:
                         self._results[key] = submitted[key]
                         continue
                     self._results[key] = TrajectoryResult("", prompt.id, sample, outcome="cancelled")
-                    if prompt.id not in settled:
+                    if prompt.id not in self._settled:
                         self._unfinished[key] = tasks.create_task(self._sample(prompt, sample, slots))
         except BaseException as failure:
             if self._job.resume:
                 self._job.leave_rollout(self._rollout_id)
-            else:
+            elif not self._shared:
                 await finish(self._cancel())
             if isinstance(failure, BaseExceptionGroup):
                 raise failure.exceptions[0] from None  # callers catch the error itself, not a group
@@ -182,17 +122,71 @@ class RolloutRun:
 
     async def _create(self) -> rollout_pb2.Rollout:
         mesh = self._mesh
-        request = rollout_pb2.CreateRolloutRequest(request_id=request_id(), spec=self._spec)
+        request = rollout_pb2.CreateRolloutRequest(
+            request_id=request_id(), rollout_id=self._rollout_id, spec=self._spec
+        )
         service = await mesh.rollout()
         if self._job.resume:  # noted before it is there: a client that finds it noted only creates another
-            request.rollout_id = f"r-{request.request_id}"
+            request.rollout_id = self._rollout_id or f"r-{request.request_id}"
             await self._job.begin_rollout(request.rollout_id)
         try:
-            return (await mesh.call(service.CreateRollout, request, mesh.timeouts.control_s)).rollout
+            try:
+                return (await mesh.call(service.CreateRollout, request, mesh.timeouts.control_s)).rollout
+            except TreadleError as error:
+                if error.reason != ROLLOUT_EXISTS or not self._shared:
+                    raise
+                return await self._join()
         except BaseException:
             if self._job.resume:
                 self._job.leave_rollout(request.rollout_id)
             raise
+
+    async def _join(self) -> rollout_pb2.Rollout:
+        """The rollout that another process has created. TreadleError INVALID_ARGUMENT where it is another one."""
+        service, look = await self._mesh.rollout(), rollout_pb2.GetRolloutRequest(rollout_id=self._rollout_id)
+        found = (await self._mesh.call(service.GetRollout, look, self._mesh.timeouts.control_s)).rollout
+        if found.spec != self._wanted():
+            violation = FieldViolation("rollout_id", "has other prompts or parameters; give this one another id")
+            message = f"{violation.field}: {self._rollout_id} {violation.description}"
+            raise TreadleError(grpc.StatusCode.INVALID_ARGUMENT, message, field_violations=(violation,))
+        return found
+
+    @asynccontextmanager
+    async def _watching(self, tasks: asyncio.TaskGroup) -> AsyncIterator[None]:
+        """Where other processes run parts: note during the block which groups they settle. The block has ended once
+        all samples that it has begun have."""
+        if self._parts == 1:
+            yield
+            return
+        watch = tasks.create_task(self._watch_groups())
+        yield
+        if self._unfinished:
+            await asyncio.wait(set(self._unfinished.values()))
+        watch.cancel()
+
+    async def _watch_groups(self) -> None:
+        mesh, service = self._mesh, await self._mesh.rollout()
+        request, backoff = rollout_pb2.WatchRolloutRequest(rollout_id=self._rollout_id), mesh.backoff(math.inf)
+        while True:
+            try:
+                async for message in service.WatchRollout(request, timeout=mesh.timeouts.stream_s):
+                    backoff.restart()
+                    for group in message.rollout.groups:
+                        if group.settled:
+                            self._settle(group.prompt_id)
+                return
+            except grpc.aio.AioRpcError as failure:
+                error = error_from(failure)
+                if not error.retryable:
+                    raise error from None
+                await backoff.wait(error, error.retry_after_s)
+
+    def _wanted(self) -> rollout_pb2.RolloutSpec:
+        """The spec as the service answers it."""
+        wanted = rollout_pb2.RolloutSpec()
+        wanted.CopyFrom(self._spec)
+        wanted.keep_per_prompt = wanted.keep_per_prompt or wanted.samples_per_prompt
+        return wanted
 
     async def _find_left_over(self) -> rollout_pb2.Rollout | None:
         """A rollout of the job with the same prompts and parameters that was begun and not ended."""
@@ -200,11 +194,9 @@ class RolloutRun:
         if not job.resume:
             return None
         await job.hold()
-        wanted = rollout_pb2.RolloutSpec()
-        wanted.CopyFrom(self._spec)
-        wanted.keep_per_prompt = wanted.keep_per_prompt or wanted.samples_per_prompt  # as the service answers
+        wanted = self._wanted()
         service = await mesh.rollout()
-        for rollout_id in list(job.left_over):
+        for rollout_id in [each for each in job.left_over if not self._shared or each == self._rollout_id]:
             request = rollout_pb2.GetRolloutRequest(rollout_id=rollout_id)
             try:
                 found = (await mesh.call(service.GetRollout, request, mesh.timeouts.control_s)).rollout
@@ -303,6 +295,9 @@ class RolloutRun:
                 raise
 
     def _settle(self, prompt_id: str) -> None:
+        if prompt_id in self._settled:
+            return
+        self._settled.add(prompt_id)
         for key in [key for key in self._unfinished if key[0] == prompt_id]:
             self._unfinished.pop(key).cancel()
         self._on_event(RolloutEvent("settled", self._mesh.clock(), prompt_id))

@@ -1,0 +1,74 @@
+"""Take batches of settled groups from the rollout service, for training.
+
+A batch is streamed in parts and confirmed once it is here. Tokens, loss mask and logprobs of a trajectory are equally
+long; one where they are not raises StreamBroken.
+"""
+
+from collections.abc import AsyncIterable
+from contextlib import suppress
+
+import grpc
+
+from treadle.connection import Mesh, request_id
+from treadle.errors import StreamBroken, TreadleError, error_from
+from treadle.rollout.v1 import rollout_pb2
+from treadle.types import Batch, Group, TrainingTrajectory, VersionSpan, seconds, unpack_ids, unpack_logprobs
+
+
+async def take_batch(mesh: Mesh, request: rollout_pb2.GetBatchRequest, timeout_s: float) -> Batch:
+    """A batch as a trainer reads it; a stream that breaks is read again from its beginning.
+
+    Once it is here, the service may remove its tokens. Where it does not hear of that, it removes them later.
+    """
+    service = await mesh.rollout()
+    backoff = mesh.backoff(timeout_s)
+    while True:
+        try:
+            batch = await _read_batch(service.StreamBatch(request, timeout=max(backoff.remaining_s, 0.001)))
+            break
+        except grpc.aio.AioRpcError as failure:
+            error = error_from(failure)
+        if not error.retryable:
+            raise error
+        await backoff.wait(error, error.retry_after_s)
+    confirm = rollout_pb2.ConfirmBatchRequest(
+        request_id=request_id(), rollout_id=request.rollout_id, batch_request_id=request.request_id
+    )
+    with suppress(TreadleError):
+        await mesh.call(service.ConfirmBatch, confirm, mesh.timeouts.cleanup_s)
+    return batch
+
+
+async def _read_batch(parts: AsyncIterable[rollout_pb2.StreamBatchResponse]) -> Batch:
+    groups: dict[str, list[TrainingTrajectory]] = {}
+    data, last = bytearray(), rollout_pb2.StreamBatchResponse()
+    async for last in parts:
+        data += last.data
+        if last.trajectory_end:
+            message = rollout_pb2.FinishedTrajectory.FromString(bytes(data))
+            groups.setdefault(last.prompt_id, []).append(_training(message))
+            data.clear()
+    if not last.batch_end:
+        raise StreamBroken("the batch ended before its last message")
+    return Batch(tuple(Group(name, tuple(members)) for name, members in groups.items()), last.exhausted)
+
+
+def _training(message: rollout_pb2.FinishedTrajectory) -> TrainingTrajectory:
+    tokens, logprobs = unpack_ids(message.tokens.int32_le), unpack_logprobs(message.logprobs.float32_le)
+    if not len(tokens) == len(logprobs) == len(message.loss_mask):
+        lengths = f"{len(tokens)} tokens, {len(logprobs)} logprobs, {len(message.loss_mask)} of loss mask"
+        raise StreamBroken(f"trajectory {message.trajectory_id} is not whole: {lengths}")
+    return TrainingTrajectory(
+        trajectory_id=message.trajectory_id,
+        prompt_id=message.prompt_id,
+        sample=message.sample,
+        tokens=tokens,
+        loss_mask=list(message.loss_mask),
+        logprobs=logprobs,
+        version_spans=tuple(VersionSpan(s.weight_version, s.start_token, s.end_token) for s in message.version_spans),
+        reward=message.reward,
+        truncated=message.truncated,
+        failed=message.failed,
+        turns=message.turns,
+        elapsed_s=seconds(message.elapsed),
+    )
