@@ -50,7 +50,8 @@ _FOREIGN = "/grpc."
 # A peer that restarts is back within a second; the default backoff of gRPC (up to two minutes) would outwait it.
 FIRST_RECONNECT_BACKOFF_MS = 100
 LONGEST_RECONNECT_BACKOFF_MS = 1000
-# A machine that vanished sends no reset: pings find out within KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS.
+# A machine that vanished sends no reset: pings find out within KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS. By default a ping
+# that gRPC sends to measure the link is waited for for a minute, and a stream that only reads may ping once a minute.
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 SHORTEST_TIMEOUT_S = 0.001  # gRPC reads 0 as already over before the call is made, with a less clear error
@@ -130,6 +131,8 @@ class Channels:
             ("grpc.max_reconnect_backoff_ms", LONGEST_RECONNECT_BACKOFF_MS),
             ("grpc.keepalive_time_ms", KEEPALIVE_MS),
             ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+            ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+            ("grpc.http2.max_pings_without_data", 0),
         ]
         self._interceptors = [*tracing, UnaryDeadlines(), StreamDeadlines()]
         self._open: dict[str, grpc.aio.Channel] = {}

@@ -1,22 +1,13 @@
-"""An engine that hangs takes no trajectory: sidecars and a scheduler as processes, and two fakes of SGLang."""
+"""Trajectories leave an engine or a sidecar that hangs: a scheduler and sidecars as processes, two fakes of SGLang."""
 
 import asyncio
 
-import treadle
+import pytest
 from support.conditions import until
-from support.fake_sglang import FakeSglang, expected, fake_sglang
-from support.mesh_in_process import QUICK, generate
-from support.processes import ServiceProcess, StartService
-from support.scheduler import scheduler_client
+from support.mesh_of_processes import fleet, load_of
+from support.processes import StartService
 
-PROMPT = list(range(10, 40))
 TOKENS = 200
-
-
-async def start_sidecar(start: StartService, engine_id: str, engine: FakeSglang, scheduler: str) -> ServiceProcess:
-    own = {"ENGINE_ID": engine_id, "ENGINE_URL": engine.url, "SCHEDULER": scheduler, "ENGINE_STALL_S": "2"}
-    own |= {"DECODE_BASE_S": "0.01", "PREFILL_TOKENS_PER_S": "10000"}
-    return await start("treadle_sidecar", {f"TREADLE_SIDECAR_{name}": value for name, value in own.items()})
 
 
 async def test_trajectories_leave_an_engine_that_hangs_and_new_ones_go_elsewhere_until_it_goes_on(
@@ -24,34 +15,43 @@ async def test_trajectories_leave_an_engine_that_hangs_and_new_ones_go_elsewhere
 ) -> None:
     """Six trajectories run on two engines, one of which then hangs but answers all polls. Result: its trajectories go
     on where the other's are, without a lost token; six new ones go there too; once it goes on, it is used again."""
-    scheduler = await start_service("treadle_scheduler")
-    async with (
-        fake_sglang(token_s=0.01) as hangs,
-        fake_sglang(token_s=0.01) as works,
-        scheduler_client(scheduler.address) as control,
-        treadle.Client(scheduler.address, retry=QUICK) as client,
-    ):
-        for engine_id, engine in (("hangs", hangs), ("works", works)):
-            await start_sidecar(start_service, engine_id, engine, scheduler.address)
-        await control.until_registered(2)
-
-        async def run(name: str) -> treadle.Trajectory:
-            trajectory = await client.open(prompt_id=name, sample=0, prompt=PROMPT)
-            assert await generate(trajectory, TOKENS, temperature=0.0) == expected(PROMPT, TOKENS)
-            return trajectory
-
-        first = [asyncio.create_task(run(f"first-{index}")) for index in range(6)]
+    async with fleet(start_service, ENGINE_STALL_S="2") as f:
+        hangs, works = f.engines
+        first = [asyncio.create_task(f.run(f"first-{index}", TOKENS)) for index in range(6)]
         await until(lambda: hangs.running and works.running)
         hangs.hang()
         moved = [trajectory.steps[0].engine_ids for trajectory in await asyncio.gather(*first)]
-        assert ("hangs", "works") in moved
-        assert {engine_ids[-1] for engine_ids in moved} == {"works"}
+        assert ("e0", "e1") in moved
+        assert {engine_ids[-1] for engine_ids in moved} == {"e1"}
 
-        assert [info.engine_id for info in await control.engines()] == ["works"]
-        new = await asyncio.gather(*(run(f"new-{index}") for index in range(6)))
-        assert {trajectory.steps[0].engine_ids for trajectory in new} == {("works",)}
+        assert [info.engine_id for info in await f.control.engines()] == ["e1"]
+        new = await asyncio.gather(*(f.run(f"new-{index}", TOKENS) for index in range(6)))
+        assert {trajectory.steps[0].engine_ids for trajectory in new} == {("e1",)}
 
         hangs.go_on()
-        await control.until_registered(2)
+        await f.control.until_registered(2)
         await works.stop()
-        assert (await run("last")).steps[0].engine_ids[-1] == "hangs"
+        assert (await f.run("last", TOKENS)).steps[0].engine_ids[-1] == "e0"
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("how", ["killed", "hangs"])
+async def test_a_preempted_step_goes_on_at_another_engine_when_its_sidecar_dies(
+    start_service: StartService, how: str
+) -> None:
+    """A long trajectory has taken the only slot of a short one when the sidecar dies. Result: both are whole, and the
+    short one goes on after the tokens that it has."""
+    async with fleet(start_service, sidecars=1, token_s=0.05, SLOTS="1") as f:
+        short = asyncio.create_task(f.run("short", 60, max_total_tokens=60))  # so that the other is predicted longer
+        await until(lambda: f.sampling)
+        long = asyncio.create_task(f.run("long", 1000))
+        await until(lambda: len(f.sampling) == 2)
+        f.engines[1].token_s = 0.002
+        await f.start_sidecar(1)
+        await f.control.until_registered(2)
+        load = await load_of(f.sidecars[0])
+        assert (load.running_steps, load.waiting_steps) == (1, 1)
+        (f.sidecars[0].kill if how == "killed" else f.sidecars[0].hang)()
+        steps = [trajectory.steps[0] for trajectory in await asyncio.gather(short, long)]
+        assert [step.engine_ids for step in steps] == [("e0", "e1"), ("e0", "e1")]
+        assert steps[0].preemptions >= 1

@@ -12,15 +12,14 @@ from support.conditions import until, until_said
 from support.facts import hear
 from support.fake_engine import FakeEngine, leased_engines
 from support.nats_server import NatsServer
-from support.rpc import error_of, refusal_of
-from support.scheduler import SchedulerClient, generate, scheduler
+from support.processes import StartService
+from support.rpc import answer_of, error_of, refusal_of, refused
+from support.scheduler import SchedulerClient, generate, scheduler, scheduler_client
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle_predictor.config import PredictorSettings
 from treadle_predictor.wire import wire as predictor_wire
 from treadle_runtime.bus import Bus, open_bus
 from treadle_runtime.server import serving
-
-WAIT_S = 30.0
 
 
 class Mesh:
@@ -154,16 +153,33 @@ async def test_while_nats_is_away_no_ticket_is_given_that_a_restart_could_forget
         for _ in range(2):
             assert (await refusal_of(client.step("t", 0, request_id="s"))).code is grpc.StatusCode.UNAVAILABLE
         nats_server.start()
-        ticket = None
-        async with asyncio.timeout(WAIT_S):
-            while ticket is None:
-                try:
-                    ticket = await client.step("t", 0, request_id="s")
-                except grpc.aio.AioRpcError as error:
-                    assert error.code() is grpc.StatusCode.UNAVAILABLE
+        ticket = await answer_of(lambda: client.step("t", 0, request_id="s"))
         assert ticket.turn == 0
     async with scheduler(nats_server.url) as restarted:
         assert await restarted.step("t", 0, request_id="s") == ticket
+
+
+async def test_while_nats_is_away_no_opening_is_answered_that_a_restart_could_forget(
+    nats_server: NatsServer, start_service: StartService
+) -> None:
+    """No engine is there, and the scheduler is killed as soon as it has answered. Result: UNAVAILABLE during the
+    outage, afterwards one trajectory for the same request, and the next scheduler gives it the first engine."""
+    request = pb.OpenTrajectoryRequest(request_id="o", prompt_id="p", prompt_tokens=10)
+    process = await start_service("treadle_scheduler")
+    async with scheduler_client(process.address) as client:
+        nats_server.kill()
+        for _ in range(2):
+            with refused("BUS_UNAVAILABLE", grpc.StatusCode.UNAVAILABLE):
+                await client.call("OpenTrajectory", request)
+        nats_server.start()
+        opened = await answer_of(lambda: client.call("OpenTrajectory", request))
+        process.kill()
+    async with scheduler_client((await start_service("treadle_scheduler")).address) as restarted:
+        assert await restarted.call("OpenTrajectory", request) == opened
+        await restarted.register("e0")
+        assert (await restarted.step(opened.trajectory.trajectory_id, 0)).engine_id == "e0"
+        listed = await restarted.call("ListTrajectories", pb.ListTrajectoriesRequest())
+        assert len(listed.trajectories) == 1
 
 
 @pytest.mark.usefixtures("impatient")

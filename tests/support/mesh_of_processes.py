@@ -1,19 +1,24 @@
-"""A mesh of real services as processes in front of a fake engine, for tests that kill clients and services."""
+"""Meshes of real services as processes in front of fake engines, for tests that kill clients and services."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import grpc.aio
-from support.fake_sglang import fake_sglang
+import treadle
+from support.fake_sglang import FakeSglang, expected, fake_sglang
+from support.mesh_in_process import QUICK
 from support.processes import ServiceProcess, StartService, free_port
-from support.scheduler import SchedulerClient
+from support.scheduler import SchedulerClient, scheduler_client
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 
 CALL_S = 10.0
 TOKEN_S = 0.05
 LEASE_S = 6.0
+PROMPT = list(range(10, 40))
+STEP_S = 30.0  # a connection that hangs is given up sooner
 
 
 class Mesh(NamedTuple):
@@ -32,11 +37,14 @@ class Mesh(NamedTuple):
 
     async def running_steps(self) -> int:
         """By the sidecar."""
-        async with grpc.aio.insecure_channel(self.sidecar.address) as channel:
-            answer = await engine_pb2_grpc.EngineServiceStub(channel).GetLoad(
-                engine_pb2.GetLoadRequest(), timeout=CALL_S
-            )
-        return answer.load.running_steps
+        return (await load_of(self.sidecar)).running_steps
+
+
+async def load_of(sidecar: ServiceProcess) -> engine_pb2.Load:
+    """What a sidecar says of itself."""
+    async with grpc.aio.insecure_channel(sidecar.address) as channel:
+        engine = engine_pb2_grpc.EngineServiceStub(channel)
+        return (await engine.GetLoad(engine_pb2.GetLoadRequest(), timeout=CALL_S)).load
 
 
 @asynccontextmanager
@@ -67,3 +75,59 @@ async def mesh(start_service: StartService, other: str, slots: int, **settings: 
         calls = SchedulerClient(scheduler.address, channel)
         await calls.until_registered(1)
         yield Mesh(scheduler, served, sidecar, scheduler_settings, calls)
+
+
+@dataclass
+class Fleet:
+    """A scheduler and two engines, e0 and e1, each with its sidecar. settings: of the scheduler. sidecar_settings: of
+    each sidecar, in upper case. sampling: the trajectories that have tokens."""
+
+    start: StartService
+    settings: dict[str, str]
+    sidecar_settings: dict[str, str]
+    scheduler: ServiceProcess
+    engines: list[FakeSglang]
+    control: SchedulerClient
+    client: treadle.Client
+    sidecars: list[ServiceProcess] = field(default_factory=list)
+    sampling: set[str] = field(default_factory=set)
+
+    async def run(self, name: str, tokens: int = 40, *, max_total_tokens: int = 0) -> treadle.Trajectory:
+        """A trajectory of one turn, which has the tokens of an undisturbed run."""
+        trajectory = await self.client.open(prompt_id=name, sample=0, prompt=PROMPT, max_total_tokens=max_total_tokens)
+        async for _ in trajectory.generate(treadle.Sampling(max_new_tokens=tokens, temperature=0.0)):
+            self.sampling.add(name)
+        assert trajectory.steps[-1].token_ids == expected(PROMPT, tokens)
+        return trajectory
+
+    async def start_sidecar(self, number: int) -> None:
+        """Of an engine, the first time or again."""
+        own = {"ENGINE_ID": f"e{number}", "ENGINE_URL": self.engines[number].url, "SCHEDULER": self.scheduler.address}
+        own |= {"DECODE_BASE_S": "0.01", "PREFILL_TOKENS_PER_S": "10000", **self.sidecar_settings}
+        variables = {f"TREADLE_SIDECAR_{name}": value for name, value in own.items()}
+        self.sidecars[number:] = [await self.start("treadle_sidecar", variables), *self.sidecars[number + 1 :]]
+
+    async def restart_scheduler(self) -> None:
+        """Kill it by SIGKILL, and start the next one."""
+        self.scheduler.kill()
+        self.scheduler = await self.start("treadle_scheduler", self.settings)
+
+
+@asynccontextmanager
+async def fleet(
+    start: StartService, *, sidecars: int = 2, token_s: float = 0.01, **sidecar: str
+) -> AsyncIterator[Fleet]:
+    """With so many of the two engines registered."""
+    settings = {"TREADLE_SCHEDULER_LISTEN": f"127.0.0.1:{free_port()}", "TREADLE_SCHEDULER_LEASE_TTL_S": "3"}
+    scheduler = await start("treadle_scheduler", settings)
+    async with (
+        fake_sglang(token_s=token_s) as first,
+        fake_sglang(token_s=token_s) as second,
+        scheduler_client(scheduler.address) as control,
+        treadle.Client(scheduler.address, retry=QUICK, timeouts=treadle.Timeouts(step_s=STEP_S)) as client,
+    ):
+        made = Fleet(start, settings, sidecar, scheduler, [first, second], control, client)
+        for number in range(sidecars):
+            await made.start_sidecar(number)
+        await control.until_registered(sidecars)
+        yield made

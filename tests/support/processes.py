@@ -48,6 +48,10 @@ class ServiceProcess:
         """SIGTERM: drain."""
         self._process.send_signal(signal.SIGTERM)
 
+    def hang(self) -> None:
+        """SIGSTOP: the system goes on accepting connections for it."""
+        self._process.send_signal(signal.SIGSTOP)
+
     def kill(self) -> None:
         """SIGKILL, and reap."""
         self._process.kill()
@@ -75,6 +79,7 @@ class ServiceProcess:
         """Make sure that it is gone: SIGTERM, and SIGKILL where that does not help."""
         if self.returncode is not None:
             return
+        self._process.send_signal(signal.SIGCONT)
         self.terminate()
         try:
             await self.wait()

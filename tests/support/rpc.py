@@ -1,8 +1,9 @@
 """Reading a failed call as a client does."""
 
-from collections.abc import Awaitable, Iterator
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import grpc
 import grpc.aio
@@ -11,6 +12,9 @@ from treadle.common.v1 import status_pb2
 
 DETAILS_KEY = "grpc-status-details-bin"
 TYPE_URL_PREFIX = "type.googleapis.com/google.rpc."
+ANSWER_S = 60.0
+
+Answer = TypeVar("Answer")
 
 
 class RpcError(NamedTuple):
@@ -50,6 +54,16 @@ async def refusal_of(call: Awaitable[object]) -> RpcError:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call
     return error_of(raised.value)
+
+
+async def answer_of(call: Callable[[], Awaitable[Answer]], within_s: float = ANSWER_S) -> Answer:
+    """The answer, asked for again while the server is UNAVAILABLE."""
+    async with asyncio.timeout(within_s):
+        while True:
+            try:
+                return await call()
+            except grpc.aio.AioRpcError as error:
+                assert error.code() is grpc.StatusCode.UNAVAILABLE
 
 
 @contextmanager

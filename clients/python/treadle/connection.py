@@ -48,9 +48,13 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),  # the default of 120 s would miss a restarted scheduler for minutes
     ("grpc.min_reconnect_backoff_ms", 5_000),  # how long one attempt to connect may take
-    # A machine that vanished sends no reset: pings notice within 15 s. Treadle's servers allow them this often.
+    # A machine that vanished, or a process that is stopped, sends no reset: pings notice within 15 s. Treadle's servers
+    # allow them this often. The last two: by default a ping that gRPC sends to measure the link is waited for for a
+    # minute, and no other is sent meanwhile; and a stream that only reads may ping once a minute.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
     # Two clients of one process, or of one test, never share a connection and so never each other's backoff.
     ("grpc.use_local_subchannel_pool", 1),
 )
