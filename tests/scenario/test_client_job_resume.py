@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import psutil
 import pytest
 import treadle
 from support.client_process import Processes
 from support.conditions import until, until_said
 from support.mesh_in_process import QUICK
 from support.mesh_of_processes import Mesh, mesh
+from support.nats_server import NatsServer
 from support.processes import StartService
 from treadle.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 
@@ -80,21 +82,31 @@ async def check_whole(m: Mesh, result: dict[str, Any]) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("restarted", [False, True], ids=["", "scheduler-killed-too"])
+@pytest.mark.parametrize("killed", ["client", "scheduler", "rollout", "nats"])
 async def test_a_resumed_client_finishes_the_rollout_and_runs_no_submitted_sample_again(
-    start_service: StartService, client_processes: Processes, tmp_path: Path, restarted: bool
+    start_service: StartService, client_processes: Processes, nats_server: NatsServer, tmp_path: Path, killed: str
 ) -> None:
-    """Result: nothing lost, nothing doubled, no trajectory of the killed client open. The same program after that runs
-    a rollout of its own, as the one before has ended."""
+    """With the client, a service or NATS may be killed; the rollout service and NATS are back once the next client has
+    connected. Result: nothing lost, nothing doubled, no trajectory of the killed client open. The same program after
+    that runs a rollout of its own, as the one before has ended."""
     async with mesh(start_service, "treadle_rollout", SLOTS) as m:
         job = Job(m, tmp_path, client_processes)
         first = job.start(0)
         await job.until_some_are_submitted()
         first.kill()
-        if restarted:
+        if killed == "scheduler":
             m.scheduler.kill()
             await start_service("treadle_scheduler", m.settings)
-        job.start(1)
+        elif killed == "rollout":
+            m.other.kill()
+        elif killed == "nats":
+            nats_server.kill()
+        second = psutil.Process(job.start(1).pid)
+        await until(second.net_connections, WITHIN_S)
+        if killed == "rollout":
+            await start_service("treadle_rollout", m.other_settings)
+        elif killed == "nats":
+            nats_server.start()
         result = await job.result(1)
         assert not job.done[0].exists()
         await check_whole(m, result)

@@ -6,6 +6,7 @@ import pytest
 from support.conditions import until
 from support.mesh_of_processes import fleet, load_of
 from support.processes import StartService
+from support.rpc import answer_of
 
 TOKENS = 200
 
@@ -55,3 +56,21 @@ async def test_a_preempted_step_goes_on_at_another_engine_when_its_sidecar_dies(
         steps = [trajectory.steps[0] for trajectory in await asyncio.gather(short, long)]
         assert [step.engine_ids for step in steps] == [("e0", "e1"), ("e0", "e1")]
         assert steps[0].preemptions >= 1
+
+
+async def test_trajectories_go_on_when_the_scheduler_restarts_and_forgets_which_engine_is_suspected(
+    start_service: StartService,
+) -> None:
+    """A sidecar is killed, clients lose their streams from it, and then the scheduler is killed, while the lease has
+    long to run. Result: new trajectories are whole, though some are sent to the dead engine first."""
+    async with fleet(start_service, lease_ttl_s=120.0) as f:
+        first = [asyncio.create_task(f.run(f"first-{index}", 200)) for index in range(6)]
+        await until(lambda: all(engine.running for engine in f.engines))
+        f.sidecars[0].kill()
+        assert ("e0", "e1") in [trajectory.steps[0].engine_ids for trajectory in await asyncio.gather(*first)]
+        await f.restart_scheduler()
+        assert [info.engine_id for info in await answer_of(f.control.engines)] == ["e0", "e1"]
+        new = await asyncio.gather(*(f.run(f"new-{index}") for index in range(6)))
+        went = [trajectory.steps[0].engine_ids for trajectory in new]
+        assert {engine_ids[-1] for engine_ids in went} == {"e1"}
+        assert ("e0", "e1") in went

@@ -1,20 +1,24 @@
 """Whatever dies in whichever state of a move: one engine owns the trajectory, and its next step is served.
 
 The scheduler, the migrator, NATS and the client are real; the engines are fake (tests/engine/test_migration_faults.py
-has real ones). Where no state is stuck for ever, a test waits for what must come, never for a time.
+has real ones), and so are their sidecars where none hangs. Where no state is stuck for ever, a test waits for what must
+come, never for a time.
 """
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import grpc.aio
 import pytest
 from support.conditions import until
 from support.fake_engine import FakeEngine, leased_engines, token_at
 from support.fake_migration_peers import MigratorCalls
+from support.fake_sglang import FakeSglang, expected
 from support.held_moves import NEW_TOKENS, STATES, Moving, held, one_step_taken
+from support.mesh_of_processes import fleet
 from support.nats_server import NatsServer
-from support.processes import StartService
+from support.processes import ServiceProcess, StartService
 from support.scheduler import scheduler
 from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle_runtime.bus import open_bus
@@ -73,6 +77,43 @@ async def test_a_target_that_dies_leaves_the_source_the_owner(nats_url: str, sta
         ended = await moving.end()
         if state in ("prepare", "transfer", "verify"):
             assert ended.state == pb.MIGRATION_STATE_FAILED
+
+
+@dataclass(frozen=True)
+class SidecarOf:
+    """engine: of a fake SGLang. process: of its sidecar."""
+
+    engine_id: str
+    engine: FakeSglang
+    process: ServiceProcess
+
+    @property
+    def address(self) -> str:
+        return self.process.address
+
+
+async def undisturbed_by_sglang(context: Sequence[int]) -> list[int]:
+    return expected(context, NEW_TOKENS)
+
+
+@pytest.mark.parametrize("what", ["engine", "sidecar"])
+@pytest.mark.parametrize("victim", ["source", "target"])
+async def test_an_engine_that_hangs_in_a_move_leaves_its_trajectory_to_the_other(
+    nats_url: str, start_service: StartService, victim: str, what: str
+) -> None:
+    """The engine makes no progress, or its sidecar is stopped, before the target reads the pages. The move fails."""
+    async with fleet(start_service, ENGINE_STALL_S="2") as f:
+        sidecars = [SidecarOf(f"e{number}", f.engines[number], f.sidecars[number]) for number in range(2)]
+        async with (
+            one_step_taken(f.control, sidecars, PROMPT, undisturbed_by_sglang) as moving,
+            held(moving, nats_url, "transfer"),
+        ):
+            hung, other = moving.source, moving.target
+            if victim == "target":
+                hung, other = other, hung
+            (hung.engine if what == "engine" else hung.process).hang()
+            assert await moving.step() == other.engine_id
+            assert (await moving.end()).state == pb.MIGRATION_STATE_FAILED
 
 
 @in_each_state

@@ -14,8 +14,10 @@ import grpc
 import grpc.aio
 import pytest
 from support.conditions import until, until_said
+from support.nats_server import NatsServer
 from support.processes import StartService
-from support.rpc import refusal_of, refused
+from support.rpc import answer_of, refusal_of, refused
+from support.scheduler import scheduler_client
 from support.tools import ToolsCalls, daemon_of, gone, groups_of, tools, write_tools
 from treadle.telemetry.v1.facts_pb2 import Fact
 from treadle.tools.v1 import tools_pb2 as pb
@@ -236,6 +238,35 @@ async def test_callers_that_repeat_what_was_not_answered_count_each_step_once(
             lives[-1].process.kill()
             lives.append(await stack.enter_async_context(run_own(start_service, state, tmp_path)))
     assert steps == 12 * 40
+
+
+async def test_a_session_takes_each_step_once_while_nats_is_away_and_ends_with_its_trajectory_once_it_is_back(
+    start_service: StartService, state: str, nats_server: NatsServer
+) -> None:
+    """
+    GIVEN   a session on a lake, of a trajectory of a real scheduler
+    WHEN    NATS is killed, a step is taken and the trajectory is closed, both unanswered, and NATS is started again
+    Result: the repeated step gets its answer and was taken once; the repeated closing ends the session"""
+    scheduler = await start_service("treadle_scheduler")
+    async with scheduler_client(scheduler.address) as control, run(start_service, state, "frozen_lake") as calls:
+        await control.open("t")
+        lake = (await calls.open("frozen_lake", {"seed": 7}, trajectory_id="t")).session.session_id
+        step = partial(calls.step, lake, {"action": "down"}, id="step")
+        nats_server.kill()
+        with refused("BUS_UNAVAILABLE"):
+            await step()
+        nats_server.start()
+        assert json.loads((await answer_of(step)).data_json) == {"row": 1, "column": 0}
+        assert (await calls.session(lake)).steps == 1
+        nats_server.kill()
+        close = partial(control.close, "t", request_id="close")
+        with refused("BUS_UNAVAILABLE"):
+            await close()
+        assert (await calls.session(lake)).steps == 1
+        nats_server.start()
+        await answer_of(close)
+        with refused("SESSION_NOT_FOUND"):
+            await until_said(lambda: calls.session(lake), lambda said: False)
 
 
 async def test_an_environment_that_dies_while_it_opens_is_tried_again(

@@ -125,6 +125,7 @@ class FakeSglang:
         for transport in self._transports:
             transport.abort()
         self._transports.clear()
+        self.go_on()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None

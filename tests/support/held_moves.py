@@ -22,10 +22,12 @@ from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle_migrator.config import MigratorSettings
 from treadle_migrator.wire import wire
+from treadle_runtime.calls import Channels
 from treadle_runtime.server import serving
 
 NEW_TOKENS = 6  # a step
 GIVE_UP_S = 600  # longer than a test holds a move
+MAX_BYTES = 2**20
 # Before the source exports the context, before the target reads the pages, before the source confirms what it holds,
 # before the scheduler changes the owner, before the source forgets.
 STATES = ("prepare", "transfer", "verify", "switch", "release")
@@ -157,9 +159,10 @@ async def one_step_taken(
         await generate(trajectory, NEW_TOKENS, temperature=0.0, ignore_eos=True)
         owner = trajectory.steps[0].engine_ids[-1]
         source, target = sorted(engines, key=lambda engine: engine.engine_id != owner)
-        channel = await stack.enter_async_context(grpc.aio.insecure_channel(source.address))
+        channels = Channels(MAX_BYTES)  # which notice a process that is stopped, as those of a sidecar do
+        stack.push_async_callback(channels.close)
         gates = {state: Gate() for state in STATES}
-        at_source = SourceGates(engine_pb2_grpc.EngineServiceStub(channel), gates)  # type: ignore[abstract]
+        at_source = SourceGates(engine_pb2_grpc.EngineServiceStub(channels.get(source.address)), gates)  # type: ignore[abstract]
         at_scheduler = SwitchGate(scheduler.stub, gates)  # type: ignore[abstract]
         to_source = Port(engine_pb2_grpc.add_EngineServiceServicer_to_server, at_source)
         to_scheduler = Port(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, at_scheduler)

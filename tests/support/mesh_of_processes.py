@@ -22,12 +22,14 @@ STEP_S = 30.0  # a connection that hangs is given up sooner
 
 
 class Mesh(NamedTuple):
-    """other: a service that the scheduler's directory names. settings: start the scheduler again."""
+    """other: a service that the scheduler's directory names. settings: start the scheduler again; other_settings: start
+    the other."""
 
     scheduler: ServiceProcess
     other: ServiceProcess
     sidecar: ServiceProcess
     settings: dict[str, str]
+    other_settings: dict[str, str]
     calls: SchedulerClient
 
     async def trajectories(self, *, open_only: bool = False) -> list[pb.Trajectory]:
@@ -52,7 +54,9 @@ async def mesh(start_service: StartService, other: str, slots: int, **settings: 
     """A scheduler with leases of LEASE_S, the service `other`, and one engine that takes TOKEN_S a token; `settings`
     are those of `other`, in upper case."""
     name = other.removeprefix("treadle_").upper()
-    served = await start_service(other, {f"TREADLE_{name}_{key}": value for key, value in settings.items()})
+    settings = {"LISTEN": f"127.0.0.1:{free_port()}", **settings}
+    other_settings = {f"TREADLE_{name}_{key}": value for key, value in settings.items()}
+    served = await start_service(other, other_settings)
     scheduler_settings = {
         "TREADLE_SCHEDULER_LISTEN": f"127.0.0.1:{free_port()}",
         "TREADLE_SCHEDULER_JOB_LEASE_S": str(LEASE_S),
@@ -74,7 +78,7 @@ async def mesh(start_service: StartService, other: str, slots: int, **settings: 
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(scheduler.address))
         calls = SchedulerClient(scheduler.address, channel)
         await calls.until_registered(1)
-        yield Mesh(scheduler, served, sidecar, scheduler_settings, calls)
+        yield Mesh(scheduler, served, sidecar, scheduler_settings, other_settings, calls)
 
 
 @dataclass
@@ -115,10 +119,11 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(
-    start: StartService, *, sidecars: int = 2, token_s: float = 0.01, **sidecar: str
+    start: StartService, *, sidecars: int = 2, token_s: float = 0.01, lease_ttl_s: float = 3.0, **sidecar: str
 ) -> AsyncIterator[Fleet]:
     """With so many of the two engines registered."""
-    settings = {"TREADLE_SCHEDULER_LISTEN": f"127.0.0.1:{free_port()}", "TREADLE_SCHEDULER_LEASE_TTL_S": "3"}
+    own = {"LISTEN": f"127.0.0.1:{free_port()}", "LEASE_TTL_S": str(lease_ttl_s)}
+    settings = {f"TREADLE_SCHEDULER_{name}": value for name, value in own.items()}
     scheduler = await start("treadle_scheduler", settings)
     async with (
         fake_sglang(token_s=token_s) as first,
