@@ -62,7 +62,8 @@ class TrajectoryOpened(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepRequested(Event):
-    """A client asks for a ticket. `tool_s`: how long the tool call before this turn took."""
+    """A client asks for a ticket. `tool_s`: how long the tool call before this turn took. engine_refused: the engine of
+    the replaced ticket refused the step, and did not lose its stream."""
 
     request_id: str
     trajectory_id: str
@@ -72,6 +73,7 @@ class StepRequested(Event):
     replaces_ticket_id: str = ""
     resumed_tokens: int = 0
     tool_s: float = 0.0
+    engine_refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

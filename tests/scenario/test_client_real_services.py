@@ -5,10 +5,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import pytest
 import treadle
 from support.conditions import until
 from support.fake_engine import FakeEngine, Script, leased_engines, token_at
+from support.fake_servicer import Refusal
 from support.mesh_in_process import QUICK, WAIT_S, generate
 from support.processes import StartService
 
@@ -115,6 +117,23 @@ async def test_a_long_turn_in_calls_goes_through_the_real_scheduler_also_where_o
             await anext(stream)
         await t.close(outcome="truncated")
         assert [(s.turn, len(s.token_ids), s.finish_reason) for s in t.steps] == [(0, 10, "length"), (1, 6, "aborted")]
+
+
+async def test_an_engine_that_refuses_a_step_keeps_its_trajectory(start_service: StartService) -> None:
+    """Each of two engines would refuse one step. Result: the repeated step runs at the engine that has refused it."""
+    scheduler = await start_service("treadle_scheduler")
+    async with (
+        leased_engines(None, scheduler.address, ["e0", "e1"]) as engines,
+        treadle.Client(scheduler.address, retry=QUICK) as client,
+    ):
+        for engine in engines:
+            engine.refuse_next("Generate", Refusal(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT"))
+        t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
+        with pytest.raises(treadle.TreadleError, match="INVALID_ARGUMENT"):
+            await generate(t, 4)
+        await generate(t, 4)
+        (used,) = [engine for engine in engines if engine.requests("Generate")]
+        assert [request.ticket.turn for request in used.requests("Generate")] == [0, 0]
 
 
 async def test_steps_left_early_in_every_way_leave_the_real_scheduler_in_order(start_service: StartService) -> None:

@@ -77,6 +77,15 @@ def test_a_lost_stream_is_resumed_at_another_engine_and_the_old_step_is_stopped(
     assert scenario.open("later").engine_id == "e0"
 
 
+def test_an_engine_that_refuses_a_step_is_not_suspected(scenario: Scenario) -> None:
+    scenario.open("t")
+    refused = scenario.step("t", 0)
+    again = scenario.step("t", 0, replaces_ticket_id=refused.ticket_id, engine_refused=True)
+    assert (again.engine_id, again.attempt, again.revision) == (refused.engine_id, 1, refused.revision)
+    assert not all_of(scenario.heard, act.AbortStep)
+    assert {scenario.open(f"new-{number}").engine_id for number in range(4)} == {"e0", "e1"}
+
+
 def test_a_lost_stream_on_the_only_engine_is_resumed_there_and_its_account_changes_nothing() -> None:
     scenario = Scenario(engines=("e0",))
     scenario.open("t")

@@ -78,6 +78,7 @@ class StepRun:
         self._aborting = asyncio.Lock()
         self.call = -1  # the present or last one, as the scheduler counts turns; -1 before the first
         self.lost_ticket_id = ""  # of this call, whose stream never ended; the next ScheduleStep must name it
+        self.refused = False  # by the engine of that ticket
         # A ScheduleStep of this call that had no answer, as it was cancelled: a ticket may exist that nobody received.
         self.unanswered: scheduler_pb2.ScheduleStepRequest | None = None
 
@@ -140,6 +141,7 @@ class StepRun:
                     assembly.enter("queue", self._mesh.clock())
                     fruitless = fruitless + received if len(assembly.token_ids) == known else 0
                     if fruitless >= MAX_FRUITLESS_LOSSES or not _may_resume_elsewhere(error):
+                        self.refused = error.refused
                         raise error
                     reason = _reason_if_complete(assembly.token_ids[assembly.called :], limit, plan.sampling)
                 if reason is None:
@@ -232,10 +234,11 @@ class StepRun:
             replaces_ticket_id=self.lost_ticket_id,
             resumed_tokens=len(output),
             tool_time=duration(0.0 if called else plan.tool_s),
+            engine_refused=self.refused,
         )
         self._ticket = ticket = await self._schedule(request)
         backoff.exclude(mesh.clock() - asked_s)
-        self.lost_ticket_id = ticket.ticket_id
+        self.lost_ticket_id, self.refused = ticket.ticket_id, False
         assembly.set_engine(ticket.engine_id)
         generate = engine_pb2.GenerateRequest(
             ticket=ticket,

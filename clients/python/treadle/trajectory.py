@@ -210,7 +210,8 @@ class Trajectory:
             sampling = dataclasses.replace(sampling, max_new_tokens=left)
         before, self._run = self._run, run
         if before is not None and before.call >= self._calls:  # no step took it: it was begun and came to nothing
-            run.call, run.lost_ticket_id, run.unanswered = before.call, before.lost_ticket_id, before.unanswered
+            run.call, run.unanswered = before.call, before.unanswered
+            run.lost_ticket_id, run.refused = before.lost_ticket_id, before.refused
         else:
             run.call = self._calls
         tool_s = self._mesh.clock() - self._turn_ended_s if self.steps else 0.0

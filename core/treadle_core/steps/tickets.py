@@ -164,7 +164,8 @@ def issue_ticket(
     """Answer a checked request with a ticket. Raises ContextTooLong, NoEngine."""
     out = record.live_ticket
     # A ticket too old to be accepted by its engine is no sign that the engine lost the stream.
-    lost = out if kind is StepKind.AGAIN and out is not None and now < out.expires_s else None
+    is_lost = kind is StepKind.AGAIN and not event.engine_refused and out is not None and now < out.expires_s
+    lost = out if is_lost else None
     record = reopen_turn(record) if kind is StepKind.AGAIN else end_ticket(record)
     engine = state.siting.choose(
         record,

@@ -118,6 +118,7 @@ def step_requested(request: pb.ScheduleStepRequest) -> ev.StepRequested:
         replaces_ticket_id=optional_identifier("replaces_ticket_id", request.replaces_ticket_id),
         resumed_tokens=non_negative("resumed_tokens", request.resumed_tokens),
         tool_s=require_duration("tool_time", request.tool_time),
+        engine_refused=request.engine_refused,
     )
 
 

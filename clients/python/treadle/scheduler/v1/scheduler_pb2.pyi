@@ -508,6 +508,7 @@ class ScheduleStepRequest(google.protobuf.message.Message):
     REPLACES_TICKET_ID_FIELD_NUMBER: builtins.int
     RESUMED_TOKENS_FIELD_NUMBER: builtins.int
     TOOL_TIME_FIELD_NUMBER: builtins.int
+    ENGINE_REFUSED_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     trajectory_id: builtins.str
     turn: builtins.int
@@ -519,6 +520,8 @@ class ScheduleStepRequest(google.protobuf.message.Message):
     """the ticket whose stream was lost; required to schedule the same turn again"""
     resumed_tokens: builtins.int
     """output tokens of this turn already received"""
+    engine_refused: builtins.bool
+    """the engine of replaces_ticket_id refused the step, so that it is not suspected"""
     @property
     def tool_time(self) -> google.protobuf.duration_pb2.Duration:
         """the tool call before this turn took; 0 for the first"""
@@ -534,9 +537,10 @@ class ScheduleStepRequest(google.protobuf.message.Message):
         replaces_ticket_id: builtins.str = ...,
         resumed_tokens: builtins.int = ...,
         tool_time: google.protobuf.duration_pb2.Duration | None = ...,
+        engine_refused: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["tool_time", b"tool_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context_tokens", b"context_tokens", "max_new_tokens", b"max_new_tokens", "replaces_ticket_id", b"replaces_ticket_id", "request_id", b"request_id", "resumed_tokens", b"resumed_tokens", "tool_time", b"tool_time", "trajectory_id", b"trajectory_id", "turn", b"turn"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context_tokens", b"context_tokens", "engine_refused", b"engine_refused", "max_new_tokens", b"max_new_tokens", "replaces_ticket_id", b"replaces_ticket_id", "request_id", b"request_id", "resumed_tokens", b"resumed_tokens", "tool_time", b"tool_time", "trajectory_id", b"trajectory_id", "turn", b"turn"]) -> None: ...
 
 Global___ScheduleStepRequest: typing_extensions.TypeAlias = ScheduleStepRequest
 
