@@ -87,14 +87,17 @@ async def test_a_batch_whose_stream_breaks_is_read_again_and_confirmed_once_it_i
     assert [r.batch_request_id for r in mesh.rollout.requests("ConfirmBatch")] == [asked]
 
 
+@pytest.mark.parametrize("reason", ["PAYLOADS_FULL", "PAYLOADS_HELD"])
 async def test_a_trajectory_that_finds_the_store_full_is_sent_again_as_often_as_it_takes(
-    mesh: FakeMesh, client: treadle.Client
+    mesh: FakeMesh, client: treadle.Client, caplog: pytest.LogCaptureFixture, reason: str
 ) -> None:
-    full = Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "PAYLOADS_FULL", retry_after_s=0.02)
+    """Where no batch can free room, one warning says so."""
+    full = Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, retry_after_s=0.02)
     mesh.rollout.refuse_next("SubmitTrajectory", *[full] * 5)
     result = await client.rollout(PROMPTS[:1], one_turn, samples_per_prompt=1)
     assert [(t.kept, t.error) for t in result.trajectories] == [(True, "")]
     assert len(mesh.rollout.requests("SubmitTrajectory")) == 6
+    assert len(caplog.records) == (reason == "PAYLOADS_HELD")
 
 
 async def test_an_agent_that_raises_fails_its_trajectory_and_no_other(mesh: FakeMesh, client: treadle.Client) -> None:

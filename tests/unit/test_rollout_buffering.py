@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
+from math import inf
 
 import grpc
 import pytest
+from nats.js.api import StreamState
 from support.finished_trajectories import CALL_S, RolloutCalls, finished, members, rollout_service
 from support.rpc import refusal_of
 from treadle.rollout.v1 import rollout_pb2 as pb
@@ -13,7 +15,7 @@ from treadle_core.rollouts.buffer import RolloutSpec, Sample
 from treadle_rollout.rollouts import BatchRequest, Rollouts
 from treadle_rollout.storage import LOG_BUCKET, PAYLOAD_BUCKET, PayloadStore, RolloutLog
 from treadle_runtime.bus import Bus
-from treadle_runtime.errors import FailedPrecondition, NotFound, ResourceExhausted
+from treadle_runtime.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 
 
 @pytest.fixture
@@ -183,9 +185,17 @@ async def test_a_watch_sends_the_rollout_once_and_then_the_groups_that_changed(c
     assert [message async for message in watch] == []
 
 
-async def stores(bus: Bus) -> tuple[RolloutLog, PayloadStore]:
-    log, payloads = await bus.key_value(LOG_BUCKET), await bus.key_value(PAYLOAD_BUCKET)
-    return RolloutLog(log, bus.jetstream), PayloadStore(payloads, bus.jetstream, bus.max_payload_bytes)
+async def stores(bus: Bus, room_bytes: int | None = None) -> tuple[RolloutLog, PayloadStore]:
+    log, payloads = await bus.key_value(LOG_BUCKET), await bus.key_value(PAYLOAD_BUCKET, max_bytes=room_bytes)
+    store = PayloadStore(payloads, bus.jetstream, bus.max_payload_bytes, room_bytes or inf)
+    return RolloutLog(log, bus.jetstream), store
+
+
+async def stored(bus: Bus) -> StreamState:
+    return (await bus.jetstream.stream_info(f"KV_{PAYLOAD_BUCKET}")).state
+
+
+ROOM_BYTES = 2_000_000
 
 
 def asks(request_id: str, fingerprint: str = "f") -> BatchRequest:
@@ -211,16 +221,42 @@ async def test_two_processes_over_one_log_never_hand_a_group_out_twice(bus: Bus)
 
 async def test_tokens_that_find_no_room_leave_nothing_behind_and_fit_once_others_are_released(bus: Bus) -> None:
     """2 MB have room. 1.5 MB of another trajectory do not fit, nor does anything until the first are released."""
-    store = PayloadStore(await bus.key_value(PAYLOAD_BUCKET, max_bytes=2_000_000), bus.jetstream, bus.max_payload_bytes)
+    _, store = await stores(bus, ROOM_BYTES)
     await store.put("r", "first", b"x" * 1_000_000)
     for size_bytes in (1_500_000, 1):
         with pytest.raises(ResourceExhausted):
             await store.put("r", "second", b"y" * size_bytes)
-    stored = (await bus.jetstream.stream_info(f"KV_{PAYLOAD_BUCKET}")).state
-    assert stored.messages == 2 and stored.bytes < 1_010_000
+    state = await stored(bus)
+    assert state.messages == 2 and state.bytes < 1_010_000
     await store.release("r", "first")
     name = await store.put("r", "second", b"y" * 1_500_000)
     assert b"".join([chunk async for chunk, _ in store.chunks("r", "second", name)]) == b"y" * 1_500_000
+
+
+async def test_tokens_that_fit_exactly_are_stored_and_one_byte_more_is_refused_for_good(bus: Bus) -> None:
+    _, store = await stores(bus, ROOM_BYTES)
+    await store.put("r", "t", b"x" * 1_000_000)
+    beside = (await stored(bus)).bytes - 1_000_000  # of two chunks
+    await store.release("r", "t")
+    most = ROOM_BYTES - 2 * beside  # in four chunks
+    with pytest.raises(InvalidArgument, match=r"trajectory: .*TREADLE_ROLLOUT_PAYLOAD_BYTES"):
+        await store.put("r", "t", b"x" * (most + 1))
+    await store.put("r", "t", b"x" * most)
+
+
+@pytest.mark.parametrize("settled", [True, False])
+async def test_a_full_store_says_whether_batches_can_free_it(bus: Bus, settled: bool) -> None:
+    """A group holds most of it, and has settled or not."""
+    rollouts = Rollouts(*await stores(bus, ROOM_BYTES))
+    rollout = await rollouts.create("r", RolloutSpec(("p0", "p1"), 2, 2), "req")
+    await rollout.submit(Sample("t0", "p0", 0), b"x" * 1_500_000)
+    if settled:
+        await rollout.submit(Sample("t1", "p0", 1), b"x")
+    with pytest.raises(ResourceExhausted) as full:
+        await rollout.submit(Sample("t2", "p1", 0), b"x" * 1_000_000)
+    assert full.value.retry_after_s
+    assert full.value.reason == ("PAYLOADS_FULL" if settled else "PAYLOADS_HELD")
+    assert ("take batches" in str(full.value)) is settled
 
 
 async def test_a_sweep_removes_what_nobody_can_ask_for_and_nothing_else(bus: Bus) -> None:

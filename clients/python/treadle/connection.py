@@ -59,7 +59,8 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
-NO_ENGINE = "NO_ENGINE"  # ErrorInfo.reason of a step that no engine may run now
+# ErrorInfo.reason of what waits for more than a moment, and what the log says of it.
+_WAITS = {"NO_ENGINE": "steps wait for an engine", "PAYLOADS_HELD": "finished trajectories wait for room"}
 STEP_HELD = "STEP_HELD"  # ErrorInfo.reason of a step that waits for space on an engine
 
 _log = logging.getLogger("treadle")
@@ -161,7 +162,7 @@ class Mesh:
         self._engines: dict[str, EngineServiceAsyncStub] = {}
         self._directory: scheduler_pb2.GetDirectoryResponse | None = None
         self._directory_lock = asyncio.Lock()
-        self._warned: set[str] = set()  # what steps wait for, each said once
+        self._warned: set[str] = set()  # messages that were logged
         self.scheduler = scheduler_pb2_grpc.SchedulerServiceStub(self._channel(address))
 
     def clock(self) -> float:
@@ -200,9 +201,9 @@ class Mesh:
                 error = error_from(failure)
             if not error.retryable:
                 raise error
-            if error.reason == NO_ENGINE and error.message not in self._warned:
+            if error.reason in _WAITS and error.message not in self._warned:
                 self._warned.add(error.message)
-                _log.warning("steps wait for an engine: %s", error.message)
+                _log.warning("%s: %s", _WAITS[error.reason], error.message)
             if error.reason == STEP_HELD:
                 # The step waits in the scheduler, which repeats that: the deadline is for a scheduler that is silent.
                 await asyncio.sleep(error.retry_after_s or 0.0)

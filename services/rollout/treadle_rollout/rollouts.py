@@ -151,6 +151,12 @@ class Rollout:
             raise payload_lost(trajectory_id)
         return self._payloads.chunks(self.rollout_id, trajectory_id, name)
 
+    @property
+    def can_free_room(self) -> bool:
+        """Whether tokens are stored that do not belong to kept samples of groups that have not settled."""
+        groups = [group for group in self.buffer.groups.values() if not group.settled]
+        return len(self.payload_names) > sum(len(group.kept) for group in groups)
+
     async def release_tokens(self, repeatable_since_s: float) -> None:
         """Remove tokens of batches before `repeatable_since_s` (Unix time), and tokens dropped after they were kept.
 
@@ -241,6 +247,7 @@ class Rollouts:
         self._log = log
         self._payloads = payloads
         self._by_id: dict[str, Rollout] = {}
+        payloads.can_be_freed = lambda: any(rollout.can_free_room for rollout in self)
 
     def __iter__(self) -> Iterator[Rollout]:
         return iter(list(self._by_id.values()))

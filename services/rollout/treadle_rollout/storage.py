@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import json
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from nats.js.kv import KeyValue
 from pydantic import TypeAdapter
 from treadle_core.rollouts.buffer import Advanced, Arrived, Batch, Cancelled, Event, RolloutSpec
 from treadle_runtime.bus import entries_of
-from treadle_runtime.errors import FailedPrecondition, ResourceExhausted
+from treadle_runtime.errors import FailedPrecondition, ResourceExhausted, require
 
 # A rollout of thousands of prompts, or a batch of them, comes near NATS's 1 MiB; ids compress to a fraction.
 COMPRESS_FROM_BYTES = 64 * 1024
@@ -31,11 +31,13 @@ PAYLOAD_BUCKET = "treadle-rollout-payload"
 CHUNK_BYTES = 512 * 1024  # half of NATS's default max_payload (1 MiB), which headers and subject count against
 # Requests in flight to NATS for one batch: enough to hide the round trip, few enough to share the connection.
 REQUESTS_AT_ONCE = 16
+MESSAGE_BYTES = 30  # of JetStream's record of a message beside its subject and data
 FULL = 10077  # err_code of JetStream for a write beyond the bound of a stream
 # Room comes when a trainer takes a batch, which is minutes away, and each try sends a whole trajectory: 6,400 of 40k
 # tokens that wait send 230 MB a second.
 RETRY_FULL_S = 10.0
 POSITION_DIGITS = 9
+DIGEST_CHARACTERS = 32  # of a payload
 
 log = structlog.get_logger()
 
@@ -136,11 +138,19 @@ class RolloutLog:
 
 
 class PayloadStore:
-    """Serialised trajectories, by rollout, trajectory and digest."""
+    """Serialised trajectories, by rollout, trajectory and digest.
 
-    def __init__(self, bucket: KeyValue, jetstream: JetStreamContext, max_payload_bytes: int) -> None:
+    max_payload_bytes: of one message of NATS. room_bytes: of the bucket. can_be_freed: whether a batch or a sweep can
+    remove any; the owner of the rollouts sets it.
+    """
+
+    def __init__(
+        self, bucket: KeyValue, jetstream: JetStreamContext, max_payload_bytes: int, room_bytes: float
+    ) -> None:
         self._bucket = bucket
         self._jetstream = jetstream
+        self._room_bytes = room_bytes
+        self.can_be_freed: Callable[[], bool] = lambda: True
         self._chunk_bytes = max(1, min(CHUNK_BYTES, max_payload_bytes // 2))
         self._requests = asyncio.Semaphore(REQUESTS_AT_ONCE)
         self._full_until = 0.0  # loop time; until then, or until tokens are released, writes are not tried
@@ -148,13 +158,23 @@ class PayloadStore:
     async def put(self, rollout_id: str, trajectory_id: str, data: bytes) -> str:
         """Store a payload and return its name: digest and number of chunks. Storing the same again changes nothing.
 
-        Raises ResourceExhausted where the bucket has no room for it, and leaves no part of it there.
+        Raises ResourceExhausted where the bucket has no room for it, and leaves no part of it there; InvalidArgument
+        where it would not fit into the empty bucket.
         """
         now_s = asyncio.get_running_loop().time()
+        starts = range(0, len(data), self._chunk_bytes)
+        subject_bytes = len(f"$KV.{PAYLOAD_BUCKET}.{_payload_prefix(rollout_id, trajectory_id)}..") + DIGEST_CHARACTERS
+        beside_bytes = sum(MESSAGE_BYTES + subject_bytes + len(str(index)) for index in range(len(starts)))
+        require(
+            len(data) + beside_bytes <= self._room_bytes,
+            "trajectory",
+            f"has {len(data)} bytes, more than the store of tokens has room for in all ({self._room_bytes:.0f}): raise"
+            " TREADLE_ROLLOUT_PAYLOAD_BYTES, or generate fewer tokens a trajectory (max_total_tokens)",
+        )
         if now_s < self._full_until:
-            raise _store_full(len(data))
-        chunks = [data[start : start + self._chunk_bytes] for start in range(0, len(data), self._chunk_bytes)]
-        digest = hashlib.sha256(data).hexdigest()[:32]
+            raise self._full(len(data))
+        chunks = [data[start : start + self._chunk_bytes] for start in starts]
+        digest = hashlib.sha256(data).hexdigest()[:DIGEST_CHARACTERS]
         prefix = f"{_payload_prefix(rollout_id, trajectory_id)}.{digest}"
         try:
             for index, chunk in enumerate(chunks):
@@ -162,10 +182,10 @@ class PayloadStore:
         except ServiceUnavailableError as error:
             if error.err_code != FULL:
                 raise
-            log.warning("the store of tokens is full: trajectories wait until batches are taken")
+            log.warning("the store of tokens is full: trajectories wait for room", can_be_freed=self.can_be_freed())
             await _remove(self._jetstream, PAYLOAD_BUCKET, f"{prefix}.*")
             self._full_until = now_s + RETRY_FULL_S
-            raise _store_full(len(data)) from error
+            raise self._full(len(data)) from error
         return f"{digest}.{len(chunks)}"
 
     async def chunks(self, rollout_id: str, trajectory_id: str, name: str) -> AsyncIterator[tuple[bytes, bool]]:
@@ -182,7 +202,7 @@ class PayloadStore:
                 raise payload_lost(trajectory_id) from error
             chunk = entry.value or b""
             digest.update(chunk)
-            if not left and digest.hexdigest()[:32] != expected:
+            if not left and digest.hexdigest()[:DIGEST_CHARACTERS] != expected:
                 raise payload_lost(trajectory_id)
             yield chunk, not left
 
@@ -196,6 +216,17 @@ class PayloadStore:
         """Remove all payloads of a rollout."""
         await _remove(self._jetstream, PAYLOAD_BUCKET, f"{_hex(rollout_id)}.>")
         self._full_until = 0.0
+
+    def _full(self, size_bytes: int) -> ResourceExhausted:
+        cure = "raise TREADLE_ROLLOUT_PAYLOAD_BYTES, for which the service may be restarted"
+        if self.can_be_freed():
+            reason, lack = "PAYLOADS_FULL", f"the store of tokens has no room for {size_bytes} bytes"
+            cure = f"take batches and confirm them (ConfirmBatch), which frees room, or {cure}"
+        else:  # without the size, so that a client can say it once for all
+            reason, lack = "PAYLOADS_HELD", "groups that have not settled hold all of the store of tokens"
+            cure = f"no batch can free room: {cure}, or cancel a rollout"
+        message = f"{lack}: {cure}; then send the same request again"
+        return ResourceExhausted(reason, message, retry_after_s=RETRY_FULL_S)
 
 
 def _hex(identifier: str) -> str:
@@ -221,13 +252,4 @@ def payload_lost(trajectory_id: str) -> FailedPrecondition:
         "BATCH_EXPIRED",
         f"the tokens of trajectory {trajectory_id} are gone: a batch can be repeated until it is confirmed, and for a"
         " limited time only",
-    )
-
-
-def _store_full(size_bytes: int) -> ResourceExhausted:
-    return ResourceExhausted(
-        "PAYLOADS_FULL",
-        f"the store of tokens has no room for {size_bytes} bytes: take batches and confirm them (ConfirmBatch), which"
-        " frees room, or raise TREADLE_ROLLOUT_PAYLOAD_BYTES; then send the same request again",
-        retry_after_s=RETRY_FULL_S,
     )

@@ -44,7 +44,7 @@ async def wire(runtime: Runtime) -> Wiring:
         bucket = await runtime.bus.key_value(PAYLOAD_BUCKET, max_bytes=settings.payload_bytes)
     except StartError as error:
         raise StartError(f"TREADLE_ROLLOUT_PAYLOAD_BYTES={settings.payload_bytes}: {error}") from error
-    payloads = PayloadStore(bucket, jetstream, runtime.bus.max_payload_bytes)
+    payloads = PayloadStore(bucket, jetstream, runtime.bus.max_payload_bytes, settings.payload_bytes)
     rollouts = Rollouts(records, payloads)
     await rollouts.load()
     servicer = RolloutServicer(rollouts, runtime.records, max_message_bytes=settings.max_message_bytes)
