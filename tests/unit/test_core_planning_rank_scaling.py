@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from support.control import Scenario, all_of
+from support.control import Scenario, all_of, one
 from treadle_core import actions as act
 from treadle_core import events as ev
 from treadle_core.model import CostModel, Policy, Replanning
@@ -52,13 +52,13 @@ def test_a_rank_that_is_not_there_has_no_engine() -> None:
     assert [scaled.engine(rank, 3) for rank in (-1, 3)] == ["", ""]
 
 
-def planned(policy: Policy = HEDDLE, tuning: Tuning | None = None) -> tuple[Scenario, list[str]]:
+def planned(policy: Policy = HEDDLE, tuning: Tuning | None = None, slots: int = 8) -> tuple[Scenario, list[str]]:
     """Eight trajectories of 800, 700, ... tokens on two engines, planned 2 and 6; each is in a tool call."""
-    scenario = Scenario(policy, tuning, engines=("e0", "e1"), slots=8)
+    scenario = Scenario(policy, tuning, engines=("e0", "e1"), slots=slots)
     names = [f"t{number}" for number in range(8)]
     scenario.open_all({name: 800.0 - 100.0 * number for number, name in enumerate(names)})
     scenario.now += scenario.tuning.plan_timeout_s
-    scenario.engine("e1", slots=8)  # void whatever was asked before
+    scenario.engine("e1", slots=slots)  # void whatever was asked before
     asked = scenario.plans[-1]
     assert asked.work.trajectory_ids == tuple(names)
     scenario.send(ev.PlanArrived(asked.plan_id, np.array([0, 0, 1, 1, 1, 1, 1, 1])))
@@ -80,6 +80,16 @@ def test_a_new_rank_moves_a_trajectory_whatever_the_move_costs() -> None:
     (move,) = all_of(scenario.predict("t7", 750.0), act.StartMigration)
     assert (move.source.engine_id, move.target.engine_id) == ("e1", "e0")
     assert scenario.predict("t7", 760.0) and not all_of(scenario.predict("t7", 740.0), act.StartMigration), "one move"
+
+
+def test_a_step_waits_for_a_move_by_rank_little_longer_than_the_move_is_expected_to_take() -> None:
+    """The migrator is gone, and nobody knows what the move saves. It may take longer while the tool hides it."""
+    scenario, _ = planned(replace(HEDDLE, reserve=True), Tuning(lease_ttl_s=1e6), slots=16)
+    (move,) = all_of(scenario.predict("t7", 750.0), act.StartMigration)
+    assert move.give_up_after_s == scenario.tuning.move_timeout_s
+    assert one(scenario.ask("t7", 1), act.KeepWaiting)
+    assert not all_of(scenario.advance(6.0), act.IssueTicket), "the prefix takes 5 s to compute again"
+    assert one(scenario.advance(2.0), act.IssueTicket).ticket.engine_id == "e1"
 
 
 def test_the_groups_shrink_with_those_that_are_left() -> None:

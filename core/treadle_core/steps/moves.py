@@ -50,12 +50,14 @@ def start_move(state: State, record: TrajectoryRecord, now: float) -> list[Actio
     reserve = record.ticket.kv_reserve_tokens if record.ticket is not None else 0
     if record.policy.reserve and not state.table.tally(wanted).has_room(record, reserve, target.spec):
         return []
-    give_up_after_s = worth_waiting_s = state.tuning.move_timeout_s
+    cost_s = move_cost_s(record.context_tokens, source.spec, target.spec, state.tuning)
+    cost_s *= state.measured_moves.slowness(source.spec.engine_id, target.spec.engine_id)
+    # What a move by rank saves is not known. A step waits for as long as a move that is worth its cost would save.
+    give_up_after_s, worth_waiting_s = state.tuning.move_timeout_s, state.tuning.move_gain_factor * cost_s
     if must_gain(record):
         worth_waiting_s = state.planner.saving_s(record)
         longest_s = longest_useful_move_s(
-            cost_s=move_cost_s(record.context_tokens, source.spec, target.spec, state.tuning)
-            * state.measured_moves.slowness(source.spec.engine_id, target.spec.engine_id),
+            cost_s=cost_s,
             tool_left_s=_tool_left_s(state, record, now),
             saving_s=worth_waiting_s,
             source=source.spec,
