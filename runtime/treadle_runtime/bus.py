@@ -21,9 +21,10 @@ import nats.errors
 import nats.js.errors
 import structlog
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, KeyValueConfig, PubAck, StorageType
-from nats.js.kv import KV_DEL, KV_MARKER_REASON, KV_OP, KV_PURGE, KeyValue
+from nats.js.api import Header, KeyValueConfig, PubAck, StorageType
+from nats.js.kv import KV_DEL, KV_OP, KeyValue
 from opentelemetry import propagate, trace
 from treadle.telemetry.v1.facts_pb2 import Fact
 
@@ -33,6 +34,9 @@ from treadle_runtime.facts import STREAM, FactSubscription, Handler, stream_conf
 
 log = structlog.get_logger()
 
+WRONG_LAST_SEQUENCE = frozenset({10071, 10164})  # err_codes of JetStream: a write did not find what it expects
+# The subject that Nats-Expected-Last-Subject-Sequence speaks of, where it is not the message's own.
+EXPECTED_LAST_SUBJECT_SEQUENCE_SUBJECT = "Nats-Expected-Last-Subject-Sequence-Subject"
 NO_STORAGE = 10047  # err_code of JetStream: the bytes that a stream reserves are more than the server has left
 OUTBOX_CAPACITY = 65_536  # facts; about 30 MB, minutes of a busy mesh without NATS. When full, publishing waits.
 MOST_UNACKNOWLEDGED = 256  # facts sent together; about 100 KB, and far more than come in a round trip
@@ -43,11 +47,6 @@ CONNECT_TIMEOUT_S = 2.0  # of one attempt
 ANSWER_TIMEOUT_S = 2.0  # of one JetStream request; a healthy server answers in under 1 ms
 ENSURE_INTERVAL_S = 10.0  # how often subscriptions are checked: a consumer can be lost without a disconnect
 RETRY_ENSURE_S = 0.2  # JetStream answers a little later than the server accepts connections
-
-BATCH = 256  # messages of one request when a bucket is read; values are a few KB
-BATCH_TIMEOUT_S = 5.0  # of one such request
-CONSUMER_KEPT_S = 30.0  # the server forgets the reader of a bucket this long after its last request
-MOST_READS = 3  # of a bucket, where the connection loses messages
 
 R = TypeVar("R")
 Message = tuple[str, bytes, dict[str, str]]  # subject, payload, headers
@@ -64,7 +63,16 @@ if sys.version_info < (3, 12):
     # not end at SIGTERM. 3.12 does it as above.
     asyncio.wait_for = _wait_for  # type: ignore[assignment]
 
-_KEY_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-/")
+
+class _JetStream(JetStreamContext):
+    """JetStream whose `publish_async` reports a refusal: in nats-py the answer raises in a callback, and the message
+    waits for its acknowledgement for ever."""
+
+    async def _handle_async_reply(self, msg: Msg) -> None:
+        try:
+            await super()._handle_async_reply(msg)
+        except nats.js.errors.APIError as error:
+            self._publish_async_futures[msg.subject.rpartition(".")[2]].set_exception(error)
 
 
 class Bus:
@@ -74,7 +82,7 @@ class Bus:
         self._name = name
         self._facts_bytes = facts_bytes
         self._client = Client()
-        self._js = self._client.jetstream(timeout=ANSWER_TIMEOUT_S)
+        self._js = _JetStream(self._client, timeout=ANSWER_TIMEOUT_S)
         self._tracer = tracer
         self._outbox: asyncio.Queue[Message] = asyncio.Queue(OUTBOX_CAPACITY)  # accepted facts
         self._unacknowledged = 0  # facts accepted and not yet in the stream
@@ -156,15 +164,30 @@ class Bus:
         except nats.js.errors.BadRequestError:  # another process made it first, with other settings
             return await self._js.key_value(bucket)
 
-    async def write_entries(self, bucket: str, values: Mapping[str, bytes | None]) -> dict[str, Exception]:
+    async def write_entries(
+        self, bucket: str, values: Mapping[str, bytes | None], *, fence: tuple[str, int] | None = None
+    ) -> dict[str, Exception]:
         """Write keys of a bucket, None to delete one: all are sent before the first is acknowledged. Returns the keys
-        that are not known to be written, with the reason."""
+        that are not known to be written, with the reason.
+
+        fence: a key of the bucket and its revision. Each value is then written only while that key is at this revision;
+        see `is_refusal`. NATS 2.11 or newer.
+        """
+        fenced = {} if fence is None else _fence(bucket, *fence)
         messages = [
-            (f"$KV.{bucket}.{key}", value or b"", {KV_OP: KV_DEL} if value is None else {})
+            (f"$KV.{bucket}.{key}", value or b"", fenced | ({KV_OP: KV_DEL} if value is None else {}))
             for key, value in values.items()
         ]
         results = await self._send_all(messages)
-        return {key: error for key, error in zip(values, results, strict=True) if error is not None}
+        return {key: result for key, result in zip(values, results, strict=True) if isinstance(result, Exception)}
+
+    async def update_entry(self, bucket: str, key: str, value: bytes, *, revision: int) -> int:
+        """Write a key of a bucket that is at this revision (0: it is not there). Returns the new revision. Raises
+        nats.errors.Error, which `is_refusal` where it is at another one."""
+        (result,) = await self._send_all([(f"$KV.{bucket}.{key}", value, _fence(bucket, key, revision))])
+        if isinstance(result, Exception):
+            raise result
+        return result.seq
 
     @property
     def jetstream(self) -> JetStreamContext:
@@ -248,11 +271,11 @@ class Bus:
             while messages:
                 await self._connected.wait()
                 results = list(zip(messages, await self._send_all(messages), strict=True))
-                messages = [message for message, error in results if error is not None]
+                messages = [message for message, result in results if isinstance(result, Exception)]
                 for _ in range(len(results) - len(messages)):
                     self._unacknowledged -= 1
                     self._outbox.task_done()
-                errors = [error for _, error in results if error is not None]
+                errors = [result for _, result in results if isinstance(result, Exception)]
                 if errors:
                     if retry_s == FIRST_RETRY_S:
                         log.warning("facts not acknowledged, sending again", facts=len(errors), error=repr(errors[0]))
@@ -262,8 +285,8 @@ class Bus:
                     await asyncio.sleep(retry_s)
                     retry_s = min(2 * retry_s, LONGEST_RETRY_S)
 
-    async def _send_all(self, messages: Sequence[Message]) -> list[Exception | None]:
-        """Send messages to JetStream, then wait for all acknowledgements. For each message None, or why it is not known
+    async def _send_all(self, messages: Sequence[Message]) -> list[PubAck | Exception]:
+        """Send messages to JetStream, then wait for all acknowledgements. For each message that, or why it is not known
         to be stored."""
         results: list[asyncio.Future[PubAck] | Exception] = []
         async with self._one_sends:  # the first call of publish_async loses the answers of others at that moment
@@ -283,7 +306,7 @@ class Bus:
                     self._ack_timeouts.discard(timeout)
                     for future in waiting:
                         future.cancel()
-        return [_failure(result) for result in results]
+        return [_outcome(result) for result in results]
 
     async def _run_handlers(self, begun: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as self._handlers:
@@ -368,13 +391,26 @@ async def run_beside(tasks: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -
         raise raised
 
 
-def _failure(result: asyncio.Future[PubAck] | Exception) -> Exception | None:
-    """Why a message is not known to be stored; None where it is."""
+def _outcome(result: asyncio.Future[PubAck] | Exception) -> PubAck | Exception:
+    """A message's acknowledgement, or why it is not known to be stored."""
     if isinstance(result, Exception):
         return result
     if result.cancelled():
         return nats.errors.TimeoutError()
-    return cast(Exception | None, result.exception())
+    return cast(Exception | None, result.exception()) or result.result()
+
+
+def _fence(bucket: str, key: str, revision: int) -> dict[str, str]:
+    """Headers of a write that is refused unless the key is at this revision."""
+    return {
+        Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value: str(revision),
+        EXPECTED_LAST_SUBJECT_SEQUENCE_SUBJECT: f"$KV.{bucket}.{key}",
+    }
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether a write was refused because a key is not at the revision that it names."""
+    return isinstance(error, nats.js.errors.APIError) and error.err_code in WRONG_LAST_SEQUENCE
 
 
 @contextmanager
@@ -387,63 +423,3 @@ def _explain_no_storage(what: str) -> Iterator[None]:
             raise
         cure = "lower the setting, or give nats-server a larger max_file_store (by default 75% of the free disk)"
         raise StartError(f"JetStream cannot reserve {what} ({error.description}): {cure}") from error
-
-
-def kv_key(*parts: str) -> str:
-    """A valid key of a bucket out of any strings; distinct parts give distinct keys, joined by dots."""
-    return ".".join(
-        "".join(char if char in _KEY_CHARS else "".join(f"={byte:02X}" for byte in char.encode()) for char in part)
-        for part in parts
-    )
-
-
-async def entries_of(bucket: KeyValue, *, keys_only: bool = False) -> list[KeyValue.Entry]:
-    """The newest entry of every key in a bucket, in the order of their revisions, without deleted ones.
-
-    keys_only: the values are not sent and are empty. Raises nats.errors.Error while NATS does not answer.
-
-    `KeyValue.watchall` and `KeyValue.keys` of nats-py can report the end before the first entry when entries arrive
-    faster than the answer about the consumer (nats-io/nats.py#842, seen under load after a restart of NATS), and state
-    would be lost in silence. So a pull consumer is read to its end, and the messages received are counted.
-    """
-    for _ in range(MOST_READS):
-        entries = await _read_bucket(bucket, keys_only)
-        if entries is not None:
-            return entries
-    raise nats.errors.TimeoutError
-
-
-async def _read_bucket(bucket: KeyValue, keys_only: bool) -> list[KeyValue.Entry] | None:
-    """None where the connection lost a message."""
-    newest = (await bucket.status()).stream_info.state.last_seq
-    consumer = await bucket._js.pull_subscribe(
-        f"{bucket._pre}>",
-        stream=bucket._stream,
-        config=ConsumerConfig(
-            deliver_policy=DeliverPolicy.LAST_PER_SUBJECT,
-            ack_policy=AckPolicy.NONE,
-            headers_only=keys_only,
-            inactive_threshold=CONSUMER_KEPT_S,
-            mem_storage=True,
-        ),
-    )
-    entries: dict[str, KeyValue.Entry] = {}
-    received = revision = 0
-    try:
-        while revision < newest:
-            info = await consumer.consumer_info()
-            if info.delivered is not None and info.delivered.consumer_seq != received:
-                return None
-            if not info.num_pending:
-                break
-            for message in await consumer.fetch(min(info.num_pending, BATCH), timeout=BATCH_TIMEOUT_S):
-                received += 1
-                revision = message.metadata.sequence.stream
-                key = message.subject.removeprefix(bucket._pre)
-                headers = message.headers or {}
-                entries.pop(key, None)  # written again while we read: its place is at the end
-                if headers.get(KV_OP) not in (KV_DEL, KV_PURGE) and KV_MARKER_REASON not in headers:
-                    entries[key] = KeyValue.Entry(bucket._name, key, message.data, revision, None, None, None)
-    finally:
-        await consumer.unsubscribe()
-    return list(entries.values())

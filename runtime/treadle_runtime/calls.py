@@ -24,6 +24,7 @@ import grpc.aio
 import nats.errors
 import structlog
 from google.protobuf.message import DecodeError
+from treadle.connection import FOLLOWING, Options, follow, merge_options
 
 from treadle_runtime.errors import (
     DETAILS_KEY,
@@ -124,7 +125,7 @@ class Channels:
     """The channels of one process, one for each address."""
 
     def __init__(self, receive_limit_bytes: int, tracing: Sequence[grpc.aio.ClientInterceptor] = ()) -> None:
-        self._options = [
+        self._options: Options = (
             ("grpc.max_receive_message_length", receive_limit_bytes),
             ("grpc.initial_reconnect_backoff_ms", FIRST_RECONNECT_BACKOFF_MS),
             ("grpc.min_reconnect_backoff_ms", LONGEST_RECONNECT_BACKOFF_MS),
@@ -133,16 +134,22 @@ class Channels:
             ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
             ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
             ("grpc.http2.max_pings_without_data", 0),
-        ]
+        )
         self._interceptors = [*tracing, UnaryDeadlines(), StreamDeadlines()]
         self._open: dict[str, grpc.aio.Channel] = {}
 
     def get(self, address: str) -> grpc.aio.Channel:
         """The channel to `address` (host:port), made at the first use."""
+        return self._get(address, self._options)
+
+    def follow(self, addresses: str) -> grpc.aio.Channel:
+        """The channel to a service of several processes (with commas between) of which one serves at a time."""
+        options = merge_options(self._options, FOLLOWING)
+        return follow(addresses, lambda address: self._get(address, options))
+
+    def _get(self, address: str, options: Options) -> grpc.aio.Channel:
         if address not in self._open:
-            self._open[address] = grpc.aio.insecure_channel(
-                address, options=self._options, interceptors=self._interceptors
-            )
+            self._open[address] = grpc.aio.insecure_channel(address, options=options, interceptors=self._interceptors)
         return self._open[address]
 
     async def close(self) -> None:
@@ -153,7 +160,8 @@ class Channels:
 
 
 class Interceptor(grpc.aio.ServerInterceptor):
-    """One per server. `domain` goes into each ErrorInfo; `tracing` is OpenTelemetry's interceptor, or None."""
+    """One per server. `domain` goes into each ErrorInfo; `tracing` is OpenTelemetry's interceptor, or None. `admit` is
+    awaited before each call, and what it raises is the answer."""
 
     def __init__(
         self,
@@ -163,12 +171,14 @@ class Interceptor(grpc.aio.ServerInterceptor):
         max_message_bytes: int,
         stopping: asyncio.Event,
         tracing: grpc.aio.ServerInterceptor | None = None,
+        admit: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._domain = domain
         self._errors: ErrorTable = {**_RUNTIME_ERRORS, **errors}
         self._max_message_bytes = max_message_bytes
         self._stopping = stopping
         self._tracing = tracing
+        self._may_serve = admit
         self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         self._in_flight = 0
         self.idle = asyncio.Event()  # no call is being served, servicer code included
@@ -225,6 +235,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
             self._count(context)
             try:
                 with self._admit(request, context, name):
+                    if self._may_serve is not None:
+                        await self._may_serve()
                     return await respond(request, context)
             except Exception as error:  # noqa: BLE001 - the one place that turns any exception into a status
                 await self._abort(error, context, name)

@@ -48,6 +48,13 @@ def address(value: str, *, lowest_port: int = 1) -> str:
     return value
 
 
+def addresses(value: str) -> str:
+    """`value` if it is one or more host:port with commas between. Raises ValueError saying what would be right."""
+    for each in value.split(","):
+        address(each.strip())
+    return value
+
+
 def url(value: str, schemes: tuple[str, ...], example: str) -> str:
     """`value` if it is a URL with a host and one of `schemes`. Raises ValueError saying what would be right."""
     try:
@@ -76,6 +83,7 @@ def _absolute(path: str) -> str:
 Json = BeforeValidator(_parse_json)  # of a setting that is a list
 LowerCase = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
 OptionalAddress = Annotated[str, AfterValidator(lambda value: value and address(value))]
+OptionalAddresses = Annotated[str, AfterValidator(lambda value: value and addresses(value))]
 OptionalFolder = Annotated[str, AfterValidator(lambda value: value and _absolute(value))]
 NatsUrl = Annotated[
     str, AfterValidator(lambda value: url(value, ("nats", "tls", "ws", "wss"), "nats://127.0.0.1:4222"))

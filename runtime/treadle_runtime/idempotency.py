@@ -20,7 +20,8 @@ import structlog
 from google.protobuf.message import Message
 from nats.js.kv import KeyValue
 
-from treadle_runtime.bus import Bus, entries_of, kv_key
+from treadle_runtime.buckets import entries_of, kv_key
+from treadle_runtime.bus import Bus
 from treadle_runtime.errors import InvalidArgument, identifier
 
 log = structlog.get_logger()

@@ -28,7 +28,7 @@ from grpc_reflection.v1alpha import reflection
 from opentelemetry import trace
 
 from treadle_runtime.bus import Bus, open_bus, run_beside
-from treadle_runtime.calls import KEEPALIVE_MS, Channels, Interceptor
+from treadle_runtime.calls import Channels, Interceptor
 from treadle_runtime.config import Settings, read_settings
 from treadle_runtime.errors import ErrorTable, StartError
 from treadle_runtime.idempotency import RequestRecords
@@ -43,6 +43,8 @@ LOWEST_RECEIVE_LIMIT_BYTES = 64 * 1024 * 1024
 LAST_WORDS_S = 0.2  # once our calls are done only watches of health are left, and they never end by themselves
 START_FAILED_EXIT_CODE = 1
 TASK_FAILED_EXIT_CODE = 3
+ALIVE = "alive"  # the service name under which health is SERVING while the process runs, also where it stands by
+SHORTEST_PING_MS = 1_000  # clients that follow the serving one of several processes ping each 2 s
 KILLED_EXIT_CODE = 128  # plus the signal's number, as shells say it
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -52,7 +54,8 @@ class Runtime:
     """What a service is given to work with.
 
     stopping: set when the drain begins. channel: from an address (host:port) to its channel: one per address, closed at
-    drain; deadline and trace go with it. listening: resolves to the address that the server listens at.
+    drain; deadline and trace go with it. follow: the same to a service of several processes, of which one serves at a
+    time. listening: resolves to the address that the server listens at.
     """
 
     settings: Settings
@@ -60,9 +63,27 @@ class Runtime:
     records: RequestRecords
     stopping: asyncio.Event
     channel: Callable[[str], grpc.aio.Channel]
+    follow: Callable[[str], grpc.aio.Channel]
     tracing: Tracing
     metrics: Metrics
     listening: asyncio.Future[str]
+
+
+class Turn:
+    """Whether it is this process's turn to serve, where one process of a service serves and the others stand by.
+
+    decided: set once this process serves, or knows that another one does. serves: set once it serves; until then its
+    health is NOT_SERVING. admit: awaited before each call; what it raises is the answer.
+    """
+
+    def __init__(self, admit: Callable[[], Awaitable[None]]) -> None:
+        self.admit = admit
+        self.decided, self.serves = asyncio.Event(), asyncio.Event()
+
+    def serve(self) -> None:
+        """Begin to serve."""
+        self.serves.set()
+        self.decided.set()
 
 
 @dataclass(frozen=True)
@@ -70,13 +91,15 @@ class Wiring:
     """What a service serves.
 
     services: full service name → adds its servicer to the server. tasks: run beside the server, cancelled at drain; one
-    that fails ends the process. close: called after NATS is drained. errors: the service's core exceptions.
+    that fails ends the process. close: called after NATS is drained. errors: the service's core exceptions. turn: None
+    where every process serves.
     """
 
     services: Mapping[str, Callable[[grpc.aio.Server], None]]
     tasks: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
     close: Callable[[], Awaitable[None]] | None = None
     errors: ErrorTable = field(default_factory=dict)
+    turn: Turn | None = None
 
 
 Wire = Callable[[Runtime], Awaitable[Wiring]]
@@ -159,11 +182,12 @@ async def serving(settings: Settings, wire: Wire, *, tracing: Tracing | None = N
             except nats.errors.Error as error:
                 raise StartError(f"JetStream at {settings.nats_url} does not hold records: {error!r}") from error
             listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-            runtime = Runtime(settings, bus, records, stopping, channels.get, tracing, metrics, listening)
+            runtime = Runtime(
+                settings, bus, records, stopping, channels.get, channels.follow, tracing, metrics, listening
+            )
             wiring = await wire(runtime)
             try:
-                async with run_beside(wiring.tasks), _listening(settings, wiring, stopping, tracing) as address:
-                    listening.set_result(address)
+                async with run_beside(wiring.tasks), _listening(runtime, wiring) as address:
                     yield Serving(address, runtime)
             finally:
                 stopping.set()
@@ -177,21 +201,21 @@ async def serving(settings: Settings, wire: Wire, *, tracing: Tracing | None = N
 
 
 @asynccontextmanager
-async def _listening(
-    settings: Settings, wiring: Wiring, stopping: asyncio.Event, tracing: Tracing
-) -> AsyncIterator[str]:
+async def _listening(runtime: Runtime, wiring: Wiring) -> AsyncIterator[str]:
+    settings, turn = runtime.settings, wiring.turn
     interceptor = Interceptor(
         domain=f"{settings.service}.treadle",
         errors=wiring.errors,
         max_message_bytes=settings.max_message_bytes,
-        stopping=stopping,
-        tracing=tracing.server_interceptor(),
+        stopping=runtime.stopping,
+        tracing=runtime.tracing.server_interceptor(),
+        admit=None if turn is None else turn.admit,
     )
     server = grpc.aio.server(
         interceptors=[interceptor],
         options=[
             ("grpc.max_receive_message_length", receive_limit_bytes(settings)),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),  # else pings are punished
+            ("grpc.http2.min_ping_interval_without_data_ms", SHORTEST_PING_MS),  # else pings are punished
             ("grpc.so_reuseport", 0),  # else a second server on the same port takes half of the calls, silently
         ],
     )
@@ -202,20 +226,38 @@ async def _listening(
     reflection.enable_server_reflection([*wiring.services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     address = _bind(server, settings.listen)
     await server.start()
-    for service in ("", *wiring.services):
-        await healthy.set(service, health_pb2.HealthCheckResponse.SERVING)
+    names = ("", *wiring.services)
+
+    async def report(status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
+        for name in names:
+            await healthy.set(name, status)
+
+    async def report_turn() -> None:
+        """Background task: report that this process serves, once it does."""
+        if turn is not None:
+            await turn.serves.wait()
+            await report(health_pb2.HealthCheckResponse.SERVING)
+
+    await healthy.set(ALIVE, health_pb2.HealthCheckResponse.SERVING)
     ready = Path(settings.ready_file) if settings.ready_file else None
-    if ready is not None:
-        unfinished = ready.with_name(f"{ready.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps({"address": address, "pid": os.getpid()}) + "\n")
-        unfinished.replace(ready)
-    log.info("serving", address=address)
     try:
-        yield address
+        async with run_beside([report_turn]):
+            runtime.listening.set_result(address)
+            if turn is not None:
+                await report(health_pb2.HealthCheckResponse.NOT_SERVING)
+                await turn.decided.wait()
+            if turn is None or turn.serves.is_set():
+                await report(health_pb2.HealthCheckResponse.SERVING)
+            if ready is not None:
+                unfinished = ready.with_name(f"{ready.name}.{os.getpid()}")
+                unfinished.write_text(json.dumps({"address": address, "pid": os.getpid()}) + "\n")
+                unfinished.replace(ready)
+            log.info("serving" if turn is None or turn.serves.is_set() else "standing by", address=address)
+            yield address
     finally:
         log.info("draining", grace_s=settings.drain_grace_s)
         await healthy.enter_graceful_shutdown()
-        stopping.set()
+        runtime.stopping.set()
         await _stop(server, interceptor, settings.drain_grace_s)
         if ready is not None:
             ready.unlink(missing_ok=True)

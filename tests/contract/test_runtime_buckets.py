@@ -1,9 +1,13 @@
 """Reading a whole bucket against a real nats-server."""
 
 import asyncio
+from typing import Any
 
+import nats.errors
+import pytest
 from support.nats_server import NatsServer
-from treadle_runtime.bus import BATCH, Bus, entries_of, open_bus
+from treadle_runtime.buckets import BATCH, entries_of, purge_markers
+from treadle_runtime.bus import Bus, is_refusal, open_bus
 
 PART_BYTES = 512 * 1024  # large values arrive slower than the answers about them
 
@@ -68,3 +72,40 @@ async def test_nothing_is_missed_just_after_a_restart_of_nats(nats_server: NatsS
             bucket = await bus.key_value("b")
             assert [entry.key for entry in await entries_of(bucket, keys_only=True)] == [str(i) for i in range(8)]
             assert sum(len(entry.value or b"") for entry in await entries_of(bucket)) == 8 * PART_BYTES
+
+
+async def test_markers_of_deleted_keys_are_removed_and_a_key_that_comes_back_meanwhile_keeps_its_value(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = await bus.key_value("b")
+    for key in ("kept", "gone", "back"):
+        await bucket.put(key, b"1")
+    for key in ("gone", "back"):
+        await bucket.delete(key)
+    purge = bucket._js.purge_stream
+
+    async def come_back(*stream: str, **which: Any) -> bool:
+        if which["subject"].endswith("back"):
+            await bucket.put("back", b"2")
+        return await purge(*stream, **which)
+
+    monkeypatch.setattr(bucket._js, "purge_stream", come_back)
+    await purge_markers(bucket)
+    assert {entry.key: entry.value for entry in await entries_of(bucket)} == {"kept": b"1", "back": b"2"}
+    assert (await bucket.status()).stream_info.state.messages == 2
+
+
+async def test_writes_behind_a_fence_are_refused_together_once_it_has_changed(bus: Bus) -> None:
+    """Many are sent before the first is answered, and the fence is at a higher revision by one."""
+    bucket = await bus.key_value("b")
+    revision = await bus.update_entry("b", "fence", b"1", revision=0)
+    values: dict[str, bytes | None] = {f"k{number}": b"1" for number in range(200)}
+    assert not await bus.write_entries("b", {**values, "k7": None}, fence=("fence", revision))
+    await bus.update_entry("b", "fence", b"2", revision=revision)
+    refused = await bus.write_entries("b", dict.fromkeys(values), fence=("fence", revision))
+    assert set(refused) == set(values)
+    assert all(is_refusal(error) for error in refused.values())
+    assert len(await entries_of(bucket)) == 200, "but for k7, with the fence"
+    with pytest.raises(nats.errors.Error) as raised:
+        await bus.update_entry("b", "fence", b"3", revision=revision)
+    assert is_refusal(raised.value)

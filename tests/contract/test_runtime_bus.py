@@ -8,7 +8,8 @@ import pytest
 from support.conditions import until
 from support.nats_server import NatsServer
 from treadle.telemetry.v1.facts_pb2 import EngineLost, Fact, StepFinished, StepRef
-from treadle_runtime.bus import Bus, entries_of, open_bus
+from treadle_runtime.buckets import entries_of
+from treadle_runtime.bus import Bus, open_bus
 from treadle_runtime.errors import StartError
 from treadle_runtime.facts import STREAM, make_fact
 

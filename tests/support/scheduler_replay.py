@@ -6,7 +6,6 @@ The clock is the test's, and what would go to other services is noted instead of
 import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from treadle_core import actions as act
 from treadle_core import events as ev
@@ -16,6 +15,7 @@ from treadle_core.tuning import Tuning
 from treadle_runtime.bus import Bus
 from treadle_scheduler.config import SchedulerSettings
 from treadle_scheduler.driver import POLICY_KEY, Driver, MeshRecord, Record, Store, engine_key, trajectory_key
+from treadle_scheduler.lease import Lease
 from treadle_scheduler.wire import tuning_of
 
 # The one threshold that the simulator sets itself: its leases never run out, it takes dead engines away by an event.
@@ -23,6 +23,7 @@ NO_LEASE_ENDS_S = float("inf")
 # What the service's own workers tell the driver: answers of other services, and time. The rest are RPCs and facts.
 TOLD = (ev.PredictionArrived, ev.PlanArrived, ev.MoveAccepted, ev.ClosedAnnounced, ev.Tick)
 SENT = ""  # in place of a key, of what goes to another service
+LEASE_S = 3600.0  # longer than any replay: nobody renews it
 ANSWER_S = 10.0  # a ticket is on its way already when it is waited for
 
 
@@ -34,8 +35,8 @@ def service_tuning() -> Tuning:
 class NotedStore(Store):
     """The service's own store, which also notes what it is told to hold."""
 
-    def __init__(self, bus: Bus, bucket: Any) -> None:
-        super().__init__(bus, bucket)
+    def __init__(self, lease: Lease) -> None:
+        super().__init__(lease)
         self.log: list[tuple[str, object]] = []
 
     def put(self, key: str, record: Record | None) -> None:
@@ -56,8 +57,9 @@ class Service:
     @classmethod
     async def start(cls, bus: Bus, now_s: float) -> "Service":
         """Goes on from what an earlier one stored."""
-        store = await NotedStore.open(bus)
-        assert isinstance(store, NotedStore)
+        lease = await Lease.open(bus, LEASE_S)
+        await lease.take("replay:0")
+        store = NotedStore(lease)
         trajectories, engines, jobs, mesh = await store.load()
         if mesh is None:
             mesh = MeshRecord(Policy(), epoch_s=now_s)

@@ -3,7 +3,7 @@
 import pytest
 from treadle.engine.v1.engine_pb2 import EngineInfo
 from treadle.telemetry.v1.facts_pb2 import EngineJoined, EngineLost, Fact, StepFinished, StepRef, TrajectoryOpened
-from treadle_runtime.bus import kv_key
+from treadle_runtime.buckets import kv_key
 from treadle_runtime.facts import KINDS, make_fact, subject_of, subjects_of
 
 

@@ -1,4 +1,4 @@
-"""The scheduler's store, with a bus that writes when the test says so."""
+"""The scheduler's store, with a lease that writes when the test says so."""
 
 import asyncio
 from collections.abc import Mapping
@@ -10,29 +10,30 @@ from treadle_core.model import Policy
 from treadle_scheduler.driver import MeshRecord, Store
 
 
-class FakeBus:
+class FakeLease:
     """Writes while `open_gate` is set. failing: keys whose writes fail."""
 
     def __init__(self) -> None:
         self.written: list[list[str]] = []
         self.failing: set[str] = set()
         self.open_gate = asyncio.Event()
+        self.writing = asyncio.Lock()
 
-    async def write_entries(self, bucket: str, values: Mapping[str, bytes | None]) -> dict[str, Exception]:
+    async def write(self, values: Mapping[str, bytes | None]) -> dict[str, Exception]:
         """Keys that failed."""
         self.written.append(list(values))
         await self.open_gate.wait()
         return {key: nats.errors.TimeoutError() for key in values if key in self.failing}
 
 
-def open_store() -> tuple[Store, FakeBus]:
-    """A store over a bus whose gate is closed."""
-    bus = FakeBus()
-    return Store(cast(Any, bus), cast(Any, None)), bus
+def open_store() -> tuple[Store, FakeLease]:
+    """A store over a lease whose gate is closed."""
+    lease = FakeLease()
+    return Store(cast(Any, lease)), lease
 
 
 async def settle(store: Store, *keys: str) -> "asyncio.Task[None]":
-    """Note keys and begin to settle them, as far as the bus."""
+    """Note keys and begin to settle them, as far as the lease."""
     for key in keys:
         store.put(key, MeshRecord(Policy(), 0.0))
     task = asyncio.create_task(store.settle(keys))
@@ -42,36 +43,36 @@ async def settle(store: Store, *keys: str) -> "asyncio.Task[None]":
 
 
 async def test_what_is_noted_during_a_write_goes_out_together_afterwards() -> None:
-    store, bus = open_store()
+    store, lease = open_store()
     waiting = [await settle(store, "a")]
     waiting += [await settle(store, key) for key in ("b", "c", "a")]
-    bus.open_gate.set()
+    lease.open_gate.set()
     await asyncio.gather(*waiting)
-    assert bus.written == [["a"], ["b", "c", "a"]]
+    assert lease.written == [["a"], ["b", "c", "a"]]
     await store.settle(["a", "b"])
-    assert len(bus.written) == 2, "everything is stored already"
+    assert len(lease.written) == 2, "everything is stored already"
 
 
 async def test_a_write_that_failed_is_raised_to_its_own_callers_and_made_again() -> None:
-    store, bus = open_store()
-    bus.open_gate.set()
-    bus.failing = {"bad"}
+    store, lease = open_store()
+    lease.open_gate.set()
+    lease.failing = {"bad"}
     good, bad = await settle(store, "good"), await settle(store, "bad")
     await good
     with pytest.raises(nats.errors.TimeoutError):
         await bad
-    bus.failing = set()
+    lease.failing = set()
     await store.settle_all()
-    assert bus.written[-1] == ["bad"]
+    assert lease.written[-1] == ["bad"]
     await store.settle(["bad"])
 
 
 async def test_records_of_a_cancelled_caller_are_written_for_who_waits() -> None:
-    store, bus = open_store()
+    store, lease = open_store()
     first, second = await settle(store, "a"), await settle(store, "b")
     joined = asyncio.create_task(store.settle(["a"]))
     await asyncio.sleep(0)
     first.cancel()
-    bus.open_gate.set()
+    lease.open_gate.set()
     await asyncio.gather(second, joined)
-    assert sorted(key for batch in bus.written[1:] for key in batch) == ["a", "b"]
+    assert sorted(key for batch in lease.written[1:] for key in batch) == ["a", "b"]

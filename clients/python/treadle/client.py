@@ -32,7 +32,7 @@ TOKEN_INTERVAL_S, LONGEST_TOKEN_INTERVAL_S = 0.05, 10.0  # of a sidecar
 
 
 class Client:
-    """A client of the mesh whose scheduler listens at `address` (host:port).
+    """A client of the mesh whose scheduler listens at `address` (host:port; several processes: with commas between).
 
     timeouts: deadlines of logical calls. retry: how attempts are spaced. credentials: for TLS; none means plain text.
     interceptors: of grpc.aio, e.g. OpenTelemetry's, which adds the trace context. seed: of the jitter. call_tokens: a

@@ -5,6 +5,9 @@ enough, because the others come from Scheduler.GetDirectory at first use; a logi
 included; its request, and so its request_id, is the same in every attempt, so that a server answers a repeat from its
 record.
 
+Where a mesh runs several schedulers, one of them leads and the others stand by: calls go to the one whose gRPC health
+is SERVING, and a connection that answers no ping for PING_TIMEOUT_MS is given up.
+
 Retried are UNAVAILABLE and a connection that broke under the call (safe, because every mutation carries a request_id),
 and RESOURCE_EXHAUSTED where the server sent a RetryInfo. gRPC's own retryPolicy is not used: it cannot see RetryInfo,
 stops at 5 attempts, and two layers of retries multiply. Its transparent retries, of calls that never left this process,
@@ -14,13 +17,16 @@ stay on.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import logging
 import random
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
 
@@ -42,7 +48,8 @@ A = TypeVar("A")
 
 # SubmitTrajectory carries a whole trajectory; gRPC's own limit of 4 MiB is about 450k tokens with logprobs and mask.
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-_OPTIONS: tuple[tuple[str, int], ...] = (
+Options = tuple[tuple[str, int | str], ...]
+_OPTIONS: Options = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -62,6 +69,19 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 # ErrorInfo.reason of what waits for more than a moment, and what the log says of it.
 _WAITS = {"NO_ENGINE": "steps wait for an engine", "PAYLOADS_HELD": "finished trajectories wait for room"}
 STEP_HELD = "STEP_HELD"  # ErrorInfo.reason of a step that waits for space on an engine
+PING_TIMEOUT_MS = 2_000
+# Of a channel to processes of which one serves. The server's name may stand for several addresses; a process that takes
+# the place of another one has a new one.
+FOLLOWING: Options = (
+    (
+        "grpc.service_config",
+        json.dumps({"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}}),
+    ),
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
+)
 
 _log = logging.getLogger("treadle")
 
@@ -73,7 +93,7 @@ class RetryPolicy:
 
     first_delay_s: float = 0.05
     growth: float = 2.0
-    max_delay_s: float = 2.0  # a scheduler restarts in seconds; waiting longer would only add idle time
+    max_delay_s: float = 1.0  # another scheduler leads within 5 s, and this is a part of them
 
     def delay_s(self, attempt: int, draw: float, at_least_s: float | None) -> float:
         """Seconds before the next attempt; attempt counts from 0, draw is uniform in [0, 1)."""
@@ -134,9 +154,44 @@ class Backoff:
         await asyncio.sleep(delay_s)
 
 
+class AnyOf:
+    """A channel over several channels, for unary calls: each goes to a server that serves, by its gRPC health."""
+
+    def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
+        self._channels = channels
+        self._turns = itertools.count()
+
+    def unary_unary(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
+        """As grpc.aio.Channel has it."""
+        calls = {channel: channel.unary_unary(*arguments, **options) for channel in self._channels}
+        return lambda *request, **limits: calls[self._choose()](*request, **limits)
+
+    def _choose(self) -> grpc.aio.Channel:
+        """Where none serves, any fails at once. Where two seem to, as one of them is cut off, they take turns."""
+        states = {channel: channel.get_state(try_to_connect=True) for channel in self._channels}
+        ready = [channel for channel, state in states.items() if state is grpc.ChannelConnectivity.READY]
+        choice = ready or self._channels
+        return choice[next(self._turns) % len(choice)]
+
+
+def merge_options(options: Options, more: Options) -> Options:
+    """Options of a channel, in which `more` replace those of the same name."""
+    return tuple(dict([*options, *more]).items())
+
+
+def follow(addresses: str, connect: Callable[[str], grpc.aio.Channel]) -> grpc.aio.Channel:
+    """A channel to a service of several processes (host:port, with commas between) of which one serves at a time.
+
+    connect: opens the channel to one address, with the options FOLLOWING, and closes it in the end.
+    """
+    channels = [connect(address.strip()) for address in addresses.split(",")]
+    return channels[0] if len(channels) == 1 else cast(grpc.aio.Channel, AnyOf(channels))
+
+
 class Mesh:
     """The services of one mesh. Owns a channel for each address, opened at first use; needs a running event loop.
 
+    address: of the scheduler, or of all schedulers with commas between.
     call_tokens: most tokens of one call to an engine, 0 for whole turns. token_interval_s: for which sidecars gather
     tokens. job: whose share of pooled services this client's work takes; empty: its rollout's.
     """
@@ -163,7 +218,8 @@ class Mesh:
         self._directory: scheduler_pb2.GetDirectoryResponse | None = None
         self._directory_lock = asyncio.Lock()
         self._warned: set[str] = set()  # messages that were logged
-        self.scheduler = scheduler_pb2_grpc.SchedulerServiceStub(self._channel(address))
+        schedulers = follow(address, partial(self._channel, options=merge_options(_OPTIONS, FOLLOWING)))
+        self.scheduler = scheduler_pb2_grpc.SchedulerServiceStub(schedulers)
 
     def clock(self) -> float:
         """Seconds of Unix time that never go back, so that spans of one client are comparable."""
@@ -217,13 +273,13 @@ class Mesh:
         for channel in channels:
             await channel.close()
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
+    def _channel(self, address: str, options: Options = _OPTIONS) -> grpc.aio.Channel:
         channel = self._channels.get(address)
         if channel is None:
             if self._credentials is None:
-                channel = grpc.aio.insecure_channel(address, _OPTIONS, interceptors=self._interceptors)
+                channel = grpc.aio.insecure_channel(address, options, interceptors=self._interceptors)
             else:
-                channel = grpc.aio.secure_channel(address, self._credentials, _OPTIONS, interceptors=self._interceptors)
+                channel = grpc.aio.secure_channel(address, self._credentials, options, interceptors=self._interceptors)
             self._channels[address] = channel
         return channel
 

@@ -3,7 +3,7 @@
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
-from treadle_runtime.config import Settings, address
+from treadle_runtime.config import Settings, addresses
 
 DEFAULT_GIVE_UP_S = 30.0  # for a caller that sets no limit: longer than the transfer of any context
 DEFAULT_RETENTION_S = 86400.0  # ended migrations stay readable for a day
@@ -11,11 +11,12 @@ SHORTEST_RETENTION_S = 3600.0  # as long as request records live: a repeated Sta
 
 
 class MigratorSettings(Settings):
-    """scheduler: host:port of the service that owns the trajectories. give_up_s: of a move that sets no limit."""
+    """scheduler: host:port of the service that owns the trajectories, of all its processes with commas between.
+    give_up_s: of a move that sets no limit."""
 
     service: ClassVar[str] = "migrator"
 
     listen: str = "127.0.0.1:7404"
-    scheduler: Annotated[str, AfterValidator(address)] = "127.0.0.1:7401"
+    scheduler: Annotated[str, AfterValidator(addresses)] = "127.0.0.1:7401"
     give_up_s: Annotated[float, Field(gt=0)] = DEFAULT_GIVE_UP_S
     retention_s: Annotated[float, Field(ge=SHORTEST_RETENTION_S)] = DEFAULT_RETENTION_S

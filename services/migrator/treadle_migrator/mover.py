@@ -129,12 +129,12 @@ class Mover:
         self,
         store: MigrationStore,
         channel: Callable[[str], grpc.aio.Channel],
-        scheduler: str,
+        scheduler: grpc.aio.Channel,
         announce: Callable[[Migration], Awaitable[None]],
     ) -> None:
         self._store = store
         self._channel = channel
-        self._scheduler = scheduler_pb2_grpc.SchedulerServiceStub(channel(scheduler))
+        self._scheduler = scheduler_pb2_grpc.SchedulerServiceStub(scheduler)
         self._announce = announce
 
     async def move(self, migration: Migration) -> None:

@@ -24,7 +24,7 @@ async def wire(runtime: Runtime) -> Wiring:
         await runtime.bus.publish(fact_of(migration))
         await runtime.bus.flush()
 
-    runner = Runner(store, Mover(store, runtime.channel, settings.scheduler, announce))
+    runner = Runner(store, Mover(store, runtime.channel, runtime.follow(settings.scheduler), announce))
     await runner.recover()
     servicer = MigratorServicer(store, runner, runtime.records, give_up_s=settings.give_up_s)
     return Wiring(

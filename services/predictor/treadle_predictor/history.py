@@ -12,7 +12,8 @@ import nats.errors
 import structlog
 from nats.js.kv import KeyValue
 from treadle_core.ranking.evidence import Ended, Evidence
-from treadle_runtime.bus import Bus, entries_of, kv_key
+from treadle_runtime.buckets import entries_of, kv_key
+from treadle_runtime.bus import Bus
 
 log = structlog.get_logger()
 

@@ -21,7 +21,7 @@ from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, ServiceU
 from nats.js.kv import KeyValue
 from pydantic import TypeAdapter
 from treadle_core.rollouts.buffer import Advanced, Arrived, Batch, Cancelled, Event, RolloutSpec
-from treadle_runtime.bus import entries_of
+from treadle_runtime.buckets import entries_of
 from treadle_runtime.errors import FailedPrecondition, ResourceExhausted, require
 
 # A rollout of thousands of prompts, or a batch of them, comes near NATS's 1 MiB; ids compress to a fraction.

@@ -28,6 +28,10 @@ class SchedulerSettings(Settings):
     public_tools: OptionalAddress = ""
     public_rollout: OptionalAddress = ""
 
+    # Another scheduler process leads once this one has not renewed its lead for this long; below 1 s a busy machine
+    # makes a healthy leader late.
+    leader_ttl_s: Annotated[float, Field(ge=1)] = 3.0
+
     # The settings below are fields of treadle_core.tuning.Tuning, where the other thresholds are.
     lease_ttl_s: Seconds = 10.0  # an engine whose lease was not renewed for this long is removed
     missing_tags_s: Seconds = 180.0  # a step whose hardware tags no engine carries is refused after this long

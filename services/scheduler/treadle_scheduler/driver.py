@@ -19,17 +19,17 @@ from typing import Any, NewType, TypeVar, cast
 
 import nats.errors
 import structlog
-from nats.js.kv import KeyValue
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from treadle_core import actions as act
 from treadle_core.controller import Controller
 from treadle_core.events import Event, StepRequested, Tick
 from treadle_core.model import EngineRecord, JobRecord, Policy, TicketRecord, TrajectoryRecord, WeightsRecord
-from treadle_runtime.bus import Bus, entries_of, kv_key
+from treadle_runtime.buckets import entries_of, kv_key, purge_markers
+
+from treadle_scheduler.lease import LEADER_KEY, Lease, NotLeader
 
 log = structlog.get_logger()
 
-BUCKET = "treadle_trajectories"
 POLICY_KEY = "policy"
 # An expired lease is noticed at most this much late; a tick only looks at what is due and at the engines.
 TICK_S = 0.5
@@ -42,7 +42,7 @@ BATCH_INTERVAL_S = 0.003
 # At the end of the process, for predictions and the like that were not stored yet; losing them costs a repeated
 # question.
 LAST_SETTLE_S = 2.0
-PURGE_S = 600  # deleted keys leave markers; those older than this are purged this often, and nothing depends on it
+PURGE_S = 600  # deleted keys leave markers; they are purged this often, and nothing depends on it
 
 R = TypeVar("R")
 
@@ -114,22 +114,17 @@ def job_key(job_id: str) -> str:
 
 
 class Store:
-    """Owns the bucket; see the top of this module for `put` and `settle`."""
+    """Owns the bucket while this process leads; see the top of this module for `put` and `settle`."""
 
-    def __init__(self, bus: Bus, bucket: KeyValue) -> None:
-        self._bus, self._bucket = bus, bucket
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
         self._noted, self._writing = _Batch(), _Batch()
-        self._one_at_a_time = asyncio.Lock()
         self._next_batch_s = 0.0  # by the loop's clock
 
-    @classmethod
-    async def open(cls, bus: Bus) -> "Store":
-        """Make the bucket where there is none."""
-        return cls(bus, await bus.key_value(BUCKET))
-
     async def load(self) -> tuple[list[TrajectoryRecord], list[EngineRecord], list[JobRecord], MeshRecord | None]:
-        """What the bucket holds when the scheduler starts. Raises CorruptRecord."""
-        values = {entry.key: entry.value or b"" for entry in await entries_of(self._bucket)}
+        """What the bucket holds when this process begins to lead. Raises CorruptRecord."""
+        values = {entry.key: entry.value or b"" for entry in await entries_of(self.lease.bucket)}
+        values.pop(LEADER_KEY, None)
         mesh = values.pop(POLICY_KEY, None)
         trajectories = [values.pop(key) for key in list(values) if key.startswith("trajectory.")]
         jobs = [values.pop(key) for key in list(values) if key.startswith("job.")]
@@ -145,14 +140,14 @@ class Store:
         self._noted.records[key] = record
 
     async def settle(self, keys: Iterable[str]) -> None:
-        """Return once each key holds what was noted last, or newer. Raises nats.errors.Error; what failed stays
-        noted."""
+        """Return once each key holds what was noted last, or newer. Raises NotLeader and nats.errors.Error; what
+        failed stays noted."""
         wanted = set(keys)
         batch = self._noted if wanted & self._noted.records.keys() else self._writing
         if wanted.isdisjoint(batch.records):
             return
         while not batch.ended:
-            async with self._one_at_a_time:
+            async with self.lease.writing:
                 if batch is self._noted:
                     await self._write_noted()
                 elif not batch.ended:  # whoever wrote it was cancelled, so its records are noted again
@@ -167,12 +162,23 @@ class Store:
         except nats.errors.Error as error:
             log.warning("state is not stored yet; trying again", error=repr(error))
 
+    async def hand_over(self) -> None:
+        """Store what is not stored yet, and let another process lead."""
+        try:
+            async with asyncio.timeout(LAST_SETTLE_S):
+                await self.settle_all()
+                await self.lease.release()
+        except NotLeader:
+            pass  # another one leads already, and the log says so
+        except (TimeoutError, nats.errors.Error, OSError):
+            log.warning("NATS does not answer: what was not stored yet is lost with this process")
+
     async def purge_markers(self) -> None:
-        """Background task: delete the markers of keys removed long ago, which keeps the bucket small."""
+        """Background task: delete the markers of removed keys, which keeps the bucket small."""
         while True:
             await asyncio.sleep(PURGE_S)
             try:
-                await self._bucket.purge_deletes(olderthan=PURGE_S)
+                await purge_markers(self.lease.bucket)
             except nats.errors.Error as error:
                 log.warning("markers of deleted keys were not purged", error=repr(error))
 
@@ -185,7 +191,7 @@ class Store:
         self._writing = batch
         values = {key: None if record is None else encode(record) for key, record in batch.records.items()}
         try:
-            batch.failed = await self._bus.write_entries(BUCKET, values)
+            batch.failed = await self.lease.write(values)
             batch.ended = True
         finally:
             self._writing = _Batch()
@@ -215,24 +221,28 @@ class Driver:
         self._clock = clock
         self._send = send
         self._waiting: dict[str, asyncio.Future[TicketRecord]] = {}  # ScheduleStep calls by trajectory
+        self._holds = True  # whether they may wait
 
     async def request(self, event: Event, *keys: str) -> None:
         """Handle a request, or a fact of the bus, and return once its state is stored.
 
         `keys` are settled too, so that a repeat of a request whose write failed is not answered before the write
-        succeeds. Raises Refusal and nats.errors.Error.
+        succeeds. Raises Refusal, NotLeader and nats.errors.Error.
         """
         await self._store.settle({*self.handle(event), *keys})
 
     async def request_step(self, event: StepRequested, timeout_s: float | None) -> TicketRecord:
         """Handle a request for a ticket and return the ticket once it is stored.
 
-        Waits at most `timeout_s` seconds for it (None: HOLD_S). Raises Refusal, StepHeld and nats.errors.Error.
+        Waits at most `timeout_s` seconds for it (None: HOLD_S). Raises Refusal, StepHeld, NotLeader and
+        nats.errors.Error.
         """
         issued: asyncio.Future[TicketRecord] = asyncio.get_running_loop().create_future()
         self._waiting[event.trajectory_id] = issued  # a repeat of the request takes the place of the first
         try:
             touched = self.handle(event)
+            if not self._holds:
+                self.end_waiting()
             async with asyncio.timeout(HOLD_S if timeout_s is None else min(HOLD_S, timeout_s)):
                 ticket = await issued
         except TimeoutError as error:
@@ -243,23 +253,24 @@ class Driver:
         await self._store.settle({*touched, trajectory_key(event.trajectory_id)})
         return ticket
 
+    def end_waiting(self) -> None:
+        """Answer STEP_HELD to all that wait for a ticket, now and later: the process ends, and another one leads."""
+        self._holds = False
+        for trajectory_id, waiting in self._waiting.items():
+            if not waiting.done():
+                waiting.set_exception(StepHeld(trajectory_id))
+
     def handle(self, event: Event) -> set[str]:
         """Handle an event at once. Returns the keys of changed state, which the next tick stores."""
         return self.carry_out(self.controller.on_event(event, self._clock()))
 
     async def tick(self) -> None:
         """Background task: tell the controller that time passes, and store what is not stored yet."""
-        try:
-            while True:
-                await asyncio.sleep(TICK_S)
+        while True:
+            await asyncio.sleep(TICK_S)
+            if self._store.lease.is_held:  # else another process may lead, and nothing is to end that goes on there
                 self.handle(Tick())
                 await self._store.settle_all()
-        finally:
-            try:
-                async with asyncio.timeout(LAST_SETTLE_S):
-                    await self._store.settle_all()
-            except TimeoutError:
-                log.warning("NATS does not answer: what was not stored yet is lost with this process")
 
     def carry_out(self, actions: list[act.Action]) -> set[str]:
         """Note state to be stored and send the rest. Returns the keys whose state a request must wait for."""

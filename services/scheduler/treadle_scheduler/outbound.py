@@ -51,14 +51,21 @@ class Queues(Generic[T]):
     """Work that waits, in one queue for each address, and the tasks that do it.
 
     work: does some of the work of one address. tasks: most that run at once for an address. most: items that one of
-    them takes at a time. gather_s: how long the only task waits for more items before it takes some. An address has
-    tasks and a queue only while it has work.
+    them takes at a time. gather_s: how long the only task waits for more items before it takes some. may_work: returns
+    when work may be done. An address has tasks and a queue only while it has work.
     """
 
     def __init__(
-        self, work: Callable[[str, list[T]], Awaitable[None]], *, tasks: int = 1, most: int = 1, gather_s: float = 0.0
+        self,
+        work: Callable[[str, list[T]], Awaitable[None]],
+        *,
+        tasks: int = 1,
+        most: int = 1,
+        gather_s: float = 0.0,
+        may_work: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._work, self._tasks, self._most, self._gather_s = work, tasks, most, gather_s
+        self._may_work = may_work
         self._items: dict[str, dict[str, T]] = {}
         self._running: Counter[str] = Counter()
         self._filled: set[str] = set()  # addresses that got work since `run` looked
@@ -87,6 +94,8 @@ class Queues(Generic[T]):
         while items := self._items.get(address):
             if self._gather_s:
                 await asyncio.sleep(self._gather_s)
+            if self._may_work is not None:
+                await self._may_work()
             taken = [items.pop(key) for key in list(items)[: self._most]]
             if not items:
                 del self._items[address]
@@ -97,23 +106,29 @@ class Queues(Generic[T]):
 
 
 class Outbound:
-    """`connect` opens channels; `handle` is set once, before the workers run, and takes the events that answers
-    become."""
+    """`connect` opens channels; `may_send` returns when this process leads, so that one that was stopped for a while
+    sends nothing late; `handle` is set once, before the workers run, and takes the events that answers become."""
 
     handle: Callable[[Event], object]
 
-    def __init__(self, settings: SchedulerSettings, bus: Bus, connect: Callable[[str], grpc.aio.Channel]) -> None:
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        bus: Bus,
+        connect: Callable[[str], grpc.aio.Channel],
+        may_send: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self._settings = settings
         self._bus = bus
         self._connect = connect
         self._predictions: Queues[act.AskPrediction] = Queues(
-            self._predict, most=MOST_QUERIES, gather_s=GATHER_QUERIES_S
+            self._predict, most=MOST_QUERIES, gather_s=GATHER_QUERIES_S, may_work=may_send
         )
-        self._plans: Queues[act.AskPlan] = Queues(self._plan)
-        self._priorities: Queues[tuple[str, float]] = Queues(self._reprioritize, most=MOST_QUERIES)
-        self._commands: Queues[Command] = Queues(self._command, tasks=MOST_COMMANDS)
-        self._loads: Queues[act.LoadWeights] = Queues(self._load)
-        self._announcements: Queues[convert.Announcement] = Queues(self._announce, most=MOST_QUERIES)
+        self._plans: Queues[act.AskPlan] = Queues(self._plan, may_work=may_send)
+        self._priorities: Queues[tuple[str, float]] = Queues(self._reprioritize, most=MOST_QUERIES, may_work=may_send)
+        self._commands: Queues[Command] = Queues(self._command, tasks=MOST_COMMANDS, may_work=may_send)
+        self._loads: Queues[act.LoadWeights] = Queues(self._load, may_work=may_send)
+        self._announcements: Queues[convert.Announcement] = Queues(self._announce, most=MOST_QUERIES, may_work=may_send)
 
     def send(self, action: act.Action) -> None:
         """Take an action to be carried out in the background; never blocks."""

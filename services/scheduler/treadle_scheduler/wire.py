@@ -1,7 +1,10 @@
-"""Assemble the scheduler: state from the bucket, controller, driver, workers, servicer; map the core's refusals."""
+"""Assemble the scheduler: state from the bucket, controller, driver, workers, servicer; map the core's refusals.
+
+A process that does not lead serves nothing and knows nothing: it reads the state once it leads.
+"""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import fields
 from functools import partial
 from typing import Any, cast
@@ -23,11 +26,13 @@ from treadle_runtime.errors import (
     TreadleError,
     Unavailable,
 )
-from treadle_runtime.server import Runtime, Wiring
+from treadle_runtime.idempotency import RequestRecords
+from treadle_runtime.server import Runtime, Turn, Wiring
 
 from treadle_scheduler.config import SchedulerSettings
 from treadle_scheduler.convert_peers import SUBSCRIBED_KINDS, event_of
 from treadle_scheduler.driver import POLICY_KEY, Driver, MeshRecord, StepHeld, Store, steady_clock
+from treadle_scheduler.lease import Lease, NotLeader
 from treadle_scheduler.outbound import Outbound
 from treadle_scheduler.servicer import SchedulerServicer
 
@@ -39,6 +44,7 @@ DURABLE = "scheduler"
 RETRY_NO_ENGINE_S = 0.5
 # A client that asks again is held again, so that the pause only spares the network.
 RETRY_HELD_S = 0.01
+RETRY_NOT_LEADER_S = 0.1  # a channel that follows health does not come here; another process leads within seconds
 
 
 def _as(kind: type[NotFound | AlreadyExists | FailedPrecondition]) -> Callable[[Any], TreadleError]:
@@ -48,6 +54,9 @@ def _as(kind: type[NotFound | AlreadyExists | FailedPrecondition]) -> Callable[[
 ERRORS: ErrorTable = {
     StepHeld: lambda held: ResourceExhausted(
         "STEP_HELD", str(held), retry_after_s=RETRY_HELD_S, trajectory_id=held.trajectory_id
+    ),
+    NotLeader: lambda error: Unavailable(
+        "NOT_LEADER", f"{error}; connect to all schedulers", retry_after_s=RETRY_NOT_LEADER_S, leader=error.address
     ),
     refusals.BadField: lambda refusal: InvalidArgument(
         refusal.field, refusal.message, refusal.reason, **refusal.metadata
@@ -67,9 +76,44 @@ ERRORS: ErrorTable = {
 
 async def wire(runtime: Runtime) -> Wiring:
     settings = cast(SchedulerSettings, runtime.settings)
+    lease = await Lease.open(runtime.bus, settings.leader_ttl_s)
+    servicer = SchedulerServicer(settings)
+
+    async def admit() -> None:
+        if not turn.serves.is_set():
+            raise NotLeader(lease.leader_address)
+        await lease.admit()
+
+    turn = Turn(admit)
+
+    async def lead() -> None:
+        """Background task: wait for the lead, then serve until another process leads or this one drains."""
+        await lease.take(await runtime.listening, turn.decided)
+        store = Store(lease)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(lease.keep())
+                driver, tasks = await restore(runtime, store)
+                servicer.serve(driver, await RequestRecords.open(runtime.bus, settings.service))
+                for task in tasks:
+                    group.create_task(task())
+                turn.serve()
+        finally:
+            await store.hand_over()
+
+    return Wiring(
+        services={"treadle.scheduler.v1.SchedulerService": partial(add_SchedulerServiceServicer_to_server, servicer)},
+        tasks=[warm_up, lead],
+        errors=ERRORS,
+        turn=turn,
+    )
+
+
+async def restore(runtime: Runtime, store: Store) -> tuple[Driver, list[Callable[[], Coroutine[Any, Any, None]]]]:
+    """The driver of the state that the store holds now, which hears facts from now on, and its background tasks."""
+    settings = cast(SchedulerSettings, runtime.settings)
     clock = steady_clock()
     now = clock()
-    store = await Store.open(runtime.bus)
     trajectories, engines, jobs, mesh = await store.load()
     if mesh is None:
         mesh = MeshRecord(TREADLE_POLICY, epoch_s=now)
@@ -78,7 +122,7 @@ async def wire(runtime: Runtime) -> Wiring:
     controller = Controller(mesh.policy, tuning_of(settings), mesh.epoch_s)
     restored = controller.restore(trajectories, engines, now, jobs, mesh.weights)
     log.info("restored", trajectories=len(trajectories), engines=len(engines), jobs=len(jobs))
-    outbound = Outbound(settings, runtime.bus, runtime.channel)
+    outbound = Outbound(settings, runtime.bus, runtime.channel, store.lease.until_held)
     driver = Driver(controller, store, mesh.epoch_s, clock, outbound.send)
     outbound.handle = driver.handle
     driver.carry_out(restored)
@@ -86,15 +130,17 @@ async def wire(runtime: Runtime) -> Wiring:
     async def receive(fact: Any) -> None:
         event = event_of(fact)
         if event is not None:
+            await store.lease.until_held()
             await driver.request(event)
 
+    async def end_waiting() -> None:
+        try:
+            await runtime.stopping.wait()
+        finally:
+            driver.end_waiting()
+
     await runtime.bus.subscribe(SUBSCRIBED_KINDS, receive, durable=DURABLE)
-    servicer = SchedulerServicer(driver, runtime.records, settings)
-    return Wiring(
-        services={"treadle.scheduler.v1.SchedulerService": partial(add_SchedulerServiceServicer_to_server, servicer)},
-        tasks=[driver.tick, store.purge_markers, warm_up, *outbound.tasks],
-        errors=ERRORS,
-    )
+    return driver, [driver.tick, store.purge_markers, end_waiting, *outbound.tasks]
 
 
 async def warm_up() -> None:

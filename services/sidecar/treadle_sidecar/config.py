@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, model_validator
 from treadle_core.steps.preemptive_queue import DEFAULT_HYSTERESIS, DEFAULT_MIN_RUN_TOKENS
-from treadle_runtime.config import Json, OptionalAddress, OptionalFolder, Settings, url
+from treadle_runtime.config import Json, OptionalAddress, OptionalAddresses, OptionalFolder, Settings, url
 
 WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
 
@@ -25,7 +25,7 @@ class SidecarSettings(Settings):
     engine_id: Identifier  # name of the engine in this mesh
     engine_url: EngineUrl = DEFAULT_ENGINE_URL  # SGLang's HTTP server
     advertise: OptionalAddress = ""  # where others reach this sidecar; empty: the address it listens at
-    scheduler: OptionalAddress = ""  # empty: stand alone
+    scheduler: OptionalAddresses = ""  # all of its processes, with commas between; empty: stand alone
     slots: Count = 0  # steps that decode at once; 0: what the engine was started for
     queue_limit: Annotated[int, Field(ge=1)] = 4096  # steps that may wait
     preempt: bool = True

@@ -89,7 +89,7 @@ async def wire(runtime: Runtime) -> Wiring:
     else:
         tasks.append(probe.run)
     if settings.scheduler:
-        scheduler = SchedulerServiceStub(runtime.channel(settings.scheduler))
+        scheduler = SchedulerServiceStub(runtime.follow(settings.scheduler))
         tasks.append(Registration(scheduler, watch, info, load, curve, probe.first_over, runtime.stopping).run)
     return Wiring(
         services={"treadle.engine.v1.EngineService": partial(add_EngineServiceServicer_to_server, servicer)},

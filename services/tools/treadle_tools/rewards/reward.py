@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
-from treadle_runtime.bus import entries_of
+from treadle_runtime.buckets import entries_of
 
 DEFAULT_JOB = "default"
 

@@ -1,0 +1,86 @@
+"""Name the keys of a JetStream bucket, read it whole, and remove what deleted keys have left in it."""
+
+import nats.errors
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+from nats.js.kv import KV_DEL, KV_MARKER_REASON, KV_OP, KV_PURGE, KeyValue
+
+BATCH = 256  # messages of one request when a bucket is read; values are a few KB
+BATCH_TIMEOUT_S = 5.0  # of one such request
+CONSUMER_KEPT_S = 30.0  # the server forgets the reader of a bucket this long after its last request
+MOST_READS = 3  # of a bucket, where the connection loses messages
+
+_KEY_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-/")
+
+
+def kv_key(*parts: str) -> str:
+    """A valid key of a bucket out of any strings; distinct parts give distinct keys, joined by dots."""
+    return ".".join(
+        "".join(char if char in _KEY_CHARS else "".join(f"={byte:02X}" for byte in char.encode()) for char in part)
+        for part in parts
+    )
+
+
+async def entries_of(bucket: KeyValue, *, keys_only: bool = False) -> list[KeyValue.Entry]:
+    """The newest entry of every key in a bucket, in the order of their revisions, without deleted ones.
+
+    keys_only: the values are not sent and are empty. Raises nats.errors.Error while NATS does not answer.
+
+    `KeyValue.watchall` and `KeyValue.keys` of nats-py can report the end before the first entry when entries arrive
+    faster than the answer about the consumer (nats-io/nats.py#842, seen under load after a restart of NATS), and state
+    would be lost in silence. So a pull consumer is read to its end, and the messages received are counted.
+    """
+    return [entry for entry in await _all_entries(bucket, keys_only) if entry.operation is None]
+
+
+async def purge_markers(bucket: KeyValue) -> None:
+    """Remove what deleted keys have left in a bucket. A key that is written again meanwhile keeps its value.
+
+    `KeyValue.purge_deletes` of nats-py removes that value too. Raises nats.errors.Error.
+    """
+    for entry in await _all_entries(bucket, keys_only=True):
+        if entry.operation is not None and entry.revision is not None:
+            await bucket._js.purge_stream(bucket._stream, subject=f"{bucket._pre}{entry.key}", seq=entry.revision + 1)
+
+
+async def _all_entries(bucket: KeyValue, keys_only: bool) -> list[KeyValue.Entry]:
+    for _ in range(MOST_READS):
+        entries = await _read_bucket(bucket, keys_only)
+        if entries is not None:
+            return entries
+    raise nats.errors.TimeoutError
+
+
+async def _read_bucket(bucket: KeyValue, keys_only: bool) -> list[KeyValue.Entry] | None:
+    """Deleted ones have an `operation`. None where the connection lost a message."""
+    newest = (await bucket.status()).stream_info.state.last_seq
+    consumer = await bucket._js.pull_subscribe(
+        f"{bucket._pre}>",
+        stream=bucket._stream,
+        config=ConsumerConfig(
+            deliver_policy=DeliverPolicy.LAST_PER_SUBJECT,
+            ack_policy=AckPolicy.NONE,
+            headers_only=keys_only,
+            inactive_threshold=CONSUMER_KEPT_S,
+            mem_storage=True,
+        ),
+    )
+    entries: dict[str, KeyValue.Entry] = {}
+    received = revision = 0
+    try:
+        while revision < newest:
+            info = await consumer.consumer_info()
+            if info.delivered is not None and info.delivered.consumer_seq != received:
+                return None
+            if not info.num_pending:
+                break
+            for message in await consumer.fetch(min(info.num_pending, BATCH), timeout=BATCH_TIMEOUT_S):
+                received += 1
+                revision = message.metadata.sequence.stream
+                key = message.subject.removeprefix(bucket._pre)
+                headers = message.headers or {}
+                entries.pop(key, None)  # written again while we read: its place is at the end
+                operation = KV_DEL if headers.get(KV_OP) in (KV_DEL, KV_PURGE) or KV_MARKER_REASON in headers else None
+                entries[key] = KeyValue.Entry(bucket._name, key, message.data, revision, None, None, operation)
+    finally:
+        await consumer.unsubscribe()
+    return list(entries.values())
