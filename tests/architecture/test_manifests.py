@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from treadle_runtime.config import Settings, prefix_of
+from treadle_runtime.server import ALIVE
 from treadle_sidecar.engine.process import EngineSpec, engine_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +107,19 @@ def test_no_probe_ends_an_engine_that_loads_weights() -> None:
     for probe in (pod["startupProbe"], gpu["startupProbe"]):
         assert probe["exec"]["command"][-1].endswith("/health")
         assert probe["timeoutSeconds"] > 20, "SGLang's own limit"
+
+
+def test_a_scheduler_that_stands_by_is_not_restarted_and_is_found_by_its_name() -> None:
+    """Health under "" is NOT_SERVING there."""
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    for name in ("scheduler", "scheduler-standby"):
+        assert services[name]["healthcheck"]["test"][-1] == ALIVE
+    assert services["scheduler-standby"]["networks"]["mesh"]["aliases"] == ["scheduler"]
+    deployment, service = yaml.safe_load_all((ROOT / "k8s/base/scheduler.yaml").read_text())
+    [pod] = deployment["spec"]["template"]["spec"]["containers"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert pod[probe]["grpc"]["service"] == ALIVE
+    assert service["spec"]["clusterIP"] == "None", "a name that stands for all pods"
 
 
 KV_FOLDER = "/hicache"

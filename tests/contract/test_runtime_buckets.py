@@ -1,7 +1,6 @@
 """Reading a whole bucket against a real nats-server."""
 
 import asyncio
-from typing import Any
 
 import nats.errors
 import pytest
@@ -84,10 +83,10 @@ async def test_markers_of_deleted_keys_are_removed_and_a_key_that_comes_back_mea
         await bucket.delete(key)
     purge = bucket._js.purge_stream
 
-    async def come_back(*stream: str, **which: Any) -> bool:
-        if which["subject"].endswith("back"):
+    async def come_back(stream: str, *, subject: str, seq: int) -> bool:
+        if subject.endswith("back"):
             await bucket.put("back", b"2")
-        return await purge(*stream, **which)
+        return await purge(stream, subject=subject, seq=seq)
 
     monkeypatch.setattr(bucket._js, "purge_stream", come_back)
     await purge_markers(bucket)

@@ -86,7 +86,7 @@ class Mesh:
         """As the scheduler says."""
         async with grpc.aio.insecure_channel(self.schedulers[index].address) as channel:
             request = health_pb2.HealthCheckRequest(service=service)
-            return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=CALL_S)).status
+            return int((await health_pb2_grpc.HealthStub(channel).Check(request, timeout=CALL_S)).status)
 
     async def until_leads(self, index: int) -> None:
         """Return once this scheduler serves."""
@@ -161,6 +161,7 @@ async def until_all_is_counted(mesh: Mesh, index: int) -> None:
 
 
 async def test_a_process_that_stands_by_is_alive_serves_nothing_and_says_who_leads(start_service: StartService) -> None:
+    """Nobody waits for it when it hangs either."""
     async with mesh(start_service, engines=0) as made:
         first, second = made.schedulers
         assert [await made.health(index) for index in (0, 1)] == [SERVING, NOT_SERVING]
@@ -175,6 +176,11 @@ async def test_a_process_that_stands_by_is_alive_serves_nothing_and_says_who_lea
             assert refused.reason == "NOT_LEADER" and refused.retry_after_s
         async with treadle.Client(f"{second.address}, {first.address}", retry=QUICK) as client:
             await client.open(prompt_id="p", sample=0, prompt=[1])
+            os.kill(second.pid, signal.SIGSTOP)
+            await client.open(prompt_id="p", sample=1, prompt=[1])
+        async with treadle.Client(f"{second.address},{first.address}", retry=QUICK) as client:
+            await client.open(prompt_id="p", sample=2, prompt=[1])
+        second.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])

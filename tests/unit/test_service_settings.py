@@ -19,6 +19,7 @@ def test_by_default_every_part_of_the_scheduler_is_off() -> None:
     ("settings", "name", "value"),
     [
         (MigratorSettings, "SCHEDULER", "nowhere"),
+        (MigratorSettings, "SCHEDULER", "127.0.0.1:1,nowhere"),
         (MigratorSettings, "GIVE_UP_S", "0"),
         (MigratorSettings, "RETENTION_S", "60"),
         (MigratorSettings, "SHEDULER", "127.0.0.1:1"),
@@ -36,6 +37,7 @@ def test_by_default_every_part_of_the_scheduler_is_off() -> None:
         (SchedulerSettings, "PREDICTOR", "nowhere"),
         (SchedulerSettings, "PLACEMENT", "host:0"),
         (SchedulerSettings, "PUBLIC_TOOLS", ":7405"),
+        (SchedulerSettings, "LEADER_TTL_S", "0.5"),
         (SchedulerSettings, "LEASE_TTL_S", "0"),
         (SchedulerSettings, "LEASE_TTL_S", "soon"),
         (SchedulerSettings, "TICKET_TTL_S", "-1"),

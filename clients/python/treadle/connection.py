@@ -80,6 +80,7 @@ FOLLOWING: Options = (
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
     ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.min_reconnect_backoff_ms", 1_000),  # a process that hangs accepts a connection and does not greet
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 )
 
