@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class SchedulerServiceStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """Several processes may run; one leads and answers, and its health (grpc.health.v1, service "") is SERVING. The others answer every RPC
+    with UNAVAILABLE NOT_LEADER, metadata `leader` (its address) and RetryInfo.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -127,7 +129,9 @@ class SchedulerServiceStub(object):
 
 
 class SchedulerServiceServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Several processes may run; one leads and answers, and its health (grpc.health.v1, service "") is SERVING. The others answer every RPC
+    with UNAVAILABLE NOT_LEADER, metadata `leader` (its address) and RetryInfo.
+    """
 
     def OpenJob(self, request, context):
         """A client announces its job and holds it by renewing; the lease also runs anew with each request about a trajectory of the job.
@@ -358,7 +362,9 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SchedulerService(object):
-    """Missing associated documentation comment in .proto file."""
+    """Several processes may run; one leads and answers, and its health (grpc.health.v1, service "") is SERVING. The others answer every RPC
+    with UNAVAILABLE NOT_LEADER, metadata `leader` (its address) and RetryInfo.
+    """
 
     @staticmethod
     def OpenJob(request,

@@ -314,6 +314,10 @@ _SchedulerServiceGetDirectoryType = typing_extensions.TypeVar(
 )
 
 class SchedulerServiceStub(typing.Generic[_SchedulerServiceOpenJobType, _SchedulerServiceRenewJobType, _SchedulerServiceCloseJobType, _SchedulerServiceOpenTrajectoryType, _SchedulerServiceScheduleStepType, _SchedulerServiceCloseTrajectoryType, _SchedulerServiceGetTrajectoryType, _SchedulerServiceListTrajectoriesType, _SchedulerServiceSwitchEngineType, _SchedulerServiceRegisterEngineType, _SchedulerServiceRenewEngineLeaseType, _SchedulerServiceDeregisterEngineType, _SchedulerServiceListEnginesType, _SchedulerServiceSetPolicyType, _SchedulerServiceGetPolicyType, _SchedulerServiceSetWeightsType, _SchedulerServiceGetWeightsType, _SchedulerServiceGetDirectoryType]):
+    """Several processes may run; one leads and answers, and its health (grpc.health.v1, service "") is SERVING. The others answer every RPC
+    with UNAVAILABLE NOT_LEADER, metadata `leader` (its address) and RetryInfo.
+    """
+
     @typing.overload
     def __init__(self: SchedulerServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -602,6 +606,10 @@ SchedulerServiceAsyncStub: typing_extensions.TypeAlias = SchedulerServiceStub[
 ]
 
 class SchedulerServiceServicer(metaclass=abc.ABCMeta):
+    """Several processes may run; one leads and answers, and its health (grpc.health.v1, service "") is SERVING. The others answer every RPC
+    with UNAVAILABLE NOT_LEADER, metadata `leader` (its address) and RetryInfo.
+    """
+
     @abc.abstractmethod
     def OpenJob(
         self,
