@@ -14,7 +14,7 @@ from typing import Any
 
 import nats.errors
 import structlog
-from treadle_core.tools.fair_share import FairShare
+from treadle_core.fair_share import FairQueue
 from treadle_runtime import errors
 from treadle_runtime.errors import InvalidArgument, NotFound, ResourceExhausted, TreadleError
 
@@ -33,7 +33,6 @@ SWEEP_PERIOD_S = 60.0
 LONGEST_DATA_CHARS = 128 * 1024  # of data_json in UTF-8 and JSON: within half of NATS's default max_payload
 LONGEST_OUTPUT_CHARS = 16 * 1024  # kept in memory, as the judge's reasons or a traceback, for as long as the reward
 
-QUANTUM_S = 0.1  # of a slot: cheap functions go a few at a time, judges one by one
 UNKNOWN_S = 1.0  # what a function is taken to cost before it has run
 
 # The function is not to blame, and may answer later.
@@ -229,7 +228,7 @@ class _Queue:
     """Rewards that wait for one of the `free` slots, which are shared equally among jobs."""
 
     free: int
-    share: FairShare[Reward] = field(default_factory=lambda: FairShare(QUANTUM_S))
+    share: FairQueue[Reward] = field(default_factory=FairQueue)
 
 
 @dataclass(eq=False)

@@ -1,0 +1,98 @@
+"""Share one resource among jobs by weight: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996).
+
+Each job has a tag: the service that it was given, divided by its weight. Whoever waits with the smallest tag is next. A
+job that begins to wait gets at least the smallest tag of those that wait already, so that an idle job saves nothing;
+what a job got above its share is remembered as long as any job waits. While two jobs both wait, their tags differ by
+at most the largest piece of service of each, divided by its weight (theorem 1 there).
+
+Used for slots of an engine (`steps.preemptive_queue`), for slots and KV of the mesh (`steps.shares`), and for the pool
+that computes the rewards of all jobs (RollArt §4, principle 3), where a job that submits ten thousand at once must not
+delay a job that submits ten.
+
+Pure state machines: no clock, no task. All service has one unit, which the caller chooses.
+"""
+
+import math
+from collections import deque
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class FairShare:
+    """The tags of the jobs."""
+
+    def __init__(self) -> None:
+        self._tags: dict[str, float] = {}
+        self._waiting: set[str] = set()
+
+    def __len__(self) -> int:
+        """Jobs that wait, or got more than those."""
+        return len(self._tags)
+
+    def begin_waiting(self, job: str) -> None:
+        """The job waits from now on; no change for one that does already."""
+        if job not in self._waiting:
+            self._tags[job] = self.tag(job)
+            self._waiting.add(job)
+
+    def end_waiting(self, job: str) -> None:
+        """The job does not wait any more. Where none does, everything is forgotten: nobody waited for anybody."""
+        self._waiting.discard(job)
+        if not self._waiting:
+            self._tags.clear()
+
+    def charge(self, job: str, service: float, weight: float = 1.0) -> None:
+        """Count service that the job was given; below 0 for what it was charged and did not get."""
+        if not self._waiting:
+            return
+        self._tags[job] = self.tag(job) + service / weight
+        if len(self._tags) > len(self._waiting):
+            least = min(self._tags[other] for other in self._waiting)
+            self._tags = {other: tag for other, tag in self._tags.items() if other in self._waiting or tag > least}
+
+    def tag(self, job: str) -> float:
+        """Service for its weight, as compared with other jobs; the smallest is next."""
+        tags = self._tags
+        if job in self._waiting:
+            return tags[job]
+        return max(tags.get(job, -math.inf), min((tags[other] for other in self._waiting), default=0.0))
+
+
+class FairQueue(Generic[T]):
+    """Waiting work of several jobs of equal weight: first come, first served within a job. All costs have one unit; the
+    caller uses expected seconds of a slot, and reports with `settle` what a piece of work really cost."""
+
+    def __init__(self) -> None:
+        self._share = FairShare()
+        self._lines: dict[str, deque[tuple[float, T]]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, job: str, item: T, cost: float) -> None:
+        """Put `item` behind its job's others. Raises ValueError unless cost is finite and >= 0."""
+        if not (cost >= 0 and math.isfinite(cost)):
+            raise ValueError(f"cost must be >= 0 and finite, is {cost}")
+        self._share.begin_waiting(job)
+        self._lines.setdefault(job, deque()).append((cost, item))
+        self._count += 1
+
+    def take(self) -> tuple[str, T, float] | None:
+        """The next (job, item, cost), and charge it; None where nothing waits."""
+        if not self._lines:
+            return None
+        job = min(self._lines, key=self._share.tag)
+        line = self._lines[job]
+        cost, item = line.popleft()
+        self._count -= 1
+        self._share.charge(job, cost)
+        if not line:
+            del self._lines[job]
+            self._share.end_waiting(job)
+        return job, item, cost
+
+    def settle(self, job: str, charged: float, actual: float) -> None:
+        """Work of `job` for which `charged` was taken has really cost `actual`."""
+        self._share.charge(job, actual - charged)
